@@ -1,0 +1,1 @@
+"""Rules without sockets or clocks: how values are cut, summed and updated."""

@@ -1,0 +1,383 @@
+"""The one table of environment variables, and the only reader of os.environ.
+
+Every variable that distrun sets or reads stands in `TABLE` with its type, default and range; `docs/environment.md`
+is checked against it. `read` gives a checked value or an error that says variable, value, host and what would be
+right. Standard library only, Python 3.8.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from typing import Any, Dict, List, Mapping, MutableMapping, NamedTuple, Optional, Tuple
+
+from distrun_runtime.errors import ContractError
+
+INT = "integer"
+FLOAT = "number"
+BOOL = "0 or 1"
+TEXT = "text"
+
+GIVEN = "given"
+"""distrun gives it to tasks; a value of an outer job is removed first."""
+READ = "read"
+"""The user sets it, distrun reads it."""
+BOTH = "given and read"
+"""Given to tasks by the launcher; set by hand for a manual start."""
+
+
+class Variable(NamedTuple):
+    """One row of the table."""
+
+    name: str
+    group: str
+    use: str
+    type: str
+    doc: str
+    default: Any = None
+    low: Optional[float] = None
+    high: Optional[float] = None
+    choices: Tuple[str, ...] = ()
+    stale: bool = False
+    """Describes one task of one job, so that an outer job's value must not reach ours."""
+
+    def range_text(self) -> str:
+        """Return what values are right, in words."""
+        if self.choices:
+            return " or ".join(self.choices) if len(self.choices) < 3 else "one of " + ", ".join(self.choices)
+        if self.type in (TEXT, BOOL):
+            return self.type
+        if self.low is not None and self.high is not None:
+            return "%s from %s to %s" % (self.type, _number(self.low), _number(self.high))
+        if self.low is not None:
+            return "%s, at least %s" % (self.type, _number(self.low))
+        return self.type
+
+
+def _number(value: float) -> str:
+    return "%d" % value if value == int(value) else "%g" % value
+
+
+_PORT = {"type": INT, "low": 1, "high": 65535}
+
+
+def _row(name: str, group: str, use: str, doc: str, **more: Any) -> Variable:
+    more.setdefault("type", TEXT)
+    more.setdefault("stale", use in (GIVEN, BOTH))
+    return Variable(name=name, group=group, use=use, doc=doc, **more)
+
+
+TABLE: Tuple[Variable, ...] = (
+    # What every task can ask about itself.
+    _row("DISTRUN_JOB_ID", "distrun", BOTH, "The job's id; also the marker by which leftover processes are found."),
+    _row("DISTRUN_ROLE", "distrun", GIVEN, "The task's role.", choices=("scheduler", "server", "worker")),
+    _row("DISTRUN_RANK", "distrun", BOTH, "Index of the task in its role, from 0.", type=INT, low=0),
+    _row("DISTRUN_WORLD_SIZE", "distrun", GIVEN, "Number of tasks of the role.", type=INT, low=1),
+    _row("DISTRUN_LOCAL_RANK", "distrun", GIVEN, "Index among the tasks of the role on this host.", type=INT, low=0),
+    _row("DISTRUN_LOCAL_SIZE", "distrun", GIVEN, "Number of tasks of the role on this host.", type=INT, low=1),
+    _row("DISTRUN_NODE_RANK", "distrun", GIVEN, "Index of this host among the job's hosts.", type=INT, low=0),
+    _row("DISTRUN_NUM_NODES", "distrun", GIVEN, "Number of hosts of the job.", type=INT, low=1),
+    _row("DISTRUN_HOST", "distrun", BOTH, "What the job calls this host (as in the output's prefixes)."),
+    _row("DISTRUN_ADDR", "distrun", GIVEN, "This host's address for data: an IP address."),
+    _row("DISTRUN_RESTART", "distrun", BOTH, "How often this task was started before.", type=INT, low=0, default=0),
+    _row("DISTRUN_RUN_DIR", "distrun", GIVEN, "A folder of the job that outlives it: logs and anything a task leaves."),
+    _row("DISTRUN_TOKEN_FILE", "distrun", BOTH, "File (mode 0600) with the job's token; without it a job runs open."),
+    _row(
+        "DISTRUN_PUBLISH_FD",
+        "distrun",
+        GIVEN,
+        "Descriptor on which a task tells its agent facts, one JSON object a line.",
+        type=INT,
+        low=0,
+    ),
+    # The parameter-server set of launch.py, ps-lite and BytePS.
+    _row("DMLC_ROLE", "dmlc", BOTH, "The process's role.", choices=("scheduler", "server", "worker")),
+    _row("DMLC_PS_ROOT_URI", "dmlc", BOTH, "The scheduler's IP address."),
+    _row(
+        "DMLC_PS_ROOT_PORT",
+        "dmlc",
+        BOTH,
+        "The scheduler's port; started by hand, the scheduler binds exactly it.",
+        **_PORT,
+    ),
+    _row("DMLC_NUM_WORKER", "dmlc", BOTH, "Number of workers.", type=INT, low=1),
+    _row(
+        "DMLC_NUM_SERVER",
+        "dmlc",
+        BOTH,
+        "Number of servers; 0: none, and dist stores cannot be created.",
+        type=INT,
+        low=0,
+    ),
+    _row(
+        "DMLC_NODE_HOST", "dmlc", BOTH, "The address that this process binds and tells its peers. A name is resolved."
+    ),
+    _row("DMLC_TASK_ID", "dmlc", GIVEN, "Worker i: i. Server j: number of workers + j.", type=INT, low=0),
+    _row("DMLC_WORKER_ID", "dmlc", BOTH, "A worker's rank.", type=INT, low=0),
+    _row("DMLC_SERVER_ID", "dmlc", BOTH, "A server's rank.", type=INT, low=0),
+    _row("DMLC_RANK", "dmlc", BOTH, "The process's rank in its role.", type=INT, low=0),
+    _row("DMLC_JOB_CLUSTER", "dmlc", GIVEN, "The backend that started the job: local, ssh, mpi, sge, slurm, yarn."),
+    _row(
+        "DMLC_INTERFACE", "dmlc", READ, "Network interface for data, by exact name (eth0, ib0); resolved on each host."
+    ),
+    _row(
+        "DMLC_LOCAL",
+        "dmlc",
+        READ,
+        "Removed from tasks; this system chooses the path by what works.",
+        type=BOOL,
+        stale=True,
+    ),
+    _row("DMLC_NUM_ATTEMPT", "dmlc", GIVEN, "How often this task was started before.", type=INT, low=0),
+    _row("DMLC_TRACKER_URI", "dmlc", GIVEN, "Removed: the address of an outer job's rabit tracker."),
+    _row("DMLC_TRACKER_PORT", "dmlc", GIVEN, "Removed: the port of an outer job's rabit tracker.", **_PORT),
+    # torch.distributed's env:// rendezvous. Workers only.
+    _row("RANK", "torch", GIVEN, "The worker's rank.", type=INT, low=0),
+    _row("WORLD_SIZE", "torch", GIVEN, "Number of workers.", type=INT, low=1),
+    _row("LOCAL_RANK", "torch", GIVEN, "Index among the workers of this host.", type=INT, low=0),
+    _row("LOCAL_WORLD_SIZE", "torch", GIVEN, "Number of workers of this host.", type=INT, low=1),
+    _row("MASTER_ADDR", "torch", GIVEN, "Data address of worker 0's host."),
+    _row("MASTER_PORT", "torch", GIVEN, "A port held for worker 0 on its host until the job ends.", **_PORT),
+    _row("GROUP_RANK", "torch", GIVEN, "Index of this host among the hosts with workers.", type=INT, low=0),
+    _row("GROUP_WORLD_SIZE", "torch", GIVEN, "Number of hosts with workers.", type=INT, low=1),
+    _row("NODE_RANK", "torch", GIVEN, "The same as GROUP_RANK.", type=INT, low=0),
+    _row("ROLE_RANK", "torch", GIVEN, "The worker's rank.", type=INT, low=0),
+    _row("ROLE_WORLD_SIZE", "torch", GIVEN, "Number of workers.", type=INT, low=1),
+    _row("ROLE_NAME", "torch", GIVEN, "`worker`."),
+    _row("TORCHELASTIC_RESTART_COUNT", "torch", GIVEN, "How often the job was restarted.", type=INT, low=0),
+    _row("TORCHELASTIC_MAX_RESTARTS", "torch", GIVEN, "How often it may be.", type=INT, low=0),
+    _row("TORCHELASTIC_RUN_ID", "torch", GIVEN, "The job's id."),
+    # JAX. Workers only.
+    _row("JAX_COORDINATOR_ADDRESS", "jax", GIVEN, "host:port, held for worker 0; jax.distributed.initialize reads it."),
+    _row("JAX_NUM_PROCESSES", "jax", GIVEN, "Number of workers.", type=INT, low=1),
+    _row("JAX_PROCESS_ID", "jax", GIVEN, "The worker's rank.", type=INT, low=0),
+    _row("PYTHONUNBUFFERED", "python", GIVEN, "1, unless you set it: lines appear when they are printed.", stale=False),
+    _row("PYTHONPATH", "python", GIVEN, "The bundled runtime is put in front of yours.", stale=False),
+    # Tuning: the seeds' names.
+    _row(
+        "MXNET_KVSTORE_BIGARRAY_BOUND",
+        "tuning",
+        READ,
+        "Values of at least so many elements are cut over all servers; smaller ones live on one.",
+        type=INT,
+        low=1,
+        default=1000000,
+    ),
+    _row(
+        "MXNET_KVSTORE_REDUCTION_NTHREADS",
+        "tuning",
+        READ,
+        "Threads that sum big arrays of several devices on one machine. Checked;"
+        " no effect in this version (numpy sums on one).",
+        type=INT,
+        low=1,
+        default=4,
+    ),
+    _row(
+        "MXNET_ENABLE_GPU_P2P",
+        "tuning",
+        READ,
+        "GPU peer-to-peer copies in `device` stores. Checked; no effect in this version.",
+        type=BOOL,
+        default=True,
+    ),
+    _row(
+        "PS_VERBOSE",
+        "tuning",
+        READ,
+        "1: addresses and ids of all nodes; 2: also every message.",
+        type=INT,
+        low=0,
+        high=2,
+        default=0,
+    ),
+    _row(
+        "PS_RESEND",
+        "tuning",
+        READ,
+        "Retransmission on unreliable networks. Checked; no effect in this version (TCP retransmits).",
+        type=BOOL,
+        default=False,
+    ),
+    _row(
+        "PS_RESEND_TIMEOUT",
+        "tuning",
+        READ,
+        "Milliseconds until a message is sent again. Checked; no effect in this version.",
+        type=INT,
+        low=1,
+        default=1000,
+    ),
+    _row(
+        "PS_HEARTBEAT_INTERVAL",
+        "tuning",
+        READ,
+        "Seconds between heartbeats.",
+        type=FLOAT,
+        low=0.1,
+        high=3600,
+        default=2.0,
+    ),
+    _row(
+        "PS_HEARTBEAT_TIMEOUT",
+        "tuning",
+        READ,
+        "Seconds of silence after which a peer is lost.",
+        type=FLOAT,
+        low=0.5,
+        high=86400,
+        default=10.0,
+    ),
+    _row(
+        "DISTRUN_OP_TIMEOUT",
+        "tuning",
+        READ,
+        "Seconds that one store call may take while its peers are alive.",
+        type=FLOAT,
+        low=0.1,
+        default=1800.0,
+    ),
+    _row(
+        "DISTRUN_START_TIMEOUT",
+        "tuning",
+        READ,
+        "Seconds from the first worker's HELLO until all nodes must have registered; for other"
+        " nodes, until the scheduler must answer.",
+        type=FLOAT,
+        low=0.1,
+        default=120.0,
+    ),
+    _row(
+        "DISTRUN_PORT_RANGE",
+        "tuning",
+        READ,
+        "A-B: ports that scheduler, servers and workers may bind. Empty: any free port.",
+        default="",
+    ),
+    # The launcher itself.
+    _row("DISTRUN_HOSTFILE", "launcher", READ, "Hosts file when -H is absent."),
+    _row("DEEPLEARNING_WORKERS_PATH", "launcher", READ, "Hosts file of an AWS deep-learning stack, when -H is absent."),
+    _row(
+        "DISTRUN_PORTABLE",
+        "launcher",
+        READ,
+        "1: use only what every POSIX system has (no /proc, subreaper, pidfd), as on macOS.",
+        type=BOOL,
+        default=False,
+    ),
+    _row("XDG_STATE_HOME", "launcher", READ, "Where the job store is: `distrun/` below it (default ~/.local/state)."),
+    _row("XDG_RUNTIME_DIR", "launcher", READ, "Where a host keeps a job's private files (default /tmp/distrun-UID)."),
+    _row("XDG_CACHE_HOME", "launcher", READ, "Where a copy of the runtime is kept for tasks (default ~/.cache)."),
+)
+
+BY_NAME: Dict[str, Variable] = {row.name: row for row in TABLE}
+
+OUTER_PATTERNS = ("SLURM_*", "OMPI_*", "PMI_*", "PMIX_*", "PRTE_*", "HYDRA_*", "MPI_LOCAL*", "TORCHELASTIC_*", "PET_*")
+"""Variables of an outer job's engine that would mislead a task; removed with the table's stale ones."""
+
+SECRET_PATTERNS = (
+    "*SECRET*",
+    "*TOKEN*",
+    "*PASSWORD*",
+    "*PASSWD*",
+    "*CREDENTIAL*",
+    "*API_KEY*",
+    "*ACCESS_KEY*",
+    "*PRIVATE_KEY*",
+)
+"""Names whose values are never printed or written."""
+
+
+def snapshot() -> Dict[str, str]:
+    """Return a copy of this process's environment."""
+    return dict(os.environ)
+
+
+def stale_names() -> Tuple[str, ...]:
+    """Return the names and patterns that are removed from a task's environment before ours are added."""
+    return tuple(sorted(row.name for row in TABLE if row.stale)) + OUTER_PATTERNS
+
+
+def text(name: str, env: Optional[Mapping[str, str]] = None) -> str:
+    """Return the value of a variable of the table as it stands; empty if it is unset."""
+    _known(name)
+    return (os.environ if env is None else env).get(name, "")
+
+
+def read(name: str, env: Optional[Mapping[str, str]] = None) -> Any:
+    """Return the checked value of a variable: int, float, bool or str by its type; its default when unset or empty.
+
+    Raises:
+        ContractError: the value is not of the variable's type or range.
+    """
+    row = _known(name)
+    value = text(name, env)
+    if value.strip() == "":
+        return row.default
+    try:
+        return _parse(row, value.strip())
+    except ValueError:
+        raise ContractError(
+            "%s=%r on host %s: expected %s%s" % (name, value, socket.gethostname(), row.range_text(), _default(row))
+        ) from None
+
+
+def need(name: str, env: Optional[Mapping[str, str]] = None) -> Any:
+    """Return the checked value of a variable that must be set.
+
+    Raises:
+        ContractError: it is unset, or not of its type or range.
+    """
+    value = read(name, env)
+    if value is None:
+        row = BY_NAME[name]
+        raise ContractError(
+            "%s is not set on host %s: %s Expected %s." % (name, socket.gethostname(), row.doc, row.range_text())
+        )
+    return value
+
+
+def check(env: Optional[Mapping[str, str]] = None, groups: Tuple[str, ...] = ("tuning",)) -> List[str]:
+    """Return one message for each variable of `groups` whose value is wrong; empty when all are right."""
+    wrong = []
+    for row in TABLE:
+        if row.group in groups:
+            try:
+                read(row.name, env)
+            except ContractError as err:
+                wrong.append(str(err))
+    return wrong
+
+
+def put(name: str, value: str, env: Optional[MutableMapping[str, str]] = None) -> None:
+    """Set a variable of the table in `env`, or in this process's environment."""
+    _known(name)
+    (os.environ if env is None else env)[name] = value
+
+
+def _known(name: str) -> Variable:
+    return BY_NAME[name]
+
+
+def _default(row: Variable) -> str:
+    if row.default in (None, ""):
+        return ""
+    return " (default %s)" % (int(row.default) if isinstance(row.default, bool) else row.default)
+
+
+def _parse(row: Variable, value: str) -> Any:
+    if row.choices and value not in row.choices:
+        raise ValueError(value)
+    if row.type == BOOL:
+        return {"0": False, "1": True}[value] if value in ("0", "1") else _wrong(value)
+    if row.type == TEXT:
+        return value
+    number: float = int(value) if row.type == INT else float(value)
+    if math.isnan(number) or (row.low is not None and number < row.low) or (row.high is not None and number > row.high):
+        raise ValueError(value)
+    return number
+
+
+def _wrong(value: str) -> bool:
+    raise ValueError(value)

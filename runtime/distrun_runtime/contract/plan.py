@@ -1,0 +1,193 @@
+"""The plan of a job: everything that will happen, as one value, made before anything does.
+
+A plan holds no secret: it names the variables that are forwarded, `Secrets` carries their values beside it, to
+the agents only, and is never written. What is known only later (the scheduler's port, a reserved port) stands in
+`Task.refs` as `{name}` references; `resolve` fills them from the facts that the agents report.
+
+Pure. JSON both ways; the format is fixed by `docs/protocol.md` and carries a version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from typing import Any, Dict, FrozenSet, Mapping, Tuple
+
+from distrun_runtime.errors import ContractError
+
+VERSION = 1
+
+SCHEDULER = "scheduler"
+SERVER = "server"
+WORKER = "worker"
+ROLES = (SCHEDULER, SERVER, WORKER)
+
+STOP = "stop"
+"""`on_eof`: the end of the agent's input, or an expired lease, stops its tasks (attached jobs)."""
+HOLD = "hold"
+"""`on_eof`: the tasks go on until the lease ends (detached jobs)."""
+
+_REFERENCE = re.compile(r"\{([^{}]+)\}")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process to be."""
+
+    name: str
+    """Role and rank, `worker-0`: unique in the job."""
+    role: str
+    rank: int
+    """Index in the role, from 0."""
+    host: str
+    """`Host.name` of the place it runs at."""
+    argv: Tuple[str, ...]
+    """Executed exactly, without a shell."""
+    cwd: str
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables added, literally."""
+    refs: Mapping[str, str] = field(default_factory=dict)
+    """Variables added once their `{references}` are known, e.g. DMLC_PS_ROOT_PORT -> "{scheduler.port}"."""
+    secret_env: Tuple[str, ...] = ()
+    """Names of variables whose values travel in `Secrets.env` (given with --env, or forwarded)."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine of the job."""
+
+    name: str
+    """What it is called in prefixes, reports and references."""
+    address: str = ""
+    """Address that peers use for data; empty: the agent finds it (interface, subnet, route)."""
+    ports: Tuple[str, ...] = ()
+    """Names of the ports that its agent holds for foreign programs: the fact `HOST/port:NAME` for each."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The times of a job, seconds. None: no limit."""
+
+    grace_s: float = 10.0
+    """Between asking a task to end and killing it."""
+    timeout_s: float | None = None
+    """The whole job; then exit code 124."""
+    start_s: float = 120.0
+    """Until every agent has answered and every task was started; then exit code 6."""
+    lease_s: float = 45.0
+    """How long an agent goes on without hearing from the coordinator."""
+    verdict_s: float = 1.0
+    """How long the verdict waits for an earlier failure to be reported."""
+    early_exit_s: float = 10.0
+    """How long workers may take to end after a server or scheduler ended with 0."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of a job."""
+
+    job: str
+    """Its id: short, unique on the submitting machine."""
+    name: str
+    """What the user calls it; may be empty."""
+    backend: str
+    command: Tuple[str, ...]
+    """What the user typed, word by word."""
+    cwd: str
+    hosts: Tuple[Host, ...]
+    tasks: Tuple[Task, ...]
+    limits: Limits = Limits()
+    on_eof: str = STOP
+    interface: str = ""
+    """--interface (or DMLC_INTERFACE): resolved on each host."""
+    subnet: str = ""
+    """--subnet CIDR: resolved on each host."""
+    unset: Tuple[str, ...] = ()
+    """Names and `PREFIX*` patterns of an outer job's variables, removed before anything is added."""
+    version: int = VERSION
+
+    def task(self, name: str) -> Task:
+        """Return the task of that name; KeyError if there is none."""
+        for task in self.tasks:
+            if task.name == name:
+                return task
+        raise KeyError(name)
+
+    def of_role(self, role: str) -> Tuple[Task, ...]:
+        """Return the tasks of `role`, by rank."""
+        return tuple(task for task in self.tasks if task.role == role)
+
+    def share(self, host: str) -> Plan:
+        """Return the plan cut down to what the agent of `host` needs: its own tasks, all hosts."""
+        return dataclasses.replace(self, tasks=tuple(task for task in self.tasks if task.host == host))
+
+
+@dataclass(frozen=True, repr=False)
+class Secrets:
+    """What a plan names but does not hold. Goes to the agents; never written, printed or logged."""
+
+    token: str = ""
+    """The job's token, hex; a job without servers has one too."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Values of the variables that `Task.secret_env` names."""
+
+    def __repr__(self) -> str:
+        return "Secrets(token=..., env of %s)" % ", ".join(sorted(self.env))
+
+
+def references(task: Task) -> FrozenSet[str]:
+    """Return the names of the facts that `task` waits for. Pure.
+
+    Known facts: `scheduler.address` and `scheduler.port` (published by the scheduler task itself),
+    `host:NAME.address` and `NAME/port:LABEL` (from the agent of host NAME).
+    """
+    return frozenset(name for text in task.refs.values() for name in _REFERENCE.findall(text))
+
+
+def resolve(task: Task, facts: Mapping[str, str]) -> Dict[str, str]:
+    """Return the variables added to `task`, references filled in. Pure.
+
+    Raises:
+        ContractError: a fact is missing; the message names it.
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        try:
+            return facts[match.group(1)]
+        except KeyError:
+            raise ContractError("%s needs %r, which no agent has reported" % (task.name, match.group(1))) from None
+
+    env = dict(task.env)
+    env.update((name, _REFERENCE.sub(fill, text)) for name, text in task.refs.items())
+    return env
+
+
+def to_json(plan: Plan) -> Dict[str, Any]:
+    """Return the plan as JSON-able values; `from_json` gives it back."""
+    value: Dict[str, Any] = dataclasses.asdict(plan)
+    return value
+
+
+def from_json(value: Mapping[str, Any]) -> Plan:
+    """Return the plan that `to_json` wrote.
+
+    Raises:
+        ContractError: another version, or a member that is missing, unknown or of another type.
+    """
+    if value.get("version") != VERSION:
+        raise ContractError("this is plan version %r; this program knows version %d" % (value.get("version"), VERSION))
+    try:
+        members = dict(value)
+        members["hosts"] = tuple(Host(**_tuples(host, "ports")) for host in value["hosts"])
+        members["tasks"] = tuple(Task(**_tuples(task, "argv", "secret_env")) for task in value["tasks"])
+        members["limits"] = Limits(**value["limits"])
+        return Plan(**_tuples(members, "command", "unset"))
+    except (KeyError, TypeError) as err:
+        raise ContractError("this is no plan of ours: %s" % err) from err
+
+
+def _tuples(value: Mapping[str, Any], *names: str) -> Dict[str, Any]:
+    members = dict(value)
+    members.update((name, tuple(members[name])) for name in names if name in members)
+    return members

@@ -1,0 +1,57 @@
+"""What can go wrong on the cluster side.
+
+    RuntimeFault
+      + ContractError (ValueError)       a variable, plan or frame that is missing or malformed
+      + WireError (ValueError)           bytes that are no message of ours: magic, version, length
+      + Refused (ConnectionError)        the other side would not let us in, and says why
+      + PeerLost (ConnectionError)       a node died or fell silent: which, where, when
+      + TimedOut (TimeoutError)          what was awaited, from whom, for how long
+      + KVError (ValueError)             a key, shape, dtype or rule that does not fit the store
+          + RuleError                    a rule failed on a server; carries the server's traceback
+      + StoreClosed (RuntimeError)       the store was closed, left, or inherited by a forked child
+
+Each class also derives from the built-in that fits, so `except ValueError` catches what it should.
+Standard library only; Python 3.8 (this file travels with the agent).
+"""
+
+from __future__ import annotations
+
+
+class RuntimeFault(Exception):
+    """The root of every error that the cluster side raises on purpose."""
+
+
+class ContractError(RuntimeFault, ValueError):
+    """A variable, plan or frame is missing or malformed: which, what was found, what would be right."""
+
+
+class WireError(RuntimeFault, ValueError):
+    """Bytes arrived that are no message of ours."""
+
+
+class Refused(RuntimeFault, ConnectionError):
+    """The other side refused us and said why."""
+
+
+class PeerLost(RuntimeFault, ConnectionError):
+    """A node of the job died or fell silent; the message names role, rank, host and what was seen."""
+
+
+class TimedOut(RuntimeFault, TimeoutError):
+    """A wait reached its deadline; the message says what was awaited, from whom and for how long."""
+
+
+class KVError(RuntimeFault, ValueError):
+    """A call does not fit the store: both sides of the difference are in the message."""
+
+
+class RuleError(KVError):
+    """A rule failed on a server. `server_traceback` is the server's own."""
+
+    def __init__(self, message: str, server_traceback: str = "") -> None:
+        super().__init__(message)
+        self.server_traceback = server_traceback
+
+
+class StoreClosed(RuntimeFault, RuntimeError):
+    """The store cannot be used any more: closed, left, or inherited by a forked child."""
