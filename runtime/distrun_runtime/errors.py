@@ -9,6 +9,8 @@
       + KVError (ValueError)             a key, shape, dtype or rule that does not fit the store
           + RuleError                    a rule failed on a server; carries the server's traceback
       + StoreClosed (RuntimeError)       the store was closed, left, or inherited by a forked child
+      + JobStoreError (OSError)          a job's folder cannot be made, read or written
+      + NoSuchJob (LookupError)          no job, or several, of that id or name; lists near ones
 
 Each class also derives from the built-in that fits, so `except ValueError` catches what it should.
 Standard library only; Python 3.8 (this file travels with the agent).
@@ -55,3 +57,11 @@ class RuleError(KVError):
 
 class StoreClosed(RuntimeFault, RuntimeError):
     """The store cannot be used any more: closed, left, or inherited by a forked child."""
+
+
+class JobStoreError(RuntimeFault, OSError):
+    """A job's folder cannot be made, read or written: which, and why."""
+
+
+class NoSuchJob(RuntimeFault, LookupError):
+    """No job, or more than one, has that id, beginning of an id, or name; the message lists what there is."""

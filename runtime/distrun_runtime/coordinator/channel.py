@@ -1,0 +1,227 @@
+"""A two-way pipe to one agent, and its form over a pair of file descriptors.
+
+`Channel` is what the loop needs of a transport. `StreamChannel` serves a child process's pipes. It owns two threads, one reading and one writing, so that an agent that does
+not read, or sends rubbish, never makes the loop wait.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from typing import Callable, Deque, List, Optional, Protocol
+
+from distrun_runtime.contract import wire
+from distrun_runtime.coordinator import frames
+from distrun_runtime.coordinator.events import AgentLost, Event, Warned
+from distrun_runtime.errors import RuntimeFault, WireError
+
+Put = Callable[[Event], None]
+
+MAGIC = b"DISTRUN/1 "
+"""Begins the first line of an agent; what comes before it is noise of the host's shell."""
+NOISE_LIMIT = 64 * 1024
+WRITE_LIMIT = 64 * 1024 * 1024
+"""Bytes that may wait for an agent to read them; past that it is lost."""
+READ_SIZE = 256 * 1024
+GLANCE_MS = 500
+"""How often a thread that waits for a descriptor looks whether the channel was killed."""
+
+
+class Channel(Protocol):
+    """One agent's channel, as the loop uses it. No method waits."""
+
+    @property
+    def host(self) -> str:
+        """`Host.name` of the plan."""
+
+    def start(self, put: Put) -> None:
+        """Connect if that is still to be done, and from now on put what arrives, from any thread.
+
+        Put `StartFailed` when there is no agent, `AgentLost` once when the channel ends.
+        """
+
+    def send(self, data: bytes) -> None:
+        """Send bytes (whole frames), in order, some time soon."""
+
+    def close(self) -> None:
+        """Let the agent see the end of its input once everything sent before is written. May be repeated."""
+
+    def kill(self) -> None:
+        """Free everything that the channel holds, at once. The agent, if it lives, sees the end of its input."""
+
+
+class Greeting:
+    """Finds the agent's first line in what arrives, and keeps the noise before it. Pure."""
+
+    def __init__(self) -> None:
+        self.nonce = ""
+        self.noise: List[str] = []
+        self._buffer = b""
+        self._seen = 0
+
+    def feed(self, data: bytes) -> Optional[bytes]:
+        """Add what arrived; return what follows the first line, or None while that has not come.
+
+        Raises:
+            WireError: too much came that is no first line.
+        """
+        self._buffer += data
+        while True:
+            line, newline, rest = self._buffer.partition(b"\n")
+            if not newline:
+                self._check(len(self._buffer))
+                return None
+            begin = line.find(MAGIC)
+            if begin >= 0:  # noise without a newline may stand in front of it
+                if begin:
+                    self.noise.append(line[:begin].decode("utf-8", "replace"))
+                self.nonce = line[begin + len(MAGIC) :].decode("ascii", "replace").strip()
+                return rest
+            self._seen += len(line) + 1
+            self._check(0)
+            self.noise.append(line.decode("utf-8", "replace").rstrip("\r"))
+            self._buffer = rest
+
+    def _check(self, waiting: int) -> None:
+        if self._seen + waiting > NOISE_LIMIT:
+            raise WireError("more than %d bytes came that are no greeting of an agent" % NOISE_LIMIT)
+
+
+class StreamChannel:
+    """A channel over two descriptors, ends of two pipes, which it owns from `start` on.
+
+    `explain` is called once when the agent's output has ended, in the reading thread, and may wait a moment: its
+    text is added to the reason (exit code, last words on stderr). `on_kill` is called by `kill`.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        read_fd: int,
+        write_fd: int,
+        *,
+        explain: Callable[[], str] = lambda: "",
+        on_kill: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._host = host
+        self._read_fd = read_fd
+        self._write_fd = write_fd
+        self._explain = explain
+        self._on_kill = on_kill
+        self._put: Put = lambda event: None
+        self._outbox: Deque[bytes] = deque()
+        self._waiting = 0
+        self._closing = False
+        self._changed = threading.Condition()
+        self._killed = False
+
+    @property
+    def host(self) -> str:
+        """`Host.name` of the plan."""
+        return self._host
+
+    def start(self, put: Put) -> None:
+        """Start the two threads."""
+        self._put = put
+        for name, work in (("read", self._read), ("write", self._write)):
+            threading.Thread(target=work, name="%s %s" % (name, self._host), daemon=True).start()
+
+    def send(self, data: bytes) -> None:
+        """Queue bytes for the writing thread. Past WRITE_LIMIT the agent is given up."""
+        with self._changed:
+            if self._closing:
+                return
+            self._outbox.append(data)
+            self._waiting += len(data)
+            overflow = self._waiting > WRITE_LIMIT
+            self._changed.notify()
+        if overflow:
+            self._put(AgentLost(self._host, "it does not read what we send", time.time()))
+            self.kill()
+
+    def close(self) -> None:
+        """Close the agent's input when everything before is written."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+
+    def kill(self) -> None:
+        """Forget what is not written, close, and call `on_kill`."""
+        with self._changed:
+            if self._killed:
+                return
+            self._killed = True
+            self._closing = True
+            self._outbox.clear()
+            self._changed.notify()
+        self._on_kill()
+
+    def _read(self) -> None:
+        reason = "its connection ended"
+        try:
+            self._read_frames()
+        except (RuntimeFault, OSError) as err:
+            reason = str(err)
+            self.kill()
+        os.close(self._read_fd)
+        more = self._explain()
+        self._put(AgentLost(self._host, "%s: %s" % (reason, more) if more else reason, time.time()))
+
+    def _read_frames(self) -> None:
+        greeting = Greeting()
+        decoder = wire.Decoder()
+        greeted = False
+        while True:
+            while not _is_ready(self._read_fd, select.POLLIN):
+                if self._killed:
+                    return
+            data = os.read(self._read_fd, READ_SIZE)
+            if not data:
+                return
+            if not greeted:
+                rest = greeting.feed(data)
+                if rest is None:
+                    continue
+                greeted, data = True, rest
+                if any(line.strip() for line in greeting.noise):
+                    self._put(Warned(self._host, "its shell printed before the agent: %s" % _brief(greeting.noise)))
+            for frame in decoder.feed(data):
+                self._put(frames.to_event(self._host, frame, time.time()))
+
+    def _write(self) -> None:
+        try:
+            os.set_blocking(self._write_fd, False)  # a full pipe must not keep `kill` from closing it
+            while True:
+                with self._changed:
+                    while not self._outbox and not self._closing:
+                        self._changed.wait()
+                    if not self._outbox:
+                        return
+                    data = memoryview(self._outbox.popleft())
+                size = len(data)
+                while data and not self._killed:
+                    if _is_ready(self._write_fd, select.POLLOUT):
+                        data = data[os.write(self._write_fd, data) :]
+                with self._changed:
+                    self._waiting -= size
+        except OSError:
+            # The agent reads no more. The reading thread sees the end and says so; nothing is left to do here.
+            with self._changed:
+                self._closing = True
+                self._outbox.clear()
+        finally:
+            os.close(self._write_fd)
+
+
+def _is_ready(fd: int, what: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, what)
+    return bool(poll.poll(GLANCE_MS))
+
+
+def _brief(lines: List[str]) -> str:
+    text = " | ".join(line.strip() for line in lines if line.strip())
+    return text if len(text) <= 300 else text[:300] + "..."

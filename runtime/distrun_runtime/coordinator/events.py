@@ -1,0 +1,163 @@
+"""What happens to a job: everything that reaches the supervisor, one frozen value each.
+
+Times called `time` are wall-clock seconds since the epoch: of the agent's clock where an agent stamped them, of
+ours elsewhere. The supervisor's own `now` is another clock (monotonic) and is passed beside the event.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Mapping, Optional, Tuple, Union
+
+
+@dataclass(frozen=True)
+class AgentHello:
+    """An agent answered. `facts` is its hello frame; `arrived` is our wall clock when it came."""
+
+    host: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    arrived: float = 0.0
+
+
+@dataclass(frozen=True)
+class AgentReady:
+    """An agent has its share of the plan, knows its data address and holds the ports that the plan asked for."""
+
+    host: str
+    address: str
+    ports: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StartFailed:
+    """There will be no agent on `host`: it could not be reached, or refused us. `reason` says why."""
+
+    host: str
+    reason: str
+    time: float = 0.0
+
+
+@dataclass(frozen=True)
+class Started:
+    """A task runs."""
+
+    host: str
+    task: str
+    pid: int
+    start: str = ""
+    time: float = 0.0
+
+
+@dataclass(frozen=True)
+class Published:
+    """A task told its agent facts, e.g. the scheduler its address and port, or a worker the peer that it lost."""
+
+    host: str
+    task: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Output:
+    """Bytes that a task wrote. `offset` counts from the beginning of its stream ("out" or "err")."""
+
+    host: str
+    task: str
+    stream: str
+    offset: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A task was reaped. Either `code` or `signal` (a name such as "KILL") is set."""
+
+    host: str
+    task: str
+    code: Optional[int] = None
+    signal: Optional[str] = None
+    time: float = 0.0
+    stopped: bool = False
+    """The agent had signalled it (stop, signal or lease) before it was reaped."""
+    reason: str = ""
+    out: int = 0
+    err: int = 0
+    max_rss_kb: int = 0
+    cpu_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cleared:
+    """After a stop of all tasks no process of the job is left on `host`, but for those in `left` (pid, command)."""
+
+    host: str
+    left: Tuple[Tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Warned:
+    """An agent, or the channel to it, has something to say to the user."""
+
+    host: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Pong:
+    """An agent answered a ping."""
+
+    host: str
+    n: int = 0
+
+
+@dataclass(frozen=True)
+class Bye:
+    """An agent has ended whatever was left and goes."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class AgentLost:
+    """The channel to an agent ended, or brought bytes that are no frames."""
+
+    host: str
+    reason: str
+    time: float = 0.0
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Nothing happened; time passed."""
+
+
+@dataclass(frozen=True)
+class Interrupt:
+    """The launcher was sent a signal: "INT", "TERM" or "HUP"."""
+
+    signal: str
+    time: float = 0.0
+
+
+@dataclass(frozen=True)
+class PauseToggled:
+    """Ctrl-Z: printing pauses or goes on. The supervisor has no part in it."""
+
+
+Event = Union[
+    AgentHello,
+    AgentReady,
+    StartFailed,
+    Started,
+    Published,
+    Output,
+    Exited,
+    Cleared,
+    Warned,
+    Pong,
+    Bye,
+    AgentLost,
+    Tick,
+    Interrupt,
+    PauseToggled,
+]

@@ -1,0 +1,130 @@
+"""Between frames and the coordinator's values: an agent's frame becomes an event, an action becomes a frame. Pure."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, Mapping
+
+from distrun_runtime.contract import plan as plans
+from distrun_runtime.contract import wire
+from distrun_runtime.contract.plan import Plan, Secrets
+from distrun_runtime.coordinator import events
+from distrun_runtime.coordinator.actions import EndAgent, Spawn, StopTasks
+from distrun_runtime.errors import ContractError
+
+
+def to_event(host: str, frame: wire.Frame, arrived: float) -> events.Event:
+    """Return the event that a frame of the agent of `host` means; `arrived` is our wall clock.
+
+    A frame of an unknown type becomes a warning: a newer agent may say more than we understand.
+
+    Raises:
+        ContractError: a member is missing or of another type.
+    """
+    make = _EVENTS.get(frame.type)
+    if make is None:
+        return events.Warned(host, "it sent %r, which this version does not know" % frame.type)
+    try:
+        return make(host, frame.header, frame.body, arrived)
+    except (KeyError, TypeError, ValueError, AttributeError) as err:
+        raise ContractError("it sent a malformed %r: %s: %s" % (frame.type, type(err).__name__, err)) from err
+
+
+def _optional(header: Mapping[str, Any], name: str, kind: Callable[[Any], Any]) -> Any:
+    value = header.get(name)
+    return None if value is None else kind(value)
+
+
+def _output(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
+    stream, offset = header["stream"], int(header["offset"])
+    if stream not in ("out", "err") or offset < 0:
+        raise ValueError("stream %r, offset %d" % (stream, offset))
+    return events.Output(host, str(header["task"]), stream, offset, body)
+
+
+def _exited(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
+    return events.Exited(
+        host,
+        str(header["task"]),
+        code=_optional(header, "code", int),
+        signal=_optional(header, "signal", str),
+        time=float(header.get("time", arrived)),
+        stopped=bool(header.get("stopped", False)),
+        reason=str(header.get("reason") or ""),
+        out=int(header.get("out", 0)),
+        err=int(header.get("err", 0)),
+        max_rss_kb=int(header.get("max_rss_kb") or 0),
+        cpu_s=float(header.get("cpu_s") or 0.0),
+    )
+
+
+def _started(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
+    time = float(header.get("time", arrived))
+    return events.Started(host, str(header["task"]), int(header["pid"]), str(header.get("start", "")), time)
+
+
+def _ready(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
+    ports = {str(name): int(port) for name, port in header.get("ports", {}).items()}
+    return events.AgentReady(host, str(header["address"]), ports)
+
+
+def _cleared(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
+    left = tuple((int(each["pid"]), str(each.get("command", ""))) for each in header.get("left", ()))
+    return events.Cleared(host, left)
+
+
+_EVENTS: Dict[str, Callable[[str, Mapping[str, Any], bytes, float], events.Event]] = {
+    "hello": lambda host, header, body, arrived: events.AgentHello(host, dict(header), arrived),
+    "ready": _ready,
+    "started": _started,
+    "published": lambda host, header, body, arrived: events.Published(
+        host, str(header["task"]), dict(header["values"])
+    ),
+    "output": _output,
+    "exited": _exited,
+    "cleared": _cleared,
+    "warning": lambda host, header, body, arrived: events.Warned(host, str(header["text"])),
+    "pong": lambda host, header, body, arrived: events.Pong(host, int(header.get("n", 0))),
+    "bye": lambda host, header, body, arrived: events.Bye(host),
+}
+
+
+def begin(plan: Plan, secrets: Secrets, host: str) -> bytes:
+    """Return the frame that gives the agent of `host` its share: its own tasks, and only their secrets."""
+    share = plan.share(host)
+    names = {name for task in share.tasks for name in task.secret_env}
+    return wire.encode(
+        {
+            "type": "begin",
+            "version": wire.VERSION,
+            "host": host,
+            "plan": plans.to_json(share),
+            "token": secrets.token,
+            "secret_env": {name: value for name, value in secrets.env.items() if name in names},
+        }
+    )
+
+
+def spawn(action: Spawn) -> bytes:
+    """Return the frame that starts a task."""
+    return wire.encode({"type": "spawn", "task": action.task, "env": dict(action.env)})
+
+
+def stop(action: StopTasks) -> bytes:
+    """Return the frame that stops tasks by a ladder."""
+    ladder = [[name, wait_s] for name, wait_s in action.ladder]
+    return wire.encode({"type": "stop", "tasks": list(action.tasks), "ladder": ladder})
+
+
+def end(action: EndAgent) -> bytes:
+    """Return the frame that ends the agent."""
+    return wire.encode({"type": "end"})
+
+
+def ack(task: str, stream: str, offset: int) -> bytes:
+    """Return the frame that says: everything before `offset` is safe here."""
+    return wire.encode({"type": "ack", "task": task, "stream": stream, "offset": offset})
+
+
+def ping(n: int) -> bytes:
+    """Return the frame that renews an agent's lease."""
+    return wire.encode({"type": "ping", "n": n})

@@ -1,0 +1,113 @@
+"""How a job, and each of its tasks, stands or ended. Frozen values, JSON-able by `dataclasses.asdict`."""
+
+from __future__ import annotations
+
+import signal as signals
+from dataclasses import dataclass
+from typing import Optional, Tuple
+
+SUCCEEDED = "succeeded"
+TASK_FAILED = "task_failed"
+INTERRUPTED = "interrupted"
+TERMINATED = "terminated"
+TIMEOUT = "timeout"
+START_FAILED = "start_failed"
+HOST_LOST = "host_lost"
+INTERNAL = "internal"
+REASONS = (SUCCEEDED, TASK_FAILED, INTERRUPTED, TERMINATED, TIMEOUT, START_FAILED, HOST_LOST, INTERNAL)
+
+EXIT_START_FAILED = 6
+EXIT_HOST_LOST = 7
+EXIT_INTERNAL = 8
+EXIT_TIMEOUT = 124
+
+PENDING = "pending"
+STARTING = "starting"
+RUNNING = "running"
+EXITED = "exited"
+FAILED = "failed"
+STOPPED = "stopped"
+TASK_STATES = (PENDING, STARTING, RUNNING, EXITED, FAILED, STOPPED)
+"""exited: by itself with 0. failed: by itself otherwise, or its host was lost. stopped: we ended it."""
+
+STOPPING = "stopping"
+KILLED = "killed"
+LOST = "lost"
+JOB_STATES = (STARTING, RUNNING, STOPPING, SUCCEEDED, FAILED, KILLED, LOST)
+"""killed: interrupted or terminated. lost: the launcher died and nobody finished the job."""
+
+
+def exit_code(code: Optional[int], signal: Optional[str]) -> int:
+    """Return what a shell would: the code, or 128 + the number of the signal `signal` (1 if it is unknown here)."""
+    if signal is None:
+        return 0 if code is None else code
+    name = signal if signal.startswith("SIG") else "SIG" + signal
+    try:
+        return 128 + signals.Signals[name].value
+    except KeyError:
+        return 128 + int(signal) if signal.isdigit() else 1
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """One task as it stands, or ended."""
+
+    name: str
+    role: str
+    rank: int
+    host: str
+    state: str = PENDING
+    pid: Optional[int] = None
+    code: Optional[int] = None
+    signal: Optional[str] = None
+    started: Optional[float] = None
+    """Wall clock, seconds; so is `ended`."""
+    ended: Optional[float] = None
+    reason: str = ""
+    """Why it could not run or how it was lost, in words; else empty."""
+    lost_peer: str = ""
+    """The peer whose loss it died of: then it is a consequence."""
+    max_rss_kb: int = 0
+    cpu_s: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """It ran, and runs no more as far as anybody can know."""
+        return self.state in (EXITED, FAILED, STOPPED)
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """What ended a job that did not succeed. `task` is empty when a whole host was lost or did not start."""
+
+    task: str
+    host: str
+    code: Optional[int] = None
+    signal: Optional[str] = None
+    time: float = 0.0
+    reason: str = ""
+    consequence: bool = False
+    """It died of a lost peer; nothing else is known to have failed."""
+    lost_peer: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a job."""
+
+    exit_code: int
+    reason: str
+    """One of REASONS."""
+    message: str
+    """One line: what happened, where, and what to do if that is known."""
+    culprit: Optional[Culprit] = None
+    tasks: Tuple[TaskResult, ...] = ()
+    survivors: Tuple[str, ...] = ()
+    """Processes that may still run, one text each (`pid 123 (sleep) on d2`)."""
+
+    @property
+    def job_state(self) -> str:
+        """The job's last state: succeeded, failed or killed."""
+        if self.reason == SUCCEEDED:
+            return SUCCEEDED
+        return KILLED if self.reason in (INTERRUPTED, TERMINATED) else FAILED
