@@ -90,10 +90,9 @@ def test_every_example_runs_without_the_launcher_and_takes_both_spellings(exampl
 
 def test_digits_says_what_to_install_when_scikit_learn_is_missing(tmp_path: Path) -> None:
     (tmp_path / "sklearn.py").write_text("raise ImportError('hidden by the test')\n", encoding="utf-8")
-    code = (
-        "import sys, runpy; sys.path.insert(0, %r); sys.argv = ['digits.py']; runpy.run_path(%r, run_name='__main__')"
-    )
-    command = code % (str(tmp_path), str(ROOT / "examples" / "digits.py"))
-    result = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    # PYTHONPATH goes before site-packages, so this sklearn is found first.
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, str(ROOT / "examples" / "digits.py")]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 1
     assert "pip install scikit-learn" in result.stderr

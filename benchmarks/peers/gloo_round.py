@@ -1,0 +1,77 @@
+"""One rank of an all-reduce round with torch.distributed and gloo: MODEL ROUNDS plain|bucket."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import List
+
+import shapes
+import torch
+import torch.distributed as dist
+from report import WARM_UP, report
+
+BUCKET_BYTES = 25 * 2**20
+"""What DistributedDataParallel gathers before it sends."""
+
+
+def all_reduce_each(gradients: List[torch.Tensor]) -> None:
+    """Sum every tensor over all ranks, one operation a tensor."""
+    for work in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
+        work.wait()
+
+
+def all_reduce_buckets(buckets: List[List[torch.Tensor]]) -> None:
+    """Sum every tensor over all ranks, one operation a bucket, with the copies into it and out of it."""
+    flats = [torch.cat([tensor.reshape(-1) for tensor in bucket]) for bucket in buckets]
+    works = [dist.all_reduce(flat, async_op=True) for flat in flats]
+    for flat, bucket, work in zip(flats, buckets, works, strict=True):
+        work.wait()
+        begin = 0
+        for tensor in bucket:
+            tensor.copy_(flat[begin : begin + tensor.numel()].view_as(tensor))
+            begin += tensor.numel()
+
+
+def fill_buckets(gradients: List[torch.Tensor]) -> List[List[torch.Tensor]]:
+    """Cut the list where a bucket has reached its size."""
+    buckets: List[List[torch.Tensor]] = [[]]
+    size = 0
+    for gradient in gradients:
+        if size >= BUCKET_BYTES:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(gradient)
+        size += gradient.numel() * 4
+    return buckets
+
+
+def main() -> None:
+    """Run the rounds and print the report on rank 0."""
+    model, rounds, form = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    gradients = [torch.ones(shape) for shape in shapes.MODELS[model]()]
+    buckets = fill_buckets(gradients)
+    times = []
+    for _ in range(rounds + WARM_UP):
+        for gradient in gradients:
+            gradient.fill_(1.0)
+        dist.barrier()
+        begin = time.perf_counter()
+        if form == "bucket":
+            all_reduce_buckets(buckets)
+        else:
+            all_reduce_each(gradients)
+        times.append(time.perf_counter() - begin)
+    for gradient in (gradients[0], gradients[-1]):
+        if gradient.reshape(-1)[0] != dist.get_world_size():
+            sys.exit("gloo_round.py: the sum is wrong")
+    if dist.get_rank() == 0:
+        total = sum(gradient.numel() * 4 for gradient in gradients)
+        report("gloo" if form == "plain" else "gloo-" + form, model, dist.get_world_size(), total, times)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
