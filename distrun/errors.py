@@ -1,0 +1,73 @@
+"""What can go wrong where the user types, and the exit code of each.
+
+    DistrunError                      exit 8    our own fault, unless a class below says otherwise
+      + UsageError (ValueError)       exit 2    an option, its value, a name or a file that is wrong
+          + HostsError                          a hosts file that cannot be read
+      + NoSuchJob (LookupError)       exit 2    no such job, or several; lists the near ones
+      + PreflightError                exit 3    a host that cannot be used
+      + SyncError (OSError)           exit 4    files that did not reach a host
+      + SubmitError                   exit 5    the queue or engine refused the job
+      + StartError                    exit 6    an agent or a task that did not start
+      + HostLost (ConnectionError)    exit 7    a host that went away while the job ran
+
+Each class also derives from the built-in that fits. 126, 127 and 128+n come from the tasks themselves and are no
+errors of this tree. The command line prints the message, and `hint` (what to type next) below it.
+"""
+
+from __future__ import annotations
+
+
+class DistrunError(Exception):
+    """The root of every error that the submit side raises on purpose."""
+
+    exit_code = 8
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class UsageError(DistrunError, ValueError):
+    """What the user typed, or a file that it names, is wrong: what was expected, what was found."""
+
+    exit_code = 2
+
+
+class HostsError(UsageError):
+    """A hosts file cannot be read or understood."""
+
+
+class NoSuchJob(DistrunError, LookupError):
+    """No job of this machine has that id or name, or more than one has."""
+
+    exit_code = 2
+
+
+class PreflightError(DistrunError):
+    """A host cannot be used; nothing was started anywhere."""
+
+    exit_code = 3
+
+
+class SyncError(DistrunError, OSError):
+    """Files did not reach a host; nothing was started anywhere."""
+
+    exit_code = 4
+
+
+class SubmitError(DistrunError):
+    """The queue or engine refused the job."""
+
+    exit_code = 5
+
+
+class StartError(DistrunError):
+    """An agent or a task did not start."""
+
+    exit_code = 6
+
+
+class HostLost(DistrunError, ConnectionError):
+    """A host went away while the job ran."""
+
+    exit_code = 7

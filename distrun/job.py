@@ -1,0 +1,249 @@
+"""The job as the user wishes it, checked; and the variables that the user gives it. Pure."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from distrun.errors import UsageError
+from distrun_runtime.contract import environ
+from distrun_runtime.contract.plan import ROLES, Limits
+
+BUNDLED = "bundled"
+"""`--ps bundled`: distrun's own servers and scheduler."""
+COMMAND = "command"
+"""`--ps command`: the user's command in every role, as launch.py did."""
+PS_CHOICES = (BUNDLED, COMMAND)
+
+_MERGED = ("PYTHONPATH", "PYTHONUNBUFFERED")
+"""Variables that distrun sets with the user's value in mind, so that giving them is no mistake."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One variable that the user gives to tasks."""
+
+    name: str
+    value: str
+    role: str = ""
+    """The role it is for; empty: every role."""
+    hidden: bool = False
+    """The value travels in `Secrets` and is never shown: a secret-looking name, a forwarded or a filed value."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the user asked for. Checked when made.
+
+    Raises:
+        UsageError: a count, time, name or range that is wrong, or no command.
+    """
+
+    command: tuple[str, ...]
+    """The words that the user typed."""
+    workers: int
+    servers: int
+    cwd: str
+    ps: str = BUNDLED
+    shell: bool | None = None
+    """--shell, --no-shell, or None: decided by the command."""
+    name: str = ""
+    settings: tuple[Setting, ...] = ()
+    """In the order of precedence: a later one wins, one for a role wins over one for all."""
+    python: str = ""
+    """Interpreter of the bundled servers; empty: the one that runs distrun."""
+    interface: str = ""
+    subnet: str = ""
+    port_range: str = ""
+    scheduler_host: str = ""
+    limits: Limits = field(default_factory=Limits)
+    op_timeout_s: float | None = None
+    start_timeout_s: float | None = None
+    """For the stores; `limits.start_s` is the launcher's own."""
+    keep_outer_env: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.command or not self.command[0]:
+            raise UsageError(
+                "there is no command to run", "distrun launch -n %d python train.py" % max(1, self.workers)
+            )
+        _at_least("-n/--num-workers", self.workers, 1)
+        _at_least("-s/--num-servers", self.servers, 0)
+        if self.ps not in PS_CHOICES:
+            raise UsageError("--ps: expected %s, found %r" % (" or ".join(PS_CHOICES), self.ps))
+        _seconds("--grace", self.limits.grace_s, zero=True)
+        _seconds("--timeout", self.limits.timeout_s)
+        _seconds("--start-timeout", self.limits.start_s)
+        _seconds("--op-timeout", self.op_timeout_s)
+        if self.name and not re.fullmatch(r"[\w.+@:-]{1,64}", self.name):
+            raise UsageError("--name: expected up to 64 letters, digits or . _ + @ : -, found %r" % self.name)
+        if self.port_range:
+            parse_port_range(self.port_range)
+        for word in self.command:
+            if "\0" in word:
+                raise UsageError("the command holds a NUL character in %r; no program can be given one" % word)
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether the job has servers, and so a scheduler."""
+        return self.servers > 0
+
+
+def given(settings: Sequence[Setting], role: str) -> dict[str, Setting]:
+    """Return what the user gives to tasks of `role`, by name; one for the role wins over one for all. Pure."""
+    chosen = {setting.name: setting for setting in settings if not setting.role}
+    chosen.update((setting.name, setting) for setting in settings if setting.role == role)
+    return chosen
+
+
+def parse_env(words: Iterable[str], outer: Mapping[str, str]) -> tuple[list[Setting], list[str]]:
+    """Return the settings of `--env` words (`K=V`, `K`, `PFX*`) and notes for the user. Pure.
+
+    `outer` is the environment that `K` and `PFX*` are taken from. A pattern never picks a name that distrun sets.
+
+    Raises:
+        UsageError: an empty name, or one that distrun sets itself.
+    """
+    settings: list[Setting] = []
+    notes: list[str] = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals:
+            settings.append(setting("--env", name, value))
+        elif "*" in name:
+            names = sorted(n for n in outer if fnmatch.fnmatchcase(n, name) and not is_ours(n))
+            settings += [Setting(n, outer[n], hidden=True) for n in names]
+            if not names:
+                notes.append("--env %r: no variable here has such a name" % name)
+        elif name in outer:
+            settings.append(setting("--env", name, outer[name], hidden=True))
+        else:
+            setting("--env", name, "")
+            notes.append("--env %s: it is not set here, so there is nothing to forward" % name)
+    return settings, notes
+
+
+def parse_role_env(role: str, words: Iterable[str]) -> list[Setting]:
+    """Return the settings of `--env-ROLE` words, `K=V` or launch.py's `K:V`. Pure.
+
+    Raises:
+        UsageError: no value, an empty name, or one that distrun sets itself.
+    """
+    option = "--env-" + role
+    settings = []
+    for word in words:
+        match = re.match(r"([^=:]*)[=:](.*)\Z", word, re.DOTALL)
+        if match is None:
+            raise UsageError("%s: expected NAME=VALUE, found %r" % (option, word))
+        settings.append(setting(option, match.group(1), match.group(2), role=role))
+    return settings
+
+
+def parse_env_file(text: str, path: str) -> list[Setting]:
+    """Return the settings of an env file: `KEY=VALUE` lines, `# comments`, `export`, quotes. Pure.
+
+    Unquoted values end at ` #` and lose white space at the end; 'single' quotes keep all; "double" quotes know
+    backslash-n, -t, -r, -quote, -backslash and -$. Nothing is expanded. Values are not shown anywhere.
+
+    Raises:
+        UsageError: with file and line.
+    """
+    settings = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        where = "%s:%d" % (path, number)
+        body = re.sub(r"\A\s*(export\s+)?", "", line)
+        if not body or body.startswith("#"):
+            continue
+        name, equals, value = body.partition("=")
+        if not equals:
+            raise UsageError("%s: expected KEY=VALUE, found %r" % (where, name.strip()))
+        settings.append(setting(where, name.strip(), _unquote(value.strip(), where), hidden=True))
+    return settings
+
+
+def setting(option: str, name: str, value: str, role: str = "", hidden: bool = False) -> Setting:
+    """Return a checked setting. `option` is where it was given, for the message. Pure.
+
+    Raises:
+        UsageError: a name that is empty, malformed or set by distrun itself; a NUL character.
+    """
+    if not name or re.search(r"[\s=\0]", name):
+        raise UsageError("%s: expected a variable's name, found %r" % (option, name))
+    if "\0" in value:
+        raise UsageError("%s: the value of %s holds a NUL character" % (option, name))
+    if is_ours(name):
+        row = environ.BY_NAME[name]
+        raise UsageError(
+            "%s: %s is set by distrun itself (%s)" % (option, name, row.doc.rstrip(".")),
+            "leave it out; the other variables are yours",
+        )
+    return Setting(name, value, role, hidden or is_secret(name))
+
+
+def is_ours(name: str) -> bool:
+    """Return whether distrun sets this variable in tasks whatever the user says. Pure."""
+    row = environ.BY_NAME.get(name)
+    return row is not None and row.use in (environ.GIVEN, environ.BOTH) and name not in _MERGED
+
+
+def is_secret(name: str) -> bool:
+    """Return whether a variable's name looks like a secret's. Pure."""
+    return any(fnmatch.fnmatchcase(name.upper(), pattern) for pattern in environ.SECRET_PATTERNS)
+
+
+def parse_port_range(text: str) -> tuple[int, int]:
+    """Return first and last port of `A-B`. Pure.
+
+    Raises:
+        UsageError: it is no range of ports.
+    """
+    match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
+    if match is None or not 1 <= int(match.group(1)) <= int(match.group(2)) <= 65535:
+        raise UsageError("--port-range: expected FIRST-LAST within 1-65535, found %r" % text)
+    return int(match.group(1)), int(match.group(2))
+
+
+def check_tuning(settings: Sequence[Setting], outer: Mapping[str, str]) -> None:
+    """Check the tuning variables that tasks will see, in `outer` and in what the user gives.
+
+    Raises:
+        UsageError: one line for each wrong value: variable, value, host, what would be right.
+    """
+    wrong: dict[str, None] = {}
+    for role in ROLES:
+        seen = {**outer, **{name: chosen.value for name, chosen in given(settings, role).items()}}
+        wrong.update(dict.fromkeys(environ.check(seen)))
+    if wrong:
+        raise UsageError("\n".join(wrong))
+
+
+def _unquote(value: str, where: str) -> str:
+    quote = value[:1]
+    if quote not in ("'", '"'):
+        return re.sub(r"(\A|\s+)#.*\Z", "", value)
+    pattern = r"'([^']*)'" if quote == "'" else r'"((?:[^"\\]|\\.)*)"'
+    match = re.fullmatch(pattern + r"\s*(?:#.*)?", value)
+    if match is None:
+        # The value may be a secret: it is not repeated here.
+        raise UsageError("%s: the value's %s is not closed, or something follows it" % (where, quote))
+    if quote == "'":
+        return match.group(1)
+    known = {"n": "\n", "t": "\t", "r": "\r"}
+    return re.sub(r"\\(.)", lambda found: known.get(found.group(1), found.group(1)), match.group(1))
+
+
+def _at_least(option: str, value: int, low: int) -> None:
+    if value < low:
+        raise UsageError("%s: expected a number of at least %d, found %d" % (option, low, value))
+
+
+def _seconds(option: str, value: float | None, zero: bool = False) -> None:
+    if value is None:
+        return
+    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+        raise UsageError(
+            "%s: expected a time in seconds, %s, found %g" % (option, "0 or more" if zero else "more than 0", value)
+        )

@@ -1,0 +1,234 @@
+"""From the wish to the plan: every process, its exact argv, its folder and its environment. Pure.
+
+The variables are the rows of `contract/environ.py`; `tests/distrun/test_plan.py` checks that each of them is set
+here, set by the agent, or named in `SET_ELSEWHERE`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from distrun import job as wish
+from distrun import shell
+from distrun.errors import UsageError
+from distrun.job import Job
+from distrun.placement import Slot, hosts_of, worker_hosts
+from distrun_runtime.contract import environ
+from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER, Host, Plan, Secrets, Task
+
+SET_ELSEWHERE: Mapping[str, str] = {
+    "DISTRUN_TOKEN_FILE": "the agent, which writes that file",
+    "DISTRUN_PUBLISH_FD": "the agent, which opens that pipe",
+    "DMLC_TRACKER_URI": "nobody: only removed",
+    "DMLC_TRACKER_PORT": "nobody: only removed",
+}
+"""Rows of the table that are given, yet not here."""
+
+MASTER_PORT = "master"
+JAX_PORT = "jax"
+PS_PORT = "ps"
+"""Labels of the ports that agents hold for foreign programs."""
+
+
+@dataclass(frozen=True, repr=False)
+class Site:
+    """What a plan needs to know of the submitting machine and of the moment."""
+
+    job_id: str
+    backend: str
+    hosts: tuple[str, ...]
+    """Names, in the order in which placement cycles them."""
+    run_dir: str
+    runtime_root: str
+    """Folder that holds the package distrun_runtime and nothing else that can be imported."""
+    python: str
+    """Interpreter that runs distrun: the default for bundled servers."""
+    outer: Mapping[str, str] = field(default_factory=dict)
+    """The launcher's own environment."""
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    """Data addresses that are known beforehand, by host."""
+    token: str = ""
+
+
+def make_plan(job: Job, slots: Sequence[Slot], site: Site) -> tuple[Plan, Secrets]:
+    """Return the plan of `job` on `slots`, and the values that it only names. Pure.
+
+    Raises:
+        UsageError: one hidden variable has different values for two roles.
+    """
+    hosts = hosts_of(slots, site.hosts)
+    users = {role: wish.given(job.settings, role) for role in (SCHEDULER, SERVER, WORKER)}
+    tasks = tuple(_task(job, slot, slots, site, users[slot.role]) for slot in slots)
+    plan = Plan(
+        job=site.job_id,
+        name=job.name,
+        backend=site.backend,
+        command=job.command,
+        cwd=job.cwd,
+        hosts=tuple(Host(name, site.addresses.get(name, ""), _ports(job, slots, name)) for name in hosts),
+        tasks=tasks,
+        limits=job.limits,
+        interface=job.interface,
+        subnet=job.subnet,
+        unset=() if job.keep_outer_env else environ.stale_names(),
+    )
+    return plan, Secrets(token=site.token, env=_hidden(slots, users))
+
+
+def _task(job: Job, slot: Slot, slots: Sequence[Slot], site: Site, users: Mapping[str, wish.Setting]) -> Task:
+    env = {
+        **_identity(slot, slots, site),
+        **_parameter_server(job, slot, site),
+        **_python(job, site, users),
+        **_tuning(job),
+    }
+    refs = _references(job, slot, slots)
+    if slot.role == WORKER:
+        env.update(_torch(slot, slots, site))
+        env.update(_jax(slot, slots))
+    shown = {name: s.value for name, s in users.items() if not s.hidden and name not in env}
+    return Task(
+        name=slot.name,
+        role=slot.role,
+        rank=slot.rank,
+        host=slot.host,
+        argv=_argv(job, slot, site),
+        cwd=job.cwd,
+        env={**env, **shown},
+        refs=refs,
+        secret_env=tuple(sorted(name for name, s in users.items() if s.hidden and name not in env)),
+    )
+
+
+def _argv(job: Job, slot: Slot, site: Site) -> tuple[str, ...]:
+    if slot.role == WORKER or job.ps == wish.COMMAND:
+        return shell.to_argv(job.command, job.shell)
+    return (job.python or site.python, "-m", "distrun_runtime", slot.role)
+
+
+def _identity(slot: Slot, slots: Sequence[Slot], site: Site) -> dict[str, str]:
+    hosts = hosts_of(slots, site.hosts)
+    return {
+        "DISTRUN_JOB_ID": site.job_id,
+        "DISTRUN_ROLE": slot.role,
+        "DISTRUN_RANK": str(slot.rank),
+        "DISTRUN_WORLD_SIZE": str(_count(slots, slot.role)),
+        "DISTRUN_LOCAL_RANK": str(slot.local_rank),
+        "DISTRUN_LOCAL_SIZE": str(slot.local_size),
+        "DISTRUN_NODE_RANK": str(hosts.index(slot.host)),
+        "DISTRUN_NUM_NODES": str(len(hosts)),
+        "DISTRUN_HOST": slot.host,
+        "DISTRUN_RESTART": "0",
+        "DISTRUN_RUN_DIR": site.run_dir,
+    }
+
+
+def _parameter_server(job: Job, slot: Slot, site: Site) -> dict[str, str]:
+    env = {
+        "DMLC_ROLE": slot.role,
+        "DMLC_NUM_WORKER": str(job.workers),
+        "DMLC_NUM_SERVER": str(job.servers),
+        "DMLC_RANK": str(slot.rank),
+        "DMLC_JOB_CLUSTER": site.backend,
+        "DMLC_NUM_ATTEMPT": "0",
+    }
+    if slot.role == WORKER:
+        env["DMLC_TASK_ID"] = env["DMLC_WORKER_ID"] = str(slot.rank)
+    elif slot.role == SERVER:
+        env["DMLC_TASK_ID"] = str(job.workers + slot.rank)
+        env["DMLC_SERVER_ID"] = str(slot.rank)
+    return env
+
+
+def _references(job: Job, slot: Slot, slots: Sequence[Slot]) -> dict[str, str]:
+    address = "{host:%s.address}" % slot.host
+    refs = {"DISTRUN_ADDR": address, "DMLC_NODE_HOST": address}
+    if job.has_servers and job.ps == wish.COMMAND:
+        # A foreign scheduler publishes nothing: its port is one that the agent of its host holds.
+        root = _only(slots, SCHEDULER).host
+        refs.update(DMLC_PS_ROOT_URI="{host:%s.address}" % root, DMLC_PS_ROOT_PORT="{%s/port:%s}" % (root, PS_PORT))
+    elif job.has_servers and slot.role != SCHEDULER:
+        # The bundled scheduler takes a free port itself and tells it; so it is given none.
+        refs.update(DMLC_PS_ROOT_URI="{scheduler.address}", DMLC_PS_ROOT_PORT="{scheduler.port}")
+    if slot.role == WORKER:
+        first = _only(slots, WORKER).host
+        refs.update(
+            MASTER_ADDR="{host:%s.address}" % first,
+            MASTER_PORT="{%s/port:%s}" % (first, MASTER_PORT),
+            JAX_COORDINATOR_ADDRESS="{host:%s.address}:{%s/port:%s}" % (first, first, JAX_PORT),
+        )
+    return refs
+
+
+def _torch(slot: Slot, slots: Sequence[Slot], site: Site) -> dict[str, str]:
+    groups = worker_hosts(slots)
+    rank, size, group = str(slot.rank), str(_count(slots, WORKER)), str(groups.index(slot.host))
+    return {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": str(slot.local_rank),
+        "LOCAL_WORLD_SIZE": str(slot.local_size),
+        "GROUP_RANK": group,
+        "GROUP_WORLD_SIZE": str(len(groups)),
+        "NODE_RANK": group,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": size,
+        "ROLE_NAME": WORKER,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": site.job_id,
+    }
+
+
+def _jax(slot: Slot, slots: Sequence[Slot]) -> dict[str, str]:
+    return {"JAX_NUM_PROCESSES": str(_count(slots, WORKER)), "JAX_PROCESS_ID": str(slot.rank)}
+
+
+def _python(job: Job, site: Site, users: Mapping[str, wish.Setting]) -> dict[str, str]:
+    own = users["PYTHONPATH"].value if "PYTHONPATH" in users else site.outer.get("PYTHONPATH", "")
+    env = {"PYTHONPATH": os.pathsep.join(part for part in (site.runtime_root, own) if part)}
+    if "PYTHONUNBUFFERED" not in users and "PYTHONUNBUFFERED" not in site.outer:
+        env["PYTHONUNBUFFERED"] = "1"
+    return env
+
+
+def _tuning(job: Job) -> dict[str, str]:
+    env = {}
+    if job.op_timeout_s is not None:
+        env["DISTRUN_OP_TIMEOUT"] = "%g" % job.op_timeout_s
+    if job.start_timeout_s is not None:
+        env["DISTRUN_START_TIMEOUT"] = "%g" % job.start_timeout_s
+    if job.port_range:
+        env["DISTRUN_PORT_RANGE"] = job.port_range
+    return env
+
+
+def _ports(job: Job, slots: Sequence[Slot], host: str) -> tuple[str, ...]:
+    labels: tuple[str, ...] = ()
+    if host == _only(slots, WORKER).host:
+        labels += (JAX_PORT, MASTER_PORT)
+    if job.has_servers and job.ps == wish.COMMAND and host == _only(slots, SCHEDULER).host:
+        labels += (PS_PORT,)
+    return labels
+
+
+def _hidden(slots: Sequence[Slot], users: Mapping[str, Mapping[str, wish.Setting]]) -> dict[str, str]:
+    values: dict[str, str] = {}
+    for role in dict.fromkeys(slot.role for slot in slots):
+        for name, setting in users[role].items():
+            if setting.hidden and values.setdefault(name, setting.value) != setting.value:
+                raise UsageError(
+                    "%s has different values for two roles, and values that are kept secret are sent once" % name,
+                    "give it under two names, or the same value to all with --env",
+                )
+    return values
+
+
+def _count(slots: Sequence[Slot], role: str) -> int:
+    return sum(slot.role == role for slot in slots)
+
+
+def _only(slots: Sequence[Slot], role: str) -> Slot:
+    return next(slot for slot in slots if slot.role == role)

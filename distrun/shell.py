@@ -1,0 +1,59 @@
+"""Words and shells: when a command needs one, and how words are quoted for a reader. Pure.
+
+Nothing that distrun executes passes through a shell unless the user's own command is shell text. Quoting here is
+for what is shown (the dry run, reports): pasted into bash, it gives the same words.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+
+SHELL_CHARACTERS = frozenset(" \t\n\r|&;<>()$`\\\"'*?[]{}~!#")
+"""Any of these in the only word of a command makes it shell text."""
+
+_CONTROL = re.compile("[\x00-\x1f\x7f\udc80-\udcff]")
+
+
+def to_argv(words: Sequence[str], shell: bool | None = None) -> tuple[str, ...]:
+    """Return what is executed for the words that the user typed. Pure.
+
+    Several words are executed exactly as they stand. A single word with white space or shell characters is the
+    quoted form of launch.py and runs by `bash -c`. `shell` True (--shell) gives the words, joined by blanks, to
+    `bash -c` in any case; False (--no-shell) executes them exactly in any case.
+    """
+    if shell is None:
+        shell = len(words) == 1 and bool(SHELL_CHARACTERS & set(words[0]))
+    if shell:
+        return ("bash", "-c", " ".join(words))
+    return tuple(words)
+
+
+def quote(word: str) -> str:
+    """Return `word` so that bash reads it back as the same bytes; control characters and stray bytes as $'..'."""
+    if not _CONTROL.search(word):
+        return shlex.quote(word)
+    escaped = word.replace("\\", "\\\\").replace("'", "\\'")
+    return "$'%s'" % _CONTROL.sub(_escape, escaped)
+
+
+def join(words: Iterable[str]) -> str:
+    """Return a command as one line that bash reads back as the same words."""
+    return " ".join(quote(word) for word in words)
+
+
+def assignments(env: Mapping[str, str]) -> list[str]:
+    """Return `NAME=value` for each variable, by name, values quoted."""
+    return ["%s=%s" % (name, quote(env[name])) for name in sorted(env)]
+
+
+def _escape(match: re.Match[str]) -> str:
+    character = match.group(0)
+    known = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
+    if character in known:
+        return known[character]
+    code = ord(character)
+    # A lone surrogate stands for a byte that was no UTF-8 (os.fsdecode); three octal digits, so that a digit
+    # that follows is not taken for a part of it.
+    return "\\%03o" % (code - 0xDC00 if code >= 0xDC80 else code)

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from distrun import job as wish
+from distrun import plan as plans
+from distrun.errors import UsageError
+from distrun.job import Job, Setting
+from distrun.placement import place
+from distrun_runtime.contract import environ
+from distrun_runtime.contract import plan as contract
+from distrun_runtime.contract.plan import Plan, Secrets
+
+FIVE = ("h1", "h2", "h3", "h4", "h5")
+SITE = plans.Site(
+    job_id="calm-otter-7f3",
+    backend="local",
+    hosts=("here",),
+    run_dir="/jobs/calm-otter-7f3",
+    runtime_root="/runtime",
+    python="/usr/bin/python3",
+    addresses={"here": "127.0.0.1"},
+    token="70cce1",
+)
+
+
+def make(
+    workers: int = 2,
+    servers: int = 2,
+    hosts: tuple[str, ...] = ("here",),
+    outer: dict[str, str] | None = None,
+    **more: object,
+) -> tuple[Plan, Secrets]:
+    members: dict[str, object] = {"command": ("python", "t.py"), "workers": workers, "servers": servers, "cwd": "/w"}
+    job = Job(**{**members, **more})  # type: ignore[arg-type]
+    slots = place(workers, servers, hosts, job.has_servers, job.scheduler_host)
+    return plans.make_plan(job, slots, dataclasses.replace(SITE, hosts=hosts, outer=outer or {}))
+
+
+def added(plan: Plan, task: str) -> dict[str, str]:
+    return {**plan.task(task).env, **plan.task(task).refs}
+
+
+def test_every_row_of_the_table_is_set_or_named() -> None:
+    """The table and the code cannot drift: a row that is given is set on some task, or named as set elsewhere."""
+    bundled, _ = make(port_range="5000-5010", op_timeout_s=1.0, start_timeout_s=1.0)
+    foreign, _ = make(ps=wish.COMMAND)
+    ours = {name for plan in (bundled, foreign) for task in plan.tasks for name in added(plan, task.name)}
+    rows = {row.name for row in environ.TABLE if row.use in (environ.GIVEN, environ.BOTH)}
+    assert rows == (ours & rows) | set(plans.SET_ELSEWHERE)
+    assert not ours & set(plans.SET_ELSEWHERE)
+    assert ours <= set(environ.BY_NAME)
+
+
+def test_every_role_gets_its_rows() -> None:
+    plan, _ = make()
+    worker, server, scheduler = (added(plan, name) for name in ("worker-1", "server-1", "scheduler-0"))
+    assert worker["DMLC_TASK_ID"] == worker["DMLC_WORKER_ID"] == worker["DMLC_RANK"] == "1"
+    assert server["DMLC_TASK_ID"] == "3"
+    assert server["DMLC_SERVER_ID"] == server["DMLC_RANK"] == "1"
+    assert "DMLC_WORKER_ID" not in server
+    assert "DMLC_TASK_ID" not in scheduler
+    for env, role in ((worker, "worker"), (server, "server"), (scheduler, "scheduler")):
+        assert env["DMLC_ROLE"] == env["DISTRUN_ROLE"] == role
+        assert env["DMLC_NUM_WORKER"] == env["DMLC_NUM_SERVER"] == "2"
+        assert env["DMLC_NODE_HOST"] == "{host:here.address}"
+    groups = {row.name: row.group for row in environ.TABLE}
+    for env in (server, scheduler):
+        assert not [name for name in env if groups[name] in ("torch", "jax")]
+    assert {n for n in worker if groups[n] == "torch"} == {n for n, g in groups.items() if g == "torch"}
+    assert {n for n in worker if groups[n] == "jax"} == {n for n, g in groups.items() if g == "jax"}
+
+
+def test_values_obey_the_types_and_ranges_of_the_table() -> None:
+    facts = {"scheduler.address": "10.0.0.1", "scheduler.port": "4001"}
+    for plan, _ in (make(), make(servers=0), make(ps=wish.COMMAND), make(3, 3, FIVE)):
+        for host in plan.hosts:
+            facts["host:%s.address" % host.name] = "10.0.0.1"
+            facts.update(("%s/port:%s" % (host.name, label), "4002") for label in host.ports)
+        for task in plan.tasks:
+            for name, value in contract.resolve(task, facts).items():
+                assert value != ""
+                environ.read(name, {name: value})
+
+
+def test_workers_of_bundled_servers_wait_for_the_scheduler_which_waits_for_nobody() -> None:
+    plan, _ = make()
+    assert added(plan, "worker-0")["DMLC_PS_ROOT_URI"] == "{scheduler.address}"
+    assert added(plan, "server-0")["DMLC_PS_ROOT_PORT"] == "{scheduler.port}"
+    assert contract.references(plan.task("scheduler-0")) == {"host:here.address"}
+    assert plan.hosts[0].ports == ("jax", "master")
+
+
+def test_a_foreign_scheduler_gets_a_held_port() -> None:
+    plan, _ = make(ps=wish.COMMAND)
+    for task in plan.tasks:
+        assert task.refs["DMLC_PS_ROOT_PORT"] == "{here/port:ps}"
+        assert task.refs["DMLC_PS_ROOT_URI"] == "{host:here.address}"
+        assert task.argv == ("python", "t.py")
+    assert "ps" in plan.hosts[0].ports
+
+
+def test_no_servers_means_no_scheduler_and_no_root() -> None:
+    plan, _ = make(servers=0)
+    assert [task.name for task in plan.tasks] == ["worker-0", "worker-1"]
+    env = added(plan, "worker-0")
+    assert env["DMLC_NUM_SERVER"] == "0"
+    assert not [name for name in env if name.startswith("DMLC_PS_ROOT")]
+
+
+def test_torch_and_jax_know_the_host_of_worker_0() -> None:
+    plan, _ = make(3, 3, FIVE)
+    env = added(plan, "worker-2")
+    assert env["MASTER_ADDR"] == "{host:h4.address}"
+    assert env["MASTER_PORT"] == "{h4/port:master}"
+    assert env["JAX_COORDINATOR_ADDRESS"] == "{host:h4.address}:{h4/port:jax}"
+    assert (env["GROUP_RANK"], env["NODE_RANK"], env["GROUP_WORLD_SIZE"]) == ("2", "2", "3")
+    assert (env["DISTRUN_NODE_RANK"], env["DISTRUN_NUM_NODES"]) == ("0", "5")
+    assert (env["RANK"], env["WORLD_SIZE"], env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"]) == ("2", "3", "0", "1")
+    assert [host.ports for host in plan.hosts] == [(), (), (), ("jax", "master"), ()]
+
+
+def test_bundled_tasks_run_the_runtime_by_the_chosen_python() -> None:
+    assert make()[0].task("server-0").argv == ("/usr/bin/python3", "-m", "distrun_runtime", "server")
+    assert make(python="py")[0].task("scheduler-0").argv == ("py", "-m", "distrun_runtime", "scheduler")
+
+
+def test_the_runtime_comes_first_on_the_python_path() -> None:
+    assert added(make()[0], "worker-0")["PYTHONPATH"] == "/runtime"
+    assert added(make(outer={"PYTHONPATH": "/a:/b"})[0], "worker-0")["PYTHONPATH"] == "/runtime:/a:/b"
+    given = make(outer={"PYTHONPATH": "/a"}, settings=(Setting("PYTHONPATH", "/mine", hidden=True),))[0]
+    assert added(given, "worker-0")["PYTHONPATH"] == "/runtime:/mine"
+    assert "PYTHONPATH" not in given.task("worker-0").secret_env
+
+
+def test_unbuffered_unless_the_user_says_otherwise() -> None:
+    assert added(make()[0], "worker-0")["PYTHONUNBUFFERED"] == "1"
+    assert "PYTHONUNBUFFERED" not in added(make(outer={"PYTHONUNBUFFERED": ""})[0], "worker-0")
+    assert added(make(settings=(Setting("PYTHONUNBUFFERED", ""),))[0], "worker-0")["PYTHONUNBUFFERED"] == ""
+
+
+def test_hidden_values_are_named_in_the_plan_and_held_by_the_secrets() -> None:
+    settings = (Setting("API_KEY", "s3cret", hidden=True), Setting("A", "1"), Setting("B", "2", "server"))
+    plan, secrets = make(settings=settings)
+    assert plan.task("worker-0").secret_env == ("API_KEY",)
+    assert added(plan, "worker-0")["A"] == "1"
+    assert "B" not in added(plan, "worker-0")
+    assert added(plan, "server-0")["B"] == "2"
+    assert secrets.env == {"API_KEY": "s3cret"}
+    text = json.dumps(contract.to_json(plan)) + repr(plan) + repr(secrets)
+    assert "s3cret" not in text
+    assert "70cce1" not in text
+
+
+def test_one_hidden_name_with_two_values_is_refused_without_showing_them() -> None:
+    settings = (Setting("API_KEY", "one", hidden=True), Setting("API_KEY", "two", "server", hidden=True))
+    with pytest.raises(UsageError, match="API_KEY has different values for two roles") as caught:
+        make(settings=settings)
+    assert "one" not in str(caught.value).replace("sent once", "")
+
+
+def test_outer_variables_are_removed_unless_kept() -> None:
+    assert make()[0].unset == environ.stale_names()
+    assert make(keep_outer_env=True)[0].unset == ()
+
+
+def test_options_become_tuning_variables() -> None:
+    env = added(make(op_timeout_s=2.5, start_timeout_s=30.0, port_range="5000-5010")[0], "server-0")
+    assert env["DISTRUN_OP_TIMEOUT"] == "2.5"
+    assert env["DISTRUN_START_TIMEOUT"] == "30"
+    assert env["DISTRUN_PORT_RANGE"] == "5000-5010"
+
+
+def test_a_plan_survives_json() -> None:
+    plan, _ = make(3, 3, FIVE)
+    assert contract.from_json(json.loads(json.dumps(contract.to_json(plan)))) == plan

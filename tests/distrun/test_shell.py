@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from distrun import shell
+
+
+@pytest.mark.parametrize(
+    ("words", "argv"),
+    [
+        (["python", "train.py", "--lr", ".1"], ("python", "train.py", "--lr", ".1")),
+        (["python", "a b.py", "$HOME"], ("python", "a b.py", "$HOME")),
+        (["python /x/y.py"], ("bash", "-c", "python /x/y.py")),
+        (["a&&b"], ("bash", "-c", "a&&b")),
+        (["./train.py"], ("./train.py",)),
+        (["/opt/x-1.2_3/run+it@home:%,="], ("/opt/x-1.2_3/run+it@home:%,=",)),
+    ],
+)
+def test_only_a_single_word_with_shell_characters_is_shell_text(words: list[str], argv: tuple[str, ...]) -> None:
+    assert shell.to_argv(words) == argv
+
+
+def test_shell_and_no_shell_force_it() -> None:
+    assert shell.to_argv(["echo", "$HOME"], shell=True) == ("bash", "-c", "echo $HOME")
+    assert shell.to_argv(["my prog"], shell=False) == ("my prog",)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "",
+        "plain",
+        "two words",
+        "it's",
+        'say "hi"',
+        "$HOME `id` $(id)",
+        "a\nb\tc\rd",
+        "ü ß 漢字 🚀",
+        "\\n\n'",
+        "\x01\x7f12",
+        "#x",
+    ],
+)
+def test_quoted_words_come_back_from_bash_byte_for_byte(word: str) -> None:
+    out = subprocess.run(["bash", "-c", "printf %s " + shell.quote(word)], stdout=subprocess.PIPE, check=True).stdout
+    assert out == word.encode()
+
+
+def test_bytes_that_are_no_utf8_come_back_too() -> None:
+    raw = b"\xff7\xfe'\n\\x"
+    quoted = shell.join(["printf", "%s", os.fsdecode(raw)])
+    assert subprocess.run(["bash", "-c", quoted], stdout=subprocess.PIPE, check=True).stdout == raw
+
+
+def test_assignments_are_sorted_and_quoted() -> None:
+    assert shell.assignments({"B": "x y", "A": "1"}) == ["A=1", "B='x y'"]
