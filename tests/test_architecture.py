@@ -1,0 +1,114 @@
+"""The rules of the house, as far as a machine can see them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CLUSTER = ROOT / "runtime" / "distrun_runtime"
+BARE = ("contract", "agent", "coordinator")
+"""The rooms that need nothing but Python 3.8."""
+
+
+def python(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def modules(folder: Path) -> list[str]:
+    """Return the dotted names of all modules below a package's folder, without `__main__`."""
+    parents = len(folder.parts) - 1
+    names = [path.with_suffix("").parts[parents:] for path in sorted(folder.rglob("*.py"))]
+    return [".".join(parts).removesuffix(".__init__") for parts in names if parts[-1] != "__main__"]
+
+
+def text_files() -> dict[str, str]:
+    """Return path and text of every file that is, or is about to be, in the repository."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs git and a clone, to know which files are the repository's")
+    paths = [ROOT / name for name in listed.split("\0") if name]
+    return {str(path.relative_to(ROOT)): path.read_text("utf-8", "replace") for path in paths if path.is_file()}
+
+
+def test_every_import_rule_is_kept() -> None:
+    result = subprocess.run(
+        [str(Path(sys.executable).with_name("lint-imports")), "--no-logo", "--no-cache"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_bare_rooms_never_import_numpy_or_zmq() -> None:
+    """import-linter does not see what the package's `__init__` would load on the way."""
+    names = [name for room in BARE for name in modules(CLUSTER / room)]
+    loaded = python(
+        "import importlib, sys\nfor name in %r: importlib.import_module(name)\nprint(*sorted(sys.modules))" % names
+    )
+    foreign = {"numpy", "zmq", "click", "rich", "paramiko", "fabric"}
+    assert not foreign & set(loaded.split())
+
+
+def test_importing_the_runtime_does_nothing() -> None:
+    """Also in a process whose role is server: MXNet serves and exits at import; decision: importing never does."""
+    code = (
+        "import os, sys, threading\n"
+        "os.environ.update(DMLC_ROLE='server', DMLC_PS_ROOT_URI='127.0.0.1', DMLC_PS_ROOT_PORT='1',"
+        " DMLC_NUM_WORKER='1', DMLC_NUM_SERVER='1')\n"
+        "import distrun_runtime\n"
+        "print('numpy' in sys.modules, 'zmq' in sys.modules, end=' ')\n"
+        "import logging\n"
+        "from distrun_runtime import kvstore\n"
+        "print(threading.active_count(), logging.getLogger().handlers)\n"
+    )
+    assert python(code) == "False False 1 []\n"
+
+
+def test_no_module_of_the_repository_acts_on_import() -> None:
+    """No thread, handler, child, signal handler or output comes of importing everything."""
+    names = modules(CLUSTER) + modules(ROOT / "distrun")
+    code = (
+        "import importlib, logging, signal, sys, threading\n"
+        "before = {s: signal.getsignal(s) for s in signal.valid_signals()}\n"
+        "for name in %r: importlib.import_module(name)\n"
+        "assert {s: signal.getsignal(s) for s in signal.valid_signals()} == before\n"
+        "assert threading.active_count() == 1, threading.enumerate()\n"
+        "assert not logging.getLogger().handlers\n" % names
+    )
+    assert python(code) == ""
+
+
+def test_every_room_says_what_it_is_for() -> None:
+    for path in [*CLUSTER.rglob("*.py"), *(ROOT / "distrun").rglob("*.py")]:
+        assert path.read_text("utf-8").startswith('"""'), path
+
+
+def test_no_file_names_a_package_index_or_a_place_of_one_machine() -> None:
+    # Put together, so that this file does not name them.
+    index = "|".join(["py" + r"pi\.org", "python" + "hosted", r"pypi\." + "python", "conda" + r"\.anaconda"])
+    place = "|".join(["/wo" + "rk/", "/opt/pe" + "ers", r"/home/[a-z]+/"])
+    forbidden = re.compile(index + "|" + place)
+    for name, text in text_files().items():
+        found = [line for line in text.splitlines() if forbidden.search(line)]
+        assert not found, "%s: %s" % (name, found[0])
+
+
+def test_command_line_answers_help_without_the_heavy_packages() -> None:
+    loaded = python(
+        "import sys\nfrom distrun.cli import main\nsys.argv = ['distrun', '--help']\n"
+        "try: main()\nexcept SystemExit as end: assert not end.code, end.code\n"
+        "print(sorted({'numpy', 'zmq', 'paramiko', 'fabric'} & set(sys.modules)))"
+    )
+    assert loaded.splitlines()[-1] == "[]"

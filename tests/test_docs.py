@@ -1,0 +1,153 @@
+"""The documents: links lead somewhere, shown commands parse, shown Python runs, generated pages are fresh."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SUBCOMMANDS = ("launch", "status", "logs", "kill")
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    return [text for language, text in BLOCK.findall(page.read_text("utf-8")) if language in languages]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return what headings can be linked to, as GitHub forms it."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}
+
+
+def shown_commands() -> list[str]:
+    """Return every line of the pages' shell blocks, and of the scripts, that runs distrun."""
+    text = "\n".join(block for page in PAGES for block in blocks(page, "sh", "bash", "console"))
+    text += "\n" + (ROOT / "scripts" / "demo").read_text("utf-8").replace("set -- ", "")
+    lines = [line.strip().removeprefix("$ ") for line in text.replace("\\\n", " ").splitlines()]
+    return sorted({line for line in lines if line.startswith("distrun ")})
+
+
+def test_there_are_pages_and_commands_to_check() -> None:
+    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "overview.md", "environment.md"} <= {p.name for p in PAGES}
+    assert len(shown_commands()) >= 4
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_relative_link_leads_to_a_file_and_its_heading(page: Path) -> None:
+    for target in LINK.findall(page.read_text("utf-8")):
+        if target.startswith(("http:", "https:", "mailto:")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path) if path else page
+        assert file.exists(), "%s links to %s" % (page.name, target)
+        assert not anchor or anchor in anchors(file), "%s links to %s" % (page.name, target)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_named_in_code_marks_exists(page: Path) -> None:
+    """`docs/...`, `scripts/...` and the like: a moved file must be moved in the documents too."""
+    roots = ("distrun/", "runtime/", "docs/", "scripts/", "examples/", "benchmarks/", "tests/")
+    for name in re.findall(r"`([\w./-]+)`", page.read_text("utf-8")):
+        if name.startswith(roots) and "NAME" not in name:
+            places = [ROOT / name, ROOT / (name + ".py")]
+            assert any(place.exists() for place in places), "%s names %s" % (page.name, name)
+
+
+def help_of(subcommand: str) -> str:
+    command = [sys.executable, "-m", "distrun", subcommand, "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_every_shown_command_parses() -> None:
+    helps = {subcommand: help_of(subcommand) for subcommand in SUBCOMMANDS}
+    for line in shown_commands():
+        words = shlex.split(line, comments=True)[1:]
+        if words[0].startswith("-"):
+            continue
+        subcommand, rest = words[0], words[1:]
+        assert subcommand in helps, line
+        if subcommand == "launch":
+            rest = before_the_command(rest, helps["launch"])
+        for word in rest:
+            if word.startswith("-"):
+                assert re.search(r"(?<![\w-])%s(?![\w-])" % re.escape(word.partition("=")[0]), helps[subcommand]), (
+                    "%r shows %s, which `distrun %s --help` does not" % (line, word, subcommand)
+                )
+
+
+def before_the_command(words: list[str], help_text: str) -> list[str]:
+    """Return distrun's own options: up to the first word that is neither an option nor an option's value."""
+    own: list[str] = []
+    while words and words[0].startswith("-"):
+        own.append(words[0])
+        # An option that takes a value is followed by its name in capitals, or by its choices.
+        takes = re.search(r"(?<![\w-])%s(?:, --?[\w-]+)* +(\[|<|[A-Z])" % re.escape(words[0]), help_text)
+        words = words[2:] if takes and "=" not in words[0] else words[1:]
+    assert words, "no command left"
+    return own
+
+
+def test_dry_run_takes_the_shown_launch_commands() -> None:
+    """The parser itself is the better judge; nothing is started."""
+    for line in shown_commands():
+        words = shlex.split(line, comments=True)
+        if words[1] == "launch" and "$@" not in line:
+            command = [sys.executable, "-m", "distrun", "launch", "--dry-run", *words[2:]]
+            result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+            assert result.returncode == 0, line + "\n" + result.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_python_block_compiles(page: Path) -> None:
+    for block in blocks(page, "python"):
+        ast.parse(block, str(page))
+
+
+def test_python_of_the_readme_runs_and_says_what_it_promises() -> None:
+    for block in blocks(ROOT / "README.md", "python"):
+        result = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=60, check=False)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.startswith("0 1 [[0.8 0.8 0.8]")
+
+
+def test_environment_page_is_what_the_table_says() -> None:
+    command = [sys.executable, str(ROOT / "scripts" / "render-environment"), "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_hosts_example_has_every_attribute_and_says_who_reads_it() -> None:
+    text = (ROOT / "hosts.example").read_text("utf-8")
+    keys = ["slots", "max_slots", "port", "user", "addr", "iface", "gpus", "role", "labels", "python", "workdir"]
+    keys += ["identity", "jump"]
+    for key in keys:
+        assert re.search(r"^[^#\n]*\s%s=" % key, text, re.MULTILINE), key
+    for form in ("@include ", "[2001:", "[01-16,20]", "ubuntu@", ":2222", '"', "//"):
+        assert form in text, form
+    assert "ssh backend" in text.partition("d1")[0]
+
+
+def test_readme_commands_exist_and_can_be_executed() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    for script in ("scripts/demo", "scripts/test"):
+        assert script in readme
+    for path in [*(ROOT / "scripts").iterdir(), ROOT / ".ci" / "run"]:
+        assert path.stat().st_mode & 0o111, "%s is not executable" % path
+    assert "scripts/test" in (ROOT / ".ci" / "run").read_text("utf-8")
+
+
+def test_glossary_has_every_role_and_the_binding_words() -> None:
+    overview = (ROOT / "docs" / "overview.md").read_text("utf-8")
+    for word in ("job", "task", "role", "worker", "server", "scheduler", "slot", "shard", "plan", "agent", "round"):
+        assert "\n| %s |" % word in overview, word
