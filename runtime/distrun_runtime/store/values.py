@@ -3,14 +3,171 @@
     one key        one array, or a list of arrays: one for each device
     list of keys   a list of as many items, each an array or such a list
 
-A key repeated in one call is one key with all its values. Keys are int or str; numpy's integers are ints.
+A key repeated in one call is one key with all its values, at the place of its first mention. Keys are int or str;
+numpy's integers are ints. Values are what numpy can see without a copy: arrays, numpy scalars, memory views, and
+arrays of other libraries in host memory by their array interfaces or DLPack; a Python float or int is a 0-d float64
+or int64 array.
 """
 
 from __future__ import annotations
 
-from typing import Any, Union
+from collections.abc import Sequence
+from typing import Union
 
-import numpy.typing as npt
+import numpy as np
+
+from distrun_runtime.algo.reduce import Array
+from distrun_runtime.errors import KVError
 
 Key = Union[int, str]
-Array = npt.NDArray[Any]
+"""A key, as stores keep it."""
+
+DTYPES = (
+    *("float16", "float32", "float64"),
+    *("int8", "int16", "int32", "int64"),
+    *("uint8", "uint16", "uint32", "uint64"),
+)
+"""What a store can hold."""
+
+NO_LISTS = (str, bytes, bytearray, memoryview)
+"""Sequences that are no lists of keys."""
+
+
+def key_of(key: object) -> Key:
+    """Return one key as int or str.
+
+    Raises:
+        KVError: it is neither, or an int of more than 64 bits, or a str that is not valid Unicode.
+    """
+    if isinstance(key, str):
+        try:
+            key.encode("utf-8")
+        except UnicodeEncodeError:
+            raise KVError("key %r holds a surrogate and cannot be sent; use valid Unicode" % key) from None
+        return str(key)
+    if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
+        if not -(2**63) <= int(key) < 2**63:
+            raise KVError("key %d does not fit into 64 bits; use a str key" % key)
+        return int(key)
+    raise KVError("a key is an int or a str, not %s: %.60r" % (_kind(key), key))
+
+
+def one_kind(keys: Sequence[Key], first: Key | None = None) -> None:
+    """Return if all keys are of one kind, that of `first` if given.
+
+    Raises:
+        KVError: an int and a str key meet; both are named.
+    """
+    for key in keys:
+        first = key if first is None else first
+        if type(key) is not type(first):
+            raise KVError(
+                "key %r is %s, key %r is %s: the keys of one store are all ints or all strs"
+                % (key, _kind(key), first, _kind(first))
+            )
+
+
+def contributions(key: object, value: object) -> list[tuple[Key, list[Array]]]:
+    """Return each key once with all arrays pushed to it, in the order given. Arrays are not copied if avoidable.
+
+    Raises:
+        KVError: a key or value of another kind; as many values as keys were expected.
+    """
+    return [(name, [array_of(name, item) for item in items]) for name, items in _grouped(key, value, "value")]
+
+
+def initial(key: object, value: object) -> list[tuple[Key, Array]]:
+    """Return each key with its one array.
+
+    Raises:
+        KVError: as `contributions`; a key given twice, or with several values.
+    """
+    result = []
+    for name, arrays in contributions(key, value):
+        if len(arrays) != 1:
+            raise KVError(
+                "key %r has %d values in one init, expected one: a key is initialised once" % (name, len(arrays))
+            )
+        result.append((name, arrays[0]))
+    return result
+
+
+def outputs(key: object, out: object) -> list[tuple[Key, list[Array]]]:
+    """Return each key once with all arrays that its value is to be written to.
+
+    Raises:
+        KVError: a key of another kind, another number of outputs than keys, or an output that cannot be written.
+    """
+    return [(name, [output_of(name, item) for item in items]) for name, items in _grouped(key, out, "output")]
+
+
+def array_of(key: Key, value: object) -> Array:
+    """Return one value as a numpy array of native byte order; the same memory where that is possible.
+
+    Raises:
+        KVError: numpy cannot see it, or its dtype is none of `DTYPES`.
+    """
+    try:
+        if not hasattr(value, "__array__") and hasattr(value, "__dlpack__"):
+            array: Array = np.from_dlpack(value)
+        else:
+            array = np.asarray(value)
+    # Whatever a foreign array raises when asked for its memory: on a device, needs a gradient, ...
+    except (TypeError, ValueError, RuntimeError, BufferError) as err:
+        raise KVError(
+            "key %r: numpy cannot read a %s (%s); bring it to host memory as an array first" % (key, _kind(value), err)
+        ) from err
+    if array.dtype.name not in DTYPES:
+        raise KVError(
+            "key %r: a %s gives dtype %s, expected one of %s" % (key, _kind(value), array.dtype, ", ".join(DTYPES))
+        )
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def output_of(key: Key, out: object) -> Array:
+    """Return one output as it is.
+
+    Raises:
+        KVError: it is no numpy array, read-only, or of foreign byte order.
+    """
+    if not isinstance(out, np.ndarray):
+        raise KVError(
+            "key %r: an output is a numpy array that can be written, not %s; give an array of another library as"
+            " the numpy array that shares its memory (tensor.numpy())" % (key, _kind(out))
+        )
+    if not out.flags.writeable:
+        raise KVError("key %r: the output is read-only; give an array that can be written, or a copy" % key)
+    if not out.dtype.isnative:
+        raise KVError("key %r: the output's byte order is foreign (%s); give a native one" % (key, out.dtype.str))
+    return out
+
+
+def _grouped(key: object, given: object, noun: str) -> list[tuple[Key, list[object]]]:
+    """Return each key once with all that was given for it. `noun` is what that is, for messages."""
+    if not isinstance(key, Sequence) or isinstance(key, NO_LISTS):
+        return [(key_of(key), _devices(key_of(key), given, noun))]
+    keys = [key_of(item) for item in key]
+    one_kind(keys)
+    if not isinstance(given, (list, tuple)):
+        raise KVError("%d keys, but one %s instead of a list of %ss" % (len(keys), _kind(given), noun))
+    if len(given) != len(keys):
+        raise KVError("%d keys, but %d %ss: expected one (or one list) for each key" % (len(keys), len(given), noun))
+    groups: dict[Key, list[object]] = {}
+    for name, item in zip(keys, given, strict=True):
+        groups.setdefault(name, []).extend(_devices(name, item, noun))
+    return list(groups.items())
+
+
+def _devices(key: Key, given: object, noun: str) -> list[object]:
+    """Return what was given for one key as a list with an item for each device."""
+    if not isinstance(given, (list, tuple)):
+        return [given]
+    if not given:
+        raise KVError("key %r: an empty list, expected at least one %s" % (key, noun))
+    if any(isinstance(item, (list, tuple)) for item in given):
+        raise KVError("key %r: a list in a list; expected an array, or a list of arrays, one for each device" % key)
+    return list(given)
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
