@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import array as buffers
+import enum
+
+import numpy as np
+import pytest
+
+from distrun_runtime.errors import KVError
+from distrun_runtime.store.values import (
+    DTYPES,
+    array_of,
+    contributions,
+    initial,
+    key_of,
+    one_kind,
+    output_of,
+    outputs,
+)
+
+A, B, C = np.ones(2), np.full(2, 2.0), np.full(2, 3.0)
+
+
+class Color(enum.IntEnum):
+    RED = 7
+
+
+class Foreign:
+    """An array of another library: only DLPack."""
+
+    def __init__(self, inner: np.ndarray) -> None:
+        self.inner = inner
+
+    def __dlpack__(self, **options: object) -> object:
+        return self.inner.__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.inner.__dlpack_device__()
+
+
+class OnDevice:
+    """An array that does not let itself be read, as cupy's and a torch tensor with a gradient."""
+
+    def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+        raise TypeError("implicit conversion is not allowed")
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        (3, 3),
+        (-1, -1),
+        (np.int64(3), 3),
+        (np.uint8(3), 3),
+        (Color.RED, 7),
+        ("w", "w"),
+        (np.str_("w"), "w"),
+        ("", ""),
+        ("gewicht-ß", "gewicht-ß"),
+        (2**63 - 1, 2**63 - 1),
+    ],
+)
+def test_keys_are_ints_and_strs_and_numpys_are_taken_as_these(given: object, key: object) -> None:
+    found = key_of(given)
+    assert found == key
+    assert type(found) is type(key)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (1.5, "a key is an int or a str, not float: 1.5"),
+        (True, "not bool: True"),
+        (np.bool_(True), "not bool"),
+        (None, "not NoneType: None"),
+        (b"w", "not bytes"),
+        (np.array([1]), "not ndarray"),
+        (("a",), "not tuple"),
+        (2**63, "does not fit into 64 bits; use a str key"),
+        ("\udc80", "surrogate"),
+    ],
+)
+def test_a_key_of_a_third_type_is_an_error(given: object, words: str) -> None:
+    with pytest.raises(KVError, match=words):
+        key_of(given)
+
+
+def test_int_and_str_keys_in_one_call_or_store_are_an_error_that_names_both() -> None:
+    with pytest.raises(KVError, match="key 'b' is str, key 1 is int: the keys of one store are all ints or all strs"):
+        contributions([1, "b"], [A, B])
+    with pytest.raises(KVError, match="key 1 is int, key 'b' is str"):
+        one_kind([1], "b")
+    one_kind([1, 2], 3)
+    one_kind([])
+
+
+def test_one_key_takes_one_array_or_a_list_of_one_for_each_device() -> None:
+    ((key, arrays),) = contributions("w", A)
+    assert key == "w"
+    assert arrays[0] is A
+    ((_, arrays),) = contributions("w", (A, B))
+    assert [arrays[0] is A, arrays[1] is B] == [True, True]
+
+
+def test_a_list_of_keys_takes_a_list_of_arrays_or_of_lists() -> None:
+    found = contributions([1, 2, 3], [A, [B, C], (A,)])
+    assert [(key, [array.tolist() for array in arrays]) for key, arrays in found] == [
+        (1, [[1, 1]]),
+        (2, [[2, 2], [3, 3]]),
+        (3, [[1, 1]]),
+    ]
+    assert [key for key, _ in contributions(range(2), (A, B))] == [0, 1]
+    assert contributions([], []) == []
+
+
+def test_a_repeated_key_is_one_key_with_all_its_arrays() -> None:
+    found = contributions(["b", "a", "b"], [A, B, [C, C]])
+    assert [(key, len(arrays)) for key, arrays in found] == [("b", 3), ("a", 1)]
+    outs = outputs([3, 3], [np.zeros(1), np.zeros(1)])
+    assert [(key, len(arrays)) for key, arrays in outs] == [(3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ([1, 2], [A], "2 keys, but 1 values: expected one"),
+        ([1], [A, B], "1 keys, but 2 values"),
+        ([1, 2], A, "2 keys, but one ndarray instead of a list of values"),
+        ("w", [], "key 'w': an empty list, expected at least one value"),
+        ("w", [[A]], "key 'w': a list in a list"),
+        ([1], [[[A]]], "key 1: a list in a list"),
+        ([1, 1.5], [A, B], "not float"),
+        ([[1]], [A], "not list"),
+    ],
+)
+def test_keys_and_values_that_do_not_match_are_counted(key: object, value: object, words: str) -> None:
+    with pytest.raises(KVError, match=words):
+        contributions(key, value)
+
+
+def test_init_takes_each_key_once_with_one_value() -> None:
+    assert [(key, array.tolist()) for key, array in initial(["a", "b"], [A, [B]])] == [("a", [1, 1]), ("b", [2, 2])]
+    for key, value in ((["a", "a"], [A, A]), ("a", [A, A])):
+        with pytest.raises(KVError, match="key 'a' has 2 values in one init"):
+            initial(key, value)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_arrays_of_every_dtype_are_taken_without_a_copy(dtype: str) -> None:
+    value = np.zeros((3, 4), dtype)[::2, ::-1]
+    assert array_of("w", value) is value
+
+
+def test_scalars_buffers_and_dlpack_are_taken_as_arrays() -> None:
+    assert [array_of(1, np.float16(2)).dtype, array_of(1, np.float16(2)).shape] == [np.float16, ()]
+    assert [array_of(1, 2.0).dtype, array_of(1, 2).dtype] == [np.float64, np.int64]
+    buffer = buffers.array("f", [1, 2])
+    assert np.shares_memory(array_of(1, memoryview(buffer)), np.asarray(buffer))
+    inner = np.arange(4.0)
+    assert np.shares_memory(array_of(1, Foreign(inner)), inner)
+
+
+def test_foreign_byte_order_becomes_native() -> None:
+    found = array_of(1, np.array([1, 2], ">f4"))
+    assert found.dtype == np.float32
+    assert found.dtype.isnative
+    assert found.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "value", [np.array([True]), True, np.zeros(1, complex), "text", None, object(), {"a": 1}, np.zeros(1, "M8[s]")]
+)
+def test_other_dtypes_are_an_error_that_lists_what_is_right(value: object) -> None:
+    with pytest.raises(KVError, match=r"key 'w': a .* gives dtype .*, expected one of float16, float32, .*uint64"):
+        array_of("w", value)
+
+
+def test_an_array_that_cannot_be_read_says_so() -> None:
+    with pytest.raises(KVError, match=r"cannot read a OnDevice \(implicit conversion is not allowed\); bring it"):
+        array_of("w", OnDevice())
+
+
+def test_an_output_is_a_writable_numpy_array() -> None:
+    out = np.zeros((4, 4))[::2, ::2]
+    assert output_of("w", out) is out
+    fixed = np.zeros(2)
+    fixed.flags.writeable = False
+    for given, words in (
+        (fixed, "the output is read-only"),
+        (np.zeros(2, ">f8"), "byte order is foreign"),
+        (Foreign(out), r"not Foreign; give .* shares its memory \(tensor.numpy\(\)\)"),
+        (None, "not NoneType"),
+        (1.0, "not float"),
+    ):
+        with pytest.raises(KVError, match=words):
+            output_of("w", given)
