@@ -1,7 +1,8 @@
 """A two-way pipe to one agent, and its form over a pair of file descriptors.
 
-`Channel` is what the loop needs of a transport. `StreamChannel` serves a child process's pipes. It owns two threads, one reading and one writing, so that an agent that does
-not read, or sends rubbish, never makes the loop wait.
+`Channel` is what the loop needs of a transport. `StreamChannel` serves a child process's pipes. It owns two
+threads, one reading and one writing, so that an agent that does not read, or sends rubbish, never makes the loop
+wait.
 """
 
 from __future__ import annotations

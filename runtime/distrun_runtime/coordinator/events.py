@@ -128,7 +128,9 @@ class AgentLost:
 
 @dataclass(frozen=True)
 class Tick:
-    """Nothing happened; time passed."""
+    """Nothing happened; time passed. `time` is our wall clock."""
+
+    time: float = 0.0
 
 
 @dataclass(frozen=True)

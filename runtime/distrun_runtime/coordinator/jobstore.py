@@ -1,67 +1,101 @@
-"""The job store: one folder a job under `$XDG_STATE_HOME/distrun/jobs`. SKELETON: signatures are settled."""
+"""The job store: one folder a job, found by id, by the beginning of an id, or by name.
+
+It is `$XDG_STATE_HOME/distrun/jobs/ID` (`~/.local/state` where that is unset); with --run-dir the folder is
+DIR/ID and a link to it stands in its place. What a folder holds is `jobfolder`.
+"""
 
 from __future__ import annotations
 
+import difflib
+import os
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import List, Optional
 
+from distrun_runtime.contract import environ
 from distrun_runtime.contract.plan import Plan
-from distrun_runtime.coordinator.outcome import Outcome
+from distrun_runtime.coordinator import jobid
+from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.errors import JobStoreError, NoSuchJob
+
+__all__ = ["JobFolder", "JobStore", "default_root"]
+
+_SHOWN = 8
 
 
-class JobFolder:
-    """One job's folder: plan.json, state.json, events.jsonl, launcher.json, outcome.json, logs/."""
-
-    path: Path
-    id: str
-
-    def log_path(self, task: str) -> Path:
-        """Return where the log of `task` is, or will be."""
-        raise NotImplementedError
-
-    def tail(self, task: str, lines: int) -> List[str]:
-        """Return the last lines of a task's log, decoded, without newlines; [] if there is none."""
-        raise NotImplementedError
-
-    def plan(self) -> Plan:
-        """Read plan.json."""
-        raise NotImplementedError
-
-    def state(self) -> Dict[str, Any]:
-        """Read state.json (schema distrun.job/1), with "state" = "lost" when the launcher died before the end."""
-        raise NotImplementedError
-
-    def outcome(self) -> Optional[Dict[str, Any]]:
-        """Read outcome.json; None while the job is not over."""
-        raise NotImplementedError
-
-    def launcher(self) -> Dict[str, Any]:
-        """Read launcher.json: {"pid", "start", "host", "version"}."""
-        raise NotImplementedError
-
-    def finish(self, outcome: Outcome) -> None:
-        """Write the end. The loop does this; call it only when a job ended before its loop ran."""
-        raise NotImplementedError
+def default_root() -> Path:
+    """Return `$XDG_STATE_HOME/distrun`, or `~/.local/state/distrun` when that is unset or not absolute."""
+    base = environ.text("XDG_STATE_HOME")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state") / "distrun"
 
 
 class JobStore:
-    """All jobs of this user. `root` is `$XDG_STATE_HOME/distrun`; None: find it."""
+    """All jobs of this user. `root` is `default_root()` unless given; nothing is made before `create`."""
 
     def __init__(self, root: Optional[Path] = None) -> None:
-        raise NotImplementedError
+        self.root = Path(root) if root is not None else default_root()
+        self.jobs = self.root / "jobs"
 
     def new_id(self, name: str = "") -> str:
         """Return an id that no job of the store has: `calm-otter-7f3`, or `NAME-7f3`."""
-        raise NotImplementedError
+        return jobid.new_id(lambda wanted: os.path.lexists(str(self.jobs / wanted)), name)
 
     def create(self, plan: Plan, run_dir: Optional[Path] = None) -> JobFolder:
-        """Make the folder of `plan.job`, state starting, this process as its launcher."""
-        raise NotImplementedError
+        """Make the folder of `plan.job`, state starting, this process as its launcher.
 
-    def find(self, wanted: str) -> JobFolder:
-        """Return the job with that id, unique beginning of an id, or exact name. Raises NoSuchJob."""
-        raise NotImplementedError
+        Raises:
+            JobStoreError: it exists already, or cannot be made or written.
+        """
+        entry = self.jobs / plan.job
+        place = entry if run_dir is None else Path(os.path.abspath(str(run_dir))) / plan.job
+        try:
+            self.jobs.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if run_dir is not None:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                entry.symlink_to(place, target_is_directory=True)
+            place.mkdir()
+            return JobFolder.make(place, plan)
+        except FileExistsError as err:
+            raise JobStoreError("there is a job %s already: %s" % (plan.job, err.filename or place)) from err
+        except OSError as err:
+            where = "--run-dir" if run_dir is not None else "XDG_STATE_HOME"
+            raise JobStoreError("cannot make the job's folder %s: %s; set %s to a place that can be written" % (
+                place, err.strerror or err, where
+            )) from err  # fmt: skip
 
     def list(self) -> List[JobFolder]:
-        """Return all jobs, newest first."""
-        raise NotImplementedError
+        """Return all jobs, newest first. A folder that is being made or removed is left out."""
+        try:
+            names = os.listdir(str(self.jobs))
+        except OSError:
+            return []
+        folders = [JobFolder(self.jobs / name) for name in names]
+        found = [(folder.created(), folder.id, folder) for folder in folders if folder.exists()]
+        return [folder for _, _, folder in sorted(found, key=lambda row: row[:2], reverse=True)]
+
+    def find(self, wanted: str) -> JobFolder:
+        """Return the job with that id, that unique beginning of an id, or that exact name.
+
+        Raises:
+            NoSuchJob: there is none, or there are several; the message lists them, or near ones.
+        """
+        jobs = self.list()
+        for job in jobs:
+            if job.id == wanted:
+                return job
+        found = [job for job in jobs if wanted and job.id.startswith(wanted)]
+        found += [job for job in jobs if wanted and job.name() == wanted and job not in found]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise NoSuchJob("%r could be %s; type more of the id" % (wanted, _listed([job.id for job in found])))
+        known = [job.id for job in jobs]
+        near = difflib.get_close_matches(wanted, known + [job.name() for job in jobs if job.name()], _SHOWN, 0.5)
+        if near:
+            hint = "near: %s" % _listed(list(dict.fromkeys(near)))
+        else:
+            hint = "there are: %s" % _listed(known) if known else "there are no jobs in %s" % self.jobs
+        raise NoSuchJob("no job %r; %s" % (wanted, hint))
+
+
+def _listed(names: List[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (" and %d more" % (len(names) - _SHOWN) if len(names) > _SHOWN else "")

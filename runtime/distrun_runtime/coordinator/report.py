@@ -1,16 +1,109 @@
-"""The failure report: what failed first, where, how, and its last lines. Pure text."""
+"""The failure report: what failed first, where, how, its last lines, and what followed from it. Pure text."""
 
 from __future__ import annotations
 
-from typing import Sequence
+import signal as signals
+from typing import List, Optional, Sequence
 
-from distrun_runtime.coordinator.outcome import Outcome
+from distrun_runtime.coordinator import outcome as ends
+from distrun_runtime.coordinator.outcome import Culprit, Outcome, TaskResult
+
+TAIL_LINES = 20
+_LINE_LIMIT = 1000
+_NAME_LIMIT = 5
+
+_SIGNALS = {
+    "ABRT": "it aborted itself, as after a failed assertion",
+    "BUS": "it touched memory that is not there, such as a truncated mapped file or a full /dev/shm",
+    "FPE": "an arithmetic fault",
+    "HUP": "its terminal went away",
+    "ILL": "its code does not fit this processor",
+    "INT": "it was interrupted",
+    "KILL": "it was killed, not by distrun; often the kernel's out-of-memory killer: see dmesg",
+    "PIPE": "it wrote to a pipe that nobody reads",
+    "SEGV": "a segmentation fault",
+    "TERM": "it was asked to end, not by distrun",
+    "XCPU": "it used up its CPU time (ulimit -t)",
+}
+_CODES = {126: "the command cannot be executed", 127: "the command was not found"}
 
 
 def failure(outcome: Outcome, tail: Sequence[str] = (), log: str = "") -> str:
     """Return the report of a job that did not succeed, several lines without a final newline; "" if it succeeded.
 
-    `tail` is the end of the culprit's log (`JobFolder.tail(task, 20)`), `log` the path of that file.
-    The one-line summary for `distrun: error: ...` is `outcome.message`. SKELETON.
+    Arguments:
+        outcome: how the job ended. `outcome.message` is its one line for `distrun: error: ...`.
+        tail: the last lines of the culprit's log, as `JobFolder.tail(task, TAIL_LINES)` gives them.
+        log: path of that log.
     """
-    raise NotImplementedError
+    if outcome.reason == ends.SUCCEEDED:
+        return ""
+    lines: List[str] = []
+    culprit = outcome.culprit
+    if culprit is not None and culprit.task:
+        lines.append("first failure: %s on %s: %s" % (culprit.task, culprit.host, _how(culprit)))
+        if culprit.consequence:
+            lines.append("  It had lost %s: %s" % (culprit.lost_peer, culprit.reason or "no word why"))
+        elif culprit.reason:
+            lines.append("  %s" % culprit.reason)
+        lines += _tail(tail, log)
+    elif culprit is not None:
+        lines.append("%s: %s" % (culprit.host, outcome.message))
+    lines += _later(outcome)
+    if outcome.survivors:
+        lines.append("may still run: %s" % ", ".join(outcome.survivors))
+    return "\n".join(lines)
+
+
+def meaning(code: Optional[int], signal: Optional[str]) -> str:
+    """Return what a code or signal usually means; empty where nothing can be said."""
+    if signal is not None:
+        return _SIGNALS.get(signal[3:] if signal.startswith("SIG") else signal, "")
+    if code is not None and 128 < code < 128 + 65:
+        try:
+            return "as a shell says of signal %s" % signals.Signals(code - 128).name[3:]
+        except ValueError:
+            return ""
+    return _CODES.get(code or 0, "")
+
+
+def _how(culprit: Culprit) -> str:
+    if culprit.signal is not None:
+        text = "signal %s" % culprit.signal
+    elif culprit.code == 0:
+        text = "exit code 0, while workers still ran"
+    else:
+        text = "exit code %s" % culprit.code
+    more = meaning(culprit.code, culprit.signal)
+    return "%s (%s)" % (text, more) if more else text
+
+
+def _tail(tail: Sequence[str], log: str) -> List[str]:
+    if not tail:
+        return ["  It wrote nothing. Log: %s" % log] if log else []
+    last = tail[-TAIL_LINES:]
+    head = "  Its last line%s" % ("" if len(last) == 1 else "s")
+    return [head + (" (all of them: %s):" % log if log else ":")] + ["    | " + _cut(line) for line in last]
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _LINE_LIMIT else line[:_LINE_LIMIT] + " [...]"
+
+
+def _later(outcome: Outcome) -> List[str]:
+    first = outcome.culprit.task if outcome.culprit is not None else ""
+    failed = [task for task in outcome.tasks if task.state == ends.FAILED and task.name != first]
+    if not failed:
+        return []
+    named = ", ".join("%s (%s)" % (task.name, _short(task)) for task in failed[:_NAME_LIMIT])
+    more = " and %d more" % (len(failed) - _NAME_LIMIT) if len(failed) > _NAME_LIMIT else ""
+    what = "1 other task" if len(failed) == 1 else "%d other tasks" % len(failed)
+    return ["%s failed, probably as a consequence: %s%s" % (what, named, more)]
+
+
+def _short(task: TaskResult) -> str:
+    if task.lost_peer:
+        return "lost %s" % task.lost_peer
+    if task.signal is not None:
+        return "signal %s" % task.signal
+    return "exit code %d" % task.code if task.code is not None else task.reason

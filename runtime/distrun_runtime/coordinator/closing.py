@@ -1,0 +1,109 @@
+"""How a job is brought to its end: which tasks are asked to go, how hard, and when an agent may go itself. No I/O."""
+
+from __future__ import annotations
+
+from typing import List
+
+from distrun_runtime.contract.plan import WORKER, Limits
+from distrun_runtime.coordinator.actions import Action, Drop, EndAgent, Ladder, StopTasks
+from distrun_runtime.coordinator.roster import HostState, Roster
+
+OPEN = 0
+ASK_WORKERS = 1
+"""INT to the workers; the servers stay until those have ended."""
+ASK_ALL = 2
+"""TERM to everything."""
+KILL_ALL = 3
+
+LINGER_S = 3.0
+"""How long servers that are the user's own command may take to end by themselves after the workers."""
+MARGIN_S = 5.0
+"""Past the end of a ladder, until an agent that has not reported is not waited for any more."""
+END_S = 5.0
+"""From `end` to `bye`; the agent itself gives up at 3 s."""
+ABSENT_S = 2.0
+"""The same for an agent that never answered."""
+OUTPUT_S = 10.0
+"""How long the rest of the output may make no progress."""
+
+
+class Closing:
+    """The end of one job. It starts when `begin` or `escalate` is called."""
+
+    def __init__(self, roster: Roster, limits: Limits) -> None:
+        self._roster = roster
+        self._limits = limits
+        self.level = OPEN
+        self._linger_until = 0.0
+        self._deadline = 0.0
+
+    def ladder(self, level: int) -> Ladder:
+        """Return the steps of a level."""
+        grace = self._limits.grace_s
+        if level == ASK_WORKERS:
+            return (("INT", grace), ("TERM", grace / 2), ("KILL", 0.0))
+        return (("TERM", grace), ("KILL", 0.0)) if level == ASK_ALL else (("KILL", 0.0),)
+
+    def linger(self, now: float, linger_s: float) -> None:
+        """Begin the end of a job whose workers are done: what is left is asked to go `linger_s` from now."""
+        self._linger_until = now + linger_s
+
+    def escalate(self, level: int, now: float) -> List[Action]:
+        """Return the stops of `level`, unless something as hard is under way."""
+        if level <= self.level:
+            return []
+        self.level = level
+        ladder = self.ladder(level)
+        self._deadline = now + sum(wait_s for _, wait_s in ladder) + MARGIN_S
+        actions: List[Action] = []
+        for host in self._roster.hosts.values():
+            tasks = self._roster.on_host(host.name)
+            if level == ASK_WORKERS:
+                tasks = [task for task in tasks if task.role == WORKER]
+            else:
+                host.told_to_stop, host.cleared = True, False
+            # Tasks that ended already are named too: what they left behind goes with them.
+            if tasks and not host.is_gone and not host.was_ended:
+                actions.append(StopTasks(host.name, tuple(task.name for task in tasks), ladder))
+        return actions
+
+    def advance(self, now: float) -> List[Action]:
+        """Return what is due: the next level, ends of agents whose tasks are gone, channels to give up."""
+        actions: List[Action] = []
+        lingered = self.level == OPEN and (self._roster.all_over or now >= self._linger_until)
+        if lingered or (self.level == ASK_WORKERS and (self._roster.workers_over or now >= self._deadline)):
+            actions += self.escalate(ASK_ALL, now)
+        for host in self._roster.hosts.values():
+            if host.is_gone:
+                continue
+            if host.was_ended:
+                if now >= host.ended_at + (END_S if host.greeted else ABSENT_S):
+                    host.is_gone = True
+                    self._survive(host)
+                    actions.append(Drop(host.name))
+            elif self._may_end(host, now):
+                host.ended_at = now
+                actions.append(EndAgent(host.name))
+        return actions
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no agent is left."""
+        return all(host.is_gone for host in self._roster.hosts.values())
+
+    def _may_end(self, host: HostState, now: float) -> bool:
+        if self.level < ASK_ALL:
+            return False
+        tasks = self._roster.on_host(host.name)
+        if not tasks or now >= self._deadline + OUTPUT_S:
+            return True
+        if not (host.cleared and all(task.is_over for task in tasks)) and now < self._deadline:
+            return False
+        return self._roster.is_drained(host.name) or now >= host.last_output + OUTPUT_S
+
+    def _survive(self, host: HostState) -> None:
+        for task in self._roster.on_host(host.name):
+            if not task.is_over:
+                self._roster.survivors.append("%s (pid %s) on %s" % (task.name, task.pid or "unknown", host.name))
+        if host.greeted:
+            self._roster.survivors.append("the agent on %s" % host.name)

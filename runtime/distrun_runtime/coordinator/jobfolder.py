@@ -1,0 +1,234 @@
+"""One job's folder.
+
+    plan.json      the plan, as it was made                    launcher.json   who runs it: pid, start, host
+    state.json     how the job and its tasks stand             outcome.json    how it ended; absent before
+    events.jsonl   what happened, one object a line            logs/TASK.log   what the tasks wrote
+
+Every JSON file is replaced as a whole by a rename, so that a reader sees the old or the new one; each carries
+"version". No secret is in any of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any, Dict, Iterable, List, Mapping, Optional
+
+from distrun_runtime.contract import plan as plans
+from distrun_runtime.contract import process
+from distrun_runtime.contract.plan import Plan
+from distrun_runtime.coordinator import outcome as ends
+from distrun_runtime.coordinator import spool
+from distrun_runtime.coordinator.outcome import Outcome, TaskResult
+from distrun_runtime.errors import JobStoreError
+
+VERSION = 1
+SCHEMA = "distrun.job/1"
+OUTCOME_SCHEMA = "distrun.outcome/1"
+
+_LIVE = (ends.STARTING, ends.RUNNING, ends.STOPPING)
+
+
+class JobFolder:
+    """Reads a job's folder from any process, and writes it in the one that runs the job."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.id = path.name
+        self.logs = path / "logs"
+        self._plan: Optional[Plan] = None
+        self._created = ""
+
+    @classmethod
+    def make(cls, path: Path, plan: Plan) -> JobFolder:
+        """Fill an empty folder: plan, this process as launcher, state starting. Raises OSError."""
+        folder = cls(path)
+        folder._plan = plan
+        folder._created = rfc3339(time.time())
+        folder.logs.mkdir()
+        who = process.identity(os.getpid())
+        _replace(path / "plan.json", plans.to_json(plan))
+        launcher = {"version": VERSION, "pid": who.pid, "start": who.start, "host": socket.gethostname()}
+        _replace(path / "launcher.json", launcher)
+        tasks = [TaskResult(task.name, task.role, task.rank, task.host) for task in plan.tasks]
+        folder.write_state(ends.STARTING, tasks)
+        return folder
+
+    def exists(self) -> bool:
+        """Whether there is a whole job here."""
+        return os.path.exists(str(self.path / "state.json"))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, JobFolder) and self.path == other.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    # ------------------------------------------------------------------ writing
+
+    def write_state(self, state: str, tasks: Iterable[TaskResult], outcome: Optional[Outcome] = None) -> None:
+        """Replace state.json. Raises OSError."""
+        plan = self.plan()
+        value: Dict[str, Any] = {
+            "schema": SCHEMA,
+            "version": VERSION,
+            "id": plan.job,
+            "name": plan.name,
+            "backend": plan.backend,
+            "state": state,
+            "command": list(plan.command),
+            "cwd": plan.cwd,
+            "hosts": [host.name for host in plan.hosts],
+            "created": self.created(),
+            "updated": rfc3339(time.time()),
+            "finished": None,
+            "exit_code": None,
+            "reason": None,
+            "message": None,
+            "tasks": [self._task(task) for task in tasks],
+        }
+        if outcome is not None:
+            value.update(finished=value["updated"], exit_code=outcome.exit_code, reason=outcome.reason)
+            value.update(message=outcome.message)
+        _replace(self.path / "state.json", value)
+
+    def finish(self, outcome: Outcome) -> None:
+        """Write the end: outcome.json, then state.json. The loop does; raises OSError."""
+        _replace(self.path / "outcome.json", self.outcome_json(outcome))
+        self.write_state(outcome.job_state, outcome.tasks, outcome)
+
+    def outcome_json(self, outcome: Outcome) -> Dict[str, Any]:
+        """Return the outcome as JSON-able values: what outcome.json holds and `launch --json` prints."""
+        culprit = None
+        if outcome.culprit is not None:
+            culprit = dataclasses.asdict(outcome.culprit)
+            culprit["time"] = rfc3339(outcome.culprit.time)
+            culprit["log"] = str(self.log_path(outcome.culprit.task)) if outcome.culprit.task else None
+        return {
+            "schema": OUTCOME_SCHEMA,
+            "version": VERSION,
+            "id": self.id,
+            "exit_code": outcome.exit_code,
+            "reason": outcome.reason,
+            "message": outcome.message,
+            "culprit": culprit,
+            "survivors": list(outcome.survivors),
+            "tasks": [self._task(task) for task in outcome.tasks],
+            "folder": str(self.path),
+        }
+
+    def record(self, kind: str, **facts: Any) -> None:
+        """Append one line to events.jsonl. Raises OSError."""
+        line = json.dumps(dict(facts, version=VERSION, time=rfc3339(time.time()), event=kind))
+        with open(str(self.path / "events.jsonl"), "a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def _task(self, task: TaskResult) -> Dict[str, Any]:
+        value = dataclasses.asdict(task)
+        value["started"] = None if task.started is None else rfc3339(task.started)
+        value["ended"] = None if task.ended is None else rfc3339(task.ended)
+        value["log"] = str(self.log_path(task.name))
+        return value
+
+    # ------------------------------------------------------------------ reading
+
+    def log_path(self, task: str) -> Path:
+        """Return where the log of `task` is, or will be."""
+        return spool.log_path(self.logs, task)
+
+    def tail(self, task: str, lines: int) -> List[str]:
+        """Return the last lines of a task's log, decoded, without newlines; [] if there is none."""
+        return spool.tail(self.log_path(task), lines)
+
+    def plan(self) -> Plan:
+        """Read plan.json. Raises JobStoreError, ContractError."""
+        if self._plan is None:
+            self._plan = plans.from_json(_load(self.path / "plan.json"))
+        return self._plan
+
+    def state(self) -> Dict[str, Any]:
+        """Read state.json; "state" is "lost" when the launcher died before the job was finished.
+
+        Raises:
+            JobStoreError: it cannot be read.
+        """
+        value = _load(self.path / "state.json")
+        if value.get("state") in _LIVE and not self.has_launcher():
+            # It may have finished between the two looks.
+            value = _load(self.path / "state.json")
+            if value.get("state") in _LIVE:
+                value["state"] = ends.LOST
+        return value
+
+    def outcome(self) -> Optional[Dict[str, Any]]:
+        """Read outcome.json; None while the job is not over. Raises JobStoreError."""
+        path = self.path / "outcome.json"
+        return _load(path) if path.exists() else None
+
+    def launcher(self) -> Dict[str, Any]:
+        """Read launcher.json: {"pid", "start", "host", "version"}. Raises JobStoreError."""
+        return _load(self.path / "launcher.json")
+
+    def has_launcher(self) -> bool:
+        """Whether the launcher still runs, as far as this machine can know (yes, if it is another's)."""
+        try:
+            who = self.launcher()
+            if who["host"] != socket.gethostname():
+                return True
+            return process.is_alive(process.Identity(int(who["pid"]), str(who["start"])))
+        except (JobStoreError, KeyError, ValueError):
+            return False
+
+    def created(self) -> str:
+        """Return when it was created (RFC 3339), "" where that cannot be read."""
+        if not self._created:
+            self._created = self._text("created")
+        return self._created
+
+    def name(self) -> str:
+        """Return what the user called it; may be empty."""
+        return self._text("name")
+
+    def _text(self, member: str) -> str:
+        try:
+            return str(_load(self.path / "state.json").get(member) or "")
+        except JobStoreError:
+            return ""
+
+
+def rfc3339(when: float) -> str:
+    """Return a wall-clock time as `2026-01-31T12:00:00.000Z`."""
+    moment = datetime.datetime.fromtimestamp(when, datetime.timezone.utc)
+    return moment.strftime("%Y-%m-%dT%H:%M:%S.") + "%03dZ" % (moment.microsecond // 1000)
+
+
+def _replace(path: Path, value: Mapping[str, Any]) -> None:
+    temporary = "%s.%d.tmp" % (path, os.getpid())
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(value, file, indent=1)
+            file.write("\n")
+        os.replace(temporary, str(path))
+    except OSError:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise
+
+
+def _load(path: Path) -> Dict[str, Any]:
+    try:
+        with open(str(path), encoding="utf-8") as file:
+            value = json.load(file)
+    except OSError as err:
+        raise JobStoreError("cannot read %s: %s" % (path, err.strerror or err)) from err
+    except ValueError as err:
+        raise JobStoreError("%s is no JSON of ours: %s" % (path, err)) from err
+    if not isinstance(value, dict) or value.get("version") != VERSION:
+        found = value.get("version") if isinstance(value, dict) else value
+        raise JobStoreError("%s has version %.40r; this program knows version %d" % (path, found, VERSION))
+    return value

@@ -1,0 +1,148 @@
+"""The hosts and tasks of a job as the supervisor knows them: who answered, who is silent, what runs. No I/O."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Dict, List, Set, Tuple
+
+from distrun_runtime.contract.plan import WORKER, Plan, Task, references
+from distrun_runtime.coordinator import outcome as ends
+from distrun_runtime.coordinator.events import Event, Output
+from distrun_runtime.coordinator.outcome import TaskResult
+
+SUSPECT_S = 15.0
+LOST_S = 30.0
+SKEW_S = 1.0
+"""A host's clock is corrected only when it is off by more: below that, NTP knows better than a hello's delay."""
+
+
+@dataclass
+class HostState:
+    """What is known of one host and its agent."""
+
+    name: str
+    greeted: bool = False
+    is_ready: bool = False
+    is_gone: bool = False
+    last_seen: float = 0.0
+    """`now` of its last event."""
+    is_suspect: bool = False
+    skew_s: float = 0.0
+    """Added to its stamps."""
+    told_to_stop: bool = False
+    """A stop that named all its tasks was sent."""
+    cleared: bool = False
+    ended_at: float = -1.0
+    """`now` when it was told to end; negative: not yet."""
+    last_output: float = 0.0
+
+    @property
+    def was_ended(self) -> bool:
+        """Whether it was told to end whatever is left."""
+        return self.ended_at >= 0
+
+
+class Roster:
+    """All hosts, tasks and facts of one job."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.hosts: Dict[str, HostState] = {host.name: HostState(host.name) for host in plan.hosts}
+        self.tasks: Dict[str, TaskResult] = {
+            task.name: TaskResult(task.name, task.role, task.rank, task.host) for task in plan.tasks
+        }
+        self.facts: Dict[str, str] = {}
+        self.spawned: Set[str] = set()
+        self.survivors: List[str] = []
+        self._totals: Dict[Tuple[str, str], int] = {}
+        self._received: Dict[Tuple[str, str], int] = {}
+
+    def change(self, name: str, **members: Any) -> TaskResult:
+        """Replace members of a task's result and return the new one."""
+        self.tasks[name] = result = dataclasses.replace(self.tasks[name], **members)
+        return result
+
+    def knows(self, event: Event) -> bool:
+        """Whether the host, and the task on that host, which an event names (if it does) are the plan's."""
+        host, name = getattr(event, "host", None), getattr(event, "task", None)
+        if host is not None and host not in self.hosts:
+            return False
+        return name is None or (name in self.tasks and self.tasks[name].host == host)
+
+    def lose(self, host: str, state: str, time: float) -> bool:
+        """Mark a host gone and its live tasks as `state`; return whether anything ran there."""
+        self.hosts[host].is_gone = True
+        live = [task for task in self.on_host(host) if not task.is_over]
+        for task in live:
+            self.change(task.name, state=state, ended=time, reason="lost with its host")
+            self.survivors.append("%s (pid %s) on %s" % (task.name, task.pid or "unknown", host))
+        return bool(live)
+
+    def on_host(self, host: str) -> List[TaskResult]:
+        """Return the tasks of a host that were spawned, by name of the plan's order."""
+        return [task for task in self.tasks.values() if task.host == host and task.name in self.spawned]
+
+    def spawnable(self) -> List[Task]:
+        """Return the tasks not spawned yet whose host is ready and whose references are all known."""
+        return [
+            task
+            for task in self.plan.tasks
+            if task.name not in self.spawned
+            and self.hosts[task.host].is_ready
+            and not self.hosts[task.host].is_gone
+            and references(task) <= self.facts.keys()
+        ]
+
+    @property
+    def all_started(self) -> bool:
+        """Whether every task runs or ran."""
+        return all(task.state == ends.RUNNING or task.is_over for task in self.tasks.values())
+
+    @property
+    def workers_over(self) -> bool:
+        """Whether no worker that was spawned still runs."""
+        return all(self.tasks[name].is_over for name in self.spawned if self.tasks[name].role == WORKER)
+
+    @property
+    def all_over(self) -> bool:
+        """Whether no task that was spawned still runs."""
+        return all(self.tasks[name].is_over for name in self.spawned)
+
+    def missing(self) -> List[str]:
+        """Return, one text each, what has not started yet: agents, then tasks of the agents that are ready."""
+        texts = []
+        for host in self.hosts.values():
+            if not host.greeted:
+                texts.append("the agent on %s" % host.name)
+            elif not host.is_ready:
+                texts.append("the address of %s" % host.name)
+        for task in self.plan.tasks:
+            if self.hosts[task.host].is_ready and self.tasks[task.name].state in (ends.PENDING, ends.STARTING):
+                needs = sorted(references(task) - self.facts.keys())
+                what = "%s on %s" % (task.name, task.host)
+                texts.append("%s (which waits for %s)" % (what, ", ".join(needs)) if needs else what)
+        return texts
+
+    def expect(self, task: str, out: int, err: int) -> None:
+        """Remember how much a task that was reaped had written."""
+        self._totals[task, "out"] = out
+        self._totals[task, "err"] = err
+
+    def received(self, event: Output) -> None:
+        """Remember how much of a task's output has come."""
+        key = (event.task, event.stream)
+        self._received[key] = max(self._received.get(key, 0), event.offset + len(event.data))
+
+    def is_drained(self, host: str) -> bool:
+        """Whether all output of the reaped tasks of `host` has come."""
+        return all(
+            self._received.get(key, 0) >= total
+            for key, total in self._totals.items()
+            if self.tasks[key[0]].host == host
+        )
+
+    def forgive(self, gap_s: float) -> None:
+        """Move all silences by the time in which it was us who slept."""
+        for host in self.hosts.values():
+            host.last_seen += gap_s

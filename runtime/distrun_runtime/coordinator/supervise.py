@@ -1,0 +1,338 @@
+r"""The supervisor: events in, actions out. It decides what to start, what a death means and when all is over.
+
+Pure but for its own memory: no clock, no socket, no printing. `now` is any monotonic clock in seconds. Who is to
+blame is `verdict`, how the job is brought to its end is `closing`. The phases:
+
+    starting -> running -> draining (all workers ended with 0) -> over
+                      \--> stopping (something ended the job)  -> over
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Optional
+
+from distrun_runtime.contract import plan as plans
+from distrun_runtime.contract import wire
+from distrun_runtime.contract.plan import SCHEDULER, WORKER, Plan
+from distrun_runtime.coordinator import closing, events, verdict
+from distrun_runtime.coordinator import outcome as ends
+from distrun_runtime.coordinator.actions import DEBUG, INFO, WARNING, Action, Announce, Begin, Drop, Finish, Spawn
+from distrun_runtime.coordinator.roster import LOST_S, SKEW_S, SUSPECT_S, HostState, Roster
+from distrun_runtime.coordinator.verdict import Cause
+
+STARTING = "starting"
+RUNNING = "running"
+DRAINING = "draining"
+STOPPING = "stopping"
+OVER = "over"
+
+PATIENCE_S = 5.0
+"""A start that takes longer is commented on; again every 10 s."""
+SLEPT_S = 5.0
+"""A longer gap between two events means that we slept (the loop ticks every second), not that agents are silent."""
+SILENT_S = 8.0
+"""A host silent for so long is believed to be the cause when tasks elsewhere die of a lost peer."""
+
+
+class Supervisor:
+    """One job's supervisor. `handle` is all there is to call; a Tick must come first, then at least one a second."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.roster = Roster(plan)
+        self.phase = STARTING
+        self._closing = closing.Closing(self.roster, plan.limits)
+        self._inquest = verdict.Inquest(plan.limits.verdict_s)
+        self._actions: List[Action] = []
+        self._now = 0.0
+        self._origin: Optional[float] = None
+        self._comment_at = 0.0
+        self._early_until: Optional[float] = None
+        self._interrupts = 0
+        worker_commands = {task.argv for task in plan.of_role(WORKER)}
+        # `--ps command`: servers are the user's own program and are expected to end by themselves.
+        self._own_servers = not any(task.argv in worker_commands for task in plan.tasks if task.role != WORKER)
+
+    @property
+    def job_state(self) -> str:
+        """The job's state in the words of the job store; meaningless once it is over (`Outcome.job_state`)."""
+        return {STARTING: ends.STARTING, RUNNING: ends.RUNNING}.get(self.phase, ends.STOPPING)
+
+    def handle(self, event: events.Event, now: float) -> List[Action]:
+        """Return what is to be done about `event`. After `Finish` there is nothing more."""
+        if self.phase == OVER:
+            return []
+        if self._origin is None:
+            self._origin = now
+            self._comment_at = now + PATIENCE_S
+        elif now - self._now > SLEPT_S:
+            self.roster.forgive(now - self._now)
+        self._now = now
+        self._actions = []
+        if self.roster.knows(event):
+            self._hear(event)
+            handler = _HANDLERS.get(type(event))
+            if handler is not None:
+                handler(self, event)
+        else:
+            self._say("%s: ignored, it names a task that is not there" % (event,), WARNING)
+        self._advance()
+        return self._actions
+
+    def wake_s(self) -> float:
+        """Return after how many seconds at most the next Tick is wanted."""
+        if self.phase in (DRAINING, STOPPING):
+            return 0.1
+        due = [self._now + 1.0]
+        if self._origin is not None and self.plan.limits.timeout_s is not None:
+            due.append(self._origin + self.plan.limits.timeout_s)
+        if self._origin is not None and self.phase == STARTING:
+            due.append(self._origin + self.plan.limits.start_s)
+        if self._early_until is not None:
+            due.append(self._early_until)
+        return max(0.0, min(due) - self._now)
+
+    # ------------------------------------------------------------------ hosts
+
+    def _hear(self, event: events.Event) -> None:
+        host = self.roster.hosts.get(getattr(event, "host", ""))
+        if host is None or isinstance(event, (events.AgentLost, events.StartFailed)):
+            return
+        host.last_seen = self._now
+        if host.is_suspect:
+            host.is_suspect = False
+            self._say("%s answers again" % host.name)
+
+    def _on_hello(self, event: events.AgentHello) -> None:
+        host = self.roster.hosts[event.host]
+        version = event.facts.get("version")
+        if version != wire.VERSION:
+            why = "its agent speaks protocol version %r, this program %d" % (version, wire.VERSION)
+            self._on_start_failed(events.StartFailed(event.host, why, event.arrived))
+            return
+        host.greeted = True
+        stamp = event.facts.get("time")
+        skew = event.arrived - stamp if isinstance(stamp, (int, float)) else 0.0
+        if abs(skew) > SKEW_S:
+            host.skew_s = skew
+            self._say("the clock of %s is off by %.1f s; its times are corrected" % (host.name, -skew), WARNING)
+        if not host.was_ended:
+            self._actions.append(Begin(event.host))
+
+    def _on_ready(self, event: events.AgentReady) -> None:
+        self.roster.hosts[event.host].is_ready = True
+        self.roster.facts["host:%s.address" % event.host] = event.address
+        for label, port in event.ports.items():
+            self.roster.facts["%s/port:%s" % (event.host, label)] = str(port)
+
+    def _on_start_failed(self, event: events.StartFailed) -> None:
+        host = self.roster.hosts[event.host]
+        if host.is_gone:
+            return
+        host.is_gone = True
+        self._actions.append(Drop(event.host))
+        self._blame(verdict.start_failed("no agent on %s: %s" % (event.host, event.reason), event.time, event.host))
+
+    def _on_lost(self, event: events.AgentLost) -> None:
+        host = self.roster.hosts[event.host]
+        if host.is_gone:
+            return
+        if not host.greeted and not host.was_ended:
+            self._on_start_failed(events.StartFailed(event.host, event.reason, event.time))
+            return
+        self._actions.append(Drop(event.host))
+        is_asked = self.phase in (DRAINING, STOPPING)
+        pending = any(task.host == event.host and task.state == ends.PENDING for task in self.roster.tasks.values())
+        live = self.roster.lose(event.host, ends.STOPPED if is_asked else ends.FAILED, event.time)
+        if live or (pending and not is_asked):
+            self._blame(verdict.host_lost(event.host, event.reason, event.time))
+        elif not host.was_ended:
+            self._say("%s is gone (%s); all its tasks had ended" % (event.host, event.reason), WARNING)
+        elif host.greeted and not host.cleared and self.roster.on_host(event.host):
+            self._say("the agent on %s went without saying that nothing is left there" % event.host, WARNING)
+
+    def _on_cleared(self, event: events.Cleared) -> None:
+        host = self.roster.hosts[event.host]
+        host.cleared = host.told_to_stop
+        for pid, command in event.left:
+            text = "pid %d (%s) on %s" % (pid, command, event.host)
+            if text not in self.roster.survivors:
+                self.roster.survivors.append(text)
+
+    def _on_bye(self, event: events.Bye) -> None:
+        host = self.roster.hosts[event.host]
+        if not host.was_ended:
+            self._on_lost(events.AgentLost(event.host, "its agent left", self._wall_of(host)))
+            return
+        host.is_gone = True
+
+    # ------------------------------------------------------------------ tasks
+
+    def _on_started(self, event: events.Started) -> None:
+        task = self.roster.tasks[event.task]
+        if not task.is_over:
+            started = event.time + self.roster.hosts[event.host].skew_s
+            self.roster.change(event.task, state=ends.RUNNING, pid=event.pid, started=started)
+
+    def _on_published(self, event: events.Published) -> None:
+        task = self.roster.tasks[event.task]
+        if task.role == SCHEDULER:
+            for name in ("address", "port"):
+                if name in event.values:
+                    self.roster.facts["scheduler.%s" % name] = str(event.values[name])
+        if event.values.get("lost_peer"):
+            message = str(event.values.get("message", ""))
+            self.roster.change(event.task, lost_peer=str(event.values["lost_peer"]), reason=message)
+
+    def _on_output(self, event: events.Output) -> None:
+        self.roster.received(event)
+        self.roster.hosts[event.host].last_output = self._now
+
+    def _on_exited(self, event: events.Exited) -> None:
+        task = self.roster.tasks[event.task]
+        if task.is_over:
+            return
+        code = ends.exit_code(event.code, event.signal)
+        state = ends.STOPPED if event.stopped else ends.FAILED if code else ends.EXITED
+        host = self.roster.hosts[event.host]
+        host.last_output = self._now
+        self.roster.expect(event.task, event.out, event.err)
+        task = self.roster.change(
+            event.task,
+            state=state,
+            code=event.code,
+            signal=event.signal,
+            ended=event.time + host.skew_s,
+            reason=event.reason or task.reason,
+            max_rss_kb=event.max_rss_kb,
+            cpu_s=event.cpu_s,
+        )
+        self._say("%s on %s ended: %s" % (task.name, task.host, _how(task)), DEBUG)
+        if state == ends.FAILED:
+            self._on_failure(task)
+        elif state == ends.STOPPED and self.phase in (STARTING, RUNNING):
+            why = "its agent was told to stop, or heard nothing from us, and ended %s" % task.name
+            self._blame(verdict.host_lost(event.host, why, task.ended or 0.0))
+        elif state == ends.EXITED and task.role != WORKER and self.phase in (STARTING, RUNNING):
+            self._inquest.background.append(verdict.ended_early(task))
+            if self._early_until is None:
+                self._early_until = self._now + self.plan.limits.early_exit_s
+
+    def _on_failure(self, task: ends.TaskResult) -> None:
+        if self.phase == DRAINING:
+            self._say("%s on %s ended after the workers were done: %s" % (task.name, task.host, _how(task)), WARNING)
+            return
+        if task.lost_peer:
+            self._inquest.background += [
+                verdict.host_lost(host.name, "silent for %.0f s" % (self._now - host.last_seen), task.ended or 0.0)
+                for host in self.roster.hosts.values()
+                if host.greeted and not host.is_gone and self._now - host.last_seen > SILENT_S
+            ]
+        self._blame(verdict.task_failed(task))
+
+    # ------------------------------------------------------------------ ends
+
+    def _on_interrupt(self, event: events.Interrupt) -> None:
+        self._interrupts += 1
+        cause = verdict.interrupted(event.signal, event.time)
+        again = self.phase == DRAINING or self._interrupts > 1
+        if self.phase == STOPPING and event.signal == "INT" and not again:
+            self._say("the job is being stopped already; press Ctrl-C again to kill what is left", WARNING)
+        elif event.signal == "INT" and again:
+            self._say("killing what is left", WARNING)
+            self._blame(cause, closing.KILL_ALL)
+        elif event.signal == "INT":
+            grace = self.plan.limits.grace_s
+            self._say("%s: workers have %g s to end; Ctrl-C again kills them now" % (cause.text, grace), WARNING)
+            self._blame(cause, closing.ASK_WORKERS)
+        else:
+            self._say("%s: stopping all tasks" % cause.text, WARNING)
+            self._blame(cause, closing.ASK_ALL)
+
+    def _blame(self, cause: Cause, level: int = closing.ASK_ALL) -> None:
+        """Record what may turn out to end the job, and stop it (harder, if it is being stopped)."""
+        if self.phase != DRAINING:  # the workers have succeeded: nothing changes that
+            self._inquest.hear(cause, self._now)
+        if self.phase in (STARTING, RUNNING):
+            if cause.reason not in (ends.INTERRUPTED, ends.TERMINATED):
+                self._say("%s; stopping the job" % cause.text, WARNING)
+            self.phase = STOPPING
+        if cause.is_failure and self._closing.level != closing.OPEN:
+            return  # a death while the workers are being asked to end is no reason to hurry them
+        self._actions += self._closing.escalate(level, self._now)
+
+    def _on_tick(self, event: events.Tick) -> None:
+        limits = self.plan.limits
+        passed = self._now - (self._origin or 0.0)
+        self._listen(event)
+        if self.phase not in (STARTING, RUNNING):
+            return
+        if limits.timeout_s is not None and passed >= limits.timeout_s:
+            self._blame(verdict.timed_out(limits.timeout_s, event.time))
+        elif self._early_until is not None and self._now >= self._early_until:
+            self._blame(self._inquest.background[0])
+        elif self.phase == STARTING and passed >= limits.start_s:
+            missing = ", ".join(self.roster.missing())
+            text = "not started within %g s (--start-timeout): %s" % (limits.start_s, missing)
+            self._blame(verdict.start_failed(text, event.time))
+        elif self.phase == STARTING and self._now >= self._comment_at:
+            self._comment_at = self._now + 2 * PATIENCE_S
+            self._say("waiting for %s (%.0f s)" % (", ".join(self.roster.missing()), passed))
+
+    def _listen(self, event: events.Tick) -> None:
+        for host in self.roster.hosts.values():
+            silence = self._now - host.last_seen
+            if not host.greeted or host.is_gone:
+                continue
+            if silence >= LOST_S:
+                self._on_lost(events.AgentLost(host.name, "silent for %.0f s" % silence, event.time - silence))
+            elif silence >= SUSPECT_S and not host.is_suspect:
+                host.is_suspect = True
+                self._say("%s has been silent for %.0f s" % (host.name, silence), WARNING)
+
+    def _advance(self) -> None:
+        roster = self.roster
+        if self.phase in (STARTING, RUNNING):
+            for task in roster.spawnable():
+                roster.spawned.add(task.name)
+                roster.change(task.name, state=ends.STARTING)
+                self._actions.append(Spawn(task.host, task.name, plans.resolve(task, roster.facts)))
+            if self.phase == STARTING and roster.all_started:
+                self.phase = RUNNING
+                self._say("all tasks run", DEBUG)
+            if verdict.workers_done(roster.tasks.values()) is not None:
+                self.phase = DRAINING
+                self._say("all workers succeeded", DEBUG)
+                self._closing.linger(self._now, 0.0 if self._own_servers else closing.LINGER_S)
+        if self.phase in (DRAINING, STOPPING):
+            self._actions += self._closing.advance(self._now)
+            if self._closing.is_over:
+                self.phase = OVER
+                self._actions.append(Finish(self._inquest.outcome(roster.tasks, roster.survivors)))
+
+    def _wall_of(self, host: HostState) -> float:
+        return max((task.ended or task.started or 0.0 for task in self.roster.on_host(host.name)), default=0.0)
+
+    def _say(self, text: str, level: str = INFO) -> None:
+        self._actions.append(Announce(text, level))
+
+
+def _how(task: ends.TaskResult) -> str:
+    return "signal %s" % task.signal if task.signal is not None else "exit code %s" % task.code
+
+
+_HANDLERS: Dict[type, Callable[[Supervisor, Any], None]] = {
+    events.AgentHello: Supervisor._on_hello,
+    events.AgentReady: Supervisor._on_ready,
+    events.StartFailed: Supervisor._on_start_failed,
+    events.Started: Supervisor._on_started,
+    events.Published: Supervisor._on_published,
+    events.Output: Supervisor._on_output,
+    events.Exited: Supervisor._on_exited,
+    events.Cleared: Supervisor._on_cleared,
+    events.Warned: lambda supervisor, event: supervisor._say("%s: %s" % (event.host, event.text), WARNING),
+    events.Bye: Supervisor._on_bye,
+    events.AgentLost: Supervisor._on_lost,
+    events.Interrupt: Supervisor._on_interrupt,
+    events.Tick: Supervisor._on_tick,
+}
