@@ -23,8 +23,8 @@ def python(code: str) -> str:
 
 def modules(folder: Path) -> list[str]:
     """Return the dotted names of all modules below a package's folder, without `__main__`."""
-    parents = len(folder.parts) - 1
-    names = [path.with_suffix("").parts[parents:] for path in sorted(folder.rglob("*.py"))]
+    source = ROOT if folder.is_relative_to(ROOT / "distrun") else ROOT / "runtime"
+    names = [path.relative_to(source).with_suffix("").parts for path in sorted(folder.rglob("*.py"))]
     return [".".join(parts).removesuffix(".__init__") for parts in names if parts[-1] != "__main__"]
 
 
