@@ -13,6 +13,8 @@ from distrun_runtime.algo.reduce import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.values import Key
 
+__all__ = ["Array", "Key", "Record", "missing", "twice"]
+
 
 @dataclass(frozen=True)
 class Record:
