@@ -1,0 +1,45 @@
+"""python -m distrun_runtime scheduler|server: one process of a job. The launcher starts these; by hand, set DMLC_*."""
+
+from __future__ import annotations
+
+import sys
+
+from distrun_runtime.contract import environ
+from distrun_runtime.errors import ContractError, RuntimeFault
+
+USAGE = "usage: python -m distrun_runtime scheduler|server"
+
+
+def main(arguments: list[str]) -> int:
+    """Run the role named by the only argument; return the exit code."""
+    if arguments in (["-h"], ["--help"]):
+        print("%s\n\n%s" % (USAGE, __doc__))
+        return 0
+    if len(arguments) != 1 or arguments[0] not in ("scheduler", "server"):
+        print("%s\ngot: %s" % (USAGE, " ".join(arguments) or "no role"), file=sys.stderr)
+        return 2
+    role = arguments[0]
+    try:
+        given = environ.read("DMLC_ROLE")
+        if given not in (None, role):
+            raise ContractError("DMLC_ROLE=%s, but the command says %s: make them agree" % (given, role))
+        from distrun_runtime.node.serve import serve
+
+        return serve(role)
+    except ContractError as err:
+        print("distrun: error: %s" % err, file=sys.stderr)
+        return 2
+    except (RuntimeFault, OSError) as err:
+        print("distrun: error: %s" % err, file=sys.stderr)
+        return 1
+    except ImportError as err:
+        print(
+            "distrun: error: %s needs %s on this host: pip install numpy pyzmq (for %s)"
+            % (role, err.name, sys.executable),
+            file=sys.stderr,
+        )
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

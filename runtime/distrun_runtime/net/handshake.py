@@ -1,0 +1,171 @@
+"""HELLO: how two nodes prove to each other that they belong to the same job.
+
+The side that opens the connection sends HELLO (who it is, what it expects, a nonce). The side that accepts
+answers CHALLENGE (a nonce of its own and its proof), gets PROOF, and says WELCOME or REFUSED. A proof is an HMAC-SHA256
+under the job's token over both nonces, the job, both roles and ranks and the incarnation, with a label for the
+direction (ISO/IEC 9798-4, mutual three-pass authentication, with one pass more to say the verdict). The token
+never crosses. Authentication belongs to the connection: after a reconnect it is done again.
+
+A job without a token is open: both sides say so, and a node with a token never joins it, nor the reverse.
+
+Pure: nonces are passed in.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from distrun_runtime.errors import WireError
+from distrun_runtime.net.message import VERSION, Kind, Message
+
+TOKEN = "token"
+OPEN = "open"
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a node says it is."""
+
+    job: str
+    role: str
+    rank: int
+    """-1: not given; the scheduler will."""
+    incarnation: int
+    host: str
+    pid: int
+    endpoint: str
+    """Where it can be reached, `tcp://address:port`; empty if it does not listen."""
+    workers: int
+    servers: int
+
+    @property
+    def name(self) -> str:
+        """`worker-1`, or `worker` while it has no rank."""
+        if self.role == "scheduler":
+            return "scheduler"
+        return "%s-%d" % (self.role, self.rank) if self.rank >= 0 else self.role
+
+    def __str__(self) -> str:
+        return "%s@%s (pid %d)" % (self.name, self.host, self.pid)
+
+
+class Opener:
+    """The side that connects. Feed it what comes back; it says what to send."""
+
+    def __init__(self, me: Identity, token: bytes, nonce: str) -> None:
+        self._me = me
+        self._token = token
+        self._nonce = nonce
+
+    def hello(self) -> Message:
+        """Return the first message of a fresh connection."""
+        auth = TOKEN if self._token else OPEN
+        return Message(Kind.HELLO, body={**asdict(self._me), "version": VERSION, "nonce": self._nonce, "auth": auth})
+
+    def answer(self, challenge: Message) -> Message | str:
+        """Return PROOF for a CHALLENGE, or the reason why the other side cannot be trusted."""
+        body = challenge.body
+        reason = _auth_reason(self._token, body.get("auth"), "the other side")
+        if reason:
+            return reason
+        if self._token and not _is_same(
+            body.get("proof"), _proof(self._token, "acceptor", self._nonce, body, self._me)
+        ):
+            return "the other side does not know this job's token: it belongs to another job"
+        return Message(Kind.PROOF, body={"proof": _proof(self._token, "opener", self._nonce, body, self._me)})
+
+
+class Acceptor:
+    """The side that was connected to; one for each connection."""
+
+    def __init__(self, me: Identity, token: bytes, nonce: str) -> None:
+        self._me = me
+        self._token = token
+        self._mine: Mapping[str, Any] = {"nonce": nonce, "role": me.role, "rank": me.rank}
+        self._theirs = ""
+        self.peer: Identity | None = None
+        """Who the other side says it is; proven once `verdict` has said WELCOME."""
+
+    def challenge(self, hello: Message) -> Message:
+        """Return CHALLENGE for a HELLO, or REFUSED."""
+        if hello.body.get("version") != VERSION:
+            return refused("protocol version %r; %s speaks %d" % (hello.body.get("version"), self._me.name, VERSION))
+        try:
+            self.peer = _identity(hello.body)
+            self._theirs = str(hello.body["nonce"])
+        except (KeyError, TypeError, ValueError) as err:
+            return refused("HELLO lacks or garbles a field: %s" % err)
+        reason = _auth_reason(self._token, hello.body.get("auth"), str(self.peer))
+        if reason:
+            return refused(reason)
+        body = dict(self._mine, auth=TOKEN if self._token else OPEN)
+        if self._token:
+            body["proof"] = _proof(self._token, "acceptor", self._theirs, self._mine, self.peer)
+        return Message(Kind.CHALLENGE, body=body)
+
+    def verdict(self, proof: Message, admit: Callable[[Identity], str]) -> Message:
+        """Return WELCOME or REFUSED. `admit` gives the reason against a proven node; empty: it may come in."""
+        if self.peer is None:
+            return refused("PROOF without HELLO")
+        if self._token and not _is_same(
+            proof.body.get("proof"), _proof(self._token, "opener", self._theirs, self._mine, self.peer)
+        ):
+            return refused("%s does not know this job's token: it belongs to another job" % self.peer)
+        reason = admit(self.peer)
+        return refused(reason) if reason else Message(Kind.WELCOME)
+
+
+def refused(reason: str) -> Message:
+    """Return the message that turns a node away."""
+    return Message(Kind.REFUSED, body={"reason": reason})
+
+
+def _auth_reason(token: bytes, theirs: object, who: str) -> str:
+    if theirs not in (TOKEN, OPEN):
+        return "%s names no way of authentication" % who
+    if token and theirs == OPEN:
+        return "%s runs open (no token); this job has one: start it with DISTRUN_TOKEN_FILE" % who
+    if not token and theirs == TOKEN:
+        return "%s has a token; this job runs open: start all its processes with the same DISTRUN_TOKEN_FILE" % who
+    return ""
+
+
+def _identity(body: Mapping[str, Any]) -> Identity:
+    who = Identity(
+        job=str(body["job"]),
+        role=str(body["role"]),
+        rank=int(body["rank"]),
+        incarnation=int(body["incarnation"]),
+        host=str(body["host"]),
+        pid=int(body["pid"]),
+        endpoint=str(body["endpoint"]),
+        workers=int(body["workers"]),
+        servers=int(body["servers"]),
+    )
+    if who.role not in ("scheduler", "server", "worker"):
+        raise ValueError("role %r" % who.role)
+    return who
+
+
+def _proof(token: bytes, label: str, opener: str, acceptor: Mapping[str, Any], who: Identity) -> str:
+    transcript = [label, opener, acceptor.get("nonce"), acceptor.get("role"), acceptor.get("rank")]
+    transcript += [who.job, who.role, who.rank, who.incarnation]
+    return hmac.new(token, json.dumps(transcript).encode(), "sha256").hexdigest()
+
+
+def _is_same(found: object, proof: str) -> bool:
+    return isinstance(found, str) and hmac.compare_digest(found.encode(), proof.encode())
+
+
+def check_first(message: Message) -> None:
+    """Refuse anything but a handshake message on a connection that is not welcome yet.
+
+    Raises:
+        WireError: it is another kind.
+    """
+    if message.kind not in (Kind.HELLO, Kind.PROOF):
+        raise WireError("%s before WELCOME" % message.kind.name)

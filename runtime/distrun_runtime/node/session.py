@@ -1,0 +1,186 @@
+"""A worker process's node: its thread, and what happens when the process ends.
+
+One node a process, shared by its stores (decision 24); `current` opens it with the first dist store. A clean end of
+the script flushes and says BYE, an exception says ABORT and waits for nothing. In a forked child every call raises
+and the exit handlers do nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from distrun_runtime.errors import RuntimeFault, StoreClosed
+from distrun_runtime.net.message import Message
+from distrun_runtime.net.transport import ZmqTransport
+from distrun_runtime.node.config import Config
+from distrun_runtime.node.pending import Pending
+from distrun_runtime.node.postoffice import Postoffice
+from distrun_runtime.node.publish import publish
+from distrun_runtime.node.serve import Bindable, bind
+from distrun_runtime.node.trace import Trace
+from distrun_runtime.node.worker import Goodbye, Request, Worker
+
+GOODBYE_S = 5.0
+"""How long a worker that ends waits for the scheduler to take its BYE."""
+
+
+class Session:
+    """The connection of this process to the job.
+
+    Threads: any may call; the node's own thread does all input and output.
+    """
+
+    def __init__(self, config: Config, transport: Bindable | None = None) -> None:
+        self.config = config
+        self._pid = os.getpid()
+        self._transport = transport or ZmqTransport(config.heartbeat)
+        self._ready = Pending("registration")
+        self.worker = Worker(config, bind(self._transport, config), self._ready)
+        self._trace = Trace(config.verbose, lambda: self.worker.me)
+        self._office = Postoffice(self._transport, self.worker, config.token, self._trace, publish=publish)
+        self._thread = threading.Thread(target=self._run, name="distrun-node", daemon=True)
+        self._stores = 0
+        self._flushers: list[Callable[[], None]] = []
+        self._crash: BaseException | None = None
+        self._is_over = False
+
+    def open(self) -> None:
+        """Register and wait until all nodes are here and all servers are connected.
+
+        Raises:
+            Refused, TimedOut, PeerLost: why it did not come about.
+        """
+        if not self.config.token:
+            self._trace.log("WARNING", "this job runs open: DISTRUN_TOKEN_FILE is not set")
+        self._thread.start()
+        # The deadlines are the scheduler's and the worker's own; this one only guards against a dead thread.
+        self._ready.wait(self.config.start_timeout_s * 2 + 60)
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank."""
+        return self.worker.me.rank
+
+    @property
+    def num_servers(self) -> int:
+        """Number of servers."""
+        return len(self.worker.servers)
+
+    def next_store(self) -> int:
+        """Return the number of a new store: stores are numbered in order of creation, alike on all workers."""
+        self._stores += 1
+        return self._stores
+
+    def ask(
+        self,
+        what: str,
+        messages: Sequence[tuple[str, Message]],
+        on_error: Callable[[RuntimeFault], None] | None = None,
+    ) -> Pending:
+        """Send messages and return what will hold their replies, in the order of `messages`."""
+        self.check()
+        pending = Pending(what, on_error)
+        self._office.ask(Request(pending, messages))
+        if not self._thread.is_alive():
+            pending.resolve((), self._dead())
+        return pending
+
+    def check(self) -> None:
+        """Raise StoreClosed where nothing can be asked any more.
+
+        Raises:
+            StoreClosed: in a forked child, or after the end.
+        """
+        if os.getpid() != self._pid:
+            raise StoreClosed(
+                "this process was forked from pid %d after the store was created, and a store cannot be shared with"
+                " a child: create the store in the child, or start it with the 'spawn' method" % self._pid
+            )
+        if self._is_over:
+            raise StoreClosed("this worker has left the job")
+
+    def before_end(self, flush: Callable[[], None]) -> None:
+        """Call `flush` before BYE."""
+        self._flushers.append(flush)
+
+    def note_crash(self, error: BaseException) -> None:
+        """The script failed: the end will be an ABORT that names `error`."""
+        self._crash = self._crash or error
+
+    def end(self) -> None:
+        """Flush and say BYE, or say ABORT; then close. Does nothing the second time, or in a forked child."""
+        if self._is_over or os.getpid() != self._pid:
+            return
+        error = self._crash or self._flush()
+        self._is_over = True
+        goodbye = Pending("goodbye")
+        reason = "" if error is None else "%s: %s" % (type(error).__name__, error)
+        self._office.ask(Goodbye(goodbye, reason[:2000]))
+        self._thread.join(GOODBYE_S)
+
+    def _flush(self) -> BaseException | None:
+        for flush in self._flushers:
+            try:
+                flush()
+            except RuntimeFault as err:
+                print("distrun: error: at exit: %s" % err, file=sys.stderr)
+                return err
+        return None
+
+    def _run(self) -> None:
+        try:
+            self._office.run()
+        except BaseException as err:
+            # Whoever waits must not wait for a thread that died.
+            self._crash = err
+            error = self._dead()
+            for action in self.worker.fail(error):
+                action.pending.resolve((), action.error)
+            raise
+
+    def _dead(self) -> RuntimeFault:
+        return StoreClosed("the node's thread has ended%s" % (": %r" % self._crash if self._crash else ""))
+
+
+class _Process:
+    """The one session of this process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.session: Session | None = None
+
+
+_process = _Process()
+
+
+def current(make_config: Callable[[], Config]) -> Session:
+    """Return this process's session, opening it the first time.
+
+    Raises:
+        StoreClosed: this process was forked from one that has a session.
+        ContractError, Refused, TimedOut, PeerLost: why it could not be opened.
+    """
+    with _process.lock:
+        if _process.session is None:
+            session = Session(make_config())
+            _process.session = session
+            atexit.register(session.end)
+            _watch_for_crash(session)
+            session.open()
+        _process.session.check()
+        return _process.session
+
+
+def _watch_for_crash(session: Session) -> None:
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        session.note_crash(error)
+        before(kind, error, where)
+
+    sys.excepthook = hook
