@@ -3,7 +3,6 @@
     DistrunError                      exit 8    our own fault, unless a class below says otherwise
       + UsageError (ValueError)       exit 2    an option, its value, a name or a file that is wrong
           + HostsError                          a hosts file that cannot be read
-      + NoSuchJob (LookupError)       exit 2    no such job, or several; lists the near ones
       + PreflightError                exit 3    a host that cannot be used
       + SyncError (OSError)           exit 4    files that did not reach a host
       + SubmitError                   exit 5    the queue or engine refused the job
@@ -11,7 +10,8 @@
       + HostLost (ConnectionError)    exit 7    a host that went away while the job ran
 
 Each class also derives from the built-in that fits. 126, 127 and 128+n come from the tasks themselves and are no
-errors of this tree. The command line prints the message, and `hint` (what to type next) below it.
+errors of this tree; the job store's own errors are in `distrun_runtime.errors`. The command line prints the message,
+and `hint` (what to type next) below it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,6 @@ class UsageError(DistrunError, ValueError):
 
 class HostsError(UsageError):
     """A hosts file cannot be read or understood."""
-
-
-class NoSuchJob(DistrunError, LookupError):
-    """No job of this machine has that id or name, or more than one has."""
-
-    exit_code = 2
 
 
 class PreflightError(DistrunError):

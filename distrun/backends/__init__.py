@@ -1,0 +1,58 @@
+"""What can start agents: name -> "module:Class", loaded on demand; others register by entry point."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.metadata
+from typing import TYPE_CHECKING
+
+from distrun.errors import DistrunError, UsageError
+
+if TYPE_CHECKING:
+    from distrun.backends.base import Backend
+
+ENTRY_POINTS = "distrun.backends"
+
+_BUILT_IN = {"local": "distrun.backends.local:Local"}
+PLANNED = ("ssh", "mpi", "sge", "slurm", "yarn")
+"""Names that will come; until then they get an error that says so."""
+
+
+def names() -> tuple[str, ...]:
+    """Return the names that `load` knows, the built-in ones first."""
+    return tuple(_BUILT_IN) + tuple(sorted(set(_registered()) - set(_BUILT_IN)))
+
+
+def load(name: str) -> Backend:
+    """Return the backend of that name.
+
+    Raises:
+        UsageError: there is none, or none yet; the message lists what there is.
+        DistrunError: another distribution's backend cannot be imported.
+    """
+    path = _BUILT_IN.get(name) or _registered().get(name)
+    if path is None:
+        raise _unknown(name)
+    module, _, member = path.partition(":")
+    try:
+        backend: Backend = getattr(importlib.import_module(module), member)()
+    except (ImportError, AttributeError) as err:
+        raise DistrunError("--launcher %s: %s cannot be loaded: %s" % (name, path, err)) from err
+    return backend
+
+
+def _registered() -> dict[str, str]:
+    return {entry.name: entry.value for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+
+
+def _unknown(name: str) -> UsageError:
+    if name in PLANNED:
+        return UsageError(
+            "--launcher %s: this version has the local backend only" % name,
+            "run on this machine with --launcher local",
+        )
+    known = names()
+    near = difflib.get_close_matches(name, known + PLANNED, n=1)
+    guess = "did you mean %s?" % near[0] if near else ""
+    return UsageError("--launcher: there is no launcher %r; known: %s" % (name, ", ".join(known)), guess)

@@ -1,0 +1,48 @@
+"""What a backend is: it says what it would execute, and it opens a channel to an agent on each host."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from distrun_runtime.contract.plan import Plan
+from distrun_runtime.coordinator.channel import Channel
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Exactly what a backend executes to start the agents; the dry run shows it."""
+
+    commands: Mapping[str, tuple[str, ...]]
+    """argv, by host."""
+    stdin: str
+    """What is written to each, in words. Nothing of the user's is on a command line."""
+
+
+class Backend(ABC):
+    """One way to start agents. Backends do not know each other, and decide nothing about a job."""
+
+    name: str
+    needs_hosts: bool = True
+    """Whether the user must say which hosts."""
+
+    @abstractmethod
+    def hosts(self, named: Sequence[str]) -> tuple[str, ...]:
+        """Return the names of the job's hosts, in the order in which placement cycles them."""
+
+    @abstractmethod
+    def addresses(self, hosts: Sequence[str]) -> Mapping[str, str]:
+        """Return the data addresses that are known beforehand, by host; agents find the others."""
+
+    @abstractmethod
+    def render(self, plan: Plan) -> Rendered:
+        """Return what would be executed. No effects."""
+
+    @abstractmethod
+    def connect(self, plan: Plan) -> tuple[Channel, ...]:
+        """Return one channel for each host of the plan. Nothing is started before a channel's own `start`."""
+
+    @abstractmethod
+    def sweep(self, job: str, grace_s: float) -> list[str]:
+        """End whatever is left of a job whose agents are gone, on this machine; return what was done, a line each."""

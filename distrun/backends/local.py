@@ -1,0 +1,136 @@
+"""Jobs on this machine: one agent, a child process, started from the same blob as on any host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import IO
+
+from distrun.backends import blob
+from distrun.backends.base import Backend, Rendered
+from distrun_runtime.contract.plan import Plan
+from distrun_runtime.coordinator.channel import Channel, Put, StreamChannel
+from distrun_runtime.coordinator.events import StartFailed
+
+LOOPBACK = "127.0.0.1"
+LAST_WORDS = 20
+"""Lines of the agent's stderr that are kept for the report of its death."""
+
+
+class Local(Backend):
+    """One host: this machine."""
+
+    name = "local"
+    needs_hosts = False
+
+    def hosts(self, named: Sequence[str]) -> tuple[str, ...]:
+        """Return this machine's short name, whatever hosts are named."""
+        return (short_name(socket.gethostname()),)
+
+    def addresses(self, hosts: Sequence[str]) -> Mapping[str, str]:
+        """Return the loopback address: peers of a local job are on this machine."""
+        return dict.fromkeys(hosts, LOOPBACK)
+
+    def render(self, plan: Plan) -> Rendered:
+        """Return the agent's command."""
+        return Rendered({host.name: _argv() for host in plan.hosts}, "the agent's modules, then frames")
+
+    def connect(self, plan: Plan) -> tuple[Channel, ...]:
+        """Return the channel to the one agent."""
+        return tuple(ChildChannel(host.name, _argv()) for host in plan.hosts)
+
+    def sweep(self, job: str, grace_s: float) -> list[str]:
+        """End the processes of `job` on this machine."""
+        from distrun_runtime.agent import sweep
+
+        report = sweep.sweep(job, grace_s)
+        done = ["ended pid %d (%s)" % each for each in report.ended] or ["nothing of it was left on this machine"]
+        return done + ["pid %d (%s) did not end" % each for each in report.left]
+
+
+class ChildChannel:
+    """A channel to an agent that is our child process, started by `start`."""
+
+    def __init__(self, host: str, argv: tuple[str, ...]) -> None:
+        self._host = host
+        self._argv = argv
+        self._inner: StreamChannel | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._words: deque[str] = deque(maxlen=LAST_WORDS)
+        self._listener: threading.Thread | None = None
+
+    @property
+    def host(self) -> str:
+        """`Host.name` of the plan."""
+        return self._host
+
+    def start(self, put: Put) -> None:
+        """Start the agent and send it its own modules."""
+        try:
+            child = subprocess.Popen(
+                self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+            )
+        except OSError as err:
+            put(StartFailed(self._host, "cannot start %s: %s" % (self._argv[0], err.strerror), time.time()))
+            return
+        self._child = child
+        self._listener = threading.Thread(target=self._listen, args=(child.stderr,), name="agent stderr", daemon=True)
+        self._listener.start()
+        # The channel owns these two descriptors and closes them itself.
+        ends = [os.dup(pipe.fileno()) for pipe in (child.stdout, child.stdin) if pipe is not None]
+        for pipe in (child.stdout, child.stdin):
+            if pipe is not None:
+                pipe.close()
+        inner = StreamChannel(self._host, ends[0], ends[1], explain=self._explain)
+        inner.start(put)
+        inner.send(blob.build(with_origin=True))
+        self._inner = inner
+
+    def send(self, data: bytes) -> None:
+        """Queue bytes for the agent."""
+        if self._inner is not None:
+            self._inner.send(data)
+
+    def close(self) -> None:
+        """Let the agent see the end of its input."""
+        if self._inner is not None:
+            self._inner.close()
+
+    def kill(self) -> None:
+        """Free the pipes. The agent is not killed: at the end of its input it ends its tasks and goes."""
+        if self._inner is not None:
+            self._inner.kill()
+
+    def _listen(self, stderr: IO[bytes]) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            for line in stderr:
+                self._words.append(line.decode("utf-8", "replace").rstrip("\n"))
+        stderr.close()
+
+    def _explain(self) -> str:
+        if self._child is None or self._listener is None:
+            return ""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(1.0)
+        self._listener.join(1.0)
+        code = self._child.returncode
+        how = (
+            "" if code is None else "it was ended by signal %d" % -code if code < 0 else "it ended with code %d" % code
+        )
+        return "; ".join(part for part in (how, "\n".join(self._words)) if part)
+
+
+def short_name(hostname: str) -> str:
+    """Return what the job calls a machine: its host name up to the first dot. Pure."""
+    return hostname.partition(".")[0] or "localhost"
+
+
+def _argv() -> tuple[str, ...]:
+    return blob.command(sys.executable)

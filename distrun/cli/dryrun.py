@@ -1,0 +1,97 @@
+"""What `--dry-run` shows of a plan, as text and as JSON. Pure; secrets are masked because a plan holds none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from distrun import shell
+from distrun.backends.base import Rendered
+from distrun_runtime.contract.plan import Plan, Task
+
+SCHEMA = "distrun.dry-run/1"
+MASK = "***"
+PROGRAM_SHOWN = 60
+"""Characters of an agent's program that the text shows; the JSON has all."""
+
+
+def as_json(plan: Plan, rendered: Rendered) -> dict[str, Any]:
+    """Return the whole plan as JSON-able values: hosts with what is executed there, and every task."""
+    return {
+        "schema": SCHEMA,
+        "job": plan.job,
+        "name": plan.name,
+        "backend": plan.backend,
+        "command": list(plan.command),
+        "cwd": plan.cwd,
+        "interface": plan.interface,
+        "subnet": plan.subnet,
+        "limits": dict(vars(plan.limits)),
+        "removed_env": list(plan.unset),
+        "hosts": [
+            {
+                "name": host.name,
+                "address": host.address,
+                "held_ports": list(host.ports),
+                "argv": list(rendered.commands[host.name]),
+                "stdin": rendered.stdin,
+            }
+            for host in plan.hosts
+        ],
+        "tasks": [
+            {
+                "name": task.name,
+                "role": task.role,
+                "rank": task.rank,
+                "host": task.host,
+                "argv": list(task.argv),
+                "cwd": task.cwd,
+                "env": added(task),
+            }
+            for task in plan.tasks
+        ],
+    }
+
+
+def as_text(plan: Plan, rendered: Rendered) -> str:
+    """Return the plan for a reader; commands and values are quoted so that bash reads them back."""
+    lines = ["job %s on %d host%s, backend %s" % (plan.job, len(plan.hosts), _s(len(plan.hosts)), plan.backend)]
+    lines.append("nothing is started; {...} is filled in when it is known")
+    for host in plan.hosts:
+        argv = [
+            word if len(word) <= PROGRAM_SHOWN else word[:PROGRAM_SHOWN] + "..."
+            for word in rendered.commands[host.name]
+        ]
+        lines += ["", "host %s (data address: %s)" % (host.name, host.address or "found by its agent")]
+        lines.append("  agent: %s" % shell.join(argv))
+        lines.append("  stdin: %s" % rendered.stdin)
+        if host.ports:
+            lines.append("  ports held: %s" % ", ".join(host.ports))
+    for task in plan.tasks:
+        lines += ["", "%s@%s" % (task.name, task.host)]
+        lines.append("  run: %s" % shell.join(task.argv))
+        lines.append("  in:  %s" % shell.quote(task.cwd))
+        lines += ["  env: " + text for text in _assignments(task)]
+    if plan.unset:
+        lines += ["", "removed from the environment first: " + " ".join(plan.unset)]
+    return "\n".join(lines) + "\n"
+
+
+def added(task: Task) -> Mapping[str, str]:
+    """Return the variables added to a task: literal ones, references as they stand, hidden ones masked."""
+    env = {**task.env, **task.refs, **dict.fromkeys(task.secret_env, MASK)}
+    return {name: env[name] for name in sorted(env)}
+
+
+def _assignments(task: Task) -> list[str]:
+    plain = shell.assignments(task.env)
+    unknown = ["%s=%s" % pair for pair in task.refs.items()]
+    return sorted(plain + unknown + ["%s=%s" % (name, MASK) for name in task.secret_env])
+
+
+def _short(word: str) -> str:
+    return word if len(word) <= PROGRAM_SHOWN else word[:PROGRAM_SHOWN] + "..."
+
+
+def _s(count: int) -> str:
+    return "" if count == 1 else "s"

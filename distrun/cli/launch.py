@@ -1,0 +1,152 @@
+"""`distrun launch`: from options to a job, and from its outcome to an exit code."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from distrun import hosts
+from distrun.cli.console import Console
+from distrun.cli.options import HOSTS_VARIABLES, collect_env, launch_options
+from distrun.errors import UsageError
+from distrun.job import Job
+from distrun_runtime.contract import environ
+from distrun_runtime.contract.plan import ROLES, Limits
+
+if TYPE_CHECKING:
+    from distrun.driver import Prepared
+    from distrun_runtime.coordinator.jobstore import JobFolder
+    from distrun_runtime.coordinator.outcome import Outcome
+
+TAIL_LINES = 20
+
+
+@click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
+@launch_options
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def launch(ctx: click.Context, /, command: tuple[str, ...], **options: Any) -> int:
+    """Run COMMAND as a distributed job and wait for its end.
+
+    \b
+    Examples:
+      distrun launch -n 2 python train.py --kv-store dist_sync
+      distrun launch -n 4 -s 2 --env OMP_NUM_THREADS=4 python train.py
+      distrun launch -n 2 -s 0 "python ddp.py > out-\\$RANK.txt"
+
+    Options of distrun end at the first word of COMMAND. Several words are executed exactly, without a shell; a
+    single word with blanks or shell characters is run by bash -c. The exit code is 0 if all workers succeeded, else
+    that of the first task that failed (128 + n for signal n).
+    """
+    ctx.obj.verbosity = options["verbosity"]
+    env = environ.snapshot()
+    console = Console(env, prefix=not options["no_prefix"], level=_level(options["quiet"], options["verbosity"]))
+    try:
+        return _launch(command, options, env, console)
+    finally:
+        console.close()
+
+
+def _launch(command: tuple[str, ...], options: Mapping[str, Any], env: Mapping[str, str], console: Console) -> int:
+    from distrun import driver
+    from distrun_runtime.coordinator.jobstore import JobStore
+
+    launcher = _launcher(options, env, console)
+    job = _job(command, options, env, console)
+    store, run_dir = JobStore(), options["run_dir"]
+    ready = driver.prepare(job, launcher, env=env, store=store, run_dir=run_dir, dry_run=options["dry_run"])
+    if options["dry_run"]:
+        _show(ready, options["as_json"], console)
+        return 0
+    folder = store.create(ready.plan, run_dir)
+    console.attach(folder.log_path)
+    console.say("job %s: logs in %s" % (folder.id, folder.path / "logs"), "debug")
+    outcome = driver.launch(ready, folder, console, options["verbosity"])
+    _report(outcome, folder, options["as_json"], console)
+    return outcome.exit_code
+
+
+def _job(command: tuple[str, ...], options: Mapping[str, Any], env: Mapping[str, str], console: Console) -> Job:
+    by_role = {role: options["env_" + role] for role in ROLES}
+    settings, notes = collect_env(options["env"], options["env_files"], by_role, env)
+    for note in notes:
+        console.say(note, "warning")
+    start_s = options["start_timeout"]
+    limits = Limits(grace_s=options["grace"], timeout_s=options["timeout"])
+    if start_s is not None:
+        limits = dataclasses.replace(limits, start_s=start_s)
+    given = {setting.name: setting.value for setting in settings if not setting.role}
+    return Job(
+        command=command,
+        workers=options["workers"],
+        servers=options["workers"] if options["servers"] is None else options["servers"],
+        cwd=os.getcwd(),
+        ps=options["ps"],
+        shell=options["shell"],
+        name=options["name"],
+        settings=settings,
+        python=options["python"],
+        interface=options["interface"] or environ.text("DMLC_INTERFACE", {**env, **given}),
+        subnet=options["subnet"],
+        port_range=options["port_range"],
+        scheduler_host=options["scheduler_host"],
+        limits=limits,
+        op_timeout_s=options["op_timeout"],
+        start_timeout_s=start_s,
+        keep_outer_env=options["keep_outer_env"],
+    )
+
+
+def _launcher(options: Mapping[str, Any], env: Mapping[str, str], console: Console) -> str:
+    """Return the backend's name: the one that was named; ssh when hosts are given; else local, which is said."""
+    named: str | None = options["launcher"]
+    hostfile = options["hostfile"]
+    if hostfile is not None:
+        hosts.read(hostfile)
+    if named is None:
+        file = next((environ.text(name, env) for name in HOSTS_VARIABLES if environ.text(name, env)), None)
+        if hostfile is not None or options["hosts"] is not None or file is not None:
+            return "ssh"
+        console.say("no hosts given: running on this machine")
+        return "local"
+    if named == "local":
+        for option, given in (("-H/--hostfile", hostfile), ("--hosts", options["hosts"])):
+            if given is not None:
+                console.say("%s is ignored: --launcher local runs on this machine" % option)
+        if options["sync_dst_dir"] is not None:
+            console.say("--sync-dst-dir is ignored: --launcher local runs in the current directory")
+    return named
+
+
+def _show(ready: Prepared, as_json: bool, console: Console) -> None:
+    from distrun.cli import dryrun
+
+    rendered = ready.rendered()
+    if as_json:
+        console.write_out(json.dumps(dryrun.as_json(ready.plan, rendered), indent=2) + "\n")
+    else:
+        console.write_out(dryrun.as_text(ready.plan, rendered))
+
+
+def _report(outcome: Outcome, folder: JobFolder, as_json: bool, console: Console) -> None:
+    from distrun_runtime.coordinator import report
+
+    if outcome.exit_code:
+        task = outcome.culprit.task if outcome.culprit else ""
+        tail = folder.tail(task, TAIL_LINES) if task else []
+        text = report.failure(outcome, tail, str(folder.log_path(task)) if task else "")
+        console.write_err(text + "\n" if text else "")
+        console.write_err("distrun: error: %s\n" % outcome.message)
+    if as_json:
+        console.write_out(json.dumps(folder.outcome_json(outcome)) + "\n")
+
+
+def _level(quiet: bool, verbosity: int) -> str:
+    if quiet and verbosity:
+        raise UsageError("-q and -v contradict each other")
+    return "error" if quiet else "debug" if verbosity else "info"

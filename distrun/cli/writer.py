@@ -1,0 +1,193 @@
+"""The thread that writes to one place, behind a queue, so that nobody waits for a slow reader.
+
+What cannot be written yet is queued; past `QUEUE_LIMIT` only its place in the task's log file is kept and it is read
+back from there. So a slow reader costs no memory, a job never waits for it, and no line is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from distrun.cli.lines import Feed
+
+QUEUE_LIMIT = 8 * 1024 * 1024
+UNLOGGED_LIMIT = 64 * 1024 * 1024
+"""Bytes that are kept when they are in no log file (disk full); what comes then is not printed."""
+STUCK_S = 10.0
+"""At the end, a terminal that takes nothing for so long is given up."""
+READ_SIZE = 256 * 1024
+
+
+@dataclass
+class Piece:
+    """Something to print: a task's output (bytes, or a place in its log), or our own words (no task)."""
+
+    fd: int
+    data: bytes = b""
+    task: str = ""
+    host: str = ""
+    stream: str = ""
+    at: int | None = None
+    length: int = 0
+
+
+class Writer:
+    """A queue and the thread that empties it."""
+
+    def __init__(self, make_feed: Callable[[Piece], Feed], find_log: Callable[[str], Path | None]) -> None:
+        self._make_feed = make_feed
+        self._find_log = find_log
+        self._feeds: dict[tuple[int, str, str], Feed] = {}
+        self._queue: deque[Piece] = deque()
+        self._queued = 0
+        self._skipped = 0
+        self._paused = self._ending = False
+        self._broken: set[int] = set()
+        self._writing = -1
+        self._progress = time.monotonic()
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="console", daemon=True)
+        self._thread.start()
+
+    def put(self, piece: Piece) -> None:
+        """Queue a piece; never waits."""
+        with self._changed:
+            size = len(piece.data)
+            if self._queued + size > QUEUE_LIMIT and piece.task:
+                if piece.at is None:
+                    if self._queued + size > UNLOGGED_LIMIT:
+                        self._skipped += size
+                        return
+                elif self._extend_last(piece):
+                    return
+                else:
+                    piece.data = b""
+                    size = 0
+            self._queue.append(piece)
+            self._queued += size
+            self._changed.notify()
+
+    def toggle_pause(self) -> bool:
+        """Pause or go on; return whether it is paused now."""
+        with self._changed:
+            self._paused = not self._paused
+            self._changed.notify()
+            return self._paused
+
+    def end(self) -> None:
+        """Say that nothing more will come."""
+        with self._changed:
+            self._ending, self._paused = True, False
+            self._progress = time.monotonic()
+            self._changed.notify()
+
+    def join(self) -> None:
+        """Wait until all is printed, or until a terminal has taken nothing for STUCK_S."""
+        while self._thread.is_alive():
+            self._thread.join(0.2)
+            stuck_s = time.monotonic() - self._progress
+            if stuck_s > STUCK_S and os.isatty(self._writing):
+                return
+
+    def _extend_last(self, piece: Piece) -> bool:
+        last = self._queue[-1] if self._queue else None
+        if (
+            last is None
+            or last.data
+            or last.at is None
+            or piece.at != last.at + last.length
+            or (last.task, last.stream) != (piece.task, piece.stream)
+        ):
+            return False
+        last.length += piece.length
+        return True
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while self._paused or not (self._queue or self._ending):
+                    wait_s = self._next_due()
+                    self._changed.wait(wait_s)
+                    if wait_s is not None and not self._queue and not self._paused:
+                        break
+                piece = self._queue.popleft() if self._queue else None
+                if piece is not None:
+                    self._queued -= len(piece.data)
+                over = piece is None and self._ending
+            if piece is not None:
+                self._print(piece)
+            elif over:
+                self._finish()
+                return
+            else:
+                self._print_due()
+
+    def _next_due(self) -> float | None:
+        now = time.monotonic()
+        waits = [wait_s for wait_s in (feed.wait_s(now) for feed in self._feeds.values()) if wait_s is not None]
+        return min(waits, default=None)
+
+    def _print_due(self) -> None:
+        for (fd, _, _), feed in self._feeds.items():
+            self._write(fd, feed.due(time.monotonic()))
+
+    def _print(self, piece: Piece) -> None:
+        if not piece.task:
+            self._write(piece.fd, piece.data)
+            return
+        key = (piece.fd, piece.task, piece.stream)
+        feed = self._feeds.get(key)
+        if feed is None:
+            feed = self._feeds[key] = self._make_feed(piece)
+        if piece.data or piece.at is None:
+            self._write(piece.fd, feed.feed(piece.data, time.monotonic()))
+        else:
+            self._print_from_log(piece, feed)
+
+    def _print_from_log(self, piece: Piece, feed: Feed) -> None:
+        path = self._find_log(piece.task)
+        at, left = piece.at or 0, piece.length
+        try:
+            if path is None:
+                raise FileNotFoundError(2, "no log file")
+            with path.open("rb", buffering=0) as file:
+                while left and piece.fd not in self._broken:
+                    data = os.pread(file.fileno(), min(left, READ_SIZE), at)
+                    if not data:
+                        raise EOFError("it is shorter than it was")
+                    self._write(piece.fd, feed.feed(data, time.monotonic()))
+                    at, left = at + len(data), left - len(data)
+        except (OSError, EOFError) as err:
+            self._write(piece.fd, encode("distrun: warning: %d bytes not shown: %s: %s\n" % (left, path, err)))
+
+    def _finish(self) -> None:
+        for (fd, _, _), feed in self._feeds.items():
+            self._write(fd, feed.flush())
+        if self._skipped:
+            self._write(2, encode("distrun: warning: %d bytes of output were not shown\n" % self._skipped))
+
+    def _write(self, fd: int, data: bytes) -> None:
+        view = memoryview(data)
+        self._writing = fd
+        while view and fd not in self._broken:
+            try:
+                # Short writes, so that a slow reader is seen to make progress.
+                view = view[os.write(fd, view[:65536]) :]
+                self._progress = time.monotonic()
+            except BlockingIOError:
+                select.select([], [fd], [], 1.0)
+            except OSError:
+                # The reader is gone (`| head -1`), or the terminal: the job goes on, its logs are files.
+                self._broken.add(fd)
+
+
+def encode(text: str) -> bytes:
+    """Return the bytes that a word stood for (os.fsdecode made surrogates of what is no UTF-8)."""
+    return text.encode("utf-8", "surrogateescape")
