@@ -294,6 +294,11 @@ def snapshot() -> Dict[str, str]:
     return dict(os.environ)
 
 
+def snapshot_bytes() -> Dict[bytes, bytes]:
+    """Return a copy of this process's environment as the exact bytes that the system holds."""
+    return dict(os.environb)
+
+
 def stale_names() -> Tuple[str, ...]:
     """Return the names and patterns that are removed from a task's environment before ours are added."""
     return tuple(sorted(row.name for row in TABLE if row.stale)) + OUTER_PATTERNS

@@ -1,0 +1,135 @@
+"""The agent as one line of text: everything a host needs, compressed, imported from memory.
+
+A host needs nothing but a python3 of at least 3.8. It is started as `python -I -c BOOT` and reads its program from
+standard input: the first line is the blob, what follows are frames. Nothing is written to the host's disk, and
+nothing has to be quoted but BOOT, which holds no character that a shell would touch inside single quotes.
+
+The local backend starts from the same blob; there it carries the files' true names (`origin`), so that tracebacks
+and coverage mean the checkout. Docstrings and comments stay at home; line numbers are kept.
+"""
+
+from __future__ import annotations
+
+import ast
+import binascii
+import functools
+import importlib.resources
+import io
+import json
+import tokenize
+import zlib
+
+LIMIT = 96 * 1024
+"""Bytes of base64. Linux caps one string of an exec at 128 KiB, should the blob ever travel as an argument."""
+
+PACKAGE = "distrun_runtime"
+ROOMS = ("contract", "agent", "coordinator")
+FILES = ("__init__.py", "errors.py")
+
+BOOT = (
+    'exec("import binascii,json,os,sys,zlib\\n'
+    "b=bytearray()\\n"
+    "while b.find(10)<0:\\n"
+    " d=os.read(0,65536)\\n"
+    ' if not d:sys.exit(\\"distrun: standard input ended before the agent had arrived\\")\\n'
+    " b+=d\\n"
+    "l,_,r=bytes(b).partition(bytes([10]))\\n"
+    "m=json.loads(zlib.decompress(binascii.a2b_base64(l)).decode())\\n"
+    'exec(m[\\"importer\\"])")'
+)
+"""Python source of one line: reads the blob from descriptor 0, leaves what came after it in `r`, runs its importer."""
+
+# Not importlib.abc and friends: they cost 25 ms. No f-strings or the like: an old Python must come to the message.
+IMPORTER = '''\
+if sys.version_info < (3, 8):
+    sys.exit("distrun: this host's %s is Python %s; the agent needs 3.8 or newer, name one that is"
+             % (sys.executable, sys.version.split()[0]))
+from importlib.machinery import ModuleSpec
+
+class Blob:
+    """Imports what the blob holds, and nothing else."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in m["modules"]:
+            return None
+        spec = ModuleSpec(name, self, origin=self.get_filename(name), is_package=name in m["packages"])
+        spec.has_location = True
+        return spec
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        name = module.__spec__.name
+        exec(compile(m["modules"][name], self.get_filename(name), "exec", dont_inherit=True), module.__dict__)
+
+    def is_package(self, name):
+        return name in m["packages"]
+
+    def get_filename(self, name):
+        return m["origin"].get(name) or "<distrun agent>/" + name.replace(".", "/") + ".py"
+
+    def get_source(self, name):
+        return m["modules"][name]
+
+sys.meta_path.insert(0, Blob())
+from distrun_runtime.agent.__main__ import main
+sys.exit(main(r))
+'''
+
+
+def command(python: str) -> tuple[str, ...]:
+    """Return the argument list that starts an agent; the line of `build` goes to its standard input first.
+
+    -I: neither the current folder nor PYTHONPATH may put a module of the user's in the agent's way.
+    """
+    return (python, "-I", "-c", BOOT)
+
+
+@functools.lru_cache(maxsize=2)
+def build(with_origin: bool = False) -> bytes:
+    """Return the blob: one line, newline included.
+
+    Args:
+        with_origin: name the true files of this machine in tracebacks (the agent runs here).
+
+    Raises:
+        ValueError: it is over LIMIT. A test sees to it that this never reaches a user.
+    """
+    modules: dict[str, str] = {}
+    packages: list[str] = []
+    origin: dict[str, str] = {}
+    root = importlib.resources.files(PACKAGE)
+    found = [(PACKAGE, root.joinpath(name)) for name in FILES]
+    for room in ROOMS:
+        files = (each for each in root.joinpath(room).iterdir() if each.name.endswith(".py"))
+        found += [("%s.%s" % (PACKAGE, room), file) for file in sorted(files, key=lambda each: each.name)]
+    for package, file in found:
+        name = package if file.name == "__init__.py" else "%s.%s" % (package, file.name[: -len(".py")])
+        modules[name] = bare(file.read_text(encoding="utf-8"))
+        if name == package:
+            packages.append(name)
+        if with_origin:
+            origin[name] = str(file)
+    parts = {"importer": IMPORTER, "modules": modules, "packages": packages, "origin": origin}
+    text = json.dumps(parts, sort_keys=True, ensure_ascii=False).encode("utf-8")
+    line = binascii.b2a_base64(zlib.compress(text, 9), newline=False)
+    if len(line) > LIMIT:
+        raise ValueError("the agent's blob is %d bytes, the limit is %d; leave a module out" % (len(line), LIMIT))
+    return line + b"\n"
+
+
+def bare(source: str) -> str:
+    """Return Python source without comments and docstrings, every statement on the line where it was. Pure."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column].rstrip()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
+            # Something has to stay: it may be all there is in its block.
+            lines[first] = lines[first][: node.col_offset] + '""'
+            lines[first + 1 : last + 1] = [""] * (last - first)
+    return "\n".join(lines) + "\n"

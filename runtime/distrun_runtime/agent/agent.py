@@ -1,0 +1,361 @@
+"""The agent: one loop, one thread, that starts, watches, reaps and ends this host's tasks and never waits.
+
+It is the only reader and writer of the channel. Messages: `docs/protocol.md`. `guard.py` is its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from typing import Any, Callable, ClassVar, Dict, List, Optional
+
+from distrun_runtime.agent import ending, ladder, ports, record, tasks
+from distrun_runtime.agent.channel import Channel
+from distrun_runtime.agent.crew import Crew
+from distrun_runtime.agent.ending import Ending, Marks
+from distrun_runtime.agent.ladder import Ladder
+from distrun_runtime.agent.reaper import Wakeup
+from distrun_runtime.contract import environ, plan, process, wire
+from distrun_runtime.contract.process import Identity
+from distrun_runtime.errors import ContractError, RuntimeFault
+
+FIRST_LEASE_S = 45.0
+"""How long the agent waits for `begin`, and between frames until then."""
+GUARD_LOST_GRACE_S = 2.0
+"""Without its guard the agent hurries: nobody would clean up after it."""
+FLUSH_S = 10.0
+"""At the end, output that nobody takes is given up after so long without progress."""
+LOST_FLUSH_S = 1.0
+"""The same when the coordinator closed its end."""
+REMEMBER_S = 5.0
+"""Without a subreaper, so often the tasks' processes are remembered, before they could slip away."""
+TERMINATED = 128 + int(signal.SIGTERM)
+START_FAILED = 6
+
+
+class Agent:
+    """One host's share of a job."""
+
+    def __init__(self, channel: Channel, guard: Identity, guard_link: socket.socket, is_subreaper: bool) -> None:
+        self._channel = channel
+        self._guard = guard
+        self._guard_link = guard_link
+        self._is_subreaper = is_subreaper
+        self._me = process.identity(os.getpid())
+        # Not epoll: it refuses files, and somebody may well try `< /dev/null`.
+        self._selector = selectors.PollSelector()
+        self._wakeup = Wakeup()
+        self._crew = Crew(channel, self._selector)
+        self._ending = Ending(Marks("", ""), self._crew.running, is_subreaper)
+        self._plan: Optional[plan.Plan] = None
+        self._host = ""
+        self._folder = ""
+        self._token_file = ""
+        self._secret_env: Dict[str, str] = {}
+        self._held: Dict[str, socket.socket] = {}
+        self._is_leaving = False
+        self._code = 0
+        self._heard_at = time.monotonic()
+        self._remember_at = math.inf
+        self._is_writing = False
+
+    # The loop
+
+    def run(self, nonce: str, first: bytes = b"") -> int:
+        """Serve until the job is over here; return the exit code. `first`: bytes read ahead from the channel."""
+        self._channel.greet(b"DISTRUN/%d %s\n" % (wire.VERSION, nonce.encode("ascii")))
+        self._send("hello", **self._facts())
+        self._selector.register(self._channel.reading, selectors.EVENT_READ, self._on_input)
+        self._selector.register(self._wakeup.descriptor, selectors.EVENT_READ, self._on_signals)
+        self._selector.register(self._guard_link, selectors.EVENT_READ, self._on_guard)
+        self._take(self._channel.feed(first))
+        while not (self._is_leaving and self._ending.is_over):
+            self._flush()
+            ready = self._selector.select(self._timeout())
+            self._reap()
+            for key, _ in ready:
+                # One that was closed by an earlier one of this round is no longer there.
+                if self._selector.get_map().get(key.fd) is key:
+                    key.data()
+            self._tick(time.monotonic())
+        return self._close()
+
+    def _timeout(self) -> float:
+        due = min(self._ending.next_at, self._remember_at, math.inf if self._is_leaving else self._lease_end())
+        return max(0.0, min(due - time.monotonic(), 3600.0))
+
+    def _lease_end(self) -> float:
+        return self._heard_at + (self._plan.limits.lease_s if self._plan else FIRST_LEASE_S)
+
+    def _tick(self, now: float) -> None:
+        if not self._is_leaving and now >= self._lease_end():
+            self._warn("no word from the coordinator for %.1f s: ending all tasks" % (now - self._heard_at))
+            self._leave(self._gentle(), TERMINATED)
+        left = self._ending.step(now)
+        if left is not None:
+            self._send("cleared", left=ending.described(left))
+        if now >= self._remember_at:
+            self._remember_at = now + REMEMBER_S
+            self._ending.look()
+            self._save()
+
+    def _flush(self) -> None:
+        """Move output towards the coordinator as far as windows and the pipe allow."""
+        self._crew.pump()
+        self._channel.flush()
+        if self._channel.is_broken and not self._channel.is_over:
+            self._on_lost()
+        wanted = self._channel.queued > 0
+        if wanted != self._is_writing:
+            self._is_writing = wanted
+            if wanted:
+                self._selector.register(self._channel.writing, selectors.EVENT_WRITE, self._channel.flush)
+            else:
+                self._selector.unregister(self._channel.writing)
+
+    def _close(self) -> int:
+        """Hand over the rest of the output, remove the job's folder, say bye."""
+        self._crew.drain()
+        self._hand_over(output=True)
+        self._crew.close()
+        for held in self._held.values():
+            held.close()
+        if self._folder:
+            record.remove(self._folder)
+        self._send("bye")
+        self._hand_over(output=False)
+        return self._code
+
+    def _hand_over(self, output: bool) -> None:
+        """Write until all is written, or the other side took nothing for FLUSH_S."""
+        channel = self._channel
+        patience_s = LOST_FLUSH_S if channel.is_over else FLUSH_S
+        deadline = time.monotonic() + patience_s
+        with selectors.PollSelector() as writable:
+            writable.register(channel.writing, selectors.EVENT_WRITE)
+            while not channel.is_broken and time.monotonic() < deadline:
+                is_all_queued = not output or self._crew.pump(whole=True)
+                channel.flush()
+                if is_all_queued and not channel.queued:
+                    return
+                if writable.select(0.5):
+                    deadline = time.monotonic() + patience_s
+
+    # What arrives
+
+    def _on_input(self) -> None:
+        self._take(self._channel.receive())
+        if self._channel.is_over:
+            self._on_lost()
+
+    def _take(self, frames: List[wire.Frame]) -> None:
+        for frame in frames:
+            self._heard_at = time.monotonic()
+            handler = self._HANDLERS.get(frame.type)
+            if handler is None:
+                self._warn("a frame of unknown type %r was ignored" % frame.type)
+                continue
+            try:
+                handler(self, frame.header)
+            except (LookupError, TypeError, ValueError, AttributeError) as err:
+                self._warn("a malformed %r frame was ignored: %s: %s" % (frame.type, type(err).__name__, err))
+
+    def _on_lost(self) -> None:
+        """The coordinator will send nothing any more."""
+        self._channel.is_over = True
+        if self._channel.reading in self._selector.get_map():
+            self._selector.unregister(self._channel.reading)
+        if self._channel.fault:
+            self._warn("the coordinator's stream cannot be read on: %s" % self._channel.fault)
+        if self._plan is None or self._plan.on_eof == plan.STOP:
+            self._crew.is_nobody_listening = self._channel.is_broken
+            self._leave(self._gentle(), TERMINATED)
+        # Else they are held: the tasks go on until the lease ends.
+
+    def _on_guard(self) -> None:
+        if not self._guard_link.recv(64):
+            self._selector.unregister(self._guard_link)
+            self._warn("the agent's guard died: ending all tasks")
+            grace_s = min(self._grace_s(), GUARD_LOST_GRACE_S)
+            self._leave(ladder.gentle(grace_s, time.monotonic()), TERMINATED)
+
+    def _on_signals(self) -> None:
+        if int(signal.SIGTERM) in self._wakeup.read():
+            self._warn("the agent was asked to end (SIGTERM): ending all tasks")
+            self._leave(self._gentle(), TERMINATED)
+
+    def _begin(self, header: Dict[str, Any]) -> None:
+        if self._plan is not None or self._is_leaving:
+            self._warn("a second `begin` was ignored")
+            return
+        try:
+            _check_version(header["version"])
+            share = plan.from_json(header["plan"])
+            host = _host(share, str(header["host"]))
+            self._secret_env = dict(header.get("secret_env") or {})
+            self._hold_ports(share, host)
+            self._folder = record.create(share.job, host.name, str(header.get("token") or ""))
+        except (RuntimeFault, LookupError, TypeError, ValueError, OSError) as err:
+            self._send(
+                "refused", reason="%s: %s" % (type(err).__name__, err) if isinstance(err, LookupError) else str(err)
+            )
+            self._leave(self._gentle(), START_FAILED)
+            return
+        self._plan, self._host = share, host.name
+        self._token_file = os.path.join(self._folder, record.TOKEN) if header.get("token") else ""
+        self._ending = Ending(Marks(share.job, host.name), self._crew.running, self._is_subreaper)
+        self._save()
+        self._tell_guard(share)
+        held = {label: ports.number(socket_) for label, socket_ in self._held.items()}
+        self._send("ready", address=self._address, ports=held)
+
+    def _spawn(self, header: Dict[str, Any]) -> None:
+        if self._plan is None or self._is_leaving:
+            self._warn("`spawn` was ignored: the job %s here" % ("ends" if self._plan else "has not begun"))
+            return
+        task = self._plan.task(header["task"])
+        if task.name in self._crew.running:
+            self._warn("`spawn` was ignored: %s was started before" % task.name)
+            return
+        who = {"DISTRUN_ROLE": task.role, "DISTRUN_RANK": str(task.rank)}
+        secrets = {name: self._secret_env[name] for name in task.secret_env if name in self._secret_env}
+        # Last, so that nothing overrides what a leftover process is known by.
+        marks = {"DISTRUN_JOB_ID": self._plan.job, "DISTRUN_HOST": self._host}
+        if self._token_file:
+            marks["DISTRUN_TOKEN_FILE"] = self._token_file
+        env = tasks.environment(
+            environ.snapshot_bytes(), self._plan.unset, who, secrets, header.get("env") or {}, marks
+        )
+        if self._crew.spawn(task, env, os.path.join(self._folder, "spool")):
+            self._save()
+            if not self._is_subreaper:
+                self._remember_at = min(self._remember_at, time.monotonic() + 0.5)
+
+    def _signal(self, header: Dict[str, Any]) -> None:
+        self._reap()
+        number = ladder.signal_number(header["signal"])
+        for name in header["tasks"]:
+            running = self._crew.running.get(name)
+            if running is not None and not running.is_reaped:
+                running.was_signalled = True
+                ending.signal_group(running.leader.pid, number)
+
+    def _stop(self, header: Dict[str, Any]) -> None:
+        self._reap()  # who died before we spoke was not stopped by us
+        self._ending.stop(list(header["tasks"]), ladder.make(header["ladder"], time.monotonic()))
+
+    def _ack(self, header: Dict[str, Any]) -> None:
+        self._crew.acknowledge(header["task"], header["stream"], int(header["offset"]))
+
+    def _ping(self, header: Dict[str, Any]) -> None:
+        self._send("pong", n=header.get("n", 0))
+
+    def _end(self, header: Dict[str, Any]) -> None:
+        del header
+        self._reap()
+        self._leave(ladder.at_once(time.monotonic()), 0)
+
+    _HANDLERS: ClassVar[Dict[str, Callable[[Agent, Dict[str, Any]], None]]] = {
+        "begin": _begin,
+        "spawn": _spawn,
+        "signal": _signal,
+        "stop": _stop,
+        "ack": _ack,
+        "ping": _ping,
+        "end": _end,
+    }
+
+    # What it does then
+
+    def _reap(self) -> None:
+        if self._crew.reap():
+            self._ending.hurry()
+            self._save()
+
+    def _leave(self, how: Ladder, code: int) -> None:
+        """End everything that way, then the agent itself. The first reason gives the exit code."""
+        if not self._is_leaving:
+            self._is_leaving, self._code = True, code
+        if self._plan is not None:
+            self._ending.stop(list(self._crew.running), how)
+
+    def _gentle(self) -> Ladder:
+        return ladder.gentle(self._grace_s(), time.monotonic())
+
+    def _grace_s(self) -> float:
+        return self._plan.limits.grace_s if self._plan else 0.0
+
+    def _hold_ports(self, share: plan.Plan, host: plan.Host) -> None:
+        """Settle this host's address and hold the ports that the plan names."""
+        self._address = host.address or _address(share, host)
+        named = [task.env["DISTRUN_PORT_RANGE"] for task in share.tasks if "DISTRUN_PORT_RANGE" in task.env]
+        for label in host.ports:
+            self._held[label] = ports.hold(self._address, named[0] if named else "")
+
+    def _tell_guard(self, share: plan.Plan) -> None:
+        """Say what the guard must know in case it has to do our work."""
+        facts = {"type": "begin", "folder": self._folder, "job": share.job, "host": self._host}
+        with contextlib.suppress(OSError):  # it is dead: the link says so to the loop as well
+            self._guard_link.send(wire.encode(dict(facts, grace_s=share.limits.grace_s)))
+
+    def _save(self) -> None:
+        """Bring the record up to date. A full disk only makes a later sweep less sure."""
+        if self._plan is None:
+            return
+        running = self._crew.running.values()
+        leaders = tuple((each.task.name, each.leader) for each in running if not each.is_reaped)
+        job, grace_s = self._plan.job, self._plan.limits.grace_s
+        current = record.Record(job, self._host, self._guard, self._me, grace_s, leaders, ending.known(running))
+        with contextlib.suppress(OSError):
+            record.save(self._folder, current)
+
+    def _facts(self) -> Dict[str, Any]:
+        return {
+            "version": wire.VERSION,
+            "agent": self._me._asdict(),
+            "guard": self._guard._asdict(),
+            "host": socket.gethostname(),
+            "python": sys.version.split()[0],
+            "platform": sys.platform,
+            "capabilities": {
+                "procfs": not process.is_portable(),
+                "subreaper": self._is_subreaper,
+                "pidfd": process.has_pidfd(),
+            },
+            "time": time.time(),
+        }
+
+    def _warn(self, text: str) -> None:
+        self._send("warning", text=text)
+
+    def _send(self, kind: str, **members: Any) -> None:
+        self._channel.send(dict(members, type=kind))
+
+
+def _check_version(version: Any) -> None:
+    if version != wire.VERSION:
+        raise ContractError(
+            "the coordinator speaks version %r of the agent protocol, this agent %d; use one release of distrun on both"
+            % (version, wire.VERSION)
+        )
+
+
+def _host(share: plan.Plan, name: str) -> plan.Host:
+    for host in share.hosts:
+        if host.name == name:
+            return host
+    raise ContractError("the plan has no host %r; it has: %s" % (name, ", ".join(host.name for host in share.hosts)))
+
+
+def _address(share: plan.Plan, host: plan.Host) -> str:
+    """Return the address that peers use for this host, when the plan does not say. Raises ContractError."""
+    from distrun_runtime.contract import address  # ctypes: only when it is needed
+
+    others = [each.address or each.name for each in share.hosts if each.name != host.name]
+    return address.choose(share.interface, share.subnet, others[0] if others else "")

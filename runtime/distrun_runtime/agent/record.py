@@ -1,0 +1,188 @@
+"""A job's private folder on one host: token, spool, and the record of what was started.
+
+    HOSTDIR/JOB/HOST/{token, agent.json, spool/}
+
+HOSTDIR is $XDG_RUNTIME_DIR/distrun or, without one, /tmp/distrun-UID: mode 0700, owned by the user, no link.
+HOST is there because several hosts of a job may be one machine (a test, containers that share /tmp).
+The record lets the guard, `distrun kill` and a sweep end exactly what was started; it is rewritten whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import stat
+from dataclasses import dataclass
+from typing import Any, Dict, List, Tuple
+
+from distrun_runtime.contract import environ, process
+from distrun_runtime.contract.process import Identity
+from distrun_runtime.errors import ContractError
+
+VERSION = 1
+TOKEN = "token"
+RECORD = "agent.json"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What an agent started, for whoever must end it when the agent cannot."""
+
+    job: str
+    host: str
+    guard: Identity
+    agent: Identity
+    grace_s: float
+    tasks: Tuple[Tuple[str, Identity], ...] = ()
+    """(name, leader) of the tasks that were not reaped; a leader's process id is also its group and session."""
+    known: Tuple[Identity, ...] = ()
+    """Other processes that were seen to belong to the job."""
+
+    def to_json(self) -> Dict[str, Any]:
+        """Return the record as JSON-able values."""
+        return {
+            "version": VERSION,
+            "job": self.job,
+            "host": self.host,
+            "guard": self.guard._asdict(),
+            "agent": self.agent._asdict(),
+            "grace_s": self.grace_s,
+            "tasks": [dict(who._asdict(), name=name, pgid=who.pid) for name, who in self.tasks],
+            "known": [who._asdict() for who in self.known],
+        }
+
+
+def from_json(value: Any) -> Record:
+    """Return the record that `Record.to_json` gave.
+
+    Raises:
+        ContractError: another version, or not of that form.
+    """
+    try:
+        if value["version"] != VERSION:
+            raise ContractError("agent record of version %r; this program knows %d" % (value["version"], VERSION))
+        return Record(
+            job=str(value["job"]),
+            host=str(value["host"]),
+            guard=_identity(value["guard"]),
+            agent=_identity(value["agent"]),
+            grace_s=float(value["grace_s"]),
+            tasks=tuple((str(task["name"]), _identity(task)) for task in value["tasks"]),
+            known=tuple(_identity(who) for who in value["known"]),
+        )
+    except (KeyError, TypeError, ValueError) as err:
+        raise ContractError("this is no agent record: %r" % err) from err
+
+
+def roots() -> List[str]:
+    """Return where HOSTDIR may be, best first."""
+    named = environ.text("XDG_RUNTIME_DIR")
+    fallback = "/tmp/distrun-%d" % os.geteuid()
+    return [os.path.join(named, "distrun"), fallback] if os.path.isabs(named) else [fallback]
+
+
+def create(job: str, host: str, token: str) -> str:
+    """Make the folder of a job on this host, with its token, and return its path.
+
+    Raises:
+        ContractError: no root can be used, with the reason for each; or the folder is in use by a living agent.
+    """
+    _refuse_a_second(job, host)
+    wrong = []
+    for root in roots():
+        try:
+            _private(root)
+            parent = os.path.join(root, safe_name(job))
+            _private(parent)
+            folder = os.path.join(parent, safe_name(host))
+            _private(folder)
+            shutil.rmtree(os.path.join(folder, "spool"), ignore_errors=True)
+            os.mkdir(os.path.join(folder, "spool"), 0o700)
+            if token:
+                write(os.path.join(folder, TOKEN), token.encode("utf-8"))
+            return folder
+        except (OSError, ContractError) as err:
+            wrong.append(str(err))
+    raise ContractError("no private folder can be made for the job: %s" % "; ".join(wrong))
+
+
+def remove(folder: str) -> None:
+    """Remove the folder of a job on this host, and the job's if that is empty then. Errors are no matter."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # another host of the job lives on this machine
+        os.rmdir(os.path.dirname(folder))
+
+
+def save(folder: str, record: Record) -> None:
+    """Write the record. Raises OSError."""
+    write(os.path.join(folder, RECORD), json.dumps(record.to_json()).encode("utf-8", "surrogateescape"))
+
+
+def load(folder: str) -> Record:
+    """Return the record of a folder. Raises OSError if there is none, ContractError if it is not ours."""
+    with open(os.path.join(folder, RECORD), "rb") as file:
+        return from_json(json.loads(file.read().decode("utf-8", "surrogateescape")))
+
+
+def folders(job: str) -> List[str]:
+    """Return the folders of a job on this machine, of all its hosts that are here."""
+    found = []
+    for root in roots():
+        parent = os.path.join(root, safe_name(job))
+        try:
+            _check(root)
+            _check(parent)
+            found += [os.path.join(parent, name) for name in sorted(os.listdir(parent))]
+        except (OSError, ContractError):
+            continue
+    return found
+
+
+def write(path: str, data: bytes) -> None:
+    """Write a file of mode 0600 whole: a reader sees the old or the new one. Raises OSError."""
+    descriptor = os.open(path + ".new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+    os.replace(path + ".new", path)
+
+
+def safe_name(name: str) -> str:
+    """Return a name as one component of a path: no slash, no leading dot."""
+    text = "".join(letter if (letter.isascii() and letter.isalnum()) or letter in "-_.:@" else "_" for letter in name)
+    return "_" + text if text.startswith(".") or not text else text
+
+
+def _refuse_a_second(job: str, host: str) -> None:
+    for folder in folders(job):
+        try:
+            other = load(folder)
+        except (OSError, ContractError, ValueError):
+            continue
+        if other.host == host and process.is_alive(other.agent):
+            raise ContractError(
+                "job %s already has an agent for host %s on this machine, process %d; end it with: distrun kill %s"
+                % (job, host, other.agent.pid, job)
+            )
+
+
+def _private(folder: str) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    _check(folder)
+
+
+def _check(folder: str) -> None:
+    """Refuse a folder that somebody else could have put there or can look into."""
+    info = os.lstat(folder)
+    if not stat.S_ISDIR(info.st_mode):
+        raise ContractError("%s is no folder (a link?); remove it" % folder)
+    if info.st_uid != os.geteuid():
+        raise ContractError("%s belongs to user %d, not to %d; remove it" % (folder, info.st_uid, os.geteuid()))
+    if stat.S_IMODE(info.st_mode) & 0o077:
+        os.chmod(folder, 0o700)
+
+
+def _identity(value: Any) -> Identity:
+    return Identity(int(value["pid"]), str(value["start"]))

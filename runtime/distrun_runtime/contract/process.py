@@ -1,0 +1,317 @@
+"""Facts about processes, and signals that reach the right one.
+
+Two ways to everything: Linux (`/proc`, pidfd, subreaper) and what every POSIX system has (`ps`, process groups).
+DISTRUN_PORTABLE=1 forces the second. The portable way is weaker: a start time has a resolution of one second, a
+process that left its group and session and lost its parent is found only where `ps` shows environments, and
+between looking and signalling a process id could be given to another.
+
+Standard library only, Python 3.8.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Set, Tuple
+
+from distrun_runtime.contract import environ
+
+_DEAD = ("Z", "X")
+_LSTART = "%a %b %d %H:%M:%S %Y"
+_PS_LIMIT_S = 10.0
+_SET_CHILD_SUBREAPER = 36  # prctl(2)
+
+
+class Identity(NamedTuple):
+    """One process for good: a process id is given again, the pair of id and start is not."""
+
+    pid: int
+    start: str
+    """Opaque. `proc:BOOT:TICKS` or `ps:SECONDS`; empty where nothing could be learnt."""
+
+
+class Process(NamedTuple):
+    """One row of the process table."""
+
+    pid: int
+    ppid: int
+    pgid: int
+    sid: int
+    start: str
+    """As in `Identity`."""
+    state: str
+    """One letter, as ps shows it: R, S, D, T, Z ..."""
+
+    @property
+    def identity(self) -> Identity:
+        """The process for good."""
+        return Identity(self.pid, self.start)
+
+    @property
+    def is_dead(self) -> bool:
+        """Over, only waiting to be reaped."""
+        return self.state in _DEAD
+
+
+@functools.lru_cache(maxsize=None)
+def _has_procfs() -> bool:
+    return sys.platform.startswith("linux") and os.path.exists("/proc/self/stat")
+
+
+def is_portable() -> bool:
+    """Return whether only the portable ways are used: no /proc here, or DISTRUN_PORTABLE=1."""
+    return bool(environ.read("DISTRUN_PORTABLE")) or not _has_procfs()
+
+
+def has_pidfd() -> bool:
+    """Return whether a signal can be sent to a process that is held by a descriptor (Linux 5.3, Python 3.9)."""
+    if is_portable() or not hasattr(os, "pidfd_open") or not hasattr(signal, "pidfd_send_signal"):
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
+
+
+def become_subreaper() -> bool:
+    """Make orphans below this process its children, instead of init's; return whether that worked (Linux 3.4)."""
+    if is_portable():
+        return False
+    try:
+        import ctypes
+
+        libc = ctypes.CDLL(None, use_errno=True)
+        return bool(libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
+    except (ImportError, OSError, AttributeError):
+        return False
+
+
+def identity(pid: int) -> Identity:
+    """Return the process that has this id now.
+
+    Raises:
+        ProcessLookupError: there is none.
+    """
+    for process in table([pid]):
+        return process.identity
+    raise ProcessLookupError("no process has the id %d" % pid)
+
+
+def is_alive(who: Identity) -> bool:
+    """Return whether that very process still runs. One that waits to be reaped is dead."""
+    found = _look(who)
+    return found is not None and not found.is_dead
+
+
+def table(pids: Optional[Iterable[int]] = None) -> List[Process]:
+    """Return the process table, or its rows for `pids` (those that exist), dead ones included."""
+    if is_portable():
+        return _table_of_ps(None if pids is None else list(pids))
+    names = os.listdir("/proc") if pids is None else [str(pid) for pid in pids]
+    rows = (_row_of_proc(name) for name in names if name.isdigit())
+    return [row for row in rows if row is not None]
+
+
+def descendants(pids: Iterable[int], rows: Optional[List[Process]] = None) -> List[Process]:
+    """Return every process below `pids` (they themselves excluded) in `rows`, or in the table as it is now."""
+    children: Dict[int, List[Process]] = {}
+    for row in table() if rows is None else rows:
+        children.setdefault(row.ppid, []).append(row)
+    found: List[Process] = []
+    seen: Set[int] = set(pids)
+    waiting = list(seen)
+    while waiting:
+        for row in children.get(waiting.pop(), []):
+            if row.pid not in seen:
+                seen.add(row.pid)
+                found.append(row)
+                waiting.append(row.pid)
+    return found
+
+
+def ancestors(pid: int, rows: Optional[List[Process]] = None) -> Set[int]:
+    """Return the ids of the processes above `pid`: its parent, that one's parent, up to the first."""
+    parents = {row.pid: row.ppid for row in (table() if rows is None else rows)}
+    above: Set[int] = set()
+    while pid in parents and parents[pid] not in above and parents[pid] > 0:
+        pid = parents[pid]
+        above.add(pid)
+    return above
+
+
+def environ_of(pid: int) -> Dict[str, str]:
+    """Return the environment that a process was started with; empty where it may not be read.
+
+    In portable mode it comes from ps: values end at the first blank, and some systems show none.
+    """
+    if is_portable():
+        return _environs_of_ps([pid]).get(pid, {})
+    try:
+        with open("/proc/%d/environ" % pid, "rb") as file:
+            entries = file.read().split(b"\0")
+    except OSError:
+        return {}
+    return _pairs(entry.decode("utf-8", "surrogateescape") for entry in entries)
+
+
+def marked(marks: Mapping[str, str], rows: Optional[List[Process]] = None) -> List[Process]:
+    """Return the living processes of `rows` (or of all) whose environment holds every name and value of `marks`."""
+    living = [row for row in (table() if rows is None else rows) if not row.is_dead]
+    if is_portable():
+        environs = _environs_of_ps([row.pid for row in living] if rows is not None else None)
+        return [row for row in living if marks.items() <= environs.get(row.pid, {}).items()]
+    return [row for row in living if marks.items() <= environ_of(row.pid).items()]
+
+
+def command_of(pid: int) -> str:
+    """Return a process's command line for people, at most 200 characters; empty if it is gone."""
+    if is_portable():
+        return " ".join(_ps("-o", "command=", "-p", str(pid)).split())[:200]
+    try:
+        with open("/proc/%d/cmdline" % pid, "rb") as file:
+            words = file.read().replace(b"\0", b" ")
+        if not words.strip():
+            with open("/proc/%d/comm" % pid, "rb") as file:
+                words = b"[" + file.read().strip() + b"]"
+    except OSError:
+        return ""
+    return words.decode("utf-8", "replace").strip()[:200]
+
+
+def send_signal(who: Identity, number: int) -> bool:
+    """Send a signal to that very process; return False if it is gone.
+
+    Raises:
+        PermissionError: it belongs to somebody else now (a set-user-id program).
+    """
+    if not has_pidfd():
+        if not is_alive(who):
+            return False
+        try:
+            os.kill(who.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+    try:
+        held = os.pidfd_open(who.pid)
+    except OSError:
+        return False
+    try:
+        # Looked at after it is held: from here on the descriptor cannot come to mean another process.
+        if not is_alive(who):
+            return False
+        signal.pidfd_send_signal(held, number)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(held)
+    return True
+
+
+def _look(who: Identity) -> Optional[Process]:
+    """Return the row of that very process, read the way its start was."""
+    if who.start.startswith("ps:"):
+        for row in _table_of_ps([who.pid]):
+            # Linux's ps works the start out from the uptime; it may come out a second earlier or later.
+            if row.start and abs(float(row.start[3:]) - float(who.start[3:])) <= 2:
+                return row
+        return None
+    found = _row_of_proc(str(who.pid)) if _has_procfs() else None
+    return found if found is not None and found.start == who.start else None
+
+
+@functools.lru_cache(maxsize=None)
+def _boot() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()[:8]
+    except OSError:
+        return ""
+
+
+def _row_of_proc(name: str) -> Optional[Process]:
+    try:
+        with open("/proc/%s/stat" % name, "rb") as file:
+            text = file.read()
+    except OSError:
+        return None
+    # The command may hold blanks and brackets: the last bracket ends it (proc(5), /proc/pid/stat).
+    fields = text[text.rindex(b")") + 2 :].split()
+    start = "proc:%s:%d" % (_boot(), int(fields[19]))
+    return Process(int(name), int(fields[1]), int(fields[2]), int(fields[3]), start, fields[0].decode("ascii"))
+
+
+def _ps(*arguments: str) -> str:
+    """Return what ps prints; empty when it cannot be run. TZ and LC_ALL fix the form of its times."""
+    env = dict(environ.snapshot(), LC_ALL="C", TZ="UTC0")
+    try:
+        done = subprocess.run(
+            ["ps", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=env,
+            timeout=_PS_LIMIT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode("utf-8", "surrogateescape")
+
+
+def _chosen(pids: Optional[List[int]]) -> Tuple[str, ...]:
+    return ("-A",) if pids is None else ("-p", ",".join(str(pid) for pid in pids))
+
+
+def _table_of_ps(pids: Optional[List[int]]) -> List[Process]:
+    if pids is not None and not pids:
+        return []
+    rows = []
+    for line in _ps(*_chosen(pids), "-o", "pid=,ppid=,pgid=,stat=,lstart=,comm=").splitlines():
+        words = line.split()
+        if len(words) < 9 or (int(words[1]) == os.getpid() and words[9:] == ["ps"]):
+            continue
+        pid = int(words[0])
+        try:
+            sid = os.getsid(pid)  # ps has no form of the session id that all systems share
+        except OSError:
+            sid = 0
+        rows.append(Process(pid, int(words[1]), int(words[2]), sid, _start_of_ps(words[4:9]), words[3][:1]))
+    return rows
+
+
+def _start_of_ps(words: List[str]) -> str:
+    try:
+        import calendar
+
+        return "ps:%d" % calendar.timegm(time.strptime(" ".join(words), _LSTART))
+    except ValueError:
+        return ""
+
+
+def _environs_of_ps(pids: Optional[List[int]]) -> Dict[int, Dict[str, str]]:
+    """Return environments as ps shows them: what `e` adds to the command line (Linux, macOS, BSD)."""
+    if pids is not None and not pids:
+        return {}
+    which = ("ax",) if pids is None else ("-p", ",".join(str(pid) for pid in pids))
+    plain = _by_pid(_ps(*which, "-ww", "-o", "pid=,command="))
+    full = _by_pid(_ps(*(("axeww",) if pids is None else ("eww", *which)), "-o", "pid=,command="))
+    # Cut the command line off, so that a mark among somebody's arguments is none.
+    return {
+        pid: _pairs(full[pid][len(text) :].split()) for pid, text in plain.items() if full.get(pid, "").startswith(text)
+    }
+
+
+def _by_pid(text: str) -> Dict[int, str]:
+    lines = (line.strip().partition(" ") for line in text.splitlines())
+    return {int(pid): command.strip() for pid, _, command in lines if pid.isdigit()}
+
+
+def _pairs(entries: Iterable[str]) -> Dict[str, str]:
+    cut = (entry.partition("=") for entry in entries)
+    return {name: value for name, equals, value in cut if equals}
