@@ -20,6 +20,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +72,10 @@ def measure(system: System, model: str, options: argparse.Namespace) -> float | 
         "OMP_NUM_THREADS=1",
     ]
     command += [system.python, str(SCRIPTS / system.script), model, str(options.rounds), *system.arguments]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    # A job store of its own: a benchmark is nobody's job.
+    with tempfile.TemporaryDirectory() as state:
+        env = {**os.environ, "XDG_STATE_HOME": state}
+        result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, check=False)
     lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
     if result.returncode != 0 or len(lines) != 1:
         say("%s, %s: exit code %d from:  %s" % (system.name, model, result.returncode, shlex.join(command)))
@@ -141,7 +145,7 @@ Milliseconds a round, and in brackets distrun's time divided by that system's (b
 * Date: %s; distrun %s
 * Machine: %s
 * %d workers, %d servers; median of %d runs, each the median of %d rounds after the warm-up; the systems take turns.
-"""
+%s"""
 
 
 def say(text: str) -> None:
@@ -160,6 +164,7 @@ def main() -> None:
     parser.add_argument("-n", "--workers", type=int, default=2)
     parser.add_argument("-s", "--servers", type=int, default=2)
     parser.add_argument("--peers", type=Path, default=cache / "distrun/peers", help="where peers/setup made them")
+    parser.add_argument("--note", default="", help="a line for the page: what else the machine did")
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks.md")
     options = parser.parse_args()
 
@@ -170,20 +175,19 @@ def main() -> None:
     if options.write:
         from distrun import __version__
 
-        shown = shlex.join(["python", "benchmarks/round.py", *without_peers(sys.argv[1:])])
+        shown = shlex.join(["python", "benchmarks/round.py", *without(sys.argv[1:], "--peers", "--note")])
         today = datetime.date.today().isoformat()
         counts = (options.workers, options.servers, options.runs, options.rounds)
-        TARGET.write_text(PAGE % (text, shown, today, __version__, machine(), *counts), encoding="utf-8")
+        note = "* %s\n" % options.note if options.note else ""
+        TARGET.write_text(PAGE % (text, shown, today, __version__, machine(), *counts, note), encoding="utf-8")
     # What failed stands in the table and was said; the run as a whole did not succeed then.
     sys.exit(0 if len(medians) == len(columns) * len(options.models) else 1)
 
 
-def without_peers(arguments: list[str]) -> list[str]:
-    """Return the arguments without --peers: a folder of this machine is nobody else's business."""
-    if "--peers" not in arguments:
-        return arguments
-    at = arguments.index("--peers")
-    return arguments[:at] + arguments[at + 2 :]
+def without(arguments: list[str], *options: str) -> list[str]:
+    """Return the arguments without these options and their values, which matter on this machine only."""
+    hidden = {at + more for at, word in enumerate(arguments) if word in options for more in (0, 1)}
+    return [word for at, word in enumerate(arguments) if at not in hidden]
 
 
 if __name__ == "__main__":
