@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,24 @@ def test_dist_async_trains(tmp_path: Path) -> None:
     for rank in (0, 1):
         # Below the synchronous 0.95: the order of updates is not fixed.
         assert accuracies(output, "worker-%d@" % rank)[-1] >= 0.9
+
+
+def test_manual_start_of_the_readme_trains_with_the_same_command_in_every_role(tmp_path: Path) -> None:
+    """The seed's manual start: five DMLC_* variables, no launcher."""
+    readme = (ROOT / "README.md").read_text("utf-8")
+    (block,) = [text for text in re.findall(r"^```sh\n(.*?)^```", readme, re.M | re.S) if "DMLC_ROLE=scheduler" in text]
+    with socket.socket() as probe:
+        # Started by hand, the scheduler binds exactly the port it is told; this one was free a moment ago.
+        probe.bind(("127.0.0.1", 0))
+        block = block.replace("DMLC_PS_ROOT_PORT=9091", "DMLC_PS_ROOT_PORT=%d" % probe.getsockname()[1])
+    block = block.replace(
+        "python examples/digits.py", "%s %s --epochs 5" % (sys.executable, ROOT / "examples/digits.py")
+    )
+    output = run(["bash", "-c", block], tmp_path)
+    assert sorted(re.findall(r"This worker's rank: (\d)", output)) == ["0", "1"]
+    last = re.findall(r"^Epoch 4: Test_acc (.*)$", output, re.MULTILINE)
+    assert len(last) == 2
+    assert min(float(value) for value in last) >= 0.95
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
