@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shutil
 from pathlib import Path
 from typing import List, Optional
 
@@ -47,20 +48,22 @@ class JobStore:
         """
         entry = self.jobs / plan.job
         place = entry if run_dir is None else Path(os.path.abspath(str(run_dir))) / plan.job
+        if os.path.lexists(str(entry)) or os.path.lexists(str(place)):
+            raise JobStoreError("there is a job %s already: %s" % (plan.job, place))
         try:
             self.jobs.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if run_dir is not None:
-                place.parent.mkdir(parents=True, exist_ok=True)
-                entry.symlink_to(place, target_is_directory=True)
+            place.parent.mkdir(parents=True, exist_ok=True)
             place.mkdir()
-            return JobFolder.make(place, plan)
-        except FileExistsError as err:
-            raise JobStoreError("there is a job %s already: %s" % (plan.job, err.filename or place)) from err
         except OSError as err:
-            where = "--run-dir" if run_dir is not None else "XDG_STATE_HOME"
-            raise JobStoreError("cannot make the job's folder %s: %s; set %s to a place that can be written" % (
-                place, err.strerror or err, where
-            )) from err  # fmt: skip
+            raise _cannot_make(place, err, run_dir) from err
+        try:
+            folder = JobFolder.make(place, plan)
+            if entry != place:
+                entry.symlink_to(place, target_is_directory=True)
+        except OSError as err:
+            shutil.rmtree(str(place), ignore_errors=True)
+            raise _cannot_make(place, err, run_dir) from err
+        return folder
 
     def list(self) -> List[JobFolder]:
         """Return all jobs, newest first. A folder that is being made or removed is left out."""
@@ -95,6 +98,12 @@ class JobStore:
         else:
             hint = "there are: %s" % _listed(known) if known else "there are no jobs in %s" % self.jobs
         raise NoSuchJob("no job %r; %s" % (wanted, hint))
+
+
+def _cannot_make(place: Path, err: OSError, run_dir: Optional[Path]) -> JobStoreError:
+    what = "--run-dir" if run_dir is not None else "XDG_STATE_HOME"
+    why = "cannot make the job's folder %s: %s" % (place, err.strerror or err)
+    return JobStoreError("%s; set %s to a place that can be written" % (why, what))
 
 
 def _listed(names: List[str]) -> str:

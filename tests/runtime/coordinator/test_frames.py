@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sample_plan import sample_plan
+
+from distrun_runtime.contract import plan as plans
+from distrun_runtime.contract import wire
+from distrun_runtime.contract.plan import Secrets
+from distrun_runtime.contract.wire import Frame
+from distrun_runtime.coordinator import events, frames
+from distrun_runtime.coordinator.actions import EndAgent, Spawn, StopTasks
+from distrun_runtime.errors import ContractError
+
+
+def decoded(data: bytes) -> dict[str, Any]:
+    [frame] = wire.Decoder().feed(data)
+    return frame.header
+
+
+@pytest.mark.parametrize(
+    ("header", "event"),
+    [
+        ({"type": "ready", "address": "::1", "ports": {"jax": 5}}, events.AgentReady("d1", "::1", {"jax": 5})),
+        (
+            {"type": "started", "task": "worker-0", "pid": 7, "start": "x", "time": 2},
+            events.Started("d1", "worker-0", 7, "x", 2.0),
+        ),
+        ({"type": "published", "task": "s", "values": {"port": 1}}, events.Published("d1", "s", {"port": 1})),
+        (
+            {"type": "exited", "task": "w", "code": None, "signal": "KILL", "time": 1.5, "stopped": True, "out": 3},
+            events.Exited("d1", "w", None, "KILL", 1.5, True, out=3),
+        ),
+        (
+            {"type": "exited", "task": "w", "code": 127, "reason": "no"},
+            events.Exited("d1", "w", 127, time=9.0, reason="no"),
+        ),
+        ({"type": "cleared", "left": [{"pid": 3, "command": "sh"}]}, events.Cleared("d1", ((3, "sh"),))),
+        ({"type": "warning", "text": "hm"}, events.Warned("d1", "hm")),
+        ({"type": "pong", "n": 4}, events.Pong("d1", 4)),
+        ({"type": "bye"}, events.Bye("d1")),
+        ({"type": "hello", "version": 1}, events.AgentHello("d1", {"type": "hello", "version": 1}, 9.0)),
+    ],
+)
+def test_a_frame_becomes_an_event(header: dict[str, Any], event: events.Event) -> None:
+    assert frames.to_event("d1", Frame(header), 9.0) == event
+
+
+def test_output_carries_its_bytes() -> None:
+    frame = Frame({"type": "output", "task": "w", "stream": "err", "offset": 5}, b"\xff\n")
+    assert frames.to_event("d1", frame, 9.0) == events.Output("d1", "w", "err", 5, b"\xff\n")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"type": "started", "task": "w"},
+        {"type": "started", "task": "w", "pid": "seven"},
+        {"type": "output", "task": "w", "stream": "log", "offset": 0},
+        {"type": "output", "task": "w", "stream": "out", "offset": -1},
+        {"type": "published", "task": "w", "values": 5},
+        {"type": "ready", "address": "x", "ports": []},
+        {"type": "cleared", "left": [7]},
+    ],
+)
+def test_a_malformed_frame_is_an_error_that_names_its_type(header: dict[str, Any]) -> None:
+    with pytest.raises(ContractError, match="malformed '%s'" % header["type"]):
+        frames.to_event("d1", Frame(header), 9.0)
+
+
+def test_an_unknown_frame_is_only_a_warning() -> None:
+    assert isinstance(frames.to_event("d1", Frame({"type": "gossip"}), 9.0), events.Warned)
+
+
+def test_begin_carries_the_hosts_own_tasks_and_only_their_secrets() -> None:
+    plan = sample_plan(hosts=("d1", "d2"))
+    value = decoded(frames.begin(plan, Secrets("abc", {"MY_TOKEN": "s", "OTHER": "t"}), "d2"))
+    assert (value["token"], value["host"], value["secret_env"]) == ("abc", "d2", {})
+    assert [task.name for task in plans.from_json(value["plan"]).tasks] == ["worker-1"]
+
+
+def test_actions_become_frames() -> None:
+    assert decoded(frames.spawn(Spawn("d1", "w", {"A": "ü\udcff"}))) == {
+        "type": "spawn",
+        "task": "w",
+        "env": {"A": "ü\udcff"},
+    }
+    stop = decoded(frames.stop(StopTasks("d1", ("w",), (("TERM", 2.5), ("KILL", 0.0)))))
+    assert stop == {"type": "stop", "tasks": ["w"], "ladder": [["TERM", 2.5], ["KILL", 0.0]]}
+    assert decoded(frames.end(EndAgent("d1"))) == {"type": "end"}
+    assert decoded(frames.ack("w", "out", 7)) == {"type": "ack", "task": "w", "stream": "out", "offset": 7}
+    assert decoded(frames.ping(3)) == {"type": "ping", "n": 3}

@@ -1,0 +1,386 @@
+"""The loop over scripted agents: real pipes, threads and signals, no processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_plan import sample_plan
+from scripted_agent import Script, ScriptedAgent
+
+from distrun_runtime.contract.plan import Plan, Secrets
+from distrun_runtime.coordinator import loop, report
+from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
+from distrun_runtime.coordinator.outcome import Outcome
+from distrun_runtime.errors import ContractError
+
+SECRETS = Secrets("00ff" * 8, {})
+
+
+class Notes:
+    """A sink that remembers."""
+
+    def __init__(self) -> None:
+        self.printed: list[tuple[str, str, bytes, int | None]] = []
+        self.said: list[tuple[str, str]] = []
+        self.pauses = 0
+
+    def output(self, task: str, host: str, stream: str, data: bytes, at: int | None) -> None:
+        self.printed.append((task, stream, data, at))
+
+    def say(self, text: str, level: str) -> None:
+        self.said.append((text, level))
+
+    def toggle_pause(self) -> None:
+        self.pauses += 1
+
+    @property
+    def text(self) -> str:
+        return "\n".join(text for text, _ in self.said)
+
+
+class Job:
+    """One run of the loop."""
+
+    def __init__(self, tmp_path: Path, plan: Plan, *scripts: Script, **more: Any) -> None:
+        self.plan = plan
+        self.sink = Notes()
+        self.folder: JobFolder = JobStore(tmp_path).create(plan)
+        self.agents = [
+            ScriptedAgent(script, host.name, **more) for script, host in zip(scripts, plan.hosts, strict=True)
+        ]
+
+    def run(self, **more: Any) -> Outcome:
+        begin = time.monotonic()
+        outcome = loop.run(self.plan, SECRETS, [agent.channel for agent in self.agents], self.folder, self.sink, **more)
+        self.took = time.monotonic() - begin
+        for agent in self.agents:
+            agent.join()
+        assert self.folder.state()["state"] == outcome.job_state
+        return outcome
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_put_back() -> Iterator[None]:
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP]
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+def one_worker(**limits: Any) -> Plan:
+    return sample_plan(workers=1, servers=0, **limits)
+
+
+def test_a_job_succeeds_and_its_folder_tells_the_story(tmp_path: Path) -> None:
+    def script(agent: ScriptedAgent) -> None:
+        share = agent.begin().header
+        assert share["token"] == SECRETS.token
+        assert agent.spawn() == "scheduler"
+        agent.say("published", task="scheduler", values={"address": "127.0.0.1", "port": 4321})
+        assert agent.wait("spawn").header["env"]["DMLC_PS_ROOT_PORT"] == "4321"
+        agent.say("started", task="server-0", pid=101, start="x", time=time.time())
+        workers = [agent.spawn(), agent.spawn()]
+        for worker in workers:
+            agent.exited(worker)
+        agent.over(*workers)
+        agent.finish()
+
+    job = Job(tmp_path, sample_plan(), script)
+    outcome = job.run()
+    assert (outcome.exit_code, outcome.reason) == (0, "succeeded")
+    assert job.took < 5
+    state = job.folder.state()
+    assert (state["state"], state["exit_code"]) == ("succeeded", 0)
+    assert {task["name"]: task["state"] for task in state["tasks"]} == {
+        "scheduler": "stopped", "server-0": "stopped", "worker-0": "exited", "worker-1": "exited",
+    }  # fmt: skip
+    events = [json.loads(line) for line in (job.folder.path / "events.jsonl").read_text().splitlines()]
+    kinds = [event["event"] for event in events]
+    assert kinds[0] == "AgentHello"
+    assert kinds[-1] == "finished"
+    everything = "".join(path.read_text() for path in job.folder.path.rglob("*") if path.is_file())
+    assert SECRETS.token not in everything
+
+
+def test_output_reaches_log_and_sink_once_and_is_acknowledged(tmp_path: Path) -> None:
+    def script(agent: ScriptedAgent) -> None:
+        agent.begin()
+        task = agent.spawn()
+        agent.say("output", b"one\n", task=task, stream="out", offset=0)
+        agent.say("output", b"oops\n", task=task, stream="err", offset=0)
+        agent.say("output", b"one\ntwo\n", task=task, stream="out", offset=0)
+        offsets: dict[str, int] = {}
+        while offsets != {"out": 8, "err": 5}:
+            ack = agent.wait("ack").header
+            offsets[ack["stream"]] = ack["offset"]
+        agent.exited(task, out=8, err=5)
+        agent.over(task)
+        agent.finish()
+
+    job = Job(tmp_path, one_worker(), script)
+    assert job.run().exit_code == 0
+    assert job.sink.printed == [
+        ("worker-0", "out", b"one\n", 0),
+        ("worker-0", "err", b"oops\n", 4),
+        ("worker-0", "out", b"two\n", 9),
+    ]
+    assert job.folder.tail("worker-0", 5) == ["one", "oops", "two"]
+
+
+def test_a_full_disk_is_said_once_and_the_job_goes_on(tmp_path: Path) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+
+    def script(agent: ScriptedAgent) -> None:
+        agent.begin()
+        task = agent.spawn()
+        for number in range(3):
+            agent.say("output", b"x", task=task, stream="out", offset=number)
+        agent.exited(task, out=3)
+        agent.over(task)
+        agent.finish()
+
+    job = Job(tmp_path, one_worker(), script)
+    job.folder.log_path("worker-0").symlink_to("/dev/full")
+    assert job.run().exit_code == 0
+    assert [data for _, _, data, _ in job.sink.printed] == [b"x"] * 3
+    assert job.sink.text.count("No space left") == 1
+
+
+def test_a_folder_that_vanishes_is_said_once_and_the_job_goes_on(tmp_path: Path) -> None:
+    def script(agent: ScriptedAgent) -> None:
+        agent.begin()
+        moved.rename(tmp_path / "elsewhere")
+        task = agent.spawn()
+        agent.exited(task)
+        agent.over(task)
+        agent.finish()
+        (tmp_path / "elsewhere").rename(moved)
+
+    job = Job(tmp_path, one_worker(), script)
+    moved = job.folder.path
+    outcome = loop.run(job.plan, SECRETS, [agent.channel for agent in job.agents], job.folder, job.sink)
+    job.agents[0].join()
+    assert outcome.exit_code == 0
+    assert job.sink.text.count("cannot write to") == 1
+
+
+def test_a_failing_task_gives_code_and_report(tmp_path: Path) -> None:
+    def script(agent: ScriptedAgent) -> None:
+        agent.begin()
+        tasks = [agent.spawn(), agent.spawn()]
+        agent.say("output", b"ValueError: no\n", task=tasks[1], stream="err", offset=0)
+        agent.exited(tasks[1], 3, err=15)
+        agent.over(tasks[1])
+        agent.finish()
+
+    job = Job(tmp_path, sample_plan(workers=2, servers=0), script)
+    outcome = job.run()
+    assert outcome.exit_code == 3
+    assert outcome.culprit is not None
+    text = report.failure(outcome, job.folder.tail(outcome.culprit.task, 20), "LOG")
+    assert "first failure: worker-1 on d1: exit code 3" in text
+    assert "    | ValueError: no" in text
+    stored = job.folder.outcome()
+    assert stored is not None
+    assert (stored["exit_code"], stored["culprit"]["task"]) == (3, "worker-1")
+
+
+@pytest.mark.parametrize("rubbish", [b"\xff" * 64, b"\0\0\0\x12" + b'{"type":"started"}', b"\0\0\0\x05[1,2]"])
+def test_garbage_from_an_agent_is_a_lost_host_with_a_reason(tmp_path: Path, rubbish: bytes) -> None:
+    def script(agent: ScriptedAgent) -> None:
+        agent.begin()
+        agent.spawn()
+        agent.raw(rubbish)
+        agent.until_end(answer=True)  # its input ends, so that a real agent would end its tasks
+
+    job = Job(tmp_path, one_worker(), script)
+    assert job.run().exit_code == 7
+    assert job.took < 10
+
+
+def test_an_agent_that_dies_is_a_lost_host_and_the_others_are_stopped(tmp_path: Path) -> None:
+    started = threading.Barrier(2)
+
+    def dies(agent: ScriptedAgent) -> None:
+        agent.begin()
+        agent.spawn()
+        started.wait(10)
+
+    def obeys(agent: ScriptedAgent) -> None:
+        agent.begin()
+        agent.spawn()
+        started.wait(10)
+        agent.finish()
+
+    job = Job(tmp_path, sample_plan(workers=2, servers=0, hosts=("d1", "d2")), dies, obeys)
+    outcome = job.run()
+    assert (outcome.exit_code, outcome.reason) == (7, "host_lost")
+    assert "lost d1" in outcome.message
+    assert job.took < 10
+
+
+def test_an_agent_that_answers_nothing_never_hangs_the_loop(tmp_path: Path) -> None:
+    def script(agent: ScriptedAgent) -> None:
+        agent.begin()
+        agent.spawn()
+        agent.until_end()
+
+    job = Job(tmp_path, one_worker(timeout_s=0.3, grace_s=0.1), script)
+    outcome = job.run()
+    assert outcome.exit_code == 124
+    assert 10 <= job.took < 15  # 5 s for a report of the stop, 5 s for a bye
+    assert outcome.survivors == ("worker-0 (pid 100) on d1", "the agent on d1")
+
+
+def test_an_agent_that_never_greets_fails_the_start(tmp_path: Path) -> None:
+    def script(agent: ScriptedAgent) -> None:
+        agent.until_end(answer=True)
+
+    job = Job(tmp_path, one_worker(start_s=0.3), script, greeting=b"")
+    outcome = job.run()
+    assert outcome.exit_code == 6
+    assert "the agent on d1" in outcome.message
+    assert job.took < 5
+
+
+def test_agents_are_pinged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "PING_S", 0.05)
+
+    def script(agent: ScriptedAgent) -> None:
+        agent.begin()
+        task = agent.spawn()
+        first, second = agent.wait("ping").header["n"], agent.wait("ping").header["n"]
+        assert second > first
+        agent.exited(task)
+        agent.over(task)
+        agent.finish()
+
+    assert Job(tmp_path, one_worker(), script).run().exit_code == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_the_wait_at_once_and_the_job_by_its_rule(tmp_path: Path, number: int, code: int) -> None:
+    sent: list[float] = []
+
+    def script(agent: ScriptedAgent) -> None:
+        agent.begin()
+        task = agent.spawn()
+        time.sleep(0.1)  # the loop is waiting by now; if it is not, the test still holds
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), number)
+        stop = agent.wait("stop").header
+        sent.append(time.monotonic())
+        assert stop["ladder"][0][0] == ("INT" if number == signal.SIGINT else "TERM")
+        agent.exited(task, None, signal=stop["ladder"][0][0], stopped=True)
+        agent.over(task)
+        if number == signal.SIGINT:
+            agent.wait("stop")
+        agent.say("cleared", left=[])
+        agent.wait("end")
+        agent.say("bye")
+
+    assert Job(tmp_path, one_worker(), script).run().exit_code == code
+    assert sent[1] - sent[0] < 0.8
+
+
+def test_two_interrupts_kill(tmp_path: Path) -> None:
+    def script(agent: ScriptedAgent) -> None:
+        agent.begin()
+        task = agent.spawn()
+        for first in ("INT", "KILL"):
+            os.kill(os.getpid(), signal.SIGINT)
+            assert agent.wait("stop").header["ladder"][0][0] == first
+        agent.exited(task, None, signal="KILL", stopped=True)
+        agent.say("cleared", left=[])
+        agent.wait("end")
+        agent.say("bye")
+
+    assert Job(tmp_path, one_worker(), script).run().exit_code == 130
+
+
+def test_ctrl_z_pauses_printing_only_and_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
+    def script(agent: ScriptedAgent) -> None:
+        agent.begin()
+        task = agent.spawn()
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        agent.say("output", b"x", task=task, stream="out", offset=0)
+        agent.wait("ack")
+        agent.exited(task, out=1)
+        agent.over(task)
+        agent.finish()
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        job = Job(tmp_path, one_worker(), script)
+        assert job.run().exit_code == 0
+        assert job.sink.pauses == 1
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_it_runs_in_another_thread_without_signals(tmp_path: Path) -> None:
+    def script(agent: ScriptedAgent) -> None:
+        agent.begin()
+        task = agent.spawn()
+        agent.exited(task)
+        agent.over(task)
+        agent.finish()
+
+    job = Job(tmp_path, one_worker(), script)
+    outcomes: list[Outcome] = []
+    thread = threading.Thread(target=lambda: outcomes.append(job.run()))
+    thread.start()
+    thread.join(20)
+    assert outcomes[0].exit_code == 0
+
+
+def test_our_own_fault_lets_the_agents_go_and_is_noted(tmp_path: Path) -> None:
+    def script(agent: ScriptedAgent) -> None:
+        agent.begin()
+        task = agent.spawn()
+        agent.say("output", b"x", task=task, stream="out", offset=0)
+        agent.until_end(answer=True)
+
+    job = Job(tmp_path, one_worker(), script)
+
+    def broken(*args: object) -> None:
+        raise ZeroDivisionError("sink")
+
+    job.sink.output = broken  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        job.run()
+    job.agents[0].join()
+    state = job.folder.state()
+    assert (state["state"], state["exit_code"], state["reason"]) == ("failed", 8, "internal")
+
+
+def test_a_trace_says_frames_but_neither_bytes_nor_values(tmp_path: Path) -> None:
+    def script(agent: ScriptedAgent) -> None:
+        agent.begin()
+        task = agent.spawn()
+        agent.say("output", b"private", task=task, stream="out", offset=0)
+        agent.exited(task, out=7)
+        agent.over(task)
+        agent.finish()
+
+    job = Job(tmp_path, one_worker(), script)
+    job.run(verbosity=2)
+    assert "> Spawn(host='d1', task='worker-0', env=...)" in job.sink.text
+    assert "< Output(host='d1', task='worker-0', stream='out', offset=0, data=7 bytes)" in job.sink.text
+    assert "private" not in job.sink.text
+
+
+def test_channels_must_be_those_of_the_plan(tmp_path: Path) -> None:
+    plan = sample_plan(hosts=("d1", "d2"))
+    with pytest.raises(ContractError, match="hosts d1, d2"):
+        loop.run(plan, SECRETS, [], JobStore(tmp_path).create(plan), Notes())

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+from distrun_runtime.coordinator import report
+from distrun_runtime.coordinator.outcome import Culprit, Outcome, TaskResult
+
+
+def test_a_success_has_no_report() -> None:
+    assert report.failure(Outcome(0, "succeeded", "all workers succeeded")) == ""
+
+
+def test_the_report_names_task_host_code_last_lines_log_and_what_followed() -> None:
+    tasks = (
+        TaskResult("worker-0", "worker", 0, "d1", "failed", code=1, lost_peer="worker-1"),
+        TaskResult("worker-1", "worker", 1, "d2", "failed", code=3),
+        TaskResult("server-0", "server", 0, "d1", "stopped", signal="TERM"),
+    )
+    outcome = Outcome(3, "task_failed", "worker-1 on d2 failed with exit code 3", Culprit("worker-1", "d2", 3), tasks)
+    text = report.failure(outcome, ["Traceback", "ValueError: no"], "/jobs/x/logs/worker-1.log")
+    assert text.splitlines() == [
+        "first failure: worker-1 on d2: exit code 3",
+        "  Its last lines (all of them: /jobs/x/logs/worker-1.log):",
+        "    | Traceback",
+        "    | ValueError: no",
+        "1 other task failed, probably as a consequence: worker-0 (lost worker-1)",
+    ]
+
+
+def test_only_20_lines_are_shown_and_long_ones_are_cut() -> None:
+    outcome = Outcome(1, "task_failed", "", Culprit("worker-0", "d1", 1))
+    text = report.failure(outcome, [str(number) for number in range(29)] + ["x" * 5000], "log")
+    assert "    | 10\n" in text
+    assert "    | 9\n" not in text
+    assert text.endswith("x [...]")
+    assert len(text) < 2000
+
+
+def test_a_signal_is_explained() -> None:
+    outcome = Outcome(137, "task_failed", "", Culprit("worker-0", "d1", signal="KILL"))
+    assert "out-of-memory" in report.failure(outcome)
+    assert report.meaning(139, None) == "as a shell says of signal SEGV"
+    assert report.meaning(127, None) == "the command was not found"
+    assert report.meaning(3, None) == ""
+
+
+def test_a_task_that_wrote_nothing_is_said_to() -> None:
+    outcome = Outcome(1, "task_failed", "", Culprit("worker-0", "d1", 1))
+    assert "It wrote nothing. Log: /x.log" in report.failure(outcome, [], "/x.log")
+
+
+def test_a_consequence_says_whom_it_lost() -> None:
+    culprit = Culprit("worker-0", "d1", 1, reason="no beat for 10 s", consequence=True, lost_peer="server-0")
+    assert "  It had lost server-0: no beat for 10 s" in report.failure(Outcome(1, "task_failed", "", culprit))
+
+
+def test_a_lost_host_and_survivors_are_named() -> None:
+    outcome = Outcome(7, "host_lost", "lost d2: gone", Culprit("", "d2"), survivors=("pid 7 (sleep) on d2",))
+    assert report.failure(outcome).splitlines() == ["d2: lost d2: gone", "may still run: pid 7 (sleep) on d2"]
+
+
+def test_many_later_failures_are_summed_up() -> None:
+    tasks = tuple(TaskResult("worker-%d" % rank, "worker", rank, "d1", "failed", code=1) for rank in range(9))
+    text = report.failure(Outcome(1, "task_failed", "", Culprit("worker-0", "d1", 1), tasks))
+    assert text.splitlines()[-1].startswith("8 other tasks failed, probably as a consequence: worker-1 (exit code 1)")
+    assert text.endswith("and 3 more")

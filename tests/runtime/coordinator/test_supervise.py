@@ -1,0 +1,552 @@
+"""Scripted histories: events at times, then what the supervisor did. No process, no clock, no sleep."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import pytest
+from sample_plan import sample_plan
+
+from distrun_runtime.contract import wire
+from distrun_runtime.contract.plan import Plan
+from distrun_runtime.coordinator import events
+from distrun_runtime.coordinator.actions import (
+    Action,
+    Announce,
+    Begin,
+    Drop,
+    EndAgent,
+    Finish,
+    Spawn,
+    StopTasks,
+)
+from distrun_runtime.coordinator.outcome import Outcome
+from distrun_runtime.coordinator.supervise import Supervisor
+
+WALL = 1_000_000.0
+"""The wall clock when the supervisor's own shows 0."""
+
+A = TypeVar("A")
+TERM = (("TERM", 10.0), ("KILL", 0.0))
+INT = (("INT", 10.0), ("TERM", 5.0), ("KILL", 0.0))
+KILL = (("KILL", 0.0),)
+
+
+class History:
+    """A supervisor, agents that answer its stops if `obedient`, and a clock that the test moves."""
+
+    def __init__(self, plan: Plan, obedient: bool = True) -> None:
+        self.plan = plan
+        self.supervisor = Supervisor(plan)
+        self.obedient = obedient
+        self.now = 0.0
+        self.done: list[Action] = []
+        self.tell(events.Tick(WALL))
+
+    def tell(self, event: events.Event) -> History:
+        self._act(self.supervisor.handle(event, self.now))
+        return self
+
+    def tick_to(self, now: float) -> History:
+        """Let time pass, with all agents that were not told to be silent answering pings."""
+        while self.now < now and self.outcome is None:
+            self.now = min(now, self.now + 0.5)
+            self.tell(events.Tick(WALL + self.now))
+        return self
+
+    def beat_to(self, now: float) -> History:
+        """Let time pass while every agent answers pings."""
+        while self.now < now and self.outcome is None:
+            self.now = min(now, self.now + 0.5)
+            for host in self.plan.hosts:
+                self.tell(events.Pong(host.name))
+            self.tell(events.Tick(WALL + self.now))
+        return self
+
+    def start(self) -> History:
+        """Bring every task up."""
+        for host in self.plan.hosts:
+            self.hello(host.name).ready(host.name)
+        if self.plan.of_role("scheduler"):
+            self.started("scheduler").publish("scheduler", address="10.0.0.1", port=9091)
+        for task in self.plan.tasks:
+            self.started(task.name)
+        return self
+
+    def hello(self, host: str, **facts: Any) -> History:
+        time = WALL + self.now
+        return self.tell(events.AgentHello(host, {"version": wire.VERSION, "time": time, **facts}, time))
+
+    def ready(self, host: str, **ports: int) -> History:
+        return self.tell(events.AgentReady(host, "10.0.0.%s" % host[1:], ports))
+
+    def started(self, task: str) -> History:
+        return self.tell(events.Started(self.host(task), task, 100, "x", WALL + self.now))
+
+    def publish(self, task: str, **values: Any) -> History:
+        return self.tell(events.Published(self.host(task), task, values))
+
+    def exited(self, task: str, code: int | None = 0, at: float | None = None, **more: Any) -> History:
+        time = WALL + (self.now if at is None else at)
+        return self.tell(events.Exited(self.host(task), task, code=code, time=time, **more))
+
+    def killed(self, task: str, signal: str, **more: Any) -> History:
+        return self.exited(task, code=None, signal=signal, **more)
+
+    def interrupt(self, signal: str) -> History:
+        return self.tell(events.Interrupt(signal, WALL + self.now))
+
+    def lost(self, host: str, at: float | None = None) -> History:
+        return self.tell(events.AgentLost(host, "its connection ended", WALL + (self.now if at is None else at)))
+
+    def host(self, task: str) -> str:
+        return self.plan.task(task).host
+
+    def did(self, kind: type[A]) -> list[A]:
+        return [action for action in self.done if isinstance(action, kind)]
+
+    def said(self) -> str:
+        return "\n".join(action.text for action in self.did(Announce))
+
+    def stops(self, host: str = "d1") -> list[tuple[tuple[str, ...], Any]]:
+        return [(stop.tasks, stop.ladder) for stop in self.did(StopTasks) if stop.host == host]
+
+    @property
+    def outcome(self) -> Outcome | None:
+        finished = self.did(Finish)
+        return finished[0].outcome if finished else None
+
+    def end(self) -> Outcome:
+        """Let time pass until the job is over."""
+        self.tick_to(self.now + 100)
+        assert self.outcome is not None, self.done
+        return self.outcome
+
+    def _act(self, actions: list[Action]) -> None:
+        self.done += actions
+        for action in actions:
+            if not self.obedient:
+                continue
+            if isinstance(action, StopTasks):
+                for name in action.tasks:
+                    if not self.supervisor.roster.tasks[name].is_over:
+                        self.killed(name, action.ladder[0][0], stopped=True)
+                self.tell(events.Cleared(action.host))
+            elif isinstance(action, EndAgent):
+                self.tell(events.Bye(action.host))
+
+
+# ---------------------------------------------------------------------- start
+
+
+def test_an_agent_that_answers_is_given_its_share_of_the_plan() -> None:
+    assert History(sample_plan()).hello("d1").did(Begin) == [Begin("d1")]
+
+
+def test_a_task_is_spawned_when_its_references_are_known_and_not_before() -> None:
+    history = History(sample_plan(workers=1, servers=1)).hello("d1").ready("d1")
+    assert [spawn.task for spawn in history.did(Spawn)] == ["scheduler"]
+    history.started("scheduler").publish("scheduler", address="10.0.0.1", port=9091)
+    assert [spawn.task for spawn in history.did(Spawn)] == ["scheduler", "server-0", "worker-0"]
+    assert history.did(Spawn)[-1].env == {"DMLC_NODE_HOST": "10.0.0.1", "DMLC_PS_ROOT_PORT": "9091"}
+
+
+def test_a_port_that_an_agent_holds_is_a_fact_for_tasks_on_other_hosts() -> None:
+    history = History(sample_plan(workers=2, servers=0, hosts=("d1", "d2"))).hello("d1").hello("d2")
+    history.ready("d1", master=4000)
+    assert history.supervisor.roster.facts["d1/port:master"] == "4000"
+    assert [spawn.task for spawn in history.did(Spawn)] == ["worker-0"]
+    assert [spawn.task for spawn in history.ready("d2").did(Spawn)] == ["worker-0", "worker-1"]
+
+
+def test_what_does_not_start_in_time_is_named_and_the_code_is_6() -> None:
+    history = History(sample_plan(workers=2, servers=1, hosts=("d1", "d2"), start_s=20.0)).hello("d1").ready("d1")
+    history.started("scheduler").beat_to(25)
+    outcome = history.end()
+    assert (outcome.exit_code, outcome.reason) == (6, "start_failed")
+    assert "the agent on d2" in outcome.message
+    assert "worker-0 on d1 (which waits for scheduler.port)" in outcome.message
+    assert "--start-timeout" in outcome.message
+
+
+def test_a_slow_start_says_what_it_waits_for() -> None:
+    history = History(sample_plan()).beat_to(4.5)
+    assert history.said() == ""
+    assert "waiting for the agent on d1" in history.beat_to(5.5).said()
+
+
+def test_a_host_that_cannot_be_reached_ends_the_start_with_6_and_its_reason() -> None:
+    history = History(sample_plan(hosts=("d1", "d2"))).hello("d1").ready("d1")
+    outcome = history.tell(events.StartFailed("d2", "no route to host", WALL)).end()
+    assert (outcome.exit_code, outcome.message) == (6, "no agent on d2: no route to host")
+    assert outcome.culprit is not None
+    assert outcome.culprit.host == "d2"
+
+
+def test_an_agent_that_ends_before_its_hello_is_a_failed_start() -> None:
+    outcome = History(sample_plan()).lost("d1").end()
+    assert (outcome.exit_code, outcome.reason) == (6, "start_failed")
+
+
+def test_an_agent_of_another_protocol_version_is_refused() -> None:
+    outcome = History(sample_plan()).hello("d1", version=99).end()
+    assert outcome.exit_code == 6
+    assert "version 99" in outcome.message
+
+
+def test_a_command_that_does_not_exist_gives_127_and_the_reason() -> None:
+    history = History(sample_plan(workers=1, servers=0)).hello("d1").ready("d1")
+    outcome = history.exited("worker-0", 127, reason="nosuch: not found in PATH").end()
+    assert outcome.exit_code == 127
+    assert "nosuch: not found" in outcome.message
+
+
+# ---------------------------------------------------------------------- success
+
+
+def test_all_workers_with_0_succeed_and_servers_are_asked_to_stop_at_once() -> None:
+    history = History(sample_plan()).start().exited("worker-0").exited("worker-1")
+    outcome = history.end()
+    assert history.stops() == [(("scheduler", "server-0", "worker-0", "worker-1"), TERM)]
+    assert (outcome.exit_code, outcome.reason) == (0, "succeeded")
+    assert history.now < 1
+    assert [task.state for task in outcome.tasks] == ["stopped", "stopped", "exited", "exited"]
+
+
+def test_a_server_that_we_stopped_is_no_failure_whatever_its_code() -> None:
+    history = History(sample_plan(), obedient=False).start().exited("worker-0").exited("worker-1")
+    history.killed("server-0", "KILL", stopped=True).exited("scheduler", 3, stopped=True)
+    history.tell(events.Cleared("d1")).tell(events.Bye("d1"))
+    assert history.end().exit_code == 0
+
+
+def test_servers_that_are_the_users_own_command_may_end_by_themselves_for_3_seconds() -> None:
+    history = History(sample_plan(own_servers=False)).start().exited("worker-0").exited("worker-1")
+    assert history.beat_to(2.5).stops() == []
+    history.exited("server-0").exited("scheduler")
+    assert history.end().exit_code == 0
+    assert history.now < 3
+    slow = History(sample_plan(own_servers=False)).start().exited("worker-0").exited("worker-1").beat_to(3.5)
+    assert len(slow.stops()) == 1
+    assert slow.end().exit_code == 0
+
+
+def test_a_server_that_crashes_after_the_workers_are_done_changes_nothing() -> None:
+    history = History(sample_plan(own_servers=False)).start().exited("worker-0").exited("worker-1")
+    assert history.killed("server-0", "SEGV").end().exit_code == 0
+    assert "after the workers were done" in history.said()
+
+
+def test_a_server_death_reported_before_but_stamped_after_the_last_worker_changes_nothing() -> None:
+    history = History(sample_plan(hosts=("d1", "d2")), obedient=False).start().exited("worker-0", at=1)
+    history.now = 2
+    history.killed("server-0", "SEGV", at=1.6).exited("worker-1", at=1.5)
+    assert history.end().exit_code == 0
+
+
+def test_a_host_lost_after_all_workers_succeeded_is_still_a_success() -> None:
+    history = History(sample_plan(), obedient=False).start().exited("worker-0").exited("worker-1").lost("d1")
+    outcome = history.end()
+    assert outcome.exit_code == 0
+    assert any("server-0" in text for text in outcome.survivors)
+
+
+# ---------------------------------------------------------------------- failure
+
+
+def test_first_failing_task_gives_the_exit_code_and_stops_everything_at_once() -> None:
+    history = History(sample_plan()).start().exited("worker-1", 3)
+    assert history.stops() == [(("scheduler", "server-0", "worker-0", "worker-1"), TERM)]
+    outcome = history.end()
+    assert (outcome.exit_code, outcome.reason) == (3, "task_failed")
+    assert outcome.culprit is not None
+    assert (outcome.culprit.task, outcome.culprit.host) == ("worker-1", "d1")
+    assert outcome.message == "worker-1 on d1 failed with exit code 3"
+    assert [task.state for task in outcome.tasks] == ["stopped", "stopped", "stopped", "failed"]
+
+
+def test_a_signal_gives_128_and_its_number() -> None:
+    outcome = History(sample_plan()).start().killed("worker-0", "SEGV").end()
+    assert outcome.exit_code == 139
+    assert outcome.message == "worker-0 on d1 was ended by signal SEGV"
+
+
+def test_the_earliest_stamp_is_the_culprit_even_if_it_is_reported_later() -> None:
+    history = History(sample_plan(hosts=("d1", "d2")), obedient=False).start()
+    history.now = 10
+    history.exited("worker-0", 5, at=9.9).exited("worker-1", 4, at=9.5)
+    assert history.end().exit_code == 4
+
+
+def test_a_failure_reported_after_the_verdict_changes_nothing() -> None:
+    history = History(sample_plan(hosts=("d1", "d2")), obedient=False).start().beat_to(10)
+    history.exited("worker-0", 5, at=9.9).beat_to(11.5).exited("worker-1", 4, at=9.5)
+    assert history.end().exit_code == 5
+
+
+def test_stamps_of_a_host_whose_clock_is_wrong_are_corrected() -> None:
+    history = History(sample_plan(workers=2, servers=0, hosts=("d1", "d2")), obedient=False)
+    history.hello("d1").hello("d2", time=WALL - 3600).ready("d1").ready("d2")
+    history.started("worker-0").started("worker-1").beat_to(10)
+    history.exited("worker-0", 5, at=9.0).exited("worker-1", 4, at=9.5 - 3600)
+    assert history.end().exit_code == 5
+    assert "clock of d2 is off by -3600.0 s" in history.said()
+
+
+def test_a_consequence_is_never_the_culprit_beside_another() -> None:
+    history = History(sample_plan(), obedient=False).start()
+    history.now = 5
+    history.publish("worker-0", lost_peer="worker-1", message="no beat for 10 s").exited("worker-0", 1, at=4.0)
+    history.killed("worker-1", "KILL", at=4.5)
+    outcome = history.end()
+    assert outcome.exit_code == 137
+    assert outcome.culprit is not None
+    assert (outcome.culprit.task, outcome.culprit.consequence) == ("worker-1", False)
+
+
+def test_a_consequence_is_the_culprit_when_there_is_no_other_and_says_so() -> None:
+    history = History(sample_plan()).start().publish("worker-0", lost_peer="server-0", message="no beat")
+    outcome = history.exited("worker-0", 1).end()
+    assert outcome.exit_code == 1
+    assert outcome.culprit is not None
+    assert (outcome.culprit.consequence, outcome.culprit.lost_peer) == (True, "server-0")
+    assert "after it lost server-0" in outcome.message
+
+
+def test_a_silent_host_is_believed_before_a_task_that_lost_a_peer() -> None:
+    history = History(sample_plan(hosts=("d1", "d2")), obedient=False).start()
+    while history.now < 10:
+        history.now += 0.5
+        history.tell(events.Pong("d1")).tell(events.Tick(WALL + history.now))
+    history.publish("worker-0", lost_peer="worker-1").exited("worker-0", 1)
+    outcome = history.end()
+    assert (outcome.exit_code, outcome.reason) == (7, "host_lost")
+    assert "lost d2" in outcome.message
+
+
+@pytest.mark.parametrize(("code", "signal", "expected"), [(1, None, 1), (None, "KILL", 137)])
+def test_a_server_that_dies_before_the_workers_fails_the_job_at_once(
+    code: int | None, signal: str | None, expected: int
+) -> None:
+    history = History(sample_plan()).start().exited("server-0", code, signal=signal)
+    assert len(history.stops()) == 1
+    outcome = history.end()
+    assert outcome.exit_code == expected
+    assert outcome.culprit is not None
+    assert outcome.culprit.task == "server-0"
+
+
+def test_a_server_that_ends_with_0_fails_the_job_with_1_after_10_seconds() -> None:
+    history = History(sample_plan()).start().exited("server-0", 0).beat_to(9.5)
+    assert history.stops() == []
+    outcome = history.beat_to(10.5).end()
+    assert (outcome.exit_code, outcome.reason) == (1, "task_failed")
+    assert outcome.culprit is not None
+    assert outcome.culprit.task == "server-0"
+    assert "ended before the workers" in outcome.message
+
+
+def test_a_server_that_ends_with_0_just_before_the_workers_is_no_failure() -> None:
+    history = History(sample_plan()).start().exited("server-0", 0).beat_to(8)
+    assert history.exited("worker-0").exited("worker-1").end().exit_code == 0
+
+
+def test_a_worker_that_fails_for_itself_after_a_servers_early_end_is_the_culprit() -> None:
+    history = History(sample_plan()).start().exited("server-0", 0).beat_to(2)
+    assert history.exited("worker-0", 9).end().exit_code == 9
+
+
+def test_a_server_that_ended_with_0_is_the_culprit_beside_a_worker_that_lost_it() -> None:
+    history = History(sample_plan()).start().exited("server-0", 0).beat_to(2)
+    outcome = history.publish("worker-0", lost_peer="server-0").exited("worker-0", 9).end()
+    assert outcome.exit_code == 1
+    assert outcome.culprit is not None
+    assert outcome.culprit.task == "server-0"
+
+
+def test_tasks_that_we_stopped_are_no_failures() -> None:
+    history = History(sample_plan(), obedient=False).start()
+    history.now = 5
+    history.exited("worker-0", 3, at=5).killed("worker-1", "TERM", at=4.9, stopped=True)
+    history.exited("server-0", 1, at=4.8, stopped=True)
+    assert history.end().exit_code == 3
+
+
+# ---------------------------------------------------------------------- interrupts and limits
+
+
+def test_first_interrupt_goes_to_the_workers_and_servers_stay_until_those_ended() -> None:
+    history = History(sample_plan(), obedient=False).start().interrupt("INT")
+    assert history.stops() == [(("worker-0", "worker-1"), INT)]
+    history.exited("worker-0", 0, stopped=True)
+    assert len(history.stops()) == 1
+    history.killed("worker-1", "INT", stopped=True)
+    assert history.stops()[1:] == [(("scheduler", "server-0", "worker-0", "worker-1"), TERM)]
+    outcome = history.end()
+    assert (outcome.exit_code, outcome.reason, outcome.job_state) == (130, "interrupted", "killed")
+
+
+def test_second_interrupt_kills_everything() -> None:
+    history = History(sample_plan(), obedient=False).start().interrupt("INT").beat_to(1).interrupt("INT")
+    assert history.stops()[1:] == [(("scheduler", "server-0", "worker-0", "worker-1"), KILL)]
+    assert history.end().exit_code == 130
+
+
+@pytest.mark.parametrize(("signal", "code"), [("TERM", 143), ("HUP", 129)])
+def test_termination_asks_everything_to_go(signal: str, code: int) -> None:
+    history = History(sample_plan()).start().interrupt(signal)
+    assert history.stops() == [(("scheduler", "server-0", "worker-0", "worker-1"), TERM)]
+    outcome = history.end()
+    assert (outcome.exit_code, outcome.reason) == (code, "terminated")
+
+
+def test_termination_after_an_interrupt_is_harder_but_the_interrupt_came_first() -> None:
+    history = History(sample_plan(), obedient=False).start().interrupt("INT").beat_to(0.5).interrupt("TERM")
+    assert [ladder for _, ladder in history.stops()] == [INT, TERM]
+    assert history.end().exit_code == 130
+
+
+def test_hangup_and_termination_together_do_not_kill() -> None:
+    history = History(sample_plan(), obedient=False).start().interrupt("HUP").interrupt("TERM")
+    assert [ladder for _, ladder in history.stops()] == [TERM]
+
+
+def test_a_failure_before_the_interrupt_keeps_its_code_even_if_it_is_reported_after() -> None:
+    history = History(sample_plan(), obedient=False).start().beat_to(5).interrupt("INT")
+    assert history.exited("worker-0", 3, at=4.9).end().exit_code == 3
+    plain = History(sample_plan(), obedient=False).start().exited("worker-0", 3).interrupt("INT")
+    assert plain.end().exit_code == 3
+    assert len(plain.stops()) == 1  # the first Ctrl-C of a job that is being stopped only says so
+    assert "again to kill" in plain.said()
+
+
+def test_a_worker_that_fails_by_itself_after_the_interrupt_does_not_change_the_code() -> None:
+    history = History(sample_plan(), obedient=False).start().beat_to(5).interrupt("INT").beat_to(5.5)
+    assert history.exited("worker-0", 3, at=5.4).end().exit_code == 130
+
+
+def test_an_interrupt_while_starting_ends_the_job() -> None:
+    history = History(sample_plan(hosts=("d1", "d2"))).hello("d1").ready("d1").interrupt("INT")
+    assert history.end().exit_code == 130
+    assert history.now < 3  # the agent that never answered is not waited for
+
+
+def test_an_interrupt_after_all_workers_succeeded_only_hurries() -> None:
+    history = History(sample_plan(), obedient=False).start().exited("worker-0").exited("worker-1").interrupt("INT")
+    assert history.stops()[-1][1] == KILL
+    assert history.end().exit_code == 0
+
+
+def test_the_time_limit_gives_124() -> None:
+    history = History(sample_plan(timeout_s=30.0)).start().beat_to(29.5)
+    assert history.stops() == []
+    outcome = history.beat_to(30.5).end()
+    assert (outcome.exit_code, outcome.reason) == (124, "timeout")
+    assert "30 s (--timeout)" in outcome.message
+
+
+# ---------------------------------------------------------------------- hosts
+
+
+def test_a_lost_host_gives_7_and_the_others_are_stopped() -> None:
+    history = History(sample_plan(hosts=("d1", "d2"))).start().lost("d2")
+    assert [stop.host for stop in history.did(StopTasks)] == ["d1"]
+    outcome = history.end()
+    assert (outcome.exit_code, outcome.reason) == (7, "host_lost")
+    assert outcome.message == "lost d2: its connection ended"
+    assert Drop("d2") in history.done
+    assert {task.name: task.state for task in outcome.tasks}["worker-1"] == "failed"
+
+
+def test_a_silent_agent_is_suspected_at_15_and_lost_at_30_seconds() -> None:
+    history = History(sample_plan()).start().tick_to(14.5)
+    assert "silent" not in history.said()
+    assert "d1 has been silent for 15 s" in history.tick_to(15.5).said()
+    assert history.outcome is None
+    assert history.tick_to(30.5).end().exit_code == 7
+
+
+def test_a_suspected_agent_that_answers_is_trusted_again() -> None:
+    history = History(sample_plan()).start().tick_to(20).tell(events.Pong("d1"))
+    assert "d1 answers again" in history.said()
+    assert history.tick_to(45).outcome is None
+
+
+def test_agents_are_not_blamed_for_a_time_in_which_we_slept() -> None:
+    history = History(sample_plan()).start()
+    history.now = 600
+    history.tell(events.Tick(WALL + 600))
+    assert history.outcome is None
+    assert "silent" not in history.said()
+
+
+def test_a_host_whose_tasks_had_all_ended_may_go() -> None:
+    history = History(sample_plan(workers=2, servers=0, hosts=("d1", "d2"))).start().exited("worker-1").lost("d2")
+    assert "all its tasks had ended" in history.said()
+    assert history.exited("worker-0").end().exit_code == 0
+
+
+def test_tasks_that_their_agent_ended_unasked_are_a_lost_host() -> None:
+    history = History(sample_plan()).start().killed("worker-0", "TERM", stopped=True)
+    outcome = history.end()
+    assert outcome.exit_code == 7
+    assert "told to stop" in outcome.message
+
+
+# ---------------------------------------------------------------------- end
+
+
+def test_an_agent_is_let_go_only_when_nothing_is_left_and_all_output_has_come() -> None:
+    history = History(sample_plan(workers=1, servers=0), obedient=False).start()
+    history.exited("worker-0", 0, out=10)
+    assert history.did(EndAgent) == []
+    history.tell(events.Cleared("d1"))
+    assert history.did(EndAgent) == []
+    history.tell(events.Output("d1", "worker-0", "out", 0, b"0123456789"))
+    assert history.did(EndAgent) == [EndAgent("d1")]
+    assert history.tell(events.Bye("d1")).outcome is not None
+
+
+def test_output_that_never_comes_is_not_waited_for_longer_than_10_seconds() -> None:
+    history = History(sample_plan(workers=1, servers=0), obedient=False).start().exited("worker-0", 0, out=10)
+    history.tell(events.Cleared("d1")).beat_to(10.5)
+    assert history.did(EndAgent) == [EndAgent("d1")]
+
+
+def test_a_job_ends_although_nothing_obeys_and_names_what_may_be_left() -> None:
+    history = History(sample_plan(workers=1, servers=0), obedient=False).start().interrupt("TERM")
+    outcome = history.beat_to(60).end()
+    assert 20 <= history.now <= 21  # grace, 5 s for the agent to report, 5 s from `end` to `bye`
+    assert outcome.survivors == ("worker-0 (pid 100) on d1", "the agent on d1")
+    assert Drop("d1") in history.done
+
+
+def test_what_an_agent_could_not_end_is_named() -> None:
+    history = History(sample_plan(workers=1, servers=0), obedient=False).start().exited("worker-0", 0)
+    history.tell(events.Cleared("d1", ((77, "sleep"),))).tell(events.Bye("d1"))
+    assert history.end().survivors == ("pid 77 (sleep) on d1",)
+
+
+def test_frames_that_name_no_task_of_their_host_are_ignored() -> None:
+    history = History(sample_plan(hosts=("d1", "d2"))).start()
+    history.tell(events.Exited("d1", "worker-1", code=1)).tell(events.Exited("d1", "worker-77", code=1))
+    history.tell(events.Pong("d9"))
+    assert history.outcome is None
+    assert history.stops() == []
+
+
+def test_a_task_is_reaped_once() -> None:
+    history = History(sample_plan()).start().exited("worker-0", 0).exited("worker-0", 5)
+    assert history.exited("worker-1").end().exit_code == 0
+
+
+def test_nothing_happens_after_the_end() -> None:
+    history = History(sample_plan()).start().exited("worker-0").exited("worker-1")
+    history.end()
+    assert history.supervisor.handle(events.Interrupt("INT"), 99.0) == []
+
+
+def test_it_wants_a_tick_at_its_next_deadline() -> None:
+    history = History(sample_plan(timeout_s=0.25))
+    assert history.supervisor.wake_s() == pytest.approx(0.25)
+    assert History(sample_plan()).supervisor.wake_s() == pytest.approx(1.0)
