@@ -28,8 +28,8 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """The task's name: role and rank."""
-        return "%s-%d" % (self.role, self.rank)
+        """The task's name: role and rank; `scheduler`, of which there is one."""
+        return self.role if self.role == SCHEDULER else "%s-%d" % (self.role, self.rank)
 
 
 def place(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 import traceback
 from collections.abc import Sequence
@@ -90,7 +91,12 @@ def _click_error(err: click.ClickException) -> int:
     hint = ""
     if isinstance(err, click.UsageError) and err.ctx is not None:
         hint = "%s -h shows the options" % err.ctx.command_path
-    return _fail(_one_line(err.format_message()), hint, err.exit_code, Settings())
+    message = err.format_message()
+    if isinstance(err, click.NoSuchOption) and err.ctx is not None:
+        known = [name for each in err.ctx.command.params for name in (*each.opts, *each.secondary_opts)]
+        near = difflib.get_close_matches(err.option_name, known, n=1)
+        message = "No such option %s.%s" % (err.option_name, " Did you mean %s?" % near[0] if near else "")
+    return _fail(_one_line(message), hint, err.exit_code, Settings())
 
 
 def _other(err: Exception, settings: Settings) -> int:

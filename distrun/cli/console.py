@@ -120,7 +120,7 @@ class _Feeds:
         prefix = b""
         if self._prefix:
             prefix = encode("%s@%s | " % (piece.task, piece.host))
-            colour = _COLOURS.get(piece.task.rpartition("-")[0], b"")
+            colour = _COLOURS.get(piece.task.partition("-")[0], b"")
             if self._coloured[piece.fd] and colour:
                 prefix = colour + prefix + _RESET
         return Feed(prefix, terminal=os.isatty(piece.fd))

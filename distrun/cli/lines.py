@@ -44,13 +44,13 @@ class Feed:
         if not self._tail:
             return b""
         if not self.prefix:
-            return self._take() if now - self._held_since >= HOLD_S else b""
+            return self._take() if now >= self._held_since + HOLD_S else b""
         segments = self._tail.split(b"\r")
         if len(segments) > 1:
             last = next((part for part in reversed(segments) if part), b"")
             # What was overwritten is forgotten here (the log file has it), so that a bar needs no memory.
             self._tail = b"\r" + last
-            if self.terminal and last and now - self._shown_at >= PROGRESS_S:
+            if self.terminal and last and now >= self._shown_at + PROGRESS_S:
                 self._shown_at = now
                 return self._line(last)
         return b""

@@ -18,7 +18,7 @@ def test_servers_go_first_then_workers_cycling_the_hosts() -> None:
     assert where(slots, "server") == ["h1", "h2", "h3"]
     assert where(slots, "worker") == ["h4", "h5", "h1"]
     assert where(slots, "scheduler") == ["h1"]
-    assert [slot.name for slot in slots[:2]] == ["scheduler-0", "server-0"]
+    assert [slot.name for slot in slots[:2]] == ["scheduler", "server-0"]
 
 
 def test_as_many_hosts_as_workers_get_one_of_each() -> None:

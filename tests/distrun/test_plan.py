@@ -57,7 +57,7 @@ def test_every_row_of_the_table_is_set_or_named() -> None:
 
 def test_every_role_gets_its_rows() -> None:
     plan, _ = make()
-    worker, server, scheduler = (added(plan, name) for name in ("worker-1", "server-1", "scheduler-0"))
+    worker, server, scheduler = (added(plan, name) for name in ("worker-1", "server-1", "scheduler"))
     assert worker["DMLC_TASK_ID"] == worker["DMLC_WORKER_ID"] == worker["DMLC_RANK"] == "1"
     assert server["DMLC_TASK_ID"] == "3"
     assert server["DMLC_SERVER_ID"] == server["DMLC_RANK"] == "1"
@@ -90,7 +90,7 @@ def test_workers_of_bundled_servers_wait_for_the_scheduler_which_waits_for_nobod
     plan, _ = make()
     assert added(plan, "worker-0")["DMLC_PS_ROOT_URI"] == "{scheduler.address}"
     assert added(plan, "server-0")["DMLC_PS_ROOT_PORT"] == "{scheduler.port}"
-    assert contract.references(plan.task("scheduler-0")) == {"host:here.address"}
+    assert contract.references(plan.task("scheduler")) == {"host:here.address"}
     assert plan.hosts[0].ports == ("jax", "master")
 
 
@@ -125,7 +125,7 @@ def test_torch_and_jax_know_the_host_of_worker_0() -> None:
 
 def test_bundled_tasks_run_the_runtime_by_the_chosen_python() -> None:
     assert make()[0].task("server-0").argv == ("/usr/bin/python3", "-m", "distrun_runtime", "server")
-    assert make(python="py")[0].task("scheduler-0").argv == ("py", "-m", "distrun_runtime", "scheduler")
+    assert make(python="py")[0].task("scheduler").argv == ("py", "-m", "distrun_runtime", "scheduler")
 
 
 def test_the_runtime_comes_first_on_the_python_path() -> None:

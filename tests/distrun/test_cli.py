@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distrun_cli import Distrun
+
+import distrun_runtime
+from distrun import cli
+from distrun.backends import blob
+
+GOLDEN = Path(__file__).parent / "golden"
+UPDATE = os.environ.get("DISTRUN_UPDATE_GOLDEN") == "1"
+"""Golden files change only on purpose: DISTRUN_UPDATE_GOLDEN=1 pytest tests/distrun/test_cli.py"""
+
+
+@pytest.fixture
+def distrun(tmp_path: Path) -> Distrun:
+    return Distrun(tmp_path)
+
+
+def error(result: subprocess.CompletedProcess[bytes], code: int = 2) -> str:
+    text = result.stderr.decode()
+    assert result.returncode == code, text
+    assert "distrun: error: " in text
+    assert "Traceback" not in text
+    return text
+
+
+def mask(text: str, distrun: Distrun) -> str:
+    """Replace what differs from machine to machine."""
+    host = socket.gethostname().partition(".")[0]
+    root = str(Path(distrun_runtime.__file__).resolve().parent.parent)
+    for found, shown in (
+        (json.dumps(blob.BOOT)[1:-1], "BOOT"),
+        (sys.executable, "PYTHON"),
+        (root, "RUNTIME"),
+        (str(distrun.home), "HOME"),
+    ):
+        text = text.replace(found, shown)
+    text = re.sub(r"\$'exec\(.*?\.\.\.'|'exec\(.*?\.\.\.'", "BOOT", text)
+    return re.sub(r"(?<![\w.-])%s(?![\w-])" % re.escape(host), "HERE", text)
+
+
+CASES: dict[str, tuple[str, ...]] = {
+    "two-by-two": ("-n", "2", "-s", "2", "python", "train.py", "--kv-store", "dist_sync"),
+    "servers-default-to-workers": ("-n", "2", "python", "train.py"),
+    "no-servers": ("-n", "2", "-s", "0", "python", "ddp.py"),
+    "ps-command": ("-n", "1", "-s", "1", "--ps", "command", "python train.py > $DMLC_ROLE.txt"),
+    "environment": (
+        *("-n", "1", "-s", "1", "--env", "A=it's $x", "--env", "API_KEY=s3cret", "--env-server", "OMP_NUM_THREADS:3"),
+        *("--env", "FORWARDED", "--interface", "eth9", "--port-range", "7000-7100", "--op-timeout", "5"),
+        *("--timeout", "60", "--name", "digits", "--keep-outer-env", "--", "./run me", "ü", "a\nb"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_dry_run_shows_what_it_always_showed(case: str, form: str, distrun: Distrun) -> None:
+    options = ["--json"] if form == "json" else []
+    env = {"FORWARDED": "forwarded-value", "PYTHONPATH": "", "PYTHONUNBUFFERED": "1"}
+    result = distrun.launch("--dry-run", *options, *CASES[case], env=env)
+    assert result.returncode == 0, result.stderr.decode()
+    assert b"s3cret" not in result.stdout
+    assert b"forwarded-value" not in result.stdout
+    assert not distrun.jobs
+    shown = mask(result.stdout.decode(), distrun)
+    golden = GOLDEN / ("%s.%s" % (case, "json" if form == "json" else "txt"))
+    if UPDATE:
+        golden.write_text(shown)
+    assert shown == golden.read_text(), "it changed; if on purpose: DISTRUN_UPDATE_GOLDEN=1"
+
+
+def test_minus_n_alone_means_as_many_servers(distrun: Distrun) -> None:
+    result = distrun.launch("--dry-run", "--json", "-n", "2", "true")
+    roles = [task["role"] for task in json.loads(result.stdout)["tasks"]]
+    assert roles == ["scheduler", "server", "server", "worker", "worker"]
+
+
+@pytest.mark.parametrize("command", [(), ("launch",), ("status",), ("logs",), ("kill",)])
+def test_h_equals_help(command: tuple[str, ...], distrun: Distrun) -> None:
+    short, long = distrun.run(*command, "-h"), distrun.run(*command, "--help")
+    assert short.returncode == long.returncode == 0
+    assert short.stdout == long.stdout
+    assert b"Usage: distrun" in short.stdout
+
+
+def test_help_is_quick_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom distrun import cli\nassert cli.run(['--help']) == 0\n"
+        "print(*sorted({name.partition('.')[0] for name in sys.modules}))\n"
+    )
+    best = 9.0
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        best = min(best, after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    loaded = set(out.splitlines()[-1].split())
+    assert not loaded & {"numpy", "zmq", "paramiko", "fabric", "invoke", "rich", "asyncio", "scipy"}
+    if "coverage" not in sys.modules:
+        assert best < 0.150
+
+
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        (("launch", "-n", "2", "--launcher", "locl", "true"), ["no launcher 'locl'", "did you mean local?"]),
+        (("launch", "-n", "2", "--launcher", "zzz", "true"), ["no launcher 'zzz'; known: local"]),
+        (("launch", "-n", "2", "--launcher", "ssh", "true"), ["the local backend only", "--launcher local"]),
+        (("launch", "-n", "2", "--backend", "slurm", "true"), ["--launcher slurm: this version has the local"]),
+        (("launch", "-n", "2", "--hosts", "a,b", "true"), ["the local backend only", "--launcher local"]),
+        (("launch", "-n", "0", "true"), ["-n/--num-workers: expected a number of at least 1, found 0"]),
+        (("launch", "-n", "-3", "true"), ["found -3"]),
+        (("launch", "-n", "two", "true"), ["'two' is not a valid integer"]),
+        (("launch", "-n", "1", "-s", "-1", "true"), ["-s/--num-servers", "found -1"]),
+        (("launch", "true"), ["Missing option '-n'"]),
+        (("launch", "-n", "2"), ["no command"]),
+        (("launch", "-n", "2", "--sync-dir", "/x", "true"), ["--sync-dir", "Did you mean --sync-dst-dir?"]),
+        (("launch", "-n", "2", "--num-server", "1", "true"), ["Did you mean --num-servers?"]),
+        (("launch", "-n", "2", "--env-file", "/nowhere/x.env", "true"), ["cannot read '/nowhere/x.env'"]),
+        (("launch", "-n", "2", "-H", "/nowhere/hosts", "true"), ["cannot read the hosts file '/nowhere/hosts'"]),
+        (("launch", "-n", "2", "--launcher", "local", "-H", "/nowhere/hosts", "true"), ["cannot read the hosts file"]),
+        (("launch", "-n", "2", "--env", "RANK=3", "true"), ["RANK is set by distrun itself"]),
+        (("launch", "-n", "2", "--ps", "both", "true"), ["--ps: expected bundled or command, found 'both'"]),
+        (("launch", "-n", "2", "--timeout", "-1", "true"), ["--timeout"]),
+        (("launch", "-n", "2", "-q", "-v", "true"), ["contradict"]),
+        (("launch", "-n", "2", "--scheduler-host", "mars", "true"), ["'mars' is none of the job's hosts"]),
+        (("lanch", "-n", "2"), ["No such command 'lanch'", "Did you mean launch?"]),
+        (("status", "no-such-job"), ["no job 'no-such-job'"]),
+        (("logs", "no-such-job"), ["no job 'no-such-job'"]),
+        (("kill", "no-such-job"), ["no job 'no-such-job'"]),
+    ],
+)
+def test_bad_input_ends_with_2_and_words(words: tuple[str, ...], messages: list[str], distrun: Distrun) -> None:
+    text = error(distrun.run(*words))
+    for message in messages:
+        assert message in text
+    assert not distrun.jobs
+
+
+@pytest.mark.parametrize("name", ["DISTRUN_HOSTFILE", "DEEPLEARNING_WORKERS_PATH"])
+def test_hosts_named_by_the_environment_mean_ssh(name: str, distrun: Distrun) -> None:
+    assert "the local backend only" in error(distrun.run("launch", "-n", "1", "true", env={name: "/tmp/hosts"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "right"),
+    [
+        ("MXNET_KVSTORE_BIGARRAY_BOUND", "many", "integer, at least 1"),
+        ("PS_VERBOSE", "3", "integer from 0 to 2"),
+        ("PS_RESEND", "yes", "0 or 1"),
+        ("PS_HEARTBEAT_TIMEOUT", "0", "number from 0.5 to 86400"),
+    ],
+)
+@pytest.mark.parametrize("way", ["outside", "given"])
+def test_a_wrong_tuning_variable_is_named_with_value_host_and_what_is_right(
+    way: str, name: str, value: str, right: str, distrun: Distrun
+) -> None:
+    if way == "outside":
+        result = distrun.launch("-n", "1", "true", env={name: value})
+    else:
+        result = distrun.launch("-n", "1", "--env", "%s=%s" % (name, value), "true")
+    text = error(result)
+    assert "%s=%r on host %s: expected %s" % (name, value, socket.gethostname(), right) in text
+
+
+def test_no_words_is_the_help_on_stderr(distrun: Distrun) -> None:
+    result = distrun.run()
+    assert result.returncode == 2
+    assert result.stdout == b""
+    assert b"Usage: distrun" in result.stderr
+
+
+def test_the_version_is_told(distrun: Distrun) -> None:
+    from distrun import __version__
+
+    assert distrun.run("--version").stdout.decode() == "distrun %s\n" % __version__
+
+
+def test_our_own_fault_ends_with_8_and_a_traceback_only_when_asked(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(**more: Any) -> None:
+        raise RuntimeError("oh dear")
+
+    monkeypatch.setattr("distrun.cli.launch._launcher", lambda *more: broken())
+    assert cli.run(["launch", "-n", "1", "true"]) == 8
+    text = capfd.readouterr().err
+    assert "distrun: error: internal error: RuntimeError: oh dear" in text
+    assert "Traceback" not in text
+    assert cli.run(["launch", "-vv", "-n", "1", "true"]) == 8
+    assert "Traceback" in capfd.readouterr().err

@@ -1,0 +1,129 @@
+"""Runs the command `distrun` as a user would, and looks for what a job left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+PYTHON = sys.executable
+TIMEOUT_S = 60.0
+
+
+class Distrun:
+    """The command, with a job store and caches of its own below `home`."""
+
+    def __init__(self, home: Path, **env: str) -> None:
+        self.home = home
+        self.work = home / "work"
+        self.work.mkdir()
+        ours = {"DMLC_", "DISTRUN_", "PS_", "MXNET_", "SLURM_", "OMPI_"}
+        outer = {k: v for k, v in os.environ.items() if not any(k.startswith(prefix) for prefix in ours)}
+        outer.pop("DEEPLEARNING_WORKERS_PATH", None)
+        self.env = {
+            **outer,
+            "XDG_STATE_HOME": str(home / "state"),
+            "XDG_CACHE_HOME": str(home / "cache"),
+            "XDG_RUNTIME_DIR": str(home / "run"),
+            **env,
+        }
+        (home / "run").mkdir(mode=0o700)
+
+    def argv(self, *words: str) -> list[str]:
+        """Return the argument list that runs `distrun WORDS`."""
+        return [PYTHON, "-m", "distrun", *words]
+
+    def run(
+        self, *words: str, env: Mapping[str, str] | None = None, timeout_s: float = TIMEOUT_S, **more: Any
+    ) -> subprocess.CompletedProcess[bytes]:
+        """Run it to its end; stdout and stderr are bytes."""
+        return subprocess.run(
+            self.argv(*words),
+            env={**self.env, **(env or {})},
+            cwd=more.pop("cwd", self.work),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
+            **more,
+        )
+
+    def start(self, *words: str, env: Mapping[str, str] | None = None, **more: Any) -> subprocess.Popen[bytes]:
+        """Start it; stdout and stderr are files `out` and `err` in `home` unless given."""
+        more.setdefault("stdout", (self.home / "out").open("wb"))
+        more.setdefault("stderr", (self.home / "err").open("wb"))
+        child = subprocess.Popen(
+            self.argv(*words), env={**self.env, **(env or {})}, cwd=self.work, stdin=subprocess.DEVNULL, **more
+        )
+        for stream in (more["stdout"], more["stderr"]):
+            if hasattr(stream, "close"):
+                stream.close()
+        return child
+
+    def launch(self, *words: str, **more: Any) -> subprocess.CompletedProcess[bytes]:
+        """Run `distrun launch --launcher local WORDS`."""
+        return self.run("launch", "--launcher", "local", *words, **more)
+
+    def begin(self, *words: str, **more: Any) -> subprocess.Popen[bytes]:
+        """Start `distrun launch --launcher local WORDS`."""
+        return self.start("launch", "--launcher", "local", *words, **more)
+
+    @property
+    def jobs(self) -> list[Path]:
+        """Folders of the jobs, the oldest first."""
+        return sorted((self.home / "state" / "distrun" / "jobs").glob("*"), key=lambda path: path.stat().st_ctime_ns)
+
+    @property
+    def job(self) -> Path:
+        """The folder of the one job."""
+        (path,) = self.jobs
+        return path
+
+    def state(self) -> dict[str, Any]:
+        """state.json of the one job."""
+        value: dict[str, Any] = json.loads((self.job / "state.json").read_text())
+        return value
+
+    def log(self, task: str) -> bytes:
+        """What a task of the one job wrote."""
+        return (self.job / "logs" / (task + ".log")).read_bytes()
+
+    def left(self) -> list[str]:
+        """Return the living processes that any job of this store left: by the mark in their environment, or agents."""
+        ids = {path.name.encode() for path in self.jobs}
+        runtime = os.fsencode(self.home / "run")
+        found = []
+        for pid, environ, command in processes():
+            values = dict(part.split(b"=", 1) for part in environ.split(b"\0") if b"=" in part)
+            is_agent = values.get(b"XDG_RUNTIME_DIR") == runtime and b"base64" in command
+            if values.get(b"DISTRUN_JOB_ID") in ids or is_agent:
+                found.append("%d %s" % (pid, command.replace(b"\0", b" ")[:80].decode("utf-8", "replace")))
+        return found
+
+
+def processes() -> Iterator[tuple[int, bytes, bytes]]:
+    """Give pid, environment and command line of every living process of this user (Linux)."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state = (entry / "stat").read_bytes().rpartition(b")")[2].split()[0]
+                if state not in (b"Z", b"X"):
+                    yield int(entry.name), (entry / "environ").read_bytes(), (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+
+
+def wait_until(is_true: Callable[[], Any], limit_s: float, what: str = "") -> Any:
+    """Wait until `is_true()` gives something true, and return it; fail after `limit_s`."""
+    end = time.monotonic() + limit_s
+    while True:
+        value = is_true()
+        if value:
+            return value
+        assert time.monotonic() < end, "after %g s still not: %s" % (limit_s, what or is_true)
+        time.sleep(0.02)
