@@ -82,6 +82,9 @@ class ZmqTransport:
     """ROUTER, DEALERs and their monitors, polled together."""
 
     def __init__(self, heartbeat: Heartbeat | None = None, *, frame_limit: int = FRAME_LIMIT) -> None:
+        # pyzmq's collector of lent buffers starts with the first one, and stops in an exit handler. Started here, it
+        # stops after ours: a worker that ends can still send what it pushed.
+        zmq.Frame(bytearray(ZERO_COPY_BYTES), copy=False, track=True)
         self._heartbeat = heartbeat or Heartbeat()
         self._frame_limit = frame_limit
         self._context = zmq.Context()
@@ -137,12 +140,13 @@ class ZmqTransport:
         dealer = self._dealers.pop(link, None)
         if dealer is None:
             return
+        dealer.disable_monitor()
         for monitor, name in list(self._monitors.items()):
             if name == link:
                 del self._monitors[monitor]
                 self._poller.unregister(monitor)
+                monitor.close(0)
         self._poller.unregister(dealer)
-        dealer.disable_monitor()
         dealer.close(int(linger_s * 1000))
 
     def send(self, link: Link, frames: Sequence[Buffer]) -> Lease:

@@ -1,0 +1,367 @@
+"""Real scheduler, server and worker processes, started by hand with the DMLC_* variables."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from manual import ManualJob
+
+TRAIN = """
+    import numpy as np
+    from distrun_runtime import kvstore
+
+    kv = kvstore.create("dist_sync")
+    kv.init("w", np.zeros((1200, 1200), "float32"))
+    out = np.zeros((1200, 1200), "float32")
+    for step in range(3):
+        kv.push("w", np.full((1200, 1200), kv.rank + 1, "float32"))
+        kv.pull("w", out)
+    assert (out == 3).all()
+    print("rank", kv.rank, "of", kv.num_workers, "done", flush=True)
+"""
+
+HOLD = """
+    import sys, time
+    import numpy as np
+    from distrun_runtime import kvstore
+
+    kv = kvstore.create("dist_sync")
+    kv.init("w", np.zeros(4, "float32"))
+    print("ready with rank=%d" % kv.rank, flush=True)
+    if kv.rank == 0:
+        kv.push("w", np.ones(4, "float32"))
+        started = time.monotonic()
+        try:
+            kv.pull("w", np.zeros(4, "float32"))
+        except Exception as err:
+            print("%s after %.1f s: %s" % (type(err).__name__, time.monotonic() - started, err), flush=True)
+            raise
+    else:
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ["scheduler", "server", "server", "worker", "worker"],
+        ["worker", "worker", "server", "server", "scheduler"],
+        ["server", "worker", "scheduler", "worker", "server"],
+    ],
+)
+def test_five_variables_and_any_order_of_starting_do(order: list[str]) -> None:
+    with ManualJob() as job:
+        script = job.script(TRAIN)
+        for role in order:
+            job.start(role, *([script] if role == "worker" else []))
+        assert set(job.wait()) == {0}, job.report()
+        ranks = sorted(re.findall(r"rank (\d) of 2 done", job.out("worker-0") + job.out("worker-1")))
+        assert ranks == ["0", "1"]
+        assert "runs open" in job.err("scheduler-0")
+
+
+def test_the_same_command_in_every_role_serves_where_the_role_says_so() -> None:
+    with ManualJob() as job:
+        script = job.script(TRAIN + "\n    assert kv.rank >= 0\n")
+        for role in ("worker", "server", "scheduler", "server", "worker"):
+            job.start(role, script)
+        assert set(job.wait()) == {0}, job.report()
+        assert job.out("server-0") == job.out("scheduler-0") == ""
+
+
+def test_the_scheduler_binds_exactly_its_port_or_says_who_has_it() -> None:
+    with ManualJob(1, 1) as job, socket.socket() as holder:
+        holder.bind(("127.0.0.1", job.port))
+        holder.listen()
+        job.start("scheduler")
+        assert job.wait("scheduler-0") == [1]
+        assert "DMLC_PS_ROOT_PORT=%d" % job.port in job.err("scheduler-0")
+        assert "in use" in job.err("scheduler-0")
+        assert "Traceback" not in job.err("scheduler-0")
+
+
+def test_ranks_that_are_given_are_kept() -> None:
+    with ManualJob() as job:
+        script = job.script(TRAIN)
+        job.start("scheduler")
+        for rank in (1, 0):
+            job.start("server", DMLC_SERVER_ID=str(rank))
+            job.start("worker", script, DMLC_WORKER_ID=str(rank))
+        assert set(job.wait()) == {0}, job.report()
+        assert "rank 1 of 2" in job.out("worker-0")
+        assert "rank 0 of 2" in job.out("worker-1")
+
+
+def test_the_interface_is_resolved_by_the_runtime_itself() -> None:
+    with ManualJob(1, 1, DMLC_INTERFACE="lo", PS_VERBOSE="1") as job:
+        job.start_all(job.script(TRAIN.replace("== 3", "== 1")), 1, 1)
+        assert set(job.wait()) == {0}, job.report()
+        assert "event=bound endpoint=tcp://127.0.0.1:" in job.err("server-0")
+
+
+def test_an_unknown_interface_is_an_error_that_lists_those_there_are() -> None:
+    with ManualJob(1, 1, DMLC_INTERFACE="nope0") as job:
+        job.start("server")
+        assert job.wait("server-0") == [2]
+        assert "nope0" in job.err("server-0")
+        assert "lo" in job.err("server-0")
+        assert "Traceback" not in job.err("server-0")
+
+
+@pytest.mark.parametrize("name", ["DMLC_NUM_SERVER", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER"])
+def test_a_variable_that_is_missing_is_named(name: str) -> None:
+    with ManualJob() as job:
+        del job.env[name]
+        job.start("server")
+        assert job.wait("server-0") == [2]
+        assert name in job.err("server-0")
+
+
+def test_a_store_without_a_job_says_how_to_start_one() -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("DMLC_", "DISTRUN_"))}
+    code = "from distrun_runtime import kvstore; kvstore.create('dist_sync')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "distrun launch" in done.stderr
+
+
+def test_a_job_without_servers_says_so_at_once() -> None:
+    with ManualJob(1, 0) as job:
+        job.start("worker", job.script(TRAIN))
+        assert job.wait("worker-0") == [1]
+        assert "-s 1" in job.err("worker-0")
+
+
+def test_verbose_one_prints_addresses_and_verbose_two_every_message() -> None:
+    with ManualJob(1, 1, PS_VERBOSE="2") as job:
+        job.start_all(job.script(TRAIN.replace("== 3", "== 1")), 1, 1)
+        assert set(job.wait()) == {0}, job.report()
+        lines = job.err("worker-0").splitlines()
+        assert any(
+            re.search(r"role=worker rank=0 .*event=roster node=server-0 .*endpoint=tcp://", line) for line in lines
+        )
+        assert any("event=send to=server-0 kind=push" in line for line in lines)
+        server = job.err("server-0").splitlines()
+        assert any("role=server rank=0" in line and "event=receive" in line and "kind=push" in line for line in server)
+        assert all(line.startswith("distrun role=") for line in [*lines, *server])
+
+
+def test_waiting_is_said_every_few_seconds_with_names() -> None:
+    with ManualJob(2, 1) as job:
+        job.start("scheduler")
+        job.start("server")
+        job.start("worker", job.script(TRAIN), DISTRUN_HOST="d1", DMLC_WORKER_ID="0")
+        job.until("scheduler-0", "waiting for 1 of 2 workers: have worker-0@d1")
+
+
+def test_a_worker_that_is_killed_is_named_to_the_others_at_once() -> None:
+    with ManualJob() as job:
+        job.start_all(job.script(HOLD))
+        victim, other = (1, 0) if _waits_for_all(job) == 0 else (0, 1)
+        job.processes["worker-%d" % victim].kill()
+        assert job.wait("worker-%d" % other) == [1]
+        out = job.out("worker-%d" % other)
+        assert "PeerLost after" in out
+        assert "worker-1@" in out
+        assert float(re.search(r"after ([\d.]+) s", out).group(1)) < 10
+        # Nothing stays: the servers and the scheduler end by themselves, and say that it did not end well.
+        assert job.wait("scheduler-0") == [1], job.report()
+        job.wait("server-0", "server-1")
+
+
+def test_a_worker_that_is_stopped_is_lost_within_ten_seconds() -> None:
+    with ManualJob() as job:
+        job.start_all(job.script(HOLD))
+        blocked = _waits_for_all(job)
+        victim = 1 - blocked
+        started = time.monotonic()
+        job.processes["worker-%d" % victim].send_signal(signal.SIGSTOP)
+        assert job.wait("worker-%d" % blocked) == [1]
+        assert time.monotonic() - started < 12
+        assert "worker-1@" in job.out("worker-%d" % blocked)
+
+
+@pytest.mark.timeout(180)
+def test_a_worker_that_holds_the_gil_for_fifteen_seconds_is_alive() -> None:
+    with ManualJob() as job:
+        script = job.script(
+            """
+            import ctypes
+            import numpy as np
+            from distrun_runtime import kvstore
+
+            kv = kvstore.create("dist_sync")
+            kv.init("w", np.zeros(4, "float32"))
+            if kv.rank == 1:
+                ctypes.PyDLL(None).sleep(15)  # PyDLL keeps the GIL during the call
+            kv.push("w", np.ones(4, "float32"))
+            out = np.zeros(4, "float32")
+            kv.pull("w", out)
+            assert (out == 2).all()
+            """
+        )
+        job.start_all(script)
+        assert set(job.wait()) == {0}, job.report()
+
+
+def test_a_server_that_is_killed_ends_the_workers_with_its_name() -> None:
+    with ManualJob() as job:
+        job.start_all(job.script(HOLD))
+        blocked = _waits_for_all(job)
+        job.processes["server-1"].kill()
+        assert job.wait("worker-%d" % blocked) == [1]
+        assert re.search(r"PeerLost.*server-[01]@", job.out("worker-%d" % blocked))
+
+
+def test_a_scheduler_that_is_killed_ends_servers_and_workers() -> None:
+    with ManualJob() as job:
+        job.start_all(job.script(HOLD))
+        blocked = _waits_for_all(job)
+        job.processes["scheduler-0"].kill()
+        assert job.wait("worker-%d" % blocked, "server-0", "server-1") == [1, 1, 1]
+        assert "scheduler" in job.out("worker-%d" % blocked)
+        assert "the scheduler" in job.err("server-0")
+
+
+def test_an_exception_ends_the_worker_at_once_and_reaches_the_others() -> None:
+    with ManualJob() as job:
+        script = job.script(
+            """
+            import numpy as np
+            from distrun_runtime import kvstore
+
+            kv = kvstore.create("dist_sync")
+            kv.init("w", np.zeros(4, "float32"))
+            kv.push("w", np.ones(4, "float32"))
+            if kv.rank == 1:
+                raise ValueError("a bug of mine")
+            kv.push("w", np.ones(4, "float32"))
+            kv.pull("w", np.zeros(4, "float32"))
+            """
+        )
+        job.start_all(script)
+        assert job.wait("worker-0", "worker-1") == [1, 1]
+        both = job.err("worker-0") + job.err("worker-1")
+        assert re.search(r"PeerLost.*worker-1@.*ValueError: a bug of mine", both)
+        job.wait()
+
+
+def test_a_clean_end_flushes_what_was_pushed() -> None:
+    with ManualJob() as job:
+        script = job.script(
+            """
+            import numpy as np
+            from distrun_runtime import kvstore
+
+            kv = kvstore.create("dist_async")
+            kv.init("w", np.zeros(1000000, "float32"))
+            kv.set_optimizer("test", rescale_grad=1)
+            kv.barrier()
+            if kv.rank == 0:
+                for _ in range(5):
+                    kv.push("w", np.ones(1000000, "float32"))
+                # Ends without close, barrier or pull.
+            else:
+                import time
+                out = np.zeros(1000000, "float32")
+                end = time.monotonic() + 30
+                while out.min() < 5 and time.monotonic() < end:
+                    kv.pull("w", out)
+                assert (out == 5).all()
+            """
+        )
+        job.start_all(script)
+        assert set(job.wait()) == {0}, job.report()
+
+
+def test_a_forked_child_cannot_use_the_store_and_ends_quietly() -> None:
+    with ManualJob(1, 1) as job:
+        script = job.script(
+            """
+            import os, sys, warnings
+            import numpy as np
+            from distrun_runtime import kvstore
+            from distrun_runtime.errors import StoreClosed
+
+            warnings.simplefilter("ignore")
+            kv = kvstore.create("dist_sync")
+            kv.init("w", np.zeros(4, "float32"))
+            child = os.fork()
+            if child == 0:
+                ones = np.ones(4, "float32")
+                for call in (lambda: kv.push("w", ones), lambda: kvstore.create("dist_sync"), kv.barrier):
+                    try:
+                        call()
+                    except StoreClosed:
+                        continue
+                    os._exit(3)
+                sys.exit(0)  # runs the exit handlers
+            assert os.waitpid(child, 0)[1] == 0
+            kv.push("w", np.ones(4, "float32"))
+            out = np.zeros(4, "float32")
+            kv.pull("w", out)
+            assert (out == 1).all()
+            """
+        )
+        job.start_all(script, 1, 1)
+        assert set(job.wait()) == {0}, job.report()
+
+
+def test_garbage_on_a_port_of_the_job_harms_nobody() -> None:
+    with ManualJob(1, 1, PS_VERBOSE="1") as job:
+        script = job.script(
+            """
+            import os, sys, time
+            import numpy as np
+            from distrun_runtime import kvstore
+
+            kv = kvstore.create("dist_sync")
+            kv.init("w", np.zeros(4, "float32"))
+            print("ready", flush=True)
+            while not os.path.exists(sys.argv[1]):
+                time.sleep(0.05)
+            kv.push("w", np.ones(4, "float32"))
+            kv.pull("w", np.zeros(4, "float32"))
+            """
+        )
+        go = job.path("go")
+        job.start("scheduler")
+        job.start("server")
+        job.start("worker", script, str(go))
+        job.until("worker-0", "ready")
+        server = int(re.search(r"event=bound endpoint=tcp://127.0.0.1:(\d+)", job.err("server-0")).group(1))
+        for port in (job.port, server):
+            for junk in (b"GET / HTTP/1.0\r\n\r\n", os.urandom(4096), b"\x00" * 100):
+                with socket.create_connection(("127.0.0.1", port), timeout=10) as line:
+                    line.sendall(junk)
+            _send_junk_messages(port)
+        go.touch()
+        assert set(job.wait()) == {0}, job.report()
+
+
+def _send_junk_messages(port: int) -> None:
+    import zmq
+
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect("tcp://127.0.0.1:%d" % port)
+    for junk in ([b"x"], [b"DRKV" + b"\xff" * 60, b""], [os.urandom(80), b"{}", b"p"], [b"", b""]):
+        dealer.send_multipart(junk)
+    dealer.close(500)
+    context.term()
+
+
+def _waits_for_all(job: ManualJob) -> int:
+    """Wait until both workers are ready; return the number of the process that has rank 0 and will block."""
+    job.until("worker-0", "ready")
+    job.until("worker-1", "ready")
+    return 0 if "rank=0" in job.out("worker-0") else 1

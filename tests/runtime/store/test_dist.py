@@ -1,0 +1,642 @@
+"""The distributed store, a whole job in threads, over ZeroMQ and over in-process queues."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from cluster import Cluster, config
+
+from distrun_runtime.errors import KVError, PeerLost, RuleError, StoreClosed, TimedOut
+from distrun_runtime.net.inproc import InprocNetwork
+from distrun_runtime.store.dist import DistStore
+
+SHAPE = (2, 3)
+BIG = (1200, 1200)
+DTYPES = ["float16", "float32", "float64", "int8", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "int16"]
+
+
+@pytest.fixture(params=["zmq", "inproc"])
+def over(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def ones(shape=SHAPE, dtype="float32"):
+    return np.ones(shape, dtype)
+
+
+def test_a_pull_gives_the_sum_of_the_rounds_pushes(over: str) -> None:
+    def script(kv: DistStore):
+        kv.init("w", ones())
+        for _ in range(3):
+            kv.push("w", np.full(SHAPE, kv.rank + 1, "float32"))
+            out = np.zeros(SHAPE, "float32")
+            kv.pull("w", out)
+            assert (out == 3).all()
+        return kv.rank, kv.num_workers, kv.type
+
+    with Cluster(over=over) as job:
+        assert job.run(script) == [(0, 2, "dist_sync"), (1, 2, "dist_sync")]
+    assert set(job.codes.values()) == {0}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 7])
+def test_default_cpu(workers: int) -> None:
+    """kvstore.md §7, nightly/dist_sync_kvstore.py, default_cpu / check_default_keys (fp32, small and sharded)."""
+    rate = 2
+
+    def script(kv: DistStore):
+        kv.init([3, 5, 99], [ones(), ones(), ones(BIG)])
+        kv.set_optimizer("test", rescale_grad=rate)
+        for step in range(7):
+            for key, shape in ((3, SHAPE), (99, BIG)):
+                kv.push(key, np.full(shape, kv.rank + 1, "float32"), priority=-key)
+                out = np.zeros(shape, "float32")
+                kv.pull(key, out, priority=-key)
+                expected = 1 + rate * workers * (workers + 1) / 2 * (step + 1)
+                assert (out == expected).all()
+
+    with Cluster(workers, workers, over="inproc") as job:
+        job.run(script)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_default_cpu_in_other_precisions(dtype: str) -> None:
+    """kvstore.md §7, nightly/dist_sync_kvstore.py, default_cpu / check_default_keys (fp16, without masters)."""
+
+    def script(kv: DistStore):
+        kv.init(["k", "big"], [ones(dtype=dtype), ones((1211, 1211), dtype)])
+        kv.set_optimizer("test", rescale_grad=2)
+        for step in range(4):
+            kv.push(["k", "big"], [ones(dtype=dtype) * (kv.rank + 1), ones((1211, 1211), dtype) * (kv.rank + 1)])
+            outs = [np.zeros(SHAPE, dtype), np.zeros((1211, 1211), dtype)]
+            kv.pull(["k", "big"], outs)
+            assert all((out == 1 + 6 * (step + 1)).all() for out in outs)
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_init_returns_the_init_value_of_a_hundred_keys() -> None:
+    """kvstore.md §7, nightly/dist_sync_kvstore.py, test_sync_init (cpu, half fp32, half fp16)."""
+
+    def script(kv: DistStore):
+        kinds = ["float32" if number % 2 else "float16" for number in range(100)]
+        kv.init(list(range(100)), [np.full(SHAPE, number, kind) for number, kind in enumerate(kinds)])
+        outs = [np.zeros(SHAPE, kind) for kind in kinds]
+        kv.pull(list(range(100)), outs)
+        for number, out in enumerate(outs):
+            assert (out == number).all()
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_only_the_value_of_rank_zero_is_stored_by_init(over: str) -> None:
+    def script(kv: DistStore):
+        kv.init("w", np.full(SHAPE, 10 + kv.rank, "float32"))
+        out = np.zeros(SHAPE, "float32")
+        kv.pull("w", out)
+        assert (out == 10).all()
+
+    with Cluster(over=over) as job:
+        job.run(script)
+
+
+def test_broadcast_gives_rank_zeros_value_to_all() -> None:
+    """kvstore.md §7, dist_device_sync_kvstore_custom.py, broadcast (dense, cpu)."""
+
+    def script(kv: DistStore):
+        keys = ["b%d" % number for number in range(40)]
+        outs = [[np.zeros(SHAPE, "float32"), np.zeros(SHAPE, "float32")] for _ in keys]
+        kv.broadcast(keys, [np.full(SHAPE, number + 100 * kv.rank, "float32") for number in range(40)], outs)
+        for number, pair in enumerate(outs):
+            assert all((out == number).all() for out in pair)
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_pushpull_in_place_sums_workers_and_devices_each_time() -> None:
+    """kvstore.md §7, dist_device_sync_kvstore_custom.py, in-place pushpull (2 buffers a worker, 3 repeats)."""
+
+    def script(kv: DistStore):
+        kv.init("p", np.zeros(BIG, "float32"))
+        for _ in range(3):
+            values = [np.full(BIG, kv.rank + 1, "float32") for _ in range(2)]
+            kv.pushpull("p", values)
+            assert all((value == 3 * 2).all() for value in values)
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_element_type_arrives_unchanged(dtype: str) -> None:
+    def script(kv: DistStore):
+        value = (np.arange(24) % 7).astype(dtype).reshape(2, 3, 4)
+        kv.init("k", value)
+        out = np.zeros_like(value)
+        kv.pull("k", out)
+        assert (out == value).all()
+        kv.push("k", value)
+        kv.pull("k", out)
+        assert (out == value + value).all()
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_scalars_empty_values_and_strided_arrays_go_through() -> None:
+    def script(kv: DistStore):
+        base = np.arange(40, dtype="float32").reshape(4, 10)
+        kv.init(["scalar", "empty", "strided"], [np.float32(2), np.zeros((0, 3), "float32"), base[::2, ::3]])
+        kv.push(
+            ["scalar", "empty", "strided"], [np.array(4, "float32"), np.zeros((0, 3), "float32"), base.T[::3, ::2].T]
+        )
+        wide = np.zeros((4, 10), "float32")
+        scalar, empty = np.zeros((), "float32"), np.zeros((0, 3), "float32")
+        kv.pull(["scalar", "empty", "strided"], [scalar, empty, wide[::2, ::3]])
+        assert scalar == 8
+        assert (wide[::2, ::3] == 2 * base[::2, ::3]).all()
+        assert wide[1].sum() == 0
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_the_pushed_gradient_is_never_overwritten_and_may_be_changed_at_once(over: str) -> None:
+    def script(kv: DistStore):
+        kv.init("w", np.zeros(BIG, "float32"))
+        gradient = np.full(BIG, kv.rank + 1, "float32")
+        kept = gradient.copy()
+        kv.push("w", gradient)
+        out = np.zeros(BIG, "float32")
+        kv.pull("w", out)
+        assert (gradient == kept).all()
+        kv.push("w", gradient)
+        gradient[...] = 1e9
+        kv.pull("w", out)
+        assert (out == 3).all()
+
+    with Cluster(over=over) as job:
+        job.run(script)
+
+
+def test_a_second_push_of_one_worker_belongs_to_its_next_round() -> None:
+    """kvstore.md §2.2 (3): one worker pushing 1 and 10 must not close the round of two."""
+
+    def script(kv: DistStore):
+        kv.init("w", np.zeros(SHAPE, "float32"))
+        out = np.zeros(SHAPE, "float32")
+        if kv.rank == 0:
+            kv.push("w", np.full(SHAPE, 1, "float32"))
+            kv.push("w", np.full(SHAPE, 10, "float32"))
+            kv.pull("w", out)
+            assert (out == 10 + 200).all()
+        else:
+            kv.push("w", np.full(SHAPE, 100, "float32"))
+            kv.pull("w", out)
+            assert (out == 101).all()
+            kv.push("w", np.full(SHAPE, 200, "float32"))
+            kv.pull("w", out)
+            assert (out == 210).all()
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_a_pull_that_overlaps_the_next_round_never_sees_a_mixed_value() -> None:
+    """Every element of a pulled value is of one round, on all servers, while the other worker runs ahead."""
+    rounds = 60
+
+    def script(kv: DistStore):
+        kv.init("w", np.zeros(BIG, "float32"))
+        kv.set_optimizer("test", rescale_grad=1)
+        out = np.empty(BIG, "float32")
+        for step in range(1, rounds + 1):
+            kv.push("w", np.full(BIG, 0.5, "float32"))
+            if kv.rank == 1 and step % 7:
+                continue
+            kv.pull("w", out)
+            assert out.min() == out.max() == step
+        return None
+
+    with Cluster(2, 2, over="zmq") as job:
+        job.run(script)
+
+
+def test_a_pull_waits_for_the_round_of_its_push(over: str) -> None:
+    released = threading.Event()
+
+    def script(kv: DistStore):
+        kv.init("w", np.zeros(SHAPE, "float32"))
+        out = np.zeros(SHAPE, "float32")
+        if kv.rank == 0:
+            kv.push("w", ones())
+            threading.Timer(0.3, released.set).start()
+            kv.pull("w", out)
+            assert released.is_set()
+        else:
+            released.wait(10)
+            kv.push("w", ones())
+            kv.pull("w", out)
+        assert (out == 2).all()
+
+    with Cluster(over=over) as job:
+        job.run(script)
+
+
+def test_a_pull_before_any_push_does_not_wait() -> None:
+    def script(kv: DistStore):
+        kv.init("w", ones())
+        out = np.zeros(SHAPE, "float32")
+        if kv.rank == 0:
+            kv.push("w", ones())
+        kv.barrier()
+        if kv.rank == 1:
+            kv.pull("w", out)
+            assert (out == 1).all()
+            kv.push("w", ones())
+        kv.pull("w", out)
+        assert (out == 2).all()
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_str_keys_declared_in_different_orders_are_not_swapped() -> None:
+    """kvstore.md §1.2: names go on the wire, so the order of init on each worker means nothing."""
+
+    def script(kv: DistStore):
+        values = {"a": np.full(SHAPE, 1, "float32"), "b": np.full(SHAPE, 2, "float32")}
+        order = ["a", "b"] if kv.rank == 0 else ["b", "a"]
+        kv.init(order, [values[name] for name in order])
+        out = np.zeros(SHAPE, "float32")
+        for name, value in values.items():
+            kv.pull(name, out)
+            assert (out == value).all()
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+@pytest.mark.parametrize(
+    ("mine", "words"),
+    [
+        (lambda rank: ("w", np.zeros((2, 3 + rank), "float32")), ["'w'", "(2, 3)", "(2, 4)", "worker-0", "worker-1"]),
+        (lambda rank: ("w", np.zeros(2, ["float32", "float64"][rank])), ["float32", "float64"]),
+        (lambda rank: (["w", "v"][rank], np.zeros(2, "float32")), ["does not"]),
+    ],
+)
+def test_an_init_that_differs_between_workers_names_both(mine, words) -> None:
+    def script(kv: DistStore):
+        with pytest.raises(KVError) as caught:
+            kv.init(*mine(kv.rank))
+        for word in words:
+            assert word in str(caught.value)
+        # The store lives on.
+        kv.init("good", ones())
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_one_worker_in_barrier_and_another_in_init_is_an_error_for_both() -> None:
+    def script(kv: DistStore):
+        with pytest.raises(KVError, match="barrier"):
+            if kv.rank == 0:
+                kv.barrier()
+            else:
+                kv.init("w", ones())
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_bad_calls_raise_and_the_servers_live() -> None:
+    def script(kv: DistStore):
+        kv.init("w", ones())
+        out = np.zeros(SHAPE, "float32")
+        with pytest.raises(KVError, match="never"):
+            kv.pull("never", out)
+        with pytest.raises(KVError):
+            kv.pull("w", np.zeros((3, 3), "float32"))
+        with pytest.raises(KVError):
+            kv.push("w", np.zeros(SHAPE, "float64"))
+        with pytest.raises(KVError):
+            kv.init("w", ones())
+        with pytest.raises((KVError, TypeError)):
+            kv.push(1.5, ones())
+        with pytest.raises(KVError):
+            kv.init(7, ones())
+        with pytest.raises(KVError, match="adamm"):
+            kv.set_optimizer("adamm")
+        with pytest.raises(KVError, match="set_optimizer"):
+            kv.set_updater(lambda key, received, stored: None)
+        kv.push("w", ones())
+        kv.pull("w", out)
+        assert (out == 2).all()
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+    assert set(job.codes.values()) == {0}
+
+
+def test_async_applies_on_arrival() -> None:
+    """kvstore.md §7, dist_async_kvstore.py (the store's part): each push is applied by itself."""
+
+    def script(kv: DistStore):
+        kv.init("w", np.zeros(BIG, "float32"))
+        kv.set_optimizer("test", rescale_grad=1)
+        kv.barrier()
+        out = np.zeros(BIG, "float32")
+        for step in range(1, 6):
+            kv.push("w", np.ones(BIG, "float32"))
+            kv.pull("w", out)
+            assert out.min() >= step, "a pull has at least the caller's last push"
+        kv.barrier()
+        kv.pull("w", out)
+        assert (out == 10).all()
+
+    with Cluster(over="zmq") as job:
+        job.run(script, "dist_async")
+
+
+def test_async_without_a_rule_is_an_error_to_the_caller_and_the_server_lives() -> None:
+    def script(kv: DistStore):
+        kv.init("w", ones())
+        with pytest.raises(KVError, match="set_optimizer"):
+            kv.push("w", ones())
+            kv.barrier()
+        kv.barrier()
+        out = np.zeros(SHAPE, "float32")
+        kv.pull("w", out)
+        assert (out == 1).all()
+
+    with Cluster(over="inproc") as job:
+        job.run(script, "dist_async")
+    assert set(job.codes.values()) == {0}
+
+
+def test_an_equal_rule_keeps_its_state_and_a_different_one_is_refused() -> None:
+    def script(kv: DistStore):
+        kv.init("w", np.zeros(SHAPE, "float32"))
+        kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
+        out = np.zeros(SHAPE, "float32")
+        kv.push("w", ones())
+        kv.pull("w", out)
+        assert np.allclose(out, -2)
+        kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
+        kv.push("w", ones())
+        kv.pull("w", out)
+        assert np.allclose(out, -2 + 0.5 * -2 - 2)
+        kv.barrier()
+        if kv.rank == 0:
+            with pytest.raises(KVError, match="replace=True"):
+                kv.set_optimizer("sgd", learning_rate=0.5, momentum=0.5)
+            kv.set_optimizer("test", rescale_grad=1.0, replace=True)
+        kv.barrier()
+        kv.push("w", ones())
+        kv.pull("w", out)
+        assert np.allclose(out, -5 + 2)
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_a_rule_that_does_not_fit_the_values_is_refused_by_the_servers() -> None:
+    def script(kv: DistStore):
+        kv.init("w", np.ones(SHAPE, "int32"))
+        with pytest.raises(KVError, match="int32"):
+            kv.set_optimizer("sgd", learning_rate=1.0)
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_a_rule_that_fails_on_a_server_is_raised_with_the_servers_traceback(monkeypatch) -> None:
+    from distrun_runtime.algo import rules
+
+    def explode(self, weight, grad, state):
+        raise ZeroDivisionError("in the rule")
+
+    monkeypatch.setattr(rules.Test, "step", explode)
+
+    def script(kv: DistStore):
+        kv.init("w", ones())
+        kv.set_optimizer("test", rescale_grad=1.0)
+        kv.push("w", ones())
+        with pytest.raises(RuleError, match="in the rule") as caught:
+            kv.pull("w", np.zeros(SHAPE, "float32"))
+        assert "ZeroDivisionError" in caught.value.server_traceback
+        assert "server-" in str(caught.value)
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_two_stores_of_one_process_do_not_meet() -> None:
+    """kvstore.md §1.1: a second dist store hung for ever there."""
+
+    def script(session):
+        first, second = DistStore("dist_sync", session), DistStore("dist_async", session)
+        first.init("w", ones())
+        second.init("w", np.full(SHAPE, 5, "float32"))
+        out = np.zeros(SHAPE, "float32")
+        second.pull("w", out)
+        assert (out == 5).all()
+        first.push("w", ones())
+        first.pull("w", out)
+        assert (out == 2).all()
+
+    with Cluster(over="inproc") as job:
+        job.run_sessions(script)
+
+
+def test_workers_that_create_different_types_are_told() -> None:
+    def script(session):
+        with pytest.raises(KVError, match="dist_async"):
+            DistStore(["dist_sync", "dist_async"][session.rank], session)
+
+    with Cluster(over="inproc") as job:
+        job.run_sessions(script)
+
+
+def test_plain_dist_is_sync() -> None:
+    def script(session):
+        kv = DistStore(["dist", "dist_sync"][session.rank], session)
+        kv.init("w", ones())
+        kv.push("w", ones())
+        out = np.zeros(SHAPE, "float32")
+        kv.pull("w", out)
+        assert (out == 2).all()
+        return kv.type
+
+    with Cluster(over="inproc") as job:
+        assert job.run_sessions(script) == ["dist", "dist_sync"]
+
+
+def test_a_worker_that_joins_counts_as_zero_until_all_have_joined() -> None:
+    def script(kv: DistStore):
+        kv.init(["w", "v"], [np.zeros(SHAPE, "float32"), np.zeros(BIG, "float32")])
+        outs = [np.zeros(SHAPE, "float32"), np.zeros(BIG, "float32")]
+        for step in range(3 if kv.rank else 6):
+            kv.push(["w", "v"], [ones(), ones(BIG)])
+            kv.pull(["w", "v"], outs)
+            assert outs[0][0, 0] == outs[1][0, 0] == (2 if step < 3 else 1)
+        kv.join()
+        kv.push(["w", "v"], [ones(), ones(BIG)])
+        kv.pull(["w", "v"], outs)
+        assert (outs[0] == 2).all()
+        assert (outs[1] == 2).all()
+
+    with Cluster(over="zmq") as job:
+        job.run(script)
+
+
+def test_a_worker_that_leaves_is_no_longer_waited_for() -> None:
+    def script(kv: DistStore):
+        kv.init("w", np.zeros(SHAPE, "float32"))
+        out = np.zeros(SHAPE, "float32")
+        kv.push("w", ones())
+        kv.pull("w", out)
+        if kv.rank == 2:
+            kv.leave()
+            with pytest.raises(StoreClosed):
+                kv.push("w", ones())
+            return
+        kv.push("w", ones())
+        kv.pull("w", out)
+        assert (out == 2).all()
+        kv.barrier()
+
+    with Cluster(3, 2, over="inproc") as job:
+        job.run(script)
+
+
+def test_a_worker_that_ends_with_a_round_open_is_named_to_the_others() -> None:
+    def script(kv: DistStore):
+        kv.init("w", np.zeros(SHAPE, "float32"))
+        if kv.rank == 1:
+            return
+        kv.push("w", ones())
+        with pytest.raises(PeerLost, match=r"worker-1.*round 1 of key 'w'.*kv\.join\(\)"):
+            kv.pull("w", np.zeros(SHAPE, "float32"))
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_the_death_of_a_server_ends_every_blocked_call_and_names_it() -> None:
+    def script(kv: DistStore):
+        kv.init("w", np.zeros(BIG, "float32"))
+        if kv.rank == 0:
+            kv.push("w", ones(BIG))
+            threading.Timer(0.2, lambda: job.network.cut(job.transports["server-1"])).start()
+        with pytest.raises(PeerLost, match="server-1"):
+            if kv.rank == 0:
+                kv.pull("w", np.zeros(BIG, "float32"))
+            else:
+                kv.barrier()
+        with pytest.raises(PeerLost, match="server-1"):
+            kv.push("w", ones(BIG))
+            kv.barrier()
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+    assert job.codes["scheduler"] == 1
+
+
+def test_a_workers_exception_reaches_the_others_with_its_words() -> None:
+    def script(kv: DistStore):
+        kv.init("w", np.zeros(SHAPE, "float32"))
+        if kv.rank == 1:
+            raise ZeroDivisionError("my own mistake")
+        kv.push("w", ones())
+        kv.pull("w", np.zeros(SHAPE, "float32"))
+
+    with Cluster(over="inproc") as job, pytest.raises(ZeroDivisionError):
+        job.run(script)
+    assert job.codes["scheduler"] == 1
+
+
+def test_a_slow_round_reaches_the_deadline_of_the_call_and_says_for_whom(monkeypatch) -> None:
+    from distrun_runtime.node import server
+
+    monkeypatch.setattr(server, "WAITING_S", 0.3)
+
+    def script(kv: DistStore):
+        kv.init("w", np.zeros(SHAPE, "float32"))
+        if kv.rank == 0:
+            kv.push("w", ones())
+            with pytest.raises(TimedOut, match="waiting for worker-1, key w, round 1"):
+                kv.pull("w", np.zeros(SHAPE, "float32"))
+        else:
+            time.sleep(2.5)
+            kv.push("w", ones())
+
+    with Cluster(over="inproc", op_timeout_s=1.5) as job:
+        job.run(script)
+
+
+def test_late_and_early_messages_change_nothing() -> None:
+    """Delays by message, of up to 20 ms, on every connection."""
+    random = np.random.default_rng(7)
+    network = InprocNetwork(lambda endpoint, frames: float(random.uniform(0, 0.02)))
+
+    def script(kv: DistStore):
+        kv.init(list(range(8)), [np.zeros(SHAPE, "float32")] * 8)
+        outs = [np.zeros(SHAPE, "float32") for _ in range(8)]
+        for step in range(4):
+            for key in range(8):
+                kv.push(key, np.full(SHAPE, (kv.rank + 1) * (step + 1), "float32"), priority=-key)
+            for key in range(8):
+                kv.pull(key, outs[key], priority=key)
+            assert all((out == 6 * (step + 1)).all() for out in outs)
+
+    with Cluster(3, 3, over="inproc", network=network) as job:
+        job.run(script)
+
+
+def test_wrong_counts_and_strangers_are_refused_with_the_reason() -> None:
+    def script(kv: DistStore):
+        for changes, words in (
+            ({"workers": 3}, "expects 3 workers"),
+            ({"token": b"another"}, "token"),
+            ({"token": b""}, "token"),
+            ({"job": "other-job"}, "other-job"),
+            ({"rank": 1}, "rank 1 is taken"),
+            ({"rank": -1}, "all 2 workers have registered"),
+        ):
+            if kv.rank == 0:
+                stranger = job.session(**changes)
+                with pytest.raises(ConnectionError, match=words):
+                    stranger.open()
+                stranger.end()
+        kv.barrier()
+
+    with Cluster(over="zmq") as job:
+        job.run(script)
+    assert set(job.codes.values()) == {0}
+
+
+def test_registration_ends_at_its_deadline_and_names_who_is_missing() -> None:
+    with Cluster(2, 1, over="inproc", start_timeout_s=1.0) as job:
+        alone = job.session(0)
+        with pytest.raises(PeerLost, match="waiting for 1 of 2 workers: have worker-0@here"):
+            alone.open()
+        alone.end()
+    assert job.codes["scheduler"] == 1
+
+
+def test_a_missing_scheduler_is_named_with_its_address() -> None:
+    from distrun_runtime.net.inproc import InprocNetwork
+    from distrun_runtime.node.session import Session
+
+    session = Session(config("worker", root_port=9, start_timeout_s=0.5), InprocNetwork().transport())
+    with pytest.raises(TimedOut, match=r"no scheduler answered at tcp://127\.0\.0\.1:9"):
+        session.open()
+    session.end()
