@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
 import socket
@@ -28,6 +29,8 @@ DRY_RUN_ID = "dry-run"
 OVER = ("succeeded", "failed", "killed")
 """States that a job does not leave."""
 POLL_S = 0.05
+RELEASE_S = 3.0
+"""How long the end of agents on this machine is waited for; they need milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def prepare(
         job_id=job_id,
         backend=launcher,
         hosts=names,
-        run_dir=str((store.jobs if run_dir is None else run_dir.absolute()) / job_id),
+        run_dir=os.path.abspath((run_dir or store.jobs) / job_id),
         runtime_root=str(ship.runtime_root(env, copy=not dry_run)),
         python=sys.executable,
         outer=env,
@@ -81,7 +84,10 @@ def prepare(
 def launch(ready: Prepared, folder: JobFolder, sink: Sink, verbosity: int = 0) -> Outcome:
     """Run a prepared job to its end in this process."""
     channels = ready.backend.connect(ready.plan)
-    return loop.run(ready.plan, ready.secrets, channels, folder, sink, verbosity=verbosity)
+    try:
+        return loop.run(ready.plan, ready.secrets, channels, folder, sink, verbosity=verbosity)
+    finally:
+        ready.backend.release(channels, RELEASE_S)
 
 
 def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) -> list[str]:

@@ -44,5 +44,9 @@ class Backend(ABC):
         """Return one channel for each host of the plan. Nothing is started before a channel's own `start`."""
 
     @abstractmethod
+    def release(self, channels: Sequence[Channel], limit_s: float) -> None:
+        """Wait, at most so long, until what `connect` started on this machine has gone. The job is over."""
+
+    @abstractmethod
     def sweep(self, job: str, grace_s: float) -> list[str]:
         """End whatever is left of a job whose agents are gone, on this machine; return what was done, a line each."""

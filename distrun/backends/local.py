@@ -46,6 +46,12 @@ class Local(Backend):
         """Return the channel to the one agent."""
         return tuple(ChildChannel(host.name, _argv()) for host in plan.hosts)
 
+    def release(self, channels: Sequence[Channel], limit_s: float) -> None:
+        """Wait for the agent's end, so that nothing of a job is left when its launcher has ended."""
+        for channel in channels:
+            if isinstance(channel, ChildChannel):
+                channel.join(limit_s)
+
     def sweep(self, job: str, grace_s: float) -> list[str]:
         """End the processes of `job` on this machine."""
         from distrun_runtime.agent import sweep
@@ -107,6 +113,12 @@ class ChildChannel:
         """Free the pipes. The agent is not killed: at the end of its input it ends its tasks and goes."""
         if self._inner is not None:
             self._inner.kill()
+
+    def join(self, limit_s: float) -> None:
+        """Wait, at most so long, for the agent's end. One that takes longer ends later by itself."""
+        if self._child is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(limit_s)
 
     def _listen(self, stderr: IO[bytes]) -> None:
         with contextlib.suppress(OSError, ValueError):

@@ -13,6 +13,8 @@ from typing import Any
 
 PYTHON = sys.executable
 TIMEOUT_S = 60.0
+AGENT = b"\0-I\0-c\0exec("
+"""Part of the command line of agents and guards."""
 
 
 class Distrun:
@@ -55,15 +57,9 @@ class Distrun:
 
     def start(self, *words: str, env: Mapping[str, str] | None = None, **more: Any) -> subprocess.Popen[bytes]:
         """Start it; stdout and stderr are files `out` and `err` in `home` unless given."""
-        more.setdefault("stdout", (self.home / "out").open("wb"))
-        more.setdefault("stderr", (self.home / "err").open("wb"))
-        child = subprocess.Popen(
-            self.argv(*words), env={**self.env, **(env or {})}, cwd=self.work, stdin=subprocess.DEVNULL, **more
-        )
-        for stream in (more["stdout"], more["stderr"]):
-            if hasattr(stream, "close"):
-                stream.close()
-        return child
+        with (self.home / "out").open("ab") as out, (self.home / "err").open("ab") as err:
+            streams = {"stdout": out, "stderr": err, "stdin": subprocess.DEVNULL, **more}
+            return subprocess.Popen(self.argv(*words), env={**self.env, **(env or {})}, cwd=self.work, **streams)
 
     def launch(self, *words: str, **more: Any) -> subprocess.CompletedProcess[bytes]:
         """Run `distrun launch --launcher local WORDS`."""
@@ -100,7 +96,7 @@ class Distrun:
         found = []
         for pid, environ, command in processes():
             values = dict(part.split(b"=", 1) for part in environ.split(b"\0") if b"=" in part)
-            is_agent = values.get(b"XDG_RUNTIME_DIR") == runtime and b"base64" in command
+            is_agent = values.get(b"XDG_RUNTIME_DIR") == runtime and AGENT in command
             if values.get(b"DISTRUN_JOB_ID") in ids or is_agent:
                 found.append("%d %s" % (pid, command.replace(b"\0", b" ")[:80].decode("utf-8", "replace")))
         return found

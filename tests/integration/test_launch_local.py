@@ -1,0 +1,426 @@
+"""Real `distrun launch` runs on this machine: what is started, what comes back, what is shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from distrun_cli import Distrun, wait_until
+
+SHOW_ENV = "import json,os;print(json.dumps(dict(os.environ)),flush=True)"
+SHOW_ARGV = "import os,sys;sys.stdout.buffer.write(b'|'.join(map(os.fsencode,sys.argv[1:]))+b'\\n')"
+
+
+@pytest.fixture
+def distrun(tmp_path: Path) -> Iterator[Distrun]:
+    made = Distrun(tmp_path)
+    yield made
+    wait_until(lambda: not made.left(), 5, "nothing is left; left: %s" % made.left())
+
+
+def script(distrun: Distrun, text: str, name: str = "task.sh") -> str:
+    path = distrun.work / name
+    path.write_text("#!/bin/bash\n" + text)
+    path.chmod(0o755)
+    return "./" + name
+
+
+def environment(distrun: Distrun, task: str) -> dict[str, str]:
+    value: dict[str, str] = json.loads(distrun.log(task))
+    return value
+
+
+# ---------------------------------------------------------------- exit codes
+
+
+def test_all_workers_well_is_0(distrun: Distrun) -> None:
+    result = distrun.launch("-n", "2", "-s", "0", "true")
+    assert result.returncode == 0, result.stderr.decode()
+    assert result.stderr == b""
+    state = distrun.state()
+    assert (state["state"], state["exit_code"]) == ("succeeded", 0)
+    assert [task["state"] for task in state["tasks"]] == ["exited", "exited"]
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [("exit 3", 3), ("kill -SEGV $$", 139), ("kill -KILL $$", 137), ("exit 255", 255), ("kill -TERM $$", 143)],
+)
+def test_a_failing_worker_gives_its_code_or_128_and_its_signal(text: str, code: int, distrun: Distrun) -> None:
+    result = distrun.launch("-n", "1", "-s", "0", script(distrun, "echo last words\n" + text))
+    assert result.returncode == code
+    report = result.stderr.decode()
+    assert "worker-0" in report
+    assert "last words" in report
+    assert str(distrun.job / "logs" / "worker-0.log") in report
+    assert report.splitlines()[-1].startswith("distrun: error: ")
+    assert distrun.state()["state"] == "failed"
+
+
+def test_a_command_that_does_not_exist_is_127(distrun: Distrun) -> None:
+    result = distrun.launch("-n", "2", "-s", "0", "no-such-command")
+    assert result.returncode == 127
+    assert b"command not found: no-such-command" in result.stderr
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_a_command_that_cannot_be_executed_is_126(what: str, distrun: Distrun) -> None:
+    path = distrun.work / "thing"
+    path.mkdir() if what == "folder" else path.write_text("echo hi\n")
+    result = distrun.launch("-n", "1", "-s", "0", "./thing")
+    assert result.returncode == 126, result.stderr.decode()
+
+
+def test_first_failing_task_gives_the_exit_code(distrun: Distrun) -> None:
+    """Rank 1 fails first; rank 0 dies of it with another code a moment later."""
+    text = """
+    if [ $DMLC_RANK = 1 ]; then touch failed; exit 5; fi
+    until [ -e failed ]; do sleep 0.01; done; sleep 0.05; exit 6
+    """
+    result = distrun.launch("-n", "2", "-s", "0", script(distrun, text))
+    assert result.returncode == 5
+    assert b"first failure: worker-1" in result.stderr
+
+
+def test_a_failure_ends_the_others(distrun: Distrun) -> None:
+    result = distrun.launch("-n", "2", "-s", "0", script(distrun, "[ $DMLC_RANK = 1 ] && exit 4\nsleep 60"))
+    assert result.returncode == 4
+    states = {task["name"]: task["state"] for task in distrun.state()["tasks"]}
+    assert states == {"worker-0": "stopped", "worker-1": "failed"}
+
+
+def test_timeout_is_124(distrun: Distrun) -> None:
+    result = distrun.launch("-n", "1", "-s", "0", "--timeout", "0.5", "sleep", "60")
+    assert result.returncode == 124
+    assert b"--timeout" in result.stderr
+
+
+def test_a_foreign_server_that_dies_fails_the_job(distrun: Distrun) -> None:
+    text = "[ $DMLC_ROLE = server ] && exit 9\nsleep 60"
+    result = distrun.launch("-n", "1", "-s", "1", "--ps", "command", script(distrun, text))
+    assert result.returncode == 9
+    assert b"first failure: server-0" in result.stderr
+
+
+def test_json_tells_the_outcome_on_the_last_line_of_stdout(distrun: Distrun) -> None:
+    result = distrun.launch("-n", "1", "-s", "0", "--json", "bash", "-c", "echo out; exit 3")
+    outcome = json.loads(result.stdout.splitlines()[-1])
+    assert outcome["exit_code"] == result.returncode == 3
+    assert outcome["reason"] == "task_failed"
+    assert outcome["culprit"]["task"] == "worker-0"
+    assert json.loads((distrun.job / "outcome.json").read_text()) == outcome
+
+
+# ---------------------------------------------------------------- output
+
+
+def test_streams_are_kept_apart_and_lines_are_prefixed(distrun: Distrun) -> None:
+    result = distrun.launch("-n", "2", "-s", "0", script(distrun, "echo out $DMLC_RANK\necho err $DMLC_RANK >&2"))
+    host = distrun.state()["hosts"][0]
+    assert sorted(result.stdout.decode().splitlines()) == ["worker-%d@%s | out %d" % (i, host, i) for i in (0, 1)]
+    assert sorted(result.stderr.decode().splitlines()) == ["worker-%d@%s | err %d" % (i, host, i) for i in (0, 1)]
+    assert sorted(distrun.log("worker-1").splitlines()) == [b"err 1", b"out 1"]
+
+
+def test_no_prefix_leaves_the_bytes_unchanged(distrun: Distrun) -> None:
+    data = bytes(range(256)) * 40 + b"\r\n50%\r100%\nno newline"
+    (distrun.work / "data").write_bytes(data)
+    result = distrun.launch("-n", "1", "-s", "0", "--no-prefix", "cat", "data")
+    assert result.stdout == data
+    assert distrun.log("worker-0") == data
+
+
+def test_much_output_arrives_whole(distrun: Distrun) -> None:
+    result = distrun.launch("-n", "2", "-s", "0", "--no-prefix", "seq", "1", "300000")
+    numbers = [int(line) for line in result.stdout.split()]
+    assert len(numbers) == 600_000
+    assert sum(numbers) == 300_000 * 300_001
+    assert len(distrun.log("worker-0").splitlines()) == 300_000
+
+
+def test_lines_appear_when_they_are_printed(distrun: Distrun) -> None:
+    """PYTHONUNBUFFERED: a Python worker's line is here while it still sleeps."""
+    child = distrun.begin("-n", "1", "-s", "0", sys.executable, "-c", "print('now'); import time; time.sleep(60)")
+    wait_until(lambda: b"| now\n" in (distrun.home / "out").read_bytes(), 20)
+    child.terminate()
+    assert child.wait(20) == 143
+
+
+def test_quiet_says_errors_only_and_no_hosts_is_said_once(distrun: Distrun) -> None:
+    said = distrun.run("launch", "-n", "1", "-s", "0", "true")
+    assert said.stderr == b"distrun: no hosts given: running on this machine\n"
+    assert distrun.run("launch", "-q", "-n", "1", "-s", "0", "true").stderr == b""
+
+
+def test_verbose_says_where_the_logs_are_and_vv_every_message(distrun: Distrun) -> None:
+    said = distrun.launch("-v", "-n", "1", "-s", "0", "true").stderr.decode()
+    assert str(distrun.job / "logs") in said
+    traced = distrun.launch("-vv", "-n", "1", "-s", "0", "--env", "API_KEY=s3cret", "true").stderr.decode()
+    assert "Exited" in traced or "exited" in traced
+    assert "s3cret" not in traced
+
+
+def test_the_local_launcher_takes_hosts_and_sync_with_a_note(distrun: Distrun) -> None:
+    (distrun.work / "hosts").write_text("h1\nh2\n")
+    result = distrun.launch("-n", "1", "-s", "0", "-H", "hosts", "--sync-dst-dir", "/tmp/x", "true")
+    assert result.returncode == 0
+    assert b"-H/--hostfile is ignored" in result.stderr
+    assert b"--sync-dst-dir is ignored" in result.stderr
+
+
+def test_a_reader_that_stops_reading_does_not_stall_the_job(distrun: Distrun) -> None:
+    """40 MB go to a pipe that nobody reads; the worker is done all the same."""
+    read, write = os.pipe()
+    text = "head -c 40000000 /dev/zero | tr '\\0' 'x' | fold -w 1000\ntouch done\n"
+    child = distrun.begin("-n", "1", "-s", "0", script(distrun, text), stdout=write)
+    os.close(write)
+    wait_until((distrun.work / "done").exists, 60)
+    size = 0
+    while data := os.read(read, 1 << 20):
+        size += len(data.replace(b"\n", b""))
+    os.close(read)
+    assert child.wait(30) == 0
+    host = distrun.state()["hosts"][0]
+    assert size == 40_000_000 + 40_000 * len("worker-0@%s | " % host)
+
+
+def test_a_reader_that_goes_away_does_not_end_the_job(distrun: Distrun) -> None:
+    """`distrun launch ... | head -1`."""
+    text = "for i in $(seq 2000); do echo $i; done; sleep 0.2; for i in $(seq 2000); do echo $i; done; touch done"
+    piped = "%s | head -1; exit ${PIPESTATUS[0]}"
+    words = " ".join(distrun.argv("launch", "--launcher", "local", "-n", "1", "-s", "0", script(distrun, text)))
+    result = subprocess.run(
+        ["bash", "-c", piped % words], env=distrun.env, cwd=distrun.work, capture_output=True, timeout=60, check=False
+    )
+    assert result.returncode == 0
+    assert result.stdout.endswith(b"| 1\n")
+    assert result.stderr == b""
+    assert (distrun.work / "done").exists()
+
+
+# ---------------------------------------------------------------- command and environment
+
+STRANGE = [
+    "two words",
+    "it's",
+    'say "hi"',
+    "$HOME `id` $(id) \\",
+    "a\nb\tc",
+    "ü漢🚀",
+    "",
+    "*?[x]{a,b}~!#",
+    "-n",
+    "--",
+    "\\n",
+]
+
+
+def test_arguments_arrive_byte_for_byte(distrun: Distrun) -> None:
+    words = [*STRANGE, os.fsdecode(b"\xff\xfe")]
+    result = distrun.launch("-n", "1", "-s", "0", "--no-prefix", sys.executable, "-c", SHOW_ARGV, *words)
+    assert result.stdout == b"|".join(map(os.fsencode, words)) + b"\n"
+
+
+def test_environment_values_arrive_byte_for_byte(distrun: Distrun) -> None:
+    given = {"V%d" % number: word for number, word in enumerate([*STRANGE, os.fsdecode(b"\xff=\xfe")])}
+    options = [word for name, value in given.items() for word in ("--env", "%s=%s" % (name, value))]
+    outer = {"OUTER": "it's\n$x ü"}
+    result = distrun.launch("-n", "1", "-s", "0", *options, sys.executable, "-c", SHOW_ENV, env=outer)
+    assert result.returncode == 0, result.stderr.decode()
+    got = environment(distrun, "worker-0")
+    assert {name: got[name] for name in given} == given
+    assert got["OUTER"] == outer["OUTER"]
+
+
+def test_what_looks_like_our_options_reaches_the_program(distrun: Distrun) -> None:
+    words = ["--queue", "q", "-n", "8", "--launcher", "ssh", "--", "-h", "--env", "X=1"]
+    result = distrun.launch("-n", "1", "-s", "0", "--no-prefix", script(distrun, 'echo "$@"'), *words)
+    assert result.stdout.decode() == " ".join(words) + "\n"
+
+
+def test_one_quoted_word_is_run_by_the_shell(distrun: Distrun) -> None:
+    result = distrun.launch("-n", "1", "-s", "0", "--no-prefix", "echo rank $DMLC_RANK && echo 'a  b' | tr a c")
+    assert result.stdout == b"rank 0\nc  b\n"
+
+
+def test_shell_and_no_shell_force_it(distrun: Distrun) -> None:
+    assert distrun.launch("-n", "1", "-s", "0", "--shell", "--no-prefix", "echo", "$DMLC_RANK").stdout == b"0\n"
+    script(distrun, "echo odd name", "my task")
+    assert distrun.launch("-n", "1", "-s", "0", "--no-shell", "--no-prefix", "./my task").stdout == b"odd name\n"
+
+
+def test_tasks_start_in_the_current_folder_with_nothing_on_stdin(distrun: Distrun) -> None:
+    result = distrun.launch("-n", "1", "-s", "0", "--no-prefix", "bash", "-c", "pwd; cat; echo end")
+    assert result.stdout.decode() == "%s\nend\n" % distrun.work
+
+
+def test_variables_of_an_outer_job_are_removed(distrun: Distrun) -> None:
+    outer = {"SLURM_JOB_ID": "7", "OMPI_COMM_WORLD_RANK": "3", "DMLC_PS_ROOT_URI": "1.2.3.4", "DMLC_SERVER_ID": "4"}
+    outer.update({"DMLC_TRACKER_URI": "1.2.3.4", "RANK": "9", "PET_NNODES": "2", "DISTRUN_JOB_ID": "old", "MINE": "1"})
+    distrun.launch("-n", "1", "-s", "0", sys.executable, "-c", SHOW_ENV, env=outer)
+    got = environment(distrun, "worker-0")
+    gone = ("SLURM_JOB_ID", "OMPI_COMM_WORLD_RANK", "DMLC_PS_ROOT_URI", "DMLC_SERVER_ID", "DMLC_TRACKER_URI")
+    assert not [name for name in (*gone, "PET_NNODES") if name in got]
+    assert (got["RANK"], got["DISTRUN_JOB_ID"], got["MINE"]) == ("0", distrun.job.name, "1")
+
+
+def test_variables_of_an_outer_job_can_be_kept(distrun: Distrun) -> None:
+    distrun.launch(
+        "-n", "1", "-s", "0", "--keep-outer-env", sys.executable, "-c", SHOW_ENV, env={"SLURM_JOB_ID": "7", "RANK": "9"}
+    )
+    got = environment(distrun, "worker-0")
+    assert (got["SLURM_JOB_ID"], got["RANK"]) == ("7", "0")
+
+
+def test_every_task_knows_what_it_is(distrun: Distrun) -> None:
+    """One job of all roles by --ps command, and the rows of the table as they arrive."""
+    result = distrun.launch(
+        *("-n", "2", "-s", "1", "--ps", "command", "--env", "ALL=1", "--env-worker", "ONLY=w"),
+        *("--env-server", "ONLY:s", "--env-scheduler", "ONLY=d", sys.executable, "-c", SHOW_ENV),
+    )
+    assert result.returncode == 0, result.stderr.decode()
+    got = {name: environment(distrun, name) for name in ("scheduler", "server-0", "worker-0", "worker-1")}
+    ports = {env["DMLC_PS_ROOT_PORT"] for env in got.values()}
+    assert len(ports) == 1
+    assert 0 < int(ports.pop()) < 65536
+    for env in got.values():
+        assert env["DMLC_PS_ROOT_URI"] == env["DMLC_NODE_HOST"] == env["DISTRUN_ADDR"] == "127.0.0.1"
+        assert (env["DMLC_NUM_WORKER"], env["DMLC_NUM_SERVER"], env["ALL"]) == ("2", "1", "1")
+        assert Path(env["DISTRUN_RUN_DIR"]) == distrun.job
+        assert env["DISTRUN_JOB_ID"] == distrun.job.name
+        assert "DISTRUN_TOKEN_FILE" in env
+    assert [got[name]["ONLY"] for name in sorted(got)] == ["d", "s", "w", "w"]
+    assert [got["worker-%d" % i]["RANK"] for i in (0, 1)] == ["0", "1"]
+    first, second = got["worker-0"], got["worker-1"]
+    assert first["MASTER_PORT"] == second["MASTER_PORT"] != first["DMLC_PS_ROOT_PORT"]
+    assert first["JAX_COORDINATOR_ADDRESS"] == second["JAX_COORDINATOR_ADDRESS"]
+    assert first["JAX_COORDINATOR_ADDRESS"].startswith("127.0.0.1:")
+    assert "RANK" not in got["server-0"]
+
+
+def test_held_ports_can_be_bound_by_the_program_that_they_are_for(distrun: Distrun) -> None:
+    code = (
+        "import os,socket\ns=socket.socket();s.setsockopt(socket.SOL_SOCKET,socket.SO_REUSEADDR,1)\n"
+        "s.bind(('127.0.0.1',int(os.environ['MASTER_PORT'])));s.listen();print('bound')"
+    )
+    result = distrun.launch("-n", "1", "-s", "0", "--no-prefix", sys.executable, "-c", code)
+    assert result.stdout == b"bound\n", result.stderr.decode()
+
+
+def test_the_runtime_can_be_imported_by_any_worker(distrun: Distrun) -> None:
+    code = "import sys,distrun_runtime;print(distrun_runtime.__file__)"
+    result = distrun.launch("-n", "1", "-s", "0", "--no-prefix", sys.executable, "-S", "-c", code)
+    assert result.returncode == 0, result.stderr.decode()
+
+
+def test_secrets_are_on_no_command_line_in_no_file_and_in_no_output(distrun: Distrun) -> None:
+    (distrun.home / "my.env").write_text("FILED=filed-s3cret\n")
+    words = ["-n", "1", "-s", "0", "-v", "--env", "MY_TOKEN", "--env-file", str(distrun.home / "my.env")]
+    text = 'echo "$MY_TOKEN $FILED" | md5sum > seen; cat $DISTRUN_TOKEN_FILE > token; touch here; sleep 60'
+    child = distrun.begin(*words, script(distrun, text), env={"MY_TOKEN": "outer-s3cret"})
+    wait_until((distrun.work / "here").exists, 30)
+    token = (distrun.work / "token").read_bytes().strip()
+    assert len(token) >= 32
+    secrets = (b"outer-s3cret", b"filed-s3cret", token)
+    lines = b"".join(path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists())
+    assert not [secret for secret in secrets if secret in lines]
+    child.terminate()
+    assert child.wait(30) == 143
+    files = [path for path in distrun.job.rglob("*") if path.is_file()] + [distrun.home / "out", distrun.home / "err"]
+    assert not [(path, s) for path in files for s in secrets if s in path.read_bytes()]
+    seen = subprocess.run(["md5sum"], input=b"outer-s3cret filed-s3cret\n", stdout=subprocess.PIPE, check=True).stdout
+    assert (distrun.work / "seen").read_bytes() == seen
+    assert b'"MY_TOKEN"' in (distrun.job / "plan.json").read_bytes()
+
+
+# ---------------------------------------------------------------- with the bundled servers
+
+
+def test_a_script_that_opens_no_store_ends_with_0_beside_servers(distrun: Distrun) -> None:
+    result = distrun.launch("-n", "2", "echo", "hello")
+    assert result.returncode == 0, result.stderr.decode()
+    assert result.stdout.count(b"hello") == 2
+    states = {task["name"]: task["state"] for task in distrun.state()["tasks"]}
+    assert set(states) == {"scheduler", "server-0", "server-1", "worker-0", "worker-1"}
+    assert states["server-0"] in ("stopped", "exited")
+
+
+def test_two_workers_add_through_two_servers(distrun: Distrun) -> None:
+    code = (
+        "import numpy as np\nfrom distrun_runtime import kvstore\n"
+        "kv = kvstore.create('dist_sync'); kv.init(3, np.zeros(4)); kv.push(3, np.ones(4) * (kv.rank + 1))\n"
+        "out = np.empty(4); kv.pull(3, out=out); print(kv.rank, out.tolist()); kv.close()"
+    )
+    result = distrun.launch("-n", "2", "-s", "2", "--no-prefix", sys.executable, "-c", code)
+    assert result.returncode == 0, result.stderr.decode()
+    assert sorted(result.stdout.decode().splitlines()) == ["0 [3.0, 3.0, 3.0, 3.0]", "1 [3.0, 3.0, 3.0, 3.0]"]
+
+
+# ---------------------------------------------------------------- status, logs, run dir
+
+
+def test_status_logs_and_names(distrun: Distrun) -> None:
+    distrun.launch("-n", "2", "-s", "0", "--name", "digits", script(distrun, "seq 3; exit $((DMLC_RANK * 2))"))
+    job = distrun.job.name
+    assert job.startswith("digits-")
+    table = distrun.run("status").stdout.decode()
+    assert job in table
+    assert "failed" in table
+    one = distrun.run("status", "digits")
+    assert one.returncode == 1
+    assert "worker-1" in one.stdout.decode()
+    assert json.loads(distrun.run("status", job, "--json").stdout)["job"]["exit_code"] == 2
+    assert [each["id"] for each in json.loads(distrun.run("status", "--json").stdout)["jobs"]] == [job]
+    assert distrun.run("logs", job, "worker-0").stdout == b"1\n2\n3\n"
+    assert distrun.run("logs", job[:-1], "worker-0", "-n", "1").stdout == b"3\n"
+    both = distrun.run("logs", "digits", "worker", "-n", "2").stdout.decode().splitlines()
+    assert [line.partition(" | ")[2] for line in both] == ["2", "3", "2", "3"]
+    wrong = distrun.run("logs", job, "worker-7")
+    assert wrong.returncode == 2
+    assert b"no task 'worker-7'" in wrong.stderr
+
+
+def test_logs_follow_to_the_end_of_the_job(distrun: Distrun) -> None:
+    child = distrun.begin("-n", "1", "-s", "0", script(distrun, "echo a; until [ -e go ]; do sleep 0.02; done; echo b"))
+    wait_until(lambda: distrun.jobs and (distrun.job / "logs" / "worker-0.log").exists(), 20)
+    with (distrun.home / "followed").open("wb") as file:
+        follower = distrun.start("logs", distrun.job.name, "-f", stdout=file)
+    wait_until(lambda: (distrun.home / "followed").read_bytes() == b"a\n", 20)
+    (distrun.work / "go").touch()
+    assert child.wait(20) == 0
+    assert follower.wait(20) == 0
+    assert (distrun.home / "followed").read_bytes() == b"a\nb\n"
+
+
+def test_kill_stops_a_running_job(distrun: Distrun) -> None:
+    child = distrun.begin("-n", "2", "-s", "0", script(distrun, "touch up-$DMLC_RANK; sleep 60"))
+    wait_until(lambda: len(list(distrun.work.glob("up-*"))) == 2, 20)
+    said = distrun.run("kill", distrun.job.name)
+    assert said.returncode == 0
+    assert b"the launcher has ended" in said.stdout
+    assert child.wait(1) == 143
+    assert distrun.left() == []
+    assert distrun.state()["state"] == "killed"
+    assert b"is over already" in distrun.run("kill", distrun.job.name).stdout
+
+
+def test_run_dir_keeps_the_jobs_folder_there(distrun: Distrun) -> None:
+    result = distrun.launch("-n", "1", "-s", "0", "--run-dir", "runs", "bash", "-c", "touch $DISTRUN_RUN_DIR/mine")
+    assert result.returncode == 0, result.stderr.decode()
+    (folder,) = (distrun.work / "runs").iterdir()
+    assert (folder / "mine").exists()
+    assert (folder / "state.json").exists()
+    assert folder.name in distrun.run("status").stdout.decode()
+
+
+def test_a_job_store_that_cannot_be_written_is_said(distrun: Distrun) -> None:
+    (distrun.home / "file").write_text("")
+    result = distrun.launch("-n", "1", "-s", "0", "true", env={"XDG_STATE_HOME": str(distrun.home / "file")})
+    assert result.returncode not in (0, 1)
+    assert b"cannot make the job's folder" in result.stderr
+    assert b"XDG_STATE_HOME" in result.stderr

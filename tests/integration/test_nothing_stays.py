@@ -1,0 +1,278 @@
+"""Whatever ends the launcher, no process of the job stays: signals, deaths, and tasks that do not want to go."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from distrun_cli import AGENT, Distrun, processes, wait_until
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for leftovers in /proc")
+
+OBEYS = "touch up-$DMLC_RANK; sleep 300 & wait"
+STUBBORN = "trap '' TERM INT HUP; touch up-$DMLC_RANK; while :; do sleep 0.1; done"
+SETSID = "setsid bash -c \"trap '' TERM INT; touch escaped-$DMLC_RANK; while :; do sleep 0.1; done\" & %s" % OBEYS
+DOUBLE_FORK = (
+    "(setsid bash -c 'nohup sleep 300 >/dev/null 2>&1 & disown; touch escaped-$DMLC_RANK') & "
+    "until [ -e escaped-$DMLC_RANK ]; do sleep 0.01; done; " + OBEYS
+)
+NOHUP = "nohup sleep 300 >/dev/null 2>&1 & %s" % OBEYS
+WITHOUT_MARK = "env -i $(command -v setsid) $(command -v sleep) 300 & %s" % OBEYS
+STOPPED = "touch up-$DMLC_RANK; kill -STOP $$; sleep 300"
+
+KINDS = {
+    "obeys": OBEYS,
+    "stubborn": STUBBORN,
+    "setsid": SETSID,
+    "double-fork": DOUBLE_FORK,
+    "nohup": NOHUP,
+    "without-mark": WITHOUT_MARK,
+    "stopped": STOPPED,
+}
+
+
+@pytest.fixture
+def distrun(tmp_path: Path) -> Iterator[Distrun]:
+    made = Distrun(tmp_path)
+    yield made
+    left = made.left()
+    for line in left:
+        os.kill(int(line.split()[0]), signal.SIGKILL)
+    assert not left
+
+
+class Job:
+    """A running job of two workers whose tasks are all up."""
+
+    def __init__(self, distrun: Distrun, kind: str, *words: str, **more: object) -> None:
+        path = distrun.work / "task.sh"
+        path.write_text("#!/bin/bash\n%s\n" % KINDS.get(kind, kind))
+        path.chmod(0o755)
+        words = words or ("-n", "2", "-s", "0")
+        self.distrun = distrun
+        self.launcher = distrun.begin("--grace", "1", *words, "./task.sh", **more)
+        wait_until(lambda: len(list(distrun.work.glob("up-*"))) == 2, 30, "the workers are up")
+        self.pids = self._of_this_job()
+
+    def _of_this_job(self) -> set[int]:
+        """Pids of the agent's whole tree: also of what carries no mark."""
+        parents: dict[int, int] = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    parents[int(entry.name)] = int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
+                except OSError:
+                    continue
+        found = {self.launcher.pid}
+        while more := {pid for pid, parent in parents.items() if parent in found and pid not in found}:
+            found |= more
+        return found - {self.launcher.pid}
+
+    def left(self) -> list[int]:
+        living = {pid for pid, _, _ in processes()}
+        return sorted(self.pids & living)
+
+    def agents(self) -> list[int]:
+        """The guard and the agent, in this order."""
+        ours = [pid for pid, _, command in processes() if pid in self.pids and AGENT in command]
+        return sorted(ours)
+
+    def ends(self, limit_s: float = 15.0) -> int:
+        """Wait for the launcher's end; when it has ended nothing may be left."""
+        code = self.launcher.wait(limit_s)
+        assert self.left() == []
+        assert self.distrun.left() == []
+        return code
+
+    @property
+    def words(self) -> str:
+        return (self.distrun.home / "err").read_text()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_terminating_the_launcher_ends_every_kind_of_task(kind: str, distrun: Distrun) -> None:
+    job = Job(distrun, kind)
+    job.launcher.terminate()
+    assert job.ends() == 143
+    assert distrun.state()["state"] == "killed"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killing_the_launcher_ends_every_kind_of_task(kind: str, distrun: Distrun) -> None:
+    """1 s where the tasks obey; else the grace time (1 s here) and a little."""
+    job = Job(distrun, kind)
+    killed = time.monotonic()
+    job.launcher.kill()
+    job.launcher.wait(5)
+    wait_until(lambda: not job.left() and not distrun.left(), 6, "nothing is left")
+    if kind in ("obeys", "nohup"):
+        assert time.monotonic() - killed < 1.0
+    assert distrun.run("status", distrun.job.name).stdout.decode().splitlines()[0].split()[1] == "lost"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killing_the_agent_ends_every_kind_of_task(kind: str, distrun: Distrun) -> None:
+    job = Job(distrun, kind)
+    agent = job.agents()[1]
+    os.kill(agent, signal.SIGKILL)
+    assert job.launcher.wait(20) == 7
+    wait_until(lambda: not job.left() and not distrun.left(), 6, "nothing is left")
+
+
+def test_killing_the_guard_ends_the_job(distrun: Distrun) -> None:
+    job = Job(distrun, "obeys")
+    os.kill(job.agents()[0], signal.SIGKILL)
+    assert job.launcher.wait(20) != 0
+    wait_until(lambda: not job.left() and not distrun.left(), 6, "nothing is left")
+
+
+def test_ctrl_c_once_is_graceful(distrun: Distrun) -> None:
+    """The workers get INT and their grace time; what they still say is shown."""
+    text = "trap 'echo saved $DMLC_RANK; exit 0' INT; touch up-$DMLC_RANK; while :; do sleep 0.05; done"
+    job = Job(distrun, text)
+    job.launcher.send_signal(signal.SIGINT)
+    assert job.ends() == 130
+    assert (distrun.home / "out").read_text().count("saved") == 2
+
+
+def test_ctrl_c_once_leaves_servers_until_the_workers_are_done(distrun: Distrun) -> None:
+    text = (
+        "if [ $DMLC_ROLE != worker ]; then\n"
+        "trap 'touch server-ended; exit 0' TERM INT; while :; do sleep 0.05; done; fi\n"
+        "trap 'sleep 0.4; [ -e server-ended ] || touch served-$DMLC_RANK; exit 0' INT\n"
+        "touch up-$DMLC_RANK; while :; do sleep 0.05; done"
+    )
+    job = Job(distrun, text, "-n", "2", "-s", "1", "--ps", "command")
+    job.launcher.send_signal(signal.SIGINT)
+    assert job.ends() == 130
+    assert len(list(distrun.work.glob("served-*"))) == 2
+
+
+def test_ctrl_c_twice_is_at_once(distrun: Distrun) -> None:
+    job = Job(distrun, STUBBORN, "-n", "2", "-s", "0", "--grace", "60")
+    job.launcher.send_signal(signal.SIGINT)
+    wait_until(lambda: "nterrupt" in job.words, 10)
+    again = time.monotonic()
+    job.launcher.send_signal(signal.SIGINT)
+    assert job.ends() == 130
+    assert time.monotonic() - again < 5
+
+
+def test_ctrl_c_in_a_terminal_reaches_the_launcher_only(distrun: Distrun) -> None:
+    """The kernel signals the terminal's whole foreground group; tasks and agent are not in it."""
+    text = "trap 'echo got-int >> ints; exit 0' INT; touch up-$DMLC_RANK; while :; do sleep 0.05; done"
+    job = Job(distrun, text, start_new_session=True)
+    os.killpg(job.launcher.pid, signal.SIGINT)
+    assert job.ends() == 130
+    assert (distrun.work / "ints").read_text().count("got-int") == 2
+
+
+def test_hanging_up_ends_the_job(distrun: Distrun) -> None:
+    job = Job(distrun, "obeys")
+    job.launcher.send_signal(signal.SIGHUP)
+    assert job.ends() == 129
+
+
+def test_a_launch_under_nohup_ignores_the_hangup(distrun: Distrun) -> None:
+    text = "touch up-$DMLC_RANK; until [ -e go ]; do sleep 0.02; done"
+    job = Job(distrun, text, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    job.launcher.send_signal(signal.SIGHUP)
+    time.sleep(0.3)
+    assert job.launcher.poll() is None
+    (distrun.work / "go").touch()
+    assert job.ends() == 0
+
+
+def test_tasks_of_a_nohup_launch_do_not_ignore_signals(distrun: Distrun) -> None:
+    text = "trap 'touch hup-$DMLC_RANK' HUP; touch up-$DMLC_RANK; kill -HUP $$; sleep 0.1"
+    job = Job(distrun, text, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    assert job.ends() == 0
+    assert len(list(distrun.work.glob("hup-*"))) == 2
+
+
+@pytest.mark.parametrize("kind", ["setsid", "double-fork", "without-mark"])
+def test_what_a_task_leaves_behind_ends_with_the_job(kind: str, distrun: Distrun) -> None:
+    text = KINDS[kind].replace("sleep 300 & wait", "true") + "; until [ -e go ]; do sleep 0.02; done"
+    job = Job(distrun, text)
+    (distrun.work / "go").touch()
+    assert job.ends() == 0
+
+
+def test_a_worker_that_fails_takes_the_stubborn_ones_with_it(distrun: Distrun) -> None:
+    wait = "touch up-$DMLC_RANK; until [ -e go ]; do sleep 0.02; done"
+    text = "trap '' TERM; %s; [ $DMLC_RANK = 1 ] && exit 4; sleep 300" % wait
+    job = Job(distrun, text)
+    (distrun.work / "go").touch()
+    assert job.ends() == 4
+
+
+def test_kill_ends_what_a_dead_launcher_and_a_dead_agent_left(distrun: Distrun) -> None:
+    """Everything of ours is killed at one blow; the tasks run on, and `distrun kill` finds them by their record."""
+    job = Job(distrun, STUBBORN)
+    ours = [job.launcher.pid, *job.agents()]
+    for pid in ours:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in ours:
+        os.kill(pid, signal.SIGKILL)
+    job.launcher.wait(5)
+    wait_until(lambda: not job.agents(), 5)
+    assert job.left()
+    said = distrun.run("kill", distrun.job.name)
+    assert said.returncode == 0, said.stderr.decode()
+    assert b"is gone" in said.stdout
+    assert b"ended pid" in said.stdout
+    assert job.left() == []
+
+
+def test_ctrl_z_pauses_the_printing_and_the_job_goes_on(distrun: Distrun) -> None:
+    text = "touch up-$DMLC_RANK; until [ -e go ]; do sleep 0.02; done; echo line; touch done-$DMLC_RANK; sleep 0.5"
+    job = Job(distrun, text)
+    job.launcher.send_signal(signal.SIGTSTP)
+    wait_until(lambda: "paused" in job.words, 10)
+    (distrun.work / "go").touch()
+    wait_until(lambda: len(list(distrun.work.glob("done-*"))) == 2, 10)
+    assert (distrun.home / "out").read_bytes() == b""
+    job.launcher.send_signal(signal.SIGTSTP)
+    assert job.ends() == 0
+    assert (distrun.home / "out").read_text().count("line") == 2
+
+
+def test_the_private_folder_of_a_job_is_removed(distrun: Distrun) -> None:
+    job = Job(distrun, "obeys")
+    assert list((distrun.home / "run").rglob("token"))
+    job.launcher.terminate()
+    job.ends()
+    assert not [path for path in (distrun.home / "run").rglob("*") if path.is_file()]
+
+
+def test_no_zombie_and_no_descriptor_reaches_a_task(distrun: Distrun) -> None:
+    """A task has its three streams and the publish pipe."""
+    result = distrun.launch(
+        "-n", "1", "-s", "0", "--no-prefix", "bash", "-c", "ls /proc/$$/fd; echo $DISTRUN_PUBLISH_FD"
+    )
+    *fds, publish = result.stdout.decode().split()
+    assert set(fds) == {"0", "1", "2", publish}
+
+
+def test_the_launcher_waits_for_no_reader_when_interrupted_again(distrun: Distrun) -> None:
+    """A pipe that nobody reads holds back the last lines; Ctrl-C then ends the wait."""
+    read, write = os.pipe()
+    child = distrun.begin("-n", "1", "-s", "0", "bash", "-c", "head -c 1000000 /dev/zero | tr '\\0' 'x'", stdout=write)
+    os.close(write)
+    wait_until(lambda: distrun.jobs and distrun.state()["state"] == "succeeded", 30)
+    time.sleep(0.3)
+    child.send_signal(signal.SIGINT)
+    try:
+        assert child.wait(10) == 0
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+        raise
+    finally:
+        os.close(read)
