@@ -168,8 +168,9 @@ class StreamChannel:
             reason = str(err)
             self.kill()
         os.close(self._read_fd)
+        when = time.time()
         more = self._explain()
-        self._put(AgentLost(self._host, "%s: %s" % (reason, more) if more else reason, time.time()))
+        self._put(AgentLost(self._host, "%s: %s" % (reason, more) if more else reason, when))
 
     def _read_frames(self) -> None:
         greeting = Greeting()

@@ -84,6 +84,7 @@ _EVENTS: Dict[str, Callable[[str, Mapping[str, Any], bytes, float], events.Event
     "cleared": _cleared,
     "warning": lambda host, header, body, arrived: events.Warned(host, str(header["text"])),
     "pong": lambda host, header, body, arrived: events.Pong(host, int(header.get("n", 0))),
+    "refused": lambda host, header, body, arrived: events.StartFailed(host, str(header["reason"]), arrived),
     "bye": lambda host, header, body, arrived: events.Bye(host),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -16,32 +17,59 @@ _NAMES = ("INT", "TERM", "HUP", "TSTP")
 class Interrupts:
     """While it is entered, in the main thread, signals are events; elsewhere it does nothing.
 
-    A signal that was ignored before (nohup) stays ignored. `put` is called in the handler, so it must be
-    reentrant, as `queue.SimpleQueue.put` is.
+    A signal that was ignored before (nohup) stays ignored. Everything is put back at the end.
+
+    A Python handler runs only when the main thread comes to it, and the system may deliver a signal to any thread:
+    then the main thread's wait is not interrupted, and two Ctrl-C within it become one. So the interpreter's wakeup
+    descriptor is used, which gets one byte for each signal whatever the threads do, and a thread of ours reads it.
     """
 
     def __init__(self, put: Callable[[Event], None]) -> None:
         self._put = put
         self._before: Dict[int, Any] = {}
+        self._wakeup_before = -1
+        self._write_fd = -1
+        self._reader: Optional[threading.Thread] = None
 
     def __enter__(self) -> Interrupts:
-        if threading.current_thread() is threading.main_thread():
-            for name in _NAMES:
-                number = getattr(signal, "SIG" + name)
-                before = signal.getsignal(number)
-                # None: a handler that is not Python's; it could not be put back.
-                if before not in (signal.SIG_IGN, None):
-                    self._before[number] = before
-                    signal.signal(number, self._handle)
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)
+        self._wakeup_before = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        self._reader = threading.Thread(target=self._read, args=(read_fd,), name="signals", daemon=True)
+        self._reader.start()
+        for name in _NAMES:
+            number = getattr(signal, "SIG" + name)
+            before = signal.getsignal(number)
+            # None: a handler that is not Python's; it could not be put back.
+            if before not in (signal.SIG_IGN, None):
+                self._before[number] = before
+                signal.signal(number, _leave_it_to_the_reader)
         return self
 
     def __exit__(
         self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
     ) -> None:
+        if self._reader is None:
+            return
+        signal.set_wakeup_fd(self._wakeup_before)
         for number, before in self._before.items():
             signal.signal(number, before)
-        self._before.clear()
+        os.close(self._write_fd)
+        self._reader.join()
 
-    def _handle(self, number: int, frame: Optional[FrameType]) -> None:
-        name = signal.Signals(number).name[3:]
-        self._put(PauseToggled() if name == "TSTP" else Interrupt(name, time.time()))
+    def _read(self, read_fd: int) -> None:
+        while True:
+            numbers = os.read(read_fd, 64)
+            if not numbers:
+                os.close(read_fd)
+                return
+            for number in numbers:
+                if number in self._before:  # others of this process are not ours
+                    name = signal.Signals(number).name[3:]
+                    self._put(PauseToggled() if name == "TSTP" else Interrupt(name, time.time()))
+
+
+def _leave_it_to_the_reader(number: int, frame: Optional[FrameType]) -> None:
+    """Do nothing; the byte on the wakeup descriptor has said it."""

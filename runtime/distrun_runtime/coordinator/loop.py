@@ -144,9 +144,9 @@ class _Loop:
             return
         if isinstance(event, events.Output):
             self._write(event)
-        elif isinstance(event, _RECORDED):
+        elif type(event) in _RECORDED:
             self._is_dirty = True
-            self._record(type(event).__name__, **_facts(event))
+            self._record(_RECORDED[type(event)], **_facts(event))
         self._handle(event)
 
     def _write(self, event: events.Output) -> None:
@@ -240,19 +240,20 @@ class _Loop:
         self._try(lambda: self._folder.finish(outcome))
 
 
-_RECORDED = (
-    events.AgentHello,
-    events.AgentReady,
-    events.StartFailed,
-    events.Started,
-    events.Published,
-    events.Exited,
-    events.Cleared,
-    events.Warned,
-    events.Bye,
-    events.AgentLost,
-    events.Interrupt,
-)
+_RECORDED = {
+    events.AgentHello: "hello",
+    events.AgentReady: "ready",
+    events.StartFailed: "start_failed",
+    events.Started: "started",
+    events.Published: "published",
+    events.Exited: "exited",
+    events.Cleared: "cleared",
+    events.Warned: "warning",
+    events.Bye: "bye",
+    events.AgentLost: "lost",
+    events.Interrupt: "interrupt",
+}
+"""What is noted in events.jsonl, and under which name."""
 
 
 def _facts(event: Any) -> Dict[str, Any]:

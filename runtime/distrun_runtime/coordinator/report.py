@@ -48,7 +48,9 @@ def failure(outcome: Outcome, tail: Sequence[str] = (), log: str = "") -> str:
             lines.append("  %s" % culprit.reason)
         lines += _tail(tail, log)
     elif culprit is not None:
-        lines.append("%s: %s" % (culprit.host, outcome.message))
+        lines.append("first failure: %s" % outcome.message)
+        if "\n" in culprit.reason:
+            lines += ["    | " + _cut(line) for line in culprit.reason.splitlines()[-TAIL_LINES:]]
     lines += _later(outcome)
     if outcome.survivors:
         lines.append("may still run: %s" % ", ".join(outcome.survivors))
@@ -98,7 +100,7 @@ def _later(outcome: Outcome) -> List[str]:
     named = ", ".join("%s (%s)" % (task.name, _short(task)) for task in failed[:_NAME_LIMIT])
     more = " and %d more" % (len(failed) - _NAME_LIMIT) if len(failed) > _NAME_LIMIT else ""
     what = "1 other task" if len(failed) == 1 else "%d other tasks" % len(failed)
-    return ["%s failed, probably as a consequence: %s%s" % (what, named, more)]
+    return ["%s failed after it: %s%s" % (what, named, more)]
 
 
 def _short(task: TaskResult) -> str:

@@ -36,7 +36,7 @@ def task_failed(task: TaskResult) -> Cause:
     """Return the cause that a task is which ended by itself with a code or a signal."""
     code = ends.exit_code(task.code, task.signal)
     if task.reason and task.signal is None:
-        text = "%s on %s could not run: %s (exit code %d)" % (task.name, task.host, task.reason, code)
+        text = "%s on %s could not run: %s (exit code %d)" % (task.name, task.host, _one_line(task.reason), code)
     elif task.signal is not None:
         text = "%s on %s was ended by signal %s" % (task.name, task.host, task.signal)
     else:
@@ -66,12 +66,13 @@ def _of_task(task: TaskResult, code: int, text: str) -> Cause:
 
 def host_lost(host: str, why: str, time: float) -> Cause:
     """Return the cause that a host is which can no longer be heard."""
-    return Cause(ends.HOST_LOST, ends.EXIT_HOST_LOST, time, "lost %s: %s" % (host, why), host=host, detail=why)
+    text = "lost %s: %s" % (host, _one_line(why))
+    return Cause(ends.HOST_LOST, ends.EXIT_HOST_LOST, time, text, host=host, detail=why)
 
 
 def start_failed(text: str, time: float, host: str = "") -> Cause:
     """Return the cause that agents or tasks are which did not start."""
-    return Cause(ends.START_FAILED, ends.EXIT_START_FAILED, time, text, host=host)
+    return Cause(ends.START_FAILED, ends.EXIT_START_FAILED, time, _one_line(text), host=host, detail=text)
 
 
 def timed_out(limit_s: float, time: float) -> Cause:
@@ -168,6 +169,12 @@ def outcome_of(cause: Optional[Cause], tasks: Mapping[str, TaskResult], survivor
             lost_peer=peer,
         )
     return Outcome(cause.exit_code, cause.reason, text, culprit, results, tuple(survivors))
+
+
+def _one_line(text: str) -> str:
+    """Return the first and the last line: of a traceback, where it stands and what it says."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ... ".join(lines if len(lines) < 2 else (lines[0], lines[-1]))
 
 
 def _when(cause: Cause) -> float:

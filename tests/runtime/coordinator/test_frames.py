@@ -39,6 +39,7 @@ def decoded(data: bytes) -> dict[str, Any]:
         ({"type": "cleared", "left": [{"pid": 3, "command": "sh"}]}, events.Cleared("d1", ((3, "sh"),))),
         ({"type": "warning", "text": "hm"}, events.Warned("d1", "hm")),
         ({"type": "pong", "n": 4}, events.Pong("d1", 4)),
+        ({"type": "refused", "reason": "version"}, events.StartFailed("d1", "version", 9.0)),
         ({"type": "bye"}, events.Bye("d1")),
         ({"type": "hello", "version": 1}, events.AgentHello("d1", {"type": "hello", "version": 1}, 9.0)),
     ],

@@ -104,7 +104,7 @@ def test_a_job_succeeds_and_its_folder_tells_the_story(tmp_path: Path) -> None:
     }  # fmt: skip
     events = [json.loads(line) for line in (job.folder.path / "events.jsonl").read_text().splitlines()]
     kinds = [event["event"] for event in events]
-    assert kinds[0] == "AgentHello"
+    assert kinds[0] == "hello"
     assert kinds[-1] == "finished"
     everything = "".join(path.read_text() for path in job.folder.path.rglob("*") if path.is_file())
     assert SECRETS.token not in everything

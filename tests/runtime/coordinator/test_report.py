@@ -21,7 +21,7 @@ def test_the_report_names_task_host_code_last_lines_log_and_what_followed() -> N
         "  Its last lines (all of them: /jobs/x/logs/worker-1.log):",
         "    | Traceback",
         "    | ValueError: no",
-        "1 other task failed, probably as a consequence: worker-0 (lost worker-1)",
+        "1 other task failed after it: worker-0 (lost worker-1)",
     ]
 
 
@@ -54,11 +54,17 @@ def test_a_consequence_says_whom_it_lost() -> None:
 
 def test_a_lost_host_and_survivors_are_named() -> None:
     outcome = Outcome(7, "host_lost", "lost d2: gone", Culprit("", "d2"), survivors=("pid 7 (sleep) on d2",))
-    assert report.failure(outcome).splitlines() == ["d2: lost d2: gone", "may still run: pid 7 (sleep) on d2"]
+    text = report.failure(outcome)
+    assert text.splitlines() == ["first failure: lost d2: gone", "may still run: pid 7 (sleep) on d2"]
+
+
+def test_the_last_words_of_an_agent_are_shown() -> None:
+    outcome = Outcome(7, "host_lost", "lost d2: a ... b", Culprit("", "d2", reason="a\nx\nb"))
+    assert report.failure(outcome).splitlines() == ["first failure: lost d2: a ... b", "    | a", "    | x", "    | b"]
 
 
 def test_many_later_failures_are_summed_up() -> None:
     tasks = tuple(TaskResult("worker-%d" % rank, "worker", rank, "d1", "failed", code=1) for rank in range(9))
     text = report.failure(Outcome(1, "task_failed", "", Culprit("worker-0", "d1", 1), tasks))
-    assert text.splitlines()[-1].startswith("8 other tasks failed, probably as a consequence: worker-1 (exit code 1)")
+    assert text.splitlines()[-1].startswith("8 other tasks failed after it: worker-1 (exit code 1)")
     assert text.endswith("and 3 more")

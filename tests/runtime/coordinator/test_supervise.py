@@ -458,6 +458,15 @@ def test_a_lost_host_gives_7_and_the_others_are_stopped() -> None:
     assert {task.name: task.state for task in outcome.tasks}["worker-1"] == "failed"
 
 
+def test_the_message_is_one_line_whatever_the_agent_said() -> None:
+    history = History(sample_plan()).start()
+    why = "it ended with code 1\nTraceback\n  File x\nKeyError: 5"
+    outcome = history.tell(events.AgentLost("d1", why, WALL)).end()
+    assert outcome.message == "lost d1: it ended with code 1 ... KeyError: 5"
+    assert outcome.culprit is not None
+    assert outcome.culprit.reason == why
+
+
 def test_a_silent_agent_is_suspected_at_15_and_lost_at_30_seconds() -> None:
     history = History(sample_plan()).start().tick_to(14.5)
     assert "silent" not in history.said()

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+
+from distrun_runtime.coordinator.events import Event, Interrupt, PauseToggled
+from distrun_runtime.coordinator.interrupts import Interrupts
+
+
+def test_each_signal_is_an_event_even_while_the_main_thread_is_busy_and_others_take_the_delivery() -> None:
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    done = threading.Event()
+
+    def send() -> None:
+        # To this very thread, as the system may do with any signal of the process.
+        for _ in range(2):
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        done.set()
+
+    with Interrupts(events.put):
+        thread = threading.Thread(target=send)
+        thread.start()
+        got = [events.get(timeout=10), events.get(timeout=10)]
+        thread.join()
+    assert [event.signal for event in got if isinstance(event, Interrupt)] == ["INT", "INT"]
+    assert done.is_set()
+
+
+def test_ctrl_z_toggles_a_pause_and_other_signals_of_the_process_are_left_alone() -> None:
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    try:
+        with Interrupts(events.put):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGTSTP)
+            assert events.get(timeout=10) == PauseToggled()
+        assert events.empty()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_handlers_wakeup_descriptor_and_thread_are_put_back() -> None:
+    threads = threading.active_count()
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)]
+    with Interrupts(lambda event: None):
+        assert signal.getsignal(signal.SIGINT) != handlers[0]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)] == handlers
+    assert signal.set_wakeup_fd(-1) == -1
+    assert threading.active_count() == threads
+
+
+def test_outside_the_main_thread_nothing_is_touched() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    seen = []
+
+    def enter() -> None:
+        with Interrupts(lambda event: None):
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert seen == [before]
