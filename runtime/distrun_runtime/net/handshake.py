@@ -97,7 +97,7 @@ class Acceptor:
         try:
             self.peer = _identity(hello.body)
             self._theirs = str(hello.body["nonce"])
-        except (KeyError, TypeError, ValueError) as err:
+        except (KeyError, TypeError, ValueError, OverflowError) as err:
             return refused("HELLO lacks or garbles a field: %s" % err)
         reason = _auth_reason(self._token, hello.body.get("auth"), str(self.peer))
         if reason:
@@ -158,7 +158,7 @@ def _proof(token: bytes, label: str, opener: str, acceptor: Mapping[str, Any], w
 
 
 def _is_same(found: object, proof: str) -> bool:
-    return isinstance(found, str) and hmac.compare_digest(found.encode(), proof.encode())
+    return isinstance(found, str) and hmac.compare_digest(found.encode("utf-8", "replace"), proof.encode())
 
 
 def check_first(message: Message) -> None:

@@ -8,7 +8,9 @@ Threads: each transport belongs to the thread that polls it; `wake` and the netw
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import threading
 import time
 from collections import deque
@@ -97,7 +99,8 @@ class InprocTransport:
                     self._network.bound[endpoint] = self
                     self.endpoint = endpoint
                     return port
-        raise OSError("cannot listen on %s, any of %s: taken" % (address, list(ports)))
+        where = "port %d" % ports[0] if len(ports) == 1 else "any of %d ports" % len(ports)
+        raise OSError(errno.EADDRINUSE, "cannot listen on %s, %s: %s" % (address, where, os.strerror(errno.EADDRINUSE)))
 
     def connect(self, link: str, endpoint: str) -> None:
         """Open a connection; `Up` follows when somebody listens there."""
@@ -159,7 +162,8 @@ class InprocTransport:
                 if due or self._is_woken or now >= end:
                     self._is_woken = False
                     return due
-                until = min([end, *(at for at, _ in self._arrivals)])
+                # What came behind a late message waits for it: only the first one says when to look again.
+                until = min(end, self._arrivals[0][0]) if self._arrivals else end
                 self._changed.wait(max(0.0, until - now))
 
     def wake(self) -> None:

@@ -67,6 +67,9 @@ class Flag(IntFlag):
     ERROR = 2
 
 
+_FLAGS = int(Flag.REPLY | Flag.ERROR)
+
+
 class Payload(IntEnum):
     """Where an entry's values are."""
 
@@ -135,10 +138,18 @@ class Message:
 
 
 def encode(message: Message) -> list[Buffer]:
-    """Return the frames of `message`; payload buffers are passed through, not copied."""
+    """Return the frames of `message`; payload buffers are passed through, not copied.
+
+    A priority beyond 32 bits is sent as the nearest: it orders what is queued here, and informs there.
+
+    Raises:
+        WireError: more than ENTRY_LIMIT entries.
+    """
+    if len(message.entries) > ENTRY_LIMIT:
+        raise WireError("a message of %d entries; the limit is %d" % (len(message.entries), ENTRY_LIMIT))
     head = _HEAD.pack(
         *(MAGIC, VERSION, message.kind, message.flags, message.store, message.role),
-        *(message.epoch, message.rank, message.incarnation, message.priority),
+        *(message.epoch, message.rank, message.incarnation, max(-(2**31), min(message.priority, 2**31 - 1))),
         *(message.request & 0xFFFFFFFFFFFFFFFF, len(message.entries)),
     )
     entries = b"".join(
@@ -165,6 +176,9 @@ def decode(frames: Sequence[Buffer]) -> Message:
         raise WireError("message version %d; this program speaks version %d" % (version, VERSION))
     if count > ENTRY_LIMIT or len(head) != _HEAD.size + count * _ENTRY.size:
         raise WireError("a head of %d bytes cannot hold %d entries" % (len(head), count))
+    if flags & ~_FLAGS:
+        # Checked here: IntFlag takes any bits (enum's KEEP boundary).
+        raise WireError("message of unknown flags: 0x%02x" % flags)
     payloads = frames[2:]
     entries = _entries(head, count, payloads)
     try:
@@ -183,7 +197,7 @@ def decode(frames: Sequence[Buffer]) -> Message:
             payloads=payloads,
         )
     except ValueError as err:
-        raise WireError("message of unknown kind or flags: %s" % err) from err
+        raise WireError("message of unknown kind: %s" % err) from err
 
 
 def _entries(head: memoryview, count: int, payloads: Sequence[Buffer]) -> tuple[Entry, ...]:
@@ -213,7 +227,7 @@ def _body(frame: Buffer) -> Mapping[str, Any]:
         return {}
     try:
         body = json.loads(text)
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:
         raise WireError("message body is not JSON: %s" % err) from err
     if not isinstance(body, dict):
         raise WireError("message body is not an object: %.80r" % text)
