@@ -44,6 +44,11 @@ class Config:
     ports: tuple[int, ...] = ()
     """Ports that may be bound; empty: any."""
 
+    @property
+    def root_endpoint(self) -> str:
+        """Where the scheduler listens, `tcp://address:port`."""
+        return "tcp://%s:%d" % ("[%s]" % self.root if ":" in self.root else self.root, self.root_port)
+
     def identity(self, endpoint: str, rank: int | None = None) -> Identity:
         """Return how this node introduces itself."""
         return Identity(

@@ -46,7 +46,7 @@ class Pending:
             RuntimeFault: what went wrong, of its own class (KVError, PeerLost ...).
         """
         started = time.monotonic()
-        if not self._is_done.wait(timeout_s):
+        if not self._is_done.wait(min(timeout_s, threading.TIMEOUT_MAX)):
             waited_s = time.monotonic() - started
             raise TimedOut("%s: no answer for %.0f s%s" % (self.what, waited_s, ", " + self.note if self.note else ""))
         if self._error is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from distrun_runtime.net import transport as net
 from distrun_runtime.net.message import Buffer, Kind, Message
 from distrun_runtime.node import role, work
 from distrun_runtime.node.executor import Executor
+from distrun_runtime.node.replies import refusal
 from distrun_runtime.node.trace import Trace
 
 logger = logging.getLogger(__name__)
@@ -165,7 +167,20 @@ class Postoffice:
                 self._forget(link)
             return
         self._trace.received(link, arrived)
-        self._decide(role.Heard(link, arrived))
+        self._hear(link, arrived)
+
+    def _hear(self, link: str, arrived: Message) -> None:
+        try:
+            actions = self._role.handle(role.Heard(link, arrived), self._clock())
+        except (LookupError, TypeError, ValueError, AttributeError) as err:
+            # A body that lacks or garbles a member is its sender's mistake: this node lives and says no.
+            where = traceback.format_exc()
+            self._trace.log("ERROR", "event=malformed link=%s kind=%s %s" % (link, arrived.kind.name, where))
+            if not arrived.is_reply:
+                reason = "%s is malformed: %s: %s" % (arrived.kind.name, type(err).__name__, err)
+                self._transmit(link, refusal(arrived, reason))
+            return
+        self._perform(actions)
 
     def _shake(self, link: str, gate: _Gate, arrived: Message) -> None:
         self._trace.received(link, arrived)

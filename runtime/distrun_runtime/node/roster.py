@@ -69,6 +69,10 @@ class Roster:
         found = [member for member in self.members.values() if member.who.role == role]
         return sorted(found, key=lambda member: (member.who.rank < 0, member.who.rank))
 
+    def alive(self, role: str) -> list[Member]:
+        """Return the members of a role that are neither lost nor have left."""
+        return [member for member in self.of_role(role) if member.state == ALIVE]
+
     def assign(self) -> None:
         """Give each node without a rank the lowest that is free, in the order of registration."""
         for role, count in self.expected.items():

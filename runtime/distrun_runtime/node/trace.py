@@ -40,6 +40,7 @@ class Trace:
     def _write(self, text: str) -> None:
         me = self._me()
         rank = "" if me.rank < 0 else " rank=%d" % me.rank
+        text = text.replace("\r", "\\r").replace("\n", "\\n")  # a stranger's words are in some of them
         # One write a line: several threads and processes share the stream.
         out = self._out or sys.stderr
         out.write("distrun role=%s%s time=%.3f %s\n" % (me.role, rank, time.time(), text))

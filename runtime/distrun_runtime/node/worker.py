@@ -52,7 +52,7 @@ class Worker:
         """By rank; known when `ready` is resolved."""
         self._config = config
         self._ready = ready
-        self._root = "tcp://%s:%d" % ("[%s]" % config.root if ":" in config.root else config.root, config.root_port)
+        self._root = config.root_endpoint
         self._deadline = role.Deadline()
         self._welcomes: set[str] = set()
         self._outboxes: dict[str, Outbox] = {}
@@ -151,7 +151,7 @@ class Worker:
             return self._roster(message, now)
         if message.kind is Kind.LOST and link == role.SCHEDULER_LINK:
             return self._lose(str(message.body["who"]), str(message.body["reason"]))
-        if message.kind is Kind.BYE and message.is_reply:
+        if message.kind is Kind.BYE and message.is_reply and self._goodbye is not None:
             return self._gone()
         entry = self._open.get(message.request)
         if entry is None:

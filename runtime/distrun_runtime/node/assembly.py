@@ -1,0 +1,190 @@
+"""What all workers do together in the stores of a job: open, declare keys, wait for each other, join, leave. Pure.
+
+Call i of a store is gathered until every worker that has not left the store has made it; the first difference is
+the error of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from distrun_runtime.net.message import Kind, Message
+from distrun_runtime.node import role
+from distrun_runtime.node.collective import Call, Gathering, difference
+from distrun_runtime.node.errands import Errands
+from distrun_runtime.node.replies import answer, refusal
+from distrun_runtime.node.roster import LEFT, Member, Roster
+
+
+@dataclass
+class _Store:
+    """What the workers agreed on for one store."""
+
+    keys: dict[str, int] = field(default_factory=dict)
+    """Key, as text, to its number."""
+    text_keys: int = 0
+    gatherings: dict[int, Gathering] = field(default_factory=dict)
+    filling: dict[int, Gathering] = field(default_factory=dict)
+    """Declared keys whose first values rank 0 is sending to the servers."""
+    refused: dict[int, str] = field(default_factory=dict)
+    """Collective calls that failed, with the reason: a late caller hears it too."""
+    joined: dict[int, Call] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)
+    """Workers that left this store for good."""
+
+
+class Assembly:
+    """The collective calls of all stores."""
+
+    def __init__(self, workers: int, roster: Roster, errands: Errands) -> None:
+        self._workers = workers
+        self._roster = roster
+        self._errands = errands
+        self._stores: dict[int, _Store] = {}
+
+    def gather(self, call: Call) -> list[role.Action]:
+        """Take in one worker's OPEN, KEYS or BARRIER."""
+        store = self._store(call)
+        if call.number in store.refused:
+            return [_refuse(call, store.refused[call.number])]
+        gathering = store.gatherings.setdefault(call.number, Gathering())
+        # A worker that has joined waits for all others to join: it will never make this call.
+        elsewhere = [part for part in store.joined.values() if part.number == call.number]
+        wrong = gathering.add(call) or (difference(elsewhere[0], call) if elsewhere else "")
+        wrong = wrong or _against_records(store, call)
+        if wrong:
+            return _fail(store, call.number, wrong)
+        gone = [member for member in self._roster.of_role("worker") if member.state == LEFT]
+        missing = [member for member in gone if member.who.rank not in {*gathering.calls, *store.left}]
+        if missing:
+            return _fail(store, call.number, _gone(missing[0], call.message))
+        return self._complete(store, call.number)
+
+    def inited(self, call: Call) -> list[role.Action]:
+        """Rank 0 has sent the first values to the servers (INIT), or could not: tell the others."""
+        store = self._store(call)
+        gathering = store.filling.pop(call.number, None)
+        if gathering is None:
+            return [_refuse(call, "INIT without KEYS")]
+        error = str(call.message.body.get("error", ""))
+        actions: list[role.Action] = [role.Send(call.link, answer(call.message))]
+        for part in gathering.calls.values():
+            if part.rank == call.rank:
+                continue
+            body = {name: part.message.body[name] for name in ("keys", "numbers")}
+            actions.append(_refuse(part, error) if error else role.Send(part.link, answer(part.message, body)))
+        return actions
+
+    def join(self, call: Call) -> list[role.Action]:
+        """A worker contributes zero to every round from here on, until all have joined."""
+        store = self._store(call)
+        if call.number in store.refused:
+            return [_refuse(call, store.refused[call.number])]
+        gathering = store.gatherings.get(call.number)
+        if gathering is not None:
+            return _fail(store, call.number, gathering.add(call))
+        store.joined[call.rank] = call
+        told = Message(Kind.JOIN, store=call.message.store, body={"rank": call.rank})
+        return [*self._tell_servers(told), *self._all_joined(call.message.store, store)]
+
+    def leave(self, call: Call) -> list[role.Action]:
+        """A worker leaves one store for good."""
+        store = self._store(call)
+        store.left.add(call.rank)
+        told = Message(Kind.LEFT, store=call.message.store, body={"rank": call.rank})
+        servers = self._roster.alive("server")
+        actions = self._errands.send(told, servers, lambda errors: [role.Send(call.link, answer(call.message))])
+        for number in list(store.gatherings):
+            actions += self._complete(store, number)
+        return [*actions, *self._all_joined(call.message.store, store)]
+
+    def ended(self, gone: Member) -> list[role.Action]:
+        """A worker said BYE: what waited for it fails, and who joined does not wait for it."""
+        actions: list[role.Action] = []
+        for number, store in self._stores.items():
+            for at, gathering in list(store.gatherings.items()):
+                if gone.who.rank not in {*gathering.calls, *store.left}:
+                    part = next(iter(gathering.calls.values()))
+                    actions += _fail(store, at, _gone(gone, part.message))
+            actions += self._all_joined(number, store)
+        return actions
+
+    def _store(self, call: Call) -> _Store:
+        return self._stores.setdefault(call.message.store, _Store())
+
+    def _complete(self, store: _Store, number: int) -> list[role.Action]:
+        gathering = store.gatherings[number]
+        if len(gathering.calls) < self._workers - len(store.left - set(gathering.calls)):
+            return []
+        del store.gatherings[number]
+        call = next(iter(gathering.calls.values()))
+        if call.message.kind is not Kind.KEYS:
+            return [role.Send(part.link, answer(part.message)) for part in gathering.calls.values()]
+        if 0 not in gathering.calls:
+            return _refuse_all(store, number, gathering, "init: worker-0, whose values count, has left the store")
+        store.filling[number] = gathering
+        return _declare(store, gathering)
+
+    def _all_joined(self, number: int, store: _Store) -> list[role.Action]:
+        present = {member.who.rank for member in self._roster.alive("worker")} - store.left
+        if not store.joined or not present <= set(store.joined):
+            return []
+        # The servers forget who joined before any worker hears that all have: its next push is a new round of all.
+        parts = list(store.joined.values())
+        store.joined.clear()
+        told = Message(Kind.JOIN, store=number, body={"rank": parts[0].rank, "all": True})
+        servers = self._roster.alive("server")
+        return self._errands.send(
+            told, servers, lambda errors: [role.Send(part.link, answer(part.message)) for part in parts]
+        )
+
+    def _tell_servers(self, message: Message) -> list[role.Action]:
+        return self._errands.send(message, self._roster.alive("server"), lambda errors: [])
+
+
+def _declare(store: _Store, gathering: Gathering) -> list[role.Action]:
+    first = gathering.calls[0]
+    numbers: list[list[int]] = []
+    for record in first.message.body["records"]:
+        is_text = isinstance(record["key"], str)
+        place = store.text_keys if is_text else int(record["key"])
+        store.text_keys += is_text
+        number = store.keys[_key(record)] = len(store.keys)
+        numbers.append([number, place])
+    body = {"keys": [record["key"] for record in first.message.body["records"]], "numbers": numbers}
+    gathering.calls = {
+        rank: replace(part, message=replace(part.message, body={**part.message.body, **body}))
+        for rank, part in gathering.calls.items()
+    }
+    # Rank 0 goes to fill the servers now; the others hear when it has (INIT), so that nobody reads too early.
+    return [role.Send(first.link, answer(first.message, body))]
+
+
+def _against_records(store: _Store, call: Call) -> str:
+    if call.message.kind is not Kind.KEYS:
+        return ""
+    twice = [record["key"] for record in call.message.body["records"] if _key(record) in store.keys]
+    return "init of key %r: it was initialised before" % twice[0] if twice else ""
+
+
+def _fail(store: _Store, number: int, reason: str) -> list[role.Action]:
+    return _refuse_all(store, number, store.gatherings.pop(number), reason)
+
+
+def _refuse_all(store: _Store, number: int, gathering: Gathering, reason: str) -> list[role.Action]:
+    store.refused[number] = reason
+    return [_refuse(part, reason) for part in gathering.calls.values()]
+
+
+def _refuse(call: Call, reason: str) -> role.Action:
+    return role.Send(call.link, refusal(call.message, reason))
+
+
+def _key(record: Mapping[str, Any]) -> str:
+    return "%s:%s" % (type(record["key"]).__name__, record["key"])
+
+
+def _gone(member: Member, message: Message) -> str:
+    return "%s has ended (BYE) and will never call %s: all workers must" % (member.who, message.kind.name.lower())

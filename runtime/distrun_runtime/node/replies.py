@@ -1,0 +1,20 @@
+"""Replies to a request: yes, and no with a reason. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from distrun_runtime.net.message import Flag, Message
+
+
+def answer(request: Message, body: Mapping[str, Any] | None = None) -> Message:
+    """Return the reply that says: done."""
+    return Message(request.kind, Flag.REPLY, store=request.store, request=request.request, body=body or {})
+
+
+def refusal(request: Message, reason: str, error: str = "KVError", traceback: str = "") -> Message:
+    """Return the reply that says why not; the caller raises `error`, a class of distrun_runtime.errors."""
+    body = {"reason": reason, "error": error, **({"traceback": traceback} if traceback else {})}
+    flags = Flag.REPLY | Flag.ERROR
+    return Message(request.kind, flags, store=request.store, request=request.request, body=body)
