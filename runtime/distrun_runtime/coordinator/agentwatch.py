@@ -1,0 +1,122 @@
+"""What the supervisor makes of agents: who answered, who is lost, who is silent. No I/O."""
+
+from __future__ import annotations
+
+from typing import List
+
+from distrun_runtime.contract import wire
+from distrun_runtime.contract.plan import Plan
+from distrun_runtime.coordinator import events, verdict
+from distrun_runtime.coordinator import outcome as ends
+from distrun_runtime.coordinator.actions import INFO, WARNING, Action, Announce, Begin, Drop
+from distrun_runtime.coordinator.roster import LOST_S, SKEW_S, SUSPECT_S, HostState, Roster
+from distrun_runtime.coordinator.verdict import Cause
+
+STARTING = "starting"
+RUNNING = "running"
+DRAINING = "draining"
+STOPPING = "stopping"
+OVER = "over"
+
+
+class AgentWatch:
+    """The half of the supervisor that is about hosts; `supervise.Supervisor` is the other one."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.roster = Roster(plan)
+        self.phase = STARTING
+        self._actions: List[Action] = []
+        self._now = 0.0
+
+    def _blame(self, cause: Cause) -> None:
+        raise NotImplementedError
+
+    def _say(self, text: str, level: str = INFO) -> None:
+        self._actions.append(Announce(text, level))
+
+    def _hear(self, event: events.Event) -> None:
+        host = self.roster.hosts.get(getattr(event, "host", ""))
+        if host is None or isinstance(event, (events.AgentLost, events.StartFailed)):
+            return
+        host.last_seen = self._now
+        if host.is_suspect:
+            host.is_suspect = False
+            self._say("%s answers again" % host.name)
+
+    def _on_hello(self, event: events.AgentHello) -> None:
+        host = self.roster.hosts[event.host]
+        version = event.facts.get("version")
+        if version != wire.VERSION:
+            why = "its agent speaks protocol version %r, this program %d" % (version, wire.VERSION)
+            self._on_start_failed(events.StartFailed(event.host, why, event.arrived))
+            return
+        host.greeted = True
+        stamp = event.facts.get("time")
+        skew = event.arrived - stamp if isinstance(stamp, (int, float)) else 0.0
+        if abs(skew) > SKEW_S:
+            host.skew_s = skew
+            self._say("the clock of %s is off by %.1f s; its times are corrected" % (host.name, -skew), WARNING)
+        if not host.was_ended:
+            self._actions.append(Begin(event.host))
+
+    def _on_ready(self, event: events.AgentReady) -> None:
+        self.roster.hosts[event.host].is_ready = True
+        self.roster.facts["host:%s.address" % event.host] = event.address
+        for label, port in event.ports.items():
+            self.roster.facts["%s/port:%s" % (event.host, label)] = str(port)
+
+    def _on_start_failed(self, event: events.StartFailed) -> None:
+        host = self.roster.hosts[event.host]
+        if host.is_gone:
+            return
+        host.is_gone = True
+        self._actions.append(Drop(event.host))
+        self._blame(verdict.start_failed("no agent on %s: %s" % (event.host, event.reason), event.time, event.host))
+
+    def _on_lost(self, event: events.AgentLost) -> None:
+        host = self.roster.hosts[event.host]
+        if host.is_gone:
+            return
+        if not host.greeted and not host.was_ended:
+            self._on_start_failed(events.StartFailed(event.host, event.reason, event.time))
+            return
+        self._actions.append(Drop(event.host))
+        is_asked = self.phase in (DRAINING, STOPPING)
+        pending = any(task.host == event.host and task.state == ends.PENDING for task in self.roster.tasks.values())
+        live = self.roster.lose(event.host, ends.STOPPED if is_asked else ends.FAILED, event.time)
+        if live or (pending and not is_asked):
+            self._blame(verdict.host_lost(event.host, event.reason, event.time))
+        elif not host.was_ended:
+            self._say("%s is gone (%s); all its tasks had ended" % (event.host, event.reason), WARNING)
+        elif host.greeted and not host.cleared and self.roster.on_host(event.host):
+            self._say("the agent on %s went without saying that nothing is left there" % event.host, WARNING)
+
+    def _on_cleared(self, event: events.Cleared) -> None:
+        host = self.roster.hosts[event.host]
+        host.cleared = host.told_to_stop
+        for pid, command in event.left:
+            text = "pid %d (%s) on %s" % (pid, command, event.host)
+            if text not in self.roster.survivors:
+                self.roster.survivors.append(text)
+
+    def _on_bye(self, event: events.Bye) -> None:
+        host = self.roster.hosts[event.host]
+        if not host.was_ended:
+            self._on_lost(events.AgentLost(event.host, "its agent left", self._wall_of(host)))
+            return
+        host.is_gone = True
+
+    def _listen(self, event: events.Tick) -> None:
+        for host in self.roster.hosts.values():
+            silence = self._now - host.last_seen
+            if not host.greeted or host.is_gone:
+                continue
+            if silence >= LOST_S:
+                self._on_lost(events.AgentLost(host.name, "silent for %.0f s" % silence, event.time - silence))
+            elif silence >= SUSPECT_S and not host.is_suspect:
+                host.is_suspect = True
+                self._say("%s has been silent for %.0f s" % (host.name, silence), WARNING)
+
+    def _wall_of(self, host: HostState) -> float:
+        return max((task.ended or task.started or 0.0 for task in self.roster.on_host(host.name)), default=0.0)
