@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -11,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import distrun_runtime
+from distrun.errors import PreflightError
 
 PACKAGE = "distrun_runtime"
 
@@ -23,7 +23,7 @@ def runtime_root(env: Mapping[str, str], copy: bool = True) -> Path:
     and made once (`copy` False: only its name is found out).
 
     Raises:
-        OSError: the copy cannot be written.
+        PreflightError: the copy cannot be written.
     """
     source = Path(distrun_runtime.__file__).resolve().parent
     if not has_neighbours(source):
@@ -31,7 +31,13 @@ def runtime_root(env: Mapping[str, str], copy: bool = True) -> Path:
     home = env.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     root = Path(home) / "distrun" / "runtime" / digest(source)
     if copy and not (root / PACKAGE).is_dir():
-        _copy(source, root)
+        try:
+            _copy(source, root)
+        except OSError as err:
+            raise PreflightError(
+                "cannot keep a copy of the runtime for the tasks at %s: %s" % (root, err.strerror or err),
+                "set XDG_CACHE_HOME to a place that can be written",
+            ) from err
     return root
 
 
@@ -68,10 +74,11 @@ def _copy(source: Path, root: Path) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(path.read_bytes())
         made.chmod(0o755)
-        # Another launch may have made the same copy meanwhile; then it stands, and ours goes.
-        with contextlib.suppress(OSError):
+        try:
             made.rename(root)
+        except OSError:
+            # Another launch may have made the same copy meanwhile; then that one stands.
+            if not (root / PACKAGE).is_dir():
+                raise
     finally:
-        if not (root / PACKAGE).is_dir():
-            raise OSError("cannot make a copy of the runtime at %s" % root)
         shutil.rmtree(made, ignore_errors=True)

@@ -133,10 +133,11 @@ class ChildChannel:
             self._child.wait(1.0)
         self._listener.join(1.0)
         code = self._child.returncode
-        how = (
-            "" if code is None else "it was ended by signal %d" % -code if code < 0 else "it ended with code %d" % code
-        )
-        return "; ".join(part for part in (how, "\n".join(self._words)) if part)
+        if code is None:
+            how = "pid %d is still there" % self._child.pid
+        else:
+            how = "it was ended by signal %d" % -code if code < 0 else "it ended with code %d" % code
+        return "\n".join([how, *self._words])
 
 
 def short_name(hostname: str) -> str:

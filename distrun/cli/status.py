@@ -68,48 +68,57 @@ def status(job: str | None, watch: bool, everything: bool, as_json: bool) -> int
 
 
 def jobs_table(states: Sequence[Mapping[str, Any]], now: float) -> Table:
-    """Return one row for each job. `now`: wall clock, seconds. Pure."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("JOB", "STATE", "CODE", "TASKS", "TIME", "CREATED"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("COMMAND", overflow="ellipsis", no_wrap=True)
-    for state in states:
-        table.add_row(
+    """Return one row for each job. `now`: wall clock, seconds."""
+    rows = [
+        (
             str(state["id"]),
-            _state(state["state"]),
+            str(state["state"]),
             _code(state["exit_code"], None),
             _count(state["tasks"]),
             duration(state["created"], state["finished"] or _until(state), now),
-            str(state["created"])[:19].replace("T", " "),
-            _plain(shell.join(state["command"])),
+            time.strftime("%m-%d %H:%M", time.localtime(_seconds(state["created"]))),
+            shell.join(state["command"]),
         )
-    return table
+        for state in states
+    ]
+    return _table(("JOB", "STATE", "CODE", "TASKS", "TIME", "CREATED", "COMMAND"), rows)
 
 
 def tasks_table(state: Mapping[str, Any], now: float) -> Table:
     """Return one row for each task of a job. `now`: wall clock, seconds. Pure."""
+    rows = [
+        (
+            str(task["name"]),
+            str(task["state"]),
+            _code(task["code"], task["signal"]),
+            "" if task["pid"] is None else str(task["pid"]),
+            duration(task["started"], task["ended"] or _until(state), now),
+            "" if task["ended"] is None else "%.1f s" % task["cpu_s"],
+            "" if task["ended"] is None else "%.0f MB" % (task["max_rss_kb"] / 1024),
+            str(task["host"]),
+        )
+        for task in state["tasks"]
+    ]
+    table = _table(("TASK", "STATE", "CODE", "PID", "TIME", "CPU", "MAX RSS", "HOST"), rows)
+    title = "%s  %s  %s" % (state["id"], state["state"], shell.join(state["command"]))
+    table.title = _plain(title + ("\n" + str(state["message"]) if state.get("message") else ""))
+    table.title_justify, table.title_style = "left", ""
+    return table
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return a table whose second column is a state; only the last one is cut where there is no room."""
     from rich.table import Table
 
-    title = "%s  %s  %s" % (state["id"], state["state"], _plain(shell.join(state["command"])))
-    if state.get("message"):
-        title += "\n" + _plain(str(state["message"]))
-    table = Table(box=None, pad_edge=False, header_style="bold", title=title, title_justify="left", title_style="")
-    for heading in ("TASK", "HOST", "PID", "STATE", "CODE", "TIME", "CPU", "MAX RSS"):
-        table.add_column(heading, no_wrap=True)
-    for task in state["tasks"]:
-        over = task["ended"] is not None
-        table.add_row(
-            task["name"],
-            task["host"],
-            "" if task["pid"] is None else str(task["pid"]),
-            _state(task["state"]),
-            _code(task["code"], task["signal"]),
-            duration(task["started"], task["ended"] or _until(state), now),
-            "%.1f s" % task["cpu_s"] if over else "",
-            "%.0f MB" % (task["max_rss_kb"] / 1024) if over else "",
-        )
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for index, heading in enumerate(headings):
+        is_last = index == len(headings) - 1
+        width = None if is_last else max(len(row[index]) for row in (headings, *rows))
+        table.add_column(heading, no_wrap=True, overflow="ellipsis", min_width=width)
+    for row in rows:
+        shown = [_plain(cell) for cell in row]
+        shown[1] = "[%s]%s[/]" % (_STYLES.get(row[1], "yellow"), row[1])
+        table.add_row(*shown)
     return table
 
 
@@ -133,11 +142,6 @@ def _until(state: Mapping[str, Any]) -> str | None:
 
 def _seconds(text: str) -> float:
     return datetime.datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
-
-
-def _state(state: str) -> str:
-    style = _STYLES.get(state, "yellow")
-    return "[%s]%s[/]" % (style, state)
 
 
 def _code(code: int | None, signal: str | None) -> str:

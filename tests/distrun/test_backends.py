@@ -1,0 +1,119 @@
+"""Every backend of the registry keeps the same promises; the local one besides."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from distrun import backends
+from distrun.backends import local
+from distrun.backends.base import Backend
+from distrun.errors import DistrunError, UsageError
+from distrun_runtime.contract.plan import Host, Plan, Task
+from distrun_runtime.coordinator.events import AgentLost, Event, StartFailed
+
+PLAN = Plan(
+    job="calm-otter-7f3",
+    name="",
+    backend="local",
+    command=("true",),
+    cwd="/",
+    hosts=(Host("here"),),
+    tasks=(Task("worker-0", "worker", 0, "here", ("true",), "/", env={"A": "user's value"}),),
+)
+
+
+@pytest.mark.parametrize("name", backends.names())
+def test_every_backend_renders_without_effects_and_shows_nothing_of_the_users(name: str) -> None:
+    backend = backends.load(name)
+    assert isinstance(backend, Backend)
+    assert backend.name == name
+    rendered = backend.render(PLAN)
+    assert rendered == backend.render(PLAN)
+    assert set(rendered.commands) == {"here"}
+    assert "user's value" not in " ".join(rendered.commands["here"])
+
+
+@pytest.mark.parametrize("name", backends.names())
+def test_every_backend_connects_nothing_before_it_is_told_to(name: str) -> None:
+    backend = backends.load(name)
+    channels = backend.connect(PLAN)
+    assert [channel.host for channel in channels] == ["here"]
+    for channel in channels:
+        channel.close()
+        channel.kill()
+    backend.release(channels, 1.0)
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="no launcher 'xyz'; known: local"):
+        backends.load("xyz")
+    with pytest.raises(UsageError) as caught:
+        backends.load("slrum")
+    assert caught.value.hint == "did you mean slurm?"
+
+
+@pytest.mark.parametrize("name", backends.PLANNED)
+def test_a_planned_backend_says_so(name: str) -> None:
+    with pytest.raises(UsageError, match="this version has the local backend only") as caught:
+        backends.load(name)
+    assert "--launcher local" in caught.value.hint
+
+
+def test_other_distributions_register_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_registered", lambda: {"mine": "distrun.backends.local:Local", "bad": "no.where:X"})
+    assert backends.names() == ("local", "bad", "mine")
+    assert isinstance(backends.load("mine"), local.Local)
+    with pytest.raises(DistrunError, match=r"--launcher bad: no\.where:X cannot be loaded"):
+        backends.load("bad")
+
+
+def test_the_local_host_is_this_machine_by_its_short_name() -> None:
+    assert local.short_name("d1.example.org") == "d1"
+    assert local.short_name("d1") == "d1"
+    assert local.short_name("") == "localhost"
+    assert local.Local().addresses(["d1"]) == {"d1": "127.0.0.1"}
+    assert len(local.Local().hosts(["a", "b"])) == 1
+
+
+def test_a_python_that_is_not_there_is_a_failed_start() -> None:
+    events: list[Event] = []
+    channel = local.ChildChannel("here", ("/nowhere/python",))
+    channel.start(events.append)
+    channel.send(b"x")
+    channel.close()
+    channel.kill()
+    channel.join(0.1)
+    (event,) = events
+    assert isinstance(event, StartFailed)
+    assert "cannot start /nowhere/python: No such file" in event.reason
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("sys.stderr.write('oh dear\\n'); sys.exit(9)", ["it ended with code 9", "oh dear"]),
+        ("import os; os.kill(os.getpid(), 9)", ["it was ended by signal 9"]),
+    ],
+)
+def test_an_agent_that_dies_leaves_its_last_words(code: str, words: list[str]) -> None:
+    import queue
+
+    events: queue.Queue[Event] = queue.Queue()
+    channel = local.ChildChannel("here", (sys.executable, "-c", "import sys; sys.stdin.readline(); " + code))
+    channel.start(events.put)
+    event = events.get(timeout=30)
+    assert isinstance(event, AgentLost)
+    for word in words:
+        assert word in event.reason
+    channel.close()
+    channel.kill()
+    channel.join(5)
+
+
+def test_sweeping_a_job_that_never_was_finds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    assert local.Local().sweep("no-such-job-000", 0.1) == ["nothing of it was left on this machine"]

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from distrun.cli.console import render
+from distrun.cli.status import duration, jobs_table, tasks_table
+
+START = "2026-01-31T12:00:00.000Z"
+NOW = 1769860800.0 + 3725  # one hour, two minutes and five seconds after START
+
+
+def task(name: str, **more: Any) -> dict[str, Any]:
+    base = {"name": name, "role": name[:-2], "host": "d1", "pid": 7, "state": "running", "code": None, "signal": None}
+    return {**base, "started": START, "ended": None, "cpu_s": 0.0, "max_rss_kb": 0, **more}
+
+
+def state(**more: Any) -> dict[str, Any]:
+    base = {"id": "calm-otter-7f3", "state": "running", "exit_code": None, "command": ["python", "a b.py", "[bold]"]}
+    base.update(created=START, updated=START, finished=None, message=None, tasks=[task("worker-0"), task("worker-1")])
+    return {**base, **more}
+
+
+def test_jobs_have_a_row_each_with_the_command_quoted_and_no_markup_read() -> None:
+    rows = render(jobs_table([state(), state(id="x-1", state="failed", exit_code=3, finished=START)], NOW)).splitlines()
+    assert rows[0].split() == ["JOB", "STATE", "CODE", "TASKS", "TIME", "CREATED", "COMMAND"]
+    assert rows[1].startswith("calm-otter-7f3  running")
+    assert "2 (2 running)  1:02:05" in rows[1]
+    assert rows[1].endswith("python 'a b.py' '[bold]'")
+    assert "failed     3" in rows[2].replace("failed   ", "failed  ", 1) or " 3 " in rows[2]
+    assert " 0:00:00 " in rows[2]
+
+
+def test_tasks_have_a_row_each() -> None:
+    ended = task("worker-1", state="failed", signal="KILL", ended=START, cpu_s=1.25, max_rss_kb=2048)
+    text = render(tasks_table(state(tasks=[task("worker-0"), ended], message="worker-1 was killed"), NOW))
+    assert "calm-otter-7f3  running  python 'a b.py' '[bold]'" in text
+    assert "worker-1 was killed" in text
+    *_, first, second = text.splitlines()
+    assert first.split() == ["worker-0", "running", "7", "1:02:05", "d1"]
+    assert second.split() == ["worker-1", "failed", "KILL", "7", "0:00:00", "1.2", "s", "2", "MB", "d1"]
+
+
+def test_a_lost_job_took_as_long_as_it_was_heard_of() -> None:
+    assert " 0:00:00 " in render(jobs_table([state(state="lost")], NOW)).splitlines()[1]
+
+
+def test_no_jobs_is_an_empty_table() -> None:
+    assert len(render(jobs_table([], NOW)).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "text"),
+    [
+        (None, None, ""),
+        (START, None, "1:02:05"),
+        (START, START, "0:00:00"),
+        (START, "2026-01-31T12:00:59.9Z", "0:00:59"),
+    ],
+)
+def test_durations(start: str | None, end: str | None, text: str) -> None:
+    assert duration(start, end, NOW) == text
