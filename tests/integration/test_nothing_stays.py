@@ -276,3 +276,35 @@ def test_the_launcher_waits_for_no_reader_when_interrupted_again(distrun: Distru
         raise
     finally:
         os.close(read)
+
+
+# ---------------------------------------------------------------- what works without /proc, subreaper and pidfd
+
+
+@pytest.mark.portable
+@pytest.mark.parametrize("kind", ["obeys", "stubborn", "nohup", "stopped"])
+@pytest.mark.parametrize("how", ["TERM", "KILL"])
+def test_without_proc_what_stays_in_its_group_ends_with_the_launcher(how: str, kind: str, distrun: Distrun) -> None:
+    job = Job(distrun, kind, env={"DISTRUN_PORTABLE": "1"})
+    job.launcher.send_signal(getattr(signal, "SIG" + how))
+    code = job.launcher.wait(20)
+    assert code == (143 if how == "TERM" else -9)
+    wait_until(lambda: not job.left() and not distrun.left(), 6, "nothing is left")
+
+
+@pytest.mark.portable
+def test_without_proc_codes_and_output_are_the_same(distrun: Distrun) -> None:
+    words = ("-n", "2", "-s", "0", "--no-prefix", "bash", "-c", "echo hello; exit $((DMLC_RANK * 3))")
+    result = distrun.launch(*words, env={"DISTRUN_PORTABLE": "1"})
+    assert result.returncode == 3, result.stderr.decode()
+    assert result.stdout == b"hello\nhello\n"
+
+
+@pytest.mark.portable
+def test_without_proc_ctrl_c_is_graceful(distrun: Distrun) -> None:
+    text = "trap 'echo saved; exit 0' INT; touch up-$DMLC_RANK; while :; do sleep 0.05; done"
+    job = Job(distrun, text, env={"DISTRUN_PORTABLE": "1"})
+    job.launcher.send_signal(signal.SIGINT)
+    assert job.launcher.wait(20) == 130
+    wait_until(lambda: not job.left() and not distrun.left(), 6, "nothing is left")
+    assert (distrun.home / "out").read_text().count("saved") == 2
