@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distrun import backends, driver
+from distrun.errors import UsageError
+from distrun.job import Job
+from distrun_runtime.contract import process
+from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
+from distrun_runtime.coordinator.outcome import Outcome
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> JobStore:
+    return JobStore(tmp_path / "state")
+
+
+def prepare(store: JobStore, **more: Any) -> driver.Prepared:
+    job = Job(command=("true",), workers=1, servers=0, cwd="/")
+    return driver.prepare(job, "local", env={}, store=store, **more)
+
+
+def make(store: JobStore, **launcher: object) -> JobFolder:
+    """Return the folder of a job whose launcher is the process described by `launcher`."""
+    folder = store.create(prepare(store).plan)
+    path = folder.path / "launcher.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **launcher}))
+    return folder
+
+
+def swept(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
+    calls: list[tuple[str, float]] = []
+
+    def sweep(self: object, job: str, grace_s: float) -> list[str]:
+        calls.append((job, grace_s))
+        return ["swept"]
+
+    monkeypatch.setattr(type(backends.load("local")), "sweep", sweep)
+    return calls
+
+
+def test_preparing_makes_nothing(store: JobStore, tmp_path: Path) -> None:
+    ready = prepare(store)
+    assert ready.plan.job not in ("", driver.DRY_RUN_ID)
+    assert len(ready.secrets.token) == 64
+    assert ready.plan.task("worker-0").env["DISTRUN_RUN_DIR"] == str(store.jobs / ready.plan.job)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_has_a_placeholder_and_no_token(store: JobStore) -> None:
+    ready = prepare(store, dry_run=True, run_dir=Path("/somewhere/../runs"))
+    assert (ready.plan.job, ready.secrets.token) == ("dry-run", "")
+    assert ready.plan.task("worker-0").env["DISTRUN_RUN_DIR"] == "/runs/dry-run"
+
+
+def test_a_job_that_is_over_is_left_alone(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = swept(monkeypatch)
+    folder = make(store)
+    folder.finish(Outcome(0, "succeeded", "all well"))
+    assert driver.kill(folder) == ["%s is over already: succeeded" % folder.id]
+    assert calls == []
+
+
+def test_a_job_of_another_machine_is_refused(store: JobStore) -> None:
+    folder = make(store, host="elsewhere")
+    with pytest.raises(UsageError, match="was launched on elsewhere"):
+        driver.kill(folder)
+
+
+def test_a_dead_launchers_job_is_swept(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = swept(monkeypatch)
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    pid, start = process.identity(child.pid)
+    child.wait()
+    folder = make(store, pid=pid, start=start)
+    assert driver.kill(folder) == ["its launcher (pid %d) is gone" % pid, "swept"]
+    assert calls == [(folder.id, 10.0)]
+
+
+def test_another_process_of_that_pid_is_not_touched(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    swept(monkeypatch)
+    folder = make(store, pid=os.getpid(), start="proc:another-boot:1")
+    assert driver.kill(folder, 1.0)[1:] == ["swept"]
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+def test_a_living_launcher_is_asked_and_one_that_does_not_end_is_killed(
+    obeys: bool, store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = swept(monkeypatch)
+    code = "import signal,time;%s;print(1,flush=True);time.sleep(60)"
+    ignore = "0" if obeys else "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    child = subprocess.Popen([sys.executable, "-c", code % ignore], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    pid, start = process.identity(child.pid)
+    done = driver.kill(make(store, pid=pid, start=start), grace_s=0.2, wait_s=0.3 if not obeys else 20.0)
+    assert child.wait(10) == (-15 if obeys else -9)
+    child.stdout.close()
+    assert done[0] == "asked its launcher (pid %d) to stop the job" % pid
+    if obeys:
+        assert done[1:] == ["the launcher has ended"]
+        assert calls == []
+    else:
+        assert done[1:] == ["killed the launcher, which had not ended after 0.5 s", "swept"]
