@@ -96,7 +96,8 @@ def test_manual_start_of_the_readme_trains_with_the_same_command_in_every_role(t
     )
     output = run(["bash", "-c", block], tmp_path)
     assert sorted(re.findall(r"This worker's rank: (\d)", output)) == ["0", "1"]
-    last = re.findall(r"^Epoch 4: Test_acc (.*)$", output, re.MULTILINE)
+    # Two processes on one pipe may run their lines together, so these are not looked for at the ends of lines.
+    last = re.findall(r"Epoch 4: Test_acc (\d\.\d{4})", output)
     assert len(last) == 2
     assert min(float(value) for value in last) >= 0.95
 
