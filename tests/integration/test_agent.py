@@ -1,0 +1,665 @@
+"""A real agent over pipes, driven as a coordinator does, in the Linux way and in the portable way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+
+import agentkit
+import pytest
+from agentkit import AgentDriver, agent, poll, python, shell, task
+
+from distrun_runtime.agent import record, sweep
+from distrun_runtime.contract import process
+from distrun_runtime.contract.plan import HOLD, Limits
+from distrun_runtime.contract.process import Identity
+
+LINUX = sys.platform.startswith("linux")
+WAYS = [
+    pytest.param({}, id="linux", marks=pytest.mark.skipif(not LINUX, reason="needs Linux")),
+    pytest.param({"DISTRUN_PORTABLE": "1"}, id="portable", marks=pytest.mark.portable),
+]
+both_ways = pytest.mark.parametrize("way", WAYS)
+on_linux = pytest.mark.skipif(not LINUX, reason="needs /proc and a subreaper")
+
+DEAF = (
+    "import signal,time\n"
+    "for number in (1, 2, 15): signal.signal(number, signal.SIG_IGN)\n"
+    "print('deaf', flush=True)\n"
+    "time.sleep(600)\n"
+)
+DOUBLE_FORK = (
+    "import os,time\n"
+    "if os.fork() == 0:\n"
+    " os.setsid()\n"
+    " if os.fork() == 0:\n"
+    "  print('apart', flush=True)\n"
+    "  time.sleep(600)\n"
+    " os._exit(0)\n"
+    "os.wait()\n"
+    "time.sleep(600)\n"
+)
+ORPHAN = (
+    "import os,time\n"
+    "if os.fork() == 0:\n"
+    " os.setsid()\n"
+    " if os.fork() == 0:\n"
+    "  os.setsid()\n"
+    "  print('orphan', flush=True)\n"
+    "  time.sleep(606)\n"
+    " os._exit(0)\n"
+    "os.wait()\n"
+)
+DEAF_CHILD = 'trap "" TERM; sleep 600 & echo ready; sleep 600; sleep 600'
+STUBBORN = (
+    python(DEAF, "worker-0"),
+    shell("setsid sleep 601 & echo ready; wait", "worker-1"),
+    python(DOUBLE_FORK, "worker-2"),
+    shell("nohup sleep 603 2>&1 & echo ready; wait", "worker-3"),
+    shell("echo ready; kill -STOP $$; sleep 604", "worker-4"),
+    shell(DEAF_CHILD, "worker-5"),
+    python(ORPHAN, "worker-6"),
+)
+"""Ignores SIGTERM; in a new session; forked twice; under nohup; stopped; with deaf children; parent already gone."""
+
+SHORT = Limits(grace_s=0.5)
+
+
+def run(driver: AgentDriver, name: str = "worker-0") -> None:
+    """Begin, start one task and wait for its first words."""
+    driver.begin()
+    driver.spawn(name)
+    driver.hear_until(lambda: driver.text(name), "the task's first words")
+
+
+def nothing_left(driver: AgentDriver, limit_s: float) -> None:
+    poll(lambda: not driver.leftovers(), "all of the job's processes ended: %s" % driver.leftovers(), limit_s)
+
+
+# How tasks end
+
+
+@both_ways
+@pytest.mark.parametrize("code", [0, 1, 7, 255])
+def test_exit_code_of_a_task_arrives(way: Mapping[str, str], code: int) -> None:
+    with agent(shell("exit %d" % code), env=way) as driver:
+        driver.begin()
+        driver.spawn()
+        exited = driver.exited()
+        assert (exited["code"], exited["signal"], exited["stopped"]) == (code, None, False)
+        assert driver.finish() == 0
+
+
+@both_ways
+@pytest.mark.parametrize("name", ["KILL", "SEGV", "TERM"])
+def test_signal_that_ends_a_task_arrives(way: Mapping[str, str], name: str) -> None:
+    with agent(shell("kill -%s $$" % name), env=way) as driver:
+        driver.begin()
+        driver.spawn()
+        exited = driver.exited()
+        assert (exited["code"], exited["signal"], exited["stopped"]) == (None, name, False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "cwd", "code", "reason"),
+    [
+        (["no-such-program-here"], "/", 127, "command not found: no-such-program-here (looked in PATH="),
+        (["/no/such/program"], "/", 127, "command not found: /no/such/program"),
+        (["/etc/passwd"], "/", 126, "is not executable"),
+        (["/etc"], "/", 126, "is a folder"),
+        (["true"], "/no/such/folder", 126, "the working folder /no/such/folder does not exist"),
+        (["true"], "/etc/passwd", 126, "the working folder /etc/passwd is no folder"),
+    ],
+)
+def test_task_that_cannot_start_says_why(argv: list[str], cwd: str, code: int, reason: str) -> None:
+    with agent(task(argv, cwd=cwd)) as driver:
+        driver.begin()
+        frame = driver.spawn()
+        assert frame.type == "exited"
+        assert (frame.header["code"], frame.header["stopped"]) == (code, False)
+        assert reason in str(frame.header["reason"])
+        assert driver.finish() == 0
+
+
+def test_script_with_a_missing_interpreter_or_none_is_not_executable(tmp_path: os.PathLike[str]) -> None:
+    for text, words in (("#!/no/such/interpreter\n", "interpreter"), ("\x00\x01\x02", "neither a program")):
+        script = os.path.join(tmp_path, "script")
+        with open(script, "w") as file:
+            file.write(text)
+        os.chmod(script, 0o755)
+        with agent(task([script])) as driver:
+            driver.begin()
+            header = driver.spawn().header
+            assert header["code"] == 126
+            assert words in str(header["reason"])
+
+
+def test_program_is_found_in_the_tasks_own_path(tmp_path: os.PathLike[str]) -> None:
+    program = os.path.join(tmp_path, "only-here")
+    with open(program, "w") as file:
+        file.write("#!/bin/sh\necho found\n")
+    os.chmod(program, 0o755)
+    with agent(task(["only-here"])) as driver:
+        driver.begin()
+        driver.spawn(PATH="%s:/usr/bin:/bin" % tmp_path)
+        assert driver.exited()["code"] == 0
+        assert driver.text() == b"found\n"
+
+
+# What tasks are given
+
+
+def test_arguments_and_environment_arrive_byte_for_byte() -> None:
+    odd = [
+        "plain",
+        "",
+        " two  blanks ",
+        "'single' \"double\" `back` \\back\\slash",
+        "$HOME ${x} $(id) !! * ? [a] {b,c} ~ # ; & | < >",
+        "line one\nline two\ttab\r",
+        "Zürich 東京 🚀",
+        os.fsdecode(b"not utf-8: \xff\xfe\x80"),
+        os.fsdecode("é".encode()) + os.fsdecode(b"\xe9"),
+    ]
+    code = (
+        "import sys,os\n"
+        "words = [os.fsencode(word) for word in sys.argv[1:]], [os.environb[b'V%d' % i] for i in range(9)]\n"
+        "sys.stdout.buffer.write(b'\\0|'.join(b'\\0'.join(each) for each in words))\n"
+    )
+    one = python(code)
+    whole = task([*one.argv, *odd])
+    with agent(whole, env={"LC_ALL": "C.UTF-8"}) as driver:
+        driver.begin()
+        driver.spawn(**{"V%d" % i: value for i, value in enumerate(odd)})
+        assert driver.exited()["code"] == 0
+        expected = b"\0".join(os.fsencode(each) for each in odd)
+        assert driver.text() == expected + b"\0|" + expected
+
+
+@pytest.mark.parametrize("locale", ["C", "POSIX", "C.UTF-8"])
+def test_bytes_are_exact_whatever_the_locale(locale: str) -> None:
+    word = os.fsdecode(b"\xff\xc3\xa9 \xe9")
+    with agent(task(["printf", "%s", word]), env={"LC_ALL": locale, "PYTHONUTF8": "0"}) as driver:
+        driver.begin()
+        driver.spawn()
+        driver.exited()
+        assert driver.text() == os.fsencode(word)
+
+
+def test_environment_is_the_agents_without_stale_names_and_with_what_was_sent() -> None:
+    outer = {"RANK": "9", "SLURM_JOB_ID": "4", "SLURMX": "stays", "KEPT": "yes", "DISTRUN_JOB_ID": "outer"}
+    one = task(["env", "-0"], secret_env=("API_TOKEN",))
+    with agent(one, env=outer, unset=["RANK", "SLURM_*", "DISTRUN_JOB_ID"]) as driver:
+        driver.begin(secret_env={"API_TOKEN": "s3cret", "NOT_OURS": "x"})
+        driver.spawn(RANK="0", DISTRUN_HOST="forged")
+        driver.exited()
+        env = dict(entry.split(b"=", 1) for entry in driver.text().split(b"\0") if entry)
+        assert env[b"KEPT"] == b"yes"
+        assert env[b"RANK"] == b"0"
+        assert env[b"SLURMX"] == b"stays"
+        assert b"SLURM_JOB_ID" not in env
+        assert env[b"API_TOKEN"] == b"s3cret"
+        assert b"NOT_OURS" not in env
+        assert env[b"DISTRUN_JOB_ID"] == driver.job.encode()
+        assert env[b"DISTRUN_HOST"] == agentkit.HOST.encode()
+        assert (env[b"DISTRUN_ROLE"], env[b"DISTRUN_RANK"]) == (b"worker", b"0")
+
+
+def test_token_reaches_tasks_in_a_private_file_and_nowhere_else() -> None:
+    script = 'cat "$DISTRUN_TOKEN_FILE"; stat -c %a "$DISTRUN_TOKEN_FILE" "$(dirname "$DISTRUN_TOKEN_FILE")"; env'
+    with agent(shell(script)) as driver:
+        driver.begin(token="feedface")
+        folder = record.folders(driver.job)[0]
+        driver.spawn()
+        driver.exited()
+        lines = driver.text().split(b"\n")
+        assert lines[0].startswith(b"feedface")
+        assert driver.text().count(b"feedface") == 1
+        assert b"700" in lines
+        driver.finish()
+        assert not os.path.exists(folder)
+        assert not os.path.exists(os.path.dirname(folder))
+
+
+def test_tasks_get_default_signals_no_input_and_no_stray_descriptors() -> None:
+    code = (
+        "import os,signal\n"
+        "print(sorted(s.name for s in signal.Signals if signal.getsignal(s) is signal.SIG_IGN))\n"
+        "print(os.read(0, 10), sorted(int(n) for n in os.listdir('/proc/self/fd')), os.environ['DISTRUN_PUBLISH_FD'])\n"
+        "print(os.getpid() == os.getsid(0) == os.getpgid(0))\n"
+        "print(signal.pthread_sigmask(signal.SIG_BLOCK, []))\n"
+    )
+    with agent(python(code)) as driver:
+        driver.begin()
+        driver.spawn()
+        assert driver.exited()["code"] == 0, driver.text(stream="err")
+        ignored, descriptors, leads, mask = driver.text().decode().splitlines()
+        assert ignored == "['SIGPIPE', 'SIGXFSZ']"  # Python's own doing, in the task
+        number = int(descriptors.split()[-1])
+        assert descriptors in ("b'' [0, 1, 2, %d, %d] %d" % (*sorted((number, each)), number) for each in (3, 4))
+        assert leads == "True"
+        assert mask == "set()"
+
+
+# Output
+
+
+@both_ways
+def test_output_of_both_streams_arrives_whole(way: Mapping[str, str]) -> None:
+    code = "import os\nfor i in range(300): os.write(1, b'%07d' % i * 1000); os.write(2, b'e' * 999)"
+    with agent(python(code), env=way) as driver:
+        driver.begin()
+        driver.spawn()
+        exited = driver.exited()
+        assert driver.text() == b"".join(b"%07d" % i * 1000 for i in range(300))
+        assert driver.text(stream="err") == b"e" * 999 * 300
+        assert (exited["out"], exited["err"]) == (2_100_000, 299_700)
+
+
+def test_task_never_waits_for_a_launcher_that_takes_nothing() -> None:
+    size = 20_000_000
+    with agent(python("import os\nfor i in range(200): os.write(1, b'%05d' % i * 20000)")) as driver:
+        driver.acks = False
+        driver.begin()
+        driver.spawn()
+        exited = driver.wait("exited").header
+        assert exited["out"] == size
+        for _ in range(20):
+            driver.hear(0.05)
+        assert len(driver.text()) == 1024 * 1024, "at most the window is in flight without acknowledgement"
+        driver.acks = True
+        driver.say("ack", task="worker-0", stream="out", offset=1024 * 1024)
+        driver.hear_until(lambda: len(driver.text()) == size, "the rest of the output")
+        assert driver.text() == b"".join(b"%05d" % i * 20000 for i in range(200))
+        assert driver.finish() == 0
+
+
+def test_end_hands_over_all_output_even_without_acknowledgements() -> None:
+    with agent(python("import os; os.write(1, b'x' * 5_000_000)")) as driver:
+        driver.acks = False
+        driver.begin()
+        driver.spawn()
+        driver.wait("exited")
+        assert driver.finish() == 0
+        assert len(driver.text()) == 5_000_000
+
+
+def test_output_of_an_escaped_child_still_arrives_after_the_task_ended() -> None:
+    with agent(shell("(sleep 0.3; echo late) & echo early")) as driver:
+        driver.begin()
+        driver.spawn()
+        assert driver.exited()["code"] == 0
+        driver.hear_until(lambda: driver.text() == b"early\nlate\n", "the child's words")
+
+
+@on_linux
+def test_full_disk_makes_one_warning_and_loses_nothing() -> None:
+    code = "import os\nfor i in range(60): os.write(1, b'%05d' % i * 20000)"
+    with agent(python(code)) as driver:
+        driver.acks = False
+        driver.begin()
+        # A folder without spool is a disk that takes nothing, for root as well.
+        os.rmdir(os.path.join(record.folders(driver.job)[0], "spool"))
+        driver.spawn()
+        warning = driver.wait("warning").header
+        assert "disk" in str(warning["text"])
+        driver.hear_until(lambda: len(driver.text()) >= 1024 * 1024, "the window's worth of output")
+        driver.acks = True
+        driver.say("ack", task="worker-0", stream="out", offset=len(driver.text()))
+        assert driver.exited()["code"] == 0
+        assert driver.text() == b"".join(b"%05d" % i * 20000 for i in range(60))
+        assert not any(frame.type == "warning" for frame in driver.frames)
+
+
+# Facts
+
+
+def test_what_a_task_publishes_is_passed_on_and_nonsense_is_warned_of() -> None:
+    code = (
+        "import os,json\nfd=int(os.environ['DISTRUN_PUBLISH_FD'])\n"
+        "os.write(fd, json.dumps({'address':'10.0.0.1','port':4711}).encode()+b'\\nrubbish\\n')\n"
+        'os.write(fd, b\'{"no": "newline"}\')'
+    )
+    with agent(python(code)) as driver:
+        driver.begin()
+        driver.spawn()
+        first = driver.wait("published").header
+        assert first["values"] == {"address": "10.0.0.1", "port": 4711}
+        assert "rubbish" in str(driver.wait("warning").header["text"])
+        assert driver.wait("published").header["values"] == {"no": "newline"}
+        driver.exited()
+
+
+@on_linux
+def test_held_ports_are_given_to_nobody_but_who_names_them() -> None:
+    with agent(ports=["master", "jax"]) as driver:
+        ready = driver.begin().header
+        held = ready["ports"]
+        assert isinstance(held, dict)
+        assert set(held) == {"master", "jax"}
+        assert len(set(held.values())) == 2
+        for port in held.values():
+            with socket.socket() as plain, pytest.raises(OSError, match="in use"):
+                plain.bind(("127.0.0.1", port))
+            with socket.create_server(("127.0.0.1", port)) as server:  # create_server sets SO_REUSEADDR
+                with socket.create_connection(("127.0.0.1", port)) as client:
+                    assert client.getpeername()[1] == port
+                server.close()
+        driver.finish()
+        with socket.socket() as plain:
+            plain.bind(("127.0.0.1", held["master"]))
+
+
+def test_hello_introduces_agent_and_guard() -> None:
+    driver = AgentDriver(shell("true"))
+    try:
+        hello = driver.hello()
+        assert driver.banner.startswith(b"DISTRUN/1 ")
+        assert hello["seq"] == 1
+        for name in ("agent", "guard"):
+            who = hello[name]
+            assert isinstance(who, dict)
+            assert process.is_alive(Identity(who["pid"], who["start"]))
+        assert hello["guard"]["pid"] == driver.child.pid  # type: ignore[index]
+        assert hello["host"] == socket.gethostname()
+        driver.say("ping", n=5)
+        assert driver.wait("pong").header["n"] == 5
+        assert driver.finish() == 0
+    finally:
+        driver.child.kill()
+        driver.child.wait()
+        for pipe in (driver.child.stdin, driver.child.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.mark.parametrize(
+    ("members", "reason"),
+    [
+        ({"version": 99}, "speaks version 99"),
+        ({"host": "elsewhere"}, "no host 'elsewhere'"),
+        ({"plan": {"version": 7}}, "plan version 7"),
+    ],
+)
+def test_begin_that_does_not_fit_is_refused_with_the_reason(members: Mapping[str, object], reason: str) -> None:
+    with agent(shell("true")) as driver:
+        answer = driver.begin(**members)
+        assert answer.type == "refused"
+        assert reason in str(answer.header["reason"])
+        driver.wait("bye")
+        assert driver.child.wait(10) == 6
+
+
+def test_unknown_and_malformed_frames_are_warned_of_and_do_no_harm() -> None:
+    with agent(shell("echo fine")) as driver:
+        driver.say("dance")
+        assert "dance" in str(driver.wait("warning").header["text"])
+        driver.begin()
+        for broken in ({"type": "spawn"}, {"type": "stop", "tasks": ["worker-0"], "ladder": []}, {"type": "ack"}):
+            driver.say(str(broken.pop("type")), **broken)
+            assert "malformed" in str(driver.wait("warning").header["text"])
+        driver.spawn("worker-0")
+        assert driver.exited()["code"] == 0
+
+
+def test_second_agent_of_the_same_job_and_host_is_refused() -> None:
+    with agent(shell("true")) as first:
+        first.begin()
+        with agent(shell("true"), job=first.job) as second:
+            answer = second.begin()
+            assert answer.type == "refused"
+            assert "already has an agent" in str(answer.header["reason"])
+        assert record.folders(first.job), "the first one's folder stays"
+
+
+# The end of everything
+
+
+def close_input(driver: AgentDriver) -> None:
+    driver.close_input()
+
+
+def lease_ends(driver: AgentDriver) -> None:
+    """Say nothing any more."""
+
+
+def stop(driver: AgentDriver) -> None:
+    driver.stop(*(one.name for one in STUBBORN), ladder=[("TERM", 0.5), ("KILL", 0)])
+
+
+def end(driver: AgentDriver) -> None:
+    driver.say("end")
+
+
+def terminate_guard(driver: AgentDriver) -> None:
+    os.kill(driver.child.pid, signal.SIGTERM)
+
+
+def kill_agent(driver: AgentDriver) -> None:
+    os.kill(driver.agent_pid(), signal.SIGKILL)
+
+
+def kill_guard(driver: AgentDriver) -> None:
+    os.kill(driver.child.pid, signal.SIGKILL)
+
+
+ENDS = [close_input, lease_ends, stop, end, terminate_guard, kill_agent, kill_guard]
+
+
+@both_ways
+@pytest.mark.parametrize("finish", ENDS, ids=lambda finish: finish.__name__)
+def test_nothing_of_the_job_is_left(way: Mapping[str, str], finish: Callable[[AgentDriver], None]) -> None:
+    """Row of the issue: tasks that ignore SIGTERM, setsid, double-fork or nohup, whatever ends the job."""
+    limits = Limits(grace_s=0.5, lease_s=2.0) if finish is lease_ends else SHORT
+    with agent(*STUBBORN, env=way, limits=limits) as driver:
+        driver.begin()
+        for one in STUBBORN:
+            driver.spawn(one.name)
+            driver.hear_until(lambda name=one.name: driver.text(name), "%s's first words" % one.name)  # type: ignore[misc]
+        assert len(driver.leftovers()) >= len(STUBBORN)
+        finish(driver)
+        nothing_left(driver, 8.0)
+
+
+@both_ways
+@pytest.mark.parametrize("finish", [close_input, kill_agent], ids=lambda finish: finish.__name__)
+def test_obedient_tasks_are_gone_within_a_second(way: Mapping[str, str], finish: Callable[[AgentDriver], None]) -> None:
+    with agent(shell("sleep 600 & echo ready; wait"), env=way, limits=Limits(grace_s=10.0)) as driver:
+        run(driver)
+        finish(driver)
+        nothing_left(driver, 3.0)
+
+
+@on_linux
+@pytest.mark.parametrize("finish", [kill_agent, kill_guard, close_input], ids=lambda finish: finish.__name__)
+def test_private_folder_goes_with_the_job(finish: Callable[[AgentDriver], None]) -> None:
+    with agent(shell("echo ready; sleep 600"), limits=SHORT) as driver:
+        run(driver)
+        assert record.folders(driver.job)
+        finish(driver)
+        poll(lambda: not record.folders(driver.job), "the private folder is removed")
+
+
+@both_ways
+def test_deaf_task_is_asked_first_and_killed_after_the_grace_time(way: Mapping[str, str]) -> None:
+    with agent(python(DEAF), env=way) as driver:
+        run(driver)
+        began = time.monotonic()
+        driver.stop("worker-0", ladder=[("TERM", 0.7), ("KILL", 0)])
+        exited = driver.exited()
+        assert (exited["signal"], exited["stopped"]) == ("KILL", True)
+        assert time.monotonic() - began >= 0.7
+        assert driver.wait("cleared").header["left"] == []
+
+
+def test_harsher_stop_replaces_the_one_before() -> None:
+    with agent(python(DEAF)) as driver:
+        run(driver)
+        driver.stop("worker-0", ladder=[("INT", 300.0), ("TERM", 300.0), ("KILL", 0)])
+        driver.stop("worker-0", ladder=[("KILL", 0)])
+        assert driver.exited(limit_s=10)["signal"] == "KILL"
+
+
+def test_gentler_stop_does_not_put_off_the_kill() -> None:
+    with agent(python(DEAF)) as driver:
+        run(driver)
+        driver.stop("worker-0", ladder=[("TERM", 0.5), ("KILL", 0)])
+        driver.stop("worker-0", ladder=[("TERM", 300.0), ("KILL", 0)])
+        assert driver.exited(limit_s=10)["signal"] == "KILL"
+
+
+def test_task_that_ended_before_we_spoke_was_not_stopped_by_us() -> None:
+    with agent(shell("read x < /dev/zero; exit 4", cwd="/"), shell("echo ready; sleep 600", "worker-1")) as driver:
+        run(driver, "worker-1")
+        started = driver.spawn("worker-0").header
+        who = Identity(int(started["pid"]), str(started["start"]))
+        os.kill(who.pid, signal.SIGKILL)  # as a crash would
+        poll(lambda: not process.is_alive(who), "worker-0 is dead")
+        driver.stop("worker-0", "worker-1")
+        assert driver.exited("worker-0")["stopped"] is False
+        assert driver.exited("worker-1")["stopped"] is True
+
+
+def test_signal_reaches_the_named_tasks_only() -> None:
+    trap = "trap 'echo got; exit 5' INT; echo ready; while :; do sleep 0.05; done"
+    with agent(shell(trap), shell(trap, "worker-1")) as driver:
+        run(driver)
+        driver.spawn("worker-1")
+        driver.hear_until(lambda: driver.text("worker-1"), "ready")
+        driver.say("signal", tasks=["worker-1"], signal="INT")
+        exited = driver.exited("worker-1")
+        assert (exited["code"], exited["stopped"]) == (5, True)
+        assert driver.text("worker-0") == b"ready\n"
+        driver.finish()
+
+
+def test_stop_ends_what_an_ended_task_left_behind() -> None:
+    with agent(shell("setsid sleep 600 & nohup sleep 601 & echo bye")) as driver:
+        driver.begin()
+        driver.spawn()
+        assert driver.exited()["code"] == 0
+        assert len(driver.leftovers()) == 2, "helpers may outlive their task until the job is told to stop"
+        driver.stop("worker-0", ladder=[("TERM", 1.0), ("KILL", 0)])
+        assert driver.wait("cleared").header["left"] == []
+        assert driver.leftovers() == []
+
+
+def test_stopping_one_task_leaves_the_others_and_their_helpers_alone() -> None:
+    helper = "setsid sleep 600 & echo ready; wait"
+    with agent(shell(helper), shell(helper, "worker-1")) as driver:
+        run(driver)
+        driver.spawn("worker-1")
+        driver.hear_until(lambda: driver.text("worker-1"), "ready")
+        driver.stop("worker-0", ladder=[("TERM", 1.0), ("KILL", 0)])
+        driver.exited("worker-0")
+        poll(lambda: len(driver.leftovers()) == 2, "worker-0's helper ended, worker-1 and its helper live")
+        assert not any(frame.type in ("cleared", "exited") for frame in driver.frames)
+        driver.finish()
+
+
+@both_ways
+def test_two_jobs_at_once_do_not_touch_each_other(way: Mapping[str, str]) -> None:
+    script = shell("setsid sleep 600 & echo ready; wait")
+    with agent(script, env=way, limits=SHORT) as one, agent(script, env=way, limits=SHORT) as other:
+        run(one)
+        run(other)
+        before = other.leftovers()
+        kill_agent(one)
+        nothing_left(one, 8.0)
+        assert other.leftovers() == before
+        assert len(before) == 2
+        other.say("ping", n=1)
+        other.wait("pong")
+
+
+def test_held_job_goes_on_without_its_coordinator_until_the_lease_ends() -> None:
+    limits = Limits(grace_s=0.5, lease_s=1.5)
+    with agent(shell("echo ready; sleep 600"), limits=limits, on_eof=HOLD) as driver:
+        run(driver)
+        driver.close_input()
+        time.sleep(0.7)
+        assert driver.leftovers(), "the end of the input does not end a held job"
+        nothing_left(driver, 8.0)
+
+
+def test_pings_renew_the_lease() -> None:
+    with agent(shell("echo ready; sleep 600"), limits=Limits(grace_s=0.5, lease_s=1.0)) as driver:
+        run(driver)
+        deadline = time.monotonic() + 2.5
+        n = 0
+        while time.monotonic() < deadline:
+            n += 1
+            driver.say("ping", n=n)
+            driver.wait("pong", n=n)
+            time.sleep(0.1)
+        assert driver.leftovers()
+
+
+def test_agent_is_deaf_to_the_terminals_signals() -> None:
+    with agent(shell("echo ready; sleep 600")) as driver:
+        run(driver)
+        for pid in (driver.child.pid, driver.agent_pid()):
+            for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP):
+                os.kill(pid, number)
+        assert os.getsid(driver.child.pid) == driver.child.pid != os.getsid(0)
+        driver.say("ping", n=1)
+        driver.wait("pong")
+        assert driver.leftovers()
+
+
+def test_garbage_on_the_channel_ends_the_job_instead_of_hanging() -> None:
+    with agent(shell("echo ready; sleep 600"), limits=SHORT) as driver:
+        run(driver)
+        assert driver.child.stdin is not None
+        driver.child.stdin.write(b"\xff" * 64)
+        assert "cannot be read on" in str(driver.wait("warning").header["text"])
+        driver.exited()
+        nothing_left(driver, 8.0)
+
+
+# What is done when guard and agent are both gone
+
+
+@both_ways
+def test_sweep_ends_what_a_dead_agent_and_guard_left(way: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with agent(shell("setsid sleep 600 & echo ready; wait"), env=way, limits=SHORT) as driver:
+        run(driver)
+        for name, value in way.items():
+            monkeypatch.setenv(name, value)
+        agent_pid = driver.agent_pid()
+        os.kill(driver.child.pid, signal.SIGSTOP)
+        os.kill(agent_pid, signal.SIGSTOP)
+        os.kill(driver.child.pid, signal.SIGKILL)
+        os.kill(agent_pid, signal.SIGKILL)
+        driver.child.wait(10)
+        assert driver.leftovers()
+        report = sweep.sweep(driver.job, 0.5)
+        assert report.left == ()
+        assert len(report.ended) >= 2
+        assert driver.leftovers() == []
+        assert record.folders(driver.job) == []
+        assert sweep.sweep(driver.job, 0.5).ended == ()
+
+
+def test_sweep_asks_a_living_agent_to_end_its_job() -> None:
+    with agent(shell("trap 'echo gently; exit 0' TERM; echo ready; while :; do sleep 0.05; done")) as driver:
+        run(driver)
+        report = sweep.sweep(driver.job, 5.0)
+        assert report.left == ()
+        assert b"gently" in driver.text() or driver.exited()
+        assert driver.child.wait(10) == 143
+
+
+@on_linux
+def test_sweep_ends_a_frozen_agent_too() -> None:
+    with agent(shell("echo ready; sleep 600"), limits=SHORT) as driver:
+        run(driver)
+        os.kill(driver.agent_pid(), signal.SIGSTOP)
+        report = sweep.sweep(driver.job, 0.3)
+        assert report.left == ()
+        assert driver.leftovers() == []
+        assert driver.child.wait(10) != 0
