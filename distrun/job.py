@@ -82,6 +82,8 @@ class Job:
             raise UsageError("--name: expected up to 64 letters, digits or . _ + @ : -, found %r" % self.name)
         if self.port_range:
             parse_port_range(self.port_range)
+        if self.subnet:
+            _check_subnet(self.subnet)
         for word in self.command:
             if "\0" in word:
                 raise UsageError("the command holds a NUL character in %r; no program can be given one" % word)
@@ -233,6 +235,15 @@ def _unquote(value: str, where: str) -> str:
         return match.group(1)
     known = {"n": "\n", "t": "\t", "r": "\r"}
     return re.sub(r"\\(.)", lambda found: known.get(found.group(1), found.group(1)), match.group(1))
+
+
+def _check_subnet(text: str) -> None:
+    import ipaddress
+
+    try:
+        ipaddress.ip_network(text, strict=False)
+    except ValueError as err:
+        raise UsageError("--subnet: expected a network such as 10.0.0.0/8 or fd00::/8, found %r" % text) from err
 
 
 def _at_least(option: str, value: int, low: int) -> None:

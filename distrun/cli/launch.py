@@ -85,7 +85,7 @@ def _job(command: tuple[str, ...], options: Mapping[str, Any], env: Mapping[str,
         command=command,
         workers=options["workers"],
         servers=options["workers"] if options["servers"] is None else options["servers"],
-        cwd=os.getcwd(),
+        cwd=_cwd(),
         ps=options["ps"],
         shell=options["shell"],
         name=options["name"],
@@ -100,6 +100,13 @@ def _job(command: tuple[str, ...], options: Mapping[str, Any], env: Mapping[str,
         start_timeout_s=start_s,
         keep_outer_env=options["keep_outer_env"],
     )
+
+
+def _cwd() -> str:
+    try:
+        return os.getcwd()
+    except OSError as err:
+        raise UsageError("the current directory does not exist any more", "cd to one that does") from err
 
 
 def _launcher(options: Mapping[str, Any], env: Mapping[str, str], console: Console) -> str:

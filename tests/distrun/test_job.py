@@ -32,6 +32,7 @@ def make(**more: object) -> Job:
         ({"name": "../x"}, "--name"),
         ({"port_range": "9-1"}, "--port-range"),
         ({"port_range": "0-5"}, "--port-range"),
+        ({"subnet": "bogus"}, "--subnet: expected a network such as 10.0.0.0/8 or fd00::/8, found 'bogus'"),
         ({"port_range": "80"}, "--port-range: expected FIRST-LAST within 1-65535, found '80'"),
     ],
 )

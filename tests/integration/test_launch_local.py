@@ -116,6 +116,24 @@ def test_json_tells_the_outcome_on_the_last_line_of_stdout(distrun: Distrun) -> 
     assert json.loads((distrun.job / "outcome.json").read_text()) == outcome
 
 
+def test_an_interface_that_is_not_there_is_6_and_the_message_lists_those_that_are(distrun: Distrun) -> None:
+    result = distrun.launch("-n", "1", "-s", "0", "--interface", "nosuch9", "true")
+    assert result.returncode == 6
+    assert b"no interface 'nosuch9'" in result.stderr
+    assert b"127.0.0.1" in result.stderr
+
+
+def test_a_current_folder_that_is_gone_is_said(distrun: Distrun) -> None:
+    text = "rmdir $PWD; exec %s -m distrun launch --launcher local -n 1 true" % sys.executable
+    gone = distrun.home / "gone"
+    gone.mkdir()
+    result = subprocess.run(
+        ["bash", "-c", text], env=distrun.env, cwd=gone, capture_output=True, check=False, timeout=60
+    )
+    assert result.returncode == 2
+    assert b"the current directory does not exist any more" in result.stderr
+
+
 # ---------------------------------------------------------------- output
 
 

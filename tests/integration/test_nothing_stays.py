@@ -212,6 +212,18 @@ def test_a_worker_that_fails_takes_the_stubborn_ones_with_it(distrun: Distrun) -
     assert job.ends() == 4
 
 
+@pytest.mark.parametrize("name", ["server-0", "scheduler"])
+def test_a_bundled_server_or_scheduler_that_dies_fails_the_job(name: str, distrun: Distrun) -> None:
+    job = Job(distrun, "obeys", "-n", "2", "-s", "1")
+
+    def pid() -> int | None:
+        return next(task["pid"] for task in distrun.state()["tasks"] if task["name"] == name)
+
+    os.kill(wait_until(pid, 10), signal.SIGKILL)
+    assert job.ends() == 137
+    assert "first failure: %s" % name in job.words
+
+
 def test_kill_ends_what_a_dead_launcher_and_a_dead_agent_left(distrun: Distrun) -> None:
     """Everything of ours is killed at one blow; the tasks run on, and `distrun kill` finds them by their record."""
     job = Job(distrun, STUBBORN)
