@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -334,6 +336,25 @@ def test_the_runtime_can_be_imported_by_any_worker(distrun: Distrun) -> None:
     code = "import sys,distrun_runtime;print(distrun_runtime.__file__)"
     result = distrun.launch("-n", "1", "-s", "0", "--no-prefix", sys.executable, "-S", "-c", code)
     assert result.returncode == 0, result.stderr.decode()
+
+
+def test_from_site_packages_workers_get_the_runtime_without_its_neighbours(distrun: Distrun) -> None:
+    """Installed beside other packages, the runtime must not put those in front of the user's own."""
+    site = distrun.home / "site-packages"
+    for package in ("distrun", "distrun_runtime"):
+        source = Path(importlib.import_module(package).__file__ or "").parent
+        shutil.copytree(source, site / package, ignore=shutil.ignore_patterns("__pycache__"))
+    (site / "neighbour.py").touch()
+    code = (
+        "import os,sys;sys.path=[p for p in sys.path if 'site-packages' not in p];import distrun_runtime\n"
+        "print(distrun_runtime.__file__)\ntry: import neighbour\nexcept ImportError: print('alone')"
+    )
+    words = ("-n", "1", "-s", "0", "--no-prefix", sys.executable, "-c", code)
+    result = distrun.launch(*words, env={"PYTHONPATH": str(site)})
+    assert result.returncode == 0, result.stderr.decode()
+    where, alone = result.stdout.decode().splitlines()
+    assert where.startswith(str(distrun.home / "cache" / "distrun" / "runtime"))
+    assert alone == "alone"
 
 
 def test_secrets_are_on_no_command_line_in_no_file_and_in_no_output(distrun: Distrun) -> None:
