@@ -174,6 +174,20 @@ def test_a_wrong_tuning_variable_is_named_with_value_host_and_what_is_right(
     assert "%s=%r on host %s: expected %s" % (name, value, socket.gethostname(), right) in text
 
 
+def test_several_jobs_are_not_killed_unasked(distrun: Distrun) -> None:
+    for name in ("one", "two"):
+        assert distrun.launch("-q", "-n", "1", "-s", "0", "--name", name, "true").returncode == 0
+    assert "only with -y" in error(distrun.run("kill", "one", "two"))
+    done = distrun.run("kill", "-y", "one", "two")
+    assert done.returncode == 0
+    assert done.stdout.count(b"is over already") == 2
+
+
+def test_watching_a_job_that_is_over_shows_it_once(distrun: Distrun) -> None:
+    assert distrun.launch("-q", "-n", "1", "-s", "0", "--name", "one", "true").returncode == 0
+    assert distrun.run("status", "-w", "one").stdout == distrun.run("status", "one").stdout
+
+
 def test_no_words_is_the_help_on_stderr(distrun: Distrun) -> None:
     result = distrun.run()
     assert result.returncode == 2

@@ -71,8 +71,11 @@ class Distrun:
 
     @property
     def jobs(self) -> list[Path]:
-        """Folders of the jobs, the oldest first."""
-        return sorted((self.home / "state" / "distrun" / "jobs").glob("*"), key=lambda path: path.stat().st_ctime_ns)
+        """Folders of the jobs that are whole, the oldest first."""
+        folders = (self.home / "state" / "distrun" / "jobs").glob("*")
+        return sorted(
+            (path for path in folders if (path / "state.json").exists()), key=lambda path: path.stat().st_ctime
+        )
 
     @property
     def job(self) -> Path:
