@@ -1,0 +1,527 @@
+"""The scheduler's decisions, by scripted histories: no socket, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from cluster import config
+
+from distrun_runtime.net.handshake import Identity
+from distrun_runtime.net.message import Flag, Kind, Message
+from distrun_runtime.node import role
+from distrun_runtime.node.scheduler import Scheduler
+
+
+def node(kind: str, rank: int = -1, host: str = "d1", pid: int = 1, **changes: Any) -> Identity:
+    usual = Identity("test-job", kind, rank, 0, host, pid, "tcp://10.0.0.1:1", 2, 1)
+    return replace(usual, **changes)
+
+
+class Job:
+    """A scheduler, and what it was told and said; links are `w0`, `w1`, `s0`."""
+
+    def __init__(self, workers: int = 2, servers: int = 1, *, is_open: bool = True, **changes: Any) -> None:
+        self.counts = {"workers": workers, "servers": servers}
+        self.scheduler = Scheduler(config("scheduler", **self.counts, **changes), "tcp://127.0.0.1:9")
+        self.now = 0.0
+        self.requests = 0
+        if is_open:
+            for rank in range(servers):
+                self.register("s%d" % rank, "server", rank)
+            for rank in range(workers):
+                self.register("w%d" % rank, "worker", rank)
+
+    def register(self, link: str, kind: str, rank: int = -1, host: str = "d1") -> list[role.Action]:
+        peer = node(kind, rank, host, **self.counts)
+        assert self.scheduler.admit(peer) == ""
+        return self.scheduler.handle(role.Welcomed(link, peer), self.now)
+
+    def hear(self, link: str, kind: Kind, flags: Flag = Flag.NONE, **body: Any) -> list[role.Action]:
+        self.requests += 1
+        request = body.pop("request", self.requests)
+        store = body.pop("store", 1)
+        message = Message(kind, flags, store=store, request=request, body=body)
+        return self.scheduler.handle(role.Heard(link, message), self.now)
+
+    def answer(self, actions: list[role.Action], error: str = "") -> list[role.Action]:
+        """Let the servers answer what was sent to them."""
+        found: list[role.Action] = []
+        for link, sent in sends(actions):
+            if link.startswith("s"):
+                flags = Flag.REPLY | Flag.ERROR if error else Flag.REPLY
+                found += self.hear(link, sent.kind, flags, request=sent.request, **({"reason": error} if error else {}))
+        return found
+
+    def tick(self, now: float) -> list[role.Action]:
+        self.now = now
+        return self.scheduler.tick(now)
+
+
+def sends(actions: list[role.Action]) -> list[tuple[str, Message]]:
+    return [(action.link, action.message) for action in actions if isinstance(action, role.Send)]
+
+
+def to(actions: list[role.Action]) -> list[tuple[str, str]]:
+    """Return (link, kind) of every message, `KIND!` for a refusal."""
+    return [(link, sent.kind.name + ("!" if sent.is_error else "")) for link, sent in sends(actions)]
+
+
+def reasons(actions: list[role.Action]) -> dict[str, str]:
+    return {link: str(sent.body["reason"]) for link, sent in sends(actions) if "reason" in sent.body}
+
+
+def finish(actions: list[role.Action]) -> role.Finish | None:
+    return next((action for action in actions if isinstance(action, role.Finish)), None)
+
+
+def logs(actions: list[role.Action]) -> list[str]:
+    return [action.text for action in actions if isinstance(action, role.Log)]
+
+
+# Registration
+
+
+def test_it_publishes_where_it_listens() -> None:
+    actions = Scheduler(config("scheduler"), "tcp://[::1]:4711").start(0)
+    assert role.Publish({"address": "::1", "port": "4711"}) in actions
+
+
+def test_the_roster_goes_out_when_all_are_here_to_servers_first() -> None:
+    job = Job(is_open=False)
+    assert sends(job.register("w1", "worker", 1, "d2")) == []
+    assert sends(job.register("s0", "server", 0)) == []
+    actions = job.register("w0", "worker", 0)
+    assert to(actions) == [("s0", "ROSTER"), ("w0", "ROSTER"), ("w1", "ROSTER")]
+    assert [sent.body["rank"] for _, sent in sends(actions)] == [0, 0, 1]
+    nodes = sends(actions)[0][1].body["nodes"]
+    assert {(each["role"], each["rank"], each["host"]) for each in nodes} == {
+        ("worker", 0, "d1"),
+        ("worker", 1, "d2"),
+        ("server", 0, "d1"),
+    }
+
+
+def test_ranks_are_given_in_the_order_of_registration() -> None:
+    job = Job(3, 2, is_open=False)
+    for link in ("wa", "sa", "wb", "sb"):
+        job.register(link, "worker" if link[0] == "w" else "server")
+    actions = job.register("wc", "worker")
+    assert {link: sent.body["rank"] for link, sent in sends(actions)} == {"wa": 0, "wb": 1, "wc": 2, "sa": 0, "sb": 1}
+
+
+def test_ranks_that_nodes_bring_are_kept_and_the_others_fill_the_gaps() -> None:
+    job = Job(3, 1, is_open=False)
+    job.register("s0", "server")
+    job.register("wa", "worker")
+    job.register("wb", "worker", 0)
+    actions = job.register("wc", "worker")
+    assert {link: sent.body["rank"] for link, sent in sends(actions)} == {"wa": 1, "wb": 0, "wc": 2, "s0": 0}
+
+
+def test_a_node_of_another_job_is_refused() -> None:
+    assert Job(is_open=False).scheduler.admit(node("worker", 0, job="other")) == (
+        "worker-0@d1 (pid 1) belongs to job 'other', this is job 'test-job'"
+    )
+
+
+def test_it_waits_for_ever_while_only_servers_are_here() -> None:
+    """A job that opens no store is none of the servers' business (decision 23)."""
+    job = Job(is_open=False, start_timeout_s=20)
+    job.register("s0", "server", 0)
+    for now in (1, 30, 1000, 100000):
+        assert job.tick(now) == []
+
+
+def test_the_deadline_runs_from_the_first_workers_hello() -> None:
+    job = Job(is_open=False, start_timeout_s=20)
+    job.register("s0", "server", 0)
+    job.now = 1000
+    job.register("w0", "worker", 0, "d1")
+    assert finish(job.tick(1019.9)) is None
+    actions = job.tick(1020)
+    reason = "registration ended after 20 s, waiting for 1 of 2 workers: have worker-0@d1"
+    assert to(actions) == [("s0", "LOST"), ("w0", "LOST")]
+    assert set(reasons(actions).values()) == {reason}
+    assert finish(actions) == role.Finish(1, reason)
+    assert job.tick(1021) == []
+
+
+def test_the_deadline_starts_anew_when_the_only_worker_went_away() -> None:
+    job = Job(is_open=False, start_timeout_s=20)
+    job.register("w0", "worker", 0)
+    job.scheduler.handle(role.Broken("w0", "killed"), 1)
+    job.now = 100
+    job.register("w0b", "worker", 0)
+    assert finish(job.tick(119)) is None
+    assert finish(job.tick(120)) is not None
+
+
+def test_it_says_every_few_seconds_whom_it_waits_for() -> None:
+    job = Job(is_open=False)
+    job.register("s0", "server", 0)
+    job.register("w0", "worker", 0)
+    text = "waiting for 1 of 2 workers: have worker-0@d1"
+    said = {now: logs(job.tick(now)) for now in (0, 1, 5, 6, 10)}
+    assert said == {0: [], 1: [], 5: [text], 6: [], 10: [text]}
+
+
+def test_a_node_that_goes_away_before_all_are_here_may_come_again() -> None:
+    job = Job(is_open=False)
+    job.register("w0", "worker", 0)
+    actions = job.scheduler.handle(role.Broken("w0", "killed"), 1)
+    assert sends(actions) == []
+    assert "went away before all had registered: killed" in logs(actions)[0]
+    assert job.scheduler.admit(node("worker", 0)) == ""
+
+
+# Collective calls
+
+
+def record(key: object, shape: tuple[int, ...] = (2, 3), dtype: str = "float32") -> dict[str, Any]:
+    return {"key": key, "shape": list(shape), "dtype": dtype}
+
+
+def test_a_barrier_ends_when_all_are_there() -> None:
+    job = Job()
+    assert sends(job.hear("w0", Kind.BARRIER, number=1)) == []
+    assert to(job.hear("w1", Kind.BARRIER, number=1)) == [("w0", "BARRIER"), ("w1", "BARRIER")]
+
+
+def test_stores_have_barriers_of_their_own() -> None:
+    job = Job()
+    job.hear("w0", Kind.BARRIER, number=1, store=1)
+    assert sends(job.hear("w1", Kind.BARRIER, number=1, store=2)) == []
+
+
+def test_stores_of_different_types_are_an_error_that_names_both() -> None:
+    job = Job()
+    job.hear("w0", Kind.OPEN, number=1, type="dist_sync")
+    actions = job.hear("w1", Kind.OPEN, number=1, type="dist_async")
+    text = "worker-0 creates a 'dist_sync' store where worker-1 creates a 'dist_async' store"
+    assert reasons(actions) == {"w0": text, "w1": text}
+
+
+def test_calls_of_different_kinds_are_an_error_that_names_both() -> None:
+    job = Job()
+    job.hear("w0", Kind.BARRIER, number=3)
+    actions = job.hear("w1", Kind.KEYS, number=3, records=[record("a")])
+    text = "worker-0 calls barrier where worker-1 calls init (call 3 of the store)"
+    assert reasons(actions) == {"w0": text, "w1": text}
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "text"),
+    [
+        (
+            [record("w")],
+            [record("w", (3, 2))],
+            'init of key "w": worker-0 has shape (2, 3) float32, worker-1 has shape (3, 2) float32',
+        ),
+        (
+            [record(7)],
+            [record(7, dtype="float64")],
+            "init of key 7: worker-0 has shape (2, 3) float32, worker-1 has shape (2, 3) float64",
+        ),
+        (
+            [record("a"), record("b", ())],
+            [record("a")],
+            'init: worker-0 declares key "b" (shape () float32), worker-1 does not',
+        ),
+        ([record("a")], [record("b")], 'init: worker-0 declares key "a" (shape (2, 3) float32), worker-1 does not'),
+        ([], [record("b")], 'init: worker-1 declares key "b" (shape (2, 3) float32), worker-0 does not'),
+        ([record(3)], [record("3")], "init: worker-0 declares key 3 (shape (2, 3) float32), worker-1 does not"),
+    ],
+)
+def test_different_records_are_an_error_that_names_both_workers_and_both_records(
+    mine: list[Any], theirs: list[Any], text: str
+) -> None:
+    job = Job()
+    job.hear("w0", Kind.KEYS, number=2, records=mine)
+    actions = job.hear("w1", Kind.KEYS, number=2, records=theirs)
+    assert reasons(actions) == {"w0": text, "w1": text}
+    assert to(actions) == [("w0", "KEYS!"), ("w1", "KEYS!")]
+
+
+def test_a_worker_that_comes_late_to_a_failed_call_hears_why() -> None:
+    job = Job(3)
+    job.hear("w0", Kind.KEYS, number=2, records=[record("a")])
+    job.hear("w1", Kind.KEYS, number=2, records=[record("b")])
+    actions = job.hear("w2", Kind.KEYS, number=2, records=[record("a")])
+    assert "worker-0 declares key" in reasons(actions)["w2"]
+
+
+def init(job: Job, number: int, *keys: object) -> list[role.Action]:
+    """Declare keys in all workers, fill the servers, and return what the others hear then."""
+    for rank in range(job.counts["workers"]):
+        job.hear("w%d" % rank, Kind.KEYS, number=number, records=[record(key) for key in keys])
+    return job.hear("w0", Kind.INIT, number=number)
+
+
+def test_init_numbers_the_keys_in_rank_0s_order_and_the_others_wait_for_the_values() -> None:
+    job = Job()
+    job.hear("w1", Kind.KEYS, number=1, records=[record("b"), record("a")])
+    first = job.hear("w0", Kind.KEYS, number=1, records=[record("a"), record("b")])
+    assert to(first) == [("w0", "KEYS")]
+    body = {"keys": ["a", "b"], "numbers": [[0, 0], [1, 1]]}
+    assert sends(first)[0][1].body == body
+    then = job.hear("w0", Kind.INIT, number=1)
+    assert to(then) == [("w0", "INIT"), ("w1", "KEYS")]
+    assert sends(then)[1][1].body == body
+
+
+def test_an_int_key_places_itself_and_a_str_key_by_its_position() -> None:
+    job = Job(1)
+    numbers = sends(job.hear("w0", Kind.KEYS, number=1, records=[record(99), record(-3)]))[0][1].body["numbers"]
+    assert numbers == [[0, 99], [1, -3]]
+    job.hear("w0", Kind.INIT, number=1)
+    numbers = sends(job.hear("w0", Kind.KEYS, number=1, store=2, records=[record("x")]))[0][1].body["numbers"]
+    assert numbers == [[0, 0]]
+    job.hear("w0", Kind.INIT, number=1, store=2)
+    more = sends(job.hear("w0", Kind.KEYS, number=2, store=2, records=[record("y")]))[0][1].body["numbers"]
+    assert more == [[1, 1]]
+
+
+def test_a_double_init_is_an_error_for_all() -> None:
+    job = Job()
+    init(job, 1, "w")
+    actions = job.hear("w0", Kind.KEYS, number=2, records=[record("w")])
+    assert reasons(actions) == {"w0": "init of key 'w': it was initialised before"}
+    assert reasons(job.hear("w1", Kind.KEYS, number=2, records=[record("w")])) == {
+        "w1": "init of key 'w': it was initialised before"
+    }
+
+
+def test_rank_0_that_cannot_fill_the_servers_tells_the_others() -> None:
+    job = Job()
+    for link in ("w0", "w1"):
+        job.hear(link, Kind.KEYS, number=1, records=[record("w")])
+    actions = job.hear("w0", Kind.INIT, number=1, error="no room")
+    assert to(actions) == [("w0", "INIT"), ("w1", "KEYS!")]
+    assert reasons(actions) == {"w1": "no room"}
+
+
+def test_init_without_keys_is_refused() -> None:
+    assert reasons(Job().hear("w0", Kind.INIT, number=1)) == {"w0": "INIT without KEYS"}
+
+
+# Rules
+
+
+def rule(job: Job, link: str, name: str = "sgd", replace: bool = False, **params: Any) -> list[role.Action]:
+    return job.hear(link, Kind.RULE, name=name, params=params, replace=replace)
+
+
+def test_a_rule_goes_to_all_servers_and_is_answered_when_all_have_it() -> None:
+    job = Job(2, 2)
+    actions = rule(job, "w0", lr=0.1)
+    assert to(actions) == [("s0", "RULE"), ("s1", "RULE")]
+    assert sends(actions)[0][1].body == {"name": "sgd", "params": {"lr": 0.1}, "replace": False}
+    assert job.answer(actions[:1]) == []
+    assert to(job.answer(actions[1:])) == [("w0", "RULE")]
+
+
+def test_an_equal_rule_changes_nothing() -> None:
+    job = Job()
+    job.answer(rule(job, "w0", lr=0.1))
+    assert to(rule(job, "w1", lr=0.1)) == [("w1", "RULE")]
+
+
+def test_a_different_rule_is_an_error_that_shows_the_one_there_is() -> None:
+    job = Job()
+    job.answer(rule(job, "w0", lr=0.1))
+    actions = rule(job, "w1", "adam", lr=0.2)
+    assert reasons(actions)["w1"] == (
+        "the store has the rule sgd {'lr': 0.1}; set_optimizer('adam', ..., replace=True) puts another in its place"
+    )
+    assert to(actions) == [("w1", "RULE!")]
+
+
+def test_a_rule_is_replaced_on_request() -> None:
+    job = Job()
+    job.answer(rule(job, "w0", lr=0.1))
+    actions = rule(job, "w1", "adam", True, lr=0.2)
+    assert to(actions) == [("s0", "RULE")]
+    assert to(job.answer(actions)) == [("w1", "RULE")]
+    assert to(rule(job, "w0", "adam", lr=0.2)) == [("w0", "RULE")]
+
+
+def test_two_rules_at_once_are_set_one_after_the_other() -> None:
+    job = Job()
+    first = rule(job, "w0", lr=0.1)
+    assert rule(job, "w1", lr=0.2) == []
+    then = job.answer(first)
+    assert to(then) == [("w0", "RULE"), ("w1", "RULE!")]
+    assert "the store has the rule sgd {'lr': 0.1}" in reasons(then)["w1"]
+
+
+def test_two_equal_rules_at_once_are_one() -> None:
+    job = Job()
+    first = rule(job, "w0", lr=0.1)
+    assert rule(job, "w1", lr=0.1) == []
+    assert to(job.answer(first)) == [("w0", "RULE"), ("w1", "RULE")]
+
+
+def test_a_rule_that_a_server_refuses_is_not_set_and_the_next_gets_its_turn() -> None:
+    job = Job(2, 2)
+    first = rule(job, "w0", "nonsense")
+    rule(job, "w1", "sgd")
+    then = job.answer(first, "unknown rule")
+    assert reasons(then)["w0"] == "server-0: unknown rule; server-1: unknown rule"
+    assert to(then) == [("w0", "RULE!"), ("s0", "RULE"), ("s1", "RULE")]
+    assert to(job.answer(then)) == [("w1", "RULE")]
+
+
+def test_stores_have_rules_of_their_own() -> None:
+    job = Job()
+    job.answer(rule(job, "w0", lr=0.1))
+    actions = job.hear("w0", Kind.RULE, store=2, name="adam", params={})
+    assert to(actions) == [("s0", "RULE")]
+    assert sends(actions)[0][1].store == 2
+
+
+# Joining and leaving
+
+
+def test_join_is_told_to_the_servers_and_answered_when_all_have_joined() -> None:
+    job = Job()
+    actions = job.hear("w1", Kind.JOIN, number=4)
+    assert to(actions) == [("s0", "JOIN")]
+    assert sends(actions)[0][1].body == {"rank": 1}
+    assert job.answer(actions) == []
+    actions = job.hear("w0", Kind.JOIN, number=4)
+    assert [sent.body for _, sent in sends(actions)] == [{"rank": 0}, {"rank": 1, "all": True}]
+    assert to(job.answer(actions)) == [("w1", "JOIN"), ("w0", "JOIN")]
+
+
+def test_a_worker_that_ended_is_not_waited_for_by_those_who_joined() -> None:
+    job = Job()
+    job.hear("w0", Kind.JOIN, number=4)
+    actions = job.hear("w1", Kind.BYE)
+    assert ("s0", "JOIN") in to(actions)
+    assert to(job.answer([action for action in actions if "all" in str(action)])) == [("w0", "JOIN")]
+
+
+def test_a_call_that_another_worker_meets_with_join_is_an_error() -> None:
+    """It waited until its deadline: who has joined makes no other call."""
+    job = Job()
+    job.hear("w1", Kind.JOIN, number=5)
+    actions = job.hear("w0", Kind.BARRIER, number=5)
+    text = "worker-1 calls join where worker-0 calls barrier (call 5 of the store)"
+    assert reasons(actions) == {"w0": text}
+    job = Job()
+    job.hear("w0", Kind.BARRIER, number=5)
+    actions = job.hear("w1", Kind.JOIN, number=5)
+    text = "worker-0 calls barrier where worker-1 calls join (call 5 of the store)"
+    assert reasons(actions) == {"w0": text, "w1": text}
+
+
+def test_leave_is_told_to_the_servers_and_later_calls_do_without_the_worker() -> None:
+    job = Job()
+    actions = job.hear("w1", Kind.LEFT)
+    assert to(actions) == [("s0", "LEFT")]
+    assert to(job.answer(actions)) == [("w1", "LEFT")]
+    assert to(job.hear("w0", Kind.BARRIER, number=3)) == [("w0", "BARRIER")]
+
+
+def test_leave_completes_what_waited_for_the_worker() -> None:
+    job = Job()
+    job.hear("w0", Kind.BARRIER, number=3)
+    assert to(job.hear("w1", Kind.LEFT)) == [("s0", "LEFT"), ("w0", "BARRIER")]
+
+
+def test_leave_while_keys_are_filled_declares_them_once() -> None:
+    job = Job(3)
+    job.hear("w2", Kind.LEFT)
+    for link in ("w0", "w1"):
+        job.hear(link, Kind.KEYS, number=1, records=[record("a")])
+    assert to(job.hear("w1", Kind.LEFT)) == [("s0", "LEFT")]
+    assert to(job.hear("w0", Kind.INIT, number=1)) == [("w0", "INIT"), ("w1", "KEYS")]
+
+
+def test_init_after_worker_0_has_left_the_store_is_an_error() -> None:
+    job = Job()
+    job.hear("w0", Kind.LEFT)
+    actions = job.hear("w1", Kind.KEYS, number=2, records=[record("a")])
+    assert reasons(actions) == {"w1": "init: worker-0, whose values count, has left the store"}
+
+
+def test_bye_leaves_those_who_wait_with_an_error() -> None:
+    job = Job()
+    job.hear("w0", Kind.BARRIER, number=3)
+    actions = job.hear("w1", Kind.BYE)
+    text = "worker-1@d1 (pid 1) has ended (BYE) and will never call barrier: all workers must"
+    assert to(actions) == [("w1", "BYE"), ("s0", "LEFT"), ("w0", "BARRIER!")]
+    assert reasons(actions) == {"w0": text}
+
+
+def test_a_call_after_anothers_bye_is_an_error_at_once() -> None:
+    job = Job()
+    job.hear("w1", Kind.BYE)
+    actions = job.hear("w0", Kind.KEYS, number=1, records=[record("a")])
+    assert "has ended (BYE) and will never call keys" in reasons(actions)["w0"]
+
+
+def test_servers_hear_who_ended() -> None:
+    left = sends(Job().hear("w1", Kind.BYE))[1][1]
+    assert (left.kind, left.request, left.body) == (Kind.LEFT, 0, {"rank": 1, "who": "worker-1@d1 (pid 1)"})
+
+
+# The end
+
+
+def test_when_all_workers_have_ended_the_servers_stop_and_it_ends_with_0() -> None:
+    job = Job(2, 2)
+    assert finish(job.hear("w1", Kind.BYE)) is None
+    actions = job.hear("w0", Kind.BYE)
+    assert to(actions)[-2:] == [("s0", "STOP"), ("s1", "STOP")]
+    assert finish(actions) == role.Finish(0, "all workers have ended")
+    assert job.hear("w0", Kind.BARRIER, number=9) == []
+
+
+def test_a_connection_that_ends_after_bye_is_no_loss() -> None:
+    job = Job()
+    job.hear("w1", Kind.BYE)
+    assert job.scheduler.handle(role.Broken("w1", "closed"), 1) == []
+
+
+def test_a_lost_worker_is_told_to_everybody_who_lives() -> None:
+    job = Job(3)
+    actions = job.scheduler.handle(role.Broken("w1", "its connection closed"), 1)
+    reason = "worker-1@d1 (pid 1) is lost: its connection closed"
+    assert to(actions) == [("s0", "LOST"), ("w0", "LOST"), ("w2", "LOST")]
+    assert sends(actions)[0][1].body == {"who": "worker-1", "host": "d1", "reason": reason}
+    assert finish(actions) is None
+
+
+def test_after_a_loss_calls_are_refused_and_nobody_may_join() -> None:
+    job = Job()
+    job.scheduler.handle(role.Broken("s0", "gone"), 1)
+    [(_, sent)] = sends(job.hear("w0", Kind.BARRIER, number=1))
+    assert sent.body == {"reason": "server-0@d1 (pid 1) is lost: gone", "error": "PeerLost"}
+    assert job.scheduler.admit(node("worker", 0)) == "the job is ending: server-0@d1 (pid 1) is lost: gone"
+
+
+def test_after_a_loss_it_ends_with_1_when_the_last_worker_has_gone() -> None:
+    job = Job()
+    job.scheduler.handle(role.Broken("w1", "gone"), 1)
+    actions = job.hear("w0", Kind.BYE)
+    assert finish(actions) == role.Finish(1, "worker-1@d1 (pid 1) is lost: gone")
+
+
+def test_abort_is_a_loss_with_the_workers_own_reason() -> None:
+    actions = Job().hear("w1", Kind.ABORT, reason="ValueError: bad data")
+    assert reasons(actions)["w0"] == "worker-1@d1 (pid 1) is lost: it failed: ValueError: bad data"
+
+
+def test_a_signal_ends_it_with_0() -> None:
+    assert finish(Job().scheduler.handle(role.Told(15), 1)) == role.Finish(0, "signal 15")
+
+
+def test_what_it_does_not_know_is_refused_or_noted() -> None:
+    job = Job()
+    assert reasons(job.hear("w0", Kind.PULL)) == {"w0": "the scheduler knows no PULL"}
+    assert logs(job.hear("s0", Kind.BARRIER)) == ["server-0@d1 (pid 1) sent BARRIER, which only workers send"]
+    assert job.hear("nobody", Kind.BARRIER) == []
+    assert job.hear("s0", Kind.RULE, Flag.REPLY, request=77) == []

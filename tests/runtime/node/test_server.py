@@ -1,0 +1,542 @@
+"""A server's decisions, by scripted histories: rounds, who contributed, who waits. No socket, no array."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from cluster import config
+
+from distrun_runtime.net.handshake import Identity
+from distrun_runtime.net.message import Entry, Flag, Kind, Message, Payload
+from distrun_runtime.node import role, work
+from distrun_runtime.node.server import Server
+from distrun_runtime.node.work import SlotId
+
+A, B = SlotId(1, 0, 0), SlotId(1, 1, 0)
+VALUE = bytes(8)
+
+
+def node(kind: str, rank: int) -> Identity:
+    return Identity("test-job", kind, rank, 0, "d1", 5, "tcp://10.0.0.1:1", 2, 1)
+
+
+class Rig:
+    """A server that two workers (`w0`, `w1`) are connected to, with keys 0 (`a`) and 1 (`b`) of two float32 each.
+
+    Work is done at once, as the post office does it; while `is_held`, it piles up until `release`.
+    """
+
+    def __init__(self, type_name: str = "dist_sync", workers: int = 2) -> None:
+        self.server = Server(config("server", rank=0, workers=workers, servers=1), "tcp://127.0.0.1:7")
+        self.now = 0.0
+        self.done: list[Any] = []
+        """Every piece of work, in order."""
+        self.held: list[role.Work] = []
+        self.is_held = False
+        self.error: BaseException | None = None
+        """What the next work that reports fails with."""
+        self.requests = 100
+        self.server.start(0)
+        self.server.handle(role.Welcomed(role.SCHEDULER_LINK, None), 0)
+        nodes = [node("server", 0), *(node("worker", rank) for rank in range(workers))]
+        self.scheduler(Kind.ROSTER, nodes=[asdict(each) for each in nodes], rank=0)
+        for rank in range(workers):
+            self.server.handle(role.Welcomed("w%d" % rank, node("worker", rank)), 0)
+        self.init(type_name)
+        self.done.clear()
+
+    def init(self, type_name: str = "dist_sync", *keys: int) -> list[tuple[str, Message]]:
+        entries = tuple(Entry(key, 0, 2, payload=Payload.FRAME) for key in keys or (0, 1))
+        body = {"type": type_name, "names": [[0, "a"], [1, "b"]]}
+        return self.hear("w0", Message(Kind.INIT, body=body, entries=entries, payloads=[VALUE] * len(entries)))
+
+    def hear(self, link: str, message: Message) -> list[tuple[str, Message]]:
+        """Let a message arrive and return what was sent then; a Deliver counts as its reply."""
+        self.requests += 1
+        message = replace(message, store=message.store or 1, request=message.request or self.requests)
+        return self.perform(self.server.handle(role.Heard(link, message), self.now))
+
+    def scheduler(self, kind: Kind, request: int = 0, **body: Any) -> list[tuple[str, Message]]:
+        message = Message(kind, store=1, request=request, body=body)
+        return self.perform(self.server.handle(role.Heard(role.SCHEDULER_LINK, message), self.now))
+
+    def push(self, rank: int, number: int, *keys: int, **changes: Any) -> list[tuple[str, Message]]:
+        entries = tuple(
+            replace(Entry(key, 0, 2, number, payload=Payload.FRAME), **changes) for key in (keys or (0,))
+        )  # fmt: skip
+        return self.hear("w%d" % rank, Message(Kind.PUSH, entries=entries, payloads=[VALUE] * len(entries)))
+
+    def pull(self, rank: int, number: int, *keys: int, **changes: Any) -> list[tuple[str, Message]]:
+        entries = tuple(replace(Entry(key, 0, 2, number), **changes) for key in (keys or (0,)))
+        return self.hear("w%d" % rank, Message(Kind.PULL, entries=entries))
+
+    def perform(self, actions: list[role.Action]) -> list[tuple[str, Message]]:
+        sent: list[tuple[str, Message]] = []
+        queue = list(actions)
+        while queue:
+            action = queue.pop(0)
+            if isinstance(action, role.Send):
+                sent.append((action.link, action.message))
+            elif isinstance(action, role.Work) and isinstance(action.what, work.Deliver):
+                self.done.append(action.what)
+                reply = Message(action.what.message.kind, Flag.REPLY, request=action.what.message.request)
+                sent.append((action.what.link, reply))
+            elif isinstance(action, role.Work) and self.is_held and action.reports:
+                self.held.append(action)
+            elif isinstance(action, role.Work):
+                queue = [*self._do(action), *queue]
+        return sent
+
+    def release(self) -> list[tuple[str, Message]]:
+        """Finish the oldest work that was held."""
+        return self.perform(self._do(self.held.pop(0)))
+
+    def _do(self, action: role.Work) -> list[role.Action]:
+        self.done.append(action.what)
+        if not action.reports:
+            return []
+        error, self.error = self.error, None
+        return self.server.handle(role.Done(action.what, error, "Traceback of the server" if error else ""), self.now)
+
+
+def kinds(sent: list[tuple[str, Message]]) -> list[tuple[str, str]]:
+    return [(link, message.kind.name + ("!" if message.is_error else "")) for link, message in sent]
+
+
+def works(rig: Rig) -> list[str]:
+    """What was done, shortly: `add a1` adds to round 1 of key a."""
+    short = []
+    for what in rig.done:
+        name = type(what).__name__.lower()
+        if isinstance(what, (work.Add, work.Apply)):
+            short.append("%s %s%d" % (name, "ab"[what.slot.key], what.round))
+        else:
+            short.append(name)
+    rig.done.clear()
+    return short
+
+
+def reason(sent: list[tuple[str, Message]]) -> str:
+    [(_, message)] = sent
+    assert message.is_error
+    return str(message.body["reason"])
+
+
+# Rounds
+
+
+def test_a_round_is_applied_when_every_worker_contributed() -> None:
+    rig = Rig()
+    assert kinds(rig.push(0, 1)) == [("w0", "PUSH")]
+    assert works(rig) == ["add a1"]
+    assert kinds(rig.push(1, 1)) == [("w1", "PUSH")]
+    assert works(rig) == ["add a1", "apply a1"]
+
+
+def test_keys_have_rounds_of_their_own() -> None:
+    rig = Rig()
+    rig.push(0, 1, 0)
+    rig.push(1, 1, 1)
+    assert works(rig) == ["add a1", "add b1"]
+    rig.push(0, 1, 1)
+    assert works(rig) == ["add b1", "apply b1"]
+
+
+def test_a_second_push_of_one_worker_belongs_to_its_next_round() -> None:
+    rig = Rig()
+    for number in (1, 2, 3):
+        rig.push(0, number)
+    assert works(rig) == ["add a1", "add a2", "add a3"]
+    rig.push(1, 1)
+    assert works(rig) == ["add a1", "apply a1"]
+    rig.push(1, 2)
+    assert works(rig) == ["add a2", "apply a2"]
+
+
+def test_a_repeat_is_acknowledged_and_counted_once() -> None:
+    rig = Rig()
+    rig.push(0, 1)
+    assert kinds(rig.push(0, 1)) == [("w0", "PUSH")]
+    rig.push(1, 1)
+    assert kinds(rig.push(1, 1)) == [("w1", "PUSH")]
+    assert works(rig) == ["add a1", "add a1", "apply a1"]
+
+
+def test_several_keys_in_one_push_complete_one_by_one() -> None:
+    rig = Rig()
+    rig.push(0, 1, 0, 1)
+    rig.push(1, 1, 0, 1)
+    assert works(rig) == ["add a1", "add b1", "add a1", "apply a1", "add b1", "apply b1"]
+
+
+# Pulls
+
+
+def test_a_pull_before_any_push_is_answered_at_once() -> None:
+    rig = Rig()
+    assert kinds(rig.pull(0, 0)) == [("w0", "PULL")]
+    assert works(rig) == ["lend", "deliver"]
+
+
+def test_a_pull_of_the_own_round_waits_until_the_round_is_applied() -> None:
+    rig = Rig()
+    rig.push(0, 1)
+    assert rig.pull(0, 1) == []
+    assert kinds(rig.push(1, 1)) == [("w0", "PULL"), ("w1", "PUSH")]
+    assert works(rig) == ["add a1", "add a1", "apply a1", "lend", "deliver"]
+
+
+def test_a_pull_is_answered_only_once_the_work_is_done() -> None:
+    rig = Rig()
+    rig.is_held = True
+    rig.push(0, 1)
+    rig.push(1, 1)
+    assert rig.pull(1, 1) == []
+    assert kinds(rig.release()) == [("w1", "PULL")]
+
+
+def test_a_pull_gets_its_own_round_though_the_next_is_complete_already() -> None:
+    """Lend comes between the two Applies: no mixed value, no later one."""
+    rig = Rig()
+    rig.push(0, 1)
+    rig.pull(0, 1)
+    rig.push(0, 2)
+    rig.is_held = True
+    rig.push(1, 1)
+    rig.push(1, 2)
+    rig.done.clear()
+    assert kinds(rig.release()) == [("w0", "PULL")]
+    assert works(rig) == ["apply a1", "lend", "deliver"]
+    assert rig.release() == []
+
+
+def test_a_pull_of_an_earlier_round_than_the_present_is_answered_at_once() -> None:
+    rig = Rig()
+    for number in (1, 2):
+        for rank in (0, 1):
+            rig.push(rank, number)
+    assert kinds(rig.pull(0, 1)) == [("w0", "PULL")]
+
+
+def test_a_pull_of_several_keys_is_answered_once_when_the_last_is_there() -> None:
+    rig = Rig()
+    rig.push(0, 1, 0, 1)
+    assert rig.pull(0, 1, 0, 1) == []
+    assert kinds(rig.push(1, 1, 0)) == [("w1", "PUSH")]
+    assert kinds(rig.push(1, 1, 1)) == [("w0", "PULL"), ("w1", "PUSH")]
+    lends = [what for what in rig.done if isinstance(what, work.Lend)]
+    assert [(what.number, what.slot) for what in lends] == [(0, A), (1, B)]
+
+
+def test_pulls_of_two_workers_are_both_answered() -> None:
+    rig = Rig()
+    rig.push(0, 1)
+    rig.pull(0, 1)
+    rig.push(1, 1)
+    rig.push(1, 2)
+    rig.pull(1, 2)
+    assert kinds(rig.push(0, 2)) == [("w1", "PULL"), ("w0", "PUSH")]
+
+
+def test_after_30_seconds_a_pull_is_told_whom_it_waits_for_and_again() -> None:
+    rig = Rig(workers=3)
+    rig.push(0, 1, 1)
+    rig.push(2, 1, 1)
+    rig.now = 5
+    rig.pull(0, 1, 1)
+    assert rig.perform(rig.server.tick(34.9)) == []
+    for now, seconds in ((35.0, 30.0), (65.0, 60.0)):
+        [(link, message)] = rig.perform(rig.server.tick(now))
+        assert (link, message.kind, message.is_reply) == ("w0", Kind.WAITING, False)
+        assert message.body == {"text": "waiting for worker-1, key b, round 1", "seconds": seconds}
+        assert message.request == rig.requests
+        assert rig.server.tick(now + 1) == []
+
+
+# Async
+
+
+def test_async_pushes_are_applied_on_arrival_and_answered_when_they_are() -> None:
+    rig = Rig("dist_async")
+    rig.scheduler(Kind.RULE, 1, name="sgd", params={})
+    rig.is_held = True
+    assert rig.push(0, 1, 0, 1) == []
+    assert kinds(rig.release()) == [("w0", "PUSH")]
+    steps = rig.done[-1]
+    assert isinstance(steps, work.Steps)
+    assert steps.slots == (A, B)
+
+
+def test_async_pulls_never_wait() -> None:
+    assert kinds(Rig("dist_async").pull(0, 17)) == [("w0", "PULL")]
+
+
+def test_async_without_a_rule_is_refused_and_the_server_lives() -> None:
+    rig = Rig("dist_async")
+    assert "dist_async needs a rule on the servers: call kv.set_optimizer" in reason(rig.push(0, 1))
+    assert kinds(rig.pull(0, 0)) == [("w0", "PULL")]
+    rig.scheduler(Kind.RULE, 1, name="sgd", params={})
+    assert kinds(rig.push(0, 1)) == [("w0", "PUSH")]
+
+
+def test_an_async_rule_that_fails_is_the_pushers_error() -> None:
+    rig = Rig("dist_async")
+    rig.scheduler(Kind.RULE, 1, name="sgd", params={})
+    rig.error = ZeroDivisionError("by zero")
+    [(link, message)] = rig.push(1, 1)
+    assert (link, message.body["error"]) == ("w1", "RuleError")
+    assert message.body["reason"] == "the rule failed on server-0 for key 'a': by zero"
+    assert message.body["traceback"] == "Traceback of the server"
+
+
+# Mistakes of clients
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"key": 5}, "key 5, offset 0: no such piece on server-0"),
+        ({"offset": 4}, "key 'a', offset 4: no such piece on server-0"),
+        ({"length": 1}, "key 'a': server-0 has 2 elements of float32, the message 1 of float32"),
+        ({"dtype": 1}, "key 'a': server-0 has 2 elements of float32, the message 2 of float64"),
+    ],
+)
+def test_a_piece_that_does_not_fit_is_refused(changes: dict[str, int], words: str) -> None:
+    rig = Rig()
+    assert reason(rig.push(0, 1, **changes)) == words
+    assert reason(rig.pull(0, 0, **changes)) == words
+    assert works(rig) == []
+
+
+def test_one_wrong_key_refuses_the_whole_push() -> None:
+    rig = Rig()
+    assert "no such piece" in reason(rig.push(0, 1, 0, 9))
+    assert works(rig) == []
+    assert kinds(rig.push(0, 1)) == [("w0", "PUSH")]
+
+
+def test_a_push_without_values_and_a_pull_with_values_are_refused() -> None:
+    rig = Rig()
+    assert reason(rig.hear("w0", Message(Kind.PUSH, entries=(Entry(0, 0, 2, 1),)))) == (
+        "key 'a': PUSH with payload kind NONE"
+    )
+    entry = Entry(0, 0, 2, payload=Payload.FRAME)
+    assert reason(rig.hear("w0", Message(Kind.PULL, entries=(entry,), payloads=[VALUE]))) == (
+        "key 'a': PULL with payload kind FRAME"
+    )
+
+
+def test_a_store_that_has_no_keys_is_refused() -> None:
+    pull = Message(Kind.PULL, store=8, entries=(Entry(0, 0, 2),))
+    assert reason(Rig().hear("w0", pull)) == "store 8 has no keys on server-0 yet"
+
+
+def test_a_double_init_is_refused_whole() -> None:
+    rig = Rig()
+    assert reason(rig.init("dist_sync", 5, 0)) == "key 'a' was initialised before"
+    assert works(rig) == []
+    assert kinds(rig.init("dist_sync", 5)) == [("w0", "INIT")], "the refused one left nothing behind"
+    assert reason(rig.init("dist_sync", 6, 6)) == "key 6 was initialised before"
+
+
+def test_an_init_without_a_value_is_refused() -> None:
+    rig = Rig()
+    init = Message(Kind.INIT, entries=(Entry(5, 0, 2),))
+    assert reason(rig.hear("w0", init)) == "key 5: INIT without a value"
+    assert "no such piece" in reason(rig.pull(0, 0, 5))
+
+
+def test_an_unknown_request_is_refused_and_a_reply_or_a_stranger_is_not_answered() -> None:
+    rig = Rig()
+    assert reason(rig.hear("w0", Message(Kind.BARRIER))) == "server-0 knows no BARRIER"
+    assert rig.hear("w0", Message(Kind.PULL, Flag.REPLY)) == []
+    assert rig.hear("in:ff", Message(Kind.PULL)) == []
+
+
+# Rules
+
+
+def test_a_rule_is_set_by_the_executor_and_then_answered() -> None:
+    rig = Rig()
+    [(link, message)] = rig.scheduler(Kind.RULE, 7, name="sgd", params={"lr": 1})
+    assert (link, message.kind, message.request, message.is_error) == (role.SCHEDULER_LINK, Kind.RULE, 7, False)
+    [what] = rig.done
+    assert (what.store, what.name, what.params) == (1, "sgd", {"lr": 1})
+
+
+def test_a_rule_that_cannot_be_set_is_refused() -> None:
+    rig = Rig()
+    rig.error = ValueError("unknown rule 'sdg'")
+    [(link, message)] = rig.scheduler(Kind.RULE, 7, name="sdg", params={})
+    assert (link, message.is_error) == (role.SCHEDULER_LINK, True)
+    assert message.body == {"reason": "unknown rule 'sdg'", "error": "KVError"}
+
+
+def test_a_rule_that_fails_is_the_error_of_those_who_pull_that_round() -> None:
+    rig = Rig()
+    rig.push(0, 1)
+    rig.pull(0, 1)
+    rig.error = ZeroDivisionError("by zero")
+    sent = rig.push(1, 1)
+    assert kinds(sent) == [("w0", "PULL!"), ("w1", "PUSH")]
+    assert sent[0][1].body == {
+        "reason": "the rule failed on server-0 for key 'a': by zero",
+        "error": "RuleError",
+        "traceback": "Traceback of the server",
+    }
+    assert kinds(rig.pull(1, 1)) == [("w1", "PULL!")]
+    for rank in (0, 1):
+        rig.push(rank, 2)
+    assert kinds(rig.pull(1, 2)) == [("w1", "PULL")], "the next round is another matter"
+
+
+@pytest.mark.parametrize("is_parked", [True, False])
+def test_a_failed_pull_gives_back_what_it_holds_and_waits_nowhere(is_parked: bool) -> None:
+    """The first key is lent, the second fails, the third is owed."""
+    rig = Rig()
+    rig.init("dist_sync", 2)
+    rig.push(0, 1, 0, 1, 2)
+    rig.push(1, 1, 0)
+    if is_parked:
+        rig.pull(0, 1, 0, 1, 2)
+    rig.error = ValueError("broken")
+    sent = rig.push(1, 1, 1)
+    if not is_parked:
+        sent = rig.pull(0, 1, 0, 1, 2)
+    assert ("w0", "PULL!") in kinds(sent)
+    assert isinstance(rig.done[-1], work.Discard)
+    rig.done.clear()
+    assert kinds(rig.push(1, 1, 2)) == [("w1", "PUSH")]
+    assert not any(isinstance(what, (work.Lend, work.Deliver)) for what in rig.done)
+
+
+# Joining, leaving, dying
+
+
+def test_a_worker_that_joined_counts_as_zero_from_then_on() -> None:
+    rig = Rig()
+    rig.push(0, 1)
+    rig.pull(0, 1)
+    assert kinds(rig.scheduler(Kind.JOIN, 3, rank=1)) == [("w0", "PULL"), (role.SCHEDULER_LINK, "JOIN")]
+    rig.done.clear()
+    rig.push(0, 2)
+    assert works(rig) == ["add a2", "apply a2"]
+
+
+def test_when_all_have_joined_rounds_are_of_all_again() -> None:
+    rig = Rig()
+    rig.scheduler(Kind.JOIN, 3, rank=1)
+    rig.push(0, 1)
+    rig.scheduler(Kind.JOIN, 4, rank=0)
+    rig.scheduler(Kind.JOIN, 5, rank=1, all=True)
+    rig.done.clear()
+    rig.push(0, 2)
+    assert works(rig) == ["add a2"]
+    [(_, message)] = rig.hear("w1", Message(Kind.ROUNDS))
+    assert message.body == {"rounds": [(0, 1), (1, 0)]}
+
+
+def test_a_round_without_any_contribution_is_none() -> None:
+    rig = Rig()
+    rig.scheduler(Kind.JOIN, 3, rank=1)
+    rig.scheduler(Kind.JOIN, 3, rank=0)
+    assert works(rig) == []
+
+
+def test_a_worker_that_left_the_store_is_never_waited_for_again() -> None:
+    rig = Rig()
+    rig.push(0, 1)
+    assert kinds(rig.scheduler(Kind.LEFT, 6, rank=1)) == [(role.SCHEDULER_LINK, "LEFT")]
+    assert works(rig) == ["add a1", "apply a1"]
+    rig.scheduler(Kind.JOIN, 7, rank=0)
+    rig.scheduler(Kind.JOIN, 8, rank=0, all=True)
+    rig.push(0, 2)
+    assert works(rig) == ["add a2", "apply a2"]
+
+
+def test_a_bye_with_an_open_round_ends_the_pulls_that_wait_for_it() -> None:
+    rig = Rig()
+    rig.push(0, 1)
+    rig.pull(0, 1)
+    sent = rig.scheduler(Kind.LEFT, rank=1, who="worker-1@d2 (pid 9)")
+    text = (
+        "worker-1@d2 (pid 9) has ended (BYE) without pushing round 1 of key 'a';"
+        " a worker that runs out of data calls kv.join()"
+    )
+    assert reason(sent) == text
+    assert sent[0][1].body["error"] == "PeerLost"
+    assert reason(rig.pull(0, 1)) == text, "a later pull hears it at once"
+
+
+def test_a_bye_after_the_round_was_pushed_harms_nobody() -> None:
+    rig = Rig()
+    rig.push(1, 1)
+    assert rig.scheduler(Kind.LEFT, rank=1, who="worker-1") == []
+    rig.push(0, 1)
+    assert kinds(rig.pull(0, 1)) == [("w0", "PULL")]
+
+
+def test_a_loss_refuses_the_pulls_that_wait() -> None:
+    rig = Rig()
+    rig.push(0, 1)
+    rig.pull(0, 1)
+    actions = rig.server.handle(
+        role.Heard(role.SCHEDULER_LINK, Message(Kind.LOST, body={"who": "worker-1", "reason": "worker-1 is lost"})), 1
+    )
+    assert role.Publish({"lost_peer": "worker-1", "message": "worker-1 is lost"}) in actions
+    sent = rig.perform(actions)
+    assert reason(sent) == "worker-1 is lost"
+    assert sent[0][1].body["error"] == "PeerLost"
+    assert isinstance(rig.done[-1], work.Discard)
+    assert rig.server.tick(1000) == []
+
+
+def test_a_workers_broken_connection_drops_its_pulls() -> None:
+    rig = Rig()
+    rig.push(0, 1)
+    rig.pull(0, 1)
+    rig.perform(rig.server.handle(role.Broken("w0", "gone"), 1))
+    assert works(rig) == ["add a1", "discard"]
+    assert kinds(rig.push(1, 1)) == [("w1", "PUSH")]
+    assert works(rig) == ["add a1", "apply a1"]
+
+
+# The job
+
+
+def test_only_workers_of_the_roster_are_admitted() -> None:
+    server = Rig().server
+    assert server.admit(node("worker", 1)) == ""
+    assert server.admit(node("worker", 2)) == "worker-2@d1 (pid 5) is not in this job's roster"
+    other = replace(node("worker", 1), job="other")
+    assert server.admit(other) == "worker-1@d1 (pid 5) belongs to job 'other', server-0 to job 'test-job'"
+
+
+def test_it_connects_to_the_scheduler_and_gives_up_at_the_deadline() -> None:
+    server = Server(config("server", root="::1", root_port=99, start_timeout_s=20), "tcp://[::1]:1")
+    assert server.start(10) == [role.Connect(role.SCHEDULER_LINK, "tcp://[::1]:99")]
+    assert server.tick(29) == []
+    assert server.tick(30) == [role.Finish(1, "the scheduler at tcp://[::1]:99 did not answer for 20 s")]
+
+
+def test_the_schedulers_refusal_is_its_end() -> None:
+    server = Server(config("server", rank=3), "tcp://127.0.0.1:1")
+    actions = server.handle(role.TurnedAway(role.SCHEDULER_LINK, "rank 3 is taken"), 1)
+    assert actions == [role.Finish(1, "the scheduler refused server-3: rank 3 is taken")]
+
+
+def test_stop_ends_it_well_and_a_lost_scheduler_does_not() -> None:
+    stop = role.Heard(role.SCHEDULER_LINK, Message(Kind.STOP))
+    assert Rig().server.handle(stop, 1) == [role.Finish(0, "all workers have ended")]
+    published, finish = Rig().server.handle(role.Broken(role.SCHEDULER_LINK, "its connection closed"), 1)
+    assert isinstance(published, role.Publish)
+    assert published.facts["lost_peer"] == "scheduler"
+    assert isinstance(finish, role.Finish)
+    assert finish.code == 1
+    assert "is lost: its connection closed" in finish.reason
+
+
+def test_a_signal_ends_it_well() -> None:
+    assert Rig().server.handle(role.Told(15), 1) == [role.Finish(0, "signal 15")]
