@@ -124,7 +124,7 @@ class Cluster:
     def finish(self) -> None:
         """Wait until scheduler and servers have ended by themselves; end them otherwise."""
         for thread in self._threads:
-            thread.join(5.0)
+            thread.join(0.0 if self._changes.get("stays") else 5.0)
         for thread, office in self._offices.items():
             if thread.is_alive():
                 office.tell(15)

@@ -43,6 +43,9 @@ class Config:
     verbose: int
     ports: tuple[int, ...] = ()
     """Ports that may be bound; empty: any."""
+    stays: bool = False
+    """Whoever started this scheduler or server also stops it (an agent): when all workers have ended it forgets them
+    and waits for others, so that one job can run several scripts after each other."""
 
     @property
     def root_endpoint(self) -> str:
@@ -117,6 +120,7 @@ def read(role: str, env: Mapping[str, str] | None = None) -> Config:
         bigarray_bound=environ.read("MXNET_KVSTORE_BIGARRAY_BOUND", env),
         verbose=environ.read("PS_VERBOSE", env),
         ports=port_range(environ.text("DISTRUN_PORT_RANGE", env)),
+        stays=environ.read("DISTRUN_PUBLISH_FD", env) is not None,
     )
 
 

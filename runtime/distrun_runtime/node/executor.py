@@ -151,6 +151,11 @@ class Executor:
             if shelf.weight is weight:
                 shelf.tickets -= 1
 
+    def _clear(self, what: work.Clear) -> None:
+        self._shelves.clear()
+        self._rules.clear()
+        self._lent.clear()
+
     def _setrule(self, what: work.SetRule) -> None:
         rule = rules.make(what.name, dict(what.params))
         shelves = [shelf for slot, shelf in self._shelves.items() if slot.store == what.store]

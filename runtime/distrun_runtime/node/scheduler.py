@@ -2,7 +2,8 @@
 
 It never sees a value. It collects the nodes (roster), sees to what the workers do together (assembly), hands a
 store's rule to the servers one at a time, and tells everybody when a node is lost or has left. When all workers
-have ended it tells the servers to stop and ends itself.
+have ended it tells the servers to stop and ends itself; one that an agent started (`Config.stays`) has the servers
+forget everything instead and waits for the workers of the job's next script, until the agent stops it.
 """
 
 from __future__ import annotations
@@ -37,16 +38,24 @@ class Scheduler:
         self._config = config
         self._counts = (config.workers, config.servers)
         self._roster = Roster(config.workers, config.servers)
-        self._is_open = False
         self._deadline = role.Deadline()
         self._report = role.Cadence(REPORT_S)
+        self._early: list[tuple[str, Identity]] = []
+        """Workers of the job's next script, which came while others still run the present one."""
+        self._is_clearing = False
+        self._broken = ""
+        self._finished = False
+        self._now = 0.0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._is_open = False
+        self._deadline.at = None
         self._errands = Errands()
-        self._assembly = Assembly(config.workers, self._roster, self._errands)
+        self._assembly = Assembly(self._config.workers, self._roster, self._errands)
         self._rules: dict[int, Rule] = {}
         self._changes: deque[Call] = deque()
         self._is_changing = False
-        self._broken = ""
-        self._finished = False
 
     def start(self, now: float) -> list[role.Action]:
         """Publish the address for the launcher, and say what is expected."""
@@ -62,10 +71,13 @@ class Scheduler:
             return "the job is ending: %s" % self._broken
         if peer.job != self.me.job:
             return "%s belongs to job %r, this is job %r" % (peer, peer.job, self.me.job)
+        if self._is_successor(peer):
+            return ""
         return self._roster.against(peer)
 
     def handle(self, event: role.Event, now: float) -> list[role.Action]:
         """Take in one event."""
+        self._now = now
         if self._finished:
             return []
         if isinstance(event, role.Welcomed) and event.peer is not None:
@@ -94,16 +106,28 @@ class Scheduler:
 
     # Registration
 
+    def _is_successor(self, peer: Identity) -> bool:
+        """Whether the worker of that rank has ended its script, so that this is the rank's next one."""
+        ended = [member.who.rank for member in self._roster.of_role("worker") if member.state == LEFT]
+        return self._config.stays and peer.role == "worker" and peer.rank in ended
+
     def _register(self, link: str, peer: Identity, now: float) -> list[role.Action]:
+        if self._is_successor(peer):
+            self._early.append((link, peer))
+            return [role.Log("INFO", "event=early node=%s pid=%d" % (peer.name, peer.pid))]
         self._roster.add(link, peer)
         actions: list[role.Action] = [_line("registered", peer)]
         if peer.role == "worker":
             # The clock starts with the first worker: a job whose script opens no store waits for nobody.
             self._deadline.set(now + self._config.start_timeout_s)
-        if not self._roster.is_complete:
-            return actions
+        return [*actions, *self._open_when_complete()]
+
+    def _open_when_complete(self) -> list[role.Action]:
+        if self._is_open or self._is_clearing or not self._roster.is_complete:
+            return []
         self._roster.assign()
         self._is_open = True
+        actions: list[role.Action] = []
         actions.append(role.Log("INFO", "event=complete workers=%d servers=%d" % self._counts))
         nodes = self._roster.to_json()
         # Servers first: a worker's HELLO then finds a server that knows it.
@@ -116,10 +140,11 @@ class Scheduler:
     # Leaving and dying
 
     def _ended(self, link: str, reason: str) -> list[role.Action]:
+        self._early = [(other, peer) for other, peer in self._early if other != link]
         member = self._roster.members.get(link)
         if member is None or member.state != ALIVE:
             return []
-        if not self._is_open:
+        if not self._is_open and not (self._config.stays and member.who.role == "server"):
             self._roster.remove(link)
             if not self._roster.of_role("worker"):
                 self._deadline.at = None  # the next first worker has the whole time again
@@ -132,6 +157,7 @@ class Scheduler:
         body = {"who": member.who.name, "host": member.who.host, "reason": "%s is lost: %s" % (member.who, reason)}
         return [
             role.Log("ERROR", body["reason"]),
+            role.Publish({"lost_peer": member.who.name, "message": body["reason"]}),
             *self._tell_all(Kind.LOST, body),
             *self._finish_when_done(),
         ]
@@ -150,8 +176,26 @@ class Scheduler:
     def _finish_when_done(self) -> list[role.Action]:
         if self._roster.alive("worker") or not self._is_open:
             return []
+        if self._config.stays:
+            # Broken: the agent knows more of who died than we do, and stops us; an exit of ours would only confuse.
+            return [] if self._broken else self._begin_anew()
         stop = [role.Send(server.link, Message(Kind.STOP)) for server in self._roster.alive("server")]
         return [*stop, *self._finish(1 if self._broken else 0, self._broken or "all workers have ended")]
+
+    def _begin_anew(self) -> list[role.Action]:
+        for member in self._roster.of_role("worker"):
+            self._roster.remove(member.link)
+        self._forget()
+        # No worker of the next script hears of the servers before they have forgotten the last one.
+        self._is_clearing = True
+        told = Message(Kind.STOP, body={"stay": True})
+        log = role.Log("INFO", "event=anew reason=all workers have ended their script")
+        return [log, *self._errands.send(told, self._roster.alive("server"), lambda errors: self._cleared())]
+
+    def _cleared(self) -> list[role.Action]:
+        self._is_clearing = False
+        early, self._early = self._early, []
+        return [action for link, peer in early for action in self._register(link, peer, self._now)]
 
     def _finish(self, code: int, reason: str) -> list[role.Action]:
         self._finished = True

@@ -126,6 +126,10 @@ class Server:
             for pull in self._pulls:
                 actions.append(self._refuse(pull.link, pull.message, reason, "PeerLost"))
             return [*actions, *self._forget(list(self._pulls))]
+        if message.kind is Kind.STOP and message.body.get("stay"):
+            forgotten = self._forget(list(self._pulls))
+            self._nodes, self._stores, self._gone = set(), {}, {}
+            return [*forgotten, role.Work(work.Clear()), role.Send(role.SCHEDULER_LINK, answer(message))]
         if message.kind is Kind.STOP:
             self._is_stopping = True
             return [role.Finish(0, "all workers have ended")]

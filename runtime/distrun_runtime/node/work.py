@@ -83,6 +83,11 @@ class Discard:
 
 
 @dataclass(frozen=True)
+class Clear:
+    """Forget all slots and rules: the job's next script begins anew."""
+
+
+@dataclass(frozen=True)
 class SetRule:
     """Make `name` with `params` the store's rule."""
 

@@ -640,3 +640,56 @@ def test_a_missing_scheduler_is_named_with_its_address() -> None:
     with pytest.raises(TimedOut, match=r"no scheduler answered at tcp://127\.0\.0\.1:9"):
         session.open()
     session.end()
+
+
+def test_under_an_agent_the_job_runs_several_scripts_after_each_other(over: str) -> None:
+    """The first worker to end may start its next script while the other still runs the present one."""
+
+    def script(session):
+        for number in range(3):
+            session.open()
+            kv = DistStore("dist_sync", session)
+            kv.init("w", np.full(SHAPE, number, "float32"))
+            out = np.zeros(SHAPE, "float32")
+            kv.pull("w", out)
+            assert (out == number).all(), "the servers kept a value of the last script"
+            kv.push("w", ones())
+            kv.pull("w", out)
+            assert (out == 2).all()
+            if session.rank == 1:
+                time.sleep(0.3)
+            rank = session.rank
+            session.end()
+            session = job.session(rank)
+
+    def body(rank: int) -> None:
+        try:
+            script(job.session(rank))
+        except BaseException as err:
+            errors.append(err)
+
+    errors: list[BaseException] = []
+    with Cluster(over=over, stays=True) as job:
+        threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert not errors
+        assert not any(thread.is_alive() for thread in threads)
+        assert not job.codes, "scheduler and servers stay until they are told to stop"
+
+
+def test_under_an_agent_a_death_leaves_the_servers_to_the_agent() -> None:
+    def script(kv: DistStore):
+        kv.init("w", np.zeros(SHAPE, "float32"))
+        if kv.rank == 1:
+            raise ZeroDivisionError("mine")
+        kv.push("w", ones())
+        with pytest.raises(PeerLost, match="mine"):
+            kv.pull("w", np.zeros(SHAPE, "float32"))
+
+    with Cluster(over="inproc", stays=True) as job:
+        with pytest.raises(ZeroDivisionError):
+            job.run(script)
+        assert not job.codes
