@@ -645,8 +645,9 @@ def test_a_missing_scheduler_is_named_with_its_address() -> None:
 def test_under_an_agent_the_job_runs_several_scripts_after_each_other(over: str) -> None:
     """The first worker to end may start its next script while the other still runs the present one."""
 
-    def script(session):
+    def script(rank: int) -> None:
         for number in range(3):
+            session = job.session(rank)
             session.open()
             kv = DistStore("dist_sync", session)
             kv.init("w", np.full(SHAPE, number, "float32"))
@@ -656,15 +657,13 @@ def test_under_an_agent_the_job_runs_several_scripts_after_each_other(over: str)
             kv.push("w", ones())
             kv.pull("w", out)
             assert (out == 2).all()
-            if session.rank == 1:
+            if rank == 1:
                 time.sleep(0.3)
-            rank = session.rank
             session.end()
-            session = job.session(rank)
 
     def body(rank: int) -> None:
         try:
-            script(job.session(rank))
+            script(rank)
         except BaseException as err:
             errors.append(err)
 
