@@ -628,21 +628,22 @@ def test_garbage_on_the_channel_ends_the_job_instead_of_hanging() -> None:
 def test_sweep_ends_what_a_dead_agent_and_guard_left(way: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     with agent(shell("setsid sleep 600 & echo ready; wait"), env=way, limits=SHORT) as driver:
         run(driver)
-        for name, value in way.items():
-            monkeypatch.setenv(name, value)
         agent_pid = driver.agent_pid()
-        os.kill(driver.child.pid, signal.SIGSTOP)
-        os.kill(agent_pid, signal.SIGSTOP)
-        os.kill(driver.child.pid, signal.SIGKILL)
-        os.kill(agent_pid, signal.SIGKILL)
+        # Frozen first, so that neither can still do the other's work.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            os.kill(driver.child.pid, number)
+            os.kill(agent_pid, number)
         driver.child.wait(10)
         assert driver.leftovers()
-        report = sweep.sweep(driver.job, 0.5)
-        assert report.left == ()
-        assert len(report.ended) >= 2
+        with monkeypatch.context() as patch:
+            for name, value in way.items():
+                patch.setenv(name, value)
+            report = sweep.sweep(driver.job, 0.5)
+            assert report.left == ()
+            assert len(report.ended) >= 2
+            assert record.folders(driver.job) == []
+            assert sweep.sweep(driver.job, 0.5).ended == ()
         assert driver.leftovers() == []
-        assert record.folders(driver.job) == []
-        assert sweep.sweep(driver.job, 0.5).ended == ()
 
 
 def test_sweep_asks_a_living_agent_to_end_its_job() -> None:

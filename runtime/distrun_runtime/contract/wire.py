@@ -90,7 +90,7 @@ class Decoder:
 def _header(text: bytes) -> Dict[str, Any]:
     try:
         header = json.loads(text.decode("utf-8", "surrogateescape"))
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:  # the latter: brackets without end
         raise WireError("frame header is not JSON: %s" % err) from err
     if not isinstance(header, dict) or not isinstance(header.get("type"), str):
         raise WireError('frame header is not an object with a "type": %.80r' % text)

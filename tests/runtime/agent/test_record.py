@@ -1,0 +1,104 @@
+"""The private folder and the record."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from distrun_runtime.agent import record
+from distrun_runtime.agent.record import Record
+from distrun_runtime.contract import process
+from distrun_runtime.contract.process import Identity
+from distrun_runtime.errors import ContractError
+
+GONE = Identity(2**22 + 5, "proc:x:1")
+
+
+@pytest.fixture(autouse=True)
+def runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path
+
+
+def example(agent: Identity = GONE, host: str = "d1") -> Record:
+    return Record("j1", host, GONE, agent, 5.0, (("worker-0", Identity(5, "s")),), (Identity(6, "t"),))
+
+
+def test_folder_is_private_and_holds_the_token(runtime_dir: Path) -> None:
+    folder = record.create("j1", "d1", "feedface")
+    assert folder == str(runtime_dir / "distrun" / "j1" / "d1")
+    for path in (runtime_dir / "distrun", Path(folder).parent, Path(folder), Path(folder, "spool")):
+        assert path.stat().st_mode & 0o777 == 0o700
+    token = Path(folder, "token")
+    assert token.read_text() == "feedface"
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert record.folders("j1") == [folder]
+    record.remove(folder)
+    assert record.folders("j1") == []
+    assert list((runtime_dir / "distrun").iterdir()) == []
+
+
+def test_two_hosts_of_a_job_on_one_machine_have_folders_of_their_own() -> None:
+    first, second = record.create("j1", "d1", ""), record.create("j1", "d2", "")
+    record.remove(first)
+    assert record.folders("j1") == [second]
+    assert not os.path.exists(os.path.join(second, "token"))
+
+
+def test_record_comes_back() -> None:
+    folder = record.create("j1", "d1", "t")
+    record.save(folder, example())
+    assert record.load(folder) == example()
+    assert Path(folder, "agent.json").stat().st_mode & 0o777 == 0o600
+    assert sorted(os.listdir(folder)) == ["agent.json", "spool", "token"]
+
+
+def test_record_of_another_version_is_refused() -> None:
+    for broken in (dict(example().to_json(), version=9), {}, [], dict(example().to_json(), tasks=[1])):
+        with pytest.raises(ContractError):
+            record.from_json(broken)
+
+
+def test_link_in_place_of_the_root_is_not_followed(runtime_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (runtime_dir / "distrun").symlink_to(elsewhere)
+    folder = record.create("j1", "d1", "")
+    try:
+        assert not folder.startswith(str(runtime_dir))
+        assert list(elsewhere.iterdir()) == []
+    finally:
+        record.remove(folder)
+
+
+def test_root_that_others_can_read_is_closed(runtime_dir: Path) -> None:
+    (runtime_dir / "distrun").mkdir(mode=0o755)
+    record.create("j1", "d1", "")
+    assert (runtime_dir / "distrun").stat().st_mode & 0o777 == 0o700
+
+
+def test_no_usable_root_names_each_reason(runtime_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocker = runtime_dir / "file"
+    blocker.write_text("")
+    monkeypatch.setattr(record, "roots", lambda: [str(blocker), str(runtime_dir / "no" / "such")])
+    with pytest.raises(ContractError, match=r"is no folder .*No such file"):
+        record.create("j1", "d1", "")
+
+
+def test_living_agent_of_the_same_job_and_host_is_not_pushed_aside() -> None:
+    folder = record.create("j1", "d1", "")
+    record.save(folder, example(agent=process.identity(os.getpid())))
+    with pytest.raises(ContractError, match="already has an agent for host d1"):
+        record.create("j1", "d1", "")
+    record.create("j1", "d2", "")
+    record.save(folder, example(agent=GONE))
+    assert record.create("j1", "d1", "") == folder
+
+
+@pytest.mark.parametrize(
+    ("name", "safe"),
+    [("d1", "d1"), ("../x", "_.._x"), ("", "_"), ("a/b c", "a_b_c"), ("fd00::1", "fd00::1"), ("é", "_")],
+)
+def test_names_become_one_component_of_a_path(name: str, safe: str) -> None:
+    assert record.safe_name(name) == safe

@@ -1,0 +1,75 @@
+"""Ending what is left, with a table of our own making."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import uuid
+
+import pytest
+from agentkit import poll
+
+from distrun_runtime.agent import sweep
+from distrun_runtime.agent.record import Record
+from distrun_runtime.contract import process
+from distrun_runtime.contract.process import Identity, Process
+
+GONE = Identity(2**22 + 5, "proc:x:1")
+
+
+@pytest.fixture
+def job() -> str:
+    return "s" + uuid.uuid4().hex[:10]
+
+
+def start(script: str, job: str = "") -> tuple[subprocess.Popen[bytes], Process]:
+    env = dict(os.environ, DISTRUN_JOB_ID=job) if job else None
+    child = subprocess.Popen(["sh", "-c", script], env=env, start_new_session=True)
+    poll(lambda: process.table([child.pid])[0].sid == child.pid, "it has its session")
+    poll(lambda: not job or process.environ_of(child.pid).get("DISTRUN_JOB_ID") == job, "its environment shows")
+    return child, process.table([child.pid])[0]
+
+
+def test_marked_processes_and_their_children_are_ended_and_reported(job: str) -> None:
+    child, row = start("env -i sleep 600 & echo; wait", job)
+    poll(lambda: len(process.descendants([child.pid])) == 1, "it has its child")
+    report = sweep.sweep(job, 2.0)
+    assert child.wait(10) == -signal.SIGTERM
+    assert report.left == ()
+    assert row.pid in {pid for pid, _ in report.ended}
+    assert len(report.ended) == 2
+
+
+def test_nothing_to_end_is_no_error(job: str) -> None:
+    report = sweep.sweep(job, 0.1)
+    assert (report.ended, report.left, report.folders) == ((), (), ())
+
+
+def test_recorded_leader_must_still_be_that_very_process() -> None:
+    child, row = start("sleep 600")
+    try:
+        stale = Identity(row.pid, row.start + "1")
+        for leader, expected in ((stale, set()), (row.identity, {row.pid})):
+            record = Record("j", "h", GONE, GONE, 1.0, (("worker-0", leader),))
+            found = sweep.belongings([record], {"DISTRUN_JOB_ID": "no-such-job"})
+            assert {each.pid for each in found if each.pid == row.pid} == expected
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_neither_we_nor_our_ancestors_are_ever_found() -> None:
+    me = process.identity(os.getpid())
+    parent = process.identity(os.getppid())
+    record = Record("j", "h", GONE, GONE, 1.0, (("worker-0", parent), ("worker-1", me)), (me, parent))
+    found = {each.pid for each in sweep.belongings([record], {"DISTRUN_JOB_ID": "no-such-job"})}
+    assert not {me.pid, parent.pid} & found
+
+
+def test_what_will_not_die_is_left_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "GIVE_UP_S", 0.2)
+    immortal = Process(2**22 + 7, 1, 5, 5, "proc:x:2", "D")
+    signalled, left = sweep.end_all(lambda: [immortal], 0.1)
+    assert left == [immortal]
+    assert list(signalled) == [immortal.identity]
