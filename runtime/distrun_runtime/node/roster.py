@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from distrun_runtime.net.handshake import Identity
@@ -102,5 +102,6 @@ def _names(who: Iterable[Identity]) -> str:
 
 
 def from_json(value: Sequence[dict[str, Any]]) -> list[Identity]:
-    """Return the nodes of a ROSTER message."""
-    return [Identity(**node) for node in value]
+    """Return the nodes of a ROSTER message; members that we do not know are ignored."""
+    names = [each.name for each in fields(Identity)]
+    return [Identity(**{name: node[name] for name in names}) for node in value]

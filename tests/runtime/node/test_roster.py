@@ -95,4 +95,5 @@ def test_a_roster_travels_as_json() -> None:
     roster = Roster(2, 1)
     roster.add("s", server(0))
     roster.add("a", worker(1))
-    assert from_json(roster.to_json()) == [server(0), worker(1)]
+    nodes = [{**node, "from": "a later version"} for node in roster.to_json()]
+    assert from_json(nodes) == [server(0), worker(1)]

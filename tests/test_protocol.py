@@ -1,0 +1,203 @@
+"""`docs/protocol.md` and the code say the same: golden bytes, tables of codes and members."""
+
+from __future__ import annotations
+
+import ast
+import hmac
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distrun_runtime.agent.agent import Agent
+from distrun_runtime.contract import plan as plans
+from distrun_runtime.contract import wire
+from distrun_runtime.contract.plan import Host, Plan, Secrets, Task
+from distrun_runtime.coordinator import actions, frames
+from distrun_runtime.net import message
+from distrun_runtime.net.handshake import Acceptor, Identity, Opener
+from distrun_runtime.net.message import DTYPES, Entry, Kind, Message, Payload
+from distrun_runtime.node import publish
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "protocol.md").read_text("utf-8")
+GOLDEN = dict(re.findall(r"^<!-- golden (\w+) -->\n```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+
+WORKER = Identity("calm-otter-7f3", "worker", 1, 0, "d2", 4711, "tcp://10.0.0.2:40001", 2, 1)
+SERVER = Identity("calm-otter-7f3", "server", 0, 0, "d1", 4242, "tcp://10.0.0.1:40000", 2, 1)
+TOKEN = b"2b7e151628aed2a6abf7158809cf4f3c"
+OPENER, ACCEPTOR = "0f" * 16, "f0" * 16
+PLAN = Plan(
+    job="calm-otter-7f3",
+    name="digits",
+    backend="local",
+    command=("python", "train.py"),
+    cwd="/home/me/code",
+    hosts=(Host("d1", "127.0.0.1", ("master",)),),
+    tasks=(
+        Task(
+            "worker-0",
+            "worker",
+            0,
+            "d1",
+            ("python", "train.py"),
+            "/home/me/code",
+            {"DMLC_ROLE": "worker"},
+            {"DMLC_PS_ROOT_PORT": "{scheduler.port}", "MASTER_PORT": "{d1/port:master}"},
+            ("API_KEY",),
+        ),
+    ),
+    unset=("DMLC_ROLE", "SLURM_*"),
+)
+
+
+def parts(name: str) -> list[str]:
+    return [part.strip() for part in GOLDEN[name].split("--\n")]
+
+
+def section(title: str) -> str:
+    """The text below a heading, up to the next one."""
+    return re.split(r"^#+ ", PAGE.split("# %s\n" % title, 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def rows(title: str) -> list[list[str]]:
+    """The cells of the table rows below a heading, heads left out."""
+    lines = [line.strip("|").split("|") for line in section(title).splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line] for line in lines if not set(line[0]) <= {"-", " "}][1:]
+
+
+def test_every_golden_block_is_compared() -> None:
+    """One that is added needs a test here."""
+    named = set(re.findall(r"GOLDEN\[\"(\w+)\"\]|(?:parts|body)\(\"(\w+)\"\)", Path(__file__).read_text("utf-8")))
+    assert {one or other for one, other in named} == set(GOLDEN)
+    assert PAGE.count("<!-- golden") == len(GOLDEN)
+
+
+def test_golden_push() -> None:
+    sent = Message(
+        Kind.PUSH,
+        store=1,
+        role=3,
+        rank=1,
+        priority=-2,
+        request=7,
+        entries=(
+            Entry(4, 1000, 2, 57, 0, 0, Payload.FRAME),
+            Entry(5, 0, 1, 57, 1, 0, Payload.FRAME),
+        ),
+        payloads=[np.array([1, 2], "<f4").tobytes(), np.array([1], "<f8").tobytes()],
+    )
+    golden = [bytes.fromhex(part) for part in parts("push")]
+    assert [bytes(frame) for frame in message.encode(sent)] == golden
+    assert message.decode(golden) == sent
+
+
+def body(name: str) -> bytes:
+    return GOLDEN[name].replace("\n", "").encode()
+
+
+def test_golden_hello() -> None:
+    head, text = (bytes(frame) for frame in message.encode(Opener(WORKER, TOKEN, OPENER).hello()))
+    golden_head, golden_body = parts("hello")
+    assert head == bytes.fromhex(golden_head)
+    assert text == golden_body.replace("\n", "").encode()
+
+
+def test_golden_challenge_and_proof() -> None:
+    opener, acceptor = Opener(WORKER, TOKEN, OPENER), Acceptor(SERVER, TOKEN, ACCEPTOR)
+    challenge = acceptor.challenge(opener.hello())
+    proof = opener.answer(challenge)
+    assert isinstance(proof, Message)
+    assert bytes(message.encode(challenge)[1]) == body("challenge")
+    assert bytes(message.encode(proof)[1]) == body("proof")
+    signed = hmac.new(TOKEN, body("transcript"), "sha256").hexdigest()
+    assert challenge.body["proof"] == signed, "anybody can compute it from the page"
+
+
+@pytest.mark.parametrize(
+    ("golden", "header", "raw"),
+    [
+        (GOLDEN["ping"], {"type": "ping", "n": 3}, b""),
+        (
+            GOLDEN["output"],
+            {"type": "output", "task": "worker-0", "stream": "out", "offset": 0, "seq": 5},
+            b"hello\n",
+        ),
+    ],
+)
+def test_golden_frames(golden: str, header: dict[str, Any], raw: bytes) -> None:
+    length, _, text = golden.strip().partition(" ")
+    expected = bytes.fromhex(length) + text.replace("\\n", "\n").encode()
+    assert wire.encode(header, raw) == expected
+    [frame] = wire.Decoder().feed(expected)
+    assert frame.header == (dict(header, size=len(raw)) if raw else header)
+    assert frame.body == raw
+
+
+def test_golden_plan() -> None:
+    golden = json.loads(GOLDEN["plan"])
+    assert json.loads(json.dumps(plans.to_json(PLAN))) == golden
+    assert plans.from_json(golden) == PLAN
+
+
+def test_golden_publish_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    monkeypatch.setenv("DISTRUN_PUBLISH_FD", str(writing))
+    publish.publish({"address": "10.0.0.1", "port": "40000"})
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        assert pipe.read().decode() == GOLDEN["publish"]
+
+
+def test_the_page_lists_every_kind_with_its_code() -> None:
+    assert [(int(row[0]), row[1]) for row in rows("Kinds")] == [(int(kind), kind.name) for kind in Kind]
+
+
+def test_the_page_lists_every_element_type_with_its_code() -> None:
+    listed = re.findall(r"(\d+) ((?:float|u?int)\d+)", PAGE.replace("\n", " "))
+    assert [(int(code), name) for code, name in listed] == [(code, str(dtype)) for code, dtype in enumerate(DTYPES)]
+
+
+def test_the_page_lists_the_versions() -> None:
+    assert (message.VERSION, wire.VERSION, plans.VERSION) == (1, 1, 1)
+    assert "all 1:" in section("Versions")
+
+
+def members(title: str) -> dict[str, set[str]]:
+    return {row[0].strip("`"): set(re.findall(r"`(\w+)`", row[1])) for row in rows(title)}
+
+
+def test_the_page_lists_what_the_coordinator_sends() -> None:
+    sent = [
+        frames.begin(PLAN, Secrets("t", {"API_KEY": "k"}), "d1"),
+        frames.spawn(actions.Spawn("d1", "worker-0", {})),
+        frames.stop(actions.StopTasks("d1", ("worker-0",), (("TERM", 1.0),))),
+        frames.end(actions.EndAgent("d1")),
+        frames.ack("worker-0", "out", 1),
+        frames.ping(1),
+    ]
+    listed = members("Coordinator to agent")
+    for data in sent:
+        [frame] = wire.Decoder().feed(data)
+        assert set(frame.header) - {"type"} == listed[frame.type], frame.type
+    assert set(listed) == set(Agent._HANDLERS)
+
+
+def test_the_page_lists_what_the_agent_sends() -> None:
+    """As its source says it: each `_send("type", member=...)`, `_say(...)` and `{"type": ...}`."""
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "runtime" / "distrun_runtime" / "agent").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
+                first = node.args[0]
+                if node.func.attr in ("_send", "_say") and isinstance(first, ast.Constant):
+                    found.setdefault(str(first.value), set()).update(word.arg for word in node.keywords if word.arg)
+    listed = members("Agent to coordinator")
+    assert set(found) | {"output"} == set(listed)
+    assert set(frames._EVENTS) == set(listed)
+    for kind, names in found.items():
+        assert names <= listed[kind], kind
