@@ -35,6 +35,10 @@ class Errands:
         numbered = replace(message, request=self._count)
         return [role.Send(link, numbered) for link in links]
 
+    def forget(self) -> None:
+        """Let nothing follow from what is under way. Numbers go on, so that a late answer is none of a later errand."""
+        self._errands.clear()
+
     def answered(self, server: Member, reply: Message) -> list[role.Action]:
         """Take in a server's reply and return what follows from it."""
         errand = self._errands.get(reply.request)

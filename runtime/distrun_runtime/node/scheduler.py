@@ -46,12 +46,13 @@ class Scheduler:
         self._broken = ""
         self._finished = False
         self._now = 0.0
+        self._errands = Errands()
         self._forget()
 
     def _forget(self) -> None:
         self._is_open = False
         self._deadline.at = None
-        self._errands = Errands()
+        self._errands.forget()
         self._assembly = Assembly(self._config.workers, self._roster, self._errands)
         self._rules: dict[int, Rule] = {}
         self._changes: deque[Call] = deque()
@@ -71,6 +72,9 @@ class Scheduler:
             return "the job is ending: %s" % self._broken
         if peer.job != self.me.job:
             return "%s belongs to job %r, this is job %r" % (peer, peer.job, self.me.job)
+        early = [other for _, other in self._early if other.rank == peer.rank and peer.role == "worker"]
+        if early:
+            return "rank %d is taken: %s registered as %s, for the next script" % (peer.rank, early[0], early[0].name)
         if self._is_successor(peer):
             return ""
         return self._roster.against(peer)
@@ -195,7 +199,9 @@ class Scheduler:
     def _cleared(self) -> list[role.Action]:
         self._is_clearing = False
         early, self._early = self._early, []
-        return [action for link, peer in early for action in self._register(link, peer, self._now)]
+        actions = [action for link, peer in early for action in self._register(link, peer, self._now)]
+        # All of them may have come while the servers were still forgetting.
+        return [*actions, *self._open_when_complete()]
 
     def _finish(self, code: int, reason: str) -> list[role.Action]:
         self._finished = True

@@ -145,7 +145,7 @@ class Server:
             return self._init(link, message)
         store = self._stores.get(message.store)
         if store is None:
-            return [self._refuse(link, message, "store %d has no keys on %s yet" % (message.store, self.me.name))]
+            return [self._refuse(link, message, "store %d has no keys on %s" % (message.store, self.me.name))]
         if message.kind is Kind.ROUNDS:
             return [role.Send(link, answer(message, {"rounds": store.rounds()}))]
         wrong = store.against(message, self.me.name)
@@ -187,8 +187,7 @@ class Server:
 
     def _complete(self, store: Store, slot: Slot) -> list[role.Action]:
         everybody = set(range(self._config.workers))
-        complete = slot.complete(everybody, store.excused())
-        return [role.Work(work.Apply(slot.id, number), True) for number in complete]
+        return [role.Work(work.Apply(slot.id, n), True) for n in slot.complete(everybody, store.excused())]
 
     def _pull(self, link: str, rank: int, store: Store, message: Message, now: float) -> list[role.Action]:
         self._tickets += 1
@@ -297,7 +296,5 @@ class Server:
         refusal = self._refuse(pull.link, pull.message, reason, "RuleError", traceback)
         return [*self._forget([pull]), refusal]
 
-    def _refuse(
-        self, link: str, message: Message, reason: str, error: str = "KVError", traceback: str = ""
-    ) -> role.Action:
-        return role.Send(link, refusal(message, reason, error, traceback))
+    def _refuse(self, link: str, message: Message, reason: str, error: str = "KVError", trace: str = "") -> role.Action:
+        return role.Send(link, refusal(message, reason, error, trace))

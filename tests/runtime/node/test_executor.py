@@ -227,6 +227,14 @@ def test_half_precision_overflow_makes_no_warning() -> None:
     assert np.isinf(executor._shelves[SLOT].weight).all()
 
 
+def test_after_clear_nothing_is_left() -> None:
+    executor = filled(1, 2)
+    rule(executor)
+    lend(executor, 1)
+    done(executor, work.Clear())
+    assert (executor._shelves, executor._rules, executor._lent) == ({}, {}, {})
+
+
 def test_a_value_without_elements_makes_its_round() -> None:
     executor = filled()
     add(executor, 1)

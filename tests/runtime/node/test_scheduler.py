@@ -525,3 +525,68 @@ def test_what_it_does_not_know_is_refused_or_noted() -> None:
     assert logs(job.hear("s0", Kind.BARRIER)) == ["server-0@d1 (pid 1) sent BARRIER, which only workers send"]
     assert job.hear("nobody", Kind.BARRIER) == []
     assert job.hear("s0", Kind.RULE, Flag.REPLY, request=77) == []
+
+
+# Several scripts, one after the other
+
+
+def ended(job: Job, *links: str) -> list[role.Action]:
+    """Let workers say BYE; return what the last one brings about."""
+    actions: list[role.Action] = []
+    for link in links:
+        actions = job.hear(link, Kind.BYE)
+    return actions
+
+
+def stop_of(actions: list[role.Action]) -> list[role.Action]:
+    return [action for action in actions if isinstance(action, role.Send) and action.message.kind is Kind.STOP]
+
+
+def test_under_an_agent_it_has_the_servers_forget_and_waits_for_the_next_script() -> None:
+    job = Job(stays=True)
+    actions = ended(job, "w1", "w0")
+    assert finish(actions) is None
+    assert [sent.body for _, sent in sends(stop_of(actions))] == [{"stay": True}]
+    assert job.answer(stop_of(actions)) == []
+    job.register("n0", "worker", 0)
+    assert to(job.register("n1", "worker", 1)) == [("s0", "ROSTER"), ("n0", "ROSTER"), ("n1", "ROSTER")]
+    assert to(rule(job, "n0")) == [("s0", "RULE")], "rules and keys are forgotten"
+    assert to(job.hear("n0", Kind.KEYS, number=1, records=[])) == []
+
+
+def test_workers_of_the_next_script_wait_until_the_servers_have_forgotten() -> None:
+    job = Job(stays=True)
+    actions = ended(job, "w1", "w0")
+    job.register("n0", "worker", 0)
+    assert sends(job.register("n1", "worker", 1)) == []
+    assert to(job.answer(stop_of(actions))) == [("s0", "ROSTER"), ("n0", "ROSTER"), ("n1", "ROSTER")]
+
+
+def test_a_worker_may_be_a_script_ahead_but_its_rank_only_once() -> None:
+    job = Job(stays=True)
+    ended(job, "w1")
+    job.register("n1", "worker", 1, "d2")
+    assert job.scheduler.admit(node("worker", 1)) == (
+        "rank 1 is taken: worker-1@d2 (pid 1) registered as worker-1, for the next script"
+    )
+    actions = ended(job, "w0")
+    assert sends(job.register("n0", "worker", 0)) == []
+    assert to(job.answer(stop_of(actions))) == [("s0", "ROSTER"), ("n0", "ROSTER"), ("n1", "ROSTER")]
+
+
+def test_an_answer_from_the_last_script_is_none_of_the_next() -> None:
+    job = Job(stays=True)
+    late = rule(job, "w0")
+    actions = ended(job, "w1", "w0")
+    job.register("n0", "worker", 0)
+    job.register("n1", "worker", 1)
+    assert not any(kind == "ROSTER" for _, kind in to(job.answer(late)))
+    assert to(job.answer(stop_of(actions)))[0] == ("s0", "ROSTER")
+    assert to(rule(job, "n0")) == [("s0", "RULE")], "the new servers' stores have none"
+
+
+def test_a_script_that_broke_is_the_last_one() -> None:
+    job = Job(stays=True)
+    job.scheduler.handle(role.Broken("w1", "gone"), 1)
+    assert finish(ended(job, "w0")) is None
+    assert "the job is ending" in job.scheduler.admit(node("worker", 1))

@@ -330,7 +330,7 @@ def test_a_push_without_values_and_a_pull_with_values_are_refused() -> None:
 
 def test_a_store_that_has_no_keys_is_refused() -> None:
     pull = Message(Kind.PULL, store=8, entries=(Entry(0, 0, 2),))
-    assert reason(Rig().hear("w0", pull)) == "store 8 has no keys on server-0 yet"
+    assert reason(Rig().hear("w0", pull)) == "store 8 has no keys on server-0"
 
 
 def test_a_double_init_is_refused_whole() -> None:
@@ -536,6 +536,17 @@ def test_stop_ends_it_well_and_a_lost_scheduler_does_not() -> None:
     assert isinstance(finish, role.Finish)
     assert finish.code == 1
     assert "is lost: its connection closed" in finish.reason
+
+
+def test_a_stop_that_lets_it_stay_makes_it_forget_everything() -> None:
+    rig = Rig()
+    rig.push(0, 1)
+    rig.pull(0, 1)
+    rig.done.clear()
+    assert kinds(rig.scheduler(Kind.STOP, 9, stay=True)) == [(role.SCHEDULER_LINK, "STOP")]
+    assert works(rig) == ["discard", "clear"]
+    assert reason(rig.pull(0, 0)) == "store 1 has no keys on server-0"
+    assert kinds(rig.init()) == [("w0", "INIT")]
 
 
 def test_a_signal_ends_it_well() -> None:
