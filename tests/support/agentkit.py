@@ -180,7 +180,7 @@ class AgentDriver:
         """Return the `exited` message of a task, once all its output has arrived too."""
         header = self.wait("exited", task=name, limit_s=limit_s).header
         deadline = time.monotonic() + limit_s
-        while any(len(self.text(name, stream)) < int(header[stream]) for stream in ("out", "err")):
+        while any(len(self.output.get((name, stream), b"")) < int(header[stream]) for stream in ("out", "err")):
             assert time.monotonic() < deadline, "output of %s is missing" % name
             assert self.hear(1.0), "the agent ended before all output had come"
         return header

@@ -15,15 +15,18 @@ import sys
 import time
 from typing import Any, Callable, ClassVar, Dict, List, Optional
 
-from distrun_runtime.agent import ending, ladder, ports, record, tasks
+from distrun_runtime.agent import ending, ladder, record
 from distrun_runtime.agent.channel import Channel
 from distrun_runtime.agent.crew import Crew
 from distrun_runtime.agent.ending import Ending, Marks
 from distrun_runtime.agent.ladder import Ladder
 from distrun_runtime.agent.reaper import Wakeup
-from distrun_runtime.contract import environ, plan, process, wire
+from distrun_runtime.agent.record import Record
+from distrun_runtime.agent.share import Share, take
+from distrun_runtime.contract import process, wire
+from distrun_runtime.contract.plan import STOP
 from distrun_runtime.contract.process import Identity
-from distrun_runtime.errors import ContractError, RuntimeFault
+from distrun_runtime.errors import RuntimeFault
 
 FIRST_LEASE_S = 45.0
 """How long the agent waits for `begin`, and between frames until then."""
@@ -53,12 +56,7 @@ class Agent:
         self._wakeup = Wakeup()
         self._crew = Crew(channel, self._selector)
         self._ending = Ending(Marks("", ""), self._crew.running, is_subreaper)
-        self._plan: Optional[plan.Plan] = None
-        self._host = ""
-        self._folder = ""
-        self._token_file = ""
-        self._secret_env: Dict[str, str] = {}
-        self._held: Dict[str, socket.socket] = {}
+        self._share: Optional[Share] = None
         self._is_leaving = False
         self._code = 0
         self._heard_at = time.monotonic()
@@ -91,7 +89,7 @@ class Agent:
         return max(0.0, min(due - time.monotonic(), 3600.0))
 
     def _lease_end(self) -> float:
-        return self._heard_at + (self._plan.limits.lease_s if self._plan else FIRST_LEASE_S)
+        return self._heard_at + (self._share.plan.limits.lease_s if self._share else FIRST_LEASE_S)
 
     def _tick(self, now: float) -> None:
         if not self._is_leaving and now >= self._lease_end():
@@ -124,10 +122,8 @@ class Agent:
         self._crew.drain()
         self._hand_over(output=True)
         self._crew.close()
-        for held in self._held.values():
-            held.close()
-        if self._folder:
-            record.remove(self._folder)
+        if self._share is not None:
+            self._share.close()
         self._send("bye")
         self._hand_over(output=False)
         return self._code
@@ -173,7 +169,7 @@ class Agent:
             self._selector.unregister(self._channel.reading)
         if self._channel.fault:
             self._warn("the coordinator's stream cannot be read on: %s" % self._channel.fault)
-        if self._plan is None or self._plan.on_eof == plan.STOP:
+        if self._share is None or self._share.plan.on_eof == STOP:
             self._crew.is_nobody_listening = self._channel.is_broken
             self._leave(self._gentle(), TERMINATED)
         # Else they are held: the tasks go on until the lease ends.
@@ -193,48 +189,32 @@ class Agent:
             self._leave(self._gentle(), TERMINATED)
 
     def _begin(self, header: Dict[str, Any]) -> None:
-        if self._plan is not None or self._is_leaving:
+        if self._share is not None or self._is_leaving:
             self._warn("a second `begin` was ignored")
             return
         try:
-            _check_version(header["version"])
-            share = plan.from_json(header["plan"])
-            host = _host(share, str(header["host"]))
-            self._secret_env = dict(header.get("secret_env") or {})
-            self._hold_ports(share, host)
-            self._folder = record.create(share.job, host.name, str(header.get("token") or ""))
+            share = take(header)
         except (RuntimeFault, LookupError, TypeError, ValueError, OSError) as err:
-            self._send(
-                "refused", reason="%s: %s" % (type(err).__name__, err) if isinstance(err, LookupError) else str(err)
-            )
+            is_plain = isinstance(err, (RuntimeFault, OSError))
+            self._send("refused", reason=str(err) if is_plain else "%s: %s" % (type(err).__name__, err))
             self._leave(self._gentle(), START_FAILED)
             return
-        self._plan, self._host = share, host.name
-        self._token_file = os.path.join(self._folder, record.TOKEN) if header.get("token") else ""
-        self._ending = Ending(Marks(share.job, host.name), self._crew.running, self._is_subreaper)
+        self._share = share
+        self._ending = Ending(Marks(share.plan.job, share.host), self._crew.running, self._is_subreaper)
         self._save()
         self._tell_guard(share)
-        held = {label: ports.number(socket_) for label, socket_ in self._held.items()}
-        self._send("ready", address=self._address, ports=held)
+        self._send("ready", address=share.address, ports=share.ports())
 
     def _spawn(self, header: Dict[str, Any]) -> None:
-        if self._plan is None or self._is_leaving:
-            self._warn("`spawn` was ignored: the job %s here" % ("ends" if self._plan else "has not begun"))
+        share = self._share
+        if share is None or self._is_leaving:
+            self._warn("`spawn` was ignored: the job %s here" % ("ends" if share else "has not begun"))
             return
-        task = self._plan.task(header["task"])
+        task = share.plan.task(header["task"])
         if task.name in self._crew.running:
             self._warn("`spawn` was ignored: %s was started before" % task.name)
             return
-        who = {"DISTRUN_ROLE": task.role, "DISTRUN_RANK": str(task.rank)}
-        secrets = {name: self._secret_env[name] for name in task.secret_env if name in self._secret_env}
-        # Last, so that nothing overrides what a leftover process is known by.
-        marks = {"DISTRUN_JOB_ID": self._plan.job, "DISTRUN_HOST": self._host}
-        if self._token_file:
-            marks["DISTRUN_TOKEN_FILE"] = self._token_file
-        env = tasks.environment(
-            environ.snapshot_bytes(), self._plan.unset, who, secrets, header.get("env") or {}, marks
-        )
-        if self._crew.spawn(task, env, os.path.join(self._folder, "spool")):
+        if self._crew.spawn(task, share.environment(task, header.get("env") or {}), share.spool_folder):
             self._save()
             if not self._is_subreaper:
                 self._remember_at = min(self._remember_at, time.monotonic() + 0.5)
@@ -284,38 +264,31 @@ class Agent:
         """End everything that way, then the agent itself. The first reason gives the exit code."""
         if not self._is_leaving:
             self._is_leaving, self._code = True, code
-        if self._plan is not None:
+        if self._share is not None:
             self._ending.stop(list(self._crew.running), how)
 
     def _gentle(self) -> Ladder:
         return ladder.gentle(self._grace_s(), time.monotonic())
 
     def _grace_s(self) -> float:
-        return self._plan.limits.grace_s if self._plan else 0.0
+        return self._share.plan.limits.grace_s if self._share else 0.0
 
-    def _hold_ports(self, share: plan.Plan, host: plan.Host) -> None:
-        """Settle this host's address and hold the ports that the plan names."""
-        self._address = host.address or _address(share, host)
-        named = [task.env["DISTRUN_PORT_RANGE"] for task in share.tasks if "DISTRUN_PORT_RANGE" in task.env]
-        for label in host.ports:
-            self._held[label] = ports.hold(self._address, named[0] if named else "")
-
-    def _tell_guard(self, share: plan.Plan) -> None:
+    def _tell_guard(self, share: Share) -> None:
         """Say what the guard must know in case it has to do our work."""
-        facts = {"type": "begin", "folder": self._folder, "job": share.job, "host": self._host}
+        facts = {"type": "begin", "folder": share.folder, "job": share.plan.job, "host": share.host}
         with contextlib.suppress(OSError):  # it is dead: the link says so to the loop as well
-            self._guard_link.send(wire.encode(dict(facts, grace_s=share.limits.grace_s)))
+            self._guard_link.send(wire.encode(dict(facts, grace_s=self._grace_s())))
 
     def _save(self) -> None:
         """Bring the record up to date. A full disk only makes a later sweep less sure."""
-        if self._plan is None:
+        share, running = self._share, self._crew.running.values()
+        if share is None:
             return
-        running = self._crew.running.values()
         leaders = tuple((each.task.name, each.leader) for each in running if not each.is_reaped)
-        job, grace_s = self._plan.job, self._plan.limits.grace_s
-        current = record.Record(job, self._host, self._guard, self._me, grace_s, leaders, ending.known(running))
+        others = ending.known(running)
+        current = Record(share.plan.job, share.host, self._guard, self._me, self._grace_s(), leaders, others)
         with contextlib.suppress(OSError):
-            record.save(self._folder, current)
+            record.save(share.folder, current)
 
     def _facts(self) -> Dict[str, Any]:
         return {
@@ -338,26 +311,3 @@ class Agent:
 
     def _send(self, kind: str, **members: Any) -> None:
         self._channel.send(dict(members, type=kind))
-
-
-def _check_version(version: Any) -> None:
-    if version != wire.VERSION:
-        raise ContractError(
-            "the coordinator speaks version %r of the agent protocol, this agent %d; use one release of distrun on both"
-            % (version, wire.VERSION)
-        )
-
-
-def _host(share: plan.Plan, name: str) -> plan.Host:
-    for host in share.hosts:
-        if host.name == name:
-            return host
-    raise ContractError("the plan has no host %r; it has: %s" % (name, ", ".join(host.name for host in share.hosts)))
-
-
-def _address(share: plan.Plan, host: plan.Host) -> str:
-    """Return the address that peers use for this host, when the plan does not say. Raises ContractError."""
-    from distrun_runtime.contract import address  # ctypes: only when it is needed
-
-    others = [each.address or each.name for each in share.hosts if each.name != host.name]
-    return address.choose(share.interface, share.subnet, others[0] if others else "")

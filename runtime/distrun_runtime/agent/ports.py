@@ -25,10 +25,11 @@ def hold(address: str, port_range: str = "") -> socket.socket:
     Raises:
         ContractError: the range is malformed, or nothing in it is free.
     """
+    numbers = candidates(port_range)
     family, anywhere = (socket.AF_INET6, "::") if ":" in address else (socket.AF_INET, "0.0.0.0")
     held = socket.socket(family, socket.SOCK_STREAM)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    for port in candidates(port_range):
+    for port in numbers:
         # Two sockets of ours may both be bound to one port: ask without SO_REUSEADDR first whether it is free.
         if port and not _is_free(family, anywhere, port):
             continue

@@ -13,16 +13,12 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import subprocess
 import sys
-import time
-from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Set, Tuple
+from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Set
 
-from distrun_runtime.contract import environ
+from distrun_runtime.contract import environ, ps
 
 _DEAD = ("Z", "X")
-_LSTART = "%a %b %d %H:%M:%S %Y"
-_PS_LIMIT_S = 10.0
 _SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 
@@ -150,7 +146,7 @@ def environ_of(pid: int) -> Dict[str, str]:
     In portable mode it comes from ps: values end at the first blank, and some systems show none.
     """
     if is_portable():
-        return _environs_of_ps([pid]).get(pid, {})
+        return ps.environs([pid]).get(pid, {})
     try:
         with open("/proc/%d/environ" % pid, "rb") as file:
             entries = file.read().split(b"\0")
@@ -163,7 +159,7 @@ def marked(marks: Mapping[str, str], rows: Optional[List[Process]] = None) -> Li
     """Return the living processes of `rows` (or of all) whose environment holds every name and value of `marks`."""
     living = [row for row in (table() if rows is None else rows) if not row.is_dead]
     if is_portable():
-        environs = _environs_of_ps([row.pid for row in living] if rows is not None else None)
+        environs = ps.environs([row.pid for row in living] if rows is not None else None)
         return [row for row in living if marks.items() <= environs.get(row.pid, {}).items()]
     return [row for row in living if marks.items() <= environ_of(row.pid).items()]
 
@@ -171,7 +167,7 @@ def marked(marks: Mapping[str, str], rows: Optional[List[Process]] = None) -> Li
 def command_of(pid: int) -> str:
     """Return a process's command line for people, at most 200 characters; empty if it is gone."""
     if is_portable():
-        return " ".join(_ps("-o", "command=", "-p", str(pid)).split())[:200]
+        return ps.command(pid)[:200]
     try:
         with open("/proc/%d/cmdline" % pid, "rb") as file:
             words = file.read().replace(b"\0", b" ")
@@ -217,8 +213,7 @@ def _look(who: Identity) -> Optional[Process]:
     """Return the row of that very process, read the way its start was."""
     if who.start.startswith("ps:"):
         for row in _table_of_ps([who.pid]):
-            # Linux's ps works the start out from the uptime; it may come out a second earlier or later.
-            if row.start and abs(float(row.start[3:]) - float(who.start[3:])) <= 2:
+            if ps.is_same_start(row.start, who.start):
                 return row
         return None
     found = _row_of_proc(str(who.pid)) if _has_procfs() else None
@@ -246,70 +241,8 @@ def _row_of_proc(name: str) -> Optional[Process]:
     return Process(int(name), int(fields[1]), int(fields[2]), int(fields[3]), start, fields[0].decode("ascii"))
 
 
-def _ps(*arguments: str) -> str:
-    """Return what ps prints; empty when it cannot be run. TZ and LC_ALL fix the form of its times."""
-    env = dict(environ.snapshot(), LC_ALL="C", TZ="UTC0")
-    try:
-        done = subprocess.run(
-            ["ps", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=env,
-            timeout=_PS_LIMIT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.decode("utf-8", "surrogateescape")
-
-
-def _chosen(pids: Optional[List[int]]) -> Tuple[str, ...]:
-    return ("-A",) if pids is None else ("-p", ",".join(str(pid) for pid in pids))
-
-
 def _table_of_ps(pids: Optional[List[int]]) -> List[Process]:
-    if pids is not None and not pids:
-        return []
-    rows = []
-    for line in _ps(*_chosen(pids), "-o", "pid=,ppid=,pgid=,stat=,lstart=,comm=").splitlines():
-        words = line.split()
-        if len(words) < 9 or (int(words[1]) == os.getpid() and words[9:] == ["ps"]):
-            continue
-        pid = int(words[0])
-        try:
-            sid = os.getsid(pid)  # ps has no form of the session id that all systems share
-        except OSError:
-            sid = 0
-        rows.append(Process(pid, int(words[1]), int(words[2]), sid, _start_of_ps(words[4:9]), words[3][:1]))
-    return rows
-
-
-def _start_of_ps(words: List[str]) -> str:
-    try:
-        import calendar
-
-        return "ps:%d" % calendar.timegm(time.strptime(" ".join(words), _LSTART))
-    except ValueError:
-        return ""
-
-
-def _environs_of_ps(pids: Optional[List[int]]) -> Dict[int, Dict[str, str]]:
-    """Return environments as ps shows them: what `e` adds to the command line (Linux, macOS, BSD)."""
-    if pids is not None and not pids:
-        return {}
-    which = ("ax",) if pids is None else ("-p", ",".join(str(pid) for pid in pids))
-    plain = _by_pid(_ps(*which, "-ww", "-o", "pid=,command="))
-    full = _by_pid(_ps(*(("axeww",) if pids is None else ("eww", *which)), "-o", "pid=,command="))
-    # Cut the command line off, so that a mark among somebody's arguments is none.
-    return {
-        pid: _pairs(full[pid][len(text) :].split()) for pid, text in plain.items() if full.get(pid, "").startswith(text)
-    }
-
-
-def _by_pid(text: str) -> Dict[int, str]:
-    lines = (line.strip().partition(" ") for line in text.splitlines())
-    return {int(pid): command.strip() for pid, _, command in lines if pid.isdigit()}
+    return [Process(*row) for row in ps.rows(pids)]
 
 
 def _pairs(entries: Iterable[str]) -> Dict[str, str]:

@@ -47,7 +47,7 @@ def test_nothing_to_end_is_no_error(job: str) -> None:
 
 
 def test_recorded_leader_must_still_be_that_very_process() -> None:
-    child, row = start("sleep 600")
+    child, row = start("exec sleep 600")
     try:
         stale = Identity(row.pid, row.start + "1")
         for leader, expected in ((stale, set()), (row.identity, {row.pid})):

@@ -1,0 +1,71 @@
+"""What `begin` gives."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from distrun_runtime.agent import share as shares
+from distrun_runtime.contract import plan as plans
+from distrun_runtime.contract import wire
+from distrun_runtime.contract.plan import Host, Plan, Task
+from distrun_runtime.errors import ContractError
+
+
+@pytest.fixture(autouse=True)
+def runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def header(task_env: dict[str, str] | None = None, **members: object) -> dict[str, object]:
+    task = Task("worker-0", "worker", 0, "d1", ("x",), "/", task_env or {}, secret_env=("KEY",))
+    plan = Plan("j1", "", "local", ("x",), "/", (Host("d1", ports=("jax",)), Host("d2", "127.0.0.1")), (task,))
+    whole = {
+        "version": wire.VERSION,
+        "plan": plans.to_json(plan),
+        "host": "d1",
+        "token": "t",
+        "secret_env": {"KEY": "s"},
+    }
+    return {**whole, **members}
+
+
+def test_address_is_the_one_toward_the_other_hosts_unless_the_plan_says() -> None:
+    share = shares.take(header())
+    assert share.address == "127.0.0.1"
+    assert set(share.ports()) == {"jax"}
+    assert os.path.isdir(share.spool_folder)
+    share.close()
+    assert not os.path.exists(share.folder)
+
+
+def test_held_ports_keep_to_the_range_of_the_tasks() -> None:
+    with pytest.raises(ContractError, match="port range 'x'"):
+        shares.take(header({"DISTRUN_PORT_RANGE": "x"}))
+
+
+def test_marks_and_secrets_are_in_the_environment_and_cannot_be_overridden() -> None:
+    share = shares.take(header())
+    env = share.environment(share.plan.task("worker-0"), {"DISTRUN_JOB_ID": "forged", "DISTRUN_RANK": "7"})
+    assert env[b"DISTRUN_JOB_ID"] == b"j1"
+    assert env[b"DISTRUN_HOST"] == b"d1"
+    assert env[b"DISTRUN_RANK"] == b"7"
+    assert env[b"KEY"] == b"s"
+    assert env[b"DISTRUN_TOKEN_FILE"] == os.fsencode(share.token_file)
+    share.close()
+
+
+def test_job_without_a_token_names_no_token_file() -> None:
+    share = shares.take(header(token=""))
+    assert b"DISTRUN_TOKEN_FILE" not in share.environment(share.plan.task("worker-0"), {})
+    share.close()
+
+
+@pytest.mark.parametrize(
+    ("members", "words"), [({"version": 2}, "version 2"), ({"host": "d9"}, "no host 'd9'; it has: d1, d2")]
+)
+def test_share_that_does_not_fit_is_refused(members: dict[str, object], words: str) -> None:
+    with pytest.raises(ContractError, match=words):
+        shares.take(header(**members))
