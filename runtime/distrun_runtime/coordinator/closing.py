@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List
+from typing import List, Optional
 
 from distrun_runtime.contract.plan import WORKER, Limits
 from distrun_runtime.coordinator.actions import Action, Drop, EndAgent, Ladder, StopTasks
@@ -36,13 +36,19 @@ class Closing:
         self.level = OPEN
         self._linger_until = 0.0
         self._deadline = 0.0
+        self._until: Optional[float] = None
+        """When the grace time of a Ctrl-C is over."""
 
-    def ladder(self, level: int) -> Ladder:
+    def ladder(self, level: int, now: float) -> Ladder:
         """Return the steps of a level."""
         grace = self._limits.grace_s
         if level == ASK_WORKERS:
-            return (("INT", grace), ("TERM", grace / 2), ("KILL", 0.0))
-        return (("TERM", grace), ("KILL", 0.0)) if level == ASK_ALL else (("KILL", 0.0),)
+            # Shares of the one grace time, so that with the servers' turn after them all is over when it is.
+            return (("INT", 0.7 * grace), ("TERM", 0.2 * grace), ("KILL", 0.0))
+        if level == ASK_ALL:
+            left = grace if self._until is None else max(self._until - now, 0.1 * grace)
+            return (("TERM", left), ("KILL", 0.0))
+        return (("KILL", 0.0),)
 
     def linger(self, now: float, linger_s: float) -> None:
         """Begin the end of a job whose workers are done: what is left is asked to go `linger_s` from now."""
@@ -53,7 +59,9 @@ class Closing:
         if level <= self.level:
             return []
         self.level = level
-        ladder = self.ladder(level)
+        if level == ASK_WORKERS:
+            self._until = now + self._limits.grace_s
+        ladder = self.ladder(level, now)
         self._deadline = now + sum(wait_s for _, wait_s in ladder) + MARGIN_S
         actions: List[Action] = []
         for host in self._roster.hosts.values():

@@ -28,7 +28,7 @@ WALL = 1_000_000.0
 
 A = TypeVar("A")
 TERM = (("TERM", 10.0), ("KILL", 0.0))
-INT = (("INT", 10.0), ("TERM", 5.0), ("KILL", 0.0))
+INT = (("INT", 7.0), ("TERM", 2.0), ("KILL", 0.0))
 KILL = (("KILL", 0.0),)
 
 
@@ -402,8 +402,19 @@ def test_termination_asks_everything_to_go(signal: str, code: int) -> None:
 
 def test_termination_after_an_interrupt_is_harder_but_the_interrupt_came_first() -> None:
     history = History(sample_plan(), obedient=False).start().interrupt("INT").beat_to(0.5).interrupt("TERM")
-    assert [ladder for _, ladder in history.stops()] == [INT, TERM]
+    # What is left of the grace time that began with the interrupt.
+    assert [ladder for _, ladder in history.stops()] == [INT, (("TERM", 9.5), ("KILL", 0.0))]
     assert history.end().exit_code == 130
+
+
+def test_an_interrupt_is_over_within_the_grace_time_though_workers_and_servers_are_stubborn() -> None:
+    history = History(sample_plan(), obedient=False).start().interrupt("INT").beat_to(9.0)
+    for name in ("worker-0", "worker-1"):
+        history.killed(name, "KILL", stopped=True)
+    (ladder,) = [ladder for _, ladder in history.stops()[1:]]
+    assert ladder[0][0] == "TERM"
+    assert ladder[0][1] == pytest.approx(1.0, abs=0.2)
+    assert ladder[1][0] == "KILL"
 
 
 def test_hangup_and_termination_together_do_not_kill() -> None:
