@@ -463,6 +463,14 @@ def test_a_call_after_anothers_bye_is_an_error_at_once() -> None:
     assert "has ended (BYE) and will never call keys" in reasons(actions)["w0"]
 
 
+def test_bye_of_a_worker_that_left_the_store_harms_nobody_there() -> None:
+    job = Job(3)
+    job.hear("w2", Kind.LEFT)
+    job.hear("w0", Kind.BARRIER, number=3)
+    assert to(job.hear("w2", Kind.BYE)) == [("w2", "BYE"), ("s0", "LEFT")]
+    assert to(job.hear("w1", Kind.BARRIER, number=3)) == [("w0", "BARRIER"), ("w1", "BARRIER")]
+
+
 def test_servers_hear_who_ended() -> None:
     left = sends(Job().hear("w1", Kind.BYE))[1][1]
     assert (left.kind, left.request, left.body) == (Kind.LEFT, 0, {"rank": 1, "who": "worker-1@d1 (pid 1)"})
