@@ -2,7 +2,7 @@
 
 The side that opens the connection sends HELLO (who it is, what it expects, a nonce). The side that accepts
 answers CHALLENGE (a nonce of its own and its proof), gets PROOF, and says WELCOME or REFUSED. A proof is an HMAC-SHA256
-under the job's token over both nonces, the job, both roles and ranks and the incarnation, with a label for the
+under the job's token over both nonces, the acceptor's role and rank and all that HELLO says, with a label for the
 direction (ISO/IEC 9798-4, mutual three-pass authentication, with one pass more to say the verdict). The token
 never crosses. Authentication belongs to the connection: after a reconnect it is done again.
 
@@ -56,10 +56,12 @@ class Identity:
 class Opener:
     """The side that connects. Feed it what comes back; it says what to send."""
 
-    def __init__(self, me: Identity, token: bytes, nonce: str) -> None:
+    def __init__(self, me: Identity, token: bytes, nonce: str, calls: str = "") -> None:
         self._me = me
         self._token = token
         self._nonce = nonce
+        self._calls = calls
+        """The node we mean to reach (`server-1`); empty: any of the job."""
 
     def hello(self) -> Message:
         """Return the first message of a fresh connection."""
@@ -72,6 +74,10 @@ class Opener:
         reason = _auth_reason(self._token, body.get("auth"), "the other side")
         if reason:
             return reason
+        # A server that has no rank yet (a job started by hand) is any server.
+        role, rank = body.get("role"), body.get("rank")
+        if self._calls and self._calls not in (role, "%s-%s" % (role, rank)) and rank != -1:
+            return "%s-%s answers where %s was called" % (role, rank, self._calls)
         if self._token and not _is_same(
             body.get("proof"), _proof(self._token, "acceptor", self._nonce, body, self._me)
         ):
@@ -153,7 +159,8 @@ def _identity(body: Mapping[str, Any]) -> Identity:
 
 def _proof(token: bytes, label: str, opener: str, acceptor: Mapping[str, Any], who: Identity) -> str:
     transcript = [label, opener, acceptor.get("nonce"), acceptor.get("role"), acceptor.get("rank")]
-    transcript += [who.job, who.role, who.rank, who.incarnation]
+    transcript += [who.job, who.role, who.rank, who.incarnation, who.host, who.pid, who.endpoint]
+    transcript += [who.workers, who.servers]
     return hmac.new(token, json.dumps(transcript).encode(), "sha256").hexdigest()
 
 

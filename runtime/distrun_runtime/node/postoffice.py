@@ -135,7 +135,7 @@ class Postoffice:
             self._received(event.link, event.frames)
 
     def _say_hello(self, link: str) -> None:
-        opener = handshake.Opener(self._role.me, self._token, secrets.token_hex(16))
+        opener = handshake.Opener(self._role.me, self._token, secrets.token_hex(16), calls=link)
         gate = self._gates.setdefault(link, _Gate())
         gate.opener, gate.is_open = opener, False
         self._transmit(link, opener.hello())

@@ -203,3 +203,10 @@ def test_names_of_nodes() -> None:
     assert replace(WORKER, rank=-1).name == "worker"
     assert replace(WORKER, role="scheduler").name == "scheduler"
     assert str(SERVER) == "server-0@d1 (pid 66)"
+
+
+def test_a_node_that_answers_in_anothers_place_is_turned_away() -> None:
+    """The acceptor knows the token, but is not the server that was called."""
+    opener, acceptor = Opener(WORKER, TOKEN, "aa", calls="server-7"), Acceptor(SERVER, TOKEN, "bb")
+    answer = opener.answer(through(acceptor.challenge(through(opener.hello()))))
+    assert answer == "server-%d answers where server-7 was called" % SERVER.rank
