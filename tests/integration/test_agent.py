@@ -561,6 +561,11 @@ def test_stopping_one_task_leaves_the_others_and_their_helpers_alone() -> None:
         driver.finish()
 
 
+def pids(leftovers: list[str]) -> list[str]:
+    """Return the pids of `PID COMMAND` lines: a command line changes when the process execs."""
+    return [line.split()[0] for line in leftovers]
+
+
 @both_ways
 def test_two_jobs_at_once_do_not_touch_each_other(way: Mapping[str, str]) -> None:
     script = shell("setsid sleep 600 & echo ready; wait")
