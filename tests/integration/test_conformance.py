@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parent.parent / "support" / "conformance_dense.py"
 
 @pytest.mark.timeout(300)
 def test_seven_workers_and_seven_servers_agree_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """kvstore.md §7, nightly/dist_sync_kvstore.py --type default_cpu, as its CI runs it: -n 7 --launcher local."""
+    """Row: tests/nightly/dist_sync_kvstore.py --type default_cpu, as its CI runs it: -n 7 --launcher local."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     command = [sys.executable, "-m", "distrun", "launch", "-n", "7", "--launcher", "local"]
     done = subprocess.run(

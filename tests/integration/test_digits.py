@@ -65,7 +65,7 @@ def test_two_workers_and_two_servers_reach_95_percent_in_dist_sync(tmp_path: Pat
 
 
 def test_dist_sync_of_two_workers_equals_local_with_twice_the_batch(tmp_path: Path) -> None:
-    """kvstore.md and the seeds: dist_sync with n workers and batch b behaves like local with batch n*b."""
+    """The promise of dist_sync: with n workers and batch b it behaves like local with batch n*b."""
     common = ("--epochs", "1", "--save-weights")
     alone(tmp_path, "--kv-store", "local", "--batch-size", "64", *common, str(tmp_path / "one.npz"))
     launched(tmp_path, "--kv-store", "dist_sync", "--batch-size", "32", *common, str(tmp_path / "two.npz"))

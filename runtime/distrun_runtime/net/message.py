@@ -76,7 +76,7 @@ class Payload(IntEnum):
     NONE = 0
     FRAME = 1
     SEGMENT = 2
-    """In shared memory (reserved: decision 25)."""
+    """In shared memory (reserved)."""
 
 
 DTYPES: tuple[np.dtype[Any], ...] = tuple(

@@ -1,7 +1,7 @@
 """The hands of a server: arrays are touched here and nowhere else on it.
 
 Works are done inline, in the order given. A buffer that was lent to a reply is not written while ZeroMQ still reads
-it or the reply is not sent: the next Apply writes another (decision 3).
+it or the reply is not sent: the next Apply writes another.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A worker process's node: its thread, and what happens when the process ends.
 
-One node a process, shared by its stores (decision 24); `current` opens it with the first dist store. A clean end of
+One node a process, shared by its stores; `current` opens it with the first dist store. A clean end of
 the script flushes and says BYE, an exception says ABORT and waits for nothing. In a forked child every call raises
 and the exit handlers do nothing.
 """

@@ -32,7 +32,7 @@ class Slot:
     """Pulls, and which of their entries this slot owes."""
 
     def contribute(self, rank: int, number: int) -> bool:
-        """Count a worker's contribution to a round; False: it is a repeat, the first one counted (decision 20)."""
+        """Count a worker's contribution to a round; False: it is a repeat, the first one counted."""
         if number <= self.ordered or rank in self.open.get(number, ()):
             return False
         self.open.setdefault(number, set()).add(rank)

@@ -275,7 +275,7 @@ class DistStore(KVStore):
     # Errors and ends
 
     def _raise_late(self) -> None:
-        """Raise the error of an earlier push that nobody waited for (decision 20)."""
+        """Raise the error of an earlier push that nobody waited for."""
         with self._lock:
             if self._late:
                 errors, self._late[:] = list(self._late), []

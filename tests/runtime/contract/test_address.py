@@ -85,6 +85,6 @@ def test_hosts_become_addresses(name: str, ip: str) -> None:
 
 @pytest.mark.parametrize("name", ["116", "10.0.0", "", "no.such.host.invalid"])
 def test_what_is_no_host_is_refused(name: str) -> None:
-    """launchers.md 7.8: a host called 116 was once taken for 0.0.0.116."""
+    """A host called 116 was once taken for 0.0.0.116."""
     with pytest.raises(ContractError):
         address.resolve_host(name)

@@ -340,7 +340,7 @@ def test_a_killed_process_is_lost_at_once(peers: Callable[..., subprocess.Popen[
 def test_a_process_that_holds_the_interpreters_lock_is_alive(
     peers: Callable[..., subprocess.Popen[str]], node: ZmqTransport
 ) -> None:
-    """libzmq's own thread beats (decision 23)."""
+    """libzmq's own thread beats."""
     peers("open", endpoint(node.bind(HOST)), "hold")
     until(node, has(Arrived))
     end = time.monotonic() + 4

@@ -24,7 +24,7 @@ def without(name: str) -> dict[str, str]:
 
 
 def test_the_seeds_variables_are_enough() -> None:
-    """kvstore.md: the manual start sets only the DMLC_* ones."""
+    """The manual start sets only the DMLC_* ones."""
     read = config.read("worker", BASE)
     assert (read.role, read.rank, read.job, read.token) == ("worker", -1, config.OPEN_JOB, b"")
     assert (read.workers, read.servers, read.root, read.root_port) == (2, 3, "127.0.0.1", 9091)

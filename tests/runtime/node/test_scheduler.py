@@ -127,7 +127,7 @@ def test_a_node_of_another_job_is_refused() -> None:
 
 
 def test_it_waits_for_ever_while_only_servers_are_here() -> None:
-    """A job that opens no store is none of the servers' business (decision 23)."""
+    """A job that opens no store is none of the servers' business."""
     job = Job(is_open=False, start_timeout_s=20)
     job.register("s0", "server", 0)
     for now in (1, 30, 1000, 100000):

@@ -44,7 +44,7 @@ def test_a_pull_gives_the_sum_of_the_rounds_pushes(over: str) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 7])
 def test_default_cpu(workers: int) -> None:
-    """kvstore.md §7, nightly/dist_sync_kvstore.py, default_cpu / check_default_keys (fp32, small and sharded)."""
+    """Row: tests/nightly/dist_sync_kvstore.py, default_cpu / check_default_keys (fp32, small and sharded)."""
     rate = 2
 
     def script(kv: DistStore):
@@ -64,7 +64,7 @@ def test_default_cpu(workers: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 def test_default_cpu_in_other_precisions(dtype: str) -> None:
-    """kvstore.md §7, nightly/dist_sync_kvstore.py, default_cpu / check_default_keys (fp16, without masters)."""
+    """Row: tests/nightly/dist_sync_kvstore.py, default_cpu / check_default_keys (fp16, without masters)."""
 
     def script(kv: DistStore):
         kv.init(["k", "big"], [ones(dtype=dtype), ones((1211, 1211), dtype)])
@@ -80,7 +80,7 @@ def test_default_cpu_in_other_precisions(dtype: str) -> None:
 
 
 def test_init_returns_the_init_value_of_a_hundred_keys() -> None:
-    """kvstore.md §7, nightly/dist_sync_kvstore.py, test_sync_init (cpu, half fp32, half fp16)."""
+    """Row: tests/nightly/dist_sync_kvstore.py, test_sync_init (cpu, half fp32, half fp16)."""
 
     def script(kv: DistStore):
         kinds = ["float32" if number % 2 else "float16" for number in range(100)]
@@ -106,12 +106,14 @@ def test_only_the_value_of_rank_zero_is_stored_by_init(over: str) -> None:
 
 
 def test_broadcast_gives_rank_zeros_value_to_all() -> None:
-    """kvstore.md §7, dist_device_sync_kvstore_custom.py, broadcast (dense, cpu)."""
+    """Row: tests/nightly/dist_device_sync_kvstore_custom.py, broadcast of 400 keys (dense, cpu; small and big)."""
+    keys = ["b%d" % number for number in range(400)]
+    shapes = [BIG if number % 100 == 99 else SHAPE for number in range(400)]
 
     def script(kv: DistStore):
-        keys = ["b%d" % number for number in range(40)]
-        outs = [[np.zeros(SHAPE, "float32"), np.zeros(SHAPE, "float32")] for _ in keys]
-        kv.broadcast(keys, [np.full(SHAPE, number + 100 * kv.rank, "float32") for number in range(40)], outs)
+        outs = [[np.zeros(shape, "float32"), np.zeros(shape, "float32")] for shape in shapes]
+        mine = [np.full(shape, number + 1000 * kv.rank, "float32") for number, shape in enumerate(shapes)]
+        kv.broadcast(keys, mine, outs)
         for number, pair in enumerate(outs):
             assert all((out == number).all() for out in pair)
 
@@ -119,8 +121,68 @@ def test_broadcast_gives_rank_zeros_value_to_all() -> None:
         job.run(script)
 
 
+def test_one_step_of_sgd_moves_the_weight_by_the_sum_of_the_gradients() -> None:
+    """Row: tests/nightly/dist_sync_kvstore.py, gluon_step_cpu (the store's part): lr 1, gradient rank + 1."""
+
+    def script(kv: DistStore):
+        kv.init("x", ones((10, 1)))
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        kv.push("x", np.full((10, 1), kv.rank + 1, "float32"))
+        out = np.zeros((10, 1), "float32")
+        kv.pull("x", out)
+        assert (out == 1 - 3 * 4 / 2).all()
+
+    with Cluster(3, 2, over="inproc") as job:
+        job.run(script)
+
+
+def test_ten_thousand_keys_are_pushed_and_pulled_exactly() -> None:
+    """Row: ps-lite tests/test_kv_app (pushes of 10,000 keys, pull of the sums, then pushpull)."""
+    keys = list(range(10000))
+    random = np.random.default_rng(0)
+    values = [random.random(4, "float32") for _ in keys]
+
+    def script(kv: DistStore):
+        kv.init(keys, [np.zeros(4, "float32") for _ in keys])
+        kv.set_optimizer("test", rescale_grad=1.0)
+        for _ in range(3):
+            kv.push(keys, values)
+        outs = [np.zeros(4, "float32") for _ in keys]
+        kv.pull(keys, outs)
+        assert all(np.allclose(out, 6 * value, rtol=1e-5) for out, value in zip(outs, values, strict=True))
+        kv.pushpull(keys, values, outs)
+        assert all(np.allclose(out, 8 * value, rtol=1e-5) for out, value in zip(outs, values, strict=True))
+
+    with Cluster(over="zmq") as job:
+        job.run(script)
+
+
+def test_pushpull_out_of_place_and_in_place_of_one_key_and_of_lists() -> None:
+    """Row: tests/python/unittest/test_kvstore_custom.py, pushpull single and list, 4 devices."""
+
+    def script(kv: DistStore):
+        keys = [5, 7, 11]
+        kv.init([3, *keys], [np.zeros(SHAPE, "float32") for _ in range(4)])
+        out = np.zeros(SHAPE, "float32")
+        kv.pushpull(3, ones(), out)
+        assert (out == 2).all()
+        devices = [ones() for _ in range(4)]
+        kv.pushpull(3, devices)
+        assert all((value == 8).all() for value in devices)
+        lists = [[ones() for _ in range(4)] for _ in keys]
+        outs = [[np.zeros(SHAPE, "float32") for _ in range(4)] for _ in keys]
+        kv.pushpull(keys, lists, outs)
+        assert all((value == 8).all() for group in outs for value in group)
+        assert all((value == 1).all() for group in lists for value in group)
+        kv.pushpull(keys, lists)
+        assert all((value == 8).all() for group in lists for value in group)
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
 def test_pushpull_in_place_sums_workers_and_devices_each_time() -> None:
-    """kvstore.md §7, dist_device_sync_kvstore_custom.py, in-place pushpull (2 buffers a worker, 3 repeats)."""
+    """Row: tests/nightly/dist_device_sync_kvstore_custom.py, in-place pushpull (2 buffers a worker, 3 repeats)."""
 
     def script(kv: DistStore):
         kv.init("p", np.zeros(BIG, "float32"))
@@ -186,7 +248,7 @@ def test_the_pushed_gradient_is_never_overwritten_and_may_be_changed_at_once(ove
 
 
 def test_a_second_push_of_one_worker_belongs_to_its_next_round() -> None:
-    """kvstore.md §2.2 (3): one worker pushing 1 and 10 must not close the round of two."""
+    """In MXNet one worker that pushed 1 and then 10 closed the round of two workers."""
 
     def script(kv: DistStore):
         kv.init("w", np.zeros(SHAPE, "float32"))
@@ -268,7 +330,7 @@ def test_a_pull_before_any_push_does_not_wait() -> None:
 
 
 def test_str_keys_declared_in_different_orders_are_not_swapped() -> None:
-    """kvstore.md §1.2: names go on the wire, so the order of init on each worker means nothing."""
+    """In MXNet such keys were swapped silently. Names go on the wire, so the order of init means nothing."""
 
     def script(kv: DistStore):
         values = {"a": np.full(SHAPE, 1, "float32"), "b": np.full(SHAPE, 2, "float32")}
@@ -346,7 +408,7 @@ def test_bad_calls_raise_and_the_servers_live() -> None:
 
 
 def test_async_applies_on_arrival() -> None:
-    """kvstore.md §7, dist_async_kvstore.py (the store's part): each push is applied by itself."""
+    """Row: tests/nightly/dist_async_kvstore.py (the store's part): each push is applied by itself."""
 
     def script(kv: DistStore):
         kv.init("w", np.zeros(BIG, "float32"))
@@ -439,7 +501,7 @@ def test_a_rule_that_fails_on_a_server_is_raised_with_the_servers_traceback(monk
 
 
 def test_two_stores_of_one_process_do_not_meet() -> None:
-    """kvstore.md §1.1: a second dist store hung for ever there."""
+    """In MXNet a second dist store hung for ever."""
 
     def script(session):
         first, second = DistStore("dist_sync", session), DistStore("dist_async", session)
