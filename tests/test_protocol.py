@@ -36,7 +36,7 @@ PLAN = Plan(
     name="digits",
     backend="local",
     command=("python", "train.py"),
-    cwd="/home/me/code",
+    cwd="/srv/code",
     hosts=(Host("d1", "127.0.0.1", ("master",)),),
     tasks=(
         Task(
@@ -45,7 +45,7 @@ PLAN = Plan(
             0,
             "d1",
             ("python", "train.py"),
-            "/home/me/code",
+            "/srv/code",
             {"DMLC_ROLE": "worker"},
             {"DMLC_PS_ROOT_PORT": "{scheduler.port}", "MASTER_PORT": "{d1/port:master}"},
             ("API_KEY",),
