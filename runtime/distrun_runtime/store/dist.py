@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,19 +16,16 @@ import numpy as np
 from distrun_runtime.algo import partition
 from distrun_runtime.algo.reduce import Array
 from distrun_runtime.errors import KVError, RuntimeFault
-from distrun_runtime.net.message import DTYPE_CODES, Buffer, Entry, Kind, Message, Payload
+from distrun_runtime.net.message import Buffer, Kind, Message
 from distrun_runtime.node import config as configs
 from distrun_runtime.node import session
 from distrun_runtime.node.pending import Pending
 from distrun_runtime.node.role import SCHEDULER_LINK
 from distrun_runtime.node.serve import serve
 from distrun_runtime.store.base import KVStore, Updater
+from distrun_runtime.store.pieces import Layout, Part, Target, cut, groups
 from distrun_runtime.store.record import Record
 from distrun_runtime.store.values import Key
-
-MESSAGE_BYTES = 4 * 1024 * 1024
-"""Small pieces to one server share a message up to so many bytes."""
-MESSAGE_ENTRIES = 512
 
 CANONICAL = {"dist": "dist_sync"}
 """Type names that mean another one; workers must agree on what they mean."""
@@ -48,23 +44,6 @@ def create_dist(type_name: str) -> KVStore:
     return DistStore(type_name, session.current(lambda: configs.read("worker")))
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Where the pieces of one key are."""
-
-    number: int
-    """The key's number in messages."""
-    pieces: tuple[partition.Shard, ...]
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One piece in a message: where it belongs in the value."""
-
-    record: Record
-    piece: partition.Shard
-
-
 class DistStore(KVStore):
     """A key-value store on the servers of the job.
 
@@ -78,7 +57,7 @@ class DistStore(KVStore):
         self._is_async = "async" in type_name
         self._lock = threading.RLock()
         self._calls = 0
-        self._layouts: dict[Key, _Layout] = {}
+        self._layouts: dict[Key, Layout] = {}
         self._rounds: dict[Key, int] = {}
         """Key to the number of this worker's pushes: the round of the last one."""
         self._unheard: list[Pending] = []
@@ -131,12 +110,16 @@ class DistStore(KVStore):
     def _pull(self, items: list[tuple[Record, list[Array]]], priority: int) -> None:
         self._raise_late()
         with self._lock:
-            parts = [_Part(record, piece) for record, _ in items for piece in self._layouts[record.key].pieces]
+            parts = [
+                Part(record, self._layouts[record.key].number, piece)
+                for record, _ in items
+                for piece in self._layouts[record.key].pieces
+            ]
             packed = self._pack(Kind.PULL, parts, [], priority)
             what = "pull of %s" % _keys(record.key for record, _ in items)
             pending = self._node.ask(what, [message for message, _ in packed])
         replies = pending.wait(self._node.config.op_timeout_s)
-        outs = {record.key: _Target(arrays) for record, arrays in items}
+        outs = {record.key: Target(arrays) for record, arrays in items}
         for (_, held), reply in zip(packed, replies, strict=True):
             for part, payload in zip(held, reply.payloads, strict=True):
                 outs[part.record.key].write(part.piece, np.frombuffer(payload, part.record.dtype))
@@ -205,7 +188,7 @@ class DistStore(KVStore):
     def _record_of(self, key: Key, array: Array, place: tuple[int, int]) -> Record:
         number, index = place
         found = partition.shards(index, array.size, self._node.num_servers, self._node.config.bigarray_bound)
-        self._layouts[key] = _Layout(number, partition.pieces(found, array.dtype.itemsize))
+        self._layouts[key] = Layout(number, partition.pieces(found, array.dtype.itemsize))
         self._rounds[key] = 0
         return Record(key, index, array.shape, array.dtype, array.size)
 
@@ -224,52 +207,30 @@ class DistStore(KVStore):
         finally:
             self._ask(what, Kind.INIT, {"number": number, "error": error})
 
-    def _cut(self, items: Iterable[tuple[Record, Array]]) -> tuple[list[_Part], list[Buffer]]:
-        """Return the pieces of each value and a copy of their elements, which is ours alone."""
-        parts: list[_Part] = []
-        buffers: list[Buffer] = []
-        for record, array in items:
-            copy = np.array(array, order="C", copy=True).reshape(-1).data.cast("B")
-            for piece in self._layouts[record.key].pieces:
-                parts.append(_Part(record, piece))
-                size = record.dtype.itemsize
-                buffers.append(copy[piece.offset * size : piece.end * size])
-        return parts, buffers
+    def _cut(self, items: Iterable[tuple[Record, Array]]) -> tuple[list[Part], list[Buffer]]:
+        return cut((record, self._layouts[record.key], array) for record, array in items)
 
     def _pack(
         self,
         kind: Kind,
-        parts: list[_Part],
+        parts: list[Part],
         buffers: Sequence[Buffer],
         priority: int,
         body: dict[str, Any] | None = None,
-    ) -> list[tuple[tuple[str, Message], list[_Part]]]:
+    ) -> list[tuple[tuple[str, Message], list[Part]]]:
         """Return the messages that carry `parts`, each with its link and what it holds."""
         packed = []
-        for group in _groups(parts):
-            entries = []
-            for number in group:
-                record, piece = parts[number].record, parts[number].piece
-                entries.append(
-                    Entry(
-                        key=self._layouts[record.key].number,
-                        offset=piece.offset,
-                        length=piece.length,
-                        round=self._rounds[record.key],
-                        dtype=DTYPE_CODES[record.dtype],
-                        payload=Payload.FRAME if buffers else Payload.NONE,
-                    )
-                )
+        for group in groups(parts):
+            held = [parts[number] for number in group]
             message = Message(
                 kind,
                 store=self._number,
                 priority=priority,
-                entries=tuple(entries),
+                entries=tuple(part.entry(self._rounds[part.record.key], bool(buffers)) for part in held),
                 body=body or {},
                 payloads=[buffers[number] for number in group] if buffers else [],
             )
-            link = "server-%d" % parts[group[0]].piece.server
-            packed.append(((link, message), [parts[number] for number in group]))
+            packed.append((("server-%d" % held[0].piece.server, message), held))
         return packed
 
     # Errors and ends
@@ -296,42 +257,6 @@ class DistStore(KVStore):
     def _flush_at_end(self) -> None:
         if not self._ended:
             self._drain()
-
-
-class _Target:
-    """The outputs of one key's pull, filled piece by piece."""
-
-    def __init__(self, arrays: list[Array]) -> None:
-        self._arrays = arrays
-        first = arrays[0]
-        # A view of contiguous outputs takes the pieces directly; any other is written at the end from a copy.
-        self._flat = first.reshape(-1) if first.flags.c_contiguous else np.empty(first.size, first.dtype)
-
-    def write(self, piece: partition.Shard, values: Array) -> None:
-        """Take in one piece."""
-        self._flat[piece.offset : piece.end] = values
-
-    def finish(self) -> None:
-        """Write the outputs that are not filled yet."""
-        value = self._flat.reshape(self._arrays[0].shape)
-        for number, array in enumerate(self._arrays):
-            if number > 0 or not array.flags.c_contiguous:
-                array[...] = value
-
-
-def _groups(parts: Sequence[_Part]) -> list[list[int]]:
-    """Return the numbers of the parts that share a message: one server, not too many bytes."""
-    groups: list[list[int]] = []
-    filling: dict[int, tuple[list[int], int]] = {}
-    for number, part in enumerate(parts):
-        size = part.piece.length * part.record.dtype.itemsize
-        group, used = filling.get(part.piece.server, ([], MESSAGE_BYTES))
-        if used + size > MESSAGE_BYTES or len(group) >= MESSAGE_ENTRIES:
-            group, used = [], 0
-            groups.append(group)
-        group.append(number)
-        filling[part.piece.server] = (group, used + size)
-    return groups
 
 
 def _keys(keys: Iterable[Key]) -> str:
