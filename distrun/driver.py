@@ -30,7 +30,8 @@ OVER = ("succeeded", "failed", "killed")
 """States that a job does not leave."""
 POLL_S = 0.05
 RELEASE_S = 3.0
-"""How long the end of agents on this machine is waited for; they need milliseconds."""
+"""How long, past the grace time, the end of agents on this machine is waited for. They need milliseconds, unless one
+was killed: then its guard ends the tasks first."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def launch(ready: Prepared, folder: JobFolder, sink: Sink, verbosity: int = 0) -
     try:
         return loop.run(ready.plan, ready.secrets, channels, folder, sink, verbosity=verbosity)
     finally:
-        ready.backend.release(channels, RELEASE_S)
+        ready.backend.release(ready.plan, channels, ready.plan.limits.grace_s + RELEASE_S)
 
 
 def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) -> list[str]:

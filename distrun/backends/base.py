@@ -44,8 +44,11 @@ class Backend(ABC):
         """Return one channel for each host of the plan. Nothing is started before a channel's own `start`."""
 
     @abstractmethod
-    def release(self, channels: Sequence[Channel], limit_s: float) -> None:
-        """Wait, at most so long, until what `connect` started on this machine has gone. The job is over."""
+    def release(self, plan: Plan, channels: Sequence[Channel], limit_s: float) -> None:
+        """Wait, at most so long, until what `connect` started on this machine has gone; then end what has not.
+
+        The job is over. An agent that froze, or that died together with its guard, is this method's business.
+        """
 
     @abstractmethod
     def sweep(self, job: str, grace_s: float) -> list[str]:

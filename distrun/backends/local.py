@@ -20,6 +20,8 @@ from distrun_runtime.coordinator.channel import Channel, Put, StreamChannel
 from distrun_runtime.coordinator.events import StartFailed
 
 LOOPBACK = "127.0.0.1"
+WELL = (0, 6, 143)
+"""Exit codes of an agent that has seen to its tasks: told to end, refused to begin, or left alone (docs/protocol.md)."""
 LAST_WORDS = 20
 """Lines of the agent's stderr that are kept for the report of its death."""
 
@@ -46,11 +48,14 @@ class Local(Backend):
         """Return the channel to the one agent."""
         return tuple(ChildChannel(host.name, _argv()) for host in plan.hosts)
 
-    def release(self, channels: Sequence[Channel], limit_s: float) -> None:
-        """Wait for the agent's end, so that nothing of a job is left when its launcher has ended."""
-        for channel in channels:
-            if isinstance(channel, ChildChannel):
-                channel.join(limit_s)
+    def release(self, plan: Plan, channels: Sequence[Channel], limit_s: float) -> None:
+        """Wait for the agent's end, so that nothing of a job is left when its launcher has ended.
+
+        One that does not end by itself, or not as one that has seen to its tasks, leaves them to a sweep.
+        """
+        ends = [channel.join(limit_s) for channel in channels if isinstance(channel, ChildChannel)]
+        if not all(code in WELL for code in ends):
+            self.sweep(plan.job, plan.limits.grace_s)
 
     def sweep(self, job: str, grace_s: float) -> list[str]:
         """End the processes of `job` on this machine."""
@@ -114,11 +119,13 @@ class ChildChannel:
         if self._inner is not None:
             self._inner.kill()
 
-    def join(self, limit_s: float) -> None:
-        """Wait, at most so long, for the agent's end. One that takes longer ends later by itself."""
-        if self._child is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(limit_s)
+    def join(self, limit_s: float) -> int | None:
+        """Wait, at most so long, for the agent's end; return its exit code, None if it is still there."""
+        if self._child is None:
+            return 0  # It was never started.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._child.wait(limit_s)
+        return None
 
     def _listen(self, stderr: IO[bytes]) -> None:
         with contextlib.suppress(OSError, ValueError):

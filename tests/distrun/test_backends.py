@@ -44,7 +44,7 @@ def test_every_backend_connects_nothing_before_it_is_told_to(name: str) -> None:
     for channel in channels:
         channel.close()
         channel.kill()
-    backend.release(channels, 1.0)
+    backend.release(PLAN, channels, 1.0)
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

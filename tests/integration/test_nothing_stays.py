@@ -121,15 +121,28 @@ def test_killing_the_agent_ends_every_kind_of_task(kind: str, distrun: Distrun) 
     job = Job(distrun, kind)
     agent = job.agents()[1]
     os.kill(agent, signal.SIGKILL)
-    assert job.launcher.wait(20) == 7
-    wait_until(lambda: not job.left() and not distrun.left(), 6, "nothing is left")
+    assert job.ends(20) == 7
 
 
 def test_killing_the_guard_ends_the_job(distrun: Distrun) -> None:
     job = Job(distrun, "obeys")
     os.kill(job.agents()[0], signal.SIGKILL)
-    assert job.launcher.wait(20) != 0
-    wait_until(lambda: not job.left() and not distrun.left(), 6, "nothing is left")
+    assert job.ends(20) != 0
+
+
+def test_an_agent_that_is_frozen_does_not_keep_the_job(distrun: Distrun) -> None:
+    job = Job(distrun, "obeys")
+    os.kill(job.agents()[1], signal.SIGSTOP)
+    job.launcher.terminate()
+    assert job.ends(40) == 143
+
+
+@pytest.mark.parametrize("kind", ["obeys", "stubborn", "setsid", "double-fork"])
+def test_agent_and_guard_killed_at_once_leave_the_sweep_to_the_launcher(kind: str, distrun: Distrun) -> None:
+    job = Job(distrun, kind)
+    for pid in job.agents():
+        os.kill(pid, signal.SIGKILL)
+    assert job.ends(40) == 7
 
 
 def test_ctrl_c_once_is_graceful(distrun: Distrun) -> None:
