@@ -21,7 +21,7 @@ from distrun_runtime.coordinator.events import StartFailed
 
 LOOPBACK = "127.0.0.1"
 WELL = (0, 6, 143)
-"""Exit codes of an agent that has seen to its tasks: told to end, refused to begin, or left alone (docs/protocol.md)."""
+"""Exit codes of an agent that has seen to its tasks: it was told to end, refused to begin, or was left alone."""
 LAST_WORDS = 20
 """Lines of the agent's stderr that are kept for the report of its death."""
 
