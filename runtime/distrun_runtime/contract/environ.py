@@ -81,7 +81,12 @@ TABLE: Tuple[Variable, ...] = (
     _row("DISTRUN_HOST", "distrun", BOTH, "What the job calls this host (as in the output's prefixes)."),
     _row("DISTRUN_ADDR", "distrun", GIVEN, "This host's address for data: an IP address."),
     _row("DISTRUN_RESTART", "distrun", BOTH, "How often this task was started before.", type=INT, low=0, default=0),
-    _row("DISTRUN_RUN_DIR", "distrun", GIVEN, "A folder of the job that outlives it: logs and anything a task leaves."),
+    _row(
+        "DISTRUN_RUN_DIR",
+        "distrun",
+        GIVEN,
+        "The job's folder, which outlives it: logs, and whatever a task leaves there.",
+    ),
     _row("DISTRUN_TOKEN_FILE", "distrun", BOTH, "File (mode 0600) with the job's token; without it a job runs open."),
     _row(
         "DISTRUN_PUBLISH_FD",
@@ -93,12 +98,13 @@ TABLE: Tuple[Variable, ...] = (
     ),
     # The parameter-server set of launch.py, ps-lite and BytePS.
     _row("DMLC_ROLE", "dmlc", BOTH, "The process's role.", choices=("scheduler", "server", "worker")),
-    _row("DMLC_PS_ROOT_URI", "dmlc", BOTH, "The scheduler's IP address."),
+    _row("DMLC_PS_ROOT_URI", "dmlc", BOTH, "The scheduler's IP address; by hand also a name, which is resolved."),
     _row(
         "DMLC_PS_ROOT_PORT",
         "dmlc",
         BOTH,
-        "The scheduler's port; started by hand, the scheduler binds exactly it.",
+        "The scheduler's port. By hand, the scheduler binds exactly it; with --ps command it is held as MASTER_PORT is;"
+        " the bundled scheduler under the launcher gets none and takes a free one.",
         **_PORT,
     ),
     _row("DMLC_NUM_WORKER", "dmlc", BOTH, "Number of workers.", type=INT, low=1),
@@ -117,15 +123,18 @@ TABLE: Tuple[Variable, ...] = (
     _row("DMLC_WORKER_ID", "dmlc", BOTH, "A worker's rank.", type=INT, low=0),
     _row("DMLC_SERVER_ID", "dmlc", BOTH, "A server's rank.", type=INT, low=0),
     _row("DMLC_RANK", "dmlc", BOTH, "The process's rank in its role.", type=INT, low=0),
-    _row("DMLC_JOB_CLUSTER", "dmlc", GIVEN, "The backend that started the job: local, ssh, mpi, sge, slurm, yarn."),
+    _row("DMLC_JOB_CLUSTER", "dmlc", GIVEN, "The backend that started the job: local in this version."),
     _row(
-        "DMLC_INTERFACE", "dmlc", READ, "Network interface for data, by exact name (eth0, ib0); resolved on each host."
+        "DMLC_INTERFACE",
+        "dmlc",
+        READ,
+        "Network interfaces for data by exact name, the first that a host has: eth0 or ib0,eth0.",
     ),
     _row(
         "DMLC_LOCAL",
         "dmlc",
         READ,
-        "Removed from tasks; this system chooses the path by what works.",
+        "Removed from tasks: it would move ps-lite to Unix sockets.",
         type=BOOL,
         stale=True,
     ),
@@ -138,18 +147,39 @@ TABLE: Tuple[Variable, ...] = (
     _row("LOCAL_RANK", "torch", GIVEN, "Index among the workers of this host.", type=INT, low=0),
     _row("LOCAL_WORLD_SIZE", "torch", GIVEN, "Number of workers of this host.", type=INT, low=1),
     _row("MASTER_ADDR", "torch", GIVEN, "Data address of worker 0's host."),
-    _row("MASTER_PORT", "torch", GIVEN, "A port held for worker 0 on its host until the job ends.", **_PORT),
+    _row(
+        "MASTER_PORT",
+        "torch",
+        GIVEN,
+        "A port for worker 0 to listen on. Its host's agent holds it bound with SO_REUSEADDR until the job ends, so"
+        " the program must set SO_REUSEADDR before it binds, as torch, JAX, ZeroMQ and Python's servers do; a bare"
+        " socket() without it gets 'Address already in use'.",
+        **_PORT,
+    ),
     _row("GROUP_RANK", "torch", GIVEN, "Index of this host among the hosts with workers.", type=INT, low=0),
     _row("GROUP_WORLD_SIZE", "torch", GIVEN, "Number of hosts with workers.", type=INT, low=1),
     _row("NODE_RANK", "torch", GIVEN, "The same as GROUP_RANK.", type=INT, low=0),
     _row("ROLE_RANK", "torch", GIVEN, "The worker's rank.", type=INT, low=0),
     _row("ROLE_WORLD_SIZE", "torch", GIVEN, "Number of workers.", type=INT, low=1),
     _row("ROLE_NAME", "torch", GIVEN, "`worker`."),
-    _row("TORCHELASTIC_RESTART_COUNT", "torch", GIVEN, "How often the job was restarted.", type=INT, low=0),
-    _row("TORCHELASTIC_MAX_RESTARTS", "torch", GIVEN, "How often it may be.", type=INT, low=0),
+    _row(
+        "TORCHELASTIC_RESTART_COUNT",
+        "torch",
+        GIVEN,
+        "How often the job was restarted: 0 in this version.",
+        type=INT,
+        low=0,
+    ),
+    _row("TORCHELASTIC_MAX_RESTARTS", "torch", GIVEN, "How often it may be: 0.", type=INT, low=0),
     _row("TORCHELASTIC_RUN_ID", "torch", GIVEN, "The job's id."),
     # JAX. Workers only.
-    _row("JAX_COORDINATOR_ADDRESS", "jax", GIVEN, "host:port, held for worker 0; jax.distributed.initialize reads it."),
+    _row(
+        "JAX_COORDINATOR_ADDRESS",
+        "jax",
+        GIVEN,
+        "IP:port where worker 0 listens. The port is another than MASTER_PORT and held in the same way: whoever binds"
+        " it must set SO_REUSEADDR before, as jax.distributed.initialize does.",
+    ),
     _row("JAX_NUM_PROCESSES", "jax", GIVEN, "Number of workers.", type=INT, low=1),
     _row("JAX_PROCESS_ID", "jax", GIVEN, "The worker's rank.", type=INT, low=0),
     _row("PYTHONUNBUFFERED", "python", GIVEN, "1, unless you set it: lines appear when they are printed.", stale=False),
@@ -186,7 +216,7 @@ TABLE: Tuple[Variable, ...] = (
         "PS_VERBOSE",
         "tuning",
         READ,
-        "1: addresses and ids of all nodes; 2: also every message.",
+        "1: addresses and ids of all nodes, on stderr; 2: also every message.",
         type=INT,
         low=0,
         high=2,
@@ -223,7 +253,7 @@ TABLE: Tuple[Variable, ...] = (
         "PS_HEARTBEAT_TIMEOUT",
         "tuning",
         READ,
-        "Seconds of silence after which a peer is lost.",
+        "Seconds of silence after which a peer is lost; must be longer than the interval.",
         type=FLOAT,
         low=0.5,
         high=86400,
@@ -252,7 +282,8 @@ TABLE: Tuple[Variable, ...] = (
         "DISTRUN_PORT_RANGE",
         "tuning",
         READ,
-        "A-B: ports that scheduler, servers and workers may bind. Empty: any free port.",
+        "A-B: ports that scheduler, servers and workers may bind; with --port-range also those that agents hold."
+        " Empty: any free port.",
         default="",
     ),
     # The launcher itself.
@@ -266,9 +297,21 @@ TABLE: Tuple[Variable, ...] = (
         type=BOOL,
         default=False,
     ),
-    _row("XDG_STATE_HOME", "launcher", READ, "Where the job store is: `distrun/` below it (default ~/.local/state)."),
-    _row("XDG_RUNTIME_DIR", "launcher", READ, "Where a host keeps a job's private files (default /tmp/distrun-UID)."),
-    _row("XDG_CACHE_HOME", "launcher", READ, "Where a copy of the runtime is kept for tasks (default ~/.cache)."),
+    _row(
+        "XDG_STATE_HOME", "launcher", READ, "Where the job store is: `distrun/jobs` below it (default ~/.local/state)."
+    ),
+    _row(
+        "XDG_RUNTIME_DIR",
+        "launcher",
+        READ,
+        "Where a host keeps a job's private files: `distrun/` below it, else /tmp/distrun-UID.",
+    ),
+    _row(
+        "XDG_CACHE_HOME",
+        "launcher",
+        READ,
+        "Where an installed (not editable) runtime is copied to, for tasks (default ~/.cache).",
+    ),
 )
 
 BY_NAME: Dict[str, Variable] = {row.name: row for row in TABLE}

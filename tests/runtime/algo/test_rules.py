@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -200,9 +201,10 @@ def test_the_name_is_taken_in_any_case_and_params_are_complete_json() -> None:
 
 
 def test_an_unknown_rule_lists_the_known_and_the_near_one() -> None:
-    with pytest.raises(KVError, match=r"unknown rule 'sdg' \(did you mean 'sgd'\?\); known are adam, sgd, test"):
+    known = ", ".join(sorted(rules.RULES))
+    with pytest.raises(KVError, match=r"unknown rule 'sdg' \(did you mean 'sgd'\?\); known are %s" % re.escape(known)):
         rules.make("sdg", {})
-    with pytest.raises(KVError, match=r"given by name \(adam, sgd, test\), not as object"):
+    with pytest.raises(KVError, match=r"given by name \(%s\), not as object" % re.escape(known)):
         rules.make(object(), {})  # type: ignore[arg-type]  # what an MXNet script would pass
 
 
