@@ -283,6 +283,57 @@ def test_a_clean_end_flushes_what_was_pushed() -> None:
         assert set(job.wait()) == {0}, job.report()
 
 
+def test_an_error_that_nobody_waited_for_makes_the_exit_code_one() -> None:
+    with ManualJob(1, 1) as job:
+        script = job.script(
+            """
+            import numpy as np
+            from distrun_runtime import kvstore
+
+            kv = kvstore.create("dist_async")
+            kv.init("w", np.zeros(4, "float32"))
+            kv.push("w", np.zeros(4, "float32"))  # no rule: refused
+            print("the script itself ends well", flush=True)
+            """
+        )
+        job.start_all(script, 1, 1)
+        assert job.wait("worker-0") == [1], job.report()
+        assert "the script itself ends well" in job.out("worker-0")
+        assert "set_optimizer" in job.err("worker-0")
+        assert job.wait("scheduler-0", "server-0") == [1, 1], "the job did not end well"
+
+
+def test_a_worker_says_that_it_waits_for_the_scheduler() -> None:
+    with ManualJob(1, 1) as job:
+        job.start("worker", job.script(TRAIN))
+        job.until("worker-0", "waiting for the scheduler at tcp://127.0.0.1:%d" % job.port)
+
+
+def test_a_scheduler_name_that_does_not_resolve_is_an_error_at_once() -> None:
+    with ManualJob(1, 1, DMLC_PS_ROOT_URI="nohost.invalid") as job:
+        job.start("server")
+        assert job.wait("server-0") == [2]
+        assert "nohost.invalid" in job.err("server-0")
+
+
+def test_servers_that_are_terminated_together_say_nothing_of_a_death() -> None:
+    for _ in range(3):
+        with ManualJob(1, 2) as job:
+            job.start("scheduler")
+            job.start("server")
+            job.start("server")
+            job.start("worker", job.script(HOLD))
+            job.until("worker-0", "ready")
+            job.processes["worker-0"].kill()
+            job.processes["worker-0"].wait(10)
+            for name in ("scheduler-0", "server-0", "server-1"):
+                job.processes[name].terminate()
+            job.wait("scheduler-0", "server-0", "server-1")
+            words = job.err("scheduler-0") + job.err("server-0") + job.err("server-1")
+            assert "the scheduler at" not in words
+            assert "server-0@" not in words
+
+
 def test_a_forked_child_cannot_use_the_store_and_ends_quietly() -> None:
     with ManualJob(1, 1) as job:
         script = job.script(

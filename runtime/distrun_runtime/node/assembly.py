@@ -12,7 +12,7 @@ from typing import Any
 
 from distrun_runtime.net.message import Kind, Message
 from distrun_runtime.node import role
-from distrun_runtime.node.collective import Call, Gathering, difference
+from distrun_runtime.node.collective import Call, Gathering, difference, verb
 from distrun_runtime.node.errands import Errands
 from distrun_runtime.node.replies import answer, refusal
 from distrun_runtime.node.roster import LEFT, Member, Roster
@@ -111,6 +111,27 @@ class Assembly:
             actions += self._all_joined(number, store)
         return actions
 
+    def remind(self, now: float) -> list[role.Action]:
+        """Tell the workers of a gathering that takes long whom it waits for."""
+        actions: list[role.Action] = []
+        for number, store in self._stores.items():
+            for gathering in store.gatherings.values():
+                gathering.patience = gathering.patience or role.Patience(now)
+                if gathering.patience.is_due(now):
+                    actions += self._reminders(number, store, gathering, now)
+        return actions
+
+    def _reminders(self, number: int, store: _Store, gathering: Gathering, now: float) -> list[role.Action]:
+        assert gathering.patience is not None
+        missing = sorted(set(range(self._workers)) - set(gathering.calls) - store.left)
+        parts = list(gathering.calls.values())
+        text = "waiting for %s to call %s" % (", ".join("worker-%d" % rank for rank in missing), verb(parts[0].message))
+        body = {"text": text, "seconds": now - gathering.patience.since}
+        return [
+            role.Send(part.link, Message(Kind.WAITING, store=number, request=part.message.request, body=body))
+            for part in parts
+        ]
+
     def _store(self, call: Call) -> _Store:
         return self._stores.setdefault(call.message.store, _Store())
 
@@ -123,7 +144,7 @@ class Assembly:
         if call.message.kind is not Kind.KEYS:
             return [role.Send(part.link, answer(part.message)) for part in gathering.calls.values()]
         if 0 not in gathering.calls:
-            return _refuse_all(store, number, gathering, "init: worker-0, whose values count, has left the store")
+            return _refuse_all(store, number, gathering, "worker-0, whose values count, has left the store")
         store.filling[number] = gathering
         return _declare(store, gathering)
 
@@ -166,7 +187,7 @@ def _against_records(store: _Store, call: Call) -> str:
     if call.message.kind is not Kind.KEYS:
         return ""
     twice = [record["key"] for record in call.message.body["records"] if _key(record) in store.keys]
-    return "init of key %r: it was initialised before" % twice[0] if twice else ""
+    return "key %r was initialised before" % twice[0] if twice else ""
 
 
 def _fail(store: _Store, number: int, reason: str) -> list[role.Action]:
@@ -187,4 +208,4 @@ def _key(record: Mapping[str, Any]) -> str:
 
 
 def _gone(member: Member, message: Message) -> str:
-    return "%s has ended (BYE) and will never call %s: all workers must" % (member.who, message.kind.name.lower())
+    return "%s has ended (BYE) and will never call %s: all workers must" % (member.who, verb(message))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distrun_runtime.net.message import Kind, Message
+from distrun_runtime.node.role import Patience
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Gathering:
     """The calls of one number that came so far."""
 
     calls: dict[int, Call] = field(default_factory=dict)
+    patience: Patience | None = None
 
     def add(self, call: Call) -> str:
         """Take a call in and return how it differs from those before; empty: it does not."""
@@ -45,7 +47,7 @@ def difference(one: Call, other: Call) -> str:
     """Return how two parts of one collective call differ, in words; empty when they agree."""
     if one.message.kind is not other.message.kind:
         return "worker-%d calls %s where worker-%d calls %s (call %d of the store)" % (
-            *(one.rank, _verb(one.message), other.rank, _verb(other.message)),
+            *(one.rank, verb(one.message), other.rank, verb(other.message)),
             one.number,
         )
     if one.message.kind is Kind.OPEN and one.message.body != other.message.body:
@@ -66,12 +68,12 @@ def _records_differ(one: Call, other: Call) -> str:
             has, lacks = (one, other) if right is None else (other, one)
             record = left or right
             assert record is not None
-            return "init: worker-%d declares key %s (%s), worker-%d does not" % (
-                *(has.rank, key, describe(record), lacks.rank),
+            return "worker-%d declares key %s (%s), worker-%d does not" % (
+                *(has.rank, repr(record["key"]), describe(record), lacks.rank),
             )
         if left != right:
-            return "init of key %s: worker-%d has %s, worker-%d has %s" % (
-                *(key, one.rank, describe(left), other.rank, describe(right)),
+            return "for key %s worker-%d has %s, worker-%d has %s" % (
+                *(repr(left["key"]), one.rank, describe(left), other.rank, describe(right)),
             )
     return ""
 
@@ -85,5 +87,6 @@ def _text(record: Mapping[str, Any]) -> str:
     return json.dumps(record["key"])
 
 
-def _verb(message: Message) -> str:
+def verb(message: Message) -> str:
+    """Return what the user calls it."""
     return {Kind.KEYS: "init", Kind.OPEN: "create", Kind.JOIN: "join"}.get(message.kind, message.kind.name.lower())

@@ -108,7 +108,7 @@ def read(role: str, env: Mapping[str, str] | None = None) -> Config:
         job=environ.text("DISTRUN_JOB_ID", env) or OPEN_JOB,
         workers=environ.need("DMLC_NUM_WORKER", env),
         servers=servers,
-        root=root,
+        root=address.resolve_host(root) if root and role != "scheduler" else root,
         root_port=0 if publishes else environ.need("DMLC_PS_ROOT_PORT", env),
         address=_address(root, env),
         host=environ.text("DISTRUN_HOST", env) or socket.gethostname(),

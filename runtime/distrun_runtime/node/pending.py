@@ -16,7 +16,9 @@ class Pending:
     Threads: any may wait; the node's thread resolves, once.
     """
 
-    def __init__(self, what: str, on_error: Callable[[RuntimeFault], None] | None = None) -> None:
+    def __init__(self, what: str, on_error: Callable[[RuntimeFault], None] | None = None, limit: str = "") -> None:
+        self._limit = limit
+        """Where its deadline comes from, for people."""
         self.what = what
         """What was asked, for people: `pull of key 'w'`."""
         self.note = ""
@@ -48,7 +50,9 @@ class Pending:
         started = time.monotonic()
         if not self._is_done.wait(min(timeout_s, threading.TIMEOUT_MAX)):
             waited_s = time.monotonic() - started
-            raise TimedOut("%s: no answer for %.0f s%s" % (self.what, waited_s, ", " + self.note if self.note else ""))
+            note = ", " + self.note if self.note else ""
+            limit = " (%s)" % self._limit if self._limit else ""
+            raise TimedOut("%s: no answer for %.0f s%s%s" % (self.what, waited_s, note, limit))
         if self._error is not None:
             # A fresh exception each time: several threads may raise it, and a traceback belongs to one.
             raise self._error.with_traceback(None)

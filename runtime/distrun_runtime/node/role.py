@@ -189,6 +189,28 @@ class Deadline:
         return True
 
 
+FIRST_NOTE_S = 2.0
+"""How long a wait lasts until whoever waits is told, quietly, what for."""
+WAITING_S = 30.0
+"""How often it is told so from then on, and says it."""
+
+
+@dataclass
+class Patience:
+    """When somebody who waits is to be told what for."""
+
+    since: float
+    told: float | None = None
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time; true once in every period."""
+        last, wait_s = (self.since, FIRST_NOTE_S) if self.told is None else (self.told, WAITING_S)
+        if now - last < wait_s:
+            return False
+        self.told = now
+        return True
+
+
 @dataclass
 class Cadence:
     """Something to do every `every_s` seconds, first that long after the first asking."""

@@ -36,8 +36,8 @@ class Roster:
             return "%s: this job has its scheduler already" % peer
         theirs = {"worker": peer.workers, "server": peer.servers}
         if theirs != self.expected:
-            return "%s expects %d workers and %d servers; the scheduler was started for %d and %d" % (
-                *(peer, peer.workers, peer.servers),
+            return "%s expects %s and %s; the scheduler was started for %d and %d" % (
+                *(peer, _count(peer.workers, "worker"), _count(peer.servers, "server")),
                 *(self.expected["worker"], self.expected["server"]),
             )
         count = self.expected[peer.role]
@@ -99,6 +99,10 @@ class Roster:
 
 def _names(who: Iterable[Identity]) -> str:
     return ", ".join("%s@%s" % (peer.name, peer.host) for peer in who)
+
+
+def _count(number: int, noun: str) -> str:
+    return "%d %s%s" % (number, noun, "" if number == 1 else "s")
 
 
 def from_json(value: Sequence[dict[str, Any]]) -> list[Identity]:

@@ -89,7 +89,8 @@ class Scheduler:
         if isinstance(event, role.Broken):
             return self._ended(event.link, event.reason)
         if isinstance(event, role.Told):
-            return self._finish(0, "signal %d" % event.signal)
+            # Servers first: they would take our end for a death.
+            return [*self._stop_servers(0, "signal %d" % event.signal), *self._finish(0, "signal %d" % event.signal)]
         if isinstance(event, role.Heard):
             member = self._roster.members.get(event.link)
             return self._heard(member, event.message) if member is not None else []
@@ -97,7 +98,9 @@ class Scheduler:
 
     def tick(self, now: float) -> list[role.Action]:
         """Say whom we wait for; give up on the roster at its deadline."""
-        if self._is_open or self._finished or not self._roster.members:
+        if self._is_open and not self._finished:
+            return self._assembly.remind(now)
+        if self._finished or not self._roster.members:
             return []
         if self._deadline.is_due(now):
             reason = "registration ended after %g s, %s" % (
@@ -183,8 +186,12 @@ class Scheduler:
         if self._config.stays:
             # Broken: the agent knows more of who died than we do, and stops us; an exit of ours would only confuse.
             return [] if self._broken else self._begin_anew()
-        stop = [role.Send(server.link, Message(Kind.STOP)) for server in self._roster.alive("server")]
-        return [*stop, *self._finish(1 if self._broken else 0, self._broken or "all workers have ended")]
+        code, reason = (1, self._broken) if self._broken else (0, "all workers have ended")
+        return [*self._stop_servers(code, reason), *self._finish(code, reason)]
+
+    def _stop_servers(self, code: int, reason: str) -> list[role.Action]:
+        stop = Message(Kind.STOP, body={"code": code, "reason": reason})
+        return [role.Send(server.link, stop) for server in self._roster.alive("server")]
 
     def _begin_anew(self) -> list[role.Action]:
         for member in self._roster.of_role("worker"):

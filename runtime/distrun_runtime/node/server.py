@@ -18,9 +18,6 @@ from distrun_runtime.node.roster import from_json
 from distrun_runtime.node.slots import Pull, Slot, Store
 from distrun_runtime.node.work import SlotId
 
-WAITING_S = 30.0
-"""How long a pull waits before its worker is told for whom, and again every so long."""
-
 
 class Server:
     """A server's decisions."""
@@ -59,7 +56,8 @@ class Server:
         if isinstance(event, role.Broken):
             return self._broken(event)
         if isinstance(event, role.Told):
-            return [role.Finish(0, "signal %d" % event.signal)]
+            goodbye = role.Send(role.SCHEDULER_LINK, Message(Kind.BYE))
+            return [goodbye, role.Finish(0, "signal %d" % event.signal)]
         if isinstance(event, role.Done):
             return self._done(event)
         if isinstance(event, role.Heard):
@@ -75,10 +73,9 @@ class Server:
             return [role.Finish(1, text % (self._config.root_endpoint, self._config.start_timeout_s))]
         actions: list[role.Action] = []
         for pull in self._pulls:
-            if now - pull.told >= WAITING_S:
-                pull.told = now
+            if pull.patience.is_due(now):
                 text = self._stores[pull.message.store].waits_for(pull, self._config.workers, self.me.name)
-                body = {"text": text, "seconds": now - pull.since}
+                body = {"text": text, "seconds": now - pull.patience.since}
                 message = Message(Kind.WAITING, store=pull.message.store, request=pull.message.request, body=body)
                 actions.append(role.Send(pull.link, message))
         return actions
@@ -132,7 +129,7 @@ class Server:
             return [*forgotten, role.Work(work.Clear()), role.Send(role.SCHEDULER_LINK, answer(message))]
         if message.kind is Kind.STOP:
             self._is_stopping = True
-            return [role.Finish(0, "all workers have ended")]
+            return [role.Finish(int(message.body.get("code", 0)), str(message.body.get("reason", "")))]
         return []
 
     # Requests of workers
@@ -191,7 +188,7 @@ class Server:
 
     def _pull(self, link: str, rank: int, store: Store, message: Message, now: float) -> list[role.Action]:
         self._tickets += 1
-        pull = Pull(link, rank, message, set(), now, now, self._tickets)
+        pull = Pull(link, rank, message, set(), role.Patience(now), self._tickets)
         actions: list[role.Action] = []
         for number, entry in enumerate(message.entries):
             slot = store.slot(entry)

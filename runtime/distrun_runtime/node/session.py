@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from distrun_runtime.errors import RuntimeFault, StoreClosed
+from distrun_runtime.errors import PeerLost, RuntimeFault, StoreClosed
 from distrun_runtime.net.message import Message
 from distrun_runtime.net.transport import ZmqTransport
 from distrun_runtime.node.config import Config
@@ -84,7 +84,7 @@ class Session:
     ) -> Pending:
         """Send messages and return what will hold their replies, in the order of `messages`."""
         self.check()
-        pending = Pending(what, on_error)
+        pending = Pending(what, on_error, "the limit is --op-timeout or DISTRUN_OP_TIMEOUT")
         self._office.ask(Request(pending, messages))
         if not self._thread.is_alive():
             pending.resolve((), self._dead())
@@ -110,18 +110,26 @@ class Session:
 
     def note_crash(self, error: BaseException) -> None:
         """The script failed: the end will be an ABORT that names `error`."""
+        if self._crash is None and not _is_consequence(error):
+            # Now, not at the end: the others hear of our ABORT and may be gone before we are.
+            publish({"failed": "%s: %s" % (type(error).__name__, error)})
         self._crash = self._crash or error
 
-    def end(self) -> None:
-        """Flush and say BYE, or say ABORT; then close. Does nothing the second time, or in a forked child."""
+    def end(self) -> BaseException | None:
+        """Flush and say BYE, or say ABORT; then close. Does nothing the second time, or in a forked child.
+
+        Returns what went wrong while flushing: a push whose error nobody waited for.
+        """
         if self._is_over or os.getpid() != self._pid:
-            return
-        error = self._crash or self._flush()
+            return None
+        flushed = None if self._crash else self._flush()
+        error = self._crash or flushed
         self._is_over = True
         goodbye = Pending("goodbye")
         reason = "" if error is None else "%s: %s" % (type(error).__name__, error)
         self._office.ask(Goodbye(goodbye, reason[:2000]))
         self._thread.join(GOODBYE_S)
+        return flushed
 
     def _flush(self) -> BaseException | None:
         for flush in self._flushers:
@@ -169,11 +177,34 @@ def current(make_config: Callable[[], Config]) -> Session:
         if _process.session is None:
             session = Session(make_config())
             _process.session = session
-            atexit.register(session.end)
+            atexit.register(_end_process, session)
             _watch_for_crash(session)
             session.open()
         _process.session.check()
         return _process.session
+
+
+def _end_process(session: Session) -> None:
+    """End the session at the end of the process.
+
+    A push that failed and that nobody waited for makes the exit code 1: the script ended as if all were well, and an
+    exit handler has no gentler way to say otherwise.
+    """
+    if session.end() is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    """Whether an exception comes of a lost peer, or is no failure of the script at all."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if isinstance(error, (PeerLost, KeyboardInterrupt, SystemExit)):
+            return True
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _watch_for_crash(session: Session) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distrun_runtime.net.message import DTYPES, Entry, Kind, Message, Payload
+from distrun_runtime.node.role import Patience
 from distrun_runtime.node.work import SlotId
 
 
@@ -60,9 +61,7 @@ class Pull:
     message: Message
     owed: set[int]
     """Numbers of the entries whose round is not applied yet."""
-    since: float
-    told: float
-    """When its worker last heard whom it waits for."""
+    patience: Patience
     ticket: int
 
 

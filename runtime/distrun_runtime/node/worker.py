@@ -14,6 +14,8 @@ from distrun_runtime.node.outbox import Outbox
 from distrun_runtime.node.pending import Pending
 from distrun_runtime.node.roster import from_json
 
+REPORT_S = 5.0
+"""How often a worker says that it waits for the scheduler."""
 SLACK_S = 5.0
 """How much longer than the scheduler a worker waits for the roster: the scheduler's reason is the better one."""
 
@@ -54,6 +56,7 @@ class Worker:
         self._ready = ready
         self._root = config.root_endpoint
         self._deadline = role.Deadline()
+        self._report = role.Cadence(REPORT_S)
         self._welcomes: set[str] = set()
         self._outboxes: dict[str, Outbox] = {}
         self._numbers = 0
@@ -79,7 +82,7 @@ class Worker:
         if isinstance(event, role.Welcomed) and event.peer is None:
             return self._welcomed(event.link, now)
         if isinstance(event, role.TurnedAway):
-            return self._fail(Refused("%s refused %s: %s" % (self._name(event.link), self.me, event.reason)))
+            return self._fail(Refused("%s refused this process: %s" % (self._name(event.link), event.reason)))
         if isinstance(event, role.Broken) and self._is_ours(event.link):
             if self._goodbye is not None:
                 return self._gone()
@@ -88,8 +91,11 @@ class Worker:
 
     def tick(self, now: float) -> list[role.Action]:
         """Give up on registration at its deadline."""
-        if not self._deadline.is_due(now) or self._ready.is_done:
+        if self._ready.is_done:
             return []
+        if not self._deadline.is_due(now):
+            is_late = role.SCHEDULER_LINK not in self._welcomes and self._report.is_due(now)
+            return [role.Log("WARNING", "waiting for the scheduler at %s" % self._root)] if is_late else []
         if role.SCHEDULER_LINK not in self._welcomes:
             text = "no scheduler answered at %s for %g s: is it running, and reachable from host %s?"
             return self._fail(TimedOut(text % (self._root, self._config.start_timeout_s, self.me.host)))
@@ -159,7 +165,9 @@ class Worker:
         if message.kind is Kind.WAITING:
             note = str(message.body.get("text", ""))
             line = "%s (%.0f s)" % (note, float(message.body.get("seconds", 0)))
-            return [role.Note(entry.pending, note), role.Log("WARNING", line)]
+            # Said aloud only when it takes long; the note is there for an error that comes sooner.
+            is_long = float(message.body.get("seconds", 0)) >= role.WAITING_S
+            return [role.Note(entry.pending, note), *([role.Log("WARNING", line)] if is_long else [])]
         if not message.is_reply:
             return []
         return [*self._answered(link, entry, message), *self._flush()]

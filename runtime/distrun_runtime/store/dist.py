@@ -119,6 +119,8 @@ class DistStore(KVStore):
             what = "pull of %s" % _keys(record.key for record, _ in items)
             pending = self._node.ask(what, [message for message, _ in packed])
         replies = pending.wait(self._node.config.op_timeout_s)
+        # An earlier push may have been refused: then the servers answered that first, and what came is not its result.
+        self._raise_late()
         outs = {record.key: Target(arrays) for record, arrays in items}
         for (_, held), reply in zip(packed, replies, strict=True):
             for part, payload in zip(held, reply.payloads, strict=True):

@@ -43,12 +43,12 @@ def test_the_first_difference_of_records_is_the_one_that_is_named() -> None:
     mine = [record("a"), record("b", (1,)), record("c", (1,))]
     theirs = [record("a"), record("b", (9,)), record("c", (9,))]
     text = difference(call(0, Kind.KEYS, records=mine), call(1, Kind.KEYS, records=theirs))
-    assert text == 'init of key "b": worker-0 has shape (1,) float32, worker-1 has shape (9,) float32'
+    assert text == "for key 'b' worker-0 has shape (1,) float32, worker-1 has shape (9,) float32"
 
 
 def test_an_int_key_and_a_str_key_of_the_same_digits_are_two() -> None:
     text = difference(call(0, Kind.KEYS, records=[record(1)]), call(1, Kind.KEYS, records=[record("1")]))
-    assert text == "init: worker-0 declares key 1 (shape (2,) float32), worker-1 does not"
+    assert text == "worker-0 declares key 1 (shape (2,) float32), worker-1 does not"
 
 
 def test_every_later_part_is_compared_with_the_first() -> None:

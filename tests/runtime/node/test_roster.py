@@ -26,7 +26,7 @@ def server(rank: int) -> Identity:
         (replace(WORKER, role="scheduler"), "scheduler@d1 (pid 10): this job has its scheduler already"),
         (
             replace(WORKER, workers=3),
-            "worker-0@d1 (pid 10) expects 3 workers and 1 servers; the scheduler was started for 2 and 1",
+            "worker-0@d1 (pid 10) expects 3 workers and 1 server; the scheduler was started for 2 and 1",
         ),
         (
             replace(WORKER, servers=4),

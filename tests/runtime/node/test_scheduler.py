@@ -217,21 +217,21 @@ def test_calls_of_different_kinds_are_an_error_that_names_both() -> None:
         (
             [record("w")],
             [record("w", (3, 2))],
-            'init of key "w": worker-0 has shape (2, 3) float32, worker-1 has shape (3, 2) float32',
+            "for key 'w' worker-0 has shape (2, 3) float32, worker-1 has shape (3, 2) float32",
         ),
         (
             [record(7)],
             [record(7, dtype="float64")],
-            "init of key 7: worker-0 has shape (2, 3) float32, worker-1 has shape (2, 3) float64",
+            "for key 7 worker-0 has shape (2, 3) float32, worker-1 has shape (2, 3) float64",
         ),
         (
             [record("a"), record("b", ())],
             [record("a")],
-            'init: worker-0 declares key "b" (shape () float32), worker-1 does not',
+            "worker-0 declares key 'b' (shape () float32), worker-1 does not",
         ),
-        ([record("a")], [record("b")], 'init: worker-0 declares key "a" (shape (2, 3) float32), worker-1 does not'),
-        ([], [record("b")], 'init: worker-1 declares key "b" (shape (2, 3) float32), worker-0 does not'),
-        ([record(3)], [record("3")], "init: worker-0 declares key 3 (shape (2, 3) float32), worker-1 does not"),
+        ([record("a")], [record("b")], "worker-0 declares key 'a' (shape (2, 3) float32), worker-1 does not"),
+        ([], [record("b")], "worker-1 declares key 'b' (shape (2, 3) float32), worker-0 does not"),
+        ([record(3)], [record("3")], "worker-0 declares key 3 (shape (2, 3) float32), worker-1 does not"),
     ],
 )
 def test_different_records_are_an_error_that_names_both_workers_and_both_records(
@@ -287,9 +287,9 @@ def test_a_double_init_is_an_error_for_all() -> None:
     job = Job()
     init(job, 1, "w")
     actions = job.hear("w0", Kind.KEYS, number=2, records=[record("w")])
-    assert reasons(actions) == {"w0": "init of key 'w': it was initialised before"}
+    assert reasons(actions) == {"w0": "key 'w' was initialised before"}
     assert reasons(job.hear("w1", Kind.KEYS, number=2, records=[record("w")])) == {
-        "w1": "init of key 'w': it was initialised before"
+        "w1": "key 'w' was initialised before"
     }
 
 
@@ -444,7 +444,7 @@ def test_init_after_worker_0_has_left_the_store_is_an_error() -> None:
     job = Job()
     job.hear("w0", Kind.LEFT)
     actions = job.hear("w1", Kind.KEYS, number=2, records=[record("a")])
-    assert reasons(actions) == {"w1": "init: worker-0, whose values count, has left the store"}
+    assert reasons(actions) == {"w1": "worker-0, whose values count, has left the store"}
 
 
 def test_bye_leaves_those_who_wait_with_an_error() -> None:
@@ -460,7 +460,7 @@ def test_a_call_after_anothers_bye_is_an_error_at_once() -> None:
     job = Job()
     job.hear("w1", Kind.BYE)
     actions = job.hear("w0", Kind.KEYS, number=1, records=[record("a")])
-    assert "has ended (BYE) and will never call keys" in reasons(actions)["w0"]
+    assert "has ended (BYE) and will never call init" in reasons(actions)["w0"]
 
 
 def test_bye_of_a_worker_that_left_the_store_harms_nobody_there() -> None:
@@ -598,3 +598,23 @@ def test_a_script_that_broke_is_the_last_one() -> None:
     job.scheduler.handle(role.Broken("w1", "gone"), 1)
     assert finish(ended(job, "w0")) is None
     assert "the job is ending" in job.scheduler.admit(node("worker", 1))
+
+
+def test_a_barrier_that_takes_long_is_told_whom_it_waits_for() -> None:
+    job = Job()
+    job.hear("w0", Kind.BARRIER, number=1)
+    assert job.scheduler.tick(100.0) == []
+    for now, seconds in ((102.0, 2.0), (132.0, 32.0)):
+        [told] = job.scheduler.tick(now)
+        assert isinstance(told, role.Send)
+        assert (told.link, told.message.kind) == ("w0", Kind.WAITING)
+        assert told.message.body == {"text": "waiting for worker-1 to call barrier", "seconds": seconds}
+        assert job.scheduler.tick(now + 1) == []
+
+
+def test_a_signal_stops_the_servers_before_the_scheduler_goes() -> None:
+    """They would take its end for a death."""
+    *stops, finish = Job().scheduler.handle(role.Told(15), 1)
+    assert [(each.message.kind, each.message.body["code"]) for each in stops] == [(Kind.STOP, 0)] * len(stops)
+    assert stops
+    assert finish == role.Finish(0, "signal 15")

@@ -240,14 +240,14 @@ def test_pulls_of_two_workers_are_both_answered() -> None:
     assert kinds(rig.push(0, 2)) == [("w1", "PULL"), ("w0", "PUSH")]
 
 
-def test_after_30_seconds_a_pull_is_told_whom_it_waits_for_and_again() -> None:
+def test_a_pull_is_told_soon_whom_it_waits_for_and_again_every_30_seconds() -> None:
     rig = Rig(workers=3)
     rig.push(0, 1, 1)
     rig.push(2, 1, 1)
     rig.now = 5
     rig.pull(0, 1, 1)
-    assert rig.perform(rig.server.tick(34.9)) == []
-    for now, seconds in ((35.0, 30.0), (65.0, 60.0)):
+    assert rig.perform(rig.server.tick(6.9)) == []
+    for now, seconds in ((7.0, 2.0), (37.0, 32.0), (67.0, 62.0)):
         [(link, message)] = rig.perform(rig.server.tick(now))
         assert (link, message.kind, message.is_reply) == ("w0", Kind.WAITING, False)
         assert message.body == {"text": "waiting for worker-1, key b, round 1", "seconds": seconds}
@@ -528,8 +528,9 @@ def test_the_schedulers_refusal_is_its_end() -> None:
 
 
 def test_stop_ends_it_well_and_a_lost_scheduler_does_not() -> None:
-    stop = role.Heard(role.SCHEDULER_LINK, Message(Kind.STOP))
-    assert Rig().server.handle(stop, 1) == [role.Finish(0, "all workers have ended")]
+    for code in (0, 1):
+        stop = role.Heard(role.SCHEDULER_LINK, Message(Kind.STOP, body={"code": code, "reason": "why"}))
+        assert Rig().server.handle(stop, 1) == [role.Finish(code, "why")]
     published, finish = Rig().server.handle(role.Broken(role.SCHEDULER_LINK, "its connection closed"), 1)
     assert isinstance(published, role.Publish)
     assert published.facts["lost_peer"] == "scheduler"
@@ -550,4 +551,7 @@ def test_a_stop_that_lets_it_stay_makes_it_forget_everything() -> None:
 
 
 def test_a_signal_ends_it_well() -> None:
-    assert Rig().server.handle(role.Told(15), 1) == [role.Finish(0, "signal 15")]
+    """And says BYE, so that nobody takes it for a death."""
+    bye, finish = Rig().server.handle(role.Told(15), 1)
+    assert bye == role.Send(role.SCHEDULER_LINK, Message(Kind.BYE))
+    assert finish == role.Finish(0, "signal 15")

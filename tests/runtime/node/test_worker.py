@@ -97,7 +97,7 @@ def test_a_refusal_is_the_error_and_names_who_refused() -> None:
     rig.do(rig.worker.handle(role.TurnedAway("scheduler", "rank 1 is taken"), 1))
     error = error_of(rig.ready)
     assert isinstance(error, Refused)
-    assert "the scheduler at tcp://127.0.0.1:9 refused worker@here" in str(error)
+    assert "the scheduler at tcp://127.0.0.1:9 refused this process" in str(error)
     assert str(error).endswith(": rank 1 is taken")
 
 

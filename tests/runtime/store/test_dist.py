@@ -443,6 +443,19 @@ def test_async_without_a_rule_is_an_error_to_the_caller_and_the_server_lives() -
     assert set(job.codes.values()) == {0}
 
 
+def test_a_pull_after_a_push_that_was_refused_raises_its_error() -> None:
+    """It must not give a value that lacks the push."""
+
+    def script(kv: DistStore):
+        kv.init("w", ones())
+        kv.push("w", ones())
+        with pytest.raises(KVError, match="set_optimizer"):
+            kv.pull("w", np.zeros(SHAPE, "float32"))
+
+    with Cluster(over="inproc") as job:
+        job.run(script, "dist_async")
+
+
 def test_an_equal_rule_keeps_its_state_and_a_different_one_is_refused() -> None:
     def script(kv: DistStore):
         kv.init("w", np.zeros(SHAPE, "float32"))
@@ -626,15 +639,15 @@ def test_a_workers_exception_reaches_the_others_with_its_words() -> None:
 
 
 def test_a_slow_round_reaches_the_deadline_of_the_call_and_says_for_whom(monkeypatch) -> None:
-    from distrun_runtime.node import server
+    from distrun_runtime.node import role
 
-    monkeypatch.setattr(server, "WAITING_S", 0.3)
+    monkeypatch.setattr(role, "FIRST_NOTE_S", 0.3)
 
     def script(kv: DistStore):
         kv.init("w", np.zeros(SHAPE, "float32"))
         if kv.rank == 0:
             kv.push("w", ones())
-            with pytest.raises(TimedOut, match="waiting for worker-1, key w, round 1"):
+            with pytest.raises(TimedOut, match=r"waiting for worker-1, key w, round 1.*--op-timeout"):
                 kv.pull("w", np.zeros(SHAPE, "float32"))
         else:
             time.sleep(2.5)
