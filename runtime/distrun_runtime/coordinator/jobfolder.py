@@ -3,6 +3,7 @@
     plan.json      the plan, as it was made                    launcher.json   who runs it: pid, start, host
     state.json     how the job and its tasks stand             outcome.json    how it ended; absent before
     events.jsonl   what happened, one object a line            logs/TASK.log   what the tasks wrote
+    kill.json      `distrun kill` asked for its end; absent before
 
 Every JSON file is replaced as a whole by a rename, so that a reader sees the old or the new one; each carries
 "version". No secret is in any of them.
@@ -10,6 +11,7 @@ Every JSON file is replaced as a whole by a rename, so that a reader sees the ol
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -31,7 +33,9 @@ VERSION = 1
 SCHEMA = "distrun.job/1"
 OUTCOME_SCHEMA = "distrun.outcome/1"
 
-_LIVE = (ends.STARTING, ends.RUNNING, ends.STOPPING)
+LIVE = (ends.STARTING, ends.RUNNING, ends.STOPPING)
+"""States of a job that a launcher runs."""
+_UNFINISHED = (ends.PENDING, ends.STARTING, ends.RUNNING, ends.LOST)
 
 
 class JobFolder:
@@ -99,8 +103,33 @@ class JobFolder:
 
     def finish(self, outcome: Outcome) -> None:
         """Write the end: outcome.json, then state.json. The loop does; raises OSError."""
+        outcome = self.explained(outcome)
         _replace(self.path / "outcome.json", self.outcome_json(outcome))
         self.write_state(outcome.job_state, outcome.tasks, outcome)
+
+    def ask_to_end(self) -> None:
+        """Note, before the launcher gets its SIGTERM, that `distrun kill` sends it. Raises OSError."""
+        _replace(self.path / "kill.json", {"version": VERSION, "pid": os.getpid(), "time": rfc3339(time.time())})
+
+    def explained(self, outcome: Outcome) -> Outcome:
+        """Return an outcome that says "stopped by distrun kill" if that is what the launcher's SIGTERM was."""
+        if outcome.reason != ends.TERMINATED or not (self.path / "kill.json").exists():
+            return outcome
+        return dataclasses.replace(outcome, message="stopped by distrun kill")
+
+    def bury(self, survivors: Iterable[str]) -> None:
+        """Write the end of a lost job whose processes `distrun kill` has ended, but for `survivors`.
+
+        A job that is not lost is left as it is. Raises OSError, JobStoreError.
+        """
+        state = self.state()
+        if state["state"] != ends.LOST:
+            return
+        now = time.time()
+        tasks = tuple(_stopped(_result(task), now) for task in state["tasks"])
+        code = ends.exit_code(None, "TERM")
+        message = "its launcher was gone; distrun kill ended what was left"
+        self.finish(Outcome(code, ends.TERMINATED, message, tasks=tasks, survivors=tuple(survivors)))
 
     def outcome_json(self, outcome: Outcome) -> Dict[str, Any]:
         """Return the outcome as JSON-able values: what outcome.json holds and `launch --json` prints."""
@@ -154,15 +183,21 @@ class JobFolder:
     def state(self) -> Dict[str, Any]:
         """Read state.json; "state" is "lost" when the launcher died before the job was finished.
 
+        Then tasks that had not ended are "lost" as well, and "heard" says when anything of the job was last written.
+
         Raises:
             JobStoreError: it cannot be read.
         """
         value = _load(self.path / "state.json")
-        if value.get("state") in _LIVE and not self.has_launcher():
+        if value.get("state") in LIVE and not self.has_launcher():
             # It may have finished between the two looks.
             value = _load(self.path / "state.json")
-            if value.get("state") in _LIVE:
+            if value.get("state") in LIVE:
                 value["state"] = ends.LOST
+                value["heard"] = self._heard(str(value["updated"]))
+                for task in value["tasks"]:
+                    if task["state"] in _UNFINISHED:
+                        task["state"] = ends.LOST
         return value
 
     def outcome(self) -> Optional[Dict[str, Any]]:
@@ -183,6 +218,14 @@ class JobFolder:
             return process.is_alive(process.Identity(int(who["pid"]), str(who["start"])))
         except (JobStoreError, KeyError, ValueError):
             return False
+
+    def _heard(self, updated: str) -> str:
+        """Return when the state, an event or a task's output was last written (RFC 3339)."""
+        times = [updated]
+        for path in (self.path / "events.jsonl", *self.logs.glob("*.log")):
+            with contextlib.suppress(OSError):
+                times.append(rfc3339(os.stat(str(path)).st_mtime))
+        return max(times)
 
     def created(self) -> str:
         """Return when it was created (RFC 3339), "" where that cannot be read."""
@@ -205,6 +248,25 @@ def rfc3339(when: float) -> str:
     """Return a wall-clock time as `2026-01-31T12:00:00.000Z`."""
     moment = datetime.datetime.fromtimestamp(when, datetime.timezone.utc)
     return moment.strftime("%Y-%m-%dT%H:%M:%S.") + "%03dZ" % (moment.microsecond // 1000)
+
+
+def _seconds(text: Optional[str]) -> Optional[float]:
+    if text is None:
+        return None
+    moment = datetime.datetime.strptime(text, "%Y-%m-%dT%H:%M:%S.%fZ")
+    return moment.replace(tzinfo=datetime.timezone.utc).timestamp()
+
+
+def _result(task: Mapping[str, Any]) -> TaskResult:
+    """Return a task of state.json as the value that it was written from."""
+    members = {each.name: task[each.name] for each in dataclasses.fields(TaskResult)}
+    return TaskResult(**dict(members, started=_seconds(task["started"]), ended=_seconds(task["ended"])))
+
+
+def _stopped(task: TaskResult, now: float) -> TaskResult:
+    if task.state not in _UNFINISHED:
+        return task
+    return dataclasses.replace(task, state=ends.STOPPED, ended=None if task.started is None else now)
 
 
 def _replace(path: Path, value: Mapping[str, Any]) -> None:

@@ -14,13 +14,14 @@ from typing import List, Optional
 
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.plan import Plan
-from distrun_runtime.coordinator import jobid
+from distrun_runtime.coordinator import jobfolder, jobid
+from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.errors import JobStoreError, NoSuchJob
 
 __all__ = ["JobFolder", "JobStore", "default_root"]
 
-_SHOWN = 8
+_SHOWN = 5
 
 
 def default_root() -> Path:
@@ -52,6 +53,9 @@ class JobStore:
             raise JobStoreError("there is a job %s already: %s" % (plan.job, place))
         try:
             self.jobs.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as err:
+            raise _cannot_make(self.jobs, err, None) from err
+        try:
             place.parent.mkdir(parents=True, exist_ok=True)
             place.mkdir()
         except OSError as err:
@@ -76,28 +80,55 @@ class JobStore:
         return [folder for _, _, folder in sorted(found, key=lambda row: row[:2], reverse=True)]
 
     def find(self, wanted: str) -> JobFolder:
-        """Return the job with that id, that unique beginning of an id, or that exact name.
+        """Return the job with that id, or the newest of that exact name, or the only one whose id begins so.
 
         Raises:
-            NoSuchJob: there is none, or there are several; the message lists them, or near ones.
+            NoSuchJob: there is none, or several begin so; the message lists them, or near ones, or the newest.
         """
+        found = self._matches(wanted)
+        return found[0] if found[0].name() == wanted else _only(found, wanted)
+
+    def find_living(self, wanted: str) -> JobFolder:
+        """Return what `find` would, where jobs that run, and then lost ones, come before those that are over.
+
+        Raises:
+            NoSuchJob: there is none; or several of the same standing, and not all of them are over.
+        """
+        found = self._matches(wanted)
+        states = [job.state()["state"] for job in found]
+        for standing in (jobfolder.LIVE, (ends.LOST,)):
+            chosen = [job for job, state in zip(found, states) if state in standing]
+            if chosen:
+                return _only(chosen, wanted)
+        return found[0] if found[0].name() == wanted else _only(found, wanted)
+
+    def named(self, name: str) -> List[JobFolder]:
+        """Return the jobs with exactly that name, newest first."""
+        return [job for job in self.list() if name and job.name() == name]
+
+    def _matches(self, wanted: str) -> List[JobFolder]:
+        """Return what a word of the user may mean, newest first: by id, else by exact name, else by prefix."""
         jobs = self.list()
-        for job in jobs:
-            if job.id == wanted:
-                return job
-        found = [job for job in jobs if wanted and job.id.startswith(wanted)]
-        found += [job for job in jobs if wanted and job.name() == wanted and job not in found]
-        if len(found) == 1:
-            return found[0]
+        found = [job for job in jobs if job.id == wanted]
+        found = found or [job for job in jobs if wanted and job.name() == wanted]
+        found = found or [job for job in jobs if wanted and job.id.startswith(wanted)]
         if found:
-            raise NoSuchJob("%r could be %s; type more of the id" % (wanted, _listed([job.id for job in found])))
+            return found
         known = [job.id for job in jobs]
-        near = difflib.get_close_matches(wanted, known + [job.name() for job in jobs if job.name()], _SHOWN, 0.5)
+        near = difflib.get_close_matches(wanted, known + [job.name() for job in jobs if job.name()], _SHOWN, 0.6)
         if near:
             hint = "near: %s" % _listed(list(dict.fromkeys(near)))
+        elif known:
+            hint = "%s: %s" % ("there are" if len(known) <= _SHOWN else "the newest", _listed(known))
         else:
-            hint = "there are: %s" % _listed(known) if known else "there are no jobs in %s" % self.jobs
+            hint = "there are no jobs in %s" % self.jobs
         raise NoSuchJob("no job %r; %s" % (wanted, hint))
+
+
+def _only(found: List[JobFolder], wanted: str) -> JobFolder:
+    if len(found) > 1:
+        raise NoSuchJob("%r could be %s; type more of the id" % (wanted, _listed([job.id for job in found])))
+    return found[0]
 
 
 def _cannot_make(place: Path, err: OSError, run_dir: Optional[Path]) -> JobStoreError:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,22 @@ def dead_process() -> process.Identity:
         who = process.identity(child.pid)
         child.communicate(b"\n")
     return who
+
+
+def orphan(folder: jobfolder.JobFolder) -> None:
+    """Make a dead process the launcher of a job."""
+    who = dead_process()
+    launcher = dict(folder.launcher(), pid=who.pid, start=who.start)
+    (folder.path / "launcher.json").write_text(json.dumps(launcher))
+
+
+def end(jobs: JobStore, job: str) -> None:
+    jobs.find(job).finish(Outcome(0, "succeeded", "all well"))
+
+
+def created(jobs: JobStore, job: str, when: str) -> None:
+    path = jobs.jobs / job / "state.json"
+    path.write_text(json.dumps(dict(json.loads(path.read_text()), created=when)))
 
 
 def test_the_root_follows_xdg_state_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -79,7 +96,10 @@ def test_a_store_that_cannot_be_written_says_what_to_set(tmp_path: Path) -> None
         JobStore(tmp_path / "file").create(sample_plan())
     with pytest.raises(JobStoreError, match="--run-dir"):
         JobStore(tmp_path / "state").create(sample_plan(), run_dir=tmp_path / "file")
+    with pytest.raises(JobStoreError, match="XDG_STATE_HOME"):
+        JobStore(tmp_path / "file").create(sample_plan(), run_dir=tmp_path / "runs")
     assert JobStore(tmp_path / "state").list() == []
+    assert not list((tmp_path / "runs").glob("*"))
 
 
 def test_jobs_are_found_by_id_unique_prefix_and_exact_name(tmp_path: Path) -> None:
@@ -97,16 +117,53 @@ def test_an_ambiguous_prefix_lists_what_it_could_be(tmp_path: Path) -> None:
         store(tmp_path, "calm-otter-7f3", "calm-owl-001", "bold-fox-1a2").find("calm")
 
 
-def test_an_ambiguous_name_lists_the_jobs(tmp_path: Path) -> None:
+def test_of_several_jobs_of_a_name_the_newest_is_meant(tmp_path: Path) -> None:
+    jobs = store(tmp_path, "digits-002", "digits-001", name="digits")
+    created(jobs, "digits-001", "2999-01-01T00:00:00.000Z")
+    assert jobs.find("digits").id == "digits-001"
+    assert [job.id for job in jobs.named("digits")] == ["digits-001", "digits-002"]
+
+
+def test_an_exact_name_beats_a_prefix(tmp_path: Path) -> None:
+    jobs = store(tmp_path, "digits-long-001", "digits-long-002", name="digits-long")
+    jobs.create(sample_plan(job="digits-003", name="digits"))
+    assert jobs.find("digits").id == "digits-003"
     with pytest.raises(NoSuchJob, match="could be"):
-        store(tmp_path, "x-001", "y-002", name="digits").find("digits")
+        jobs.find("digits-l")
+
+
+def test_what_is_to_be_killed_is_sought_among_the_living_first(tmp_path: Path) -> None:
+    jobs = store(tmp_path, "digits-001", "digits-002", "digits-003", name="digits")
+    with pytest.raises(NoSuchJob, match="could be"):
+        jobs.find_living("digits")
+    end(jobs, "digits-003")
+    with pytest.raises(NoSuchJob, match=r"could be digits-00., digits-00.; type more"):
+        jobs.find_living("digits")
+    orphan(jobs.find("digits-002"))  # lost: living ones come before it
+    assert jobs.find_living("digits").id == jobs.find_living("digits-").id == "digits-001"
+    end(jobs, "digits-001")
+    assert jobs.find_living("digits").id == "digits-002"
+    end(jobs, "digits-002")
+    assert jobs.find_living("digits").id == jobs.find("digits").id
+
+
+def test_a_living_job_whose_id_only_begins_so_is_not_killed_instead_of_one_of_that_name(tmp_path: Path) -> None:
+    jobs = store(tmp_path, "digits-long-001", name="digits-long")
+    jobs.create(sample_plan(job="digits-003", name="digits"))
+    end(jobs, "digits-003")
+    assert jobs.find_living("digits").id == "digits-003"
 
 
 def test_an_unknown_job_lists_near_ones_or_what_there_is(tmp_path: Path) -> None:
     jobs = store(tmp_path, "calm-otter-7f3", "bold-fox-1a2")
     with pytest.raises(NoSuchJob, match="near: calm-otter-7f3"):
         jobs.find("clam-otter-7f3")
-    with pytest.raises(NoSuchJob, match="there are: bold-fox-1a2, calm-otter-7f3"):
+    with pytest.raises(NoSuchJob, match=r"there are: (bold-fox-1a2, calm-otter-7f3|calm-otter-7f3, bold-fox-1a2)"):
+        jobs.find("zzz")
+    for number in range(9):
+        jobs.create(sample_plan(job="job-%d" % number))
+        created(jobs, "job-%d" % number, "2999-01-01T00:00:0%d.000Z" % number)
+    with pytest.raises(NoSuchJob, match=r"the newest: job-8, job-7, job-6, job-5, job-4 and 6 more"):
         jobs.find("zzz")
     with pytest.raises(NoSuchJob, match="there are no jobs"):
         JobStore(tmp_path / "empty").find("x")
@@ -127,12 +184,79 @@ def test_jobs_are_listed_newest_first_and_half_made_ones_left_out(tmp_path: Path
 def test_a_job_whose_launcher_died_is_shown_as_lost(tmp_path: Path) -> None:
     folder = store(tmp_path, "a-1").find("a-1")
     assert folder.state()["state"] == "starting"
-    who = dead_process()
-    launcher = dict(folder.launcher(), pid=who.pid, start=who.start)
-    (folder.path / "launcher.json").write_text(json.dumps(launcher))
+    launcher = folder.launcher()
+    orphan(folder)
     assert folder.state()["state"] == "lost"
     (folder.path / "launcher.json").write_text(json.dumps(dict(launcher, host="elsewhere")))
     assert folder.state()["state"] == "starting"  # another machine's process cannot be judged from here
+
+
+def mixed() -> list[TaskResult]:
+    """Tasks in every state that a task can have."""
+    states = ("pending", "starting", "running", "exited", "failed", "stopped")
+    begun = {"started": 1.0, "pid": 7}
+    return [
+        TaskResult("worker-%d" % rank, "worker", rank, "d1", state, **(begun if rank > 1 else {}))  # type: ignore[arg-type]
+        for rank, state in enumerate(states)
+    ]
+
+
+def test_tasks_of_a_lost_job_that_had_not_ended_are_lost(tmp_path: Path) -> None:
+    folder = store(tmp_path, "a-1").find("a-1")
+    folder.write_state("running", mixed())
+    assert "heard" not in folder.state()
+    orphan(folder)
+    state = folder.state()
+    assert [task["state"] for task in state["tasks"]] == ["lost", "lost", "lost", "exited", "failed", "stopped"]
+    assert state["heard"] == state["updated"]
+
+
+def test_a_lost_job_was_heard_of_when_anything_of_it_was_last_written(tmp_path: Path) -> None:
+    folder = store(tmp_path, "a-1").find("a-1")
+    folder.record("started", task="worker-0")
+    folder.log_path("worker-0").write_text("hello\n")
+    orphan(folder)
+    later = time.time() + 60
+    for path in (folder.path / "events.jsonl", folder.log_path("worker-0")):
+        later += 60
+        os.utime(path, (later, later))
+        assert folder.state()["heard"] == jobfolder.rfc3339(later)
+
+
+def test_a_lost_job_that_was_killed_is_over(tmp_path: Path) -> None:
+    folder = store(tmp_path, "a-1").find("a-1")
+    folder.write_state("running", mixed())
+    orphan(folder)
+    folder.bury(["pid 9 (sleep)"])
+    state = folder.state()
+    assert (state["state"], state["exit_code"], state["reason"]) == ("killed", 143, "terminated")
+    assert [task["state"] for task in state["tasks"]] == ["stopped"] * 3 + ["exited", "failed", "stopped"]
+    assert [task["started"] for task in state["tasks"][1:3]] == [None, "1970-01-01T00:00:01.000Z"]
+    assert state["tasks"][2]["ended"]
+    assert state["tasks"][0]["ended"] is None
+    assert "distrun kill" in state["message"]
+    outcome = folder.outcome()
+    assert outcome is not None
+    assert outcome["survivors"] == ["pid 9 (sleep)"]
+
+
+def test_a_job_that_ended_meanwhile_is_not_buried(tmp_path: Path) -> None:
+    folder = store(tmp_path, "a-1").find("a-1")
+    folder.finish(Outcome(0, "succeeded", "all well"))
+    folder.bury([])
+    assert folder.state()["state"] == "succeeded"
+
+
+def test_a_job_that_was_ended_by_distrun_kill_says_so(tmp_path: Path) -> None:
+    folder = store(tmp_path, "a-1").find("a-1")
+    terminated = Outcome(143, "terminated", "terminated (SIGTERM)")
+    assert folder.explained(terminated) == terminated
+    folder.ask_to_end()
+    assert folder.explained(terminated).message == "stopped by distrun kill"
+    failed = Outcome(3, "task_failed", "worker-0 failed")
+    assert folder.explained(failed) == failed
+    folder.finish(terminated)
+    assert folder.state()["message"] == "stopped by distrun kill"
 
 
 def test_a_finished_job_is_never_lost(tmp_path: Path) -> None:
