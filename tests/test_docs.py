@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 import subprocess
@@ -10,6 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from distrun_runtime import kvstore
+from distrun_runtime.algo import rules
+from distrun_runtime.kvstore import KVStore
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -114,11 +119,46 @@ def test_every_python_block_compiles(page: Path) -> None:
         ast.parse(block, str(page))
 
 
-def test_python_of_the_readme_runs_and_says_what_it_promises() -> None:
-    for block in blocks(ROOT / "README.md", "python"):
-        result = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, timeout=60, check=False)
-        assert result.returncode == 0, result.stderr
-        assert result.stdout.startswith("0 1 [[0.8 0.8 0.8]")
+def run_python(text: str) -> str:
+    result = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def launch_two(tmp_path: Path, text: str) -> list[str]:
+    """Return what each of two workers prints that run this program, whose store is made a dist_sync one."""
+    script = tmp_path / "program.py"
+    script.write_text(text.replace('create("local")', 'create("dist_sync")'), "utf-8")
+    command = [sys.executable, "-m", "distrun", "launch", "-q", "-n", "2", "-s", "1", "--launcher", "local"]
+    command += ["--no-prefix", "--run-dir", str(tmp_path / "jobs"), sys.executable, str(script)]
+    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def test_python_of_the_readme_runs_and_says_what_it_promises(tmp_path: Path) -> None:
+    (block,) = blocks(ROOT / "README.md", "python")
+    assert run_python(block) == "0 1 0.8\n"
+    assert sorted(launch_two(tmp_path, block)) == ["0 2 0.6", "1 2 0.6"]
+
+
+def test_python_of_the_store_page_is_one_program_that_prints_what_it_says() -> None:
+    program = "\n".join(blocks(ROOT / "docs" / "kvstore.md", "python"))
+    assert run_python(program).splitlines() == re.findall(r"# prints (.*)$", program, re.MULTILINE)
+
+
+def test_uneven_data_of_the_store_page_ends_alike_on_two_workers(tmp_path: Path) -> None:
+    (block,) = (block for block in blocks(ROOT / "docs" / "kvstore.md", "python") if ".join()" in block)
+    head = "import numpy as np\nfrom distrun_runtime import kvstore\n"
+    assert launch_two(tmp_path, head + block) == ["[0.5 0.5 0.5 0.5]"] * 2
+
+
+def test_store_page_has_every_call_rule_and_parameter() -> None:
+    text = (ROOT / "docs" / "kvstore.md").read_text("utf-8")
+    calls = [name for name in vars(KVStore) if not name.startswith("_")]
+    for name in [*calls, *kvstore.TYPES, *rules.RULES, *(p.name for rule in rules.RULES.values() for p in rule.table)]:
+        assert re.search(r"`[^`]*\b%s\b[^`]*`" % name, text), name
 
 
 def test_environment_page_is_what_the_table_says() -> None:

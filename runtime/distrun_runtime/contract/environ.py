@@ -297,9 +297,7 @@ TABLE: Tuple[Variable, ...] = (
         type=BOOL,
         default=False,
     ),
-    _row(
-        "XDG_STATE_HOME", "launcher", READ, "Where the job store is: `distrun/jobs` below it (default ~/.local/state)."
-    ),
+    _row("XDG_STATE_HOME", "launcher", READ, "Where the job store is: `distrun/` below it (default ~/.local/state)."),
     _row(
         "XDG_RUNTIME_DIR",
         "launcher",
