@@ -107,7 +107,12 @@ def test_signal_that_ends_a_task_arrives(way: Mapping[str, str], name: str) -> N
 @pytest.mark.parametrize(
     ("argv", "cwd", "code", "reason"),
     [
-        (["no-such-program-here"], "/", 127, "command not found: no-such-program-here (looked in PATH="),
+        (
+            ["no-such-program-here"],
+            "/",
+            127,
+            "command not found: no-such-program-here (in no folder of the",
+        ),
         (["/no/such/program"], "/", 127, "command not found: /no/such/program"),
         (["/etc/passwd"], "/", 126, "is not executable"),
         (["/etc"], "/", 126, "is a folder"),
@@ -316,6 +321,25 @@ def test_full_disk_makes_one_warning_and_loses_nothing() -> None:
 
 
 # Facts
+
+
+def test_what_a_task_publishes_is_stamped_and_says_whether_we_had_signalled_it() -> None:
+    code = (
+        "import os,signal,time\nfd=int(os.environ['DISTRUN_PUBLISH_FD'])\n"
+        'signal.signal(signal.SIGTERM, lambda *_: os.write(fd, b\'{"failed": "late"}\\n\') and os._exit(1))\n'
+        'os.write(fd, b\'{"failed": "mine"}\\n\')\ntime.sleep(60)'
+    )
+    with agent(python(code)) as driver:
+        driver.begin()
+        before = time.time()
+        driver.spawn()
+        first = driver.wait("published").header
+        assert (first["values"], first["stopped"]) == ({"failed": "mine"}, False)
+        assert before <= float(str(first["time"])) <= time.time()
+        driver.say("stop", tasks=["worker-0"], ladder=[["TERM", 10.0], ["KILL", 0]])
+        second = driver.wait("published").header
+        assert (second["values"], second["stopped"]) == ({"failed": "late"}, True)
+        driver.exited()
 
 
 def test_what_a_task_publishes_is_passed_on_and_nonsense_is_warned_of() -> None:

@@ -220,7 +220,7 @@ class Agent:
                 self._remember_at = min(self._remember_at, time.monotonic() + 0.5)
 
     def _signal(self, header: Dict[str, Any]) -> None:
-        self._reap()
+        self._catch_up()
         number = ladder.signal_number(header["signal"])
         for name in header["tasks"]:
             running = self._crew.running.get(name)
@@ -229,7 +229,7 @@ class Agent:
                 ending.signal_group(running.leader.pid, number)
 
     def _stop(self, header: Dict[str, Any]) -> None:
-        self._reap()  # who died before we spoke was not stopped by us
+        self._catch_up()
         self._ending.stop(list(header["tasks"]), ladder.make(header["ladder"], time.monotonic()))
 
     def _ack(self, header: Dict[str, Any]) -> None:
@@ -240,7 +240,7 @@ class Agent:
 
     def _end(self, header: Dict[str, Any]) -> None:
         del header
-        self._reap()
+        self._catch_up()
         self._leave(ladder.at_once(time.monotonic()), 0)
 
     _HANDLERS: ClassVar[Dict[str, Callable[[Agent, Dict[str, Any]], None]]] = {
@@ -254,6 +254,11 @@ class Agent:
     }
 
     # What it does then
+
+    def _catch_up(self) -> None:
+        """Take in what came before a signal of ours: who died, or said that it fails, did so by itself."""
+        self._reap()
+        self._crew.hear()
 
     def _reap(self) -> None:
         if self._crew.reap():

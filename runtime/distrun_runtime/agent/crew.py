@@ -60,6 +60,11 @@ class Crew:
                     break
         return count
 
+    def hear(self) -> None:
+        """Pass on what tasks have published so far."""
+        for running in self.running.values():
+            self._on_publish(running)
+
     def acknowledge(self, name: str, stream: str, offset: int) -> None:
         """Note what of a task's output has arrived; unknown tasks are no matter. Raises ValueError: no such stream."""
         number = ("out", "err").index(stream)
@@ -118,7 +123,8 @@ class Crew:
         descriptor = running.publisher.descriptor
         objects, wrong = running.publisher.read()
         for values in objects:
-            self._say("published", task=running.task.name, values=values)
+            stopped = running.was_signalled
+            self._say("published", task=running.task.name, values=values, time=time.time(), stopped=stopped)
         for text in wrong:
             self._say("warning", text=text)
         self._unwatch_if_closed(descriptor, running.publisher.descriptor)

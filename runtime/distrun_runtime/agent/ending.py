@@ -16,6 +16,7 @@ from distrun_runtime.agent import members
 from distrun_runtime.agent.ladder import Ladder
 from distrun_runtime.agent.tasks import Running
 from distrun_runtime.contract import process
+from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER
 from distrun_runtime.contract.process import Process
 
 LOOK_S = 0.5
@@ -23,6 +24,8 @@ LOOK_S = 0.5
 PORTABLE_LOOK_S = 0.25
 _CLOSEST_S = 0.01
 """Never more often than this, however fast children die."""
+
+_ORDER = (WORKER, SERVER, SCHEDULER)
 
 
 class Marks(NamedTuple):
@@ -85,7 +88,7 @@ class Ending:
         owned = self.look()
         self._looked_at, self._look_at = now, now + self._every_s
         last = max(ladder.gives_up_at for ladder in self._ladders.values())
-        for name in list(self._ladders):
+        for name in sorted(self._ladders, key=self._turn):
             ladder, signal_name = ladders.due(self._ladders[name], now)
             self._ladders[name] = ladder
             if signal_name is not None:
@@ -121,6 +124,10 @@ class Ending:
             )
         families = [running.family for running in self._running.values()]
         return members.sort_out(rows, families, strays, self._task_of, not_ours)
+
+    def _turn(self, name: str) -> int:
+        """Return when it is the turn of `name`: who needs others goes before them, strays go last."""
+        return len(_ORDER) if name == members.JOB else _ORDER.index(self._running[name].task.role)
 
     def _task_of(self, row: Process) -> str:
         env = process.environ_of(row.pid)

@@ -145,7 +145,7 @@ def _check(task: Task, argv: List[bytes], env: Mapping[bytes, bytes]) -> None:
     found = [os.path.join(cwd or b".", place, argv[0]) for place in places]
     found = [path for path in found if os.path.exists(path)]
     if not found:
-        where = "" if b"/" in argv[0] else " (looked in PATH=%s)" % _text(b":".join(folders))
+        where = "" if b"/" in argv[0] else " (in no folder of the task's PATH)"
         raise CannotStart(NOT_FOUND, "command not found: %s%s" % (_text(argv[0]), where))
     if not any(os.path.isfile(path) and os.access(path, os.X_OK) for path in found):
         what = "is a folder" if os.path.isdir(found[0]) else "is not executable; chmod +x it or name its interpreter"
