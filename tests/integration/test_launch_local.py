@@ -118,9 +118,9 @@ def test_json_tells_the_outcome_on_the_last_line_of_stdout(distrun: Distrun) -> 
     assert json.loads((distrun.job / "outcome.json").read_text()) == outcome
 
 
-def test_an_interface_that_is_not_there_is_6_and_the_message_lists_those_that_are(distrun: Distrun) -> None:
+def test_an_interface_that_is_not_there_is_3_and_the_message_lists_those_that_are(distrun: Distrun) -> None:
     result = distrun.launch("-n", "1", "-s", "0", "--interface", "nosuch9", "true")
-    assert result.returncode == 6
+    assert result.returncode == 3
     assert b"no interface 'nosuch9'" in result.stderr
     assert b"127.0.0.1" in result.stderr
 

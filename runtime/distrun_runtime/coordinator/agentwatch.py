@@ -49,7 +49,7 @@ class AgentWatch:
         version = event.facts.get("version")
         if version != wire.VERSION:
             why = "its agent speaks protocol version %r, this program %d" % (version, wire.VERSION)
-            self._on_start_failed(events.StartFailed(event.host, why, event.arrived))
+            self._on_start_failed(events.StartFailed(event.host, why, event.arrived, refused=True))
             return
         host.greeted = True
         stamp = event.facts.get("time")
@@ -72,7 +72,8 @@ class AgentWatch:
             return
         host.is_gone = True
         self._actions.append(Drop(event.host))
-        self._blame(verdict.start_failed("no agent on %s: %s" % (event.host, event.reason), event.time, event.host))
+        cause = verdict.unusable if event.refused else verdict.no_agent
+        self._blame(cause(event.host, event.reason, event.time))
 
     def _on_lost(self, event: events.AgentLost) -> None:
         host = self.roster.hosts[event.host]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import List, Optional
 
-from distrun_runtime.contract.plan import WORKER, Limits
+from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER, Limits
 from distrun_runtime.coordinator.actions import Action, Drop, EndAgent, Ladder, StopTasks
 from distrun_runtime.coordinator.roster import HostState, Roster
 
@@ -25,6 +25,8 @@ ABSENT_S = 2.0
 """The same for an agent that never answered."""
 OUTPUT_S = 10.0
 """How long the rest of the output may make no progress."""
+
+_ORDER = {WORKER: 0, SERVER: 1, SCHEDULER: 2}
 
 
 class Closing:
@@ -65,7 +67,8 @@ class Closing:
         self._deadline = now + sum(wait_s for _, wait_s in ladder) + MARGIN_S
         actions: List[Action] = []
         for host in self._roster.hosts.values():
-            tasks = self._roster.on_host(host.name)
+            # Whoever needs others goes before them: a worker should not see its scheduler die.
+            tasks = sorted(self._roster.on_host(host.name), key=lambda task: _ORDER[task.role])
             if level == ASK_WORKERS:
                 tasks = [task for task in tasks if task.role == WORKER]
             else:

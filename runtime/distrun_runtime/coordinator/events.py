@@ -35,6 +35,8 @@ class StartFailed:
     host: str
     reason: str
     time: float = 0.0
+    refused: bool = False
+    """It answered, and cannot do what the plan asks for."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,9 @@ class Published:
     host: str
     task: str
     values: Mapping[str, Any]
+    time: float = 0.0
+    stopped: bool = False
+    """The agent had signalled it before it said so."""
 
 
 @dataclass(frozen=True)

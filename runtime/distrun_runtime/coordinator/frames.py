@@ -62,6 +62,11 @@ def _started(host: str, header: Mapping[str, Any], body: bytes, arrived: float) 
     return events.Started(host, str(header["task"]), int(header["pid"]), str(header.get("start", "")), time)
 
 
+def _published(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
+    time, stopped = float(header.get("time", arrived)), bool(header.get("stopped", False))
+    return events.Published(host, str(header["task"]), dict(header["values"]), time, stopped)
+
+
 def _ready(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
     ports = {str(name): int(port) for name, port in header.get("ports", {}).items()}
     return events.AgentReady(host, str(header["address"]), ports)
@@ -76,15 +81,13 @@ _EVENTS: Dict[str, Callable[[str, Mapping[str, Any], bytes, float], events.Event
     "hello": lambda host, header, body, arrived: events.AgentHello(host, dict(header), arrived),
     "ready": _ready,
     "started": _started,
-    "published": lambda host, header, body, arrived: events.Published(
-        host, str(header["task"]), dict(header["values"])
-    ),
+    "published": _published,
     "output": _output,
     "exited": _exited,
     "cleared": _cleared,
     "warning": lambda host, header, body, arrived: events.Warned(host, str(header["text"])),
     "pong": lambda host, header, body, arrived: events.Pong(host, int(header.get("n", 0))),
-    "refused": lambda host, header, body, arrived: events.StartFailed(host, str(header["reason"]), arrived),
+    "refused": lambda host, header, body, arrived: events.StartFailed(host, str(header["reason"]), arrived, True),
     "bye": lambda host, header, body, arrived: events.Bye(host),
 }
 

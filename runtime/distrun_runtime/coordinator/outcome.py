@@ -13,9 +13,11 @@ TERMINATED = "terminated"
 TIMEOUT = "timeout"
 START_FAILED = "start_failed"
 HOST_LOST = "host_lost"
+PREFLIGHT = "preflight"
 INTERNAL = "internal"
-REASONS = (SUCCEEDED, TASK_FAILED, INTERRUPTED, TERMINATED, TIMEOUT, START_FAILED, HOST_LOST, INTERNAL)
+REASONS = (SUCCEEDED, TASK_FAILED, INTERRUPTED, TERMINATED, TIMEOUT, START_FAILED, HOST_LOST, PREFLIGHT, INTERNAL)
 
+EXIT_PREFLIGHT = 3
 EXIT_START_FAILED = 6
 EXIT_HOST_LOST = 7
 EXIT_INTERNAL = 8
@@ -64,7 +66,9 @@ class TaskResult:
     """Wall clock, seconds; so is `ended`."""
     ended: Optional[float] = None
     reason: str = ""
-    """Why it could not run or how it was lost, in words; else empty."""
+    """Why it could not run, of what it failed or how it was lost, in words; else empty."""
+    own_failure: str = ""
+    """What it said it fails of, before anybody had signalled it; it may have been stopped before it had ended."""
     lost_peer: str = ""
     """The peer whose loss it died of: then it is a consequence."""
     max_rss_kb: int = 0
@@ -104,6 +108,8 @@ class Outcome:
     tasks: Tuple[TaskResult, ...] = ()
     survivors: Tuple[str, ...] = ()
     """Processes that may still run, one text each (`pid 123 (sleep) on d2`)."""
+    job: str = ""
+    """The job's id; may be empty."""
 
     @property
     def job_state(self) -> str:

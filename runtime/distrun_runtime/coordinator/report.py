@@ -26,6 +26,7 @@ _SIGNALS = {
     "XCPU": "it used up its CPU time (ulimit -t)",
 }
 _CODES = {126: "the command cannot be executed", 127: "the command was not found"}
+_HOSTS = {ends.HOST_LOST: "was lost", ends.PREFLIGHT: "cannot be used"}
 
 
 def failure(outcome: Outcome, tail: Sequence[str] = (), log: str = "") -> str:
@@ -44,16 +45,18 @@ def failure(outcome: Outcome, tail: Sequence[str] = (), log: str = "") -> str:
         lines.append("first failure: %s on %s: %s" % (culprit.task, culprit.host, _how(culprit)))
         if culprit.consequence:
             lines.append("  It had lost %s: %s" % (culprit.lost_peer, culprit.reason or "no word why"))
-        elif culprit.reason:
+        elif culprit.reason and culprit.reason not in outcome.message:
             lines.append("  %s" % culprit.reason)
         lines += _tail(tail, log)
     elif culprit is not None:
-        lines.append("first failure: %s" % outcome.message)
+        lines.append("first failure: %s %s" % (culprit.host, _HOSTS.get(outcome.reason, "did not start")))
         if "\n" in culprit.reason:
             lines += ["    | " + _cut(line) for line in culprit.reason.splitlines()[-TAIL_LINES:]]
     lines += _later(outcome)
     if outcome.survivors:
         lines.append("may still run: %s" % ", ".join(outcome.survivors))
+    if culprit is not None and culprit.task and outcome.job:
+        lines.append("to read all that it wrote: distrun logs %s %s" % (outcome.job, culprit.task))
     return "\n".join(lines)
 
 
@@ -74,6 +77,8 @@ def _how(culprit: Culprit) -> str:
         text = "signal %s" % culprit.signal
     elif culprit.code == 0:
         text = "exit code 0, while workers still ran"
+    elif culprit.code is None:
+        text = "it said that it fails"
     else:
         text = "exit code %s" % culprit.code
     more = meaning(culprit.code, culprit.signal)

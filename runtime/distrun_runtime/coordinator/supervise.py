@@ -25,6 +25,8 @@ SLEPT_S = 5.0
 """A longer gap between two events means that we slept (the loop ticks every second), not that agents are silent."""
 SILENT_S = 8.0
 """A host silent for so long is believed to be the cause when tasks elsewhere die of a lost peer."""
+FAILING_S = 5.0
+"""How long a task that said that it fails may take to end, while others have died of its loss already."""
 
 
 class Supervisor(AgentWatch):
@@ -37,6 +39,8 @@ class Supervisor(AgentWatch):
         self._origin: Optional[float] = None
         self._comment_at = 0.0
         self._early_until: Optional[float] = None
+        self._bereaved_at: Optional[float] = None
+        """When the first task died of a lost peer, while nothing was known that it died of."""
         self._interrupts = 0
         worker_commands = {task.argv for task in plan.of_role(WORKER)}
         # `--ps command`: servers are the user's own program and are expected to end by themselves.
@@ -80,6 +84,8 @@ class Supervisor(AgentWatch):
             due.append(self._origin + self.plan.limits.start_s)
         if self._early_until is not None:
             due.append(self._early_until)
+        if self._bereaved_at is not None:
+            due.append(self._cause_until(self._bereaved_at))
         return max(0.0, min(due) - self._now)
 
     # ------------------------------------------------------------------ tasks
@@ -96,9 +102,15 @@ class Supervisor(AgentWatch):
             for name in ("address", "port"):
                 if name in event.values:
                     self.roster.facts["scheduler.%s" % name] = str(event.values[name])
+        if task.is_over or task.own_failure:
+            return  # what it loses on its way out is no cause of its end
         if event.values.get("lost_peer"):
             message = str(event.values.get("message", ""))
             self.roster.change(event.task, lost_peer=str(event.values["lost_peer"]), reason=message)
+        elif event.values.get("failed") and not task.lost_peer and not event.stopped:
+            why = str(event.values["failed"])
+            self.roster.change(event.task, own_failure=why, reason=why)
+            self._inquest.hear_failing(event.task, event.time + self.roster.hosts[event.host].skew_s)
 
     def _on_output(self, event: events.Output) -> None:
         self.roster.received(event)
@@ -133,6 +145,8 @@ class Supervisor(AgentWatch):
             self._inquest.background.append(verdict.ended_early(task))
             if self._early_until is None:
                 self._early_until = self._now + self.plan.limits.early_exit_s
+        if state == ends.EXITED and task.own_failure:
+            self._inquest.hear_recanted(task)
 
     def _on_failure(self, task: ends.TaskResult) -> None:
         if self.phase == DRAINING:
@@ -144,7 +158,28 @@ class Supervisor(AgentWatch):
                 for host in self.roster.hosts.values()
                 if host.greeted and not host.is_gone and self._now - host.last_seen > SILENT_S
             ]
-        self._blame(verdict.task_failed(task))
+        cause = verdict.task_failed(task)
+        if task.lost_peer and not self._inquest.background and self.phase in (STARTING, RUNNING):
+            # Stopped now, the true culprit, still on its way out, would end by our signal.
+            self._inquest.hear(cause, self._now)
+            if self._bereaved_at is None:
+                self._bereaved_at = self._now
+        else:
+            self._blame(cause)
+
+    def _cause_until(self, since: float) -> float:
+        """Return until when the cause of a consequence that came at `since` is awaited."""
+        failing = any(task.own_failure and not task.is_over for task in self.roster.tasks.values())
+        return since + (FAILING_S if failing else self.plan.limits.verdict_s)
+
+    def _await_cause(self) -> None:
+        """Stop the job for a consequence, when its cause is known or not to be expected any more."""
+        if self._bereaved_at is None:
+            return
+        if self._inquest.background or self.roster.all_over or self._now >= self._cause_until(self._bereaved_at):
+            cause = self._inquest.choose(self.roster.tasks)
+            if cause is not None:
+                self._end(cause, closing.ASK_ALL)
 
     # ------------------------------------------------------------------ ends
 
@@ -169,9 +204,13 @@ class Supervisor(AgentWatch):
         """Record what may turn out to end the job, and stop it (harder, if it is being stopped)."""
         if self.phase != DRAINING:  # the workers have succeeded: nothing changes that
             self._inquest.hear(cause, self._now)
+        self._end(cause, level)
+
+    def _end(self, cause: Cause, level: int) -> None:
+        self._inquest.close(self._now)
         if self.phase in (STARTING, RUNNING):
             if cause.reason not in (ends.INTERRUPTED, ends.TERMINATED):
-                self._say("%s; stopping the job" % cause.text, WARNING)
+                self._say("%s; stopping the job" % (cause.short or cause.text), WARNING)
             self.phase = STOPPING
         if cause.is_failure and self._closing.level != closing.OPEN:
             return  # a death while the workers are being asked to end is no reason to hurry them
@@ -188,9 +227,7 @@ class Supervisor(AgentWatch):
         elif self._early_until is not None and self._now >= self._early_until:
             self._blame(self._inquest.background[0])
         elif self.phase == STARTING and passed >= limits.start_s:
-            missing = ", ".join(self.roster.missing())
-            text = "not started within %g s (--start-timeout): %s" % (limits.start_s, missing)
-            self._blame(verdict.start_failed(text, event.time))
+            self._blame(verdict.start_too_slow(limits.start_s, self.roster.missing(), event.time))
         elif self.phase == STARTING and self._now >= self._comment_at:
             self._comment_at = self._now + 2 * PATIENCE_S
             self._say("waiting for %s (%.0f s)" % (", ".join(self.roster.missing()), passed))
@@ -209,11 +246,13 @@ class Supervisor(AgentWatch):
                 self.phase = DRAINING
                 self._say("all workers succeeded", DEBUG)
                 self._closing.linger(self._now, 0.0 if self._own_servers else closing.LINGER_S)
+            else:
+                self._await_cause()
         if self.phase in (DRAINING, STOPPING):
             self._actions += self._closing.advance(self._now)
             if self._closing.is_over:
                 self.phase = OVER
-                self._actions.append(Finish(self._inquest.outcome(roster.tasks, roster.survivors)))
+                self._actions.append(Finish(self._inquest.outcome(self.plan.job, roster.tasks, roster.survivors)))
 
 
 def _how(task: ends.TaskResult) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Iterable, List, Mapping, Optional, Sequence
+from typing import Dict, Iterable, List, Mapping, Optional, Sequence
 
 from distrun_runtime.contract.plan import WORKER
 from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator.outcome import Culprit, Outcome, TaskResult
+
+COULD_NOT_RUN = (126, 127)
+"""With a reason of the agent: the command was never started."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,8 @@ class Cause:
     time: float
     """Wall clock, seconds, on our clock as well as we know it."""
     text: str
+    short: str = ""
+    """What is said while the job is being stopped; `text` is for its last line."""
     task: str = ""
     host: str = ""
     code: Optional[int] = None
@@ -35,27 +41,44 @@ class Cause:
 def task_failed(task: TaskResult) -> Cause:
     """Return the cause that a task is which ended by itself with a code or a signal."""
     code = ends.exit_code(task.code, task.signal)
-    if task.reason and task.signal is None:
-        text = "%s on %s could not run: %s (exit code %d)" % (task.name, task.host, _one_line(task.reason), code)
+    where = "%s on %s" % (task.name, task.host)
+    short = "%s: %s" % (where, "exit code %d" % code if task.signal is None else "signal %s" % task.signal)
+    if task.lost_peer:
+        how = "ended with code %d" % code if task.signal is None else "was ended by signal %s" % task.signal
+        text = "%s %s after it lost %s" % (where, how, task.lost_peer)
+        short += " (it lost %s)" % task.lost_peer
     elif task.signal is not None:
-        text = "%s on %s was ended by signal %s" % (task.name, task.host, task.signal)
+        text = "%s was ended by signal %s" % (where, task.signal)
+    elif code in COULD_NOT_RUN and task.reason and not task.own_failure:
+        text = "%s could not run (exit code %d): %s" % (where, code, _one_line(task.reason))
     else:
-        text = "%s on %s failed with exit code %d" % (task.name, task.host, code)
-    return _of_task(task, code, text)
+        text = "%s failed with exit code %d" % (where, code)
+    if task.own_failure:
+        text += ": " + _one_line(task.own_failure)
+    return _of_task(task, code, text, short)
+
+
+def task_failing(task: TaskResult, time: float) -> Cause:
+    """Return the cause that a task is which said at `time` that it fails, and did not end by itself, or with 0."""
+    how = "yet it ended with 0" if task.state == ends.EXITED else "it was stopped before it had ended"
+    text = "%s on %s failed: %s; %s" % (task.name, task.host, _one_line(task.own_failure), how)
+    short = "%s on %s said that it fails" % (task.name, task.host)
+    return dataclasses.replace(_of_task(task, 1, text, short), time=time, code=None, signal=None)
 
 
 def ended_early(task: TaskResult) -> Cause:
     """Return the cause that a server or scheduler is which ended with 0 while workers went on."""
     text = "%s on %s ended before the workers did (it said 0; the job's exit code is 1)" % (task.name, task.host)
-    return _of_task(task, 1, text)
+    return _of_task(task, 1, text, "%s on %s ended before the workers did" % (task.name, task.host))
 
 
-def _of_task(task: TaskResult, code: int, text: str) -> Cause:
+def _of_task(task: TaskResult, code: int, text: str, short: str) -> Cause:
     return Cause(
         reason=ends.TASK_FAILED,
         exit_code=code,
         time=task.ended or 0.0,
         text=text,
+        short=short,
         task=task.name,
         host=task.host,
         code=task.code,
@@ -67,12 +90,27 @@ def _of_task(task: TaskResult, code: int, text: str) -> Cause:
 def host_lost(host: str, why: str, time: float) -> Cause:
     """Return the cause that a host is which can no longer be heard."""
     text = "lost %s: %s" % (host, _one_line(why))
-    return Cause(ends.HOST_LOST, ends.EXIT_HOST_LOST, time, text, host=host, detail=why)
+    return Cause(ends.HOST_LOST, ends.EXIT_HOST_LOST, time, text, "lost %s" % host, host=host, detail=why)
 
 
-def start_failed(text: str, time: float, host: str = "") -> Cause:
-    """Return the cause that agents or tasks are which did not start."""
-    return Cause(ends.START_FAILED, ends.EXIT_START_FAILED, time, _one_line(text), host=host, detail=text)
+def no_agent(host: str, why: str, time: float) -> Cause:
+    """Return the cause that a host is whose agent never answered."""
+    short = "no agent on %s" % host
+    text = "%s: %s" % (short, _one_line(why))
+    return Cause(ends.START_FAILED, ends.EXIT_START_FAILED, time, text, short, host=host, detail=why)
+
+
+def unusable(host: str, why: str, time: float) -> Cause:
+    """Return the cause that a host is whose agent answered, and cannot do what the plan asks for."""
+    short = "%s cannot be used" % host
+    text = "%s: %s" % (short, _one_line(why))
+    return Cause(ends.PREFLIGHT, ends.EXIT_PREFLIGHT, time, text, short, host=host, detail=why)
+
+
+def start_too_slow(limit_s: float, missing: Sequence[str], time: float) -> Cause:
+    """Return the cause that agents or tasks are which did not start in time."""
+    text = "not started within %g s (--start-timeout): %s" % (limit_s, ", ".join(missing))
+    return Cause(ends.START_FAILED, ends.EXIT_START_FAILED, time, text, "the start took too long")
 
 
 def timed_out(limit_s: float, time: float) -> Cause:
@@ -126,19 +164,42 @@ class Inquest:
         self._verdict_s = verdict_s
         self._until: Optional[float] = None
         self._causes: List[Cause] = []
+        self._said: Dict[str, float] = {}
         self.background: List[Cause] = []
         """What is no failure yet, but better believed than a consequence: see `choose`."""
 
     def hear(self, cause: Cause, now: float) -> None:
-        """Add a cause. The first one sets the time until which others, of earlier stamp, may still be told."""
+        """Add a cause, unless `close` was called and the time for reports of earlier stamp is over."""
+        if self._until is None or now <= self._until:
+            said = self._said.get(cause.task, cause.time)
+            self._causes.append(dataclasses.replace(cause, time=min(cause.time, said)))
+
+    def hear_failing(self, task: str, time: float) -> None:
+        """Note when a task said that it fails: that counts like its end, whatever becomes of it."""
+        self._said.setdefault(task, time)
+
+    def hear_recanted(self, task: TaskResult) -> None:
+        """Note that a task which said that it fails ended with 0."""
+        self.background.append(task_failing(task, self._said[task.name]))
+
+    def close(self, now: float) -> None:
+        """The job is being stopped: from the first call on, reports are awaited for `verdict_s` only."""
         if self._until is None:
             self._until = now + self._verdict_s
-        if now <= self._until:
-            self._causes.append(cause)
 
-    def outcome(self, tasks: Mapping[str, TaskResult], survivors: Sequence[str]) -> Outcome:
+    def choose(self, tasks: Mapping[str, TaskResult]) -> Optional[Cause]:
+        """Return what ended the job as far as is known now."""
+        told = {cause.task for cause in self._causes}
+        failing = [
+            task_failing(tasks[name], time)
+            for name, time in self._said.items()
+            if name not in told and tasks[name].state != ends.EXITED and workers_done(tasks.values()) is None
+        ]
+        return choose(self._causes + failing, tasks, self.background)
+
+    def outcome(self, job: str, tasks: Mapping[str, TaskResult], survivors: Sequence[str]) -> Outcome:
         """Return the verdict."""
-        return outcome_of(choose(self._causes, tasks, self.background), tasks, survivors)
+        return dataclasses.replace(outcome_of(self.choose(tasks), tasks, survivors), job=job)
 
 
 def is_consequence(cause: Cause, tasks: Mapping[str, TaskResult]) -> bool:
@@ -150,14 +211,14 @@ def outcome_of(cause: Optional[Cause], tasks: Mapping[str, TaskResult], survivor
     """Return the job's outcome for the cause that was chosen."""
     results = tuple(tasks.values())
     if cause is None:
-        return Outcome(0, ends.SUCCEEDED, "all workers succeeded", tasks=results, survivors=tuple(survivors))
+        return Outcome(0, ends.SUCCEEDED, "all workers succeeded", None, results, tuple(survivors))
     text = cause.text
     culprit = None
     if cause.task or cause.host:
         consequence = is_consequence(cause, tasks)
         peer = tasks[cause.task].lost_peer if consequence else ""
         if consequence:
-            text += " after it lost %s; no other failure is known" % peer
+            text += "; no other failure is known"
         culprit = Culprit(
             task=cause.task,
             host=cause.host,

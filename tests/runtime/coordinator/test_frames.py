@@ -27,7 +27,11 @@ def decoded(data: bytes) -> dict[str, Any]:
             {"type": "started", "task": "worker-0", "pid": 7, "start": "x", "time": 2},
             events.Started("d1", "worker-0", 7, "x", 2.0),
         ),
-        ({"type": "published", "task": "s", "values": {"port": 1}}, events.Published("d1", "s", {"port": 1})),
+        ({"type": "published", "task": "s", "values": {"port": 1}}, events.Published("d1", "s", {"port": 1}, 9.0)),
+        (
+            {"type": "published", "task": "w", "values": {"failed": "x"}, "time": 1.5, "stopped": True},
+            events.Published("d1", "w", {"failed": "x"}, 1.5, True),
+        ),
         (
             {"type": "exited", "task": "w", "code": None, "signal": "KILL", "time": 1.5, "stopped": True, "out": 3},
             events.Exited("d1", "w", None, "KILL", 1.5, True, out=3),
@@ -39,7 +43,7 @@ def decoded(data: bytes) -> dict[str, Any]:
         ({"type": "cleared", "left": [{"pid": 3, "command": "sh"}]}, events.Cleared("d1", ((3, "sh"),))),
         ({"type": "warning", "text": "hm"}, events.Warned("d1", "hm")),
         ({"type": "pong", "n": 4}, events.Pong("d1", 4)),
-        ({"type": "refused", "reason": "version"}, events.StartFailed("d1", "version", 9.0)),
+        ({"type": "refused", "reason": "version"}, events.StartFailed("d1", "version", 9.0, refused=True)),
         ({"type": "bye"}, events.Bye("d1")),
         ({"type": "hello", "version": 1}, events.AgentHello("d1", {"type": "hello", "version": 1}, 9.0)),
     ],

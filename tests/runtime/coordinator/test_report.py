@@ -55,12 +55,38 @@ def test_a_consequence_says_whom_it_lost() -> None:
 def test_a_lost_host_and_survivors_are_named() -> None:
     outcome = Outcome(7, "host_lost", "lost d2: gone", Culprit("", "d2"), survivors=("pid 7 (sleep) on d2",))
     text = report.failure(outcome)
-    assert text.splitlines() == ["first failure: lost d2: gone", "may still run: pid 7 (sleep) on d2"]
+    assert text.splitlines() == ["first failure: d2 was lost", "may still run: pid 7 (sleep) on d2"]
 
 
 def test_the_last_words_of_an_agent_are_shown() -> None:
     outcome = Outcome(7, "host_lost", "lost d2: a ... b", Culprit("", "d2", reason="a\nx\nb"))
-    assert report.failure(outcome).splitlines() == ["first failure: lost d2: a ... b", "    | a", "    | x", "    | b"]
+    assert report.failure(outcome).splitlines() == ["first failure: d2 was lost", "    | a", "    | x", "    | b"]
+
+
+def test_a_host_that_cannot_be_used_is_no_lost_one() -> None:
+    outcome = Outcome(3, "preflight", "d2 cannot be used: no port", Culprit("", "d2", reason="no port"))
+    assert report.failure(outcome) == "first failure: d2 cannot be used"
+
+
+def test_what_the_last_line_of_distrun_says_is_not_in_the_report_too() -> None:
+    reason = "command not found: x (in no folder of the task's PATH)"
+    culprit = Culprit("worker-0", "d1", 127, reason=reason)
+    outcome = Outcome(127, "task_failed", "worker-0 on d1 could not run (exit code 127): " + reason, culprit)
+    assert report.failure(outcome, [], "/x.log").splitlines() == [
+        "first failure: worker-0 on d1: exit code 127 (the command was not found)",
+        "  It wrote nothing. Log: /x.log",
+    ]
+
+
+def test_a_task_that_was_stopped_while_it_failed_has_no_code() -> None:
+    text = report.failure(Outcome(1, "task_failed", "", Culprit("worker-1", "d1", reason="ValueError: x")))
+    assert text.splitlines() == ["first failure: worker-1 on d1: it said that it fails", "  ValueError: x"]
+
+
+def test_the_report_ends_with_the_command_that_shows_the_culprits_log() -> None:
+    outcome = Outcome(1, "task_failed", "", Culprit("worker-1", "d1", 1), survivors=("pid 7",), job="calm-otter-7f3")
+    last = report.failure(outcome, ["x"], "/x.log").splitlines()[-1]
+    assert last == "to read all that it wrote: distrun logs calm-otter-7f3 worker-1"
 
 
 def test_many_later_failures_are_summed_up() -> None:

@@ -2,138 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
-
 import pytest
+from history import WALL, History
 from sample_plan import sample_plan
 
-from distrun_runtime.contract import wire
-from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator import events
-from distrun_runtime.coordinator.actions import (
-    Action,
-    Announce,
-    Begin,
-    Drop,
-    EndAgent,
-    Finish,
-    Spawn,
-    StopTasks,
-)
-from distrun_runtime.coordinator.outcome import Outcome
-from distrun_runtime.coordinator.supervise import Supervisor
+from distrun_runtime.coordinator.actions import Begin, Drop, EndAgent, Spawn, StopTasks
 
-WALL = 1_000_000.0
-"""The wall clock when the supervisor's own shows 0."""
-
-A = TypeVar("A")
 TERM = (("TERM", 10.0), ("KILL", 0.0))
 INT = (("INT", 7.0), ("TERM", 2.0), ("KILL", 0.0))
 KILL = (("KILL", 0.0),)
-
-
-class History:
-    """A supervisor, agents that answer its stops if `obedient`, and a clock that the test moves."""
-
-    def __init__(self, plan: Plan, obedient: bool = True) -> None:
-        self.plan = plan
-        self.supervisor = Supervisor(plan)
-        self.obedient = obedient
-        self.now = 0.0
-        self.done: list[Action] = []
-        self.tell(events.Tick(WALL))
-
-    def tell(self, event: events.Event) -> History:
-        self._act(self.supervisor.handle(event, self.now))
-        return self
-
-    def tick_to(self, now: float) -> History:
-        """Let time pass, with all agents that were not told to be silent answering pings."""
-        while self.now < now and self.outcome is None:
-            self.now = min(now, self.now + 0.5)
-            self.tell(events.Tick(WALL + self.now))
-        return self
-
-    def beat_to(self, now: float) -> History:
-        """Let time pass while every agent answers pings."""
-        while self.now < now and self.outcome is None:
-            self.now = min(now, self.now + 0.5)
-            for host in self.plan.hosts:
-                self.tell(events.Pong(host.name))
-            self.tell(events.Tick(WALL + self.now))
-        return self
-
-    def start(self) -> History:
-        """Bring every task up."""
-        for host in self.plan.hosts:
-            self.hello(host.name).ready(host.name)
-        if self.plan.of_role("scheduler"):
-            self.started("scheduler").publish("scheduler", address="10.0.0.1", port=9091)
-        for task in self.plan.tasks:
-            self.started(task.name)
-        return self
-
-    def hello(self, host: str, **facts: Any) -> History:
-        time = WALL + self.now
-        return self.tell(events.AgentHello(host, {"version": wire.VERSION, "time": time, **facts}, time))
-
-    def ready(self, host: str, **ports: int) -> History:
-        return self.tell(events.AgentReady(host, "10.0.0.%s" % host[1:], ports))
-
-    def started(self, task: str) -> History:
-        return self.tell(events.Started(self.host(task), task, 100, "x", WALL + self.now))
-
-    def publish(self, task: str, **values: Any) -> History:
-        return self.tell(events.Published(self.host(task), task, values))
-
-    def exited(self, task: str, code: int | None = 0, at: float | None = None, **more: Any) -> History:
-        time = WALL + (self.now if at is None else at)
-        return self.tell(events.Exited(self.host(task), task, code=code, time=time, **more))
-
-    def killed(self, task: str, signal: str, **more: Any) -> History:
-        return self.exited(task, code=None, signal=signal, **more)
-
-    def interrupt(self, signal: str) -> History:
-        return self.tell(events.Interrupt(signal, WALL + self.now))
-
-    def lost(self, host: str, at: float | None = None) -> History:
-        return self.tell(events.AgentLost(host, "its connection ended", WALL + (self.now if at is None else at)))
-
-    def host(self, task: str) -> str:
-        return self.plan.task(task).host
-
-    def did(self, kind: type[A]) -> list[A]:
-        return [action for action in self.done if isinstance(action, kind)]
-
-    def said(self) -> str:
-        return "\n".join(action.text for action in self.did(Announce))
-
-    def stops(self, host: str = "d1") -> list[tuple[tuple[str, ...], Any]]:
-        return [(stop.tasks, stop.ladder) for stop in self.did(StopTasks) if stop.host == host]
-
-    @property
-    def outcome(self) -> Outcome | None:
-        finished = self.did(Finish)
-        return finished[0].outcome if finished else None
-
-    def end(self) -> Outcome:
-        """Let time pass until the job is over."""
-        self.tick_to(self.now + 100)
-        assert self.outcome is not None, self.done
-        return self.outcome
-
-    def _act(self, actions: list[Action]) -> None:
-        self.done += actions
-        for action in actions:
-            if not self.obedient:
-                continue
-            if isinstance(action, StopTasks):
-                for name in action.tasks:
-                    if not self.supervisor.roster.tasks[name].is_over:
-                        self.killed(name, action.ladder[0][0], stopped=True)
-                self.tell(events.Cleared(action.host))
-            elif isinstance(action, EndAgent):
-                self.tell(events.Bye(action.host))
 
 
 # ---------------------------------------------------------------------- start
@@ -190,15 +68,25 @@ def test_an_agent_that_ends_before_its_hello_is_a_failed_start() -> None:
 
 def test_an_agent_of_another_protocol_version_is_refused() -> None:
     outcome = History(sample_plan()).hello("d1", version=99).end()
-    assert outcome.exit_code == 6
+    assert (outcome.exit_code, outcome.reason) == (3, "preflight")
     assert "version 99" in outcome.message
+
+
+def test_an_agent_that_refuses_the_job_is_a_failed_preflight_and_says_why() -> None:
+    history = History(sample_plan(hosts=("d1", "d2"))).hello("d1").hello("d2")
+    outcome = history.tell(events.StartFailed("d2", "no interface is called x9", WALL, refused=True)).end()
+    assert (outcome.exit_code, outcome.reason) == (3, "preflight")
+    assert outcome.message == "d2 cannot be used: no interface is called x9"
+    assert "no interface" not in history.said()
 
 
 def test_a_command_that_does_not_exist_gives_127_and_the_reason() -> None:
     history = History(sample_plan(workers=1, servers=0)).hello("d1").ready("d1")
     outcome = history.exited("worker-0", 127, reason="nosuch: not found in PATH").end()
     assert outcome.exit_code == 127
-    assert "nosuch: not found" in outcome.message
+    assert outcome.message == "worker-0 on d1 could not run (exit code 127): nosuch: not found in PATH"
+    assert "worker-0 on d1: exit code 127; stopping the job" in history.said()
+    assert "nosuch" not in history.said()
 
 
 # ---------------------------------------------------------------------- success
@@ -207,7 +95,7 @@ def test_a_command_that_does_not_exist_gives_127_and_the_reason() -> None:
 def test_all_workers_with_0_succeed_and_servers_are_asked_to_stop_at_once() -> None:
     history = History(sample_plan()).start().exited("worker-0").exited("worker-1")
     outcome = history.end()
-    assert history.stops() == [(("scheduler", "server-0", "worker-0", "worker-1"), TERM)]
+    assert history.stops() == [(("worker-0", "worker-1", "server-0", "scheduler"), TERM)]
     assert (outcome.exit_code, outcome.reason) == (0, "succeeded")
     assert history.now < 1
     assert [task.state for task in outcome.tasks] == ["stopped", "stopped", "exited", "exited"]
@@ -256,7 +144,7 @@ def test_a_host_lost_after_all_workers_succeeded_is_still_a_success() -> None:
 
 def test_first_failing_task_gives_the_exit_code_and_stops_everything_at_once() -> None:
     history = History(sample_plan()).start().exited("worker-1", 3)
-    assert history.stops() == [(("scheduler", "server-0", "worker-0", "worker-1"), TERM)]
+    assert history.stops() == [(("worker-0", "worker-1", "server-0", "scheduler"), TERM)]
     outcome = history.end()
     assert (outcome.exit_code, outcome.reason) == (3, "task_failed")
     assert outcome.culprit is not None
@@ -381,21 +269,21 @@ def test_first_interrupt_goes_to_the_workers_and_servers_stay_until_those_ended(
     history.exited("worker-0", 0, stopped=True)
     assert len(history.stops()) == 1
     history.killed("worker-1", "INT", stopped=True)
-    assert history.stops()[1:] == [(("scheduler", "server-0", "worker-0", "worker-1"), TERM)]
+    assert history.stops()[1:] == [(("worker-0", "worker-1", "server-0", "scheduler"), TERM)]
     outcome = history.end()
     assert (outcome.exit_code, outcome.reason, outcome.job_state) == (130, "interrupted", "killed")
 
 
 def test_second_interrupt_kills_everything() -> None:
     history = History(sample_plan(), obedient=False).start().interrupt("INT").beat_to(1).interrupt("INT")
-    assert history.stops()[1:] == [(("scheduler", "server-0", "worker-0", "worker-1"), KILL)]
+    assert history.stops()[1:] == [(("worker-0", "worker-1", "server-0", "scheduler"), KILL)]
     assert history.end().exit_code == 130
 
 
 @pytest.mark.parametrize(("signal", "code"), [("TERM", 143), ("HUP", 129)])
 def test_termination_asks_everything_to_go(signal: str, code: int) -> None:
     history = History(sample_plan()).start().interrupt(signal)
-    assert history.stops() == [(("scheduler", "server-0", "worker-0", "worker-1"), TERM)]
+    assert history.stops() == [(("worker-0", "worker-1", "server-0", "scheduler"), TERM)]
     outcome = history.end()
     assert (outcome.exit_code, outcome.reason) == (code, "terminated")
 

@@ -1,0 +1,130 @@
+"""A scripted history of one job: events at times go in, what the supervisor did comes out. No process, no clock."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from distrun_runtime.contract import wire
+from distrun_runtime.contract.plan import Plan
+from distrun_runtime.coordinator import events
+from distrun_runtime.coordinator.actions import Action, Announce, EndAgent, Finish, StopTasks
+from distrun_runtime.coordinator.outcome import Outcome
+from distrun_runtime.coordinator.supervise import Supervisor
+
+WALL = 1_000_000.0
+"""The wall clock when the supervisor's own shows 0."""
+
+A = TypeVar("A")
+
+
+class History:
+    """A supervisor, agents that answer its stops if `obedient`, and a clock that the test moves."""
+
+    def __init__(self, plan: Plan, obedient: bool = True) -> None:
+        self.plan = plan
+        self.supervisor = Supervisor(plan)
+        self.obedient = obedient
+        self.now = 0.0
+        self.done: list[Action] = []
+        self.tell(events.Tick(WALL))
+
+    def tell(self, event: events.Event) -> History:
+        self._act(self.supervisor.handle(event, self.now))
+        return self
+
+    def tick_to(self, now: float) -> History:
+        """Let time pass, with all agents that were not told to be silent answering pings."""
+        while self.now < now and self.outcome is None:
+            self.now = min(now, self.now + 0.5)
+            self.tell(events.Tick(WALL + self.now))
+        return self
+
+    def beat_to(self, now: float) -> History:
+        """Let time pass while every agent answers pings."""
+        while self.now < now and self.outcome is None:
+            self.now = min(now, self.now + 0.5)
+            for host in self.plan.hosts:
+                self.tell(events.Pong(host.name))
+            self.tell(events.Tick(WALL + self.now))
+        return self
+
+    def start(self) -> History:
+        """Bring every task up."""
+        for host in self.plan.hosts:
+            self.hello(host.name).ready(host.name)
+        if self.plan.of_role("scheduler"):
+            self.started("scheduler").publish("scheduler", address="10.0.0.1", port=9091)
+        for task in self.plan.tasks:
+            self.started(task.name)
+        return self
+
+    def hello(self, host: str, **facts: Any) -> History:
+        time = WALL + self.now
+        return self.tell(events.AgentHello(host, {"version": wire.VERSION, "time": time, **facts}, time))
+
+    def ready(self, host: str, **ports: int) -> History:
+        return self.tell(events.AgentReady(host, "10.0.0.%s" % host[1:], ports))
+
+    def started(self, task: str) -> History:
+        return self.tell(events.Started(self.host(task), task, 100, "x", WALL + self.now))
+
+    def publish(self, task: str, **values: Any) -> History:
+        return self.tell(events.Published(self.host(task), task, values, WALL + self.now))
+
+    def fails(self, task: str, why: str = "ValueError: my bug", at: float | None = None, **more: Any) -> History:
+        """Have a task say that it begins to abort."""
+        time = WALL + (self.now if at is None else at)
+        return self.tell(events.Published(self.host(task), task, {"failed": why}, time, **more))
+
+    def loses(self, task: str, peer: str, code: int = 1) -> History:
+        """Have a task die of a lost peer."""
+        return self.publish(task, lost_peer=peer, message="%s is lost" % peer).exited(task, code)
+
+    def exited(self, task: str, code: int | None = 0, at: float | None = None, **more: Any) -> History:
+        time = WALL + (self.now if at is None else at)
+        return self.tell(events.Exited(self.host(task), task, code=code, time=time, **more))
+
+    def killed(self, task: str, signal: str, **more: Any) -> History:
+        return self.exited(task, code=None, signal=signal, **more)
+
+    def interrupt(self, signal: str) -> History:
+        return self.tell(events.Interrupt(signal, WALL + self.now))
+
+    def lost(self, host: str, at: float | None = None) -> History:
+        return self.tell(events.AgentLost(host, "its connection ended", WALL + (self.now if at is None else at)))
+
+    def host(self, task: str) -> str:
+        return self.plan.task(task).host
+
+    def did(self, kind: type[A]) -> list[A]:
+        return [action for action in self.done if isinstance(action, kind)]
+
+    def said(self) -> str:
+        return "\n".join(action.text for action in self.did(Announce))
+
+    def stops(self, host: str = "d1") -> list[tuple[tuple[str, ...], Any]]:
+        return [(stop.tasks, stop.ladder) for stop in self.did(StopTasks) if stop.host == host]
+
+    @property
+    def outcome(self) -> Outcome | None:
+        finished = self.did(Finish)
+        return finished[0].outcome if finished else None
+
+    def end(self) -> Outcome:
+        """Let time pass until the job is over."""
+        self.tick_to(self.now + 100)
+        assert self.outcome is not None, self.done
+        return self.outcome
+
+    def _act(self, actions: list[Action]) -> None:
+        self.done += actions
+        for action in actions:
+            if not self.obedient:
+                continue
+            if isinstance(action, StopTasks):
+                for name in action.tasks:
+                    if not self.supervisor.roster.tasks[name].is_over:
+                        self.killed(name, action.ladder[0][0], stopped=True)
+                self.tell(events.Cleared(action.host))
+            elif isinstance(action, EndAgent):
+                self.tell(events.Bye(action.host))
