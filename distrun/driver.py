@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
@@ -15,11 +17,11 @@ from pathlib import Path
 from distrun import backends, ship
 from distrun.backends.base import Backend, Rendered
 from distrun.errors import UsageError
-from distrun.job import Job, check_tuning
+from distrun.job import BUNDLED, Job, check_tuning, given
 from distrun.placement import place
-from distrun.plan import Site, make_plan
+from distrun.plan import Site, check_ports, make_plan
 from distrun_runtime.contract import process
-from distrun_runtime.contract.plan import Plan, Secrets
+from distrun_runtime.contract.plan import SERVER, Plan, Secrets
 from distrun_runtime.coordinator import loop
 from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
 from distrun_runtime.coordinator.outcome import Outcome
@@ -64,6 +66,8 @@ def prepare(
     """
     backend = backends.load(launcher)
     check_tuning(job.settings, env)
+    if not backend.needs_hosts:
+        _check_python(job, env)
     names = backend.hosts(hosts)
     slots = place(job.workers, job.servers, names, job.has_servers, job.scheduler_host)
     job_id = DRY_RUN_ID if dry_run else store.new_id(job.name)
@@ -79,6 +83,7 @@ def prepare(
         token="" if dry_run else secrets.token_hex(32),
     )
     plan, values = make_plan(job, slots, site)
+    check_ports(job, plan)
     return Prepared(plan, values, backend)
 
 
@@ -86,7 +91,7 @@ def launch(ready: Prepared, folder: JobFolder, sink: Sink, verbosity: int = 0) -
     """Run a prepared job to its end in this process."""
     channels = ready.backend.connect(ready.plan)
     try:
-        return loop.run(ready.plan, ready.secrets, channels, folder, sink, verbosity=verbosity)
+        return folder.explained(loop.run(ready.plan, ready.secrets, channels, folder, sink, verbosity=verbosity))
     finally:
         ready.backend.release(ready.plan, channels, ready.plan.limits.grace_s + RELEASE_S)
 
@@ -94,15 +99,15 @@ def launch(ready: Prepared, folder: JobFolder, sink: Sink, verbosity: int = 0) -
 def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) -> list[str]:
     """Stop a job, from any terminal of its machine; return what was done, a line each.
 
-    Its launcher is asked (SIGTERM) and given the grace time and `wait_s`. If it is gone, or does not end, what is
-    left is found by what was recorded and by the job's mark, and ended. Never by name.
+    Its launcher is asked (SIGTERM) and given the grace time and `wait_s`. Then what is left is found by what was
+    recorded and by the job's mark, and ended. Never by name. A job that had lost its launcher is then `killed`.
 
     Raises:
         UsageError: the job was launched on another machine.
     """
     state = str(folder.state()["state"])
     if state in OVER:
-        return ["%s is over already: %s" % (folder.id, state)]
+        return ["is over already: %s" % state]
     plan, launcher = folder.plan(), folder.launcher()
     here = socket.gethostname()
     if launcher.get("host", here) != here:
@@ -111,15 +116,35 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
     done: list[str] = []
     who = process.Identity(int(launcher["pid"]), str(launcher["start"]))
     if process.is_alive(who):
+        with contextlib.suppress(OSError):  # it is for a message only
+            folder.ask_to_end()
         process.send_signal(who, signal.SIGTERM)
         done.append("asked its launcher (pid %d) to stop the job" % who.pid)
         if _wait_gone(who, grace_s + wait_s):
-            return [*done, "the launcher has ended"]
-        process.send_signal(who, signal.SIGKILL)
-        done.append("killed the launcher, which had not ended after %g s" % (grace_s + wait_s))
+            done.append("the launcher has ended")
+        else:
+            process.send_signal(who, signal.SIGKILL)
+            _wait_gone(who, wait_s)
+            done.append("killed the launcher, which had not ended after %g s" % (grace_s + wait_s))
     else:
         done.append("its launcher (pid %d) is gone" % who.pid)
-    return done + backends.load(plan.backend).sweep(plan.job, grace_s)
+    swept = backends.load(plan.backend).sweep(plan.job, grace_s)
+    try:
+        folder.bury(swept.left)
+    except OSError as err:
+        done.append("its end could not be noted: %s" % err)
+    return done + swept.lines()
+
+
+def _check_python(job: Job, env: Mapping[str, str]) -> None:
+    """Look for --python on this machine, where the servers will run."""
+    if job.python and job.has_servers and job.ps == BUNDLED:
+        folders = given(job.settings, SERVER).get("PATH")
+        path = env.get("PATH", os.defpath) if folders is None else folders.value
+        if shutil.which(job.python, path=path) is None:
+            raise UsageError(
+                "--python: there is no program %r on this machine" % job.python, "leave it out, or give a full path"
+            )
 
 
 def _wait_gone(who: process.Identity, limit_s: float) -> bool:

@@ -16,7 +16,7 @@ from distrun.errors import UsageError
 from distrun.job import Job
 from distrun.placement import Slot, hosts_of, worker_hosts
 from distrun_runtime.contract import environ
-from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER, Host, Plan, Secrets, Task
+from distrun_runtime.contract.plan import ROLES, SCHEDULER, SERVER, WORKER, Host, Plan, Secrets, Task
 
 SET_ELSEWHERE: Mapping[str, str] = {
     "DISTRUN_TOKEN_FILE": "the agent, which writes that file",
@@ -75,6 +75,38 @@ def make_plan(job: Job, slots: Sequence[Slot], site: Site) -> tuple[Plan, Secret
         unset=() if job.keep_outer_env else environ.stale_names(),
     )
     return plan, Secrets(token=site.token, env=_hidden(slots, users))
+
+
+def check_ports(job: Job, plan: Plan) -> None:
+    """Check that --port-range has a port for each process of ours, and each held port, on every host. Pure.
+
+    Raises:
+        UsageError: with the arithmetic.
+    """
+    if not job.port_range:
+        return
+    first, last = wish.parse_port_range(job.port_range)
+    for host in plan.hosts:
+        terms = []
+        if job.has_servers and job.ps == wish.BUNDLED:
+            sizes = [(role, sum(task.host == host.name for task in plan.of_role(role))) for role in ROLES]
+            terms = [(size, "%s%s" % (role, "" if size == 1 else "s")) for role, size in sizes if size]
+        if host.ports:
+            terms.append((len(host.ports), "held for other programs (%s)" % ", ".join(host.ports)))
+        needed = sum(size for size, _ in terms)
+        if needed > last - first + 1:
+            raise UsageError(
+                "--port-range %s has %d port%s, and host %s needs %d: %s"
+                % (
+                    job.port_range,
+                    last - first + 1,
+                    "" if first == last else "s",
+                    host.name,
+                    needed,
+                    " + ".join("%d %s" % term for term in terms),
+                ),
+                "give a range of at least %d" % needed,
+            )
 
 
 def _task(job: Job, slot: Slot, slots: Sequence[Slot], site: Site, users: Mapping[str, wish.Setting]) -> Task:

@@ -49,7 +49,7 @@ def _registered() -> dict[str, str]:
 def _unknown(name: str) -> UsageError:
     if name in PLANNED:
         return UsageError(
-            "--launcher %s: this version has the local backend only" % name,
+            "--launcher %s: this version does not have it; it has: %s" % (name, ", ".join(names())),
             "run on this machine with --launcher local",
         )
     known = names()

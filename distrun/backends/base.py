@@ -20,6 +20,20 @@ class Rendered:
     """What is written to each, in words. Nothing of the user's is on a command line."""
 
 
+@dataclass(frozen=True)
+class Swept:
+    """What became of the processes of a job whose agents were gone. Each is named as `pid 123 (command)`."""
+
+    ended: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    """What would not end, or is not ours to signal."""
+
+    def lines(self) -> list[str]:
+        """Return what to tell the user, a line each."""
+        done = ["ended %s" % each for each in self.ended] + ["%s did not end" % each for each in self.left]
+        return done if self.left else [*done, "all its processes have ended"]
+
+
 class Backend(ABC):
     """One way to start agents. Backends do not know each other, and decide nothing about a job."""
 
@@ -51,5 +65,5 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def sweep(self, job: str, grace_s: float) -> list[str]:
-        """End whatever is left of a job whose agents are gone, on this machine; return what was done, a line each."""
+    def sweep(self, job: str, grace_s: float) -> Swept:
+        """End whatever is left of a job whose agents are gone, on this machine; nothing left is no error."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from distrun.backends import blob
-from distrun.backends.base import Backend, Rendered
+from distrun.backends.base import Backend, Rendered, Swept
 from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator.channel import Channel, Put, StreamChannel
 from distrun_runtime.coordinator.events import StartFailed
@@ -57,13 +57,12 @@ class Local(Backend):
         if not all(code in WELL for code in ends):
             self.sweep(plan.job, plan.limits.grace_s)
 
-    def sweep(self, job: str, grace_s: float) -> list[str]:
+    def sweep(self, job: str, grace_s: float) -> Swept:
         """End the processes of `job` on this machine."""
         from distrun_runtime.agent import sweep
 
         report = sweep.sweep(job, grace_s)
-        done = ["ended pid %d (%s)" % each for each in report.ended] or ["nothing of it was left on this machine"]
-        return done + ["pid %d (%s) did not end" % each for each in report.left]
+        return Swept(*(tuple("pid %d (%s)" % each for each in found) for found in (report.ended, report.left)))
 
 
 class ChildChannel:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -56,13 +57,16 @@ class Console:
         self._out_fd, self._err_fd = out_fd, err_fd
         self._log_path: LogPath | None = None
         make = _Feeds(prefix, {fd: wants_colour(fd, env) for fd in (out_fd, err_fd)})
-        self._err = Writer(make.make, self._find_log)
+        self._job = ""
+        self._is_closing = False
+        self._err = Writer(make.make, self._find_log, self._on_broken)
         # One thread when both are one place: what was written first is shown first.
-        self._out = self._err if _same_file(out_fd, err_fd) else Writer(make.make, self._find_log)
+        self._out = self._err if _same_file(out_fd, err_fd) else Writer(make.make, self._find_log, self._on_broken)
 
-    def attach(self, log_path: LogPath) -> None:
-        """Say where a task's log file is."""
+    def attach(self, log_path: LogPath, job: str = "") -> None:
+        """Say where a task's log file is, and which job it is."""
         self._log_path = log_path
+        self._job = job
 
     def output(self, task: str, host: str, stream: str, data: bytes, at: int | None) -> None:
         """Take bytes of a task; they begin at byte `at` of its log file."""
@@ -96,14 +100,20 @@ class Console:
 
     def close(self) -> None:
         """Print what is left and stop. A stuck terminal, or Ctrl-C, ends the wait."""
-        writers = [self._out] if self._out is self._err else [self._out, self._err]
-        for writer in writers:
-            writer.end()
+        self._is_closing = True
+        self._err.resume()
         try:
-            for writer in writers:
+            # stderr last: it is told when the reader of stdout has gone.
+            for writer in (self._out, self._err):
+                writer.end()
                 writer.join()
         except KeyboardInterrupt:
             return
+
+    def _on_broken(self, fd: int) -> None:
+        if fd == self._out_fd and self._job:
+            what = "all that the job printed" if self._is_closing else "the job goes on"
+            self.say("stdout is closed; %s: distrun logs %s" % (what, self._job))
 
     def _find_log(self, task: str) -> Path | None:
         return self._log_path(task) if self._log_path else None
@@ -136,11 +146,21 @@ def print_err(text: str) -> None:
     _print_plain(2, text)
 
 
+def is_terminal() -> bool:
+    """Return whether stdout is a terminal."""
+    return os.isatty(1)
+
+
+def width() -> int:
+    """Return how many columns there are for a table on stdout."""
+    return shutil.get_terminal_size().columns if is_terminal() else WIDE
+
+
 def render(table: Table) -> str:
     """Return a rich table as text: in the terminal's width and colours, or plain and as wide as it needs."""
     from rich.console import Console as RichConsole
 
-    terminal = os.isatty(1)
+    terminal = is_terminal()
     console = RichConsole() if terminal else RichConsole(width=WIDE, no_color=True, force_terminal=False)
     with console.capture() as capture:
         console.print(table)

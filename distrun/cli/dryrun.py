@@ -7,6 +7,7 @@ from typing import Any
 
 from distrun import shell
 from distrun.backends.base import Rendered
+from distrun.plan import SET_ELSEWHERE
 from distrun_runtime.contract.plan import Plan, Task
 
 SCHEMA = "distrun.dry-run/1"
@@ -27,7 +28,8 @@ def as_json(plan: Plan, rendered: Rendered) -> dict[str, Any]:
         "interface": plan.interface,
         "subnet": plan.subnet,
         "limits": dict(vars(plan.limits)),
-        "removed_env": list(plan.unset),
+        "unset": list(plan.unset),
+        "agent_env": agent_env(),
         "hosts": [
             {
                 "name": host.name,
@@ -72,8 +74,11 @@ def as_text(plan: Plan, rendered: Rendered) -> str:
         lines.append("  run: %s" % shell.join(task.argv))
         lines.append("  in:  %s" % shell.quote(task.cwd))
         lines += ["  env: " + text for text in _assignments(task)]
+    lines += ["", "and every task gets besides:"]
+    lines += ["  %s: set by %s" % pair for pair in agent_env().items()]
+    lines.append("  everything else in its agent's environment%s" % (", but for the names below" if plan.unset else ""))
     if plan.unset:
-        lines += ["", "removed from the environment first: " + " ".join(plan.unset)]
+        lines.append("removed from that environment first: " + " ".join(plan.unset))
     return "\n".join(lines) + "\n"
 
 
@@ -81,6 +86,11 @@ def added(task: Task) -> Mapping[str, str]:
     """Return the variables added to a task: literal ones, references as they stand, hidden ones masked."""
     env = {**task.env, **task.refs, **dict.fromkeys(task.secret_env, MASK)}
     return {name: env[name] for name in sorted(env)}
+
+
+def agent_env() -> dict[str, str]:
+    """Return the variables that the agent sets in every task, each with where its value comes from."""
+    return {name: text for name, text in SET_ELSEWHERE.items() if text.startswith("the agent")}
 
 
 def _assignments(task: Task) -> list[str]:

@@ -17,14 +17,14 @@ from distrun.errors import UsageError
 def kill(jobs: tuple[str, ...], yes: bool, grace: float | None) -> int:
     """Stop JOB (an id, the beginning of one, or a name) and everything that it started.
 
-    Its launcher is asked to stop it. If the launcher is gone, what is left of the job is found by what was recorded
-    of it, never by the names of programs.
+    Jobs that run come before jobs that are over. Its launcher is asked to stop it. If the launcher is gone, what is
+    left of the job is found by what was recorded of it, never by the names of programs.
     """
     from distrun import driver
     from distrun_runtime.coordinator.jobstore import JobStore
 
     store = JobStore()
-    folders = [store.find(job) for job in jobs]
+    folders = list(dict.fromkeys(store.find_living(job) for job in jobs))
     if len(folders) > 1 and not yes:
         if not sys.stdin.isatty():
             raise UsageError("several jobs are stopped only with -y where nobody can be asked")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun import hosts
+from distrun import hosts, shell
 from distrun.cli.console import Console
 from distrun.cli.options import HOSTS_VARIABLES, collect_env, launch_options
 from distrun.errors import UsageError
@@ -20,10 +21,11 @@ from distrun_runtime.contract.plan import ROLES, Limits
 
 if TYPE_CHECKING:
     from distrun.driver import Prepared
-    from distrun_runtime.coordinator.jobstore import JobFolder
+    from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
     from distrun_runtime.coordinator.outcome import Outcome
 
 TAIL_LINES = 20
+NOT_FOUND = 127
 
 
 @click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
@@ -63,11 +65,14 @@ def _launch(command: tuple[str, ...], options: Mapping[str, Any], env: Mapping[s
     if options["dry_run"]:
         _show(ready, options["as_json"], console)
         return 0
-    folder = store.create(ready.plan, run_dir)
-    console.attach(folder.log_path)
+    folder = _create(store, ready, run_dir)
+    console.attach(folder.log_path, folder.id)
+    console.say("job %s (%s)" % (folder.id, _where(ready, options["launcher"])))
     console.say("job %s: logs in %s" % (folder.id, folder.path / "logs"), "debug")
     outcome = driver.launch(ready, folder, console, options["verbosity"])
     _report(outcome, folder, options["as_json"], console)
+    if outcome.exit_code == NOT_FOUND:
+        _hint_at_order(command, console)
     return outcome.exit_code
 
 
@@ -110,17 +115,16 @@ def _cwd() -> str:
 
 
 def _launcher(options: Mapping[str, Any], env: Mapping[str, str], console: Console) -> str:
-    """Return the backend's name: the one that was named; ssh when hosts are given; else local, which is said."""
+    """Return the backend's name: the one that was named; ssh when hosts are given; else local."""
     named: str | None = options["launcher"]
     hostfile = options["hostfile"]
     if hostfile is not None:
         hosts.read(hostfile)
     if named is None:
-        file = next((environ.text(name, env) for name in HOSTS_VARIABLES if environ.text(name, env)), None)
-        if hostfile is not None or options["hosts"] is not None or file is not None:
-            return "ssh"
-        console.say("no hosts given: running on this machine")
-        return "local"
+        given = {"-H/--hostfile": hostfile, "--hosts": options["hosts"]}
+        given.update((name, environ.text(name, env) or None) for name in HOSTS_VARIABLES)
+        source = next((name for name, value in given.items() if value is not None), None)
+        return "local" if source is None else _ssh(source)
     if named == "local":
         for option, given in (("-H/--hostfile", hostfile), ("--hosts", options["hosts"])):
             if given is not None:
@@ -128,6 +132,60 @@ def _launcher(options: Mapping[str, Any], env: Mapping[str, str], console: Conso
         if options["sync_dst_dir"] is not None:
             console.say("--sync-dst-dir is ignored: --launcher local runs in the current directory")
     return named
+
+
+def _ssh(source: str) -> str:
+    from distrun import backends
+
+    if "ssh" not in backends.names():
+        raise UsageError(
+            "%s means the ssh launcher, which this version does not have" % source,
+            "run on this machine with --launcher local",
+        )
+    return "ssh"
+
+
+def _create(store: JobStore, ready: Prepared, run_dir: Path | None) -> JobFolder:
+    from distrun_runtime.errors import JobStoreError
+
+    try:
+        return store.create(ready.plan, run_dir)
+    except JobStoreError as err:
+        raise UsageError(str(err)) from err
+
+
+def _where(ready: Prepared, named: str | None) -> str:
+    """Return on which machines the job runs, in words."""
+    if not ready.backend.needs_hosts:
+        return "on this machine" + ("; no hosts given" if named is None else "")
+    count = len(ready.plan.hosts)
+    return "on %d host%s" % (count, "" if count == 1 else "s")
+
+
+def misplaced(command: Sequence[str]) -> str:
+    """Return the first option of ours, with its value, behind a command that looks like shell text; or "". Pure."""
+    if " " not in command[0]:
+        return ""
+    takes = {
+        name: isinstance(option, click.Option) and not option.is_flag and not option.count
+        for option in launch.params
+        for name in (*option.opts, *option.secondary_opts)
+        if name.startswith("-")
+    }
+    for index, word in enumerate(command):
+        name, equals, _ = word.partition("=")
+        if index and name in takes:
+            return shell.join(command[index : index + (2 if takes[name] and not equals else 1)])
+    return ""
+
+
+def _hint_at_order(command: Sequence[str], console: Console) -> None:
+    found = misplaced(command)
+    if found:
+        console.write_err(
+            "distrun: hint: `%s` stands after the command and belongs to it; options of distrun come before it\n"
+            % found
+        )
 
 
 def _show(ready: Prepared, as_json: bool, console: Console) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from distrun.cli.console import copy_out
+from distrun.cli.find import find
 from distrun.cli.lines import Feed
 from distrun.cli.status import LIVE
 from distrun.errors import UsageError
@@ -42,7 +43,7 @@ def logs(job: str, task: str | None, follow: bool, lines: int | None) -> int:
     """
     from distrun_runtime.coordinator.jobstore import JobStore
 
-    folder = JobStore().find(job)
+    folder = find(JobStore(), job)
     chosen = choose(folder.state()["tasks"], task)
     shown = []
     for row in chosen:

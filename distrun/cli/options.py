@@ -12,6 +12,18 @@ from distrun.errors import UsageError
 from distrun.job import BUNDLED, Setting, parse_env, parse_env_file, parse_role_env
 from distrun_runtime.contract.plan import ROLES, Limits
 
+
+class LauncherOption(click.Option):
+    """--launcher, whose help lists the backends there are, registered ones included, when it is asked for."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return the option's two cells in the help."""
+        from distrun import backends
+
+        self.help = "How tasks are started: %s." % ", ".join(backends.names())
+        return super().get_help_record(ctx)
+
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 HOSTS_VARIABLES = ("DEEPLEARNING_WORKERS_PATH", "DISTRUN_HOSTFILE")
@@ -31,7 +43,7 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
         "-s", "--num-servers", "servers", type=int, metavar="N", help="Number of servers; 0: none. [default: as -n]"
     ),
     # Where
-    click.option("--launcher", "--backend", "launcher", metavar="NAME", help="How tasks are started: local."),
+    click.option("--launcher", "--backend", "launcher", metavar="NAME", cls=LauncherOption),
     click.option("-H", "--hostfile", "hostfile", metavar="FILE", help="Hosts file (ssh)."),
     click.option("--hosts", "hosts", metavar="A,B", help="Hosts, instead of a file (ssh)."),
     click.option("--scheduler-host", default="", metavar="HOST", help="Host of the scheduler. [default: the first]"),

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun import shell
-from distrun.cli.console import live, print_out, render
+from distrun.cli.console import WIDE, is_terminal, live, print_out, render, width
+from distrun.cli.find import find
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,6 +24,12 @@ SHOWN = 20
 """Jobs that are listed without --all."""
 INTERVAL_S = 0.5
 LIVE = ("starting", "running", "stopping")
+
+DROPPED = ("CPU", "MAX RSS", "PID", "TIME", "CODE")
+"""Columns of a job's tasks that are left out where there is no room, the first one first."""
+LAST_SHOWN = 12
+"""Characters of the last column for which others are left out."""
+GAP = 2
 
 _STYLES = {
     "running": "cyan",
@@ -51,24 +58,28 @@ def status(job: str | None, watch: bool, everything: bool, as_json: bool) -> int
         read: Callable[[], list[dict[str, Any]]] = lambda: _jobs(store, everything)  # noqa: E731
         if as_json:
             print_out(json.dumps({"schema": SCHEMA, "jobs": read()}, indent=2) + "\n")
-        elif watch:
-            live(lambda: jobs_table(read(), time.time()), lambda: True, INTERVAL_S)
+        elif watch and is_terminal():
+            live(lambda: _endless(jobs_table(read(), time.time(), width())), lambda: True, INTERVAL_S)
         else:
-            print_out(render(jobs_table(read(), time.time())))
+            print_out(render(jobs_table(read(), time.time(), width())))
         return 0
-    folder = store.find(job)
+    folder = find(store, job)
     if watch and not as_json:
-        live(lambda: tasks_table(folder.state(), time.time()), lambda: folder.state()["state"] in LIVE, INTERVAL_S)
+        live(
+            lambda: tasks_table(folder.state(), time.time(), width()),
+            lambda: folder.state()["state"] in LIVE,
+            INTERVAL_S,
+        )
     state = folder.state()
     if as_json:
         print_out(json.dumps({"schema": SCHEMA, "job": state}, indent=2) + "\n")
     elif not watch:
-        print_out(render(tasks_table(state, time.time())))
+        print_out(render(tasks_table(state, time.time(), width())))
     return 0 if state["state"] in (*LIVE, "succeeded") else 1
 
 
-def jobs_table(states: Sequence[Mapping[str, Any]], now: float) -> Table:
-    """Return one row for each job. `now`: wall clock, seconds."""
+def jobs_table(states: Sequence[Mapping[str, Any]], now: float, columns: int = WIDE) -> Table:
+    """Return one row for each job. `now`: wall clock, seconds. `columns`: room. Pure."""
     rows = [
         (
             str(state["id"]),
@@ -81,11 +92,12 @@ def jobs_table(states: Sequence[Mapping[str, Any]], now: float) -> Table:
         )
         for state in states
     ]
-    return _table(("JOB", "STATE", "CODE", "TASKS", "TIME", "CREATED", "COMMAND"), rows)
+    headings = ("JOB", "STATE", "CODE", "TASKS", "TIME", "CREATED", "COMMAND")
+    return _table(headings, rows, columns, ("CREATED", "CODE", "TASKS", "TIME"))
 
 
-def tasks_table(state: Mapping[str, Any], now: float) -> Table:
-    """Return one row for each task of a job. `now`: wall clock, seconds. Pure."""
+def tasks_table(state: Mapping[str, Any], now: float, columns: int = WIDE) -> Table:
+    """Return one row for each task of a job. `now`: wall clock, seconds. `columns`: room. Pure."""
     rows = [
         (
             str(task["name"]),
@@ -99,26 +111,37 @@ def tasks_table(state: Mapping[str, Any], now: float) -> Table:
         )
         for task in state["tasks"]
     ]
-    table = _table(("TASK", "STATE", "CODE", "PID", "TIME", "CPU", "MAX RSS", "HOST"), rows)
+    headings = ("TASK", "STATE", "CODE", "PID", "TIME", "CPU", "MAX RSS", "HOST")
+    table = _table(headings, rows, columns, DROPPED)
     title = "%s  %s  %s" % (state["id"], state["state"], shell.join(state["command"]))
     table.title = _plain(title + ("\n" + str(state["message"]) if state.get("message") else ""))
     table.title_justify, table.title_style = "left", ""
     return table
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table whose second column is a state; only the last one is cut where there is no room."""
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], columns: int, dispensable: Sequence[str]) -> Table:
+    """Return a table whose second column is a state.
+
+    Where there is no room, `dispensable` columns are left out, the first one first, and the last one is cut.
+    """
     from rich.table import Table
 
+    widths = [max(len(row[index]) for row in (headings, *rows)) for index in range(len(headings))]
+    widths[-1] = min(widths[-1], LAST_SHOWN)
+    shown = list(range(len(headings)))
+    for heading in dispensable:
+        if sum(widths[index] + GAP for index in shown) - GAP > columns:
+            shown.remove(headings.index(heading))
+    headings, rows = [headings[index] for index in shown], [[row[index] for index in shown] for row in rows]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, heading in enumerate(headings):
         is_last = index == len(headings) - 1
         width = None if is_last else max(len(row[index]) for row in (headings, *rows))
         table.add_column(heading, no_wrap=True, overflow="ellipsis", min_width=width)
     for row in rows:
-        shown = [_plain(cell) for cell in row]
-        shown[1] = "[%s]%s[/]" % (_STYLES.get(row[1], "yellow"), row[1])
-        table.add_row(*shown)
+        cells = [_plain(cell) for cell in row]
+        cells[1] = "[%s]%s[/]" % (_STYLES.get(row[1], "yellow"), row[1])
+        table.add_row(*cells)
     return table
 
 
@@ -135,9 +158,14 @@ def _jobs(store: JobStore, everything: bool) -> list[dict[str, Any]]:
     return [folder.state() for folder in (folders if everything else folders[:SHOWN])]
 
 
+def _endless(table: Table) -> Table:
+    table.caption, table.caption_justify = "Ctrl-C ends this", "left"
+    return table
+
+
 def _until(state: Mapping[str, Any]) -> str | None:
     """Return when a job that has no end was last heard of, if its launcher is gone."""
-    return None if state["state"] in LIVE else str(state["updated"])
+    return None if state["state"] in LIVE else str(state.get("heard") or state["updated"])
 
 
 def _seconds(text: str) -> float:
@@ -149,9 +177,8 @@ def _code(code: int | None, signal: str | None) -> str:
 
 
 def _count(tasks: Sequence[Mapping[str, Any]]) -> str:
-    failed = sum(task["state"] == "failed" for task in tasks)
-    running = sum(task["state"] == "running" for task in tasks)
-    extra = ["%d %s" % (count, word) for count, word in ((running, "running"), (failed, "failed")) if count]
+    counts = [(sum(task["state"] == word for task in tasks), word) for word in ("running", "failed", "lost")]
+    extra = ["%d %s" % pair for pair in counts if pair[0]]
     return "%d%s" % (len(tasks), " (%s)" % ", ".join(extra) if extra else "")
 
 

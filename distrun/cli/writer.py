@@ -41,8 +41,14 @@ class Piece:
 class Writer:
     """A queue and the thread that empties it."""
 
-    def __init__(self, make_feed: Callable[[Piece], Feed], find_log: Callable[[str], Path | None]) -> None:
+    def __init__(
+        self,
+        make_feed: Callable[[Piece], Feed],
+        find_log: Callable[[str], Path | None],
+        on_broken: Callable[[int], None] = lambda fd: None,
+    ) -> None:
         self._make_feed = make_feed
+        self._on_broken = on_broken
         self._find_log = find_log
         self._feeds: dict[tuple[int, str, str], Feed] = {}
         self._queue: deque[Piece] = deque()
@@ -80,6 +86,12 @@ class Writer:
             self._paused = not self._paused
             self._changed.notify()
             return self._paused
+
+    def resume(self) -> None:
+        """Go on, if it is paused."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify()
 
     def end(self) -> None:
         """Say that nothing more will come."""
@@ -186,6 +198,7 @@ class Writer:
             except OSError:
                 # The reader is gone (`| head -1`), or the terminal: the job goes on, its logs are files.
                 self._broken.add(fd)
+                self._on_broken(fd)
 
 
 def encode(text: str) -> bytes:

@@ -9,7 +9,7 @@ import pytest
 
 from distrun import backends
 from distrun.backends import local
-from distrun.backends.base import Backend
+from distrun.backends.base import Backend, Swept
 from distrun.errors import DistrunError, UsageError
 from distrun_runtime.contract.plan import Host, Plan, Task
 from distrun_runtime.coordinator.events import AgentLost, Event, StartFailed
@@ -47,6 +47,12 @@ def test_every_backend_connects_nothing_before_it_is_told_to(name: str) -> None:
     backend.release(PLAN, channels, 1.0)
 
 
+def test_planned_backends_are_told_of_registered_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_registered", lambda: {"mine": "distrun.backends.local:Local"})
+    with pytest.raises(UsageError, match="it has: local, mine"):
+        backends.load("ssh")
+
+
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(UsageError, match="no launcher 'xyz'; known: local"):
         backends.load("xyz")
@@ -57,7 +63,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 @pytest.mark.parametrize("name", backends.PLANNED)
 def test_a_planned_backend_says_so(name: str) -> None:
-    with pytest.raises(UsageError, match="this version has the local backend only") as caught:
+    with pytest.raises(UsageError, match="this version does not have it; it has: local") as caught:
         backends.load(name)
     assert "--launcher local" in caught.value.hint
 
@@ -116,4 +122,6 @@ def test_an_agent_that_dies_leaves_its_last_words(code: str, words: list[str]) -
 def test_sweeping_a_job_that_never_was_finds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
-    assert local.Local().sweep("no-such-job-000", 0.1) == ["nothing of it was left on this machine"]
+    assert local.Local().sweep("no-such-job-000", 0.1) == Swept()
+    assert Swept().lines() == ["all its processes have ended"]
+    assert Swept(("pid 1 (a)",), ("pid 2 (b)",)).lines() == ["ended pid 1 (a)", "pid 2 (b) did not end"]

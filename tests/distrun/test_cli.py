@@ -116,9 +116,15 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
     [
         (("launch", "-n", "2", "--launcher", "locl", "true"), ["no launcher 'locl'", "did you mean local?"]),
         (("launch", "-n", "2", "--launcher", "zzz", "true"), ["no launcher 'zzz'; known: local"]),
-        (("launch", "-n", "2", "--launcher", "ssh", "true"), ["the local backend only", "--launcher local"]),
-        (("launch", "-n", "2", "--backend", "slurm", "true"), ["--launcher slurm: this version has the local"]),
-        (("launch", "-n", "2", "--hosts", "a,b", "true"), ["the local backend only", "--launcher local"]),
+        (("launch", "-n", "2", "--launcher", "ssh", "true"), ["does not have it; it has: local", "--launcher local"]),
+        (("launch", "-n", "2", "--backend", "slurm", "true"), ["--launcher slurm: this version does not have it"]),
+        (("launch", "-n", "2", "--hosts", "a,b", "true"), ["--hosts means the ssh launcher", "--launcher local"]),
+        (
+            ("launch", "-n", "2", "-H", "/dev/null", "true"),
+            ["-H/--hostfile means the ssh launcher, which"],
+        ),
+        (("launch", "-n", "2", "--python", "/nope", "true"), ["--python: there is no program '/nope'"]),
+        (("launch", "-n", "2", "--port-range", "70-71", "true"), ["has 2 ports", "needs 7: 1 scheduler + 2 servers"]),
         (("launch", "-n", "0", "true"), ["-n/--num-workers: expected a number of at least 1, found 0"]),
         (("launch", "-n", "-3", "true"), ["found -3"]),
         (("launch", "-n", "two", "true"), ["'two' is not a valid integer"]),
@@ -150,7 +156,37 @@ def test_bad_input_ends_with_2_and_words(words: tuple[str, ...], messages: list[
 
 @pytest.mark.parametrize("name", ["DISTRUN_HOSTFILE", "DEEPLEARNING_WORKERS_PATH"])
 def test_hosts_named_by_the_environment_mean_ssh(name: str, distrun: Distrun) -> None:
-    assert "the local backend only" in error(distrun.run("launch", "-n", "1", "true", env={name: "/tmp/hosts"}))
+    text = error(distrun.run("launch", "-n", "1", "true", env={name: "/tmp/hosts"}))
+    assert "%s means the ssh launcher" % name in text
+
+
+def test_a_usage_error_is_all_that_is_said(distrun: Distrun) -> None:
+    result = distrun.run("launch", "-n", "0", "true")
+    assert result.stderr.startswith(b"distrun: error: ")
+
+
+def test_the_help_lists_the_launchers_there_are(distrun: Distrun) -> None:
+    site = distrun.home / "site" / "mine-1.dist-info"
+    site.mkdir(parents=True)
+    (site / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
+    (site / "entry_points.txt").write_text("[distrun.backends]\nmine = distrun.backends.local:Local\n")
+    shown = distrun.run("launch", "-h", env={"PYTHONPATH": str(site.parent)}).stdout
+    assert b"How tasks are started: local, mine." in shown
+
+
+def test_of_several_jobs_of_a_name_the_newest_is_shown_and_named(distrun: Distrun) -> None:
+    for word in ("first", "second"):
+        assert distrun.launch("-q", "-n", "1", "-s", "0", "--name", "again", "echo", word).returncode == 0
+    newest = json.loads(distrun.run("status", "--json").stdout)["jobs"][0]["id"]
+    for command, text in (("status", newest.encode()), ("logs", b"second\n")):
+        result = distrun.run(command, "again")
+        assert result.returncode == 0
+        assert text in result.stdout
+        assert result.stderr.decode() == "distrun: again: the newest of 2 jobs of that name, %s\n" % newest
+
+
+def test_a_list_that_is_watched_without_a_terminal_is_shown_once(distrun: Distrun) -> None:
+    assert distrun.run("status", "-w").stdout == distrun.run("status").stdout
 
 
 @pytest.mark.parametrize(
@@ -180,6 +216,7 @@ def test_several_jobs_are_not_killed_unasked(distrun: Distrun) -> None:
     assert "only with -y" in error(distrun.run("kill", "one", "two"))
     done = distrun.run("kill", "-y", "one", "two")
     assert done.returncode == 0
+    assert re.fullmatch(r"(one|two)-\w+: is over already: succeeded", done.stdout.decode().splitlines()[0])
     assert done.stdout.count(b"is over already") == 2
 
 

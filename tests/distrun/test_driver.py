@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from distrun import backends, driver
+from distrun.backends.base import Swept
 from distrun.errors import UsageError
 from distrun.job import Job
 from distrun_runtime.contract import process
@@ -22,8 +23,11 @@ def store(tmp_path: Path) -> JobStore:
     return JobStore(tmp_path / "state")
 
 
-def prepare(store: JobStore, **more: Any) -> driver.Prepared:
-    job = Job(command=("true",), workers=1, servers=0, cwd="/")
+SWEPT = ["ended pid 9 (sleep)", "all its processes have ended"]
+
+
+def prepare(store: JobStore, job: Job | None = None, **more: Any) -> driver.Prepared:
+    job = job or Job(command=("true",), workers=1, servers=0, cwd="/")
     return driver.prepare(job, "local", env={}, store=store, **more)
 
 
@@ -35,12 +39,12 @@ def make(store: JobStore, **launcher: object) -> JobFolder:
     return folder
 
 
-def swept(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
+def swept(monkeypatch: pytest.MonkeyPatch, left: tuple[str, ...] = ()) -> list[tuple[str, float]]:
     calls: list[tuple[str, float]] = []
 
-    def sweep(self: object, job: str, grace_s: float) -> list[str]:
+    def sweep(self: object, job: str, grace_s: float) -> Swept:
         calls.append((job, grace_s))
-        return ["swept"]
+        return Swept(("pid 9 (sleep)",), left)
 
     monkeypatch.setattr(type(backends.load("local")), "sweep", sweep)
     return calls
@@ -64,7 +68,7 @@ def test_a_job_that_is_over_is_left_alone(store: JobStore, monkeypatch: pytest.M
     calls = swept(monkeypatch)
     folder = make(store)
     folder.finish(Outcome(0, "succeeded", "all well"))
-    assert driver.kill(folder) == ["%s is over already: succeeded" % folder.id]
+    assert driver.kill(folder) == ["is over already: succeeded"]
     assert calls == []
 
 
@@ -80,14 +84,17 @@ def test_a_dead_launchers_job_is_swept(store: JobStore, monkeypatch: pytest.Monk
     pid, start = process.identity(child.pid)
     child.wait()
     folder = make(store, pid=pid, start=start)
-    assert driver.kill(folder) == ["its launcher (pid %d) is gone" % pid, "swept"]
+    assert driver.kill(folder) == ["its launcher (pid %d) is gone" % pid, *SWEPT]
     assert calls == [(folder.id, 10.0)]
+    state = folder.state()
+    assert (state["state"], [task["state"] for task in state["tasks"]]) == ("killed", ["stopped"])
+    assert driver.kill(folder) == ["is over already: killed"]
 
 
 def test_another_process_of_that_pid_is_not_touched(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     swept(monkeypatch)
     folder = make(store, pid=os.getpid(), start="proc:another-boot:1")
-    assert driver.kill(folder, 1.0)[1:] == ["swept"]
+    assert driver.kill(folder, 1.0)[1:] == SWEPT
 
 
 @pytest.mark.parametrize("obeys", [True, False])
@@ -106,7 +113,51 @@ def test_a_living_launcher_is_asked_and_one_that_does_not_end_is_killed(
     child.stdout.close()
     assert done[0] == "asked its launcher (pid %d) to stop the job" % pid
     if obeys:
-        assert done[1:] == ["the launcher has ended"]
-        assert calls == []
+        assert done[1:] == ["the launcher has ended", *SWEPT]
     else:
-        assert done[1:] == ["killed the launcher, which had not ended after 0.5 s", "swept"]
+        assert done[1:] == ["killed the launcher, which had not ended after 0.5 s", *SWEPT]
+    assert len(calls) == 1
+
+
+def test_processes_that_do_not_end_are_told(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    swept(monkeypatch, left=("pid 8 (stuck)",))
+    folder = make(store, pid=os.getpid(), start="proc:another-boot:1")
+    assert driver.kill(folder, 1.0)[1:] == ["ended pid 9 (sleep)", "pid 8 (stuck) did not end"]
+    outcome = folder.outcome()
+    assert outcome is not None
+    assert outcome["survivors"] == ["pid 8 (stuck)"]
+
+
+def wish(**more: Any) -> Job:
+    return Job(**{"command": ("true",), "workers": 1, "servers": 1, "cwd": "/", **more})
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (wish(port_range="7000-7003"), "has 4 ports, and host .* needs 5: 1 scheduler . 1 server . 1 worker . 2 held"),
+        (
+            wish(servers=2, workers=2, port_range="7000-7000"),
+            r"has 1 port, .* 7: 1 scheduler \+ 2 servers \+ 2 workers",
+        ),
+        (wish(servers=0, port_range="7000-7000"), r"has 1 port, .* 2: 2 held for other programs \(jax, master\)"),
+        (wish(python="/nope"), "--python: there is no program '/nope' on this machine"),
+    ],
+)
+def test_what_cannot_work_here_is_refused_before_the_start(store: JobStore, job: Job, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        prepare(store, job)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        wish(port_range="7000-7004"),
+        wish(servers=0, port_range="7000-7001"),
+        wish(port_range="7000-7002", ps="command"),
+        wish(servers=0, python="/nope"),
+        wish(python="sh"),
+    ],
+)
+def test_what_just_works_is_not_refused(store: JobStore, job: Job) -> None:
+    assert prepare(store, job).plan.tasks

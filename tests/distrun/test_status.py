@@ -46,6 +46,30 @@ def test_a_lost_job_took_as_long_as_it_was_heard_of() -> None:
     assert " 0:00:00 " in render(jobs_table([state(state="lost")], NOW)).splitlines()[1]
 
 
+def test_a_lost_job_and_its_tasks_took_as_long_as_anything_of_it_was_written() -> None:
+    tasks = [task("worker-0", state="lost"), task("worker-1", state="lost")]
+    lost = state(state="lost", heard="2026-01-31T12:00:07.000Z", tasks=tasks)
+    assert "2 (2 lost)  0:00:07 " in render(jobs_table([lost], NOW)).splitlines()[1]
+    assert all(" 0:00:07 " in line for line in render(tasks_table(lost, NOW)).splitlines()[2:])
+
+
+@pytest.mark.parametrize("columns", [160, 100, 80, 72, 60, 50, 40, 30])
+def test_where_there_is_no_room_columns_are_left_out_and_only_the_last_is_cut(columns: int) -> None:
+    from rich.console import Console
+
+    ended = task("worker-1", state="failed", signal="KILL", ended=START, cpu_s=1.25, max_rss_kb=2048)
+    for table in (jobs_table([state()], NOW, columns), tasks_table(state(tasks=[ended]), NOW, columns)):
+        table.title = None
+        console = Console(width=columns)
+        with console.capture() as capture:
+            console.print(table)
+        head, row = capture.get().splitlines()[-2:]
+        assert head.split()[1] == "STATE"
+        whole = ("2 (2 running)", "1:02:05", "calm-otter-7f3", "worker-1", "failed", "running", "KILL", "2 MB")
+        for cell in row.rstrip().split("  ")[:-1]:
+            assert cell.strip() in ("", "7", "1.2 s", "0:00:00", *whole) or cell.strip()[:3] in ("01-", "02-")
+
+
 def test_no_jobs_is_an_empty_table() -> None:
     assert len(render(jobs_table([], NOW)).splitlines()) == 1
 

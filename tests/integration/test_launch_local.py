@@ -43,7 +43,7 @@ def environment(distrun: Distrun, task: str) -> dict[str, str]:
 def test_all_workers_well_is_0(distrun: Distrun) -> None:
     result = distrun.launch("-n", "2", "-s", "0", "true")
     assert result.returncode == 0, result.stderr.decode()
-    assert result.stderr == b""
+    assert result.stderr.decode() == "distrun: job %s (on this machine)\n" % distrun.job.name
     state = distrun.state()
     assert (state["state"], state["exit_code"]) == ("succeeded", 0)
     assert [task["state"] for task in state["tasks"]] == ["exited", "exited"]
@@ -140,7 +140,7 @@ def test_a_current_folder_that_is_gone_is_said(distrun: Distrun) -> None:
 
 
 def test_streams_are_kept_apart_and_lines_are_prefixed(distrun: Distrun) -> None:
-    result = distrun.launch("-n", "2", "-s", "0", script(distrun, "echo out $DMLC_RANK\necho err $DMLC_RANK >&2"))
+    result = distrun.launch("-q", "-n", "2", "-s", "0", script(distrun, "echo out $DMLC_RANK\necho err $DMLC_RANK >&2"))
     host = distrun.state()["hosts"][0]
     assert sorted(result.stdout.decode().splitlines()) == ["worker-%d@%s | out %d" % (i, host, i) for i in (0, 1)]
     assert sorted(result.stderr.decode().splitlines()) == ["worker-%d@%s | err %d" % (i, host, i) for i in (0, 1)]
@@ -171,9 +171,9 @@ def test_lines_appear_when_they_are_printed(distrun: Distrun) -> None:
     assert child.wait(20) == 143
 
 
-def test_quiet_says_errors_only_and_no_hosts_is_said_once(distrun: Distrun) -> None:
+def test_the_jobs_id_and_place_are_said_at_the_start_unless_quiet(distrun: Distrun) -> None:
     said = distrun.run("launch", "-n", "1", "-s", "0", "true")
-    assert said.stderr == b"distrun: no hosts given: running on this machine\n"
+    assert said.stderr.decode() == "distrun: job %s (on this machine; no hosts given)\n" % distrun.job.name
     assert distrun.run("launch", "-q", "-n", "1", "-s", "0", "true").stderr == b""
 
 
@@ -219,7 +219,8 @@ def test_a_reader_that_goes_away_does_not_end_the_job(distrun: Distrun) -> None:
     )
     assert result.returncode == 0
     assert result.stdout.endswith(b"| 1\n")
-    assert result.stderr == b""
+    said = "distrun: stdout is closed; the job goes on: distrun logs %s" % distrun.job.name
+    assert result.stderr.decode().splitlines()[1:] == [said]
     assert (distrun.work / "done").exists()
 
 
@@ -441,9 +442,15 @@ def test_kill_stops_a_running_job(distrun: Distrun) -> None:
     wait_until(lambda: len(list(distrun.work.glob("up-*"))) == 2, 20)
     said = distrun.run("kill", distrun.job.name)
     assert said.returncode == 0
-    assert b"the launcher has ended" in said.stdout
+    job = distrun.job.name
+    assert said.stdout.decode().splitlines()[1:] == [
+        "%s: the launcher has ended" % job,
+        "%s: all its processes have ended" % job,
+    ]
     assert child.wait(1) == 143
     assert distrun.left() == []
+    assert (distrun.home / "err").read_bytes().endswith(b"distrun: error: stopped by distrun kill\n")
+    assert distrun.state()["message"] == "stopped by distrun kill"
     assert distrun.state()["state"] == "killed"
     assert b"is over already" in distrun.run("kill", distrun.job.name).stdout
 
@@ -460,6 +467,31 @@ def test_run_dir_keeps_the_jobs_folder_there(distrun: Distrun) -> None:
 def test_a_job_store_that_cannot_be_written_is_said(distrun: Distrun) -> None:
     (distrun.home / "file").write_text("")
     result = distrun.launch("-n", "1", "-s", "0", "true", env={"XDG_STATE_HOME": str(distrun.home / "file")})
-    assert result.returncode not in (0, 1)
+    assert result.returncode == 2
     assert b"cannot make the job's folder" in result.stderr
     assert b"XDG_STATE_HOME" in result.stderr
+    result = distrun.launch("-n", "1", "-s", "0", "--run-dir", str(distrun.home / "file"), "true")
+    assert result.returncode == 2
+    assert b"set --run-dir to a place that can be written" in result.stderr
+
+
+def test_a_lost_job_is_shown_as_lost_and_killed_for_good(distrun: Distrun) -> None:
+    child = distrun.begin("-n", "1", "-s", "0", script(distrun, "echo up; touch up; sleep 60"))
+    wait_until((distrun.work / "up").exists, 20)
+    wait_until(lambda: distrun.state()["state"] == "running", 20)
+    child.kill()
+    child.wait()
+    job = distrun.job.name
+    shown = json.loads(distrun.run("status", job, "--json").stdout)["job"]
+    assert (shown["state"], shown["tasks"][0]["state"]) == ("lost", "lost")
+    said = distrun.run("kill", job)
+    assert said.returncode == 0
+    assert said.stdout.decode().splitlines()[-1] == "%s: all its processes have ended" % job
+    state = distrun.state()
+    assert (state["state"], state["exit_code"], state["tasks"][0]["state"]) == ("killed", 143, "stopped")
+
+
+def test_options_behind_quoted_shell_text_are_pointed_at(distrun: Distrun) -> None:
+    result = distrun.launch("-n", "1", "-s", "0", "echo a & echo b", "-s", "0")
+    assert result.returncode == 127
+    assert b"hint: `-s 0` stands after the command and belongs to it" in result.stderr

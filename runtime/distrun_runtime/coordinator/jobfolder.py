@@ -259,7 +259,7 @@ def _seconds(text: Optional[str]) -> Optional[float]:
 
 def _result(task: Mapping[str, Any]) -> TaskResult:
     """Return a task of state.json as the value that it was written from."""
-    members = {each.name: task[each.name] for each in dataclasses.fields(TaskResult)}
+    members = {each.name: task[each.name] for each in dataclasses.fields(TaskResult) if each.name in task}
     return TaskResult(**dict(members, started=_seconds(task["started"]), ended=_seconds(task["ended"])))
 
 
