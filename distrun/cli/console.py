@@ -168,18 +168,26 @@ def render(table: Table) -> str:
 
 
 def live(make: Callable[[], Table], goes_on: Callable[[], bool], interval_s: float) -> None:
-    """Show a table again and again until `goes_on` says no or Ctrl-C; once only where stdout is no terminal."""
-    if not os.isatty(1):
-        while goes_on():
-            time.sleep(interval_s)
-        print_out(render(make()))
-        return
-    from rich.live import Live
+    """Show a table again and again until `goes_on` says no or Ctrl-C, and then once more, to stay.
 
-    with contextlib.suppress(KeyboardInterrupt), Live(make(), auto_refresh=False) as shown:
+    On a terminal's second screen, so that neither a redraw nor the ^C leaves a trace. Elsewhere only the last is shown.
+    """
+    if not is_terminal():
         while goes_on():
             time.sleep(interval_s)
-            shown.update(make(), refresh=True)
+    else:
+        from rich.live import Live
+
+        with contextlib.suppress(KeyboardInterrupt), Live(_watched(make()), auto_refresh=False, screen=True) as shown:
+            while goes_on():
+                time.sleep(interval_s)
+                shown.update(_watched(make()), refresh=True)
+    print_out(render(make()))
+
+
+def _watched(table: Table) -> Table:
+    table.caption, table.caption_justify = "Ctrl-C ends this view", "left"
+    return table
 
 
 def copy_out(data: bytes) -> bool:

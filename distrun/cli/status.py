@@ -59,7 +59,7 @@ def status(job: str | None, watch: bool, everything: bool, as_json: bool) -> int
         if as_json:
             print_out(json.dumps({"schema": SCHEMA, "jobs": read()}, indent=2) + "\n")
         elif watch and is_terminal():
-            live(lambda: _endless(jobs_table(read(), time.time(), width())), lambda: True, INTERVAL_S)
+            live(lambda: jobs_table(read(), time.time(), width()), lambda: True, INTERVAL_S)
         else:
             print_out(render(jobs_table(read(), time.time(), width())))
         return 0
@@ -156,11 +156,6 @@ def duration(start: str | None, end: str | None, now: float) -> str:
 def _jobs(store: JobStore, everything: bool) -> list[dict[str, Any]]:
     folders = store.list()
     return [folder.state() for folder in (folders if everything else folders[:SHOWN])]
-
-
-def _endless(table: Table) -> Table:
-    table.caption, table.caption_justify = "Ctrl-C ends this", "left"
-    return table
 
 
 def _until(state: Mapping[str, Any]) -> str | None:

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import pty
 import re
 import resource
 import socket
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -251,3 +256,30 @@ def test_our_own_fault_ends_with_8_and_a_traceback_only_when_asked(
     assert "Traceback" not in text
     assert cli.run(["launch", "-vv", "-n", "1", "true"]) == 8
     assert "Traceback" in capfd.readouterr().err
+
+
+def test_a_watched_list_says_how_it_ends_and_leaves_the_screen_clean(distrun: Distrun) -> None:
+    assert distrun.launch("-q", "-n", "1", "-s", "0", "--name", "one", "true").returncode == 0
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    streams = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True}
+    # The terminal is the controlling one, so that the ^C typed into it interrupts.
+    child = distrun.start(
+        "status", "-w", env={"TERM": "xterm"}, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), **streams
+    )
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO: the other end is closed
+        while data := os.read(ours, 65536):
+            if b"ends this view" in shown + data and b"\x03" not in shown:
+                os.write(ours, b"\x03")
+                data += b"\x03"
+            shown += data
+    os.close(ours)
+    assert child.wait(30) == 0
+    _, _, after = shown.partition(b"\x1b[?1049l")  # back from the second screen
+    assert b"^C" not in after
+    assert b"ends this" not in after
+    assert after.count(b"JOB") == 1
+    assert b"CREATED" not in after
+    assert b"true" in after
