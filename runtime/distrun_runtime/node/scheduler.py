@@ -156,16 +156,15 @@ class Scheduler:
             if not self._roster.of_role("worker"):
                 self._deadline.at = None  # the next first worker has the whole time again
             return [role.Log("WARNING", "%s went away before all had registered: %s" % (member.who, reason))]
-        return self._lose(member, reason)
+        return self._lose(member, "%s is lost: %s" % (member.who, reason))
 
     def _lose(self, member: Member, reason: str) -> list[role.Action]:
         member.state = LOST
-        self._broken = self._broken or "%s is lost: %s" % (member.who, reason)
-        body = {"who": member.who.name, "host": member.who.host, "reason": "%s is lost: %s" % (member.who, reason)}
+        self._broken = self._broken or reason
         return [
-            role.Log("ERROR", body["reason"]),
-            role.Publish({"lost_peer": member.who.name, "message": body["reason"]}),
-            *self._tell_all(Kind.LOST, body),
+            role.Log("ERROR", reason),
+            role.Publish({"lost_peer": member.who.name, "message": reason}),
+            *self._tell_all(Kind.LOST, {"who": member.who.name, "host": member.who.host, "reason": reason}),
             *self._finish_when_done(),
         ]
 
@@ -227,7 +226,7 @@ class Scheduler:
         if message.kind is Kind.BYE:
             return [role.Send(member.link, answer(message)), *self._leave(member)]
         if message.kind is Kind.ABORT:
-            return self._lose(member, "it failed: %s" % message.body.get("reason", "no reason given"))
+            return self._lose(member, "%s failed: %s" % (member.who, message.body.get("reason", "no reason given")))
         if member.who.role != "worker":
             return [role.Log("WARNING", "%s sent %s, which only workers send" % (member.who, message.kind.name))]
         if self._broken:

@@ -520,7 +520,7 @@ def test_after_a_loss_it_ends_with_1_when_the_last_worker_has_gone() -> None:
 
 def test_abort_is_a_loss_with_the_workers_own_reason() -> None:
     actions = Job().hear("w1", Kind.ABORT, reason="ValueError: bad data")
-    assert reasons(actions)["w0"] == "worker-1@d1 (pid 1) is lost: it failed: ValueError: bad data"
+    assert reasons(actions)["w0"] == "worker-1@d1 (pid 1) failed: ValueError: bad data"
 
 
 def test_a_signal_ends_it_with_0() -> None:
