@@ -107,7 +107,9 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
     """
     state = str(folder.state()["state"])
     if state in OVER:
-        return ["is over already: %s" % state]
+        # Its end may have left something that would not die then.
+        swept = backends.load(folder.plan().backend).sweep(folder.plan().job, grace_s or 0.0)
+        return ["is over already: %s" % state, *(swept.lines() if swept.ended or swept.left else [])]
     plan, launcher = folder.plan(), folder.launcher()
     here = socket.gethostname()
     if launcher.get("host", here) != here:

@@ -20,6 +20,10 @@ class Rendered:
     """What is written to each, in words. Nothing of the user's is on a command line."""
 
 
+STAYED = "did not end"
+"""The last words of a line about a process that is still there."""
+
+
 @dataclass(frozen=True)
 class Swept:
     """What became of the processes of a job whose agents were gone. Each is named as `pid 123 (command)`."""
@@ -30,7 +34,7 @@ class Swept:
 
     def lines(self) -> list[str]:
         """Return what to tell the user, a line each."""
-        done = ["ended %s" % each for each in self.ended] + ["%s did not end" % each for each in self.left]
+        done = ["ended %s" % each for each in self.ended] + ["%s %s" % (each, STAYED) for each in self.left]
         return done if self.left else [*done, "all its processes have ended"]
 
 

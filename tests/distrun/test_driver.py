@@ -64,12 +64,14 @@ def test_a_dry_run_has_a_placeholder_and_no_token(store: JobStore) -> None:
     assert ready.plan.task("worker-0").env["DISTRUN_RUN_DIR"] == "/runs/dry-run"
 
 
-def test_a_job_that_is_over_is_left_alone(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_is_over_is_swept_of_what_would_not_die_then(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = swept(monkeypatch)
     folder = make(store)
     folder.finish(Outcome(0, "succeeded", "all well"))
-    assert driver.kill(folder) == ["is over already: succeeded"]
-    assert calls == []
+    assert driver.kill(folder) == ["is over already: succeeded", *SWEPT]
+    assert calls == [(folder.id, 0.0)]
 
 
 def test_a_job_of_another_machine_is_refused(store: JobStore) -> None:
@@ -88,7 +90,7 @@ def test_a_dead_launchers_job_is_swept(store: JobStore, monkeypatch: pytest.Monk
     assert calls == [(folder.id, 10.0)]
     state = folder.state()
     assert (state["state"], [task["state"] for task in state["tasks"]]) == ("killed", ["stopped"])
-    assert driver.kill(folder) == ["is over already: killed"]
+    assert driver.kill(folder)[0] == "is over already: killed"
 
 
 def test_another_process_of_that_pid_is_not_touched(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
