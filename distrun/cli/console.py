@@ -178,10 +178,16 @@ def live(make: Callable[[], Table], goes_on: Callable[[], bool], interval_s: flo
     else:
         from rich.live import Live
 
-        with contextlib.suppress(KeyboardInterrupt), Live(_watched(make()), auto_refresh=False, screen=True) as shown:
-            while goes_on():
-                time.sleep(interval_s)
-                shown.update(_watched(make()), refresh=True)
+        shown = Live(_watched(make()), auto_refresh=False, screen=True)
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                shown.start(refresh=True)
+                while goes_on():
+                    time.sleep(interval_s)
+                    shown.update(_watched(make()), refresh=True)
+        finally:
+            # Not `with`: a Ctrl-C during the first picture would leave the terminal on its second screen.
+            shown.stop()
     print_out(render(make()))
 
 
