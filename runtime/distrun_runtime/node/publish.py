@@ -15,7 +15,7 @@ def publish(facts: Mapping[str, str]) -> None:
     A line is far below PIPE_BUF, so lines of several threads do not mix (POSIX write(2)).
     """
     descriptor = environ.read("DISTRUN_PUBLISH_FD")
-    if descriptor is None:
+    if descriptor is None or not facts:
         return
     line = json.dumps({name: value[:1000] for name, value in facts.items()}) + "\n"
     try:

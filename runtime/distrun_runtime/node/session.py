@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -110,9 +111,9 @@ class Session:
 
     def note_crash(self, error: BaseException) -> None:
         """The script failed: the end will be an ABORT that names `error`."""
-        if self._crash is None and not _is_consequence(error):
+        if self._crash is None:
             # Now, not at the end: the others hear of our ABORT and may be gone before we are.
-            publish({"failed": "%s: %s" % (type(error).__name__, error)})
+            publish(_meaning(error))
         self._crash = self._crash or error
 
     def end(self) -> BaseException | None:
@@ -196,15 +197,22 @@ def _end_process(session: Session) -> None:
         os._exit(1)
 
 
-def _is_consequence(error: BaseException | None) -> bool:
-    """Whether an exception comes of a lost peer, or is no failure of the script at all."""
-    seen: list[BaseException] = []
-    while error is not None and error not in seen:
-        if isinstance(error, (PeerLost, KeyboardInterrupt, SystemExit)):
-            return True
-        seen.append(error)
-        error = error.__cause__ or error.__context__
-    return False
+def _meaning(error: BaseException) -> dict[str, str]:
+    """Return what an exception that ends the script means to whoever looks for the culprit. Pure.
+
+    One that comes of a lost peer is a consequence; a Ctrl-C is nobody's fault.
+    """
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        if isinstance(cause, PeerLost):
+            lost = re.search(r"\b(?:worker|server)-\d+|\bscheduler\b", str(cause))
+            return {"lost_peer": lost.group() if lost else "a peer", "message": str(cause)}
+        if isinstance(cause, (KeyboardInterrupt, SystemExit)):
+            return {}
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return {"failed": "%s: %s" % (type(error).__name__, error)}
 
 
 def _watch_for_crash(session: Session) -> None:
