@@ -7,6 +7,7 @@ import os
 
 import pytest
 from cluster import config
+
 from distrun_runtime.errors import PeerLost, TimedOut
 from distrun_runtime.net.inproc import InprocNetwork
 from distrun_runtime.node.session import Session
