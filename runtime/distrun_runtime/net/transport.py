@@ -109,20 +109,19 @@ class ZmqTransport:
         """
         router = self._socket(zmq.ROUTER)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        host = "[%s]" % address if ":" in address else address
         try:
             if not ports:
-                router.bind("tcp://%s:*" % host)
+                router.bind(endpoint(address, "*"))
             else:
-                _bind_first(router, host, ports)
+                _bind_first(router, address, ports)
         except zmq.ZMQError as err:
             router.close(0)
             where = "port %d" % ports[0] if len(ports) == 1 else "any of %d ports" % len(ports) if ports else "a port"
             raise OSError(err.errno, "cannot listen on %s, %s: %s" % (address, where, err)) from err
         self._router = router
         self._poller.register(router, zmq.POLLIN)
-        endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT)
-        return int(endpoint.rpartition(":")[2])
+        bound = router.getsockopt_string(zmq.LAST_ENDPOINT)
+        return int(bound.rpartition(":")[2])
 
     def connect(self, link: Link, endpoint: str) -> None:
         """Open a connection to `endpoint`; `Up` follows when it stands. It is tried until `disconnect`."""
@@ -256,10 +255,11 @@ class ZmqTransport:
                 # What arrived just before the end is still in the socket: hear it first.
                 dealer = self._dealers[link]
                 events += [Arrived(link, frames) for frames in _receive_all(dealer)]
-                events.append(
-                    Down(link, "its connection closed, or it was silent for %g s" % self._heartbeat.timeout_s)
-                )
+                events.append(self._down(link))
         return events
+
+    def _down(self, link: Link) -> Down:
+        return Down(link, "its connection closed, or it was silent for %g s" % self._heartbeat.timeout_s)
 
     def _probe(self) -> list[Event]:
         now = time.monotonic()
@@ -274,15 +274,19 @@ class ZmqTransport:
             except zmq.ZMQError as err:
                 if err.errno == zmq.EHOSTUNREACH:
                     self._inbound.discard(link)
-                    reason = "its connection closed, or it was silent for %g s" % self._heartbeat.timeout_s
-                    events.append(Down(link, reason))
+                    events.append(self._down(link))
         return events
 
 
-def _bind_first(router: zmq.Socket[bytes], host: str, ports: Sequence[int]) -> None:
+def endpoint(address: str, port: int | str) -> str:
+    """Return where a node is reached, `tcp://address:port`; an IPv6 address stands in brackets. Pure."""
+    return "tcp://%s:%s" % ("[%s]" % address if ":" in address else address, port)
+
+
+def _bind_first(router: zmq.Socket[bytes], address: str, ports: Sequence[int]) -> None:
     for number, port in enumerate(ports):
         try:
-            router.bind("tcp://%s:%d" % (host, port))
+            router.bind(endpoint(address, port))
         except zmq.ZMQError as err:
             if err.errno != zmq.EADDRINUSE or number == len(ports) - 1:
                 raise

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from distrun_runtime.contract import address, environ
 from distrun_runtime.errors import ContractError
 from distrun_runtime.net.handshake import Identity
-from distrun_runtime.net.transport import Heartbeat
+from distrun_runtime.net.transport import Heartbeat, endpoint
 
 OPEN_JOB = "by-hand"
 """Job id of a job that was started by hand."""
@@ -50,7 +50,7 @@ class Config:
     @property
     def root_endpoint(self) -> str:
         """Where the scheduler listens, `tcp://address:port`."""
-        return "tcp://%s:%d" % ("[%s]" % self.root if ":" in self.root else self.root, self.root_port)
+        return endpoint(self.root, self.root_port)
 
     def identity(self, endpoint: str, rank: int | None = None) -> Identity:
         """Return how this node introduces itself."""

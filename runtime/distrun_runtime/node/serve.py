@@ -12,6 +12,7 @@ from typing import Protocol
 from distrun_runtime.contract import address
 from distrun_runtime.errors import ContractError
 from distrun_runtime.net.transport import ZmqTransport
+from distrun_runtime.net.transport import endpoint as endpoint_of
 from distrun_runtime.node import config as configs
 from distrun_runtime.node.config import Config
 from distrun_runtime.node.executor import Executor
@@ -88,11 +89,7 @@ def bind(transport: Bindable, config: Config) -> str:
                     " Choose another port, or end the process that holds it (ss -ltnp)"
                     % (config.root, config.root_port, config.host, err.strerror),
                 ) from err
-        return _endpoint(root, port)
+        return endpoint_of(root, port)
     if not config.address:
         raise ContractError("host %s has no address to bind; set DMLC_NODE_HOST" % config.host)
-    return _endpoint(config.address, transport.bind(config.address, config.ports))
-
-
-def _endpoint(host: str, port: int) -> str:
-    return "tcp://%s:%d" % ("[%s]" % host if ":" in host else host, port)
+    return endpoint_of(config.address, transport.bind(config.address, config.ports))
