@@ -16,7 +16,7 @@ import pytest
 from distrun_runtime.agent.agent import Agent
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract import wire
-from distrun_runtime.contract.plan import Host, Plan, Secrets, Task
+from distrun_runtime.contract.plan import Host, Plan, Runtime, Secrets, Sync, Task
 from distrun_runtime.coordinator import actions, frames
 from distrun_runtime.net import message
 from distrun_runtime.net.handshake import Acceptor, Identity, Opener
@@ -37,7 +37,7 @@ PLAN = Plan(
     backend="local",
     command=("python", "train.py"),
     cwd="/srv/code",
-    hosts=(Host("d1", "127.0.0.1", ("master",)),),
+    hosts=(Host("d1", "127.0.0.1", ("master",), {"user": "ann"}, "eth1"),),
     tasks=(
         Task(
             "worker-0",
@@ -49,9 +49,13 @@ PLAN = Plan(
             {"DMLC_ROLE": "worker"},
             {"DMLC_PS_ROOT_PORT": "{scheduler.port}", "MASTER_PORT": "{d1/port:master}"},
             ("API_KEY",),
+            ("numpy",),
         ),
     ),
     unset=("DMLC_ROLE", "SLURM_*"),
+    runtime=Runtime(digest="9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"),
+    activate=". /srv/venv/bin/activate",
+    sync=Sync("/home/ann/code", 123456, 12),
 )
 
 
@@ -163,8 +167,9 @@ def test_the_page_lists_every_element_type_with_its_code() -> None:
 
 
 def test_the_page_lists_the_versions() -> None:
-    assert (message.VERSION, wire.VERSION, plans.VERSION) == (1, 1, 1)
-    assert "all 1:" in section("Versions")
+    assert "message head %d (" % message.VERSION in section("Versions")
+    assert "agent frames %d\n" % wire.VERSION in section("Versions")
+    assert "plan %d\n" % plans.VERSION in section("Versions")
 
 
 def members(title: str) -> dict[str, set[str]]:
@@ -174,6 +179,8 @@ def members(title: str) -> dict[str, set[str]]:
 def test_the_page_lists_what_the_coordinator_sends() -> None:
     sent = [
         frames.begin(PLAN, Secrets("t", {"API_KEY": "k"}), "d1"),
+        frames.runtime("ab", b"PK"),
+        frames.ask(1, "survey", {}),
         frames.spawn(actions.Spawn("d1", "worker-0", {})),
         frames.stop(actions.StopTasks("d1", ("worker-0",), (("TERM", 1.0),))),
         frames.end(actions.EndAgent("d1")),
@@ -183,7 +190,7 @@ def test_the_page_lists_what_the_coordinator_sends() -> None:
     listed = members("Coordinator to agent")
     for data in sent:
         [frame] = wire.Decoder().feed(data)
-        assert set(frame.header) - {"type"} == listed[frame.type], frame.type
+        assert set(frame.header) - {"type", "size"} == listed[frame.type], frame.type
     assert set(listed) == set(Agent._HANDLERS)
 
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass, field
-from typing import Any, Dict, FrozenSet, Mapping, Tuple
+from typing import Any, Dict, FrozenSet, Mapping, Optional, Tuple
 
 from distrun_runtime.errors import ContractError
 
-VERSION = 1
+VERSION = 2
 
 SCHEDULER = "scheduler"
 SERVER = "server"
@@ -51,6 +51,8 @@ class Task:
     """Variables added once their `{references}` are known, e.g. DMLC_PS_ROOT_PORT -> "{scheduler.port}"."""
     secret_env: Tuple[str, ...] = ()
     """Names of variables whose values travel in `Secrets.env` (given with --env, or forwarded)."""
+    needs: Tuple[str, ...] = ()
+    """Modules that the interpreter argv[0] must be able to import: checked on its host before anything starts."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,10 @@ class Host:
     """Address that peers use for data; empty: the agent finds it (interface, subnet, route)."""
     ports: Tuple[str, ...] = ()
     """Names of the ports that its agent holds for foreign programs: the fact `HOST/port:NAME` for each."""
+    reach: Mapping[str, str] = field(default_factory=dict)
+    """How the backend gets there, in that backend's own words; nobody else reads it."""
+    interface: str = ""
+    """Takes the place of `Plan.interface` on this host."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +82,38 @@ class Limits:
     start_s: float = 120.0
     """Until every agent has answered and every task was started; then exit code 6."""
     lease_s: float = 45.0
-    """How long an agent goes on without hearing from the coordinator."""
+    """How long an agent goes on without hearing from the coordinator; longer than `lost_s`."""
     verdict_s: float = 1.0
     """How long the verdict waits for an earlier failure to be reported."""
     early_exit_s: float = 10.0
     """How long workers may take to end after a server or scheduler ended with 0."""
+    suspect_s: float = 15.0
+    """A host that is silent for so long is suspect: said, and nothing else."""
+    lost_s: float = 30.0
+    """A host that is silent for so long is lost: the job ends with exit code 7."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where the tasks of a host find the package `distrun_runtime`. Neither given: nobody looks after that."""
+
+    path: str = ""
+    """Folder that is put on PYTHONPATH as it stands: it is on this host already."""
+    digest: str = ""
+    """Else: SHA-256 (hex) of the archive that the agent keeps unpacked, and asks for if it does not have it."""
+
+
+@dataclass(frozen=True)
+class Sync:
+    """The tree that is copied to `Plan.cwd` of every host before tasks start."""
+
+    source: str
+    """Folder on the launching machine."""
+    size: int = 0
+    """Bytes."""
+    files: int = 0
+    delete: bool = False
+    """Whether what only a host has is deleted there; then only in a folder that carries our marker."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +138,10 @@ class Plan:
     """--subnet CIDR: resolved on each host."""
     unset: Tuple[str, ...] = ()
     """Names and `PREFIX*` patterns of an outer job's variables, removed before anything is added."""
+    runtime: Runtime = Runtime()
+    activate: str = ""
+    """Shell text that `bash -lc` runs once on each host; the environment it leaves is what tasks start from."""
+    sync: Optional[Sync] = None
     version: int = VERSION
 
     def task(self, name: str) -> Task:
@@ -180,8 +217,10 @@ def from_json(value: Mapping[str, Any]) -> Plan:
     try:
         members = dict(value)
         members["hosts"] = tuple(Host(**_tuples(host, "ports")) for host in value["hosts"])
-        members["tasks"] = tuple(Task(**_tuples(task, "argv", "secret_env")) for task in value["tasks"])
+        members["tasks"] = tuple(Task(**_tuples(task, "argv", "secret_env", "needs")) for task in value["tasks"])
         members["limits"] = Limits(**value["limits"])
+        members["runtime"] = Runtime(**value["runtime"])
+        members["sync"] = Sync(**value["sync"]) if value["sync"] is not None else None
         return Plan(**_tuples(members, "command", "unset"))
     except (KeyError, TypeError) as err:
         raise ContractError("this is no plan of ours: %s" % err) from err

@@ -15,7 +15,7 @@ from typing import Any, Dict, Iterator, List, NamedTuple
 
 from distrun_runtime.errors import WireError
 
-VERSION = 1
+VERSION = 2
 """Version of the agent protocol; both hellos carry it and a difference is refused."""
 
 HEADER_LIMIT = 16 * 1024 * 1024

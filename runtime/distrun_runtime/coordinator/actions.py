@@ -24,6 +24,18 @@ class Begin:
 
 
 @dataclass(frozen=True)
+class SendRuntime:
+    """Send the agent of `host` the archive of the runtime."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Begin what must be done between readiness and the first task: `prepare` of the loop's caller."""
+
+
+@dataclass(frozen=True)
 class Spawn:
     """Have `task` started, with the environment that is added to it (references filled in)."""
 
@@ -70,4 +82,4 @@ class Finish:
     outcome: Outcome
 
 
-Action = Union[Begin, Spawn, StopTasks, EndAgent, Drop, Announce, Finish]
+Action = Union[Begin, SendRuntime, Prepare, Spawn, StopTasks, EndAgent, Drop, Announce, Finish]

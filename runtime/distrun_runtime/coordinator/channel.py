@@ -8,6 +8,7 @@ wait.
 from __future__ import annotations
 
 import os
+import re
 import select
 import threading
 import time
@@ -16,13 +17,14 @@ from typing import Callable, Deque, List, Optional, Protocol
 
 from distrun_runtime.contract import wire
 from distrun_runtime.coordinator import frames
-from distrun_runtime.coordinator.events import AgentLost, Event, Warned
+from distrun_runtime.coordinator.events import AgentLost, Bye, Event, Warned
 from distrun_runtime.errors import RuntimeFault, WireError
 
 Put = Callable[[Event], None]
 
-MAGIC = b"DISTRUN/1 "
-"""Begins the first line of an agent; what comes before it is noise of the host's shell."""
+MAGIC = re.compile(rb"DISTRUN/\d+ ")
+"""Begins the first line of an agent; what comes before it is noise of the host's shell. `hello` has the version too,
+and there it is checked."""
 NOISE_LIMIT = 64 * 1024
 WRITE_LIMIT = 64 * 1024 * 1024
 """Bytes that may wait for an agent to read them; past that it is lost."""
@@ -75,20 +77,61 @@ class Greeting:
             if not newline:
                 self._check(len(self._buffer))
                 return None
-            begin = line.find(MAGIC)
-            if begin >= 0:  # noise without a newline may stand in front of it
-                if begin:
-                    self.noise.append(line[:begin].decode("utf-8", "replace"))
-                self.nonce = line[begin + len(MAGIC) :].decode("ascii", "replace").strip()
+            found = MAGIC.search(line)
+            if found is not None:  # noise without a newline may stand in front of it
+                if found.start():
+                    self.noise.append(line[: found.start()].decode("utf-8", "replace"))
+                self.nonce = line[found.end() :].decode("ascii", "replace").strip()
                 return rest
             self._seen += len(line) + 1
             self._check(0)
             self.noise.append(line.decode("utf-8", "replace").rstrip("\r"))
             self._buffer = rest
 
+    @property
+    def rest(self) -> str:
+        """The line that has not ended yet."""
+        return self._buffer.decode("utf-8", "replace")
+
     def _check(self, waiting: int) -> None:
         if self._seen + waiting > NOISE_LIMIT:
             raise WireError("more than %d bytes came that are no greeting of an agent" % NOISE_LIMIT)
+
+
+class Inlet:
+    """What an agent says, from its first byte on: bytes in, events out. Every channel has one. Pure."""
+
+    def __init__(self, host: str) -> None:
+        self.greeted = False
+        """The agent's first line has come: there is an agent."""
+        self.said_bye = False
+        """Its last frame has come: the end of the stream is no loss."""
+        self._host = host
+        self._greeting = Greeting()
+        self._decoder = wire.Decoder()
+
+    @property
+    def noise(self) -> str:
+        """What came that is no agent's, in one short line."""
+        return _brief(self._greeting.noise + ([] if self.greeted else [self._greeting.rest]))
+
+    def feed(self, data: bytes, now: float) -> List[Event]:
+        """Add what arrived at `now` (wall clock, seconds) and return the events that are whole.
+
+        Raises:
+            WireError, ContractError: this is no agent of ours; the stream cannot be resumed.
+        """
+        found: List[Event] = []
+        if not self.greeted:
+            rest = self._greeting.feed(data)
+            if rest is None:
+                return []
+            self.greeted, data = True, rest
+            if any(line.strip() for line in self._greeting.noise):
+                found.append(Warned(self._host, "its shell printed before the agent: %s" % self.noise))
+        found += [frames.to_event(self._host, frame, now) for frame in self._decoder.feed(data)]
+        self.said_bye = self.said_bye or any(isinstance(event, Bye) for event in found)
+        return found
 
 
 class StreamChannel:
@@ -173,9 +216,7 @@ class StreamChannel:
         self._put(AgentLost(self._host, "%s: %s" % (reason, more) if more else reason, when))
 
     def _read_frames(self) -> None:
-        greeting = Greeting()
-        decoder = wire.Decoder()
-        greeted = False
+        inlet = Inlet(self._host)
         while True:
             while not _is_ready(self._read_fd, select.POLLIN):
                 if self._killed:
@@ -183,15 +224,8 @@ class StreamChannel:
             data = os.read(self._read_fd, READ_SIZE)
             if not data:
                 return
-            if not greeted:
-                rest = greeting.feed(data)
-                if rest is None:
-                    continue
-                greeted, data = True, rest
-                if any(line.strip() for line in greeting.noise):
-                    self._put(Warned(self._host, "its shell printed before the agent: %s" % _brief(greeting.noise)))
-            for frame in decoder.feed(data):
-                self._put(frames.to_event(self._host, frame, time.time()))
+            for event in inlet.feed(data, time.time()):
+                self._put(event)
 
     def _write(self) -> None:
         try:

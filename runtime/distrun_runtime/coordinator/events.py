@@ -21,11 +21,48 @@ class AgentHello:
 
 @dataclass(frozen=True)
 class AgentReady:
-    """An agent has its share of the plan, knows its data address and holds the ports that the plan asked for."""
+    """An agent has its share of the plan, and has made and found everything on its host that the plan asks for."""
 
     host: str
     address: str
     ports: Mapping[str, int] = field(default_factory=dict)
+    python: Mapping[str, str] = field(default_factory=dict)
+    """For each argv[0] of tasks that need modules: `VERSION PATH` of the interpreter that it is there."""
+
+
+@dataclass(frozen=True)
+class Needed:
+    """The agent of `host` wants the archive of the runtime."""
+
+    host: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An agent's tool gave `value`, or, where `error` is not empty, failed."""
+
+    host: str
+    id: int
+    value: Any = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What `Prepare` began is done on all hosts."""
+
+
+@dataclass(frozen=True)
+class PrepareFailed:
+    """What `Prepare` began failed, on `host` first (empty: on none in particular)."""
+
+    host: str
+    reason: str
+    """One line."""
+    time: float = 0.0
+    text: str = ""
+    """More lines of it: the last words of whoever failed."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +74,15 @@ class StartFailed:
     time: float = 0.0
     refused: bool = False
     """It answered, and cannot do what the plan asks for."""
+    kind: str = ""
+    """One of `outcome.KINDS` when it is known what is wrong with the host; that is a failed preflight too."""
+    fix: str = ""
+    """What to type next."""
+
+    @property
+    def is_preflight(self) -> bool:
+        """Whether the host is known to be unusable; else its agent simply did not come up."""
+        return self.refused or bool(self.kind)
 
 
 @dataclass(frozen=True)
@@ -154,6 +200,10 @@ class PauseToggled:
 Event = Union[
     AgentHello,
     AgentReady,
+    Needed,
+    Answered,
+    Prepared,
+    PrepareFailed,
     StartFailed,
     Started,
     Published,

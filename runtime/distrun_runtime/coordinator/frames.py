@@ -69,7 +69,17 @@ def _published(host: str, header: Mapping[str, Any], body: bytes, arrived: float
 
 def _ready(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
     ports = {str(name): int(port) for name, port in header.get("ports", {}).items()}
-    return events.AgentReady(host, str(header["address"]), ports)
+    python = {str(name): str(text) for name, text in header.get("python", {}).items()}
+    return events.AgentReady(host, str(header["address"]), ports, python)
+
+
+def _refused(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
+    kind, fix = str(header.get("kind") or ""), str(header.get("fix") or "")
+    return events.StartFailed(host, str(header["reason"]), arrived, True, kind, fix)
+
+
+def _answer(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
+    return events.Answered(host, int(header["id"]), header.get("value"), str(header.get("error") or ""))
 
 
 def _cleared(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
@@ -87,7 +97,9 @@ _EVENTS: Dict[str, Callable[[str, Mapping[str, Any], bytes, float], events.Event
     "cleared": _cleared,
     "warning": lambda host, header, body, arrived: events.Warned(host, str(header["text"])),
     "pong": lambda host, header, body, arrived: events.Pong(host, int(header.get("n", 0))),
-    "refused": lambda host, header, body, arrived: events.StartFailed(host, str(header["reason"]), arrived, True),
+    "refused": _refused,
+    "need": lambda host, header, body, arrived: events.Needed(host, str(header["digest"])),
+    "answer": _answer,
     "bye": lambda host, header, body, arrived: events.Bye(host),
 }
 
@@ -106,6 +118,16 @@ def begin(plan: Plan, secrets: Secrets, host: str) -> bytes:
             "secret_env": {name: value for name, value in secrets.env.items() if name in names},
         }
     )
+
+
+def runtime(digest: str, archive: bytes) -> bytes:
+    """Return the frame that carries the runtime: a zip."""
+    return wire.encode({"type": "runtime", "digest": digest}, archive)
+
+
+def ask(number: int, what: str, args: Mapping[str, Any]) -> bytes:
+    """Return the frame that has an agent's tool answer. Only before `begin`."""
+    return wire.encode({"type": "ask", "id": number, "what": what, "args": dict(args)})
 
 
 def spawn(action: Spawn) -> bytes:

@@ -146,6 +146,7 @@ class JobFolder:
             "reason": outcome.reason,
             "message": outcome.message,
             "culprit": culprit,
+            "problems": [dataclasses.asdict(problem) for problem in outcome.problems],
             "survivors": list(outcome.survivors),
             "tasks": [self._task(task) for task in outcome.tasks],
             "folder": str(self.path),
@@ -177,7 +178,7 @@ class JobFolder:
     def plan(self) -> Plan:
         """Read plan.json. Raises JobStoreError, ContractError."""
         if self._plan is None:
-            self._plan = plans.from_json(_load(self.path / "plan.json"))
+            self._plan = plans.from_json(_load(self.path / "plan.json", plans.VERSION))
         return self._plan
 
     def state(self) -> Dict[str, Any]:
@@ -282,7 +283,7 @@ def _replace(path: Path, value: Mapping[str, Any]) -> None:
         raise
 
 
-def _load(path: Path) -> Dict[str, Any]:
+def _load(path: Path, version: int = VERSION) -> Dict[str, Any]:
     try:
         with open(str(path), encoding="utf-8") as file:
             value = json.load(file)
@@ -290,7 +291,7 @@ def _load(path: Path) -> Dict[str, Any]:
         raise JobStoreError("cannot read %s: %s" % (path, err.strerror or err)) from err
     except ValueError as err:
         raise JobStoreError("%s is no JSON of ours: %s" % (path, err)) from err
-    if not isinstance(value, dict) or value.get("version") != VERSION:
+    if not isinstance(value, dict) or value.get("version") != version:
         found = value.get("version") if isinstance(value, dict) else value
-        raise JobStoreError("%s has version %.40r; this program knows version %d" % (path, found, VERSION))
+        raise JobStoreError("%s has version %.40r; this program knows version %d" % (path, found, version))
     return value

@@ -13,7 +13,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 from distrun_runtime.contract.plan import Plan, Secrets
 from distrun_runtime.coordinator import actions, events, frames
 from distrun_runtime.coordinator import outcome as ends
-from distrun_runtime.coordinator.channel import Channel
+from distrun_runtime.coordinator.channel import Channel, Put
 from distrun_runtime.coordinator.interrupts import Interrupts
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.outcome import Outcome
@@ -31,6 +31,10 @@ TRACE = 2
 """From this verbosity on every frame is said."""
 
 
+def _no_runtime() -> bytes:
+    raise ContractError("an agent asks for the runtime, and there is none to send")
+
+
 def run(
     plan: Plan,
     secrets: Secrets,
@@ -39,12 +43,18 @@ def run(
     sink: Sink,
     *,
     verbosity: int = 0,
+    runtime: Callable[[], bytes] = _no_runtime,
+    prepare: Optional[Callable[[Put], None]] = None,
 ) -> Outcome:
     """Run a job to its end: one channel for each host of the plan. Blocks; returns when no agent is left.
 
     Called in the main thread it takes over INT, TERM, HUP and TSTP and gives them back; a signal that was ignored
     stays ignored. `verbosity` >= 2 says every frame at level debug. The outcome is also in the folder
     (state.json, outcome.json); the failure report is `report.failure(outcome, tail, log)`.
+
+    `runtime()` returns the archive (a zip) whose digest the plan names; it is called when the first agent asks for it.
+    `prepare(put)` is called once, when every host is ready, and before any task is spawned: it begins, in a thread of
+    its own, what is to be done by then, returns at once, and puts `Prepared` or `PrepareFailed` at its end.
 
     Should the loop itself fail, the agents are let go (they end their tasks), the folder says so, and the error
     is raised.
@@ -56,7 +66,7 @@ def run(
     if named != sorted(host.name for host in plan.hosts):
         wanted = ", ".join(host.name for host in plan.hosts)
         raise ContractError("channels to %s were given for a plan of hosts %s" % (", ".join(named), wanted))
-    return _Loop(plan, secrets, channels, folder, sink, verbosity=verbosity).run()
+    return _Loop(plan, secrets, channels, folder, sink, verbosity=verbosity, runtime=runtime, prepare=prepare).run()
 
 
 class _Loop:
@@ -69,6 +79,8 @@ class _Loop:
         sink: Sink,
         *,
         verbosity: int,
+        runtime: Callable[[], bytes],
+        prepare: Optional[Callable[[Put], None]],
     ) -> None:
         self._plan = plan
         self._secrets = secrets
@@ -76,6 +88,9 @@ class _Loop:
         self._folder = folder
         self._sink = sink
         self._verbosity = verbosity
+        self._runtime = runtime
+        self._archive = b""
+        self._prepare = prepare
         self._queue: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
         self._supervisor = Supervisor(plan)
         self._spool = Spool(folder.logs)
@@ -181,6 +196,12 @@ class _Loop:
         self._is_dirty = True
         if isinstance(action, actions.Begin):
             self._send(action.host, frames.begin(self._plan, self._secrets, action.host))
+        elif isinstance(action, actions.SendRuntime):
+            self._archive = self._archive or self._runtime()
+            self._send(action.host, frames.runtime(self._plan.runtime.digest, self._archive))
+        elif isinstance(action, actions.Prepare):
+            if self._prepare is not None:
+                self._prepare(self._queue.put)
         elif isinstance(action, actions.Spawn):
             self._send(action.host, frames.spawn(action))
         elif isinstance(action, actions.StopTasks):
@@ -243,6 +264,8 @@ class _Loop:
 _RECORDED = {
     events.AgentHello: "hello",
     events.AgentReady: "ready",
+    events.Prepared: "prepared",
+    events.PrepareFailed: "prepare_failed",
     events.StartFailed: "start_failed",
     events.Started: "started",
     events.Published: "published",

@@ -14,10 +14,23 @@ TIMEOUT = "timeout"
 START_FAILED = "start_failed"
 HOST_LOST = "host_lost"
 PREFLIGHT = "preflight"
+SYNC = "sync"
 INTERNAL = "internal"
-REASONS = (SUCCEEDED, TASK_FAILED, INTERRUPTED, TERMINATED, TIMEOUT, START_FAILED, HOST_LOST, PREFLIGHT, INTERNAL)
+REASONS = (
+    SUCCEEDED,
+    TASK_FAILED,
+    INTERRUPTED,
+    TERMINATED,
+    TIMEOUT,
+    START_FAILED,
+    HOST_LOST,
+    PREFLIGHT,
+    SYNC,
+    INTERNAL,
+)
 
 EXIT_PREFLIGHT = 3
+EXIT_SYNC = 4
 EXIT_START_FAILED = 6
 EXIT_HOST_LOST = 7
 EXIT_INTERNAL = 8
@@ -80,6 +93,40 @@ class TaskResult:
         return self.state in (EXITED, FAILED, STOPPED)
 
 
+KINDS = (
+    "dns",
+    "refused",
+    "timeout",
+    "unreachable",
+    "hostkey",
+    "auth",
+    "password",
+    "python",
+    "folder",
+    "disk",
+    "clock",
+    "module",
+    "activation",
+    "interface",
+    "protocol",
+    "other",
+)
+"""What can be wrong with a host before anything is started there."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why one host cannot be used."""
+
+    host: str
+    kind: str
+    """One of KINDS."""
+    text: str
+    """What was found."""
+    fix: str = ""
+    """What to type, or to do, next."""
+
+
 @dataclass(frozen=True)
 class Culprit:
     """What ended a job that did not succeed. `task` is empty when a whole host was lost or did not start."""
@@ -110,6 +157,8 @@ class Outcome:
     """Processes that may still run, one text each (`pid 123 (sleep) on d2`)."""
     job: str = ""
     """The job's id; may be empty."""
+    problems: Tuple[Problem, ...] = ()
+    """PREFLIGHT: every host that cannot be used, in the plan's order."""
 
     @property
     def job_state(self) -> str:

@@ -64,7 +64,7 @@ def test_job_without_a_token_names_no_token_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("members", "words"), [({"version": 2}, "version 2"), ({"host": "d9"}, "no host 'd9'; it has: d1, d2")]
+    ("members", "words"), [({"version": 1}, "version 1"), ({"host": "d9"}, "no host 'd9'; it has: d1, d2")]
 )
 def test_share_that_does_not_fit_is_refused(members: dict[str, object], words: str) -> None:
     with pytest.raises(ContractError, match=words):

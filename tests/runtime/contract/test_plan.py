@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distrun_runtime.contract import plan
-from distrun_runtime.contract.plan import Host, Limits, Plan, Secrets, Task
+from distrun_runtime.contract.plan import Host, Limits, Plan, Runtime, Secrets, Sync, Task
 from distrun_runtime.errors import ContractError
 
 words = st.text(max_size=12)
@@ -25,7 +25,9 @@ tasks = st.builds(
     env=names,
     refs=names,
     secret_env=st.lists(words, max_size=2).map(tuple),
+    needs=st.lists(words, max_size=2).map(tuple),
 )
+hosts = st.builds(Host, words, words, st.lists(words, max_size=2).map(tuple), names, words)
 plans = st.builds(
     Plan,
     job=words,
@@ -33,11 +35,14 @@ plans = st.builds(
     backend=words,
     command=st.lists(words, max_size=3).map(tuple),
     cwd=words,
-    hosts=st.lists(st.builds(Host, words, words, st.lists(words, max_size=2).map(tuple)), max_size=3).map(tuple),
+    hosts=st.lists(hosts, max_size=3).map(tuple),
     tasks=st.lists(tasks, max_size=3).map(tuple),
     limits=st.builds(Limits, grace_s=st.floats(0, 100), timeout_s=st.none() | st.floats(0, 1e6)),
     on_eof=st.sampled_from([plan.STOP, plan.HOLD]),
     unset=st.lists(words, max_size=2).map(tuple),
+    runtime=st.builds(Runtime, words, words),
+    activate=words,
+    sync=st.none() | st.builds(Sync, words, st.integers(0), st.integers(0), st.booleans()),
 )
 
 
@@ -55,7 +60,7 @@ def test_plan_comes_back_from_its_json(value: Plan) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"version": 2}, "plan version 2"),
+        ({"version": 1}, "plan version 1"),
         ({"tasks": [{"name": "x"}]}, "no plan of ours"),
         ({"surprise": 1}, "no plan of ours"),
         ({"limits": {"grace_h": 1}}, "no plan of ours"),

@@ -10,7 +10,7 @@ import pytest
 
 from distrun_runtime.contract import wire
 from distrun_runtime.coordinator import channel, events
-from distrun_runtime.coordinator.channel import Greeting, StreamChannel
+from distrun_runtime.coordinator.channel import Greeting, Inlet, StreamChannel
 from distrun_runtime.errors import WireError
 
 HELLO = wire.encode({"type": "hello", "version": 1})
@@ -68,6 +68,20 @@ def test_endless_noise_is_given_up(line: bytes) -> None:
 
     with pytest.raises(WireError, match="no greeting"):
         feed()
+
+
+def test_an_inlet_makes_events_of_an_agents_bytes_and_knows_its_last_word() -> None:
+    inlet = Inlet("d1")
+    assert inlet.feed(b"welcome\nDISTR", 5.0) == []
+    assert not inlet.greeted
+    assert inlet.noise == "welcome | DISTR"
+    found = inlet.feed(b"UN/2 x\n" + HELLO + wire.encode({"type": "bye"})[:7], 6.0)
+    assert [type(event) for event in found] == [events.Warned, events.AgentHello]
+    assert isinstance(found[1], events.AgentHello)
+    assert found[1].arrived == 6.0
+    assert (inlet.greeted, inlet.said_bye) == (True, False)
+    assert inlet.feed(wire.encode({"type": "bye"})[7:], 7.0) == [events.Bye("d1")]
+    assert inlet.said_bye
 
 
 def test_frames_become_events_and_the_end_is_explained() -> None:

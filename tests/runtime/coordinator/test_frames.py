@@ -44,6 +44,13 @@ def decoded(data: bytes) -> dict[str, Any]:
         ({"type": "warning", "text": "hm"}, events.Warned("d1", "hm")),
         ({"type": "pong", "n": 4}, events.Pong("d1", 4)),
         ({"type": "refused", "reason": "version"}, events.StartFailed("d1", "version", 9.0, refused=True)),
+        (
+            {"type": "refused", "reason": "no numpy", "kind": "module", "fix": "pip install numpy"},
+            events.StartFailed("d1", "no numpy", 9.0, True, "module", "pip install numpy"),
+        ),
+        ({"type": "need", "digest": "ab"}, events.Needed("d1", "ab")),
+        ({"type": "answer", "id": 3, "value": {"jobs": []}}, events.Answered("d1", 3, {"jobs": []})),
+        ({"type": "answer", "id": 3, "error": "no such tool"}, events.Answered("d1", 3, None, "no such tool")),
         ({"type": "bye"}, events.Bye("d1")),
         ({"type": "hello", "version": 1}, events.AgentHello("d1", {"type": "hello", "version": 1}, 9.0)),
     ],
