@@ -1,0 +1,101 @@
+"""Which hosts a command means, and how they are reached: the options that launch, kill, exec, doctor and sync share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from distrun.backends.base import Backend
+    from distrun.hosts import Inventory
+    from distrun_runtime.contract.plan import Host
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+FORMS = ("auto", "distrun", "openmpi", "mpich", "pe", "machinefile")
+"""What --hostfile-format takes; `distrun.hosts` knows what each means."""
+TRANSPORTS = ("fabric", "openssh")
+CONNECT_S = 10.0
+"""Seconds that one connection may take, unless --connect-timeout says otherwise."""
+
+HOST_OPTIONS: tuple[Callable[[Any], Any], ...] = (
+    click.option("-H", "--hostfile", "hostfile", metavar="FILE", help="Hosts file; - reads standard input."),
+    click.option("--hosts", "hosts", metavar="A,B", help="Hosts, instead of a file: names, user@host, gpu[01-08]."),
+    click.option(
+        "--hostfile-format", default="auto", metavar="FORM", help="How the hosts file is read. [default: auto]"
+    ),
+    click.option(
+        "--transport",
+        type=click.Choice(TRANSPORTS),
+        default=TRANSPORTS[0],
+        show_default=True,
+        help="What speaks ssh: our library, or the ssh program (GSSAPI, FIDO keys, ControlMaster).",
+    ),
+    click.option("--strict-host-keys", is_flag=True, help="Refuse hosts whose key is not known yet."),
+    click.option("--ssh-config", default="", metavar="FILE", help="ssh configuration. [default: ~/.ssh/config]"),
+    click.option(
+        "--connect-timeout",
+        type=click.FloatRange(min=0, min_open=True),
+        default=CONNECT_S,
+        show_default=True,
+        metavar="S",
+        help="Seconds that one connection may take.",
+    ),
+)
+
+
+def host_options(function: Function) -> Function:
+    """Add the options to a command, in the order of the table."""
+    for option in reversed(HOST_OPTIONS):
+        function = option(function)
+    return function
+
+
+def reach_options(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return what `Backend.reach` takes of a command's options; empty ones are left out. Pure."""
+    found = {
+        "transport": str(options["transport"]),
+        "strict": "yes" if options["strict_host_keys"] else "",
+        "config": str(options["ssh_config"] or ""),
+        "connect_s": "%g" % options["connect_timeout"],
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def find_hosts(options: Mapping[str, Any], env: Mapping[str, str]) -> Inventory | None:
+    """Return the hosts that the options, or else the environment, name; None if nobody named any.
+
+    Raises:
+        HostsError: what names them cannot be read or understood.
+    """
+    from distrun import hosts
+
+    return hosts.find(options["hostfile"], options["hosts"], env, form=options["hostfile_format"])
+
+
+def hosts_of(
+    options: Mapping[str, Any], env: Mapping[str, str], launcher: str = ""
+) -> tuple[Inventory, Backend, list[Host]]:
+    """Return the hosts that a command means, the backend that reaches them, and what it needs to do so.
+
+    Without a `launcher` it is ssh where hosts are named, else local: this machine.
+
+    Raises:
+        HostsError: what names the hosts cannot be read or understood.
+        UsageError: there is no such launcher.
+    """
+    from distrun import backends
+
+    found = find_hosts(options, env)
+    backend = backends.load(launcher or ("local" if found is None else "ssh"))
+    inventory = backend.inventory(found)
+    return inventory, backend, hosts_for(inventory, backend, reach_options(options))
+
+
+def hosts_for(inventory: Inventory, backend: Backend, options: Mapping[str, str]) -> list[Host]:
+    """Return each host once, with the way that the backend takes to it. Pure."""
+    from distrun_runtime.contract.plan import Host
+
+    return [Host(spec.name, spec.addr, reach=backend.reach(spec, options)) for spec in inventory.specs]

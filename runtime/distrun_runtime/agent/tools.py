@@ -1,0 +1,42 @@
+"""What an agent can be asked before, or instead of, a job: one answer to each question.
+
+A tool may keep the agent waiting, up to a deadline of its own. What it gives is JSON-able. Each module is imported when
+it is first asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Dict
+
+from distrun_runtime.errors import ContractError
+
+
+def answer(what: str, args: Dict[str, Any]) -> Any:
+    """Return the answer of the tool `what`.
+
+    Raises:
+        ContractError: there is no such tool, or it cannot do what was asked.
+        LookupError, TypeError, ValueError: an argument is missing or malformed.
+        OSError: the system refused something.
+    """
+    if what == "survey":
+        from distrun_runtime.agent import survey
+
+        return survey.survey()
+    if what == "sweep":
+        from distrun_runtime.agent import survey
+
+        return survey.end(str(args["job"]), float(args["grace_s"]))
+    if what == "match":
+        from distrun_runtime.agent import match
+
+        return match.match(args)
+    if what == "probe":
+        from distrun_runtime.agent import probe
+
+        return probe.probe(args)
+    if what in ("listen", "connect", "close"):
+        from distrun_runtime.agent import links
+
+        return links.answer(what, args)
+    raise ContractError("this agent has no tool %r" % what)
