@@ -205,6 +205,23 @@ class Agent:
         self._tell_guard(share)
         self._send("ready", address=share.address, ports=share.ports())
 
+    def _ask(self, header: Dict[str, Any]) -> None:
+        """Have a tool answer. It may block: no task runs yet, so nothing waits for this loop."""
+        number = int(header["id"])
+        if self._share is not None or self._is_leaving:
+            self._send("answer", id=number, error="tools answer only before a job begins")
+            return
+        from distrun_runtime.agent import tools  # most agents are never asked
+
+        try:
+            value = tools.answer(str(header["what"]), dict(header.get("args") or {}))
+        except Exception as err:  # whatever a tool does wrong is its answer, not the agent's end
+            text = str(err) if isinstance(err, (RuntimeFault, OSError)) else "%s: %s" % (type(err).__name__, err)
+            self._send("answer", id=number, error=text or type(err).__name__)
+        else:
+            self._send("answer", id=number, value=value)
+        self._heard_at = time.monotonic()  # it was we who did not listen
+
     def _spawn(self, header: Dict[str, Any]) -> None:
         share = self._share
         if share is None or self._is_leaving:
@@ -245,6 +262,7 @@ class Agent:
 
     _HANDLERS: ClassVar[Dict[str, Callable[[Agent, Dict[str, Any]], None]]] = {
         "begin": _begin,
+        "ask": _ask,
         "spawn": _spawn,
         "signal": _signal,
         "stop": _stop,
