@@ -254,6 +254,8 @@ class Agent:
 
     def _ping(self, header: Dict[str, Any]) -> None:
         self._send("pong", n=header.get("n", 0))
+        if self._share is not None:
+            record.touch(self._share.folder)
 
     def _end(self, header: Dict[str, Any]) -> None:
         del header
@@ -309,7 +311,8 @@ class Agent:
             return
         leaders = tuple((each.task.name, each.leader) for each in running if not each.is_reaped)
         others = ending.known(running)
-        current = Record(share.plan.job, share.host, self._guard, self._me, self._grace_s(), leaders, others)
+        grace_s, lease_s = self._grace_s(), share.plan.limits.lease_s
+        current = Record(share.plan.job, share.host, self._guard, self._me, grace_s, leaders, others, lease_s)
         with contextlib.suppress(OSError):
             record.save(share.folder, current)
 

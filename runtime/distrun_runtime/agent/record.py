@@ -39,6 +39,8 @@ class Record:
     """(name, leader) of the tasks that were not reaped; a leader's process id is also its group and session."""
     known: Tuple[Identity, ...] = ()
     """Other processes that were seen to belong to the job."""
+    lease_s: float = 45.0
+    """How long the agent goes on without hearing from its coordinator. The file's time says when it last heard."""
 
     def to_json(self) -> Dict[str, Any]:
         """Return the record as JSON-able values."""
@@ -51,6 +53,7 @@ class Record:
             "grace_s": self.grace_s,
             "tasks": [dict(who._asdict(), name=name, pgid=who.pid) for name, who in self.tasks],
             "known": [who._asdict() for who in self.known],
+            "lease_s": self.lease_s,
         }
 
 
@@ -71,6 +74,7 @@ def from_json(value: Any) -> Record:
             grace_s=float(value["grace_s"]),
             tasks=tuple((str(task["name"]), _identity(task)) for task in value["tasks"]),
             known=tuple(_identity(who) for who in value["known"]),
+            lease_s=float(value["lease_s"]),
         )
     except (KeyError, TypeError, ValueError) as err:
         raise ContractError("this is no agent record: %r" % err) from err
@@ -81,6 +85,27 @@ def roots() -> List[str]:
     named = environ.text("XDG_RUNTIME_DIR")
     fallback = "/tmp/distrun-%d" % os.geteuid()
     return [os.path.join(named, "distrun"), fallback] if os.path.isabs(named) else [fallback]
+
+
+def places() -> List[str]:
+    """Return where the folders of this user's jobs may be: a job and who looks for it may have different variables.
+
+    A login through a desktop or a console has XDG_RUNTIME_DIR, one through ssh often has not.
+    """
+    usual = ["/run/user/%d/distrun" % os.geteuid(), "/tmp/distrun-%d" % os.geteuid()]
+    return list(dict.fromkeys([*roots(), *usual]))
+
+
+def jobs() -> List[str]:
+    """Return the jobs that have a folder on this machine, as names of folders: what `folders` takes."""
+    found = []
+    for root in places():
+        try:
+            _check(root)
+            found += sorted(os.listdir(root))
+        except (OSError, ContractError):
+            continue
+    return list(dict.fromkeys(found))
 
 
 def create(job: str, host: str, token: str) -> str:
@@ -120,6 +145,12 @@ def save(folder: str, record: Record) -> None:
     write(os.path.join(folder, RECORD), json.dumps(record.to_json()).encode("utf-8", "surrogateescape"))
 
 
+def touch(folder: str) -> None:
+    """Note that the agent is alive and was heard from, without writing the record again. Errors are no matter."""
+    with contextlib.suppress(OSError):
+        os.utime(os.path.join(folder, RECORD))
+
+
 def load(folder: str) -> Record:
     """Return the record of a folder. Raises OSError if there is none, ContractError if it is not ours."""
     with open(os.path.join(folder, RECORD), "rb") as file:
@@ -129,7 +160,7 @@ def load(folder: str) -> Record:
 def folders(job: str) -> List[str]:
     """Return the folders of a job on this machine, of all its hosts that are here."""
     found = []
-    for root in roots():
+    for root in places():
         parent = os.path.join(root, safe_name(job))
         try:
             _check(root)

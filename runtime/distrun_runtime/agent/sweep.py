@@ -51,7 +51,7 @@ def sweep(job: str, grace_s: float) -> Report:
         time.sleep(POLL_S)
 
     def find() -> List[Process]:
-        return belongings(records, {"DISTRUN_JOB_ID": job})
+        return process.mine(belongings(records, {"DISTRUN_JOB_ID": job}))
 
     more, left = end_all(find, grace_s)
     ended.update(more)

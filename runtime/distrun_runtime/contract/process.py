@@ -156,18 +156,29 @@ def environ_of(pid: int) -> Dict[str, str]:
 
 
 def marked(marks: Mapping[str, str], rows: Optional[List[Process]] = None) -> List[Process]:
-    """Return the living processes of `rows` (or of all) whose environment holds every name and value of `marks`."""
+    """Return our living processes of `rows` (or of all) whose environment holds every name and value of `marks`.
+
+    Only the calling user's: root can read everybody's environment, and anybody can write anything into his own.
+    """
     living = [row for row in (table() if rows is None else rows) if not row.is_dead]
     if is_portable():
         environs = ps.environs([row.pid for row in living] if rows is not None else None)
-        return [row for row in living if marks.items() <= environs.get(row.pid, {}).items()]
-    return [row for row in living if marks.items() <= environ_of(row.pid).items()]
+        return mine([row for row in living if marks.items() <= environs.get(row.pid, {}).items()])
+    return mine([row for row in living if marks.items() <= environ_of(row.pid).items()])
 
 
-def command_of(pid: int) -> str:
-    """Return a process's command line for people, at most 200 characters; empty if it is gone."""
+def mine(rows: Iterable[Process]) -> List[Process]:
+    """Return the processes of `rows` that the calling user started (the real user id), root's own ones for root."""
     if is_portable():
-        return ps.command(pid)[:200]
+        pids = ps.pids_of(os.geteuid())
+        return [row for row in rows if row.pid in pids]
+    return [row for row in rows if _owner(row.pid) == os.geteuid()]
+
+
+def command_of(pid: int, limit: int = 200) -> str:
+    """Return a process's command line for people, at most `limit` characters; empty if it is gone."""
+    if is_portable():
+        return ps.command(pid)[:limit]
     try:
         with open("/proc/%d/cmdline" % pid, "rb") as file:
             words = file.read().replace(b"\0", b" ")
@@ -176,7 +187,7 @@ def command_of(pid: int) -> str:
                 words = b"[" + file.read().strip() + b"]"
     except OSError:
         return ""
-    return words.decode("utf-8", "replace").strip()[:200]
+    return words.decode("utf-8", "replace").strip()[:limit]
 
 
 def send_signal(who: Identity, number: int) -> bool:
@@ -239,6 +250,16 @@ def _row_of_proc(name: str) -> Optional[Process]:
     fields = text[text.rindex(b")") + 2 :].split()
     start = "proc:%s:%d" % (_boot(), int(fields[19]))
     return Process(int(name), int(fields[1]), int(fields[2]), int(fields[3]), start, fields[0].decode("ascii"))
+
+
+def _owner(pid: int) -> Optional[int]:
+    # Not the owner of /proc/PID: that is root for whatever may not be dumped, an ssh-agent for instance.
+    try:
+        with open("/proc/%d/status" % pid, "rb") as file:
+            words = next((line.split() for line in file if line.startswith(b"Uid:")), [])
+    except OSError:
+        return None
+    return int(words[1]) if len(words) > 1 else None
 
 
 def _table_of_ps(pids: Optional[List[int]]) -> List[Process]:

@@ -6,7 +6,7 @@ import calendar
 import os
 import subprocess
 import time
-from typing import Dict, List, Optional, Tuple
+from typing import Dict, List, Optional, Set, Tuple
 
 from distrun_runtime.contract import environ
 
@@ -46,6 +46,11 @@ def environs(pids: Optional[List[int]] = None) -> Dict[int, Dict[str, str]]:
     return {
         pid: _pairs(full[pid][len(text) :].split()) for pid, text in plain.items() if full.get(pid, "").startswith(text)
     }
+
+
+def pids_of(uid: int) -> Set[int]:
+    """Return the ids of the processes whose real user is `uid`."""
+    return {int(line) for line in _run("-U", str(uid), "-o", "pid=").split()}
 
 
 def command(pid: int) -> str:
