@@ -1,0 +1,50 @@
+"""The bundled runtime as one archive: the sources of the package distrun_runtime, named by the archive's digest.
+
+The same sources give the same bytes: names are sorted, times and modes fixed. It is small (compressed, about a
+quarter of a megabyte), so that it goes to an agent in one frame.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import zipfile
+from pathlib import Path
+
+import distrun_runtime
+
+PACKAGE = "distrun_runtime"
+SUFFIXES = (".py", ".typed")
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+"""The earliest time that a zip can hold."""
+_MODE = 0o100644 << 16
+
+
+def build(package: Path | None = None) -> tuple[str, bytes]:
+    """Return the archive's digest (SHA-256, 64 hex digits) and its bytes, a zip.
+
+    Unpacked into a folder that is put on PYTHONPATH, `distrun_runtime` can be imported from it. `package` is the
+    package's folder; None: the one that this process uses.
+    """
+    data = _zip(location() if package is None else package)
+    return hashlib.sha256(data).hexdigest(), data
+
+
+def location() -> Path:
+    """Return the folder of the package distrun_runtime that this process uses."""
+    return Path(distrun_runtime.__file__).resolve().parent
+
+
+def _zip(package: Path) -> bytes:
+    found = {path.relative_to(package).as_posix(): path for path in package.rglob("*") if path.suffix in SUFFIXES}
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
+        for name in sorted(found, key=os.fsencode):
+            if found[name].is_file():
+                entry = zipfile.ZipInfo("%s/%s" % (PACKAGE, name), _EPOCH)
+                entry.create_system = 3  # unix: the mode below means something
+                entry.external_attr = _MODE
+                entry.compress_type = zipfile.ZIP_DEFLATED
+                archive.writestr(entry, found[name].read_bytes(), compresslevel=9)
+    return buffer.getvalue()
