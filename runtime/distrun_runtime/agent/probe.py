@@ -1,0 +1,202 @@
+"""Facts about this host for the doctor: what is there, how much of it, whether it answers. It judges nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import resource
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import time
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+from distrun_runtime.contract import address
+from distrun_runtime.errors import ContractError
+
+PROGRAM_S = 10.0
+"""How long a program may take to answer."""
+_LOOK = (
+    "import json,sys\n"
+    "found={'version':'%d.%d.%d'%sys.version_info[:3],'path':sys.executable}\n"
+    "for name in ('numpy','zmq'):\n"
+    "    try:\n"
+    "        found[name]=__import__(name).__version__\n"
+    "    except Exception as err:\n"
+    "        found[name]='';found[name+'_error']='%s: %s'%(type(err).__name__,err)\n"
+    "print(json.dumps(found))\n"
+)
+_LOGIND = ("/etc/systemd/logind.conf", "/etc/systemd/logind.conf.d", "/run/systemd/logind.conf.d")
+
+
+def probe(args: Mapping[str, Any]) -> Dict[str, Any]:
+    """Return the facts. Each takes at most PROGRAM_S.
+
+    Arguments, all optional: `python`, interpreter of servers (python3); `cwd`, `dst`, folders; `interface`, `subnet`,
+    `toward`, as in `contract.address.choose`.
+    """
+    return {
+        "time": time.time(),
+        "hostname": socket.gethostname(),
+        "uid": os.geteuid(),
+        "user": _user(),
+        "agent_python": {"version": sys.version.split()[0], "path": sys.executable},
+        "python": python(str(args.get("python") or "python3")),
+        "rsync": _first_line(["rsync", "--version"]),
+        "folders": {name: folder(str(args[name])) for name in ("cwd", "dst") if args.get(name)},
+        "limits": {"nofile": limit(resource.RLIMIT_NOFILE), "memlock": limit(resource.RLIMIT_MEMLOCK)},
+        "shm": space("/dev/shm"),
+        "logind": logind(),
+        "network": network(args),
+        "gpus": gpus(),
+        "loose": loose(os.path.expanduser("~")),
+    }
+
+
+def python(name: str) -> Dict[str, Any]:
+    """Return version, path, numpy's and zmq's versions of an interpreter ("" where one is missing), or `error`."""
+    code, out, err = run([name, "-c", _LOOK])
+    if code is None:
+        return {"error": err}
+    with contextlib.suppress(ValueError, IndexError):
+        import json
+
+        found: Dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+        return found
+    return {"error": "%s ended with code %d: %s" % (name, code, _last(err or out))}
+
+
+def folder(path: str) -> Dict[str, Any]:
+    """Return whether a folder is there and can be written, and what is free; else the nearest one above it."""
+    path = os.path.expanduser(path)
+    near = path
+    while not os.path.exists(near) and os.path.dirname(near) != near:
+        near = os.path.dirname(near)
+    facts = {"path": path, "exists": os.path.exists(path), "is_folder": os.path.isdir(near), "near": near}
+    return dict(facts, writable=os.access(near, os.W_OK | os.X_OK), **space(near))
+
+
+def space(path: str) -> Dict[str, Optional[int]]:
+    """Return `free` and `size` of the file system of a path in bytes; None where it cannot tell."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return {"free": None, "size": None}
+    return {"free": found.f_bavail * found.f_frsize, "size": found.f_blocks * found.f_frsize}
+
+
+def limit(which: int) -> List[Optional[int]]:
+    """Return the soft and the hard limit; None: unlimited."""
+    return [None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(which)]
+
+
+def logind() -> Dict[str, Any]:
+    """Return whether the system ends a user's processes at logout (None: unknown), and whether this user lingers."""
+    user = _user()
+    return {"kill_user_processes": _kills(), "linger": os.path.exists("/var/lib/systemd/linger/" + user)}
+
+
+def network(args: Mapping[str, Any]) -> Dict[str, Any]:
+    """Return the interfaces, and the address that tasks here would use or why there is none."""
+    found: Dict[str, Any] = {"interfaces": [list(each) for each in address.interfaces()], "address": "", "error": ""}
+    words = [str(args.get(name) or "") for name in ("interface", "subnet", "toward")]
+    try:
+        found["address"] = address.choose(*words)
+    except ContractError as err:
+        found["error"] = str(err)
+    return found
+
+
+def gpus() -> Dict[str, Any]:
+    """Return the GPUs that nvidia-smi shows, each as name, driver and memory, or `error`; both may be empty."""
+    if shutil.which("nvidia-smi") is None:
+        return {"gpus": [], "error": ""}
+    query = "--query-gpu=name,driver_version,memory.total"
+    code, out, err = run(["nvidia-smi", query, "--format=csv,noheader"])
+    if code != 0:
+        return {"gpus": [], "error": _last(err or out) or "nvidia-smi ended with code %s" % code}
+    return {
+        "gpus": [[cell.strip() for cell in line.split(",")] for line in out.splitlines() if line.strip()],
+        "error": "",
+    }
+
+
+def loose(home: str) -> List[str]:
+    """Return those of home, ~/.ssh and its authorized_keys that others may write: sshd then takes no key."""
+    found = []
+    for path in (home, os.path.join(home, ".ssh"), os.path.join(home, ".ssh", "authorized_keys")):
+        with contextlib.suppress(OSError):
+            if stat.S_IMODE(os.stat(path).st_mode) & 0o022:
+                found.append(path)
+    return found
+
+
+def run(argv: Sequence[str], limit_s: float = PROGRAM_S) -> Tuple[Optional[int], str, str]:
+    """Run a program and return its code, stdout and stderr; the code is None if it did not start, or not end in time.
+
+    One that cannot even be killed (a driver that hangs) is left: nobody waits for it.
+    """
+    try:
+        child = subprocess.Popen(
+            list(argv), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+    except OSError as err:
+        return None, "", "%s: %s" % (argv[0], err.strerror)
+    try:
+        out, err_text = child.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(1.0)
+        for pipe in (child.stdout, child.stderr):
+            if pipe is not None:
+                pipe.close()
+        return None, "", "%s did not answer within %g s" % (argv[0], limit_s)
+    return child.returncode, out.decode("utf-8", "replace"), err_text.decode("utf-8", "replace")
+
+
+def _first_line(argv: Sequence[str]) -> Dict[str, str]:
+    code, out, err = run(argv)
+    lines = out.strip().splitlines()
+    if code == 0 and lines:
+        return {"version": lines[0].strip(), "error": ""}
+    return {"version": "", "error": _last(err or out) or "%s ended with code %s" % (argv[0], code)}
+
+
+def _last(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else ""
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        return str(os.geteuid())
+
+
+def _kills() -> Optional[bool]:
+    manager = "/org/freedesktop/login1", "org.freedesktop.login1.Manager", "KillUserProcesses"
+    code, out, _ = run(["busctl", "get-property", "org.freedesktop.login1", *manager], 3.0)
+    if code == 0 and out.split()[:1] == ["b"]:
+        return out.split()[-1] == "true"
+    value: Optional[bool] = None
+    for line in _settings():
+        name, equals, text = line.partition("=")
+        if equals and name.strip() == "KillUserProcesses":
+            value = text.strip().lower() in ("yes", "true", "1", "on")
+    return value
+
+
+def _settings() -> List[str]:
+    lines: List[str] = []
+    for place in _LOGIND:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            names = sorted(os.listdir(place)) if os.path.isdir(place) else [""]
+            for name in names:
+                with open(os.path.join(place, name) if name else place, encoding="utf-8") as file:
+                    lines += file.read().splitlines()
+    return lines
