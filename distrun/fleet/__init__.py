@@ -1,0 +1,13 @@
+"""Many hosts at once, without a job: ask their agents, or run one command on all of them.
+
+Each host gives a value or a `Problem`; one that cannot be used stops no other. Every wait has a deadline, and when it
+is over, agents are ended and channels closed.
+"""
+
+from __future__ import annotations
+
+from distrun.fleet.running import Ran, run
+from distrun.fleet.talk import Answer, Fleet, ask
+from distrun_runtime.coordinator.outcome import Problem
+
+__all__ = ["Answer", "Fleet", "Problem", "Ran", "ask", "run"]

@@ -1,0 +1,185 @@
+"""One command on many hosts: a job of one task a host, whose hosts know nothing of each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from distrun.fleet.talk import Fleet
+from distrun_runtime.contract import environ
+from distrun_runtime.contract.plan import WORKER, Host, Limits, Plan, Secrets, Task
+from distrun_runtime.coordinator import events, frames
+from distrun_runtime.coordinator.actions import Spawn, StopTasks
+from distrun_runtime.coordinator.outcome import EXIT_TIMEOUT, Problem, exit_code
+
+if TYPE_CHECKING:
+    from distrun.backends.base import Backend
+
+GRACE_S = 3.0
+"""Seconds between asking the command to end and killing it, after --timeout or Ctrl-C."""
+SETTLE_S = 10.0
+"""How long an agent may take to begin; and, when its command has ended, to hand over the last of the output."""
+KEPT = 16 * 1024 * 1024
+"""Bytes of each stream of a host that are kept; what comes later is only passed on."""
+IN_FOLDER = 'cd && cd -- "$0" && exec "$@"'
+"""Run by sh: the folder is seen from the home directory."""
+
+OnOutput = Callable[[str, str, bytes], None]
+
+
+@dataclass
+class Ran:
+    """How the command went on one host."""
+
+    code: int | None = None
+    """Exit code, as a shell gives it: 128 and the number for a signal; 124: it took too long."""
+    out: bytearray = field(default_factory=bytearray)
+    err: bytearray = field(default_factory=bytearray)
+    reason: str = ""
+    """Why it could not be started."""
+    is_late: bool = False
+    """It was ended because its time was over."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Bytes that each stream had when the command ended."""
+    taken: dict[str, int] = field(default_factory=lambda: {"out": 0, "err": 0})
+
+    @property
+    def is_whole(self) -> bool:
+        """It has ended and all its output is here."""
+        return self.code is not None and all(self.taken[name] >= size for name, size in self.sizes.items())
+
+    def take(self, stream: str, data: bytes) -> None:
+        """Keep more output."""
+        kept = self.out if stream == "out" else self.err
+        kept += data[: max(0, KEPT - len(kept))]
+        self.taken[stream] += len(data)
+
+    def end(self, event: events.Exited) -> None:
+        """Note its end."""
+        self.code = EXIT_TIMEOUT if self.is_late else exit_code(event.code, event.signal)
+        self.reason, self.sizes = event.reason, {"out": event.out, "err": event.err}
+
+
+def run(
+    backend: Backend,
+    hosts: Sequence[Host],
+    argv: Sequence[str],
+    *,
+    cwd: str = "",
+    limit_s: float | None = None,
+    on_output: OnOutput = lambda host, stream, data: None,
+) -> dict[str, Ran | Problem]:
+    """Run a command once on each host, and return how it went by host, in their order.
+
+    Its environment is what a login by this backend has. What it leaves running in the background is ended with it.
+
+    Args:
+        backend: what reaches the hosts.
+        hosts: which.
+        argv: executed exactly, without a shell.
+        cwd: folder, seen from the home directory; empty: that.
+        limit_s: seconds after which it is ended; None: no limit.
+        on_output: called with host, stream ("out" or "err") and bytes as they come.
+
+    Raises:
+        KeyboardInterrupt: after the command was asked to end everywhere, and killed if it did not.
+    """
+    return _Running(backend, hosts, plan_of(backend.name, hosts, argv, cwd), limit_s, on_output).run()
+
+
+def plan_of(backend: str, hosts: Sequence[Host], argv: Sequence[str], cwd: str) -> Plan:
+    """Return the plan: one task a host. Not pure: its id is random."""
+    words = ("sh", "-c", IN_FOLDER, cwd or ".", *argv)
+    return Plan(
+        job="exec-" + secrets.token_hex(4),
+        name="exec",
+        backend=backend,
+        command=tuple(argv),
+        cwd="/",
+        # No peer will ask for an address, so that the agent need not look for one.
+        hosts=tuple(dataclasses.replace(host, address=host.address or "127.0.0.1") for host in hosts),
+        tasks=tuple(
+            Task(name="%s-%d" % (WORKER, rank), role=WORKER, rank=rank, host=host.name, argv=words, cwd="/")
+            for rank, host in enumerate(hosts)
+        ),
+        limits=Limits(grace_s=GRACE_S),
+        unset=environ.stale_names(),
+    )
+
+
+class _Running:
+    """The run as it goes on."""
+
+    def __init__(
+        self, backend: Backend, hosts: Sequence[Host], plan: Plan, limit_s: float | None, on_output: OnOutput
+    ) -> None:
+        self._fleet = Fleet(backend, hosts)
+        self._plan = plan
+        self._limit_s = math.inf if limit_s is None else limit_s
+        self._on_output = on_output
+        self._tasks = {task.host: task.name for task in plan.tasks}
+        self._ran = {task.host: Ran() for task in plan.tasks}
+        self._spawned: set[str] = set()
+        self._by: dict[str, float] = {}
+        """Until when the next thing has to happen, for hosts that are not done."""
+
+    def run(self) -> dict[str, Ran | Problem]:
+        with self._fleet as fleet:
+            self._by = dict.fromkeys(self._tasks, fleet.hello_by)
+            try:
+                while self._by:
+                    event = fleet.next(min(self._by.values()))
+                    if event is not None:
+                        self._handle(event)
+                    self._look()
+            except KeyboardInterrupt:
+                fleet.close(GRACE_S + SETTLE_S, end=False)
+                raise
+        return {name: ran if ran.code is not None else fleet.problems[name] for name, ran in self._ran.items()}
+
+    def _handle(self, event: events.Event) -> None:
+        host, now = getattr(event, "host", ""), time.monotonic()
+        if host not in self._by:
+            return
+        if isinstance(event, events.AgentHello):
+            self._fleet.send(host, frames.begin(self._plan, Secrets(), host))
+            self._by[host] = now + SETTLE_S
+        elif isinstance(event, events.AgentReady):
+            self._spawned.add(host)
+            self._fleet.send(host, frames.spawn(Spawn(host, self._tasks[host])))
+            self._by[host] = now + self._limit_s
+        elif isinstance(event, events.Output):
+            self._ran[host].take(event.stream, event.data)
+            self._on_output(host, event.stream, event.data)
+            self._fleet.send(host, frames.ack(event.task, event.stream, event.offset + len(event.data)))
+        elif isinstance(event, events.Exited):
+            self._ran[host].end(event)
+            self._by[host] = now + SETTLE_S
+
+    def _look(self) -> None:
+        """Let go of the hosts that are done, and end what took too long."""
+        now = time.monotonic()
+        for host in list(self._by):
+            if self._ran[host].is_whole or host in self._fleet.problems:
+                del self._by[host]
+            elif now >= self._by[host]:
+                self._late(host, now)
+
+    def _late(self, host: str, now: float) -> None:
+        ran = self._ran[host]
+        if ran.code is not None:
+            del self._by[host]  # Its output is kept as far as it came.
+        elif host in self._spawned and not ran.is_late:
+            ran.is_late = True
+            ladder = (("TERM", GRACE_S), ("KILL", 0.0))
+            self._fleet.send(host, frames.stop(StopTasks(host, (self._tasks[host],), ladder)))
+            self._by[host] = now + GRACE_S + SETTLE_S
+        else:
+            what = "its agent did not say that the command has ended" if ran.is_late else "no agent was ready in time"
+            self._fleet.give_up(Problem(host, "timeout", what))
+            del self._by[host]
