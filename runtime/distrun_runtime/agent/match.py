@@ -11,8 +11,6 @@ from distrun_runtime.contract import process
 from distrun_runtime.contract.process import Identity, Process
 from distrun_runtime.errors import ContractError
 
-AGENT = "import binascii,json,os,sys,zlib"
-"""Stands in the command line of every agent and guard: how their program begins."""
 DAEMONS = ("sshd", "sshd-session", "sshd-auth")
 _WHOLE = 100000
 """Characters of a command line that are looked at."""
@@ -62,7 +60,7 @@ def matching(rows: List[Process], pattern: Pattern[str], spare: Set[Identity]) -
     found = []
     for each in process.mine(candidates):
         command = process.command_of(each.pid, _WHOLE)
-        if AGENT not in command and not is_daemon(command) and pattern.search(command):
+        if survey.AGENT not in command and not is_daemon(command) and pattern.search(command):
             found.append(each)
     return found
 

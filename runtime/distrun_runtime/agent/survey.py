@@ -22,7 +22,9 @@ ALIVE = "alive"
 DEAD = "dead"
 STOPPED = "stopped"
 NONE = "none"
-"""No record names it: only marks tell of the job."""
+"""No record names it, and none is above the tasks: only marks tell of the job."""
+AGENT = "import binascii,json,os,sys,zlib"
+"""Stands in the command line of every agent and guard: how their program begins."""
 
 Key = Tuple[str, str]
 """A job and what it calls this host."""
@@ -49,6 +51,11 @@ def survey() -> Dict[str, Any]:
         "uid": os.geteuid(),
         "hostname": socket.gethostname(),
     }
+
+
+def end_all(jobs: Iterable[str], grace_s: float) -> Dict[str, Any]:
+    """End several jobs here, one after the other, each as `end` does; return what it returns for each."""
+    return {job: end(job, grace_s) for job in jobs}
 
 
 def end(job: str, grace_s: float) -> Dict[str, Any]:
@@ -93,12 +100,13 @@ def _job(key: Key, found: Optional[Found], environs: Dict[int, Dict[str, str]]) 
         for each in process.mine(sweep.belongings(records, marks))
         if key[1] or "DISTRUN_HOST" not in environs.get(each.pid, {})
     ]
+    agent, guard = (found.record.agent, found.record.guard) if found else _above(members)
     names = _names(records)
     return {
         "job": key[0],
         "host": key[1],
-        "agent": _state(found.record.agent) if found else NONE,
-        "guard": _state(found.record.guard) if found else NONE,
+        "agent": _state(agent),
+        "guard": _state(guard),
         "quiet_s": max(0.0, round(time.time() - found.written, 1)) if found else None,
         "lease_s": found.record.lease_s if found else None,
         "processes": [row(each, names.get(each.identity) or _task(environs.get(each.pid, {}))) for each in members],
@@ -119,7 +127,25 @@ def _task(env: Dict[str, str]) -> str:
     return "%s-%s" % (role, rank) if role and rank else ""
 
 
-def _state(who: Identity) -> str:
+def _above(members: List[Process]) -> Tuple[Optional[Identity], Optional[Identity]]:
+    """Return agent and guard of a job whose record is lost (somebody tidied up /tmp), by what they run.
+
+    The agent is the nearest such process above the tasks, the guard its parent.
+    """
+    rows = {each.pid: each for each in process.table()}
+    for each in members:
+        above = rows.get(each.ppid)
+        while above is not None and above.pid > 1:
+            if AGENT in process.command_of(above.pid, len(AGENT) + 1000):
+                guard = rows.get(above.ppid)
+                return above.identity, guard.identity if guard else None
+            above = rows.get(above.ppid)
+    return None, None
+
+
+def _state(who: Optional[Identity]) -> str:
+    if who is None:
+        return NONE
     if not process.is_alive(who):
         return DEAD
     # T: a signal stopped it; t: a debugger did.

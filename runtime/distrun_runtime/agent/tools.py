@@ -27,6 +27,10 @@ def answer(what: str, args: Dict[str, Any]) -> Any:
         from distrun_runtime.agent import survey
 
         return survey.end(str(args["job"]), float(args["grace_s"]))
+    if what == "sweeps":
+        from distrun_runtime.agent import survey
+
+        return survey.end_all([str(job) for job in args["jobs"]], float(args["grace_s"]))
     if what == "match":
         from distrun_runtime.agent import match
 

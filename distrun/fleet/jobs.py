@@ -1,0 +1,102 @@
+"""What the agents found: jobs on hosts and their processes, from the answers of the tools. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+ALIVE = "alive"
+STOPPED = "stopped"
+NONE = "none"
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a host."""
+
+    pid: int
+    start: str
+    """Opaque: tells it from a later one of the same pid."""
+    command: str
+    task: str = ""
+    """Which task of the job it belongs to, "agent" or "guard"; empty: not known."""
+    age_s: float | None = None
+
+
+@dataclass(frozen=True)
+class HostJob:
+    """A job on one host."""
+
+    host: str
+    """What we call it."""
+    job: str
+    agent: str
+    """alive, stopped, dead or none."""
+    guard: str
+    processes: tuple[Process, ...]
+    quiet_s: float | None = None
+    """How long ago its agent heard from its launcher, at most."""
+    lease_s: float | None = None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether nobody looks after it: its agent is dead, stopped, or past its lease."""
+        return self.agent != ALIVE or self.is_past_lease
+
+    @property
+    def is_past_lease(self) -> bool:
+        """Whether its agent has not heard from its launcher for so long that it should have ended the job."""
+        return self.quiet_s is not None and self.lease_s is not None and self.quiet_s > self.lease_s
+
+    def state(self) -> str:
+        """Return how its agent stands, in words."""
+        if self.agent == ALIVE:
+            return "silent %s" % age(self.quiet_s) if self.is_past_lease else "runs"
+        return "agent " + {STOPPED: "stopped", NONE: "unknown"}.get(self.agent, "gone")
+
+
+def read(host: str, answer: Mapping[str, Any]) -> list[HostJob]:
+    """Return the jobs of a host from what its agent's `survey` answered."""
+    return [
+        HostJob(
+            host,
+            str(each["job"]),
+            str(each["agent"]),
+            str(each["guard"]),
+            tuple(processes(each["processes"])),
+            each.get("quiet_s"),
+            each.get("lease_s"),
+        )
+        for each in answer["jobs"]
+    ]
+
+
+def processes(rows: Iterable[Mapping[str, Any]]) -> list[Process]:
+    """Return the processes that a tool told of."""
+    return [
+        Process(int(row["pid"]), str(row["start"]), str(row["command"]), str(row.get("task") or ""), row.get("age_s"))
+        for row in rows
+    ]
+
+
+def chosen(found: Iterable[HostJob], jobs: Sequence[str] = (), stale: bool = False) -> list[HostJob]:
+    """Return the jobs that are meant: those named (an id or its beginning; all without names), stale ones if so."""
+    return [
+        each
+        for each in found
+        if (not jobs or any(each.job.startswith(job) for job in jobs)) and (each.is_stale or not stale)
+    ]
+
+
+def age(seconds: float | None) -> str:
+    """Return a time for people: 59 s, 12 min, 3:05 h, 12 d."""
+    if seconds is None:
+        return ""
+    if seconds < 100:
+        return "%.0f s" % seconds
+    if seconds < 6000:
+        return "%.0f min" % (seconds / 60)
+    if seconds < 100 * 3600:
+        return "%d:%02d h" % (seconds // 3600, seconds % 3600 // 60)
+    return "%.0f d" % (seconds / 86400)
