@@ -20,9 +20,9 @@ A = TypeVar("A")
 class History:
     """A supervisor, agents that answer its stops if `obedient`, and a clock that the test moves."""
 
-    def __init__(self, plan: Plan, obedient: bool = True) -> None:
+    def __init__(self, plan: Plan, obedient: bool = True, has_preparation: bool = False) -> None:
         self.plan = plan
-        self.supervisor = Supervisor(plan)
+        self.supervisor = Supervisor(plan, has_preparation)
         self.obedient = obedient
         self.now = 0.0
         self.done: list[Action] = []
@@ -39,24 +39,34 @@ class History:
             self.tell(events.Tick(WALL + self.now))
         return self
 
-    def beat_to(self, now: float) -> History:
-        """Let time pass while every agent answers pings."""
+    def beat_to(self, now: float, *hosts: str) -> History:
+        """Let time pass while every agent (of `hosts`) answers pings."""
         while self.now < now and self.outcome is None:
             self.now = min(now, self.now + 0.5)
             for host in self.plan.hosts:
-                self.tell(events.Pong(host.name))
+                if not hosts or host.name in hosts:
+                    self.tell(events.Pong(host.name))
             self.tell(events.Tick(WALL + self.now))
         return self
 
     def start(self) -> History:
         """Bring every task up."""
-        for host in self.plan.hosts:
-            self.hello(host.name).ready(host.name)
+        self.gather()
         if self.plan.of_role("scheduler"):
             self.started("scheduler").publish("scheduler", address="10.0.0.1", port=9091)
         for task in self.plan.tasks:
             self.started(task.name)
         return self
+
+    def gather(self) -> History:
+        """Have every host answer and get ready."""
+        for host in self.plan.hosts:
+            self.hello(host.name).ready(host.name)
+        return self
+
+    def bad(self, host: str, kind: str = "", text: str = "no route to host", **more: Any) -> History:
+        """Have a host turn out to be unusable; without a kind, its agent just did not come up."""
+        return self.tell(events.StartFailed(host, text, WALL + self.now, kind=kind, **more))
 
     def hello(self, host: str, **facts: Any) -> History:
         time = WALL + self.now

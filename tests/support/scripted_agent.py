@@ -34,7 +34,7 @@ class ScriptedAgent:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def say(self, kind: str, body: bytes = b"", **members: Any) -> None:
+    def say(self, kind: str, /, body: bytes = b"", **members: Any) -> None:
         """Send one frame."""
         self._seq += 1
         self.raw(wire.encode({"type": kind, "seq": self._seq, **members}, body))

@@ -8,24 +8,31 @@ from distrun_runtime.contract import wire
 from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator import events, verdict
 from distrun_runtime.coordinator import outcome as ends
-from distrun_runtime.coordinator.actions import INFO, WARNING, Action, Announce, Begin, Drop
-from distrun_runtime.coordinator.roster import LOST_S, SKEW_S, SUSPECT_S, HostState, Roster
+from distrun_runtime.coordinator.actions import INFO, WARNING, Action, Announce, Begin, Drop, Prepare, SendRuntime
+from distrun_runtime.coordinator.preflight import WAIT_S, Preflight
+from distrun_runtime.coordinator.roster import SKEW_S, HostState, Roster
 from distrun_runtime.coordinator.verdict import Cause
 
+GATHERING = "gathering"
+PREPARING = "preparing"
 STARTING = "starting"
 RUNNING = "running"
 DRAINING = "draining"
 STOPPING = "stopping"
 OVER = "over"
+UNDECIDED = (GATHERING, PREPARING, STARTING, RUNNING)
+"""Nothing has ended the job yet."""
 
 
 class AgentWatch:
     """The half of the supervisor that is about hosts; `supervise.Supervisor` is the other one."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, has_preparation: bool = False) -> None:
         self.plan = plan
         self.roster = Roster(plan)
-        self.phase = STARTING
+        self.phase = GATHERING
+        self._has_preparation = has_preparation
+        self._preflight = Preflight([host.name for host in plan.hosts])
         self._actions: List[Action] = []
         self._now = 0.0
 
@@ -37,7 +44,7 @@ class AgentWatch:
 
     def _hear(self, event: events.Event) -> None:
         host = self.roster.hosts.get(getattr(event, "host", ""))
-        if host is None or isinstance(event, (events.AgentLost, events.StartFailed)):
+        if host is None or isinstance(event, (events.AgentLost, events.StartFailed, events.PrepareFailed)):
             return
         host.last_seen = self._now
         if host.is_suspect:
@@ -49,7 +56,8 @@ class AgentWatch:
         version = event.facts.get("version")
         if version != wire.VERSION:
             why = "its agent speaks protocol version %r, this program %d" % (version, wire.VERSION)
-            self._on_start_failed(events.StartFailed(event.host, why, event.arrived, refused=True))
+            fix = "use one release of distrun everywhere"
+            self._on_start_failed(events.StartFailed(event.host, why, event.arrived, True, "protocol", fix))
             return
         host.greeted = True
         stamp = event.facts.get("time")
@@ -66,14 +74,48 @@ class AgentWatch:
         for label, port in event.ports.items():
             self.roster.facts["%s/port:%s" % (event.host, label)] = str(port)
 
+    def _on_needed(self, event: events.Needed) -> None:
+        if event.digest == self.plan.runtime.digest and not self.roster.hosts[event.host].was_ended:
+            self._actions.append(SendRuntime(event.host))
+
     def _on_start_failed(self, event: events.StartFailed) -> None:
-        host = self.roster.hosts[event.host]
-        if host.is_gone:
+        if self.roster.hosts[event.host].is_gone:
             return
-        host.is_gone = True
-        self._actions.append(Drop(event.host))
-        cause = verdict.unusable if event.refused else verdict.no_agent
-        self._blame(cause(event.host, event.reason, event.time))
+        make = verdict.bad_host if event.is_preflight else verdict.no_agent
+        self._rule_out(make(event.host, event.reason, event.time), event.kind, event.fix)
+
+    def _rule_out(self, cause: Cause, kind: str = "", fix: str = "") -> None:
+        """Note that a host did not get ready. The job ends when the others have answered too."""
+        self.roster.hosts[cause.host].is_gone = True
+        self._actions.append(Drop(cause.host))
+        if self.phase != GATHERING:
+            if self.phase in UNDECIDED:
+                self._blame(cause)
+            return
+        waiting = self.roster.unanswered
+        if self._preflight.is_clean and waiting:
+            text = "%s; waiting up to %g s for word from %s" % (cause.short, WAIT_S, verdict.listed(waiting))
+            self._say(text, WARNING)
+        self._preflight.add(cause, self._now, kind, fix)
+
+    def _gather(self) -> None:
+        """Go on when every host has answered: to the tasks if all are ready, to the end if one is bad."""
+        waiting, until = self.roster.unanswered, self._preflight.until
+        if until is not None:
+            if not waiting or self._now >= until:
+                self._condemn()
+        elif not waiting:
+            self.phase = PREPARING if self._has_preparation else STARTING
+            if self._has_preparation:
+                self._actions.append(Prepare())
+
+    def _condemn(self) -> None:
+        """End the job for the hosts that are bad."""
+        self._blame(self._preflight.verdict(self.roster.unanswered))
+
+    def _on_prepare_failed(self, event: events.PrepareFailed) -> None:
+        # Only what came before the end, if something else has ended the job: a copy that was cancelled fails too.
+        self._blame(verdict.not_prepared(event.host, event.reason, event.time, event.text))
 
     def _on_lost(self, event: events.AgentLost) -> None:
         host = self.roster.hosts[event.host]
@@ -82,12 +124,19 @@ class AgentWatch:
         if not host.greeted and not host.was_ended:
             self._on_start_failed(events.StartFailed(event.host, event.reason, event.time))
             return
-        self._actions.append(Drop(event.host))
         is_asked = self.phase in (DRAINING, STOPPING)
         pending = any(task.host == event.host and task.state == ends.PENDING for task in self.roster.tasks.values())
+        if self.phase == GATHERING and not host.was_ended:
+            self._rule_out(verdict.host_lost(event.host, event.reason, event.time))
+            return
+        self._actions.append(Drop(event.host))
+        missing = self.roster.undrained(event.host)
         live = self.roster.lose(event.host, ends.STOPPED if is_asked else ends.FAILED, event.time)
+        if missing:
+            self._say("the last lines of %s were lost with %s" % (verdict.listed(missing), event.host), WARNING)
         if live or (pending and not is_asked):
-            self._blame(verdict.host_lost(event.host, event.reason, event.time))
+            lease_s = self.plan.limits.lease_s if live else None
+            self._blame(verdict.host_lost(event.host, event.reason, event.time, lease_s))
         elif not host.was_ended:
             self._say("%s is gone (%s); all its tasks had ended" % (event.host, event.reason), WARNING)
         elif host.greeted and not host.cleared and self.roster.on_host(event.host):
@@ -109,15 +158,17 @@ class AgentWatch:
         host.is_gone = True
 
     def _listen(self, event: events.Tick) -> None:
+        limits = self.plan.limits
         for host in self.roster.hosts.values():
             silence = self._now - host.last_seen
             if not host.greeted or host.is_gone:
                 continue
-            if silence >= LOST_S:
+            if silence >= limits.lost_s:
                 self._on_lost(events.AgentLost(host.name, "silent for %.0f s" % silence, event.time - silence))
-            elif silence >= SUSPECT_S and not host.is_suspect:
+            elif silence >= limits.suspect_s and not host.is_suspect:
                 host.is_suspect = True
-                self._say("%s has been silent for %.0f s" % (host.name, silence), WARNING)
+                text = "%s has been silent for %.0f s (suspect); it counts as lost after %g s"
+                self._say(text % (host.name, silence, limits.lost_s), WARNING)
 
     def _wall_of(self, host: HostState) -> float:
         return max((task.ended or task.started or 0.0 for task in self.roster.on_host(host.name)), default=0.0)

@@ -25,6 +25,8 @@ ABSENT_S = 2.0
 """The same for an agent that never answered."""
 OUTPUT_S = 10.0
 """How long the rest of the output may make no progress."""
+SILENT_S = 5.0
+"""After a success, a host that has been silent for so long is waited for until it is lost: it may have output still."""
 
 _ORDER = {WORKER: 0, SERVER: 1, SCHEDULER: 2}
 
@@ -36,6 +38,7 @@ class Closing:
         self._roster = roster
         self._limits = limits
         self.level = OPEN
+        self._is_success = False
         self._linger_until = 0.0
         self._deadline = 0.0
         self._until: Optional[float] = None
@@ -54,6 +57,7 @@ class Closing:
 
     def linger(self, now: float, linger_s: float) -> None:
         """Begin the end of a job whose workers are done: what is left is asked to go `linger_s` from now."""
+        self._is_success = True
         self._linger_until = now + linger_s
 
     def escalate(self, level: int, now: float) -> List[Action]:
@@ -106,7 +110,12 @@ class Closing:
         if self.level < ASK_ALL:
             return False
         tasks = self._roster.on_host(host.name)
-        if not tasks or now >= self._deadline + OUTPUT_S:
+        if not tasks:
+            return True
+        silence = now - host.last_seen
+        if self._is_success and self.level < KILL_ALL and silence >= min(SILENT_S, self._limits.suspect_s):
+            return False
+        if now >= self._deadline + OUTPUT_S:
             return True
         if not (host.cleared and all(task.is_over for task in tasks)) and now < self._deadline:
             return False

@@ -92,10 +92,12 @@ class _Loop:
         self._archive = b""
         self._prepare = prepare
         self._queue: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
-        self._supervisor = Supervisor(plan)
+        self._supervisor = Supervisor(plan, has_preparation=prepare is not None)
         self._spool = Spool(folder.logs)
         self._outcome: Optional[Outcome] = None
         self._acks: Dict[Tuple[str, str, str], int] = {}
+        # Several answers must be missing before a host is suspect.
+        self._ping_s = min(PING_S, plan.limits.suspect_s / 4)
         self._pinged = 0.0
         self._pings = 0
         self._ticked = 0.0
@@ -127,7 +129,8 @@ class _Loop:
     def _turn(self) -> None:
         """Wait for one event, take what else is there, then do what time asks for."""
         now = time.monotonic()
-        for event in self._wait(max(0.0, min(self._ticked + self._supervisor.wake_s(), self._pinged + PING_S) - now)):
+        due = min(self._ticked + self._supervisor.wake_s(), self._pinged + self._ping_s)
+        for event in self._wait(max(0.0, due - now)):
             self._take(event)
         for (host, task, stream), offset in self._acks.items():
             self._send(host, frames.ack(task, stream, offset))
@@ -135,7 +138,7 @@ class _Loop:
         now = time.monotonic()
         if now >= self._ticked + self._supervisor.wake_s():
             self._handle(events.Tick(time.time()))
-        if now >= self._pinged + PING_S:
+        if now >= self._pinged + self._ping_s:
             self._ping(now)
         if self._is_dirty and now >= self._saved + STATE_S and self._outcome is None:
             self._save(now)

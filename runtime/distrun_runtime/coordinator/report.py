@@ -1,16 +1,20 @@
-"""The failure report: what failed first, where, how, its last lines, and what followed from it. Pure text."""
+"""The failure report: what failed first, where, how, its last lines, and what followed from it. Pure text.
+
+Of hosts that cannot be used it is a table: host, kind, what was found, what to type.
+"""
 
 from __future__ import annotations
 
 import signal as signals
-from typing import List, Optional, Sequence
+from typing import Dict, List, Optional, Sequence, Tuple
 
 from distrun_runtime.coordinator import outcome as ends
-from distrun_runtime.coordinator.outcome import Culprit, Outcome, TaskResult
+from distrun_runtime.coordinator.outcome import Culprit, Outcome, Problem, TaskResult
 
 TAIL_LINES = 20
 _LINE_LIMIT = 1000
 _NAME_LIMIT = 5
+_COLUMN = 40
 
 _SIGNALS = {
     "ABRT": "it aborted itself, as after a failed assertion",
@@ -26,7 +30,7 @@ _SIGNALS = {
     "XCPU": "it used up its CPU time (ulimit -t)",
 }
 _CODES = {126: "the command cannot be executed", 127: "the command was not found"}
-_HOSTS = {ends.HOST_LOST: "was lost", ends.PREFLIGHT: "cannot be used"}
+_HOSTS = {ends.HOST_LOST: "was lost", ends.PREFLIGHT: "cannot be used", ends.SYNC: "did not get the files"}
 
 
 def failure(outcome: Outcome, tail: Sequence[str] = (), log: str = "") -> str:
@@ -48,8 +52,11 @@ def failure(outcome: Outcome, tail: Sequence[str] = (), log: str = "") -> str:
         elif culprit.reason and culprit.reason not in outcome.message:
             lines.append("  %s" % culprit.reason)
         lines += _tail(tail, log)
+    elif outcome.problems and (outcome.reason == ends.PREFLIGHT or len(outcome.problems) > 1):
+        lines += _table(outcome.problems)
+        lines.append("nothing was started on any host")
     elif culprit is not None:
-        lines.append("first failure: %s %s" % (culprit.host, _HOSTS.get(outcome.reason, "did not start")))
+        lines.append("first failure: %s %s" % (culprit.host or "a host", _HOSTS.get(outcome.reason, "did not start")))
         if "\n" in culprit.reason:
             lines += ["    | " + _cut(line) for line in culprit.reason.splitlines()[-TAIL_LINES:]]
     lines += _later(outcome)
@@ -91,6 +98,28 @@ def _tail(tail: Sequence[str], log: str) -> List[str]:
     last = tail[-TAIL_LINES:]
     head = "  Its last line%s" % ("" if len(last) == 1 else "s")
     return [head + (" (all of them: %s):" % log if log else ":")] + ["    | " + _cut(line) for line in last]
+
+
+def _table(problems: Sequence[Problem]) -> List[str]:
+    """Return a row for each problem, what is the same on several hosts together: hosts, kind, what was found."""
+    same: Dict[Tuple[str, str, str], List[str]] = {}
+    for problem in problems:
+        same.setdefault((problem.kind, problem.text, problem.fix), []).append(problem.host)
+    names = [", ".join(hosts) for hosts in same.values()]
+    # A long list of hosts has a line to itself; the columns are for the others.
+    first = max([len("host")] + [len(name) for name in names if len(name) <= _COLUMN])
+    second = max([len("kind")] + [len(kind) for kind, _, _ in same])
+    lines = ["%-*s  %-*s  what was found" % (first, "host", second, "kind")]
+    for name, (kind, text, fix) in zip(names, same):
+        if len(name) > first:
+            lines.append(name)
+            name = ""
+        found = [_cut(line) for line in text.splitlines() if line.strip()][-TAIL_LINES:] or ["?"]
+        lines.append("%-*s  %-*s  %s" % (first, name, second, kind, found[0]))
+        indent = " " * (first + second + 4)
+        lines += [indent + line for line in found[1:]]
+        lines += [indent + "-> " + line for line in fix.splitlines()]
+    return lines
 
 
 def _cut(line: str) -> str:

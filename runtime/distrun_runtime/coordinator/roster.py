@@ -11,8 +11,6 @@ from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator.events import Event, Output
 from distrun_runtime.coordinator.outcome import TaskResult
 
-SUSPECT_S = 15.0
-LOST_S = 30.0
 SKEW_S = 1.0
 """A host's clock is corrected only when it is off by more: below that, NTP knows better than a hello's delay."""
 
@@ -36,6 +34,11 @@ class HostState:
     ended_at: float = -1.0
     """`now` when it was told to end; negative: not yet."""
     last_output: float = 0.0
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether it is known if the host can be used."""
+        return self.is_ready or self.is_gone
 
     @property
     def was_ended(self) -> bool:
@@ -65,8 +68,8 @@ class Roster:
 
     def knows(self, event: Event) -> bool:
         """Whether the host, and the task on that host, which an event names (if it does) are the plan's."""
-        host, name = getattr(event, "host", None), getattr(event, "task", None)
-        if host is not None and host not in self.hosts:
+        host, name = getattr(event, "host", ""), getattr(event, "task", None)
+        if host and host not in self.hosts:
             return False
         return name is None or (name in self.tasks and self.tasks[name].host == host)
 
@@ -84,12 +87,11 @@ class Roster:
         return [task for task in self.tasks.values() if task.host == host and task.name in self.spawned]
 
     def spawnable(self) -> List[Task]:
-        """Return the tasks not spawned yet whose host is ready and whose references are all known."""
+        """Return the tasks not spawned yet whose references are all known."""
         return [
             task
             for task in self.plan.tasks
             if task.name not in self.spawned
-            and self.hosts[task.host].is_ready
             and not self.hosts[task.host].is_gone
             and references(task) <= self.facts.keys()
         ]
@@ -109,16 +111,20 @@ class Roster:
         """Whether no task that was spawned still runs."""
         return all(self.tasks[name].is_over for name in self.spawned)
 
+    @property
+    def unanswered(self) -> List[str]:
+        """The hosts of which it is not known yet whether they can be used."""
+        return [host.name for host in self.hosts.values() if not host.has_answered]
+
     def missing(self) -> List[str]:
-        """Return, one text each, what has not started yet: agents, then tasks of the agents that are ready."""
-        texts = []
-        for host in self.hosts.values():
-            if not host.greeted:
-                texts.append("the agent on %s" % host.name)
-            elif not host.is_ready:
-                texts.append("the address of %s" % host.name)
-        for task in self.plan.tasks:
-            if self.hosts[task.host].is_ready and self.tasks[task.name].state in (ends.PENDING, ends.STARTING):
+        """Return, one text each, what has not started yet: agents or, once all of them are ready, tasks."""
+        texts = [
+            "%s to get ready" % host.name if host.greeted else "the agent on %s" % host.name
+            for host in self.hosts.values()
+            if not host.has_answered
+        ]
+        for task in () if texts else self.plan.tasks:
+            if self.tasks[task.name].state in (ends.PENDING, ends.STARTING):
                 needs = sorted(references(task) - self.facts.keys())
                 what = "%s on %s" % (task.name, task.host)
                 texts.append("%s (which waits for %s)" % (what, ", ".join(needs)) if needs else what)
@@ -136,11 +142,16 @@ class Roster:
 
     def is_drained(self, host: str) -> bool:
         """Whether all output of the reaped tasks of `host` has come."""
-        return all(
-            self._received.get(key, 0) >= total
+        return not self.undrained(host)
+
+    def undrained(self, host: str) -> List[str]:
+        """Return the reaped tasks of `host` of whose output something has not come."""
+        names = {
+            key[0]
             for key, total in self._totals.items()
-            if self.tasks[key[0]].host == host
-        )
+            if self.tasks[key[0]].host == host and self._received.get(key, 0) < total
+        }
+        return sorted(names)
 
     def forgive(self, gap_s: float) -> None:
         """Move all silences by the time in which it was us who slept."""

@@ -3,8 +3,11 @@ r"""The supervisor: events in, actions out. It decides what to start, what a dea
 Pure but for its own memory: no clock, no socket, no printing. `now` is any monotonic clock in seconds. Who is to
 blame is `verdict`, how the job is brought to its end is `closing`. The phases:
 
-    starting -> running -> draining (all workers ended with 0) -> over
-                      \--> stopping (something ended the job)  -> over
+    gathering -> [preparing] -> starting -> running -> draining (all workers ended with 0) -> over
+            \----------\------------\----------\--> stopping (something ended the job)   -> over
+
+gathering: agents answer, and look whether their hosts can be used; nothing is started anywhere before all can.
+preparing: what must be there before tasks start is brought to the hosts (`Prepare`).
 """
 
 from __future__ import annotations
@@ -16,15 +19,26 @@ from distrun_runtime.contract.plan import SCHEDULER, WORKER, Plan
 from distrun_runtime.coordinator import closing, events, verdict
 from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator.actions import DEBUG, WARNING, Action, Finish, Spawn
-from distrun_runtime.coordinator.agentwatch import DRAINING, OVER, RUNNING, STARTING, STOPPING, AgentWatch
+from distrun_runtime.coordinator.agentwatch import (
+    DRAINING,
+    GATHERING,
+    OVER,
+    PREPARING,
+    RUNNING,
+    STARTING,
+    STOPPING,
+    UNDECIDED,
+    AgentWatch,
+)
 from distrun_runtime.coordinator.verdict import Cause
 
 PATIENCE_S = 5.0
 """A start that takes longer is commented on; again every 10 s."""
 SLEPT_S = 5.0
-"""A longer gap between two events means that we slept (the loop ticks every second), not that agents are silent."""
+"""A longer gap between two events means that we slept (the loop ticks every second), not that agents are silent. With
+a short `suspect_s`: half of it."""
 SILENT_S = 8.0
-"""A host silent for so long is believed to be the cause when tasks elsewhere die of a lost peer."""
+"""A host silent for so long, or suspect, is believed to be the cause when tasks elsewhere die of a lost peer."""
 FAILING_S = 5.0
 """How long a task that said that it fails may take to end, while others have died of its loss already."""
 
@@ -32,11 +46,13 @@ FAILING_S = 5.0
 class Supervisor(AgentWatch):
     """One job's supervisor. `handle` is all there is to call; a Tick must come first, then at least one a second."""
 
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan)
+    def __init__(self, plan: Plan, has_preparation: bool = False) -> None:
+        super().__init__(plan, has_preparation)
         self._closing = closing.Closing(self.roster, plan.limits)
         self._inquest = verdict.Inquest(plan.limits.verdict_s)
         self._origin: Optional[float] = None
+        self._start_from = 0.0
+        """From when on the start's time limit counts."""
         self._comment_at = 0.0
         self._early_until: Optional[float] = None
         self._bereaved_at: Optional[float] = None
@@ -49,16 +65,16 @@ class Supervisor(AgentWatch):
     @property
     def job_state(self) -> str:
         """The job's state in the words of the job store; meaningless once it is over (`Outcome.job_state`)."""
-        return {STARTING: ends.STARTING, RUNNING: ends.RUNNING}.get(self.phase, ends.STOPPING)
+        return ends.RUNNING if self.phase == RUNNING else ends.STARTING if self.phase in UNDECIDED else ends.STOPPING
 
     def handle(self, event: events.Event, now: float) -> List[Action]:
         """Return what is to be done about `event`. After `Finish` there is nothing more."""
         if self.phase == OVER:
             return []
         if self._origin is None:
-            self._origin = now
+            self._origin = self._start_from = now
             self._comment_at = now + PATIENCE_S
-        elif now - self._now > SLEPT_S:
+        elif now - self._now > min(SLEPT_S, self.plan.limits.suspect_s / 2):
             self.roster.forgive(now - self._now)
         self._now = now
         self._actions = []
@@ -80,8 +96,10 @@ class Supervisor(AgentWatch):
         due = [self._now + 1.0]
         if self._origin is not None and self.plan.limits.timeout_s is not None:
             due.append(self._origin + self.plan.limits.timeout_s)
-        if self._origin is not None and self.phase == STARTING:
-            due.append(self._origin + self.plan.limits.start_s)
+        if self._origin is not None and self.phase in (GATHERING, STARTING):
+            due.append(self._start_from + self.plan.limits.start_s)
+        if self.phase == GATHERING and self._preflight.until is not None:
+            due.append(self._preflight.until)
         if self._early_until is not None:
             due.append(self._early_until)
         if self._bereaved_at is not None:
@@ -153,10 +171,11 @@ class Supervisor(AgentWatch):
             self._say("%s on %s ended after the workers were done: %s" % (task.name, task.host, _how(task)), WARNING)
             return
         if task.lost_peer:
+            silent_s = min(SILENT_S, self.plan.limits.suspect_s)
             self._inquest.background += [
                 verdict.host_lost(host.name, "silent for %.0f s" % (self._now - host.last_seen), task.ended or 0.0)
                 for host in self.roster.hosts.values()
-                if host.greeted and not host.is_gone and self._now - host.last_seen > SILENT_S
+                if host.greeted and not host.is_gone and self._now - host.last_seen > silent_s
             ]
         cause = verdict.task_failed(task)
         if task.lost_peer and not self._inquest.background and self.phase in (STARTING, RUNNING):
@@ -202,13 +221,16 @@ class Supervisor(AgentWatch):
 
     def _blame(self, cause: Cause, level: int = closing.ASK_ALL) -> None:
         """Record what may turn out to end the job, and stop it (harder, if it is being stopped)."""
+        if self.phase == GATHERING and not self._preflight.is_clean and not cause.problems:
+            # Something else ends the wait for the other hosts; what is known of the bad ones came before it.
+            self._inquest.hear(self._preflight.verdict(), self._now)
         if self.phase != DRAINING:  # the workers have succeeded: nothing changes that
             self._inquest.hear(cause, self._now)
         self._end(cause, level)
 
     def _end(self, cause: Cause, level: int) -> None:
         self._inquest.close(self._now)
-        if self.phase in (STARTING, RUNNING):
+        if self.phase in UNDECIDED:
             if cause.reason not in (ends.INTERRUPTED, ends.TERMINATED):
                 self._say("%s; stopping the job" % (cause.short or cause.text), WARNING)
             self.phase = STOPPING
@@ -218,22 +240,34 @@ class Supervisor(AgentWatch):
 
     def _on_tick(self, event: events.Tick) -> None:
         limits = self.plan.limits
-        passed = self._now - (self._origin or 0.0)
+        passed, starting = self._now - (self._origin or 0.0), self._now - self._start_from
         self._listen(event)
-        if self.phase not in (STARTING, RUNNING):
+        if self.phase not in UNDECIDED:
             return
         if limits.timeout_s is not None and passed >= limits.timeout_s:
             self._blame(verdict.timed_out(limits.timeout_s, event.time))
         elif self._early_until is not None and self._now >= self._early_until:
             self._blame(self._inquest.background[0])
-        elif self.phase == STARTING and passed >= limits.start_s:
+        elif self.phase not in (GATHERING, STARTING):
+            return
+        elif starting >= limits.start_s and self._preflight.is_clean:
             self._blame(verdict.start_too_slow(limits.start_s, self.roster.missing(), event.time))
-        elif self.phase == STARTING and self._now >= self._comment_at:
+        elif starting >= limits.start_s:
+            self._condemn()
+        elif self._now >= self._comment_at:
             self._comment_at = self._now + 2 * PATIENCE_S
-            self._say("waiting for %s (%.0f s)" % (", ".join(self.roster.missing()), passed))
+            self._say("waiting for %s (%.0f s)" % (verdict.listed(self.roster.missing()), starting))
+
+    def _on_prepared(self, event: events.Prepared) -> None:
+        if self.phase == PREPARING:
+            self.phase = STARTING
+            self._start_from = self._now
+            self._comment_at = self._now + PATIENCE_S
 
     def _advance(self) -> None:
         roster = self.roster
+        if self.phase == GATHERING:
+            self._gather()
         if self.phase in (STARTING, RUNNING):
             for task in roster.spawnable():
                 roster.spawned.add(task.name)
@@ -262,6 +296,9 @@ def _how(task: ends.TaskResult) -> str:
 _HANDLERS: Dict[type, Callable[[Supervisor, Any], None]] = {
     events.AgentHello: Supervisor._on_hello,
     events.AgentReady: Supervisor._on_ready,
+    events.Needed: Supervisor._on_needed,
+    events.Prepared: Supervisor._on_prepared,
+    events.PrepareFailed: Supervisor._on_prepare_failed,
     events.StartFailed: Supervisor._on_start_failed,
     events.Started: Supervisor._on_started,
     events.Published: Supervisor._on_published,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Dict, Iterable, List, Mapping, Optional, Sequence
+from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 from distrun_runtime.contract.plan import WORKER
 from distrun_runtime.coordinator import outcome as ends
-from distrun_runtime.coordinator.outcome import Culprit, Outcome, TaskResult
+from distrun_runtime.coordinator.outcome import Culprit, Outcome, Problem, TaskResult
 
 COULD_NOT_RUN = (126, 127)
 """With a reason of the agent: the command was never started."""
+_NAMED = 8
+"""So many of a list are named in a message."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Cause:
     code: Optional[int] = None
     signal: Optional[str] = None
     detail: str = ""
+    problems: Tuple[Problem, ...] = ()
 
     @property
     def is_failure(self) -> bool:
@@ -87,9 +90,14 @@ def _of_task(task: TaskResult, code: int, text: str, short: str) -> Cause:
     )
 
 
-def host_lost(host: str, why: str, time: float) -> Cause:
-    """Return the cause that a host is which can no longer be heard."""
+def host_lost(host: str, why: str, time: float, lease_s: Optional[float] = None) -> Cause:
+    """Return the cause that a host is which can no longer be heard.
+
+    `lease_s`: tasks run there, perhaps, and its agent lets them go on for so long without a word from us.
+    """
     text = "lost %s: %s" % (host, _one_line(why))
+    if lease_s is not None:
+        text += "; what still runs there is ended by its own agent within %g s" % lease_s
     return Cause(ends.HOST_LOST, ends.EXIT_HOST_LOST, time, text, "lost %s" % host, host=host, detail=why)
 
 
@@ -100,16 +108,33 @@ def no_agent(host: str, why: str, time: float) -> Cause:
     return Cause(ends.START_FAILED, ends.EXIT_START_FAILED, time, text, short, host=host, detail=why)
 
 
-def unusable(host: str, why: str, time: float) -> Cause:
-    """Return the cause that a host is whose agent answered, and cannot do what the plan asks for."""
-    short = "%s cannot be used" % host
+def bad_host(host: str, why: str, time: float) -> Cause:
+    """Return the cause that a host is of which it is known why it cannot be used."""
+    return Cause(ends.PREFLIGHT, ends.EXIT_PREFLIGHT, time, "", "%s cannot be used" % host, host=host, detail=why)
+
+
+def unusable(problems: Sequence[Problem], hosts: int, time: float, first: str) -> Cause:
+    """Return the cause that all hosts are, of `hosts` in the job, which cannot be used. `first`: first in time."""
+    detail = next(problem.text for problem in problems if problem.host == first)
+    if len(problems) == 1:
+        short = "%s cannot be used" % first
+        text = "%s: %s" % (short, _one_line(detail))
+    else:
+        short = "%d of %d hosts cannot be used" % (len(problems), hosts)
+        text = "%s: %s" % (short, listed(["%s (%s)" % (problem.host, problem.kind) for problem in problems]))
+    return Cause(ends.PREFLIGHT, ends.EXIT_PREFLIGHT, time, text, short, host=first, detail=detail)
+
+
+def not_prepared(host: str, why: str, time: float, detail: str) -> Cause:
+    """Return the cause that a host is which the files did not reach (or, without a host, that the copying is)."""
+    short = "the files did not reach %s" % (host or "the hosts")
     text = "%s: %s" % (short, _one_line(why))
-    return Cause(ends.PREFLIGHT, ends.EXIT_PREFLIGHT, time, text, short, host=host, detail=why)
+    return Cause(ends.SYNC, ends.EXIT_SYNC, time, text, short, host=host, detail=detail or why)
 
 
 def start_too_slow(limit_s: float, missing: Sequence[str], time: float) -> Cause:
     """Return the cause that agents or tasks are which did not start in time."""
-    text = "not started within %g s (--start-timeout): %s" % (limit_s, ", ".join(missing))
+    text = "not started within %g s (--start-timeout): %s" % (limit_s, listed(missing))
     return Cause(ends.START_FAILED, ends.EXIT_START_FAILED, time, text, "the start took too long")
 
 
@@ -214,7 +239,7 @@ def outcome_of(cause: Optional[Cause], tasks: Mapping[str, TaskResult], survivor
         return Outcome(0, ends.SUCCEEDED, "all workers succeeded", None, results, tuple(survivors))
     text = cause.text
     culprit = None
-    if cause.task or cause.host:
+    if cause.task or cause.host or cause.detail:
         consequence = is_consequence(cause, tasks)
         peer = tasks[cause.task].lost_peer if consequence else ""
         if consequence:
@@ -229,7 +254,13 @@ def outcome_of(cause: Optional[Cause], tasks: Mapping[str, TaskResult], survivor
             consequence=consequence,
             lost_peer=peer,
         )
-    return Outcome(cause.exit_code, cause.reason, text, culprit, results, tuple(survivors))
+    return Outcome(cause.exit_code, cause.reason, text, culprit, results, tuple(survivors), problems=cause.problems)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names with commas between them, and no more of them than a line should have."""
+    more = " and %d more" % (len(names) - _NAMED) if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def _one_line(text: str) -> str:

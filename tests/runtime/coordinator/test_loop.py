@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -15,8 +16,10 @@ import pytest
 from sample_plan import sample_plan
 from scripted_agent import Script, ScriptedAgent
 
-from distrun_runtime.contract.plan import Plan, Secrets
-from distrun_runtime.coordinator import loop, report
+from distrun_runtime.contract import wire
+from distrun_runtime.contract.plan import Plan, Runtime, Secrets
+from distrun_runtime.coordinator import events, loop, report
+from distrun_runtime.coordinator.channel import Put
 from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
 from distrun_runtime.coordinator.outcome import Outcome
 from distrun_runtime.errors import ContractError
@@ -77,6 +80,76 @@ def _signals_are_put_back() -> Iterator[None]:
 
 def one_worker(**limits: Any) -> Plan:
     return sample_plan(workers=1, servers=0, **limits)
+
+
+def test_the_runtime_is_sent_to_whoever_asks_and_read_once(tmp_path: Path) -> None:
+    def script(agent: ScriptedAgent) -> None:
+        agent.say("hello", version=wire.VERSION, time=time.time())
+        agent.wait("begin")
+        agent.say("need", digest="abc")
+        frame = agent.wait("runtime")
+        assert (frame.header["digest"], frame.body) == ("abc", b"PK archive")
+        agent.say("ready", address="127.0.0.1", ports={}, python={"python": "3.11.2 /usr/bin/python"})
+        task = agent.spawn()
+        agent.exited(task)
+        agent.over(task)
+        agent.finish()
+
+    plan = dataclasses.replace(sample_plan(workers=2, servers=0, hosts=("d1", "d2")), runtime=Runtime(digest="abc"))
+    read: list[int] = []
+
+    def runtime() -> bytes:
+        read.append(1)
+        return b"PK archive"
+
+    assert Job(tmp_path, plan, script, script).run(runtime=runtime).exit_code == 0
+    assert read == [1]
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_the_preparation_runs_beside_the_loop_once_all_hosts_are_ready(tmp_path: Path, works: bool) -> None:
+    pinged = threading.Event()
+
+    def script(agent: ScriptedAgent) -> None:
+        agent.begin()
+        agent.wait("ping")
+        pinged.set()
+        if not works:
+            agent.wait("end")
+            agent.say("bye")
+            return
+        task = agent.spawn()
+        agent.exited(task)
+        agent.over(task)
+        agent.finish()
+
+    def prepare(put: Put) -> None:
+        def work() -> None:
+            assert pinged.wait(20), "agents are pinged while the preparation goes on"
+            put(events.Prepared() if works else events.PrepareFailed("d1", "disk full", time.time(), "a\nb"))
+
+        threading.Thread(target=work, daemon=True).start()
+
+    job = Job(tmp_path, one_worker(), script)
+    outcome = job.run(prepare=prepare)
+    assert (outcome.exit_code, outcome.reason) == ((0, "succeeded") if works else (4, "sync"))
+    kinds = [json.loads(line)["event"] for line in (job.folder.path / "events.jsonl").read_text().splitlines()]
+    assert ("prepared" if works else "prepare_failed") in kinds
+
+
+def test_problems_of_hosts_are_in_the_outcome_of_the_folder(tmp_path: Path) -> None:
+    def script(agent: ScriptedAgent) -> None:
+        agent.say("hello", version=wire.VERSION, time=time.time())
+        agent.wait("begin")
+        agent.say("refused", reason="no module numpy", kind="module", fix="pip install numpy")
+
+    job = Job(tmp_path, one_worker(), script)
+    assert job.run().exit_code == 3
+    value = job.folder.outcome()
+    assert value is not None
+    assert value["problems"] == [
+        {"host": "d1", "kind": "module", "text": "no module numpy", "fix": "pip install numpy"}
+    ]
 
 
 def test_a_job_succeeds_and_its_folder_tells_the_story(tmp_path: Path) -> None:

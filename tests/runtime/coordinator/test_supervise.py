@@ -33,18 +33,22 @@ def test_a_port_that_an_agent_holds_is_a_fact_for_tasks_on_other_hosts() -> None
     history = History(sample_plan(workers=2, servers=0, hosts=("d1", "d2"))).hello("d1").hello("d2")
     history.ready("d1", master=4000)
     assert history.supervisor.roster.facts["d1/port:master"] == "4000"
-    assert [spawn.task for spawn in history.did(Spawn)] == ["worker-0"]
     assert [spawn.task for spawn in history.ready("d2").did(Spawn)] == ["worker-0", "worker-1"]
 
 
 def test_what_does_not_start_in_time_is_named_and_the_code_is_6() -> None:
-    history = History(sample_plan(workers=2, servers=1, hosts=("d1", "d2"), start_s=20.0)).hello("d1").ready("d1")
-    history.started("scheduler").beat_to(25)
-    outcome = history.end()
+    history = History(sample_plan(workers=2, servers=1, hosts=("d1", "d2"), start_s=20.0)).gather()
+    outcome = history.started("scheduler").beat_to(25).end()
     assert (outcome.exit_code, outcome.reason) == (6, "start_failed")
-    assert "the agent on d2" in outcome.message
     assert "worker-0 on d1 (which waits for scheduler.port)" in outcome.message
     assert "--start-timeout" in outcome.message
+
+
+def test_agents_that_do_not_answer_in_time_are_named_and_the_code_is_6() -> None:
+    history = History(sample_plan(hosts=("d1", "d2", "d3"), start_s=20.0)).hello("d1").ready("d1").hello("d3")
+    outcome = history.beat_to(25, "d1", "d3").end()
+    assert (outcome.exit_code, outcome.reason) == (6, "start_failed")
+    assert outcome.message == "not started within 20 s (--start-timeout): the agent on d2, d3 to get ready"
 
 
 def test_a_slow_start_says_what_it_waits_for() -> None:
@@ -73,7 +77,7 @@ def test_an_agent_of_another_protocol_version_is_refused() -> None:
 
 
 def test_an_agent_that_refuses_the_job_is_a_failed_preflight_and_says_why() -> None:
-    history = History(sample_plan(hosts=("d1", "d2"))).hello("d1").hello("d2")
+    history = History(sample_plan(hosts=("d1", "d2"))).hello("d1").ready("d1").hello("d2")
     outcome = history.tell(events.StartFailed("d2", "no interface is called x9", WALL, refused=True)).end()
     assert (outcome.exit_code, outcome.reason) == (3, "preflight")
     assert outcome.message == "d2 cannot be used: no interface is called x9"
@@ -352,7 +356,9 @@ def test_a_lost_host_gives_7_and_the_others_are_stopped() -> None:
     assert [stop.host for stop in history.did(StopTasks)] == ["d1"]
     outcome = history.end()
     assert (outcome.exit_code, outcome.reason) == (7, "host_lost")
-    assert outcome.message == "lost d2: its connection ended"
+    left = "what still runs there is ended by its own agent within 45 s"
+    assert outcome.message == "lost d2: its connection ended; " + left
+    assert outcome.survivors == ("worker-1 (pid 100) on d2",)
     assert Drop("d2") in history.done
     assert {task.name: task.state for task in outcome.tasks}["worker-1"] == "failed"
 
@@ -361,7 +367,8 @@ def test_the_message_is_one_line_whatever_the_agent_said() -> None:
     history = History(sample_plan()).start()
     why = "it ended with code 1\nTraceback\n  File x\nKeyError: 5"
     outcome = history.tell(events.AgentLost("d1", why, WALL)).end()
-    assert outcome.message == "lost d1: it ended with code 1 ... KeyError: 5"
+    assert outcome.message.startswith("lost d1: it ended with code 1 ... KeyError: 5; what still runs")
+    assert "\n" not in outcome.message
     assert outcome.culprit is not None
     assert outcome.culprit.reason == why
 
@@ -369,9 +376,18 @@ def test_the_message_is_one_line_whatever_the_agent_said() -> None:
 def test_a_silent_agent_is_suspected_at_15_and_lost_at_30_seconds() -> None:
     history = History(sample_plan()).start().tick_to(14.5)
     assert "silent" not in history.said()
-    assert "d1 has been silent for 15 s" in history.tick_to(15.5).said()
+    told = "d1 has been silent for 15 s (suspect); it counts as lost after 30 s"
+    assert told in history.tick_to(15.5).said()
     assert history.outcome is None
     assert history.tick_to(30.5).end().exit_code == 7
+
+
+def test_the_times_of_suspicion_and_loss_are_the_plans() -> None:
+    history = History(sample_plan(suspect_s=2.0, lost_s=4.0, lease_s=6.0)).start().tick_to(1.5)
+    assert "silent" not in history.said()
+    assert "silent for 2 s (suspect); it counts as lost after 4 s" in history.tick_to(2.5).said()
+    outcome = history.tick_to(4.5).end()
+    assert outcome.message == "lost d1: silent for 4 s; what still runs there is ended by its own agent within 6 s"
 
 
 def test_a_suspected_agent_that_answers_is_trusted_again() -> None:
