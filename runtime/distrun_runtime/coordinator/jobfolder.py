@@ -152,7 +152,7 @@ class JobFolder:
             "folder": str(self.path),
         }
 
-    def record(self, kind: str, **facts: Any) -> None:
+    def record(self, kind: str, /, **facts: Any) -> None:
         """Append one line to events.jsonl. Raises OSError."""
         line = json.dumps(dict(facts, version=VERSION, time=rfc3339(time.time()), event=kind))
         with open(str(self.path / "events.jsonl"), "a", encoding="utf-8") as file:

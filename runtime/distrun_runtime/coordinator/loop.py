@@ -235,7 +235,7 @@ class _Loop:
         tasks = self._supervisor.roster.tasks.values()
         self._try(lambda: self._folder.write_state(self._supervisor.job_state, tasks))
 
-    def _record(self, kind: str, **facts: Any) -> None:
+    def _record(self, kind: str, /, **facts: Any) -> None:
         self._try(lambda: self._folder.record(kind, **facts))
 
     def _try(self, write: Callable[[], None]) -> None:
