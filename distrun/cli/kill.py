@@ -1,40 +1,109 @@
-"""`distrun kill`: stop a job from any terminal."""
+"""`distrun kill`: stop a job from any terminal; end what jobs left on hosts."""
 
 from __future__ import annotations
 
-import sys
+import json
+from collections.abc import Mapping
+from typing import Any
 
 import click
 
-from distrun.backends.base import STAYED
+from distrun.backends.base import STAYED, UNASKED
 from distrun.cli.console import print_out
+from distrun.cli.reach import host_options
 from distrun.errors import UsageError
+
+SCHEMA = "distrun.kill/1"
+EXIT_LEFT = 1
+EXIT_PROBLEM = 3
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("jobs", metavar="JOB...", nargs=-1, required=True)
-@click.option("-y", "--yes", is_flag=True, help="Do not ask before several jobs are stopped.")
+@click.argument("jobs", metavar="[JOB]...", nargs=-1)
+@host_options
+@click.option(
+    "--stale", is_flag=True, help="Only jobs that nobody looks after: agent dead, stopped, or past its lease."
+)
+@click.option("--dry-run", is_flag=True, help="Show what would be ended, and end nothing.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @click.option("--grace", type=click.FloatRange(min=0), metavar="S", help="Seconds before killing. [default: the job's]")
-def kill(jobs: tuple[str, ...], yes: bool, grace: float | None) -> int:
+@click.option("--match", metavar="REGEX", help="With --any-process: whatever of mine has such a command line.")
+@click.option("--any-process", is_flag=True, help="With --match: also what no job started. Look at what it shows.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def kill(jobs: tuple[str, ...], **options: Any) -> int:
     """Stop JOB (an id, the beginning of one, or a name) and everything that it started.
 
+    \b
+    Examples:
+      distrun kill calm-otter                 # a job that was launched here, on all its hosts
+      distrun kill -H hosts                   # all my jobs on these hosts
+      distrun kill -H hosts --stale -y        # what dead launchers left there
+      distrun kill --stale --dry-run          # on this machine
+
     Jobs that run come before jobs that are over. Its launcher is asked to stop it. If the launcher is gone, what is
-    left of the job is found by what was recorded of it, never by the names of programs. The exit code is 1 if a
-    process would not end.
+    left of the job is found by what was recorded of it, never by the names of programs, and never another user's.
+    It gets SIGTERM, and after the grace time SIGKILL. The exit code is 1 if a process would not end, 3 if a host cannot
+    be reached.
     """
+    is_elsewhere = options["hostfile"] is not None or options["hosts"] is not None
+    if bool(options["match"]) != options["any_process"]:
+        raise UsageError(
+            "--match and --any-process go together: they may end what no job of distrun started",
+            "without both, distrun kill ends only what distrun has started",
+        )
+    if options["match"]:
+        if jobs or options["stale"]:
+            raise UsageError("--match takes neither a JOB nor --stale")
+        from distrun.cli import killmatch
+
+        return killmatch.by_match(options)
+    if is_elsewhere or options["stale"]:
+        from distrun.cli import killhosts
+
+        return killhosts.on_hosts(jobs, options)
+    if not jobs:
+        raise UsageError("which job?", "distrun status lists the jobs; -H FILE means all of mine on these hosts")
+    return _by_name(jobs, options)
+
+
+def agree(question: str, yes: bool, what: str) -> None:
+    """Ask on the terminal, unless `yes`.
+
+    Raises:
+        UsageError: nobody can be asked.
+        click.Abort: the answer is no.
+    """
+    import sys
+
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise UsageError("%s only with -y where nobody can be asked" % what, "look first: --dry-run")
+    click.confirm(question, abort=True, err=True)
+
+
+def _by_name(jobs: tuple[str, ...], options: Mapping[str, Any]) -> int:
     from distrun import driver
     from distrun_runtime.coordinator.jobstore import JobStore
 
     store = JobStore()
     folders = list(dict.fromkeys(store.find_living(job) for job in jobs))
-    if len(folders) > 1 and not yes:
-        if not sys.stdin.isatty():
-            raise UsageError("several jobs are stopped only with -y where nobody can be asked")
-        click.confirm("Stop %s?" % ", ".join(folder.id for folder in folders), abort=True, err=True)
+    if options["dry_run"]:
+        from distrun.cli import killhosts
+
+        return killhosts.preview(folders, options)
+    if len(folders) > 1:
+        agree("Stop %s?" % ", ".join(folder.id for folder in folders), options["yes"], "several jobs are stopped")
     code = 0
+    told = []
     for folder in folders:
-        for line in driver.kill(folder, grace):
-            print_out("%s: %s\n" % (folder.id, line))
-            if line.endswith(STAYED):
-                code = 1
+        lines = driver.kill(folder, options["grace"])
+        left = [line for line in lines if line.endswith(STAYED)]
+        unasked = [line for line in lines if UNASKED in line]
+        code = EXIT_LEFT if left else code or (EXIT_PROBLEM if unasked else 0)
+        told.append({"job": folder.id, "done": lines, "left": left, "unasked": unasked})
+        if not options["as_json"]:
+            print_out("".join("%s: %s\n" % (folder.id, line) for line in lines))
+    if options["as_json"]:
+        print_out(json.dumps({"schema": SCHEMA, "exit_code": code, "jobs": told}, indent=2) + "\n")
     return code

@@ -1,0 +1,149 @@
+"""`distrun exec`: run one command on all hosts, and show what they said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from distrun import shell
+from distrun.cli.console import copy_out, print_err, print_out
+from distrun.cli.options import LauncherOption
+from distrun.cli.reach import host_options, hosts_of
+from distrun.errors import UsageError
+from distrun.fleet import Problem, Ran, fold, run
+from distrun_runtime.contract import environ
+
+SCHEMA = "distrun.exec/1"
+EXIT_PROBLEM = 3
+
+
+@click.command("exec", context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
+@host_options
+@click.option("--launcher", "--backend", "launcher", default="", metavar="NAME", cls=LauncherOption)
+@click.option("--cwd", default="", metavar="DIR", help="Run it there. [default: the home directory]")
+@click.option("--shell/--no-shell", "shell", default=None, help="Run the command by bash -c, or never do.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="End it after so many seconds."
+)
+@click.option("--no-fold", is_flag=True, help="Print lines as they come, each with its host.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def execute(command: tuple[str, ...], **options: Any) -> int:
+    """Run COMMAND once on every host.
+
+    \b
+    Examples:
+      distrun exec -H hosts nvidia-smi -L
+      distrun exec --hosts gpu[01-08] 'df -h /data | tail -n 1'
+
+    Hosts that said the same are shown once. Several words are executed exactly; a single word with blanks or shell
+    characters is run by bash -c. Nothing of your environment goes along, and what the command leaves in the background
+    is ended with it. The exit code is the largest of all hosts, 124 for one that took longer than --timeout, 3 if a
+    host cannot be reached and no code is larger.
+    """
+    inventory, backend, hosts = hosts_of(options, environ.snapshot(), options["launcher"])
+    if backend.needs_hosts and not hosts:
+        raise UsageError("no hosts are given", "distrun exec -H FILE COMMAND, or --hosts A,B")
+    for warning in inventory.warnings:
+        print_err("distrun: warning: %s\n" % warning)
+    streams = _Streams() if options["no_fold"] and not options["as_json"] else None
+    argv = shell.to_argv(command, options["shell"])
+    found = run(
+        backend,
+        hosts,
+        argv,
+        cwd=options["cwd"],
+        limit_s=options["timeout"],
+        on_output=streams.take if streams else _ignore,
+    )
+    code = exit_code(found)
+    if options["as_json"]:
+        print_out(json.dumps(as_json(command, found, code), indent=2) + "\n")
+        return code
+    if streams is not None:
+        streams.end()
+    else:
+        _show_folded(found)
+    for line in remarks(found):
+        print_err("distrun: %s\n" % line)
+    return code
+
+
+def exit_code(found: Mapping[str, Ran | Problem]) -> int:
+    """Return the command's exit code: the largest of all; a host with a problem counts as 3. Pure."""
+    return max(((each.code or 0) if isinstance(each, Ran) else EXIT_PROBLEM for each in found.values()), default=0)
+
+
+def remarks(found: Mapping[str, Ran | Problem]) -> list[str]:
+    """Return what went wrong, a line for each kind of it. Pure."""
+    from distrun import hosts
+
+    codes: dict[str, list[str]] = {}
+    lines = []
+    for name, each in found.items():
+        if isinstance(each, Problem):
+            lines.append("error: %s: %s" % (name, each.text))
+            lines += ["hint: %s" % each.fix] if each.fix else []
+        elif each.code:
+            late = "it took too long and was ended, code %d" % each.code
+            text = late if each.is_late else "exit code %d" % each.code
+            codes.setdefault(text + (": " + each.reason if each.reason else ""), []).append(name)
+    return ["%s: %s" % (hosts.fold(names), text) for text, names in codes.items()] + lines
+
+
+def as_json(command: tuple[str, ...], found: Mapping[str, Ran | Problem], code: int) -> dict[str, Any]:
+    """Return the JSON form. Pure."""
+    rows: list[dict[str, Any]] = []
+    for name, each in found.items():
+        row: dict[str, Any] = {
+            "host": name,
+            "code": None,
+            "stdout": "",
+            "stderr": "",
+            "timed_out": False,
+            "problem": None,
+        }
+        if isinstance(each, Ran):
+            out, err = (bytes(data).decode("utf-8", "replace") for data in (each.out, each.err))
+            row.update(code=each.code, stdout=out, stderr=err, timed_out=each.is_late, reason=each.reason)
+        else:
+            row["problem"] = {"kind": each.kind, "text": each.text, "fix": each.fix}
+        rows.append(row)
+    return {"schema": SCHEMA, "command": list(command), "exit_code": code, "hosts": rows}
+
+
+def _show_folded(found: Mapping[str, Ran | Problem]) -> None:
+    from distrun import hosts
+
+    ran = {name: each for name, each in found.items() if isinstance(each, Ran)}
+    copy_out(fold.text({name: bytes(each.out) for name, each in ran.items()}, hosts.fold))
+    errors = fold.text({name: bytes(each.err) for name, each in ran.items()}, hosts.fold, "stderr")
+    print_err(errors.decode("utf-8", "surrogateescape"))
+
+
+class _Streams:
+    """Prints lines as they come."""
+
+    def __init__(self) -> None:
+        self._lines: dict[tuple[str, str], fold.Lines] = {}
+
+    def take(self, host: str, stream: str, data: bytes) -> None:
+        lines = self._lines.setdefault((host, stream), fold.Lines(host + ": "))
+        self._print(stream, lines.feed(data))
+
+    def end(self) -> None:
+        for (_, stream), lines in self._lines.items():
+            self._print(stream, lines.end())
+
+    def _print(self, stream: str, data: bytes) -> None:
+        if stream == "out":
+            copy_out(data)
+        else:
+            print_err(data.decode("utf-8", "surrogateescape"))
+
+
+def _ignore(host: str, stream: str, data: bytes) -> None:
+    pass
