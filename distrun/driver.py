@@ -17,6 +17,7 @@ from pathlib import Path
 from distrun import backends, ship
 from distrun.backends.base import Backend, Rendered
 from distrun.errors import UsageError
+from distrun.hosts import named
 from distrun.job import BUNDLED, Job, check_tuning, given
 from distrun.placement import place
 from distrun.plan import Site, check_ports, make_plan
@@ -69,7 +70,9 @@ def prepare(
     if not backend.needs_hosts:
         _check_python(job, env)
     names = backend.hosts(hosts)
-    slots = place(job.workers, job.servers, names, job.has_servers, job.scheduler_host)
+    slots = place(
+        job.workers, job.servers, named(names), scheduler=job.has_servers, scheduler_host=job.scheduler_host
+    )
     job_id = DRY_RUN_ID if dry_run else store.new_id(job.name)
     site = Site(
         job_id=job_id,

@@ -34,7 +34,12 @@ class UsageError(DistrunError, ValueError):
 
 
 class HostsError(UsageError):
-    """A hosts file cannot be read or understood."""
+    """Hosts cannot be read or understood. The message has all errors, each with its own place (`file:line:col`)."""
+
+    def __init__(self, message: str, hint: str = "", count: int = 1) -> None:
+        super().__init__(message, hint)
+        self.count = count
+        """How many errors the message has."""
 
 
 class PreflightError(DistrunError):

@@ -1,16 +1,25 @@
-"""Which task runs on which host: launch.py's rule, servers first, then workers, cycling the hosts. Pure.
+"""Which task runs on which host, by one of three policies. Pure.
 
+`cycle` is launch.py's rule: servers first, then workers, cycling the lines of the hosts file, whatever their slots.
 Source: dmlc-core tracker/ssh.py, `for i in range(S + W): host = hosts[i % len(hosts)]`. The local backend cycles its
-one host in the same way (launch.py's own local mode had no hosts).
+one host in the same way (launch.py's own local mode had no hosts). `pack` and `spread` respect slots.
+
+A host with `role=` takes only tasks of that role. In every policy the scheduler takes no slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from distrun.errors import UsageError
+from distrun.hosts import HostSpec, Inventory
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER
+
+CYCLE, PACK, SPREAD = POLICIES = ("cycle", "pack", "spread")
+SHOWN = 16
+"""Hosts that are named in an error, at most."""
 
 
 @dataclass(frozen=True)
@@ -33,29 +42,175 @@ class Slot:
 
 
 def place(
-    workers: int, servers: int, hosts: Sequence[str], scheduler: bool = True, scheduler_host: str = ""
+    workers: int,
+    servers: int,
+    hosts: Inventory,
+    *,
+    policy: str = CYCLE,
+    scheduler: bool = True,
+    scheduler_host: str = "",
+    oversubscribe: bool = False,
 ) -> tuple[Slot, ...]:
     """Return the slots of a job: the scheduler (if any), the servers, the workers, each role by rank. Pure.
 
     Arguments:
         workers, servers: how many of each; not negative.
-        hosts: names in file order; a host that stands twice takes two turns.
-        scheduler: whether there is one; it runs on `scheduler_host`, or on the first host.
+        hosts: a host that stands twice in their order takes two turns of `cycle`.
+        policy: `cycle`: one task a line, again and again, servers first; slots do not count. A turn goes to the next
+            line whose host takes the role; without any `role=` this is launch.py's rule. `pack`: a host's slots are
+            filled before the next one's, servers first. `spread`: one task a host, again and again, as slots allow. In
+            both, a role uses the hosts that are its own before those that take any.
+        scheduler: whether there is one. It runs on `scheduler_host`, else on the first host with `role=scheduler`,
+            else on the first host.
+        oversubscribe: with `pack` and `spread`, hosts take turns again when all slots are filled, up to `max_slots`.
 
     Raises:
-        UsageError: no hosts, or a scheduler host that is not among them.
+        UsageError: no hosts, none that takes a role, too few slots (E115), a scheduler host that is not among them.
     """
-    if not hosts:
+    if policy not in POLICIES:
+        raise UsageError("--placement: expected one of %s, found %r" % (", ".join(POLICIES), policy))
+    if not hosts.specs:
         raise UsageError("there is no host to run on", "name some with -H FILE or --hosts A,B")
-    if scheduler_host and scheduler_host not in hosts:
+    if scheduler_host and scheduler_host not in hosts.names:
         raise UsageError(
-            "--scheduler-host: %r is none of the job's hosts: %s" % (scheduler_host, ", ".join(dict.fromkeys(hosts)))
+            "--scheduler-host: %r is none of the job's hosts: %s" % (scheduler_host, ", ".join(hosts.names))
         )
-    wanted = [(SERVER, rank) for rank in range(servers)] + [(WORKER, rank) for rank in range(workers)]
-    places = [(role, rank, hosts[index % len(hosts)]) for index, (role, rank) in enumerate(wanted)]
+    counts = {SERVER: servers, WORKER: workers}
+    for role, count in counts.items():
+        if count and not any(takes(spec, role) for spec in hosts.specs):
+            raise UsageError(
+                "no host takes a %s: all have another role" % role, "leave role= out, or write role=%s" % role
+            )
+    if policy == CYCLE:
+        chosen = _cycle(counts, hosts)
+    else:
+        rooms = _Rooms(hosts.specs, workers + servers, oversubscribe)
+        _check_room(counts, rooms)
+        chosen = _by_slots(counts, rooms, _pack if policy == PACK else _spread)
+    places = [(role, rank, host) for role, names in chosen.items() for rank, host in enumerate(names)]
     if scheduler:
-        places.insert(0, (SCHEDULER, 0, scheduler_host or hosts[0]))
+        own = (spec.name for spec in hosts.specs if spec.role == SCHEDULER)
+        places.insert(0, (SCHEDULER, 0, scheduler_host or next(own, hosts.order[0])))
     return _slots(places)
+
+
+def takes(spec: HostSpec, role: str) -> bool:
+    """Return whether a host takes tasks of that role. Pure."""
+    return spec.role in ("", role)
+
+
+def capacity(spec: HostSpec) -> int:
+    """Return how many tasks fit on a host: its slots, else its GPUs, else one. Pure."""
+    return spec.slots or spec.gpu_count or 1
+
+
+def assumed(hosts: Inventory) -> tuple[HostSpec, ...]:
+    """Return the hosts whose number of slots is a guess for `pack` and `spread`; the user is to be told. Pure."""
+    return tuple(spec for spec in hosts.specs if spec.slots is None)
+
+
+def _cycle(counts: Mapping[str, int], hosts: Inventory) -> dict[str, list[str]]:
+    roles = {spec.name: spec.role for spec in hosts.specs}
+    turns = itertools.cycle(hosts.order)
+    return {
+        role: list(itertools.islice((name for name in turns if roles[name] in ("", role)), count))
+        for role, count in counts.items()
+    }
+
+
+def _by_slots(counts: Mapping[str, int], rooms: _Rooms, fill: _Fill) -> dict[str, list[str]]:
+    """Return each role's hosts. The rooms are enough. A role's own hosts come first, then those that take any."""
+    chosen: dict[str, list[str]] = {role: [] for role in counts}
+    for role, count in counts.items():
+        found = chosen[role]
+        # What later roles must find on the hosts that take any role.
+        kept = sum(
+            max(0, counts[other] - rooms.limit(other)) for other in counts if not chosen[other] and other != role
+        )
+        while len(found) < count:
+            before = len(found)
+            for group in (role, ""):
+                most = count - len(found)
+                if not group:
+                    most = min(most, rooms.limit("") - kept)
+                for name in itertools.islice(fill(rooms.of(group), rooms.left), max(0, most)):
+                    found.append(name)
+                    rooms.use(name)
+            if len(found) == before:
+                rooms.refill(role)
+    return chosen
+
+
+class _Rooms:
+    """How many tasks hosts still take: `left` of the present turn, and at most. Hosts take turns if oversubscribed."""
+
+    def __init__(self, specs: Sequence[HostSpec], wanted: int, oversubscribe: bool) -> None:
+        self.specs = [spec for spec in specs if spec.role != SCHEDULER]
+        self.left = {spec.name: capacity(spec) for spec in self.specs}
+        self.limits = {
+            spec.name: (spec.max_slots or wanted) if oversubscribe else capacity(spec) for spec in self.specs
+        }
+        if oversubscribe:
+            self.left = {name: min(left, self.limits[name]) for name, left in self.left.items()}
+
+    def of(self, role: str) -> list[str]:
+        """Return the hosts with this `role=`."""
+        return [spec.name for spec in self.specs if spec.role == role]
+
+    def limit(self, role: str) -> int:
+        """Return how many tasks the hosts with this `role=` take at most."""
+        return sum(self.limits[name] for name in self.of(role))
+
+    def use(self, name: str) -> None:
+        self.left[name] -= 1
+        self.limits[name] -= 1
+
+    def refill(self, role: str) -> None:
+        """Begin another turn for the hosts that take a role."""
+        for spec in self.specs:
+            if takes(spec, role):
+                self.left[spec.name] = min(capacity(spec), self.limits[spec.name])
+
+
+_Fill = Callable[[Sequence[str], Mapping[str, int]], Iterator[str]]
+"""Gives host after host while what is left of their slots, which the caller counts down, allows."""
+
+
+def _pack(group: Sequence[str], left: Mapping[str, int]) -> Iterator[str]:
+    for name in group:
+        while left[name] > 0:
+            yield name
+
+
+def _spread(group: Sequence[str], left: Mapping[str, int]) -> Iterator[str]:
+    while any(left[name] > 0 for name in group):
+        for name in group:
+            if left[name] > 0:
+                yield name
+
+
+def _check_room(counts: Mapping[str, int], rooms: _Rooms) -> None:
+    """Refuse a job that does not fit, with the arithmetic."""
+    over = sum(max(0, count - rooms.limit(role)) for role, count in counts.items())
+    if over <= rooms.limit(""):
+        return
+    usable = rooms.limit("") + sum(min(count, rooms.limit(role)) for role, count in counts.items())
+    offers = [
+        "%s:%d%s" % (spec.name, rooms.limits[spec.name], " for a %s" % spec.role if spec.role else "")
+        for spec in rooms.specs
+    ]
+    if len(offers) > SHOWN:
+        offers[SHOWN:] = ["... %d more" % (len(offers) - SHOWN)]
+    restricted = any(spec.role for spec in rooms.specs)
+    raise UsageError(
+        "E115: %d worker + %d server processes need %d slots, hosts offer %d%s (%s). %s"
+        % (
+            *(counts[WORKER], counts[SERVER], sum(counts.values()), usable),
+            " that these roles can use" if restricted else "",
+            (", " if restricted else " ").join(offers),
+            "Add hosts, lower -n/-s, or pass --oversubscribe",
+        )
+    )
 
 
 def _slots(places: Sequence[tuple[str, int, str]]) -> tuple[Slot, ...]:

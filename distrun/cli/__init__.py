@@ -14,7 +14,7 @@ import click
 from distrun import __version__
 from distrun.cli.console import print_err
 from distrun.cli.lazy import LazyGroup
-from distrun.errors import DistrunError
+from distrun.errors import DistrunError, HostsError
 
 EXIT_USAGE = 2
 EXIT_INTERNAL = 8
@@ -30,6 +30,7 @@ class Settings:
 
 COMMANDS = {
     "launch": ("distrun.cli.launch:launch", "Run a distributed job and wait for its end."),
+    "hosts": ("distrun.cli.hosts:hosts", "Show what a hosts file says; fold and expand node lists."),
     "status": ("distrun.cli.status:status", "Show my jobs, or the tasks of one."),
     "logs": ("distrun.cli.logs:logs", "Show what a job's tasks printed."),
     "kill": ("distrun.cli.kill:kill", "Stop a job and everything that it started."),
@@ -80,6 +81,10 @@ def run(argv: Sequence[str]) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return 0
+    except HostsError as err:
+        print_err(str(err) + "\n")  # unchanged, so that editors find the places
+        count = "" if err.count == 1 else "s"
+        return _fail("%d error%s in the hosts given" % (err.count, count), err.hint, err.exit_code, settings)
     except DistrunError as err:
         return _fail(str(err), err.hint, err.exit_code, settings)
     except Exception as err:

@@ -8,6 +8,7 @@ import pytest
 from distrun import job as wish
 from distrun import plan as plans
 from distrun.errors import UsageError
+from distrun.hosts import named
 from distrun.job import Job, Setting
 from distrun.placement import place
 from distrun_runtime.contract import environ
@@ -36,7 +37,7 @@ def make(
 ) -> tuple[Plan, Secrets]:
     members: dict[str, object] = {"command": ("python", "t.py"), "workers": workers, "servers": servers, "cwd": "/w"}
     job = Job(**{**members, **more})  # type: ignore[arg-type]
-    slots = place(workers, servers, hosts, job.has_servers, job.scheduler_host)
+    slots = place(workers, servers, named(hosts), scheduler=job.has_servers, scheduler_host=job.scheduler_host)
     return plans.make_plan(job, slots, dataclasses.replace(SITE, hosts=hosts, outer=outer or {}))
 
 

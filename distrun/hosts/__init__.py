@@ -1,0 +1,28 @@
+"""The hosts that the user names: files in one grammar for all launchers' files, lists, what queue systems say.
+
+`parse` and what it calls is pure; `find` and `read` read files.
+"""
+
+from distrun.hosts.find import VARIABLES, WAYS, find, of_file, read
+from distrun.hosts.grammar import FORMATS
+from distrun.hosts.parse import parse, parse_list
+from distrun.hosts.ranges import expand, fold
+from distrun.hosts.spec import HostSpec, Inventory, local, named, write
+
+__all__ = [
+    "FORMATS",
+    "VARIABLES",
+    "WAYS",
+    "HostSpec",
+    "Inventory",
+    "expand",
+    "find",
+    "fold",
+    "local",
+    "named",
+    "of_file",
+    "parse",
+    "parse_list",
+    "read",
+    "write",
+]

@@ -1,0 +1,118 @@
+"""Where the hosts of a job are named: options, then the environment, then the queue system. Reads files and stdin."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import BinaryIO
+
+from distrun.errors import UsageError
+from distrun.hosts import slurm
+from distrun.hosts.findings import Fault, Finding, error_of
+from distrun.hosts.grammar import FORMATS
+from distrun.hosts.parse import parse, parse_list
+from distrun.hosts.spec import Inventory
+
+STDIN = "<stdin>"
+FILES = ("DEEPLEARNING_WORKERS_PATH", "DISTRUN_HOSTFILE")
+"""Variables that name a hosts file."""
+GRID_ENGINE = "PE_HOSTFILE"
+VARIABLES = (*FILES, GRID_ENGINE, slurm.NODES)
+"""Variables that give hosts, the first one first."""
+WAYS = "-H FILE, --hosts A,B, or one of the variables %s" % ", ".join(VARIABLES)
+
+_LARGEST = 16 * 2**20
+
+
+def find(hostfile: str | None, hosts: str | None, env: Mapping[str, str], *, form: str = "auto") -> Inventory | None:
+    """Return the hosts of a job; None if none are named. Each file, and stdin, is read once.
+
+    Arguments:
+        hostfile: -H, a path or `-` for stdin.
+        hosts: --hosts, a list.
+        env: the environment.
+        form: one of `grammar.FORMATS`.
+
+    Raises:
+        HostsError: all that is wrong with them.
+        UsageError: both options, or an unknown form.
+    """
+    if form not in FORMATS:
+        raise UsageError("--hostfile-format: expected one of %s, found %r" % (", ".join(FORMATS), form))
+    if hostfile is not None and hosts is not None:
+        raise UsageError("-H/--hostfile and --hosts contradict each other", "give one of them")
+    if hostfile is not None:
+        return of_file(hostfile, form="sge" if form == "auto" and hostfile == env.get(GRID_ENGINE) else form)
+    if hosts is not None:
+        return parse_list(hosts, form=form)
+    for name in FILES:
+        if env.get(name):
+            return of_file(env[name], form=form, hint="the file is named by the variable %s" % name)
+    if env.get(GRID_ENGINE):
+        return of_file(env[GRID_ENGINE], form="sge", hint="the file is named by the variable %s" % GRID_ENGINE)
+    if env.get(slurm.NODES):
+        return slurm.parse(env[slurm.NODES], env.get(slurm.TASKS, ""))
+    return None
+
+
+def of_file(path: str, *, form: str = "auto", hint: str = "") -> Inventory:
+    """Return the hosts of a file; `-` is stdin.
+
+    Raises:
+        HostsError: it cannot be read, or all that is wrong in it.
+    """
+    return parse(read(path, hint), STDIN if path == "-" else path, form=form, read=_included)
+
+
+def read(path: str, hint: str = "") -> str:
+    """Return the text of a hosts file; `-` is stdin.
+
+    Raises:
+        HostsError: E100, E118.
+    """
+    try:
+        return _stdin() if path == "-" else _text(path)
+    except Fault as fault:
+        advice = ". Pass -H FILE, --hosts a,b or set DISTRUN_HOSTFILE" if fault.code == "E100" else ""
+        source = STDIN if path == "-" else path
+        raise error_of([Finding(source, 0, 0, fault.code, fault.text + advice)], hint) from None
+
+
+def _included(path: str) -> str:
+    return _text(os.path.expanduser(path))
+
+
+def _stdin() -> str:
+    return _decoded(sys.stdin.buffer, "stdin")
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return _decoded(file, path)
+    except FileNotFoundError:
+        raise Fault(0, "E100", "hosts file not found: %r (cwd %s)" % (path, _cwd())) from None
+    except (OSError, ValueError) as err:
+        raise _unreadable(path, getattr(err, "strerror", None) or str(err)) from None
+
+
+def _decoded(file: BinaryIO, name: str) -> str:
+    data = file.read(_LARGEST + 1)
+    if len(data) > _LARGEST:
+        raise _unreadable(name, "it is larger than %d MiB" % (_LARGEST // 2**20))
+    if b"\0" in data:
+        raise _unreadable(name, "it is no text in UTF-8")
+    # Anything may stand in a comment; in a name, bytes that are no UTF-8 are refused where they stand.
+    return data.decode("utf-8", "surrogateescape")
+
+
+def _unreadable(name: str, why: str) -> Fault:
+    return Fault(0, "E118", "cannot read the hosts file %r: %s" % (name, why))
+
+
+def _cwd() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return "that does not exist any more"

@@ -1,0 +1,238 @@
+"""The grammar of hosts files as tables: attributes, forms, codes. And the checks of single values. Pure.
+
+    file   := { line NEWLINE }
+    line   := [ entry ] [ WS* ('#' | '//') text ]        a comment begins at the line's start or after white space
+    entry  := target { WS+ attr }  |  '@include' WS+ path
+    target := [ user '@' ] name [ ':' INT ]              INT: the ssh port, see `Port` in parse.py
+    name   := host name or ssh alias | IPv4 | '[' IPv6 [ '%' zone ] ']' | IPv6 (no port)  |  gpu[01-16,20]n[1-8/2]
+    attr   := key '=' value
+    value  := word | '"' text '"'                        in quotes \\" and \\\\ mean " and \\
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import re
+
+from distrun.hosts.findings import Fault
+
+FORMATS = ("auto", "dmlc", "mpich", "horovod", "sge")
+"""What the lines are: ours; ours with `:N` a port; with `:N` slots (two names); Grid Engine's $PE_HOSTFILE."""
+
+FORMS = {
+    "comment.hash": "# a comment",
+    "comment.slashes": "// a comment",
+    "comment.behind": "a comment behind an entry",
+    "blank": "a blank line",
+    "include": "@include FILE",
+    "name": "a host name or ssh alias",
+    "ipv4": "an IPv4 address",
+    "ipv6.brackets": "[IPv6]",
+    "ipv6.zone": "[IPv6%zone]",
+    "ipv6.bare": "IPv6 without brackets",
+    "user": "user@name",
+    "port": "name:PORT",
+    "range": "name[1-4]",
+    "range.padded": "name[01-04]",
+    "range.list": "name[1,3]",
+    "range.step": "name[1-8/2]",
+    "range.several": "name[1-2]n[1-2]",
+    "quoted": 'key="a value"',
+    "gpus.count": "gpus=4",
+    "gpus.list": "gpus=0,2",
+    "duplicate": "the same host on several lines",
+}
+"""Every legal form of a line but the attributes, which are below; `hosts.example` has each."""
+
+SYNONYMS = {
+    "slots": ("cpu", "count"),
+    "max_slots": ("max-slots", "slots_max", "slots-max", "cpu_max", "cpu-max", "count_max", "count-max"),
+    "port": (),
+    "user": ("username", "user-name", "user_name"),
+    "addr": (),
+    "iface": (),
+    "gpus": (),
+    "role": (),
+    "labels": (),
+    "python": (),
+    "workdir": (),
+    "identity": (),
+    "jump": (),
+}
+"""Attributes, and what else they are called in the files of other programs."""
+
+KEYS = {name: key for key, others in SYNONYMS.items() for name in (key, *others)}
+ROLES = ("server", "worker", "scheduler", "any")
+
+CODES = {
+    "E100": "hosts file not found",
+    "E101": "no hosts in file",
+    "E102": "invalid host name",
+    "E103": "port must be 1-65535",
+    "E104": "expected a port number after ':'",
+    "E105": "':N' is ambiguous: a port or slots",
+    "E106": "slots must be a positive integer",
+    "E107": "unknown attribute",
+    "E108": "already listed with a different attribute",
+    "E109": "unclosed '[' or stray ']'",
+    "E110": "a range is descending, padded unevenly, malformed or too large",
+    "E111": "two '@'",
+    "E112": "localhost mixed with remote hosts",
+    "E113": "text after host is not key=value",
+    "E116": "the value of an attribute, or a user, is wrong",
+    "E117": "@include: no path, a circle, too deep; or another word with '@'",
+    "E118": "the file cannot be read, or is no text",
+    "W120": "duplicate host: slots added",
+    "W121": "a variable of the queue is not understood and ignored",
+}
+"""E114 (a name that cannot be resolved) and E115 (too few slots) come later, from preflight and placement."""
+
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
+_USER = re.compile(r"[A-Za-z0-9._][A-Za-z0-9._\\$+-]*")
+_IFACE = re.compile(r"[A-Za-z0-9._:@-]{1,15}")
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_GPUS = re.compile(r"[0-9]{1,4}|[0-9]{1,4}(,[0-9]{1,4})*,?")
+_LABELS = re.compile(r"[^\s,]+(,[^\s,]+)*")
+_JUMP = re.compile(r"[A-Za-z0-9._\[][^\s,]*(,[A-Za-z0-9._\[][^\s,]*)*")
+_DOTTED = re.compile(r"[0-9]+(\.[0-9]+){3}")
+_LONGEST = 253
+
+
+def number(text: str) -> int:
+    """Return a positive number of at most nine digits; 0 if it is none."""
+    return int(text) if _NUMBER.fullmatch(text) else 0
+
+
+def port(text: str, at: int = 0) -> int:
+    """Return a port.
+
+    Raises:
+        Fault: E103.
+    """
+    value = number(text)
+    if not 1 <= value <= 65535:
+        raise Fault(at, "E103", "port must be 1-65535, got %s" % quote(text))
+    return value
+
+
+def slots(text: str, key: str = "slots", at: int = 0) -> int:
+    """Return a number of slots.
+
+    Raises:
+        Fault: E106.
+    """
+    value = number(text)
+    if not value:
+        raise Fault(at, "E106", "%s must be a positive integer, got %s" % (key, quote(text)))
+    return value
+
+
+def name(text: str, at: int = 0) -> str:
+    """Return the form of a host name, which is no IPv6 address and has no ranges: `name` or `ipv4`.
+
+    Raises:
+        Fault: E102.
+    """
+    problem = ""
+    if not _NAME.fullmatch(text):
+        problem = "allowed are letters, digits, '.', '-', '_'"
+    elif not text[0].isalnum() and text[0] != "_":
+        problem = "it begins with %r" % text[0]
+    elif len(text) > _LONGEST:
+        problem = "it is longer than %d characters" % _LONGEST
+    elif _DOTTED.fullmatch(text):
+        try:
+            ipaddress.IPv4Address(text)
+        except ValueError:
+            problem = "it is not an IPv4 address"
+        else:
+            return "ipv4"
+    if problem:
+        raise Fault(at, "E102", "invalid host name %s: %s" % (quote(text), problem))
+    return "name"
+
+
+def ipv6(text: str) -> bool:
+    """Return whether a text is an IPv6 address, with a zone or without."""
+    address, percent, zone = text.partition("%")
+    try:
+        ipaddress.IPv6Address(address)
+    except ValueError:
+        return False
+    return not percent or bool(_NAME.fullmatch(zone))
+
+
+def user(text: str, at: int = 0) -> str:
+    """Return a user's name.
+
+    Raises:
+        Fault: E116.
+    """
+    if not _USER.fullmatch(text):
+        raise Fault(at, "E116", "invalid user %s: expected letters, digits, '.', '-', '_'" % quote(text))
+    return text
+
+
+def value(key: str, text: str) -> object:
+    """Return the checked value of an attribute.
+
+    Raises:
+        Fault: E103, E106, E116; at the attribute's beginning.
+    """
+    if key in ("slots", "max_slots"):
+        return slots(text, key)
+    if key == "port":
+        return port(text)
+    if key == "user":
+        return user(text)
+    if key == "addr":
+        try:
+            return str(ipaddress.ip_address(text.removeprefix("[").removesuffix("]")))
+        except ValueError:
+            raise wrong(key, "an IP address", text) from None
+    if key == "role":
+        if text not in ROLES:
+            raise wrong(key, "one of " + ", ".join(ROLES), text)
+        return "" if text == "any" else text
+    if key == "iface" and not _IFACE.fullmatch(text):
+        raise wrong(key, "the name of a network interface", text)
+    if key == "gpus" and (not _GPUS.fullmatch(text) or _has_twice(text)):
+        raise wrong(key, "a number, or different ones with commas between", text)
+    if key == "jump" and not _JUMP.fullmatch(text):
+        raise wrong(key, "[user@]host[:port]", text)
+    if key == "labels":
+        if not _LABELS.fullmatch(text) or not text.isprintable():
+            raise wrong(key, "words with commas between", text)
+        return tuple(text.split(","))
+    if not text or not text.isprintable():
+        raise wrong(key, "printable text", text)
+    return text
+
+
+def wrong(key: str, right: str, text: str) -> Fault:
+    """Return the fault of an attribute's value."""
+    return Fault(0, "E116", "%s must be %s, got %s" % (key, right, quote(text)))
+
+
+def key(text: str) -> str:
+    """Return the attribute of that name or synonym.
+
+    Raises:
+        Fault: E107.
+    """
+    if text not in KEYS:
+        near = difflib.get_close_matches(text.lower(), KEYS, n=1)
+        advice = "Did you mean %r? " % near[0] if near else ""
+        raise Fault(0, "E107", "unknown attribute %s. %sKnown: %s" % (quote(text), advice, ", ".join(SYNONYMS)))
+    return KEYS[text]
+
+
+def quote(text: str) -> str:
+    """Return what the user typed in quotes, shortened if it is long."""
+    return repr(text if len(text) <= 80 else text[:77] + "...")
+
+
+def _has_twice(text: str) -> bool:
+    items = text.strip(",").split(",")
+    return len({int(item) for item in items}) < len(items)

@@ -1,0 +1,227 @@
+"""Node lists: `gpu[01-16,20]n[1-8/2],x1`, folded and expanded. Pure.
+
+The meaning is that of Slurm and ClusterShell: several ranges in a name give all combinations, the last one running
+fastest; zero padding is kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from distrun.hosts.findings import Fault, Finding, error_of
+
+LIMIT = 65_536
+"""Hosts that one job may have."""
+DIGITS = 18
+"""Digits of a number in a range, at most."""
+SOURCE = "node list"
+
+_RANGE = re.compile(r"([0-9]{1,%d})(?:-([0-9]{1,%d})(?:/([0-9]{1,%d}))?)?" % (DIGITS, DIGITS, DIGITS))
+_NUMBER = re.compile(r"([0-9]{1,%d})" % DIGITS)
+
+
+@dataclass(frozen=True)
+class Range:
+    """One item between brackets."""
+
+    first: int
+    last: int
+    step: int = 1
+    width: int = 0
+    """To which numbers are padded with zeros; 0: they are not."""
+
+    def __len__(self) -> int:
+        return (self.last - self.first) // self.step + 1
+
+    def __iter__(self) -> Iterator[str]:
+        for number in range(self.first, self.last + 1, self.step):
+            yield "%0*d" % (self.width, number)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A name with any number of ranges: fixed texts and lists of ranges by turns."""
+
+    texts: tuple[str, ...]
+    ranges: tuple[tuple[Range, ...], ...]
+    """One less than texts."""
+
+    @property
+    def count(self) -> int:
+        """How many names it stands for."""
+        total = 1
+        for items in self.ranges:
+            total *= sum(len(item) for item in items)
+        return total
+
+    @property
+    def sample(self) -> str:
+        """One of the names."""
+        pairs = zip(self.texts, [*(next(iter(items[0])) for items in self.ranges), ""], strict=True)
+        return "".join(itertools.chain.from_iterable(pairs))
+
+    def names(self) -> Iterator[str]:
+        """Give all of them."""
+        for numbers in itertools.product(*(itertools.chain(*items) for items in self.ranges)):
+            yield "".join(itertools.chain.from_iterable(zip(self.texts, [*numbers, ""], strict=True)))
+
+
+def pattern(text: str) -> Pattern:
+    """Read a name with ranges.
+
+    Raises:
+        Fault: E109 brackets, E110 ranges.
+    """
+    texts, ranges = [], []
+    at = 0
+    while (start := text.find("[", at)) >= 0:
+        end = text.find("]", start)
+        if end < 0 or "[" in text[start + 1 : end]:
+            raise Fault(start, "E109", "unclosed '[' in %r" % text)
+        texts.append(_plain(text, at, start))
+        ranges.append(_ranges(text, start + 1, end))
+        at = end + 1
+    texts.append(_plain(text, at, len(text)))
+    found = Pattern(tuple(texts), tuple(ranges))
+    if found.count > LIMIT:
+        raise Fault(text.find("[") + 1, "E110", too_many(found.count))
+    return found
+
+
+def too_many(count: int) -> str:
+    """Return what is said of so many hosts."""
+    return "expands to %d hosts, limit %d" % (count, LIMIT)
+
+
+def _plain(text: str, start: int, end: int) -> str:
+    stray = text.find("]", start, end)
+    if stray >= 0:
+        raise Fault(stray, "E109", "stray ']' in %r" % text)
+    return text[start:end]
+
+
+def _ranges(text: str, start: int, end: int) -> tuple[Range, ...]:
+    items = []
+    for item in text[start:end].split(","):
+        items.append(_range(item, start))
+        start += len(item) + 1
+    return tuple(items)
+
+
+def _range(item: str, at: int) -> Range:
+    match = _RANGE.fullmatch(item)
+    if match is None:
+        raise Fault(at, "E110", "range %r is none of N, N-M, N-M/STEP" % item)
+    low, high, step = match[1], match[2] or match[1], match[3] or "1"
+    padded = any(len(bound) > 1 and bound[0] == "0" for bound in (low, high))
+    if padded and len(low) != len(high):
+        raise Fault(at, "E110", "range bounds %r have different padding" % item)
+    if int(low) > int(high):
+        raise Fault(at, "E110", "range %r is descending" % item)
+    if not int(step):
+        raise Fault(at, "E110", "range %r has the step 0" % item)
+    return Range(int(low), int(high), int(step), len(low) if padded else 0)
+
+
+def split(text: str, separators: str = ",") -> list[tuple[int, str]]:
+    """Return the items of a list with their places; separators inside brackets separate nothing. Pure."""
+    items, start, depth = [], 0, 0
+    for at, char in enumerate(text):
+        depth += (char == "[") - (char == "]" and depth > 0)
+        if not depth and char in separators:
+            items.append((start, text[start:at]))
+            start = at + 1
+    items.append((start, text[start:]))
+    return [
+        (at + len(item) - len(item.lstrip(" \t")), item.strip(" \t")) for at, item in items if item.strip(" \t\r\n")
+    ]
+
+
+def expand(text: str) -> list[str]:
+    """Return the names of a node list, in its order. Commas and white space separate. Pure.
+
+    Raises:
+        HostsError: E109, E110, with the place.
+    """
+    names: list[str] = []
+    findings: list[Finding] = []
+    for number, line in enumerate(text.split("\n"), 1):
+        for at, item in split(line, ", \t\r"):
+            try:
+                # An address in brackets is no range.
+                found = [item[1:-1]] if _is_address(item) else pattern(item)
+                more = found if isinstance(found, list) else found.names()
+                count = 1 if isinstance(found, list) else found.count
+                if len(names) + count > LIMIT:
+                    raise Fault(0, "E110", too_many(len(names) + count))
+                names += more
+            except Fault as fault:
+                findings.append(Finding(SOURCE, number, at + fault.at + 1, fault.code, fault.text, line))
+    if findings:
+        raise error_of(findings)
+    return names
+
+
+def _is_address(item: str) -> bool:
+    return item.startswith("[") and item.find("]") == len(item) - 1 and ":" in item
+
+
+def fold(names: Iterable[str]) -> str:
+    """Return a node list of these names, each once, in the order of their numbers. Pure.
+
+    `expand(fold(names))` gives the same names.
+    """
+    rows = [_fields(name) for name in dict.fromkeys(names)]
+    depth = max((len(row) for row in rows), default=0)
+    for index in range(depth - 2, 0, -2):
+        rows = _merge(rows, index)
+    rows.sort(key=lambda row: [_order(field) for field in row])
+    return ",".join("".join(_written(field) for field in row) for row in rows)
+
+
+_Field = tuple[str, ...]
+"""A text, or the numbers that stand in one place."""
+
+
+def _fields(name: str) -> list[_Field]:
+    """Return texts and numbers by turns, beginning with a text. Addresses of IPv6 are one text."""
+    return [(part,) for part in ([name] if ":" in name else _NUMBER.split(name))]
+
+
+def _merge(rows: Sequence[list[_Field]], index: int) -> list[list[_Field]]:
+    """Join the rows that differ in nothing but this field."""
+    groups: dict[tuple[object, ...], list[list[_Field]]] = {}
+    for row in rows:
+        others = tuple(row[:index]), tuple(row[index + 1 :])
+        groups.setdefault(others if index < len(row) else (id(row),), []).append(row)
+    merged = []
+    for group in groups.values():
+        row = group[0]
+        if len(group) > 1:
+            numbers = sorted({number for each in group for number in each[index]}, key=lambda n: (int(n), len(n)))
+            row = [*row[:index], tuple(numbers), *row[index + 1 :]]
+        merged.append(row)
+    return merged
+
+
+def _order(field: _Field) -> tuple[int, str]:
+    return (int(field[0]), field[0]) if _NUMBER.fullmatch(field[0]) else (-1, field[0])
+
+
+def _written(field: _Field) -> str:
+    if len(field) == 1:
+        return field[0]
+    # Numbers of a width in which some are padded belong together; the others are not padded.
+    widths = {len(number) for number in field if len(number) > 1 and number[0] == "0"}
+    runs: list[list[str]] = []
+    previous: tuple[int, int] | None = None
+    for width, value, number in sorted((len(n) if len(n) in widths else 0, int(n), n) for n in field):
+        if previous == (width, value - 1):
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+        previous = width, value
+    return "[%s]" % ",".join("-".join(run) for run in runs)
