@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-FORMS = ("auto", "distrun", "openmpi", "mpich", "pe", "machinefile")
-"""What --hostfile-format takes; `distrun.hosts` knows what each means."""
 TRANSPORTS = ("fabric", "openssh")
 CONNECT_S = 10.0
 """Seconds that one connection may take, unless --connect-timeout says otherwise."""

@@ -11,6 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
@@ -35,8 +36,8 @@ _LOGIND = ("/etc/systemd/logind.conf", "/etc/systemd/logind.conf.d", "/run/syste
 def probe(args: Mapping[str, Any]) -> Dict[str, Any]:
     """Return the facts. Each takes at most PROGRAM_S.
 
-    Arguments, all optional: `python`, interpreter of servers (python3); `cwd`, `dst`, folders; `interface`, `subnet`,
-    `toward`, as in `contract.address.choose`.
+    Arguments, all optional: `python`, interpreter of servers (python3); `cwd`, `dst`, folders; `address`, the one for
+    data if it is settled, else `interface`, `subnet`, `toward`, as in `contract.address.choose`.
     """
     return {
         "time": time.time(),
@@ -47,6 +48,7 @@ def probe(args: Mapping[str, Any]) -> Dict[str, Any]:
         "python": python(str(args.get("python") or "python3")),
         "rsync": _first_line(["rsync", "--version"]),
         "folders": {name: folder(str(args[name])) for name in ("cwd", "dst") if args.get(name)},
+        "tmp": folder(tempfile.gettempdir()),
         "limits": {"nofile": limit(resource.RLIMIT_NOFILE), "memlock": limit(resource.RLIMIT_MEMLOCK)},
         "shm": space("/dev/shm"),
         "logind": logind(),
@@ -101,7 +103,10 @@ def logind() -> Dict[str, Any]:
 
 def network(args: Mapping[str, Any]) -> Dict[str, Any]:
     """Return the interfaces, and the address that tasks here would use or why there is none."""
-    found: Dict[str, Any] = {"interfaces": [list(each) for each in address.interfaces()], "address": "", "error": ""}
+    found: Dict[str, Any] = {"interfaces": [list(each) for each in address.interfaces()], "error": ""}
+    found["address"] = str(args.get("address") or "")
+    if found["address"]:
+        return found
     words = [str(args.get(name) or "") for name in ("interface", "subnet", "toward")]
     try:
         found["address"] = address.choose(*words)
