@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 ENTRY_POINTS = "distrun.backends"
 
-_BUILT_IN = {"local": "distrun.backends.local:Local"}
-PLANNED = ("ssh", "mpi", "sge", "slurm", "yarn")
+_BUILT_IN = {"local": "distrun.backends.local:Local", "ssh": "distrun.backends.ssh:Ssh"}
+PLANNED = ("mpi", "sge", "slurm", "yarn")
 """Names that will come; until then they get an error that says so."""
 
 

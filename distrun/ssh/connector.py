@@ -1,0 +1,199 @@
+"""Opens connections for one launch: not too many at a time, with one memory for keys, passwords and jump hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from distrun.ssh import dial
+from distrun.ssh.abort import Abort
+from distrun.ssh.ask import Asker
+from distrun.ssh.failure import SshFailure, classify, too_many_keys
+from distrun.ssh.link import Link
+from distrun.ssh.openssh import OpensshLink
+from distrun.ssh.resolve import Resolved, resolve
+from distrun.ssh.target import OPENSSH, Target
+
+if TYPE_CHECKING:
+    import fabric
+
+    from distrun.ssh.login import KeyRing, Login
+
+WINDOW = 32
+"""Connections that are being made at a time."""
+WINDOW_A_SSHD = 8
+"""The same for one sshd (several names, or a jump host); from 10 on it drops some by default (MaxStartups)."""
+LOGINS = 4
+"""Connections that the keys of one user are spread over, if the host hangs up after some."""
+JUMPS = 8
+"""Hosts in between, at most; a configuration that jumps in circles ends here."""
+_GLANCE_S = 0.2
+
+
+class Connector:
+    """What the connections of one launch share. Of any thread's use."""
+
+    def __init__(self, asker: Asker | None = None) -> None:
+        self._asker = asker or Asker()
+        self._window = threading.BoundedSemaphore(WINDOW)
+        self._lock = threading.Lock()
+        self._doors: dict[tuple[str, int], threading.BoundedSemaphore] = {}
+        self._ring: KeyRing | None = None
+        self._jumps: dict[Target, _Jump] = {}
+
+    @contextlib.contextmanager
+    def turn(self, abort: Abort) -> Iterator[None]:
+        """Wait until fewer than WINDOW connections are being made.
+
+        Raises:
+            Aborted: it was given up meanwhile.
+        """
+        with _held(self._window, abort):
+            yield
+
+    def open(self, target: Target, command: str, abort: Abort) -> Link:
+        """Return `command`, started on `target`. With the `ssh` program failures show only when it is read.
+
+        Raises:
+            SshFailure: the host cannot be reached, or does not let us in.
+            Aborted: it was given up.
+        """
+        resolved = resolve(target)
+        abort.check()
+        if target.transport == OPENSSH:
+            return OpensshLink(resolved, command)
+        from distrun.ssh.fabric_link import FabricLink
+
+        connection, sock, program = self._enter(resolved, abort)
+        abort.on(lambda: _shut(sock))
+        link = FabricLink(resolved, connection, sock, command, program)
+        if abort.is_set:
+            link.finish()
+        abort.check()
+        return link
+
+    def close(self) -> None:
+        """Leave the hosts in between."""
+        with self._lock:
+            jumps, self._jumps = self._jumps, {}
+        for jump in jumps.values():
+            jump.close()
+
+    def _enter(self, resolved: Resolved, abort: Abort, depth: int = 0) -> tuple[fabric.Connection, Any, Any]:
+        """Connect and log in, over as many connections as the host wants for the keys there are."""
+        from distrun.ssh import fabric_link
+        from distrun.ssh.login import Login, ThrownOut
+
+        login: Login = Login(resolved, self._keys(), self._asker, abort)
+        with _held(self._door(resolved), abort):
+            for _ in range(LOGINS):
+                sock, program = self._reach(resolved, abort, depth)
+                try:
+                    return fabric_link.log_in(resolved, sock, login, abort), sock, program
+                except ThrownOut:
+                    abort.check()
+                except SshFailure as err:
+                    words = program.end() if program is not None else ""
+                    if words and err.is_passing:
+                        raise classify("the ProxyCommand said: %s" % words, resolved.where) from err
+                    raise
+        raise too_many_keys(resolved.where)
+
+    def _reach(self, resolved: Resolved, abort: Abort, depth: int) -> tuple[Any, dial.Program | None]:
+        from distrun.ssh import fabric_link
+
+        if resolved.jump:
+            if depth >= JUMPS:
+                raise classify("more than %d hosts in between (ProxyJump in a circle?)" % JUMPS, resolved.where)
+            jump = self._jump(hop(resolved))
+            return fabric_link.tunnel(jump.get(lambda way: self._enter(way, abort, depth + 1), abort), resolved), None
+        if resolved.proxy_command:
+            program = dial.Program(resolved.proxy_command)
+            return program.sock, program
+        return dial.connect(resolved.where, resolved.family, resolved.connect_s, abort), None
+
+    def _jump(self, target: Target) -> _Jump:
+        with self._lock:
+            return self._jumps.setdefault(target, _Jump(target))
+
+    def _door(self, resolved: Resolved) -> threading.BoundedSemaphore:
+        with self._lock:
+            key = (resolved.hostname, resolved.port)
+            return self._doors.setdefault(key, threading.BoundedSemaphore(WINDOW_A_SSHD))
+
+    def _keys(self) -> KeyRing:
+        from distrun.ssh.login import KeyRing
+
+        with self._lock:
+            self._ring = self._ring or KeyRing()
+            return self._ring
+
+
+class _Jump:
+    """One host in between; all hosts behind it share the connection to it."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._lock = threading.Lock()
+        self._connection: Any = None
+        self._sock: Any = None
+        self._program: Any = None
+
+    def get(self, enter: Any, abort: Abort) -> fabric.Connection:
+        with _held(self._lock, abort):
+            if self._connection is None or not self._connection.is_connected:
+                try:
+                    self._connection, self._sock, self._program = enter(resolve(self._target))
+                except SshFailure as err:
+                    text = "by way of %s: %s" % (self._target.host, err.text)
+                    raise SshFailure(err.kind, text, err.fix, is_passing=err.is_passing) from err
+            return self._connection
+
+    def close(self) -> None:
+        if self._connection is not None:
+            _shut(self._sock)
+            self._connection.client.close()
+            self._sock.close()
+        if self._program is not None:
+            self._program.end()
+
+
+def hop(resolved: Resolved) -> Target:
+    """Return the last host in between of a ProxyJump list; the way to that one goes through the ones before. Pure."""
+    *before, last = (part.strip() for part in resolved.jump.split(","))
+    last = last.removeprefix("ssh://")
+    user, _, place = last.rpartition("@")
+    host, port = place, ""
+    if place.startswith("["):
+        host, _, port = place[1:].partition("]")
+        port = port.removeprefix(":")
+    elif place.count(":") == 1:
+        host, _, port = place.partition(":")
+    return dataclasses.replace(
+        resolved.target,
+        host=host,
+        user=user,
+        port=int(port) if port.isdigit() else None,
+        identity="",
+        jump=",".join(before),
+        python="",
+    )
+
+
+@contextlib.contextmanager
+def _held(lock: threading.Lock | threading.BoundedSemaphore, abort: Abort) -> Iterator[None]:
+    while not lock.acquire(timeout=_GLANCE_S):
+        abort.check()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _shut(sock: Any) -> None:
+    from distrun.ssh.fabric_link import shut
+
+    shut(sock)

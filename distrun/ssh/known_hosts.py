@@ -1,0 +1,167 @@
+"""Host keys that were seen before: looked up, judged, and recorded, in the files that the `ssh` program uses."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import fcntl
+import fnmatch
+import hashlib
+import hmac
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+KNOWN = "known"
+UNKNOWN = "unknown"
+CHANGED = "changed"
+REVOKED = "revoked"
+SIGNED = "signed"
+"""No key of it is recorded, but an authority that vouches for it is."""
+
+_HASHED = "|1|"
+_BRACKETS = re.compile(r"^\[(.*)\]:\d+$")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a file."""
+
+    place: str
+    """`FILE line N`."""
+    path: str
+    marker: str
+    names: str
+    kind: str
+    key: str
+    """base64."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the files say about a key."""
+
+    state: str
+    entry: Entry | None = None
+    """The line that decided it."""
+
+
+def read(paths: Iterable[str]) -> list[Entry]:
+    """Return the entries of all files that can be read, in order."""
+    found: list[Entry] = []
+    for path in paths:
+        try:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                lines = file.readlines()
+        except OSError:
+            continue
+        found += entries(lines, path)
+    return found
+
+
+def entries(lines: Iterable[str], path: str = "") -> list[Entry]:
+    """Return the entries of one file; lines that are none are passed over, as ssh does. Pure."""
+    found = []
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        marker = words.pop(0) if words and words[0].startswith("@") else ""
+        if len(words) >= 3 and not words[0].startswith("#"):
+            found.append(Entry("%s line %d" % (path, number), path, marker, words[0], words[1], words[2]))
+    return found
+
+
+def matches(names: str, name: str) -> bool:
+    """Return whether the first field of a line means `name`: patterns, negated ones, or a hash. Pure."""
+    name = name.lower()
+    if names.startswith(_HASHED):
+        try:
+            salt, digest = (base64.b64decode(part) for part in names[len(_HASHED) :].split("|")[:2])
+        except (ValueError, binascii.Error):
+            return False
+        return hmac.compare_digest(hmac.new(salt, name.encode(), hashlib.sha1).digest(), digest)
+    found = False
+    for pattern in names.lower().split(","):
+        if fnmatch.fnmatchcase(name, _literal(pattern.lstrip("!"))):
+            if pattern.startswith("!"):
+                return False
+            found = True
+    return found
+
+
+def of_host(found: Sequence[Entry], name: str) -> list[Entry]:
+    """Return the entries of one host. Pure."""
+    return [entry for entry in found if matches(entry.names, name)]
+
+
+def judge(found: Sequence[Entry], name: str, kind: str, key: str) -> Verdict:
+    """Return what is known about the key that `name` showed. Pure.
+
+    A host of which only keys of other kinds are recorded counts as changed: its kinds were asked for first, so
+    that one that still has them would have shown one.
+    """
+    mine = of_host(found, name)
+    for entry in mine:
+        if entry.marker == "@revoked" and entry.key == key:
+            return Verdict(REVOKED, entry)
+    plain = [entry for entry in mine if not entry.marker]
+    for entry in plain:
+        if entry.key == key:
+            return Verdict(KNOWN, entry)
+    bare = _BRACKETS.match(name)
+    if bare is not None:  # recorded without its port, by an older hand
+        for entry in of_host(found, bare[1]):
+            if entry.key == key and not entry.marker:
+                return Verdict(KNOWN, entry)
+    for entry in sorted(plain, key=lambda each: each.kind != kind):
+        return Verdict(CHANGED, entry)
+    for entry in mine:
+        if entry.marker == "@cert-authority":
+            return Verdict(SIGNED, entry)
+    return Verdict(UNKNOWN)
+
+
+def kinds(found: Sequence[Entry], name: str) -> list[str]:
+    """Return the kinds of key that are recorded for a host, so that it can be asked for one of those. Pure."""
+    return list(dict.fromkeys(entry.kind for entry in of_host(found, name) if not entry.marker))
+
+
+def fingerprint(key: bytes) -> str:
+    """Return what ssh shows of a key. Pure."""
+    return "SHA256:" + base64.b64encode(hashlib.sha256(key).digest()).decode().rstrip("=")
+
+
+def line_of(name: str, kind: str, key: str, hashed: bool, salt: bytes = b"") -> str:
+    """Return the line that records a key. Pure if `salt` is given."""
+    if hashed:
+        salt = salt or os.urandom(20)
+        digest = hmac.new(salt, name.encode(), hashlib.sha1).digest()
+        name = _HASHED + "|".join(base64.b64encode(part).decode() for part in (salt, digest))
+    return "%s %s %s\n" % (name, kind, key)
+
+
+def record(path: str, name: str, kind: str, key: str, hashed: bool = False) -> Verdict:
+    """Record a key unless a line is there by now; return how it stands then (KNOWN: nobody said otherwise).
+
+    The file is locked meanwhile, so that connections that see the host for the first time at once agree.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    folder = os.path.dirname(path)
+    if folder:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+    with open(fd, "r+", encoding="utf-8", errors="replace") as file:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        lines = file.readlines()
+        verdict = judge(entries(lines, path), name, kind, key)
+        if verdict.state not in (UNKNOWN, SIGNED):
+            return verdict
+        file.write(("" if not lines or lines[-1].endswith("\n") else "\n") + line_of(name, kind, key, hashed))
+    return Verdict(KNOWN)
+
+
+def _literal(pattern: str) -> str:
+    """Return a pattern of ssh (only * and ? are special) as one of fnmatch."""
+    return pattern.replace("[", "[[]")

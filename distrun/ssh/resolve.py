@@ -1,0 +1,230 @@
+"""What the user's ssh configuration makes of a target. The `ssh` program is asked (`ssh -G`) where there is one."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from distrun.ssh.failure import OTHER, SshFailure, Where
+from distrun.ssh.program import PROGRAM, Options, arguments, flags, has_program
+from distrun.ssh.target import CONNECT_S, Target
+from distrun_runtime.contract import environ
+
+ASK_S = 10.0
+"""`ssh -G` takes 10 ms, longer only where the configuration runs commands or looks up names."""
+
+DEFAULT_IDENTITIES = tuple(
+    "~/.ssh/id_%s" % kind for kind in ("rsa", "ecdsa", "ecdsa_sk", "ed25519", "ed25519_sk", "xmss", "dsa")
+)
+_USUAL = {"~/.ssh/id_rsa", "~/.ssh/id_ecdsa", "~/.ssh/id_ed25519"}
+_NOT_SET = ("", "none", "any:any")
+_TOKEN = re.compile(r"%(.)")
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Everything that a connection needs to know. Paths and commands are expanded."""
+
+    target: Target
+    hostname: str
+    port: int = 22
+    user: str = ""
+    identities: tuple[str, ...] = ()
+    """Key files, in order."""
+    is_explicit: bool = False
+    """The user named them; else they are those that ssh looks for by itself."""
+    identities_only: bool = False
+    certificates: tuple[str, ...] = ()
+    agent: str = ""
+    """Socket of the ssh-agent; empty: none is to be asked."""
+    jump: str = ""
+    proxy_command: str = ""
+    user_known_hosts: tuple[str, ...] = ()
+    global_known_hosts: tuple[str, ...] = ()
+    host_key_alias: str = ""
+    is_strict: bool = False
+    """Unknown host keys are refused."""
+    hash_known_hosts: bool = False
+    connect_s: float = CONNECT_S
+    forward_agent: bool = False
+    family: str = "any"
+    """any, inet or inet6."""
+    asks_passwords: bool = True
+    options: Options = field(default_factory=dict, compare=False, repr=False)
+    """As they were found; empty without the `ssh` program."""
+
+    @property
+    def where(self) -> Where:
+        """For messages."""
+        return Where(self.target.host, self.hostname, self.port, self.user, self.connect_s)
+
+    @property
+    def known_name(self) -> str:
+        """What known_hosts files call it."""
+        if self.host_key_alias:
+            return self.host_key_alias
+        name = self.hostname.lower()
+        return name if self.port == 22 else "[%s]:%d" % (name, self.port)
+
+
+def resolve(target: Target) -> Resolved:
+    """Return what the user's configuration makes of `target`.
+
+    Raises:
+        SshFailure: the configuration cannot be read.
+    """
+    options = _ask_program(target) if has_program() else _read_files(target)
+    return digest(target, options, environ.snapshot())
+
+
+def rsync_shell(target: Target) -> list[str]:
+    """Return what `rsync -e` is to run (rsync adds host and command), with the parameters of our own connections.
+
+    Raises:
+        SshFailure: there is no `ssh` program, or the configuration cannot be read.
+    """
+    if not has_program():
+        raise SshFailure(OTHER, "there is no ssh program on this machine, and rsync needs one", "install OpenSSH")
+    resolved = resolve(target)
+    return arguments(target, resolved.options, resolved.connect_s)
+
+
+def parse(text: str) -> dict[str, list[str]]:
+    """Return the options that `ssh -G` printed. Pure."""
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        name, _, value = line.strip().partition(" ")
+        if name:
+            found.setdefault(name.lower(), []).append(value)
+    return found
+
+
+def digest(target: Target, options: Options, env: Mapping[str, str]) -> Resolved:
+    """Return `options` in our terms. Pure but for the names of this user and this machine."""
+
+    def one(name: str, default: str = "") -> str:
+        values = options.get(name) or [default]
+        return default if values[0].strip().lower() in _NOT_SET else values[0].strip()
+
+    def yes(name: str, default: bool = False) -> bool:
+        return one(name, "yes" if default else "no").lower() in ("yes", "true", "ask", "point-to-point")
+
+    hostname = one("hostname", target.host)
+    port = int(one("port", "22"))
+    user = one("user", target.user) or _local_user()
+    alias = one("hostkeyalias")
+    jump = one("proxyjump")
+    tokens = {
+        "%": "%",
+        "d": os.path.expanduser("~"),
+        "h": hostname,
+        "i": str(os.getuid()),
+        "j": jump,
+        "k": alias or target.host,
+        "l": socket.gethostname(),
+        "L": socket.gethostname().partition(".")[0],
+        "n": target.host,
+        "p": str(port),
+        "r": user,
+        "u": _local_user(),
+    }
+
+    def paths(values: Sequence[str]) -> tuple[str, ...]:
+        found = (_expand(value.strip('"'), tokens, env) for value in values if value not in _NOT_SET)
+        return tuple(dict.fromkeys(os.path.expanduser(each) for each in found))
+
+    named = [value for value in options.get("identityfile", ()) if value not in _NOT_SET]
+    is_default = set(named) <= set(DEFAULT_IDENTITIES) and set(named) >= _USUAL
+    timeout = one("connecttimeout")
+    seconds = float(timeout) if timeout.replace(".", "", 1).isdigit() and float(timeout) > 0 else CONNECT_S
+    forward = one("forwardagent", "no")
+    return Resolved(
+        target=target,
+        hostname=hostname,
+        port=port,
+        user=user,
+        identities=paths(named or DEFAULT_IDENTITIES),
+        is_explicit=bool(named) and not is_default,
+        identities_only=yes("identitiesonly"),
+        certificates=paths(options.get("certificatefile", ())),
+        agent=_agent(options, tokens, env),
+        jump=jump,
+        proxy_command=_expand(one("proxycommand"), tokens, env),
+        user_known_hosts=paths(_words(options, "userknownhostsfile", "~/.ssh/known_hosts ~/.ssh/known_hosts2")),
+        global_known_hosts=paths(_words(options, "globalknownhostsfile", "/etc/ssh/ssh_known_hosts")),
+        host_key_alias=alias,
+        is_strict=target.strict or one("stricthostkeychecking", "ask").lower() in ("yes", "true"),
+        hash_known_hosts=yes("hashknownhosts"),
+        connect_s=target.connect_s if target.connect_s != CONNECT_S else seconds,
+        forward_agent=forward.lower() not in ("no", "false"),
+        family=one("addressfamily", "any"),
+        asks_passwords=yes("passwordauthentication", True) or yes("kbdinteractiveauthentication", True),
+        options=options,
+    )
+
+
+def _agent(options: Options, tokens: Mapping[str, str], env: Mapping[str, str]) -> str:
+    named = (options.get("identityagent") or ["SSH_AUTH_SOCK"])[0].strip().strip('"')
+    if named.lower() == "none":
+        return ""
+    if named == "SSH_AUTH_SOCK":
+        return env.get("SSH_AUTH_SOCK", "")
+    if named.startswith("$") and not named.startswith("${"):
+        return env.get(named[1:], "")
+    return os.path.expanduser(_expand(named, tokens, env))
+
+
+def _words(options: Options, name: str, default: str) -> list[str]:
+    return [word for value in options.get(name) or [default] for word in value.split()]
+
+
+def _expand(text: str, tokens: Mapping[str, str], env: Mapping[str, str]) -> str:
+    text = _VARIABLE.sub(lambda found: env.get(found[1], ""), text)
+    return _TOKEN.sub(lambda found: tokens.get(found[1], found[0]), text)
+
+
+def _local_user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())  # a user without a name, as in some containers
+
+
+def _ask_program(target: Target) -> dict[str, list[str]]:
+    argv = [PROGRAM, "-G", *flags(target), "--", target.host]
+    try:
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=ASK_S, check=False, start_new_session=True
+        )
+    except subprocess.TimeoutExpired:
+        raise SshFailure(OTHER, "`ssh -G %s` did not end within %g s" % (target.host, ASK_S)) from None
+    if done.returncode != 0:
+        words = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
+        why = "; ".join(line for line in words if "Pseudo-terminal" not in line) or "code %d" % done.returncode
+        raise SshFailure(OTHER, "the ssh configuration cannot be used: %s" % why, "try: ssh -G %s" % target.host)
+    return parse(done.stdout.decode("utf-8", "replace"))
+
+
+def _read_files(target: Target) -> dict[str, list[str]]:
+    """Read the configuration files as fabric does, where there is no `ssh` program to ask."""
+    import fabric
+    from paramiko.ssh_exception import SSHException
+
+    try:
+        config = fabric.Config(runtime_ssh_path=target.config or None)
+        found = config.base_ssh_config.lookup(target.host)
+    except (OSError, SSHException, UnicodeDecodeError) as err:
+        raise SshFailure(OTHER, "the ssh configuration cannot be read: %s" % err) from err
+    options = {name: list(value) if isinstance(value, list) else [str(value)] for name, value in found.items()}
+    for name, value in (("user", target.user), ("proxyjump", target.jump), ("identityfile", target.identity)):
+        if value:
+            options[name] = [value]
+    if target.port is not None:
+        options["port"] = [str(target.port)]
+    return options
