@@ -1,0 +1,415 @@
+"""The lab itself: hosts are hosts, every fault does what it says to a peer with an open connection, nothing stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hostlab import Lab, LabError, Options, Unavailable
+from lab import ROOT, Site, shared_folders, wait_until
+
+ECHO = """
+import socket, threading
+listener = socket.create_server(("", 9999))
+def serve(peer):
+    while data := peer.recv(65536):
+        peer.sendall(data)
+while True:
+    threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+"""
+PEER = """
+import socket, sys, time
+peer = socket.create_connection((sys.argv[1], 9999), 5)
+for number, line in enumerate(sys.stdin):
+    token, got = b"<%d>" % number, b""
+    end = time.monotonic() + float(line)
+    try:
+        peer.sendall(token)
+        while not got.endswith(token):
+            peer.settimeout(max(0.01, end - time.monotonic()))
+            more = peer.recv(65536)
+            if not more:
+                break
+            got += more
+        print("echo" if got.endswith(token) else "end", flush=True)
+    except TimeoutError:
+        print("silence", flush=True)
+    except OSError as error:
+        print(type(error).__name__, flush=True)
+"""
+
+
+class Peer:
+    """A connection from the launcher to a host, open all the time."""
+
+    def __init__(self, lab: Site, host: str) -> None:
+        self.child = subprocess.Popen(
+            lab.enter_argv(sys.executable, "-c", PEER, lab[host].address),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def sees(self, wait_s: float = 5.0) -> str:
+        """Send something; return `echo`, `silence` after `wait_s`, `end`, or the name of the error."""
+        assert self.child.stdin is not None
+        assert self.child.stdout is not None
+        self.child.stdin.write("%g\n" % wait_s)
+        self.child.stdin.flush()
+        assert select.select([self.child.stdout], [], [], wait_s + 10)[0]
+        return self.child.stdout.readline().strip()
+
+    def sees_in_time(self, what: str, limit_s: float = 15.0) -> None:
+        """Wait until it sees that."""
+        wait_until(lambda: self.sees(1) == what, limit_s, what)
+
+    def close(self) -> None:
+        assert self.child.stdin is not None
+        assert self.child.stdout is not None
+        self.child.stdin.close()
+        self.child.stdout.close()
+        self.child.kill()
+        self.child.wait(10)
+
+
+@pytest.fixture
+def peer(lab: Site) -> Iterator[Peer]:
+    """An open connection from the launcher to h2."""
+    server = subprocess.Popen(lab["h2"].enter_argv("/usr/bin/python3", "-c", ECHO))
+    wait_until(lambda: ":270F" in lab["h2"].exec("cat", "/proc/net/tcp"), 10, "it listens")
+    made = Peer(lab, "h2")
+    assert made.sees() == "echo"
+    yield made
+    made.close()
+    for process in lab["h2"].processes():
+        if process.inner != 1:
+            os.kill(process.pid, signal.SIGKILL)
+    server.wait(10)
+
+
+def reaches(lab: Site, host: str, port: int = 22, wait_s: float = 1.0) -> str:
+    """What comes of a new connection from the launcher: the first words, `silence`, or the error."""
+    code = (
+        "import socket, sys\n"
+        "try:\n"
+        "    s = socket.create_connection((sys.argv[1], int(sys.argv[2])), float(sys.argv[3]))\n"
+        "    print(s.recv(3).decode())\n"
+        "except TimeoutError: print('silence')\n"
+        "except OSError as error: print(type(error).__name__)\n"
+    )
+    words = (lab[host].address, str(port), str(wait_s))
+    return lab.run(sys.executable, "-c", code, *words).out.strip()
+
+
+def test_a_host_has_a_name_addresses_processes_and_disks_of_its_own(lab: Site) -> None:
+    script = "hostname; ps -e -o comm= | grep -vc '^ps$'; ip -o addr show dev eth1 | grep -c 'inet'; touch /tmp/mine"
+    for host in lab.hosts:
+        done = lab.run("ssh", host, script)
+        assert done.code == 0, done.err
+        name, processes, addresses = done.out.split()
+        assert (name, int(addresses) >= 1) == (host, True)
+        assert int(processes) < 8
+    assert not Path("/tmp/mine").exists()
+    assert all((host.root / "tmp/mine").exists() for host in lab.hosts.values())
+    assert len({host.exec("cat", "/etc/ssh/lab_host_key.pub") for host in lab.hosts.values()}) == len(lab.hosts)
+
+
+def test_hosts_see_nothing_of_this_checkout_but_what_is_shared(lab: Site) -> None:
+    assert lab["h1"].exec("ls", str(ROOT)) == ""
+    assert lab["h1"].exec(sys.executable, "-c", "import numpy; print('yes')") == "yes\n"
+    assert not (lab["h1"].root / str(lab.work).lstrip("/")).exists()
+
+
+def test_the_launcher_has_names_and_ssh_files_of_its_own(lab: Site) -> None:
+    script = "hostname; echo ~; getent hosts h2; getent hosts nobody-has-this-name; echo $?; ls ~/.ssh"
+    done = lab.run("sh", "-c", script)
+    words = done.out.split()
+    assert words[:4] == ["launcher", "/run/distrun-lab/home", lab["h2"].address, "h2"]
+    assert words[4:] == ["2", "config", "id_ed25519", "id_ed25519.pub", "known_hosts"]
+    assert lab.run("pwd").out.strip() == str(lab.work)
+
+
+def test_hosts_are_reached_by_every_name_with_their_keys_checked(lab: Site) -> None:
+    for name in ("h1", "h1-eth1", lab["h1"].address, "alice@h1"):
+        done = lab.run("ssh", "-o", "StrictHostKeyChecking=yes", name, "hostname")
+        assert (done.code, done.out) == (0, "h1\n"), done.err
+    assert lab.run("rsync", "-a", "/etc/passwd", "h1:/tmp/copied").code == 0
+    assert (lab["h1"].root / "tmp/copied").exists()
+
+
+def test_a_password_lets_its_user_in_where_sshd_says_so(lab: Site) -> None:
+    code = (
+        "import paramiko, sys\n"
+        "client = paramiko.SSHClient(); client.load_system_host_keys()\n"
+        "client.connect('h3', username='bob', password='open-sesame', look_for_keys=False, allow_agent=False)\n"
+        "print(client.exec_command('id -un')[1].read().decode()); client.close()\n"
+    )
+    assert "bob" not in lab.run(sys.executable, "-c", code).out
+    lab["h3"].restart_sshd({"PasswordAuthentication": "yes"})
+    done = lab.run(sys.executable, "-c", code)
+    assert done.out.split() == ["bob"], done.err
+
+
+def test_options_of_a_host_hold_from_its_boot_until_the_test_ends(lab: Site) -> None:
+    lab["h1"].boot(Options({"Port": "2222"}, noisy=True, python=False))
+    done = lab.run("ssh", "-p", "2222", "-o", "StrictHostKeyChecking=accept-new", "h1", "command -v python3; echo done")
+    assert done.out.split("\n")[:2] == ["Welcome to h1, have a nice day", "done"]
+    assert "quota" in done.err
+    assert reaches(lab, "h1") == "ConnectionRefusedError"
+    lab.restore()
+    assert lab.run("ssh", "h1", "command -v python3").out == "/usr/bin/python3\n"
+
+
+def test_pulled_cables_are_silence_and_connections_go_on_later(lab: Site, peer: Peer) -> None:
+    lab["h2"].down()
+    assert peer.sees(0.5) == "silence"
+    assert reaches(lab, "h2") == "silence"
+    lab["h2"].up()
+    peer.sees_in_time("echo")
+    assert reaches(lab, "h2") == "SSH"
+
+
+def test_a_drop_is_between_two_only(lab: Site, peer: Peer) -> None:
+    lab["h2"].drop("h1")
+    assert peer.sees() == "echo"
+    lab["h2"].drop("launcher")
+    assert peer.sees(0.5) == "silence"
+    lab["h2"].undrop("launcher")
+    peer.sees_in_time("echo")
+
+
+def test_a_rejected_port_refuses_and_others_do_not(lab: Site, peer: Peer) -> None:
+    lab["h2"].reject(22)
+    assert reaches(lab, "h2") == "ConnectionRefusedError"
+    assert peer.sees() == "echo"
+    lab["h2"].reject(9999)
+    assert peer.sees(2) == "ConnectionResetError"
+
+
+def test_loss_delay_and_rate_do_what_they_say(lab: Site, peer: Peer) -> None:
+    lab["h2"].loss(100)
+    assert peer.sees(0.5) == "silence"
+    lab["h2"].clear()
+    peer.sees_in_time("echo")
+    lab["h2"].delay(200)
+    begun = time.monotonic()
+    assert peer.sees() == "echo"
+    assert time.monotonic() - begun >= 0.2
+    lab["h2"].clear()
+    lab["h2"].rate(400)
+    begun = time.monotonic()
+    assert lab.run("sh", "-c", "head -c 200000 /dev/zero | ssh h2 'cat >/dev/null'").code == 0
+    assert time.monotonic() - begun >= 2
+
+
+@pytest.mark.parametrize(("fault", "heal"), [("stop", "cont"), ("sigstop", "sigcont")])
+def test_a_frozen_host_accepts_and_is_silent(fault: str, heal: str, lab: Site, peer: Peer) -> None:
+    lab.fault(fault, "h2")
+    assert peer.sees(0.5) == "silence"
+    assert reaches(lab, "h2") == "silence"
+    lab.fault(heal, "h2")
+    peer.sees_in_time("echo")
+
+
+def test_a_killed_host_is_heard_of_and_boots_empty(lab: Site, peer: Peer) -> None:
+    lab["h2"].exec("touch", "/tmp/before")
+    lab["h2"].kill()
+    assert peer.sees() in ("end", "ConnectionResetError", "BrokenPipeError")
+    assert reaches(lab, "h2") == "ConnectionRefusedError"
+    assert lab["h2"].processes() == []
+    lab["h2"].boot()
+    assert lab.run("ssh", "-o", "StrictHostKeyChecking=yes", "h2", "ls /tmp").out == ""
+
+
+def test_a_host_without_power_is_silent(lab: Site, peer: Peer) -> None:
+    lab["h2"].poweroff()
+    assert peer.sees(0.5) == "silence"
+    assert reaches(lab, "h2") == "silence"
+
+
+def test_a_killed_session_leaves_what_ran_in_it(lab: Site) -> None:
+    session = lab.spawn("ssh", "h2", "echo up; exec sleep 300")
+    wait_until(lambda: "up" in session.out, 10)
+    lab["h2"].kill_sessions()
+    assert session.wait(10) == 255
+    assert [process.name for process in lab.strangers()] == ["sleep"]
+    os.kill(lab.strangers()[0].pid, signal.SIGKILL)
+
+
+def test_sshd_restarts_while_sessions_go_on(lab: Site) -> None:
+    session = lab.spawn("ssh", "h2", "echo up; read word; echo $word", stdin=subprocess.PIPE)
+    wait_until(lambda: "up" in session.out, 10)
+    lab["h2"].restart_sshd({"MaxStartups": "1:100:1"})
+    session.write(b"still\n")
+    assert session.wait(10) == 0
+    assert "still" in session.out
+
+
+def test_small_means_are_felt(lab: Site) -> None:
+    lab["h2"].disk(1)
+    assert "No space left" in lab.run("ssh", "h2", "head -c 3000000 /dev/zero >/tmp/big").err
+    lab["h2"].mem(60)
+    done = lab.run("ssh", "h2", "/usr/bin/python3 -c 'x = bytearray(200 << 20)'; echo $?")
+    assert done.out.split() == ["137"]
+    lab["h2"].clear()
+    assert lab.run("ssh", "h2", "head -c 3000000 /dev/zero >/tmp/big").code == 0
+    lab["h2"].pids(12)
+    children = 'import subprocess; kept = [subprocess.Popen(["sleep", "9"]) for _ in range(20)]'
+    assert "BlockingIOError" in lab.run("ssh", "h2", "/usr/bin/python3 -c '%s'; pkill sleep" % children).err
+
+
+def test_a_limit_of_processor_time_holds(lab: Site) -> None:
+    lab["h2"].cpu(10)
+    code = "import time; end = time.monotonic() + 1\nwhile time.monotonic() < end: pass\nprint(time.process_time())"
+    done = lab.run("ssh", "h2", "/usr/bin/python3 -c '%s'" % code)
+    assert float(done.out) < 0.5
+
+
+def test_another_host_key_is_noticed(lab: Site) -> None:
+    lab["h4"].rekey()
+    done = lab.run("ssh", "h4", "true")
+    assert done.code == 255
+    assert "REMOTE HOST IDENTIFICATION HAS CHANGED" in done.err
+    lab.restore()
+    assert lab.run("ssh", "h4", "true").code == 0
+
+
+def test_processes_of_a_job_are_found_wherever_they_hide(lab: Site) -> None:
+    script = (
+        "(DISTRUN_JOB_ID=j-one setsid sleep 300 >/dev/null 2>&1 </dev/null &) ; (setsid sleep 301 >/dev/null 2>&1 &)"
+    )
+    assert lab.run("ssh", "h3", script).code == 0
+    wait_until(lambda: len(lab.strangers()) == 2, 10)
+    (found,) = lab.marked("j-one")
+    assert (found.host, found.name) == ("h3", "sleep")
+    assert lab.marked("j-two") == []
+    assert {process.host for process in lab.leftovers()} == {"h3"}
+    for process in lab.strangers():
+        os.kill(process.pid, signal.SIGKILL)
+
+
+def test_verbs_on_a_host_that_is_off_or_unknown_say_so(lab: Site) -> None:
+    lab["h2"].kill()
+    with pytest.raises(LabError, match="h2 is off"):
+        lab["h2"].exec("true")
+    with pytest.raises(LabError, match="no host h99"):
+        lab.fault("down", "h99")
+
+
+def of_the_machine() -> tuple[list[str], list[str], list[str]]:
+    """What a lab must not leave: mounts, links and control groups of the machine."""
+    mounts = sorted(line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    groups = [str(path) for path in Path("/sys/fs/cgroup").glob("**/distrun-lab-*")]
+    return mounts, sorted(name for _, name in socket.if_nameindex()), sorted(groups)
+
+
+def space_of(lab: Lab) -> str:
+    return os.readlink("/proc/%d/ns/net" % lab.pid)
+
+
+def users_of(space: str) -> list[str]:
+    """Processes in a network namespace."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and os.readlink(entry / "ns/net") == space:
+                found.append(entry.name)
+        except OSError:
+            continue
+    return found
+
+
+@contextmanager
+def made() -> Iterator[Lab]:
+    """A lab of its own, of two hosts."""
+    try:
+        lab = Lab.up(2, hide=[ROOT], share=shared_folders())
+    except Unavailable as why:
+        pytest.skip(str(why))
+    try:
+        yield lab
+    finally:
+        lab.down()
+
+
+def test_two_labs_are_up_at_once_and_leave_nothing() -> None:
+    before = of_the_machine()
+    hosts = Path("/etc/hosts").read_text(), socket.gethostname()
+    with made() as one, made() as two:
+        assert one["h1"].address == two["h1"].address
+        one["h1"].exec("touch", "/tmp/one")
+        assert two["h1"].exec("ls", "/tmp") == ""
+        one["h1"].stop()
+        two["h2"].mem(100)
+        assert (Path("/etc/hosts").read_text(), socket.gethostname()) == hosts
+        spaces = space_of(one), space_of(two)
+    assert all(not users_of(space) for space in spaces)
+    assert of_the_machine() == before
+
+
+def test_killing_the_keeper_ends_everything() -> None:
+    before = of_the_machine()
+    with made() as lab:
+        space = space_of(lab)
+        hosts = [host.pid for host in lab.hosts.values()]
+        lab["h1"].stop()
+        os.kill(lab.pid, signal.SIGKILL)
+        wait_until(lambda: not users_of(space) and not any(Path("/proc/%d" % pid).exists() for pid in hosts), 10)
+    wait_until(lambda: of_the_machine() == before, 10)
+
+
+def test_killing_its_maker_ends_a_lab() -> None:
+    script = (
+        "import json, os, sys, time; from hostlab import Lab; lab = Lab.up(2)\n"
+        "print(json.dumps([lab.pid, lab.warden]), flush=True); time.sleep(300)"
+    )
+    maker = subprocess.Popen(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "tests" / "lab")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert maker.stdout is not None
+    line = maker.stdout.readline()
+    if not line:
+        words = maker.communicate(timeout=10)[1].decode()
+        pytest.skip(words.strip().splitlines()[-1])
+    pids = json.loads(line)
+    space = os.readlink("/proc/%d/ns/net" % pids[0])
+    maker.kill()
+    maker.communicate(timeout=10)
+    wait_until(lambda: not users_of(space) and not any(Path("/proc/%d" % pid).exists() for pid in pids), 10)
+
+
+def test_the_command_makes_uses_and_ends_a_lab(tmp_path: Path) -> None:
+    def command(*words: str) -> subprocess.CompletedProcess[str]:
+        argv = [str(ROOT / "scripts" / "lab"), "--name", "test-%d" % os.getpid(), *words]
+        return subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+
+    done = command("up", "2")
+    if "lab needs" in done.stderr or "no lab can be made" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    try:
+        assert done.returncode == 0, done.stderr
+        assert "/run/distrun-lab/hosts" in done.stdout
+        assert command("up", "2").returncode == 2
+        assert command("shell", "sh", "-c", "pwd; ssh h2 hostname; exit 7").stdout.split() == [str(tmp_path), "h2"]
+        assert command("shell", "sh", "-c", "exit 7").returncode == 7
+        assert command("exec", "h1", "hostname").stdout == "h1\n"
+        assert command("fault", "kill", "h2").returncode == 0
+        assert "h2 is off" in command("exec", "h2", "true").stderr
+        assert command("fault", "boot", "h2").returncode == 0
+        assert "sshd" in command("fault", "ps", "h2").stdout
+    finally:
+        assert command("down").returncode == 0
+    assert "no lab is up" in command("shell", "true").stderr

@@ -1,0 +1,230 @@
+"""Real hosts for tests: the fixture `lab`, and what a test does with it as the launcher.
+
+    def test_that_two_hosts_answer(lab: Site) -> None:
+        done = lab.distrun("launch", "-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "0", "hostname")
+        assert done.code == 0
+
+One lab serves all tests of a session; it is made when the first test asks. After each test all faults are mended, and
+nothing of a job may live. DISTRUN_LAB_HOSTS says how many hosts (4; tests may rely on 4). A machine or user without
+what a lab needs skips these tests and says why; with DISTRUN_LAB=required it fails them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostlab import Lab, Process, Unavailable
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 60.0
+OURS = ("DMLC_", "DISTRUN_", "PS_", "MXNET_", "SLURM_", "OMPI_", "PE_", "DEEPLEARNING_")
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command of the launcher ended: code (negative: the signal) and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Running:
+    """A running command of the launcher. What it writes goes to files `out` and `err`."""
+
+    def __init__(self, child: subprocess.Popen[bytes], folder: Path) -> None:
+        self._child = child
+        self._folder = folder
+        self.pid = wait_until(self._find, 10, "the command is started")
+
+    def _find(self) -> int | None:
+        """The command itself, below nsenter, by the machine's number; nsenter's own if it has ended."""
+        for entry in os.listdir("/proc"):
+            with contextlib.suppress(OSError):
+                if entry.isdigit() and Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[1] == str(
+                    self._child.pid
+                ):
+                    return int(entry)
+        return self._child.pid if self._child.poll() is not None else None
+
+    @property
+    def out(self) -> str:
+        """What it wrote to stdout so far."""
+        return (self._folder / "out").read_text(errors="replace")
+
+    @property
+    def err(self) -> str:
+        """What it wrote to stderr so far."""
+        return (self._folder / "err").read_text(errors="replace")
+
+    def write(self, data: bytes) -> None:
+        """Write to its stdin, which was given as a pipe, and end it."""
+        assert self._child.stdin is not None
+        self._child.stdin.write(data)
+        self._child.stdin.close()
+
+    def poll(self) -> int | None:
+        """Its exit code if it has ended."""
+        return self._child.poll()
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        os.kill(self.pid, number)
+        if number == signal.SIGCONT:
+            self._child.send_signal(number)  # nsenter stopped itself with its child
+
+    def kill(self) -> None:
+        """Kill it and wait."""
+        if self._child.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self._child.wait(10)
+
+    def wait(self, limit_s: float = TIMEOUT_S) -> int:
+        """Wait for its end; return its exit code (negative: the signal)."""
+        try:
+            return self._child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError("still running after %g s; it says:\n%s%s" % (limit_s, self.out, self.err)) from None
+
+
+class Site(Lab):
+    """A lab, with a working folder and files of one test."""
+
+    home_folder: Path
+    work: Path
+    _running: list[Running]
+    _files: int
+
+    def begin(self, folder: Path) -> None:
+        """Start a test: its folder is the launcher's; on the hosts it does not exist."""
+        self.home_folder = folder
+        self.work = folder / "work"
+        self.work.mkdir()
+        (folder / "run").mkdir(mode=0o700)
+        self._running = []
+        self._files = 0
+
+    def end(self) -> None:
+        """End a test: nothing it started is left, no host is broken; fail if something of a job lives."""
+        for running in self._running:
+            running.kill()
+        self.restore()
+        with contextlib.suppress(AssertionError):
+            wait_until(lambda: not self.leftovers(), 5, "nothing is left")
+        left = self.leftovers()
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        assert not left, "left behind:\n" + "\n".join(map(str, left))
+
+    def leftovers(self) -> list[Process]:
+        """What a job may not leave: anything on a host, anything with its mark on the launcher."""
+        return self.strangers() + [process for process in self.marked() if process.host == "launcher"]
+
+    def env(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
+        """The launcher's variables, with a job store and caches of this test's own."""
+        outer = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+        here = {
+            "XDG_STATE_HOME": str(self.home_folder / "state"),
+            "XDG_CACHE_HOME": str(self.home_folder / "cache"),
+            "XDG_RUNTIME_DIR": str(self.home_folder / "run"),
+        }
+        return {**self.launcher_env(outer), **here, **(more or {})}
+
+    def run(
+        self,
+        *argv: str,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        text: str = "",
+        timeout_s: float = TIMEOUT_S,
+    ) -> Done:
+        """Run a command as the launcher, to its end; `text` is its stdin."""
+        done = subprocess.run(
+            self.enter_argv(*argv, cwd=str(cwd or self.work)),
+            env=self.env(env),
+            input=text.encode(),
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        return Done(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+
+    def spawn(self, *argv: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, **popen: Any) -> Running:
+        """Start a command as the launcher; it is killed at the end of the test at the latest."""
+        folder = self.home_folder / ("command-%d" % len(self._running))
+        folder.mkdir()
+        with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err, **popen}
+            argv_ = self.enter_argv(*argv, cwd=str(cwd or self.work))
+            child = subprocess.Popen(argv_, env=self.env(env), **streams)
+        running = Running(child, folder)
+        self._running.append(running)
+        return running
+
+    def distrun(self, *words: str, **more: Any) -> Done:
+        """Run `distrun WORDS` as the launcher, to its end."""
+        return self.run(sys.executable, "-m", "distrun", *words, **more)
+
+    def start(self, *words: str, **more: Any) -> Running:
+        """Start `distrun WORDS` as the launcher."""
+        return self.spawn(sys.executable, "-m", "distrun", *words, **more)
+
+    def hosts_file(self, *lines: str) -> str:
+        """Write a hosts file with these lines (all hosts, if none is given); return its path."""
+        self._files += 1
+        path = self.home_folder / ("hosts-%d" % self._files)
+        path.write_text("".join(line + "\n" for line in lines or self.hosts))
+        return str(path)
+
+
+def wait_until(is_true: Any, limit_s: float, what: str = "") -> Any:
+    """Wait until `is_true()` gives something true, and return it; fail after `limit_s`."""
+    end = time.monotonic() + limit_s
+    while True:
+        value = is_true()
+        if value:
+            return value
+        assert time.monotonic() < end, "after %g s still not: %s" % (limit_s, what or is_true)
+        time.sleep(0.02)
+
+
+def shared_folders() -> list[Path]:
+    """The folders that hosts need to run the interpreter of these tests."""
+    found = [Path(sys.prefix)]
+    if sys.base_prefix not in ("/usr", "/usr/local", sys.prefix):
+        found.append(Path(sys.base_prefix))
+    return found
+
+
+@pytest.fixture(scope="session")
+def lab_of_session() -> Iterator[Site]:
+    """The one lab; made when first asked for."""
+    count = int(os.environ.get("DISTRUN_LAB_HOSTS", "4"))
+    try:
+        site = Site.up(count, hide=[ROOT], share=shared_folders())
+    except Unavailable as why:
+        if os.environ.get("DISTRUN_LAB") == "required":
+            raise
+        pytest.skip(str(why))
+    yield site
+    site.down()
+
+
+@pytest.fixture
+def lab(lab_of_session: Site, tmp_path: Path) -> Iterator[Site]:
+    """The lab, all of it well."""
+    lab_of_session.begin(tmp_path)
+    yield lab_of_session
+    lab_of_session.end()
