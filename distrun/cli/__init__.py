@@ -33,7 +33,9 @@ COMMANDS = {
     "hosts": ("distrun.cli.hosts:hosts", "Show what a hosts file says; fold and expand node lists."),
     "status": ("distrun.cli.status:status", "Show my jobs, or the tasks of one."),
     "logs": ("distrun.cli.logs:logs", "Show what a job's tasks printed."),
-    "kill": ("distrun.cli.kill:kill", "Stop a job and everything that it started."),
+    "kill": ("distrun.cli.kill:kill", "Stop a job, or all that jobs left on hosts."),
+    "exec": ("distrun.cli.exec:execute", "Run a command on all hosts, equal outputs folded."),
+    "doctor": ("distrun.cli.doctor:doctor", "Check hosts: reachable, complete, able to reach each other."),
 }
 
 
