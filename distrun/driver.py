@@ -10,23 +10,28 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from distrun import backends, ship
-from distrun.backends.base import Backend, Rendered
+from distrun import archive, backends, ship
+from distrun.backends.base import Backend, Rendered, Swept
 from distrun.errors import UsageError
-from distrun.hosts import named
+from distrun.hosts import Inventory
 from distrun.job import BUNDLED, Job, check_tuning, given
-from distrun.placement import place
+from distrun.placement import hosts_of, place
 from distrun.plan import Site, check_ports, make_plan
 from distrun_runtime.contract import process
-from distrun_runtime.contract.plan import SERVER, Plan, Secrets
+from distrun_runtime.contract.plan import SERVER, Plan, Runtime, Secrets, Sync
 from distrun_runtime.coordinator import loop
 from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
 from distrun_runtime.coordinator.outcome import Outcome
 from distrun_runtime.coordinator.sink import Sink
+
+if TYPE_CHECKING:
+    from distrun.sync import Copier, Rules, Tree
 
 DRY_RUN_ID = "dry-run"
 OVER = ("succeeded", "failed", "killed")
@@ -44,6 +49,12 @@ class Prepared:
     plan: Plan
     secrets: Secrets
     backend: Backend
+    runtime: bytes = b""
+    """The archive that hosts are sent; empty: they have the runtime."""
+    rules: Rules | None = None
+    """What of the current directory is copied to the hosts; None: nothing."""
+    tree: Tree | None = None
+    """How much that is."""
 
     def rendered(self) -> Rendered:
         """Return what the backend would execute."""
@@ -55,47 +66,80 @@ def prepare(
     launcher: str,
     *,
     env: Mapping[str, str],
-    hosts: Sequence[str] = (),
+    found: Inventory | None = None,
+    reach: Mapping[str, str] = MappingProxyType({}),
+    rules: Rules | None = None,
+    delete: bool = False,
     store: JobStore,
     run_dir: Path | None = None,
     dry_run: bool = False,
 ) -> Prepared:
     """Make the plan. For a dry run the id is a placeholder, there is no token and nothing is written.
 
+    Arguments:
+        found: the hosts that the user named.
+        reach: the user's options for getting there, as `Backend.reach` takes them.
+        rules: what of `job.cwd` is copied, if `job.sync_dst_dir` is given.
+        delete: what only a host has is deleted there.
+
     Raises:
         UsageError: anything that the user got wrong, before anything happened.
     """
     backend = backends.load(launcher)
     check_tuning(job.settings, env)
-    if not backend.needs_hosts:
+    if backend.inherits_env:
         _check_python(job, env)
-    names = backend.hosts(hosts)
+    hosts = backend.inventory(found)
     slots = place(
-        job.workers, job.servers, named(names), scheduler=job.has_servers, scheduler_host=job.scheduler_host
+        job.workers,
+        job.servers,
+        hosts,
+        policy=job.placement,
+        scheduler=job.has_servers,
+        scheduler_host=job.scheduler_host,
+        oversubscribe=job.oversubscribe,
     )
+    used = hosts_of(slots, hosts.order)
     job_id = DRY_RUN_ID if dry_run else store.new_id(job.name)
+    runtime, data = _runtime(backend, env, dry_run)
+    tree = _scan(job, rules)
     site = Site(
         job_id=job_id,
         backend=launcher,
-        hosts=names,
+        hosts=hosts,
         run_dir=os.path.abspath((run_dir or store.jobs) / job_id),
-        runtime_root=str(ship.runtime_root(env, copy=not dry_run)),
-        python=sys.executable,
-        outer=env,
-        addresses={} if job.interface or job.subnet else backend.addresses(names),
+        runtime=runtime,
+        python="" if backend.ships_runtime else sys.executable,
+        reach={name: backend.reach(hosts.spec(name), reach) for name in used},
+        sync=None if tree is None else Sync(job.cwd, tree.size, tree.files, delete),
+        outer=env if backend.inherits_env else {},
+        addresses={} if job.interface or job.subnet else backend.addresses(used),
         token="" if dry_run else secrets.token_hex(32),
     )
     plan, values = make_plan(job, slots, site)
     check_ports(job, plan)
-    return Prepared(plan, values, backend)
+    return Prepared(plan, values, backend, data, rules if tree else None, tree)
 
 
 def launch(ready: Prepared, folder: JobFolder, sink: Sink, verbosity: int = 0) -> Outcome:
     """Run a prepared job to its end in this process."""
-    channels = ready.backend.connect(ready.plan)
+    channels = ready.backend.connect(ready.plan.hosts)
+    copier = _copier(ready, sink)
     try:
-        return folder.explained(loop.run(ready.plan, ready.secrets, channels, folder, sink, verbosity=verbosity))
+        outcome = loop.run(
+            ready.plan,
+            ready.secrets,
+            channels,
+            folder,
+            sink,
+            verbosity=verbosity,
+            runtime=lambda: ready.runtime,
+            prepare=copier.start if copier else None,
+        )
+        return folder.explained(outcome)
     finally:
+        if copier:
+            copier.cancel()
         ready.backend.release(ready.plan, channels, ready.plan.limits.grace_s + RELEASE_S)
 
 
@@ -111,8 +155,8 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
     state = str(folder.state()["state"])
     if state in OVER:
         # Its end may have left something that would not die then.
-        swept = backends.load(folder.plan().backend).sweep(folder.plan().job, grace_s or 0.0)
-        return ["is over already: %s" % state, *(swept.lines() if swept.ended or swept.left else [])]
+        swept = backends.load(folder.plan().backend).sweep(folder.plan(), grace_s or 0.0)
+        return ["is over already: %s" % state, *_told(swept, quiet=True)]
     plan, launcher = folder.plan(), folder.launcher()
     here = socket.gethostname()
     if launcher.get("host", here) != here:
@@ -133,12 +177,47 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
             done.append("killed the launcher, which had not ended after %g s" % (grace_s + wait_s))
     else:
         done.append("its launcher (pid %d) is gone" % who.pid)
-    swept = backends.load(plan.backend).sweep(plan.job, grace_s)
+    swept = backends.load(plan.backend).sweep(plan, grace_s)
     try:
-        folder.bury(swept.left)
+        folder.bury(tuple(left for each in swept.values() for left in each.left))
     except OSError as err:
         done.append("its end could not be noted: %s" % err)
-    return done + swept.lines()
+    return done + _told(swept)
+
+
+def _told(swept: Mapping[str, Swept], quiet: bool = False) -> list[str]:
+    """Return what a sweep did, a line each; the host is named where there are several. `quiet`: only what was there."""
+    lines = []
+    for host, each in swept.items():
+        if not quiet or each.ended or each.left:
+            lines += ["%s: %s" % (host, line) if len(swept) > 1 else line for line in each.lines()]
+    return lines
+
+
+def _runtime(backend: Backend, env: Mapping[str, str], dry_run: bool) -> tuple[Runtime, bytes]:
+    if not backend.ships_runtime:
+        return Runtime(path=str(ship.runtime_root(env, copy=not dry_run))), b""
+    digest, data = archive.build()
+    return Runtime(digest=digest), data
+
+
+def _scan(job: Job, rules: Rules | None) -> Tree | None:
+    if rules is None or not job.sync_dst_dir:
+        return None
+    from distrun.sync import scan  # where it is used: it is not needed for jobs that copy nothing
+
+    return scan(job.cwd, rules)
+
+
+def _copier(ready: Prepared, sink: Sink) -> Copier | None:
+    sync = ready.plan.sync
+    if sync is None or ready.rules is None:
+        return None
+    from distrun.ssh.target import Target
+    from distrun.sync import Copier
+
+    targets = {host.name: Target.from_reach(host.reach) for host in ready.plan.hosts}
+    return Copier(targets, sync.source, ready.plan.cwd, ready.rules, sync.delete, sink, size=sync.size)
 
 
 def _check_python(job: Job, env: Mapping[str, str]) -> None:

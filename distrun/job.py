@@ -64,6 +64,12 @@ class Job:
     start_timeout_s: float | None = None
     """For the stores; `limits.start_s` is the launcher's own."""
     keep_outer_env: bool = False
+    placement: str = "cycle"
+    oversubscribe: bool = False
+    activate: str = ""
+    """Shell text whose environment the tasks get, run once on each host."""
+    sync_dst_dir: str = ""
+    """Folder on each host that the current directory is copied to, and where tasks then start; empty: no copy."""
 
     def __post_init__(self) -> None:
         if not self.command or not self.command[0]:
@@ -78,6 +84,13 @@ class Job:
         _seconds("--timeout", self.limits.timeout_s)
         _seconds("--start-timeout", self.limits.start_s)
         _seconds("--op-timeout", self.op_timeout_s)
+        _seconds("--suspect-after", self.limits.suspect_s)
+        _seconds("--lost-after", self.limits.lost_s)
+        if self.limits.lost_s < self.limits.suspect_s:
+            raise UsageError(
+                "--lost-after %g is less than --suspect-after %g" % (self.limits.lost_s, self.limits.suspect_s),
+                "a host is first suspect, then lost",
+            )
         if self.name and not re.fullmatch(r"[\w.+@:-]{1,64}", self.name):
             raise UsageError("--name: expected up to 64 letters, digits or . _ + @ : -, found %r" % self.name)
         if self.port_range:

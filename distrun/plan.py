@@ -6,21 +6,23 @@ here, set by the agent, or named in `SET_ELSEWHERE`.
 
 from __future__ import annotations
 
-import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distrun import job as wish
 from distrun import shell
 from distrun.errors import UsageError
+from distrun.hosts import HostSpec, Inventory
 from distrun.job import Job
 from distrun.placement import Slot, hosts_of, worker_hosts
 from distrun_runtime.contract import environ
-from distrun_runtime.contract.plan import ROLES, SCHEDULER, SERVER, WORKER, Host, Plan, Secrets, Task
+from distrun_runtime.contract.plan import ROLES, SCHEDULER, SERVER, WORKER, Host, Plan, Runtime, Secrets, Sync, Task
 
 SET_ELSEWHERE: Mapping[str, str] = {
     "DISTRUN_TOKEN_FILE": "the agent, which writes that file",
     "DISTRUN_PUBLISH_FD": "the agent, which opens that pipe",
+    "PYTHONPATH": "the agent: the bundled runtime's folder, then what stands there already",
     "DMLC_TRACKER_URI": "nobody: only removed",
     "DMLC_TRACKER_PORT": "nobody: only removed",
 }
@@ -30,23 +32,32 @@ MASTER_PORT = "master"
 JAX_PORT = "jax"
 PS_PORT = "ps"
 """Labels of the ports that agents hold for foreign programs."""
+DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+NEEDED = ("numpy", "zmq")
+"""What the bundled servers and scheduler import, beyond the runtime that goes along."""
+
+_PYTHON = re.compile(r"(.*/)?(python|pypy)[\d.]*\Z")
 
 
 @dataclass(frozen=True, repr=False)
 class Site:
-    """What a plan needs to know of the submitting machine and of the moment."""
+    """What a plan needs to know of the submitting machine, of the hosts and of the moment."""
 
     job_id: str
     backend: str
-    hosts: tuple[str, ...]
-    """Names, in the order in which placement cycles them."""
+    hosts: Inventory
     run_dir: str
-    runtime_root: str
-    """Folder that holds the package distrun_runtime and nothing else that can be imported."""
-    python: str
-    """Interpreter that runs distrun: the default for bundled servers."""
+    runtime: Runtime
+    """Where tasks find the bundled runtime, or what they are sent."""
+    python: str = ""
+    """Interpreter of the bundled servers where nobody names one; empty: the command's own, else python3."""
+    reach: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """How the backend gets to each host."""
+    sync: Sync | None = None
     outer: Mapping[str, str] = field(default_factory=dict)
-    """The launcher's own environment."""
+    """The launcher's own environment, where tasks inherit it."""
     addresses: Mapping[str, str] = field(default_factory=dict)
     """Data addresses that are known beforehand, by host."""
     token: str = ""
@@ -58,7 +69,7 @@ def make_plan(job: Job, slots: Sequence[Slot], site: Site) -> tuple[Plan, Secret
     Raises:
         UsageError: one hidden variable has different values for two roles.
     """
-    hosts = hosts_of(slots, site.hosts)
+    hosts = hosts_of(slots, site.hosts.order)
     users = {role: wish.given(job.settings, role) for role in (SCHEDULER, SERVER, WORKER)}
     tasks = tuple(_task(job, slot, slots, site, users[slot.role]) for slot in slots)
     plan = Plan(
@@ -66,13 +77,16 @@ def make_plan(job: Job, slots: Sequence[Slot], site: Site) -> tuple[Plan, Secret
         name=job.name,
         backend=site.backend,
         command=job.command,
-        cwd=job.cwd,
-        hosts=tuple(Host(name, site.addresses.get(name, ""), _ports(job, slots, name)) for name in hosts),
+        cwd=job.sync_dst_dir or job.cwd,
+        hosts=tuple(_host(job, slots, site, name) for name in hosts),
         tasks=tasks,
         limits=job.limits,
         interface=job.interface,
         subnet=job.subnet,
         unset=() if job.keep_outer_env else environ.stale_names(),
+        runtime=site.runtime,
+        activate=job.activate,
+        sync=site.sync,
     )
     return plan, Secrets(token=site.token, env=_hidden(slots, users))
 
@@ -109,39 +123,70 @@ def check_ports(job: Job, plan: Plan) -> None:
             )
 
 
+def _host(job: Job, slots: Sequence[Slot], site: Site, name: str) -> Host:
+    spec = site.hosts.spec(name)
+    return Host(
+        name=name,
+        address=spec.addr or ("" if spec.iface else site.addresses.get(name, "")),
+        ports=_ports(job, slots, name),
+        reach=site.reach.get(name, {}),
+        interface=spec.iface,
+    )
+
+
 def _task(job: Job, slot: Slot, slots: Sequence[Slot], site: Site, users: Mapping[str, wish.Setting]) -> Task:
+    spec = site.hosts.spec(slot.host)
     env = {
         **_identity(slot, slots, site),
         **_parameter_server(job, slot, site),
-        **_python(job, site, users),
+        **_unbuffered(site, users),
         **_tuning(job),
     }
+    is_ours = slot.role != WORKER and job.ps == wish.BUNDLED
     refs = _references(job, slot, slots)
     if slot.role == WORKER:
         env.update(_torch(slot, slots, site))
         env.update(_jax(slot, slots))
+        if spec.gpus and DEVICES not in users:
+            env[DEVICES] = _devices(spec, slot)
     shown = {name: s.value for name, s in users.items() if not s.hidden and name not in env}
     return Task(
         name=slot.name,
         role=slot.role,
         rank=slot.rank,
         host=slot.host,
-        argv=_argv(job, slot, site),
-        cwd=job.cwd,
+        argv=_argv(job, site, spec, slot.role),
+        cwd=spec.workdir or job.sync_dst_dir or job.cwd,
         env={**env, **shown},
         refs=refs,
         secret_env=tuple(sorted(name for name, s in users.items() if s.hidden and name not in env)),
+        needs=NEEDED if is_ours else (),
     )
 
 
-def _argv(job: Job, slot: Slot, site: Site) -> tuple[str, ...]:
-    if slot.role == WORKER or job.ps == wish.COMMAND:
+def _argv(job: Job, site: Site, spec: HostSpec, role: str) -> tuple[str, ...]:
+    if role == WORKER or job.ps == wish.COMMAND:
         return shell.to_argv(job.command, job.shell)
-    return (job.python or site.python, "-m", "distrun_runtime", slot.role)
+    return (job.python or spec.python or site.python or _interpreter(job.command), "-m", "distrun_runtime", role)
+
+
+def _interpreter(command: Sequence[str]) -> str:
+    """Return the Python that the user's command names, looked for in the same PATH as the command; else python3."""
+    first = command[0].split()[0] if command[0].split() else ""
+    return first if _PYTHON.match(first) else "python3"
+
+
+def _devices(spec: HostSpec, slot: Slot) -> str:
+    """Return the share of a host's `gpus=` that a worker there gets: blocks in order; one GPU is shared when few."""
+    ids = [str(each) for each in range(int(spec.gpus))] if spec.gpus.isdigit() else spec.gpus.strip(",").split(",")
+    size = len(ids) // slot.local_size
+    if not size:
+        return ids[slot.local_rank % len(ids)]
+    return ",".join(ids[slot.local_rank * size : (slot.local_rank + 1) * size])
 
 
 def _identity(slot: Slot, slots: Sequence[Slot], site: Site) -> dict[str, str]:
-    hosts = hosts_of(slots, site.hosts)
+    hosts = hosts_of(slots, site.hosts.order)
     return {
         "DISTRUN_JOB_ID": site.job_id,
         "DISTRUN_ROLE": slot.role,
@@ -218,12 +263,9 @@ def _jax(slot: Slot, slots: Sequence[Slot]) -> dict[str, str]:
     return {"JAX_NUM_PROCESSES": str(_count(slots, WORKER)), "JAX_PROCESS_ID": str(slot.rank)}
 
 
-def _python(job: Job, site: Site, users: Mapping[str, wish.Setting]) -> dict[str, str]:
-    own = users["PYTHONPATH"].value if "PYTHONPATH" in users else site.outer.get("PYTHONPATH", "")
-    env = {"PYTHONPATH": os.pathsep.join(part for part in (site.runtime_root, own) if part)}
-    if "PYTHONUNBUFFERED" not in users and "PYTHONUNBUFFERED" not in site.outer:
-        env["PYTHONUNBUFFERED"] = "1"
-    return env
+def _unbuffered(site: Site, users: Mapping[str, wish.Setting]) -> dict[str, str]:
+    is_chosen = "PYTHONUNBUFFERED" in users or "PYTHONUNBUFFERED" in site.outer
+    return {} if is_chosen else {"PYTHONUNBUFFERED": "1"}
 
 
 def _tuning(job: Job) -> dict[str, str]:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from distrun_runtime.contract.plan import Plan
+from distrun_runtime.contract.plan import Host, Plan
 from distrun_runtime.coordinator.channel import Channel
+
+if TYPE_CHECKING:
+    from distrun.hosts import HostSpec, Inventory
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,8 @@ class Rendered:
 
 STAYED = "did not end"
 """The last words of a line about a process that is still there."""
+UNASKED = "cannot be asked"
+"""In a line about a host that did not answer."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +37,13 @@ class Swept:
     ended: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     """What would not end, or is not ours to signal."""
+    problem: str = ""
+    """Why the host could not be asked; empty: it was."""
 
     def lines(self) -> list[str]:
         """Return what to tell the user, a line each."""
+        if self.problem:
+            return ["%s: %s" % (UNASKED, self.problem)]
         done = ["ended %s" % each for each in self.ended] + ["%s %s" % (each, STAYED) for each in self.left]
         return done if self.left else [*done, "all its processes have ended"]
 
@@ -44,10 +54,21 @@ class Backend(ABC):
     name: str
     needs_hosts: bool = True
     """Whether the user must say which hosts."""
+    inherits_env: bool = False
+    """Whether tasks see the launcher's own environment without anything being forwarded."""
+    ships_runtime: bool = True
+    """Whether hosts have to be sent the bundled runtime; else they see this machine's folder."""
 
     @abstractmethod
-    def hosts(self, named: Sequence[str]) -> tuple[str, ...]:
-        """Return the names of the job's hosts, in the order in which placement cycles them."""
+    def inventory(self, found: Inventory | None) -> Inventory:
+        """Return the job's hosts, given those that the user named (None: none)."""
+
+    def reach(self, spec: HostSpec, options: Mapping[str, str]) -> Mapping[str, str]:
+        """Return how a host is reached, in this backend's own words: `Host.reach` of the plan. Pure.
+
+        Options are the user's, for all hosts (`transport`, `strict`, `config`, `connect_s`); empty ones are left out.
+        """
+        return {}
 
     @abstractmethod
     def addresses(self, hosts: Sequence[str]) -> Mapping[str, str]:
@@ -58,16 +79,16 @@ class Backend(ABC):
         """Return what would be executed. No effects."""
 
     @abstractmethod
-    def connect(self, plan: Plan) -> tuple[Channel, ...]:
-        """Return one channel for each host of the plan. Nothing is started before a channel's own `start`."""
+    def connect(self, hosts: Sequence[Host]) -> tuple[Channel, ...]:
+        """Return one channel for each host. Nothing is started before a channel's own `start`."""
 
     @abstractmethod
     def release(self, plan: Plan, channels: Sequence[Channel], limit_s: float) -> None:
-        """Wait, at most so long, until what `connect` started on this machine has gone; then end what has not.
+        """Wait, at most so long, until what `connect` started has gone; then end what has not.
 
         The job is over. An agent that froze, or that died together with its guard, is this method's business.
         """
 
     @abstractmethod
-    def sweep(self, job: str, grace_s: float) -> Swept:
-        """End whatever is left of a job whose agents are gone, on this machine; nothing left is no error."""
+    def sweep(self, plan: Plan, grace_s: float) -> Mapping[str, Swept]:
+        """End whatever is left of a job whose agents are gone, on all its hosts; nothing left is no error."""

@@ -15,7 +15,9 @@ from typing import IO
 
 from distrun.backends import blob
 from distrun.backends.base import Backend, Rendered, Swept
-from distrun_runtime.contract.plan import Plan
+from distrun.hosts import Inventory
+from distrun.hosts import local as this_machine
+from distrun_runtime.contract.plan import Host, Plan
 from distrun_runtime.coordinator.channel import Channel, Put, StreamChannel
 from distrun_runtime.coordinator.events import StartFailed
 
@@ -31,10 +33,12 @@ class Local(Backend):
 
     name = "local"
     needs_hosts = False
+    inherits_env = True
+    ships_runtime = False
 
-    def hosts(self, named: Sequence[str]) -> tuple[str, ...]:
-        """Return this machine's short name, whatever hosts are named."""
-        return (short_name(socket.gethostname()),)
+    def inventory(self, found: Inventory | None) -> Inventory:
+        """Return this machine, by its short name, whatever hosts are named."""
+        return this_machine(short_name(socket.gethostname()))
 
     def addresses(self, hosts: Sequence[str]) -> Mapping[str, str]:
         """Return the loopback address: peers of a local job are on this machine."""
@@ -44,9 +48,9 @@ class Local(Backend):
         """Return the agent's command."""
         return Rendered({host.name: _argv() for host in plan.hosts}, "the agent's modules, then frames")
 
-    def connect(self, plan: Plan) -> tuple[Channel, ...]:
+    def connect(self, hosts: Sequence[Host]) -> tuple[Channel, ...]:
         """Return the channel to the one agent."""
-        return tuple(ChildChannel(host.name, _argv()) for host in plan.hosts)
+        return tuple(ChildChannel(host.name, _argv()) for host in hosts)
 
     def release(self, plan: Plan, channels: Sequence[Channel], limit_s: float) -> None:
         """Wait for the agent's end, so that nothing of a job is left when its launcher has ended.
@@ -55,14 +59,15 @@ class Local(Backend):
         """
         ends = [channel.join(limit_s) for channel in channels if isinstance(channel, ChildChannel)]
         if not all(code in WELL for code in ends):
-            self.sweep(plan.job, plan.limits.grace_s)
+            self.sweep(plan, plan.limits.grace_s)
 
-    def sweep(self, job: str, grace_s: float) -> Swept:
-        """End the processes of `job` on this machine."""
+    def sweep(self, plan: Plan, grace_s: float) -> Mapping[str, Swept]:
+        """End the job's processes on this machine."""
         from distrun_runtime.agent import sweep
 
-        report = sweep.sweep(job, grace_s)
-        return Swept(*(tuple("pid %d (%s)" % each for each in found) for found in (report.ended, report.left)))
+        report = sweep.sweep(plan.job, grace_s)
+        ended, left = (tuple("pid %d (%s)" % each for each in found) for found in (report.ended, report.left))
+        return {plan.hosts[0].name: Swept(ended, left)}
 
 
 class ChildChannel:

@@ -29,12 +29,16 @@ def as_json(plan: Plan, rendered: Rendered) -> dict[str, Any]:
         "subnet": plan.subnet,
         "limits": dict(vars(plan.limits)),
         "unset": list(plan.unset),
+        "activate": plan.activate,
+        "sync": None if plan.sync is None else dict(vars(plan.sync)),
         "agent_env": agent_env(),
         "hosts": [
             {
                 "name": host.name,
                 "address": host.address,
                 "held_ports": list(host.ports),
+                "interface": host.interface,
+                "reach": dict(host.reach),
                 "argv": list(rendered.commands[host.name]),
                 "stdin": rendered.stdin,
             }
@@ -59,11 +63,14 @@ def as_text(plan: Plan, rendered: Rendered) -> str:
     """Return the plan for a reader; commands and values are quoted so that bash reads them back."""
     lines = ["job %s on %d host%s, backend %s" % (plan.job, len(plan.hosts), _s(len(plan.hosts)), plan.backend)]
     lines.append("nothing is started; {...} is filled in when it is known")
+    if plan.sync is not None:
+        what = "%d files, %d bytes" % (plan.sync.files, plan.sync.size)
+        lines += ["copied before: %s/ -> %s on each host (%s)" % (plan.sync.source.rstrip("/"), plan.cwd, what)]
+    if plan.activate:
+        lines += ["run once on each host, for the environment that it leaves:"]
+        lines += ["  " + line for line in plan.activate.splitlines()]
     for host in plan.hosts:
-        argv = [
-            word if len(word) <= PROGRAM_SHOWN else word[:PROGRAM_SHOWN] + "..."
-            for word in rendered.commands[host.name]
-        ]
+        argv = [_short(word) for word in rendered.commands[host.name]]
         lines += ["", "host %s (data address: %s)" % (host.name, host.address or "found by its agent")]
         lines.append("  agent: %s" % shell.join(argv))
         lines.append("  stdin: %s" % rendered.stdin)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun import hosts, shell
+from distrun import activation, backends, forward, hosts, shell
+from distrun.cli import reach
 from distrun.cli.console import Console
-from distrun.cli.options import HOSTS_VARIABLES, collect_env, launch_options
+from distrun.cli.options import collect_env, launch_options
 from distrun.errors import UsageError
 from distrun.job import Job
 from distrun_runtime.contract import environ
@@ -21,11 +22,15 @@ from distrun_runtime.contract.plan import ROLES, Limits
 
 if TYPE_CHECKING:
     from distrun.driver import Prepared
+    from distrun.hosts import Inventory
+    from distrun.sync import Rules
     from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
     from distrun_runtime.coordinator.outcome import Outcome
 
 TAIL_LINES = 20
 NOT_FOUND = 127
+LEASE = 1.5
+"""An agent goes on without a word from us for so many times --lost-after: by then we have given its host up."""
 
 
 @click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
@@ -38,7 +43,8 @@ def launch(ctx: click.Context, /, command: tuple[str, ...], **options: Any) -> i
     \b
     Examples:
       distrun launch -n 2 python train.py --kv-store dist_sync
-      distrun launch -n 4 -s 2 --env OMP_NUM_THREADS=4 python train.py
+      distrun launch -n 2 -s 2 -H hosts python train.py --kv-store dist_sync
+      distrun launch -n 4 -s 2 -H hosts --sync-dst-dir /tmp/job python train.py
       distrun launch -n 2 -s 0 "python ddp.py > out-\\$RANK.txt"
 
     Options of distrun end at the first word of COMMAND. Several words are executed exactly, without a shell; a
@@ -58,16 +64,33 @@ def _launch(command: tuple[str, ...], options: Mapping[str, Any], env: Mapping[s
     from distrun import driver
     from distrun_runtime.coordinator.jobstore import JobStore
 
-    launcher = _launcher(options, env, console)
-    job = _job(command, options, env, console)
+    launcher, found = _launcher(options, env, console)
+    job = _job(command, launcher, options, env, console)
     store, run_dir = JobStore(), options["run_dir"]
-    ready = driver.prepare(job, launcher, env=env, store=store, run_dir=run_dir, dry_run=options["dry_run"])
+    ready = driver.prepare(
+        job,
+        launcher,
+        env=env,
+        found=found,
+        reach=reach.reach_options(options),
+        rules=_rules(options),
+        delete=options["sync_delete"],
+        store=store,
+        run_dir=run_dir,
+        dry_run=options["dry_run"],
+    )
+    for warning in found.warnings if found else ():
+        console.say(warning, "warning")
+    if ready.tree is not None:
+        console.say("to copy to each host: %s" % ready.tree.text())
+        for warning in ready.tree.warnings():
+            console.say(warning, "warning")
     if options["dry_run"]:
         _show(ready, options["as_json"], console)
         return 0
     folder = _create(store, ready, run_dir)
     console.attach(folder.log_path, folder.id)
-    console.say("job %s (%s)" % (folder.id, _where(ready, options["launcher"])))
+    console.say("job %s (%s)" % (folder.id, _where(ready, options["launcher"], found)))
     console.say("job %s: logs in %s" % (folder.id, folder.path / "logs"), "debug")
     outcome = driver.launch(ready, folder, console, options["verbosity"])
     _report(outcome, folder, options["as_json"], console)
@@ -76,15 +99,16 @@ def _launch(command: tuple[str, ...], options: Mapping[str, Any], env: Mapping[s
     return outcome.exit_code
 
 
-def _job(command: tuple[str, ...], options: Mapping[str, Any], env: Mapping[str, str], console: Console) -> Job:
+def _job(
+    command: tuple[str, ...], launcher: str, options: Mapping[str, Any], env: Mapping[str, str], console: Console
+) -> Job:
     by_role = {role: options["env_" + role] for role in ROLES}
     settings, notes = collect_env(options["env"], options["env_files"], by_role, env)
     for note in notes:
         console.say(note, "warning")
-    start_s = options["start_timeout"]
-    limits = Limits(grace_s=options["grace"], timeout_s=options["timeout"])
-    if start_s is not None:
-        limits = dataclasses.replace(limits, start_s=start_s)
+    if not options["no_forward"] and not backends.load(launcher).inherits_env:
+        # First: what the user gives by name wins.
+        settings = (*forward.forwarded(env), *settings)
     given = {setting.name: setting.value for setting in settings if not setting.role}
     return Job(
         command=command,
@@ -100,10 +124,46 @@ def _job(command: tuple[str, ...], options: Mapping[str, Any], env: Mapping[str,
         subnet=options["subnet"],
         port_range=options["port_range"],
         scheduler_host=options["scheduler_host"],
-        limits=limits,
+        limits=_limits(options),
         op_timeout_s=options["op_timeout"],
-        start_timeout_s=start_s,
+        start_timeout_s=options["start_timeout"],
         keep_outer_env=options["keep_outer_env"],
+        placement=options["placement"],
+        oversubscribe=options["oversubscribe"],
+        activate=activation.script(options["activate"]),
+        sync_dst_dir="" if launcher == "local" else options["sync_dst_dir"],
+    )
+
+
+def _limits(options: Mapping[str, Any]) -> Limits:
+    limits = Limits(
+        grace_s=options["grace"],
+        timeout_s=options["timeout"],
+        suspect_s=min(options["suspect_after"], options["lost_after"]),
+        lost_s=options["lost_after"],
+        lease_s=LEASE * options["lost_after"],
+    )
+    start_s = options["start_timeout"]
+    return limits if start_s is None else dataclasses.replace(limits, start_s=start_s)
+
+
+def _rules(options: Mapping[str, Any]) -> Rules | None:
+    if not options["sync_dst_dir"]:
+        for name in ("sync_exclude", "sync_gitignore", "sync_extra", "sync_delete"):
+            if options[name]:
+                raise UsageError(
+                    "--%s: nothing is copied without --sync-dst-dir" % name.replace("_", "-"),
+                    "add --sync-dst-dir DIR, or leave it out",
+                )
+        return None
+    from distrun.sync import make_rules
+
+    return make_rules(
+        options["sync_exclude"],
+        options["sync_gitignore"],
+        options["sync_extra"],
+        cwd=_cwd(),
+        delete=options["sync_delete"],
     )
 
 
@@ -114,35 +174,25 @@ def _cwd() -> str:
         raise UsageError("the current directory does not exist any more", "cd to one that does") from err
 
 
-def _launcher(options: Mapping[str, Any], env: Mapping[str, str], console: Console) -> str:
-    """Return the backend's name: the one that was named; ssh when hosts are given; else local."""
+def _launcher(options: Mapping[str, Any], env: Mapping[str, str], console: Console) -> tuple[str, Inventory | None]:
+    """Return the backend's name and the hosts: the one that was named; ssh when hosts are given; else local."""
     named: str | None = options["launcher"]
-    hostfile = options["hostfile"]
-    if hostfile is not None:
-        hosts.read(hostfile)
-    if named is None:
-        given = {"-H/--hostfile": hostfile, "--hosts": options["hosts"]}
-        given.update((name, environ.text(name, env) or None) for name in HOSTS_VARIABLES)
-        source = next((name for name, value in given.items() if value is not None), None)
-        return "local" if source is None else _ssh(source)
     if named == "local":
-        for option, given in (("-H/--hostfile", hostfile), ("--hosts", options["hosts"])):
+        if options["hostfile"] not in (None, "-"):
+            hosts.read(options["hostfile"])  # one that is not there is a mistake all the same
+        for option, given in (("-H/--hostfile", options["hostfile"]), ("--hosts", options["hosts"])):
             if given is not None:
                 console.say("%s is ignored: --launcher local runs on this machine" % option)
-        if options["sync_dst_dir"] is not None:
+        if options["sync_dst_dir"]:
             console.say("--sync-dst-dir is ignored: --launcher local runs in the current directory")
-    return named
-
-
-def _ssh(source: str) -> str:
-    from distrun import backends
-
-    if "ssh" not in backends.names():
-        raise UsageError(
-            "%s means the ssh launcher, which this version does not have" % source,
-            "run on this machine with --launcher local",
-        )
-    return "ssh"
+        return named, None
+    found = reach.find_hosts(options, env)
+    launcher = named or ("local" if found is None else "ssh")
+    if found is None and backends.load(launcher).needs_hosts:
+        raise UsageError("--launcher %s: no hosts are given" % launcher, "name some with -H FILE or --hosts A,B")
+    if found is None and options["sync_dst_dir"]:
+        console.say("--sync-dst-dir is ignored: without hosts the job runs in the current directory")
+    return launcher, found
 
 
 def _create(store: JobStore, ready: Prepared, run_dir: Path | None) -> JobFolder:
@@ -154,12 +204,14 @@ def _create(store: JobStore, ready: Prepared, run_dir: Path | None) -> JobFolder
         raise UsageError(str(err)) from err
 
 
-def _where(ready: Prepared, named: str | None) -> str:
+def _where(ready: Prepared, named: str | None, found: Inventory | None) -> str:
     """Return on which machines the job runs, in words."""
     if not ready.backend.needs_hosts:
         return "on this machine" + ("; no hosts given" if named is None else "")
+    used = hosts.fold([host.name for host in ready.plan.hosts])
+    source = "" if found is None else ", from %s" % found.source
     count = len(ready.plan.hosts)
-    return "on %d host%s" % (count, "" if count == 1 else "s")
+    return "on %d host%s: %s%s" % (count, "" if count == 1 else "s", used, source)
 
 
 def misplaced(command: Sequence[str]) -> str:

@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 
 import click
 
+from distrun.cli.reach import HOST_OPTIONS
 from distrun.errors import UsageError
 from distrun.job import BUNDLED, Setting, parse_env, parse_env_file, parse_role_env
+from distrun.placement import POLICIES
 from distrun_runtime.contract.plan import ROLES, Limits
 
 
@@ -26,9 +28,6 @@ class LauncherOption(click.Option):
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-HOSTS_VARIABLES = ("DEEPLEARNING_WORKERS_PATH", "DISTRUN_HOSTFILE")
-"""Hosts files named by the environment, when neither -H nor --hosts is given."""
-
 _LIMITS = Limits()
 
 
@@ -44,10 +43,22 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
     ),
     # Where
     click.option("--launcher", "--backend", "launcher", metavar="NAME", cls=LauncherOption),
-    click.option("-H", "--hostfile", "hostfile", metavar="FILE", help="Hosts file (ssh)."),
-    click.option("--hosts", "hosts", metavar="A,B", help="Hosts, instead of a file (ssh)."),
+    *HOST_OPTIONS,
+    click.option(
+        "--placement",
+        type=click.Choice(POLICIES),
+        default=POLICIES[0],
+        show_default=True,
+        help="Servers, then workers, on the hosts in turn as launch.py does; or filling slots; or spreading over them.",
+    ),
+    click.option("--oversubscribe", is_flag=True, help="Place more tasks on a host than it has slots."),
     click.option("--scheduler-host", default="", metavar="HOST", help="Host of the scheduler. [default: the first]"),
-    click.option("--sync-dst-dir", metavar="DIR", help="Copy the current directory there on each host (ssh)."),
+    # Sync
+    click.option("--sync-dst-dir", default="", metavar="DIR", help="Copy the current directory to DIR on each host."),
+    click.option("--sync-exclude", multiple=True, metavar="PATTERN", help="Do not copy what matches. Repeatable."),
+    click.option("--sync-gitignore", is_flag=True, help="Copy what git would add, and nothing else."),
+    click.option("--sync-extra", multiple=True, metavar="SRC[:DST]", help="Copy this too, into DIR. Repeatable."),
+    click.option("--sync-delete", is_flag=True, help="Delete what only a host has, in a DIR that distrun made."),
     # Command
     click.option("--shell/--no-shell", "shell", default=None, help="Run the command by bash -c, or never do."),
     click.option(
@@ -57,7 +68,18 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
         metavar="bundled|command",
         help="Who serves: our servers, or your command in every role (MXNet, ps-lite, BytePS).",
     ),
-    click.option("--python", default="", metavar="PATH", help="Python of the bundled servers. [default: this one]"),
+    click.option(
+        "--python",
+        default="",
+        metavar="PATH",
+        help="Python of the bundled servers. [default: this one; over ssh the command's, else python3]",
+    ),
+    click.option(
+        "--activate",
+        multiple=True,
+        metavar="WHAT",
+        help="venv:PATH, conda:ENV, module:NAME or shell text, run once on each host. Repeatable.",
+    ),
     # Environment
     click.option("--env", "env", multiple=True, metavar="K=V|K|PFX*", help="Set or forward variables. Repeatable."),
     click.option("--env-file", "env_files", multiple=True, metavar="FILE", help="KEY=VALUE lines; values stay hidden."),
@@ -65,6 +87,7 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
         click.option("--env-" + role, multiple=True, metavar="K=V", help="Set a variable for the %s role only." % role)
         for role in reversed(ROLES)
     ),
+    click.option("--no-forward", is_flag=True, help="Do not forward DMLC_*, PS_*, MXNET_*, NCCL_*, OMP_* ... (ssh)."),
     click.option("--keep-outer-env", is_flag=True, help="Keep variables of an outer job (SLURM_*, OMPI_*, RANK ...)."),
     # Network
     click.option("--interface", default="", metavar="NAME", help="Network interface for data, found on each host."),
@@ -81,6 +104,22 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
     ),
     click.option("--timeout", type=float, metavar="S", help="End the job after so many seconds (exit code 124)."),
     click.option("--start-timeout", type=float, metavar="S", help="Seconds until all have started. [default: 120]"),
+    click.option(
+        "--suspect-after",
+        type=float,
+        default=_LIMITS.suspect_s,
+        show_default=True,
+        metavar="S",
+        help="Silence after which a host is reported as suspect.",
+    ),
+    click.option(
+        "--lost-after",
+        type=float,
+        default=_LIMITS.lost_s,
+        show_default=True,
+        metavar="S",
+        help="Silence after which a host is lost (exit code 7); its own tasks end half as long after.",
+    ),
     click.option("--op-timeout", type=float, metavar="S", help="Seconds that one store call may take. [default: 1800]"),
     # Output
     click.option("--name", default="", help="A name for the job."),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
 import pytest
 
-from distrun import backends
+from distrun import backends, hosts
 from distrun.backends import local
 from distrun.backends.base import Backend, Swept
 from distrun.errors import DistrunError, UsageError
@@ -39,7 +40,7 @@ def test_every_backend_renders_without_effects_and_shows_nothing_of_the_users(na
 @pytest.mark.parametrize("name", backends.names())
 def test_every_backend_connects_nothing_before_it_is_told_to(name: str) -> None:
     backend = backends.load(name)
-    channels = backend.connect(PLAN)
+    channels = backend.connect(PLAN.hosts)
     assert [channel.host for channel in channels] == ["here"]
     for channel in channels:
         channel.close()
@@ -49,12 +50,12 @@ def test_every_backend_connects_nothing_before_it_is_told_to(name: str) -> None:
 
 def test_planned_backends_are_told_of_registered_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_registered", lambda: {"mine": "distrun.backends.local:Local"})
-    with pytest.raises(UsageError, match="it has: local, mine"):
-        backends.load("ssh")
+    with pytest.raises(UsageError, match="it has: local, ssh, mine"):
+        backends.load("mpi")
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(UsageError, match="no launcher 'xyz'; known: local"):
+    with pytest.raises(UsageError, match="no launcher 'xyz'; known: local, ssh"):
         backends.load("xyz")
     with pytest.raises(UsageError) as caught:
         backends.load("slrum")
@@ -70,7 +71,7 @@ def test_a_planned_backend_says_so(name: str) -> None:
 
 def test_other_distributions_register_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_registered", lambda: {"mine": "distrun.backends.local:Local", "bad": "no.where:X"})
-    assert backends.names() == ("local", "bad", "mine")
+    assert backends.names() == ("local", "ssh", "bad", "mine")
     assert isinstance(backends.load("mine"), local.Local)
     with pytest.raises(DistrunError, match=r"--launcher bad: no\.where:X cannot be loaded"):
         backends.load("bad")
@@ -81,7 +82,7 @@ def test_the_local_host_is_this_machine_by_its_short_name() -> None:
     assert local.short_name("d1") == "d1"
     assert local.short_name("") == "localhost"
     assert local.Local().addresses(["d1"]) == {"d1": "127.0.0.1"}
-    assert len(local.Local().hosts(["a", "b"])) == 1
+    assert len(local.Local().inventory(hosts.named(["a", "b"])).order) == 1
 
 
 def test_a_python_that_is_not_there_is_a_failed_start() -> None:
@@ -122,6 +123,6 @@ def test_an_agent_that_dies_leaves_its_last_words(code: str, words: list[str]) -
 def test_sweeping_a_job_that_never_was_finds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
-    assert local.Local().sweep("no-such-job-000", 0.1) == Swept()
+    assert local.Local().sweep(dataclasses.replace(PLAN, job="no-such-job-000"), 0.1) == {"here": Swept()}
     assert Swept().lines() == ["all its processes have ended"]
     assert Swept(("pid 1 (a)",), ("pid 2 (b)",)).lines() == ["ended pid 1 (a)", "pid 2 (b) did not end"]

@@ -121,13 +121,13 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
     [
         (("launch", "-n", "2", "--launcher", "locl", "true"), ["no launcher 'locl'", "did you mean local?"]),
         (("launch", "-n", "2", "--launcher", "zzz", "true"), ["no launcher 'zzz'; known: local"]),
-        (("launch", "-n", "2", "--launcher", "ssh", "true"), ["does not have it; it has: local", "--launcher local"]),
+        (("launch", "-n", "2", "--launcher", "ssh", "true"), ["--launcher ssh: no hosts are given", "-H FILE"]),
         (("launch", "-n", "2", "--backend", "slurm", "true"), ["--launcher slurm: this version does not have it"]),
-        (("launch", "-n", "2", "--hosts", "a,b", "true"), ["--hosts means the ssh launcher", "--launcher local"]),
-        (
-            ("launch", "-n", "2", "-H", "/dev/null", "true"),
-            ["-H/--hostfile means the ssh launcher, which"],
-        ),
+        (("launch", "-n", "2", "--hosts", "a,b!", "true"), ["E102: invalid host name 'b!'"]),
+        (("launch", "-n", "2", "-H", "/dev/null", "true"), ["E101: no hosts in file"]),
+        (("launch", "-n", "2", "--hosts", "a", "--sync-delete", "true"), ["without --sync-dst-dir", "add --sync-dst"]),
+        (("launch", "-n", "2", "--lost-after", "0", "true"), ["--suspect-after: expected a time in seconds"]),
+        (("launch", "-n", "2", "--activate", "venv:", "true"), ["--activate"]),
         (("launch", "-n", "2", "--python", "/nope", "true"), ["--python: there is no program '/nope'"]),
         (("launch", "-n", "2", "--port-range", "70-71", "true"), ["has 2 ports", "needs 7: 1 scheduler + 2 servers"]),
         (("launch", "-n", "0", "true"), ["-n/--num-workers: expected a number of at least 1, found 0"]),
@@ -139,8 +139,8 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
         (("launch", "-n", "2", "--sync-dir", "/x", "true"), ["--sync-dir", "Did you mean --sync-dst-dir?"]),
         (("launch", "-n", "2", "--num-server", "1", "true"), ["Did you mean --num-servers?"]),
         (("launch", "-n", "2", "--env-file", "/nowhere/x.env", "true"), ["cannot read '/nowhere/x.env'"]),
-        (("launch", "-n", "2", "-H", "/nowhere/hosts", "true"), ["cannot read the hosts file '/nowhere/hosts'"]),
-        (("launch", "-n", "2", "--launcher", "local", "-H", "/nowhere/hosts", "true"), ["cannot read the hosts file"]),
+        (("launch", "-n", "2", "-H", "/nowhere/hosts", "true"), ["E100: hosts file not found: '/nowhere/hosts'"]),
+        (("launch", "-n", "2", "--launcher", "local", "-H", "/nowhere/hosts", "true"), ["E100: hosts file not found"]),
         (("launch", "-n", "2", "--env", "RANK=3", "true"), ["RANK is set by distrun itself"]),
         (("launch", "-n", "2", "--ps", "both", "true"), ["--ps: expected bundled or command, found 'both'"]),
         (("launch", "-n", "2", "--timeout", "-1", "true"), ["--timeout"]),
@@ -161,8 +161,9 @@ def test_bad_input_ends_with_2_and_words(words: tuple[str, ...], messages: list[
 
 @pytest.mark.parametrize("name", ["DISTRUN_HOSTFILE", "DEEPLEARNING_WORKERS_PATH"])
 def test_hosts_named_by_the_environment_mean_ssh(name: str, distrun: Distrun) -> None:
-    text = error(distrun.run("launch", "-n", "1", "true", env={name: "/tmp/hosts"}))
-    assert "%s means the ssh launcher" % name in text
+    text = error(distrun.run("launch", "-n", "1", "true", env={name: "/nowhere/hosts"}))
+    assert "E100: hosts file not found: '/nowhere/hosts'" in text
+    assert "the file is named by the variable %s" % name in text
 
 
 def test_a_usage_error_is_all_that_is_said(distrun: Distrun) -> None:

@@ -14,6 +14,7 @@ from distrun.backends.base import Swept
 from distrun.errors import UsageError
 from distrun.job import Job
 from distrun_runtime.contract import process
+from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
 from distrun_runtime.coordinator.outcome import Outcome
 
@@ -42,9 +43,9 @@ def make(store: JobStore, **launcher: object) -> JobFolder:
 def swept(monkeypatch: pytest.MonkeyPatch, left: tuple[str, ...] = ()) -> list[tuple[str, float]]:
     calls: list[tuple[str, float]] = []
 
-    def sweep(self: object, job: str, grace_s: float) -> Swept:
-        calls.append((job, grace_s))
-        return Swept(("pid 9 (sleep)",), left)
+    def sweep(self: object, plan: Plan, grace_s: float) -> dict[str, Swept]:
+        calls.append((plan.job, grace_s))
+        return {plan.hosts[0].name: Swept(("pid 9 (sleep)",), left)}
 
     monkeypatch.setattr(type(backends.load("local")), "sweep", sweep)
     return calls

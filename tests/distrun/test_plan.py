@@ -2,26 +2,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 
 from distrun import job as wish
 from distrun import plan as plans
 from distrun.errors import UsageError
-from distrun.hosts import named
+from distrun.hosts import Inventory, named, parse
 from distrun.job import Job, Setting
 from distrun.placement import place
 from distrun_runtime.contract import environ
 from distrun_runtime.contract import plan as contract
-from distrun_runtime.contract.plan import Plan, Secrets
+from distrun_runtime.contract.plan import Plan, Runtime, Secrets
 
 FIVE = ("h1", "h2", "h3", "h4", "h5")
 SITE = plans.Site(
     job_id="calm-otter-7f3",
     backend="local",
-    hosts=("here",),
+    hosts=named(["here"]),
     run_dir="/jobs/calm-otter-7f3",
-    runtime_root="/runtime",
+    runtime=Runtime(path="/runtime"),
     python="/usr/bin/python3",
     addresses={"here": "127.0.0.1"},
     token="70cce1",
@@ -31,14 +32,15 @@ SITE = plans.Site(
 def make(
     workers: int = 2,
     servers: int = 2,
-    hosts: tuple[str, ...] = ("here",),
-    outer: dict[str, str] | None = None,
+    hosts: tuple[str, ...] | Inventory = ("here",),
+    site: dict[str, Any] | None = None,
     **more: object,
 ) -> tuple[Plan, Secrets]:
     members: dict[str, object] = {"command": ("python", "t.py"), "workers": workers, "servers": servers, "cwd": "/w"}
     job = Job(**{**members, **more})  # type: ignore[arg-type]
-    slots = place(workers, servers, named(hosts), scheduler=job.has_servers, scheduler_host=job.scheduler_host)
-    return plans.make_plan(job, slots, dataclasses.replace(SITE, hosts=hosts, outer=outer or {}))
+    inventory = hosts if isinstance(hosts, Inventory) else named(hosts)
+    slots = place(workers, servers, inventory, scheduler=job.has_servers, scheduler_host=job.scheduler_host)
+    return plans.make_plan(job, slots, dataclasses.replace(SITE, hosts=inventory, **(site or {})))
 
 
 def added(plan: Plan, task: str) -> dict[str, str]:
@@ -129,17 +131,63 @@ def test_bundled_tasks_run_the_runtime_by_the_chosen_python() -> None:
     assert make(python="py")[0].task("scheduler").argv == ("py", "-m", "distrun_runtime", "scheduler")
 
 
-def test_the_runtime_comes_first_on_the_python_path() -> None:
-    assert added(make()[0], "worker-0")["PYTHONPATH"] == "/runtime"
-    assert added(make(outer={"PYTHONPATH": "/a:/b"})[0], "worker-0")["PYTHONPATH"] == "/runtime:/a:/b"
-    given = make(outer={"PYTHONPATH": "/a"}, settings=(Setting("PYTHONPATH", "/mine", hidden=True),))[0]
-    assert added(given, "worker-0")["PYTHONPATH"] == "/runtime:/mine"
-    assert "PYTHONPATH" not in given.task("worker-0").secret_env
+def test_over_ssh_servers_run_by_the_python_of_the_host_or_the_command() -> None:
+    def python(line: str = "d1", **more: Any) -> str:
+        plan, _ = make(hosts=parse(line, "hosts"), site={"python": ""}, **more)
+        return plan.task("server-0").argv[0]
+
+    assert python() == "python"
+    assert python(command=("/opt/py/bin/python3.12", "t.py")) == "/opt/py/bin/python3.12"
+    assert python(command=("python3 t.py && echo done",)) == "python3"
+    assert python(command=("./train",)) == "python3"
+    assert python("d1 python=/host/python") == "/host/python"
+    assert python("d1 python=/host/python", python="/named/python") == "/named/python"
+
+
+def test_bundled_tasks_need_what_the_runtime_imports_and_workers_nothing() -> None:
+    plan, _ = make()
+    assert plan.task("server-0").needs == plan.task("scheduler").needs == ("numpy", "zmq")
+    assert plan.task("worker-0").needs == ()
+    assert all(task.needs == () for task in make(ps=wish.COMMAND)[0].tasks)
+
+
+def test_the_agent_puts_the_runtime_first_and_the_plan_keeps_the_users_own_path() -> None:
+    plan, _ = make(settings=(Setting("PYTHONPATH", "/mine"),))
+    assert plan.runtime == Runtime(path="/runtime")
+    assert added(plan, "worker-0")["PYTHONPATH"] == "/mine"
+
+
+def test_what_the_hosts_file_says_reaches_the_plan() -> None:
+    hosts = parse("d1 addr=10.0.0.1 workdir=/scratch\nd2 iface=ib0 gpus=0,2\n", "hosts")
+    plan, _ = make(2, 2, hosts, site={"reach": {"d1": {"host": "d1"}}, "addresses": {"d2": "10.9.9.9"}})
+    d1, d2 = plan.hosts
+    assert (d1.address, d1.interface, d1.reach) == ("10.0.0.1", "", {"host": "d1"})
+    assert (d2.address, d2.interface) == ("", "ib0")
+    assert [plan.task(name).cwd for name in ("worker-0", "worker-1")] == ["/scratch", "/w"]
+    assert "CUDA_VISIBLE_DEVICES" not in added(plan, "worker-0")
+    assert added(plan, "worker-1")["CUDA_VISIBLE_DEVICES"] == "0,2"
+
+
+def test_workers_of_a_host_share_its_gpus_in_blocks_and_one_when_there_are_few() -> None:
+    def devices(gpus: str, workers: int) -> list[str]:
+        plan, _ = make(workers, 0, parse("d1 gpus=%s" % gpus, "hosts"))
+        return [task.env["CUDA_VISIBLE_DEVICES"] for task in plan.tasks]
+
+    assert devices("4", 2) == ["0,1", "2,3"]
+    assert devices("0,2,3", 2) == ["0", "2"]
+    assert devices("2", 3) == ["0", "1", "0"]
+    chosen, _ = make(1, 0, parse("d1 gpus=4", "hosts"), settings=(Setting("CUDA_VISIBLE_DEVICES", "3"),))
+    assert chosen.task("worker-0").env["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+def test_tasks_start_in_the_folder_that_is_copied_to() -> None:
+    plan, _ = make(sync_dst_dir="/there")
+    assert {task.cwd for task in plan.tasks} == {plan.cwd} == {"/there"}
 
 
 def test_unbuffered_unless_the_user_says_otherwise() -> None:
     assert added(make()[0], "worker-0")["PYTHONUNBUFFERED"] == "1"
-    assert "PYTHONUNBUFFERED" not in added(make(outer={"PYTHONUNBUFFERED": ""})[0], "worker-0")
+    assert "PYTHONUNBUFFERED" not in added(make(site={"outer": {"PYTHONUNBUFFERED": ""}})[0], "worker-0")
     assert added(make(settings=(Setting("PYTHONUNBUFFERED", ""),))[0], "worker-0")["PYTHONUNBUFFERED"] == ""
 
 
