@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from distrun.fleet import jobs
+from distrun.fleet.jobs import HostJob
+
+RUNS = HostJob("h1", "calm-otter-1", "alive", "alive", (), 1.0, 45.0)
+
+
+def like(**members: object) -> HostJob:
+    return dataclasses.replace(RUNS, **members)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("job", "stale", "state"),
+    [
+        (RUNS, False, "runs"),
+        (like(agent="dead"), True, "agent gone"),
+        (like(agent="stopped"), True, "agent stopped"),
+        (like(agent="none", quiet_s=None, lease_s=None), True, "agent unknown"),
+        (like(quiet_s=46.0), True, "silent 46 s"),
+        (like(quiet_s=45.0), False, "runs"),
+        (like(guard="dead"), False, "runs"),
+    ],
+)
+def test_a_job_is_stale_when_nobody_looks_after_it(job: HostJob, stale: bool, state: str) -> None:
+    assert (job.is_stale, job.state()) == (stale, state)
+
+
+def test_jobs_are_chosen_by_the_beginning_of_their_id_and_by_staleness() -> None:
+    dead = like(agent="dead", job="bold-fox-2")
+    assert jobs.chosen([RUNS, dead]) == [RUNS, dead]
+    assert jobs.chosen([RUNS, dead], stale=True) == [dead]
+    assert jobs.chosen([RUNS, dead], ["calm"]) == [RUNS]
+    assert jobs.chosen([RUNS, dead], ["calm"], stale=True) == []
+
+
+def test_the_answer_of_an_agent_is_read() -> None:
+    row = {"pid": 7, "start": "proc:x:1", "command": "sleep 9", "task": "worker-0", "age_s": 3.5, "state": "S"}
+    answer = {
+        "uid": 0,
+        "hostname": "x",
+        "jobs": [
+            {
+                "job": "j1",
+                "host": "d1",
+                "agent": "dead",
+                "guard": "dead",
+                "quiet_s": 3.0,
+                "lease_s": 45.0,
+                "processes": [row],
+                "folder": "/tmp/x",
+            }
+        ],
+    }
+    (found,) = jobs.read("h1", answer)
+    assert found == HostJob(
+        "h1", "j1", "dead", "dead", (jobs.Process(7, "proc:x:1", "sleep 9", "worker-0", 3.5),), 3.0, 45.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, ""), (3.4, "3 s"), (99, "99 s"), (150, "2 min"), (11100, "3:05 h"), (12 * 86400, "12 d")],
+)
+def test_ages_are_short(seconds: float | None, text: str) -> None:
+    assert jobs.age(seconds) == text

@@ -1,0 +1,182 @@
+"""Asking agents, with channels of our own making and with real agents."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from distrun import fleet
+from distrun.backends.local import ChildChannel
+from distrun.fleet import Answer, Fleet, Problem
+from distrun_runtime.contract import wire
+from distrun_runtime.contract.plan import Host
+from distrun_runtime.coordinator import events
+from distrun_runtime.coordinator.channel import Put
+
+HOSTS = (Host("a"), Host("b"), Host("c"))
+Reply = Callable[[dict[str, Any]], list[events.Event]]
+
+
+class Scripted:
+    """A channel whose agent answers as it is told to; what we sent is in `heard`."""
+
+    def __init__(self, host: str, first: Sequence[events.Event], reply: Reply = lambda header: []) -> None:
+        self.host = host
+        self.heard: list[dict[str, Any]] = []
+        self.is_closed = False
+        self.is_killed = False
+        self._first = first
+        self._reply = reply
+        self._decoder = wire.Decoder()
+        self._put: Put = lambda event: None
+
+    def start(self, put: Put) -> None:
+        self._put = put
+        for event in self._first:
+            put(event)
+
+    def send(self, data: bytes) -> None:
+        for frame in self._decoder.feed(data):
+            self.heard.append(frame.header)
+            for event in self._reply(frame.header):
+                self._put(event)
+            if frame.type == "end":
+                self._put(events.Bye(self.host))
+                self._put(events.AgentLost(self.host, "its connection ended"))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+
+class Backend:
+    name = "test"
+
+    def __init__(self, *channels: Scripted) -> None:
+        self.channels = channels
+
+    def connect(self, hosts: Sequence[Host]) -> tuple[Scripted, ...]:
+        return self.channels
+
+
+def answering(host: str, value: object) -> Scripted:
+    def reply(header: dict[str, Any]) -> list[events.Event]:
+        return [events.Answered(host, header["id"], value)] if header["type"] == "ask" else []
+
+    return Scripted(host, [events.AgentHello(host)], reply)
+
+
+def ask(*channels: Scripted, limit_s: float = 5.0) -> dict[str, Answer | Problem]:
+    hosts = [Host(channel.host) for channel in channels]
+    return fleet.ask(Backend(*channels), hosts, "survey", {"x": 1}, limit_s)  # type: ignore[arg-type]
+
+
+def test_every_host_gives_its_value_and_its_agent_is_ended() -> None:
+    channels = answering("a", 1), answering("b", [2])
+    assert ask(*channels) == {"a": Answer(1), "b": Answer([2])}
+    for channel in channels:
+        assert [header["type"] for header in channel.heard] == ["ask", "end"]
+        assert channel.heard[0]["args"] == {"x": 1}
+        assert channel.is_closed
+        assert channel.is_killed
+
+
+def test_a_host_that_cannot_be_reached_stops_no_other() -> None:
+    failed = events.StartFailed("b", "no such host", 0.0, kind="dns", fix="check the name")
+    found = ask(answering("a", 1), Scripted("b", [failed]), answering("c", 3))
+    assert found == {"a": Answer(1), "b": Problem("b", "dns", "no such host", "check the name"), "c": Answer(3)}
+    assert list(found) == ["a", "b", "c"]
+
+
+def test_an_agent_that_is_lost_before_it_answers_is_a_problem() -> None:
+    def reply(header: dict[str, Any]) -> list[events.Event]:
+        return [events.AgentLost("a", "its connection ended: killed")]
+
+    found = ask(Scripted("a", [events.AgentHello("a")], reply), answering("b", 2))
+    assert found == {"a": Problem("a", "other", "its connection ended: killed"), "b": Answer(2)}
+
+
+def test_an_agent_that_does_not_answer_in_time_is_named() -> None:
+    found = ask(Scripted("a", [events.AgentHello("a")]), answering("b", 2), limit_s=0.05)
+    assert found["b"] == Answer(2)
+    assert found["a"] == Problem("a", "timeout", "its agent did not answer 'survey' within 0.05 s")
+
+
+def test_a_host_that_says_nothing_at_all_is_given_up_and_not_asked_again() -> None:
+    silent = Scripted("a", [])
+    with Fleet(Backend(silent), [Host("a")], hello_s=0.05) as talk:  # type: ignore[arg-type]
+        first = talk.ask("survey", {}, 5.0)
+        began = time.monotonic()
+        second = talk.ask("survey", {}, 5.0)
+        assert time.monotonic() - began < 4.0
+    assert first == second == {"a": Problem("a", "timeout", "no agent answered within 0.05 s")}
+    assert silent.heard == []
+
+
+def test_an_error_of_a_tool_is_a_problem() -> None:
+    def reply(header: dict[str, Any]) -> list[events.Event]:
+        is_ask = header["type"] == "ask"
+        return [events.Answered("a", header["id"], None, "this agent has no tool 'x'")] if is_ask else []
+
+    found = ask(Scripted("a", [events.AgentHello("a")], reply))
+    assert found == {"a": Problem("a", "other", "this agent has no tool 'x'")}
+
+
+def test_an_answer_that_comes_late_is_not_taken_for_the_next_one() -> None:
+    def reply(header: dict[str, Any]) -> list[events.Event]:
+        if header["type"] != "ask" or header["id"] == 1:
+            return []
+        return [events.Answered("a", 1, "late"), events.Answered("a", 2, "right")]
+
+    channel = Scripted("a", [events.AgentHello("a")], reply)
+    with Fleet(Backend(channel), [Host("a")]) as talk:  # type: ignore[arg-type]
+        assert isinstance(talk.ask("survey", {}, 0.05)["a"], Problem)
+        assert talk.ask("survey", {}, 5.0) == {"a": Answer("right")}
+
+
+def test_arguments_may_differ_by_host_and_only_some_may_be_asked() -> None:
+    channels = answering("a", 1), answering("b", 2)
+    with Fleet(Backend(*channels), HOSTS[:2]) as talk:  # type: ignore[arg-type]
+        assert talk.ask("survey", lambda host: {"me": host}, 5.0, ["b"]) == {"b": Answer(2)}
+    assert [header["type"] for header in channels[0].heard] == ["end"]
+    assert channels[1].heard[0]["args"] == {"me": "b"}
+
+
+def test_ctrl_c_closes_every_channel() -> None:
+    channel = answering("a", 1)
+    with pytest.raises(KeyboardInterrupt), Fleet(Backend(channel), [Host("a")]) as talk:  # type: ignore[arg-type]
+        talk.ask("survey", {}, 5.0)
+        raise KeyboardInterrupt
+    assert channel.is_killed
+
+
+# Real agents
+
+
+class Local:
+    """Several hosts that are all this machine."""
+
+    name = "local"
+
+    def connect(self, hosts: Sequence[Host]) -> tuple[ChildChannel, ...]:
+        from distrun.backends import local
+
+        return tuple(ChildChannel(host.name, local._argv()) for host in hosts)
+
+
+def test_real_agents_answer_and_refuse_what_they_do_not_know() -> None:
+    with Fleet(Local(), HOSTS) as talk:  # type: ignore[arg-type]
+        for each in talk.ask("survey", {}, 30.0).values():
+            assert isinstance(each, Answer)
+            assert set(each.value) == {"jobs", "uid", "hostname"}
+        unknown = talk.ask("nonsense", {}, 30.0)["a"]
+        assert isinstance(unknown, Problem)
+        assert "no tool 'nonsense'" in unknown.text
+        malformed = talk.ask("match", {"regex": "("}, 30.0)["b"]
+        assert isinstance(malformed, Problem)
+        assert "no regular expression" in malformed.text

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from distrun_runtime.agent import probe, tools
+
+
+def test_the_probe_tells_json_able_facts(tmp_path: Path) -> None:
+    facts = tools.answer(
+        "probe", {"python": sys.executable, "cwd": str(tmp_path), "dst": str(tmp_path / "a" / "b"), "interface": "lo"}
+    )
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts["python"]["version"] == "%d.%d.%d" % sys.version_info[:3]
+    assert facts["python"]["numpy"]
+    assert facts["folders"]["cwd"]["exists"]
+    dst = facts["folders"]["dst"]
+    assert (dst["exists"], dst["near"], dst["writable"]) == (False, str(tmp_path), True)
+    assert facts["network"]["address"] in ("127.0.0.1", "::1")
+    assert facts["user"]
+    assert facts["limits"]["nofile"][0] is None or facts["limits"]["nofile"][0] > 0
+
+
+def test_an_interface_that_is_not_there_is_told_not_raised() -> None:
+    found = probe.network({"interface": "nosuch0"})
+    assert "no interface 'nosuch0'" in found["error"]
+    assert found["interfaces"]
+
+
+def test_a_settled_address_is_not_looked_for() -> None:
+    assert probe.network({"address": "192.0.2.1", "interface": "nosuch0"})["address"] == "192.0.2.1"
+
+
+def test_a_program_that_hangs_is_ended_and_said_to() -> None:
+    code, out, err = probe.run(["sleep", "600"], 0.1)
+    assert (code, out, err) == (None, "", "sleep did not answer within 0.1 s")
+
+
+def test_a_program_that_is_not_there_is_told() -> None:
+    assert probe.run(["no-such-program-here"])[0] is None
+    assert "No such file" in probe.python("/no/such/python")["error"]
+
+
+def test_an_interpreter_that_is_none_is_told() -> None:
+    assert "ended with code" in probe.python("false")["error"]
+
+
+def test_a_file_in_place_of_a_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert not probe.folder(str(tmp_path / "file" / "x"))["is_folder"]
+
+
+def test_gpus_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'NVIDIA X, 550.1, 80 GiB'\necho 'NVIDIA X, 550.1, 80 GiB'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path) + os.pathsep + os.environ["PATH"])
+    assert probe.gpus() == {"gpus": [["NVIDIA X", "550.1", "80 GiB"]] * 2, "error": ""}
+    program.write_text("#!/bin/sh\necho 'driver mismatch' >&2; exit 9\n")
+    assert probe.gpus() == {"gpus": [], "error": "driver mismatch"}
+
+
+def test_what_others_may_write_is_told(tmp_path: Path) -> None:
+    (tmp_path / ".ssh").mkdir(mode=0o700)
+    keys = tmp_path / ".ssh" / "authorized_keys"
+    keys.write_text("")
+    keys.chmod(0o664)
+    tmp_path.chmod(0o755)
+    assert probe.loose(str(tmp_path)) == [str(keys)]

@@ -1,0 +1,237 @@
+"""What an agent's tools find: real jobs, real processes, and what must not be touched."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agentkit import HOST, AgentDriver, agent, poll, python, shell
+
+from distrun_runtime.agent import match, record, survey, sweep, tools
+from distrun_runtime.contract import process
+from distrun_runtime.contract.plan import Limits
+from distrun_runtime.errors import ContractError
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be somebody else")
+SHORT = Limits(grace_s=0.5)
+
+
+def running(driver: AgentDriver, name: str = "worker-0") -> None:
+    driver.begin()
+    driver.spawn(name)
+    driver.hear_until(lambda: driver.text(name), "the task's first words")
+
+
+def found(job: str) -> dict[str, Any]:
+    """What the survey says of one job (others of this user may run meanwhile)."""
+    (only,) = [each for each in tools.answer("survey", {})["jobs"] if each["job"] == job]
+    assert isinstance(only, dict)
+    return only
+
+
+def freeze_and_kill(driver: AgentDriver) -> None:
+    """Kill guard and agent so that neither can still do the other's work."""
+    pids = (driver.child.pid, driver.agent_pid())
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, number)
+    driver.child.wait(10)
+
+
+@contextlib.contextmanager
+def bystander(*argv: str, uid: int | None = None, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of nobody's job, or that only says so."""
+    child = subprocess.Popen(argv, env={**os.environ, **env}, user=uid, start_new_session=True)
+    try:
+        poll(lambda: process.command_of(child.pid).startswith(argv[0]), "it runs")
+        yield child
+    finally:
+        child.kill()
+        child.wait(10)
+
+
+def test_a_running_job_is_found_with_its_tasks() -> None:
+    with agent(shell("sleep 600 & echo ready; wait")) as driver:
+        running(driver)
+        job = found(driver.job)
+        assert (job["host"], job["agent"], job["guard"]) == (HOST, "alive", "alive")
+        assert job["folder"] == record.folders(driver.job)[0]
+        tasks = [(row["task"], row["command"].split()[0]) for row in job["processes"]]
+        assert ("worker-0", "sh") in tasks
+        assert ("worker-0", "sleep") in tasks
+        assert {"agent", "guard"} <= {task for task, _ in tasks}
+        for row in job["processes"]:
+            assert process.is_alive(process.Identity(row["pid"], row["start"]))
+            assert 0 <= row["age_s"] < 100
+
+
+def test_a_stopped_agent_is_told_from_a_dead_one() -> None:
+    with agent(shell("echo ready; sleep 600"), limits=SHORT) as driver:
+        running(driver)
+        os.kill(driver.agent_pid(), signal.SIGSTOP)
+        poll(lambda: found(driver.job)["agent"] == "stopped", "the agent is seen to be stopped")
+        assert found(driver.job)["guard"] == "alive"
+        freeze_and_kill(driver)
+        job = found(driver.job)
+        assert (job["agent"], job["guard"]) == ("dead", "dead")
+        assert [row["task"] for row in job["processes"]] == ["worker-0"] * len(job["processes"])
+
+
+def test_pings_are_signs_of_life() -> None:
+    with agent(shell("echo ready; sleep 600"), limits=Limits(lease_s=77.0)) as driver:
+        running(driver)
+        path = os.path.join(record.folders(driver.job)[0], record.RECORD)
+        os.utime(path, (1, 1))
+        assert found(driver.job)["quiet_s"] > 1000
+        driver.say("ping", n=1)
+        driver.wait("pong")
+        job = found(driver.job)
+        assert job["quiet_s"] < 100
+        assert job["lease_s"] == 77.0
+
+
+def test_a_job_without_a_record_is_found_by_its_marks() -> None:
+    job = "m" + uuid.uuid4().hex[:8]
+    with bystander("sleep", "600", DISTRUN_JOB_ID=job, DISTRUN_HOST="d7", DISTRUN_ROLE="server", DISTRUN_RANK="2"):
+        here = found(job)
+        assert (here["host"], here["agent"], here["folder"]) == ("d7", "none", "")
+        assert [(row["task"], row["command"]) for row in here["processes"]] == [("server-2", "sleep 600")]
+
+
+def test_a_job_whose_record_was_tidied_away_still_has_its_agent() -> None:
+    with agent(shell("echo ready; sleep 600")) as driver:
+        running(driver)
+        record.remove(record.folders(driver.job)[0])
+        job = found(driver.job)
+        assert (job["agent"], job["guard"]) == ("alive", "alive")
+
+
+def test_a_folder_that_nothing_belongs_to_is_told_of_and_removed() -> None:
+    with agent(shell("echo ready; exec sleep 600"), limits=SHORT) as driver:
+        running(driver)
+        freeze_and_kill(driver)
+        os.kill(found(driver.job)["processes"][0]["pid"], signal.SIGKILL)
+        poll(lambda: found(driver.job)["processes"] == [], "nothing lives")
+        assert tools.answer("sweep", {"job": driver.job, "grace_s": 0.1}) == {"ended": [], "left": []}
+        assert record.folders(driver.job) == []
+
+
+def test_records_are_found_by_who_has_other_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with agent(shell("echo ready; sleep 600"), env={"XDG_RUNTIME_DIR": ""}) as driver:
+        running(driver)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+        assert found(driver.job)["agent"] == "alive"
+
+
+def test_sweep_and_sweeps_end_what_was_left() -> None:
+    drivers = [AgentDriver(shell("echo ready; sleep 600"), limits=SHORT) for _ in range(2)]
+    try:
+        for driver in drivers:
+            running(driver)
+            freeze_and_kill(driver)
+        names = [driver.job for driver in drivers]
+        told = tools.answer("sweeps", {"jobs": names, "grace_s": 1.0})
+        assert list(told) == names
+        for driver in drivers:
+            assert told[driver.job]["left"] == []
+            assert told[driver.job]["ended"]
+            assert driver.leftovers() == []
+    finally:
+        for driver in drivers:
+            sweep.sweep(driver.job, 0.0)
+            driver.close_input()
+            assert driver.child.stdout is not None
+            driver.child.stdout.close()
+
+
+@as_root
+def test_what_another_user_runs_is_neither_found_nor_ended_whatever_it_claims() -> None:
+    job = "u" + uuid.uuid4().hex[:8]
+    with bystander("sleep", "601", uid=NOBODY, DISTRUN_JOB_ID=job) as child:
+        assert [each for each in tools.answer("survey", {})["jobs"] if each["job"] == job] == []
+        assert tools.answer("sweep", {"job": job, "grace_s": 0.1}) == {"ended": [], "left": []}
+        assert tools.answer("match", {"regex": "^sleep 601$"})["found"] == []
+        assert child.poll() is None
+        rows = process.table([child.pid, os.getpid()])
+        assert [row.pid for row in process.mine(rows)] == [os.getpid()]
+
+
+@as_root
+def test_portable_way_tells_users_apart_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTRUN_PORTABLE", "1")
+    with bystander("sleep", "602", uid=NOBODY) as child:
+        rows = process.table([child.pid, os.getpid()])
+        assert [row.pid for row in process.mine(rows)] == [os.getpid()]
+
+
+# The explicit old way
+
+
+def test_a_pattern_finds_and_ends_what_it_means_and_nothing_else() -> None:
+    word = "w" + uuid.uuid4().hex
+    code = "import time; time.sleep(600) # "
+    with (
+        bystander(sys.executable, "-c", code + word) as meant,
+        bystander(sys.executable, "-c", code + word[::-1]) as other,
+    ):
+        asked = {"regex": word + "$", "kill": False}
+        rows = tools.answer("match", asked)["found"]
+        assert [row["pid"] for row in rows] == [meant.pid]
+        nothing = tools.answer("match", {**asked, "kill": True, "grace_s": 2.0, "only": []})
+        assert nothing == {"found": [], "ended": [], "left": []}
+        identity = [rows[0]["pid"], rows[0]["start"]]
+        assert tools.answer("match", {**asked, "spare": [identity]})["found"] == []
+        done = tools.answer("match", {**asked, "kill": True, "grace_s": 2.0, "only": [identity]})
+        assert [pid for pid, _ in done["ended"]] == [meant.pid]
+        assert meant.wait(10) == -signal.SIGTERM
+        assert other.poll() is None
+
+
+def test_no_pattern_means_us_those_above_us_agents_or_the_first_process() -> None:
+    with agent(python("import time; print('up', flush=True); time.sleep(600)")) as driver:
+        running(driver)
+        pids = {row.pid for row in match.matching(process.table(), re.compile(""), set())}
+        spared = {1, os.getpid(), *process.ancestors(os.getpid()), driver.child.pid, driver.agent_pid()}
+        assert not pids & spared
+        assert pids
+
+
+@pytest.mark.parametrize(
+    ("command", "is_daemon"),
+    [
+        ("sshd: root@pts/0", True),
+        ("/usr/sbin/sshd -D", True),
+        ("sshd-session: me [priv]", True),
+        ("[sshd]", True),
+        ("python sshd.py", False),
+        ("sshdog", False),
+        ("", False),
+    ],
+)
+def test_the_ssh_daemon_is_known(command: str, is_daemon: bool) -> None:
+    assert match.is_daemon(command) is is_daemon
+
+
+def test_what_is_no_pattern_is_refused() -> None:
+    with pytest.raises(ContractError, match="no regular expression"):
+        tools.answer("match", {"regex": "*"})
+
+
+# Ages
+
+
+@pytest.mark.parametrize("start", ["", "proc:x:y", "ps:", "other:1"])
+def test_a_start_that_tells_nothing_gives_no_age(start: str) -> None:
+    assert survey.age_s(start) is None
