@@ -1,0 +1,254 @@
+"""The copy of one folder to all hosts: in parallel, each distinct host once, with progress, until all have it.
+
+A host that fails ends the copy: no other host is begun, those in work get a moment (their failures are then named
+too), and what they had before stays usable, because rsync puts files into place when all have arrived.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+from distrun.errors import DistrunError
+from distrun.sync import distinct, remote, result
+from distrun.sync.order import Order, make_order
+from distrun.sync.result import Result
+from distrun.sync.rules import Rules
+from distrun.sync.transfer import Ended, Progress, Transfer
+from distrun.sync.units import count, size_text
+from distrun_runtime.contract import environ
+from distrun_runtime.coordinator.events import Prepared, PrepareFailed
+
+if TYPE_CHECKING:
+    from distrun.ssh.target import Target
+    from distrun_runtime.coordinator.channel import Put
+
+WINDOW = 8
+"""Hosts that are copied to at a time."""
+STALL_S = 60.0
+"""rsync ends when nothing moves for so long."""
+ANSWER_S = 60.0
+"""How long a host may take from ssh's start to the first word of ours there."""
+MOMENT_S = 5.0
+"""How long the other hosts go on after one has failed."""
+REPORT_S = 5.0
+"""Between two lines of progress."""
+
+
+class Says(Protocol):
+    """Where messages go: a `coordinator.sink.Sink`, of which only `say` is used, from a thread of the copier's."""
+
+    def say(self, text: str, level: str) -> None:
+        """Take one message."""
+
+
+class Copier:
+    """A copy that can be started once, and cancelled.
+
+    `targets` is how each host is reached. `source` is a folder here, `dst` the folder there: `~` is the host's home,
+    where other relative paths begin too. `shell` gives the argv of the remote shell for rsync, `identity` what is
+    equal for two names of one host. With `keep_going` a failed host does not end the copy to others.
+    """
+
+    def __init__(  # noqa: PLR0917
+        self,
+        targets: Mapping[str, Target],
+        source: str,
+        dst: str,
+        rules: Rules,
+        delete: bool,
+        sink: Says,
+        *,
+        size: int = 0,
+        keep_going: bool = False,
+        window: int = WINDOW,
+        stall_s: float = STALL_S,
+        answer_s: float = ANSWER_S,
+        report_s: float = REPORT_S,
+        shell: distinct.Shell | None = None,
+        identity: distinct.Identity | None = None,
+    ) -> None:
+        remote.check_folder(dst)
+        self._targets = dict(targets)
+        self._source = os.path.abspath(source)
+        self._dst = dst
+        self._rules = rules
+        self._delete = delete
+        self._sink = sink
+        self._size = size
+        self._keep_going = keep_going
+        self._window = window
+        self._stall_s = stall_s
+        self._answer_s = answer_s
+        self._report_s = report_s
+        self._shell = shell or distinct.ssh_shell
+        self._identity = identity or distinct.ssh_identity
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._waiting: deque[tuple[str, ...]] = deque()
+        self._running: dict[str, Transfer] = {}
+        self._past = Progress()
+        """What the runs that have ended have brought."""
+        self._results: list[Result] = []
+
+    def start(self, put: Put) -> None:
+        """Begin, in a thread; at the end put `Prepared` or `PrepareFailed`. Returns at once."""
+        threading.Thread(target=self._work, args=(put,), name="sync", daemon=True).start()
+
+    def cancel(self) -> None:
+        """End all runs of rsync soon; hosts that have everything keep it, the others have what they had before."""
+        with self._lock:
+            self._cancelled = True
+            self._waiting.clear()
+            for transfer in self._running.values():
+                transfer.cancel()
+
+    def progress(self) -> str:
+        """Return how far it is: `sync 3/5 (12 files, 4.5 MiB)`."""
+        arrived = self._arrived()
+        done = sum(len(each.names) for each in list(self._results) if each.ok)
+        what = (count(arrived.files, "file"), size_text(arrived.size))
+        return "sync %d/%d (%s, %s)" % (done, len(self._targets), *what)
+
+    def copy(self) -> list[Result]:
+        """Copy to all hosts; return one result for each distinct host, in the order of `targets`. Blocks.
+
+        Raises:
+            SyncError: there is no rsync here.
+            UsageError: the rules cannot be read.
+        """
+        with tempfile.TemporaryDirectory(prefix="distrun-sync-") as scratch:
+            order = make_order(
+                self._source,
+                self._dst,
+                self._rules,
+                scratch,
+                delete=self._delete,
+                size=self._size,
+                stall_s=self._stall_s,
+            )
+            groups = distinct.groups(self._targets, self._identity)
+            with self._lock:
+                self._waiting.extend(() if self._cancelled else groups)
+            threads = [
+                threading.Thread(target=self._drain, args=(order,), name="sync", daemon=True)
+                for _ in range(min(self._window, len(groups)))
+            ]
+            for thread in threads:
+                thread.start()
+            try:
+                self._wait(threads)
+            except BaseException:
+                self.cancel()
+                for thread in threads:
+                    thread.join()
+                raise
+        finished = {each.host: each for each in self._results}
+        return [finished.get(names[0], Result(names[0], names, cancelled=True)) for names in groups]
+
+    def _work(self, put: Put) -> None:
+        try:
+            problem: Exception | None = result.error(results := self.copy())
+            first = next((each.host for each in results if not each.ok and not each.cancelled), "")
+        except (DistrunError, OSError) as err:
+            problem, first = err, ""
+        if problem is None:
+            put(Prepared())
+        else:
+            reason, _, text = str(problem).partition("\n")
+            put(PrepareFailed(first, reason, time.time(), text))
+
+    def _wait(self, threads: Sequence[threading.Thread]) -> None:
+        """Wait for the threads; say how far it is; after a failure give the others a moment."""
+        begun = shown = time.monotonic()
+        sent_then = 0
+        failed_at: float | None = None
+        while any(thread.is_alive() for thread in threads):
+            for thread in threads:
+                thread.join(0.05 / len(threads))
+            now = time.monotonic()
+            if failed_at is None and not self._keep_going and any(not each.ok for each in list(self._results)):
+                failed_at = now
+                with self._lock:
+                    self._waiting.clear()
+            if failed_at is not None and now > failed_at + MOMENT_S:
+                self.cancel()
+            if now > shown + self._report_s:
+                sent = self._arrived().size
+                rate = max(0, sent - sent_then) / (now - shown)
+                self._sink.say("%s, %s/s)" % (self.progress().rstrip(")"), size_text(rate)), "info")
+                shown, sent_then = now, sent
+        if all(each.ok for each in self._results) and not self._cancelled:
+            self._sink.say("%s in %.1f s" % (self.progress(), time.monotonic() - begun), "info")
+
+    def _arrived(self) -> Progress:
+        with self._lock:
+            parts = [self._past, *(each.progress for each in self._running.values())]
+        return Progress(sum(part.files for part in parts), sum(part.size for part in parts))
+
+    def _drain(self, order: Order) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting or self._cancelled:
+                    return
+                names = self._waiting.popleft()
+            try:
+                ended = self._copy_to(names, order)
+            except (DistrunError, OSError) as err:
+                ended = Result(names[0], names, code=-1, reason=str(err), fix=getattr(err, "hint", ""))
+            with self._lock:
+                self._results.append(ended)
+            if not ended.ok and not ended.cancelled:
+                self._sink.say("sync to %s" % ended.line(), "warning")
+
+    def _copy_to(self, names: tuple[str, ...], order: Order) -> Result:
+        host = names[0]
+        begun = time.monotonic()
+        files = size = 0
+        same = False
+        self._sink.say("rsync %s -> %s:%s" % (os.path.join(order.source, ""), host, order.dst), "info")
+        with self._lock:  # they make links
+            runs = order.runs(self._targets[host].host, list(self._shell(self._targets[host])))
+        for argv in runs:
+            ended = self._run(host, argv)
+            if remote.SAME in ended.says:
+                ended.code, same = 0, True
+            files, size = files + ended.files, size + ended.size
+            reason, fix = result.failure(
+                ended, host, order.dst, size=order.size, answer_s=self._answer_s, stall_s=order.stall_s
+            )
+            made = Result(host, names, files, size, time.monotonic() - begun, same and not files)
+            if ended.cancelled and ended.code:
+                return replace(made, cancelled=True)
+            if reason:
+                return replace(made, code=ended.code, reason=reason, fix=fix, words=tuple(ended.words))
+        return made
+
+    def _run(self, host: str, argv: list[str]) -> Ended:
+        # What the user's environment tells rsync (another shell, a partial folder) is not ours to guess about.
+        env = {name: value for name, value in environ.snapshot().items() if not name.startswith("RSYNC_")}
+        transfer = Transfer(argv, {**env, "LC_ALL": "C"}, answer_s=self._answer_s)
+        with self._lock:
+            if self._cancelled:
+                transfer.cancel()
+            self._running[host] = transfer
+        try:
+            return transfer.run()
+        finally:
+            with self._lock:
+                del self._running[host]
+                self._past.files += transfer.progress.files
+                self._past.size += transfer.progress.size
+
+
+def copy(  # noqa: PLR0917
+    targets: Mapping[str, Target], source: str, dst: str, rules: Rules, delete: bool, sink: Says, *, size: int = 0
+) -> list[Result]:
+    """Copy to all hosts, as `Copier.copy` does; a failed host does not keep the others from theirs."""
+    return Copier(targets, source, dst, rules, delete, sink, size=size, keep_going=True).copy()

@@ -1,0 +1,105 @@
+"""What one copy consists of: the runs of rsync that bring the folder, and then the extras, to a host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+from distrun.sync import listing, options, remote, rules, tool
+from distrun.sync.rules import Extra, Rules
+
+
+@dataclass(frozen=True)
+class Order:
+    """A copy, the same for all hosts."""
+
+    program: tool.Tool
+    source: str
+    """Absolute."""
+    dst: str
+    rules: Rules
+    filters: tuple[str, ...]
+    files_from: str
+    """A file with the names of what is copied; empty: the filters say it."""
+    scratch: str
+    """A folder of ours, for that file and for links to extras."""
+    delete: bool
+    size: int
+    stall_s: float
+
+    def runs(self, host: str, shell: Sequence[str]) -> list[list[str]]:
+        """Return the command lines for a host, in order. Makes links in `scratch`."""
+        partial = rules.PARTIAL + sha256(os.fsencode(host)).hexdigest()[:8]
+        there = remote.rsync_path(
+            self.dst, size=self.size, source=remote.identity(self.source), delete=self.delete, partial=partial
+        )
+        argv = options.sending(
+            self.program,
+            self.filters,
+            os.path.join(self.source, ""),
+            host,
+            shell=shell,
+            rsync_path=there,
+            partial=partial,
+            stall_s=self.stall_s,
+            delete=self.delete,
+            files_from=self.files_from,
+        )
+        found = [argv]
+        for number, extra in enumerate(self.rules.extra):
+            is_folder = os.path.isdir(extra.source)
+            source = extra.source if is_folder else self._link(number, extra)
+            below = extra.name if is_folder else os.path.dirname(extra.name)
+            argv = options.sending(
+                self.program,
+                rules.extra_filters() if is_folder else (),
+                os.path.join(source, ""),
+                host,
+                shell=shell,
+                rsync_path=remote.rsync_path(os.path.join(self.dst, below), extra=True, partial=partial),
+                partial=partial,
+                stall_s=self.stall_s,
+                follow=not is_folder,
+            )
+            found.append(argv)
+        return found
+
+    def _link(self, number: int, extra: Extra) -> str:
+        """Return a folder that has only a link to an extra that is a file: so rsync gives the file its new name."""
+        folder = os.path.join(self.scratch, str(number))
+        os.makedirs(folder, exist_ok=True)
+        link = os.path.join(folder, os.path.basename(extra.name))
+        if not os.path.lexists(link):
+            os.symlink(extra.source, link)
+        return folder
+
+
+def make_order(source: str, dst: str, wanted: Rules, scratch: str, *, delete: bool, size: int, stall_s: float) -> Order:
+    """Return the copy of `source` to `dst`. Asks rsync what it can do, and reads the rules of the source.
+
+    Raises:
+        SyncError: there is no rsync here.
+        UsageError: the rules cannot be read.
+    """
+    program = tool.find()
+    filters = rules.filters(wanted, source)
+    files = listing.chosen(program, wanted, filters, source)
+    files_from = ""
+    if files is not None:
+        files_from = os.path.join(scratch, "files")
+        with open(files_from, "wb") as file:
+            file.write(b"\0".join(files))
+    return Order(
+        program=program,
+        source=source,
+        dst=dst,
+        rules=wanted,
+        filters=tuple(filters),
+        files_from=files_from,
+        scratch=scratch,
+        delete=delete,
+        size=size,
+        stall_s=stall_s,
+    )

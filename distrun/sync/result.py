@@ -1,0 +1,125 @@
+"""What became of the copy to one host, in words. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distrun.errors import SyncError
+from distrun.shell import quote
+from distrun.sync import remote, rules, tool
+from distrun.sync.transfer import Ended
+from distrun.sync.units import count, size_text
+
+_FULL = ("No space left on device", "Disk quota exceeded", "File too large")
+_SUMS = ("rsync error:", "rsync: connection unexpectedly closed", "rsync warning:")
+TIMEOUTS = (30, 35)
+ROOM = "make room there, or give another directory"
+
+
+@dataclass(frozen=True)
+class Result:
+    """The copy to one host."""
+
+    host: str
+    names: tuple[str, ...] = ()
+    """All the names by which the job knows it, `host` first."""
+    files: int = 0
+    """Files that were sent."""
+    size: int = 0
+    """Bytes of these files."""
+    seconds: float = 0.0
+    same: bool = False
+    """The folder there is the source itself, so there was nothing to do."""
+    code: int = 0
+    """rsync's, or 0."""
+    reason: str = ""
+    """Why it failed, in one line; empty: it did not."""
+    fix: str = ""
+    words: tuple[str, ...] = ()
+    """The last words of rsync and ssh."""
+    cancelled: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything has arrived."""
+        return not self.reason and not self.cancelled
+
+    def line(self) -> str:
+        """Return it as one line."""
+        if self.cancelled:
+            return "%s: not finished" % self.host
+        if self.reason:
+            return "%s: %s" % (self.host, self.reason)
+        if self.same:
+            return "%s: the same directory" % self.host
+        return "%s: %s, %s in %.1f s" % (self.host, count(self.files, "file"), size_text(self.size), self.seconds)
+
+    def lines(self) -> list[str]:
+        """Return a failure in lines: the reason, the last words, what to do."""
+        words = [word for word in self.words if word not in self.reason]
+        return [self.line(), *("    " + word for word in words), *(["    fix: " + self.fix] if self.fix else [])]
+
+
+def failure(
+    ended: Ended, host: str, folder: str, *, size: int = 0, answer_s: float = 0.0, stall_s: float = 0.0
+) -> tuple[str, str]:
+    """Return why a run failed, and what to do about it; two empty texts if it did not. Pure."""
+    says, meaning = ended.says, tool.meaning(ended.code)
+    last = _telling(ended.words)
+    shown = quote(folder)
+    if ended.code == 0:
+        return "", ""
+    if ended.overdue:
+        return "it has not answered within %g s" % answer_s, "distrun doctor --hosts %s" % host
+    if remote.NO_RSYNC in says:
+        return "there is no rsync on it", "on that host: " + tool.INSTALL
+    if remote.NO_USER in says:
+        return "there is no user %s on it" % says[remote.NO_USER], "give a directory of a user that all hosts have"
+    if remote.NO_FOLDER in says:
+        why = ended.words[0] if ended.words else ""
+        return "the directory %s cannot be made or entered: %s" % (shown, why), "give one that you may write to"
+    if remote.NOT_WRITABLE in says:
+        return "the directory %s cannot be written to" % shown, "give one of your own, or on that host: chown it"
+    if remote.UNMARKED in says:
+        at = says[remote.UNMARKED]
+        return (
+            "--delete: the directory %s has content, and no file %s that says it is distrun's" % (at, rules.MARKER),
+            "if nothing else is kept there, on that host: touch %s" % quote("%s/%s" % (at, rules.MARKER)),
+        )
+    if remote.FULL in says:
+        free = says[remote.FULL].partition(" ")[0]
+        text = "its disk has %s free below %s, and %s are needed"
+        return text % (
+            size_text(int(free) * 1024),
+            shown,
+            size_text(size),
+        ), "make room there, or give another directory"
+    if ended.code in TIMEOUTS:
+        return "nothing has moved for %g s: %s" % (stall_s, meaning), "look at the network, or at the disk of that host"
+    if not says:
+        return "ssh did not get there: %s" % (last or meaning), "distrun doctor --hosts %s" % host
+    if any(sign in word for word in ended.words for sign in _FULL):
+        return "its disk is full: %s" % meaning, ROOM
+    return "rsync: %s: %s" % (meaning, last) if last else "rsync: %s" % meaning, ""
+
+
+def _telling(words: Sequence[str]) -> str:
+    """Return the line that says most: not the sums that rsync ends with, nor that a pipe broke."""
+    plain = [word for word in words if not word.startswith(_SUMS) and "Broken pipe" not in word]
+    return (plain or list(words) or [""])[-1]
+
+
+def error(results: Sequence[Result]) -> SyncError | None:
+    """Return the error that says which hosts failed, and why; None if none did. Pure."""
+    failed = [result for result in results if not result.ok and not result.cancelled]
+    unfinished = [result for result in results if result.cancelled]
+    if not failed:
+        return SyncError("the copy was interrupted; the hosts have what they had before") if unfinished else None
+    total = sum(len(result.names) or 1 for result in results)
+    lines = ["the files did not reach %d of %s" % (sum(len(r.names) or 1 for r in failed), count(total, "host"))]
+    for result in failed:
+        lines += result.lines()
+    if unfinished:
+        lines.append("not finished: %s" % ", ".join(result.host for result in unfinished))
+    return SyncError("\n".join(lines), next((result.fix for result in failed if result.fix), ""))

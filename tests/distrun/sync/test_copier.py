@@ -1,0 +1,378 @@
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fakehosts import FakeHosts, Sink, living, tree, write
+
+from distrun.errors import UsageError
+from distrun.ssh.target import Target
+from distrun.sync import Copier, Rules, error, make_rules
+from distrun.sync.result import Result
+from distrun_runtime.coordinator.events import Prepared, PrepareFailed
+
+ROOT = Path(__file__).resolve().parents[3]
+LIMIT_S = 60.0
+
+
+_SILENT = r"""
+real=$(command -v rsync); mkdir -p "$HOME/bin"
+cat >"$HOME/bin/rsync" <<END
+#!/bin/sh
+{ head -c 100000; sleep 600; } | "$real" "\$@"
+END
+chmod +x "$HOME/bin/rsync"; PATH=$HOME/bin:$PATH
+"""
+"""The host's rsync hears no more after the first bytes, as if the network had gone silent."""
+
+
+class Bench:
+    """A source, some hosts, and copies between them."""
+
+    def __init__(self, folder: Path, login: str = "sh") -> None:
+        self.hosts = FakeHosts(folder / "hosts", login)
+        self.source = write(folder / "source", **{"train.py": "one", "lib/a.py": "two", ".git/HEAD": "no"})
+        self.sink = Sink()
+
+    def copier(
+        self, *names: str, dst: str = "job", rules: Rules | None = None, delete: bool = False, **more: object
+    ) -> Copier:
+        self.hosts.add(*(name for name in names if not self.hosts.home(name).exists()))
+        targets = {name: Target(name) for name in names}
+        options = {"shell": self.hosts.shell, "identity": self.hosts.identity, **more}
+        return Copier(targets, str(self.source), dst, rules or Rules(), delete, self.sink, **options)  # type: ignore[arg-type]
+
+    def copy(self, *names: str, **more: object) -> list[Result]:
+        return self.copier(*names, **more).copy()  # type: ignore[arg-type]
+
+    def there(self, name: str, folder: str = "job") -> dict[str, str]:
+        return tree(self.hosts.home(name) / folder)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def wait(condition: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end, "not within %g s: %s" % (LIMIT_S, what)
+        time.sleep(0.02)
+
+
+def test_every_host_gets_the_files_and_the_line_of_the_old_launcher_is_said(bench: Bench) -> None:
+    results = bench.copy("d1", "d2", "d3")
+    assert [(each.host, each.ok, each.files, each.size) for each in results] == [
+        ("d1", True, 2, 6), ("d2", True, 2, 6), ("d3", True, 2, 6),
+    ]  # fmt: skip
+    for name in ("d1", "d2", "d3"):
+        assert bench.there(name) == {"train.py": "one", "lib/a.py": "two"}
+        assert "rsync %s/ -> %s:job" % (bench.source, name) in bench.sink.texts()
+    assert bench.sink.texts()[-1].startswith("sync 3/3 (6 files, 18 B) in ")
+    assert error(results) is None
+
+
+def test_a_second_copy_sends_what_changed_and_keeps_what_only_the_host_has(bench: Bench) -> None:
+    bench.copy("d1")
+    write(bench.source, **{"train.py": "changed"})
+    (bench.source / "lib" / "a.py").unlink()
+    write(bench.hosts.home("d1") / "job", **{"out/model": "trained"})
+    (result,) = bench.copy("d1")
+    assert (result.files, result.size) == (1, 7)
+    assert bench.there("d1") == {"train.py": "changed", "lib/a.py": "two", "out/model": "trained"}
+
+
+@pytest.mark.parametrize("login", ["sh", "bash", "dash", "fish", "tcsh"])
+def test_any_login_shell_will_do(login: str, tmp_path: Path) -> None:
+    if shutil.which(login) is None:
+        pytest.skip("there is no %s here" % login)
+    bench = Bench(tmp_path, login)
+    assert bench.copy("d1", dst="a 'b' $c!d")[0].ok
+    assert bench.there("d1", "a 'b' $c!d")["train.py"] == "one"
+
+
+@pytest.mark.parametrize(
+    ("dst", "where"),
+    [
+        ("job", "job"),
+        ("a/new/deep folder", "a/new/deep folder"),
+        ('it\'s "a" $(touch x) `y` é\n\\z *', 'it\'s "a" $(touch x) `y` é\n\\z *'),
+        ("-n", "-n"),
+        ("~", "."),
+        ("~/x y", "x y"),
+        ("./~z", "~z"),
+        ("trailing/", "trailing"),
+        ("end\n", "end\n"),
+    ],
+)
+def test_any_path_is_a_destination_and_relative_ones_are_below_the_home(dst: str, where: str, bench: Bench) -> None:
+    (result,) = bench.copy("d1", dst=dst)
+    assert result.ok, result.lines()
+    assert bench.there("d1", where)["train.py"] == "one"
+    assert not (bench.hosts.home("d1") / "x").exists()
+
+
+def test_an_absolute_path_and_a_users_home_are_what_they_say(bench: Bench, tmp_path: Path) -> None:
+    assert bench.copy("d1", dst=str(tmp_path / "at"))[0].ok
+    assert tree(tmp_path / "at")["train.py"] == "one"
+    (result,) = bench.copy("d1", dst="~no_such_user_here/x")
+    assert result.reason == "there is no user ~no_such_user_here on it"
+    with pytest.raises(UsageError, match="~USER/DIR"):
+        bench.copy("d1", dst="~$(id)/x")
+    with pytest.raises(UsageError, match="expected a directory"):
+        bench.copy("d1", dst="")
+
+
+def test_a_source_with_any_name_is_copied(bench: Bench, tmp_path: Path) -> None:
+    bench.source = write(tmp_path / "a:b 'c' é [d]", **{"-x y": "1", "ü:z": "2"})
+    assert bench.copy("d1")[0].ok
+    assert bench.there("d1") == {"-x y": "1", "ü:z": "2"}
+
+
+def test_nothing_of_a_folder_that_cannot_be_made_is_a_riddle(bench: Bench) -> None:
+    bench.hosts.add("d1")
+    (bench.hosts.home("d1") / "file").write_text("")
+    results = bench.copy("d1", dst="file/below")
+    problem = error(results)
+    assert problem is not None
+    assert problem.exit_code == 4
+    assert "the directory file/below cannot be made or entered" in str(problem)
+    assert "mkdir" in str(problem)
+
+
+def test_the_ignore_file_patterns_and_gits_list_are_kept_to(bench: Bench) -> None:
+    write(bench.source, **{".distrunignore": "*.ckpt\n", "a.ckpt": "x", "data/big": "y", "k.log": "z"})
+    assert bench.copy("d1", rules=Rules(("data",)))[0].ok
+    assert set(bench.there("d1")) == {"train.py", "lib/a.py", ".distrunignore", "k.log"}
+    shutil.rmtree(bench.source / ".git")
+    subprocess.run(["git", "init", "-q", str(bench.source)], check=True, timeout=60)
+    (bench.source / ".gitignore").write_text("*.log\n")
+    assert bench.copy("d2", "d3", rules=Rules(("data",), gitignore=True))[0].ok
+    for name in ("d2", "d3"):
+        assert set(bench.there(name)) == {"train.py", "lib/a.py", ".distrunignore", ".gitignore"}
+
+
+def test_extras_come_under_their_names(bench: Bench, tmp_path: Path) -> None:
+    lib = write(tmp_path / "build dir", **{"libmxnet.so.1": "so", "py/mxnet/__init__.py": "m", "py/mxnet/x.pyc": "."})
+    (lib / "libmxnet.so").symlink_to("libmxnet.so.1")
+    words = [
+        "%s/libmxnet.so" % lib,
+        "%s/libmxnet.so:lib/other name.so" % lib,
+        "%s/py/mxnet" % lib,
+        "%s/py/mxnet:p/q" % lib,
+    ]
+    rules = make_rules(extra=words, cwd=str(tmp_path))
+    expected = {
+        "train.py": "one",
+        "lib/a.py": "two",
+        "libmxnet.so": "so",
+        "lib/other name.so": "so",
+        "mxnet/__init__.py": "m",
+        "p/q/__init__.py": "m",
+    }
+    assert bench.copy("d1", "d2", rules=rules)[0].ok
+    assert bench.there("d1") == bench.there("d2") == expected
+    # Deleting leaves them alone, and takes what went away from the source.
+    (bench.source / "train.py").unlink()
+    del expected["train.py"]
+    (result,) = bench.copy("d1", rules=rules, delete=True)
+    assert result.ok, result.lines()
+    assert bench.there("d1") == expected
+    assert [path.name for path in bench.hosts.home("d1").rglob(".distrun-sync")] == [".distrun-sync"]
+
+
+def test_deleting_is_for_folders_that_are_ours(bench: Bench) -> None:
+    bench.hosts.add("d1", "d2")
+    write(bench.hosts.home("d1") / "job", precious="data")
+    (result,) = bench.copy("d1", delete=True)
+    assert "has content, and no file .distrun-sync" in result.reason
+    assert result.fix.startswith("if nothing else is kept there, on that host: touch ")
+    assert bench.there("d1") == {"precious": "data"}
+    # A copy without deleting does not make it ours either.
+    assert bench.copy("d1")[0].ok
+    assert not bench.copy("d1", delete=True)[0].ok
+    assert bench.there("d1")["precious"] == "data"
+    # One that was made by a copy is.
+    assert bench.copy("d2")[0].ok
+    write(bench.hosts.home("d2") / "job", **{"old.py": "x", "__pycache__/kept.pyc": "y"})
+    assert bench.copy("d2", delete=True)[0].ok
+    assert bench.there("d2") == {"train.py": "one", "lib/a.py": "two", "__pycache__/kept.pyc": "y"}
+    assert (bench.hosts.home("d2") / "job" / ".distrun-sync").exists()
+
+
+def test_the_marker_of_a_source_that_was_a_destination_stays_at_home(bench: Bench) -> None:
+    write(bench.source, **{".distrun-sync": ""})
+    bench.hosts.add("d1")
+    write(bench.hosts.home("d1") / "job", mine="x")
+    assert bench.copy("d1")[0].ok
+    assert not (bench.hosts.home("d1") / "job" / ".distrun-sync").exists()
+
+
+def test_the_source_itself_as_the_destination_is_left_alone(bench: Bench) -> None:
+    before = tree(bench.source)
+    results = bench.copy("d1", "d2", dst=str(bench.source), delete=True)
+    assert [(each.ok, each.same) for each in results] == [(True, True)] * 2
+    assert tree(bench.source) == before
+    assert results[0].line() == "d1: the same directory"
+    assert error(results) is None
+
+
+def test_two_names_of_one_host_are_copied_to_once(bench: Bench) -> None:
+    results = bench.copy("d1", "alias", "d2", identity=lambda target: target.host.replace("alias", "d1"))
+    assert [each.names for each in results] == [("d1", "alias"), ("d2",)]
+    assert bench.there("alias") == {}
+    assert bench.sink.texts()[-1].startswith("sync 3/3 ")
+
+
+def test_a_failed_host_ends_the_copy_with_its_last_words(bench: Bench) -> None:
+    bench.hosts.add("good")
+    got: queue.SimpleQueue[object] = queue.SimpleQueue()
+    targets = {"good": Target("good"), "gone": Target("gone")}
+    shell, identity = bench.hosts.shell, bench.hosts.identity
+    Copier(targets, str(bench.source), "job", Rules(), False, bench.sink, shell=shell, identity=identity).start(got.put)
+    event = got.get(timeout=LIMIT_S)
+    assert isinstance(event, PrepareFailed)
+    assert event.host == "gone"
+    assert event.reason == "the files did not reach 1 of 2 hosts"
+    assert "gone: ssh did not get there: " in event.text
+    assert "Could not resolve hostname gone" in event.text
+    assert bench.there("good")["train.py"] == "one"
+    assert any("sync to gone" in text for text in bench.sink.texts("warning"))
+
+
+def test_a_copy_that_succeeds_is_an_event(bench: Bench) -> None:
+    got: queue.SimpleQueue[object] = queue.SimpleQueue()
+    bench.copier("d1").start(got.put)
+    assert got.get(timeout=LIMIT_S) == Prepared()
+
+
+def test_a_host_without_rsync_is_said_with_what_to_do(bench: Bench) -> None:
+    bench.hosts.add("d1")
+    empty = bench.hosts.root / "bin"
+    empty.mkdir()
+    for name in ("mkdir", "stat", "cat", "ls", "df", "sh"):
+        (empty / name).symlink_to(shutil.which(name) or name)
+    bench.hosts.before("d1", "PATH=%s; export PATH" % empty)
+    if os.path.exists("/usr/local/bin/rsync"):
+        pytest.skip("an rsync is where it is looked for")
+    (result,) = bench.copy("d1")
+    assert result.reason == "there is no rsync on it"
+    assert result.fix.startswith("on that host: install rsync")
+
+
+def test_a_disk_that_cannot_hold_it_is_said_before_anything_is_sent(bench: Bench) -> None:
+    (result,) = bench.copy("d1", size=1 << 60)
+    assert "free below job, and 1048576.0 TiB are needed" in result.reason
+    assert bench.there("d1") == {}
+
+
+def test_a_full_disk_leaves_the_old_tree_and_nothing_half(bench: Bench) -> None:
+    bench.copy("d1")
+    write(bench.source, **{"train.py": "new", "big": "x" * 400_000})
+    bench.hosts.before("d1", "ulimit -f 100; trap '' XFSZ")
+    results = bench.copy("d1")
+    assert not results[0].ok
+    text = str(error(results))
+    assert "d1: its disk is full: " in text, text
+    assert os.strerror(errno.EFBIG) in text
+    assert not list(bench.hosts.home("d1").rglob(".distrun-part-*"))
+    assert bench.there("d1") == {"train.py": "one", "lib/a.py": "two"}
+
+
+def test_a_host_that_goes_silent_midway_has_its_old_tree_and_the_wait_ends(bench: Bench) -> None:
+    bench.copy("d1")
+    write(bench.source, **{"train.py": "newer", "big": "x" * 4_000_000})
+    bench.hosts.before("d1", _SILENT)
+    (result,) = bench.copy("d1", stall_s=1.0)
+    assert result.reason.startswith("nothing has moved for 1 s: timeout"), result.lines()
+    wait(lambda: not living(str(bench.hosts.root)), "no process left")
+    bench.hosts.before("d1", "")
+    there = {name: text for name, text in bench.there("d1").items() if ".distrun-part-" not in name}
+    assert there == {"train.py": "one", "lib/a.py": "two"}
+    assert bench.copy("d1")[0].ok
+    assert {**bench.there("d1"), ".git/HEAD": "no"} == tree(bench.source)
+
+
+def test_cancelling_ends_every_rsync_soon(bench: Bench) -> None:
+    for name in ("d1", "d2", "d3"):
+        bench.hosts.add(name)
+        bench.hosts.before(name, "echo $$ >>%s/pids; sleep 600" % bench.hosts.root)
+    copier = bench.copier("d1", "d2", "d3", window=2)
+    got: queue.SimpleQueue[object] = queue.SimpleQueue()
+    copier.start(got.put)
+    wait(lambda: len(_lines(bench.hosts.root / "pids")) == 2, "two hosts in work")
+    begun = time.monotonic()
+    copier.cancel()
+    event = got.get(timeout=LIMIT_S)
+    assert isinstance(event, PrepareFailed)
+    assert "interrupted" in event.reason
+    assert time.monotonic() - begun < 30
+    wait(lambda: not living(str(bench.hosts.root)), "no process left")
+    assert len(_lines(bench.hosts.root / "pids")) == 2
+
+
+def test_a_host_that_never_answers_is_given_up(bench: Bench) -> None:
+    bench.hosts.add("d1")
+    bench.hosts.before("d1", "sleep 600")
+    (result,) = bench.copy("d1", answer_s=0.5)
+    assert result.reason == "it has not answered within 0.5 s"
+    wait(lambda: not living(str(bench.hosts.root)), "no process left")
+
+
+def test_a_launcher_that_is_killed_leaves_no_process(bench: Bench, tmp_path: Path) -> None:
+    bench.hosts.add("d1", "d2")
+    for name in ("d1", "d2"):
+        bench.hosts.before(name, "echo $$ >>%s/pids; sleep 600" % bench.hosts.root)
+    program = textwrap.dedent(
+        """
+        import sys
+        sys.path[:0] = %r
+        from fakehosts import FakeHosts, Sink
+        from distrun.ssh.target import Target
+        from distrun.sync import Copier, Rules
+        hosts = FakeHosts.__new__(FakeHosts)
+        from pathlib import Path
+        hosts.program = Path(%r)
+        targets = {name: Target(name) for name in ("d1", "d2")}
+        Copier(targets, %r, "job", Rules(), False, Sink(), shell=hosts.shell, identity=hosts.identity).copy()
+        """
+        % (
+            [str(ROOT), str(ROOT / "runtime"), str(ROOT / "tests" / "support")],
+            str(bench.hosts.program),
+            str(bench.source),
+        )
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        wait(lambda: len(_lines(bench.hosts.root / "pids")) == 2, "two hosts in work")
+    finally:
+        launcher.send_signal(signal.SIGKILL)
+        launcher.wait()
+    wait(lambda: not living(str(bench.hosts.root)), "no process left")
+
+
+def test_progress_is_said_while_it_goes(bench: Bench) -> None:
+    bench.hosts.add("d1")
+    gate = bench.hosts.root / "gate"
+    bench.hosts.before("d1", "while [ ! -e '%s' ]; do sleep 0.05; done" % gate)
+    copier = bench.copier("d1", report_s=0.05)
+    got: queue.SimpleQueue[object] = queue.SimpleQueue()
+    copier.start(got.put)
+    wait(lambda: any(text.startswith("sync 0/1 (0 files, 0 B, 0 B/s)") for text in bench.sink.texts()), "a line")
+    gate.touch()
+    assert got.get(timeout=LIMIT_S) == Prepared()
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
