@@ -1,0 +1,211 @@
+"""Every class of fault that the doctor knows, from facts of our own making."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from distrun.doctor import checks, together
+from distrun.doctor.checks import Patient, Wish
+from distrun.doctor.row import BAD, OK, WARN, Row
+from distrun_runtime.coordinator.outcome import KINDS, Problem
+
+PLACE = {
+    "path": "/x",
+    "exists": True,
+    "is_folder": True,
+    "near": "/x",
+    "writable": True,
+    "free": 9 << 30,
+    "size": 9 << 31,
+}
+FACTS: dict[str, Any] = {
+    "user": "me",
+    "agent_python": {"version": "3.9.2", "path": "/usr/bin/python3"},
+    "python": {"version": "3.11.2", "path": "/usr/bin/python3", "numpy": "2.0", "zmq": "27.0"},
+    "rsync": {"version": "rsync  version 3.2.7  protocol version 31", "error": ""},
+    "folders": {"cwd": PLACE, "dst": PLACE},
+    "tmp": {**PLACE, "path": "/tmp"},
+    "limits": {"nofile": [65536, 65536], "memlock": [None, None]},
+    "shm": {"free": 4 << 30, "size": 8 << 30},
+    "logind": {"kill_user_processes": None, "linger": False},
+    "network": {
+        "interfaces": [["lo", "127.0.0.1", 8], ["eth0", "10.0.0.3", 24]],
+        "address": "10.0.0.3",
+        "error": "",
+    },
+    "gpus": {"gpus": [["X", "550", "80 GiB"]], "error": ""},
+    "loose": [],
+}
+WISH = Wish(count=2)
+DST = Wish(dst="/x", count=2)
+
+
+def facts(**changes: Any) -> dict[str, Any]:
+    """The facts of a host in order, but for `a__b=value`."""
+    made = copy.deepcopy(FACTS)
+    for name, value in changes.items():
+        *path, last = name.split("__")
+        place = made
+        for step in path:
+            place = place[step]
+        place[last] = value
+    return made
+
+
+def rows(wish: Wish = WISH, **changes: Any) -> list[Row]:
+    return checks.check(Patient("gpu01", facts(**changes), is_met=True, offset_s=0.1), wish)
+
+
+def only(mark: str, found: list[Row]) -> Row:
+    (row,) = [each for each in found if each.mark == mark]
+    return row
+
+
+def test_a_host_in_order_has_no_fault_and_no_remark() -> None:
+    for wish in (WISH, DST):
+        assert {row.mark for row in rows(wish)} == {OK}
+    assert [row.check for row in rows()] == [
+        "reach",
+        "python",
+        "server python",
+        "rsync",
+        "folder",
+        "temporary files",
+        "clock",
+        "limits",
+        "shared memory",
+        "logout",
+        "address",
+        "GPUs",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "check", "passed"),
+    [
+        ("dns", "name", ""),
+        ("refused", "connection", "name"),
+        ("timeout", "connection", "name"),
+        ("unreachable", "connection", "name"),
+        ("hostkey", "host key", "name, connection"),
+        ("auth", "login", "name, connection, host key"),
+        ("password", "login", "name, connection, host key"),
+        ("python", "agent", "name, connection, host key, login"),
+    ],
+)
+def test_a_host_that_cannot_be_reached_says_how_far_we_came(kind: str, check: str, passed: str) -> None:
+    found = checks.check(Patient("gpu01", problem=Problem("gpu01", kind, "why", "do this")), WISH)
+    assert found[-1] == Row("gpu01", check, BAD, "why", "do this")
+    assert [row.text for row in found[:-1]] == ([passed] if passed else [])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_problem_is_a_fault_with_something_to_type(kind: str) -> None:
+    row = checks.check(Patient("gpu01", problem=Problem("gpu01", kind, "why")), WISH)[-1]
+    assert row.mark == BAD
+    assert "gpu01" in row.fix
+
+
+def test_an_agent_that_was_there_and_did_not_answer_is_no_matter_of_reaching() -> None:
+    found = checks.check(Patient("gpu01", problem=Problem("gpu01", "timeout", "late"), is_met=True), WISH)
+    assert [(row.check, row.mark) for row in found] == [("reach", OK), ("agent", BAD)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "text", "fix"),
+    [
+        ({"agent_python__version": "3.7.1"}, "python", "older than 3.8", "python=PATH"),
+        ({"python": {"error": "python3: No such file"}}, "server python", "No such file", "--python PATH"),
+        ({"python__version": "3.9.9"}, "server python", "3.10 or newer", "--python PATH"),
+        (
+            {"python__zmq": "", "python__zmq_error": "ModuleNotFoundError: No module named 'zmq'"},
+            "server python",
+            "No module named 'zmq'",
+            "ssh gpu01 '/usr/bin/python3 -m pip install pyzmq'",
+        ),
+        ({"folders__cwd": {**PLACE, "exists": False}}, "folder", "/x does not exist", "--sync-dst-dir"),
+        ({"folders__cwd__free": 1 << 20}, "folder", "1.0 MiB free", "ssh gpu01 'df -h /x'"),
+        ({"tmp__writable": False}, "temporary files", "/x cannot", "chmod 1777"),
+        ({"network__error": "no interface 'ib0'"}, "address", "no interface 'ib0'", "--interface"),
+        ({"network__address": "127.0.0.1"}, "address", "no other host can use it", "--interface"),
+        ({"network__address": "10.9.9.9"}, "address", "on none of lo, eth0", "addr="),
+    ],
+)
+def test_a_fault_says_what_mends_it(changes: dict[str, Any], check: str, text: str, fix: str) -> None:
+    row = only(BAD, rows(**changes))
+    assert row.check == check
+    assert text.replace("/x cannot", "/tmp cannot") in row.text
+    assert fix in row.fix
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "text", "fix"),
+    [
+        ({"rsync": {"version": "", "error": "rsync: No such file"}}, "rsync", "No such file", "install -y rsync"),
+        ({"limits__nofile": [1024, 4096]}, "limits", "1024 open files", "limits.d"),
+        ({"shm": {"free": 1, "size": 64 << 20}}, "shared memory", "64.0 MiB only", "shm-size"),
+        ({"shm": {"free": None, "size": None}}, "shared memory", "no /dev/shm", "mount"),
+        ({"logind__kill_user_processes": True}, "logout", "KillUserProcesses", "enable-linger me"),
+        ({"gpus": {"gpus": [], "error": "driver mismatch"}}, "GPUs", "driver mismatch", "nvidia-smi"),
+        ({"loose": ["/home/me"]}, "permissions", "others may write /home/me", "chmod go-w /home/me"),
+        ({"folders__cwd__free": 1 << 29}, "folder", "512.0 MiB free", "df -h"),
+    ],
+)
+def test_a_remark_is_no_fault(changes: dict[str, Any], check: str, text: str, fix: str) -> None:
+    found = rows(**changes)
+    row = only(WARN, found)
+    assert (row.check, [each for each in found if each.mark == BAD]) == (check, [])
+    assert text in row.text
+    assert fix in row.fix
+
+
+def test_what_copying_files_needs_is_a_fault_only_if_files_are_copied() -> None:
+    missing = {"rsync": {"version": "", "error": "none"}}
+    assert only(BAD, rows(DST, **missing)).check == "rsync"
+    loud = Patient("gpu01", facts(), is_met=True, noise="its shell printed before the agent: hi")
+    assert only(WARN, checks.check(loud, WISH)).check == "shell"
+    assert only(BAD, checks.check(loud, DST)).check == "shell"
+
+
+def test_the_folder_of_copies_need_not_be_there_but_must_be_possible() -> None:
+    new = {**PLACE, "exists": False, "near": "/"}
+    assert [row.text for row in rows(DST, folders__dst=new) if row.check == "sync folder"] == [
+        "/x can be made, 9.0 GiB free"
+    ]
+    for wrong in ({"writable": False}, {"is_folder": False}):
+        assert "mkdir -p /x" in only(BAD, rows(DST, folders__dst={**new, **wrong})).fix
+
+
+@pytest.mark.parametrize(("offset", "mark"), [(1.9, OK), (-1.9, OK), (2.1, BAD), (-90.0, BAD)])
+def test_a_clock_may_be_two_seconds_off(offset: float, mark: str) -> None:
+    found = checks.check(Patient("gpu01", facts(), is_met=True, offset_s=offset), WISH)
+    assert [row.mark for row in found if row.check == "clock"] == [mark]
+
+
+def test_servers_are_not_asked_for_when_there_are_none() -> None:
+    found = rows(Wish(needs_servers=False, count=2), python={"error": "none"})
+    assert {row.mark for row in found} == {OK}
+
+
+def test_loopback_is_good_enough_for_one_host() -> None:
+    assert {row.mark for row in rows(Wish(count=1), network__address="127.0.0.1")} == {OK}
+
+
+def test_hosts_that_differ_are_remarked() -> None:
+    same = [Patient(name, facts(network__address="10.0.0.%d" % n)) for n, name in enumerate(("h1", "h2", "h3"))]
+    assert together.together(same, WISH) == []
+    other = Patient("h4", facts(python__version="3.12.1", python__numpy="1.26", gpus__gpus=[["X", "535", "80 GiB"]]))
+    text = [row.text for row in together.together([*same, other, Patient("h5")], WISH)]
+    assert text == [
+        "python differs: 3.11.2 on h[1-3]; 3.12.1 on h4",
+        "numpy differs: 2.0 on h[1-3]; 1.26 on h4",
+        "GPU drivers differ: 550 on h[1-3]; 535 on h4",
+    ]
+
+
+def test_one_address_of_two_hosts_is_remarked() -> None:
+    (row,) = together.together([Patient("h1", facts()), Patient("h2", facts())], WISH)
+    assert (row.mark, row.text) == (WARN, "10.0.0.3 is the address of h[1-2]: are they one machine?")

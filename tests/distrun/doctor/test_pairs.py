@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from distrun.doctor import pairs
+from distrun.doctor.row import BAD, OK, Row, folded
+
+NONCES = {("a", "b"): "n1", ("b", "a"): "n2", ("c", "b"): "n3"}
+PLACES = {"a": "10.0.0.1:1", "b": "10.0.0.2:2"}
+
+
+@pytest.mark.parametrize("count", range(17))
+def test_few_hosts_are_tried_each_with_each(count: int) -> None:
+    names = ["h%d" % n for n in range(count)]
+    found = pairs.pairs(names)
+    assert len(found) == len(set(found)) == count * max(0, count - 1)
+    assert all(one != other for one, other in found)
+
+
+@pytest.mark.parametrize("count", [17, 64, 1000])
+def test_many_hosts_are_tried_in_a_ring_and_with_the_first(count: int) -> None:
+    names = ["h%d" % n for n in range(count)]
+    found = pairs.pairs(names)
+    assert len(found) == len(set(found)) <= 3 * count
+    assert {to for _, to in found} == {source for source, _ in found} == set(names)
+    assert all((names[0], name) in found and (name, names[0]) in found for name in names[1:])
+    assert all((one, other) in found for one, other in itertools.pairwise(names))
+
+
+def test_a_host_is_reached_when_every_nonce_arrived() -> None:
+    results = dict.fromkeys(NONCES, "")
+    rows = pairs.verdict(NONCES, results, {"a": ["n2"], "b": ["n3", "n1"]}, PLACES)
+    assert rows == [
+        Row("b", "data ports", OK, "reached by all 2 asked"),
+        Row("a", "data ports", OK, "reached by its peer"),
+    ]
+
+
+def test_who_cannot_reach_whom_is_said_with_the_reason() -> None:
+    results = {("a", "b"): "Connection refused", ("b", "a"): "", ("c", "b"): "Connection refused"}
+    bad, good = pairs.verdict(NONCES, results, {"a": ["n2"], "b": []}, PLACES)
+    assert (bad.mark, good.mark) == (BAD, OK)
+    assert bad.text == "a,c cannot reach 10.0.0.2:2: Connection refused"
+    assert "firewall" in bad.fix
+
+
+def test_a_connection_that_somebody_else_took_is_a_fault() -> None:
+    results = dict.fromkeys(NONCES, "")
+    bad, _ = pairs.verdict(NONCES, results, {"a": ["n2"], "b": ["n1"]}, PLACES)
+    assert bad.text == "c cannot reach 10.0.0.2:2: something else answered there"
+
+
+def test_pairs_that_were_not_tried_say_nothing() -> None:
+    assert pairs.verdict(NONCES, {}, {}, PLACES) == []
+
+
+def test_rows_that_say_the_same_are_folded_in_the_order_of_the_checks() -> None:
+    rows = [
+        Row("a", "one", OK, "x"),
+        Row("a", "two", OK, "y"),
+        Row("b", "one", OK, "x"),
+        Row("b", "two", BAD, "z", "f"),
+    ]
+    assert [(row.check, row.text, names) for row, names in folded(rows)] == [
+        ("one", "x", ["a", "b"]),
+        ("two", "y", ["a"]),
+        ("two", "z", ["b"]),
+    ]
