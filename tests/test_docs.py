@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from distrun.cli import COMMANDS
 from distrun_runtime import kvstore
 from distrun_runtime.algo import rules
 from distrun_runtime.kvstore import KVStore
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SUBCOMMANDS = ("launch", "status", "logs", "kill")
+SUBCOMMANDS = tuple(COMMANDS)
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
@@ -82,8 +83,8 @@ def test_every_shown_command_parses() -> None:
             continue
         subcommand, rest = words[0], words[1:]
         assert subcommand in helps, line
-        if subcommand == "launch":
-            rest = before_the_command(rest, helps["launch"])
+        if subcommand in ("launch", "exec"):
+            rest = before_the_command(rest, helps[subcommand])
         for word in rest:
             if word.startswith("-"):
                 assert re.search(r"(?<![\w-])%s(?![\w-])" % re.escape(word.partition("=")[0]), helps[subcommand]), (
@@ -103,13 +104,14 @@ def before_the_command(words: list[str], help_text: str) -> list[str]:
     return own
 
 
-def test_dry_run_takes_the_shown_launch_commands() -> None:
+def test_dry_run_takes_the_shown_launch_commands(tmp_path: Path) -> None:
     """The parser itself is the better judge; nothing is started."""
+    (tmp_path / "hosts").write_text("d1\nd2\n")
     for line in shown_commands():
         words = shlex.split(line, comments=True)
         if words[1] == "launch" and "$@" not in line:
             command = [sys.executable, "-m", "distrun", "launch", "--dry-run", *words[2:]]
-            result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+            result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
             assert result.returncode == 0, line + "\n" + result.stderr
 
 
