@@ -1,19 +1,16 @@
-"""A hosts file read: its text in, an inventory or all its errors out. Pure, but for `read`, which is given.
-
-Rule R1, `:N` behind a name: with dmlc it was the ssh port, with MPICH and Horovod the number of slots. So 22 and
-1024 and above are ports, all else is refused as ambiguous (E105) unless the user says whose file it is.
-"""
+"""A hosts file read: its text in, an inventory or all its errors out. Pure, but for `read`, which is given."""
 
 from __future__ import annotations
 
 import os.path
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from distrun.hosts import grammar, ranges, words
 from distrun.hosts.findings import Fault, Finding, error_of
 from distrun.hosts.merge import Entry, Merger
 from distrun.hosts.spec import HostSpec, Inventory
+from distrun.hosts.target import Target, read_target
 from distrun.hosts.words import Word
 
 Reader = Callable[[str], str]
@@ -38,17 +35,6 @@ class _State:
     """Forms of the grammar that were met."""
     findings: list[Finding] = field(default_factory=list)
     files: int = 0
-
-
-@dataclass(frozen=True)
-class _Target:
-    """The first word of an entry, read."""
-
-    names: Iterable[str]
-    count: int
-    user: str = ""
-    port: int | None = None
-    slots: int | None = None
 
 
 def parse(
@@ -94,10 +80,10 @@ def parse_list(text: str, source: str = "--hosts", *, form: str = "auto") -> Inv
             star = item.rfind("*")
             spec = item if star < 0 else item[:star]
             count = None if star < 0 else grammar.slots(item[star + 1 :], at=star)
-            target = _target(spec, state, brief=True)
+            target = read_target(spec, state.form, state.saw, brief=True)
             if count is not None and target.slots is not None:
                 raise Fault(star, "E116", "slots given twice: %d and %d" % (target.slots, count))
-            _add(target, {"slots": count or target.slots}, Entry(source, 1, at + 1, text), state)
+            _add(target, {**target.given, "slots": count or target.slots}, Entry(source, 1, at + 1, text), state)
         except Fault as fault:
             state.findings.append(Finding(source, 1, at + fault.at + 1, fault.code, fault.text, text))
     if not merger.order and not state.findings:
@@ -140,12 +126,10 @@ def _entry(found: list[Word], entry: Entry, state: _State) -> None:
     """Read `target attr...`; every error of the line is found."""
     target = None
     try:
-        target = _target(found[0].text, state)
+        target = read_target(found[0].text, state.form, state.saw)
     except Fault as fault:
         state.findings.append(entry.finding(fault, found[0].at))
-    given: dict[str, object] = {}
-    if target is not None:
-        given = {"user": target.user or None, "port": target.port, "slots": target.slots}
+    given = {} if target is None else target.given
     before = len(state.findings)
     said_text = False
     for word in found[1:]:
@@ -179,7 +163,7 @@ def _entry(found: list[Word], entry: Entry, state: _State) -> None:
         state.findings.append(entry.finding(fault, found[0].at))
 
 
-def _add(target: _Target, given: dict[str, object], entry: Entry, state: _State) -> None:
+def _add(target: Target, given: dict[str, object], entry: Entry, state: _State) -> None:
     total = len(state.merger.order) + target.count
     if total > ranges.LIMIT:
         raise Fault(0, "E110", ranges.too_many(total))
@@ -191,7 +175,7 @@ def _add(target: _Target, given: dict[str, object], entry: Entry, state: _State)
 def _sge(found: list[Word], entry: Entry, state: _State) -> None:
     """Read `host slots [queue [processors]]`. Queue and processors say nothing that we use."""
     try:
-        target = _target(found[0].text, state)
+        target = read_target(found[0].text, state.form, state.saw)
         at = found[1].at - found[0].at if len(found) > 1 else 0
         count = grammar.slots(found[1].text if len(found) > 1 else "", at=at)
         if len(found) > 4:
@@ -229,93 +213,11 @@ def _included(path: str, source: str, state: _State, chain: tuple[str, ...]) -> 
     if not path.startswith("~"):
         path = os.path.normpath(os.path.join(os.path.dirname(source), path))
     if path in chain:
-        circle = " -> ".join([*chain[chain.index(path) :], path])
-        raise Fault(0, "E117", "@include: %s is included by itself" % circle)
+        circle = " -> ".join(grammar.quote(each) for each in [*chain[chain.index(path) :], path])
+        raise Fault(0, "E117", "@include: a file includes itself: %s" % circle)
     state.files += 1
     if len(chain) >= DEEPEST:
         raise Fault(0, "E117", "@include: deeper than %d files" % DEEPEST)
     if state.files > MOST:
         raise Fault(0, "E117", "@include: more than %d files" % MOST)
     return state.read(path), path
-
-
-def _target(text: str, state: _State, brief: bool = False) -> _Target:
-    """Read `[user@]name[:N]`. `brief`: of a command line, where attributes cannot be written.
-
-    Raises:
-        Fault: its place is counted from the beginning of the text.
-    """
-    saw = set()
-    if text.count("@") > 1:
-        raise Fault(0, "E111", "two '@' in %s" % grammar.quote(text))
-    user, sign, rest = text.rpartition("@")
-    start = len(user) + len(sign)
-    if sign:
-        grammar.user(user)
-        saw.add("user")
-    end = rest.find("]") if rest.startswith("[") else -1
-    if rest.startswith("[") and end < 0:
-        raise Fault(start, "E109", "unclosed '[' in %s" % grammar.quote(rest))
-    if end > 0 and ":" in rest[:end]:
-        name = rest[1:end]
-        if not grammar.ipv6(name):
-            raise Fault(start, "E102", "invalid host name %s: it is not an IPv6 address" % grammar.quote(name))
-        if rest[end + 1 :] and rest[end + 1] != ":":
-            tail = grammar.quote(rest[end + 1 :])
-            raise Fault(start + end + 1, "E104", "expected ':' and a port number after ']', got %s" % tail)
-        saw.add("ipv6.zone" if "%" in name else "ipv6.brackets")
-        target = _Target((name,), 1, user)
-        colon = end + 1 if rest[end + 1 :] else -1
-    elif rest.count(":") > 1 and grammar.ipv6(rest):
-        saw.add("ipv6.bare")
-        target, colon = _Target((rest,), 1, user), -1
-    else:
-        colon = rest.find(":")
-        name = rest if colon < 0 else rest[:colon]
-        try:
-            target = _names(name, user, saw)
-        except Fault as fault:
-            raise Fault(start + fault.at, fault.code, fault.text) from None
-    if colon >= 0:
-        port, slots = _number(text, start + colon, state.form, brief)
-        target = _Target(target.names, target.count, user, port, slots)
-        saw.add("port")
-    state.saw |= saw
-    return target
-
-
-def _names(text: str, user: str, saw: set[str]) -> _Target:
-    found = ranges.pattern(text)
-    if not found.ranges:
-        saw.add(grammar.name(text))
-        return _Target((text,), 1, user)
-    try:
-        grammar.name(found.sample)
-    except Fault as fault:
-        raise Fault(0, fault.code, fault.text.replace(repr(found.sample), grammar.quote(text))) from None
-    items = [item for each in found.ranges for item in each]
-    saw.add("range")
-    saw |= {"range.padded"} if any(item.width for item in items) else set()
-    saw |= {"range.list"} if len(items) > len(found.ranges) else set()
-    saw |= {"range.step"} if any(item.step > 1 for item in items) else set()
-    saw |= {"range.several"} if len(found.ranges) > 1 else set()
-    return _Target(found.names(), found.count, user)
-
-
-def _number(text: str, colon: int, form: str, brief: bool) -> tuple[int | None, int | None]:
-    """Return port and slots of the `:N` at the end of a target, one of them None."""
-    digits, name = text[colon + 1 :], text[:colon]
-    if form in ("mpich", "horovod"):
-        return None, grammar.slots(digits, at=colon + 1)
-    if not digits.isdecimal() or not digits.isascii():
-        advice = "For several IPv6 colons use [addr]:port"
-        text = "expected a port number after ':', got %s. %s" % (grammar.quote(digits), advice)
-        raise Fault(colon + 1, "E104", text)
-    port = grammar.port(digits, colon + 1)
-    if form == "dmlc" or port == 22 or port >= 1024:
-        return port, None
-    how = "Write '%s slots=%d' or '%s port=%d', or pass --hostfile-format" % (name, port, name, port)
-    if brief:
-        how = "Write '%s*%d' for slots, or pass --hostfile-format dmlc for the port" % (name, port)
-    what = "port %d (dmlc style) or %d slots (MPI style)" % (port, port)
-    raise Fault(colon, "E105", "%s is ambiguous: %s? %s" % (grammar.quote(text), what, how))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distrun import hosts, placement
@@ -201,6 +201,7 @@ def inventories(draw: st.DrawFn) -> Inventory:
     return Inventory("hosts", tuple(specs), tuple(spec.name for spec in specs))
 
 
+@settings(deadline=None)
 @given(inventories(), st.integers(0, 8), st.integers(0, 8), st.sampled_from(["pack", "spread"]), st.booleans())
 def test_all_tasks_are_placed_within_slots_and_roles_or_refused_rightly(
     inventory: Inventory, workers: int, servers: int, policy: str, oversubscribe: bool

@@ -1,0 +1,133 @@
+"""Sentences about all inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from pathlib import Path
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from distrun import hosts
+from distrun.errors import HostsError
+from distrun.hosts import FORMATS, HostSpec, Inventory
+from distrun.hosts.findings import Fault
+
+EXAMPLE = (Path(__file__).parents[3] / "hosts.example").read_text("utf-8")
+
+WORDS = st.text("abcdefgh0123456789", min_size=1, max_size=6)
+TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Zl", "Zp", "Zs")), min_size=1, max_size=8)
+SPACED = st.one_of(TEXTS, TEXTS.map(lambda text: text + " \"\\'# // =" + text))
+
+
+@st.composite
+def specs(draw: st.DrawFn, name: str) -> HostSpec:
+    slots = draw(st.none() | st.integers(2, 999))
+    return HostSpec(
+        name,
+        user=draw(st.just("") | WORDS),
+        port=draw(st.none() | st.integers(1, 65535)),
+        slots=slots,
+        max_slots=draw(st.none() | st.integers(slots or 2, 9999)),
+        addr=draw(st.just("") | st.ip_addresses().map(str)),
+        iface=draw(st.sampled_from(["", "eth0", "ib0.7"])),
+        gpus=draw(st.sampled_from(["", "0", "8", "0,3", "1,"])),
+        role=draw(st.sampled_from(["", "server", "worker", "scheduler"])),
+        labels=tuple(draw(st.lists(WORDS, max_size=3))),
+        python=draw(st.just("") | SPACED.filter(str.isprintable)),
+        workdir=draw(st.just("") | SPACED.filter(str.isprintable)),
+        identity=draw(st.just("") | SPACED.filter(str.isprintable)),
+        jump=draw(st.sampled_from(["", "gate", "me@gate:22,other"])),
+    )
+
+
+@st.composite
+def inventories(draw: st.DrawFn) -> Inventory:
+    address = st.ip_addresses(v=6, network="2001:db8::/32").map(str)
+    names = draw(st.lists(WORDS.map("h{}".format) | address, min_size=1, max_size=4, unique=True))
+    found = []
+    order = list(names)
+    for name in names:
+        spec = draw(specs(name))
+        more = draw(st.integers(0, 2))
+        if more:
+            slots = draw(st.integers(more + 1, 20))
+            most = None if spec.max_slots is None else spec.max_slots + slots
+            spec = dataclasses.replace(spec, slots=slots, max_slots=most)
+            order += [name] * more
+        found.append(spec)
+    return Inventory("hosts", tuple(found), tuple(order))
+
+
+@settings(deadline=None)
+@given(inventories())
+def test_what_is_written_is_read_again(inventory: Inventory) -> None:
+    assert hosts.parse(hosts.write(inventory), "hosts") == inventory
+
+
+NUMBERS = st.builds(format, st.integers(0, 130), st.sampled_from(["d", "02d", "03d"]))
+NAMES = st.builds("".join, st.lists(st.sampled_from(["a", "b-", ".n", "x"]) | NUMBERS, min_size=1, max_size=5))
+
+
+@settings(deadline=None)
+@given(st.lists(NAMES, max_size=30))
+@example(["n9", "n10", "n09", "n010", "n0", "n00", "n1"])
+@example(["r%dn%02d" % (rack, node) for rack in (1, 2) for node in range(8, 12)])
+@example(["n" + "9" * 30, "n" + "9" * 29 + "8"])
+def test_folding_and_expanding_are_each_others_inverse(names: list[str]) -> None:
+    folded = hosts.fold(names)
+    assert sorted(hosts.expand(folded)) == sorted(set(names))
+    assert hosts.fold(hosts.expand(folded)) == folded
+    assert hosts.fold(reversed(names)) == folded
+
+
+LEGAL = [line for line in EXAMPLE.splitlines() if line.strip()]
+MARKS = st.sampled_from(list(' \t@:[]-,/*="\\#%.0169azé\r\n\x00\ud800\u00a0²٣'))
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> str:
+    text = "\n".join(draw(st.lists(st.sampled_from(LEGAL), min_size=1, max_size=4)))
+    for _ in range(draw(st.integers(1, 6))):
+        start = draw(st.integers(0, len(text)))
+        end = start + draw(st.integers(0, 3))
+        text = text[:start] + draw(MARKS | st.text(max_size=3) | st.just("9" * 5000)) + text[end:]
+    return text
+
+
+def read(path: str) -> str:
+    if "0" in path:
+        raise Fault(0, "E100", "hosts file not found: %r" % path)
+    return "@include %s\nd9" % path
+
+
+def outcome(text: str, form: str, includes: bool) -> Inventory | HostsError:
+    try:
+        return hosts.parse(text, "hosts", form=form, read=read if includes else None)
+    except HostsError as err:
+        return err
+
+
+@settings(deadline=None)
+@given(st.text() | mutated(), st.sampled_from(FORMATS), st.booleans())
+def test_any_text_is_an_inventory_or_an_error_with_a_code(text: str, form: str, includes: bool) -> None:
+    found = outcome(text, form, includes)
+    if isinstance(found, Inventory):
+        assert set(found.order) == set(found.names)
+        assert hosts.parse(hosts.write(found), "hosts") == found
+    else:
+        assert re.match(r"[^\n]*:\d+:\d+: E1\d\d: ", str(found))
+        str(found).encode()
+
+
+@settings(deadline=None)
+@given(st.text() | mutated(), st.sampled_from(FORMATS))
+def test_any_list_is_an_inventory_or_an_error(text: str, form: str) -> None:
+    with contextlib.suppress(HostsError):
+        hosts.parse_list(text, form=form)
+    with contextlib.suppress(HostsError):
+        hosts.fold(hosts.expand(text))
+    with contextlib.suppress(HostsError):
+        hosts.find(None, None, {"SLURM_JOB_NODELIST": text or "x", "SLURM_TASKS_PER_NODE": text})
