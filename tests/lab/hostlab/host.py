@@ -258,14 +258,13 @@ class Host:
         self.lab.inside("sh", "-c", make)
         self.boot(self.options)
 
-    def is_listening(self) -> bool:
-        """Whether its sshd has said that it listens."""
-        return LISTENING in self.log
-
     def wait_up(self) -> None:
         """Wait until its sshd listens; LabError with its words if it does not."""
+        is_up = "%s is up" % self.name
         try:
-            wait_until(self.is_listening, BOOT_S, "%s is up" % self.name)
+            wait_until(lambda: LISTENING in self.log or (self.log and not self.processes()), BOOT_S, is_up)
+            if LISTENING not in self.log:
+                raise LabError("not so: " + is_up)
         except LabError as error:
             raise LabError("%s; it says: %s" % (error, self.log.strip()[-2000:])) from None
 

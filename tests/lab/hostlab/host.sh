@@ -58,16 +58,23 @@ cp "$mine/key.pub" etc/ssh/lab_host_key.pub
 cp "$mine/sshd_config" etc/ssh/lab_sshd_config
 chmod 600 etc/ssh/lab_host_key
 
-# home DIR OWNER KEYS: a home folder as a new user has it.
+# home DIR OWNER KEYS: a home folder as a new user has it. (No chown -R: a shared folder may be mounted below.)
 home() {
     mkdir -p "$1/.ssh"
-    [ -z "$3" ] || cp "$lab/home/.ssh/id_ed25519.pub" "$1/.ssh/authorized_keys"
-    [ -z "$noisy" ] || {
+    chmod 700 "$1" "$1/.ssh"
+    set -- "$1" "$2" "$3" "$1" "$1/.ssh"
+    if [ -n "$3" ]; then
+        cp "$lab/home/.ssh/id_ed25519.pub" "$1/.ssh/authorized_keys"
+        set -- "$@" "$1/.ssh/authorized_keys"
+    fi
+    if [ -n "$noisy" ]; then
         echo 'echo "Welcome to $(hostname), have a nice day"; echo "quota: 93 % used" >&2' >"$1/.bashrc"
         echo '. ~/.bashrc' >"$1/.profile"
-    }
-    chmod 700 "$1" "$1/.ssh"
-    chown -R "$2:$2" "$1"
+        set -- "$@" "$1/.bashrc" "$1/.profile"
+    fi
+    owner=$2
+    shift 3
+    chown "$owner:$owner" "$@"
 }
 home root 0 yes
 home home/alice "$alice" yes

@@ -104,6 +104,9 @@ class Lab:
         if reason := why_not():
             raise Unavailable(reason)
         options = options or Options()
+        for path in share:
+            if not path.exists():
+                raise LabError("there is no %s to be shared with hosts" % path)
         group = "distrun-lab-" + secrets.token_hex(4)
         argv = ["sh", str(HERE / "warden.sh"), group, sys.executable, "-m", "hostlab.keeper", str(count)]
         argv += ["--group", group, "--options", json.dumps(asdict(options))]
