@@ -156,8 +156,9 @@ def _rules(options: Mapping[str, Any]) -> Rules | None:
                     "add --sync-dst-dir DIR, or leave it out",
                 )
         return None
-    from distrun.sync import make_rules
+    from distrun.sync import check_folder, make_rules
 
+    check_folder(options["sync_dst_dir"])
     return make_rules(
         options["sync_exclude"],
         options["sync_gitignore"],

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -53,7 +53,8 @@ class Copier:
 
     `targets` is how each host is reached. `source` is a folder here, `dst` the folder there: `~` is the host's home,
     where other relative paths begin too. `shell` gives the argv of the remote shell for rsync, `identity` what is
-    equal for two names of one host. With `keep_going` a failed host does not end the copy to others.
+    equal for two names of one host. With `keep_going` a failed host does not end the copy to others. `on_progress`
+    gets a line every `report_s` seconds; without it the sink does.
     """
 
     def __init__(  # noqa: PLR0917
@@ -71,6 +72,7 @@ class Copier:
         stall_s: float = STALL_S,
         answer_s: float = ANSWER_S,
         report_s: float = REPORT_S,
+        on_progress: Callable[[str], None] | None = None,
         shell: distinct.Shell | None = None,
         identity: distinct.Identity | None = None,
     ) -> None:
@@ -87,6 +89,7 @@ class Copier:
         self._stall_s = stall_s
         self._answer_s = answer_s
         self._report_s = report_s
+        self._on_progress = on_progress or (lambda text: sink.say(text, "info"))
         self._shell = shell or distinct.ssh_shell
         self._identity = identity or distinct.ssh_identity
         self._lock = threading.Lock()
@@ -182,7 +185,7 @@ class Copier:
             if now > shown + self._report_s:
                 sent = self._arrived().size
                 rate = max(0, sent - sent_then) / (now - shown)
-                self._sink.say("%s, %s/s)" % (self.progress().rstrip(")"), size_text(rate)), "info")
+                self._on_progress("%s, %s/s)" % (self.progress().rstrip(")"), size_text(rate)))
                 shown, sent_then = now, sent
         if all(each.ok for each in self._results) and not self._cancelled:
             self._sink.say("%s in %.1f s" % (self.progress(), time.monotonic() - begun), "info")

@@ -122,4 +122,4 @@ def error(results: Sequence[Result]) -> SyncError | None:
         lines += result.lines()
     if unfinished:
         lines.append("not finished: %s" % ", ".join(result.host for result in unfinished))
-    return SyncError("\n".join(lines), next((result.fix for result in failed if result.fix), ""))
+    return SyncError("\n".join(lines))

@@ -85,7 +85,7 @@ def make_rules(
             raise UsageError("--sync-exclude: expected a pattern, found %r" % pattern)
     if gitignore and delete:
         raise UsageError(
-            "--delete and --sync-gitignore do not go together: what git ignores would be deleted or kept by chance",
+            "--sync-delete and --sync-gitignore do not go together: what git ignores would be lost or kept by chance",
             "leave one of them out; patterns for both copying and deleting belong in %s" % IGNORE_FILE,
         )
     return Rules(excludes, gitignore, tuple(parse_extra(word, cwd) for word in extra))

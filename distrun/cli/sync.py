@@ -1,0 +1,160 @@
+"""`distrun sync`: copy the current directory to all hosts, and start nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from distrun import sync as copying
+from distrun.cli.console import print_err, print_out
+from distrun.cli.reach import host_options, hosts_of
+from distrun.errors import SyncError, UsageError
+from distrun.ssh.target import Target
+from distrun_runtime.contract import environ
+
+if TYPE_CHECKING:
+    from distrun.sync import Result, Tree
+
+SCHEMA = "distrun.sync/1"
+REFRESH_S = 0.25
+"""Between two states of the line of progress on a terminal."""
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@host_options
+@click.option("--sync-dst-dir", "dst", required=True, metavar="DIR", help="Where to, on each host: DIR, ~/DIR.")
+@click.option("--sync-exclude", "excludes", multiple=True, metavar="PATTERN", help="Do not copy what matches.")
+@click.option("--sync-gitignore", "gitignore", is_flag=True, help="Copy what git would add, and nothing else.")
+@click.option("--sync-extra", "extra", multiple=True, metavar="SRC[:DST]", help="Copy this too, into DIR.")
+@click.option(
+    "--delete", "--sync-delete", "delete", is_flag=True, help="Delete what only a host has, in a DIR of ours."
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be copied, and do nothing.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
+def sync(**options: Any) -> int:
+    """Copy the current directory to DIR on every host.
+
+    \b
+    Examples:
+      distrun sync -H hosts --sync-dst-dir /tmp/job
+      distrun sync --hosts gpu[01-08] --sync-dst-dir ~/job --sync-exclude '*.ckpt'
+
+    It is the copy that `distrun launch --sync-dst-dir DIR` makes: files that only a host has are kept, and nothing is
+    replaced before all files have arrived. .git, __pycache__, environments and caches stay here, and what the patterns
+    in .distrunignore name. --delete works in a directory that was made by a copy (or was empty), nowhere else. A host
+    that fails does not keep the others from their copy; the exit code is then 4.
+    """
+    copying.check_folder(options["dst"])
+    source = _cwd()
+    rules = copying.make_rules(
+        options["excludes"], options["gitignore"], options["extra"], cwd=source, delete=options["delete"]
+    )
+    inventory, _, hosts = hosts_of(options, environ.snapshot(), "ssh")
+    if not hosts:
+        raise UsageError("no hosts are given", "distrun sync -H FILE --sync-dst-dir DIR, or --hosts A,B")
+    tree = copying.scan(source, rules)
+    screen = _Screen(is_quiet=options["quiet"] or options["as_json"])
+    for warning in (*inventory.warnings, *tree.warnings()):
+        screen.say(warning, "warning")
+    screen.say("%s to copy to each of %d hosts" % (tree.text(), len(hosts)))
+    names = [host.name for host in hosts]
+    if options["dry_run"]:
+        for name in names:
+            screen.say("rsync %s -> %s:%s" % (os.path.join(source, ""), name, options["dst"]))
+        if options["as_json"]:
+            found = {**_facts(source, options, tree), "dry_run": True, "hosts": [{"host": name} for name in names]}
+            print_out(json.dumps(found, indent=2) + "\n")
+        return 0
+    copier = copying.Copier(
+        {host.name: Target.from_reach(host.reach) for host in hosts},
+        source,
+        options["dst"],
+        rules,
+        options["delete"],
+        screen,
+        size=tree.size,
+        keep_going=True,
+        on_progress=screen.progress if screen.is_live else None,
+        report_s=REFRESH_S if screen.is_live else copying.REPORT_S,
+    )
+    try:
+        results = copier.copy()
+    finally:
+        screen.progress("")
+    problem = copying.error(results)
+    if options["as_json"]:
+        code = SyncError.exit_code if problem else 0
+        found = {**_facts(source, options, tree), "exit_code": code, "hosts": [as_json(each) for each in results]}
+        print_out(json.dumps(found, indent=2) + "\n")
+        return code
+    for result in results:
+        if result.ok:
+            screen.say(result.line())
+    if problem is not None:
+        raise problem
+    return 0
+
+
+def _cwd() -> str:
+    try:
+        return os.getcwd()
+    except OSError as err:
+        raise UsageError("the current directory does not exist any more", "cd to one that does") from err
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    """Return a result in its JSON form. Pure."""
+    return {
+        "host": result.host,
+        "names": list(result.names),
+        "ok": result.ok,
+        "same": result.same,
+        "files": result.files,
+        "bytes": result.size,
+        "seconds": round(result.seconds, 3),
+        "code": result.code,
+        "reason": result.reason,
+        "fix": result.fix,
+        "words": list(result.words),
+    }
+
+
+def _facts(source: str, options: Mapping[str, Any], tree: Tree) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "source": source,
+        "destination": options["dst"],
+        "files": tree.files,
+        "bytes": tree.size,
+        "delete": options["delete"],
+    }
+
+
+class _Screen:
+    """Says things on stderr; on a terminal with one line of progress below, which is replaced."""
+
+    def __init__(self, is_quiet: bool) -> None:
+        self._is_quiet = is_quiet
+        self.is_live = os.isatty(2) and not is_quiet
+        self._shown = ""
+
+    def say(self, text: str, level: str = "info") -> None:
+        """Print a message."""
+        if level in ("warning", "error") or (level == "info" and not self._is_quiet):
+            mark = "" if level == "info" else level + ": "
+            print_err("%sdistrun: %s%s\n" % (_CLEAR if self._shown else "", mark, text))
+            self._shown = ""
+
+    def progress(self, text: str) -> None:
+        """Replace the line of progress; empty: take it away."""
+        if text != self._shown:
+            print_err(_CLEAR + text if self._shown else text)
+            self._shown = text
+
+
+_CLEAR = "\r\x1b[K"
