@@ -73,7 +73,7 @@ def doctor(**options: Any) -> int:
     report = examine(backend, hosts, request)
     code = EXIT_BAD if any(row.mark == "bad" for row in report.rows) else 0
     if options["as_json"]:
-        rows = [asdict(row) for row in report.rows]
+        rows = [{**asdict(row), "fix": row.mend()} for row in report.rows]
         told = {"schema": SCHEMA, "exit_code": code, "rows": rows, "facts": report.facts}
         print_out(json.dumps(told, indent=2, default=dict) + "\n")
         return code
@@ -106,7 +106,7 @@ def table(rows: Sequence[Row], signs: dict[str, str], quiet: bool = False) -> st
     groups = [group for group in folded(rows) if group[0].mark != "ok" or not quiet]
     for row, names in groups:
         where = "" if names == [HERE] else fold(names) if any(names) else "all"
-        found = escape(row.text) + ("\n[bold]mend:[/] %s" % escape(row.fix) if row.fix else "")
+        found = escape(row.text) + ("\n[bold]mend:[/] %s" % escape(row.mend(names)) if row.fix else "")
         shown.add_row("[%s]%s[/]" % (STYLES[row.mark], signs[row.mark]), row.check, escape(where), found)
     return render(shown) if groups else ""
 

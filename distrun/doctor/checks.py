@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from distrun.doctor.row import BAD, OK, WARN, Row
+from distrun.doctor.row import BAD, OK, ON, WARN, Row
 from distrun.shell import join, quote
 from distrun_runtime.coordinator.outcome import Problem
 
@@ -88,7 +88,7 @@ def reach(patient: Patient) -> Iterator[Row]:
 
 def noise(patient: Patient, wish: Wish) -> Row:
     """Return the row of a login shell that prints: rsync cannot work over it."""
-    fix = "in ~/.bashrc of %s, before what prints: case $- in *i*) ;; *) return ;; esac" % patient.name
+    fix = "in ~/.bashrc there, before what prints: case $- in *i*) ;; *) return ;; esac"
     return Row(patient.name, "shell", BAD if wish.dst else WARN, patient.noise, fix)
 
 
@@ -115,7 +115,7 @@ def python(patient: Patient, wish: Wish) -> Iterator[Row]:
         yield Row(patient.name, "server python", BAD, text + ": servers need 3.10 or newer", fix)
     elif missing:
         why = "; ".join(str(found.get(name + "_error") or "no " + name) for name, _ in missing)
-        fix = on(patient.name, [found["path"], "-m", "pip", "install", *(pip for _, pip in missing)])
+        fix = on([found["path"], "-m", "pip", "install", *(pip for _, pip in missing)])
         yield Row(patient.name, "server python", BAD, "%s: %s" % (text, why), fix)
     else:
         yield Row(patient.name, "server python", OK, "%s, numpy %s, zmq %s" % (text, found["numpy"], found["zmq"]))
@@ -127,7 +127,7 @@ def rsync(patient: Patient, wish: Wish) -> Iterator[Row]:
     if found["version"]:
         yield Row(patient.name, "rsync", OK, " ".join(str(found["version"]).split()[:3]))
     else:
-        fix = on(patient.name, ["sudo", "apt-get", "install", "-y", "rsync"])
+        fix = on(["sudo", "apt-get", "install", "-y", "rsync"])
         yield Row(patient.name, "rsync", BAD if wish.dst else WARN, "not there: %s" % found["error"], fix)
 
 
@@ -142,20 +142,18 @@ def folders(patient: Patient, wish: Wish) -> Iterator[Row]:
         else:
             what = "cannot be written" if place["is_folder"] else "%s is no folder" % place["near"]
             script = "sudo mkdir -p %s && sudo chown $(id -u) %s" % (quote(place["path"]), quote(place["path"]))
-            yield Row(patient.name, "sync folder", BAD, "%s: %s" % (place["path"], what), on(patient.name, [script]))
+            yield Row(patient.name, "sync folder", BAD, "%s: %s" % (place["path"], what), on([script]))
     elif "cwd" in found:
         place = found["cwd"]
         if place["exists"] and place["is_folder"]:
             read_only = "" if place["writable"] else ", not writable"
             yield _space(patient.name, "folder", place, place["path"] + read_only)
         else:
-            fix = "--sync-dst-dir DIR copies the current directory there; or " + on(
-                patient.name, ["mkdir", "-p", place["path"]]
-            )
+            fix = "--sync-dst-dir DIR copies the current directory there; or " + on(["mkdir", "-p", place["path"]])
             yield Row(patient.name, "folder", BAD, "%s does not exist" % place["path"], fix)
     tmp = patient.facts["tmp"]
     if not tmp["writable"]:
-        fix = on(patient.name, ["sudo", "chmod", "1777", tmp["path"]])
+        fix = on(["sudo", "chmod", "1777", tmp["path"]])
         yield Row(patient.name, "temporary files", BAD, "%s cannot be written" % tmp["path"], fix)
     else:
         yield _space(patient.name, "temporary files", tmp, tmp["path"])
@@ -170,7 +168,7 @@ def clock(patient: Patient, wish: Wish) -> Iterator[Row]:
         yield Row(patient.name, "clock", OK, "less than %g s off" % CLOCK_S)
     else:
         text = "%.1f s %s of this machine" % (abs(offset), "ahead" if offset > 0 else "behind")
-        fix = on(patient.name, ["sudo chronyc makestep || sudo timedatectl set-ntp true"])
+        fix = on(["sudo chronyc makestep || sudo timedatectl set-ntp true"])
         yield Row(patient.name, "clock", BAD, text, fix)
 
 
@@ -184,7 +182,7 @@ def limits(patient: Patient, wish: Wish) -> Iterator[Row]:
     )
     if files is not None and files < NOFILE:
         line = "echo '* - nofile 65536' | sudo tee /etc/security/limits.d/90-nofile.conf"
-        yield Row(patient.name, "limits", WARN, text, on(patient.name, [line]) + " (at the next login)")
+        yield Row(patient.name, "limits", WARN, text, on([line]) + " (at the next login)")
     else:
         yield Row(patient.name, "limits", OK, text)
 
@@ -193,10 +191,10 @@ def shm(patient: Patient, wish: Wish) -> Iterator[Row]:
     """Yield the shared memory: data loaders and collective libraries use it."""
     total = patient.facts["shm"]["size"]
     if total is None:
-        fix = on(patient.name, ["sudo", "mount", "-t", "tmpfs", "shm", "/dev/shm"])
+        fix = on(["sudo", "mount", "-t", "tmpfs", "shm", "/dev/shm"])
         yield Row(patient.name, "shared memory", WARN, "no /dev/shm", fix)
     elif total < SHM:
-        fix = on(patient.name, ["sudo", "mount", "-o", "remount,size=50%", "/dev/shm"]) + " (docker run --shm-size=8g)"
+        fix = on(["sudo", "mount", "-o", "remount,size=50%", "/dev/shm"]) + " (docker run --shm-size=8g)"
         yield Row(patient.name, "shared memory", WARN, "/dev/shm has %s only" % size(total), fix)
     else:
         yield Row(patient.name, "shared memory", OK, "/dev/shm has %s" % size(total))
@@ -206,7 +204,7 @@ def logout(patient: Patient, wish: Wish) -> Iterator[Row]:
     """Yield whether the system ends what a login leaves behind: a job outlives no connection then."""
     found = patient.facts["logind"]
     if found["kill_user_processes"] and not found["linger"]:
-        fix = on(patient.name, ["sudo", "loginctl", "enable-linger", patient.facts["user"]])
+        fix = on(["sudo", "loginctl", "enable-linger", patient.facts["user"]])
         yield Row(patient.name, "logout", WARN, "KillUserProcesses=yes: what runs ends with the login", fix)
     else:
         yield Row(patient.name, "logout", OK, "what runs may stay" + (" (linger)" if found["linger"] else ""))
@@ -234,7 +232,7 @@ def gpus(patient: Patient, wish: Wish) -> Iterator[Row]:
     """Yield what nvidia-smi shows, if it is there."""
     found = patient.facts["gpus"]
     if found["error"]:
-        yield Row(patient.name, "GPUs", WARN, found["error"], on(patient.name, ["nvidia-smi"]))
+        yield Row(patient.name, "GPUs", WARN, found["error"], on(["nvidia-smi"]))
     elif found["gpus"]:
         kinds: dict[str, int] = {}
         for cells in found["gpus"]:
@@ -245,7 +243,7 @@ def gpus(patient: Patient, wish: Wish) -> Iterator[Row]:
 def loose(patient: Patient, wish: Wish) -> Iterator[Row]:
     """Yield permissions that make sshd refuse keys (StrictModes)."""
     if patient.facts["loose"]:
-        fix = on(patient.name, ["chmod", "go-w", *patient.facts["loose"]])
+        fix = on(["chmod", "go-w", *patient.facts["loose"]])
         text = "others may write %s: sshd then refuses keys" % ", ".join(patient.facts["loose"])
         yield Row(patient.name, "permissions", WARN, text, fix)
 
@@ -264,9 +262,9 @@ def size(count: int) -> str:
     return "%d KiB" % (count >> 10)
 
 
-def on(host: str, words: Sequence[str]) -> str:
-    """Return what runs a command on a host; a single word is shell text."""
-    return "ssh %s %s" % (quote(host), quote(words[0] if len(words) == 1 else join(words)))
+def on(words: Sequence[str]) -> str:
+    """Return what runs a command on the row's host; a single word is shell text."""
+    return "%s %s" % (ON, quote(words[0] if len(words) == 1 else join(words)))
 
 
 def _space(host: str, check: str, place: Mapping[str, Any], text: str) -> Row:
@@ -274,7 +272,7 @@ def _space(host: str, check: str, place: Mapping[str, Any], text: str) -> Row:
     if free is None:
         return Row(host, check, OK, text)
     text = "%s, %s free" % (text, size(free))
-    fix = on(host, ["df", "-h", place["near"]]) + " shows what fills it"
+    fix = on(["df", "-h", place["near"]]) + " shows what fills it"
     return (
         Row(host, check, BAD, text, fix)
         if free < FREE_LEAST

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from distrun.hosts import fold
+from distrun.shell import quote
 
 OK = "ok"
 WARN = "warn"
 BAD = "bad"
 
 HERE = "this machine"
+ON = "{on}"
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,13 @@ class Row:
     """OK, WARN or BAD."""
     text: str
     fix: str = ""
-    """What to type to mend it; never empty for BAD."""
+    """What to type to mend it; never empty for BAD. ON stands for what runs the rest on the host: see `mend`."""
+
+    def mend(self, hosts: Sequence[str] = ()) -> str:
+        """Return what to type, for several hosts at once if it says the same of them."""
+        names = list(hosts) or [self.host]
+        start = "ssh " + quote(names[0]) if len(names) == 1 else "distrun exec --hosts %s" % quote(fold(names))
+        return self.fix.replace(ON, start)
 
 
 def folded(rows: Iterable[Row]) -> list[tuple[Row, list[str]]]:

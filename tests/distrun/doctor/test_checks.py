@@ -106,7 +106,7 @@ def test_a_host_that_cannot_be_reached_says_how_far_we_came(kind: str, check: st
 def test_every_problem_is_a_fault_with_something_to_type(kind: str) -> None:
     row = checks.check(Patient("gpu01", problem=Problem("gpu01", kind, "why")), WISH)[-1]
     assert row.mark == BAD
-    assert "gpu01" in row.fix
+    assert "gpu01" in row.mend()
 
 
 def test_an_agent_that_was_there_and_did_not_answer_is_no_matter_of_reaching() -> None:
@@ -138,7 +138,7 @@ def test_a_fault_says_what_mends_it(changes: dict[str, Any], check: str, text: s
     row = only(BAD, rows(**changes))
     assert row.check == check
     assert text.replace("/x cannot", "/tmp cannot") in row.text
-    assert fix in row.fix
+    assert fix in row.mend()
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_remark_is_no_fault(changes: dict[str, Any], check: str, text: str, fi
     row = only(WARN, found)
     assert (row.check, [each for each in found if each.mark == BAD]) == (check, [])
     assert text in row.text
-    assert fix in row.fix
+    assert fix in row.mend()
 
 
 def test_what_copying_files_needs_is_a_fault_only_if_files_are_copied() -> None:
@@ -176,7 +176,7 @@ def test_the_folder_of_copies_need_not_be_there_but_must_be_possible() -> None:
         "/x can be made, 9.0 GiB free"
     ]
     for wrong in ({"writable": False}, {"is_folder": False}):
-        assert "mkdir -p /x" in only(BAD, rows(DST, folders__dst={**new, **wrong})).fix
+        assert "mkdir -p /x" in only(BAD, rows(DST, folders__dst={**new, **wrong})).mend()
 
 
 @pytest.mark.parametrize(("offset", "mark"), [(1.9, OK), (-1.9, OK), (2.1, BAD), (-90.0, BAD)])

@@ -68,3 +68,9 @@ def test_rows_that_say_the_same_are_folded_in_the_order_of_the_checks() -> None:
         ("two", "y", ["a"]),
         ("two", "z", ["b"]),
     ]
+
+
+def test_several_hosts_are_mended_by_one_line() -> None:
+    row = Row("h1", "one", BAD, "x", "{on} 'df -h'")
+    assert row.mend() == "ssh h1 'df -h'"
+    assert row.mend(["h1", "h2"]) == "distrun exec --hosts 'h[1-2]' 'df -h'"
