@@ -1,5 +1,5 @@
 """Fixtures that every test may ask for."""
 
-from lab import lab, lab_of_session
+from lab import lab, lab_of_session, pytest_pyfunc_call
 
-__all__ = ["lab", "lab_of_session"]
+__all__ = ["lab", "lab_of_session", "pytest_pyfunc_call"]

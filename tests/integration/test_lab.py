@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hostlab import Lab, LabError, Options, Unavailable
+from hostlab import Lab, LabError, Options
 from lab import ROOT, Site, shared_folders, wait_until
 
 ECHO = """
@@ -332,10 +332,7 @@ def users_of(space: str) -> list[str]:
 @contextmanager
 def made() -> Iterator[Lab]:
     """A lab of its own, of two hosts."""
-    try:
-        lab = Lab.up(2, hide=[ROOT], share=shared_folders())
-    except Unavailable as why:
-        pytest.skip(str(why))
+    lab = Lab.up(2, hide=[ROOT], share=shared_folders())
     try:
         yield lab
     finally:

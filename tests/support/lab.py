@@ -17,10 +17,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from hostlab import Lab, Process, Unavailable
@@ -215,11 +215,25 @@ def lab_of_session() -> Iterator[Site]:
     try:
         site = Site.up(count, hide=[ROOT], share=shared_folders())
     except Unavailable as why:
-        if os.environ.get("DISTRUN_LAB") == "required":
-            raise
-        pytest.skip(str(why))
+        skip(why)
     yield site
     site.down()
+
+
+def skip(why: Unavailable) -> NoReturn:
+    """Skip a test that this machine cannot run, unless it must."""
+    if os.environ.get("DISTRUN_LAB") == "required":
+        raise why
+    pytest.skip(str(why))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """A fault that cannot be made here skips its test."""
+    try:
+        return (yield)
+    except Unavailable as why:
+        skip(why)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hostlab import cgroups, layout, processes
+from hostlab import layout, processes
 from hostlab.errors import LabError
 from hostlab.keeper import boot_argv
 from hostlab.processes import Process
@@ -195,11 +195,11 @@ class Host:
     def stop(self) -> None:
         """Freeze all its processes: connections stay open, its kernel still accepts, nobody answers."""
         self.touched = True
-        cgroups.freeze(self.lab.group, self.name, True, self._pids)
+        self.lab.groups.freeze(self.name, self._pids)
 
     def cont(self) -> None:
         """Thaw them."""
-        cgroups.thaw(self.lab.group, self.name)
+        self.lab.groups.thaw(self.name)
 
     def signal(self, number: int) -> None:
         """Send a signal to all its processes."""
@@ -230,7 +230,7 @@ class Host:
     def kill(self) -> None:
         """End all its processes at once; its kernel still answers, so peers hear of it."""
         self.touched = True
-        cgroups.thaw(self.lab.group, self.name)
+        self.lab.groups.thaw(self.name)
         os.kill(self.pid, signal.SIGKILL)
         wait_until(lambda: not self.processes(), 10, "%s is off" % self.name)
 
@@ -307,7 +307,7 @@ class Host:
 
     def _limit(self, controller: str, values: tuple[str, str]) -> None:
         self.touched = True
-        cgroups.limit(self.lab.group, self.name, controller, values, self._pids)
+        self.lab.groups.limit(self.name, controller, values, self._pids)
 
     def disk(self, mb: int, path: str = "/tmp") -> None:
         """Make one of its file systems small. LabError if it holds more, or is none of its own."""
@@ -320,8 +320,8 @@ class Host:
 
     def clear(self) -> None:
         """Undo every fault but kill and poweroff."""
-        cgroups.thaw(self.lab.group, self.name)
-        cgroups.unlimit(self.lab.group, self.name)
+        self.lab.groups.thaw(self.name)
+        self.lab.groups.unlimit(self.name)
         self._stop_delay()
         unshape = "for i in %s; do tc qdisc del dev $i root; done"
         self._net("sh", "-c", "nft delete table inet lab; " + unshape % "eth0 eth1", check=False)

@@ -19,7 +19,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hostlab import layout
+from hostlab import cgroups, layout
 
 HERE = Path(__file__).resolve().parent
 
@@ -97,6 +97,8 @@ def build(count: int, group: str, options: layout.Options, hide: list[Path], sha
         (folder / "boot").write_text(layout.boot_file(options, hide, share))
         (folder / "sshd_config").write_text(layout.sshd_config(options))
     launcher_place(hosts)
+    if not cgroups.unified(cgroups.MACHINE):
+        cgroups.mount(layout.STATE / "cgroup")
     ipv6 = Path("/proc/net/if_inet6").exists()
     run("ip", "-batch", "-", text=layout.links(hosts, ipv6))
     for host in hosts:

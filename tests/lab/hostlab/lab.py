@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hostlab import layout, processes
+from hostlab import cgroups, layout, processes
 from hostlab.errors import LabError, Unavailable
 from hostlab.host import BOOT_S, Host, wait_until
 from hostlab.layout import Options
@@ -72,7 +72,8 @@ class Lab:
         self.options = options
         self.state = Path("/proc/%d/root%s" % (pid, layout.STATE))
         config = json.loads((self.state / "config.json").read_text())
-        self.group: str = config["group"]
+        ours = self.state / "cgroup"
+        self.groups = cgroups.Groups(ours if ours.exists() else cgroups.MACHINE, config["group"])
         self._hide = [Path(path) for path in config["hide"]]
         self._share = [Path(path) for path in config["share"]]
         self._process = process
