@@ -1,0 +1,272 @@
+"""`distrun kill` over real hosts: what dead launchers left is found and ended, everything else stays."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostlab import Process
+from lab import Done, Site, wait_until
+
+AGENT = b"import binascii,json,os,sys,zlib"
+WORKER = ("sh", "-c", "setsid sleep 600 & echo up; wait")
+ROOT = Path("/")
+
+
+class Job:
+    """A job whose workers are up on some hosts."""
+
+    def __init__(self, lab: Site, *hosts: str) -> None:
+        before = self._ids(lab)
+        self.lab, self.hosts = lab, hosts
+        count = str(len(hosts))
+        words = ("-H", lab.hosts_file(*hosts), "-n", count, "-s", "0", "--grace", "1")
+        self.launcher = lab.start("launch", *words, *WORKER, cwd=ROOT)
+        wait_until(
+            lambda: self.launcher.out.count("up") == len(hosts) or self.launcher.poll() is not None,
+            30,
+            "the workers are up",
+        )
+        assert self.launcher.poll() is None, self.launcher.err
+        (self.id,) = self._ids(lab) - before
+
+    @staticmethod
+    def _ids(lab: Site) -> set[str]:
+        return {path.name for path in (lab.home_folder / "state" / "distrun" / "jobs").glob("*") if path.is_dir()}
+
+    def agents(self, host: str) -> list[Process]:
+        return [each for each in self.lab.processes(host) if AGENT in each.command and self._is_ours(each)]
+
+    def _is_ours(self, agent: Process) -> bool:
+        """Whether it, or what it started, is above a process of this job."""
+        below, pids = {agent.pid}, set()
+        rows = self.lab.processes(agent.host)
+        while below - pids:
+            pids |= below
+            below = {row.pid for row in rows if row.parent in pids}
+        return any(row.pid in pids for row in self.left())
+
+    def left(self) -> list[Process]:
+        return self.lab.marked(self.id)
+
+    def orphan(self) -> None:
+        """Kill launcher, guards and agents in one moment, so that none does another's work."""
+        pids = [each.pid for host in self.hosts for each in self.agents(host)]
+        assert len(pids) == 2 * len(self.hosts)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        self.launcher.kill()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: not any(AGENT in each.command for each in self.left()), 10, "the agents are dead")
+        assert {each.host for each in self.left()} == set(self.hosts)
+
+
+@contextlib.contextmanager
+def bystander(lab: Site, host: str, *argv: str, uid: int = 0, **env: str) -> Iterator[Process]:
+    """A process on a host that no job started."""
+    words = ["env", *("%s=%s" % pair for pair in env.items())]
+    if uid:
+        words = ["setpriv", "--reuid", str(uid), "--clear-groups", *words]
+    child = subprocess.Popen(lab[host].enter_argv(*words, *argv), stdin=subprocess.DEVNULL)
+    name = b"\0".join(map(os.fsencode, argv)) + b"\0"
+
+    def find() -> Process | None:
+        return next((each for each in lab.processes(host) if each.command == name), None)
+
+    try:
+        yield wait_until(find, 10, "it runs")
+    finally:
+        found = find()
+        if found is not None:
+            os.kill(found.pid, signal.SIGKILL)
+        child.kill()
+        child.wait(10)
+
+
+def lives(process: Process) -> bool:
+    try:
+        return Path("/proc/%d/stat" % process.pid).read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def kill(lab: Site, *words: str, hosts: tuple[str, ...] = ("h1", "h2")) -> Done:
+    return lab.distrun("kill", "--hosts", ",".join(hosts), "--grace", "2", *words)
+
+
+def told(done: Done) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads(done.out)
+    assert value["schema"] == "distrun.kill/1"
+    assert value["exit_code"] == done.code
+    return value
+
+
+def test_an_orphaned_job_is_shown_and_ended(lab: Site) -> None:
+    job = Job(lab, "h1", "h2")
+    job.orphan()
+    shown = kill(lab, "--stale", "--dry-run")
+    assert shown.code == 0
+    assert job.left()
+    for host in job.hosts:
+        assert any(
+            line.split()[:2] == [host, job.id] and "agent gone" in line and "worker-" in line and "sleep 600" in line
+            for line in shown.out.splitlines()
+        ), shown.out
+    assert "nothing was ended" in shown.out
+    done = kill(lab, "--stale", "-y")
+    assert done.code == 0, done
+    assert job.left() == []
+    assert "h1: %s: ended" % job.id in done.out
+    again = kill(lab, "--stale", "-y")
+    assert (again.code, again.out) == (0, "no stale job is there\n")
+
+
+def test_stale_leaves_a_job_alone_whose_agents_live(lab: Site) -> None:
+    orphan, living = Job(lab, "h1"), Job(lab, "h1", "h2")
+    orphan.orphan()
+    found = told(kill(lab, "--stale", "-y", "--json"))
+    assert [[each["job"] for each in host["jobs"]] for host in found["hosts"]] == [[orphan.id], []]
+    assert orphan.left() == []
+    assert {each.host for each in living.left()} >= {"h1", "h2"}
+    assert living.launcher.poll() is None
+    both = told(kill(lab, "-y", "--json"))
+    assert [[each["job"] for each in host["jobs"]] for host in both["hosts"]] == [[living.id], [living.id]]
+    assert living.left() == []
+    assert living.launcher.wait() != 0
+
+
+def test_a_stopped_agent_makes_a_job_stale(lab: Site) -> None:
+    job = Job(lab, "h1")
+    for each in job.agents("h1"):
+        os.kill(each.pid, signal.SIGSTOP)
+    job.launcher.kill()
+    (host,) = told(kill(lab, "--stale", "-y", "--json", hosts=("h1",)))["hosts"]
+    assert host["jobs"][0]["agent"] == "stopped"
+    assert job.left() == []
+
+
+def test_another_users_process_and_unmarked_ones_survive(lab: Site) -> None:
+    job = Job(lab, "h1")
+    job.orphan()
+    with (
+        bystander(lab, "h1", "sleep", "6001", uid=65534, DISTRUN_JOB_ID=job.id, DISTRUN_HOST="h1") as foreign,
+        bystander(lab, "h1", "sleep", "6002") as unmarked,
+    ):
+        found = told(kill(lab, "-y", "--json", hosts=("h1",)))
+        ended = [command for _, command in found["hosts"][0]["jobs"][0]["ended"]]
+        assert "sleep 600" in ended
+        assert not {"sleep 6001", "sleep 6002"} & set(ended)
+        assert lives(foreign)
+        assert lives(unmarked)
+        assert [each.pid for each in job.left()] == [foreign.pid]
+
+
+def test_nobody_to_ask_means_nothing_is_ended(lab: Site) -> None:
+    job = Job(lab, "h1")
+    job.orphan()
+    done = kill(lab, hosts=("h1",))
+    assert done.code == 2
+    assert "only with -y" in done.err
+    assert job.left()
+    assert kill(lab, "-y", job.id, hosts=("h1",)).code == 0
+    assert job.left() == []
+
+
+def test_only_the_jobs_that_are_named_are_ended(lab: Site) -> None:
+    one, other = Job(lab, "h1"), Job(lab, "h1")
+    one.orphan()
+    other.orphan()
+    assert kill(lab, "-y", one.id, hosts=("h1",)).code == 0
+    assert one.left() == []
+    assert other.left()
+    assert kill(lab, "-y", hosts=("h1",)).code == 0
+
+
+def test_a_host_that_cannot_be_reached_is_a_row_and_the_others_are_swept(lab: Site) -> None:
+    job = Job(lab, "h1")
+    job.orphan()
+    done = kill(lab, "--stale", "-y", hosts=("h1", "nosuch"))
+    assert done.code == 3
+    assert job.left() == []
+    assert any(line.startswith("nosuch") and "cannot be asked" in line for line in done.out.splitlines())
+    assert "distrun: error: nosuch:" in done.err
+    assert "distrun: hint:" in done.err
+
+
+def test_kill_by_name_sweeps_the_hosts_of_a_job_whose_launcher_is_dead(lab: Site) -> None:
+    job = Job(lab, "h1", "h2")
+    job.orphan()
+    shown = lab.distrun("kill", job.id, "--dry-run")
+    assert shown.code == 0
+    assert "sleep 600" in shown.out
+    assert job.left()
+    done = lab.distrun("kill", job.id)
+    assert done.code == 0, done
+    assert job.left() == []
+    assert "h1: " in done.out
+    assert "h2: " in done.out
+
+
+def test_kill_by_name_tells_a_host_that_cannot_be_reached(lab: Site) -> None:
+    job = Job(lab, "h1", "h2")
+    job.orphan()
+    lab["h2"].reject(22)
+    done = lab.distrun("kill", job.id, "--grace", "1")
+    assert done.code == 3, done
+    assert "cannot be asked" in done.out
+    assert {each.host for each in job.left()} == {"h2"}
+    lab["h2"].clear()
+    assert kill(lab, "-y").code == 0
+    assert job.left() == []
+
+
+def test_kill_by_name_stops_a_job_that_runs(lab: Site) -> None:
+    job = Job(lab, "h1", "h2")
+    done = lab.distrun("kill", job.id)
+    assert done.code == 0
+    assert job.launcher.wait() == 143
+    assert job.left() == []
+
+
+# The explicit old way
+
+
+def test_a_pattern_shows_and_ends_what_it_means(lab: Site) -> None:
+    with (
+        bystander(lab, "h1", "sleep", "7001") as meant,
+        bystander(lab, "h2", "sleep", "7002") as other,
+        bystander(lab, "h2", "sleep", "7001", uid=65534) as foreign,
+    ):
+        shown = kill(lab, "--match", "sleep 7001", "--any-process", "--dry-run")
+        assert shown.code == 0
+        assert str(meant.inner) in shown.out
+        assert lives(meant)
+        assert kill(lab, "--match", "sleep 7001", "--any-process").code == 2
+        done = told(kill(lab, "--match", "sleep 7001", "--any-process", "-y", "--json"))
+        assert [len(host["ended"]) for host in done["hosts"]] == [1, 0]
+        assert not lives(meant)
+        assert lives(other)
+        assert lives(foreign)
+
+
+def test_a_pattern_that_means_everything_ends_neither_sshd_nor_agents(lab: Site) -> None:
+    job = Job(lab, "h1")
+    found = told(kill(lab, "--match", ".", "--any-process", "--dry-run", "--json", hosts=("h1",)))
+    commands = [each["command"] for each in found["hosts"][0]["found"]]
+    assert any("sleep 600" in command for command in commands)
+    assert not any("sshd" in command or AGENT.decode() in command for command in commands)
+    assert kill(lab, "-y", job.id, hosts=("h1",)).code == 0
+    job.launcher.wait()
+
+
+@pytest.mark.parametrize("words", [["--match", "x"], ["--any-process"], ["--match", "x", "--any-process", "job"]])
+def test_half_of_the_old_way_is_refused(lab: Site, words: list[str]) -> None:
+    assert lab.distrun("kill", *words).code == 2
