@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from distrun.errors import UsageError
-from distrun.hosts import HostSpec, Inventory
+from distrun.hosts import HostSpec, Inventory, fold
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER
 
 CYCLE, PACK, SPREAD = POLICIES = ("cycle", "pack", "spread")
@@ -104,9 +104,19 @@ def capacity(spec: HostSpec) -> int:
     return spec.slots or spec.gpu_count or 1
 
 
-def assumed(hosts: Inventory) -> tuple[HostSpec, ...]:
-    """Return the hosts whose number of slots is a guess for `pack` and `spread`; the user is to be told. Pure."""
-    return tuple(spec for spec in hosts.specs if spec.slots is None)
+def notes(hosts: Inventory, policy: str) -> tuple[str, ...]:
+    """Return what the user is to be told: which hosts say nothing of slots, and how many they are taken to have. Pure.
+
+    Nothing for `cycle`, which does not look at slots.
+    """
+    guessed: dict[int, list[str]] = {}
+    for spec in hosts.specs if policy != CYCLE else ():
+        if spec.slots is None:
+            guessed.setdefault(capacity(spec), []).append(spec.name)
+    return tuple(
+        "--placement %s: no slots= for %s: taken as %d%s" % (policy, fold(names), count, " each" if names[1:] else "")
+        for count, names in guessed.items()
+    )
 
 
 def _cycle(counts: Mapping[str, int], hosts: Inventory) -> dict[str, list[str]]:

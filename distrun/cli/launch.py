@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun import activation, backends, forward, hosts, shell
+from distrun import activation, backends, forward, hosts, placement, shell
 from distrun.cli import reach
 from distrun.cli.console import Console
 from distrun.cli.options import collect_env, launch_options
@@ -81,6 +81,8 @@ def _launch(command: tuple[str, ...], options: Mapping[str, Any], env: Mapping[s
     )
     for warning in found.warnings if found else ():
         console.say(warning, "warning")
+    for note in placement.notes(found, job.placement) if found else ():
+        console.say(note)
     if ready.tree is not None:
         console.say("to copy to each host: %s" % ready.tree.text())
         for warning in ready.tree.warnings():

@@ -147,7 +147,13 @@ def test_without_slots_a_host_has_as_many_as_gpus_else_one_and_that_is_told() ->
     inventory = found("a gpus=2\nb gpus=0,3,5\nc\nd slots=1 gpus=8\n")
     slots = place(7, 0, inventory, policy="pack")
     assert where(slots, "worker") == ["a", "a", "b", "b", "b", "c", "d"]
-    assert [spec.name for spec in placement.assumed(inventory)] == ["a", "b", "c"]
+    assert placement.notes(inventory, "pack") == (
+        "--placement pack: no slots= for a: taken as 2",
+        "--placement pack: no slots= for b: taken as 3",
+        "--placement pack: no slots= for c: taken as 1",
+    )
+    assert placement.notes(found("h[1-4]"), "spread") == ("--placement spread: no slots= for h[1-4]: taken as 1 each",)
+    assert placement.notes(inventory, "cycle") == ()
 
 
 def test_a_role_uses_its_own_hosts_before_those_that_take_any() -> None:
