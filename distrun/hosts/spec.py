@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import ipaddress
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -68,10 +70,11 @@ class Inventory:
         Raises:
             KeyError: there is none.
         """
-        for spec in self.specs:
-            if spec.name == name:
-                return spec
-        raise KeyError(name)
+        return self._by_name[name]
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, HostSpec]:
+        return {spec.name: spec for spec in self.specs}
 
 
 def named(names: Iterable[str], source: str = "names") -> Inventory:
@@ -107,8 +110,9 @@ def is_loopback(name: str) -> bool:
 
 def write(inventory: Inventory) -> str:
     """Return a hosts file that says the same: `parse(write(x), x.source) == x`. Pure."""
-    turns = {name: inventory.order.count(name) for name in set(inventory.order)}
-    lines, seen = [], set()
+    turns = Counter(inventory.order)
+    lines: list[str] = []
+    seen: set[str] = set()
     for name in inventory.order:
         spec = inventory.spec(name)
         if turns[name] > 1:
