@@ -45,7 +45,7 @@ def execute(command: tuple[str, ...], **options: Any) -> int:
     host cannot be reached and no code is larger.
     """
     inventory, backend, hosts = hosts_of(options, environ.snapshot(), options["launcher"])
-    if backend.needs_hosts and not hosts:
+    if not backend.needs_hosts and not options["launcher"]:
         raise UsageError("no hosts are given", "distrun exec -H FILE COMMAND, or --hosts A,B")
     for warning in inventory.warnings:
         print_err("distrun: warning: %s\n" % warning)

@@ -40,10 +40,10 @@ def verdict(
         nonces: what each pair's first was to leave with its second.
         results: why it could not, "" if it could, by pair; a pair that is missing was not tried.
         arrived: the nonces that each host found.
-        places: `address:port` where each host listened.
+        places: `address:port` where each host listened; rows come in this order.
     """
     rows = []
-    for name in dict.fromkeys(to for _, to in nonces):
+    for name in places:
         wrong: dict[str, list[str]] = {}
         count = 0
         for (source, to), nonce in nonces.items():
@@ -57,7 +57,7 @@ def verdict(
                 wrong.setdefault(reason, []).append(source)
         if wrong:
             text = "; ".join(
-                "%s cannot reach %s: %s" % (fold(who), places.get(name, name), why) for why, who in wrong.items()
+                "%s cannot reach %s: %s" % (fold(who), places[name], why) for why, who in wrong.items()
             )
             fix = "open the data ports between the hosts (a firewall?), name open ones by --port-range A-B, or choose "
             rows.append(Row(name, "data ports", BAD, text, fix + "another network by --interface or --subnet"))

@@ -33,14 +33,14 @@ def test_a_host_is_reached_when_every_nonce_arrived() -> None:
     results = dict.fromkeys(NONCES, "")
     rows = pairs.verdict(NONCES, results, {"a": ["n2"], "b": ["n3", "n1"]}, PLACES)
     assert rows == [
-        Row("b", "data ports", OK, "reached by all 2 asked"),
         Row("a", "data ports", OK, "reached by its peer"),
+        Row("b", "data ports", OK, "reached by all 2 asked"),
     ]
 
 
 def test_who_cannot_reach_whom_is_said_with_the_reason() -> None:
     results = {("a", "b"): "Connection refused", ("b", "a"): "", ("c", "b"): "Connection refused"}
-    bad, good = pairs.verdict(NONCES, results, {"a": ["n2"], "b": []}, PLACES)
+    good, bad = pairs.verdict(NONCES, results, {"a": ["n2"], "b": []}, PLACES)
     assert (bad.mark, good.mark) == (BAD, OK)
     assert bad.text == "a,c cannot reach 10.0.0.2:2: Connection refused"
     assert "firewall" in bad.fix
@@ -48,7 +48,7 @@ def test_who_cannot_reach_whom_is_said_with_the_reason() -> None:
 
 def test_a_connection_that_somebody_else_took_is_a_fault() -> None:
     results = dict.fromkeys(NONCES, "")
-    bad, _ = pairs.verdict(NONCES, results, {"a": ["n2"], "b": ["n1"]}, PLACES)
+    _, bad = pairs.verdict(NONCES, results, {"a": ["n2"], "b": ["n1"]}, PLACES)
     assert bad.text == "c cannot reach 10.0.0.2:2: something else answered there"
 
 
