@@ -120,8 +120,8 @@ def table(found: Inventory) -> Table:
     shown = [name for name in cells[0] if name in ("HOST", "ROLE") or any(row[name] for row in cells)]
     made = Table(box=None, pad_edge=False, header_style="bold")
     for name in shown:
-        # A name that is cut or broken is no name: only the last column gives way.
-        made.add_column(name, overflow="fold", no_wrap=name != "MORE")
+        # A name that is broken is no name: the other columns give way.
+        made.add_column(name, overflow="fold", no_wrap=name == "HOST")
     for row in cells:
         made.add_row(*(escape(row[name]) for name in shown))
     return made
