@@ -1,0 +1,178 @@
+"""The copy to real hosts: `distrun sync`, and `distrun launch --sync-dst-dir`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fakehosts import tree, write
+from lab import Done, Site, wait_until
+from sshd import USER, key, running
+
+ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
+NO_RC: dict[str, object] = {"SetEnv": "SHLVL=9"}
+"""With it bash takes no session for a first one, and reads no .bashrc of whoever runs these tests."""
+
+
+def noise(path: Path, size: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(os.urandom(size))
+
+
+def on_host(lab: Site, host: str, folder: str) -> dict[str, str]:
+    """Return the files of a host's folder: path -> content."""
+    files = "find . -type f ! -name .distrun-sync ! -path './.distrun-part-*'"
+    script = "cd %s && %s -exec sh -c 'echo \"$1=$(cat \"$1\")\"' - {} ';'" % (folder, files)
+    lines = lab[host].exec("sh", "-c", script).splitlines()
+    return dict(line.removeprefix("./").split("=", 1) for line in lines)
+
+
+def of(done: Done, code: int = 0) -> str:
+    assert done.code == code, done.out + done.err
+    return done.err
+
+
+def test_all_hosts_get_the_directory_and_say_so_in_the_old_words(lab: Site) -> None:
+    write(lab.work, **{"train.py": "1", "sub/a b.py": "2", "__pycache__/x.pyc": "3"})
+    err = of(lab.distrun("sync", "-H", lab.hosts_file(), "--sync-dst-dir", "~/a job"))
+    assert "distrun: 2 files, 2 B to copy to each of %d hosts" % len(lab.hosts) in err
+    for host in lab.hosts:
+        assert "distrun: rsync %s/ -> %s:~/a job\n" % (lab.work, host) in err
+        assert on_host(lab, host, "/root/'a job'") == {"train.py": "1", "sub/a b.py": "2"}
+
+
+def test_two_names_of_one_host_are_copied_to_once_and_the_result_is_json(lab: Site) -> None:
+    write(lab.work, x="1")
+    done = lab.distrun("sync", "--hosts", "h1,h2,%s" % lab["h1"].address, "--sync-dst-dir", "/tmp/once", "--json")
+    of(done)
+    found = json.loads(done.out)
+    assert (found["schema"], found["files"], found["bytes"], found["exit_code"]) == ("distrun.sync/1", 1, 1, 0)
+    assert [each["names"] for each in found["hosts"]] == [["h1", lab["h1"].address], ["h2"]]
+
+
+def test_a_dry_run_touches_nothing(lab: Site) -> None:
+    write(lab.work, x="1")
+    err = of(lab.distrun("sync", "--hosts", "h1", "--sync-dst-dir", "/tmp/dry", "--dry-run"))
+    assert "rsync %s/ -> h1:/tmp/dry" % lab.work in err
+    assert lab["h1"].exec("sh", "-c", "ls /tmp/dry 2>/dev/null || echo none") == "none\n"
+
+
+def test_a_failed_host_is_exit_code_4_and_the_others_have_it(lab: Site) -> None:
+    write(lab.work, x="1")
+    lab["h2"].exec("sh", "-c", "mkdir -p /tmp/at && touch /tmp/at/job")
+    err = of(lab.distrun("sync", "--hosts", "h1,h2,h3", "--sync-dst-dir", "/tmp/at/job"), 4)
+    assert "the files did not reach 1 of 3 hosts" in err
+    assert "h2: the directory /tmp/at/job cannot be made or entered: mkdir" in err
+    for host in ("h1", "h3"):
+        assert on_host(lab, host, "/tmp/at/job") == {"x": "1"}
+
+
+def test_a_disk_that_gets_full_leaves_the_tree_of_before(lab: Site) -> None:
+    lab["h2"].disk(8, "/tmp")
+    write(lab.work, **{"train.py": "1"})
+    command = ("sync", "--hosts", "h1,h2", "--sync-dst-dir", "/tmp/job")
+    of(lab.distrun(*command))
+    write(lab.work, **{"train.py": "22"})
+    noise(lab.work / "data", 12 * MIB)
+    err = of(lab.distrun(*command), 4)
+    assert "h2: its disk is full: " in err
+    assert "No space left on device" in err
+    assert on_host(lab, "h2", "/tmp/job") == {"train.py": "1"}
+    assert lab["h2"].exec("find", "/tmp/job", "-name", ".distrun-part-*") == ""
+    (lab.work / "data").unlink()
+    of(lab.distrun(*command))
+    assert on_host(lab, "h2", "/tmp/job") == {"train.py": "22"}
+    # An empty folder is known to be too small before anything is sent.
+    noise(lab.work / "data", 12 * MIB)
+    err = of(lab.distrun("sync", "--hosts", "h2", "--sync-dst-dir", "/tmp/new"), 4)
+    assert "free below /tmp/new, and 12.0 MiB are needed" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_launcher_that_is_ended_midway_leaves_no_process_and_the_tree_of_before(lab: Site, number: int) -> None:
+    write(lab.work, **{"train.py": "1"})
+    folder = "/tmp/ended-%d" % number
+    command = ("sync", "--hosts", "h1,h2", "--sync-dst-dir", folder)
+    of(lab.distrun(*command))
+    write(lab.work, **{"train.py": "22"})
+    noise(lab.work / "data", 8 * MIB)
+    for host in ("h1", "h2"):
+        lab[host].rate(4000)
+    running = lab.start(*command)
+    wait_until(lambda: all("rsync --server" in lab[host].ps() for host in ("h1", "h2")), 30, "rsync runs on the hosts")
+    os.kill(running.pid, number)
+    running.wait()
+    wait_until(lambda: not lab.leftovers(), 30, "no rsync is left")
+    wait_until(lambda: not [p for p in lab.processes("launcher") if "rsync" in str(p)], 30, "nor here")
+    for host in ("h1", "h2"):
+        assert on_host(lab, host, folder) == {"train.py": "1"}
+
+
+def test_a_job_runs_what_was_just_copied_and_a_failed_copy_starts_nothing(lab: Site) -> None:
+    write(lab.work, **{"train.py": "import os; print('one', os.getcwd())"})
+    command = ("launch", "-n", "2", "-s", "0", "--hosts", "h1,h2", "--sync-dst-dir", "/tmp/mxnet_job/")
+    done = lab.distrun(*command, "python3", "train.py")
+    err = of(done)
+    assert done.out.count("one /tmp/mxnet_job") == 2
+    assert "rsync %s/ -> h1:/tmp/mxnet_job/" % lab.work in err
+    write(lab.work, **{"train.py": "print('and two')"})
+    assert lab.distrun(*command, "python3", "train.py").out.count("and two") == 2
+    # A host on which a file cannot be replaced: no task runs, anywhere.
+    write(lab.work, **{"train.py": "print('and three')"})
+    lab["h2"].exec("sh", "-c", "cd /tmp/mxnet_job && rm train.py && mkdir train.py && touch train.py/mine")
+    done = lab.distrun(*command, "python3", "train.py")
+    err = of(done, 4)
+    assert "three" not in done.out
+    assert "h2: rsync: some files were not copied (code 23): " in err
+    assert on_host(lab, "h2", "/tmp/mxnet_job") == {"train.py/mine": ""}
+
+
+def sync(*words: str, cwd: Path, env: dict[str, str] | None = None) -> Done:
+    done = subprocess.run(
+        [sys.executable, "-m", "distrun", "sync", *words],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": "%s:%s/runtime" % (ROOT, ROOT), **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def test_rsync_goes_by_the_users_own_ssh_configuration(tmp_path: Path) -> None:
+    source = write(tmp_path / "source dir", x="1")
+    with running(tmp_path / "sshd", **NO_RC) as server:
+        config = server.folder / "config"
+        config.write_text(
+            "Host d1\n    HostName 127.0.0.1\n    port %d\n    user %s\n    IdentityFile %s\n    IdentitiesOnly yes\n"
+            "    UserKnownHostsFile %s\n" % (server.port, USER, server.id, server.known_hosts)
+        )
+        done = sync(
+            "--hosts", "d1", "--ssh-config", str(config), "--sync-dst-dir", str(tmp_path / "it's there"), cwd=source
+        )
+        of(done)
+        assert tree(tmp_path / "it's there") == {"x": "1"}
+        # The source itself, by way of ssh.
+        err = of(
+            sync("--hosts", "d1", "--ssh-config", str(config), "--sync-dst-dir", str(source), "--delete", cwd=source)
+        )
+        assert "d1: the same directory" in err
+        assert tree(source) == {"x": "1"}
+
+
+def test_a_host_that_lets_nobody_in_is_said_and_never_asks(tmp_path: Path) -> None:
+    source = write(tmp_path / "source", x="1")
+    with running(tmp_path / "sshd", **NO_RC) as server:
+        wrong = key(tmp_path / "wrong")
+        config = server.config("IdentityFile %s" % wrong, "IdentitiesOnly yes", identity=False)
+        done = sync("--hosts", "d1", "--ssh-config", config, "--sync-dst-dir", str(tmp_path / "x"), cwd=source)
+        err = of(done, 4)
+        assert "Permission denied" in err
+        assert not (tmp_path / "x").exists()
