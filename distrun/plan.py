@@ -23,6 +23,8 @@ SET_ELSEWHERE: Mapping[str, str] = {
     "DISTRUN_TOKEN_FILE": "the agent, which writes that file",
     "DISTRUN_PUBLISH_FD": "the agent, which opens that pipe",
     "PYTHONPATH": "the agent: the bundled runtime's folder, then what stands there already",
+    "GLOO_SOCKET_IFNAME": "the agent, which knows the interface",
+    "NCCL_SOCKET_IFNAME": "the agent, which knows the interface",
     "DMLC_TRACKER_URI": "nobody: only removed",
     "DMLC_TRACKER_PORT": "nobody: only removed",
 }

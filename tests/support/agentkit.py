@@ -111,6 +111,10 @@ class AgentDriver:
         self.say("begin", **fields)
         return self.wait("ready", "refused")
 
+    def send(self, data: bytes) -> None:
+        """Send a frame as it is."""
+        self._send(data)
+
     def spawn(self, name: str = "worker-0", **env: str) -> wire.Frame:
         self.say("spawn", task=name, env=env)
         return self.wait("started", "exited", task=name)

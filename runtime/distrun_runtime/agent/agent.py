@@ -13,20 +13,25 @@ import signal
 import socket
 import sys
 import time
-from typing import Any, Callable, ClassVar, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, List, Optional
 
 from distrun_runtime.agent import ending, ladder, record
 from distrun_runtime.agent.channel import Channel
 from distrun_runtime.agent.crew import Crew
 from distrun_runtime.agent.ending import Ending, Marks
 from distrun_runtime.agent.ladder import Ladder
+from distrun_runtime.agent.opening import Need, Steps, steps
 from distrun_runtime.agent.reaper import Wakeup
 from distrun_runtime.agent.record import Record
+from distrun_runtime.agent.refusal import Refusal
 from distrun_runtime.agent.share import Share, take
 from distrun_runtime.contract import process, wire
 from distrun_runtime.contract.plan import STOP
 from distrun_runtime.contract.process import Identity
 from distrun_runtime.errors import RuntimeFault
+
+if TYPE_CHECKING:
+    from distrun_runtime.agent.errand import Done, Errand
 
 FIRST_LEASE_S = 45.0
 """How long the agent waits for `begin`, and between frames until then."""
@@ -40,6 +45,8 @@ REMEMBER_S = 5.0
 """Without a subreaper, so often the tasks' processes are remembered, before they could slip away."""
 TERMINATED = 128 + int(signal.SIGTERM)
 START_FAILED = 6
+OTHER = "other"
+"""Kind of a refusal for which there is no better word."""
 
 
 class Agent:
@@ -55,8 +62,14 @@ class Agent:
         self._selector = selectors.PollSelector()
         self._wakeup = Wakeup()
         self._crew = Crew(channel, self._selector)
+        self._crew.on_other = self._on_other_end
         self._ending = Ending(Marks("", ""), self._crew.running, is_subreaper)
         self._share: Optional[Share] = None
+        self._opening: Optional[Steps] = None
+        """The steps to `ready`, while they go on."""
+        self._errand: Optional[Errand] = None
+        self._needed = ""
+        """Digest of the runtime that was asked for."""
         self._is_leaving = False
         self._code = 0
         self._heard_at = time.monotonic()
@@ -85,7 +98,10 @@ class Agent:
         return self._close()
 
     def _timeout(self) -> float:
-        due = min(self._ending.next_at, self._remember_at, math.inf if self._is_leaving else self._lease_end())
+        errand_s = self._errand.deadline if self._errand is not None else math.inf
+        due = min(
+            errand_s, self._ending.next_at, self._remember_at, math.inf if self._is_leaving else self._lease_end()
+        )
         return max(0.0, min(due - time.monotonic(), 3600.0))
 
     def _lease_end(self) -> float:
@@ -95,6 +111,8 @@ class Agent:
         if not self._is_leaving and now >= self._lease_end():
             self._warn("no word from the coordinator for %.1f s: ending all tasks" % (now - self._heard_at))
             self._leave(self._gentle(), TERMINATED)
+        if self._errand is not None and now >= self._errand.deadline:
+            self._errand.expire()
         left = self._ending.step(now)
         if left is not None:
             self._send("cleared", left=ending.described(left))
@@ -158,7 +176,7 @@ class Agent:
                 self._warn("a frame of unknown type %r was ignored" % frame.type)
                 continue
             try:
-                handler(self, frame.header)
+                handler(self, dict(frame.header, body=frame.body) if frame.body else frame.header)
             except (LookupError, TypeError, ValueError, AttributeError) as err:
                 self._warn("a malformed %r frame was ignored: %s: %s" % (frame.type, type(err).__name__, err))
 
@@ -195,15 +213,55 @@ class Agent:
         try:
             share = take(header)
         except (RuntimeFault, LookupError, TypeError, ValueError, OSError) as err:
-            is_plain = isinstance(err, (RuntimeFault, OSError))
-            self._send("refused", reason=str(err) if is_plain else "%s: %s" % (type(err).__name__, err))
-            self._leave(self._gentle(), START_FAILED)
+            self._refuse(err)
             return
         self._share = share
         self._ending = Ending(Marks(share.plan.job, share.host), self._crew.running, self._is_subreaper)
         self._save()
         self._tell_guard(share)
-        self._send("ready", address=share.address, ports=share.ports())
+        self._opening = steps(share)
+        self._go_on(None)
+
+    def _go_on(self, what: Any) -> None:
+        """Take the next step towards `ready`, given what came of the last one."""
+        if self._opening is None:
+            return
+        try:
+            wanted = self._opening.send(what)
+        except StopIteration as end:
+            self._opening, self._share = None, end.value
+            share: Share = end.value
+            self._send("ready", address=share.address, ports=share.ports(), python=dict(share.python))
+        except (RuntimeFault, OSError) as err:
+            self._opening = None
+            self._refuse(err)
+        else:
+            if isinstance(wanted, Need):
+                self._needed = wanted.digest
+                self._send("need", digest=wanted.digest)
+            else:
+                from distrun_runtime.agent.errand import Errand
+
+                self._errand = Errand(wanted, self._selector, self._on_errand_done)
+                self._errand.start()
+
+    def _on_errand_done(self, done: Done) -> None:
+        self._errand = None
+        self._go_on(done)
+
+    def _runtime(self, header: Dict[str, Any]) -> None:
+        if self._opening is None or not self._needed or header["digest"] != self._needed:
+            self._warn("a `runtime` that was not asked for was ignored")
+            return
+        self._needed = ""
+        self._go_on(header.get("body", b""))
+
+    def _refuse(self, err: Exception) -> None:
+        is_plain = isinstance(err, (RuntimeFault, OSError))
+        reason = str(err) if is_plain else "%s: %s" % (type(err).__name__, err)
+        kind, fix = (err.kind, err.fix) if isinstance(err, Refusal) else (OTHER, "")
+        self._send("refused", reason=reason, kind=kind, fix=fix)
+        self._leave(self._gentle(), START_FAILED)
 
     def _ask(self, header: Dict[str, Any]) -> None:
         """Have a tool answer. It may block: no task runs yet, so nothing waits for this loop."""
@@ -224,8 +282,8 @@ class Agent:
 
     def _spawn(self, header: Dict[str, Any]) -> None:
         share = self._share
-        if share is None or self._is_leaving:
-            self._warn("`spawn` was ignored: the job %s here" % ("ends" if share else "has not begun"))
+        if share is None or self._opening is not None or self._is_leaving:
+            self._warn("`spawn` was ignored: the job %s here" % ("ends" if self._is_leaving else "has not begun"))
             return
         task = share.plan.task(header["task"])
         if task.name in self._crew.running:
@@ -264,6 +322,7 @@ class Agent:
 
     _HANDLERS: ClassVar[Dict[str, Callable[[Agent, Dict[str, Any]], None]]] = {
         "begin": _begin,
+        "runtime": _runtime,
         "ask": _ask,
         "spawn": _spawn,
         "signal": _signal,
@@ -280,6 +339,10 @@ class Agent:
         self._reap()
         self._crew.hear()
 
+    def _on_other_end(self, pid: int, status: int) -> None:
+        if self._errand is not None:
+            self._errand.reaped(pid, status)
+
     def _reap(self) -> None:
         if self._crew.reap():
             self._ending.hurry()
@@ -289,6 +352,10 @@ class Agent:
         """End everything that way, then the agent itself. The first reason gives the exit code."""
         if not self._is_leaving:
             self._is_leaving, self._code = True, code
+        self._opening = None
+        if self._errand is not None:
+            self._errand.cancel()
+            self._errand = None
         if self._share is not None:
             self._ending.stop(list(self._crew.running), how)
 
@@ -335,5 +402,5 @@ class Agent:
     def _warn(self, text: str) -> None:
         self._send("warning", text=text)
 
-    def _send(self, kind: str, **members: Any) -> None:
+    def _send(self, kind: str, /, **members: Any) -> None:
         self._channel.send(dict(members, type=kind))

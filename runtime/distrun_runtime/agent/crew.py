@@ -5,7 +5,7 @@ from __future__ import annotations
 import selectors
 import sys
 import time
-from typing import Dict, List, Mapping, Optional
+from typing import Callable, Dict, List, Mapping, Optional
 
 from distrun_runtime.agent import tasks
 from distrun_runtime.agent.channel import Channel
@@ -21,6 +21,8 @@ class Crew:
     def __init__(self, channel: Channel, selector: selectors.BaseSelector) -> None:
         self.running: Dict[str, Running] = {}
         """Every task that was started, those that are over included."""
+        self.on_other: Callable[[int, int], None] = lambda pid, status: None
+        """Told the process id and wait status of each child that is no task's first process."""
         self.is_nobody_listening = False
         """What tasks write is thrown away from now on."""
         self._channel = channel
@@ -58,6 +60,8 @@ class Crew:
                     running.child.returncode = status
                     self._on_end(running, now, exit_facts(status, usage))
                     break
+            else:
+                self.on_other(pid, status)
         return count
 
     def hear(self) -> None:

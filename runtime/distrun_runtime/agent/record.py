@@ -10,6 +10,7 @@ The record lets the guard, `distrun kill` and a sweep end exactly what was start
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import stat
 from dataclasses import dataclass
 from typing import Any, Dict, List, Tuple
 
+from distrun_runtime.agent.refusal import Refusal
 from distrun_runtime.contract import environ, process
 from distrun_runtime.contract.process import Identity
 from distrun_runtime.errors import ContractError
@@ -24,6 +26,9 @@ from distrun_runtime.errors import ContractError
 VERSION = 1
 TOKEN = "token"
 RECORD = "agent.json"
+ROOM_BYTES = 1024 * 1024
+ROOM_FILES = 16
+"""What must be free where the folder is."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,7 @@ def create(job: str, host: str, token: str) -> str:
         ContractError: no root can be used, with the reason for each; or the folder is in use by a living agent.
     """
     _refuse_a_second(job, host)
-    wrong = []
+    wrong, is_full = [], False
     for root in roots():
         try:
             _private(root)
@@ -123,6 +128,7 @@ def create(job: str, host: str, token: str) -> str:
             _private(parent)
             folder = os.path.join(parent, safe_name(host))
             _private(folder)
+            _check_room(folder)
             shutil.rmtree(os.path.join(folder, "spool"), ignore_errors=True)
             os.mkdir(os.path.join(folder, "spool"), 0o700)
             if token:
@@ -130,7 +136,10 @@ def create(job: str, host: str, token: str) -> str:
             return folder
         except (OSError, ContractError) as err:
             wrong.append(str(err))
-    raise ContractError("no private folder can be made for the job: %s" % "; ".join(wrong))
+            is_full = is_full or getattr(err, "errno", 0) in (errno.ENOSPC, errno.EDQUOT)
+    raise Refusal(
+        "disk" if is_full else "other", "no private folder can be made for the job on %s: %s" % (host, "; ".join(wrong))
+    )
 
 
 def remove(folder: str) -> None:
@@ -196,6 +205,16 @@ def _refuse_a_second(job: str, host: str) -> None:
                 "job %s already has an agent for host %s on this machine, process %d; end it with: distrun kill %s"
                 % (job, host, other.agent.pid, job)
             )
+
+
+def _check_room(folder: str) -> None:
+    """Refuse a disk that is as good as full: token, record and output would not fit. Raises OSError."""
+    info = os.statvfs(folder)
+    if info.f_bavail * info.f_frsize < ROOM_BYTES or (info.f_files and info.f_favail < ROOM_FILES):
+        with contextlib.suppress(OSError):  # only what is empty
+            os.rmdir(folder)
+            os.rmdir(os.path.dirname(folder))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), folder)
 
 
 def _private(folder: str) -> None:

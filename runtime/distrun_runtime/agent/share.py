@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Dict, Mapping
 
 from distrun_runtime.agent import ports, record, tasks
+from distrun_runtime.agent.refusal import Refusal
 from distrun_runtime.contract import environ, wire
-from distrun_runtime.contract.plan import Host, Plan, Task, from_json
+from distrun_runtime.contract.plan import WORKER, Host, Plan, Task, from_json
 from distrun_runtime.errors import ContractError
+
+OF_THE_CONNECTION = ("SSH_*",)
+"""Variables by which the agent was reached: to a task they would tell of a login that is not its own."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,14 @@ class Share:
     folder: str
     token_file: str
     secret_env: Mapping[str, str]
+    base: Mapping[bytes, bytes] = field(default_factory=dict)
+    """The environment that tasks start from."""
+    interface: str = ""
+    """Name of the interface that has `address`, if the job has other hosts too."""
+    runtime: str = ""
+    """Folder that goes first on the tasks' PYTHONPATH; empty: none."""
+    python: Mapping[str, str] = field(default_factory=dict)
+    """`VERSION PATH` of the interpreters of tasks that need modules, by the name they are called by."""
 
     @property
     def spool_folder(self) -> str:
@@ -38,12 +50,25 @@ class Share:
         return {"DISTRUN_JOB_ID": self.plan.job, "DISTRUN_HOST": self.host}
 
     def environment(self, task: Task, sent: Mapping[str, str]) -> Dict[bytes, bytes]:
-        """Return a task's environment: ours without stale names, its secrets, what was sent with it, and our marks."""
+        """Return a task's environment: this host's, its secrets, what was sent with it, and what it is known by."""
         who = {"DISTRUN_ROLE": task.role, "DISTRUN_RANK": str(task.rank)}
         secrets = {name: self.secret_env[name] for name in task.secret_env if name in self.secret_env}
         # Last, so that nothing overrides what a leftover process is known by.
         last = dict(self.marks, DISTRUN_TOKEN_FILE=self.token_file) if self.token_file else self.marks
-        return tasks.environment(environ.snapshot_bytes(), self.plan.unset, who, secrets, sent, last)
+        env = tasks.environment(self.base, (), who, secrets, sent, last)
+        if self.runtime:
+            folders = [tasks.exact(self.runtime), env.get(b"PYTHONPATH", b"")]
+            env[b"PYTHONPATH"] = os.fsencode(os.pathsep).join(folder for folder in folders if folder)
+        if self.interface and task.role == WORKER:
+            env.setdefault(b"GLOO_SOCKET_IFNAME", tasks.exact(self.interface))
+            if self._asked_for:
+                env.setdefault(b"NCCL_SOCKET_IFNAME", tasks.exact(self.interface))
+        return env
+
+    @property
+    def _asked_for(self) -> str:
+        """What the user asked for of the data address; without anything NCCL finds better interfaces than we."""
+        return _interface(self.plan, _host(self.plan, self.host)) or self.plan.subnet
 
     def ports(self) -> Dict[str, int]:
         """Return the numbers of the held ports by label."""
@@ -60,22 +85,38 @@ def take(header: Mapping[str, Any]) -> Share:
     """Return the share that a `begin` message gives, prepared: address settled, ports held, folder made.
 
     Raises:
-        ContractError, OSError, LookupError, TypeError, ValueError: it cannot be taken; the message says why.
+        Refusal (a ContractError), or ContractError, OSError, LookupError, TypeError, ValueError: it cannot be taken;
+        the message says why.
     """
     if header["version"] != wire.VERSION:
-        raise ContractError(
-            "the coordinator speaks version %r of the agent protocol, this agent %d; use one release of distrun on both"
-            % (header["version"], wire.VERSION)
+        raise Refusal(
+            "protocol",
+            "the coordinator speaks version %r of the agent protocol, this agent %d"
+            % (header["version"], wire.VERSION),
+            "use one release of distrun on both",
         )
     plan = from_json(header["plan"])
     host = _host(plan, str(header["host"]))
     token = str(header.get("token") or "")
-    address = host.address or _address(plan, host)
+    outer = environ.snapshot()
+    address = host.address or _address(plan, host, outer)
     named = [task.env["DISTRUN_PORT_RANGE"] for task in plan.tasks if "DISTRUN_PORT_RANGE" in task.env]
     held = {label: ports.hold(address, named[0] if named else "") for label in host.ports}
     folder = record.create(plan.job, host.name, token)
     token_file = os.path.join(folder, record.TOKEN) if token else ""
-    return Share(plan, host.name, address, held, folder, token_file, dict(header.get("secret_env") or {}))
+    # Tasks on this very machine have what the user has, the login included.
+    unset = plan.unset if plan.backend == "local" else (*plan.unset, *OF_THE_CONNECTION)
+    return Share(
+        plan,
+        host.name,
+        address,
+        held,
+        folder,
+        token_file,
+        dict(header.get("secret_env") or {}),
+        base=tasks.environment(environ.snapshot_bytes(), unset),
+        interface=_interface_of(address, plan),
+    )
 
 
 def _host(plan: Plan, name: str) -> Host:
@@ -85,9 +126,27 @@ def _host(plan: Plan, name: str) -> Host:
     raise ContractError("the plan has no host %r; it has: %s" % (name, ", ".join(host.name for host in plan.hosts)))
 
 
-def _address(plan: Plan, host: Host) -> str:
-    """Return the address that peers use for this host, when the plan does not say. Raises ContractError."""
+def _interface(plan: Plan, host: Host) -> str:
+    return host.interface or plan.interface
+
+
+def _address(plan: Plan, host: Host, outer: Mapping[str, str]) -> str:
+    """Return the address that peers use for this host, when the plan does not say. Raises Refusal."""
     from distrun_runtime.contract import address  # ctypes: only when it is needed
 
+    named = _interface(plan, host)
+    reached = "" if named or plan.subnet else address.reached_at(outer)
     others = [each.address or each.name for each in plan.hosts if each.name != host.name]
-    return address.choose(plan.interface, plan.subnet, others[0] if others else "")
+    try:
+        return reached or address.choose(named, "" if named else plan.subnet, others[0] if others else "")
+    except ContractError as err:
+        raise Refusal("interface", str(err)) from None
+
+
+def _interface_of(ip: str, plan: Plan) -> str:
+    """Return the interface that has an address; empty in a job of one host, or if none has it."""
+    if len(plan.hosts) < 2 or not plan.of_role(WORKER):
+        return ""
+    from distrun_runtime.contract import address
+
+    return next((row.name for row in address.interfaces() if row.ip == ip), "")

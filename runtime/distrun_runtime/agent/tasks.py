@@ -105,7 +105,7 @@ def start(task: Task, env: Dict[bytes, bytes], spool_folder: str) -> Running:
             stdout=theirs[0],
             stderr=theirs[1],
             pass_fds=(theirs[2],),
-            cwd=exact(task.cwd) or None,
+            cwd=os.path.expanduser(exact(task.cwd)) or None,
             env=env,
             start_new_session=True,
         )
@@ -134,7 +134,7 @@ def _check(task: Task, argv: List[bytes], env: Mapping[bytes, bytes]) -> None:
     """Find out beforehand what exec could only say ambiguously."""
     if not argv or not argv[0]:
         raise CannotStart(NOT_FOUND, "%s has an empty command" % task.name)
-    cwd = exact(task.cwd)
+    cwd = os.path.expanduser(exact(task.cwd))
     if cwd and not os.path.isdir(cwd):
         what = "is no folder" if os.path.exists(cwd) else "does not exist"
         raise CannotStart(NOT_EXECUTABLE, "the working folder %s %s on this host" % (task.cwd, what))

@@ -9,8 +9,9 @@ import ctypes
 import ipaddress
 import socket
 import sys
-from typing import List, NamedTuple, Union
+from typing import List, Mapping, NamedTuple, Union
 
+from distrun_runtime.contract import environ
 from distrun_runtime.errors import ContractError
 
 _UP = 0x1  # IFF_UP, the same on Linux and the BSDs
@@ -102,6 +103,21 @@ def choose(interface: str = "", subnet: str = "", toward: str = "") -> str:
     rows = [row for row in _ipv4_first(interfaces()) if not ipaddress.ip_address(row.ip).is_loopback]
     rows = [row for row in rows if not ipaddress.ip_address(row.ip).is_link_local]
     return rows[0].ip if rows else "127.0.0.1"
+
+
+def reached_at(env: Mapping[str, str]) -> str:
+    """Return the address of this machine at which sshd was reached; empty without one that other machines can use.
+
+    It is the launcher's own way here, and known to work.
+    """
+    words = environ.text("SSH_CONNECTION", env).split()  # client's address and port, server's address and port
+    try:
+        ip = ipaddress.ip_address(words[2].split("%")[0])
+    except (IndexError, ValueError):
+        return ""
+    mapped = getattr(ip, "ipv4_mapped", None)
+    ip = mapped or ip
+    return "" if ip.is_loopback or ip.is_link_local or ip.is_unspecified else str(ip)
 
 
 def resolve_host(name: str) -> str:

@@ -172,6 +172,20 @@ TABLE: Tuple[Variable, ...] = (
     ),
     _row("TORCHELASTIC_MAX_RESTARTS", "torch", GIVEN, "How often it may be: 0.", type=INT, low=0),
     _row("TORCHELASTIC_RUN_ID", "torch", GIVEN, "The job's id."),
+    _row(
+        "GLOO_SOCKET_IFNAME",
+        "torch",
+        GIVEN,
+        "In jobs of several hosts: the interface that has this host's data address, unless you set it.",
+        stale=False,
+    ),
+    _row(
+        "NCCL_SOCKET_IFNAME",
+        "torch",
+        GIVEN,
+        "The same, but only with --interface or --subnet: NCCL finds its interfaces itself.",
+        stale=False,
+    ),
     # JAX. Workers only.
     _row(
         "JAX_COORDINATOR_ADDRESS",
@@ -308,7 +322,14 @@ TABLE: Tuple[Variable, ...] = (
         "XDG_CACHE_HOME",
         "launcher",
         READ,
-        "Where an installed (not editable) runtime is copied to, for tasks (default ~/.cache).",
+        "Where the bundled runtime is kept for tasks: `distrun/runtime/` below it (default ~/.cache).",
+    ),
+    _row(
+        "SSH_CONNECTION",
+        "launcher",
+        READ,
+        "Set by sshd on a host: the address at which the launcher reached it is its data address, unless an"
+        " interface or subnet is asked for.",
     ),
 )
 

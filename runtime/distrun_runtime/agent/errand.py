@@ -1,0 +1,165 @@
+"""A program that the agent runs for itself before a job begins: watched by the loop, never waited for.
+
+What it has to tell comes over a pipe of its own, whose number it is given; stdout and stderr are words for people.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import time
+from typing import Callable, Dict, Mapping, NamedTuple, Optional, Tuple
+
+FD = b"@distrun-fd@"
+"""In an argument of a command: the number of the pipe that its result goes to."""
+NOT_FOUND = "not found"
+NOT_STARTED = "not started"
+TIMED_OUT = "timed out"
+
+RESULT_LIMIT = 8 * 1024 * 1024
+WORDS_LIMIT = 4096
+"""Bytes of the last words that are kept."""
+_READ_BYTES = 64 * 1024
+
+
+class Command(NamedTuple):
+    """What to run."""
+
+    argv: Tuple[bytes, ...]
+    """With FD where the number of the result's pipe belongs."""
+    env: Mapping[bytes, bytes]
+    cwd: bytes
+    """Empty: where the agent is."""
+    limit_s: float
+
+
+class Done(NamedTuple):
+    """How it ended."""
+
+    code: Optional[int]
+    """Exit code, or minus the signal's number; None: see `fault`."""
+    result: bytes = b""
+    words: str = ""
+    """The end of what it printed; of one that could not be started, why."""
+    fault: str = ""
+    """NOT_FOUND: there is no such program. NOT_STARTED. TIMED_OUT: it was ended. Else empty."""
+
+    @property
+    def last_lines(self) -> str:
+        """The last few lines of its words."""
+        lines = [line.rstrip() for line in self.words.splitlines() if line.strip()]
+        return "\n".join(lines[-10:])
+
+
+class Errand:
+    """One run of a command. `on_done` is called once: from `reaped` or `expire`, or from `start` if it cannot start."""
+
+    def __init__(self, command: Command, selector: selectors.BaseSelector, on_done: Callable[[Done], None]) -> None:
+        self.deadline = time.monotonic() + command.limit_s
+        self._command = command
+        self._selector = selector
+        self._on_done = on_done
+        self._heard: Dict[int, bytearray] = {}
+        self._child: Optional[subprocess.Popen[bytes]] = None
+        self._result = self._words = -1
+
+    def start(self) -> None:
+        """Start it."""
+        command = self._command
+        self._result, result = os.pipe()
+        self._words, words = os.pipe()
+        try:
+            self._child = subprocess.Popen(
+                [word.replace(FD, b"%d" % result) for word in command.argv],
+                stdin=subprocess.DEVNULL,
+                stdout=words,
+                stderr=words,
+                pass_fds=(result,),
+                cwd=command.cwd or None,
+                env=command.env,
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as err:
+            os.close(self._result)
+            os.close(self._words)
+            os.close(result)
+            os.close(words)
+            fault = NOT_FOUND if isinstance(err, FileNotFoundError) else NOT_STARTED
+            self._on_done(Done(None, words=str(err), fault=fault))
+            return
+        os.close(result)
+        os.close(words)
+        for descriptor in (self._result, self._words):
+            os.set_blocking(descriptor, False)
+            self._heard[descriptor] = bytearray()
+            self._watch(descriptor)
+
+    def reaped(self, pid: int, status: int) -> None:
+        """Take note of a child's end, if it is ours: what it left running in the background is not waited for."""
+        if self._child is None or pid != self._child.pid:
+            return
+        code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status)
+        self._child.returncode = code  # Popen must not wait for it once more
+        self._finish(code)
+
+    def expire(self) -> None:
+        """Its time is over: end it and say so."""
+        self.kill()
+        self._finish(None, TIMED_OUT)
+
+    def kill(self) -> None:
+        """End it, and whatever it started that did not leave its group. Nothing is told."""
+        if self._child is not None and self._child.returncode is None:
+            with contextlib.suppress(OSError):
+                os.killpg(self._child.pid, signal.SIGKILL)
+
+    def cancel(self) -> None:
+        """End it without a word to anybody."""
+        self.kill()
+        self._close()
+
+    def _finish(self, code: Optional[int], fault: str = "") -> None:
+        if self._child is None:
+            return
+        for descriptor in list(self._heard):
+            while self._read(descriptor):
+                pass
+        result, words = bytes(self._heard[self._result]), bytes(self._heard[self._words])
+        self._close()
+        self._on_done(Done(code, result, words.decode("utf-8", "replace"), fault))
+
+    def _watch(self, descriptor: int) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._read(descriptor))
+
+    def _read(self, descriptor: int) -> bool:
+        """Read once; return whether something was there."""
+        heard = self._heard[descriptor]
+        try:
+            data = os.read(descriptor, _READ_BYTES)
+        except OSError:
+            return False
+        if not data:
+            if descriptor in self._selector.get_map():
+                self._selector.unregister(descriptor)
+            return False
+        heard += data
+        if descriptor == self._words:
+            del heard[:-WORDS_LIMIT]
+        elif len(heard) > RESULT_LIMIT:
+            self.kill()
+            return False
+        return True
+
+    def _close(self) -> None:
+        if self._child is None:
+            return
+        # Popen complains of a child that was not waited for; the agent's loop reaps it.
+        self._child.returncode = self._child.returncode if self._child.returncode is not None else 0
+        self._child = None
+        for descriptor in self._heard:
+            if descriptor in self._selector.get_map():
+                self._selector.unregister(descriptor)
+            os.close(descriptor)

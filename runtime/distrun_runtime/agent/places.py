@@ -1,0 +1,107 @@
+"""The folders that tasks run in: they are there, or they are made for the files that will be copied into them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import List
+
+from distrun_runtime.agent.refusal import Refusal
+from distrun_runtime.contract.plan import Plan, Sync
+
+MARKER = ".distrun-sync"
+"""File that says: this folder was made, or was empty, when distrun first copied into it. Only there it may delete."""
+_MARKER_TEXT = b"distrun copies files into this folder. Without this file it never deletes any here.\n"
+
+
+def check(plan: Plan, host: str) -> None:
+    """See to the folders of the plan's tasks.
+
+    Raises:
+        Refusal: one is missing, cannot be made or used, or has too little room.
+    """
+    if plan.sync is not None:
+        make(plan.cwd, plan.sync, host)
+    for cwd in dict.fromkeys(task.cwd for task in plan.tasks if task.cwd):
+        if plan.sync is None or cwd != plan.cwd:
+            _must_be(cwd, plan, host)
+
+
+def expand(folder: str) -> str:
+    """Return the path that a folder of the plan means here: `~` is the home of the user of this host."""
+    return os.path.expanduser(folder)
+
+
+def make(cwd: str, sync: Sync, host: str) -> None:
+    """Make the folder that the tree of `sync` is copied to, and look whether it can take it. Raises Refusal."""
+    folder = expand(cwd)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        names = os.listdir(folder)
+    except OSError as err:
+        kind = "disk" if err.errno in (errno.ENOSPC, errno.EDQUOT) else "folder"
+        raise Refusal(
+            kind, "cannot make %s on %s: %s" % (err.filename or cwd, host, err.strerror), "give another --sync-dst-dir"
+        ) from None
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        raise Refusal("folder", "%s on %s cannot be written to" % (cwd, host), "give another --sync-dst-dir")
+    is_ours = MARKER in names
+    if not names:
+        _check_room(cwd, folder, sync, host)
+        _mark(folder, cwd, host)
+    elif sync.delete and not is_ours and not _is_same(folder, sync.source):
+        raise Refusal(
+            "folder",
+            "--delete would remove files of yours: %s on %s has files, and not from distrun (no %s in it)"
+            % (cwd, host, MARKER),
+            "leave --delete out, or give a new folder; if all in it may go:  ssh %s touch %s/%s" % (host, cwd, MARKER),
+        )
+
+
+def _check_room(cwd: str, folder: str, sync: Sync, host: str) -> None:
+    info = os.statvfs(folder)
+    free = info.f_bavail * info.f_frsize
+    short: List[str] = []
+    if free < sync.size:
+        short.append("%s free, %s needed" % (_size(free), _size(sync.size)))
+    if info.f_files and info.f_favail < sync.files:  # some file systems count no inodes
+        short.append("%d more files possible, %d needed" % (info.f_favail, sync.files))
+    if short:
+        raise Refusal(
+            "disk", "too little room in %s on %s: %s" % (cwd, host, "; ".join(short)), "make room, or --exclude files"
+        )
+
+
+def _mark(folder: str, cwd: str, host: str) -> None:
+    try:
+        descriptor = os.open(os.path.join(folder, MARKER), os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            os.write(descriptor, _MARKER_TEXT)
+        finally:
+            os.close(descriptor)
+    except OSError as err:
+        kind = "disk" if err.errno in (errno.ENOSPC, errno.EDQUOT) else "folder"
+        raise Refusal(kind, "cannot write into %s on %s: %s" % (cwd, host, err.strerror)) from None
+
+
+def _must_be(cwd: str, plan: Plan, host: str) -> None:
+    folder = expand(cwd)
+    fix = "" if plan.backend == "local" else "copy it there with --sync-dst-dir DIR, or mount it"
+    if not os.path.isdir(folder):
+        what = "is no folder" if os.path.lexists(folder) else "does not exist"
+        raise Refusal("folder", "%s %s on %s" % (cwd, what, host), fix)
+    if not os.access(folder, os.X_OK):
+        raise Refusal("folder", "%s on %s may not be entered" % (cwd, host), fix)
+
+
+def _is_same(folder: str, source: str) -> bool:
+    """Return whether the source is that very folder: then this is the launching machine, and nothing is copied."""
+    return os.path.isabs(source) and os.path.realpath(folder) == os.path.realpath(source)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return "%.3g %s" % (count, unit)
+        count /= 1024
+    return "%.3g TiB" % count

@@ -1,0 +1,303 @@
+"""What a real agent does between `begin` and `ready`: activation, interpreters, the runtime, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import os
+import signal
+import sys
+import time
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agentkit import HOST, AgentDriver, agent, poll, shell, task
+
+from distrun_runtime.contract import plan as plans
+from distrun_runtime.contract import wire
+from distrun_runtime.contract.plan import Host, Runtime, Task
+from distrun_runtime.coordinator import frames
+
+both_ways = pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param({}, id="linux", marks=pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux")),
+        pytest.param({"DISTRUN_PORTABLE": "1"}, id="portable", marks=pytest.mark.portable),
+    ],
+)
+SHOW = 'printf "%s|" "$A" "$PYTHONPATH" "$SSH_CONNECTION" "$SSH_AUTH_SOCK" "$GLOO_SOCKET_IFNAME"; echo'
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home without login files: these would be run too, and killed half way."""
+    folder = tmp_path / "home"
+    folder.mkdir()
+    monkeypatch.setenv("HOME", str(folder))
+    return folder
+
+
+def change(driver: AgentDriver, **members: Any) -> AgentDriver:
+    driver.plan = dataclasses.replace(driver.plan, **members)
+    return driver
+
+
+def run(driver: AgentDriver, name: str = "worker-0", **env: str) -> str:
+    """Spawn a task and return what it wrote."""
+    driver.spawn(name, **env)
+    assert driver.exited(name)["code"] == 0
+    return driver.text(name).decode()
+
+
+def refused(driver: AgentDriver) -> dict[str, object]:
+    frame = driver.begin()
+    assert frame.type == "refused", frame
+    driver.wait("bye")
+    assert driver.child.wait(20) == 6
+    assert driver.leftovers() == []
+    return frame.header
+
+
+# Activation
+
+
+def test_the_tasks_environment_is_what_the_activation_left_whatever_it_printed() -> None:
+    script = "echo noise; echo more >&2; export A='two\nlines' B={fd}\nunset C # and a comment"
+    env = {"C": "1", "PYTHONPATH": "/own"}
+    with agent(shell('printf "%s|" "$A" "$B" "${C-unset}" "$PYTHONPATH"'), env=env) as driver:
+        assert change(driver, activate=script).begin().type == "ready"
+        assert run(driver) == "two\nlines|{fd}|unset|/own|"
+
+
+def test_the_activation_runs_once_for_all_tasks_of_a_host(tmp_path: Path) -> None:
+    tasks = [shell("echo $A", "worker-%d" % rank) for rank in range(3)]
+    with agent(*tasks) as driver:
+        change(driver, activate="echo x >> %s/runs; export A=5" % tmp_path).begin()
+        assert [run(driver, each.name) for each in tasks] == ["5\n"] * 3
+    assert (tmp_path / "runs").read_text() == "x\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo sorry >&2; false", "activation on here failed (exit code 1)\nsorry"),
+        ("echo bye; exit 7", "activation on here failed (exit code 7)\nbye"),
+        ("if", "syntax error"),
+        ("exit 0", "ended without telling its variables"),
+        ("kill -9 $$", "failed (signal 9)"),
+        (". /no/such/venv/bin/activate", "No such file"),
+    ],
+)
+def test_an_activation_that_fails_is_refused_with_its_last_words(script: str, words: str) -> None:
+    with agent(shell("true")) as driver:
+        header = refused(change(driver, activate=script))
+        assert header["kind"] == "activation"
+        assert words in str(header["reason"])
+        assert "bash -l" in str(header["fix"])
+
+
+@both_ways
+def test_an_activation_sees_no_arguments_and_a_job_that_ends_meanwhile_ends_it(way: Mapping[str, str]) -> None:
+    with agent(shell("true"), env=way) as driver:
+        change(driver, activate="[ $# = 0 ] || exit 1; sleep 600 & sleep 601")
+        driver.say("begin", **begin_of(driver))
+        poll(lambda: len(driver.leftovers()) >= 3, "the activation runs, with its mark")
+        begin = time.monotonic()
+        assert driver.finish() == 0
+        assert time.monotonic() - begin < 10
+        poll(lambda: not driver.leftovers(), "nothing of it is left")
+
+
+@both_ways
+def test_an_agent_killed_during_its_activation_leaves_nothing(way: Mapping[str, str]) -> None:
+    with agent(shell("true"), env=way) as driver:
+        change(driver, activate="setsid sleep 602 & sleep 603")
+        driver.say("begin", **begin_of(driver))
+        poll(lambda: len(driver.leftovers()) >= 3, "the activation runs")
+        os.kill(driver.agent_pid(), signal.SIGKILL)
+        poll(lambda: not driver.leftovers(), "the guard has ended it")
+
+
+def test_pings_are_answered_while_the_activation_goes_on() -> None:
+    with agent(shell("true")) as driver:
+        change(driver, activate="sleep 600")
+        driver.say("begin", **begin_of(driver))
+        driver.say("ping", n=5)
+        assert driver.wait("pong").header["n"] == 5
+        driver.say("spawn", task="worker-0", env={})
+        assert "has not begun" in str(driver.wait("warning").header["text"])
+        assert driver.finish() == 0
+
+
+def test_what_an_activation_leaves_in_the_background_is_not_waited_for_and_ends_with_the_job() -> None:
+    with agent(shell("echo $A")) as driver:
+        assert change(driver, activate="sleep 604 & export A=1").begin().type == "ready"
+        assert run(driver) == "1\n"
+        assert driver.finish() == 0
+        assert driver.leftovers() == []
+
+
+def begin_of(driver: AgentDriver) -> dict[str, object]:
+    plan = plans.to_json(driver.plan)
+    return {"version": wire.VERSION, "plan": plan, "token": "", "secret_env": {}, "host": HOST}
+
+
+def test_the_login_files_of_the_user_count(home: Path) -> None:
+    (home / ".bash_profile").write_text("echo welcome; export A=login\n")
+    with agent(shell("echo $A")) as driver:
+        assert change(driver, activate="true").begin().type == "ready"
+        assert run(driver) == "login\n"
+
+
+# Interpreters
+
+
+def needing(*needs: str, argv0: str = sys.executable) -> Task:
+    return task([argv0, "-c", "pass"], needs=needs)
+
+
+def test_an_interpreter_that_can_import_what_is_needed_is_told_with_its_version() -> None:
+    with agent(needing("json", "sqlite3")) as driver:
+        ready = driver.begin()
+        version = ".".join(str(part) for part in sys.version_info[:3])
+        assert ready.header["python"] == {sys.executable: "%s %s" % (version, sys.executable)}
+
+
+def test_missing_modules_are_named_with_host_interpreter_and_the_line_to_type() -> None:
+    with agent(needing("json", "zmq_x", "numpy_x")) as driver:
+        header = refused(driver)
+        assert header["kind"] == "module"
+        assert "%s on here (Python 3." % sys.executable in str(header["reason"])
+        assert "cannot import zmq_x, numpy_x" in str(header["reason"])
+        assert "No module named 'zmq_x'" in str(header["reason"])
+        assert "on here: %s -m pip install zmq_x numpy_x" % sys.executable in str(header["fix"])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "there is no program mypython on here (in no folder of the tasks' PATH)"),
+        ("#!/bin/sh\necho oh no >&2; exit 3\n", "mypython on here is no Python that works (exit code 3)\noh no"),
+        (
+            '#!/bin/sh\neval "echo \'[\\"3.8.1\\", \\"/opt/py\\", []]\' >&$4"\n',
+            "is Python 3.8.1; servers and scheduler",
+        ),
+    ],
+)
+def test_an_interpreter_that_will_not_do_is_refused(tmp_path: Path, text: str | None, words: str) -> None:
+    if text is not None:
+        script = tmp_path / "mypython"
+        script.write_text(text.replace("$4", "$3"))
+        script.chmod(0o755)
+    env = {"PATH": "%s:%s" % (tmp_path, os.environ["PATH"])}
+    with agent(needing("json", argv0="mypython"), env=env) as driver:
+        header = refused(driver)
+        assert header["kind"] == "python"
+        assert words in str(header["reason"])
+        assert "--python" in str(header["fix"])
+
+
+def test_the_interpreter_is_looked_for_where_the_activation_put_it(tmp_path: Path) -> None:
+    (tmp_path / "mypython").symlink_to(sys.executable)
+    with agent(needing("json", argv0="mypython")) as driver:
+        ready = change(driver, activate="PATH=%s:$PATH" % tmp_path).begin()
+        assert ready.type == "ready"
+        assert set(ready.header["python"]) == {"mypython"}
+
+
+# The runtime
+
+
+def archive() -> tuple[str, bytes]:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as whole:
+        whole.writestr("distrun_runtime/__init__.py", "")
+        whole.writestr("distrun_runtime/marvel.py", "print('from the cache')\n")
+    return hashlib.sha256(content.getvalue()).hexdigest(), content.getvalue()
+
+
+def test_the_runtime_is_asked_for_once_and_comes_first_on_the_path(tmp_path: Path) -> None:
+    digest, data = archive()
+    env = {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": "/own"}
+    show = [sys.executable, "-m", "distrun_runtime.marvel"]
+    for attempt in range(2):
+        with agent(task(show), shell("echo $PYTHONPATH", "worker-1"), env=env) as driver:
+            change(driver, runtime=Runtime(digest=digest))
+            driver.say("begin", **begin_of(driver))
+            if attempt == 0:
+                assert driver.wait("need").header["digest"] == digest
+                driver.send(frames.runtime(digest, data))
+            assert driver.wait("ready", "refused", "need").type == "ready"
+            assert run(driver) == "from the cache\n"
+            folder = str(tmp_path / "distrun" / "runtime" / digest)
+            assert run(driver, "worker-1", PYTHONPATH="/sent") == "%s:/sent\n" % folder
+    assert (tmp_path / "distrun").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_runtime_that_is_there_already_is_only_put_on_the_path() -> None:
+    with agent(shell("echo $PYTHONPATH"), env={"PYTHONPATH": "/own"}) as driver:
+        assert change(driver, runtime=Runtime(path="/opt/runtime")).begin().type == "ready"
+        assert run(driver) == "/opt/runtime:/own\n"
+
+
+def test_a_runtime_that_nobody_asked_for_is_ignored() -> None:
+    with agent(shell("true")) as driver:
+        driver.send(frames.runtime("ab", b"x"))
+        assert "was not asked for" in str(driver.wait("warning").header["text"])
+        assert driver.begin().type == "ready"
+
+
+# The rest
+
+
+def test_a_folder_that_is_missing_is_refused_before_anything_starts() -> None:
+    with agent(shell("true", cwd="/no/such/folder")) as driver:
+        header = refused(driver)
+        assert (header["kind"], header["reason"]) == ("folder", "/no/such/folder does not exist on here")
+
+
+def test_an_interface_that_is_missing_is_refused_by_its_kind() -> None:
+    with agent(shell("true")) as driver:
+        header = refused(change(driver, hosts=(Host(HOST, interface="x9"),), interface="lo"))
+        assert header["kind"] == "interface"
+        assert "no interface 'x9'" in str(header["reason"])
+
+
+def test_variables_of_the_agents_own_login_are_not_passed_on() -> None:
+    env = {"SSH_CONNECTION": "10.0.0.1 1 10.9.9.9 22", "SSH_AUTH_SOCK": "/sock", "A": "1", "PYTHONPATH": ""}
+    with agent(shell(SHOW), env=env) as driver:
+        change(driver, backend="ssh", hosts=(Host(HOST),))
+        assert driver.begin().header["address"] == "10.9.9.9", "where the launcher reached it"
+        assert run(driver) == "1|||||\n"
+    with agent(shell(SHOW), env=env) as driver:
+        driver.begin()
+        assert run(driver) == "1||10.0.0.1 1 10.9.9.9 22|/sock||\n", "tasks on this machine have what the user has"
+
+
+@pytest.mark.parametrize("own", ["", "eth7"])
+def test_workers_of_several_hosts_are_told_the_interface_unless_the_user_did(own: str) -> None:
+    env = {"GLOO_SOCKET_IFNAME": own} if own else {}
+    show = 'echo "$GLOO_SOCKET_IFNAME ${NCCL_SOCKET_IFNAME-none}"'
+    hosts = (Host(HOST, interface="lo"), Host("d2", "127.0.0.1"))
+    with agent(shell(show), shell(show, "server-0"), env=env) as driver:
+        change(driver, hosts=hosts).begin()
+        assert run(driver) == "%s lo\n" % (own or "lo")
+        assert run(driver, "server-0") == "%s none\n" % own
+    with agent(shell(show), env=env) as driver:
+        change(driver, hosts=(Host(HOST, "127.0.0.1"), hosts[1])).begin()
+        assert run(driver) == "%s none\n" % (own or "lo")
+
+
+def test_questions_are_answered_before_a_job_only() -> None:
+    with agent(shell("true")) as driver:
+        driver.send(frames.ask(3, "no such tool", {}))
+        answer = driver.wait("answer").header
+        assert answer["id"] == 3
+        assert "no such tool" in str(answer["error"])
+        driver.begin()
+        driver.send(frames.ask(4, "survey", {}))
+        assert "before a job" in str(driver.wait("answer").header["error"])

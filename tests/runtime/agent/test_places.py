@@ -1,0 +1,90 @@
+"""The folders of tasks: there, made, with room, and never deleted from unless they are distrun's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from distrun_runtime.agent import places
+from distrun_runtime.agent.refusal import Refusal
+from distrun_runtime.contract.plan import Host, Plan, Sync, Task
+
+
+def plan(cwd: Path, backend: str = "ssh", **more: Any) -> Plan:
+    task = Task("worker-0", "worker", 0, "d2", ("x",), str(cwd))
+    return Plan("j1", "", backend, ("x",), str(cwd), (Host("d2"),), (task,), **more)
+
+
+def refused(value: Plan) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        places.check(value, "d2")
+    return caught.value
+
+
+def test_a_folder_that_is_there_is_fine(tmp_path: Path) -> None:
+    places.check(plan(tmp_path), "d2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_folder_is_named_with_its_host_and_what_to_type(tmp_path: Path) -> None:
+    refusal = refused(plan(tmp_path / "no"))
+    assert (refusal.kind, str(refusal)) == ("folder", "%s does not exist on d2" % (tmp_path / "no"))
+    assert refusal.fix == "copy it there with --sync-dst-dir DIR, or mount it"
+    assert refused(plan(tmp_path / "no", backend="local")).fix == ""
+    (tmp_path / "file").write_text("")
+    assert "is no folder" in str(refused(plan(tmp_path / "file")))
+
+
+def test_the_folder_of_a_copy_is_made_and_marked(tmp_path: Path) -> None:
+    target = tmp_path / "a" / "b"
+    places.check(plan(target, sync=Sync("/src", 10, 2)), "d2")
+    assert [path.name for path in target.iterdir()] == [".distrun-sync"]
+    places.check(plan(target, sync=Sync("/src", 10, 2, delete=True)), "d2")
+
+
+def test_a_folder_with_files_is_not_marked_and_never_deleted_from(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("")
+    places.check(plan(tmp_path, sync=Sync("/src")), "d2")
+    assert os.listdir(tmp_path) == ["mine"]
+    refusal = refused(plan(tmp_path, sync=Sync("/src", delete=True)))
+    assert refusal.kind == "folder"
+    assert "has files, and not from distrun" in str(refusal)
+    places.check(plan(tmp_path, sync=Sync(str(tmp_path), delete=True)), "d2")  # the launching machine itself
+
+
+def test_too_little_room_is_told_before_anything_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = SimpleNamespace(f_bavail=10, f_frsize=1024, f_files=100, f_favail=3)
+    monkeypatch.setattr("distrun_runtime.agent.places.os.statvfs", lambda path: info)
+    target = tmp_path / "new"
+    refusal = refused(plan(target, sync=Sync("/src", 5 * 1024 * 1024, 4)))
+    assert refusal.kind == "disk"
+    told = "too little room in %s on d2: 10 KiB free, 5 MiB needed; 3 more files possible, 4 needed" % target
+    assert str(refusal) == told
+    info.f_files = 0
+    places.check(plan(target, sync=Sync("/src", 10, 4)), "d2")
+
+
+def test_a_folder_that_holds_files_already_is_not_asked_for_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "old").write_text("")
+    info = SimpleNamespace(f_bavail=0, f_frsize=1024, f_files=0, f_favail=0)
+    monkeypatch.setattr("distrun_runtime.agent.places.os.statvfs", lambda path: info)
+    places.check(plan(tmp_path, sync=Sync("/src", 5000, 4)), "d2")
+
+
+def test_a_folder_that_cannot_be_made_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refusal = refused(plan(tmp_path / "file" / "x", sync=Sync("/src")))
+    assert (refusal.kind, refusal.fix) == ("folder", "give another --sync-dst-dir")
+    assert "Not a directory" in str(refusal)
+
+
+def test_home_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    places.check(plan(Path("~/code"), sync=Sync("/src")), "d2")
+    assert (tmp_path / "code" / ".distrun-sync").exists()
