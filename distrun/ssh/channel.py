@@ -9,7 +9,7 @@ from collections import deque
 
 from distrun.ssh.abort import Abort, Aborted
 from distrun.ssh.connector import Connector
-from distrun.ssh.failure import SshFailure
+from distrun.ssh.failure import SshFailure, unforeseen
 from distrun.ssh.link import Link
 from distrun.ssh.target import Target
 from distrun_runtime.coordinator.channel import WRITE_LIMIT, Inlet, Put
@@ -118,7 +118,8 @@ class SshChannel:
             except Aborted:
                 self._put(StartFailed(self._host, "it was given up before its agent had answered", time.time()))
                 return
-            except SshFailure as err:
+            except Exception as err:  # whatever it is, the job must hear of it
+                err = err if isinstance(err, SshFailure) else unforeseen(err)
                 if not err.is_passing or attempt == RETRIES or self._abort.is_set:
                     event = StartFailed(self._host, err.text, time.time(), kind=err.kind, fix=err.fix)
                     self._put(event)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -11,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from distrun.ssh import dial
 from distrun.ssh.abort import Abort
 from distrun.ssh.ask import Asker
-from distrun.ssh.failure import SshFailure, classify, too_many_keys
+from distrun.ssh.failure import OTHER, SshFailure, proxy_failed, too_many_keys
 from distrun.ssh.link import Link
 from distrun.ssh.openssh import OpensshLink
-from distrun.ssh.resolve import Resolved, resolve
+from distrun.ssh.resolve import JUMPS, Resolved, hop, resolve
 from distrun.ssh.target import OPENSSH, Target
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ WINDOW_A_SSHD = 8
 """The same for one sshd (several names, or a jump host); from 10 on it drops some by default (MaxStartups)."""
 LOGINS = 4
 """Connections that the keys of one user are spread over, if the host hangs up after some."""
-JUMPS = 8
-"""Hosts in between, at most; a configuration that jumps in circles ends here."""
 _GLANCE_S = 0.2
 
 
@@ -97,9 +94,7 @@ class Connector:
                     abort.check()
                 except SshFailure as err:
                     words = program.end() if program is not None else ""
-                    if words and err.is_passing:
-                        raise classify("the ProxyCommand said: %s" % words, resolved.where) from err
-                    raise
+                    raise (proxy_failed(resolved.where, words) if words and err.is_passing else err) from err
         raise too_many_keys(resolved.where)
 
     def _reach(self, resolved: Resolved, abort: Abort, depth: int) -> tuple[Any, dial.Program | None]:
@@ -107,7 +102,7 @@ class Connector:
 
         if resolved.jump:
             if depth >= JUMPS:
-                raise classify("more than %d hosts in between (ProxyJump in a circle?)" % JUMPS, resolved.where)
+                raise SshFailure(OTHER, "more than %d hosts in between (ProxyJump in a circle?)" % JUMPS)
             jump = self._jump(hop(resolved))
             return fabric_link.tunnel(jump.get(lambda way: self._enter(way, abort, depth + 1), abort), resolved), None
         if resolved.proxy_command:
@@ -159,28 +154,6 @@ class _Jump:
             self._sock.close()
         if self._program is not None:
             self._program.end()
-
-
-def hop(resolved: Resolved) -> Target:
-    """Return the last host in between of a ProxyJump list; the way to that one goes through the ones before. Pure."""
-    *before, last = (part.strip() for part in resolved.jump.split(","))
-    last = last.removeprefix("ssh://")
-    user, _, place = last.rpartition("@")
-    host, port = place, ""
-    if place.startswith("["):
-        host, _, port = place[1:].partition("]")
-        port = port.removeprefix(":")
-    elif place.count(":") == 1:
-        host, _, port = place.partition(":")
-    return dataclasses.replace(
-        resolved.target,
-        host=host,
-        user=user,
-        port=int(port) if port.isdigit() else None,
-        identity="",
-        jump=",".join(before),
-        python="",
-    )
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ OTHER = "other"
 
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.EADDRNOTAVAIL)
 
+_OWN_LINE = re.compile(r"kex_exchange_identification|Connection (?:closed|reset)|ssh: |banner exchange")
+
 
 class SshFailure(Exception):
     """A host cannot be reached, or has nothing to run the agent with."""
@@ -107,6 +109,13 @@ def overrun(where: Where) -> SshFailure:
     return SshFailure(OTHER, text % where.place, fix, is_passing=True)
 
 
+def proxy_failed(where: Where, words: str) -> SshFailure:
+    """Return the failure of a ProxyCommand that did not lead to the host. `words`: its stderr."""
+    theirs = [line.strip() for line in words.splitlines() if line.strip() and not _OWN_LINE.match(line)]
+    told = theirs[-1] if theirs else "nothing"
+    return SshFailure(OTHER, "the ProxyCommand did not lead to %s; it said: %s" % (where.place, told))
+
+
 def host_key_changed(where: Where, shown: str, recorded: str, fix: str) -> SshFailure:
     """Return the failure of a host that shows another key than the recorded one.
 
@@ -190,6 +199,11 @@ def no_agent(where: Where, words: str, noise: str) -> SshFailure:
     return SshFailure(OTHER, text, "does this print ok? %s true && echo ok" % where.command("ssh"))
 
 
+def unforeseen(err: BaseException) -> SshFailure:
+    """Return the failure of this program itself."""
+    return SshFailure(OTHER, "distrun itself failed: %s: %s" % (type(err).__name__, err))
+
+
 def _of_exception(err: BaseException, where: Where) -> SshFailure:
     name = type(err).__name__
     several = getattr(err, "errors", None)
@@ -199,7 +213,7 @@ def _of_exception(err: BaseException, where: Where) -> SshFailure:
         return dns(where, str(err.strerror or err).lower())
     if isinstance(err, ConnectionRefusedError):
         return refused(where)
-    if isinstance(err, (TimeoutError, socket.timeout)):
+    if isinstance(err, TimeoutError):
         return timeout(where)
     if isinstance(err, OSError) and err.errno in _UNREACHABLE:
         return unreachable(where, (err.strerror or str(err)).lower())
@@ -212,11 +226,11 @@ def _of_exception(err: BaseException, where: Where) -> SshFailure:
     if name == "ChannelException":
         told = getattr(err, "text", text)
         return SshFailure(OTHER, "%s lets user %s run nothing: %s" % (where.place, where.user, told))
-    if "banner" in text and "timeout" in text.lower():
+    if "banner" in text and isinstance(err.__context__, TimeoutError):
         return timeout(where, "say a word of ssh")
     if "banner" in text or "Negotiation failed" in text or text in ("", "EOFError"):
         return overrun(where)
-    if "Timeout" in text or "timed out" in text:
+    if "Timeout" in text or "timed out" in text or "No existing session" in text:
         return timeout(where, "finish the key exchange")
     if isinstance(err, OSError):
         return SshFailure(OTHER, "%s: %s" % (where.place, err.strerror or text))

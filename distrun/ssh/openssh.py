@@ -10,10 +10,10 @@ import threading
 import time
 from typing import IO
 
-from distrun.ssh.failure import OTHER, SshFailure, classify, no_agent
+from distrun.ssh.failure import OTHER, SshFailure, classify, no_agent, proxy_failed
 from distrun.ssh.link import LastWords
-from distrun.ssh.program import PROGRAM, arguments
-from distrun.ssh.resolve import Resolved
+from distrun.ssh.program import PROGRAM
+from distrun.ssh.resolve import Resolved, shell
 
 OWN_FAILURE = 255
 """Exit code of the program when it failed itself; also, alas, of a command that said 255."""
@@ -23,18 +23,12 @@ _READ_SIZE = 256 * 1024
 _GLANCE_MS = 1000
 
 
-def command_line(resolved: Resolved, command: str) -> list[str]:
-    """Return the whole argument list that runs `command` on a host. Pure."""
-    target = resolved.target
-    return [*arguments(target, resolved.options, resolved.connect_s), "--", target.host, command]
-
-
 class OpensshLink:
     """A command on a host, through the `ssh` program."""
 
     def __init__(self, resolved: Resolved, command: str) -> None:
         self._resolved = resolved
-        argv = command_line(resolved, command)
+        argv = [*shell(resolved), "--", resolved.target.host, command]
         try:
             # A session of its own: a Ctrl-C at the terminal is the coordinator's business.
             self._child = subprocess.Popen(
@@ -110,7 +104,9 @@ class OpensshLink:
         """Return why there was no agent: by what the program said if it failed itself, else by what the host said."""
         found = no_agent(self._resolved.where, words, noise)
         if found.kind == OTHER and self._child.returncode == OWN_FAILURE:
-            return classify(words, self._resolved.where)
+            found = classify(words, self._resolved.where)
+            if self._resolved.proxy_command and found.is_passing:
+                return proxy_failed(self._resolved.where, words)
         return found
 
     def _hear(self) -> bool:

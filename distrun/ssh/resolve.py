@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import getpass
 import os
 import re
+import shlex
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -17,6 +19,9 @@ from distrun_runtime.contract import environ
 
 ASK_S = 10.0
 """`ssh -G` takes 10 ms, longer only where the configuration runs commands or looks up names."""
+
+JUMPS = 8
+"""Hosts in between, at most; a configuration that jumps in circles ends here."""
 
 DEFAULT_IDENTITIES = tuple(
     "~/.ssh/id_%s" % kind for kind in ("rsa", "ecdsa", "ecdsa_sk", "ed25519", "ed25519_sk", "xmss", "dsa")
@@ -91,8 +96,49 @@ def rsync_shell(target: Target) -> list[str]:
     """
     if not has_program():
         raise SshFailure(OTHER, "there is no ssh program on this machine, and rsync needs one", "install OpenSSH")
-    resolved = resolve(target)
-    return arguments(target, resolved.options, resolved.connect_s)
+    return shell(resolve(target))
+
+
+def shell(resolved: Resolved, depth: int = 0) -> list[str]:
+    """Return the `ssh` program with all it needs for a host but its name.
+
+    Hosts in between get our options too, which the program's own ProxyJump does not hand on.
+
+    Raises:
+        SshFailure: the configuration of a host in between cannot be read.
+    """
+    target = resolved.target
+    if not resolved.jump:
+        return arguments(target, resolved.options, resolved.connect_s)
+    if depth >= JUMPS:
+        raise SshFailure(OTHER, "more than %d hosts in between (ProxyJump in a circle?)" % JUMPS)
+    way = resolve(hop(resolved))
+    words = [word.replace("%", "%%") for word in shell(way, depth + 1)]
+    proxy = shlex.join([*words, "-W", "[%h]:%p", "--", way.target.host])
+    plain = arguments(dataclasses.replace(target, jump=""), resolved.options, resolved.connect_s)
+    return [*plain, "-o", "ProxyCommand=%s" % proxy]
+
+
+def hop(resolved: Resolved) -> Target:
+    """Return the last host in between of a ProxyJump list; the way to that one goes through the ones before. Pure."""
+    *before, last = (part.strip() for part in resolved.jump.split(","))
+    last = last.removeprefix("ssh://")
+    user, _, place = last.rpartition("@")
+    host, port = place, ""
+    if place.startswith("["):
+        host, _, port = place[1:].partition("]")
+        port = port.removeprefix(":")
+    elif place.count(":") == 1:
+        host, _, port = place.partition(":")
+    return dataclasses.replace(
+        resolved.target,
+        host=host,
+        user=user,
+        port=int(port) if port.isdigit() else None,
+        identity="",
+        jump=",".join(before),
+        python="",
+    )
 
 
 def parse(text: str) -> dict[str, list[str]]:
@@ -120,6 +166,8 @@ def digest(target: Target, options: Options, env: Mapping[str, str]) -> Resolved
     user = one("user", target.user) or _local_user()
     alias = one("hostkeyalias")
     jump = one("proxyjump")
+    if jump == target.host:
+        jump = ""  # `Host *` meant all but this one
     tokens = {
         "%": "%",
         "d": os.path.expanduser("~"),

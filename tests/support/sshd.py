@@ -1,0 +1,206 @@
+"""A real sshd of this user's on the loopback address, and channels to it."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import queue
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distrun.backends import blob
+from distrun.ssh import remote
+from distrun.ssh.ask import Asker
+from distrun.ssh.channel import SshChannel
+from distrun.ssh.connector import Connector
+from distrun.ssh.target import Target
+from distrun_runtime.coordinator import events
+
+PROGRAM = "/usr/sbin/sshd"
+USER = getpass.getuser()
+WAIT_S = 60.0
+
+
+def key(path: Path, *options: str) -> Path:
+    """Make a key without a passphrase (unless `options` say so); return its path."""
+    silent = [] if "-N" in options else ["-N", ""]
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-f", path, *silent, *options], check=True)
+    return path
+
+
+class Sshd:
+    """One sshd with a host key of its own. `id` may log in."""
+
+    def __init__(self, folder: Path, **options: object) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        self.id = key(folder / "id")
+        self.host_key = key(folder / "host_key")
+        self.known_hosts = folder / "known_hosts"
+        self.authorized = folder / "authorized_keys"
+        self.authorized.write_text((folder / "id.pub").read_text())
+        self.log = folder / "log"
+        self._options = options
+        self._child: subprocess.Popen[bytes] | None = None
+        self.port = 0
+
+    def start(self) -> None:
+        """Start it; returns when it listens."""
+        if os.getuid() == 0:
+            Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # where root's sshd locks itself in
+        for _ in range(5):
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                self.port = self.port or probe.getsockname()[1]
+            if self._listens():
+                return
+            self.stop()
+            self.port = 0  # somebody else was given it meanwhile
+        raise AssertionError(self.log.read_text())
+
+    def _listens(self) -> bool:
+        options = {
+            "ListenAddress": "127.0.0.1",
+            "Port": self.port,
+            "HostKey": self.host_key,
+            "PidFile": "none",
+            "AuthorizedKeysFile": self.authorized,
+            "UsePAM": "no",
+            "StrictModes": "no",
+            "PasswordAuthentication": "no",
+            "KbdInteractiveAuthentication": "no",
+            "LogLevel": "VERBOSE",
+            **self._options,
+        }
+        argv = [PROGRAM, "-D", "-f", "/dev/null", "-E", str(self.log)]
+        for name, value in options.items():
+            argv += ["-o", "%s=%s" % (name, value)]
+        self.log.write_text("")
+        self._child = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
+        until = time.monotonic() + WAIT_S
+        while time.monotonic() < until:
+            if "Server listening" in self.log.read_text():
+                return True
+            if self._child.poll() is not None:
+                return False
+            time.sleep(0.01)
+        return False
+
+    def stop(self) -> None:
+        """End it."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+            self._child = None
+
+    def config(self, *lines: str, identity: bool = True, name: str = "config", hosts: str = "*") -> str:
+        """Write an ssh configuration in which every name means this sshd; return its path."""
+        given = [
+            *lines,
+            "HostName 127.0.0.1",
+            "Port %d" % self.port,
+            "UserKnownHostsFile %s" % self.known_hosts,
+            "GlobalKnownHostsFile none",
+        ]
+        if identity:
+            given += ["IdentityFile %s" % self.id, "IdentitiesOnly yes"]
+        path = self.folder / name
+        path.write_text("Host %s\n" % hosts + "".join("    %s\n" % line for line in given))
+        return str(path)
+
+
+@contextlib.contextmanager
+def running(folder: Path, **options: object) -> Iterator[Sshd]:
+    """Give a running sshd with further options."""
+    if not os.path.exists(PROGRAM) or shutil.which("ssh") is None:
+        pytest.skip("needs OpenSSH, client and server")
+    server = Sshd(folder, **options)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+class Meeting:
+    """Channels to some targets, their events by host, until each has an agent or has failed."""
+
+    def __init__(
+        self, *targets: Target, connector: Connector | None = None, command: str = "", asker: Asker | None = None
+    ) -> None:
+        self.connector = connector or Connector(asker)
+        self._queue: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+        self.channels = {
+            target.host: SshChannel(
+                target.host, target, command or remote.command(blob.BOOT, target.python), blob.build(), self.connector
+            )
+            for target in targets
+        }
+        self.events: dict[str, list[events.Event]] = {name: [] for name in self.channels}
+
+    def __enter__(self) -> Meeting:
+        for channel in self.channels.values():
+            channel.start(self._queue.put)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for channel in self.channels.values():
+            channel.kill()
+        for channel in self.channels.values():
+            assert channel.join(WAIT_S)
+        self.connector.close()
+
+    def wait(self, *kinds: type, limit_s: float = WAIT_S) -> dict[str, Any]:
+        """Return each host's first event of one of these kinds (an agent, or none, if no kind is given)."""
+        wanted = kinds or (events.AgentHello, events.StartFailed, events.AgentLost)
+        until = time.monotonic() + limit_s
+        while True:
+            found = {
+                name: next((event for event in had if isinstance(event, wanted)), None)
+                for name, had in self.events.items()
+            }
+            if all(found.values()):
+                return found
+            event = self._queue.get(timeout=max(until - time.monotonic(), 0.001))
+            self.events[event.host].append(event)  # type: ignore[union-attr]
+
+
+def meet(target: Target, **options: Any) -> Any:
+    """Return the first word of or about one host: AgentHello, StartFailed or AgentLost."""
+    with Meeting(target, **options) as meeting:
+        return meeting.wait()[target.host]
+
+
+class Deaf:
+    """A listener on the loopback address that takes connections, says `greeting` and nothing more."""
+
+    def __init__(self, greeting: bytes = b"") -> None:
+        self._greeting = greeting
+        self._sock = socket.create_server(("127.0.0.1", 0))
+        self.port = self._sock.getsockname()[1]
+        self._taken: list[socket.socket] = []
+        self.arrived = threading.Event()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self._sock.accept()
+                self._taken.append(sock)
+                sock.sendall(self._greeting)
+                self.arrived.set()
+
+    def close(self) -> None:
+        self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+        for sock in self._taken:
+            sock.close()
