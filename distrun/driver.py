@@ -160,7 +160,10 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
     plan, launcher = folder.plan(), folder.launcher()
     here = socket.gethostname()
     if launcher.get("host", here) != here:
-        raise UsageError("job %s was launched on %s" % (folder.id, launcher["host"]), "type this command there")
+        raise UsageError(
+            "job %s was launched on %s" % (folder.id, launcher["host"]),
+            "type this command there; or name the job's hosts: distrun kill -H FILE %s" % folder.id,
+        )
     grace_s = plan.limits.grace_s if grace_s is None else grace_s
     done: list[str] = []
     who = process.Identity(int(launcher["pid"]), str(launcher["start"]))

@@ -14,6 +14,7 @@ from distrun.cli.options import LauncherOption
 from distrun.cli.reach import host_options, hosts_of
 from distrun.errors import UsageError
 from distrun.fleet import Problem, Ran, fold, run
+from distrun.fleet.running import KEPT
 from distrun_runtime.contract import environ
 
 SCHEMA = "distrun.exec/1"
@@ -91,6 +92,9 @@ def remarks(found: Mapping[str, Ran | Problem]) -> list[str]:
             late = "it took too long and was ended, code %d" % each.code
             text = late if each.is_late else "exit code %d" % each.code
             codes.setdefault(text + (": " + each.reason if each.reason else ""), []).append(name)
+    cut = [name for name, each in found.items() if isinstance(each, Ran) and each.is_cut]
+    if cut:
+        lines.append("warning: %s: only the first %d MiB of the output are kept" % (hosts.fold(cut), KEPT >> 20))
     return ["%s: %s" % (hosts.fold(names), text) for text, names in codes.items()] + lines
 
 

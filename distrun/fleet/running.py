@@ -53,6 +53,11 @@ class Ran:
         """It has ended and all its output is here."""
         return self.code is not None and all(self.taken[name] >= size for name, size in self.sizes.items())
 
+    @property
+    def is_cut(self) -> bool:
+        """It wrote more than was kept."""
+        return max(self.taken.values()) > KEPT
+
     def take(self, stream: str, data: bytes) -> None:
         """Keep more output."""
         kept = self.out if stream == "out" else self.err

@@ -62,7 +62,9 @@ def bystander(*argv: str, uid: int | None = None, **env: str) -> Iterator[subpro
         child.wait(10)
 
 
-def test_a_running_job_is_found_with_its_tasks() -> None:
+@pytest.mark.parametrize("way", ["", pytest.param("1", marks=pytest.mark.portable)])
+def test_a_running_job_is_found_with_its_tasks(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTRUN_PORTABLE", way)
     with agent(shell("sleep 600 & echo ready; wait")) as driver:
         running(driver)
         job = found(driver.job)
@@ -102,7 +104,9 @@ def test_pings_are_signs_of_life() -> None:
         assert job["lease_s"] == 77.0
 
 
-def test_a_job_without_a_record_is_found_by_its_marks() -> None:
+@pytest.mark.parametrize("way", ["", pytest.param("1", marks=pytest.mark.portable)])
+def test_a_job_without_a_record_is_found_by_its_marks(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTRUN_PORTABLE", way)
     job = "m" + uuid.uuid4().hex[:8]
     with bystander("sleep", "600", DISTRUN_JOB_ID=job, DISTRUN_HOST="d7", DISTRUN_ROLE="server", DISTRUN_RANK="2"):
         here = found(job)
