@@ -322,7 +322,7 @@ TABLE: Tuple[Variable, ...] = (
         "XDG_CACHE_HOME",
         "launcher",
         READ,
-        "Where the bundled runtime is kept for tasks: `distrun/runtime/` below it (default ~/.cache).",
+        "Where the bundled runtime is kept for tasks, in a folder of ours below it (default ~/.cache).",
     ),
     _row(
         "SSH_CONNECTION",
