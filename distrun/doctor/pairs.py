@@ -56,9 +56,7 @@ def verdict(
             if reason:
                 wrong.setdefault(reason, []).append(source)
         if wrong:
-            text = "; ".join(
-                "%s cannot reach %s: %s" % (fold(who), places[name], why) for why, who in wrong.items()
-            )
+            text = "; ".join("%s cannot reach %s: %s" % (fold(who), places[name], why) for why, who in wrong.items())
             fix = "open the data ports between the hosts (a firewall?), name open ones by --port-range A-B, or choose "
             rows.append(Row(name, "data ports", BAD, text, fix + "another network by --interface or --subnet"))
         elif count:

@@ -15,7 +15,7 @@ import tempfile
 import time
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from distrun_runtime.contract import address
+from distrun_runtime.contract import address, environ
 from distrun_runtime.errors import ContractError
 
 PROGRAM_S = 10.0
@@ -37,7 +37,7 @@ def probe(args: Mapping[str, Any]) -> Dict[str, Any]:
     """Return the facts. Each takes at most PROGRAM_S.
 
     Arguments, all optional: `python`, interpreter of servers (python3); `cwd`, `dst`, folders; `address`, the one for
-    data if it is settled, else `interface`, `subnet`, `toward`, as in `contract.address.choose`.
+    data if it is settled, else `interface`, `subnet`, `toward`, as a job's agent takes them.
     """
     return {
         "time": time.time(),
@@ -107,9 +107,10 @@ def network(args: Mapping[str, Any]) -> Dict[str, Any]:
     found["address"] = str(args.get("address") or "")
     if found["address"]:
         return found
-    words = [str(args.get(name) or "") for name in ("interface", "subnet", "toward")]
+    interface, subnet, toward = (str(args.get(name) or "") for name in ("interface", "subnet", "toward"))
+    reached = "" if interface or subnet else address.reached_at(environ.snapshot())
     try:
-        found["address"] = address.choose(*words)
+        found["address"] = reached or address.choose(interface, subnet, toward)
     except ContractError as err:
         found["error"] = str(err)
     return found
