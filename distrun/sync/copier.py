@@ -157,15 +157,10 @@ class Copier:
 
     def _work(self, put: Put) -> None:
         try:
-            problem: Exception | None = result.error(results := self.copy())
-            first = next((each.host for each in results if not each.ok and not each.cancelled), "")
+            host, reason, text = result.told(self.copy())
         except (DistrunError, OSError) as err:
-            problem, first = err, ""
-        if problem is None:
-            put(Prepared())
-        else:
-            reason, _, text = str(problem).partition("\n")
-            put(PrepareFailed(first, reason, time.time(), text))
+            host, reason, text = "", str(err), getattr(err, "hint", "")
+        put(PrepareFailed(host, reason, time.time(), text) if reason else Prepared())
 
     def _wait(self, threads: Sequence[threading.Thread]) -> None:
         """Wait for the threads; say how far it is; after a failure give the others a moment."""

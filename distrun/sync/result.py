@@ -14,6 +14,7 @@ from distrun.sync.units import count, size_text
 _FULL = ("No space left on device", "Disk quota exceeded", "File too large")
 _SUMS = ("rsync error:", "rsync: connection unexpectedly closed", "rsync warning:")
 TIMEOUTS = (30, 35)
+INTERRUPTED = "the copy was interrupted; the hosts that were not done have what they had before"
 ROOM = "make room there, or give another directory"
 
 
@@ -110,12 +111,23 @@ def _telling(words: Sequence[str]) -> str:
     return (plain or list(words) or [""])[-1]
 
 
+def told(results: Sequence[Result]) -> tuple[str, str, str]:
+    """Return the host that failed first in the list, why in one line, and more lines; empty texts if none did. Pure."""
+    failed = [each for each in results if each.reason]
+    if not failed:
+        return "", INTERRUPTED if any(each.cancelled for each in results) else "", ""
+    first, *others = failed
+    nor = " (nor %s)" % ", ".join(each.host for each in others) if others else ""
+    lines = first.lines()[1:] if not others else [line for each in failed for line in each.lines()]
+    return first.host, first.reason + nor, "\n".join(line.strip() if not others else line for line in lines)
+
+
 def error(results: Sequence[Result]) -> SyncError | None:
     """Return the error that says which hosts failed, and why; None if none did. Pure."""
     failed = [result for result in results if not result.ok and not result.cancelled]
     unfinished = [result for result in results if result.cancelled]
     if not failed:
-        return SyncError("the copy was interrupted; the hosts have what they had before") if unfinished else None
+        return SyncError(INTERRUPTED) if unfinished else None
     total = sum(len(result.names) or 1 for result in results)
     lines = ["the files did not reach %d of %s" % (sum(len(r.names) or 1 for r in failed), count(total, "host"))]
     for result in failed:

@@ -133,6 +133,39 @@ def test_a_job_runs_what_was_just_copied_and_a_failed_copy_starts_nothing(lab: S
     assert on_host(lab, "h2", "/tmp/mxnet_job") == {"train.py/mine": ""}
 
 
+def test_a_job_that_is_interrupted_while_it_copies_ends_at_once_and_starts_nothing(lab: Site) -> None:
+    write(lab.work, **{"train.py": "print('never')"})
+    noise(lab.work / "data", 8 * MIB)
+    lab["h2"].rate(4000)
+    job = ("launch", "-n", "2", "-s", "0", "--hosts", "h1,h2", "--sync-dst-dir", "/tmp/interrupted")
+    running = lab.start(*job, "python3", "train.py")
+    wait_until(lambda: "rsync --server" in lab["h2"].ps(), 30, "rsync runs on h2")
+    running.signal(signal.SIGINT)
+    assert running.wait() == 130, running.err
+    assert "never" not in running.out
+    wait_until(lambda: not lab.leftovers(), 30, "nothing is left")
+
+
+def test_a_host_whose_network_goes_silent_midway_is_named(lab: Site) -> None:
+    write(lab.work, **{"train.py": "1"})
+    command = ("sync", "--hosts", "h1,h2", "--sync-dst-dir", "/tmp/silent")
+    of(lab.distrun(*command))
+    write(lab.work, **{"train.py": "22"})
+    noise(lab.work / "data", 8 * MIB)
+    lab["h2"].rate(4000)
+    running = lab.start(*command)
+    wait_until(lambda: "rsync --server" in lab["h2"].ps(), 30, "rsync runs on h2")
+    lab["h2"].drop("launcher")
+    assert running.wait(100) == 4, running.err
+    assert "the files did not reach 1 of 2 hosts" in running.err
+    assert "error: h2: " in running.err
+    assert on_host(lab, "h2", "/tmp/silent")["train.py"] == "1"
+    # The host's own rsync ends by its timeout, or when it hears that the connection has gone.
+    lab["h2"].undrop("launcher")
+    wait_until(lambda: not lab.leftovers(), 90, "nothing is left")
+    assert on_host(lab, "h2", "/tmp/silent") == {"train.py": "1"}
+
+
 def sync(*words: str, cwd: Path, env: dict[str, str] | None = None) -> Done:
     done = subprocess.run(
         [sys.executable, "-m", "distrun", "sync", *words],

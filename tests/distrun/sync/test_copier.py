@@ -18,7 +18,7 @@ from fakehosts import FakeHosts, Sink, living, tree, write
 from distrun.errors import UsageError
 from distrun.ssh.target import Target
 from distrun.sync import Copier, Rules, error, make_rules
-from distrun.sync.result import Result
+from distrun.sync.result import Result, told
 from distrun_runtime.coordinator.events import Prepared, PrepareFailed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -244,9 +244,9 @@ def test_a_failed_host_ends_the_copy_with_its_last_words(bench: Bench) -> None:
     event = got.get(timeout=LIMIT_S)
     assert isinstance(event, PrepareFailed)
     assert event.host == "gone"
-    assert event.reason == "the files did not reach 1 of 2 hosts"
-    assert "gone: ssh did not get there: " in event.text
-    assert "Could not resolve hostname gone" in event.text
+    assert event.reason == "ssh did not get there: ssh: Could not resolve hostname gone: Name or service not known"
+    assert "rsync error: unexplained error (code 255)" in event.text
+    assert "fix: distrun doctor --hosts gone" in event.text
     assert bench.there("good")["train.py"] == "one"
     assert any("sync to gone" in text for text in bench.sink.texts("warning"))
 
@@ -376,3 +376,13 @@ def test_progress_is_said_while_it_goes(bench: Bench) -> None:
 
 def _lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
+
+
+def test_several_failures_are_told_together() -> None:
+    results = [Result("a"), Result("b", reason="r1", fix="f1", words=("w1",)), Result("c", reason="r2")]
+    assert told(results) == ("b", "r1 (nor c)", "b: r1\n    w1\n    fix: f1\nc: r2")
+    assert told(results[:2]) == ("b", "r1", "w1\nfix: f1")
+    assert told([Result("a")]) == ("", "", "")
+    assert str(error([*results, Result("d", cancelled=True)])).splitlines() == [
+        "the files did not reach 2 of 4 hosts", "b: r1", "    w1", "    fix: f1", "c: r2", "not finished: d",
+    ]  # fmt: skip
