@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from distrun.fleet.talk import Fleet
+from distrun.shell import quote
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.plan import WORKER, Host, Limits, Plan, Secrets, Task
 from distrun_runtime.coordinator import events, frames
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 GRACE_S = 3.0
 """Seconds between asking the command to end and killing it, after --timeout or Ctrl-C."""
+LOST_S = Limits().lost_s
+"""A host that is silent for so long is lost."""
+GLANCE_S = 1.0
 SETTLE_S = 10.0
 """How long an agent may take to begin; and, when its command has ended, to hand over the last of the output."""
 KEPT = 16 * 1024 * 1024
@@ -138,7 +142,7 @@ class _Running:
             self._by = dict.fromkeys(self._tasks, fleet.hello_by)
             try:
                 while self._by:
-                    event = fleet.next(min(self._by.values()))
+                    event = fleet.next(min([time.monotonic() + GLANCE_S, *self._by.values()]))
                     if event is not None:
                         self._handle(event)
                     self._look()
@@ -174,6 +178,10 @@ class _Running:
                 del self._by[host]
             elif now >= self._by[host]:
                 self._late(host, now)
+            elif self._fleet.silence(host) >= LOST_S:
+                text = "it fell silent for %.0f s; its agent ends the command when its lease is over" % LOST_S
+                self._fleet.give_up(Problem(host, "timeout", text, "distrun kill --hosts %s --stale" % quote(host)))
+                del self._by[host]
 
     def _late(self, host: str, now: float) -> None:
         ran = self._ran[host]

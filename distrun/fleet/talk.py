@@ -53,6 +53,7 @@ class Fleet:
         self._asked = 0
         self._pinged = 0.0
         self._gone: set[str] = set()
+        self._heard: dict[str, float] = {}
 
     def __enter__(self) -> Fleet:
         """Start to connect to all hosts; waits for none."""
@@ -159,7 +160,12 @@ class Fleet:
             for channel in self._channels.values():
                 channel.kill()
 
+    def silence(self, host: str) -> float:
+        """Return for how many seconds nothing has come from a host that was there; it is pinged every PING_S."""
+        return time.monotonic() - self._heard[host] if host in self._heard else 0.0
+
     def _note(self, event: events.Event) -> None:
+        self._heard[getattr(event, "host", "")] = time.monotonic()
         if isinstance(event, events.AgentHello):
             self.hellos[event.host] = event
         elif isinstance(event, events.StartFailed):

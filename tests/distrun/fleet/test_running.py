@@ -102,6 +102,28 @@ def test_much_output_comes_whole_and_in_pieces_as_it_is_written() -> None:
     assert sum(size for host, _, size in pieces if host == "a") == 3000000
 
 
+class Silent(Broken):
+    """An agent that begins, and then is never heard again."""
+
+    def start(self, put: Put) -> None:
+        put(events.AgentHello(self.host))
+        put(events.AgentReady(self.host, "127.0.0.1"))
+
+
+def test_a_host_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distrun.fleet.running.LOST_S", 0.2)
+
+    class Backend:
+        name = "test"
+
+        def connect(self, hosts: Sequence[Host]) -> tuple[Channel, ...]:
+            return (Silent("a"),)
+
+    found = fleet.run(Backend(), HOSTS[:1], ("true",))["a"]  # type: ignore[arg-type]
+    assert isinstance(found, Problem)
+    assert "fell silent" in found.text
+
+
 def test_ctrl_c_ends_the_command_everywhere(tmp_path: Path) -> None:
     def interrupt() -> None:
         poll(lambda: len(list(tmp_path.glob("pid-*"))) == 2, "both run")
