@@ -1,0 +1,58 @@
+"""Targets, and the command that starts an agent."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from distrun.backends import blob
+from distrun.errors import UsageError
+from distrun.hosts import HostSpec
+from distrun.ssh import remote
+from distrun.ssh.target import Target
+
+
+def test_a_target_survives_the_plan() -> None:
+    full = Target("d1", "me", 2222, "/k", "jump", "/cfg", "openssh", True, 2.5, "/py")
+    assert Target.from_reach(full.reach()) == full
+    assert all(isinstance(value, str) and value for value in full.reach().values())
+    assert Target("d1").reach() == {"host": "d1"}
+    assert Target.from_reach({"host": "d1", "user": "", "somebody_elses": "x"}) == Target("d1")
+
+
+def test_a_line_of_the_hosts_file_wins_over_options_for_all_hosts() -> None:
+    spec = HostSpec("d1", user="me", port=2222, jump="j", python="/py")
+    found = Target.of(spec, jump="all", identity="/k", transport="openssh", strict="yes", connect_s="3")
+    assert found == Target("d1", "me", 2222, "/k", "j", "", "openssh", True, 3.0, "/py")
+
+
+@pytest.mark.parametrize(
+    "reach",
+    [{}, {"host": "a", "port": "ssh"}, {"host": "a", "connect_s": "soon"}, {"host": "a", "transport": "telnet"}],
+)
+def test_a_target_that_makes_no_sense_is_an_error_of_the_users(reach: dict[str, str]) -> None:
+    with pytest.raises(UsageError):
+        Target.from_reach(reach)
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash", "dash", "ksh", "zsh", "csh", "tcsh", "fish"])
+@pytest.mark.parametrize("python", ["", sys.executable, "~/odd 'name/python3"])
+def test_any_login_shell_hands_the_agent_on_as_it_is(shell: str, python: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip("no %s here" % shell)
+    done = subprocess.run([shell, "-c", remote.command(blob.BOOT, python)], input=b"", capture_output=True, check=False)
+    if "odd" in python:
+        assert b"there is no python" in done.stderr
+        assert b"/odd 'name/python3 on this host" in done.stderr
+    else:
+        assert done.stderr.strip() == b"distrun: standard input ended before the agent had arrived"
+
+
+def test_without_python3_the_host_says_where_it_was_looked_for() -> None:
+    command = remote.command(blob.BOOT).replace("python3", "python3-nowhere")
+    done = subprocess.run(["sh", "-c", command], input=b"", capture_output=True, check=False)
+    assert done.returncode == 127
+    assert b"distrun: there is no python3-nowhere on this host (looked along PATH=/" in done.stderr
