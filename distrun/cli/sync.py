@@ -55,8 +55,6 @@ def sync(**options: Any) -> int:
         options["excludes"], options["gitignore"], options["extra"], cwd=source, delete=options["delete"]
     )
     inventory, _, hosts = hosts_of(options, environ.snapshot(), "ssh")
-    if not hosts:
-        raise UsageError("no hosts are given", "distrun sync -H FILE --sync-dst-dir DIR, or --hosts A,B")
     tree = copying.scan(source, rules)
     screen = _Screen(is_quiet=options["quiet"] or options["as_json"])
     for warning in (*inventory.warnings, *tree.warnings()):

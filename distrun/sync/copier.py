@@ -136,6 +136,8 @@ class Copier:
                 size=self._size,
                 stall_s=self._stall_s,
             )
+            if not self._dst.startswith(("/", "~")):
+                self._sink.say("%s is below the home directory of each host" % self._dst, "info")
             groups = distinct.groups(self._targets, self._identity)
             with self._lock:
                 self._waiting.extend(() if self._cancelled else groups)

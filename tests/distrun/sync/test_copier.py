@@ -36,6 +36,15 @@ chmod +x "$HOME/bin/rsync"; PATH=$HOME/bin:$PATH
 """The host's rsync hears no more after the first bytes, as if the network had gone silent."""
 
 
+_OLD = """#!/bin/sh
+case $1 in
+    --version) echo "openrsync: protocol version 29"; exit ;;
+    --help) echo "usage: openrsync [-rlt] [--delete] [--exclude=PATTERN] [-e command] ..." >&2; exit 1 ;;
+esac
+exec %s "$@"
+"""
+
+
 class Bench:
     """A source, some hosts, and copies between them."""
 
@@ -360,6 +369,22 @@ def test_a_launcher_that_is_killed_leaves_no_process(bench: Bench, tmp_path: Pat
         launcher.send_signal(signal.SIGKILL)
         launcher.wait()
     wait(lambda: not living(str(bench.hosts.root)), "no process left")
+
+
+def test_an_rsync_that_knows_few_options_is_enough(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As openrsync, or one of many years ago."""
+    old = tmp_path / "old" / "rsync"
+    old.parent.mkdir()
+    old.write_text(_OLD % shutil.which("rsync"))
+    old.chmod(0o755)
+    monkeypatch.setenv("PATH", "%s:%s" % (old.parent, os.environ["PATH"]))
+    assert bench.copy("d1", dst="a 'b'")[0].ok
+    write(bench.source, **{"train.py": "newer"})
+    (bench.source / "lib" / "a.py").unlink()
+    assert bench.copy("d1", dst="a 'b'", delete=True)[0].ok
+    assert bench.there("d1", "a 'b'") == {"train.py": "newer"}
 
 
 def test_progress_is_said_while_it_goes(bench: Bench) -> None:
