@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sshd import USER, Deaf, Meeting, Sshd, key, meet, running
+from sshd import USER, Deaf, Hole, Meeting, Sshd, key, meet, running
 
 from distrun.ssh.target import TRANSPORTS, Target
 from distrun_runtime.coordinator import events
@@ -200,6 +200,17 @@ def test_a_name_without_an_address_is_said_to_have_none(transport: str, tmp_path
     event = meet(Target("no-such-host.invalid", config=str(tmp_path / "config"), transport=transport))
     assert event.kind == "dns"
     assert "no-such-host.invalid" in event.reason
+
+
+@both
+def test_a_host_that_answers_nothing_at_all_is_a_timeout(tmp_path: Path, transport: str) -> None:
+    hole = Hole()
+    (tmp_path / "config").write_text("")
+    target = Target("127.0.0.1", port=hole.port, config=str(tmp_path / "config"), transport=transport, connect_s=1.0)
+    event = meet(target)
+    hole.close()
+    assert event.kind == "timeout"
+    assert "127.0.0.1 port %d" % hole.port in event.reason
 
 
 @both

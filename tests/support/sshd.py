@@ -204,3 +204,104 @@ class Deaf:
         self._sock.close()
         for sock in self._taken:
             sock.close()
+
+
+class Hole:
+    """A port of the loopback address that answers nothing: its queue is full, and the system drops what comes."""
+
+    def __init__(self) -> None:
+        self._sock = socket.socket()
+        self._sock.bind(("127.0.0.1", 0))
+        self._sock.listen(0)
+        self.port = self._sock.getsockname()[1]
+        self._waiting: list[socket.socket] = []
+        while len(self._waiting) < 64:
+            sock = socket.socket()
+            sock.settimeout(0.5)
+            self._waiting.append(sock)
+            try:
+                sock.connect(("127.0.0.1", self.port))
+            except TimeoutError:
+                return
+        pytest.skip("this system takes connections that nobody asked for")
+
+    def close(self) -> None:
+        for sock in (*self._waiting, self._sock):
+            sock.close()
+
+
+class PasswordServer:
+    """An ssh server that lets anybody in who knows the password, and runs commands as this user."""
+
+    def __init__(self, folder: Path, password: str, interactive: bool = False) -> None:
+        import paramiko
+
+        self._key = paramiko.PKey.from_path(key(folder / "server_key"))
+        self._password = password
+        self._methods = "keyboard-interactive" if interactive else "password"
+        self._sock = socket.create_server(("127.0.0.1", 0))
+        self.port = self._sock.getsockname()[1]
+        self.tries: list[str] = []
+        self._transports: list[Any] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        import paramiko
+
+        server = self
+
+        class Interface(paramiko.ServerInterface):  # type: ignore[misc]  # paramiko has no types
+            def get_allowed_auths(self, username: str) -> str:
+                return server._methods
+
+            def check_auth_password(self, username: str, password: str) -> int:
+                server.tries.append(password)
+                return int(paramiko.AUTH_SUCCESSFUL if password == server._password else paramiko.AUTH_FAILED)
+
+            def check_auth_interactive(self, username: str, submethods: str) -> Any:
+                return paramiko.InteractiveQuery("", "", ("Password: ", False))
+
+            def check_auth_interactive_response(self, responses: list[str]) -> int:
+                return self.check_auth_password("", responses[0])
+
+            def check_channel_request(self, kind: str, chanid: int) -> int:
+                return int(paramiko.OPEN_SUCCEEDED)
+
+            def check_channel_exec_request(self, channel: Any, command: bytes) -> bool:
+                threading.Thread(target=server._execute, args=(channel, command), daemon=True).start()
+                return True
+
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self._sock.accept()
+                transport = paramiko.Transport(sock)
+                transport.add_server_key(self._key)
+                self._transports.append(transport)
+                with contextlib.suppress(Exception):
+                    transport.start_server(server=Interface(), event=threading.Event())
+
+    def _execute(self, channel: Any, command: bytes) -> None:
+        child = subprocess.Popen(["/bin/sh", "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        assert child.stdin is not None
+        assert child.stdout is not None
+
+        def up() -> None:
+            with contextlib.suppress(OSError):
+                while data := channel.recv(65536):
+                    child.stdin.write(data)  # type: ignore[union-attr]
+            with contextlib.suppress(OSError):
+                child.stdin.close()  # type: ignore[union-attr]
+
+        threading.Thread(target=up, daemon=True).start()
+        with contextlib.suppress(OSError):
+            while data := child.stdout.read(65536):
+                channel.sendall(data)
+        child.stdout.close()
+        child.wait()
+        channel.close()
+
+    def close(self) -> None:
+        self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+        for transport in self._transports:
+            transport.close()

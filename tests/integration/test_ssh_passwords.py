@@ -1,0 +1,152 @@
+"""Passwords and passphrases: asked once on the terminal, never waited for for ever, never shown."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sshd import Meeting, PasswordServer, key, meet, running
+
+from distrun.ssh.abort import Abort, Aborted
+from distrun.ssh.ask import Asker, read_secret
+from distrun.ssh.target import Target
+from distrun_runtime.coordinator import events
+
+WAIT_S = 60.0
+
+
+class Terminal:
+    """A terminal, and somebody who types."""
+
+    def __init__(self) -> None:
+        self._ours, self._its = pty.openpty()
+        self.path = os.ttyname(self._its)
+        self.shown = ""
+
+    def expect(self, text: str, times: int = 1) -> None:
+        until = time.monotonic() + WAIT_S
+        while self.shown.count(text) < times:
+            assert time.monotonic() < until, self.shown
+            if select.select([self._ours], [], [], 0.1)[0]:
+                self.shown += os.read(self._ours, 4096).decode()
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def read_rest(self) -> str:
+        while select.select([self._ours], [], [], 0.1)[0]:
+            self.shown += os.read(self._ours, 4096).decode()
+        return self.shown
+
+    def close(self) -> None:
+        os.close(self._ours)
+        os.close(self._its)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    given = Terminal()
+    yield given
+    given.close()
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    path = tmp_path / "config"
+    path.write_text(
+        "Host *\n  HostName 127.0.0.1\n  UserKnownHostsFile %s/kh\n  IdentityFile /nowhere/key\n" % tmp_path
+    )
+    return str(path)
+
+
+def targets(config: str, server: PasswordServer, count: int) -> list[Target]:
+    return [Target("d%d" % number, "me", server.port, config=config) for number in range(count)]
+
+
+@pytest.mark.parametrize("interactive", [False, True])
+def test_a_password_is_asked_once_for_all_hosts_of_a_user(
+    tmp_path: Path, config: str, terminal: Terminal, interactive: bool
+) -> None:
+    server = PasswordServer(tmp_path, "secret word", interactive)
+    with Meeting(*targets(config, server, 4), asker=Asker(terminal.path)) as meeting:
+        terminal.expect("Password of me@d")
+        terminal.type("secret word\n")
+        assert all(isinstance(event, events.AgentHello) for event in meeting.wait().values())
+    server.close()
+    assert terminal.read_rest().count("Password of") == 1
+    assert "secret" not in terminal.shown
+    assert server.tries == ["secret word"] * 4
+
+
+def test_who_mistypes_is_asked_again_and_at_last_told(tmp_path: Path, config: str, terminal: Terminal) -> None:
+    server = PasswordServer(tmp_path, "secret")
+    with Meeting(*targets(config, server, 2), asker=Asker(terminal.path)) as meeting:
+        for number in range(1, 4):
+            terminal.expect("Password of me@d", number)
+            terminal.type("wrong%d\n" % number)
+        found = meeting.wait().values()
+    server.close()
+    assert [event.kind for event in found] == ["password", "password"]
+    assert all("does not accept the password of user me" in event.reason for event in found)
+    assert all("ssh-copy-id" in event.fix for event in found)
+    assert terminal.read_rest().count("Password of") == 3
+
+
+def test_without_a_terminal_a_password_is_no_way_in(tmp_path: Path, config: str) -> None:
+    server = PasswordServer(tmp_path, "secret")
+    event = meet(targets(config, server, 1)[0], asker=Asker("/nowhere/tty"))
+    server.close()
+    assert event.kind == "auth"
+    assert "it accepts password" in event.reason
+    assert "ssh-copy-id -p %d me@d0" % server.port in event.fix
+
+
+def test_nobody_at_the_terminal_is_not_waited_for_for_ever(tmp_path: Path, config: str, terminal: Terminal) -> None:
+    server = PasswordServer(tmp_path, "secret")
+    with Meeting(*targets(config, server, 3), asker=Asker(terminal.path, limit_s=0.5)) as meeting:
+        found = meeting.wait().values()
+    server.close()
+    assert [event.kind for event in found] == ["auth"] * 3
+    assert terminal.read_rest().count("Password of") == 1
+
+
+def test_a_question_ends_at_once_when_it_is_given_up_and_the_terminal_echoes_again(terminal: Terminal) -> None:
+    abort, ended = Abort(), []
+
+    def ask() -> None:
+        try:
+            read_secret(terminal.path, "Password: ", WAIT_S, abort)
+        except Aborted:
+            ended.append(True)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    terminal.expect("Password: ")
+    abort.now()
+    thread.join(WAIT_S)
+    assert ended == [True]
+    terminal.type("shown\n")
+    terminal.expect("shown")
+
+
+def test_a_locked_key_is_unlocked_by_a_passphrase_that_is_asked_once(tmp_path: Path, terminal: Terminal) -> None:
+    with running(tmp_path / "sshd") as server:
+        locked = key(tmp_path / "locked", "-N", "open sesame")
+        server.authorized.write_text((tmp_path / "locked.pub").read_text())
+        path = server.config("IdentityFile %s" % locked, "IdentitiesOnly yes", identity=False)
+        wanted = [Target("d%d" % number, config=path) for number in range(3)]
+        with Meeting(*wanted, asker=Asker(terminal.path)) as meeting:
+            terminal.expect("Passphrase of %s: " % locked)
+            terminal.type("open\n")
+            terminal.expect("Passphrase of %s: " % locked, 2)
+            terminal.type("open sesame\n")
+            assert all(isinstance(event, events.AgentHello) for event in meeting.wait().values())
+    assert terminal.read_rest().count("Passphrase of") == 2
+    assert "sesame" not in terminal.shown
