@@ -141,6 +141,23 @@ def test_agent_runs_under_every_python_that_is_here(version: str) -> None:
         assert driver.finish() == 0
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_tools_answer_under_every_python_that_is_here(version: str) -> None:
+    questions: dict[str, dict[str, object]] = {
+        "survey": {},
+        "sweep": {"job": "no-such-job", "grace_s": 0.1},
+        "match": {"regex": "no such command line", "kill": False},
+        "probe": {"cwd": "/"},
+        "listen": {"address": "127.0.0.1"},
+        "connect": {"targets": [], "limit_s": 1},
+        "close": {},
+    }
+    with agent(python=need(version), with_origin=False) as driver:
+        for number, (what, args) in enumerate(questions.items()):
+            driver.say("ask", id=number, what=what, args=args)
+            assert "error" not in driver.wait("answer", id=number).header, what
+
+
 @pytest.mark.portable
 @pytest.mark.parametrize("version", VERSIONS)
 def test_agent_ends_its_tasks_under_every_python_that_is_here(version: str) -> None:

@@ -28,6 +28,12 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be somebo
 SHORT = Limits(grace_s=0.5)
 
 
+@pytest.fixture(autouse=True)
+def own_runtime_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of agents that are killed here go with the test."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
 def running(driver: AgentDriver, name: str = "worker-0") -> None:
     driver.begin()
     driver.spawn(name)
@@ -132,10 +138,9 @@ def test_a_folder_that_nothing_belongs_to_is_told_of_and_removed() -> None:
         assert record.folders(driver.job) == []
 
 
-def test_records_are_found_by_who_has_other_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_records_are_found_by_who_has_other_variables() -> None:
     with agent(shell("echo ready; sleep 600"), env={"XDG_RUNTIME_DIR": ""}) as driver:
         running(driver)
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
         assert found(driver.job)["agent"] == "alive"
 
 
