@@ -13,14 +13,14 @@ import signal
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, List, Optional
+from typing import Any, Callable, ClassVar, Dict, List, Optional
 
 from distrun_runtime.agent import ending, ladder, record
 from distrun_runtime.agent.channel import Channel
 from distrun_runtime.agent.crew import Crew
 from distrun_runtime.agent.ending import Ending, Marks
 from distrun_runtime.agent.ladder import Ladder
-from distrun_runtime.agent.opening import Need, Steps, steps
+from distrun_runtime.agent.opening import Opening
 from distrun_runtime.agent.reaper import Wakeup
 from distrun_runtime.agent.record import Record
 from distrun_runtime.agent.refusal import Refusal
@@ -29,9 +29,6 @@ from distrun_runtime.contract import process, wire
 from distrun_runtime.contract.plan import STOP
 from distrun_runtime.contract.process import Identity
 from distrun_runtime.errors import RuntimeFault
-
-if TYPE_CHECKING:
-    from distrun_runtime.agent.errand import Done, Errand
 
 FIRST_LEASE_S = 45.0
 """How long the agent waits for `begin`, and between frames until then."""
@@ -65,11 +62,7 @@ class Agent:
         self._crew.on_other = self._on_other_end
         self._ending = Ending(Marks("", ""), self._crew.running, is_subreaper)
         self._share: Optional[Share] = None
-        self._opening: Optional[Steps] = None
-        """The steps to `ready`, while they go on."""
-        self._errand: Optional[Errand] = None
-        self._needed = ""
-        """Digest of the runtime that was asked for."""
+        self._opening: Optional[Opening] = None
         self._is_leaving = False
         self._code = 0
         self._heard_at = time.monotonic()
@@ -98,10 +91,9 @@ class Agent:
         return self._close()
 
     def _timeout(self) -> float:
-        errand_s = self._errand.deadline if self._errand is not None else math.inf
-        due = min(
-            errand_s, self._ending.next_at, self._remember_at, math.inf if self._is_leaving else self._lease_end()
-        )
+        lease_end = math.inf if self._is_leaving else self._lease_end()
+        opening_at = self._opening.deadline if self._opening is not None else math.inf
+        due = min(self._ending.next_at, self._remember_at, lease_end, opening_at)
         return max(0.0, min(due - time.monotonic(), 3600.0))
 
     def _lease_end(self) -> float:
@@ -111,8 +103,8 @@ class Agent:
         if not self._is_leaving and now >= self._lease_end():
             self._warn("no word from the coordinator for %.1f s: ending all tasks" % (now - self._heard_at))
             self._leave(self._gentle(), TERMINATED)
-        if self._errand is not None and now >= self._errand.deadline:
-            self._errand.expire()
+        if self._opening is not None and now >= self._opening.deadline:
+            self._opening.expire()
         left = self._ending.step(now)
         if left is not None:
             self._send("cleared", left=ending.described(left))
@@ -219,42 +211,22 @@ class Agent:
         self._ending = Ending(Marks(share.plan.job, share.host), self._crew.running, self._is_subreaper)
         self._save()
         self._tell_guard(share)
-        self._opening = steps(share)
-        self._go_on(None)
+        self._opening = Opening(
+            share,
+            self._selector,
+            ask_for=lambda digest: self._send("need", digest=digest),
+            on_ready=self._on_ready,
+            on_refused=self._refuse,
+        )
+        self._opening.go_on()
 
-    def _go_on(self, what: Any) -> None:
-        """Take the next step towards `ready`, given what came of the last one."""
-        if self._opening is None:
-            return
-        try:
-            wanted = self._opening.send(what)
-        except StopIteration as end:
-            self._opening, self._share = None, end.value
-            share: Share = end.value
-            self._send("ready", address=share.address, ports=share.ports(), python=dict(share.python))
-        except (RuntimeFault, OSError) as err:
-            self._opening = None
-            self._refuse(err)
-        else:
-            if isinstance(wanted, Need):
-                self._needed = wanted.digest
-                self._send("need", digest=wanted.digest)
-            else:
-                from distrun_runtime.agent.errand import Errand
-
-                self._errand = Errand(wanted, self._selector, self._on_errand_done)
-                self._errand.start()
-
-    def _on_errand_done(self, done: Done) -> None:
-        self._errand = None
-        self._go_on(done)
+    def _on_ready(self, share: Share) -> None:
+        self._share = share
+        self._send("ready", address=share.address, ports=share.ports(), python=dict(share.python))
 
     def _runtime(self, header: Dict[str, Any]) -> None:
-        if self._opening is None or not self._needed or header["digest"] != self._needed:
+        if self._opening is None or not self._opening.take_runtime(header["digest"], header.get("body", b"")):
             self._warn("a `runtime` that was not asked for was ignored")
-            return
-        self._needed = ""
-        self._go_on(header.get("body", b""))
 
     def _refuse(self, err: Exception) -> None:
         is_plain = isinstance(err, (RuntimeFault, OSError))
@@ -282,7 +254,7 @@ class Agent:
 
     def _spawn(self, header: Dict[str, Any]) -> None:
         share = self._share
-        if share is None or self._opening is not None or self._is_leaving:
+        if share is None or self._opening is None or not self._opening.is_over or self._is_leaving:
             self._warn("`spawn` was ignored: the job %s here" % ("ends" if self._is_leaving else "has not begun"))
             return
         task = share.plan.task(header["task"])
@@ -340,8 +312,8 @@ class Agent:
         self._crew.hear()
 
     def _on_other_end(self, pid: int, status: int) -> None:
-        if self._errand is not None:
-            self._errand.reaped(pid, status)
+        if self._opening is not None:
+            self._opening.reaped(pid, status)
 
     def _reap(self) -> None:
         if self._crew.reap():
@@ -352,10 +324,8 @@ class Agent:
         """End everything that way, then the agent itself. The first reason gives the exit code."""
         if not self._is_leaving:
             self._is_leaving, self._code = True, code
-        self._opening = None
-        if self._errand is not None:
-            self._errand.cancel()
-            self._errand = None
+        if self._opening is not None:
+            self._opening.cancel()
         if self._share is not None:
             self._ending.stop(list(self._crew.running), how)
 

@@ -1,18 +1,21 @@
 """What an agent does between `begin` and `ready`, step by step, without ever waiting.
 
 `steps` is a generator: it yields what it wants (a `Command` to be run, a runtime to be sent) and is sent what came of
-it. The agent's loop does these things; a test does them by hand. A step's module is imported when the plan asks for it.
+it. `Opening` does these things for the agent's loop. A step's module is imported when the plan asks for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Generator, NamedTuple, Union
+import math
+import selectors
+from typing import TYPE_CHECKING, Any, Callable, Generator, NamedTuple, Optional, Union
 
 from distrun_runtime.agent.share import Share
+from distrun_runtime.errors import RuntimeFault
 
 if TYPE_CHECKING:
-    from distrun_runtime.agent.errand import Command
+    from distrun_runtime.agent.errand import Command, Done, Errand
 
 
 class Need(NamedTuple):
@@ -58,3 +61,86 @@ def steps(share: Share) -> Steps:
             found[probe.name] = interpreters.judge(probe, (yield probe.command), share.host)
         share = dataclasses.replace(share, python=found)
     return share
+
+
+class Opening:
+    """The steps to `ready` of one agent, and the errand that the present one waits for."""
+
+    def __init__(
+        self,
+        share: Share,
+        selector: selectors.BaseSelector,
+        *,
+        ask_for: Callable[[str], None],
+        on_ready: Callable[[Share], None],
+        on_refused: Callable[[Exception], None],
+    ) -> None:
+        """`ask_for` is given the digest of a runtime; one of the others is called at the end, and nothing after it."""
+        self._steps: Optional[Steps] = steps(share)
+        self._selector = selector
+        self._ask_for = ask_for
+        self._on_ready = on_ready
+        self._on_refused = on_refused
+        self._errand: Optional[Errand] = None
+        self._needed = ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it came to an end, this way or that."""
+        return self._steps is None
+
+    @property
+    def deadline(self) -> float:
+        """When `expire` is to be called; infinite: no errand is under way."""
+        return self._errand.deadline if self._errand is not None else math.inf
+
+    def go_on(self, what: Any = None) -> None:
+        """Take the next step, given what came of the last one."""
+        if self._steps is None:
+            return
+        try:
+            wanted = self._steps.send(what)
+        except StopIteration as end:
+            self._steps = None
+            self._on_ready(end.value)
+        except (RuntimeFault, OSError) as err:
+            self._steps = None
+            self._on_refused(err)
+        else:
+            if isinstance(wanted, Need):
+                self._needed = wanted.digest
+                self._ask_for(wanted.digest)
+            else:
+                from distrun_runtime.agent.errand import Errand
+
+                self._errand = Errand(wanted, self._selector, self._on_done)
+                self._errand.start()
+
+    def take_runtime(self, digest: str, archive: bytes) -> bool:
+        """Take the archive that was asked for; return False if none was, or another."""
+        if self._steps is None or not self._needed or digest != self._needed:
+            return False
+        self._needed = ""
+        self.go_on(archive)
+        return True
+
+    def reaped(self, pid: int, status: int) -> None:
+        """Take note of the end of a child, if it was the errand's."""
+        if self._errand is not None:
+            self._errand.reaped(pid, status)
+
+    def expire(self) -> None:
+        """The errand's time is over."""
+        if self._errand is not None:
+            self._errand.expire()
+
+    def cancel(self) -> None:
+        """Take no further step; the errand is killed."""
+        self._steps = None
+        if self._errand is not None:
+            self._errand.cancel()
+            self._errand = None
+
+    def _on_done(self, done: Done) -> None:
+        self._errand = None
+        self.go_on(done)
