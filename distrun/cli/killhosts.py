@@ -147,7 +147,8 @@ def _report(result: Result, options: Mapping[str, Any]) -> int:
 def _tell(result: Result, nothing: str) -> None:
     for host, by_job in result.done.items():
         for job, report in by_job.items():
-            print_out("%s: %s: ended %s\n" % (host, job, _processes(len(report["ended"]))))
+            ended = "ended %s" % _processes(len(report["ended"])) if report["ended"] else "nothing had to be ended"
+            print_out("%s: %s: %s\n" % (host, job, ended))
             for pid, command in report["left"]:
                 print_out("%s: %s: pid %d (%s) did not end\n" % (host, job, pid, command))
     for name, problem in result.problems.items():
