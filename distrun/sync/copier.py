@@ -7,6 +7,7 @@ too), and what they had before stays usable, because rsync puts files into place
 from __future__ import annotations
 
 import os
+import random
 import tempfile
 import threading
 import time
@@ -37,6 +38,8 @@ ANSWER_S = 60.0
 """How long a host may take from ssh's start to the first word of ours there."""
 MOMENT_S = 5.0
 """How long the other hosts go on after one has failed."""
+AGAIN_S = (0.5, 1.0, 2.0, 4.0)
+"""Waits, about, before ssh is tried again where a host (or the one on the way to it) has too many connections."""
 REPORT_S = 5.0
 """Between two lines of progress."""
 
@@ -160,8 +163,8 @@ class Copier:
     def _work(self, put: Put) -> None:
         try:
             host, reason, text = result.told(self.copy())
-        except (DistrunError, OSError) as err:
-            host, reason, text = "", str(err), getattr(err, "hint", "")
+        except Exception as err:  # whatever it is, the loop must hear of it
+            host, reason, text = "", _text(err), getattr(err, "hint", "")
         put(PrepareFailed(host, reason, time.time(), text) if reason else Prepared())
 
     def _wait(self, threads: Sequence[threading.Thread]) -> None:
@@ -200,8 +203,8 @@ class Copier:
                 names = self._waiting.popleft()
             try:
                 ended = self._copy_to(names, order)
-            except (DistrunError, OSError) as err:
-                ended = Result(names[0], names, code=-1, reason=str(err), fix=getattr(err, "hint", ""))
+            except Exception as err:  # a thread that dies of one would have its host waited for
+                ended = Result(names[0], names, code=-1, reason=_text(err), fix=getattr(err, "hint", ""))
             with self._lock:
                 self._results.append(ended)
             if not ended.ok and not ended.cancelled:
@@ -216,7 +219,7 @@ class Copier:
         with self._lock:  # they make links
             runs = order.runs(self._targets[host].host, list(self._shell(self._targets[host])))
         for argv in runs:
-            ended = self._run(host, argv)
+            ended, unreached = self._reach(host, argv)
             if remote.SAME in ended.says:
                 ended.code, same = 0, True
             files, size = files + ended.files, size + ended.size
@@ -226,9 +229,23 @@ class Copier:
             made = Result(host, names, files, size, time.monotonic() - begun, same and not files)
             if ended.cancelled and ended.code:
                 return replace(made, cancelled=True)
+            reason, fix = unreached or (reason, fix)
             if reason:
                 return replace(made, code=ended.code, reason=reason, fix=fix, words=tuple(ended.words))
         return made
+
+    def _reach(self, host: str, argv: list[str]) -> tuple[Ended, tuple[str, str] | None]:
+        """Run rsync, again if the host takes no more connections just now; return why ssh did not get there, if so."""
+        for wait_s in (*AGAIN_S, None):
+            ended = self._run(host, argv)
+            words = [word for word in ended.words if not word.startswith("rsync")]
+            if ended.says or ended.overdue or ended.cancelled or not ended.code or not words:
+                break
+            text, fix, is_passing = distinct.ssh_failure(self._targets[host], words)
+            if wait_s is None or not is_passing or self._cancelled:
+                return ended, (text, fix)
+            time.sleep(wait_s * random.uniform(0.5, 1.5))
+        return ended, None
 
     def _run(self, host: str, argv: list[str]) -> Ended:
         # What the user's environment tells rsync (another shell, a partial folder) is not ours to guess about.
@@ -245,6 +262,10 @@ class Copier:
                 del self._running[host]
                 self._past.files += transfer.progress.files
                 self._past.size += transfer.progress.size
+
+
+def _text(err: Exception) -> str:
+    return str(err) if isinstance(err, (DistrunError, OSError)) else "%s: %s" % (type(err).__name__, err)
 
 
 def copy(  # noqa: PLR0917

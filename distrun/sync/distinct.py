@@ -1,4 +1,4 @@
-"""Which names are one host: each distinct host is copied to once."""
+"""What ssh makes of a host: which names are one, the remote shell for rsync, and why it did not get there."""
 
 from __future__ import annotations
 
@@ -72,3 +72,15 @@ def ssh_shell(target: Target) -> Sequence[str]:
         return rsync_shell(target)
     except SshFailure as err:
         raise SyncError(err.text, err.fix) from err
+
+
+def ssh_failure(target: Target, words: Sequence[str]) -> tuple[str, str, bool]:
+    """Return why ssh did not get there, what to do about it, and whether it may be over in a moment."""
+    from distrun.ssh.failure import SshFailure, classify
+    from distrun.ssh.resolve import resolve
+
+    try:
+        found = classify("\n".join(words), resolve(target).where)
+    except SshFailure as err:
+        found = err
+    return found.text, found.fix, found.is_passing
