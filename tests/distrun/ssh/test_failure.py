@@ -69,10 +69,10 @@ It is also possible that a host key has just been changed.
 The fingerprint for the ED25519 key sent by the remote host is
 SHA256:5bFlNn9RkbjpRRRCFjf0KwXQvqMZ3bXzTJ5N7wAi4bk.
 Please contact your system administrator.
-Add correct host key in /home/me/.ssh/known_hosts to get rid of this message.
-Offending ED25519 key in /home/me/.ssh/known_hosts:7
+Add correct host key in /users/me/.ssh/known_hosts to get rid of this message.
+Offending ED25519 key in /users/me/.ssh/known_hosts:7
   remove with:
-  ssh-keygen -f "/home/me/.ssh/known_hosts" -R "[10.0.0.3]:2222"
+  ssh-keygen -f "/users/me/.ssh/known_hosts" -R "[10.0.0.3]:2222"
 Host key for [10.0.0.3]:2222 has changed and you have requested strict checking.
 Host key verification failed.
 """
@@ -87,7 +87,7 @@ Host key verification failed.
         ("Connection timed out during banner exchange\n", "timeout", "a word of ssh", "ssh"),
         ("ssh: connect to host 10.0.0.3 port 2222: No route to host\n", "unreachable", "no route", "network"),
         ("ssh: connect to host 10.0.0.3 port 2222: Network is unreachable\n", "unreachable", "network is", "network"),
-        (CHANGED, "hostkey", "known_hosts line 7", "ssh-keygen -f /home/me/.ssh/known_hosts -R '[10.0.0.3]:2222'"),
+        (CHANGED, "hostkey", "known_hosts line 7", "ssh-keygen -f /users/me/.ssh/known_hosts -R '[10.0.0.3]:2222'"),
         (
             "No ED25519 host key is known for d2 and you have requested strict checking.\n"
             "Host key verification failed.\n",

@@ -35,7 +35,7 @@ serveraliveinterval 0
 loglevel INFO
 identityfile /home/ubuntu/my_key.pem
 globalknownhostsfile /etc/ssh/ssh_known_hosts /etc/ssh/ssh_known_hosts2
-userknownhostsfile /home/me/.ssh/known_hosts /home/me/.ssh/known_hosts2
+userknownhostsfile /users/me/.ssh/known_hosts /users/me/.ssh/known_hosts2
 forwardagent no
 connecttimeout none
 """
@@ -52,7 +52,7 @@ def test_the_configuration_of_the_tutorials_is_understood() -> None:
     assert found.is_explicit
     assert found.identities_only
     assert found.agent == "/agent"
-    assert found.user_known_hosts == ("/home/me/.ssh/known_hosts", "/home/me/.ssh/known_hosts2")
+    assert found.user_known_hosts == ("/users/me/.ssh/known_hosts", "/users/me/.ssh/known_hosts2")
     assert found.hash_known_hosts
     assert not found.is_strict
     assert not found.forward_agent
