@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -18,6 +19,8 @@ from distrun_runtime.errors import RuntimeFault
 
 RETRIES = 3
 """Further attempts where the host dropped the connection before the key exchange."""
+TURN_S = 15.0
+"""An agent that has not greeted by then (a slow disk, a shell that waits) does not hold up other hosts any more."""
 PAUSE_S = 0.5
 """Before the first further attempt, give or take half; doubled each time."""
 
@@ -140,23 +143,24 @@ class SshChannel:
         self._abort.check()
         self._inlet = Inlet(self._host)
         reason = "its connection ended"
-        with self._connector.turn(self._abort):
+        is_open = True
+        with contextlib.ExitStack() as turn:
+            turn.enter_context(self._connector.turn(self._abort))
             link = self._connector.open(self._target, self._command, self._abort)
             if not self._adopt(link):
                 link.finish()
                 raise Aborted
             threading.Thread(target=self._write, args=(link,), name="write %s" % self._host, daemon=True).start()
-            is_open = True
+            patient_until = time.monotonic() + TURN_S
             try:
-                while is_open and not self._inlet.greeted:
+                while is_open:
                     is_open = self._take(link)
-            except (RuntimeFault, OSError) as err:
-                is_open, reason = False, str(err)
-        try:
-            while is_open:
-                is_open = self._take(link)
-        except (RuntimeFault, OSError) as err:
-            reason = str(err)
+                    if self._inlet.greeted or time.monotonic() >= patient_until:
+                        turn.close()
+            except (RuntimeFault, OSError, EOFError) as err:
+                reason = str(err) or reason
+            except Exception as err:
+                reason = unforeseen(err).text
         self._end(link, reason)
 
     def _adopt(self, link: Link) -> bool:

@@ -100,7 +100,7 @@ class Login:
                 return
             accepted = self._accepted
             agent = self._open_agent(stack)
-            held = {key.asbytes(): key for key in agent.get_keys()} if agent is not None else {}
+            held = self._held(agent) if agent is not None else {}
             files = [keys.look(path) for path in self._resolved.identities]
             if self._resolved.is_explicit:
                 self._notes += ["%s does not exist" % path for path in keys.missing(files)]
@@ -139,6 +139,12 @@ class Login:
             return None
         stack.callback(agent.close)
         return agent
+
+    def _held(self, agent: Agent) -> dict[bytes, Any]:
+        held = {bytes(key.blob): key for key in agent.get_keys()}
+        if any(key.get_name().startswith("sk-") for key in held.values()):
+            self._note("security keys of the ssh-agent need --transport openssh")
+        return {blob: key for blob, key in held.items() if not key.get_name().startswith("sk-")}
 
     def _offer(self, transport: Any, choice: keys.Choice, held: dict[bytes, Any]) -> bool:
         self._abort.check()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
+import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ from sshd import USER, Deaf, Hole, Meeting, Sshd, key, meet, running
 from distrun.ssh.target import TRANSPORTS, Target
 from distrun_runtime.coordinator import events
 
+ROOT = Path(__file__).resolve().parents[2]
 both = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
@@ -37,8 +41,9 @@ def ssh_agent(folder: Path, *keys: Path) -> Iterator[str]:
     child = subprocess.Popen(["ssh-agent", "-D", "-a", path], stdout=subprocess.DEVNULL)
     try:
         until = time.monotonic() + 30
-        while not os.path.exists(path) and time.monotonic() < until:
-            time.sleep(0.01)
+        with socket.socket(socket.AF_UNIX) as probe:  # the file is there a moment before somebody listens
+            while probe.connect_ex(path) != 0 and time.monotonic() < until:
+                time.sleep(0.01)
         env = {**os.environ, "SSH_AUTH_SOCK": path}
         for each in keys:
             subprocess.run(["ssh-add", "-q", each], check=True, env=env, stderr=subprocess.DEVNULL)
@@ -338,6 +343,30 @@ def test_an_agent_is_forwarded_where_the_configuration_says_so(
         assert sshd.id.with_suffix(".pub").read_text().split()[1] in event.reason
         event = meet(Target("d1", config=sshd.config(identity=False), transport=transport), command=command)
         assert "ssh-ed25519" not in event.reason
+
+
+@both
+def test_a_forwarded_agent_opens_further_hosts(
+    sshd: Sshd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    further = tmp_path / "further.py"
+    further.write_text(
+        "import sys\n"
+        "from distrun.ssh.abort import Abort\nfrom distrun.ssh.connector import Connector\n"
+        "from distrun.ssh.target import Target\n"
+        "link = Connector().open(Target('d2', config=sys.argv[1], transport=sys.argv[2]), 'echo arrived', Abort())\n"
+        "while (data := link.read()) != b'':\n    sys.stdout.write((data or b'').decode())\n"
+        "link.finish()\n"
+    )
+    with ssh_agent(tmp_path, sshd.id) as path:
+        monkeypatch.setenv("SSH_AUTH_SOCK", path)
+        config = sshd.config("StrictHostKeyChecking accept-new", identity=False)
+        source = ":".join([str(ROOT), str(ROOT / "runtime")])
+        command = ["env", "PYTHONPATH=" + source, sys.executable, str(further), config, transport]
+        done = subprocess.run(
+            ["ssh", "-A", "-F", config, "d1", shlex.join(command)], capture_output=True, check=False, timeout=60
+        )
+        assert done.stdout == b"arrived\n", done.stderr
 
 
 @both
