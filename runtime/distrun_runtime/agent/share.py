@@ -56,6 +56,8 @@ class Share:
         # Last, so that nothing overrides what a leftover process is known by.
         last = dict(self.marks, DISTRUN_TOKEN_FILE=self.token_file) if self.token_file else self.marks
         env = tasks.environment(self.base, (), who, secrets, sent, last)
+        if not os.path.isdir(env.get(b"DISTRUN_RUN_DIR", b"")):
+            env.pop(b"DISTRUN_RUN_DIR", None)  # the job's folder is on the launching machine; only a shared one is here
         if self.runtime:
             folders = [tasks.exact(self.runtime), env.get(b"PYTHONPATH", b"")]
             env[b"PYTHONPATH"] = os.fsencode(os.pathsep).join(folder for folder in folders if folder)

@@ -69,3 +69,12 @@ def test_job_without_a_token_names_no_token_file() -> None:
 def test_share_that_does_not_fit_is_refused(members: dict[str, object], words: str) -> None:
     with pytest.raises(ContractError, match=words):
         shares.take(header(**members))
+
+
+def test_the_jobs_folder_is_named_only_where_it_is(tmp_path: Path) -> None:
+    share = shares.take(header())
+    task = share.plan.task("worker-0")
+    there = {"DISTRUN_RUN_DIR": str(tmp_path)}
+    assert share.environment(task, there)[b"DISTRUN_RUN_DIR"] == os.fsencode(tmp_path)
+    assert b"DISTRUN_RUN_DIR" not in share.environment(task, {"DISTRUN_RUN_DIR": str(tmp_path / "elsewhere")})
+    share.close()
