@@ -57,7 +57,8 @@ verbs (peers: h1 h2 ... launcher):
   boot                      start again, with empty disks
   rekey                     boot with another host key
   restart_sshd | kill_sessions
-  mem MB | cpu PERCENT | pids N | disk MB [DIR]    small means
+  mem MB | cpu PERCENT | pids N    small means
+  disk MB [DIR]             leave only MB free in /tmp, or DIR
   ps                        its processes
   clear                     undo all but kill and poweroff
 """

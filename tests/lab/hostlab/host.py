@@ -310,11 +310,13 @@ class Host:
         self.lab.groups.limit(self.name, controller, values, self._pids)
 
     def disk(self, mb: int, path: str = "/tmp") -> None:
-        """Make one of its file systems small. LabError if it holds more, or is none of its own."""
+        """Leave so many MiB free in one of its file systems."""
         if path not in layout.DISKS:
             raise LabError("%s is no file system of its own; those are: %s" % (path, " ".join(layout.DISKS)))
         self.touched = True
-        self.exec("mount", "-o", "remount,size=%dm" % int(mb), path)
+        disk = os.statvfs(self.root / path.lstrip("/"))
+        used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+        self.exec("mount", "-o", "remount,size=%dk" % ((used >> 10) + int(mb) * 1024), path)
 
     # Mending.
 

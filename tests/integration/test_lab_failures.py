@@ -1,0 +1,561 @@
+"""Failures on real hosts: whatever breaks, the job ends with the right code, the right culprit, and nothing stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostlab import Options, Process
+from lab import Running, Site, wait_until
+
+EVERYWHERE = Path("/tmp")
+"""A folder that launcher and hosts have, each its own."""
+
+OBEYS = "echo up; sleep 300 & wait"
+STUBBORN = "trap '' TERM INT HUP; echo up; while :; do sleep 0.1; done"
+ESCAPES = (
+    "(setsid bash -c \"trap '' TERM INT HUP; while :; do sleep 0.1; done\" >/dev/null 2>&1 &); "
+    "(setsid bash -c 'nohup sleep 301 >/dev/null 2>&1 & disown') ; "
+    "env -i $(command -v setsid) $(command -v sleep) 302 & " + OBEYS
+)
+SHORT = ("--suspect-after", "1", "--lost-after", "3")
+"""A host is lost after 3 s of silence; its own tasks end 4.5 s after they last heard of the launcher."""
+
+
+class Job:
+    """A job over ssh, worker N on host N+1 unless there are servers; started, and by then all its workers are up."""
+
+    def __init__(self, lab: Site, script: str, *words: str, workers: int = 2, hosts: Sequence[str] = (), **more: Any):
+        self.lab = lab
+        self.workers = workers
+        hosts = hosts or list(lab.hosts)[: max(2, workers)]
+        told = ("-n", str(workers), "-s", "0", "--grace", "1", *words, script)
+        more.setdefault("cwd", EVERYWHERE)
+        self.running: Running = lab.start("launch", "-H", lab.hosts_file(*hosts), *told, **more)
+        wait_until(self._is_up, 30, "all workers are up")
+        assert self.running.poll() is None, self.err
+
+    def _is_up(self) -> bool:
+        return self.running.poll() is not None or len(re.findall(r"\| up$", self.out, re.M)) == self.workers
+
+    @property
+    def out(self) -> str:
+        return self.running.out
+
+    @property
+    def err(self) -> str:
+        return self.running.err
+
+    @property
+    def id(self) -> str:
+        found = re.search(r"distrun: job (\S+) ", self.err)
+        assert found, self.err
+        return found[1]
+
+    @property
+    def folder(self) -> Path:
+        return self.lab.home_folder / "state" / "distrun" / "jobs" / self.id
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        value: dict[str, Any] = json.loads((self.folder / "outcome.json").read_text())
+        return value
+
+    @property
+    def culprit(self) -> str | None:
+        """The task that is named, as task@host."""
+        found = self.outcome["culprit"]
+        return found and "%s@%s" % (found["task"], found["host"])
+
+    def task(self, name: str) -> Process:
+        """The process of a task."""
+        mark = name.split("-")
+        for process in self.lab.marked(self.id):
+            env = process.environ()
+            leads = env.get(b"DISTRUN_ROLE", env.get(b"DMLC_ROLE")) == mark[0].encode()
+            if leads and (len(mark) == 1 or env.get(b"DISTRUN_RANK") == mark[1].encode()):
+                return process
+        raise AssertionError("no process of %s among: %s" % (name, "; ".join(map(str, self.lab.marked()))))
+
+    def ends(self, limit_s: float = 20.0) -> int:
+        """Wait for the launcher's end; when it has ended nothing of the job may live where it could be reached."""
+        code = self.running.wait(limit_s)
+        assert self.lab.marked(self.id) == []
+        return code
+
+
+def nothing_stays(lab: Site, limit_s: float = 10.0) -> None:
+    wait_until(lambda: not lab.leftovers(), limit_s, "nothing is left")
+
+
+# Tasks.
+
+
+def test_a_worker_on_every_host_says_its_name(lab: Site) -> None:
+    number = str(len(lab.hosts))
+    done = lab.distrun("launch", "-H", lab.hosts_file(), "-n", number, "-s", "0", "hostname", cwd=EVERYWHERE)
+    assert done.code == 0, done.err
+    assert sorted(done.out.splitlines()) == sorted("worker-%d@%s | %s" % (i, h, h) for i, h in enumerate(lab.hosts))
+    nothing_stays(lab)
+
+
+def test_a_failure_among_many_hosts_ends_them_all(lab: Site) -> None:
+    many = len(lab.hosts)
+    job = Job(lab, "echo up; [ $DMLC_RANK = 2 ] || exec sleep 300; sleep 0.5; exit 17", workers=2 * many)
+    assert job.ends() == 17
+    assert job.culprit == "worker-2@h3"
+    nothing_stays(lab)
+
+
+def test_a_worker_that_fails_ends_the_job_with_its_code_and_is_named(lab: Site) -> None:
+    job = Job(lab, "echo up; [ $DMLC_RANK = 0 ] && exec sleep 300; sleep 0.2; echo 'no data' >&2; exit 3")
+    assert job.ends() == 3
+    assert job.culprit == "worker-1@h2"
+    assert "worker-1 on h2 failed with exit code 3" in job.err
+    assert "no data" in job.err
+    nothing_stays(lab)
+
+
+def test_after_a_failure_all_others_are_told_within_a_second(lab: Site) -> None:
+    """By the agents' own stamps: from the failing task's end to that of the others, which obey."""
+    job = Job(lab, "echo up; [ $DMLC_RANK = 3 ] || exec sleep 300; sleep 0.2; exit 9", workers=4)
+    assert job.ends() == 9
+    stamps = {task["name"]: task["ended"] for task in job.outcome["tasks"]}
+    failed = stamps.pop("worker-3")
+    assert all(seconds(ended) - seconds(failed) < 1.0 for ended in stamps.values()), stamps
+
+
+def seconds(stamp: str) -> float:
+    hours, minutes, rest = stamp.rstrip("Z").split("T")[1].split(":")
+    return int(hours) * 3600 + int(minutes) * 60 + float(rest)
+
+
+def test_the_first_of_several_failures_is_the_culprit(lab: Site) -> None:
+    job = Job(lab, "trap 'exit 5' TERM; echo up; [ $DMLC_RANK = 1 ] || { sleep 300 & wait; }; sleep 0.2; exit 4")
+    assert job.ends() == 4
+    assert job.culprit == "worker-1@h2"
+
+
+@pytest.mark.parametrize(("number", "code", "name"), [(signal.SIGKILL, 137, "KILL"), (signal.SIGSEGV, 139, "SEGV")])
+def test_a_worker_killed_by_a_signal_gives_128_and_the_signal(number: int, code: int, name: str, lab: Site) -> None:
+    job = Job(lab, "echo up; exec sleep 300")
+    os.kill(job.task("worker-1").pid, number)
+    assert job.ends() == code
+    assert job.culprit == "worker-1@h2"
+    assert "worker-1 on h2 was ended by signal %s" % name in job.err
+    nothing_stays(lab)
+
+
+@pytest.mark.parametrize("name", ["server-0", "scheduler"])
+def test_a_server_or_scheduler_that_is_killed_ends_the_job_and_is_named(name: str, lab: Site) -> None:
+    words = ("-s", "1", "--python", sys.executable)
+    job = Job(lab, OBEYS, *words, hosts=["h1", "h2", "h3"])
+    os.kill(job.task(name).pid, signal.SIGKILL)
+    assert job.ends() == 137
+    assert job.culprit == name + "@h1"
+    nothing_stays(lab)
+
+
+def test_a_foreign_server_that_exits_with_a_code_ends_the_job_with_it(lab: Site) -> None:
+    script = "[ $DMLC_ROLE = worker ] && { echo up; exec sleep 300; }; [ $DMLC_ROLE = server ] || exec sleep 300; "
+    job = Job(lab, script + "sleep 0.5; exit 21", "-s", "1", "--ps", "command", hosts=["h1", "h2", "h3"])
+    assert job.ends() == 21
+    assert job.culprit == "server-0@h1"
+
+
+def test_a_worker_ends_the_job_also_when_its_children_escape(lab: Site) -> None:
+    job = Job(lab, "[ $DMLC_RANK = 0 ] || { echo up; sleep 0.5; exit 3; }; " + ESCAPES)
+    assert job.ends() == 3
+    nothing_stays(lab)
+
+
+# The launcher.
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
+)
+@pytest.mark.parametrize("script", [STUBBORN, ESCAPES], ids=["stubborn", "escapes"])
+def test_nothing_stays_when_the_launcher_ends(number: int, code: int, script: str, lab: Site) -> None:
+    job = Job(lab, script)
+    job.running.signal(number)
+    assert job.running.wait(20) == code
+    nothing_stays(lab)
+    if number != signal.SIGKILL:
+        assert job.outcome["survivors"] == []
+
+
+def test_ctrl_c_lets_workers_finish_and_shows_what_they_still_say(lab: Site) -> None:
+    job = Job(lab, "trap 'echo saved; exit 0' INT; echo up; while :; do sleep 0.05; done")
+    job.running.signal(signal.SIGINT)
+    assert job.ends() == 130
+    assert job.out.count("| saved") == 2
+
+
+def test_ctrl_c_twice_does_not_wait_for_the_grace_time(lab: Site) -> None:
+    job = Job(lab, STUBBORN, "--grace", "100")
+    job.running.signal(signal.SIGINT)
+    wait_until(lambda: "nterrupt" in job.err, 10)
+    job.running.signal(signal.SIGINT)
+    assert job.ends(30) == 130
+    nothing_stays(lab)
+
+
+def test_a_killed_launcher_whose_hosts_hear_nothing_leaves_nothing(lab: Site) -> None:
+    """A power cut where the launcher is: no end of input reaches the hosts; their lease runs out."""
+    job = Job(lab, ESCAPES, *SHORT)
+    for host in ("h1", "h2"):
+        lab[host].down()
+    job.running.signal(signal.SIGKILL)
+    job.running.wait(10)
+    assert len({process.host for process in lab.strangers()}) == 2
+    nothing_stays(lab, 15)
+
+
+# Hosts that cannot be used at the start: nothing is started anywhere.
+
+
+def unplugged(lab: Site) -> None:
+    lab["h2"].down()
+
+
+def closed(lab: Site) -> None:
+    lab["h2"].reject(22)
+
+
+def rekeyed(lab: Site) -> None:
+    lab["h2"].rekey()
+
+
+def no_login(lab: Site) -> None:
+    lab["h2"].restart_sshd({"PermitRootLogin": "no"})
+
+
+def no_python(lab: Site) -> None:
+    lab["h2"].boot(Options(python=False))
+
+
+def frozen(lab: Site) -> None:
+    lab["h2"].stop()
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (unplugged, "timeout"),
+        (frozen, "timeout"),
+        (closed, "refused"),
+        (rekeyed, "hostkey"),
+        (no_login, "auth"),
+        (no_python, "python"),
+    ],
+)
+def test_a_bad_host_is_told_with_its_kind_and_nothing_is_started(
+    fault: Callable[[Site], None], kind: str, lab: Site
+) -> None:
+    fault(lab)
+    mark = EVERYWHERE / ("started-%d" % os.getpid())
+    words = ("-n", "2", "-s", "0", "--connect-timeout", "2", "touch %s; sleep 0" % mark)
+    done = lab.distrun("launch", "-H", lab.hosts_file("h1", "h2"), *words, cwd=EVERYWHERE)
+    assert done.code == 3, done.err
+    rows = [line.split() for line in done.err.splitlines() if line.startswith("h2 ")]
+    assert [row[1] for row in rows] == [kind], done.err
+    assert "nothing was started on any host" in done.err
+    assert not (lab["h1"].root / str(mark).lstrip("/")).exists()
+    lab["h2"].cont()
+    nothing_stays(lab)
+
+
+def test_all_bad_hosts_are_told_at_once(lab: Site) -> None:
+    lab["h2"].reject(22)
+    lab["h3"].boot(Options(python=False))
+    hosts = lab.hosts_file("h1", "h2", "h3", "nobody-has-this-name")
+    done = lab.distrun("launch", "-H", hosts, "-n", "4", "-s", "0", "hostname", cwd=EVERYWHERE)
+    assert done.code == 3
+    rows = dict(line.split()[:2] for line in done.err.splitlines() if re.match(r"(h\d|nobody)\S* ", line))
+    assert rows == {"h2": "refused", "h3": "python", "nobody-has-this-name": "dns"}, done.err
+
+
+def test_a_folder_that_hosts_do_not_have_is_told_with_the_option_that_brings_it(lab: Site) -> None:
+    done = lab.distrun("launch", "-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "0", "hostname")
+    assert done.code == 3
+    assert "--sync-dst-dir" in done.err
+
+
+# Hosts that are lost midway.
+
+
+def cut(lab: Site) -> None:
+    lab["h2"].down()
+
+
+def all_killed(lab: Site) -> None:
+    lab["h2"].kill()
+
+
+def power(lab: Site) -> None:
+    lab["h2"].poweroff()
+
+
+def session_killed(lab: Site) -> None:
+    lab["h2"].kill_sessions()
+
+
+@pytest.mark.parametrize("fault", [cut, all_killed, power, session_killed, frozen])
+@pytest.mark.parametrize("transport", ["fabric", "openssh"])
+def test_a_host_that_is_lost_ends_the_job_with_7_and_is_named(
+    fault: Callable[[Site], None], transport: str, lab: Site
+) -> None:
+    job = Job(lab, ESCAPES, *SHORT, "--transport", transport, workers=3)
+    fault(lab)
+    assert job.running.wait(20) == 7, job.err
+    assert "h2" in job.outcome["message"], job.outcome
+    assert job.outcome["reason"] == "host_lost"
+    if fault in (cut, power, frozen):
+        assert job.err.index("h2 has been silent") < job.err.index("lost h2")
+    wait_until(lambda: {process.host for process in lab.strangers()} <= {"h2"}, 5, "the other hosts have ended theirs")
+    # The lost side ends its tasks by itself: when its lease is over, or as soon as it runs again.
+    lab["h2"].cont()
+    wait_until(lambda: not lab.strangers(), 15, "the lost host has ended its tasks")
+
+
+def test_a_host_that_hears_nobody_ends_its_tasks_though_it_is_heard(lab: Site) -> None:
+    """One direction only: the launcher's packets vanish, h2's arrive."""
+    job = Job(lab, OBEYS, *SHORT)
+    lab["h2"].drop("launcher")
+    assert job.running.wait(20) == 7
+    wait_until(lambda: not lab.strangers(), 15, "the lost host has ended its tasks")
+
+
+STORE = (
+    "import numpy as np; from distrun_runtime import kvstore; kv = kvstore.create('dist_sync');"
+    "kv.init('w', np.zeros(4)); kv.push('w', np.ones(4)); kv.pull('w', out=np.zeros(4)); print('up', flush=True);"
+    "import time; time.sleep(300 if kv.rank == 1 else 0.3); kv.push('w', np.ones(4)); kv.pull('w', out=np.zeros(4))"
+)
+"""Three workers, of which two soon wait for worker-1's round."""
+WITH_SERVER = ("-s", "1", "--python", sys.executable, "--", sys.executable, "-c")
+
+
+def test_a_worker_that_is_killed_is_the_culprit_though_others_fail_of_its_loss(lab: Site) -> None:
+    job = Job(lab, STORE, *WITH_SERVER, workers=3, hosts=["h1", "h2", "h3", "h4"])
+    os.kill(job.task("worker-1").pid, signal.SIGKILL)
+    assert job.ends(40) == 137, job.err
+    assert job.culprit == "worker-1@h3"
+    nothing_stays(lab)
+
+
+def test_a_silent_host_is_the_culprit_though_tasks_elsewhere_fail_of_its_loss_first(lab: Site) -> None:
+    """The store's heartbeat gives up after some seconds, long before the host counts as lost."""
+    words = ("--suspect-after", "3", "--lost-after", "60")
+    job = Job(lab, STORE, *words, *WITH_SERVER, workers=3, hosts=["h1", "h2", "h3", "h4"])
+    lab["h3"].poweroff()
+    assert job.running.wait(45) == 7, job.err
+    assert "h3" in job.outcome["message"]
+    nothing_stays(lab)
+
+
+@pytest.mark.parametrize("transport", ["fabric", "openssh"])
+def test_a_suspect_host_that_comes_back_in_time_loses_no_line(transport: str, lab: Site) -> None:
+    count = 2000
+    script = "echo up; for i in $(seq %d); do echo line $i; sleep 0.002; done; echo end" % count
+    job = Job(lab, script, "--suspect-after", "1", "--lost-after", "60", "--transport", transport)
+    lab["h2"].down()
+    wait_until(lambda: "h2 has been silent" in job.err, 15, "h2 is suspect")
+    lab["h2"].up()
+    assert job.ends(60) == 0, job.err
+    for task in ("worker-0@h1", "worker-1@h2"):
+        lines = [line.split(" | ")[1] for line in job.out.splitlines() if line.startswith(task)]
+        assert lines == ["up", *("line %d" % (i + 1) for i in range(count)), "end"]
+    for task in ("worker-0", "worker-1"):
+        assert (job.folder / "logs" / (task + ".log")).read_text().count("\n") == count + 2
+
+
+def test_a_job_goes_on_over_a_slow_network_that_loses_packets(lab: Site) -> None:
+    lab["h2"].delay(40, 10, 60)
+    lab["h1"].loss(5)
+    script = "for i in $(seq 300); do echo $i; done"
+    done = lab.distrun("launch", "-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "0", script, cwd=EVERYWHERE)
+    assert done.code == 0, done.err
+    assert len(done.out.splitlines()) == 600
+
+
+def test_sshd_may_restart_while_a_job_runs(lab: Site) -> None:
+    job = Job(lab, "echo up; until [ -e /tmp/go ]; do sleep 0.05; done; rm /tmp/go")
+    lab["h2"].restart_sshd()
+    for host in ("h1", "h2"):
+        lab[host].exec("touch", "/tmp/go")
+    assert job.ends() == 0
+
+
+# The agents.
+
+
+def agents(lab: Site, host: str) -> list[Process]:
+    """Guard and agent of a host, in this order: each starts the next."""
+    found = [
+        process for process in lab.strangers() if process.host == host and b"DISTRUN_JOB_ID" not in process.environ()
+    ]
+    found = [process for process in found if process.name.startswith("python")]
+    return sorted(found, key=lambda process: process.inner)
+
+
+@pytest.mark.parametrize("which", ["agent", "guard", "both"])
+def test_an_agent_that_is_killed_leaves_nothing(which: str, lab: Site) -> None:
+    job = Job(lab, ESCAPES)
+    guard, *rest = agents(lab, "h2")
+    assert rest, [str(process) for process in lab.strangers()]
+    for process in {"agent": rest[-1:], "guard": [guard], "both": [guard, *rest]}[which]:
+        os.kill(process.pid, signal.SIGKILL)
+    assert job.running.wait(30) in (6, 7, 137), job.err
+    assert "h2" in job.outcome["message"], job.outcome
+    if which == "both":
+        # What carries no mark and was not recorded can only be found by an agent's descent, and both are dead.
+        unmarked = [process for process in lab.strangers() if b"DISTRUN_JOB_ID" not in process.environ()]
+        assert all(process.command.startswith(b"/usr/bin/sleep\x00302") for process in unmarked)
+        for process in unmarked:
+            os.kill(process.pid, signal.SIGKILL)
+    nothing_stays(lab)
+
+
+# Memory, disks, terminals, several jobs.
+
+
+def test_a_worker_that_the_kernel_kills_for_its_memory_is_named_with_that_guess(lab: Site) -> None:
+    lab["h2"].mem(150)
+    code = "import sys, time; print('up', flush=True); x = bytearray((200 << 20) * int(sys.argv[1])); time.sleep(300)"
+    job = Job(lab, 'exec /usr/bin/python3 -c "%s" $DMLC_RANK' % code)
+    assert job.ends() == 137
+    assert job.culprit == "worker-1@h2"
+    assert "memory" in job.err
+
+
+def test_a_host_that_cannot_start_more_processes_ends_the_job(lab: Site) -> None:
+    lab["h2"].pids(30)
+    script = "echo up; [ $DMLC_RANK = 0 ] && exec sleep 300; for i in $(seq 60); do sleep 300 & done; exec sleep 300"
+    launch = lab.start(
+        *("launch", "-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "0", "--grace", "1", script), cwd=EVERYWHERE
+    )
+    time_limit = 30
+    wait_until(lambda: launch.out.count("| up") == 2 or launch.poll() is not None, time_limit)
+    launch.signal(signal.SIGTERM)
+    assert launch.wait(30) in (143, 254, 1), launch.err
+    nothing_stays(lab)
+
+
+def test_a_full_disk_on_a_host_loses_no_output_and_ends_no_job(lab: Site) -> None:
+    lab["h2"].disk(1)
+    lab["h2"].disk(1, "/run")
+    script = "echo up; for i in $(seq 40000); do echo line $i of a long text that fills the disk; done; exit 0"
+    job = Job(lab, script)
+    assert job.ends(60) == 0, job.err
+    for task in ("worker-0@h1", "worker-1@h2"):
+        assert sum(line.startswith(task + " | line") for line in job.out.splitlines()) == 40000
+
+
+def test_a_host_whose_disk_is_full_from_the_start_is_told(lab: Site) -> None:
+    for path in ("/tmp", "/run", "/root"):
+        lab["h2"].disk(1, path)
+        lab["h2"].exec("sh", "-c", "head -c 2000000 /dev/zero >%s/full 2>/dev/null; true" % path)
+    done = lab.distrun(
+        "launch", "-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "0", "hostname; true", cwd=EVERYWHERE
+    )
+    told = [line.split()[1] for line in done.err.splitlines() if line.startswith("h2 ")]
+    assert (done.code, told) == (3, ["disk"]), done.err
+    lab["h2"].exec("rm", "-f", "/tmp/full", "/run/full", "/root/full")
+
+
+def test_a_full_disk_of_the_logs_is_one_warning_and_ends_no_job(lab: Site) -> None:
+    state = lab.home_folder / "state"
+    state.mkdir()
+    lab.inside("mount", "-t", "tmpfs", "-o", "size=1m", "lab", str(state))
+    try:
+        script = "for i in $(seq 30000); do echo line $i of a long text that fills the disk; done; exit 0"
+        done = lab.distrun("launch", "-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "0", script, cwd=EVERYWHERE)
+    finally:
+        lab.inside("umount", "-l", str(state))
+    assert done.code == 0, done.err
+    assert len(done.out.splitlines()) == 60000
+    warnings = [line for line in done.err.splitlines() if "No space left" in line]
+    assert 1 <= len(warnings) <= 4, done.err
+
+
+def test_two_jobs_on_the_same_hosts_do_not_touch_each_other(lab: Site) -> None:
+    one = Job(lab, ESCAPES)
+    two = Job(lab, "echo up; until [ -e /tmp/go ]; do sleep 0.05; done; rm /tmp/go; echo done")
+    one.running.signal(signal.SIGTERM)
+    assert one.ends() == 143
+    assert len({process.host for process in lab.marked(two.id)}) == 2
+    for host in ("h1", "h2"):
+        lab[host].exec("touch", "/tmp/go")
+    assert two.ends() == 0, two.err
+    assert two.out.count("| done") == 2
+
+
+def test_two_jobs_with_servers_on_the_same_hosts_both_end_well(lab: Site) -> None:
+    code = (
+        "import numpy as np; from distrun_runtime import kvstore; kv = kvstore.create('dist_sync');"
+        "kv.init('w', np.zeros(4)); print('up', flush=True); kv.push('w', np.ones(4)); out = np.zeros(4);"
+        "kv.pull('w', out=out); assert out[0] == 2, out; kv.barrier()"
+    )
+    script = "exec %s -c %s" % (sys.executable, '"%s"' % code)
+    jobs = [
+        lab.start(
+            *("launch", "-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "2", "--python", sys.executable, script),
+            cwd=EVERYWHERE,
+        )
+        for _ in range(2)
+    ]
+    assert [job.wait(60) for job in jobs] == [0, 0], "\n".join(job.err + job.out for job in jobs)
+    nothing_stays(lab)
+
+
+def test_a_terminal_that_does_not_read_does_not_stall_the_tasks(lab: Site) -> None:
+    reader, writer = os.pipe()
+    script = "for i in $(seq 100000); do echo line $i of a text that no pipe can hold; done; echo over >/tmp/over"
+    words = ("-n", "2", "-s", "0", "--grace", "1", script)
+    launch = lab.start("launch", "-H", lab.hosts_file("h1", "h2"), *words, cwd=EVERYWHERE, stdout=writer)
+    os.close(writer)
+    wait_until(lambda: all((lab[host].root / "tmp/over").exists() for host in ("h1", "h2")), 60, "the tasks ended")
+    with os.fdopen(reader, "rb") as file:
+        text = file.read()
+    assert launch.wait(30) == 0, launch.err
+    assert text.count(b"\n") > 1000
+    (folder,) = (lab.home_folder / "state" / "distrun" / "jobs").iterdir()
+    for task in ("worker-0", "worker-1"):
+        assert (folder / "logs" / (task + ".log")).read_bytes().count(b"\n") == 100000
+
+
+# Secrets.
+
+
+def test_a_secret_is_on_no_command_line_and_in_no_file_of_any_host(lab: Site) -> None:
+    secret = "hunter2-%d-of-the-lab" % time.monotonic_ns()
+    script = 'echo up; [ -n "$LAB_API_TOKEN" ] && echo right; until [ -e /tmp/go ]; do sleep 0.05; done'
+    words = ("--env", "LAB_API_TOKEN", "-s", "1", "--python", sys.executable)
+    seen: set[Process] = set()
+    env = {"LAB_API_TOKEN": secret, "MXNET_PASSWORD": secret}
+    job = Job(lab, script, *words, env=env, hosts=["h1", "h2", "h3"])
+    end = time.monotonic() + 1
+    while time.monotonic() < end:
+        seen |= set(lab.processes())
+        time.sleep(0.05)
+    assert len({process.host for process in seen}) >= 4
+    assert [str(process) for process in seen if secret.encode() in process.command] == []
+    files = "find /tmp /var/tmp /run /root /home /dev/shm -xdev -type f -exec grep -l '%s' {} +" % secret
+    for host in ("h1", "h2", "h3"):
+        found = lab[host].exec("sh", "-c", files, check=False)
+        assert found == "", found
+        lab[host].exec("touch", "/tmp/go")
+    assert job.ends() == 0, job.err
+    assert job.out.count("| right") == 2
+    assert subprocess.run(["grep", "-rl", secret, str(lab.home_folder)], capture_output=True, check=False).stdout == b""
+    assert secret not in job.out + job.err
