@@ -164,11 +164,15 @@ class AgentWatch:
             if not host.greeted or host.is_gone:
                 continue
             if silence >= limits.lost_s:
-                self._on_lost(events.AgentLost(host.name, "silent for %.0f s" % silence, event.time - silence))
+                self._on_lost(events.AgentLost(host.name, "silent for %s s" % _short(silence), event.time - silence))
             elif silence >= limits.suspect_s and not host.is_suspect:
                 host.is_suspect = True
-                text = "%s has been silent for %.0f s (suspect); it counts as lost after %g s"
-                self._say(text % (host.name, silence, limits.lost_s), WARNING)
+                text = "%s has been silent for %s s (suspect); it counts as lost after %g s"
+                self._say(text % (host.name, _short(silence), limits.lost_s), WARNING)
 
     def _wall_of(self, host: HostState) -> float:
         return max((task.ended or task.started or 0.0 for task in self.roster.on_host(host.name)), default=0.0)
+
+
+def _short(seconds: float) -> str:
+    return "%.0f" % seconds if seconds >= 1 else "%.1f" % seconds

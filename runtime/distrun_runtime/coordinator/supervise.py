@@ -35,8 +35,8 @@ from distrun_runtime.coordinator.verdict import Cause
 PATIENCE_S = 5.0
 """A start that takes longer is commented on; again every 10 s."""
 SLEPT_S = 5.0
-"""A longer gap between two events means that we slept (the loop ticks every second), not that agents are silent. With
-a short `suspect_s`: half of it."""
+"""A longer gap between two events means that we slept (the loop ticks more often), not that agents are silent. With a
+short `suspect_s`: half of it."""
 SILENT_S = 8.0
 """A host silent for so long, or suspect, is believed to be the cause when tasks elsewhere die of a lost peer."""
 FAILING_S = 5.0
@@ -44,7 +44,7 @@ FAILING_S = 5.0
 
 
 class Supervisor(AgentWatch):
-    """One job's supervisor. `handle` is all there is to call; a Tick must come first, then at least one a second."""
+    """One job's supervisor. `handle` is all there is to call; a Tick must come first, then one at least every `wake_s`."""
 
     def __init__(self, plan: Plan, has_preparation: bool = False) -> None:
         super().__init__(plan, has_preparation)
@@ -93,7 +93,7 @@ class Supervisor(AgentWatch):
         """Return after how many seconds at most the next Tick is wanted."""
         if self.phase in (DRAINING, STOPPING):
             return 0.1
-        due = [self._now + 1.0]
+        due = [self._now + min(1.0, self.plan.limits.suspect_s / 4)]
         if self._origin is not None and self.plan.limits.timeout_s is not None:
             due.append(self._origin + self.plan.limits.timeout_s)
         if self._origin is not None and self.phase in (GATHERING, STARTING):

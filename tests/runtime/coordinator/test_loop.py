@@ -137,6 +137,29 @@ def test_the_preparation_runs_beside_the_loop_once_all_hosts_are_ready(tmp_path:
     assert ("prepared" if works else "prepare_failed") in kinds
 
 
+def test_a_host_that_was_suspect_and_answers_in_time_loses_no_line(tmp_path: Path) -> None:
+    whole = b"".join(b"line %d\n" % number for number in range(1000))
+    half = len(whole) // 2
+
+    def script(agent: ScriptedAgent) -> None:
+        agent.begin()
+        task = agent.spawn()
+        agent.say("output", whole[:half], task=task, stream="out", offset=0)
+        until = time.monotonic() + 20
+        while "suspect" not in job.sink.text and time.monotonic() < until:
+            time.sleep(0.02)
+        agent.say("output", whole[half:], task=task, stream="out", offset=half)
+        agent.exited(task, out=len(whole))
+        agent.over(task)
+        agent.finish()
+
+    job = Job(tmp_path, one_worker(suspect_s=0.4, lost_s=60.0), script)
+    assert job.run().exit_code == 0
+    assert " s (suspect); it counts as lost after 60 s" in job.sink.text
+    assert "d1 answers again" in job.sink.text
+    assert (job.folder.logs / "worker-0.log").read_bytes() == whole
+
+
 def test_problems_of_hosts_are_in_the_outcome_of_the_folder(tmp_path: Path) -> None:
     def script(agent: ScriptedAgent) -> None:
         agent.say("hello", version=wire.VERSION, time=time.time())
