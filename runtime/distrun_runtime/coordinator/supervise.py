@@ -44,7 +44,7 @@ FAILING_S = 5.0
 
 
 class Supervisor(AgentWatch):
-    """One job's supervisor. `handle` is all there is to call; a Tick must come first, then one at least every `wake_s`."""
+    """One job's supervisor. `handle` is all there is to call; a Tick must come first, then one each `wake_s`."""
 
     def __init__(self, plan: Plan, has_preparation: bool = False) -> None:
         super().__init__(plan, has_preparation)
