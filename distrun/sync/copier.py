@@ -6,6 +6,7 @@ too), and what they had before stays usable, because rsync puts files into place
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import tempfile
@@ -38,6 +39,7 @@ ANSWER_S = 60.0
 """How long a host may take from ssh's start to the first word of ours there."""
 MOMENT_S = 5.0
 """How long the other hosts go on after one has failed."""
+CANCEL_S = 5.0
 AGAIN_S = (0.5, 1.0, 2.0, 4.0)
 """Waits, about, before ssh is tried again where a host (or the one on the way to it) has too many connections."""
 REPORT_S = 5.0
@@ -102,18 +104,25 @@ class Copier:
         self._past = Progress()
         """What the runs that have ended have brought."""
         self._results: list[Result] = []
+        self._thread: threading.Thread | None = None
 
     def start(self, put: Put) -> None:
         """Begin, in a thread; at the end put `Prepared` or `PrepareFailed`. Returns at once."""
-        threading.Thread(target=self._work, args=(put,), name="sync", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, args=(put,), name="sync", daemon=True)
+        self._thread.start()
 
     def cancel(self) -> None:
-        """End all runs of rsync soon; hosts that have everything keep it, the others have what they had before."""
+        """End all runs of rsync soon; hosts that have everything keep it, the others have what they had before.
+
+        Waits for the end of what `start` began, a few seconds at most.
+        """
         with self._lock:
             self._cancelled = True
             self._waiting.clear()
             for transfer in self._running.values():
                 transfer.cancel()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(CANCEL_S)
 
     def progress(self) -> str:
         """Return how far it is: `sync 3/5 (12 files, 4.5 MiB)`."""
@@ -129,7 +138,10 @@ class Copier:
             SyncError: there is no rsync here.
             UsageError: the rules cannot be read.
         """
-        with tempfile.TemporaryDirectory(prefix="distrun-sync-") as scratch:
+        with contextlib.ExitStack() as stack:
+            # Not made without need: a process that is killed leaves it behind.
+            needed = self._rules.gitignore or self._rules.extra
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="distrun-sync-")) if needed else ""
             order = make_order(
                 self._source,
                 self._dst,
