@@ -177,7 +177,7 @@ def test_the_help_lists_the_launchers_there_are(distrun: Distrun) -> None:
     (site / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
     (site / "entry_points.txt").write_text("[distrun.backends]\nmine = distrun.backends.local:Local\n")
     shown = distrun.run("launch", "-h", env={"PYTHONPATH": str(site.parent)}).stdout
-    assert b"How tasks are started: local, mine." in shown
+    assert b"How tasks are started: local, ssh, mine." in shown
 
 
 def test_of_several_jobs_of_a_name_the_newest_is_shown_and_named(distrun: Distrun) -> None:
