@@ -1,6 +1,6 @@
 """Push and pull every tensor of a model, beside MXNet and gloo on the same machine, and write the table.
 
-    benchmarks/peers/setup                      # once: the peers' virtual environments
+    scripts/install peers                       # once: the peers' virtual environments
     python benchmarks/round.py --write          # all systems that are there; docs/benchmarks.md
 
 A round is what a training step moves: a gradient from every worker, the sum back to every worker. All systems are
@@ -55,7 +55,7 @@ def systems(peers: Path, servers: int) -> list[System]:
     ]
     for system in known:
         if not os.access(system.python, os.X_OK):
-            say("%s is left out: no %s. To have it:  benchmarks/peers/setup" % (system.name, system.python))
+            say("%s is left out: no %s. To have it:  scripts/install peers" % (system.name, system.python))
     return [system for system in known if os.access(system.python, os.X_OK)]
 
 
@@ -155,7 +155,6 @@ def say(text: str) -> None:
 
 def main() -> None:
     """Measure, print the table, and write the page if asked to."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--systems", nargs="+", help="only these columns (default: all that are there)")
@@ -163,7 +162,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="runs of every system (default 3)")
     parser.add_argument("-n", "--workers", type=int, default=2)
     parser.add_argument("-s", "--servers", type=int, default=2)
-    parser.add_argument("--peers", type=Path, default=cache / "distrun/peers", help="where peers/setup made them")
+    parser.add_argument("--peers", type=Path, default=ROOT / ".peers", help="where scripts/install made them")
     parser.add_argument("--note", default="", help="a line for the page: what else the machine did")
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks.md")
     options = parser.parse_args()

@@ -47,4 +47,4 @@ def test_a_round_runs_on_this_machine_and_names_the_peers_that_are_missing(tmp_p
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[0] == "| model | distrun |"
     assert "mxnet is left out" in result.stderr
-    assert "benchmarks/peers/setup" in result.stderr
+    assert "scripts/install peers" in result.stderr
