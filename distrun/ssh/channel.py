@@ -14,7 +14,7 @@ from distrun.ssh.failure import SshFailure, unforeseen
 from distrun.ssh.link import Link
 from distrun.ssh.target import Target
 from distrun_runtime.coordinator.channel import WRITE_LIMIT, Inlet, Put
-from distrun_runtime.coordinator.events import AgentLost, StartFailed
+from distrun_runtime.coordinator.events import AgentLost, StartFailed, Warned
 from distrun_runtime.errors import RuntimeFault
 
 RETRIES = 3
@@ -146,7 +146,7 @@ class SshChannel:
         is_open = True
         with contextlib.ExitStack() as turn:
             turn.enter_context(self._connector.turn(self._abort))
-            link = self._connector.open(self._target, self._command, self._abort)
+            link = self._connector.open(self._target, self._command, self._abort, self._warn)
             if not self._adopt(link):
                 link.finish()
                 raise Aborted
@@ -162,6 +162,9 @@ class SshChannel:
             except Exception as err:
                 reason = unforeseen(err).text
         self._end(link, reason)
+
+    def _warn(self, text: str) -> None:
+        self._put(Warned(self._host, text))
 
     def _adopt(self, link: Link) -> bool:
         with self._changed:

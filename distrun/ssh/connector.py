@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from distrun.ssh import dial
@@ -30,6 +30,10 @@ LOGINS = 4
 _GLANCE_S = 0.2
 
 
+def _ignore(text: str) -> None:
+    pass
+
+
 class Connector:
     """What the connections of one launch share. Of any thread's use."""
 
@@ -51,8 +55,14 @@ class Connector:
         with _held(self._window, abort):
             yield
 
-    def open(self, target: Target, command: str, abort: Abort) -> Link:
+    def open(self, target: Target, command: str, abort: Abort, warn: Callable[[str], None] = _ignore) -> Link:
         """Return `command`, started on `target`. With the `ssh` program failures show only when it is read.
+
+        Args:
+            target: where.
+            command: for the login shell there.
+            abort: gives up.
+            warn: is told what the user should know though it works.
 
         Raises:
             SshFailure: the host cannot be reached, or does not let us in.
@@ -64,7 +74,7 @@ class Connector:
             return OpensshLink(resolved, command)
         from distrun.ssh.fabric_link import FabricLink
 
-        connection, sock, program = self._enter(resolved, abort)
+        connection, sock, program = self._enter(resolved, abort, warn)
         abort.on(lambda: _shut(sock))
         link = FabricLink(resolved, connection, sock, command, program)
         if abort.is_set:
@@ -79,7 +89,9 @@ class Connector:
         for jump in jumps.values():
             jump.close()
 
-    def _enter(self, resolved: Resolved, abort: Abort, depth: int = 0) -> tuple[fabric.Connection, Any, Any]:
+    def _enter(
+        self, resolved: Resolved, abort: Abort, warn: Callable[[str], None], depth: int = 0
+    ) -> tuple[fabric.Connection, Any, Any]:
         """Connect and log in, over as many connections as the host wants for the keys there are."""
         from distrun.ssh import fabric_link
         from distrun.ssh.login import Login, ThrownOut
@@ -87,9 +99,9 @@ class Connector:
         login: Login = Login(resolved, self._keys(), self._asker, abort)
         with _held(self._door(resolved), abort):
             for _ in range(LOGINS):
-                sock, program = self._reach(resolved, abort, depth)
+                sock, program = self._reach(resolved, abort, warn, depth)
                 try:
-                    return fabric_link.log_in(resolved, sock, login, abort), sock, program
+                    return fabric_link.log_in(resolved, sock, login, abort, warn), sock, program
                 except ThrownOut:
                     abort.check()
                 except SshFailure as err:
@@ -97,14 +109,16 @@ class Connector:
                     raise (proxy_failed(resolved.where, words) if words and err.is_passing else err) from err
         raise too_many_keys(resolved.where)
 
-    def _reach(self, resolved: Resolved, abort: Abort, depth: int) -> tuple[Any, dial.Program | None]:
+    def _reach(
+        self, resolved: Resolved, abort: Abort, warn: Callable[[str], None], depth: int
+    ) -> tuple[Any, dial.Program | None]:
         from distrun.ssh import fabric_link
 
         if resolved.jump:
             if depth >= JUMPS:
                 raise SshFailure(OTHER, "more than %d hosts in between (ProxyJump in a circle?)" % JUMPS)
-            jump = self._jump(hop(resolved))
-            return fabric_link.tunnel(jump.get(lambda way: self._enter(way, abort, depth + 1), abort), resolved), None
+            jump = self._jump(hop(resolved)).get(lambda way: self._enter(way, abort, warn, depth + 1), abort)
+            return fabric_link.tunnel(jump, resolved), None
         if resolved.proxy_command:
             program = dial.Program(resolved.proxy_command)
             return program.sock, program

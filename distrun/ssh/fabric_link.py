@@ -6,6 +6,7 @@ import contextlib
 import logging
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import fabric
@@ -30,6 +31,7 @@ WINDOW = 4 * 1024 * 1024
 _READ_SIZE = 256 * 1024
 _WRITE_SIZE = 32 * 1024
 _GLANCE_S = 1.0
+Warn = Callable[[str], None]
 _RSA = ("rsa-sha2-512", "rsa-sha2-256")
 
 logging.getLogger("paramiko").addHandler(logging.NullHandler())  # what it has to say, we say
@@ -38,15 +40,16 @@ logging.getLogger("paramiko").addHandler(logging.NullHandler())  # what it has t
 class _Policy(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]  # paramiko has no types
     """Judges every host key by the user's files; paramiko's own books stay empty."""
 
-    def __init__(self, resolved: Resolved) -> None:
+    def __init__(self, resolved: Resolved, warn: Warn) -> None:
         self._resolved = resolved
+        self._warn = warn
 
     def missing_host_key(self, client: Any, hostname: str, key: Any) -> None:
-        check_host_key(self._resolved, key.get_name(), key.asbytes(), key.get_base64())
+        check_host_key(self._resolved, key.get_name(), key.asbytes(), key.get_base64(), self._warn)
 
 
-def check_host_key(resolved: Resolved, kind: str, raw: bytes, key: str) -> None:
-    """Accept a host key, recording one that is new.
+def check_host_key(resolved: Resolved, kind: str, raw: bytes, key: str, warn: Warn) -> None:
+    """Accept a host key, recording one that is new; where that cannot be written, warn, as ssh does.
 
     Raises:
         SshFailure: it is not the one that is known, or not known where only known ones will do.
@@ -62,8 +65,8 @@ def check_host_key(resolved: Resolved, kind: str, raw: bytes, key: str) -> None:
         try:
             verdict = known_hosts.record(path, name, kind, key, resolved.hash_known_hosts)
         except OSError as err:
-            text = "the host key of %s cannot be recorded in %s: %s" % (where.place, path, err.strerror)
-            raise SshFailure(failure.HOSTKEY, text, "make that file writable") from err
+            text = "its host key (%s %s) cannot be recorded in %s: %s; it will be as unknown the next time"
+            warn(text % (kind, print_, path, err.strerror))
     if verdict.entry is None or verdict.state == known_hosts.KNOWN:
         return
     if verdict.state == known_hosts.REVOKED:
@@ -74,7 +77,7 @@ def check_host_key(resolved: Resolved, kind: str, raw: bytes, key: str) -> None:
     raise failure.host_key_changed(where, "%s %s" % (kind, print_), verdict.entry.place, failure.forget(name, path))
 
 
-def log_in(resolved: Resolved, sock: Any, login: Login, abort: Abort) -> fabric.Connection:
+def log_in(resolved: Resolved, sock: Any, login: Login, abort: Abort, warn: Warn) -> fabric.Connection:
     """Return a connection over `sock` in which the user is logged in. `sock` is closed if that fails.
 
     Raises:
@@ -102,7 +105,7 @@ def log_in(resolved: Resolved, sock: Any, login: Login, abort: Abort) -> fabric.
             "transport_factory": lambda sock, disabled_algorithms=None: _transport(resolved, sock),
         },
     )
-    connection.client.set_missing_host_key_policy(_Policy(resolved))
+    connection.client.set_missing_host_key_policy(_Policy(resolved, warn))
     try:
         with abort.calling(lambda: shut(sock)):
             connection.open()

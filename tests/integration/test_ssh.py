@@ -142,6 +142,14 @@ def test_an_unknown_host_key_is_accepted_and_recorded_once(sshd: Sshd, transport
     assert lines[0].split()[:2] == ["lab-d1", "ssh-ed25519"]
 
 
+def test_a_host_key_that_cannot_be_recorded_is_a_warning(sshd: Sshd) -> None:
+    sshd.known_hosts.mkdir()
+    with Meeting(Target("d1", config=sshd.config())) as meeting:
+        assert is_in(meeting.wait()["d1"])
+        (warned,) = (event for event in meeting.events["d1"] if isinstance(event, events.Warned))
+    assert "cannot be recorded in %s" % sshd.known_hosts in warned.text
+
+
 def test_many_first_connections_record_a_key_once_hashed_if_the_user_wants(sshd: Sshd) -> None:
     config = sshd.config("HashKnownHosts yes")
     with Meeting(*(Target("d%d" % number, config=config) for number in range(8))) as meeting:
