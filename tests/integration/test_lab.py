@@ -11,11 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from hostlab import Lab, LabError, Options
+from hostlab import Lab, LabError, Options, Process
 from lab import ROOT, Site, shared_folders, wait_until
 
 ECHO = """
@@ -91,10 +91,16 @@ def peer(lab: Site) -> Iterator[Peer]:
     assert made.sees() == "echo"
     yield made
     made.close()
-    for process in lab["h2"].processes():
-        if process.inner != 1:
-            os.kill(process.pid, signal.SIGKILL)
+    end_all(lab["h2"].processes())
     server.wait(10)
+
+
+def end_all(processes: list[Process]) -> None:
+    """Kill what is not a host's first process."""
+    for process in processes:
+        if process.inner != 1:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
 
 
 def reaches(lab: Site, host: str, port: int = 22, wait_s: float = 1.0) -> str:
@@ -243,7 +249,7 @@ def test_a_killed_session_leaves_what_ran_in_it(lab: Site) -> None:
     lab["h2"].kill_sessions()
     assert session.wait(10) == 255
     assert [process.name for process in lab.strangers()] == ["sleep"]
-    os.kill(lab.strangers()[0].pid, signal.SIGKILL)
+    end_all(lab.strangers())
 
 
 def test_sshd_restarts_while_sessions_go_on(lab: Site) -> None:
@@ -294,8 +300,7 @@ def test_processes_of_a_job_are_found_wherever_they_hide(lab: Site) -> None:
     assert (found.host, found.name) == ("h3", "sleep")
     assert lab.marked("j-two") == []
     assert {process.host for process in lab.leftovers()} == {"h3"}
-    for process in lab.strangers():
-        os.kill(process.pid, signal.SIGKILL)
+    end_all(lab.strangers())
 
 
 def test_verbs_on_a_host_that_is_off_or_unknown_say_so(lab: Site) -> None:
