@@ -405,3 +405,20 @@ def test_a_connection_that_is_cut_is_told_apart_from_one_that_we_end(sshd: Sshd,
         channel.kill()
         assert channel.join(20)
         assert not channel.was_cut
+
+
+@both
+def test_hosts_may_be_ipv6_addresses(tmp_path: Path, transport: str) -> None:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            pass
+    except OSError as err:
+        pytest.skip("no IPv6 here: %s" % err)
+    with running(tmp_path / "sshd", ListenAddress="::1") as server:
+        (tmp_path / "config").write_text(
+            "Host *\n    UserKnownHostsFile %s\n    GlobalKnownHostsFile none\n" % server.known_hosts
+        )
+        target = Target("::1", USER, server.port, str(server.id), config=str(tmp_path / "config"), transport=transport)
+        assert is_in(meet(target))
+        assert server.known_hosts.read_text().startswith("[::1]:%d " % server.port)
+        assert is_in(meet(target))
