@@ -52,9 +52,10 @@ def make(cwd: str, sync: Sync, host: str) -> None:
     elif sync.delete and not is_ours and not _is_same(folder, sync.source):
         raise Refusal(
             "folder",
-            "--delete would remove files of yours: %s on %s has files, and not from distrun (no %s in it)"
+            "--sync-delete would remove files of yours: %s on %s has files, and not from distrun (no %s in it)"
             % (cwd, host, MARKER),
-            "leave --delete out, or give a new folder; if all in it may go:  ssh %s touch %s/%s" % (host, cwd, MARKER),
+            "leave --sync-delete out, or give a new folder; if all in it may go:  ssh %s touch %s/%s"
+            % (host, cwd, MARKER),
         )
 
 
@@ -68,7 +69,9 @@ def _check_room(cwd: str, folder: str, sync: Sync, host: str) -> None:
         short.append("%d more files possible, %d needed" % (info.f_favail, sync.files))
     if short:
         raise Refusal(
-            "disk", "too little room in %s on %s: %s" % (cwd, host, "; ".join(short)), "make room, or --exclude files"
+            "disk",
+            "too little room in %s on %s: %s" % (cwd, host, "; ".join(short)),
+            "make room, or leave files out with --sync-exclude",
         )
 
 

@@ -85,8 +85,8 @@ TABLE: Tuple[Variable, ...] = (
         "DISTRUN_RUN_DIR",
         "distrun",
         GIVEN,
-        "The job's folder, which outlives it: logs, and whatever a task leaves there. Not set on a host that has no such"
-        " folder.",
+        "The job's folder, which outlives it: logs, and whatever a task leaves there. Not set on a host that does not"
+        " have it.",
     ),
     _row("DISTRUN_TOKEN_FILE", "distrun", BOTH, "File (mode 0600) with the job's token; without it a job runs open."),
     _row(

@@ -17,6 +17,8 @@ GATHERING = "gathering"
 PREPARING = "preparing"
 STARTING = "starting"
 RUNNING = "running"
+REMARK_S = 1.0
+"""Hosts that answer so soon after the first bad one are waited for without a word."""
 DRAINING = "draining"
 STOPPING = "stopping"
 OVER = "over"
@@ -32,6 +34,7 @@ class AgentWatch:
         self.roster = Roster(plan)
         self.phase = GATHERING
         self._has_preparation = has_preparation
+        self._has_remarked = False
         self._preflight = Preflight([host.name for host in plan.hosts])
         self._actions: List[Action] = []
         self._now = 0.0
@@ -92,10 +95,6 @@ class AgentWatch:
             if self.phase in UNDECIDED:
                 self._blame(cause)
             return
-        waiting = self.roster.unanswered
-        if self._preflight.is_clean and waiting:
-            text = "%s; waiting up to %g s for word from %s" % (cause.short, WAIT_S, verdict.listed(waiting))
-            self._say(text, WARNING)
         self._preflight.add(cause, self._now, kind, fix)
 
     def _gather(self) -> None:
@@ -104,6 +103,10 @@ class AgentWatch:
         if until is not None:
             if not waiting or self._now >= until:
                 self._condemn()
+            elif self._now >= until - WAIT_S + REMARK_S and not self._has_remarked:
+                self._has_remarked = True
+                short = self._preflight.verdict().short
+                self._say("%s; waiting up to %g s for word from %s" % (short, WAIT_S, verdict.listed(waiting)), WARNING)
         elif not waiting:
             self.phase = PREPARING if self._has_preparation else STARTING
             if self._has_preparation:

@@ -5,6 +5,7 @@ Of hosts that cannot be used it is a table: host, kind, what was found, what to 
 
 from __future__ import annotations
 
+import re
 import signal as signals
 from typing import Dict, List, Optional, Sequence, Tuple
 
@@ -101,10 +102,19 @@ def _tail(tail: Sequence[str], log: str) -> List[str]:
 
 
 def _table(problems: Sequence[Problem]) -> List[str]:
-    """Return a row for each problem, what is the same on several hosts together: hosts, kind, what was found."""
-    same: Dict[Tuple[str, str, str], List[str]] = {}
+    """Return a row for each problem, what is the same on several hosts together: hosts, kind, what was found.
+
+    Their own names in it make no difference; where there are several, HOST stands for them.
+    """
+    alike: Dict[Tuple[str, str, str], List[Problem]] = {}
     for problem in problems:
-        same.setdefault((problem.kind, problem.text, problem.fix), []).append(problem.host)
+        key = (problem.kind, _without(problem.host, problem.text), _without(problem.host, problem.fix))
+        alike.setdefault(key, []).append(problem)
+    same: Dict[Tuple[str, str, str], List[str]] = {}
+    for key, each in alike.items():
+        equal = len({(problem.text, problem.fix) for problem in each}) == 1
+        row = (each[0].kind, each[0].text, each[0].fix) if equal else key
+        same[row] = [problem.host for problem in each]
     names = [", ".join(hosts) for hosts in same.values()]
     # A long list of hosts has a line to itself; the columns are for the others.
     first = max([len("host")] + [len(name) for name in names if len(name) <= _COLUMN])
@@ -120,6 +130,10 @@ def _table(problems: Sequence[Problem]) -> List[str]:
         lines += [indent + line for line in found[1:]]
         lines += [indent + "-> " + line for line in fix.splitlines()]
     return lines
+
+
+def _without(host: str, text: str) -> str:
+    return re.sub(r"(?<![\w.-])%s(?![\w-])" % re.escape(host), "HOST", text)
 
 
 def _cut(line: str) -> str:

@@ -51,7 +51,9 @@ def test_all_bad_hosts_are_told_at_once_and_nothing_was_started_anywhere() -> No
 
 def test_the_other_hosts_are_waited_for_15_seconds_after_the_first_bad_one() -> None:
     history = gathering().beat_to(3).bad("d2", "auth").hello("d1").ready("d1").hello("d3")
-    assert "d2 cannot be used; waiting up to 15 s for word from d1, d3, d4, d5" in history.said()
+    assert "waiting" not in history.said()
+    history.beat_to(4.5, "d1", "d3")
+    assert "d2 cannot be used; waiting up to 15 s for word from d3, d4, d5" in history.said()
     assert history.beat_to(17.5, "d1", "d3").outcome is None
     outcome = history.beat_to(22, "d1", "d3").end()
     assert history.now < 22
@@ -196,6 +198,18 @@ def test_the_report_is_a_table_of_bad_hosts_with_what_to_type() -> None:
         "d2, d3  timeout     no answer within 10 s",
         "d4      activation  it failed:",
         "                    conda: not found",
+        "nothing was started on any host",
+    ]
+
+
+def test_what_differs_in_the_hosts_name_only_is_one_row() -> None:
+    history = gathering(("d1", "d2", "d11"))
+    for host in ("d1", "d2", "d11"):
+        history.bad(host, "folder", "/x does not exist on %s" % host, fix="mount it on %s" % host)
+    assert report.failure(history.end()).splitlines() == [
+        "host         kind    what was found",
+        "d1, d2, d11  folder  /x does not exist on HOST",
+        "                     -> mount it on HOST",
         "nothing was started on any host",
     ]
 
