@@ -1,8 +1,11 @@
 """The agent as one line of text: everything a host needs, compressed, imported from memory.
 
 A host needs nothing but a python3 of at least 3.8. It is started as `python -I -c BOOT` and reads its program from
-standard input: the first line is the blob, what follows are frames. Nothing is written to the host's disk, and
-nothing has to be quoted but BOOT, which holds no character that a shell would touch inside single quotes.
+standard input: the first line is the blob, what follows are frames. Nothing has to be quoted but BOOT, which holds no
+character that a shell would touch inside single quotes.
+
+Compiling the modules is a third of an agent's start. So the first agent of a version on a host keeps them compiled in
+the user's cache, in a folder that nobody else can write to; where that cannot be, each agent compiles them.
 
 The local backend starts from the same blob; there it carries the files' true names (`origin`), so that tracebacks
 and coverage mean the checkout. Docstrings and comments stay at home; line numbers are kept.
@@ -13,6 +16,7 @@ from __future__ import annotations
 import ast
 import binascii
 import functools
+import hashlib
 import importlib.resources
 import io
 import json
@@ -40,11 +44,73 @@ BOOT = (
 """Python source of one line: reads the blob from descriptor 0, leaves what came after it in `r`, runs its importer."""
 
 # Not importlib.abc and friends: they cost 25 ms. No f-strings or the like: an old Python must come to the message.
+# `inspect` costs 6 ms and is imported by `dataclasses` for what is not used here; should it be, it is imported then.
 IMPORTER = '''\
 if sys.version_info < (3, 8):
     sys.exit("distrun: this host's %s is Python %s; the agent needs 3.8 or newer, name one that is"
              % (sys.executable, sys.version.split()[0]))
+import marshal
+from _frozen_importlib_external import MAGIC_NUMBER
 from importlib.machinery import ModuleSpec
+
+if "inspect" not in sys.modules:
+    late = type(sys)("inspect")
+    def load(name):
+        if sys.modules.get("inspect") is late:
+            del sys.modules["inspect"]
+        import inspect
+        return getattr(inspect, name)
+    late.__getattr__ = load
+    sys.modules["inspect"] = late
+    import dataclasses
+    if sys.modules.get("inspect") is late:
+        del sys.modules["inspect"]
+
+cache = os.environ.get("XDG_CACHE_HOME", "")
+cache = os.path.join(cache if os.path.isabs(cache) else os.path.join(os.path.expanduser("~"), ".cache"), "distrun")
+folder = os.path.join(cache, "agent")
+file = os.path.join(folder, m["digest"] + "-" + binascii.hexlify(MAGIC_NUMBER).decode() + ".code")
+codes = {}
+
+def is_private(path):
+    info = os.lstat(path)
+    return info.st_uid == os.geteuid() and not info.st_mode & 18
+
+def compiled(name):
+    return compile(m["modules"][name], blob.get_filename(name), "exec", dont_inherit=True)
+
+def keep():
+    names = [name for name in m["modules"] if ".coordinator" not in name]
+    try:
+        if all(name in codes for name in names):
+            return
+        os.makedirs(cache, 448, exist_ok=True)
+        if not os.path.isdir(folder):
+            os.mkdir(folder, 448)
+        if not (is_private(cache) and is_private(folder)):
+            return
+        data = marshal.dumps(dict((name, compiled(name)) for name in names))
+        fresh = file + binascii.hexlify(os.urandom(4)).decode()
+        with open(fresh, "xb") as out:
+            os.chmod(fresh, 384)
+            out.write(data)
+        os.replace(fresh, file)
+        import time
+        for name in os.listdir(folder):
+            path = os.path.join(folder, name)
+            if os.lstat(path).st_mtime < time.time() - 30 * 86400:
+                os.unlink(path)
+    except Exception:
+        pass
+
+try:
+    if is_private(cache) and is_private(folder) and is_private(file):
+        with open(file, "rb") as kept:
+            codes = marshal.loads(kept.read())
+    if not all(type(code) is type(is_private.__code__) for code in codes.values()):
+        codes = {}
+except Exception:
+    codes = {}
 
 class Blob:
     """Imports what the blob holds, and nothing else."""
@@ -61,7 +127,7 @@ class Blob:
 
     def exec_module(self, module):
         name = module.__spec__.name
-        exec(compile(m["modules"][name], self.get_filename(name), "exec", dont_inherit=True), module.__dict__)
+        exec(codes.get(name) or compiled(name), module.__dict__)
 
     def is_package(self, name):
         return name in m["packages"]
@@ -72,9 +138,10 @@ class Blob:
     def get_source(self, name):
         return m["modules"][name]
 
-sys.meta_path.insert(0, Blob())
+blob = Blob()
+sys.meta_path.insert(0, blob)
 from distrun_runtime.agent.__main__ import main
-sys.exit(main(r))
+sys.exit(main(r, keep))
 '''
 
 
@@ -111,7 +178,8 @@ def build(with_origin: bool = False) -> bytes:
             packages.append(name)
         if with_origin:
             origin[name] = str(file)
-    parts = {"importer": IMPORTER, "modules": modules, "packages": packages, "origin": origin}
+    digest = hashlib.sha256(json.dumps([modules, origin], sort_keys=True).encode("utf-8")).hexdigest()[:32]
+    parts = {"importer": IMPORTER, "modules": modules, "packages": packages, "origin": origin, "digest": digest}
     text = json.dumps(parts, sort_keys=True, ensure_ascii=False).encode("utf-8")
     line = binascii.b2a_base64(zlib.compress(text, 9), newline=False)
     if len(line) > LIMIT:
@@ -120,7 +188,7 @@ def build(with_origin: bool = False) -> bytes:
 
 
 def bare(source: str) -> str:
-    """Return Python source without comments and docstrings, every statement on the line where it was. Pure."""
+    """Return Python source without comments, docstrings cut to a dot; every statement stays on its line. Pure."""
     lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -129,7 +197,7 @@ def bare(source: str) -> str:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             first, last = node.lineno - 1, (node.end_lineno or node.lineno) - 1
-            # Something has to stay: it may be all there is in its block.
-            lines[first] = lines[first][: node.col_offset] + '""'
+            # Something has to stay: it may be all there is in its block, and without any text dataclasses make one.
+            lines[first] = lines[first][: node.col_offset] + '"."'
             lines[first + 1 : last + 1] = [""] * (last - first)
     return "\n".join(lines) + "\n"

@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import socket
-from typing import Dict, List, Optional
+from typing import Callable, Dict, List, Optional
 
 from distrun_runtime.agent import reaper, record, sweep
 from distrun_runtime.agent.agent import Agent
@@ -21,11 +21,12 @@ from distrun_runtime.contract.process import Process
 from distrun_runtime.errors import ContractError
 
 
-def serve(first: bytes = b"") -> int:
+def serve(first: bytes = b"", idle: Callable[[], None] = lambda: None) -> int:
     """Serve as guard and agent over standard input and output; return the exit code (in both processes).
 
     Args:
         first: bytes that were read ahead from standard input.
+        idle: called once in the guard, which has nothing else to do then; must neither wait nor raise.
     """
     reaper.set_signals()
     _own_session()
@@ -43,10 +44,10 @@ def serve(first: bytes = b"") -> int:
         return Agent(channel, guard, theirs, is_subreaper).run(os.urandom(8).hex(), first)
     theirs.close()
     _leave_standard_streams()
-    return _watch(agent, ours)
+    return _watch(agent, ours, idle)
 
 
-def _watch(agent: int, link: socket.socket) -> int:
+def _watch(agent: int, link: socket.socket, idle: Callable[[], None]) -> int:
     """Wait for the agent's end, then for the end of everything it started."""
 
     def pass_on(number: int, frame: object) -> None:
@@ -56,6 +57,7 @@ def _watch(agent: int, link: socket.socket) -> int:
 
     # The child is ours until it is waited for, so its id cannot have become another's before that.
     signal.signal(signal.SIGTERM, pass_on)
+    idle()
     status = 0
     while True:
         pid, status = os.waitpid(-1, 0)

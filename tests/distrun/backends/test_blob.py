@@ -7,6 +7,7 @@ import binascii
 import functools
 import importlib.resources
 import json
+import marshal
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 from distrun.backends import blob
 
 VERSIONS = ["3.%d" % minor for minor in range(8, 16)]
+MAIN = "sys.exit(main(r, keep))"
 TOO_OLD = ["3.5", "3.6", "3.7"]
 
 
@@ -211,7 +213,7 @@ def with_importer(old: str, new: str) -> bytes:
 
 def test_traceback_of_the_agent_names_file_and_line_of_the_checkout() -> None:
     failing = "from distrun_runtime.contract import wire\nwire.encode({'type': 'x', 'bad': {1, 2}})\n"
-    line = with_importer("sys.exit(main(r))", failing)
+    line = with_importer(MAIN, failing)
     done = subprocess.run(blob.command(sys.executable), input=line, capture_output=True, timeout=30, check=False)
     found = re.search(r'File "<distrun agent>/distrun_runtime/contract/wire.py", line (\d+)', done.stderr.decode())
     assert found
@@ -219,10 +221,63 @@ def test_traceback_of_the_agent_names_file_and_line_of_the_checkout() -> None:
     assert "json.dumps(" in source.splitlines()[int(found.group(1)) - 1]
 
 
+def serve_once(cache: Path) -> str:
+    """Run one agent to its end and return what it wrote to stderr."""
+    with agent(shell("exit 0"), env={"XDG_CACHE_HOME": str(cache)}, with_origin=False) as driver:
+        driver.begin()
+        driver.spawn()
+        assert driver.exited()["code"] == 0
+        assert driver.finish() == 0
+        return driver.job
+
+
+def kept(cache: Path) -> list[Path]:
+    return sorted((cache / "distrun" / "agent").glob("*.code"))
+
+
+def test_the_first_agent_keeps_its_modules_compiled_for_the_next(tmp_path: Path) -> None:
+    serve_once(tmp_path)
+    [file] = kept(tmp_path)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+    codes = marshal.loads(file.read_bytes())
+    assert "distrun_runtime.agent.agent" in codes
+    before = file.stat().st_mtime_ns
+    serve_once(tmp_path)
+    assert kept(tmp_path) == [file]
+    assert file.stat().st_mtime_ns == before
+    codes["distrun_runtime.agent.__main__"] = compile("def main(*_): print('kept'); return 5", "x", "exec")
+    file.write_bytes(marshal.dumps(codes))
+    environment = dict(os.environ, XDG_CACHE_HOME=str(tmp_path))
+    command = blob.command(sys.executable)
+    done = subprocess.run(command, input=blob.build(), capture_output=True, timeout=30, check=False, env=environment)
+    assert (done.returncode, done.stdout) == (5, b"kept\n"), "it was used"
+    for path in (file, file.parent, file.parent.parent):
+        path.chmod(path.stat().st_mode | 0o020)
+        serve_once(tmp_path)  # written by others, perhaps: not used
+        path.chmod(path.stat().st_mode & ~0o020)
+
+
+@pytest.mark.parametrize("rubbish", [b"", b"rubbish", marshal.dumps(7), marshal.dumps({"distrun_runtime": 7})])
+def test_compiled_modules_that_are_broken_are_made_again(tmp_path: Path, rubbish: bytes) -> None:
+    serve_once(tmp_path)
+    [file] = kept(tmp_path)
+    whole = file.read_bytes()
+    file.write_bytes(rubbish)
+    serve_once(tmp_path)
+    assert kept(tmp_path) == [file]
+    assert file.read_bytes() == whole
+
+
+def test_an_agent_does_without_a_cache(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    serve_once(tmp_path / "file")
+
+
 def test_agent_starts_fast() -> None:
     """Under 100 ms of CPU beyond a bare interpreter's start; here with room for a busy machine."""
     timing = "import time\nt = time.process_time()\nimport distrun_runtime.agent.guard\nprint(time.process_time() - t)"
-    line = with_importer("sys.exit(main(r))", timing)
+    line = with_importer(MAIN, timing)
     command = blob.command(sys.executable)
     times = [
         float(subprocess.run(command, input=line, capture_output=True, timeout=30, check=True).stdout) for _ in range(5)
