@@ -156,8 +156,18 @@ class Plan:
         return tuple(task for task in self.tasks if task.role == role)
 
     def share(self, host: str) -> Plan:
-        """Return the plan cut down to what the agent of `host` needs: its own tasks, all hosts."""
-        return dataclasses.replace(self, tasks=tuple(task for task in self.tasks if task.host == host))
+        """Return the plan cut down to what the agent of `host` needs, however large the job is.
+
+        That is its own tasks, itself, and of the other hosts the first: towards it the agent looks for its address. How
+        they are reached is none of its business.
+        """
+        others = [each for each in self.hosts if each.name != host][:1]
+        hosts = [each for each in self.hosts if each.name == host or each in others]
+        return dataclasses.replace(
+            self,
+            hosts=tuple(dataclasses.replace(each, reach={}) for each in hosts),
+            tasks=tuple(task for task in self.tasks if task.host == host),
+        )
 
 
 @dataclass(frozen=True, repr=False)

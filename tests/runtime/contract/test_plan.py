@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -85,10 +86,16 @@ def test_missing_fact_is_named() -> None:
         plan.resolve(task, {})
 
 
-def test_share_holds_the_hosts_own_tasks_and_all_hosts() -> None:
-    share = example().share("d1")
-    assert [task.name for task in share.tasks] == ["worker-0"]
-    assert [host.name for host in share.hosts] == ["d1", "d2"]
+def test_share_holds_the_hosts_own_tasks_and_one_other_host_and_not_how_they_are_reached() -> None:
+    hosts = tuple(Host("d%d" % number, reach={"identity": "~/.ssh/key"}) for number in (1, 2, 3))
+    whole = dataclasses.replace(example(), hosts=hosts)
+    for name, kept, tasks in (("d1", ["d1", "d2"], ["worker-0"]), ("d3", ["d1", "d3"], [])):
+        share = whole.share(name)
+        assert [task.name for task in share.tasks] == tasks
+        assert [host.name for host in share.hosts] == kept
+        assert [host.reach for host in share.hosts] == [{}, {}]
+    alone = dataclasses.replace(example(), hosts=hosts[:1])
+    assert [host.name for host in alone.share("d1").hosts] == ["d1"]
 
 
 def test_tasks_of_a_role_come_in_plan_order_and_unknown_names_are_key_errors() -> None:
