@@ -12,10 +12,8 @@ the runs.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import shlex
 import statistics
 import subprocess
@@ -26,7 +24,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "benchmarks" / "peers"
-TARGET = ROOT / "docs" / "benchmarks.md"
 OURS = "distrun"
 MODELS = ("resnet50", "vgg16", "one", "small")
 RUN_TIMEOUT_S = 600
@@ -112,38 +109,19 @@ def table(columns: list[System], models: list[str], medians: dict[tuple[str, str
     return "\n".join(rows)
 
 
-def machine() -> str:
-    """Return the machine in words: cores, processor, kernel, Python."""
-    processor = platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        processor = names[0] if names else processor
-    return "%s cores (%s), %s, Python %s" % (
-        os.cpu_count(),
-        processor,
-        platform.system() + " " + platform.release(),
-        platform.python_version(),
-    )
-
-
-PAGE = """\
-# Benchmarks
-
-Written by `benchmarks/round.py --write`; do not edit. A round moves every tensor of a model (float32) from every
-worker to the sum and back: `resnet50` 161 tensors, 102 MB; `vgg16` 32 tensors, 553 MB; `one` a tensor of 67 MB;
-`small` 1,000 tensors of 1 KB. distrun and MXNet 1.9.1 (`dist_sync`, ps-lite) push and pull through servers; gloo
-(torch.distributed) reduces among the workers, tensor by tensor or in buckets of 25 MB. Every process runs on this one
-machine, and a system that needs more processes than the machine has cores is slowed by that. No speed is promised by
-this page; it is here so that a change can be compared.
+HEADING = "A round of push and pull"
+SECTION = """\
+Written by `benchmarks/round.py --write`. A round moves every tensor of a model (float32) from every worker to the sum
+and back: `resnet50` 161 tensors, 102 MB; `vgg16` 32 tensors, 553 MB; `one` a tensor of 67 MB; `small` 1,000 tensors
+of 1 KB. distrun and MXNet 1.9.1 (`dist_sync`, ps-lite) push and pull through servers; gloo (torch.distributed)
+reduces among the workers, tensor by tensor or in buckets of 25 MB. Every process runs on this one machine, and a
+system that needs more processes than the machine has cores is slowed by that.
 
 Milliseconds a round, and in brackets distrun's time divided by that system's (below 1.00: distrun is faster).
 
 %s
 
-* Command: `%s`
-* Date: %s; distrun %s
-* Machine: %s
+%s
 * %d workers, %d servers; median of %d runs, each the median of %d rounds after the warm-up; the systems take turns.
 %s"""
 
@@ -172,21 +150,13 @@ def main() -> None:
     text = table(columns, options.models, medians)
     print(text)
     if options.write:
-        from distrun import __version__
+        import page
 
-        shown = shlex.join(["python", "benchmarks/round.py", *without(sys.argv[1:], "--peers", "--note")])
-        today = datetime.date.today().isoformat()
         counts = (options.workers, options.servers, options.runs, options.rounds)
         note = "* %s\n" % options.note if options.note else ""
-        TARGET.write_text(PAGE % (text, shown, today, __version__, machine(), *counts, note), encoding="utf-8")
+        page.write(HEADING, SECTION % (text, page.circumstances("round.py", "--peers", "--note"), *counts, note))
     # What failed stands in the table and was said; the run as a whole did not succeed then.
     sys.exit(0 if len(medians) == len(columns) * len(options.models) else 1)
-
-
-def without(arguments: list[str], *options: str) -> list[str]:
-    """Return the arguments without these options and their values, which matter on this machine only."""
-    hidden = {at + more for at, word in enumerate(arguments) if word in options for more in (0, 1)}
-    return [word for at, word in enumerate(arguments) if at not in hidden]
 
 
 if __name__ == "__main__":
