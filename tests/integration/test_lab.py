@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from hostlab import Lab, LabError, Options, Process
+from hostlab import Lab, LabError, Options, Process, Unavailable
 from lab import ROOT, Site, shared_folders, wait_until
 
 ECHO = """
@@ -309,6 +309,16 @@ def test_verbs_on_a_host_that_is_off_or_unknown_say_so(lab: Site) -> None:
         lab["h2"].exec("true")
     with pytest.raises(LabError, match="no host h99"):
         lab.fault("down", "h99")
+
+
+def test_without_root_or_programs_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(Unavailable, match="needs root"):
+        Lab.up(1)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr("hostlab.lab.search_path", lambda: "/nowhere")
+    with pytest.raises(Unavailable, match=r"packages .*openssh-server"):
+        Lab.up(1)
 
 
 def of_the_machine() -> tuple[list[str], list[str], list[str]]:

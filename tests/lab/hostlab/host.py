@@ -260,13 +260,10 @@ class Host:
 
     def wait_up(self) -> None:
         """Wait until its sshd listens; LabError with its words if it does not."""
-        is_up = "%s is up" % self.name
-        try:
-            wait_until(lambda: LISTENING in self.log or (self.log and not self.processes()), BOOT_S, is_up)
-            if LISTENING not in self.log:
-                raise LabError("not so: " + is_up)
-        except LabError as error:
-            raise LabError("%s; it says: %s" % (error, self.log.strip()[-2000:])) from None
+        with contextlib.suppress(LabError):
+            wait_until(lambda: LISTENING in self.log or (self.log and not self.processes()), BOOT_S, "up")
+        if LISTENING not in self.log:
+            raise LabError("%s did not come up; it says: %s" % (self.name, self.log.strip()[-2000:]))
 
     # Its sshd.
 

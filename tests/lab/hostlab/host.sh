@@ -15,7 +15,10 @@ hostname "$name"
 mount -t tmpfs -o mode=755 lab "$lab/root"
 cd "$lab/root"
 mkdir upper work host
-mount -t overlay -o lowerdir=/,upperdir="$PWD/upper",workdir="$PWD/work" lab host
+mount -t overlay -o lowerdir=/,upperdir="$PWD/upper",workdir="$PWD/work" lab host || {
+    echo "a lab needs overlayfs, and this machine cannot lay one over its root"
+    exit 1
+}
 cd host
 mount --rbind /dev dev
 mount -t proc proc proc

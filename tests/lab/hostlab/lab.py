@@ -134,8 +134,10 @@ class Lab:
         try:
             for host in lab.hosts.values():
                 host.wait_up()
-        except BaseException:
+        except BaseException as error:
             lab.down()
+            if isinstance(error, LabError) and "a lab needs" in str(error):
+                raise Unavailable(str(error)) from error
             raise
         return lab
 
