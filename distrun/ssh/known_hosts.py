@@ -6,6 +6,7 @@ import base64
 import binascii
 import fcntl
 import fnmatch
+import functools
 import hashlib
 import hmac
 import os
@@ -21,6 +22,7 @@ SIGNED = "signed"
 """No key of it is recorded, but an authority that vouches for it is."""
 
 _HASHED = "|1|"
+_LITERAL = re.compile(r"[^*?!|]+\Z")
 _BRACKETS = re.compile(r"^\[(.*)\]:\d+$")
 
 
@@ -47,17 +49,48 @@ class Verdict:
     """The line that decided it."""
 
 
-def read(paths: Iterable[str]) -> list[Entry]:
-    """Return the entries of all files that can be read, in order."""
-    found: list[Entry] = []
+class Book(list[Entry]):
+    """The entries of some files, and which of them name a host literally: thousands are not gone through for each."""
+
+    def __init__(self, found: Iterable[Entry]) -> None:
+        super().__init__(found)
+        self._named: dict[str, list[int]] = {}
+        self._other: list[int] = []
+        for index, entry in enumerate(self):
+            if _LITERAL.match(entry.names):
+                for name in set(entry.names.lower().split(",")):
+                    self._named.setdefault(name, []).append(index)
+            else:
+                self._other.append(index)
+
+    def may_be(self, name: str) -> list[Entry]:
+        """Return the entries that could mean a host, in order: those by its name, with patterns, and hashed ones."""
+        return [self[index] for index in sorted([*self._named.get(name.lower(), ()), *self._other])]
+
+
+def read(paths: Iterable[str]) -> Book:
+    """Return the entries of all files that can be read, in order. Do not change it: who asks next gets the same."""
+    stamps = []
     for path in paths:
+        try:
+            found = os.stat(path)
+        except OSError:
+            continue
+        stamps.append((path, found.st_ino, found.st_size, found.st_mtime_ns))
+    return _read(tuple(stamps))
+
+
+@functools.lru_cache(maxsize=4)
+def _read(stamps: tuple[tuple[str, int, int, int], ...]) -> Book:
+    found: list[Entry] = []
+    for path, *_ in stamps:
         try:
             with open(path, encoding="utf-8", errors="replace") as file:
                 lines = file.readlines()
         except OSError:
             continue
         found += entries(lines, path)
-    return found
+    return Book(found)
 
 
 def entries(lines: Iterable[str], path: str = "") -> list[Entry]:
@@ -91,7 +124,8 @@ def matches(names: str, name: str) -> bool:
 
 def of_host(found: Sequence[Entry], name: str) -> list[Entry]:
     """Return the entries of one host. Pure."""
-    return [entry for entry in found if matches(entry.names, name)]
+    candidates = found.may_be(name) if isinstance(found, Book) else found
+    return [entry for entry in candidates if matches(entry.names, name)]
 
 
 def judge(found: Sequence[Entry], name: str, kind: str, key: str) -> Verdict:

@@ -274,13 +274,26 @@ def _replace(path: Path, value: Mapping[str, Any]) -> None:
     temporary = "%s.%d.tmp" % (path, os.getpid())
     try:
         with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=1)
-            file.write("\n")
+            file.write(_text(value))
         os.replace(temporary, str(path))
     except OSError:
         if os.path.exists(temporary):
             os.unlink(temporary)
         raise
+
+
+def _text(value: Mapping[str, Any]) -> str:
+    """Return JSON with a line for each member, and for each element of a list of objects.
+
+    Not json's own indent: that is written by Python and takes a tenth of a second for a thousand tasks.
+    """
+    lines = []
+    for key, member in value.items():
+        text = json.dumps(member)
+        if isinstance(member, list) and member and isinstance(member[0], dict):
+            text = "[\n  %s\n ]" % ",\n  ".join(json.dumps(each) for each in member)
+        lines.append(" %s: %s" % (json.dumps(key), text))
+    return "{\n%s\n}\n" % ",\n".join(lines)
 
 
 def _load(path: Path, version: int = VERSION) -> Dict[str, Any]:

@@ -55,8 +55,19 @@ def test_names_mean_hosts_as_ssh_reads_them(names: str, name: str, want: bool) -
     ],
 )
 def test_a_key_is_judged_by_what_is_recorded(lines: list[str], name: str, state: str) -> None:
-    verdict = judge(entries(lines, "/kh"), name, ED, "AAAA")
-    assert verdict.state == state
+    for found in (entries(lines, "/kh"), known_hosts.Book(entries(lines, "/kh"))):
+        assert judge(found, name, ED, "AAAA").state == state
+
+
+def test_a_file_is_read_again_when_it_has_changed(tmp_path: Path) -> None:
+    path = tmp_path / "known_hosts"
+    path.write_text("d1,d3 ssh-ed25519 AAAA\n*.x ssh-ed25519 AAAA\n")
+    first = known_hosts.read([str(path), str(tmp_path / "none")])
+    assert known_hosts.read([str(path)]) is first
+    assert [entry.names for entry in known_hosts.of_host(first, "D3")] == ["d1,d3"]
+    assert [entry.names for entry in known_hosts.of_host(first, "a.x")] == ["*.x"]
+    known_hosts.record(str(path), "d2", ED, "BBBB")
+    assert judge(known_hosts.read([str(path)]), "d2", ED, "BBBB").state == known_hosts.KNOWN
 
 
 def test_the_line_that_says_otherwise_is_named() -> None:

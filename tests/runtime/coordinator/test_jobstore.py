@@ -301,7 +301,7 @@ def test_a_write_that_fails_leaves_the_old_state(tmp_path: Path, monkeypatch: py
     def full(*args: object, **more: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(json, "dump", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space"):
         folder.write_state("running", [])
     assert folder.state()["state"] == "starting"

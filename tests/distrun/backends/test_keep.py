@@ -1,0 +1,62 @@
+"""What is kept is what was made, never needed, and read only where nobody else can write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distrun.backends import blob, keep
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "distrun" / "launcher"
+
+
+def test_what_was_made_once_is_not_made_again(place: Path) -> None:
+    assert keep.kept("one", ".x", lambda: b"made") == b"made"
+    assert keep.kept("one", ".x", lambda: b"again") == b"made"
+    assert keep.kept("two", ".x", lambda: b"other") == b"other"
+    assert place.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("which", ["folder", "file"])
+def test_what_others_may_write_to_is_not_believed(which: str, place: Path) -> None:
+    keep.kept("one", ".x", lambda: b"made")
+    (place if which == "folder" else place / "one.x").chmod(0o777)
+    assert keep.kept("one", ".x", lambda: b"again") == b"again"
+
+
+def test_a_link_is_not_followed(place: Path, tmp_path: Path) -> None:
+    keep.kept("one", ".x", lambda: b"made")
+    (tmp_path / "theirs").write_bytes(b"theirs")
+    (tmp_path / "theirs").chmod(0o666)
+    (place / "one.x").unlink()
+    (place / "one.x").symlink_to(tmp_path / "theirs")
+    assert keep.kept("one", ".x", lambda: b"again") == b"again"
+    assert (tmp_path / "theirs").read_bytes() == b"theirs"
+
+
+def test_without_a_place_it_is_made_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert keep.kept("one", ".x", lambda: b"made") == b"made"
+    assert keep.kept("one", ".x", lambda: b"again") == b"again"
+
+
+def test_only_the_latest_of_a_kind_stay(place: Path) -> None:
+    for number in range(7):
+        keep.kept("n%d" % number, ".x", lambda: b"x")
+    keep.kept("one", ".y", lambda: b"y")
+    assert len(list(place.glob("*.x"))) == keep.COPIES
+    assert [path.name for path in place.iterdir() if path.suffix != ".x"] == ["one.y"]
+
+
+def test_the_agent_of_the_cache_is_the_one_of_the_sources(place: Path) -> None:
+    blob.build.cache_clear()
+    made = blob.build()
+    blob.build.cache_clear()
+    assert len(list(place.iterdir())) == 1
+    assert blob.build() == made
