@@ -18,14 +18,15 @@ PLACES = (
 )
 """Where a python3 is looked for, in order; the first by PATH."""
 
+# -S: the agent needs nothing of what site adds, and it is a tenth of its start.
 # No single quote, no newline and no `!`: whatever the login shell is, it hands this on to /bin/sh as it stands.
 _SEARCH = (
-    'for p in %s; do if command -v "$p" >/dev/null 2>&1; then exec "$p" -I -c "$1"; fi; done; '
+    'for p in %s; do if command -v "$p" >/dev/null 2>&1; then exec "$p" -I -S -c "$1"; fi; done; '
     'echo "distrun: there is no python3 on this host (looked along PATH=$PATH and in the usual places)" >&2; exit 127'
 ) % " ".join('"%s"' % place for place in PLACES)
 _NAMED = (
     'p=$2; case $p in "~/"*) p=$HOME/${p#??};; esac; '
-    'if command -v "$p" >/dev/null 2>&1; then exec "$p" -I -c "$1"; fi; '
+    'if command -v "$p" >/dev/null 2>&1; then exec "$p" -I -S -c "$1"; fi; '
     'echo "distrun: there is no python $p on this host" >&2; exit 127'
 )
 
