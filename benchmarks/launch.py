@@ -139,7 +139,7 @@ def measure(lab: Lab, system: System, hosts: list[str], folder: Path) -> Run:
     listed = folder / "hosts"
     listed.write_text("".join(host + "\n" for host in hosts))
     before = {process.pid for process in lab.processes()}
-    state = {"XDG_STATE_HOME": str(folder / "state"), "XDG_CACHE_HOME": str(folder / "cache")}
+    state = {"XDG_STATE_HOME": str(folder / "state"), "XDG_CACHE_HOME": str(folder.parent / "cache")}
     env = {**lab.launcher_env(os.environ), **state, **MPI_ENV}
     # A session of its own: Ctrl-C goes to all of it, as from a terminal, and not to nsenter.
     argv = lab.enter_argv("setsid", *system.command(str(listed), len(hosts), mark), cwd="/tmp")
@@ -171,14 +171,16 @@ def measure(lab: Lab, system: System, hosts: list[str], folder: Path) -> Run:
     return Run(up - begun, over - ended, usage.ru_utime + usage.ru_stime, memory, len(left))
 
 
-def measure_all(lab: Lab, columns: list[System], options: argparse.Namespace) -> dict[tuple[int, str], list[Run]]:
-    """Return the runs by (hosts, system); one that failed is absent, and said."""
+def measure_all(
+    lab: Lab, columns: list[System], options: argparse.Namespace, home: Path
+) -> dict[tuple[int, str], list[Run]]:
+    """Return the runs by (hosts, system); one that failed is absent, and said. `home`: where all runs keep things."""
     found: dict[tuple[int, str], list[Run]] = {}
     for count in options.hosts:
         hosts = list(lab.hosts)[:count]
         for number in range(options.runs + 1):
             for system in columns:
-                with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+                with tempfile.TemporaryDirectory(dir=home) as folder:
                     try:
                         run = measure(lab, system, hosts, Path(folder))
                     except RuntimeError as error:
@@ -293,8 +295,8 @@ def main() -> None:
             say("%s is left out: there is no %s" % (system.name, system.program))
     columns = [system for system in columns if shutil.which(system.program)]
     load = "%.1f" % os.getloadavg()[0]
-    with lab_of(max(options.hosts)) as lab:
-        found = measure_all(lab, columns, options)
+    with lab_of(max(options.hosts)) as lab, tempfile.TemporaryDirectory(prefix="bench-") as home:
+        found = measure_all(lab, columns, options, Path(home))
     tables = (
         times(columns, options.hosts, found, "start_s"),
         times(columns, options.hosts, found, "end_s"),

@@ -212,7 +212,12 @@ def resolve(task: Task, facts: Mapping[str, str]) -> Dict[str, str]:
 
 def to_json(plan: Plan) -> Dict[str, Any]:
     """Return the plan as JSON-able values; `from_json` gives it back."""
-    value: Dict[str, Any] = dataclasses.asdict(plan)
+    # Not dataclasses.asdict: it copies every string, which takes its time for each of many hosts.
+    value: Dict[str, Any] = dict(vars(plan))
+    value["hosts"] = [dict(vars(host)) for host in plan.hosts]
+    value["tasks"] = [dict(vars(task)) for task in plan.tasks]
+    value.update(limits=dict(vars(plan.limits)), runtime=dict(vars(plan.runtime)))
+    value["sync"] = dict(vars(plan.sync)) if plan.sync is not None else None
     return value
 
 

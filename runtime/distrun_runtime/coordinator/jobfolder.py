@@ -159,7 +159,7 @@ class JobFolder:
             file.write(line + "\n")
 
     def _task(self, task: TaskResult) -> Dict[str, Any]:
-        value = dataclasses.asdict(task)
+        value = dict(vars(task))
         value["started"] = None if task.started is None else rfc3339(task.started)
         value["ended"] = None if task.ended is None else rfc3339(task.ended)
         value["log"] = str(self.log_path(task.name))
