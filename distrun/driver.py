@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import secrets
 import shutil
@@ -136,11 +137,23 @@ def launch(ready: Prepared, folder: JobFolder, sink: Sink, verbosity: int = 0) -
             runtime=lambda: ready.runtime,
             prepare=copier.start if copier else None,
         )
-        return folder.explained(outcome)
     finally:
         if copier:
             copier.cancel()
-        ready.backend.release(ready.plan, channels, ready.plan.limits.grace_s + RELEASE_S)
+        swept = ready.backend.release(ready.plan, channels, ready.plan.limits.grace_s + RELEASE_S)
+    swept_too = with_swept(outcome, swept)
+    if swept_too != outcome:
+        with contextlib.suppress(OSError):  # the loop has said that its folder cannot be written
+            folder.finish(swept_too)
+    return folder.explained(swept_too)
+
+
+def with_swept(outcome: Outcome, swept: Mapping[str, Swept]) -> Outcome:
+    """Return an outcome that does not fear for processes which a sweep after the job has found ended. Pure."""
+    known = {host: each for host, each in swept.items() if not each.problem}
+    survivors = [text for text in outcome.survivors if text.rpartition(" on ")[2] not in known]
+    survivors += ["%s on %s" % (left, host) for host, each in known.items() for left in each.left]
+    return dataclasses.replace(outcome, survivors=tuple(survivors))
 
 
 def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) -> list[str]:

@@ -83,10 +83,11 @@ class Backend(ABC):
         """Return one channel for each host. Nothing is started before a channel's own `start`."""
 
     @abstractmethod
-    def release(self, plan: Plan, channels: Sequence[Channel], limit_s: float) -> None:
+    def release(self, plan: Plan, channels: Sequence[Channel], limit_s: float) -> Mapping[str, Swept]:
         """Wait, at most so long, until what `connect` started has gone; then end what has not.
 
-        The job is over. An agent that froze, or that died together with its guard, is this method's business.
+        The job is over. An agent that froze, or that died together with its guard, is this method's business. Returns
+        what became of the hosts that had to be swept.
         """
 
     @abstractmethod

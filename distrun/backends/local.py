@@ -52,14 +52,13 @@ class Local(Backend):
         """Return the channel to the one agent."""
         return tuple(ChildChannel(host.name, _argv()) for host in hosts)
 
-    def release(self, plan: Plan, channels: Sequence[Channel], limit_s: float) -> None:
+    def release(self, plan: Plan, channels: Sequence[Channel], limit_s: float) -> Mapping[str, Swept]:
         """Wait for the agent's end, so that nothing of a job is left when its launcher has ended.
 
         One that does not end by itself, or not as one that has seen to its tasks, leaves them to a sweep.
         """
         ends = [channel.join(limit_s) for channel in channels if isinstance(channel, ChildChannel)]
-        if not all(code in WELL for code in ends):
-            self.sweep(plan, plan.limits.grace_s)
+        return {} if all(code in WELL for code in ends) else self.sweep(plan, plan.limits.grace_s)
 
     def sweep(self, plan: Plan, grace_s: float) -> Mapping[str, Swept]:
         """End the job's processes on this machine."""

@@ -64,7 +64,7 @@ class Ssh(Backend):
         targets = [(host.name, _target(host)) for host in hosts]
         return tuple(SshChannel(name, each, _command(each), agent, self._connector) for name, each in targets)
 
-    def release(self, plan: Plan, channels: Sequence[Channel], limit_s: float) -> None:
+    def release(self, plan: Plan, channels: Sequence[Channel], limit_s: float) -> Mapping[str, Swept]:
         """Wait for the ends of the connections; sweep hosts whose agent and guard were both killed."""
         until = time.monotonic() + limit_s
         ours = [channel for channel in channels if isinstance(channel, SshChannel)]
@@ -72,11 +72,11 @@ class Ssh(Backend):
             channel.join(until - limit_s / 2 - time.monotonic())
         cut = {channel.host for channel in ours if channel.was_cut}
         stray = [host for host in plan.hosts if host.name in cut]
-        if stray:
-            self._sweep(plan, stray, plan.limits.grace_s, until - time.monotonic())
+        swept = self._sweep(plan, stray, plan.limits.grace_s, until - time.monotonic()) if stray else {}
         for channel in ours:
             channel.kill()
         self._connector.close()
+        return swept
 
     def sweep(self, plan: Plan, grace_s: float) -> Mapping[str, Swept]:
         """End the job's processes on its hosts, over new connections."""

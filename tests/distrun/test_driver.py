@@ -164,3 +164,11 @@ def test_what_cannot_work_here_is_refused_before_the_start(store: JobStore, job:
 )
 def test_what_just_works_is_not_refused(store: JobStore, job: Job) -> None:
     assert prepare(store, job).plan.tasks
+
+
+def test_what_a_sweep_after_the_job_found_ended_is_not_said_to_run() -> None:
+    fears = ("worker-0 (pid 7) on d1", "worker-1 (pid 8) on d2", "the agent on d2", "worker-2 (pid 9) on d3")
+    outcome = Outcome(7, "host_lost", "d2 is lost", survivors=fears)
+    swept = {"d1": Swept(problem="no route"), "d2": Swept(("pid 8 (sleep)",)), "d3": Swept((), ("pid 9 (stuck)",))}
+    assert driver.with_swept(outcome, {}) == outcome
+    assert driver.with_swept(outcome, swept).survivors == ("worker-0 (pid 7) on d1", "pid 9 (stuck) on d3")
