@@ -86,7 +86,8 @@ print("sum %g of %d in %s %s" % (out[0], kv.num_workers, os.getcwd(), told.netwo
 MNIST = "python train_mnist.py --network lenet --kv-store dist_sync"
 SERVERS_STAY = (
     "up=/tmp/$DISTRUN_JOB_ID-; [ $DMLC_ROLE = worker ] || { touch $up$DMLC_ROLE; exec sleep 60; }; "
-    "until [ -e ${up}server ]; do sleep 0.1; done; [ $DMLC_RANK = 1 ] || until [ -e ${up}scheduler ]; do sleep 0.1; done"
+    "until [ -e ${up}server ]; do sleep 0.1; done; "
+    "[ $DMLC_RANK = 1 ] || until [ -e ${up}scheduler ]; do sleep 0.1; done"
 )
 """What follows `echo` in a job that is its own servers: workers end when those on their host have said theirs."""
 CIFAR = "python image_classification.py --dataset cifar10 --model vgg11 --epochs 1 --kvstore dist_sync"
