@@ -91,7 +91,7 @@ def keep():
             os.mkdir(folder, 448)
         if not (is_private(cache) and is_private(folder)):
             return
-        data = marshal.dumps(dict((name, compiled(name)) for name in names))
+        data = marshal.dumps(dict((name, marshal.dumps(compiled(name))) for name in names))
         fresh = file + binascii.hexlify(os.urandom(4)).decode()
         with open(fresh, "xb") as out:
             os.chmod(fresh, 384)
@@ -109,7 +109,7 @@ try:
     if is_private(cache) and is_private(folder) and is_private(file):
         with open(file, "rb") as kept:
             codes = marshal.loads(kept.read())
-    if not all(type(code) is type(is_private.__code__) for code in codes.values()):
+    if not all(type(code) is bytes for code in codes.values()):
         codes = {}
 except Exception:
     codes = {}
@@ -129,7 +129,11 @@ class Blob:
 
     def exec_module(self, module):
         name = module.__spec__.name
-        exec(codes.get(name) or compiled(name), module.__dict__)
+        try:
+            code = marshal.loads(codes[name])
+        except Exception:
+            code = None
+        exec(code if type(code) is type(is_private.__code__) else compiled(name), module.__dict__)
 
     def is_package(self, name):
         return name in m["packages"]

@@ -9,18 +9,13 @@ job's private folder does.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import io
 import os
-import shutil
 import stat
-import string
-import tempfile
-import zipfile
 
 from distrun_runtime.agent.refusal import Refusal
 from distrun_runtime.contract import environ
 
+# What unpacks is imported where it does: mostly the folder is there, and those modules are a tenth of an agent's start.
 PACKAGE = "distrun_runtime"
 SIZE_LIMIT = 64 * 1024 * 1024
 """Bytes, unpacked."""
@@ -52,6 +47,9 @@ def keep(digest: str, archive: bytes, private: str) -> str:
     Raises:
         Refusal: it is not what the digest says, it names files outside of its folder, or it fits nowhere.
     """
+    import hashlib
+    import shutil
+
     if hashlib.sha256(archive).hexdigest() != _checked(digest):
         raise Refusal("protocol", "the runtime that was sent is not the one of the plan (its digest differs)")
     try:
@@ -68,6 +66,9 @@ def keep(digest: str, archive: bytes, private: str) -> str:
 
 
 def _keep_in_cache(digest: str, archive: bytes) -> str:
+    import shutil
+    import tempfile
+
     parent = root()
     os.makedirs(os.path.dirname(os.path.dirname(parent)), mode=0o700, exist_ok=True)
     for each in (os.path.dirname(parent), parent):
@@ -93,6 +94,9 @@ def _keep_in_cache(digest: str, archive: bytes) -> str:
 
 def _unpack(archive: bytes, folder: str) -> None:
     """Write the files of a zip below `folder`. Raises OSError, Refusal."""
+    import io
+    import zipfile
+
     os.mkdir(folder, 0o700)
     try:
         with zipfile.ZipFile(io.BytesIO(archive)) as whole:
@@ -124,6 +128,6 @@ def _is_private(folder: str) -> bool:
 
 
 def _checked(digest: str) -> str:
-    if len(digest) != 64 or set(digest) - set(string.hexdigits.lower()):
+    if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
         raise Refusal("protocol", "%r is no digest of a runtime" % digest)
     return digest

@@ -13,7 +13,6 @@ import contextlib
 import errno
 import json
 import os
-import shutil
 import stat
 from dataclasses import dataclass
 from typing import Any, Dict, List, Tuple
@@ -129,7 +128,7 @@ def create(job: str, host: str, token: str) -> str:
             folder = os.path.join(parent, safe_name(host))
             _private(folder)
             _check_room(folder)
-            shutil.rmtree(os.path.join(folder, "spool"), ignore_errors=True)
+            _empty(os.path.join(folder, "spool"))
             os.mkdir(os.path.join(folder, "spool"), 0o700)
             if token:
                 write(os.path.join(folder, TOKEN), token.encode("utf-8"))
@@ -142,8 +141,18 @@ def create(job: str, host: str, token: str) -> str:
     )
 
 
+def _empty(folder: str) -> None:
+    """Remove a folder that was left by an agent of the same job, if there is one."""
+    if os.path.lexists(folder):
+        import shutil
+
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def remove(folder: str) -> None:
     """Remove the folder of a job on this host, and the job's if that is empty then. Errors are no matter."""
+    import shutil  # with its archives: at the end, not before the start
+
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # another host of the job lives on this machine
         os.rmdir(os.path.dirname(folder))

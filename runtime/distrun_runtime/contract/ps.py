@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import calendar
 import os
-import subprocess
 import time
 from typing import Dict, List, Optional, Set, Tuple
 
@@ -67,6 +65,8 @@ def is_same_start(one: str, other: str) -> bool:
 
 
 def _start(words: List[str]) -> str:
+    import calendar  # with its locales: only where ps is asked
+
     try:
         return "ps:%d" % calendar.timegm(time.strptime(" ".join(words), _LSTART))
     except ValueError:
@@ -89,6 +89,8 @@ def _pairs(words: List[str]) -> Dict[str, str]:
 
 def _run(*arguments: str) -> str:
     """Return what ps prints; empty when it cannot be run. TZ and LC_ALL fix the form of its times."""
+    import subprocess
+
     env = dict(environ.snapshot(), LC_ALL="C", TZ="UTC0")
     try:
         done = subprocess.run(

@@ -246,12 +246,16 @@ def test_the_first_agent_keeps_its_modules_compiled_for_the_next(tmp_path: Path)
     serve_once(tmp_path)
     assert kept(tmp_path) == [file]
     assert file.stat().st_mtime_ns == before
-    codes["distrun_runtime.agent.__main__"] = compile("def main(*_): print('kept'); return 5", "x", "exec")
+    stand_in = compile("def main(*_): print('kept'); return 5", "x", "exec")
+    codes["distrun_runtime.agent.__main__"] = marshal.dumps(stand_in)
     file.write_bytes(marshal.dumps(codes))
     environment = dict(os.environ, XDG_CACHE_HOME=str(tmp_path))
     command = blob.command(sys.executable)
     done = subprocess.run(command, input=blob.build(), capture_output=True, timeout=30, check=False, env=environment)
     assert (done.returncode, done.stdout) == (5, b"kept\n"), "it was used"
+    codes["distrun_runtime.agent.__main__"] = b"broken"
+    file.write_bytes(marshal.dumps(codes))
+    serve_once(tmp_path)
     for path in (file, file.parent, file.parent.parent):
         path.chmod(path.stat().st_mode | 0o020)
         serve_once(tmp_path)  # written by others, perhaps: not used
