@@ -140,7 +140,9 @@ def measure(lab: Lab, system: System, hosts: list[str], folder: Path) -> Run:
     listed.write_text("".join(host + "\n" for host in hosts))
     before = {process.pid for process in lab.processes()}
     state = {"XDG_STATE_HOME": str(folder / "state"), "XDG_CACHE_HOME": str(folder.parent / "cache")}
-    env = {**lab.launcher_env(os.environ), **state, **MPI_ENV}
+    # As where it is installed: compiled once. Not into this checkout.
+    compiled = {"PYTHONPYCACHEPREFIX": str(folder.parent / "pycache"), "PYTHONDONTWRITEBYTECODE": ""}
+    env = {**lab.launcher_env(os.environ), **state, **compiled, **MPI_ENV}
     # A session of its own: Ctrl-C goes to all of it, as from a terminal, and not to nsenter.
     argv = lab.enter_argv("setsid", *system.command(str(listed), len(hosts), mark), cwd="/tmp")
     with (folder / "err").open("wb") as err:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
-import importlib.metadata
 from typing import TYPE_CHECKING
 
 from distrun.errors import DistrunError, UsageError
@@ -43,6 +41,8 @@ def load(name: str) -> Backend:
 
 
 def _registered() -> dict[str, str]:
+    import importlib.metadata  # with its messages of e-mail: not for the built-in ones
+
     return {entry.name: entry.value for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
 
 
@@ -52,6 +52,8 @@ def _unknown(name: str) -> UsageError:
             "--launcher %s: this version does not have it; it has: %s" % (name, ", ".join(names())),
             "run on this machine with --launcher local",
         )
+    import difflib
+
     known = names()
     near = difflib.get_close_matches(name, known + PLANNED, n=1)
     guess = "did you mean %s?" % near[0] if near else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 import traceback
 from collections.abc import Sequence
@@ -102,6 +101,8 @@ def _click_error(err: click.ClickException) -> int:
     message = err.format_message()
     if isinstance(err, click.NoSuchOption) and err.ctx is not None:
         known = [name for each in err.ctx.command.params for name in (*each.opts, *each.secondary_opts)]
+        import difflib  # for a mistake only
+
         near = difflib.get_close_matches(err.option_name, known, n=1)
         message = "No such option %s.%s" % (err.option_name, " Did you mean %s?" % near[0] if near else "")
     return _fail(_one_line(message), hint, err.exit_code, Settings())

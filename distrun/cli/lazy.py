@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Mapping
 from typing import Any
@@ -39,6 +38,8 @@ class LazyGroup(click.Group):
         """
         name = args[0]
         if name not in self._table and not name.startswith("-"):
+            import difflib  # for a mistake only
+
             near = difflib.get_close_matches(name, list(self._table), n=1)
             guess = "Did you mean %s?" % near[0] if near else "Known: %s." % ", ".join(self._table)
             raise click.UsageError("No such command %r. %s" % (name, guess), ctx)

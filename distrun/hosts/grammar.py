@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import re
 
@@ -222,6 +221,8 @@ def key(text: str) -> str:
         Fault: E107.
     """
     if text not in KEYS:
+        import difflib  # for a mistake only
+
         near = difflib.get_close_matches(text.lower(), KEYS, n=1)
         advice = "Did you mean %r? " % near[0] if near else ""
         raise Fault(0, "E107", "unknown attribute %s. %sKnown: %s" % (quote(text), advice, ", ".join(SYNONYMS)))
