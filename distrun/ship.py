@@ -6,16 +6,12 @@ that has to be made here is the same archive, unpacked under the same name.
 
 from __future__ import annotations
 
-import io
-import os
-import shutil
-import tempfile
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from distrun import archive
 from distrun.errors import PreflightError
+from distrun_runtime.agent import cache
 
 
 def runtime_root(env: Mapping[str, str], copy: bool = True) -> Path:
@@ -31,18 +27,17 @@ def runtime_root(env: Mapping[str, str], copy: bool = True) -> Path:
     source = archive.location()
     if not has_neighbours(source):
         return source.parent
-    home = env.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     digest, data = archive.build(source)
-    root = Path(home) / "distrun" / "runtime" / digest
-    if copy and not (root / archive.PACKAGE).is_dir():
+    found = cache.find(digest, env)
+    if not found and copy:
         try:
-            _unpack(data, root)
+            found = cache.install(digest, data, env)
         except OSError as err:
             raise PreflightError(
-                "cannot keep a copy of the runtime for the tasks at %s: %s" % (root, err.strerror or err),
+                "cannot keep a copy of the runtime for the tasks in %s: %s" % (cache.base(env), err.strerror or err),
                 "set XDG_CACHE_HOME to a place that can be written",
             ) from err
-    return root
+    return Path(found or cache.base(env), *(() if found else (cache.RUNTIME, digest)))
 
 
 def has_neighbours(package: Path) -> bool:
@@ -53,20 +48,3 @@ def has_neighbours(package: Path) -> bool:
         and (other.is_dir() or other.suffix in (".py", ".so", ".pth", ".egg-link"))
         for other in package.parent.iterdir()
     )
-
-
-def _unpack(data: bytes, root: Path) -> None:
-    root.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=".new-", dir=root.parent))
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as packed:
-            packed.extractall(made)
-        made.chmod(0o755)
-        try:
-            made.rename(root)
-        except OSError:
-            # Another launch may have made the same copy meanwhile; then that one stands.
-            if not (root / archive.PACKAGE).is_dir():
-                raise
-    finally:
-        shutil.rmtree(made, ignore_errors=True)

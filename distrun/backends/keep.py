@@ -1,28 +1,24 @@
 """What takes long to make and is the same until a source changes: kept in the user's cache, never needed.
 
-Files are named by what they were made from and are read only from a folder that nobody else can write to.
+Files are named by what they were made from, begin with a digest of name and content, and are read only from a folder
+that nobody else can write to. What is damaged is removed and made again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from distrun_runtime.contract import environ
+from distrun_runtime.agent import cache
 
+KIND = "launcher"
 COPIES = 4
 """So many files of a kind stay: a user may have several versions of distrun."""
-
-
-def folder() -> Path:
-    """Return where things are kept: `$XDG_CACHE_HOME/distrun/launcher`, ~/.cache without that variable."""
-    named = environ.text("XDG_CACHE_HOME")
-    home = named if os.path.isabs(named) else os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(home) / "distrun" / "launcher"
 
 
 def kept(name: str, suffix: str, make: Callable[[], bytes]) -> bytes:
@@ -33,33 +29,45 @@ def kept(name: str, suffix: str, make: Callable[[], bytes]) -> bytes:
         suffix: of which kind it is; COPIES files of a kind stay.
         make: never returns nothing.
     """
-    place = folder()
-    path = place / (name + suffix)
+    file = name + suffix
     with contextlib.suppress(OSError):
-        if _is_private(place) and _is_private(path):
-            data = path.read_bytes()
-            if data:
-                return data
+        data = _read(Path(cache.folder(KIND)) / file)
+        if data:
+            return data
     data = make()
     with contextlib.suppress(OSError):  # a full or read-only disk: it is made again next time
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        place.mkdir(mode=0o700, exist_ok=True)
-        if _is_private(place):
-            _write(path, data)
-            _thin_out(place, suffix)
+        path = Path(cache.make(KIND)) / file
+        _write(path, data)
+        _thin_out(path.parent, suffix)
     return data
+
+
+def _read(path: Path) -> bytes:
+    """Return what was kept; nothing if it cannot be believed. It is removed then."""
+    if _is_private(path):
+        digest, _, data = path.read_bytes().partition(b"\n")
+        if data and digest == _digest(path, data):
+            return data
+    path.unlink()
+    return b""
+
+
+def _digest(path: Path, data: bytes) -> bytes:
+    """Return what tells whether a file is whole, and what its name says."""
+    return hashlib.sha256(os.fsencode(path.name) + b"\0" + data).hexdigest().encode("ascii")
 
 
 def _is_private(path: Path) -> bool:
     found = path.lstat()
-    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+    return is_ours and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _write(path: Path, data: bytes) -> None:
     fd, fresh = tempfile.mkstemp(prefix=".new-", dir=path.parent)
     try:
         with open(fd, "wb") as file:
-            file.write(data)
+            file.write(_digest(path, data) + b"\n" + data)
         os.replace(fresh, path)
     except OSError:
         os.unlink(fresh)

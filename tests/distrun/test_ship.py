@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import distrun_runtime
 from distrun import ship
 from distrun.errors import PreflightError
+from distrun_runtime.agent import cache
 
 
 def package(parent: Path) -> Path:
@@ -58,6 +60,51 @@ def test_beside_others_it_is_copied_once_under_the_name_of_its_content(
     assert out.stdout == b"1 2\n"
     (folder / "__init__.py").write_text("X = 3\n")
     assert ship.runtime_root(env) != root
+
+
+@pytest.fixture
+def beside_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The package in a site-packages; returns a folder for the cache."""
+    folder = package(tmp_path / "site-packages")
+    (tmp_path / "site-packages" / "numpy").mkdir()
+    monkeypatch.setattr(distrun_runtime, "__file__", str(folder / "__init__.py"))
+    return tmp_path / "cache"
+
+
+def test_a_copy_is_one_that_agents_take_as_it_is(beside_others: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.umask(0o002)
+    try:
+        root = ship.runtime_root({"XDG_CACHE_HOME": str(beside_others)})
+    finally:
+        os.umask(before)
+    assert (beside_others / "distrun").stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv("XDG_CACHE_HOME", str(beside_others))
+    assert cache.find(root.name) == str(root)
+
+
+def test_a_copy_that_others_may_write_to_is_made_anew(beside_others: Path) -> None:
+    env = {"XDG_CACHE_HOME": str(beside_others)}
+    root = ship.runtime_root(env)
+    (root / "distrun_runtime" / "__init__.py").write_text("X = 'theirs'\n")
+    root.chmod(0o777)
+    assert ship.runtime_root(env) == root
+    assert (root / "distrun_runtime" / "__init__.py").read_text() == "X = 1\n"
+
+
+def test_a_folder_of_somebody_else_is_never_put_on_the_path(
+    beside_others: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = {"XDG_CACHE_HOME": str(beside_others)}
+    ship.runtime_root(env)
+    other = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    with pytest.raises(PreflightError, match="not a folder of this user's alone"):
+        ship.runtime_root(env)
+
+
+def test_a_relative_cache_does_not_count(beside_others: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert tmp_path / ".cache" in ship.runtime_root({"XDG_CACHE_HOME": "relative"}).parents
 
 
 def test_a_cache_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,12 @@
-"""The bundled runtime on a host: one folder a version, unpacked from the archive that the launcher sends.
+"""What is kept for a user in `$XDG_CACHE_HOME/distrun` (~/.cache without that variable): here, the bundled runtime.
 
-    $XDG_CACHE_HOME/distrun/runtime/DIGEST/distrun_runtime/...        (~/.cache without that variable)
+    runtime/DIGEST/distrun_runtime/...   one folder a version, unpacked from the archive that the launcher sends
+    runtime/DIGEST/.files                what is in it; a folder of which something is missing does not count
+    agent/, launcher/                    other kinds: see `distrun/backends/`
 
-A folder appears whole or not at all, so that any number of agents may share one home. Where it cannot be written the
-job's private folder does.
+Only folders of this user's that nobody else can write to are used; one of ours that others can write to is mended, for
+they can have put nothing there that is this user's own. A version appears whole or not at all, so that any number of
+agents may share one home. Where it cannot be written the job's private folder does.
 """
 
 from __future__ import annotations
@@ -11,34 +14,68 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from typing import List, Mapping, Optional
 
 from distrun_runtime.agent.refusal import Refusal
 from distrun_runtime.contract import environ
 
 # What unpacks is imported where it does: mostly the folder is there, and those modules are a tenth of an agent's start.
-PACKAGE = "distrun_runtime"
 SIZE_LIMIT = 64 * 1024 * 1024
 """Bytes, unpacked."""
+RUNTIME = "runtime"
+LIST = ".files"
+_FRESH = ".new-"
+UNUSED_S = 30 * 86400.0
+"""A version that was not used for so long goes when another comes."""
+STALE_S = 86400.0
+"""What somebody began to unpack so long ago was given up."""
 
 
-def root() -> str:
-    """Return the folder of all versions."""
-    named = environ.text("XDG_CACHE_HOME")
+def base(env: Optional[Mapping[str, str]] = None) -> str:
+    """Return the folder of everything that is kept; `env` None: of this process."""
+    named = environ.text("XDG_CACHE_HOME", env)
     cache = named if os.path.isabs(named) else os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(cache, "distrun", "runtime")
+    return os.path.join(cache, "distrun")
 
 
-def find(digest: str) -> str:
-    """Return the folder of that version; empty if there is none, or not one of this user's alone."""
-    folder = os.path.join(root(), _checked(digest))
+def folder(kind: str, env: Optional[Mapping[str, str]] = None) -> str:
+    """Return the folder of one kind, if it is there and this user's alone.
+
+    Raises:
+        OSError: it is not.
+    """
+    top = base(env)
+    for each in (top, os.path.join(top, kind)):
+        _mend(each)
+    return os.path.join(top, kind)
+
+
+def make(kind: str, env: Optional[Mapping[str, str]] = None) -> str:
+    """Return the folder of one kind, made where it is missing.
+
+    Raises:
+        OSError: it cannot be made, or is not this user's.
+    """
+    top = base(env)
+    os.makedirs(os.path.dirname(top), mode=0o700, exist_ok=True)
+    for each in (top, os.path.join(top, kind)):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(each, 0o700)
+    return folder(kind, env)
+
+
+def find(digest: str, env: Optional[Mapping[str, str]] = None) -> str:
+    """Return the folder of that version; empty if there is none, or not a whole one of this user's alone."""
+    name = _checked(digest)
     try:
-        for each in (os.path.dirname(root()), root(), folder):
-            if not _is_private(each):
-                return ""
-        os.stat(os.path.join(folder, PACKAGE, "__init__.py"))
-    except OSError:
+        path = os.path.join(folder(RUNTIME, env), name)
+        if not _is_private(path) or not _is_whole(path, digest):
+            return ""
+        with contextlib.suppress(OSError):
+            os.utime(path)
+    except (OSError, ValueError):
         return ""
-    return folder
+    return path
 
 
 def keep(digest: str, archive: bytes, private: str) -> str:
@@ -47,57 +84,77 @@ def keep(digest: str, archive: bytes, private: str) -> str:
     Raises:
         Refusal: it is not what the digest says, it names files outside of its folder, or it fits nowhere.
     """
-    import hashlib
-    import shutil
-
-    if hashlib.sha256(archive).hexdigest() != _checked(digest):
-        raise Refusal("protocol", "the runtime that was sent is not the one of the plan (its digest differs)")
     try:
-        return _keep_in_cache(digest, archive)
+        return install(digest, archive)
     except OSError as in_cache:
-        folder = os.path.join(private, "runtime")
+        import shutil
+
+        path = os.path.join(private, RUNTIME)
         try:
-            shutil.rmtree(folder, ignore_errors=True)
-            _unpack(archive, folder)
+            shutil.rmtree(path, ignore_errors=True)
+            _unpack(digest, archive, path)
         except OSError as err:
             text = "the runtime cannot be unpacked: %s; nor in %s: %s" % (in_cache, private, err.strerror or err)
             raise Refusal("disk", text, "make room, or set XDG_CACHE_HOME") from None
-        return folder
+        return path
 
 
-def _keep_in_cache(digest: str, archive: bytes) -> str:
+def install(digest: str, archive: bytes, env: Optional[Mapping[str, str]] = None) -> str:
+    """Unpack an archive in the cache and return its folder; versions that nobody uses go.
+
+    Raises:
+        Refusal: it is not what the digest says, or it names files outside of its folder.
+        OSError: the cache cannot be written, or is not this user's.
+    """
+    import hashlib
     import shutil
     import tempfile
 
-    parent = root()
-    os.makedirs(os.path.dirname(os.path.dirname(parent)), mode=0o700, exist_ok=True)
-    for each in (os.path.dirname(parent), parent):
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(each, 0o700)
-        if not _is_private(each):
-            raise OSError("%s is not a folder of this user's alone" % each)
-    folder = os.path.join(parent, digest)
-    fresh = tempfile.mkdtemp(prefix=".new-", dir=parent)
+    if hashlib.sha256(archive).hexdigest() != _checked(digest):
+        raise Refusal("protocol", "the runtime that was sent is not the one of the plan (its digest differs)")
+    parent = make(RUNTIME, env)
+    path = os.path.join(parent, digest)
+    fresh = tempfile.mkdtemp(prefix=_FRESH, dir=parent)
     try:
-        _unpack(archive, os.path.join(fresh, "tree"))
-        if os.path.lexists(folder) and not find(digest):
+        _unpack(digest, archive, os.path.join(fresh, "tree"))
+        if os.path.lexists(path) and not find(digest, env):
             # Broken: somebody removed a part of it, or it is not ours. Renamed, so that nobody sees it half removed.
-            os.rename(folder, os.path.join(fresh, "old"))
+            os.rename(path, os.path.join(fresh, "old"))
         with contextlib.suppress(OSError):  # another agent was first
-            os.rename(os.path.join(fresh, "tree"), folder)
+            os.rename(os.path.join(fresh, "tree"), path)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    if not find(digest):
-        raise OSError("%s cannot be made" % folder)
-    return folder
+    _thin_out(parent)
+    if not find(digest, env):
+        raise OSError("%s cannot be made" % path)
+    return path
 
 
-def _unpack(archive: bytes, folder: str) -> None:
-    """Write the files of a zip below `folder`. Raises OSError, Refusal."""
+def _thin_out(parent: str) -> None:
+    """Remove versions that were not used for long, and what was left half unpacked."""
+    import shutil
+    import time
+
+    now = time.time()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(parent):
+            path = os.path.join(parent, name)
+            is_fresh = name.startswith(_FRESH)
+            if is_fresh or _is_digest(name):
+                with contextlib.suppress(OSError):
+                    if os.lstat(path).st_mtime < now - (STALE_S if is_fresh else UNUSED_S):
+                        going = os.path.join(parent, "%sgoing-%s" % (_FRESH, name))
+                        os.rename(path, going)
+                        shutil.rmtree(going, ignore_errors=True)
+
+
+def _unpack(digest: str, archive: bytes, target: str) -> None:
+    """Write the files of a zip, and the list of them, below `target`. Raises OSError, Refusal."""
     import io
     import zipfile
 
-    os.mkdir(folder, 0o700)
+    rows: List[str] = []
+    os.mkdir(target, 0o700)
     try:
         with zipfile.ZipFile(io.BytesIO(archive)) as whole:
             if sum(entry.file_size for entry in whole.infolist()) > SIZE_LIMIT:
@@ -108,26 +165,60 @@ def _unpack(archive: bytes, folder: str) -> None:
                     continue
                 if not _is_plain(parts):
                     raise Refusal("protocol", "the runtime that was sent names a file %r" % entry.filename)
-                path = os.path.join(folder, *parts)
+                path = os.path.join(target, *parts)
                 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
                 with open(path, "xb") as file:
                     file.write(whole.read(entry))
+                rows.append("%d %s\n" % (entry.file_size, entry.filename))
+        with open(os.path.join(target, LIST), "x", encoding="utf-8", newline="\n") as listed:
+            listed.write("%s %d\n%s" % (digest, len(rows), "".join(rows)))
     except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as err:
         raise Refusal("protocol", "the runtime that was sent is no archive: %s" % err) from None
 
 
-def _is_plain(parts: list[str]) -> bool:
+def _is_whole(path: str, digest: str) -> bool:
+    """Whether everything that was unpacked is still there. Raises OSError, ValueError."""
+    with open(os.path.join(path, LIST), encoding="utf-8", newline="\n") as listed:
+        head, *rows = listed.read().split("\n")[:-1] or [""]
+    if head != "%s %d" % (digest, len(rows)):
+        return False
+    for row in rows:
+        size, _, name = row.partition(" ")
+        info = os.lstat(os.path.join(path, name))
+        if not stat.S_ISREG(info.st_mode) or info.st_size != int(size):
+            return False
+    return True
+
+
+def _is_plain(parts: List[str]) -> bool:
     """Whether a path stays where it begins."""
-    return all(part not in ("", ".", "..") and "\\" not in part and "\0" not in part for part in parts)
+    return all(part not in ("", ".", "..") and not set(part) & set("\\\0\n") for part in parts)
 
 
-def _is_private(folder: str) -> bool:
-    """Whether nobody else may write there. Raises OSError."""
-    info = os.lstat(folder)
-    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not stat.S_IMODE(info.st_mode) & 0o022
+def _is_private(path: str) -> bool:
+    """Whether it is a folder to which nobody else may write. Raises OSError."""
+    info = os.lstat(path)
+    return _is_ours(info) and not info.st_mode & 0o022
+
+
+def _is_ours(info: os.stat_result) -> bool:
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid()
+
+
+def _mend(path: str) -> None:
+    """See to it that nobody else may write to a folder. Raises OSError: it is none, or not this user's."""
+    info = os.lstat(path)
+    if not _is_ours(info):
+        raise OSError("%s is not a folder of this user's alone" % path)
+    if info.st_mode & 0o022:
+        os.chmod(path, stat.S_IMODE(info.st_mode) & ~0o022)
+
+
+def _is_digest(text: str) -> bool:
+    return len(text) == 64 and not set(text) - set("0123456789abcdef")
 
 
 def _checked(digest: str) -> str:
-    if len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+    if not _is_digest(digest):
         raise Refusal("protocol", "%r is no digest of a runtime" % digest)
     return digest

@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distrun.backends import blob
+from distrun_runtime.agent import cache
 
 VERSIONS = ["3.%d" % minor for minor in range(8, 16)]
 MAIN = "sys.exit(main(r, keep))"
@@ -256,10 +257,30 @@ def test_the_first_agent_keeps_its_modules_compiled_for_the_next(tmp_path: Path)
     codes["distrun_runtime.agent.__main__"] = b"broken"
     file.write_bytes(marshal.dumps(codes))
     serve_once(tmp_path)
-    for path in (file, file.parent, file.parent.parent):
-        path.chmod(path.stat().st_mode | 0o020)
-        serve_once(tmp_path)  # written by others, perhaps: not used
-        path.chmod(path.stat().st_mode & ~0o020)
+    file.chmod(0o620)
+    serve_once(tmp_path)  # written by others, perhaps: not used
+
+
+def test_the_importer_and_the_agent_agree_on_which_folders_can_be_used(tmp_path: Path) -> None:
+    serve_once(tmp_path)
+    [file] = kept(tmp_path)
+    before = file.stat().st_mtime_ns
+    for folder in (file.parent, file.parent.parent):
+        folder.chmod(0o775)
+        serve_once(tmp_path)
+        assert folder.stat().st_mode & 0o777 == 0o755
+        assert (file.stat().st_mtime_ns, kept(tmp_path)) == (before, [file]), "it is used"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path))
+            folder.chmod(0o775)
+            assert cache.folder("agent") == str(file.parent)
+            assert folder.stat().st_mode & 0o777 == 0o755
+    elsewhere = tmp_path / "elsewhere"
+    file.parent.rename(elsewhere)
+    file.parent.symlink_to(elsewhere)
+    (elsewhere / file.name).unlink()
+    serve_once(tmp_path)
+    assert list(elsewhere.iterdir()) == []
 
 
 @pytest.mark.parametrize("rubbish", [b"", b"rubbish", marshal.dumps(7), marshal.dumps({"distrun_runtime": 7})])

@@ -22,11 +22,43 @@ def test_what_was_made_once_is_not_made_again(place: Path) -> None:
     assert place.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("which", ["folder", "file"])
-def test_what_others_may_write_to_is_not_believed(which: str, place: Path) -> None:
+def test_a_file_that_others_may_write_to_is_not_believed(place: Path) -> None:
     keep.kept("one", ".x", lambda: b"made")
-    (place if which == "folder" else place / "one.x").chmod(0o777)
+    (place / "one.x").chmod(0o666)
     assert keep.kept("one", ".x", lambda: b"again") == b"again"
+
+
+@pytest.mark.parametrize("which", ["", "distrun"])
+def test_folders_of_ours_that_others_may_write_to_are_mended(which: str, place: Path) -> None:
+    keep.kept("one", ".x", lambda: b"made")
+    folder = place.parent if which else place
+    folder.chmod(0o777)
+    assert keep.kept("one", ".x", lambda: b"again") == b"made"
+    assert folder.stat().st_mode & 0o777 == 0o755
+
+
+def test_what_was_damaged_or_bears_another_name_is_made_again(place: Path) -> None:
+    keep.kept("one", ".x", lambda: b"made")
+    file = place / "one.x"
+    whole = file.read_bytes()
+    for content in (b"\0" * len(whole), whole[:-1], whole + b"x", b"", b"made", whole.replace(b"made", b"fake")):
+        file.write_bytes(content)
+        assert keep.kept("one", ".x", lambda: b"anew") == b"anew", content
+        assert keep.kept("one", ".x", lambda: b"never") == b"anew"
+    file.rename(place / "two.x")
+    assert keep.kept("two", ".x", lambda: b"other") == b"other"
+
+
+def test_what_is_damaged_goes_even_where_it_cannot_be_made(place: Path) -> None:
+    keep.kept("one", ".x", lambda: b"made")
+    (place / "one.x").write_bytes(b"\0" * 100)
+
+    def fail() -> bytes:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        keep.kept("one", ".x", fail)
+    assert list(place.iterdir()) == []
 
 
 def test_a_link_is_not_followed(place: Path, tmp_path: Path) -> None:

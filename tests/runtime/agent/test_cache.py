@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import threading
+import time
 import zipfile
 from pathlib import Path
 
@@ -65,17 +66,79 @@ def test_a_folder_that_others_may_write_to_is_not_trusted(home: Path) -> None:
     assert cache.find(digest) == ""
     assert cache.keep(digest, data, str(home)) == folder
     assert os.stat(folder).st_mode & 0o777 == 0o700
-    os.chmod(os.path.dirname(folder), 0o777)
+
+
+@pytest.mark.parametrize("which", ["distrun", "distrun/runtime"])
+def test_a_folder_of_ours_that_others_may_write_to_is_mended(home: Path, which: str) -> None:
+    digest, data = archive()
+    place = home / "cache" / which
+    place.mkdir(parents=True)
+    place.chmod(0o775)
+    folder = cache.keep(digest, data, str(home))
+    assert folder == str(home / "cache" / "distrun" / "runtime" / digest)
+    assert place.stat().st_mode & 0o777 == 0o755
+    place.chmod(0o777)
+    assert cache.find(digest) == folder
+    assert place.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_folder_of_somebody_else_is_left_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest, data = archive()
+    cache.keep(digest, data, str(home))
+    other = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other)
     assert cache.find(digest) == ""
     assert cache.keep(digest, data, str(home)) == str(home / "runtime")
 
 
-def test_a_version_of_which_a_part_was_removed_is_unpacked_again(home: Path) -> None:
+def test_a_version_under_the_name_of_another_is_not_believed(home: Path) -> None:
     digest, data = archive()
+    other, _ = archive(**{"distrun_runtime/b.py": "x"})
+    folder = Path(cache.keep(digest, data, str(home)))
+    folder.rename(folder.with_name(other))
+    assert cache.find(other) == ""
+
+
+@pytest.mark.parametrize("damage", ["removed", "emptied", "linked", "list removed", "list emptied"])
+@pytest.mark.parametrize("name", ["distrun_runtime/__init__.py", "distrun_runtime/net/wire.py"])
+def test_a_version_of_which_a_part_was_removed_is_unpacked_again(home: Path, damage: str, name: str) -> None:
+    digest, data = archive(**{"distrun_runtime/net/wire.py": "Y = 2\n"})
     folder = cache.keep(digest, data, str(home))
-    os.remove(os.path.join(folder, "distrun_runtime", "__init__.py"))
+    file = Path(folder, cache.LIST if damage.startswith("list") else name)
+    content = file.read_bytes()
+    file.unlink()
+    if damage == "linked":
+        (home / "same").write_bytes(content)
+        file.symlink_to(home / "same")
+    elif damage.endswith("emptied"):
+        file.write_bytes(b"")
     assert cache.find(digest) == ""
     assert cache.keep(digest, data, str(home)) == cache.find(digest) == folder
+    assert file.read_bytes() == content
+
+
+def test_versions_that_were_not_used_for_long_go_when_another_comes(home: Path) -> None:
+    place = home / "cache" / "distrun" / "runtime"
+    kept = [archive(**{"distrun_runtime/a.py": "%d" % number}) for number in range(4)]
+    for digest, data in kept[:3]:
+        cache.keep(digest, data, str(home))
+    long_ago = time.time() - cache.UNUSED_S - 60
+    for digest, _ in kept[:2]:
+        os.utime(place / digest, (long_ago, long_ago))
+    assert cache.find(kept[0][0])  # used now
+    for name, age_s in ((".new-old", cache.STALE_S + 60), (".new-now", 0)):
+        (place / name / "tree").mkdir(parents=True)
+        os.utime(place / name, (time.time() - age_s, time.time() - age_s))
+    (place / "of the user").mkdir()
+    os.utime(place / "of the user", (long_ago, long_ago))
+    cache.keep(*kept[3], str(home))
+    assert {path.name for path in place.iterdir()} == {
+        kept[0][0],
+        kept[2][0],
+        kept[3][0],
+        ".new-now",
+        "of the user",
+    }
 
 
 @pytest.mark.parametrize("name", ["../evil.py", "/etc/evil", "a/../../evil", "a//b", "./x", "a\\..\\b"])
