@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distrun.errors import UsageError
+
 ALIVE = "alive"
 STOPPED = "stopped"
 NONE = "none"
@@ -81,12 +83,24 @@ def processes(rows: Iterable[Mapping[str, Any]]) -> list[Process]:
 
 
 def chosen(found: Iterable[HostJob], jobs: Sequence[str] = (), stale: bool = False) -> list[HostJob]:
-    """Return the jobs that are meant: those named (an id or its beginning; all without names), stale ones if so."""
-    return [
-        each
-        for each in found
-        if (not jobs or any(each.job.startswith(job) for job in jobs)) and (each.is_stale or not stale)
-    ]
+    """Return the jobs that are meant: those named (an id or its beginning; all without names), stale ones if so.
+
+    Raises:
+        UsageError: a name is the beginning of several ids, or is empty.
+    """
+    rows = [each for each in found if each.is_stale or not stale]
+    ids = list(dict.fromkeys(each.job for each in rows))
+    meant = {each for word in jobs for each in _meant(word, ids)} if jobs else set(ids)
+    return [each for each in rows if each.job in meant]
+
+
+def _meant(word: str, ids: Sequence[str]) -> list[str]:
+    if not word.strip():
+        raise UsageError("%r is no job" % word, "leave it out to mean all of mine on these hosts, or type an id")
+    found = [word] if word in ids else [each for each in ids if each.startswith(word)]
+    if len(found) > 1:
+        raise UsageError("%r could be %s" % (word, ", ".join(found)), "type more of the id, or name each of them")
+    return found
 
 
 def age(seconds: float | None) -> str:

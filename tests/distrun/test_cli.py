@@ -216,6 +216,11 @@ def test_a_wrong_tuning_variable_is_named_with_value_host_and_what_is_right(
     assert "%s=%r on host %s: expected %s" % (name, value, socket.gethostname(), right) in text
 
 
+@pytest.mark.parametrize("words", [("--stale", "-y", ""), ("--stale", "-y", "some-job", " "), ("",)])
+def test_an_empty_word_for_a_job_is_refused(distrun: Distrun, words: tuple[str, ...]) -> None:
+    assert "no job" in error(distrun.run("kill", *words))
+
+
 def test_several_jobs_are_not_killed_unasked(distrun: Distrun) -> None:
     for name in ("one", "two"):
         assert distrun.launch("-q", "-n", "1", "-s", "0", "--name", name, "true").returncode == 0

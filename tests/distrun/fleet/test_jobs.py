@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from distrun.errors import UsageError
 from distrun.fleet import jobs
 from distrun.fleet.jobs import HostJob
 
@@ -36,6 +37,22 @@ def test_jobs_are_chosen_by_the_beginning_of_their_id_and_by_staleness() -> None
     assert jobs.chosen([RUNS, dead], stale=True) == [dead]
     assert jobs.chosen([RUNS, dead], ["calm"]) == [RUNS]
     assert jobs.chosen([RUNS, dead], ["calm"], stale=True) == []
+
+
+def test_a_beginning_of_several_ids_names_none_of_them() -> None:
+    other, longer = like(job="calm-otter-2"), like(job="calm-otter-12")
+    with pytest.raises(UsageError, match="'calm' could be calm-otter-1, calm-otter-2") as caught:
+        jobs.chosen([RUNS, like(host="h2"), other], ["calm"])
+    assert "type more" in caught.value.hint
+    assert jobs.chosen([RUNS, like(host="h2"), longer], ["calm-otter-1"]) == [RUNS, like(host="h2")]
+    stale = like(job="calm-otter-3", agent="dead")
+    assert jobs.chosen([RUNS, stale], ["calm"], stale=True) == [stale]
+
+
+@pytest.mark.parametrize("word", ["", "  "])
+def test_an_empty_word_names_no_job_and_never_all(word: str) -> None:
+    with pytest.raises(UsageError, match="is no job"):
+        jobs.chosen([RUNS], [word])
 
 
 def test_the_answer_of_an_agent_is_read() -> None:
