@@ -241,7 +241,7 @@ def _check_python(job: Job, env: Mapping[str, str]) -> None:
     if job.python and job.has_servers and job.ps == BUNDLED:
         folders = given(job.settings, SERVER).get("PATH")
         path = env.get("PATH", os.defpath) if folders is None else folders.value
-        if shutil.which(job.python, path=path) is None:
+        if shutil.which(os.path.expanduser(job.python), path=path) is None:
             raise UsageError(
                 "--python: there is no program %r on this machine" % job.python, "leave it out, or give a full path"
             )

@@ -21,13 +21,10 @@ PLACES = (
 # -S: the agent needs nothing of what site adds, and it is a tenth of its start.
 # No single quote, no newline and no `!`: whatever the login shell is, it hands this on to /bin/sh as it stands.
 _SEARCH = (
-    'for p in %s; do if command -v "$p" >/dev/null 2>&1; then exec "$p" -I -S -c "$1"; fi; done; '
-    'echo "distrun: there is no python3 on this host (looked along PATH=$PATH and in the usual places)" >&2; exit 127'
-) % " ".join('"%s"' % place for place in PLACES)
-_NAMED = (
-    'p=$2; case $p in "~/"*) p=$HOME/${p#??};; esac; '
-    'if command -v "$p" >/dev/null 2>&1; then exec "$p" -I -S -c "$1"; fi; '
-    'echo "distrun: there is no python $p on this host" >&2; exit 127'
+    'p=$2; case $p in "~/"*) p=$HOME/${p#??};; esac; for p in ${p:+"$p"} %s; do '
+    'if command -v "$p" >/dev/null 2>&1; then exec "$p" -I -S -c "$1"; fi; done; '
+    'echo "distrun: there is no python3 on this host${2:+, nor $2} (looked along PATH=$PATH and in the usual places)" '
+    ">&2; exit 127"
 )
 
 
@@ -36,7 +33,8 @@ def command(boot: str, python: str = "") -> str:
 
     Args:
         boot: the one line of Python that reads the agent from standard input.
-        python: the interpreter to use; empty: it is looked for.
+        python: an interpreter to try first. Servers may find it only once the environment is activated, so the usual
+            ones do for the agent where it is not there yet.
     """
-    words = ["/bin/sh", "-c", _NAMED if python else _SEARCH, "distrun", boot, *([python] if python else [])]
-    return "exec " + shlex.join(words)
+    search = _SEARCH % " ".join('"%s"' % place for place in PLACES)
+    return "exec " + shlex.join(["/bin/sh", "-c", search, "distrun", boot, *([python] if python else [])])

@@ -39,7 +39,7 @@ class Target:
     """Unknown host keys are refused too."""
     connect_s: float = CONNECT_S
     python: str = ""
-    """The interpreter there that runs the agent; empty: it is looked for."""
+    """An interpreter there to run the agent, if it can be found before anything is activated."""
 
     @staticmethod
     def from_reach(reach: Mapping[str, str]) -> Target:

@@ -166,6 +166,14 @@ def test_what_just_works_is_not_refused(store: JobStore, job: Job) -> None:
     assert prepare(store, job).plan.tasks
 
 
+def test_the_python_of_servers_may_be_named_below_the_home(
+    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "py").symlink_to(sys.executable)
+    assert prepare(store, wish(python="~/py")).plan.task("server-0").argv[0] == "~/py"
+
+
 def test_what_a_sweep_after_the_job_found_ended_is_not_said_to_run() -> None:
     fears = ("worker-0 (pid 7) on d1", "worker-1 (pid 8) on d2", "the agent on d2", "worker-2 (pid 9) on d3")
     outcome = Outcome(7, "host_lost", "d2 is lost", survivors=fears)

@@ -209,6 +209,15 @@ def test_the_interpreter_is_looked_for_where_the_activation_put_it(tmp_path: Pat
         assert set(ready.header["python"]) == {"mypython"}
 
 
+def test_the_home_of_this_host_may_be_named_in_an_interpreter_and_a_command(home: Path) -> None:
+    (home / "bin").mkdir()
+    (home / "bin" / "mypython").symlink_to(sys.executable)
+    with agent(task(["~/bin/mypython", "-c", "print(5)"], needs=["json"])) as driver:
+        ready = driver.begin()
+        assert set(ready.header["python"]) == {"~/bin/mypython"}
+        assert run(driver) == "5\n"
+
+
 # The runtime
 
 

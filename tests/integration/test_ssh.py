@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from sshd import USER, Deaf, Hole, Meeting, Sshd, key, meet, running
 
+from distrun.ssh import remote
 from distrun.ssh.target import TRANSPORTS, Target
 from distrun_runtime.coordinator import events
 
@@ -258,11 +259,20 @@ def test_what_the_shell_prints_first_is_a_warning_and_no_harm(sshd: Sshd, transp
 
 
 @both
-def test_a_host_without_python_says_where_it_was_looked_for(sshd: Sshd, transport: str) -> None:
+def test_a_host_without_python_says_where_it_was_looked_for(
+    sshd: Sshd, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "PLACES", ("python3-nowhere",))
     event = meet(Target("d1", config=sshd.config(), transport=transport, python="/nowhere/python3"))
     assert event.kind == "python"
-    assert "there is no python /nowhere/python3 on this host" in event.reason
+    assert "there is no python3 on this host, nor /nowhere/python3" in event.reason
     assert "python=" in event.fix
+
+
+@both
+def test_the_agent_does_without_an_interpreter_that_only_the_servers_may_have(sshd: Sshd, transport: str) -> None:
+    event = meet(Target("d1", config=sshd.config(), transport=transport, python="/nowhere/python3"))
+    assert isinstance(event, events.AgentHello)
 
 
 @both

@@ -51,7 +51,7 @@ def probes(share: Share) -> Iterator[Probe]:
         key = (task.argv[0], task.needs, task.cwd, env.get(b"PATH"), env.get(b"PYTHONPATH"))
         if key not in seen:
             seen.add(key)
-            name, needs = tasks.exact(task.argv[0]), [tasks.exact(module) for module in task.needs]
+            name, needs = tasks.words(task)[0], [tasks.exact(module) for module in task.needs]
             argv = (name, b"-c", _PROBE.encode("ascii"), FD, *needs)
             yield Probe(task.argv[0], Command(argv, env, tasks.exact(folder(task.cwd)), LIMIT_S), task.needs)
 

@@ -60,7 +60,7 @@ def probe(args: Mapping[str, Any]) -> Dict[str, Any]:
 
 def python(name: str) -> Dict[str, Any]:
     """Return version, path, numpy's and zmq's versions of an interpreter ("" where one is missing), or `error`."""
-    code, out, err = run([name, "-c", _LOOK])
+    code, out, err = run([os.path.expanduser(name), "-c", _LOOK])
     if code is None:
         return {"error": err}
     with contextlib.suppress(ValueError, IndexError):

@@ -80,6 +80,11 @@ def exact(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
+def words(task: Task) -> List[bytes]:
+    """Return a task's argument list; `~` of the program is the home of the user of this host."""
+    return [os.path.expanduser(exact(word)) if not at else exact(word) for at, word in enumerate(task.argv)]
+
+
 def start(task: Task, env: Dict[bytes, bytes], spool_folder: str) -> Running:
     """Start a task in a session of its own, with no input, and return it.
 
@@ -88,7 +93,7 @@ def start(task: Task, env: Dict[bytes, bytes], spool_folder: str) -> Running:
     Raises:
         CannotStart: with the exit code (126, 127) and the reason.
     """
-    argv = [exact(word) for word in task.argv]
+    argv = words(task)
     _check(task, argv, env)
     ours: List[int] = []
     theirs: List[int] = []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,11 +46,24 @@ def test_any_login_shell_hands_the_agent_on_as_it_is(shell: str, python: str) ->
     if shutil.which(shell) is None:
         pytest.skip("no %s here" % shell)
     done = subprocess.run([shell, "-c", remote.command(blob.BOOT, python)], input=b"", capture_output=True, check=False)
-    if "odd" in python:
-        assert b"there is no python" in done.stderr
-        assert b"/odd 'name/python3 on this host" in done.stderr
-    else:
-        assert done.stderr.strip() == b"distrun: standard input ended before the agent had arrived"
+    assert done.stderr.strip() == b"distrun: standard input ended before the agent had arrived"
+
+
+def test_a_python_that_is_named_comes_first_and_the_usual_ones_after_it(tmp_path: Path) -> None:
+    (tmp_path / "my python").write_text("#!/bin/sh\necho mine\n")
+    (tmp_path / "my python").chmod(0o755)
+    env = {**os.environ, "HOME": str(tmp_path)}
+    for named in ("~/my python", str(tmp_path / "my python")):
+        command = remote.command(blob.BOOT, named)
+        done = subprocess.run(["sh", "-c", command], input=b"", capture_output=True, check=False, env=env)
+        assert done.stdout == b"mine\n"
+    command = remote.command(blob.BOOT, "only-when-activated")
+    done = subprocess.run(["sh", "-c", command], input=b"", capture_output=True, check=False, env=env)
+    assert b"before the agent had arrived" in done.stderr
+    command = command.replace("python3", "python3-nowhere")
+    done = subprocess.run(["sh", "-c", command], input=b"", capture_output=True, check=False, env=env)
+    assert done.returncode == 127
+    assert b"there is no python3-nowhere on this host, nor only-when-activated (looked along PATH=/" in done.stderr
 
 
 def test_without_python3_the_host_says_where_it_was_looked_for() -> None:

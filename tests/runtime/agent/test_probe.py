@@ -45,6 +45,12 @@ def test_a_program_that_is_not_there_is_told() -> None:
     assert "No such file" in probe.python("/no/such/python")["error"]
 
 
+def test_an_interpreter_may_be_named_below_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "py").symlink_to(sys.executable)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert probe.python("~/py")["version"]
+
+
 def test_an_interpreter_that_is_none_is_told() -> None:
     assert "ended with code" in probe.python("false")["error"]
 
