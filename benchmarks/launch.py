@@ -265,11 +265,15 @@ The launcher: its time and memory, and CPU milliseconds a host where it runs, wi
 
 @contextlib.contextmanager
 def lab_of(count: int) -> Iterator[Lab]:
-    """A lab of so many hosts, which have the same Python as this program only if it is the system's."""
-    from hostlab import Lab, Options
+    """A lab of so many hosts, which see nothing of this checkout."""
+    from hostlab import Lab, Options, Unavailable
 
-    # mpirun starts its daemons from host to host, so these need the key.
-    lab = Lab.up(count, Options(mesh=True), hide=[ROOT])
+    try:
+        # mpirun starts its daemons from host to host, so these need the key.
+        lab = Lab.up(count, Options(mesh=True), hide=[ROOT])
+    except Unavailable as why:
+        say(str(why))
+        sys.exit(2)
     try:
         yield lab
     finally:

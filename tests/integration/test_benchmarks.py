@@ -48,3 +48,40 @@ def test_a_round_runs_on_this_machine_and_names_the_peers_that_are_missing(tmp_p
     assert result.stdout.splitlines()[0] == "| model | distrun |"
     assert "mxnet is left out" in result.stderr
     assert "scripts/install peers" in result.stderr
+
+
+def test_the_ratio_of_a_launch_is_ours_divided_by_the_fastest_of_the_others() -> None:
+    bench = load("launch.py")
+    columns = [bench.System(name, (), "") for name in ("distrun", "loop", "mpirun")]
+    found = {
+        (16, "distrun"): [bench.Run(start, 0.1, 0.8, 40_000_000, 0) for start in (0.7, 0.8, 3.0)],
+        (16, "loop"): [bench.Run(1.0, 0.9, 2.4, 0, 0)],
+        (16, "mpirun"): [bench.Run(1.6, 0.9, 2.4, 0, 0)],
+        (1, "distrun"): [bench.Run(0.3, 0.1, 0.2, 34_000_000, 0)],
+    }
+    rows = bench.times(columns, [1, 16], found, "start_s").splitlines()
+    assert rows[0] == "| hosts | distrun | loop | mpirun | ratio |"
+    assert rows[2:] == ["| 1 | 0.30 | failed | failed |  |", "| 16 | 0.80 | 1.00 | 1.60 | 0.80 |"]
+    assert bench.costs(columns, [1, 16], found).splitlines()[-1] == "| 16 | 50 | 40 | 0.40 | 50 | 150 | 150 |"
+
+
+def test_a_launch_is_measured_on_hosts_beside_the_ssh_program() -> None:
+    command = [sys.executable, str(BENCHMARKS / "launch.py"), "--hosts", "1", "2", "--runs", "1"]
+    command += ["--systems", "distrun", "ssh loop"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    if "lab needs" in result.stderr or "no lab can be made" in result.stderr:
+        pytest.skip(result.stderr.strip().splitlines()[-1])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("| hosts |") == 3
+    assert "failed" not in result.stdout
+
+
+def test_a_section_of_the_page_is_replaced_and_the_others_stay() -> None:
+    page = load("page.py")
+    first = page.with_section("", "One", "old\n")
+    both = page.with_section(first, "Two", "2")
+    assert page.with_section(both, "One", "new") == page.TITLE + "\n## One\n\nnew\n\n## Two\n\n2\n"
+    written = page.TARGET.read_text()
+    heading = load("round.py").HEADING
+    body = written.partition("## %s\n\n" % heading)[2].partition("\n## ")[0]
+    assert page.with_section(written, heading, body) == written
