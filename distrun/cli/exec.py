@@ -43,7 +43,7 @@ def execute(command: tuple[str, ...], **options: Any) -> int:
     Hosts that said the same are shown once. Several words are executed exactly; a single word with blanks or shell
     characters is run by bash -c. Nothing of your environment goes along, and what the command leaves in the background
     is ended with it. The exit code is the largest of all hosts, 124 for one that took longer than --timeout, 3 if a
-    host cannot be reached and no code is larger.
+    host cannot be reached, or its output did not come whole, and no code is larger.
     """
     inventory, backend, hosts = hosts_of(options, environ.snapshot(), options["launcher"])
     if not backend.needs_hosts and not options["launcher"]:
@@ -58,7 +58,8 @@ def execute(command: tuple[str, ...], **options: Any) -> int:
         argv,
         cwd=options["cwd"],
         limit_s=options["timeout"],
-        on_output=streams.take if streams else _ignore,
+        on_output=streams.take if streams else None,
+        keep=0 if streams else KEPT,
     )
     code = exit_code(found)
     if options["as_json"]:
@@ -75,7 +76,9 @@ def execute(command: tuple[str, ...], **options: Any) -> int:
 
 def exit_code(found: Mapping[str, Ran | Problem]) -> int:
     """Return the command's exit code: the largest of all; a host with a problem counts as 3. Pure."""
-    return max(((each.code or 0) if isinstance(each, Ran) else EXIT_PROBLEM for each in found.values()), default=0)
+    ran = [each for each in found.values() if isinstance(each, Ran)]
+    has_problem = len(ran) < len(found) or any(each.problem for each in ran)
+    return max([0, *(each.code or 0 for each in ran), EXIT_PROBLEM if has_problem else 0])
 
 
 def remarks(found: Mapping[str, Ran | Problem]) -> list[str]:
@@ -85,16 +88,18 @@ def remarks(found: Mapping[str, Ran | Problem]) -> list[str]:
     codes: dict[str, list[str]] = {}
     lines = []
     for name, each in found.items():
-        if isinstance(each, Problem):
-            lines.append("error: %s: %s" % (name, each.text))
-            lines += ["hint: %s" % each.fix] if each.fix else []
-        elif each.code:
+        problem = each if isinstance(each, Problem) else each.problem
+        if problem is not None:
+            lines.append("error: %s: %s" % (name, problem.text))
+            lines += ["hint: %s" % problem.fix] if problem.fix else []
+        if isinstance(each, Ran) and each.code:
             late = "it took too long and was ended, code %d" % each.code
             text = late if each.is_late else "exit code %d" % each.code
             codes.setdefault(text + (": " + each.reason if each.reason else ""), []).append(name)
     cut = [name for name, each in found.items() if isinstance(each, Ran) and each.is_cut]
     if cut:
-        lines.append("warning: %s: only the first %d MiB of the output are kept" % (hosts.fold(cut), KEPT >> 20))
+        text = "warning: %s: only the first %d MiB of the output are shown; --no-fold shows all as it comes"
+        lines.append(text % (hosts.fold(cut), KEPT >> 20))
     return ["%s: %s" % (hosts.fold(names), text) for text, names in codes.items()] + lines
 
 
@@ -108,13 +113,16 @@ def as_json(command: tuple[str, ...], found: Mapping[str, Ran | Problem], code: 
             "stdout": "",
             "stderr": "",
             "timed_out": False,
+            "cut": False,
             "problem": None,
         }
+        problem = each if isinstance(each, Problem) else each.problem
+        if problem is not None:
+            row["problem"] = {"kind": problem.kind, "text": problem.text, "fix": problem.fix}
         if isinstance(each, Ran):
             out, err = (bytes(data).decode("utf-8", "replace") for data in (each.out, each.err))
             row.update(code=each.code, stdout=out, stderr=err, timed_out=each.is_late, reason=each.reason)
-        else:
-            row["problem"] = {"kind": each.kind, "text": each.text, "fix": each.fix}
+            row.update(cut=each.is_cut)
         rows.append(row)
     return {"schema": SCHEMA, "command": list(command), "exit_code": code, "hosts": rows}
 
@@ -147,7 +155,3 @@ class _Streams:
             copy_out(data)
         else:
             print_err(data.decode("utf-8", "surrogateescape"))
-
-
-def _ignore(host: str, stream: str, data: bytes) -> None:
-    pass

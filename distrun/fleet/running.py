@@ -6,10 +6,11 @@ import dataclasses
 import math
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from distrun.fleet.relay import OnOutput, Relay
 from distrun.fleet.talk import Fleet
 from distrun.shell import quote
 from distrun_runtime.contract import environ
@@ -27,13 +28,11 @@ LOST_S = Limits().lost_s
 """A host that is silent for so long is lost."""
 GLANCE_S = 1.0
 SETTLE_S = 10.0
-"""How long an agent may take to begin; and, when its command has ended, to hand over the last of the output."""
+"""How long an agent may take to begin; and, when its command has ended, until more of the output comes."""
 KEPT = 16 * 1024 * 1024
-"""Bytes of each stream of a host that are kept; what comes later is only passed on."""
+"""Bytes of each stream of a host that are kept, unless the caller says otherwise."""
 IN_FOLDER = 'cd && cd -- "$0" && exec "$@"'
 """Run by sh: the folder is seen from the home directory."""
-
-OnOutput = Callable[[str, str, bytes], None]
 
 
 @dataclass
@@ -48,24 +47,33 @@ class Ran:
     """Why it could not be started."""
     is_late: bool = False
     """It was ended because its time was over."""
+    problem: Problem | None = None
+    """Why its output is not whole."""
+    keep: int = KEPT
+    """Bytes of each stream that are kept; 0: they are only passed on."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Bytes that each stream had when the command ended."""
     taken: dict[str, int] = field(default_factory=lambda: {"out": 0, "err": 0})
 
     @property
     def is_whole(self) -> bool:
-        """It has ended and all its output is here."""
-        return self.code is not None and all(self.taken[name] >= size for name, size in self.sizes.items())
+        """It has ended and all its output has come."""
+        return self.code is not None and not self.missing
+
+    @property
+    def missing(self) -> int:
+        """Bytes of its output that have not come, as far as is known."""
+        return sum(max(0, size - self.taken[name]) for name, size in self.sizes.items())
 
     @property
     def is_cut(self) -> bool:
         """It wrote more than was kept."""
-        return max(self.taken.values()) > KEPT
+        return 0 < self.keep < max(self.taken.values())
 
     def take(self, stream: str, data: bytes) -> None:
         """Keep more output."""
         kept = self.out if stream == "out" else self.err
-        kept += data[: max(0, KEPT - len(kept))]
+        kept += data[: max(0, self.keep - len(kept))]
         self.taken[stream] += len(data)
 
     def end(self, event: events.Exited) -> None:
@@ -81,7 +89,8 @@ def run(
     *,
     cwd: str = "",
     limit_s: float | None = None,
-    on_output: OnOutput = lambda host, stream, data: None,
+    on_output: OnOutput | None = None,
+    keep: int = KEPT,
 ) -> dict[str, Ran | Problem]:
     """Run a command once on each host, and return how it went by host, in their order.
 
@@ -93,12 +102,15 @@ def run(
         argv: executed exactly, without a shell.
         cwd: folder, seen from the home directory; empty: that.
         limit_s: seconds after which it is ended; None: no limit.
-        on_output: called with host, stream ("out" or "err") and bytes as they come.
+        on_output: called with host, stream ("out" or "err") and bytes as they come, in a thread of its own. While it
+            takes its time, no more is asked for, and the hosts go on.
+        keep: bytes of each stream that are kept in what is returned.
 
     Raises:
         KeyboardInterrupt: after the command was asked to end everywhere, and killed if it did not.
     """
-    return _Running(backend, hosts, plan_of(backend.name, hosts, argv, cwd), limit_s, on_output).run()
+    plan = plan_of(backend.name, hosts, argv, cwd)
+    return _Running(backend, hosts, plan, limit_s=limit_s, on_output=on_output, keep=keep).run()
 
 
 def plan_of(backend: str, hosts: Sequence[Host], argv: Sequence[str], cwd: str) -> Plan:
@@ -125,15 +137,24 @@ class _Running:
     """The run as it goes on."""
 
     def __init__(
-        self, backend: Backend, hosts: Sequence[Host], plan: Plan, limit_s: float | None, on_output: OnOutput
+        self,
+        backend: Backend,
+        hosts: Sequence[Host],
+        plan: Plan,
+        *,
+        limit_s: float | None,
+        on_output: OnOutput | None,
+        keep: int,
     ) -> None:
         self._fleet = Fleet(backend, hosts)
         self._plan = plan
         self._limit_s = math.inf if limit_s is None else limit_s
-        self._on_output = on_output
+        self._relay = None if on_output is None else Relay(on_output, self._fleet.wake)
         self._tasks = {task.host: task.name for task in plan.tasks}
-        self._ran = {task.host: Ran() for task in plan.tasks}
+        self._ran = {task.host: Ran(keep=keep) for task in plan.tasks}
         self._spawned: set[str] = set()
+        self._acks: dict[tuple[str, str, str], int] = {}
+        """Up to where each stream has come, if its agent was not told yet; by host, task, stream."""
         self._by: dict[str, float] = {}
         """Until when the next thing has to happen, for hosts that are not done."""
 
@@ -145,16 +166,21 @@ class _Running:
                     event = fleet.next(min([time.monotonic() + GLANCE_S, *self._by.values()]))
                     if event is not None:
                         self._handle(event)
+                    self._acknowledge()
                     self._look()
             except KeyboardInterrupt:
                 fleet.close(GRACE_S + SETTLE_S, end=False)
                 raise
-        return {name: ran if ran.code is not None else fleet.problems[name] for name, ran in self._ran.items()}
+            found = {name: self._result(name) for name in self._ran}
+        if self._relay is not None:
+            self._relay.join()
+        return found
 
     def _handle(self, event: events.Event) -> None:
         host, now = getattr(event, "host", ""), time.monotonic()
         if host not in self._by:
             return
+        ran = self._ran[host]
         if isinstance(event, events.AgentHello):
             self._fleet.send(host, frames.begin(self._plan, Secrets(), host))
             self._by[host] = now + SETTLE_S
@@ -163,12 +189,27 @@ class _Running:
             self._fleet.send(host, frames.spawn(Spawn(host, self._tasks[host])))
             self._by[host] = now + self._limit_s
         elif isinstance(event, events.Output):
-            self._ran[host].take(event.stream, event.data)
-            self._on_output(host, event.stream, event.data)
-            self._fleet.send(host, frames.ack(event.task, event.stream, event.offset + len(event.data)))
+            ran.take(event.stream, event.data)
+            if self._relay is not None:
+                self._relay.put(host, event.stream, event.data)
+            self._acks[host, event.task, event.stream] = event.offset + len(event.data)
+            if ran.code is not None:
+                self._by[host] = now + SETTLE_S
         elif isinstance(event, events.Exited):
-            self._ran[host].end(event)
+            ran.end(event)
             self._by[host] = now + SETTLE_S
+
+    def _acknowledge(self) -> None:
+        """Ask for more output, unless too much of it waits for its reader already."""
+        if self._relay is None or self._relay.has_room:
+            for (host, task, stream), offset in self._acks.items():
+                if host not in self._fleet.problems:
+                    self._fleet.send(host, frames.ack(task, stream, offset))
+            self._acks.clear()
+        now = time.monotonic()
+        for host, _, _ in self._acks:
+            if host in self._by and self._ran[host].code is not None:
+                self._by[host] = now + SETTLE_S  # It is we who do not ask.
 
     def _look(self) -> None:
         """Let go of the hosts that are done, and end what took too long."""
@@ -196,3 +237,15 @@ class _Running:
             what = "its agent did not say that the command has ended" if ran.is_late else "no agent was ready in time"
             self._fleet.give_up(Problem(host, "timeout", what))
             del self._by[host]
+
+    def _result(self, host: str) -> Ran | Problem:
+        ran, problem = self._ran[host], self._fleet.problems.get(host)
+        if ran.code is None:
+            return self._fleet.problems[host]
+        if not ran.is_whole:
+            text = "%d bytes of its output did not arrive" % ran.missing
+            if problem is None:
+                ran.problem = Problem(host, "timeout", "%s within %g s" % (text, SETTLE_S))
+            else:
+                ran.problem = Problem(host, problem.kind, "%s: %s" % (text, problem.text), problem.fix)
+        return ran

@@ -130,6 +130,10 @@ class Fleet:
             self._note(event)
             return event
 
+    def wake(self) -> None:
+        """Make `next` return soon, from any thread."""
+        self._events.put(events.Tick())
+
     def send(self, host: str, data: bytes) -> None:
         """Send frames to the agent of a host."""
         self._channels[host].send(data)

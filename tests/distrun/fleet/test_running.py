@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from agentkit import poll
 
 from distrun import fleet
 from distrun.backends.local import ChildChannel
-from distrun.fleet import Problem, Ran
-from distrun_runtime.contract import process
+from distrun.cli import exec as command
+from distrun.fleet import Problem, Ran, running
+from distrun_runtime.contract import process, wire
 from distrun_runtime.contract.plan import Host
 from distrun_runtime.coordinator import events
 from distrun_runtime.coordinator.channel import Channel, Put
@@ -122,6 +126,124 @@ def test_a_host_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -
     found = fleet.run(Backend(), HOSTS[:1], ("true",))["a"]  # type: ignore[arg-type]
     assert isinstance(found, Problem)
     assert "fell silent" in found.text
+
+
+class Scripted(Broken):
+    """An agent whose answers to our frames are made up."""
+
+    def __init__(self, reply: Callable[[dict[str, Any]], Sequence[events.Event]]) -> None:
+        super().__init__("a")
+        self._decoder = wire.Decoder()
+        self._reply = reply
+        self._put: Put = lambda event: None
+
+    def start(self, put: Put) -> None:
+        self._put = put
+        put(events.AgentHello("a"))
+
+    def send(self, data: bytes) -> None:
+        for frame in self._decoder.feed(data):
+            kind = frame.header["type"]
+            if kind == "begin":
+                self._put(events.AgentReady("a", "127.0.0.1"))
+            elif kind == "end":
+                self._put(events.Bye("a"))
+                self._put(events.AgentLost("a", "its connection ended"))
+            for event in self._reply(frame.header):
+                self._put(event)
+
+
+def scripted(reply: Callable[[dict[str, Any]], Sequence[events.Event]], **more: Any) -> Ran:
+    backend = SimpleNamespace(name="test", connect=lambda hosts: (Scripted(reply),))
+    return ran(fleet.run(backend, HOSTS[:1], ("true",), **more))  # type: ignore[arg-type]
+
+
+def piece(offset: int, data: bytes) -> events.Output:
+    return events.Output("a", "worker-0", "out", offset, data)
+
+
+def test_output_that_still_comes_after_the_end_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = [0.0]
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0]))
+
+    def reply(header: dict[str, Any]) -> Sequence[events.Event]:
+        if header["type"] == "spawn":
+            return [events.Exited("a", "worker-0", 0, out=6), piece(0, b"a")]
+        if header["type"] == "ack" and header["offset"] < 6:
+            passed[0] += 0.8 * running.SETTLE_S
+            return [piece(header["offset"], b"x")]
+        return []
+
+    found = scripted(reply)
+    assert (bytes(found.out), found.problem) == (b"axxxxx", None)
+
+
+def test_output_that_does_not_come_is_told_and_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "SETTLE_S", 0.2)
+
+    def reply(header: dict[str, Any]) -> Sequence[events.Event]:
+        return [piece(0, b"abc"), events.Exited("a", "worker-0", 0, out=5)] if header["type"] == "spawn" else []
+
+    found = scripted(reply)
+    assert (found.code, bytes(found.out)) == (0, b"abc")
+    assert command.exit_code({"a": found}) == 3
+    assert command.remarks({"a": found}) == ["error: a: 2 bytes of its output did not arrive within 0.2 s"]
+    (row,) = command.as_json(("true",), {"a": found}, 3)["hosts"]
+    assert (row["code"], row["stdout"], row["problem"]["kind"]) == (0, "abc", "timeout")
+
+
+def test_a_host_that_is_lost_before_all_output_came_is_told() -> None:
+    def reply(header: dict[str, Any]) -> Sequence[events.Event]:
+        ends = [events.Exited("a", "worker-0", 7, out=5), events.AgentLost("a", "its connection broke")]
+        return ends if header["type"] == "spawn" else []
+
+    found = scripted(reply)
+    assert command.exit_code({"a": found}) == 7
+    (line,) = [line for line in command.remarks({"a": found}) if "error" in line]
+    assert line == "error: a: 5 bytes of its output did not arrive: its connection broke"
+
+
+def test_who_reads_slowly_is_no_reason_to_lose_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distrun.fleet.talk.PING_S", 0.05)
+    monkeypatch.setattr("distrun.fleet.relay.ROOM", 1)
+    monkeypatch.setattr(running, "SETTLE_S", 0.1)
+    pings, taken, enough = [], [], threading.Event()
+
+    def reply(header: dict[str, Any]) -> Sequence[events.Event]:
+        if header["type"] == "spawn":
+            return [piece(0, b"ab"), events.Exited("a", "worker-0", 0, out=4)]
+        if header["type"] == "ack" and header["offset"] == 2:
+            assert taken, "more was asked for than there is room"
+            return [piece(2, b"cd")]
+        if header["type"] == "ping":
+            pings.append(header)
+            if len(pings) > 5:
+                enough.set()
+        return []
+
+    def read(host: str, stream: str, data: bytes) -> None:
+        taken.append(data if enough.wait(30) else b"nobody was pinged meanwhile")
+
+    assert scripted(reply, on_output=read).problem is None
+    assert taken == [b"ab", b"cd"]
+
+
+def test_what_the_reader_cannot_take_is_raised() -> None:
+    def read(host: str, stream: str, data: bytes) -> None:
+        raise ValueError("no room")
+
+    with pytest.raises(ValueError, match="no room"):
+        run("echo hi", on_output=read)
+
+
+def test_what_was_passed_on_need_not_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    found = run("head -c 100 /dev/zero", on_output=lambda host, stream, data: sizes.append(len(data)), keep=0)
+    assert (sum(sizes), len(ran(found).out), command.remarks(found)) == (200, 0, [])
+    kept = run("head -c 100 /dev/zero", keep=99)
+    assert (len(ran(kept).out), ran(kept).is_cut) == (99, True)
+    assert "only the first" in command.remarks(kept)[0]
+    assert [row["cut"] for row in command.as_json(("x",), kept, 0)["hosts"]] == [True, True]
 
 
 def test_ctrl_c_ends_the_command_everywhere(tmp_path: Path) -> None:
