@@ -34,10 +34,12 @@ def flags(target: Target) -> list[str]:
     return found
 
 
-def arguments(target: Target, options: Options, connect_s: float) -> list[str]:
+def arguments(target: Target, options: Options, connect_s: float, only: bool | None = None) -> list[str]:
     """Return the `ssh` program and what it needs to be told so that nothing ever asks or hangs. Pure.
 
-    What the user's configuration says stands, but for a StrictHostKeyChecking of "no".
+    What the user's configuration says stands, but for a StrictHostKeyChecking of "no". `only`: no key of the
+    ssh-agent is offered that was not named. The program offers those first, and a host hangs up after a few wrong
+    ones. None: so if the target names its key.
     """
     found = [PROGRAM, *flags(target), "-T"]
 
@@ -48,6 +50,8 @@ def arguments(target: Target, options: Options, connect_s: float) -> list[str]:
         return (options.get(name) or ("",))[0].strip().lower() in ("", *defaults)
 
     say("BatchMode", "yes")
+    if (bool(target.identity) if only is None else only) and unset("identitiesonly", "no"):
+        say("IdentitiesOnly", "yes")
     if unset("connecttimeout", "none", "0") or connect_s != target.connect_s:
         say("ConnectTimeout", max(1, round(connect_s)))
     if unset("serveraliveinterval", "0"):

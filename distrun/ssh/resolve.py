@@ -70,6 +70,12 @@ class Resolved:
         return Where(self.target.host, self.hostname, self.port, self.user, self.connect_s)
 
     @property
+    def has_named_key(self) -> bool:
+        """Whether the user named a key file that is there, or a public half of one for a key of the ssh-agent."""
+        names = [path + end for path in self.identities for end in ("", ".pub")]
+        return self.is_explicit and any(os.path.exists(name) for name in names)
+
+    @property
     def known_name(self) -> str:
         """What known_hosts files call it."""
         if self.host_key_alias:
@@ -88,34 +94,25 @@ def resolve(target: Target) -> Resolved:
     return digest(target, options, environ.snapshot())
 
 
-def rsync_shell(target: Target) -> list[str]:
-    """Return what `rsync -e` is to run (rsync adds host and command), with the parameters of our own connections.
-
-    Raises:
-        SshFailure: there is no `ssh` program, or the configuration cannot be read.
-    """
-    if not has_program():
-        raise SshFailure(OTHER, "there is no ssh program on this machine, and rsync needs one", "install OpenSSH")
-    return shell(resolve(target))
-
-
-def shell(resolved: Resolved, depth: int = 0) -> list[str]:
+def shell(resolved: Resolved, named: bool | None = None, depth: int = 0) -> list[str]:
     """Return the `ssh` program with all it needs for a host but its name.
 
-    Hosts in between get our options too, which the program's own ProxyJump does not hand on.
+    Hosts in between get our options too, which the program's own ProxyJump does not hand on. `named`: where the user
+    named key files that are there, no others are offered; None: only where the hosts file named them.
 
     Raises:
         SshFailure: the configuration of a host in between cannot be read.
     """
     target = resolved.target
+    only = named and resolved.has_named_key
     if not resolved.jump:
-        return arguments(target, resolved.options, resolved.connect_s)
+        return arguments(target, resolved.options, resolved.connect_s, only)
     if depth >= JUMPS:
         raise SshFailure(OTHER, "more than %d hosts in between (ProxyJump in a circle?)" % JUMPS)
     way = resolve(hop(resolved))
-    words = [word.replace("%", "%%") for word in shell(way, depth + 1)]
+    words = [word.replace("%", "%%") for word in shell(way, named, depth + 1)]
     proxy = shlex.join([*words, "-W", "[%h]:%p", "--", way.target.host])
-    plain = arguments(dataclasses.replace(target, jump=""), resolved.options, resolved.connect_s)
+    plain = arguments(dataclasses.replace(target, jump=""), resolved.options, resolved.connect_s, only)
     return [*plain, "-o", "ProxyCommand=%s" % proxy]
 
 

@@ -28,6 +28,7 @@ from distrun_runtime.contract import environ
 from distrun_runtime.coordinator.events import Prepared, PrepareFailed
 
 if TYPE_CHECKING:
+    from distrun.ssh.failure import SshFailure
     from distrun.ssh.target import Target
     from distrun_runtime.coordinator.channel import Put
 
@@ -95,10 +96,11 @@ class Copier:
         self._answer_s = answer_s
         self._report_s = report_s
         self._on_progress = on_progress or (lambda text: sink.say(text, "info"))
-        self._shell = shell or distinct.ssh_shell
+        self._shells = distinct.ssh_shells if shell is None else lambda target: [shell(target)]
         self._identity = identity or distinct.ssh_identity
         self._lock = threading.Lock()
-        self._cancelled = False
+        self._making_links = threading.Lock()
+        self._cancelled = threading.Event()
         self._waiting: deque[tuple[str, ...]] = deque()
         self._running: dict[str, Transfer] = {}
         self._past = Progress()
@@ -117,12 +119,17 @@ class Copier:
         Waits for the end of what `start` began, a few seconds at most.
         """
         with self._lock:
-            self._cancelled = True
+            self._cancelled.set()
             self._waiting.clear()
             for transfer in self._running.values():
                 transfer.cancel()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(CANCEL_S)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether `cancel` was called."""
+        return self._cancelled.is_set()
 
     def progress(self) -> str:
         """Return how far it is: `sync 3/5 (12 files, 4.5 MiB)`."""
@@ -153,9 +160,9 @@ class Copier:
             )
             if not self._dst.startswith(("/", "~")):
                 self._sink.say("%s is below the home directory of each host" % self._dst, "info")
-            groups = distinct.groups(self._targets, self._identity)
+            groups = distinct.groups(self._targets, self._identity, is_cancelled=self._cancelled.is_set)
             with self._lock:
-                self._waiting.extend(() if self._cancelled else groups)
+                self._waiting.extend(() if self._cancelled.is_set() else groups)
             threads = [
                 threading.Thread(target=self._drain, args=(order,), name="sync", daemon=True)
                 for _ in range(min(self._window, len(groups)))
@@ -166,8 +173,9 @@ class Copier:
                 self._wait(threads)
             except BaseException:
                 self.cancel()
-                for thread in threads:
-                    thread.join()
+                until = time.monotonic() + CANCEL_S
+                for thread in threads:  # one may be in `ssh -G`; the end of this process ends what it has started
+                    thread.join(max(until - time.monotonic(), 0.0))
                 raise
         finished = {each.host: each for each in self._results}
         return [finished.get(names[0], Result(names[0], names, cancelled=True)) for names in groups]
@@ -199,7 +207,7 @@ class Copier:
                 rate = max(0, sent - sent_then) / (now - shown)
                 self._on_progress("%s, %s/s)" % (self.progress().rstrip(")"), size_text(rate)))
                 shown, sent_then = now, sent
-        if all(each.ok for each in self._results) and not self._cancelled:
+        if all(each.ok for each in self._results) and not self._cancelled.is_set():
             self._sink.say("%s in %.1f s" % (self.progress(), time.monotonic() - begun), "info")
 
     def _arrived(self) -> Progress:
@@ -210,7 +218,7 @@ class Copier:
     def _drain(self, order: Order) -> None:
         while True:
             with self._lock:
-                if not self._waiting or self._cancelled:
+                if not self._waiting or self._cancelled.is_set():
                     return
                 names = self._waiting.popleft()
             try:
@@ -228,10 +236,16 @@ class Copier:
         files = size = 0
         same = False
         self._sink.say("rsync %s -> %s:%s" % (os.path.join(order.source, ""), host, order.dst), "info")
-        with self._lock:  # they make links
-            runs = order.runs(self._targets[host].host, list(self._shell(self._targets[host])))
-        for argv in runs:
-            ended, unreached = self._reach(host, argv)
+        shells = deque(self._shells(self._targets[host]))
+        runs = self._runs(order, host, shells[0])
+        made = Result(host, names)
+        while runs:
+            ended, unreached = self._reach(host, runs[0])
+            if unreached is not None and unreached.kind == distinct.AUTH and len(shells) > 1:
+                shells.popleft()
+                runs = self._runs(order, host, shells[0])[-len(runs) :]
+                continue
+            runs.pop(0)
             if remote.SAME in ended.says:
                 ended.code, same = 0, True
             files, size = files + ended.files, size + ended.size
@@ -241,22 +255,28 @@ class Copier:
             made = Result(host, names, files, size, time.monotonic() - begun, same and not files)
             if ended.cancelled and ended.code:
                 return replace(made, cancelled=True)
-            reason, fix = unreached or (reason, fix)
+            if unreached is not None:
+                reason, fix = unreached.text, unreached.fix
             if reason:
                 return replace(made, code=ended.code, reason=reason, fix=fix, words=tuple(ended.words))
         return made
 
-    def _reach(self, host: str, argv: list[str]) -> tuple[Ended, tuple[str, str] | None]:
+    def _runs(self, order: Order, host: str, shell: Sequence[str]) -> list[list[str]]:
+        with self._making_links:
+            return order.runs(self._targets[host].host, shell)
+
+    def _reach(self, host: str, argv: list[str]) -> tuple[Ended, SshFailure | None]:
         """Run rsync, again if the host takes no more connections just now; return why ssh did not get there, if so."""
         for wait_s in (*AGAIN_S, None):
             ended = self._run(host, argv)
             words = [word for word in ended.words if not word.startswith("rsync")]
             if ended.says or ended.overdue or ended.cancelled or not ended.code or not words:
                 break
-            text, fix, is_passing = distinct.ssh_failure(self._targets[host], words)
-            if wait_s is None or not is_passing or self._cancelled:
-                return ended, (text, fix)
-            time.sleep(wait_s * random.uniform(0.5, 1.5))
+            failure = distinct.ssh_failure(self._targets[host], words)
+            if wait_s is None or not failure.is_passing:
+                return ended, failure
+            if self._cancelled.wait(wait_s * random.uniform(0.5, 1.5)):
+                return ended, failure
         return ended, None
 
     def _run(self, host: str, argv: list[str]) -> Ended:
@@ -264,7 +284,7 @@ class Copier:
         env = {name: value for name, value in environ.snapshot().items() if not name.startswith("RSYNC_")}
         transfer = Transfer(argv, {**env, "LC_ALL": "C"}, answer_s=self._answer_s)
         with self._lock:
-            if self._cancelled:
+            if self._cancelled.is_set():
                 transfer.cancel()
             self._running[host] = transfer
         try:

@@ -4,35 +4,71 @@ from __future__ import annotations
 
 import shutil
 import socket
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from distrun.errors import DistrunError, SyncError
 
 if TYPE_CHECKING:
+    from distrun.ssh.failure import SshFailure
     from distrun.ssh.target import Target
 
 Shell = Callable[["Target"], Sequence[str]]
 Identity = Callable[["Target"], Hashable]
 
+AUTH = "auth"
+"""Kind of the failure of a user whom a host does not let in."""
 WORKERS = 16
+LOOK_S = 5.0
+"""How long after the last answer the others are waited for. A resolver without a name server takes 25 s for a name."""
+_GLANCE_S = 0.1
 
 
-def groups(targets: Mapping[str, Target], identity: Identity) -> list[tuple[str, ...]]:
-    """Return the names of each distinct host, in the order of `targets`."""
+def groups(
+    targets: Mapping[str, Target],
+    identity: Identity,
+    limit_s: float = LOOK_S,
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> list[tuple[str, ...]]:
+    """Return the names of each distinct host, in the order of `targets`.
 
-    def ask(name: str) -> Hashable:
-        try:
-            return identity(targets[name])
-        except (DistrunError, OSError, ValueError):
-            return ("name", name)  # rsync's attempt will say what is wrong with it
+    A name about which nothing is known in time is a host of its own: a second copy into one folder does no harm.
+    """
+    waiting = deque(targets)
+    found: dict[str, Hashable] = {}
+    changed = threading.Condition()
 
-    with ThreadPoolExecutor(max_workers=WORKERS) as pool:
-        found = list(pool.map(ask, targets))
+    def ask() -> None:
+        while True:
+            try:
+                name = waiting.popleft()
+            except IndexError:
+                return
+            try:
+                key = identity(targets[name])
+            except (DistrunError, OSError, ValueError):
+                key = ("name", name)  # rsync's attempt will say what is wrong with it
+            with changed:
+                found[name] = key
+                changed.notify()
+
+    # Daemons: a resolver cannot be interrupted, and neither Ctrl-C nor the end of the program waits for one.
+    for _ in range(min(WORKERS, len(targets))):
+        threading.Thread(target=ask, name="look up hosts", daemon=True).start()
+    with changed:
+        answered, until = 0, time.monotonic() + limit_s
+        while len(found) < len(targets) and time.monotonic() < until and not is_cancelled():
+            changed.wait(_GLANCE_S)
+            if len(found) > answered:
+                answered, until = len(found), time.monotonic() + limit_s
+        known = dict(found)
+    waiting.clear()
     named: dict[Hashable, list[str]] = {}
-    for name, key in zip(targets, found, strict=True):
-        named.setdefault(key, []).append(name)
+    for name in targets:
+        named.setdefault(known.get(name, ("name", name)), []).append(name)
     return [tuple(names) for names in named.values()]
 
 
@@ -57,30 +93,35 @@ def ssh_identity(target: Target) -> Hashable:
     return (found.user, tuple(sorted({str(each[4][0]) for each in addresses})), found.port)
 
 
-def ssh_shell(target: Target) -> Sequence[str]:
-    """Return the remote shell for rsync: the ssh program, with the parameters that the target's connection has.
+def ssh_shells(target: Target) -> list[Sequence[str]]:
+    """Return the remote shells for rsync, each to be tried if the one before was not let in.
+
+    Each is the ssh program with the parameters that the target's connection has. Our own connections offer the keys
+    that the user named, then all others of the ssh-agent. The program offers the agent's first, and a host hangs up
+    after a few wrong ones; so it is first told of the named ones only.
 
     Raises:
         SyncError: there is no ssh program, or its configuration cannot be read.
     """
     from distrun.ssh.failure import SshFailure
-    from distrun.ssh.resolve import rsync_shell
+    from distrun.ssh.resolve import resolve, shell
 
     if shutil.which("ssh") is None:
         raise SyncError("there is no program ssh on this machine, which rsync needs to reach a host", "install OpenSSH")
     try:
-        return rsync_shell(target)
+        found = resolve(target)
+        named, all_keys = shell(found, named=True), shell(found, named=False)
     except SshFailure as err:
         raise SyncError(err.text, err.fix) from err
+    return [named, all_keys] if named != all_keys else [all_keys]
 
 
-def ssh_failure(target: Target, words: Sequence[str]) -> tuple[str, str, bool]:
-    """Return why ssh did not get there, what to do about it, and whether it may be over in a moment."""
+def ssh_failure(target: Target, words: Sequence[str]) -> SshFailure:
+    """Return why ssh did not get there. May run `ssh -G`."""
     from distrun.ssh.failure import SshFailure, classify
     from distrun.ssh.resolve import resolve
 
     try:
-        found = classify("\n".join(words), resolve(target).where)
+        return classify("\n".join(words), resolve(target).where)
     except SshFailure as err:
-        found = err
-    return found.text, found.fix, found.is_passing
+        return err

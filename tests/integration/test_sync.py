@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,25 @@ def test_a_job_runs_what_was_just_copied_and_a_failed_copy_starts_nothing(lab: S
     assert on_host(lab, "h2", "/tmp/mxnet_job") == {"train.py/mine": ""}
 
 
+def test_what_makes_the_environment_may_come_with_the_files(lab: Site) -> None:
+    """--activate and --python name what is only in the tree that is copied."""
+    train = "import os, distrun; kv = distrun.kv.create('dist_sync'); print('A is', os.environ['A'], kv.num_workers)"
+    wrapper = '#!/bin/sh\necho "$2" >> /tmp/in-tree/used\nexec %s "$@"\n' % sys.executable
+    write(lab.work, **{"train.py": train, "env.sh": "export A=$PWD\n", "bin/py": wrapper})
+    (lab.work / "bin" / "py").chmod(0o755)
+    command = ("launch", "-n", "2", "-s", "1", "--hosts", "h1,h2", "--sync-dst-dir", "/tmp/in-tree")
+    more = ("--activate", "source ./env.sh", "--python", "./bin/py")
+    done = lab.distrun(*command, *more, sys.executable, "train.py")
+    of(done)
+    assert done.out.count("A is /tmp/in-tree 2") == 2
+    assert "distrun_runtime" in lab["h1"].exec("cat", "/tmp/in-tree/used")
+    write(lab.work, **{"env.sh": "echo no luck; false\n"})
+    done = lab.distrun(*command, *more, sys.executable, "train.py")
+    err = of(done, 3)
+    assert "A is" not in done.out
+    assert err.count("no luck") == 2
+
+
 def test_a_job_that_is_interrupted_while_it_copies_ends_at_once_and_starts_nothing(lab: Site) -> None:
     write(lab.work, **{"train.py": "print('never')"})
     noise(lab.work / "data", 8 * MIB)
@@ -209,3 +229,49 @@ def test_a_host_that_lets_nobody_in_is_said_and_never_asks(tmp_path: Path) -> No
         err = of(done, 4)
         assert "Permission denied" in err
         assert not (tmp_path / "x").exists()
+
+
+@pytest.fixture
+def full_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An ssh-agent that holds eight keys which no host wants; the folder of its socket."""
+    socket = tmp_path / "agent"
+    agent = subprocess.Popen(["ssh-agent", "-D", "-a", str(socket)], stdout=subprocess.DEVNULL)
+    try:
+        wait_until(socket.exists, 30, "the agent listens")
+        monkeypatch.setenv("SSH_AUTH_SOCK", str(socket))
+        keys = [str(key(tmp_path / ("wrong%d" % number))) for number in range(8)]
+        subprocess.run(["ssh-add", "-q", *keys], check=True)
+        yield tmp_path
+    finally:
+        agent.kill()
+        agent.wait()
+
+
+def arrives(tmp_path: Path, host: str, config: str) -> None:
+    source = write(tmp_path / "source", x="1")
+    (tmp_path / "hosts").write_text(host + "\n")
+    of(
+        sync(
+            "-H", str(tmp_path / "hosts"), "--ssh-config", config, "--sync-dst-dir", str(tmp_path / "there"), cwd=source
+        )
+    )
+    assert tree(tmp_path / "there") == {"x": "1"}
+
+
+@pytest.mark.parametrize("way", ["hosts", "config", "public"])
+def test_a_key_that_was_named_gets_in_however_many_others_an_agent_holds(full_agent: Path, way: str) -> None:
+    with running(full_agent / "sshd", **NO_RC) as server:
+        named = server.id
+        if way == "public":  # only its public half is a file, the rest is in the agent
+            subprocess.run(["ssh-add", "-q", str(named)], check=True)
+            named.unlink()
+        lines = [] if way == "hosts" else ["IdentityFile %s" % named]
+        config = server.config(*lines, identity=False)
+        arrives(full_agent, "d1" if lines else "d1 identity=%s" % named, config)
+
+
+def test_a_key_that_only_the_agent_has_gets_in_though_another_was_named(tmp_path: Path, full_agent: Path) -> None:
+    with running(tmp_path / "sshd", **NO_RC) as server:
+        subprocess.run(["ssh-add", "-q", "-D"], check=True)
+        subprocess.run(["ssh-add", "-q", str(server.id)], check=True)
+        arrives(tmp_path, "d1", server.config("IdentityFile %s" % key(tmp_path / "other"), identity=False))

@@ -11,7 +11,7 @@ import pytest
 
 from distrun.ssh import program, resolve
 from distrun.ssh.failure import SshFailure
-from distrun.ssh.resolve import digest, hop, parse, rsync_shell
+from distrun.ssh.resolve import digest, hop, parse, shell
 from distrun.ssh.target import Target
 
 needs_ssh = pytest.mark.skipif(shutil.which("ssh") is None, reason="needs the ssh program")
@@ -186,8 +186,6 @@ def test_without_the_program_the_configuration_is_read_all_the_same(
     assert found.user_known_hosts == ("%s/kh" % tmp_path,)
     mine = resolve.resolve(Target("d1", "me", 5, "/k", config=str(tmp_path / "config")))
     assert (mine.port, mine.user, mine.identities) == (5, "me", ("/k",))
-    with pytest.raises(SshFailure, match="rsync needs one"):
-        rsync_shell(Target("d1"))
     with pytest.raises(SshFailure, match="cannot be read"):
         resolve.resolve(Target("d1", config=str(tmp_path / "none")))
 
@@ -195,7 +193,7 @@ def test_without_the_program_the_configuration_is_read_all_the_same(
 @needs_ssh
 def test_rsync_takes_the_same_way_with_our_options_for_hosts_in_between(tmp_path: Path) -> None:
     (tmp_path / "config").write_text("Host d1\n  HostName 10.0.0.1\n  ProxyJump a,b\nHost b\n  Port 77\n")
-    words = rsync_shell(Target("d1", "me", 2222, "/k", config=str(tmp_path / "config")))
+    words = shell(resolve.resolve(Target("d1", "me", 2222, "/k", config=str(tmp_path / "config"))))
     assert words[:8] == ["ssh", "-F", str(tmp_path / "config"), "-p", "2222", "-l", "me", "-i"]
     assert words[-2] == "-o"
     assert words[-1].startswith("ProxyCommand=ssh -F ")
@@ -206,3 +204,17 @@ def test_rsync_takes_the_same_way_with_our_options_for_hosts_in_between(tmp_path
     said = subprocess.run([*words, "-G", "d1"], capture_output=True, check=True).stdout.decode()
     assert "\nport 2222\n" in said
     assert "-W '[%h]:%p' -- b" in said
+
+
+def test_a_named_key_is_the_only_one_that_the_program_offers(tmp_path: Path) -> None:
+    """It would offer those of the ssh-agent before, and a host hangs up after a few."""
+    only = "IdentitiesOnly=yes"
+    assert only in program.arguments(Target("d1", identity="/k"), parse(BARE), 10.0)
+    assert only not in program.arguments(Target("d1"), parse(BARE), 10.0)
+    there = digest(Target("d1"), {"identityfile": [str(tmp_path / "k")]}, {})
+    assert only not in shell(there, named=True)
+    (tmp_path / "k.pub").write_text("")  # the key itself is in the agent
+    assert only in shell(there, named=True)
+    assert only not in shell(there, named=False)
+    assert only not in shell(there)
+    assert only not in shell(digest(Target("d1"), parse(BARE), {}), named=True)

@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -346,6 +347,31 @@ def test_cancelling_ends_every_rsync_soon(bench: Bench) -> None:
     assert time.monotonic() - begun < 30
     wait(lambda: not living(str(bench.hosts.root)), "no process left")
     assert len(_lines(bench.hosts.root / "pids")) == 2
+
+
+def test_cancelling_waits_for_no_configuration_and_for_no_next_attempt(bench: Bench) -> None:
+    bench.hosts.add("asks", "d1")
+    asked, answered = threading.Event(), threading.Event()
+
+    def shell(target: Target) -> Sequence[str]:
+        if target.host == "asks":
+            asked.set()
+            answered.wait(LIMIT_S)
+        return bench.hosts.shell(target)
+
+    refuses = "kex_exchange_identification: Connection closed by remote host"
+    bench.hosts.before("d1", "touch %s/tried; echo '%s' >&2; exit 255" % (bench.hosts.root, refuses))
+    copier = bench.copier("asks", "d1", shell=shell)
+    got: queue.SimpleQueue[object] = queue.SimpleQueue()
+    copier.start(got.put)
+    wait(lambda: asked.is_set() and (bench.hosts.root / "tried").exists(), "both in work")
+    canceller = threading.Thread(target=copier.cancel)
+    canceller.start()
+    wait(lambda: copier.is_cancelled, "it is cancelled though a configuration is still being read")
+    answered.set()
+    assert isinstance(got.get(timeout=LIMIT_S), PrepareFailed)
+    canceller.join(LIMIT_S)
+    assert bench.there("asks") == bench.there("d1") == {}
 
 
 def test_a_host_that_never_answers_is_given_up(bench: Bench) -> None:
