@@ -11,8 +11,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -60,6 +60,42 @@ class Prepared:
     def rendered(self) -> Rendered:
         """Return what the backend would execute."""
         return self.backend.render(self.plan)
+
+
+@dataclass(frozen=True)
+class Killed:
+    """What `kill` did, and what came of it."""
+
+    done: tuple[str, ...]
+    """What was done before the sweep, a line each."""
+    swept: Mapping[str, Swept] = field(default_factory=dict)
+    """By host."""
+    is_quiet: bool = False
+    """The job was over already: where nothing was left, nothing is said."""
+
+    @property
+    def left(self) -> list[str]:
+        """The processes that did not end, a line each."""
+        return self._told(lambda each: each.told_left)
+
+    @property
+    def unasked(self) -> list[str]:
+        """The hosts that did not answer, a line each."""
+        return self._told(lambda each: each.told_problem)
+
+    @property
+    def lines(self) -> list[str]:
+        """All that is to be told, a line each."""
+
+        def told(each: Swept) -> list[str]:
+            return [] if self.is_quiet and each == Swept() else each.lines()
+
+        return [*self.done, *self._told(told)]
+
+    def _told(self, of: Callable[[Swept], list[str]]) -> list[str]:
+        """Return lines about each host; it is named where there are several."""
+        found = [(host, line) for host, each in self.swept.items() for line in of(each)]
+        return ["%s: %s" % pair for pair in found] if len(self.swept) > 1 else [line for _, line in found]
 
 
 def prepare(
@@ -156,11 +192,12 @@ def with_swept(outcome: Outcome, swept: Mapping[str, Swept]) -> Outcome:
     return dataclasses.replace(outcome, survivors=tuple(survivors))
 
 
-def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) -> list[str]:
-    """Stop a job, from any terminal of its machine; return what was done, a line each.
+def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) -> Killed:
+    """Stop a job, from any terminal of its machine; return what was done.
 
     Its launcher is asked (SIGTERM) and given the grace time and `wait_s`. Then what is left is found by what was
-    recorded and by the job's mark, and ended. Never by name. A job that had lost its launcher is then `killed`.
+    recorded and by the job's mark, and ended. Never by name. A job that had lost its launcher is then `killed`,
+    unless a host could not be asked: it stays `lost`, so that this can be tried again.
 
     Raises:
         UsageError: the job was launched on another machine.
@@ -169,7 +206,7 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
     if state in OVER:
         # Its end may have left something that would not die then.
         swept = backends.load(folder.plan().backend).sweep(folder.plan(), grace_s or 0.0)
-        return ["is over already: %s" % state, *_told(swept, quiet=True)]
+        return Killed(("is over already: %s" % state,), swept, is_quiet=True)
     plan, launcher = folder.plan(), folder.launcher()
     here = socket.gethostname()
     if launcher.get("host", here) != here:
@@ -194,20 +231,12 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
     else:
         done.append("its launcher (pid %d) is gone" % who.pid)
     swept = backends.load(plan.backend).sweep(plan, grace_s)
-    try:
-        folder.bury(tuple(left for each in swept.values() for left in each.left))
-    except OSError as err:
-        done.append("its end could not be noted: %s" % err)
-    return done + _told(swept)
-
-
-def _told(swept: Mapping[str, Swept], quiet: bool = False) -> list[str]:
-    """Return what a sweep did, a line each; the host is named where there are several. `quiet`: only what was there."""
-    lines = []
-    for host, each in swept.items():
-        if not quiet or each.ended or each.left:
-            lines += ["%s: %s" % (host, line) if len(swept) > 1 else line for line in each.lines()]
-    return lines
+    if not any(each.problem for each in swept.values()):
+        try:
+            folder.bury(tuple(left for each in swept.values() for left in each.left))
+        except OSError as err:
+            done.append("its end could not be noted: %s" % err)
+    return Killed(tuple(done), swept)
 
 
 def _runtime(backend: Backend, env: Mapping[str, str], dry_run: bool) -> tuple[Runtime, bytes]:

@@ -24,12 +24,6 @@ class Rendered:
     """What is written to each, in words. Nothing of the user's is on a command line."""
 
 
-STAYED = "did not end"
-"""The last words of a line about a process that is still there."""
-UNASKED = "cannot be asked"
-"""In a line about a host that did not answer."""
-
-
 @dataclass(frozen=True)
 class Swept:
     """What became of the processes of a job whose agents were gone. Each is named as `pid 123 (command)`."""
@@ -40,12 +34,20 @@ class Swept:
     problem: str = ""
     """Why the host could not be asked; empty: it was."""
 
+    @property
+    def told_left(self) -> list[str]:
+        """What to tell the user of processes that are still there, a line each."""
+        return ["%s did not end" % each for each in self.left]
+
+    @property
+    def told_problem(self) -> list[str]:
+        """What to tell the user of a host that did not answer; empty if it did."""
+        return ["cannot be asked: %s" % self.problem] if self.problem else []
+
     def lines(self) -> list[str]:
         """Return what to tell the user, a line each."""
-        if self.problem:
-            return ["%s: %s" % (UNASKED, self.problem)]
-        done = ["ended %s" % each for each in self.ended] + ["%s %s" % (each, STAYED) for each in self.left]
-        return done if self.left else [*done, "all its processes have ended"]
+        lines = ["ended %s" % each for each in self.ended] + self.told_left + self.told_problem
+        return lines if self.left or self.problem else [*lines, "all its processes have ended"]
 
 
 class Backend(ABC):

@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from distrun.backends.base import STAYED, UNASKED
 from distrun.cli.console import print_out
 from distrun.cli.reach import host_options
 from distrun.errors import UsageError
@@ -97,13 +96,11 @@ def _by_name(jobs: tuple[str, ...], options: Mapping[str, Any]) -> int:
     code = 0
     told = []
     for folder in folders:
-        lines = driver.kill(folder, options["grace"])
-        left = [line for line in lines if line.endswith(STAYED)]
-        unasked = [line for line in lines if UNASKED in line]
-        code = EXIT_LEFT if left else code or (EXIT_PROBLEM if unasked else 0)
-        told.append({"job": folder.id, "done": lines, "left": left, "unasked": unasked})
+        killed = driver.kill(folder, options["grace"])
+        code = EXIT_LEFT if killed.left else code or (EXIT_PROBLEM if killed.unasked else 0)
+        told.append({"job": folder.id, "done": killed.lines, "left": killed.left, "unasked": killed.unasked})
         if not options["as_json"]:
-            print_out("".join("%s: %s\n" % (folder.id, line) for line in lines))
+            print_out("".join("%s: %s\n" % (folder.id, line) for line in killed.lines))
     if options["as_json"]:
         print_out(json.dumps({"schema": SCHEMA, "exit_code": code, "jobs": told}, indent=2) + "\n")
     return code

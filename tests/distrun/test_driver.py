@@ -71,7 +71,7 @@ def test_a_job_that_is_over_is_swept_of_what_would_not_die_then(
     calls = swept(monkeypatch)
     folder = make(store)
     folder.finish(Outcome(0, "succeeded", "all well"))
-    assert driver.kill(folder) == ["is over already: succeeded", *SWEPT]
+    assert driver.kill(folder).lines == ["is over already: succeeded", *SWEPT]
     assert calls == [(folder.id, 0.0)]
 
 
@@ -87,17 +87,17 @@ def test_a_dead_launchers_job_is_swept(store: JobStore, monkeypatch: pytest.Monk
     pid, start = process.identity(child.pid)
     child.wait()
     folder = make(store, pid=pid, start=start)
-    assert driver.kill(folder) == ["its launcher (pid %d) is gone" % pid, *SWEPT]
+    assert driver.kill(folder).lines == ["its launcher (pid %d) is gone" % pid, *SWEPT]
     assert calls == [(folder.id, 10.0)]
     state = folder.state()
     assert (state["state"], [task["state"] for task in state["tasks"]]) == ("killed", ["stopped"])
-    assert driver.kill(folder)[0] == "is over already: killed"
+    assert driver.kill(folder).lines[0] == "is over already: killed"
 
 
 def test_another_process_of_that_pid_is_not_touched(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     swept(monkeypatch)
     folder = make(store, pid=os.getpid(), start="proc:another-boot:1")
-    assert driver.kill(folder, 1.0)[1:] == SWEPT
+    assert driver.kill(folder, 1.0).lines[1:] == SWEPT
 
 
 @pytest.mark.parametrize("obeys", [True, False])
@@ -111,7 +111,7 @@ def test_a_living_launcher_is_asked_and_one_that_does_not_end_is_killed(
     assert child.stdout is not None
     child.stdout.readline()
     pid, start = process.identity(child.pid)
-    done = driver.kill(make(store, pid=pid, start=start), grace_s=0.2, wait_s=0.3 if not obeys else 20.0)
+    done = driver.kill(make(store, pid=pid, start=start), grace_s=0.2, wait_s=0.3 if not obeys else 20.0).lines
     assert child.wait(10) == (-15 if obeys else -9)
     child.stdout.close()
     assert done[0] == "asked its launcher (pid %d) to stop the job" % pid
@@ -125,10 +125,46 @@ def test_a_living_launcher_is_asked_and_one_that_does_not_end_is_killed(
 def test_processes_that_do_not_end_are_told(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     swept(monkeypatch, left=("pid 8 (stuck)",))
     folder = make(store, pid=os.getpid(), start="proc:another-boot:1")
-    assert driver.kill(folder, 1.0)[1:] == ["ended pid 9 (sleep)", "pid 8 (stuck) did not end"]
+    assert driver.kill(folder, 1.0).lines[1:] == ["ended pid 9 (sleep)", "pid 8 (stuck) did not end"]
     outcome = folder.outcome()
     assert outcome is not None
     assert outcome["survivors"] == ["pid 8 (stuck)"]
+
+
+def sweeping(monkeypatch: pytest.MonkeyPatch, **found: Swept) -> None:
+    monkeypatch.setattr(type(backends.load("local")), "sweep", lambda self, plan, grace_s: found)
+
+
+def test_a_lost_job_whose_hosts_cannot_be_asked_stays_lost(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweeping(monkeypatch, h1=Swept(("pid 9 (sleep)",)), h2=Swept(problem="no route"))
+    folder = make(store, pid=os.getpid(), start="proc:another-boot:1")
+    for _ in range(2):
+        killed = driver.kill(folder, 0.0)
+        assert killed.unasked == ["h2: cannot be asked: no route"]
+        assert killed.lines[1:] == ["h1: ended pid 9 (sleep)", "h1: all its processes have ended", *killed.unasked]
+        assert (folder.state()["state"], folder.outcome()) == ("lost", None)
+    sweeping(monkeypatch, h1=Swept(), h2=Swept())
+    assert driver.kill(folder, 0.0).unasked == []
+    assert folder.state()["state"] == "killed"
+
+
+def test_a_job_that_is_over_is_quiet_only_about_hosts_that_answered(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweeping(monkeypatch, h1=Swept(), h2=Swept(problem="no route"))
+    folder = make(store)
+    folder.finish(Outcome(0, "succeeded", "all well"))
+    killed = driver.kill(folder)
+    assert killed.lines == ["is over already: succeeded", "h2: cannot be asked: no route"]
+    assert (killed.left, killed.unasked) == ([], ["h2: cannot be asked: no route"])
+
+
+def test_what_a_command_is_called_says_nothing_about_its_end(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweeping(monkeypatch, h1=Swept(("pid 8 (echo cannot be asked)", "pid 9 did not end")))
+    folder = make(store, pid=os.getpid(), start="proc:another-boot:1")
+    killed = driver.kill(folder, 0.0)
+    assert (killed.left, killed.unasked) == ([], [])
+    assert "ended pid 9 did not end" in killed.lines
 
 
 def wish(**more: Any) -> Job:

@@ -223,8 +223,11 @@ def test_kill_by_name_tells_a_host_that_cannot_be_reached(lab: Site) -> None:
     assert done.code == 3, done
     assert "cannot be asked" in done.out
     assert {each.host for each in job.left()} == {"h2"}
+    again = told(lab.distrun("kill", job.id, "--grace", "1", "--json"))
+    assert again["exit_code"] == 3
+    assert [line.partition(": ")[0] for line in again["jobs"][0]["unasked"]] == ["h2"]
     lab["h2"].clear()
-    assert kill(lab, "-y").code == 0
+    assert lab.distrun("kill", job.id, "--grace", "1").code == 0
     assert job.left() == []
 
 
