@@ -181,6 +181,7 @@ def test_the_page_lists_what_the_coordinator_sends() -> None:
         frames.begin(PLAN, Secrets("t", {"API_KEY": "k"}), "d1"),
         frames.runtime("ab", b"PK"),
         frames.ask(1, "survey", {}),
+        frames.settle(),
         frames.spawn(actions.Spawn("d1", "worker-0", {})),
         frames.stop(actions.StopTasks("d1", ("worker-0",), (("TERM", 1.0),))),
         frames.end(actions.EndAgent("d1")),

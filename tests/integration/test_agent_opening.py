@@ -19,7 +19,7 @@ from agentkit import HOST, AgentDriver, agent, poll, shell, task
 
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract import wire
-from distrun_runtime.contract.plan import Host, Runtime, Task
+from distrun_runtime.contract.plan import Host, Runtime, Sync, Task
 from distrun_runtime.coordinator import frames
 
 both_ways = pytest.mark.parametrize(
@@ -151,6 +151,67 @@ def test_the_login_files_of_the_user_count(home: Path) -> None:
     with agent(shell("echo $A")) as driver:
         assert change(driver, activate="true").begin().type == "ready"
         assert run(driver) == "login\n"
+
+
+# What comes with the files
+
+
+def synced(driver: AgentDriver, folder: Path, **members: Any) -> AgentDriver:
+    tasks = tuple(dataclasses.replace(each, cwd=str(folder)) for each in driver.plan.tasks)
+    sync = Sync("/nowhere", 1, 1)
+    return change(driver, sync=sync, cwd=str(folder), tasks=tasks, **members)
+
+
+def settle(driver: AgentDriver) -> wire.Frame:
+    driver.say("settle")
+    return driver.wait("settled", "refused")
+
+
+def test_what_comes_with_the_files_is_activated_and_looked_at_once_they_are_there(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    program = task(["./python", "-c", "import os; print(os.environ['A'])"], needs=["json"])
+    with agent(program) as driver:
+        ready = synced(driver, folder, activate="source ./env.sh").begin()
+        assert (ready.type, ready.header["python"]) == ("ready", {})
+        (folder / "env.sh").write_text("export A=$PWD\n")
+        (folder / "python").write_text('#!/bin/sh\nexec %s "$@"\n' % sys.executable)
+        (folder / "python").chmod(0o755)
+        settled = settle(driver)
+        assert set(settled.header["python"]) == {"./python"}
+        assert run(driver) == "%s\n" % folder
+
+
+@pytest.mark.parametrize(
+    ("members", "kind"), [({"activate": "source ./env.sh"}, "activation"), ({}, "python"), ({"sub": 1}, "folder")]
+)
+def test_what_is_missing_among_the_files_is_refused(tmp_path: Path, members: dict[str, Any], kind: str) -> None:
+    with agent(task(["./python", "-c", "pass"], needs=["json"])) as driver:
+        is_sub = members.pop("sub", 0)
+        synced(driver, tmp_path / "job", **members)
+        if is_sub:
+            change(driver, tasks=(dataclasses.replace(driver.plan.tasks[0], cwd=str(tmp_path / "job" / "sub")),))
+        assert driver.begin().type == "ready"
+        frame = settle(driver)
+        assert (frame.type, frame.header["kind"]) == ("refused", kind)
+        driver.wait("bye")
+        assert driver.child.wait(20) == 6
+        assert driver.leftovers() == []
+
+
+def test_an_agent_settles_after_it_got_ready_and_once() -> None:
+    with agent(shell("true")) as driver:
+        driver.say("settle")
+        assert "`settle` was ignored" in str(driver.wait("warning").header["text"])
+        assert driver.begin().type == "ready"
+        assert settle(driver).type == "settled"
+        driver.say("settle")
+        assert "`settle` was ignored" in str(driver.wait("warning").header["text"])
+
+
+def test_an_activation_runs_in_the_folder_of_the_tasks(tmp_path: Path) -> None:
+    with agent(task(["bash", "-c", "echo $A"], cwd=str(tmp_path))) as driver:
+        assert change(driver, activate="export A=$PWD").begin().type == "ready"
+        assert run(driver) == "%s\n" % tmp_path
 
 
 # Interpreters

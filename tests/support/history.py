@@ -75,6 +75,9 @@ class History:
     def ready(self, host: str, **ports: int) -> History:
         return self.tell(events.AgentReady(host, "10.0.0.%s" % host[1:], ports))
 
+    def settled(self, host: str) -> History:
+        return self.tell(events.Settled(host))
+
     def started(self, task: str) -> History:
         return self.tell(events.Started(self.host(task), task, 100, "x", WALL + self.now))
 

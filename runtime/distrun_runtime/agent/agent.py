@@ -15,12 +15,11 @@ import sys
 import time
 from typing import Any, Callable, ClassVar, Dict, List, Optional
 
-from distrun_runtime.agent import ending, ladder, record
+from distrun_runtime.agent import ending, ladder, opening, record
 from distrun_runtime.agent.channel import Channel
 from distrun_runtime.agent.crew import Crew
 from distrun_runtime.agent.ending import Ending, Marks
 from distrun_runtime.agent.ladder import Ladder
-from distrun_runtime.agent.opening import Opening
 from distrun_runtime.agent.reaper import Wakeup
 from distrun_runtime.agent.record import Record
 from distrun_runtime.agent.refusal import Refusal
@@ -62,7 +61,8 @@ class Agent:
         self._crew.on_other = self._on_other_end
         self._ending = Ending(Marks("", ""), self._crew.running, is_subreaper)
         self._share: Optional[Share] = None
-        self._opening: Optional[Opening] = None
+        self._opening: Optional[opening.Opening] = None
+        self._is_settled = False
         self._is_leaving = False
         self._code = 0
         self._heard_at = time.monotonic()
@@ -211,11 +211,14 @@ class Agent:
         self._ending = Ending(Marks(share.plan.job, share.host), self._crew.running, self._is_subreaper)
         self._save()
         self._tell_guard(share)
-        self._opening = Opening(
-            share,
+        self._open(opening.steps(share), self._on_ready)
+
+    def _open(self, todo: opening.Steps, on_done: Callable[[Share], None]) -> None:
+        self._opening = opening.Opening(
+            todo,
             self._selector,
             ask_for=lambda digest: self._send("need", digest=digest),
-            on_ready=self._on_ready,
+            on_done=on_done,
             on_refused=self._refuse,
         )
         self._opening.go_on()
@@ -223,6 +226,24 @@ class Agent:
     def _on_ready(self, share: Share) -> None:
         self._share = share
         self._send("ready", address=share.address, ports=share.ports(), python=dict(share.python))
+
+    def _settle(self, header: Dict[str, Any]) -> None:
+        del header
+        share = self._share
+        if share is None or not self._is_open or self._is_settled or self._is_leaving:
+            self._warn("`settle` was ignored: nothing is to be settled")
+            return
+        self._is_settled = True
+        self._open(opening.settle(share), self._on_settled)
+
+    def _on_settled(self, share: Share) -> None:
+        self._share = share
+        self._send("settled", python=dict(share.python))
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether nothing is left to do of what `begin` or `settle` asked for."""
+        return self._opening is not None and self._opening.is_over
 
     def _runtime(self, header: Dict[str, Any]) -> None:
         if self._opening is None or not self._opening.take_runtime(header["digest"], header.get("body", b"")):
@@ -254,7 +275,7 @@ class Agent:
 
     def _spawn(self, header: Dict[str, Any]) -> None:
         share = self._share
-        if share is None or self._opening is None or not self._opening.is_over or self._is_leaving:
+        if share is None or not self._is_open or self._is_leaving:
             self._warn("`spawn` was ignored: the job %s here" % ("ends" if self._is_leaving else "has not begun"))
             return
         task = share.plan.task(header["task"])
@@ -295,6 +316,7 @@ class Agent:
     _HANDLERS: ClassVar[Dict[str, Callable[[Agent, Dict[str, Any]], None]]] = {
         "begin": _begin,
         "runtime": _runtime,
+        "settle": _settle,
         "ask": _ask,
         "spawn": _spawn,
         "signal": _signal,

@@ -1,7 +1,11 @@
-"""What an agent does between `begin` and `ready`, step by step, without ever waiting.
+"""What an agent does between `begin` and `ready`, and for `settle`, step by step, without ever waiting.
 
-`steps` is a generator: it yields what it wants (a `Command` to be run, a runtime to be sent) and is sent what came of
-it. `Opening` does these things for the agent's loop. A step's module is imported when the plan asks for it.
+What `--activate` names, and interpreters, may be among the files that are copied to the host. So where files are
+copied they are seen to afterwards: that is `settle`.
+
+`steps` and `settle` are generators: each yields what it wants (a `Command` to be run, a runtime to be sent) and is sent
+what came of it. `Opening` does these things for the agent's loop. A step's module is imported when the plan asks for
+it.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ Steps = Generator["Union[Command, Need]", Any, Share]
 
 
 def steps(share: Share) -> Steps:
-    """Make and check everything that the plan asks of this host; return the share with what was found.
+    """Make and check what the plan asks of this host before files are copied; return the share with what was found.
 
     Raises:
         Refusal: the host cannot take its part.
@@ -48,10 +52,20 @@ def steps(share: Share) -> Steps:
         if not folder:
             folder = cache.keep(plan.runtime.digest, (yield Need(plan.runtime.digest)), share.folder)
         share = dataclasses.replace(share, runtime=folder)
+    return share if plan.sync is not None else (yield from settle(share))
+
+
+def settle(share: Share) -> Steps:
+    """Activate and check what may have come with the files. Returns and raises as `steps`."""
+    plan = share.plan
+    if plan.sync is not None:
+        from distrun_runtime.agent import places
+
+        places.check_copied(plan, share.host)
     if plan.activate:
         from distrun_runtime.agent import activation
 
-        command = activation.command(plan.activate, share.base, share.marks, activation.folder(plan.cwd))
+        command = activation.command(plan.activate, share.base, share.marks, activation.folder(share.cwd))
         share = dataclasses.replace(share, base=activation.environment((yield command), command, share.host))
     if any(task.needs for task in plan.tasks):
         from distrun_runtime.agent import interpreters
@@ -64,22 +78,22 @@ def steps(share: Share) -> Steps:
 
 
 class Opening:
-    """The steps to `ready` of one agent, and the errand that the present one waits for."""
+    """The steps of one agent, to `ready` or to `settled`, and the errand that the present one waits for."""
 
     def __init__(
         self,
-        share: Share,
+        todo: Steps,
         selector: selectors.BaseSelector,
         *,
         ask_for: Callable[[str], None],
-        on_ready: Callable[[Share], None],
+        on_done: Callable[[Share], None],
         on_refused: Callable[[Exception], None],
     ) -> None:
         """`ask_for` is given the digest of a runtime; one of the others is called at the end, and nothing after it."""
-        self._steps: Optional[Steps] = steps(share)
+        self._steps: Optional[Steps] = todo
         self._selector = selector
         self._ask_for = ask_for
-        self._on_ready = on_ready
+        self._on_over = on_done
         self._on_refused = on_refused
         self._errand: Optional[Errand] = None
         self._needed = ""
@@ -102,7 +116,7 @@ class Opening:
             wanted = self._steps.send(what)
         except StopIteration as end:
             self._steps = None
-            self._on_ready(end.value)
+            self._on_over(end.value)
         except (RuntimeFault, OSError) as err:
             self._steps = None
             self._on_refused(err)

@@ -23,8 +23,21 @@ def check(plan: Plan, host: str) -> None:
     if plan.sync is not None:
         make(plan.cwd, plan.sync, host)
     for cwd in dict.fromkeys(task.cwd for task in plan.tasks if task.cwd):
-        if plan.sync is None or cwd != plan.cwd:
+        if not _is_copied(cwd, plan):
             _must_be(cwd, plan, host)
+
+
+def check_copied(plan: Plan, host: str) -> None:
+    """See to the folders of tasks that come with the files. Raises Refusal."""
+    for cwd in dict.fromkeys(task.cwd for task in plan.tasks if task.cwd):
+        if _is_copied(cwd, plan):
+            _must_be(cwd, plan, host)
+
+
+def _is_copied(cwd: str, plan: Plan) -> bool:
+    """Whether a folder is where files are copied to, or below it."""
+    place = os.path.normpath(expand(plan.cwd))
+    return plan.sync is not None and (os.path.normpath(expand(cwd)) + os.sep).startswith(place.rstrip(os.sep) + os.sep)
 
 
 def expand(folder: str) -> str:

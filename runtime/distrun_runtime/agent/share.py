@@ -40,6 +40,11 @@ class Share:
     """`VERSION PATH` of the interpreters of tasks that need modules, by the name they are called by."""
 
     @property
+    def cwd(self) -> str:
+        """Folder of the plan in which tasks run here."""
+        return self.plan.tasks[0].cwd if self.plan.tasks else self.plan.cwd
+
+    @property
     def spool_folder(self) -> str:
         """Where the tasks' output is kept until it was taken."""
         return os.path.join(self.folder, "spool")

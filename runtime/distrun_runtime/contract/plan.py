@@ -155,6 +155,15 @@ class Plan:
         """Return the tasks of `role`, by rank."""
         return tuple(task for task in self.tasks if task.role == role)
 
+    @property
+    def settles(self) -> bool:
+        """Whether agents have something to do between the copy of the files and the first task.
+
+        An environment, an interpreter or a folder may come with the files: agents look at them only then.
+        """
+        more = self.activate or any(task.needs or task.cwd != self.cwd for task in self.tasks)
+        return self.sync is not None and bool(more)
+
     def share(self, host: str) -> Plan:
         """Return the plan cut down to what the agent of `host` needs, however large the job is.
 

@@ -36,6 +36,13 @@ class Prepare:
 
 
 @dataclass(frozen=True)
+class Settle:
+    """Have the agent of `host` activate and look at what `Prepare` brought."""
+
+    host: str
+
+
+@dataclass(frozen=True)
 class Spawn:
     """Have `task` started, with the environment that is added to it (references filled in)."""
 
@@ -82,4 +89,4 @@ class Finish:
     outcome: Outcome
 
 
-Action = Union[Begin, SendRuntime, Prepare, Spawn, StopTasks, EndAgent, Drop, Announce, Finish]
+Action = Union[Begin, SendRuntime, Prepare, Settle, Spawn, StopTasks, EndAgent, Drop, Announce, Finish]

@@ -8,13 +8,24 @@ from distrun_runtime.contract import wire
 from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator import events, verdict
 from distrun_runtime.coordinator import outcome as ends
-from distrun_runtime.coordinator.actions import INFO, WARNING, Action, Announce, Begin, Drop, Prepare, SendRuntime
+from distrun_runtime.coordinator.actions import (
+    INFO,
+    WARNING,
+    Action,
+    Announce,
+    Begin,
+    Drop,
+    Prepare,
+    SendRuntime,
+    Settle,
+)
 from distrun_runtime.coordinator.preflight import WAIT_S, Preflight
 from distrun_runtime.coordinator.roster import SKEW_S, HostState, Roster
 from distrun_runtime.coordinator.verdict import Cause
 
 GATHERING = "gathering"
 PREPARING = "preparing"
+SETTLING = "settling"
 STARTING = "starting"
 RUNNING = "running"
 REMARK_S = 1.0
@@ -22,7 +33,9 @@ REMARK_S = 1.0
 DRAINING = "draining"
 STOPPING = "stopping"
 OVER = "over"
-UNDECIDED = (GATHERING, PREPARING, STARTING, RUNNING)
+ASKING = (GATHERING, SETTLING)
+"""Hosts say whether they can be used; the job goes on when all have."""
+UNDECIDED = (GATHERING, PREPARING, SETTLING, STARTING, RUNNING)
 """Nothing has ended the job yet."""
 
 
@@ -77,6 +90,9 @@ class AgentWatch:
         for label, port in event.ports.items():
             self.roster.facts["%s/port:%s" % (event.host, label)] = str(port)
 
+    def _on_settled(self, event: events.Settled) -> None:
+        self.roster.hosts[event.host].is_ready = True
+
     def _on_needed(self, event: events.Needed) -> None:
         if event.digest == self.plan.runtime.digest and not self.roster.hosts[event.host].was_ended:
             self._actions.append(SendRuntime(event.host))
@@ -91,7 +107,7 @@ class AgentWatch:
         """Note that a host did not get ready. The job ends when the others have answered too."""
         self.roster.hosts[cause.host].is_gone = True
         self._actions.append(Drop(cause.host))
-        if self.phase != GATHERING:
+        if self.phase not in ASKING:
             if self.phase in UNDECIDED:
                 self._blame(cause)
             return
@@ -107,10 +123,23 @@ class AgentWatch:
                 self._has_remarked = True
                 short = self._preflight.verdict().short
                 self._say("%s; waiting up to %g s for word from %s" % (short, WAIT_S, verdict.listed(waiting)), WARNING)
-        elif not waiting:
-            self.phase = PREPARING if self._has_preparation else STARTING
-            if self._has_preparation:
-                self._actions.append(Prepare())
+        elif waiting:
+            return
+        elif self.phase == SETTLING:
+            self.phase = STARTING
+        elif self._has_preparation:
+            self.phase = PREPARING
+            self._actions.append(Prepare())
+        else:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Have every host activate and look at what is there now, if something has been left for that."""
+        self.phase = SETTLING if self.plan.settles else STARTING
+        if self.phase == SETTLING:
+            for host in self.roster.hosts.values():
+                host.is_ready = False
+                self._actions.append(Settle(host.name))
 
     def _condemn(self) -> None:
         """End the job for the hosts that are bad."""
@@ -129,7 +158,7 @@ class AgentWatch:
             return
         is_asked = self.phase in (DRAINING, STOPPING)
         pending = any(task.host == event.host and task.state == ends.PENDING for task in self.roster.tasks.values())
-        if self.phase == GATHERING and not host.was_ended:
+        if self.phase in ASKING and not host.was_ended:
             self._rule_out(verdict.host_lost(event.host, event.reason, event.time))
             return
         self._actions.append(Drop(event.host))

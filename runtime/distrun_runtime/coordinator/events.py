@@ -31,6 +31,15 @@ class AgentReady:
 
 
 @dataclass(frozen=True)
+class Settled:
+    """An agent has activated and found what came with the files."""
+
+    host: str
+    python: Mapping[str, str] = field(default_factory=dict)
+    """As in `AgentReady`."""
+
+
+@dataclass(frozen=True)
 class Needed:
     """The agent of `host` wants the archive of the runtime."""
 
@@ -200,6 +209,7 @@ class PauseToggled:
 Event = Union[
     AgentHello,
     AgentReady,
+    Settled,
     Needed,
     Answered,
     Prepared,

@@ -73,6 +73,10 @@ def _ready(host: str, header: Mapping[str, Any], body: bytes, arrived: float) ->
     return events.AgentReady(host, str(header["address"]), ports, python)
 
 
+def _settled(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
+    return events.Settled(host, {str(name): str(text) for name, text in header.get("python", {}).items()})
+
+
 def _refused(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
     kind, fix = str(header.get("kind") or ""), str(header.get("fix") or "")
     return events.StartFailed(host, str(header["reason"]), arrived, True, kind, fix)
@@ -90,6 +94,7 @@ def _cleared(host: str, header: Mapping[str, Any], body: bytes, arrived: float) 
 _EVENTS: Dict[str, Callable[[str, Mapping[str, Any], bytes, float], events.Event]] = {
     "hello": lambda host, header, body, arrived: events.AgentHello(host, dict(header), arrived),
     "ready": _ready,
+    "settled": _settled,
     "started": _started,
     "published": _published,
     "output": _output,
@@ -128,6 +133,11 @@ def runtime(digest: str, archive: bytes) -> bytes:
 def ask(number: int, what: str, args: Mapping[str, Any]) -> bytes:
     """Return the frame that has an agent's tool answer. Only before `begin`."""
     return wire.encode({"type": "ask", "id": number, "what": what, "args": dict(args)})
+
+
+def settle() -> bytes:
+    """Return the frame that has an agent activate and look at what was copied."""
+    return wire.encode({"type": "settle"})
 
 
 def spawn(action: Spawn) -> bytes:

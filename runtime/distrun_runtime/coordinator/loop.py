@@ -205,6 +205,8 @@ class _Loop:
         elif isinstance(action, actions.Prepare):
             if self._prepare is not None:
                 self._prepare(self._queue.put)
+        elif isinstance(action, actions.Settle):
+            self._send(action.host, frames.settle())
         elif isinstance(action, actions.Spawn):
             self._send(action.host, frames.spawn(action))
         elif isinstance(action, actions.StopTasks):
@@ -267,6 +269,7 @@ class _Loop:
 _RECORDED = {
     events.AgentHello: "hello",
     events.AgentReady: "ready",
+    events.Settled: "settled",
     events.Prepared: "prepared",
     events.PrepareFailed: "prepare_failed",
     events.StartFailed: "start_failed",

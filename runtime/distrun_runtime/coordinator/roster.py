@@ -22,6 +22,7 @@ class HostState:
     name: str
     greeted: bool = False
     is_ready: bool = False
+    """It has done what it was asked to do before tasks can start: `begin` or, later, `settle`."""
     is_gone: bool = False
     last_seen: float = 0.0
     """`now` of its last event."""

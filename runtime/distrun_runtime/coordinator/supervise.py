@@ -3,11 +3,12 @@ r"""The supervisor: events in, actions out. It decides what to start, what a dea
 Pure but for its own memory: no clock, no socket, no printing. `now` is any monotonic clock in seconds. Who is to
 blame is `verdict`, how the job is brought to its end is `closing`. The phases:
 
-    gathering -> [preparing] -> starting -> running -> draining (all workers ended with 0) -> over
-            \----------\------------\----------\--> stopping (something ended the job)   -> over
+    gathering -> [preparing] -> [settling] -> starting -> running -> draining (all workers ended with 0) -> over
+            \----------\------------\-----------\----------\--> stopping (something ended the job)   -> over
 
 gathering: agents answer, and look whether their hosts can be used; nothing is started anywhere before all can.
 preparing: what must be there before tasks start is brought to the hosts (`Prepare`).
+settling: agents activate and look at what came with it; a host that cannot be used ends the job as in gathering.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from distrun_runtime.coordinator import closing, events, verdict
 from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator.actions import DEBUG, WARNING, Action, Finish, Spawn
 from distrun_runtime.coordinator.agentwatch import (
+    ASKING,
     DRAINING,
-    GATHERING,
     OVER,
     PREPARING,
     RUNNING,
@@ -96,9 +97,9 @@ class Supervisor(AgentWatch):
         due = [self._now + min(1.0, self.plan.limits.suspect_s / 4)]
         if self._origin is not None and self.plan.limits.timeout_s is not None:
             due.append(self._origin + self.plan.limits.timeout_s)
-        if self._origin is not None and self.phase in (GATHERING, STARTING):
+        if self._origin is not None and self.phase in (*ASKING, STARTING):
             due.append(self._start_from + self.plan.limits.start_s)
-        if self.phase == GATHERING and self._preflight.until is not None:
+        if self.phase in ASKING and self._preflight.until is not None:
             due.append(self._preflight.until)
         if self._early_until is not None:
             due.append(self._early_until)
@@ -221,7 +222,7 @@ class Supervisor(AgentWatch):
 
     def _blame(self, cause: Cause, level: int = closing.ASK_ALL) -> None:
         """Record what may turn out to end the job, and stop it (harder, if it is being stopped)."""
-        if self.phase == GATHERING and not self._preflight.is_clean and not cause.problems:
+        if self.phase in ASKING and not self._preflight.is_clean and not cause.problems:
             # Something else ends the wait for the other hosts; what is known of the bad ones came before it.
             self._inquest.hear(self._preflight.verdict(), self._now)
         if self.phase != DRAINING:  # the workers have succeeded: nothing changes that
@@ -248,7 +249,7 @@ class Supervisor(AgentWatch):
             self._blame(verdict.timed_out(limits.timeout_s, event.time))
         elif self._early_until is not None and self._now >= self._early_until:
             self._blame(self._inquest.background[0])
-        elif self.phase not in (GATHERING, STARTING):
+        elif self.phase not in (*ASKING, STARTING):
             return
         elif starting >= limits.start_s and self._preflight.is_clean:
             self._blame(verdict.start_too_slow(limits.start_s, self.roster.missing(), event.time))
@@ -260,13 +261,13 @@ class Supervisor(AgentWatch):
 
     def _on_prepared(self, event: events.Prepared) -> None:
         if self.phase == PREPARING:
-            self.phase = STARTING
+            self._settle()
             self._start_from = self._now
             self._comment_at = self._now + PATIENCE_S
 
     def _advance(self) -> None:
         roster = self.roster
-        if self.phase == GATHERING:
+        if self.phase in ASKING:
             self._gather()
         if self.phase in (STARTING, RUNNING):
             for task in roster.spawnable():
@@ -295,6 +296,7 @@ def _how(task: ends.TaskResult) -> str:
 
 _HANDLERS: Dict[type, Callable[[Supervisor, Any], None]] = {
     events.AgentHello: Supervisor._on_hello,
+    events.Settled: Supervisor._on_settled,
     events.AgentReady: Supervisor._on_ready,
     events.Needed: Supervisor._on_needed,
     events.Prepared: Supervisor._on_prepared,

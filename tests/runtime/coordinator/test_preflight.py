@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from history import WALL, History
 from sample_plan import sample_plan
 
+from distrun_runtime.contract.plan import Sync
 from distrun_runtime.coordinator import events, report
-from distrun_runtime.coordinator.actions import Begin, Drop, EndAgent, Prepare, SendRuntime, Spawn
+from distrun_runtime.coordinator.actions import Begin, Drop, EndAgent, Prepare, SendRuntime, Settle, Spawn
 from distrun_runtime.coordinator.outcome import Problem
 
 HOSTS = ("d1", "d2", "d3", "d4", "d5")
@@ -21,6 +24,13 @@ def prepared(**limits: float) -> History:
     """All hosts ready, and the preparation begun."""
     plan = sample_plan(workers=2, servers=0, hosts=("d1", "d2"), **limits)
     return History(plan, has_preparation=True).gather()
+
+
+def settling(**limits: float) -> History:
+    """Files are on all hosts, and what came with them is to be activated and looked at."""
+    plan = sample_plan(workers=2, servers=0, hosts=("d1", "d2"), **limits)
+    plan = dataclasses.replace(plan, sync=Sync("/src", 1, 1), activate=". ./env.sh")
+    return History(plan, has_preparation=True).gather().beat_to(200).tell(events.Prepared())
 
 
 # ---------------------------------------------------------------------- hosts
@@ -221,3 +231,49 @@ def test_the_report_of_files_that_did_not_arrive_has_the_last_words() -> None:
         "    | rsync: write failed",
         "    | No space left",
     ]
+
+
+# ---------------------------------------------------------------------- what came with the files
+
+
+def test_tasks_start_when_every_host_has_settled_with_what_was_copied() -> None:
+    history = settling()
+    assert history.did(Settle) == [Settle("d1"), Settle("d2")]
+    assert history.settled("d1").beat_to(210).did(Spawn) == []
+    assert "waiting for d2 to get ready" in history.said()
+    assert len(history.settled("d2").did(Spawn)) == 2
+    assert history.settled("d2").did(Settle) == [Settle("d1"), Settle("d2")]
+
+
+def test_without_anything_to_activate_or_to_import_no_host_is_asked_again() -> None:
+    plan = dataclasses.replace(sample_plan(workers=2, servers=0, hosts=("d1", "d2")), sync=Sync("/src", 1, 1))
+    history = History(plan, has_preparation=True).gather().tell(events.Prepared())
+    assert history.did(Settle) == []
+    assert len(history.did(Spawn)) == 2
+
+
+def test_hosts_that_do_not_settle_are_told_together_and_nothing_was_started() -> None:
+    history = settling().bad("d2", "activation", "it failed", refused=True).beat_to(203)
+    assert "d2 cannot be used; waiting up to 15 s for word from d1" in history.said()
+    outcome = history.bad("d1", "module", "no zmq", fix="pip", refused=True).end()
+    assert (outcome.exit_code, outcome.reason) == (3, "preflight")
+    assert outcome.problems == (Problem("d1", "module", "no zmq", "pip"), Problem("d2", "activation", "it failed"))
+    assert history.did(Spawn) == []
+
+
+def test_one_host_that_does_not_settle_is_enough() -> None:
+    outcome = settling().settled("d1").bad("d2", "activation", "it failed", refused=True).end()
+    assert (outcome.exit_code, [each.host for each in outcome.problems]) == (3, ["d2"])
+
+
+def test_settling_has_its_time_as_the_start_has() -> None:
+    history = settling(start_s=20.0).settled("d1").beat_to(219)
+    assert history.outcome is None
+    assert history.beat_to(221).end().exit_code == 6
+
+
+def test_a_host_lost_while_it_settles_and_an_interrupt_end_the_job() -> None:
+    assert settling().settled("d1").lost("d2").end().exit_code == 7
+    history = settling().bad("d2", "activation", refused=True).interrupt("INT")
+    assert history.end().exit_code == 3
+    assert settling().interrupt("INT").settled("d1").settled("d2").did(Spawn) == []
