@@ -59,7 +59,7 @@ def on_hosts(wanted: Sequence[str], options: Mapping[str, Any]) -> int:
     """End my jobs on the hosts that the options name, on this machine if they name none; return the exit code."""
     # Hosts of the environment are where jobs are launched, not where things are killed: that has to be said.
     _, backend, hosts = hosts_of(options, {})
-    grace_s = Limits().grace_s if options["grace"] is None else options["grace"]
+    grace_s: float | None = options["grace"]
     with Fleet(backend, hosts) as fleet:
         found = fleet.ask("survey", {}, SURVEY_S)
         chosen = _choose(found, wanted, options["stale"])
@@ -101,16 +101,20 @@ def _choose(found: Found, wanted: Sequence[str], stale: bool) -> list[HostJob]:
     return jobs.chosen(read, wanted, stale)
 
 
-def _end(fleet: Fleet, chosen: Sequence[HostJob], grace_s: float) -> Found:
-    """End them, all hosts at once; return what each host's agent says of each job."""
-    by_host: dict[str, list[str]] = {}
+def _end(fleet: Fleet, chosen: Sequence[HostJob], grace_s: float | None) -> Found:
+    """End them, all hosts at once; return what each host's agent says of each job.
+
+    Without a `grace_s` each job has its own, which its agent has recorded.
+    """
+    by_host: dict[str, dict[str, float]] = {}
     for each in chosen:
-        by_host.setdefault(each.host, []).append(each.job)
-    most = max(len(set(names)) for names in by_host.values())
+        own_s = Limits().grace_s if each.grace_s is None else each.grace_s
+        by_host.setdefault(each.host, {})[each.job] = own_s if grace_s is None else grace_s
+    more = {} if grace_s is None else {"grace_s": grace_s}
     return fleet.ask(
         "sweeps",
-        lambda host: {"jobs": list(dict.fromkeys(by_host[host])), "grace_s": grace_s},
-        most * (2 * grace_s + SLACK_S),
+        lambda host: {"jobs": list(by_host[host]), **more},
+        max(sum(2 * each + SLACK_S for each in jobs.values()) for jobs in by_host.values()),
         list(by_host),
     )
 

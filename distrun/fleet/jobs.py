@@ -40,6 +40,8 @@ class HostJob:
     quiet_s: float | None = None
     """How long ago its agent heard from its launcher, at most."""
     lease_s: float | None = None
+    grace_s: float | None = None
+    """What its tasks have between TERM and KILL; None: nothing tells."""
 
     @property
     def is_stale(self) -> bool:
@@ -69,6 +71,7 @@ def read(host: str, answer: Mapping[str, Any]) -> list[HostJob]:
             tuple(processes(each["processes"])),
             each.get("quiet_s"),
             each.get("lease_s"),
+            each.get("grace_s"),
         )
         for each in answer["jobs"]
     ]

@@ -53,12 +53,12 @@ def survey() -> Dict[str, Any]:
     }
 
 
-def end_all(jobs: Iterable[str], grace_s: float) -> Dict[str, Any]:
+def end_all(jobs: Iterable[str], grace_s: Optional[float]) -> Dict[str, Any]:
     """End several jobs here, one after the other, each as `end` does; return what it returns for each."""
     return {job: end(job, grace_s) for job in jobs}
 
 
-def end(job: str, grace_s: float) -> Dict[str, Any]:
+def end(job: str, grace_s: Optional[float]) -> Dict[str, Any]:
     """End a job here, as `sweep.sweep` does. Waits until it is over."""
     report = sweep.sweep(job, grace_s)
     return {"ended": [list(each) for each in report.ended], "left": [list(each) for each in report.left]}
@@ -109,6 +109,7 @@ def _job(key: Key, found: Optional[Found], environs: Dict[int, Dict[str, str]]) 
         "guard": _state(guard),
         "quiet_s": max(0.0, round(time.time() - found.written, 1)) if found else None,
         "lease_s": found.record.lease_s if found else None,
+        "grace_s": found.record.grace_s if found else None,
         "processes": [row(each, names.get(each.identity) or _task(environs.get(each.pid, {}))) for each in members],
         "folder": found.folder if found else "",
     }

@@ -16,6 +16,7 @@ from distrun_runtime.agent import record
 from distrun_runtime.agent.ladder import GIVE_UP_S
 from distrun_runtime.agent.record import Record
 from distrun_runtime.contract import process
+from distrun_runtime.contract.plan import Limits
 from distrun_runtime.contract.process import Identity, Process
 from distrun_runtime.errors import ContractError
 
@@ -33,14 +34,17 @@ class Report(NamedTuple):
     """The job's private folders that were removed."""
 
 
-def sweep(job: str, grace_s: float) -> Report:
+def sweep(job: str, grace_s: Optional[float]) -> Report:
     """End every process of a job of the calling user on this machine, and remove its private folders.
 
     A living agent is asked to do it (SIGTERM) and has `grace_s` and two seconds; then, or without one, everything
     recorded or marked gets TERM, `grace_s`, KILL. Nothing to end is no error. Waits until it is over.
+    Without a `grace_s` it is the job's own, as recorded.
     """
     folders = record.folders(job)
     records = [found for found in map(_load, folders) if found is not None]
+    if grace_s is None:
+        grace_s = max((found.grace_s for found in records), default=Limits().grace_s)
     ended: Dict[Identity, str] = {}
     agents = [found.agent for found in records if process.is_alive(found.agent)]
     for agent in agents:

@@ -6,7 +6,7 @@ it is first asked for.
 
 from __future__ import annotations
 
-from typing import Any, Dict
+from typing import Any, Dict, Optional
 
 from distrun_runtime.errors import ContractError
 
@@ -26,11 +26,11 @@ def answer(what: str, args: Dict[str, Any]) -> Any:
     if what == "sweep":
         from distrun_runtime.agent import survey
 
-        return survey.end(str(args["job"]), float(args["grace_s"]))
+        return survey.end(str(args["job"]), _grace_s(args))
     if what == "sweeps":
         from distrun_runtime.agent import survey
 
-        return survey.end_all([str(job) for job in args["jobs"]], float(args["grace_s"]))
+        return survey.end_all([str(job) for job in args["jobs"]], _grace_s(args))
     if what == "match":
         from distrun_runtime.agent import match
 
@@ -44,3 +44,7 @@ def answer(what: str, args: Dict[str, Any]) -> Any:
 
         return links.answer(what, args)
     raise ContractError("this agent has no tool %r" % what)
+
+
+def _grace_s(args: Dict[str, Any]) -> Optional[float]:
+    return None if args.get("grace_s") is None else float(args["grace_s"])

@@ -68,6 +68,7 @@ def test_the_answer_of_an_agent_is_read() -> None:
                 "guard": "dead",
                 "quiet_s": 3.0,
                 "lease_s": 45.0,
+                "grace_s": 3.5,
                 "processes": [row],
                 "folder": "/tmp/x",
             }
@@ -75,7 +76,7 @@ def test_the_answer_of_an_agent_is_read() -> None:
     }
     (found,) = jobs.read("h1", answer)
     assert found == HostJob(
-        "h1", "j1", "dead", "dead", (jobs.Process(7, "proc:x:1", "sleep 9", "worker-0", 3.5),), 3.0, 45.0
+        "h1", "j1", "dead", "dead", (jobs.Process(7, "proc:x:1", "sleep 9", "worker-0", 3.5),), 3.0, 45.0, 3.5
     )
 
 

@@ -165,6 +165,20 @@ def test_sweep_and_sweeps_end_what_was_left() -> None:
             driver.child.stdout.close()
 
 
+def test_without_a_grace_time_each_job_has_the_one_that_it_was_launched_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    graces: list[float] = []
+    end_all = sweep.end_all
+    monkeypatch.setattr(sweep, "end_all", lambda find, grace_s: (graces.append(grace_s), end_all(find, grace_s))[1])
+    with agent(shell("echo ready; exec sleep 600"), limits=Limits(grace_s=4.5)) as driver:
+        running(driver)
+        freeze_and_kill(driver)
+        assert found(driver.job)["grace_s"] == 4.5
+        assert tools.answer("sweeps", {"jobs": [driver.job]})[driver.job]["left"] == []
+    assert tools.answer("sweep", {"job": "no-such-job"}) == {"ended": [], "left": []}
+    tools.answer("sweep", {"job": "no-such-job", "grace_s": 0.0})
+    assert graces == [4.5, Limits().grace_s, 0.0]
+
+
 @as_root
 def test_what_another_user_runs_is_neither_found_nor_ended_whatever_it_claims() -> None:
     job = "u" + uuid.uuid4().hex[:8]
