@@ -28,7 +28,7 @@ from distrun_runtime.contract import process
 from distrun_runtime.contract.plan import SERVER, Plan, Runtime, Secrets, Sync
 from distrun_runtime.coordinator import loop
 from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
-from distrun_runtime.coordinator.outcome import Outcome
+from distrun_runtime.coordinator.outcome import EXIT_INTERNAL, INTERNAL, INTERRUPTED, Outcome, TaskResult
 from distrun_runtime.coordinator.sink import Sink
 
 if TYPE_CHECKING:
@@ -159,7 +159,20 @@ def prepare(
 
 
 def launch(ready: Prepared, folder: JobFolder, sink: Sink, verbosity: int = 0) -> Outcome:
-    """Run a prepared job to its end in this process."""
+    """Run a prepared job to its end in this process. Whatever happens, its folder says how it ended."""
+    try:
+        outcome, swept = _run(ready, folder, sink, verbosity)
+    except BaseException as err:
+        _note_fault(ready, folder, err)
+        raise
+    swept_too = with_swept(outcome, swept)
+    if swept_too != outcome:
+        with contextlib.suppress(OSError):  # the loop has said that its folder cannot be written
+            folder.finish(swept_too)
+    return folder.explained(swept_too)
+
+
+def _run(ready: Prepared, folder: JobFolder, sink: Sink, verbosity: int) -> tuple[Outcome, Mapping[str, Swept]]:
     channels = ready.backend.connect(ready.plan.hosts)
     copier = _copier(ready, sink)
     try:
@@ -177,11 +190,21 @@ def launch(ready: Prepared, folder: JobFolder, sink: Sink, verbosity: int = 0) -
         if copier:
             copier.cancel()
         swept = ready.backend.release(ready.plan, channels, ready.plan.limits.grace_s + RELEASE_S)
-    swept_too = with_swept(outcome, swept)
-    if swept_too != outcome:
-        with contextlib.suppress(OSError):  # the loop has said that its folder cannot be written
-            folder.finish(swept_too)
-    return folder.explained(swept_too)
+    return outcome, swept
+
+
+def _note_fault(ready: Prepared, folder: JobFolder, err: BaseException) -> None:
+    """Write the end of a job that we failed to run, unless the loop has done so: else it would seem to be lost."""
+    if folder.is_finished:
+        return
+    tasks = tuple(TaskResult(task.name, task.role, task.rank, task.host) for task in ready.plan.tasks)
+    if isinstance(err, KeyboardInterrupt):
+        outcome = Outcome(128 + signal.SIGINT, INTERRUPTED, "interrupted before anything was started", tasks=tasks)
+    else:
+        text = "distrun itself failed: %s: %s" % (type(err).__name__, err)
+        outcome = Outcome(EXIT_INTERNAL, INTERNAL, text, tasks=tasks)
+    with contextlib.suppress(OSError):  # the fault may be just that
+        folder.finish(outcome)
 
 
 def with_swept(outcome: Outcome, swept: Mapping[str, Swept]) -> Outcome:

@@ -213,9 +213,10 @@ def _check_room(counts: Mapping[str, int], rooms: _Rooms) -> None:
         offers[SHOWN:] = ["... %d more" % (len(offers) - SHOWN)]
     restricted = any(spec.role for spec in rooms.specs)
     raise UsageError(
-        "E115: %d worker + %d server processes need %d slots, hosts offer %d%s (%s). %s"
+        "E115: %s processes need %d slots, hosts offer %d%s (%s). %s"
         % (
-            *(counts[WORKER], counts[SERVER], sum(counts.values()), usable),
+            " + ".join("%d %s" % (counts[role], role) for role in (WORKER, SERVER) if counts[role]),
+            *(sum(counts.values()), usable),
             " that these roles can use" if restricted else "",
             (", " if restricted else " ").join(offers),
             "Add hosts, lower -n/-s, or pass --oversubscribe",

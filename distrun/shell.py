@@ -13,6 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 SHELL_CHARACTERS = frozenset(" \t\n\r|&;<>()$`\\\"'*?[]{}~!#")
 """Any of these in the only word of a command makes it shell text."""
 
+BUILTINS = frozenset(("alias", "cd", "eval", "exit", "export", "set", "shopt", "source", "ulimit", "umask", "unset"))
+"""Commands that only a shell has."""
+
 _CONTROL = re.compile("[\x00-\x1f\x7f\udc80-\udcff]")
 
 

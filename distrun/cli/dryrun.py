@@ -69,11 +69,20 @@ def as_text(plan: Plan, rendered: Rendered) -> str:
     if plan.activate:
         lines += ["run once on each host, for the environment that it leaves:"]
         lines += ["  " + line for line in plan.activate.splitlines()]
+    if len(plan.hosts) > 1:
+        lines += ["", "placement:"]
+        for host in plan.hosts:
+            lines.append("  %s: %s" % (host.name, " ".join(task.name for task in plan.tasks if task.host == host.name)))
+    shown: dict[tuple[str, ...], str] = {}
     for host in plan.hosts:
-        argv = [_short(word) for word in rendered.commands[host.name]]
         lines += ["", "host %s (data address: %s)" % (host.name, host.address or "found by its agent")]
-        lines.append("  agent: %s" % shell.join(argv))
-        lines.append("  stdin: %s" % rendered.stdin)
+        argv = rendered.commands[host.name]
+        like = shown.setdefault(tuple("HOST" if word == host.name else word for word in argv), host.name)
+        if like == host.name:
+            lines.append("  agent: %s" % shell.join(map(_short, argv)))
+            lines.append("  stdin: %s" % rendered.stdin)
+        else:
+            lines.append("  agent: as on %s, with %s in its place" % (like, host.name))
         if host.ports:
             lines.append("  ports held: %s" % ", ".join(host.ports))
     for task in plan.tasks:

@@ -83,6 +83,8 @@ def _launch(command: tuple[str, ...], options: Mapping[str, Any], env: Mapping[s
         console.say(warning, "warning")
     for note in placement.notes(found, job.placement) if found else ():
         console.say(note)
+    for note in _unused(found, ready):
+        console.say(note)
     if ready.tree is not None:
         console.say("to copy to each host: %s" % ready.tree.text())
         for warning in ready.tree.warnings():
@@ -217,6 +219,16 @@ def _where(ready: Prepared, named: str | None, found: Inventory | None) -> str:
     return "on %d host%s: %s%s" % (count, "" if count == 1 else "s", used, source)
 
 
+def _unused(found: Inventory | None, ready: Prepared) -> list[str]:
+    """Return a note on hosts that get no task: nobody has looked at them."""
+    used = {host.name for host in ready.plan.hosts}
+    names = [name for name in found.names if name not in used] if found is not None else []
+    if not names:
+        return []
+    count = "%d of %d hosts get" % (len(names), len(used) + len(names)) if len(names) > 1 else "one host gets"
+    return ["%s no task: %s" % (count, hosts.fold(names))]
+
+
 def misplaced(command: Sequence[str]) -> str:
     """Return the first option of ours, with its value, behind a command that looks like shell text; or "". Pure."""
     if " " not in command[0]:
@@ -241,6 +253,8 @@ def _hint_at_order(command: Sequence[str], console: Console) -> None:
             "distrun: hint: `%s` stands after the command and belongs to it; options of distrun come before it\n"
             % found
         )
+    elif command[0] in shell.BUILTINS:
+        console.write_err("distrun: hint: %s is the shell's own; give the command as one quoted word\n" % command[0])
 
 
 def _show(ready: Prepared, as_json: bool, console: Console) -> None:

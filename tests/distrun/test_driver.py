@@ -216,3 +216,17 @@ def test_what_a_sweep_after_the_job_found_ended_is_not_said_to_run() -> None:
     swept = {"d1": Swept(problem="no route"), "d2": Swept(("pid 8 (sleep)",)), "d3": Swept((), ("pid 9 (stuck)",))}
     assert driver.with_swept(outcome, {}) == outcome
     assert driver.with_swept(outcome, swept).survivors == ("worker-0 (pid 7) on d1", "pid 9 (stuck) on d3")
+
+
+def test_a_job_that_we_failed_to_run_is_not_lost(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = prepare(store)
+    folder = store.create(ready.plan)
+    monkeypatch.setattr(type(ready.backend), "connect", lambda self, hosts: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        driver.launch(ready, folder, None)  # type: ignore[arg-type]  # it does not come to that
+    state = folder.state()
+    assert state["state"] == "failed"
+    assert [task["state"] for task in state["tasks"]] == ["pending"]
+    outcome = json.loads((folder.path / "outcome.json").read_text())
+    assert (outcome["exit_code"], outcome["reason"]) == (8, "internal")
+    assert "ZeroDivisionError" in outcome["message"]

@@ -175,6 +175,11 @@ def test_too_few_slots_is_e115_with_the_arithmetic(policy: str) -> None:
     )
 
 
+def test_e115_counts_no_servers_where_there_are_none() -> None:
+    with pytest.raises(UsageError, match="E115: 6 worker processes need 6 slots"):
+        place(6, 0, found("d1 slots=2\nd2 slots=2\n"), policy="pack")
+
+
 def test_e115_says_what_roles_leave() -> None:
     with pytest.raises(UsageError) as caught:
         place(3, 2, found("d1 slots=2\ns1 slots=8 role=server\nk role=scheduler slots=9\n"), policy="pack")

@@ -101,6 +101,11 @@ class JobFolder:
             value.update(message=outcome.message)
         _replace(self.path / "state.json", value)
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the job's end was written."""
+        return (self.path / "outcome.json").exists()
+
     def finish(self, outcome: Outcome) -> None:
         """Write the end: outcome.json, then state.json. The loop does; raises OSError."""
         outcome = self.explained(outcome)
