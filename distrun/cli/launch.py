@@ -164,12 +164,20 @@ def _rules(options: Mapping[str, Any]) -> Rules | None:
 
     check_folder(options["sync_dst_dir"])
     return make_rules(
-        options["sync_exclude"],
+        [*_private(options["env_files"], _cwd()), *options["sync_exclude"]],
         options["sync_gitignore"],
         options["sync_extra"],
         cwd=_cwd(),
         delete=options["sync_delete"],
     )
+
+
+def _private(paths: Sequence[str], cwd: str) -> list[str]:
+    """Return patterns that keep --env-file files below `cwd` from being copied: their values are to stay hidden."""
+    from distrun.sync.rules import literal
+
+    names = [os.path.relpath(os.path.realpath(path), os.path.realpath(cwd)) for path in paths]
+    return ["/" + literal(name) for name in names if not name.startswith("..")]
 
 
 def _cwd() -> str:

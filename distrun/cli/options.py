@@ -82,7 +82,7 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
     ),
     # Environment
     click.option("--env", "env", multiple=True, metavar="K=V|K|PFX*", help="Set or forward variables. Repeatable."),
-    click.option("--env-file", "env_files", multiple=True, metavar="FILE", help="KEY=VALUE lines; values stay hidden."),
+    click.option("--env-file", "env_files", multiple=True, metavar="FILE", help="KEY=VALUE lines; hidden, not copied."),
     *(
         click.option("--env-" + role, multiple=True, metavar="K=V", help="Set a variable for the %s role only." % role)
         for role in reversed(ROLES)

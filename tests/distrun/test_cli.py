@@ -289,3 +289,13 @@ def test_a_watched_list_says_how_it_ends_and_leaves_the_screen_clean(distrun: Di
     assert after.count(b"JOB") == 1
     assert b"CREATED" not in after
     assert b"true" in after
+
+
+def test_files_of_secrets_are_not_copied_to_hosts(distrun: Distrun, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("pass\n")
+    (tmp_path / "keys.env").write_text("API_KEY=s3cret\n")
+    words = ("--hosts", "d1", "--sync-dst-dir", "/x", "--dry-run", "--json", "-n", "1")
+    both = json.loads(distrun.run("launch", *words, "true", cwd=tmp_path).stdout)["sync"]
+    assert both["files"] == 2
+    less = json.loads(distrun.run("launch", "--env-file", "keys.env", *words, "true", cwd=tmp_path).stdout)["sync"]
+    assert less["files"] == 1
