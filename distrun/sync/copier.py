@@ -43,6 +43,8 @@ MOMENT_S = 5.0
 CANCEL_S = 5.0
 AGAIN_S = (0.5, 1.0, 2.0, 4.0)
 """Waits, about, before ssh is tried again where a host (or the one on the way to it) has too many connections."""
+RACES = 5
+"""How often rsync is run again because another copy into the same folder came between."""
 REPORT_S = 5.0
 """Between two lines of progress."""
 
@@ -239,11 +241,15 @@ class Copier:
         shells = deque(self._shells(self._targets[host]))
         runs = self._runs(order, host, shells[0])
         made = Result(host, names)
+        races = RACES
         while runs:
             ended, unreached = self._reach(host, runs[0])
             if unreached is not None and unreached.kind == distinct.AUTH and len(shells) > 1:
                 shells.popleft()
                 runs = self._runs(order, host, shells[0])[-len(runs) :]
+                continue
+            if unreached is None and races and result.met_another(ended) and not self._cancelled.wait(random.random()):
+                races -= 1
                 continue
             runs.pop(0)
             if remote.SAME in ended.says:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -28,10 +29,13 @@ class Order:
     delete: bool
     size: int
     stall_s: float
+    run: str
+    """What tells this copy from any other into the same folder."""
 
     def runs(self, host: str, shell: Sequence[str]) -> list[list[str]]:
         """Return the command lines for a host, in order. Makes links in `scratch`."""
-        partial = rules.PARTIAL + sha256(os.fsencode(host)).hexdigest()[:8]
+        # Hosts may share the folder too.
+        partial = "%s%s-%s" % (rules.PARTIAL, self.run, sha256(os.fsencode(host)).hexdigest()[:8])
         there = remote.rsync_path(
             self.dst, size=self.size, source=remote.identity(self.source), delete=self.delete, partial=partial
         )
@@ -102,4 +106,5 @@ def make_order(source: str, dst: str, wanted: Rules, scratch: str, *, delete: bo
         delete=delete,
         size=size,
         stall_s=stall_s,
+        run=secrets.token_hex(4),
     )

@@ -11,7 +11,7 @@ import os
 import re
 
 from distrun.errors import UsageError
-from distrun.sync.rules import MARKER
+from distrun.sync.rules import MARKER, PARTIAL
 
 SAYS = "distrun-sync: "
 
@@ -26,7 +26,8 @@ FULL = "full"
 
 # No single quote, exclamation mark, backslash or newline: the user's login shell (also csh and fish) reads this
 # between single quotes. $1 folder, $2 KiB needed, $3 identity of the source, $4 1: delete, x: an extra, $5 name of
-# partial folders.
+# partial folders. Each run has its own, so that two runs into one folder do not take each other's files. While a run
+# lasts, there is a folder of that name and ".on"; one that is older than a day tells of a run that was killed.
 _TEXT = (
     'say() { echo "%(says)s$*" >&2; }; say %(begin)s; '
     'd=$(printf %%b "$1"; echo x); d=${d%%x}; need=$2; source=$3; delete=$4; part=$5; shift 5; '
@@ -46,8 +47,11 @@ _TEXT = (
     '[ "$k" -ge 0 ] 2>/dev/null && { [ "$k" -ge "$need" ] || { say %(full)s "$k" "$d"; exit 11; }; }; '
     "case $delete in x) ;; *) : >%(marker)s || exit 11;; esac; fi; "
     'if [ "$delete" = 1 ]; then [ -e %(marker)s ] || { say %(unmarked)s "$d"; exit 4; }; fi; '
-    # What has arrived of a copy that the disk cannot hold is not left there: the disk would stay full.
-    'rsync "$@"; c=$?; [ $c = 11 ] && find . -type d -name "$part" -prune -exec rm -rf {} +; exit $c'
+    'for o in %(partial)s*.on; do [ -d "$o" ] && [ -n "$(find "$o" -prune -mtime +0)" ] && '
+    '{ find . -type d -name "${o%%%%.on}" -prune -exec rm -rf {} +; rmdir "$o"; }; done 2>/dev/null; '
+    # Whatever signal ends rsync: what has arrived of a copy that failed is not left there.
+    'trap : HUP INT TERM; mkdir "$part.on" 2>/dev/null; rsync "$@"; c=$?; '
+    '[ $c = 0 ] || find . -type d -name "$part" -prune -exec rm -rf {} +; rmdir "$part.on" 2>/dev/null; exit $c'
 ) % {
     "says": SAYS,
     "begin": BEGIN,
@@ -59,6 +63,7 @@ _TEXT = (
     "unmarked": UNMARKED,
     "full": FULL,
     "marker": MARKER,
+    "partial": PARTIAL,
 }
 
 

@@ -13,7 +13,9 @@ from distrun.sync.units import count, size_text
 
 _FULL = ("No space left on device", "Disk quota exceeded", "File too large")
 _SUMS = ("rsync error:", "rsync: connection unexpectedly closed", "rsync warning:")
+_RACES = ("File exists", "No such file or directory", "file has vanished", "Directory not empty", "non-empty directory")
 TIMEOUTS = (30, 35)
+PARTLY = (23, 24)
 INTERRUPTED = "the copy was interrupted; the hosts that were not done have what they had before"
 ROOM = "make room there, or give another directory"
 
@@ -103,6 +105,15 @@ def failure(
     if any(sign in word for word in ended.words for sign in _FULL):
         return "its disk is full: %s" % meaning, ROOM
     return "rsync: %s: %s" % (meaning, last) if last else "rsync: %s" % meaning, ""
+
+
+def met_another(ended: Ended) -> bool:
+    """Return whether a run failed only for what another copy into the same folder does meanwhile. Pure.
+
+    So may a file that went away here while it was copied. The next run will do, or say what is wrong.
+    """
+    plain = [word for word in ended.words if not word.startswith(_SUMS)]
+    return ended.code in PARTLY and bool(plain) and all(any(race in word for race in _RACES) for word in plain)
 
 
 def _telling(words: Sequence[str]) -> str:

@@ -317,6 +317,59 @@ def test_a_full_disk_leaves_the_old_tree_and_nothing_half(bench: Bench) -> None:
     assert bench.there("d1") == {"train.py": "one", "lib/a.py": "two"}
 
 
+def test_copies_into_one_folder_at_the_same_time_do_not_break_each_other(bench: Bench) -> None:
+    bench.hosts.add("d1")
+    for number in range(200):
+        write(bench.source, **{"d%d/f%d" % (number % 10, number): "x" * 2000})
+    for number in range(50):
+        (bench.source / ("l%d" % number)).symlink_to("d1")
+    results: list[Result] = []
+    threads = [threading.Thread(target=lambda: results.extend(bench.copy("d1"))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert [line for each in results for line in each.lines() if not each.ok] == []
+    assert len(results) == 4
+    assert {**bench.there("d1"), ".git/HEAD": "no"} == tree(bench.source)
+    assert not list(bench.hosts.home("d1").rglob(".distrun-part-*"))
+
+
+def test_what_is_not_another_copys_doing_fails_at_once(bench: Bench) -> None:
+    bench.hosts.add("d1")
+    write(bench.hosts.home("d1") / "job", **{"train.py/mine": "x"})
+    bench.hosts.before("d1", "echo run >>%s/runs" % bench.hosts.root)
+    (result,) = bench.copy("d1")
+    assert "some files were not copied" in result.reason
+    assert len(_lines(bench.hosts.root / "runs")) == 1
+
+
+def test_a_copy_that_is_cancelled_leaves_nothing_half_and_takes_away_what_a_killed_one_left(bench: Bench) -> None:
+    bench.copy("d1")
+    job = bench.hosts.home("d1") / "job"
+    old, young = ".distrun-part-0ld-1", ".distrun-part-y0ung-1"
+    for name in (old, young):
+        write(job, **{"%s/a" % name: "x", "lib/%s/b" % name: "x"})
+        (job / (name + ".on")).mkdir()
+    os.utime(job / (old + ".on"), (1, time.time() - 2 * 86400))
+    write(bench.source, **{"train.py": "newer", "big": "x" * 4_000_000})
+    bench.hosts.before("d1", _SILENT)
+    copier = bench.copier("d1")
+    got: queue.SimpleQueue[object] = queue.SimpleQueue()
+    copier.start(got.put)
+
+    def parts() -> set[str]:
+        return {path.name.removesuffix(".on") for path in job.rglob(".distrun-part-*")}
+
+    wait(lambda: parts() - {old, young}, "it runs")
+    assert parts() > {young}
+    assert old not in parts()
+    copier.cancel()
+    assert isinstance(got.get(timeout=LIMIT_S), PrepareFailed)
+    wait(lambda: parts() == {young}, "nothing of it is left")
+    assert (job / "train.py").read_text() == "one"
+
+
 def test_a_host_that_goes_silent_midway_has_its_old_tree_and_the_wait_ends(bench: Bench) -> None:
     bench.copy("d1")
     write(bench.source, **{"train.py": "newer", "big": "x" * 4_000_000})
