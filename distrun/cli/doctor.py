@@ -66,6 +66,7 @@ def doctor(**options: Any) -> int:
         subnet=options["subnet"],
         port_range=options["port_range"],
         pythons={spec.name: spec.python or python for spec in inventory.specs},
+        workdirs={spec.name: spec.workdir for spec in inventory.specs},
     )
     report = examine(backend, hosts, request)
     code = EXIT_BAD if any(row.mark == "bad" for row in report.rows) else 0

@@ -96,4 +96,6 @@ def hosts_for(inventory: Inventory, backend: Backend, options: Mapping[str, str]
     """Return each host once, with the way that the backend takes to it. Pure."""
     from distrun_runtime.contract.plan import Host
 
-    return [Host(spec.name, spec.addr, reach=backend.reach(spec, options)) for spec in inventory.specs]
+    return [
+        Host(spec.name, spec.addr, reach=backend.reach(spec, options), interface=spec.iface) for spec in inventory.specs
+    ]

@@ -58,6 +58,8 @@ class Patient:
     noise: str = ""
     offset_s: float | None = None
     """How much its clock is ahead of ours."""
+    workdir: str = ""
+    """Where its tasks start, if the hosts file says so."""
 
 
 def check(patient: Patient, wish: Wish) -> list[Row]:
@@ -143,13 +145,15 @@ def folders(patient: Patient, wish: Wish) -> Iterator[Row]:
             what = "cannot be written" if place["is_folder"] else "%s is no folder" % place["near"]
             script = "sudo mkdir -p %s && sudo chown $(id -u) %s" % (quote(place["path"]), quote(place["path"]))
             yield Row(patient.name, "sync folder", BAD, "%s: %s" % (place["path"], what), on([script]))
-    elif "cwd" in found:
+    if "cwd" in found and (patient.workdir or not wish.dst):
         place = found["cwd"]
         if place["exists"] and place["is_folder"]:
             read_only = "" if place["writable"] else ", not writable"
             yield _space(patient.name, "folder", place, place["path"] + read_only)
         else:
-            fix = "--sync-dst-dir DIR copies the current directory there; or " + on(["mkdir", "-p", place["path"]])
+            fix = on(["mkdir", "-p", place["path"]])
+            if not patient.workdir:
+                fix = "--sync-dst-dir DIR copies the current directory there; or " + fix
             yield Row(patient.name, "folder", BAD, "%s does not exist" % place["path"], fix)
     tmp = patient.facts["tmp"]
     if not tmp["writable"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from distrun.doctor import checks, here, pairs, together
@@ -35,6 +35,8 @@ class Request:
     port_range: str = ""
     pythons: Mapping[str, str] | None = None
     """Interpreters of servers, by host; python3 for the others."""
+    workdirs: Mapping[str, str] = field(default_factory=dict)
+    """`workdir=` of the hosts file, by host: tasks start there, wherever files are copied."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ class Report:
 def examine(backend: Backend, hosts: Sequence[Host], request: Request) -> Report:
     """Examine all hosts at once. Nothing on them is changed."""
     with Fleet(backend, hosts) as fleet:
-        probed = fleet.ask("probe", lambda name: _questions(name, hosts, request), PROBE_S)
-        patients = [_patient(fleet, name, each) for name, each in probed.items()]
+        probed = fleet.ask("probe", lambda name: questions(name, hosts, request), PROBE_S)
+        patients = [_patient(fleet, name, each, request) for name, each in probed.items()]
         ports = _ports(fleet, hosts, patients, request)
     rows = here.rows(backend.needs_hosts)
     for patient in patients:
@@ -59,23 +61,24 @@ def examine(backend: Backend, hosts: Sequence[Host], request: Request) -> Report
     return Report(tuple(rows), {patient.name: patient.facts for patient in patients})
 
 
-def _questions(name: str, hosts: Sequence[Host], request: Request) -> dict[str, str]:
+def questions(name: str, hosts: Sequence[Host], request: Request) -> dict[str, str]:
+    """Return what a host's agent is asked to look at: what a launch would make of it. Pure."""
     host = next(each for each in hosts if each.name == name)
     others = [each.address or each.name for each in hosts if each.name != name]
     interface = host.interface or request.interface
     asked = {
         "python": (request.pythons or {}).get(name, ""),
-        "cwd": request.cwd,
+        "cwd": request.workdirs.get(name, "") or request.cwd,
         "dst": request.wish.dst,
-        "address": "" if interface or request.subnet else host.address,
+        "address": host.address,
         "interface": interface,
-        "subnet": request.subnet,
+        "subnet": "" if interface else request.subnet,
         "toward": others[0] if others else "",
     }
     return {key: value for key, value in asked.items() if value}
 
 
-def _patient(fleet: Fleet, name: str, answer: Answer | Problem) -> Patient:
+def _patient(fleet: Fleet, name: str, answer: Answer | Problem, request: Request) -> Patient:
     hello = fleet.hellos.get(name)
     offset = None if hello is None else float(hello.facts.get("time", hello.arrived)) - hello.arrived
     return Patient(
@@ -85,6 +88,7 @@ def _patient(fleet: Fleet, name: str, answer: Answer | Problem) -> Patient:
         is_met=hello is not None,
         noise=" ".join(each.text for each in fleet.warnings if each.host == name),
         offset_s=offset,
+        workdir=request.workdirs.get(name, ""),
     )
 
 

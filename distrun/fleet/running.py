@@ -122,8 +122,8 @@ def plan_of(backend: str, hosts: Sequence[Host], argv: Sequence[str], cwd: str) 
         backend=backend,
         command=tuple(argv),
         cwd="/",
-        # No peer will ask for an address, so that the agent need not look for one.
-        hosts=tuple(dataclasses.replace(host, address=host.address or "127.0.0.1") for host in hosts),
+        # No peer will ask for an address, so that the agent need not look for one: also where `iface=` is wrong.
+        hosts=tuple(dataclasses.replace(host, address=host.address or "127.0.0.1", interface="") for host in hosts),
         tasks=tuple(
             Task(name="%s-%d" % (WORKER, rank), role=WORKER, rank=rank, host=host.name, argv=words, cwd="/")
             for rank, host in enumerate(hosts)

@@ -126,6 +126,16 @@ def test_a_folder_that_is_not_there_proposes_to_copy(lab: Site) -> None:
     assert doctor(lab, "--sync-dst-dir", "/tmp/job")["exit_code"] == 0
 
 
+def test_what_the_hosts_file_says_of_a_host_is_looked_at(lab: Site) -> None:
+    given = lab.hosts_file("h1", "h2 iface=nosuch0", "h3 workdir=/nope")
+    words = ("doctor", "-H", given, "--json", "--no-servers", *TIMES)
+    for more in ((), ("--sync-dst-dir", "/tmp/job")):
+        value = json.loads(lab.distrun(*words, *more, cwd=ROOT).out)
+        assert found(value, "bad") == [("h2", "address"), ("h3", "folder")]
+        assert "nosuch0" in row(value, "h2", "address")["text"]
+        assert "/nope" in row(value, "h3", "folder")["text"]
+
+
 def test_a_full_disk_is_told(lab: Site) -> None:
     lab["h2"].disk(1, "/home")
     value = doctor(lab, "--sync-dst-dir", "/home/job")

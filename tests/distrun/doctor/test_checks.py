@@ -83,6 +83,15 @@ def test_a_host_in_order_has_no_fault_and_no_remark() -> None:
     ]
 
 
+@pytest.mark.parametrize("wish", [WISH, DST])
+def test_a_folder_that_the_hosts_file_names_is_looked_at_whatever_is_copied(wish: Wish) -> None:
+    missing = facts(folders__cwd={**PLACE, "path": "/w", "exists": False})
+    row = only(BAD, checks.check(Patient("gpu01", missing, is_met=True, offset_s=0.1, workdir="/w"), wish))
+    assert (row.check, row.text) == ("folder", "/w does not exist")
+    assert "mkdir -p /w" in row.mend()
+    assert "sync" not in row.mend()
+
+
 @pytest.mark.parametrize(
     ("kind", "check", "passed"),
     [

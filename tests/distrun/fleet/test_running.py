@@ -82,6 +82,11 @@ def test_the_command_starts_at_home_or_in_the_folder_that_is_named(tmp_path: Pat
     assert b"none" in missing.err
 
 
+def test_an_interface_that_is_not_there_keeps_no_command_from_running() -> None:
+    found = run("echo $NCCL_SOCKET_IFNAME", [Host("a", interface="nosuch0"), Host("b")])
+    assert (ran(found).code, bytes(ran(found).out)) == (0, b"\n")
+
+
 def test_a_command_that_is_not_there_is_127() -> None:
     found = fleet.run(Local(), HOSTS[:1], ("no-such-program-here",))  # type: ignore[arg-type]
     assert ran(found).code == 127
