@@ -1,4 +1,4 @@
-"""--activate: from its words to one text for `bash -lc`, run once on each host before tasks start. Pure.
+"""--activate: from its words to one text for `bash -l`, run once on each host before tasks start. Pure.
 
 The environment that the text leaves is what tasks start from. The text ends with another code than 0, and one line
 on stderr that says which word failed and why, when a step fails; the steps after it do not run.

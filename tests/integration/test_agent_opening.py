@@ -153,6 +153,30 @@ def test_the_login_files_of_the_user_count(home: Path) -> None:
         assert run(driver) == "login\n"
 
 
+def test_the_text_of_the_activation_is_in_no_process_list_and_in_no_file_that_stays(tmp_path: Path) -> None:
+    tmp = tmp_path / "tmp"
+    tmp.mkdir()
+    text = "\n".join(["ps -axww -o args= > %s/all" % tmp_path, "[ $# = 0 ] || exit 9", "export A=s3cr3t-word"])
+    with agent(shell("sleep 605 & echo $A"), env={"TMPDIR": str(tmp)}) as driver:
+        assert change(driver, activate=text).begin().type == "ready"
+        assert "bash -l" in (tmp_path / "all").read_text()
+        assert "s3cr3t-word" not in (tmp_path / "all").read_text()
+        assert list(tmp.iterdir()) == []
+        assert run(driver) == "s3cr3t-word\n"
+
+
+def test_an_activation_needs_no_temporary_folder_of_the_users(tmp_path: Path) -> None:
+    with agent(shell("true"), env={"TMPDIR": str(tmp_path / "nowhere")}) as driver:
+        assert change(driver, activate="true").begin().type == "ready", "another place will do"
+
+
+def test_login_files_see_no_arguments_either(home: Path) -> None:
+    (home / ".bash_profile").write_text("export A=$#\n")
+    with agent(shell("echo $A")) as driver:
+        assert change(driver, activate="true").begin().type == "ready"
+        assert run(driver) == "0\n"
+
+
 # What comes with the files
 
 

@@ -1,6 +1,7 @@
 """An environment that shell text makes, such as a virtual environment's: run once, its variables taken over.
 
-A login shell runs the text; then our own interpreter tells the variables over a pipe. What either prints is noise.
+A login shell reads the text from a descriptor, so that no process list shows it; then our own interpreter tells the
+variables over a pipe. What either prints is noise.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import os
 import sys
 from typing import Dict, Mapping
 
-from distrun_runtime.agent.errand import FD, NOT_FOUND, TIMED_OUT, Command, Done
+from distrun_runtime.agent.errand import FD, NOT_FOUND, SCRIPT, TIMED_OUT, Command, Done
 from distrun_runtime.agent.places import expand
 from distrun_runtime.agent.refusal import Refusal
 
@@ -35,7 +36,8 @@ def command(script: str, base: Mapping[bytes, bytes], marks: Mapping[str, str], 
     text = _TEXT % (script, _quoted(sys.executable), _quoted(_DUMP), FD.decode())
     env = dict(base)
     env.update((os.fsencode(name), os.fsencode(value)) for name, value in marks.items())
-    return Command((b"bash", b"-lc", text.encode("utf-8", "surrogateescape")), env, os.fsencode(cwd), LIMIT_S)
+    argv = (b"bash", b"-l", b"/dev/fd/" + SCRIPT)
+    return Command(argv, env, os.fsencode(cwd), LIMIT_S, text.encode("utf-8", "surrogateescape"))
 
 
 def folder(cwd: str) -> str:

@@ -15,6 +15,8 @@ from typing import Callable, Dict, Mapping, NamedTuple, Optional, Tuple
 
 FD = b"@distrun-fd@"
 """In an argument of a command: the number of the pipe that its result goes to."""
+SCRIPT = b"@distrun-script@"
+"""In an argument of a command: the number of the descriptor that its script is read from."""
 NOT_FOUND = "not found"
 NOT_STARTED = "not started"
 TIMED_OUT = "timed out"
@@ -29,11 +31,13 @@ class Command(NamedTuple):
     """What to run."""
 
     argv: Tuple[bytes, ...]
-    """With FD where the number of the result's pipe belongs."""
+    """With FD where the number of the result's pipe belongs, SCRIPT where that of the script does."""
     env: Mapping[bytes, bytes]
     cwd: bytes
     """Empty: where the agent is."""
     limit_s: float
+    script: bytes = b""
+    """Text that no process list may show, with FD as in `argv`. It is read from a file without a name."""
 
 
 class Done(NamedTuple):
@@ -71,13 +75,17 @@ class Errand:
         command = self._command
         self._result, result = os.pipe()
         self._words, words = os.pipe()
+        theirs = [result, words]
         try:
+            script = self._script(result) if command.script else -1
+            theirs += [script] if command.script else []
+            own = b"%d" % script
             self._child = subprocess.Popen(
-                [word.replace(FD, b"%d" % result) for word in command.argv],
+                [word.replace(FD, b"%d" % result).replace(SCRIPT, own) for word in command.argv],
                 stdin=subprocess.DEVNULL,
                 stdout=words,
                 stderr=words,
-                pass_fds=(result,),
+                pass_fds=[each for each in theirs if each != words],
                 cwd=command.cwd or None,
                 env=command.env,
                 start_new_session=True,
@@ -85,17 +93,28 @@ class Errand:
         except (OSError, ValueError) as err:
             os.close(self._result)
             os.close(self._words)
-            os.close(result)
-            os.close(words)
             fault = NOT_FOUND if isinstance(err, FileNotFoundError) else NOT_STARTED
             self._on_done(Done(None, words=str(err), fault=fault))
             return
-        os.close(result)
-        os.close(words)
+        finally:
+            for descriptor in theirs:
+                os.close(descriptor)
         for descriptor in (self._result, self._words):
             os.set_blocking(descriptor, False)
             self._heard[descriptor] = bytearray()
             self._watch(descriptor)
+
+    def _script(self, result: int) -> int:
+        """Return a descriptor of the script, to be closed. Raises OSError."""
+        import tempfile
+
+        try:
+            with tempfile.TemporaryFile() as file:
+                file.write(self._command.script.replace(FD, b"%d" % result))
+                file.seek(0)
+                return os.dup(file.fileno())
+        except FileNotFoundError as err:  # there is no folder for it; the program may well be there
+            raise OSError(str(err)) from None
 
     def reaped(self, pid: int, status: int) -> None:
         """Take note of a child's end, if it is ours: what it left running in the background is not waited for."""

@@ -140,7 +140,7 @@ class Plan:
     """Names and `PREFIX*` patterns of an outer job's variables, removed before anything is added."""
     runtime: Runtime = Runtime()
     activate: str = ""
-    """Shell text that `bash -lc` runs once on each host; the environment it leaves is what tasks start from."""
+    """Shell text that `bash -l` runs once on each host; the environment it leaves is what tasks start from."""
     sync: Optional[Sync] = None
     version: int = VERSION
 

@@ -57,7 +57,7 @@ class JobStore:
             raise _cannot_make(self.jobs, err, None) from err
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            place.mkdir()
+            place.mkdir(mode=0o700)
         except OSError as err:
             raise _cannot_make(place, err, run_dir) from err
         try:

@@ -68,7 +68,7 @@ def test_a_new_job_has_plan_state_and_launcher(tmp_path: Path) -> None:
     assert state["tasks"][2]["log"] == str(folder.path / "logs/worker-0.log")
     assert folder.launcher()["pid"] == os.getpid()
     assert folder.outcome() is None
-    assert folder.path.stat().st_mode & 0o777 & ~0o755 == 0
+    assert folder.path.stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "jobs").stat().st_mode & 0o077 == 0
 
 
