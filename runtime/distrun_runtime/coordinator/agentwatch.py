@@ -20,7 +20,7 @@ from distrun_runtime.coordinator.actions import (
     Settle,
 )
 from distrun_runtime.coordinator.preflight import WAIT_S, Preflight
-from distrun_runtime.coordinator.roster import SKEW_S, HostState, Roster
+from distrun_runtime.coordinator.roster import SKEW_LIMIT_S, SKEW_S, HostState, Roster
 from distrun_runtime.coordinator.verdict import Cause
 
 GATHERING = "gathering"
@@ -75,9 +75,15 @@ class AgentWatch:
             fix = "use one release of distrun everywhere"
             self._on_start_failed(events.StartFailed(event.host, why, event.arrived, True, "protocol", fix))
             return
-        host.greeted = True
         stamp = event.facts.get("time")
         skew = event.arrived - stamp if isinstance(stamp, (int, float)) else 0.0
+        if abs(skew) > SKEW_LIMIT_S:
+            where = "behind" if skew > 0 else "ahead of"
+            why = "the clock of %s is %.0f s %s that of this machine" % (host.name, abs(skew), where)
+            fix = "on %s: sudo chronyc makestep || sudo timedatectl set-ntp true" % host.name
+            self._on_start_failed(events.StartFailed(event.host, why, event.arrived, True, "clock", fix))
+            return
+        host.greeted = True
         if abs(skew) > SKEW_S:
             host.skew_s = skew
             self._say("the clock of %s is off by %.1f s; its times are corrected" % (host.name, -skew), WARNING)

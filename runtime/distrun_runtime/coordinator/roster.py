@@ -13,6 +13,8 @@ from distrun_runtime.coordinator.outcome import TaskResult
 
 SKEW_S = 1.0
 """A host's clock is corrected only when it is off by more: below that, NTP knows better than a hello's delay."""
+SKEW_LIMIT_S = 300.0
+"""One that is off by more is none that can be relied on: files look older than they are, certificates expired."""
 
 
 @dataclass

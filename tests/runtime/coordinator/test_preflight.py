@@ -133,6 +133,25 @@ def test_an_agent_is_sent_the_runtime_that_it_asks_for() -> None:
     assert history.tell(events.Needed("d1", "another")).did(SendRuntime) == [SendRuntime("d1")]
 
 
+@pytest.mark.parametrize(("off", "words"), [(-301.0, "301 s behind"), (86400.0, "86400 s ahead of")])
+def test_a_clock_that_is_minutes_off_is_a_problem_of_its_host(off: float, words: str) -> None:
+    history = gathering(("d1", "d2")).hello("d1").ready("d1").hello("d2", time=WALL + off)
+    outcome = history.end()
+    assert outcome.exit_code == 3
+    [problem] = outcome.problems
+    assert (problem.host, problem.kind) == ("d2", "clock")
+    assert "the clock of d2 is %s" % words in problem.text
+    assert "chronyc makestep" in problem.fix
+    assert "timedatectl set-ntp true" in problem.fix
+    assert history.did(Begin) == [Begin("d1")]
+
+
+def test_a_clock_that_is_seconds_off_is_worth_a_warning() -> None:
+    history = gathering(("d1",)).hello("d1", time=WALL + 299).ready("d1")
+    assert "the clock of d1 is off by 299.0 s" in history.said()
+    assert len(history.did(Spawn)) == 1
+
+
 # ---------------------------------------------------------------------- preparation
 
 

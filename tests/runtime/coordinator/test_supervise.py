@@ -178,11 +178,11 @@ def test_a_failure_reported_after_the_verdict_changes_nothing() -> None:
 
 def test_stamps_of_a_host_whose_clock_is_wrong_are_corrected() -> None:
     history = History(sample_plan(workers=2, servers=0, hosts=("d1", "d2")), obedient=False)
-    history.hello("d1").hello("d2", time=WALL - 3600).ready("d1").ready("d2")
+    history.hello("d1").hello("d2", time=WALL - 200).ready("d1").ready("d2")
     history.started("worker-0").started("worker-1").beat_to(10)
-    history.exited("worker-0", 5, at=9.0).exited("worker-1", 4, at=9.5 - 3600)
+    history.exited("worker-0", 5, at=9.0).exited("worker-1", 4, at=9.5 - 200)
     assert history.end().exit_code == 5
-    assert "clock of d2 is off by -3600.0 s" in history.said()
+    assert "clock of d2 is off by -200.0 s" in history.said()
 
 
 def test_a_consequence_is_never_the_culprit_beside_another() -> None:
