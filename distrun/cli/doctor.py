@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import locale
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun.cli.console import print_err, print_out, render
+from distrun.cli.folder import current_folder
 from distrun.cli.options import LauncherOption
 from distrun.cli.reach import host_options, hosts_of
 from distrun_runtime.contract import environ
@@ -61,7 +61,7 @@ def doctor(**options: Any) -> int:
     python = options["python"] or ("" if backend.needs_hosts else sys.executable)
     request = Request(
         Wish(dst=dst, needs_servers=not options["no_servers"], count=len(hosts)),
-        cwd="" if dst else os.getcwd(),
+        cwd="" if dst else current_folder(),
         interface=options["interface"] or environ.text("DMLC_INTERFACE", env),
         subnet=options["subnet"],
         port_range=options["port_range"],

@@ -14,6 +14,7 @@ import click
 from distrun import activation, backends, forward, hosts, placement, shell
 from distrun.cli import reach
 from distrun.cli.console import Console
+from distrun.cli.folder import current_folder
 from distrun.cli.options import collect_env, launch_options
 from distrun.errors import UsageError
 from distrun.job import Job
@@ -118,7 +119,7 @@ def _job(
         command=command,
         workers=options["workers"],
         servers=options["workers"] if options["servers"] is None else options["servers"],
-        cwd=_cwd(),
+        cwd=current_folder(),
         ps=options["ps"],
         shell=options["shell"],
         name=options["name"],
@@ -164,10 +165,10 @@ def _rules(options: Mapping[str, Any]) -> Rules | None:
 
     check_folder(options["sync_dst_dir"])
     return make_rules(
-        [*_private(options["env_files"], _cwd()), *options["sync_exclude"]],
+        [*_private(options["env_files"], current_folder()), *options["sync_exclude"]],
         options["sync_gitignore"],
         options["sync_extra"],
-        cwd=_cwd(),
+        cwd=current_folder(),
         delete=options["sync_delete"],
     )
 
@@ -178,13 +179,6 @@ def _private(paths: Sequence[str], cwd: str) -> list[str]:
 
     names = [os.path.relpath(os.path.realpath(path), os.path.realpath(cwd)) for path in paths]
     return ["/" + literal(name) for name in names if not name.startswith("..")]
-
-
-def _cwd() -> str:
-    try:
-        return os.getcwd()
-    except OSError as err:
-        raise UsageError("the current directory does not exist any more", "cd to one that does") from err
 
 
 def _launcher(options: Mapping[str, Any], env: Mapping[str, str], console: Console) -> tuple[str, Inventory | None]:

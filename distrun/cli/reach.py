@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from distrun.ssh.target import CONNECT_S, TRANSPORTS
+
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
     from distrun.hosts import Inventory
     from distrun_runtime.contract.plan import Host
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-TRANSPORTS = ("fabric", "openssh")
-CONNECT_S = 10.0
-"""Seconds that one connection may take, unless --connect-timeout says otherwise."""
 
 HOST_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("-H", "--hostfile", "hostfile", metavar="FILE", help="Hosts file; - reads standard input."),

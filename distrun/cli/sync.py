@@ -11,8 +11,9 @@ import click
 
 from distrun import sync as copying
 from distrun.cli.console import print_err, print_out
+from distrun.cli.folder import current_folder
 from distrun.cli.reach import host_options, hosts_of
-from distrun.errors import SyncError, UsageError
+from distrun.errors import SyncError
 from distrun.ssh.target import Target
 from distrun_runtime.contract import environ
 
@@ -50,7 +51,7 @@ def sync(**options: Any) -> int:
     that fails does not keep the others from their copy; the exit code is then 4.
     """
     copying.check_folder(options["dst"])
-    source = _cwd()
+    source = current_folder()
     rules = copying.make_rules(
         options["excludes"], options["gitignore"], options["extra"], cwd=source, delete=options["delete"]
     )
@@ -96,13 +97,6 @@ def sync(**options: Any) -> int:
     if problem is not None:
         raise problem
     return 0
-
-
-def _cwd() -> str:
-    try:
-        return os.getcwd()
-    except OSError as err:
-        raise UsageError("the current directory does not exist any more", "cd to one that does") from err
 
 
 def as_json(result: Result) -> dict[str, Any]:

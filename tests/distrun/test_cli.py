@@ -221,6 +221,24 @@ def test_an_empty_word_for_a_job_is_refused(distrun: Distrun, words: tuple[str, 
     assert "no job" in error(distrun.run("kill", *words))
 
 
+@pytest.mark.parametrize(
+    "words", ["doctor", "sync --hosts h1 --sync-dst-dir /tmp/x", "launch --launcher local -n 1 -s 0 true"]
+)
+def test_a_current_directory_that_is_gone_is_told(distrun: Distrun, words: str) -> None:
+    script = 'mkdir gone && cd gone && rmdir ../gone && exec "$0" "$@"'
+    argv = ["sh", "-c", script, *distrun.argv(*words.split())]
+    done = subprocess.run(argv, env=distrun.env, cwd=distrun.work, capture_output=True, timeout=60, check=False)
+    assert "the current directory does not exist any more" in error(done)
+
+
+def test_what_the_ssh_options_may_be_stands_in_one_place() -> None:
+    from distrun.cli import reach
+    from distrun.ssh import target
+
+    assert reach.TRANSPORTS is target.TRANSPORTS
+    assert reach.CONNECT_S is target.CONNECT_S
+
+
 def test_several_jobs_are_not_killed_unasked(distrun: Distrun) -> None:
     for name in ("one", "two"):
         assert distrun.launch("-q", "-n", "1", "-s", "0", "--name", name, "true").returncode == 0
