@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from distrun.ssh import dial
-from distrun.ssh.abort import Abort
+from distrun.ssh.abort import Abort, Aborted
 from distrun.ssh.ask import Asker
 from distrun.ssh.failure import OTHER, SshFailure, proxy_failed, too_many_keys
 from distrun.ssh.link import Link
@@ -102,11 +102,11 @@ class Connector:
                 sock, program = self._reach(resolved, abort, warn, depth)
                 try:
                     return fabric_link.log_in(resolved, sock, login, abort, warn), sock, program
-                except ThrownOut:
-                    abort.check()
-                except SshFailure as err:
+                except (ThrownOut, Aborted, SshFailure) as err:
                     words = program.end() if program is not None else ""
-                    raise (proxy_failed(resolved.where, words) if words and err.is_passing else err) from err
+                    if isinstance(err, SshFailure):
+                        raise (proxy_failed(resolved.where, words) if words and err.is_passing else err) from err
+                    abort.check()
         raise too_many_keys(resolved.where)
 
     def _reach(

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import select
-import signal
 import socket
 import subprocess
 import threading
@@ -14,6 +13,7 @@ import time
 from typing import Any
 
 from distrun.ssh.abort import Abort
+from distrun.ssh.child import Child, read_rest
 from distrun.ssh.failure import OTHER, SshFailure, Where, classify, timeout
 
 GLANCE_S = 0.2
@@ -122,11 +122,10 @@ class Program:
     def end(self) -> str:
         """Make sure that it ends; return the last words that it wrote to stderr."""
         self.sock.close()
-        try:
-            _, words = self._child.communicate(timeout=0.5)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._child.pid, signal.SIGKILL)  # its own group: it was started as a session
-            _, words = self._child.communicate()
+        child, stderr = Child(self._child), self._child.stderr
+        assert stderr is not None  # asked for above
+        child.end(0.5)
+        words = b"" if stderr.closed else read_rest(stderr)
         lines = words.decode("utf-8", "replace").strip().splitlines()
+        stderr.close()
         return lines[-1] if lines else ""

@@ -7,9 +7,9 @@ import os
 import select
 import subprocess
 import threading
-import time
 from typing import IO
 
+from distrun.ssh.child import Child, read_rest
 from distrun.ssh.failure import OTHER, SshFailure, classify, no_agent, proxy_failed
 from distrun.ssh.link import LastWords
 from distrun.ssh.program import PROGRAM
@@ -31,7 +31,7 @@ class OpensshLink:
         argv = [*shell(resolved), "--", resolved.target.host, command]
         try:
             # A session of its own: a Ctrl-C at the terminal is the coordinator's business.
-            self._child = subprocess.Popen(
+            popen = subprocess.Popen(
                 argv,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -41,9 +41,8 @@ class OpensshLink:
             )
         except OSError as err:
             raise SshFailure(OTHER, "cannot run %s: %s" % (PROGRAM, err.strerror), "install OpenSSH") from err
-        self._in, self._out, self._err = (
-            _pipe(each) for each in (self._child.stdin, self._child.stdout, self._child.stderr)
-        )
+        self._child = Child(popen)
+        self._in, self._out, self._err = (_pipe(each) for each in (popen.stdin, popen.stdout, popen.stderr))
         os.set_blocking(self._in.fileno(), False)
         self._writing = threading.Lock()
         self._words = LastWords()
@@ -80,22 +79,15 @@ class OpensshLink:
             self._in.close()
 
     def kill(self) -> None:
-        """Kill the program; the agent sees the end of its input."""
+        """Kill the program and what it has started; the agent sees the end of its input."""
         self._child.kill()
 
     def finish(self) -> str:
         """Wait a moment for the program's end, then make it end; return its last words."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(END_S)
-        self._child.kill()
-        self._child.wait()
+        self._child.end(END_S)
         self.end_input()  # only now: whoever is writing is woken by the program's end
-        until = time.monotonic() + END_S
-        os.set_blocking(self._err.fileno(), False)
         # Not to its end: a master connection that it left behind (ControlPersist) holds it open.
-        with contextlib.suppress(BlockingIOError, OSError):
-            while time.monotonic() < until and self._hear():
-                pass
+        self._words.feed(read_rest(self._err, END_S))
         self._out.close()
         self._err.close()
         return self._words.text
@@ -103,7 +95,7 @@ class OpensshLink:
     def explain(self, words: str, noise: str) -> SshFailure:
         """Return why there was no agent: by what the program said if it failed itself, else by what the host said."""
         found = no_agent(self._resolved.where, words, noise)
-        if found.kind == OTHER and self._child.returncode == OWN_FAILURE:
+        if found.kind == OTHER and self._child.code == OWN_FAILURE:
             found = classify(words, self._resolved.where)
             if self._resolved.proxy_command and found.is_passing:
                 return proxy_failed(self._resolved.where, words)
