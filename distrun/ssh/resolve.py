@@ -186,6 +186,8 @@ def digest(target: Target, options: Options, env: Mapping[str, str]) -> Resolved
 
     named = [value for value in options.get("identityfile", ()) if value not in _NOT_SET]
     is_default = set(named) <= set(DEFAULT_IDENTITIES) and set(named) >= _USUAL
+    if target.identity:  # `ssh -G -i` forgets a file that is not there; nobody would hear that it is mistyped
+        named, is_default = [target.identity, *([] if is_default else named)], False
     timeout = one("connecttimeout")
     seconds = float(timeout) if timeout.replace(".", "", 1).isdigit() and float(timeout) > 0 else CONNECT_S
     forward = one("forwardagent", "no")

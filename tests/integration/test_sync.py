@@ -239,8 +239,9 @@ def full_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     socket = tmp_path / "agent"
     agent = subprocess.Popen(["ssh-agent", "-D", "-a", str(socket)], stdout=subprocess.DEVNULL)
     try:
-        wait_until(socket.exists, 30, "the agent listens")
         monkeypatch.setenv("SSH_AUTH_SOCK", str(socket))
+        # 2: no connection. The file is there a moment before somebody listens.
+        wait_until(lambda: subprocess.run(["ssh-add", "-l"], check=False).returncode != 2, 30, "the agent listens")
         keys = [str(key(tmp_path / ("wrong%d" % number))) for number in range(8)]
         subprocess.run(["ssh-add", "-q", *keys], check=True)
         yield tmp_path

@@ -206,6 +206,14 @@ def test_rsync_takes_the_same_way_with_our_options_for_hosts_in_between(tmp_path
     assert "-W '[%h]:%p' -- b" in said
 
 
+def test_a_key_of_the_hosts_file_comes_first_even_if_it_is_not_there() -> None:
+    """`ssh -G -i FILE` forgets a file that is not there, and lists the usual ones instead."""
+    found = digest(Target("d1", identity="~/mistyped"), parse(BARE), {})
+    assert (found.identities, found.is_explicit) == ((HOME + "/mistyped",), True)
+    found = digest(Target("d1", identity="/k"), parse(TUTORIAL), {})
+    assert found.identities == ("/k", "/home/ubuntu/my_key.pem")
+
+
 def test_a_named_key_is_the_only_one_that_the_program_offers(tmp_path: Path) -> None:
     """It would offer those of the ssh-agent before, and a host hangs up after a few."""
     only = "IdentitiesOnly=yes"
