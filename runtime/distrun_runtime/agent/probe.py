@@ -7,6 +7,7 @@ import os
 import pwd
 import resource
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -143,7 +144,8 @@ def loose(home: str) -> List[str]:
 def run(argv: Sequence[str], limit_s: float = PROGRAM_S) -> Tuple[Optional[int], str, str]:
     """Run a program and return its code, stdout and stderr; the code is None if it did not start, or not end in time.
 
-    One that cannot even be killed (a driver that hangs) is left: nobody waits for it.
+    When its time is over, what it has started is ended too. One that cannot even be killed (a driver that hangs) is
+    left: nobody waits for it.
     """
     try:
         child = subprocess.Popen(
@@ -154,7 +156,9 @@ def run(argv: Sequence[str], limit_s: float = PROGRAM_S) -> Tuple[Optional[int],
     try:
         out, err_text = child.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        child.kill()
+        with contextlib.suppress(OSError):
+            # Not reaped yet: its id, and so its session's, is nobody else's.
+            os.killpg(child.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(1.0)
         for pipe in (child.stdout, child.stderr):

@@ -3,11 +3,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+from agentkit import poll
 
 from distrun_runtime.agent import probe, tools
+from distrun_runtime.contract import process
 
 
 def test_the_probe_tells_json_able_facts(tmp_path: Path) -> None:
@@ -38,6 +41,16 @@ def test_a_settled_address_is_not_looked_for() -> None:
 def test_a_program_that_hangs_is_ended_and_said_to() -> None:
     code, out, err = probe.run(["sleep", "600"], 0.1)
     assert (code, out, err) == (None, "", "sleep did not answer within 0.1 s")
+
+
+def test_what_a_program_that_hangs_has_started_is_ended_with_it(tmp_path: Path) -> None:
+    script = "sleep 600 & echo $! > %s/new; mv %s/new %s/pid; wait" % ((tmp_path,) * 3)
+    thread = threading.Thread(target=probe.run, args=(["sh", "-c", script], 3.0))
+    thread.start()
+    poll((tmp_path / "pid").exists, "it has a child")
+    (child,) = process.table([int((tmp_path / "pid").read_text())])
+    thread.join()
+    poll(lambda: not process.is_alive(child.identity), "its child has ended")
 
 
 def test_a_program_that_is_not_there_is_told() -> None:
