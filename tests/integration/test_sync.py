@@ -135,20 +135,23 @@ def test_a_job_runs_what_was_just_copied_and_a_failed_copy_starts_nothing(lab: S
 
 
 def test_what_makes_the_environment_may_come_with_the_files(lab: Site) -> None:
-    """--activate and --python name what is only in the tree that is copied."""
+    """--activate and --python, or python= of the hosts file, name what is only in the tree that is copied."""
     train = "import os\nfrom distrun_runtime import kvstore\nkv = kvstore.create('dist_sync')\n"
     train += "print('A is', os.environ['A'], kv.num_workers)\n"
     wrapper = '#!/bin/sh\necho "$2" >> /tmp/in-tree/used\nexec %s "$@"\n' % sys.executable
-    write(lab.work, **{"train.py": train, "env.sh": "export A=$PWD\n", "bin/py": wrapper})
-    (lab.work / "bin" / "py").chmod(0o755)
-    command = ("launch", "-n", "2", "-s", "1", "--hosts", "h1,h2", "--sync-dst-dir", "/tmp/in-tree")
-    more = ("--activate", "source ./env.sh", "--python", "./bin/py")
-    done = lab.distrun(*command, *more, sys.executable, "train.py")
-    of(done)
-    assert done.out.count("A is /tmp/in-tree 2") == 2
-    assert "distrun_runtime" in lab["h1"].exec("cat", "/tmp/in-tree/used")
+    write(lab.work, **{"train.py": train, "env.sh": "export A=$PWD PATH=$PWD/bin:$PATH\n", "bin/its-py": wrapper})
+    (lab.work / "bin" / "its-py").chmod(0o755)
+    (lab.work / "named").write_text("h1 python=its-py\nh2 python=its-py\n")
+    command = ("launch", "-n", "2", "-s", "1", "--sync-dst-dir", "/tmp/in-tree", "--activate", "source ./env.sh")
+    tasks = (sys.executable, "train.py")
+    for more in (("--hosts", "h1,h2", "--python", "./bin/its-py"), ("-H", "named")):
+        done = lab.distrun(*command, *more, *tasks)
+        of(done)
+        assert done.out.count("A is /tmp/in-tree 2") == 2
+        assert "distrun_runtime" in lab["h1"].exec("cat", "/tmp/in-tree/used")
+        lab["h1"].exec("rm", "/tmp/in-tree/used")
     write(lab.work, **{"env.sh": "echo no luck; false\n"})
-    done = lab.distrun(*command, *more, sys.executable, "train.py")
+    done = lab.distrun(*command, "-H", "named", *tasks)
     err = of(done, 3)
     assert "A is" not in done.out
     assert "no luck" in err
