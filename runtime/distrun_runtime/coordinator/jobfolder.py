@@ -112,6 +112,10 @@ class JobFolder:
         _replace(self.path / "outcome.json", self.outcome_json(outcome))
         self.write_state(outcome.job_state, outcome.tasks, outcome)
 
+    def touch(self) -> None:
+        """Note that the job lives, while nothing of it changes: state.json gets a new time. Raises OSError."""
+        os.utime(str(self.path / "state.json"))
+
     def ask_to_end(self) -> None:
         """Note, before the launcher gets its SIGTERM, that `distrun kill` sends it. Raises OSError."""
         _replace(self.path / "kill.json", {"version": VERSION, "pid": os.getpid(), "time": rfc3339(time.time())})
@@ -226,9 +230,9 @@ class JobFolder:
             return False
 
     def _heard(self, updated: str) -> str:
-        """Return when the state, an event or a task's output was last written (RFC 3339)."""
+        """Return when the state was last written or touched, or an event or a task's output written (RFC 3339)."""
         times = [updated]
-        for path in (self.path / "events.jsonl", *self.logs.glob("*.log")):
+        for path in (self.path / "state.json", self.path / "events.jsonl", *self.logs.glob("*.log")):
             with contextlib.suppress(OSError):
                 times.append(rfc3339(os.stat(str(path)).st_mtime))
         return max(times)

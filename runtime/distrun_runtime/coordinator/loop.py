@@ -230,6 +230,7 @@ class _Loop:
         for host in self._supervisor.roster.hosts.values():
             if host.greeted and not host.is_gone:
                 self._send(host.name, frames.ping(self._pings))
+        self._try(self._folder.touch)
 
     def _save(self, now: float) -> None:
         self._saved = now

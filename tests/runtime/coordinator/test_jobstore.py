@@ -208,7 +208,7 @@ def test_tasks_of_a_lost_job_that_had_not_ended_are_lost(tmp_path: Path) -> None
     orphan(folder)
     state = folder.state()
     assert [task["state"] for task in state["tasks"]] == ["lost", "lost", "lost", "exited", "failed", "stopped"]
-    assert state["heard"] == state["updated"]
+    assert state["updated"] <= state["heard"] <= jobfolder.rfc3339(time.time() + 1)
 
 
 def test_a_lost_job_was_heard_of_when_anything_of_it_was_last_written(tmp_path: Path) -> None:
@@ -217,10 +217,19 @@ def test_a_lost_job_was_heard_of_when_anything_of_it_was_last_written(tmp_path: 
     folder.log_path("worker-0").write_text("hello\n")
     orphan(folder)
     later = time.time() + 60
-    for path in (folder.path / "events.jsonl", folder.log_path("worker-0")):
+    for path in (folder.path / "state.json", folder.path / "events.jsonl", folder.log_path("worker-0")):
         later += 60
         os.utime(path, (later, later))
         assert folder.state()["heard"] == jobfolder.rfc3339(later)
+
+
+def test_a_job_that_is_silent_is_noted_to_live(tmp_path: Path) -> None:
+    folder = store(tmp_path, "a-1").find("a-1")
+    before = folder.state()
+    os.utime(folder.path / "state.json", (1, 1))
+    folder.touch()
+    assert (folder.path / "state.json").stat().st_mtime > 1e9
+    assert folder.state() == before
 
 
 def test_a_lost_job_that_was_killed_is_over(tmp_path: Path) -> None:

@@ -160,6 +160,31 @@ def test_a_host_that_was_suspect_and_answers_in_time_loses_no_line(tmp_path: Pat
     assert (job.folder.logs / "worker-0.log").read_bytes() == whole
 
 
+def test_a_job_that_is_silent_is_noted_to_live_at_every_ping(tmp_path: Path) -> None:
+    noted: list[float] = []
+
+    def script(agent: ScriptedAgent) -> None:
+        agent.begin()
+        task = agent.spawn()
+        state = job.folder.path / "state.json"
+        until = time.monotonic() + 20
+        while job.folder.state()["state"] != "running" and time.monotonic() < until:
+            agent.wait("ping")
+        for _ in range(3):  # whatever else there was to write is written
+            agent.wait("ping")
+        os.utime(state, (1, 1))
+        for _ in range(2):  # at the second, the first is over
+            agent.wait("ping")
+        noted.append(state.stat().st_mtime)
+        agent.exited(task)
+        agent.over(task)
+        agent.finish()
+
+    job = Job(tmp_path, one_worker(suspect_s=2.0, lost_s=60.0), script)
+    assert job.run().exit_code == 0
+    assert noted[0] > 1e9
+
+
 def test_problems_of_hosts_are_in_the_outcome_of_the_folder(tmp_path: Path) -> None:
     def script(agent: ScriptedAgent) -> None:
         agent.say("hello", version=wire.VERSION, time=time.time())
