@@ -25,6 +25,7 @@ from distrun.job import BUNDLED, Job, check_tuning, given
 from distrun.placement import hosts_of, place
 from distrun.plan import Site, check_ports, make_plan
 from distrun_runtime.contract import process
+from distrun_runtime.contract.folder import identity
 from distrun_runtime.contract.plan import SERVER, Plan, Runtime, Secrets, Sync
 from distrun_runtime.coordinator import loop
 from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
@@ -148,7 +149,9 @@ def prepare(
         runtime=runtime,
         python="" if backend.ships_runtime else sys.executable,
         reach={name: backend.reach(hosts.spec(name), reach) for name in used},
-        sync=None if tree is None else Sync(job.cwd, tree.size, tree.files, delete),
+        sync=None
+        if tree is None
+        else Sync(job.cwd, tree.size, tree.files, delete, "" if dry_run else identity(job.cwd)),
         outer=env if backend.inherits_env else {},
         addresses={} if job.interface or job.subnet else backend.addresses(used),
         token="" if dry_run else secrets.token_hex(32),

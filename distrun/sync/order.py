@@ -10,6 +10,7 @@ from hashlib import sha256
 
 from distrun.sync import listing, options, remote, rules, tool
 from distrun.sync.rules import Extra, Rules
+from distrun_runtime.contract.folder import identity
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Order:
         # Hosts may share the folder too.
         partial = "%s%s-%s" % (rules.PARTIAL, self.run, sha256(os.fsencode(host)).hexdigest()[:8])
         there = remote.rsync_path(
-            self.dst, size=self.size, source=remote.identity(self.source), delete=self.delete, partial=partial
+            self.dst, size=self.size, source=identity(self.source), delete=self.delete, partial=partial
         )
         argv = options.sending(
             self.program,

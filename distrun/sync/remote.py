@@ -1,6 +1,7 @@
 """What happens on a host before its rsync starts: one shell text, which rsync runs there in place of `rsync`. Pure.
 
-It makes the folder, changes into it, checks what can be checked without the agent, and says what it finds in lines
+It makes the folder, changes into it, checks what can be checked without the agent (why the agent has the same rules is
+said in distrun_runtime/agent/places.py), and says what it finds in lines
 `distrun-sync: WORD DETAIL` on stderr. rsync is then told to write to `./`, so that no path of the user's is ever
 parsed by a shell: the folder travels as an argument of the text, in octal where it is not plain.
 """
@@ -11,7 +12,8 @@ import os
 import re
 
 from distrun.errors import UsageError
-from distrun.sync.rules import MARKER, PARTIAL
+from distrun.sync.rules import PARTIAL
+from distrun_runtime.contract.folder import MARKER
 
 SAYS = "distrun-sync: "
 
@@ -73,7 +75,7 @@ def rsync_path(
     """Return the value of --rsync-path.
 
     `folder` is the destination: `~` and `~user` are the host's, another relative path is below the home folder.
-    `size` (bytes) has to be free if the folder is empty. `source` is `identity()` of what is copied; empty: no
+    `size` (bytes) has to be free if the folder is empty. `source` is `folder.identity()` of what is copied; empty: no
     look whether it is the same folder. `delete`: only with the marker. `extra`: a folder below the destination, which
     gets no marker.
     """
@@ -91,17 +93,6 @@ def check_folder(folder: str, option: str = "--sync-dst-dir") -> None:
         raise UsageError("%s: expected a directory on the hosts, found %r" % (option, folder))
     if folder.startswith("~") and not re.fullmatch(r"~[A-Za-z0-9._+-]*(/.*)?", folder, re.DOTALL):
         raise UsageError("%s: expected ~/DIR or ~USER/DIR, found %r" % (option, folder), "./%s is a name" % folder)
-
-
-def identity(path: str) -> str:
-    """Return what makes a folder of this machine the same one as seen from another login; empty if unknown."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = file.read().strip()
-        found = os.stat(path)
-    except OSError:
-        return ""
-    return "%d:%d %s" % (found.st_dev, found.st_ino, boot)
 
 
 def encode(folder: str) -> str:

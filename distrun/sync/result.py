@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from distrun.errors import SyncError
 from distrun.shell import quote
-from distrun.sync import remote, rules, tool
+from distrun.sync import remote, tool
 from distrun.sync.transfer import Ended
 from distrun.sync.units import count, size_text
+from distrun_runtime.contract.folder import MARKER
 
 _FULL = ("No space left on device", "Disk quota exceeded", "File too large")
 _SUMS = ("rsync error:", "rsync: connection unexpectedly closed", "rsync warning:")
@@ -87,8 +88,8 @@ def failure(
     if remote.UNMARKED in says:
         at = says[remote.UNMARKED]
         return (
-            "--delete: the directory %s has content, and no file %s that says it is distrun's" % (at, rules.MARKER),
-            "if nothing else is kept there, on that host: touch %s" % quote("%s/%s" % (at, rules.MARKER)),
+            "--delete: the directory %s has content, and no file %s that says it is distrun's" % (at, MARKER),
+            "if nothing else is kept there, on that host: touch %s" % quote("%s/%s" % (at, MARKER)),
         )
     if remote.FULL in says:
         free = says[remote.FULL].partition(" ")[0]

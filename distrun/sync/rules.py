@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distrun.errors import UsageError
+from distrun_runtime.contract.folder import MARKER
 
-MARKER = ".distrun-sync"
-"""A file in the destination that says: this folder is distrun's, so --delete may delete there. It is made when the
-folder is made (or was empty), never in a folder that had content of its own."""
 PARTIAL = ".distrun-part-"
 """Beginning of the names of folders that hold updates until all have arrived."""
 IGNORE_FILE = ".distrunignore"

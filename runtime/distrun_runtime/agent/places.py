@@ -7,10 +7,9 @@ import os
 from typing import List
 
 from distrun_runtime.agent.refusal import Refusal
+from distrun_runtime.contract.folder import MARKER, identity
 from distrun_runtime.contract.plan import Plan, Sync
 
-MARKER = ".distrun-sync"
-"""File that says: this folder was made, or was empty, when distrun first copied into it. Only there it may delete."""
 _MARKER_TEXT = b"distrun copies files into this folder. Without this file it never deletes any here.\n"
 
 
@@ -45,9 +44,22 @@ def expand(folder: str) -> str:
     return os.path.expanduser(folder)
 
 
-def make(cwd: str, sync: Sync, host: str) -> None:
-    """Make the folder that the tree of `sync` is copied to, and look whether it can take it. Raises Refusal."""
+def _expanded(cwd: str, host: str) -> str:
     folder = expand(cwd)
+    if folder.startswith("~"):  # as it stands it would be a folder `~NAME` below the home directory
+        text = "there is no user %s on %s" % (cwd.partition("/")[0], host)
+        raise Refusal("folder", text, "give a directory of a user that all hosts have")
+    return folder
+
+
+def make(cwd: str, sync: Sync, host: str) -> None:
+    """Make the folder that the tree of `sync` is copied to, and look whether it can take it. Raises Refusal.
+
+    The text that runs before the host's rsync (distrun/sync/remote.py) makes and judges it by the same rules. Both are
+    needed: here all hosts are judged before anything is copied to any; there the folder is as rsync will find it, also
+    for `distrun sync`, which has no agents.
+    """
+    folder = _expanded(cwd, host)
     try:
         os.makedirs(folder, exist_ok=True)
         names = os.listdir(folder)
@@ -62,7 +74,7 @@ def make(cwd: str, sync: Sync, host: str) -> None:
     if not names:
         _check_room(cwd, folder, sync, host)
         _mark(folder, cwd, host)
-    elif sync.delete and not is_ours and not _is_same(folder, sync.source):
+    elif sync.delete and not is_ours and not _is_same(folder, sync):
         raise Refusal(
             "folder",
             "--sync-delete would remove files of yours: %s on %s has files, and not from distrun (no %s in it)"
@@ -101,7 +113,7 @@ def _mark(folder: str, cwd: str, host: str) -> None:
 
 
 def _must_be(cwd: str, plan: Plan, host: str) -> None:
-    folder = expand(cwd)
+    folder = _expanded(cwd, host)
     fix = "" if plan.backend == "local" else "copy it there with --sync-dst-dir DIR, or mount it"
     if not os.path.isdir(folder):
         what = "is no folder" if os.path.lexists(folder) else "does not exist"
@@ -110,9 +122,9 @@ def _must_be(cwd: str, plan: Plan, host: str) -> None:
         raise Refusal("folder", "%s on %s may not be entered" % (cwd, host), fix)
 
 
-def _is_same(folder: str, source: str) -> bool:
+def _is_same(folder: str, sync: Sync) -> bool:
     """Return whether the source is that very folder: then this is the launching machine, and nothing is copied."""
-    return os.path.isabs(source) and os.path.realpath(folder) == os.path.realpath(source)
+    return bool(sync.identity) and identity(folder) == sync.identity
 
 
 def _size(count: float) -> str:

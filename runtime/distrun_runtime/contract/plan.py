@@ -114,6 +114,8 @@ class Sync:
     files: int = 0
     delete: bool = False
     """Whether what only a host has is deleted there; then only in a folder that carries our marker."""
+    identity: str = ""
+    """`folder.identity` of the source: where `Plan.cwd` is that very folder, nothing is copied or deleted."""
 
 
 @dataclass(frozen=True)

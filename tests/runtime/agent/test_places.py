@@ -11,10 +11,11 @@ import pytest
 
 from distrun_runtime.agent import places
 from distrun_runtime.agent.refusal import Refusal
+from distrun_runtime.contract import folder
 from distrun_runtime.contract.plan import Host, Plan, Sync, Task
 
 
-def plan(cwd: Path, backend: str = "ssh", **more: Any) -> Plan:
+def plan(cwd: Path | str, backend: str = "ssh", **more: Any) -> Plan:
     task = Task("worker-0", "worker", 0, "d2", ("x",), str(cwd))
     return Plan("j1", "", backend, ("x",), str(cwd), (Host("d2"),), (task,), **more)
 
@@ -53,7 +54,10 @@ def test_a_folder_with_files_is_not_marked_and_never_deleted_from(tmp_path: Path
     refusal = refused(plan(tmp_path, sync=Sync("/src", delete=True)))
     assert refusal.kind == "folder"
     assert "has files, and not from distrun" in str(refusal)
-    places.check(plan(tmp_path, sync=Sync(str(tmp_path), delete=True)), "d2")  # the launching machine itself
+    # The launching machine itself, and another one that has a folder by the same name.
+    places.check(plan(tmp_path, sync=Sync("/else/where", delete=True, identity=folder.identity(str(tmp_path)))), "d2")
+    assert refused(plan(tmp_path, sync=Sync(str(tmp_path), delete=True, identity="1:2 other"))).kind == "folder"
+    assert refused(plan(tmp_path, sync=Sync(str(tmp_path), delete=True))).kind == "folder"
 
 
 def test_too_little_room_is_told_before_anything_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +86,17 @@ def test_a_folder_that_cannot_be_made_says_why(tmp_path: Path) -> None:
     refusal = refused(plan(tmp_path / "file" / "x", sync=Sync("/src")))
     assert (refusal.kind, refusal.fix) == ("folder", "give another --sync-dst-dir")
     assert "Not a directory" in str(refusal)
+
+
+@pytest.mark.parametrize("sync", [Sync("/src"), None])
+def test_the_home_of_a_user_who_does_not_exist_is_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: Sync | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refusal = refused(plan(Path("~no_such_user_here/job"), sync=sync))
+    assert (refusal.kind, str(refusal)) == ("folder", "there is no user ~no_such_user_here on d2")
+    assert os.listdir(tmp_path) == []
+    places.check(plan("./~name", sync=Sync("/src")), "d2")
 
 
 def test_home_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
