@@ -1,10 +1,16 @@
 """Fixtures that every test may ask for."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 from lab import lab, lab_of_session, pytest_pyfunc_call
+
+# Started in the background of a script, or by nohup, these are ignored, and distrun would rightly ignore them too.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 __all__ = ["cache_of_session", "lab", "lab_of_session", "pytest_pyfunc_call"]
 
