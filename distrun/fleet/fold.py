@@ -37,14 +37,19 @@ class Lines:
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix.encode("utf-8", "surrogateescape")
-        self._rest = b""
+        self._rest: list[bytes] = []
+        """Pieces of the line that has not ended: adding to one long piece again and again would copy it each time."""
 
     def feed(self, data: bytes) -> bytes:
         """Add bytes and return the lines that are whole now."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        if b"\n" not in data:
+            self._rest.append(data)
+            return b""
+        *lines, rest = b"".join([*self._rest, data]).split(b"\n")
+        self._rest = [rest]
         return b"".join(self._prefix + line + b"\n" for line in lines)
 
     def end(self) -> bytes:
         """Return the line that was not ended."""
-        rest, self._rest = self._rest, b""
+        rest, self._rest = b"".join(self._rest), []
         return self._prefix + rest + b"\n" if rest else b""
