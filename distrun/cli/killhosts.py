@@ -133,7 +133,7 @@ def _show(found: Found, chosen: Sequence[HostJob]) -> None:
 
 def _rows(job: HostJob) -> list[tuple[str, ...]]:
     return [
-        (job.host, job.job, job.state(), each.task, str(each.pid), jobs.age(each.age_s), each.command)
+        (job.host, job.job, job.state(), each.task, str(each.pid), jobs.age(each.age_s), jobs.shown(each))
         for each in job.processes
     ]
 

@@ -13,6 +13,10 @@ STOPPED = "stopped"
 NONE = "none"
 
 
+SHOWN = 100
+"""Characters of a command line in a table; the JSON has all."""
+
+
 @dataclass(frozen=True)
 class Process:
     """One process of a host."""
@@ -104,6 +108,13 @@ def _meant(word: str, ids: Sequence[str]) -> list[str]:
     if len(found) > 1:
         raise UsageError("%r could be %s" % (word, ", ".join(found)), "type more of the id, or name each of them")
     return found
+
+
+def shown(process: Process) -> str:
+    """Return a process's command for a table: ours by its name, for theirs is long; others cut."""
+    if process.task in ("agent", "guard"):
+        return "distrun's %s" % process.task
+    return process.command if len(process.command) <= SHOWN else process.command[:SHOWN] + "..."
 
 
 def age(seconds: float | None) -> str:

@@ -86,3 +86,13 @@ def test_the_answer_of_an_agent_is_read() -> None:
 )
 def test_ages_are_short(seconds: float | None, text: str) -> None:
     assert jobs.age(seconds) == text
+
+
+def test_a_table_names_our_own_processes_and_cuts_long_commands() -> None:
+    def shown(command: str, task: str = "") -> str:
+        return jobs.shown(jobs.Process(7, "s", command, task))
+
+    assert shown("python3 -I -S -c exec(...)", "agent") == "distrun's agent"
+    assert shown("python3 -I -S -c exec(...)", "guard") == "distrun's guard"
+    assert shown("sleep 9", "worker-0") == "sleep 9"
+    assert len(shown("x" * 500)) == 103
