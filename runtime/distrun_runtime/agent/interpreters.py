@@ -66,6 +66,8 @@ def judge(probe: Probe, done: Done, host: str) -> str:
     other = "name another interpreter with --python, python= in the hosts file, or --activate"
     if done.fault == NOT_FOUND:
         where = "" if "/" in name else " (in no folder of the tasks' PATH)"
+        if name == "python":
+            other = "type python3 in the command, if that is what this host has, or " + other
         raise Refusal("python", "there is no program %s on %s%s" % (name, host, where), other)
     try:
         version, path, missing = _parsed(done.result)
@@ -84,7 +86,13 @@ def judge(probe: Probe, done: Done, host: str) -> str:
         text = "%s on %s (Python %s) cannot import %s" % (path or name, host, version, ", ".join(missing))
         lines = ["%s: %s" % each for each in missing.items()]
         packages = " ".join(PACKAGES.get(module, module) for module in missing)
-        fix = "on %s: %s -m pip install %s\nor %s" % (host, path or name, packages, other)
+        fix = "on %s: %s -m pip install %s" % (host, path or name, packages)
+        # Many systems let pip write to virtual environments only (PEP 668).
+        fix += "\nor there: %s -m venv ~/v && ~/v/bin/pip install %s   and then --activate venv:~/v" % (
+            path or name,
+            packages,
+        )
+        fix += "\nor " + other
         raise Refusal("module", "\n".join([text, *lines]), fix)
     return "%s %s" % (version, path)
 

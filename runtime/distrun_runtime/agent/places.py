@@ -129,7 +129,7 @@ def _is_same(folder: str, sync: Sync) -> bool:
 
 def _size(count: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
+        if count < 1000:
             return "%.3g %s" % (count, unit)
         count /= 1024
     return "%.3g TiB" % count
