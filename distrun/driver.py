@@ -288,7 +288,9 @@ def _copier(ready: Prepared, sink: Sink) -> Copier | None:
     from distrun.sync import Copier
 
     targets = {host.name: Target.from_reach(host.reach) for host in ready.plan.hosts}
-    return Copier(targets, sync.source, ready.plan.cwd, ready.rules, sync.delete, sink, size=sync.size)
+    return Copier(
+        targets, sync.source, ready.plan.cwd, ready.rules, sync.delete, sink, size=sync.size, asker=ready.backend.asker
+    )
 
 
 def _check_python(job: Job, env: Mapping[str, str]) -> None:

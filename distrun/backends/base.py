@@ -12,6 +12,7 @@ from distrun_runtime.coordinator.channel import Channel
 
 if TYPE_CHECKING:
     from distrun.hosts import HostSpec, Inventory
+    from distrun.ssh.ask import Asker
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class Backend(ABC):
     """Whether tasks see the launcher's own environment without anything being forwarded."""
     ships_runtime: bool = True
     """Whether hosts have to be sent the bundled runtime; else they see this machine's folder."""
+    asker: Asker | None = None
+    """Knows what the user typed to get into hosts; None: nothing was asked."""
 
     @abstractmethod
     def inventory(self, found: Inventory | None) -> Inventory:

@@ -28,6 +28,7 @@ class Ssh(Backend):
 
     def __init__(self) -> None:
         self._connector = Connector()
+        self.asker = self._connector.asker
 
     def inventory(self, found: Inventory | None) -> Inventory:
         """Return the hosts that the user named.

@@ -14,6 +14,7 @@ from distrun.cli.console import print_err, print_out
 from distrun.cli.folder import current_folder
 from distrun.cli.reach import host_options, hosts_of
 from distrun.errors import SyncError
+from distrun.ssh.ask import Asker
 from distrun.ssh.target import Target
 from distrun_runtime.contract import environ
 
@@ -78,6 +79,8 @@ def sync(**options: Any) -> int:
         screen,
         size=tree.size,
         keep_going=True,
+        asker=Asker(),
+        may_ask=True,
         on_progress=screen.progress if screen.is_live else None,
         report_s=REFRESH_S if screen.is_live else copying.REPORT_S,
     )

@@ -34,6 +34,10 @@ class Asker:
     def __repr__(self) -> str:
         return "Asker(%d answers)" % len(self._answers)
 
+    def recall(self, about: str) -> str | None:
+        """Return the answer about something, if there was one; asks nobody. It may have been a wrong one."""
+        return self._answers.get(about)
+
     def ask(self, about: str, prompt: str, abort: Abort, refused: str | None = None) -> str | None:
         """Return the answer to `prompt`, from memory if `about` was answered before.
 

@@ -38,7 +38,8 @@ class Connector:
     """What the connections of one launch share. Of any thread's use."""
 
     def __init__(self, asker: Asker | None = None) -> None:
-        self._asker = asker or Asker()
+        self.asker = asker or Asker()
+        """Knows what the user typed."""
         self._window = threading.BoundedSemaphore(WINDOW)
         self._lock = threading.Lock()
         self._doors: dict[tuple[str, int], threading.BoundedSemaphore] = {}
@@ -96,7 +97,7 @@ class Connector:
         from distrun.ssh import fabric_link
         from distrun.ssh.login import Login, ThrownOut
 
-        login: Login = Login(resolved, self._keys(), self._asker, abort)
+        login: Login = Login(resolved, self._keys(), self.asker, abort)
         with _held(self._door(resolved), abort):
             for _ in range(LOGINS):
                 sock, program = self._reach(resolved, abort, warn, depth)

@@ -18,16 +18,19 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from distrun.errors import DistrunError
-from distrun.sync import distinct, remote, result
+from distrun.ssh.abort import Abort
+from distrun.sync import askpass, distinct, remote, result
 from distrun.sync.order import Order, make_order
 from distrun.sync.result import Result
 from distrun.sync.rules import Rules
 from distrun.sync.transfer import Ended, Progress, Transfer
 from distrun.sync.units import count, size_text
+from distrun.sync.ways import SshWays, Way, Ways, one
 from distrun_runtime.contract import environ
 from distrun_runtime.coordinator.events import Prepared, PrepareFailed
 
 if TYPE_CHECKING:
+    from distrun.ssh.ask import Asker
     from distrun.ssh.failure import SshFailure
     from distrun.ssh.target import Target
     from distrun_runtime.coordinator.channel import Put
@@ -60,9 +63,10 @@ class Copier:
     """A copy that can be started once, and cancelled.
 
     `targets` is how each host is reached. `source` is a folder here, `dst` the folder there: `~` is the host's home,
-    where other relative paths begin too. `shell` gives the argv of the remote shell for rsync, `identity` what is
-    equal for two names of one host. With `keep_going` a failed host does not end the copy to others. `on_progress`
-    gets a line every `report_s` seconds; without it the sink does.
+    where other relative paths begin too. With `keep_going` a failed host does not end the copy to others. `on_progress`
+    gets a line every `report_s` seconds; without it the sink does. `asker` knows what the user typed to get into the
+    hosts; with `may_ask` it is asked for more. `shell` gives the argv of another remote shell for rsync, `identity`
+    what is equal for two names of one host.
     """
 
     def __init__(  # noqa: PLR0917
@@ -81,7 +85,9 @@ class Copier:
         answer_s: float = ANSWER_S,
         report_s: float = REPORT_S,
         on_progress: Callable[[str], None] | None = None,
-        shell: distinct.Shell | None = None,
+        asker: Asker | None = None,
+        may_ask: bool = False,
+        shell: Callable[[Target], Sequence[str]] | None = None,
         identity: distinct.Identity | None = None,
     ) -> None:
         remote.check_folder(dst)
@@ -98,7 +104,11 @@ class Copier:
         self._answer_s = answer_s
         self._report_s = report_s
         self._on_progress = on_progress or (lambda text: sink.say(text, "info"))
-        self._shells = distinct.ssh_shells if shell is None else lambda target: [shell(target)]
+        self._helpers = askpass.Helpers()
+        self._abort = Abort()
+        self._ways: Ways = SshWays(asker, self._helpers, self._abort, may_ask)
+        if shell is not None:
+            self._ways = lambda target: one(shell(target))
         self._identity = identity or distinct.ssh_identity
         self._lock = threading.Lock()
         self._making_links = threading.Lock()
@@ -125,6 +135,7 @@ class Copier:
             self._waiting.clear()
             for transfer in self._running.values():
                 transfer.cancel()
+        self._abort.now()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(CANCEL_S)
 
@@ -148,6 +159,7 @@ class Copier:
             UsageError: the rules cannot be read.
         """
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._helpers)
             # Not made without need: a process that is killed leaves it behind.
             needed = self._rules.gitignore or self._rules.extra
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="distrun-sync-")) if needed else ""
@@ -238,16 +250,18 @@ class Copier:
         files = size = 0
         same = False
         self._sink.say("rsync %s -> %s:%s" % (os.path.join(order.source, ""), host, order.dst), "info")
-        shells = deque(self._shells(self._targets[host]))
-        runs = self._runs(order, host, shells[0])
+        ways = self._ways(self._targets[host])
+        way = next(ways)
+        runs = self._runs(order, host, way)
         made = Result(host, names)
         races = RACES
         while runs:
-            ended, unreached = self._reach(host, runs[0])
-            if unreached is not None and unreached.kind == distinct.AUTH and len(shells) > 1:
-                shells.popleft()
-                runs = self._runs(order, host, shells[0])[-len(runs) :]
-                continue
+            ended, unreached = self._reach(host, runs[0], way)
+            if unreached is not None and unreached.kind == distinct.AUTH and not self._cancelled.is_set():
+                with contextlib.suppress(StopIteration):
+                    way = ways.send(unreached)
+                    runs = self._runs(order, host, way)[-len(runs) :]
+                    continue
             if unreached is None and races and result.met_another(ended) and not self._cancelled.wait(random.random()):
                 races -= 1
                 continue
@@ -267,14 +281,14 @@ class Copier:
                 return replace(made, code=ended.code, reason=reason, fix=fix, words=tuple(ended.words))
         return made
 
-    def _runs(self, order: Order, host: str, shell: Sequence[str]) -> list[list[str]]:
+    def _runs(self, order: Order, host: str, way: Way) -> list[list[str]]:
         with self._making_links:
-            return order.runs(self._targets[host].host, shell)
+            return order.runs(self._targets[host].host, way.shell)
 
-    def _reach(self, host: str, argv: list[str]) -> tuple[Ended, SshFailure | None]:
+    def _reach(self, host: str, argv: list[str], way: Way) -> tuple[Ended, SshFailure | None]:
         """Run rsync, again if the host takes no more connections just now; return why ssh did not get there, if so."""
         for wait_s in (*AGAIN_S, None):
-            ended = self._run(host, argv)
+            ended = self._run(host, argv, way)
             words = [word for word in ended.words if not word.startswith("rsync")]
             if ended.says or ended.overdue or ended.cancelled or not ended.code or not words:
                 break
@@ -285,10 +299,10 @@ class Copier:
                 return ended, failure
         return ended, None
 
-    def _run(self, host: str, argv: list[str]) -> Ended:
+    def _run(self, host: str, argv: list[str], way: Way) -> Ended:
         # What the user's environment tells rsync (another shell, a partial folder) is not ours to guess about.
         env = {name: value for name, value in environ.snapshot().items() if not name.startswith("RSYNC_")}
-        transfer = Transfer(argv, {**env, "LC_ALL": "C"}, answer_s=self._answer_s)
+        transfer = Transfer(argv, {**env, **way.env, "LC_ALL": "C"}, answer_s=self._answer_s)
         with self._lock:
             if self._cancelled.is_set():
                 transfer.cancel()

@@ -1,8 +1,7 @@
-"""What ssh makes of a host: which names are one, the remote shell for rsync, and why it did not get there."""
+"""What ssh makes of a host: which names are one, and why rsync's ssh did not get there."""
 
 from __future__ import annotations
 
-import shutil
 import socket
 import threading
 import time
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from distrun.ssh.failure import SshFailure
     from distrun.ssh.target import Target
 
-Shell = Callable[["Target"], Sequence[str]]
 Identity = Callable[["Target"], Hashable]
 
 AUTH = "auth"
@@ -91,29 +89,6 @@ def ssh_identity(target: Target) -> Hashable:
         return (found.user, found.hostname, found.port, found.jump, found.proxy_command)
     addresses = socket.getaddrinfo(found.hostname, found.port, type=socket.SOCK_STREAM)
     return (found.user, tuple(sorted({str(each[4][0]) for each in addresses})), found.port)
-
-
-def ssh_shells(target: Target) -> list[Sequence[str]]:
-    """Return the remote shells for rsync, each to be tried if the one before was not let in.
-
-    Each is the ssh program with the parameters that the target's connection has. Our own connections offer the keys
-    that the user named, then all others of the ssh-agent. The program offers the agent's first, and a host hangs up
-    after a few wrong ones; so it is first told of the named ones only.
-
-    Raises:
-        SyncError: there is no ssh program, or its configuration cannot be read.
-    """
-    from distrun.ssh.failure import SshFailure
-    from distrun.ssh.resolve import resolve, shell
-
-    if shutil.which("ssh") is None:
-        raise SyncError("there is no program ssh on this machine, which rsync needs to reach a host", "install OpenSSH")
-    try:
-        found = resolve(target)
-        named, all_keys = shell(found, named=True), shell(found, named=False)
-    except SshFailure as err:
-        raise SyncError(err.text, err.fix) from err
-    return [named, all_keys] if named != all_keys else [all_keys]
 
 
 def ssh_failure(target: Target, words: Sequence[str]) -> SshFailure:

@@ -281,9 +281,16 @@ class PasswordServer:
                     transport.start_server(server=Interface(), event=threading.Event())
 
     def _execute(self, channel: Any, command: bytes) -> None:
-        child = subprocess.Popen(["/bin/sh", "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        pipe = subprocess.PIPE
+        child = subprocess.Popen(["/bin/sh", "-c", command], stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
         assert child.stdin is not None
         assert child.stdout is not None
+        assert child.stderr is not None
+
+        def tell() -> None:
+            with contextlib.suppress(OSError):
+                while data := child.stderr.read(65536):  # type: ignore[union-attr]
+                    channel.sendall_stderr(data)
 
         def up() -> None:
             with contextlib.suppress(OSError):
@@ -293,12 +300,18 @@ class PasswordServer:
                 child.stdin.close()  # type: ignore[union-attr]
 
         threading.Thread(target=up, daemon=True).start()
+        teller = threading.Thread(target=tell, daemon=True)
+        teller.start()
         with contextlib.suppress(OSError):
             while data := child.stdout.read(65536):
                 channel.sendall(data)
         child.stdout.close()
-        child.wait()
-        channel.close()
+        teller.join()
+        child.stderr.close()
+        code = child.wait()
+        with contextlib.suppress(Exception):  # whoever asked may have gone
+            channel.send_exit_status(code)
+            channel.close()
 
     def close(self) -> None:
         self._sock.shutdown(socket.SHUT_RDWR)
