@@ -87,12 +87,18 @@ def check_folder(folder: str, option: str = "--sync-dst-dir") -> None:
     """Check a destination. Pure.
 
     Raises:
-        UsageError: it is empty, or names a user in a way that no system allows.
+        UsageError: it is empty, the root of the file system, or names a user or variable as only a shell would read it.
     """
     if not folder or "\0" in folder:
         raise UsageError("%s: expected a directory on the hosts, found %r" % (option, folder))
     if folder.startswith("~") and not re.fullmatch(r"~[A-Za-z0-9._+-]*(/.*)?", folder, re.DOTALL):
         raise UsageError("%s: expected ~/DIR or ~USER/DIR, found %r" % (option, folder), "./%s is a name" % folder)
+    if folder.startswith("$"):
+        home = re.sub(r"\A\$(HOME|\{HOME\})(?=/|\Z)", "~", folder)
+        fix = "write %s" % home if home != folder else "./%s is a name" % folder
+        raise UsageError("%s: variables are not expanded on the hosts: %r" % (option, folder), fix)
+    if not folder.strip("/."):
+        raise UsageError("%s: %r is no directory for copies" % (option, folder), "name one of its own, like /tmp/job")
 
 
 def encode(folder: str) -> str:
