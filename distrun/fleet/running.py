@@ -115,7 +115,7 @@ def run(
 
 def plan_of(backend: str, hosts: Sequence[Host], argv: Sequence[str], cwd: str) -> Plan:
     """Return the plan: one task a host. Not pure: its id is random."""
-    words = ("sh", "-c", IN_FOLDER, cwd or ".", *argv)
+    words = ("sh", "-c", IN_FOLDER, cwd, *argv) if cwd else tuple(argv)
     return Plan(
         job="exec-" + secrets.token_hex(4),
         name="exec",
@@ -125,7 +125,7 @@ def plan_of(backend: str, hosts: Sequence[Host], argv: Sequence[str], cwd: str) 
         # No peer will ask for an address, so that the agent need not look for one: also where `iface=` is wrong.
         hosts=tuple(dataclasses.replace(host, address=host.address or "127.0.0.1", interface="") for host in hosts),
         tasks=tuple(
-            Task(name="%s-%d" % (WORKER, rank), role=WORKER, rank=rank, host=host.name, argv=words, cwd="/")
+            Task(name="%s-%d" % (WORKER, rank), role=WORKER, rank=rank, host=host.name, argv=words, cwd="~")
             for rank, host in enumerate(hosts)
         ),
         limits=Limits(grace_s=GRACE_S),

@@ -90,6 +90,7 @@ def test_an_interface_that_is_not_there_keeps_no_command_from_running() -> None:
 def test_a_command_that_is_not_there_is_127() -> None:
     found = fleet.run(Local(), HOSTS[:1], ("no-such-program-here",))  # type: ignore[arg-type]
     assert ran(found).code == 127
+    assert "command not found: no-such-program-here" in ran(found).reason
 
 
 def test_a_signal_is_128_and_its_number() -> None:
