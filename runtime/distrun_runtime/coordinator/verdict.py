@@ -97,7 +97,7 @@ def host_lost(host: str, why: str, time: float, lease_s: Optional[float] = None)
     """
     text = "lost %s: %s" % (host, _one_line(why))
     if lease_s is not None:
-        text += "; what still runs there is ended by its own agent within %g s" % lease_s
+        text += "; if that machine still runs, its own agent ends the tasks there within %g s" % lease_s
     return Cause(ends.HOST_LOST, ends.EXIT_HOST_LOST, time, text, "lost %s" % host, host=host, detail=why)
 
 

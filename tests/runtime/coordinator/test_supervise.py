@@ -356,7 +356,7 @@ def test_a_lost_host_gives_7_and_the_others_are_stopped() -> None:
     assert [stop.host for stop in history.did(StopTasks)] == ["d1"]
     outcome = history.end()
     assert (outcome.exit_code, outcome.reason) == (7, "host_lost")
-    left = "what still runs there is ended by its own agent within 45 s"
+    left = "if that machine still runs, its own agent ends the tasks there within 45 s"
     assert outcome.message == "lost d2: its connection ended; " + left
     assert outcome.survivors == ("worker-1 (pid 100) on d2",)
     assert Drop("d2") in history.done
@@ -387,7 +387,7 @@ def test_the_times_of_suspicion_and_loss_are_the_plans() -> None:
     assert "silent" not in history.said()
     assert "silent for 2 s (suspect); it counts as lost after 4 s" in history.tick_to(2.5).said()
     outcome = history.tick_to(4.5).end()
-    assert outcome.message == "lost d1: silent for 4 s; what still runs there is ended by its own agent within 6 s"
+    assert outcome.message == "lost d1: silent for 4 s; if that machine still runs, its own agent ends the tasks there within 6 s"
 
 
 def test_a_suspected_agent_that_answers_is_trusted_again() -> None:
