@@ -8,13 +8,10 @@ from typing import Any
 
 import click
 
+from distrun.cli.consent import EXIT_LEFT, EXIT_PROBLEM, SCHEMA, agree
 from distrun.cli.console import print_out
 from distrun.cli.reach import host_options
 from distrun.errors import UsageError
-
-SCHEMA = "distrun.kill/1"
-EXIT_LEFT = 1
-EXIT_PROBLEM = 3
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -63,22 +60,6 @@ def kill(jobs: tuple[str, ...], **options: Any) -> int:
     if not jobs:
         raise UsageError("which job?", "distrun status lists the jobs; -H FILE means all of mine on these hosts")
     return _by_name(jobs, options)
-
-
-def agree(question: str, yes: bool, what: str) -> None:
-    """Ask on the terminal, unless `yes`.
-
-    Raises:
-        UsageError: nobody can be asked.
-        click.Abort: the answer is no.
-    """
-    import sys
-
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise UsageError("%s only with -y where nobody can be asked" % what, "look first: --dry-run")
-    click.confirm(question, abort=True, err=True)
 
 
 def _by_name(jobs: tuple[str, ...], options: Mapping[str, Any]) -> int:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from distrun import backends
 from distrun.cli import tables
+from distrun.cli.consent import EXIT_LEFT, EXIT_PROBLEM, SCHEMA, agree
 from distrun.cli.console import print_err, print_out
-from distrun.cli.kill import EXIT_LEFT, EXIT_PROBLEM, SCHEMA, agree
 from distrun.cli.reach import hosts_of
 from distrun.fleet import Answer, Fleet, Problem, jobs
 from distrun.fleet.jobs import HostJob
