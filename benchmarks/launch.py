@@ -95,14 +95,15 @@ def strangers(lab: Lab, before: set[int]) -> list[Process]:
 def lines(child: subprocess.Popen[bytes], count: int) -> float:
     """Read the child's stdout until `count` lines have come; return when that was."""
     assert child.stdout is not None
-    end, seen = time.monotonic() + LIMIT_S, 0
+    end, said, seen = time.monotonic() + LIMIT_S, b"", 0
     while seen < count:
         if not select.select([child.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
             raise RuntimeError("after %g s only %d of %d hosts have said something" % (LIMIT_S, seen, count))
         data = os.read(child.stdout.fileno(), 65536)
         if not data:
             raise RuntimeError("it ended when %d of %d hosts had said something" % (seen, count))
-        seen += data.count(b"up\n")
+        said += data  # a line may come in two pieces
+        seen = said.count(b"up\n")
     return time.monotonic()
 
 
