@@ -73,9 +73,9 @@ class Connector:
         abort.check()
         if target.transport == OPENSSH:
             return OpensshLink(resolved, command)
+        connection, sock, program = self._enter(resolved, abort, warn)
         from distrun.ssh.fabric_link import FabricLink
 
-        connection, sock, program = self._enter(resolved, abort, warn)
         abort.on(lambda: _shut(sock))
         link = FabricLink(resolved, connection, sock, command, program)
         if abort.is_set:
@@ -94,13 +94,15 @@ class Connector:
         self, resolved: Resolved, abort: Abort, warn: Callable[[str], None], depth: int = 0
     ) -> tuple[fabric.Connection, Any, Any]:
         """Connect and log in, over as many connections as the host wants for the keys there are."""
-        from distrun.ssh import fabric_link
-        from distrun.ssh.login import Login, ThrownOut
-
-        login: Login = Login(resolved, self._keys(), self.asker, abort)
+        login: Login | None = None
         with _held(self._door(resolved), abort):
             for _ in range(LOGINS):
+                # Before the libraries are imported: the hosts set to work in the tenth of a second that this takes.
                 sock, program = self._reach(resolved, abort, warn, depth)
+                from distrun.ssh import fabric_link
+                from distrun.ssh.login import Login, ThrownOut
+
+                login = login or Login(resolved, self._keys(), self.asker, abort)
                 try:
                     return fabric_link.log_in(resolved, sock, login, abort, warn), sock, program
                 except (ThrownOut, Aborted, SshFailure) as err:
@@ -113,9 +115,9 @@ class Connector:
     def _reach(
         self, resolved: Resolved, abort: Abort, warn: Callable[[str], None], depth: int
     ) -> tuple[Any, dial.Program | None]:
-        from distrun.ssh import fabric_link
-
         if resolved.jump:
+            from distrun.ssh import fabric_link
+
             if depth >= JUMPS:
                 raise SshFailure(OTHER, "more than %d hosts in between (ProxyJump in a circle?)" % JUMPS)
             jump = self._jump(hop(resolved)).get(lambda way: self._enter(way, abort, warn, depth + 1), abort)
