@@ -10,12 +10,17 @@ import hashlib
 import io
 import os
 import zipfile
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import distrun_runtime
+from distrun import keep
 
 PACKAGE = "distrun_runtime"
 SUFFIXES = (".py", ".typed")
+FORMAT = 1
+"""Another one where the same sources are to give another archive."""
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 """The earliest time that a zip can hold."""
 _MODE = 0o100644 << 16
@@ -27,7 +32,9 @@ def build(package: Path | None = None) -> tuple[str, bytes]:
     Unpacked into a folder that is put on PYTHONPATH, `distrun_runtime` can be imported from it. `package` is the
     package's folder; None: the one that this process uses.
     """
-    data = _zip(location() if package is None else package)
+    sources = _sources(location() if package is None else package)
+    # Compressing takes longer than all else that a small launch does itself.
+    data = keep.kept(_name(sources), ".runtime.zip", lambda: _zip(sources))
     return hashlib.sha256(data).hexdigest(), data
 
 
@@ -36,15 +43,26 @@ def location() -> Path:
     return Path(distrun_runtime.__file__).resolve().parent
 
 
-def _zip(package: Path) -> bytes:
+def _sources(package: Path) -> dict[str, bytes]:
     found = {path.relative_to(package).as_posix(): path for path in package.rglob("*") if path.suffix in SUFFIXES}
+    return {name: found[name].read_bytes() for name in sorted(found, key=os.fsencode) if found[name].is_file()}
+
+
+def _name(sources: Mapping[str, bytes]) -> str:
+    """Return a digest of all that the archive is made from: the sources, and what compresses them."""
+    digest = hashlib.sha256(("%d %s" % (FORMAT, zlib.ZLIB_RUNTIME_VERSION)).encode())
+    for name, source in sources.items():
+        digest.update(b"%d %s\0%d " % (len(os.fsencode(name)), os.fsencode(name), len(source)) + source)
+    return digest.hexdigest()
+
+
+def _zip(sources: Mapping[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
-        for name in sorted(found, key=os.fsencode):
-            if found[name].is_file():
-                entry = zipfile.ZipInfo("%s/%s" % (PACKAGE, name), _EPOCH)
-                entry.create_system = 3  # unix: the mode below means something
-                entry.external_attr = _MODE
-                entry.compress_type = zipfile.ZIP_DEFLATED
-                archive.writestr(entry, found[name].read_bytes(), compresslevel=9)
+        for name, source in sources.items():
+            entry = zipfile.ZipInfo("%s/%s" % (PACKAGE, name), _EPOCH)
+            entry.create_system = 3  # unix: the mode below means something
+            entry.external_attr = _MODE
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, source, compresslevel=9)
     return buffer.getvalue()

@@ -58,6 +58,8 @@ class Job:
     interface: str = ""
     subnet: str = ""
     port_range: str = ""
+    server_imports: tuple[str, ...] = ()
+    """Modules with the user's update rules, which our servers import."""
     scheduler_host: str = ""
     limits: Limits = field(default_factory=Limits)
     op_timeout_s: float | None = None
@@ -95,6 +97,7 @@ class Job:
             raise UsageError("--name: expected up to 64 letters, digits or . _ + @ : -, found %r" % self.name)
         if self.port_range:
             parse_port_range(self.port_range)
+        _check_imports(self)
         if self.subnet:
             _check_subnet(self.subnet)
         for word in self.command:
@@ -248,6 +251,20 @@ def _unquote(value: str, where: str) -> str:
         return match.group(1)
     known = {"n": "\n", "t": "\t", "r": "\r"}
     return re.sub(r"\\(.)", lambda found: known.get(found.group(1), found.group(1)), match.group(1))
+
+
+def _check_imports(job: Job) -> None:
+    for name in job.server_imports:
+        if not all(part.isidentifier() for part in name.split(".")) or name.endswith(".py"):
+            raise UsageError(
+                "--server-import: expected a module's name as `import` takes it, such as my_rules; found %r" % name,
+                "leave .py and folders out: servers start in the job's directory and import from there",
+            )
+    if job.server_imports and not (job.has_servers and job.ps == BUNDLED):
+        raise UsageError(
+            "--server-import: this job has no servers of distrun's own that could import %s" % job.server_imports[0],
+            "leave it out, or have some (-s 1 or more, and no --ps command)",
+        )
 
 
 def _check_subnet(text: str) -> None:

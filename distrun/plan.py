@@ -145,6 +145,8 @@ def _task(job: Job, slot: Slot, slots: Sequence[Slot], site: Site, users: Mappin
         **_tuning(job),
     }
     is_ours = slot.role != WORKER and job.ps == wish.BUNDLED
+    if is_ours and slot.role == SERVER and job.server_imports:
+        env["DISTRUN_SERVER_IMPORT"] = ",".join(job.server_imports)
     refs = _references(job, slot, slots)
     if slot.role == WORKER:
         env.update(_torch(slot, slots, site))

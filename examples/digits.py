@@ -116,7 +116,7 @@ def train(kv: kvstore.KVStore, options: argparse.Namespace) -> list[Floats]:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--kv-store", "--kvstore", default="local", metavar="TYPE", help="local, dist_sync, dist_async")
+    parser.add_argument("--kv-store", "--kvstore", choices=kvstore.TYPES, default="local", help="default local")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=32, help="images a worker takes for a step (default 32)")
     parser.add_argument("--lr", type=float, default=0.1, help="learning rate (default 0.1)")

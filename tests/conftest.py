@@ -6,13 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 from lab import lab, lab_of_session, pytest_pyfunc_call
+from sshd import ssh_config
+from terminal import terminal
 
 # Started in the background of a script, or by nohup, these are ignored, and distrun would rightly ignore them too.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
 
-__all__ = ["cache_of_session", "lab", "lab_of_session", "pytest_pyfunc_call"]
+__all__ = ["cache_of_session", "lab", "lab_of_session", "pytest_pyfunc_call", "ssh_config", "terminal"]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 
 from distrun_runtime.agent.agent import Agent
+from distrun_runtime.algo import rows as rowcodec
+from distrun_runtime.algo.codec import CODECS
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract import wire
 from distrun_runtime.contract.plan import Host, Plan, Runtime, Secrets, Sync, Task
 from distrun_runtime.coordinator import actions, frames
+from distrun_runtime.device.dtypes import name_of
 from distrun_runtime.net import message
 from distrun_runtime.net.handshake import Acceptor, Identity, Opener
 from distrun_runtime.net.message import DTYPES, Entry, Kind, Message, Payload
@@ -100,6 +103,41 @@ def test_golden_push() -> None:
     assert message.decode(golden) == sent
 
 
+def test_golden_compressed_push() -> None:
+    codec = CODECS["2bit"]
+    values = np.array([0.6, -0.7, 0.1, 0.5, -0.5], np.float32)
+    sent = Message(
+        Kind.PUSH,
+        store=1,
+        role=3,
+        rank=1,
+        request=8,
+        entries=(Entry(4, 0, 5, 58, 0, codec.number, Payload.FRAME),),
+        body={"codec": {"threshold": 0.5}},
+        payloads=[codec.encode(values, None, codec.check({}))],
+    )
+    golden = [bytes.fromhex(part) for part in parts("push_2bit")]
+    assert [bytes(frame) for frame in message.encode(sent)] == golden
+    assert codec.decode(golden[2], 5, codec.check({})).tolist() == [0.5, -0.5, 0, 0.5, -0.5]
+
+
+def test_golden_push_of_rows() -> None:
+    values = np.array([[1, 2], [3, 4]], np.float32)
+    sent = Message(
+        Kind.PUSH,
+        store=1,
+        role=3,
+        rank=1,
+        request=9,
+        entries=(Entry(6, 8, 8, 58, 0, rowcodec.ROWS, Payload.FRAME),),
+        payloads=[rowcodec.encode(np.array([0, 3]), values)],
+    )
+    golden = [bytes.fromhex(part) for part in parts("push_rows")]
+    assert [bytes(frame) for frame in message.encode(sent)] == golden
+    found, given = rowcodec.decode(golden[2], 4, 2, np.dtype(np.float32))
+    assert (found.tolist(), given.tolist()) == ([0, 3], values.tolist())
+
+
 def body(name: str) -> bytes:
     return GOLDEN[name].replace("\n", "").encode()
 
@@ -161,9 +199,18 @@ def test_the_page_lists_every_kind_with_its_code() -> None:
     assert [(int(row[0]), row[1]) for row in rows("Kinds")] == [(int(kind), kind.name) for kind in Kind]
 
 
+def test_the_page_lists_every_codec_with_its_number() -> None:
+    listed = {int(row[0]): row[1].strip("`") for row in rows("Codecs") if row[0].isdigit() and row[1] in _names()}
+    assert listed == {codec.number: codec.name for codec in CODECS.values()}
+
+
+def _names() -> set[str]:
+    return {"`%s`" % name for name in CODECS}
+
+
 def test_the_page_lists_every_element_type_with_its_code() -> None:
-    listed = re.findall(r"(\d+) ((?:float|u?int)\d+)", PAGE.replace("\n", " "))
-    assert [(int(code), name) for code, name in listed] == [(code, str(dtype)) for code, dtype in enumerate(DTYPES)]
+    listed = re.findall(r"(\d+) ((?:b?float|u?int)\d+)", PAGE.replace("\n", " "))
+    assert [(int(code), name) for code, name in listed] == [(code, name_of(dtype)) for code, dtype in enumerate(DTYPES)]
 
 
 def test_the_page_lists_the_versions() -> None:

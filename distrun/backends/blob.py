@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import distrun_runtime
-from distrun.backends import keep
+from distrun import keep
 
 LIMIT = 96 * 1024
 """Bytes of base64. Linux caps one string of an exec at 128 KiB, should the blob ever travel as an argument."""

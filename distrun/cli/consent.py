@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 
 import click
 
+from distrun.cli.console import print_err
 from distrun.errors import UsageError
+from distrun.fleet import Problem
 
 SCHEMA = "distrun.kill/1"
 EXIT_LEFT = 1
@@ -25,3 +28,16 @@ def agree(question: str, yes: bool, what: str) -> None:
     if not sys.stdin.isatty():
         raise UsageError("%s only with -y where nobody can be asked" % what, "look first: --dry-run")
     click.confirm(question, abort=True, err=True)
+
+
+def exit_code(left: bool, problems: Mapping[str, Problem]) -> int:
+    """Return the exit code; `left`: a process did not end, `problems`: hosts that did not answer, and why."""
+    return EXIT_LEFT if left else EXIT_PROBLEM if problems else 0
+
+
+def tell_problems(problems: Mapping[str, Problem]) -> None:
+    """Say which hosts did not answer, and what can be done about it."""
+    for name, problem in problems.items():
+        print_err("distrun: error: %s: %s\n" % (name, problem.text))
+        if problem.fix:
+            print_err("distrun: hint: %s\n" % problem.fix)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from distrun import backends
 from distrun.cli import tables
-from distrun.cli.consent import EXIT_LEFT, EXIT_PROBLEM, SCHEMA, agree
-from distrun.cli.console import print_err, print_out
+from distrun.cli.consent import SCHEMA, agree, exit_code, tell_problems
+from distrun.cli.console import print_out
 from distrun.cli.reach import hosts_of
 from distrun.fleet import Answer, Fleet, Problem, jobs
 from distrun.fleet.jobs import HostJob
@@ -50,9 +50,8 @@ class Result:
     @property
     def code(self) -> int:
         """The exit code."""
-        if any(report["left"] for by_job in self.done.values() for report in by_job.values()):
-            return EXIT_LEFT
-        return EXIT_PROBLEM if self.problems else 0
+        left = any(report["left"] for by_job in self.done.values() for report in by_job.values())
+        return exit_code(left, self.problems)
 
 
 def on_hosts(wanted: Sequence[str], options: Mapping[str, Any]) -> int:
@@ -155,10 +154,7 @@ def _tell(result: Result, nothing: str) -> None:
             print_out("%s: %s: %s\n" % (host, job, ended))
             for pid, command in report["left"]:
                 print_out("%s: %s: pid %d (%s) did not end\n" % (host, job, pid, command))
-    for name, problem in result.problems.items():
-        print_err("distrun: error: %s: %s\n" % (name, problem.text))
-        if problem.fix:
-            print_err("distrun: hint: %s\n" % problem.fix)
+    tell_problems(result.problems)
     if not result.chosen:
         where = "there"
         if result.problems:

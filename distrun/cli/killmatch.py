@@ -9,8 +9,8 @@ from dataclasses import asdict
 from typing import Any
 
 from distrun.cli import tables
-from distrun.cli.consent import EXIT_LEFT, EXIT_PROBLEM, SCHEMA, agree
-from distrun.cli.console import print_err, print_out
+from distrun.cli.consent import SCHEMA, agree, exit_code, tell_problems
+from distrun.cli.console import print_out
 from distrun.cli.killhosts import SLACK_S, SURVEY_S, Found
 from distrun.cli.reach import hosts_of
 from distrun.fleet import Answer, Fleet, Problem, jobs
@@ -70,8 +70,7 @@ def _report(
 ) -> int:
     problems = {name: each for each_of in (found, swept) for name, each in each_of.items() if isinstance(each, Problem)}
     done = {name: each.value for name, each in swept.items() if isinstance(each, Answer)}
-    left = any(report["left"] for report in done.values())
-    code = EXIT_LEFT if left else EXIT_PROBLEM if problems else 0
+    code = exit_code(any(report["left"] for report in done.values()), problems)
     if options["as_json"]:
         rows = [
             {
@@ -91,10 +90,7 @@ def _report(
             print_out("%s: ended pid %d (%s)\n" % (name, pid, command))
         for pid, command in report["left"]:
             print_out("%s: pid %d (%s) did not end\n" % (name, pid, command))
-    for name, problem in problems.items():
-        print_err("distrun: error: %s: %s\n" % (name, problem.text))
-        if problem.fix:
-            print_err("distrun: hint: %s\n" % problem.fix)
+    tell_problems(problems)
     if not chosen:
         print_out("nothing matches %r\n" % options["match"])
     elif options["dry_run"]:

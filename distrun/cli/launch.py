@@ -128,6 +128,7 @@ def _job(
         interface=options["interface"] or environ.text("DMLC_INTERFACE", {**env, **given}),
         subnet=options["subnet"],
         port_range=options["port_range"],
+        server_imports=options["server_imports"],
         scheduler_host=options["scheduler_host"],
         limits=_limits(options),
         op_timeout_s=options["op_timeout"],

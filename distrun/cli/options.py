@@ -75,6 +75,13 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
         help="Python of the bundled servers. [default: this one; over ssh the command's, else python3]",
     ),
     click.option(
+        "--server-import",
+        "server_imports",
+        multiple=True,
+        metavar="MODULE",
+        help="Module with your update rules, which the bundled servers import. Repeatable.",
+    ),
+    click.option(
         "--activate",
         multiple=True,
         metavar="WHAT",

@@ -6,14 +6,13 @@ import contextlib
 import random
 import threading
 import time
-from collections import deque
 
 from distrun.ssh.abort import Abort, Aborted
 from distrun.ssh.connector import Connector
 from distrun.ssh.failure import SshFailure, unforeseen
 from distrun.ssh.link import Link
 from distrun.ssh.target import Target
-from distrun_runtime.coordinator.channel import WRITE_LIMIT, Inlet, Put
+from distrun_runtime.coordinator.channel import Inlet, Outbox, Put
 from distrun_runtime.coordinator.events import AgentLost, StartFailed, Warned
 from distrun_runtime.errors import RuntimeFault
 
@@ -46,12 +45,10 @@ class SshChannel:
         self._abort = Abort()
         self._link: Link | None = None
         self._inlet = Inlet(host)
-        self._outbox: deque[bytes] = deque()
-        self._waiting = 0
-        self._closing = False
+        self._outbox = Outbox()
+        self._changed = self._outbox.changed
         self._killed = False
         self._cut = False
-        self._changed = threading.Condition()
         self._reader: threading.Thread | None = None
 
     @property
@@ -72,23 +69,15 @@ class SshChannel:
 
     def send(self, data: bytes) -> None:
         """Queue bytes for the agent. Past WRITE_LIMIT it is given up."""
-        with self._changed:
-            if self._closing:
-                return
-            self._outbox.append(data)
-            self._waiting += len(data)
-            overflow = self._waiting > WRITE_LIMIT
-            self._changed.notify_all()
-        if overflow:
+        if self._outbox.put(data):
             self._put(AgentLost(self._host, "it does not read what we send", time.time()))
             self.kill()
 
     def close(self) -> None:
         """Close the agent's input when everything before is written; with nothing to write, stop connecting."""
         with self._changed:
-            self._closing = True
+            self._outbox.close()
             gives_up = self._link is None and not self._outbox
-            self._changed.notify_all()
         if gives_up:
             self._abort.now()
 
@@ -97,10 +86,9 @@ class SshChannel:
         with self._changed:
             if self._killed:
                 return
-            self._killed = self._closing = True
-            self._outbox.clear()
+            self._killed = True
+            self._outbox.drop()
             link = self._link
-            self._changed.notify_all()
         self._abort.now()
         if link is not None:
             link.kill()
@@ -196,8 +184,7 @@ class SshChannel:
                 raise Aborted
             raise link.explain(words, self._inlet.noise)
         self._cut = not was_ours and not self._inlet.said_bye
-        with self._changed:
-            self._closing = True
+        self._outbox.close()
         self._put(AgentLost(self._host, "%s: %s" % (reason, words) if words else reason, now))
 
     def _write(self, link: Link) -> None:
@@ -210,18 +197,17 @@ class SshChannel:
                         self._changed.wait()
                     if self._link is not link:
                         return
-                    data = self._outbox.popleft() if self._outbox else b""
+                    data = self._outbox.take()
                 if not data:
                     link.end_input()
                     return
                 self._push(link, data)
-                with self._changed:
-                    self._waiting -= len(data)
+                self._outbox.written(len(data))
         except OSError:
             pass  # It takes no more. The reading thread sees why and says so.
 
     def _is_due(self) -> bool:
-        return self._inlet.greeted and (bool(self._outbox) or self._closing)
+        return self._inlet.greeted and (bool(self._outbox) or self._outbox.is_closing)
 
     def _push(self, link: Link, data: bytes) -> None:
         while data and self._link is link:

@@ -318,10 +318,3 @@ class Copier:
 
 def _text(err: Exception) -> str:
     return str(err) if isinstance(err, (DistrunError, OSError)) else "%s: %s" % (type(err).__name__, err)
-
-
-def copy(  # noqa: PLR0917
-    targets: Mapping[str, Target], source: str, dst: str, rules: Rules, delete: bool, sink: Says, *, size: int = 0
-) -> list[Result]:
-    """Copy to all hosts, as `Copier.copy` does; a failed host does not keep the others from theirs."""
-    return Copier(targets, source, dst, rules, delete, sink, size=size, keep_going=True).copy()

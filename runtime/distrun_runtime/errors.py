@@ -9,6 +9,7 @@
       + KVError (ValueError)             a key, shape, dtype or rule that does not fit the store
           + RuleError                    a rule failed on a server; carries the server's traceback
       + StoreClosed (RuntimeError)       the store was closed, left, or inherited by a forked child
+      + DataError (ValueError)           a data file that is damaged or not of its format: file, offset, both sides
       + JobStoreError (OSError)          a job's folder cannot be made, read or written
       + NoSuchJob (LookupError)          no job, or several, of that id or name; lists near ones
 
@@ -48,15 +49,21 @@ class KVError(RuntimeFault, ValueError):
 
 
 class RuleError(KVError):
-    """A rule failed on a server. `server_traceback` is the server's own."""
+    """A rule failed on a server. `server_traceback` is the server's own; Python 3.11 and newer print it with ours."""
 
     def __init__(self, message: str, server_traceback: str = "") -> None:
         super().__init__(message)
         self.server_traceback = server_traceback
+        if server_traceback:
+            self.__notes__ = ["On the server: " + server_traceback.rstrip()]
 
 
 class StoreClosed(RuntimeFault, RuntimeError):
     """The store cannot be used any more: closed, left, or inherited by a forked child."""
+
+
+class DataError(RuntimeFault, ValueError):
+    """A data file is damaged or not what it should be; the message names file, offset, expected and found."""
 
 
 class JobStoreError(RuntimeFault, OSError):

@@ -310,10 +310,12 @@ def test_a_watched_list_says_how_it_ends_and_leaves_the_screen_clean(distrun: Di
 
 
 def test_files_of_secrets_are_not_copied_to_hosts(distrun: Distrun, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("pass\n")
-    (tmp_path / "keys.env").write_text("API_KEY=s3cret\n")
+    job = tmp_path / "job"
+    job.mkdir()
+    (job / "train.py").write_text("pass\n")
+    (job / "keys.env").write_text("API_KEY=s3cret\n")
     words = ("--hosts", "d1", "--sync-dst-dir", "/x", "--dry-run", "--json", "-n", "1")
-    both = json.loads(distrun.run("launch", *words, "true", cwd=tmp_path).stdout)["sync"]
+    both = json.loads(distrun.run("launch", *words, "true", cwd=job).stdout)["sync"]
     assert both["files"] == 2
-    less = json.loads(distrun.run("launch", "--env-file", "keys.env", *words, "true", cwd=tmp_path).stdout)["sync"]
+    less = json.loads(distrun.run("launch", "--env-file", "keys.env", *words, "true", cwd=job).stdout)["sync"]
     assert less["files"] == 1

@@ -33,6 +33,11 @@ def make(**more: object) -> Job:
         ({"port_range": "9-1"}, "--port-range"),
         ({"port_range": "0-5"}, "--port-range"),
         ({"subnet": "bogus"}, "--subnet: expected a network such as 10.0.0.0/8 or fd00::/8, found 'bogus'"),
+        ({"server_imports": ("rules.py",)}, "--server-import: expected a module's name .*; found 'rules.py'"),
+        ({"server_imports": ("a/b",)}, "--server-import: expected a module's name"),
+        ({"server_imports": ("",)}, "--server-import: expected a module's name"),
+        ({"server_imports": ("rules",), "servers": 0}, "no servers of distrun's own that could import rules"),
+        ({"server_imports": ("rules",), "ps": "command"}, "no servers of distrun's own"),
         ({"port_range": "80"}, "--port-range: expected FIRST-LAST within 1-65535, found '80'"),
     ],
 )

@@ -78,6 +78,13 @@ def test_every_role_gets_its_rows() -> None:
     assert {n for n in worker if groups[n] == "jax"} == {n for n, g in groups.items() if g == "jax"}
 
 
+def test_modules_of_users_rules_are_told_to_the_servers_only() -> None:
+    plan, _ = make(server_imports=("my_rules", "more.rules"))
+    told = {task.name: added(plan, task.name).get("DISTRUN_SERVER_IMPORT") for task in plan.tasks}
+    assert {name for name, value in told.items() if value} == {"server-0", "server-1"}
+    assert told["server-0"] == "my_rules,more.rules"
+
+
 def test_values_obey_the_types_and_ranges_of_the_table() -> None:
     facts = {"scheduler.address": "10.0.0.1", "scheduler.port": "4001"}
     for plan, _ in (make(), make(servers=0), make(ps=wish.COMMAND), make(3, 3, FIVE)):

@@ -15,7 +15,6 @@ import pytest
 pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install scikit-learn")
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 EPOCH = re.compile(r"Epoch (\d+): Test_acc (\d\.\d{4})$", re.MULTILINE)
 
 
@@ -100,12 +99,6 @@ def test_manual_start_of_the_readme_trains_with_the_same_command_in_every_role(t
     last = re.findall(r"Epoch 4: Test_acc (\d\.\d{4})", output)
     assert len(last) == 2
     assert min(float(value) for value in last) >= 0.95
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
-def test_every_example_runs_without_the_launcher_and_takes_both_spellings(example: Path, tmp_path: Path) -> None:
-    for spelling in ("--kv-store", "--kvstore"):
-        run([sys.executable, str(example), spelling, "local", "--epochs", "1"], tmp_path)
 
 
 def test_digits_says_what_to_install_when_scikit_learn_is_missing(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from distrun_cli import AGENT, Distrun, processes, wait_until
+from distrun_cli import AGENT, Distrun, leaving_nothing, processes, wait_until
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for leftovers in /proc")
 
@@ -39,12 +39,8 @@ KINDS = {
 
 @pytest.fixture
 def distrun(tmp_path: Path) -> Iterator[Distrun]:
-    made = Distrun(tmp_path)
-    yield made
-    left = made.left()
-    for line in left:
-        os.kill(int(line.split()[0]), signal.SIGKILL)
-    assert not left
+    with leaving_nothing(tmp_path) as made:
+        yield made
 
 
 class Job:

@@ -6,11 +6,9 @@ integration runs, DISTRUN_PEERS=required makes that a failure.
 
 from __future__ import annotations
 
-import os
-
-import pytest
 from hostlab.layout import address
-from lab import ROOT, Done, Site
+from lab import Done, Site
+from peers import python_of
 
 LIMIT_S = 120.0
 
@@ -47,16 +45,6 @@ assert torch.equal(tensor, expected), tensor
 print("rank", dist.get_rank(), "of", dist.get_world_size(), "sum", tensor.sum().item(), flush=True)
 dist.destroy_process_group()
 """
-
-
-def python_of(peer: str) -> str:
-    """The interpreter of a peer's environment."""
-    path = ROOT / ".peers" / peer / "bin" / "python"
-    if not (path.parent.parent / "installed").exists():
-        if os.environ.get("DISTRUN_PEERS") == "required":
-            pytest.fail("there is no %s" % path)
-        pytest.skip("there is no %s; to have it:  scripts/install peers" % path)
-    return str(path)
 
 
 def run(lab: Site, text: str, *words: str, env: dict[str, str] | None = None) -> Done:

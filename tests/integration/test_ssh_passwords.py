@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,33 +17,16 @@ from distrun_runtime.coordinator import events
 WAIT_S = 60.0
 
 
-@pytest.fixture
-def terminal() -> Iterator[Terminal]:
-    given = Terminal()
-    yield given
-    given.close()
-
-
-@pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
-    path = tmp_path / "config"
-    path.write_text(
-        "Host *\n  HostName 127.0.0.1\n  UserKnownHostsFile %s/kh\n  IdentityFile /nowhere/key\n" % tmp_path
-    )
-    return str(path)
-
-
-def targets(config: str, server: PasswordServer, count: int) -> list[Target]:
-    return [Target("d%d" % number, "me", server.port, config=config) for number in range(count)]
+def targets(ssh_config: str, server: PasswordServer, count: int) -> list[Target]:
+    return [Target("d%d" % number, "me", server.port, config=ssh_config) for number in range(count)]
 
 
 @pytest.mark.parametrize("interactive", [False, True])
 def test_a_password_is_asked_once_for_all_hosts_of_a_user(
-    tmp_path: Path, config: str, terminal: Terminal, interactive: bool
+    tmp_path: Path, ssh_config: str, terminal: Terminal, interactive: bool
 ) -> None:
     server = PasswordServer(tmp_path, "secret word", interactive)
-    with Meeting(*targets(config, server, 4), asker=Asker(terminal.path)) as meeting:
+    with Meeting(*targets(ssh_config, server, 4), asker=Asker(terminal.path)) as meeting:
         terminal.expect("Password of me@d")
         terminal.type("secret word\n")
         assert all(isinstance(event, events.AgentHello) for event in meeting.wait().values())
@@ -54,9 +36,9 @@ def test_a_password_is_asked_once_for_all_hosts_of_a_user(
     assert server.tries == ["secret word"] * 4
 
 
-def test_who_mistypes_is_asked_again_and_at_last_told(tmp_path: Path, config: str, terminal: Terminal) -> None:
+def test_who_mistypes_is_asked_again_and_at_last_told(tmp_path: Path, ssh_config: str, terminal: Terminal) -> None:
     server = PasswordServer(tmp_path, "secret")
-    with Meeting(*targets(config, server, 2), asker=Asker(terminal.path)) as meeting:
+    with Meeting(*targets(ssh_config, server, 2), asker=Asker(terminal.path)) as meeting:
         for number in range(1, 4):
             terminal.expect("Password of me@d", number)
             terminal.type("wrong%d\n" % number)
@@ -68,18 +50,18 @@ def test_who_mistypes_is_asked_again_and_at_last_told(tmp_path: Path, config: st
     assert terminal.read_rest().count("Password of") == 3
 
 
-def test_without_a_terminal_a_password_is_no_way_in(tmp_path: Path, config: str) -> None:
+def test_without_a_terminal_a_password_is_no_way_in(tmp_path: Path, ssh_config: str) -> None:
     server = PasswordServer(tmp_path, "secret")
-    event = meet(targets(config, server, 1)[0], asker=Asker("/nowhere/tty"))
+    event = meet(targets(ssh_config, server, 1)[0], asker=Asker("/nowhere/tty"))
     server.close()
     assert event.kind == "auth"
     assert "it accepts password" in event.reason
     assert "ssh-copy-id -p %d me@d0" % server.port in event.fix
 
 
-def test_nobody_at_the_terminal_is_not_waited_for_for_ever(tmp_path: Path, config: str, terminal: Terminal) -> None:
+def test_nobody_at_the_terminal_is_not_waited_for_for_ever(tmp_path: Path, ssh_config: str, terminal: Terminal) -> None:
     server = PasswordServer(tmp_path, "secret")
-    with Meeting(*targets(config, server, 3), asker=Asker(terminal.path, limit_s=0.5)) as meeting:
+    with Meeting(*targets(ssh_config, server, 3), asker=Asker(terminal.path, limit_s=0.5)) as meeting:
         found = meeting.wait().values()
     server.close()
     assert [event.kind for event in found] == ["auth"] * 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,23 +15,6 @@ from terminal import Terminal
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 90.0
 LAUNCH = ("launch", "-n", "1", "-s", "0", "--interface", "lo")
-
-
-@pytest.fixture
-def terminal() -> Iterator[Terminal]:
-    given = Terminal()
-    yield given
-    given.close()
-
-
-@pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
-    path = tmp_path / "config"
-    path.write_text(
-        "Host *\n  HostName 127.0.0.1\n  UserKnownHostsFile %s/kh\n  IdentityFile /nowhere/key\n" % tmp_path
-    )
-    return str(path)
 
 
 class Typed:
@@ -59,11 +41,18 @@ class Typed:
 @pytest.mark.parametrize("interactive", [False, True])
 @pytest.mark.parametrize("command", ["launch", "sync"])
 def test_a_password_that_is_typed_once_is_good_for_the_copy_too(
-    tmp_path: Path, config: str, terminal: Terminal, command: str, interactive: bool
+    tmp_path: Path, ssh_config: str, terminal: Terminal, command: str, interactive: bool
 ) -> None:
     server = PasswordServer(tmp_path, "secret word", interactive)
     source = write(tmp_path / "source", x="1")
-    hosts = ("--hosts", "me@d1:%d" % server.port, "--ssh-config", config, "--sync-dst-dir", str(tmp_path / "there"))
+    hosts = (
+        "--hosts",
+        "me@d1:%d" % server.port,
+        "--ssh-config",
+        ssh_config,
+        "--sync-dst-dir",
+        str(tmp_path / "there"),
+    )
     words = (*LAUNCH, *hosts, "cat", "x") if command == "launch" else ("sync", *hosts)
     typed = Typed(terminal, *words, cwd=source)
     terminal.expect("Password of me@d1: ")
@@ -85,8 +74,8 @@ def test_a_passphrase_that_is_typed_once_is_good_for_the_copy_too(
     with running(tmp_path / "sshd", SetEnv="SHLVL=9") as server:
         locked = key(tmp_path / "locked", "-N", "open sesame")
         server.authorized.write_text((tmp_path / "locked.pub").read_text())
-        config = server.config("IdentityFile %s" % locked, identity=False)
-        hosts = ("--hosts", "d1", "--ssh-config", config, "--sync-dst-dir", str(tmp_path / "there"))
+        ssh_config = server.config("IdentityFile %s" % locked, identity=False)
+        hosts = ("--hosts", "d1", "--ssh-config", ssh_config, "--sync-dst-dir", str(tmp_path / "there"))
         typed = Typed(terminal, *LAUNCH, *hosts, "cat", "x", cwd=source)
         terminal.expect("Passphrase of %s: " % locked)
         terminal.type("open sesame\n")
@@ -100,8 +89,8 @@ def test_a_passphrase_that_is_typed_once_is_good_for_the_copy_too(
 def test_a_host_that_takes_keys_only_is_not_asked_for_a_password(tmp_path: Path, terminal: Terminal) -> None:
     source = write(tmp_path / "source", x="1")
     with running(tmp_path / "sshd", SetEnv="SHLVL=9") as server:
-        config = server.config("IdentityFile %s" % key(tmp_path / "wrong"), "IdentitiesOnly yes", identity=False)
-        hosts = ("--hosts", "d1", "--ssh-config", config, "--sync-dst-dir", str(tmp_path / "there"))
+        ssh_config = server.config("IdentityFile %s" % key(tmp_path / "wrong"), "IdentitiesOnly yes", identity=False)
+        hosts = ("--hosts", "d1", "--ssh-config", ssh_config, "--sync-dst-dir", str(tmp_path / "there"))
         code, out = Typed(terminal, "sync", *hosts, cwd=source).finish()
     assert code == 4
     assert "ssh-copy-id" in out

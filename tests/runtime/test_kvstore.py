@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 
@@ -11,8 +12,9 @@ from distrun_runtime.store.base import KVStore
 
 
 def test_the_public_names_are_these() -> None:
-    assert sorted(kvstore.__all__) == ["KVStore", "TYPES", "create"]
+    assert kvstore.__all__ == ["TYPES", "KVStore", "KVStoreBase", "Pending", "RowSparse", "create", "schedule"]
     assert kvstore.KVStore is KVStore
+    assert kvstore.schedule.Factor(10).step == 10
 
 
 @pytest.mark.parametrize("name", ["local", "Local", "LOCAL"])
@@ -24,23 +26,38 @@ def test_local_is_the_default() -> None:
     assert kvstore.create().type == "local"
 
 
+def test_type_checkers_know_the_same_kinds() -> None:
+    assert get_args(kvstore._BuiltIn) == kvstore.TYPES
+
+
+@pytest.mark.parametrize("name", ["local", "device", "dist_sync", "dist_device_sync"])
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_staleness_is_for_asynchronous_stores_only(name: str, staleness: int) -> None:
+    with pytest.raises(KVError, match="staleness bounds a dist_async store; a '%s' store has none" % name):
+        kvstore.create(name, staleness=staleness)
+
+
+@pytest.mark.parametrize("staleness", [-1, 1.5, True, "2"])
+def test_staleness_is_a_whole_number(staleness: object) -> None:
+    with pytest.raises(KVError, match="staleness is a number of pushes, a whole number from 0"):
+        kvstore.create("dist_async", staleness=staleness)  # type: ignore[call-overload]  # what is tested
+
+
 @pytest.mark.parametrize("name", [None, 3, b"local"])
 def test_a_name_that_is_no_str_is_a_type_error(name: object) -> None:
-    with pytest.raises(TypeError, match=r"created by name \(local, dist, dist_sync, dist_async\), not by"):
+    with pytest.raises(TypeError, match=r"created by name \(local, device, dist, .*dist_async_device\), not by"):
         kvstore.create(name)  # type: ignore[arg-type]  # what is tested
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("foo", "unknown store type 'foo'; known are local, dist, dist_sync, dist_async"),
+        ("foo", "unknown store type 'foo'; known are %s" % ", ".join(kvstore.TYPES)),
         ("dist_snyc", r"unknown store type 'dist_snyc' \(did you mean 'dist_sync'\?\)"),
         ("", "unknown store type ''"),
         (" local", "unknown store type ' local' .did you mean 'local'"),
         ("local_update_cpu", "unknown store type 'local_update_cpu'"),
-        ("device", r"'device' \(arrays on GPUs\) is not in this version; use 'local'"),
-        ("dist_device_sync", "not in this version; use 'dist_sync'"),
-        ("dist_async_device", "not in this version; use 'dist_async'"),
+        ("nccl", "unknown store type 'nccl'"),
     ],
 )
 def test_an_unknown_type_lists_the_known_ones(name: str, words: str) -> None:

@@ -10,16 +10,19 @@ from typing import Any
 from distrun_runtime.net.inproc import InprocNetwork
 from distrun_runtime.net.transport import Heartbeat, ZmqTransport
 from distrun_runtime.node.config import Config
+from distrun_runtime.node.counters import Counters
 from distrun_runtime.node.executor import Executor
 from distrun_runtime.node.postoffice import Postoffice
+from distrun_runtime.node.profile import Recorder
 from distrun_runtime.node.scheduler import Scheduler
-from distrun_runtime.node.serve import bind
+from distrun_runtime.node.serve import bind, wrapped
 from distrun_runtime.node.server import Server
 from distrun_runtime.node.session import Session
 from distrun_runtime.node.trace import Trace
 from distrun_runtime.store.dist import DistStore
 
-DEADLINE_S = 30.0
+DEADLINE_S = 100.0
+"""Beyond every deadline that a test sets, and below that of the test itself, also on a slow machine."""
 
 
 def config(role: str, **changes: Any) -> Config:
@@ -55,6 +58,7 @@ class Cluster:
         *,
         over: str = "zmq",
         network: InprocNetwork | None = None,
+        imports: tuple[str, ...] = (),
         **changes: Any,
     ) -> None:
         self.network = network or InprocNetwork()
@@ -67,13 +71,17 @@ class Cluster:
         self.root_port = int(endpoint.rpartition(":")[2])
         self.scheduler = Scheduler(config("scheduler", **self._changes), endpoint)
         self._start("scheduler", root, self.scheduler, None)
-        self.executors = [Executor() for _ in range(servers)]
+        self.counters = [Counters() for _ in range(servers)]
+        self.recorders = [Recorder() for _ in range(servers)]
+        shared = zip(self.counters, self.recorders, strict=True)
+        self.executors = [Executor(counters, recorder, imports) for counters, recorder in shared]
         self.transports: dict[str, Any] = {"scheduler": root}
         for rank in range(servers):
             node = config("server", rank=rank, root_port=self.root_port, **self._changes)
             transport = self._transport(node)
             self.transports["server-%d" % rank] = transport
-            self._start("server-%d" % rank, transport, Server(node, bind(transport, node)), self.executors[rank])
+            server = Server(node, bind(transport, node), self.counters[rank], self.recorders[rank])
+            self._start("server-%d" % rank, transport, server, self.executors[rank])
 
     def __enter__(self) -> Cluster:
         return self
@@ -86,11 +94,13 @@ class Cluster:
         node = config("worker", **{**self._changes, "rank": rank, "root_port": self.root_port, **changes})
         return Session(node, self._transport(node))
 
-    def run(self, script: Callable[[DistStore], Any], type_name: str = "dist_sync") -> list[Any]:
+    def run(
+        self, script: Callable[[DistStore], Any], type_name: str = "dist_sync", staleness: int | None = None
+    ) -> list[Any]:
         """Run `script(kv)` in every worker; return what each returned, by rank. The first error is raised."""
 
         def work(session: Session) -> Any:
-            return script(DistStore(type_name, session))
+            return script(DistStore(type_name, session, staleness))
 
         return self.run_sessions(work)
 
@@ -132,7 +142,7 @@ class Cluster:
         assert not any(thread.is_alive() for thread in self._threads)
 
     def _transport(self, node: Config) -> Any:
-        return ZmqTransport(node.heartbeat) if self._over == "zmq" else self.network.transport()
+        return wrapped(ZmqTransport(node.heartbeat) if self._over == "zmq" else self.network.transport(), node)
 
     def _start(self, name: str, transport: Any, node: Any, executor: Executor | None) -> None:
         trace = Trace(0, lambda: node.me)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -126,3 +128,14 @@ def wait_until(is_true: Callable[[], Any], limit_s: float, what: str = "") -> An
             return value
         assert time.monotonic() < end, "after %g s still not: %s" % (limit_s, what or is_true)
         time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def leaving_nothing(home: Path) -> Iterator[Distrun]:
+    """The command; at the end nothing that it started may be left."""
+    made = Distrun(home)
+    yield made
+    left = made.left()
+    for line in left:
+        os.kill(int(line.split()[0]), signal.SIGKILL)
+    assert not left

@@ -318,3 +318,14 @@ class PasswordServer:
         self._sock.close()
         for transport in self._transports:
             transport.close()
+
+
+@pytest.fixture
+def ssh_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The path of an ssh configuration that leaves a password as the only way in."""
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    path = tmp_path / "config"
+    path.write_text(
+        "Host *\n  HostName 127.0.0.1\n  UserKnownHostsFile %s/kh\n  IdentityFile /nowhere/key\n" % tmp_path
+    )
+    return str(path)

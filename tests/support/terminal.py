@@ -6,6 +6,9 @@ import os
 import pty
 import select
 import time
+from collections.abc import Iterator
+
+import pytest
 
 WAIT_S = 60.0
 
@@ -36,3 +39,11 @@ class Terminal:
     def close(self) -> None:
         os.close(self._ours)
         os.close(self._its)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    """A terminal."""
+    given = Terminal()
+    yield given
+    given.close()

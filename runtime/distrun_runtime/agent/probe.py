@@ -109,9 +109,8 @@ def network(args: Mapping[str, Any]) -> Dict[str, Any]:
     if found["address"]:
         return found
     interface, subnet, toward = (str(args.get(name) or "") for name in ("interface", "subnet", "toward"))
-    reached = "" if interface or subnet else address.reached_at(environ.snapshot())
     try:
-        found["address"] = reached or address.choose(interface, subnet, toward)
+        found["address"] = address.settle(interface, subnet, toward, environ.snapshot())
     except ContractError as err:
         found["error"] = str(err)
     return found

@@ -141,11 +141,9 @@ def _address(plan: Plan, host: Host, outer: Mapping[str, str]) -> str:
     """Return the address that peers use for this host, when the plan does not say. Raises Refusal."""
     from distrun_runtime.contract import address  # ctypes: only when it is needed
 
-    named = _interface(plan, host)
-    reached = "" if named or plan.subnet else address.reached_at(outer)
     others = [each.address or each.name for each in plan.hosts if each.name != host.name]
     try:
-        return reached or address.choose(named, "" if named else plan.subnet, others[0] if others else "")
+        return address.settle(_interface(plan, host), plan.subnet, others[0] if others else "", outer)
     except ContractError as err:
         raise Refusal("interface", str(err)) from None
 

@@ -5,19 +5,26 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Union
+from typing import Dict, List, Union
 
 from distrun_runtime.errors import KVError
 
 Number = Union[float, bool, None]
-"""What a parameter is: a number, a switch, or None for "off"."""
+"""What most parameters are: a number, a switch, or None for "off"."""
+
+Json = Union[None, bool, int, float, str, List["Json"], Dict[str, "Json"]]
+"""What a parameter of any kind is, so that it can travel."""
 
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter. A bool default makes it a switch; a None default lets it be None."""
+    """One parameter. A bool default makes it a switch; a None default lets it be None.
+
+    One that is neither number nor switch has a `reader`, which returns a value as JSON or raises a KVError, a TypeError
+    or a ValueError with the reason.
+    """
 
     name: str
     default: Number
@@ -26,6 +33,7 @@ class Param:
     alias: str = ""
     open_low: bool = False
     open_high: bool = False
+    reader: Callable[[object], Json] | None = None
 
     def range_text(self) -> str:
         """Return what values are right, in words."""
@@ -38,12 +46,15 @@ class Param:
             bounds.append("%s %g" % ("below" if self.open_high else "at most", self.high))
         return " ".join(["a finite number", " and ".join(bounds)]).strip() + (", or None" * (self.default is None))
 
-    def read(self, value: object) -> Number:
-        """Return the value as float, bool or None.
+    def read(self, value: object) -> Json:
+        """Return the value as float, bool or None, or as the reader has it.
 
         Raises:
             ValueError: it is not of the kind or range of this parameter.
+            KVError: the reader says what is wrong with it.
         """
+        if self.reader is not None:
+            return self.reader(value)
         if isinstance(self.default, bool):
             if isinstance(value, bool):
                 return value
@@ -59,14 +70,34 @@ class Param:
         return number
 
 
-def complete(rule: str, table: Iterable[Param], given: Mapping[str, object]) -> dict[str, Number]:
+def complete(rule: str, table: Iterable[Param], given: Mapping[str, object]) -> dict[str, Json]:
     """Return every parameter of the table, in its order, as given or else by default.
 
     Raises:
         KVError: a name that is not in the table, a name given twice (by its alias), a value that is not right.
     """
+    params = {param.name: param for param in table}
+    result: dict[str, Json] = {param.name: param.default for param in params.values()}
+    for name, value in canonical(rule, params.values(), given).items():
+        try:
+            result[name] = params[name].read(value)
+        except KVError as err:
+            raise KVError("rule %r: %s" % (rule, err)) from None
+        except (ValueError, OverflowError):
+            written = next(word for word in given if word in (name, params[name].alias))
+            text = "rule %r: %s=%r: expected %s"
+            raise KVError(text % (rule, written, value, params[name].range_text())) from None
+    return result
+
+
+def canonical(rule: str, table: Iterable[Param], given: Mapping[str, object]) -> dict[str, object]:
+    """Return the given values by the names of the table instead of their aliases; the values are not looked at.
+
+    Raises:
+        KVError: a name that is not in the table, or a name given twice (by its alias).
+    """
     by_name = {name: param for param in table for name in (param.name, param.alias) if name}
-    result = {param.name: param.default for param in by_name.values()}
+    result: dict[str, object] = {}
     seen: dict[str, str] = {}
     for name, value in given.items():
         param = by_name.get(name)
@@ -78,11 +109,32 @@ def complete(rule: str, table: Iterable[Param], given: Mapping[str, object]) -> 
         if param.name in seen:
             raise KVError("rule %r: %s and %s are one parameter; give one" % (rule, seen[param.name], name))
         seen[param.name] = name
-        try:
-            result[param.name] = param.read(value)
-        except (ValueError, OverflowError):
-            raise KVError("rule %r: %s=%r: expected %s" % (rule, name, value, param.range_text())) from None
+        result[param.name] = value
     return result
+
+
+def to_json(value: object) -> Json:
+    """Return a value as JSON: numbers of numpy as Python's, tuples as lists, and what has a `to_json` by it.
+
+    Raises:
+        ValueError: it is none of these, or not a finite number.
+    """
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        if not math.isfinite(value):
+            raise ValueError("%r is not a finite number" % (value,))
+        return float(value)
+    if isinstance(value, Mapping):
+        return {str(name): to_json(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(one) for one in value]
+    own = getattr(value, "to_json", None)
+    if callable(own):
+        return to_json(own())
+    raise ValueError("a %s is no JSON" % type(value).__name__)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -51,24 +51,55 @@ def shards(index: int, size: int, servers: int, bound: int) -> tuple[Shard, ...]
         )
     if size < bound:
         return (Shard(server=(index * SPREAD) % servers, offset=0, length=size),)
-    edges = [_edge(size, servers, i) for i in range(servers)] + [size]
-    return tuple(
-        Shard(server=i, offset=edges[i], length=edges[i + 1] - edges[i])
-        for i in range(servers)
-        if edges[i + 1] > edges[i]
-    )
+    return _shards_at([_edge(size, servers, i) for i in range(servers)] + [size])
 
 
-def pieces(parts: Iterable[Shard], itemsize: int, limit_bytes: int = PIECE_BYTES) -> tuple[Shard, ...]:
-    """Return the same shards, cut into runs of at most `limit_bytes` (but at least one element), in order.
+def compressed_shards(index: int, size: int, servers: int, bound: int, factor: int) -> tuple[Shard, ...]:
+    """Return the shards of a value whose codec puts `factor` elements into a word: a shard never cuts a word.
 
-    `itemsize` is the size of one element in bytes. A shard of length 0 stays one piece.
+    The words, not the elements, are dealt as `shards` deals elements; the last server takes the rest of both.
+    The other arguments are those of `shards`.
     """
-    step = max(1, limit_bytes // itemsize)
+    if size < bound:
+        return shards(index, size, servers, bound)
+    words = -(-size // factor)
+    return _shards_at([min(size, _edge(words, servers, i) * factor) for i in range(servers)] + [size])
+
+
+def row_shards(index: int, rows: int, row_size: int, servers: int, bound: int) -> tuple[Shard, ...]:
+    """Return the shards of a value of `rows` rows of `row_size` elements: a shard never cuts a row.
+
+    The rows are dealt as `shards` deals elements, once there are `bound` elements. Offsets and lengths are in
+    elements, and multiples of `row_size`.
+    """
+    if rows * row_size < bound:
+        return shards(index, rows * row_size, servers, bound)
+    return _shards_at([_edge(rows, servers, i) * row_size for i in range(servers)] + [rows * row_size])
+
+
+def pieces(parts: Iterable[Shard], itemsize: int, limit_bytes: int = PIECE_BYTES, unit: int = 1) -> tuple[Shard, ...]:
+    """Return the same shards, cut into runs of at most `limit_bytes` (but at least one unit), in order.
+
+    Arguments:
+        itemsize: the size of one element in bytes.
+        unit: elements that stay together, such as a row; lengths of shards are multiples of it.
+
+    A shard of length 0 stays one piece.
+    """
+    step = max(1, limit_bytes // (itemsize * max(1, unit))) * max(1, unit)
     return tuple(
         Shard(server=part.server, offset=offset, length=min(step, part.end - offset))
         for part in parts
         for offset in (range(part.offset, part.end, step) if part.length else (part.offset,))
+    )
+
+
+def _shards_at(edges: list[int]) -> tuple[Shard, ...]:
+    """Return the runs between neighbouring edges that have elements; run i is server i's."""
+    return tuple(
+        Shard(server=i, offset=edges[i], length=edges[i + 1] - edges[i])
+        for i in range(len(edges) - 1)
+        if edges[i + 1] > edges[i]
     )
 
 

@@ -120,6 +120,22 @@ def reached_at(env: Mapping[str, str]) -> str:
     return "" if ip.is_loopback or ip.is_link_local or ip.is_unspecified else str(ip)
 
 
+def settle(interface: str, subnet: str, toward: str, env: Mapping[str, str]) -> str:
+    """Return the address that peers use for this machine, as its agent takes it: where sshd was reached, unless told.
+
+    Args:
+        interface: see `choose`; it goes before `subnet`, and either before where sshd was reached.
+        subnet: see `choose`.
+        toward: see `choose`.
+        env: this process's environment, with what sshd says of the connection.
+
+    Raises:
+        ContractError: no address of this machine fits.
+    """
+    reached = "" if interface or subnet else reached_at(env)
+    return reached or choose(interface, "" if interface else subnet, toward)
+
+
 def resolve_host(name: str) -> str:
     """Return the IP address of a host, IPv4 if it has one; an IP address comes back as it is, without a zone id.
 

@@ -213,11 +213,19 @@ TABLE: Tuple[Variable, ...] = (
         "MXNET_KVSTORE_REDUCTION_NTHREADS",
         "tuning",
         READ,
-        "Threads that sum big arrays of several devices on one machine. Checked;"
-        " no effect in this version (numpy sums on one).",
+        "Threads of a worker that sum the values of its devices, for values of at least"
+        " MXNET_KVSTORE_BIGARRAY_BOUND elements.",
         type=INT,
         low=1,
         default=4,
+    ),
+    _row(
+        "MXNET_UPDATE_ON_KVSTORE",
+        "tuning",
+        READ,
+        "0: a Trainer that is not told who updates does it itself, where that may be chosen.",
+        type=BOOL,
+        default=True,
     ),
     _row(
         "MXNET_ENABLE_GPU_P2P",
@@ -241,7 +249,8 @@ TABLE: Tuple[Variable, ...] = (
         "PS_RESEND",
         "tuning",
         READ,
-        "Retransmission on unreliable networks. Checked; no effect in this version (TCP retransmits).",
+        "1: messages between nodes are acknowledged, and sent again when they are lost. For networks that lose what"
+        " TCP carries; all nodes of a job alike.",
         type=BOOL,
         default=False,
     ),
@@ -249,10 +258,29 @@ TABLE: Tuple[Variable, ...] = (
         "PS_RESEND_TIMEOUT",
         "tuning",
         READ,
-        "Milliseconds until a message is sent again. Checked; no effect in this version.",
+        "With PS_RESEND=1: milliseconds until a message is sent again; each repeat waits that much longer, and after"
+        " the tenth the peer is lost.",
         type=INT,
         low=1,
         default=1000,
+    ),
+    _row(
+        "PS_DROP_MSG",
+        "tuning",
+        READ,
+        "For tests: percent of the messages received that are dropped, as drop= of DISTRUN_FAULTS.",
+        type=FLOAT,
+        low=0,
+        high=100,
+        default=0.0,
+    ),
+    _row(
+        "DISTRUN_FAULTS",
+        "tuning",
+        READ,
+        "For tests: faults in what nodes receive, such as `drop=5,duplicate=1,delay=20:50ms,reorder=2,seed=7,"
+        "kinds=PUSH+PULL`: percents, milliseconds, the seed of each process's chances, and kinds of messages.",
+        default="",
     ),
     _row(
         "PS_HEARTBEAT_INTERVAL",
@@ -299,6 +327,14 @@ TABLE: Tuple[Variable, ...] = (
         READ,
         "A-B: ports that scheduler, servers and workers may bind; with --port-range also those that agents hold."
         " Empty: any free port.",
+        default="",
+    ),
+    _row(
+        "DISTRUN_SERVER_IMPORT",
+        "tuning",
+        READ,
+        "Modules with update rules of yours, separated by commas, that servers import at their start;"
+        " --server-import sets it.",
         default="",
     ),
     # The launcher itself.

@@ -134,6 +134,55 @@ class Inlet:
         return found
 
 
+class Outbox:
+    """What is to be written to one agent, within WRITE_LIMIT.
+
+    Threads: any may put; `changed` is notified at every change, and holding it one may look at several things at once.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.is_closing = False
+        """Nothing more is taken in."""
+        self._queue: Deque[bytes] = deque()
+        self._waiting = 0
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def put(self, data: bytes) -> bool:
+        """Queue bytes, unless it is closing; return whether too much waits: the agent does not read."""
+        with self.changed:
+            if self.is_closing:
+                return False
+            self._queue.append(data)
+            self._waiting += len(data)
+            self.changed.notify_all()
+            return self._waiting > WRITE_LIMIT
+
+    def close(self) -> None:
+        """Take nothing more in."""
+        with self.changed:
+            self.is_closing = True
+            self.changed.notify_all()
+
+    def drop(self) -> None:
+        """Close, and forget what is not written."""
+        with self.changed:
+            self._queue.clear()
+            self.close()
+
+    def take(self) -> bytes:
+        """Return what is to be written next; nothing when there is nothing."""
+        with self.changed:
+            return self._queue.popleft() if self._queue else b""
+
+    def written(self, size: int) -> None:
+        """So many bytes of what was taken have left."""
+        with self.changed:
+            self._waiting -= size
+
+
 class StreamChannel:
     """A channel over two descriptors, ends of two pipes, which it owns from `start` on.
 
@@ -156,10 +205,7 @@ class StreamChannel:
         self._explain = explain
         self._on_kill = on_kill
         self._put: Put = lambda event: None
-        self._outbox: Deque[bytes] = deque()
-        self._waiting = 0
-        self._closing = False
-        self._changed = threading.Condition()
+        self._outbox = Outbox()
         self._killed = False
 
     @property
@@ -175,32 +221,21 @@ class StreamChannel:
 
     def send(self, data: bytes) -> None:
         """Queue bytes for the writing thread. Past WRITE_LIMIT the agent is given up."""
-        with self._changed:
-            if self._closing:
-                return
-            self._outbox.append(data)
-            self._waiting += len(data)
-            overflow = self._waiting > WRITE_LIMIT
-            self._changed.notify()
-        if overflow:
+        if self._outbox.put(data):
             self._put(AgentLost(self._host, "it does not read what we send", time.time()))
             self.kill()
 
     def close(self) -> None:
         """Close the agent's input when everything before is written."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        self._outbox.close()
 
     def kill(self) -> None:
         """Forget what is not written, close, and call `on_kill`."""
-        with self._changed:
+        with self._outbox.changed:
             if self._killed:
                 return
             self._killed = True
-            self._closing = True
-            self._outbox.clear()
-            self._changed.notify()
+            self._outbox.drop()
         self._on_kill()
 
     def _read(self) -> None:
@@ -231,23 +266,20 @@ class StreamChannel:
         try:
             os.set_blocking(self._write_fd, False)  # a full pipe must not keep `kill` from closing it
             while True:
-                with self._changed:
-                    while not self._outbox and not self._closing:
-                        self._changed.wait()
-                    if not self._outbox:
-                        return
-                    data = memoryview(self._outbox.popleft())
+                with self._outbox.changed:
+                    while not self._outbox and not self._outbox.is_closing:
+                        self._outbox.changed.wait()
+                    data = memoryview(self._outbox.take())
                 size = len(data)
+                if not size:
+                    return
                 while data and not self._killed:
                     if _is_ready(self._write_fd, select.POLLOUT):
                         data = data[os.write(self._write_fd, data) :]
-                with self._changed:
-                    self._waiting -= size
+                self._outbox.written(size)
         except OSError:
             # The agent reads no more. The reading thread sees the end and says so; nothing is left to do here.
-            with self._changed:
-                self._closing = True
-                self._outbox.clear()
+            self._outbox.drop()
         finally:
             os.close(self._write_fd)
 

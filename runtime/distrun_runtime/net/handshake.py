@@ -41,6 +41,8 @@ class Identity:
     """Where it can be reached, `tcp://address:port`; empty if it does not listen."""
     workers: int
     servers: int
+    resends: bool = False
+    """Whether its messages are in envelopes (`net.resend`)."""
 
     @property
     def name(self) -> str:
@@ -66,7 +68,8 @@ class Opener:
     def hello(self) -> Message:
         """Return the first message of a fresh connection."""
         auth = TOKEN if self._token else OPEN
-        return Message(Kind.HELLO, body={**asdict(self._me), "version": VERSION, "nonce": self._nonce, "auth": auth})
+        me = {name: value for name, value in asdict(self._me).items() if name != "resends" or value}
+        return Message(Kind.HELLO, body={**me, "version": VERSION, "nonce": self._nonce, "auth": auth})
 
     def answer(self, challenge: Message) -> Message | str:
         """Return PROOF for a CHALLENGE, or the reason why the other side cannot be trusted."""
@@ -105,7 +108,9 @@ class Acceptor:
             self._theirs = str(hello.body["nonce"])
         except (KeyError, TypeError, ValueError, OverflowError) as err:
             return refused("HELLO lacks or garbles a field: %s" % err)
-        reason = _auth_reason(self._token, hello.body.get("auth"), str(self.peer))
+        reason = _auth_reason(self._token, hello.body.get("auth"), str(self.peer)) or _resend_reason(
+            self._me, self.peer
+        )
         if reason:
             return refused(reason)
         body = dict(self._mine, auth=TOKEN if self._token else OPEN)
@@ -140,6 +145,15 @@ def _auth_reason(token: bytes, theirs: object, who: str) -> str:
     return ""
 
 
+def _resend_reason(me: Identity, peer: Identity) -> str:
+    if me.resends == peer.resends:
+        return ""
+    return "%s runs with PS_RESEND=%d and %s with PS_RESEND=%d: set it alike for all nodes of a job" % (
+        *(peer, peer.resends),
+        *(me.name, me.resends),
+    )
+
+
 def _identity(body: Mapping[str, Any]) -> Identity:
     who = Identity(
         job=str(body["job"]),
@@ -151,6 +165,7 @@ def _identity(body: Mapping[str, Any]) -> Identity:
         endpoint=str(body["endpoint"]),
         workers=int(body["workers"]),
         servers=int(body["servers"]),
+        resends=bool(body.get("resends", False)),
     )
     if who.role not in ("scheduler", "server", "worker"):
         raise ValueError("role %r" % who.role)

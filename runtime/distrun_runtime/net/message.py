@@ -18,6 +18,7 @@ from typing import Any, Union
 
 import numpy as np
 
+from distrun_runtime.device import dtypes
 from distrun_runtime.errors import WireError
 
 Buffer = Union[bytes, bytearray, memoryview]
@@ -53,10 +54,15 @@ class Kind(IntEnum):
     JOIN = 20
     LEFT = 21
     WAITING = 22
+    SAVE = 23
+    LOAD = 24
     INIT = 32
     PUSH = 33
     PULL = 34
     ROUNDS = 35
+    STATS = 36
+    PROFILE = 37
+    NORMS = 38
 
 
 class Flag(IntFlag):
@@ -79,11 +85,13 @@ class Payload(IntEnum):
     """In shared memory (reserved)."""
 
 
+_PLACES = {int(place): place for place in (Payload.NONE, Payload.FRAME)}
+
 DTYPES: tuple[np.dtype[Any], ...] = tuple(
-    np.dtype(name)
+    dtypes.parse(name)
     for name in (
         *("float32", "float64", "float16", "uint8", "int32", "int8", "int64"),
-        *("int16", "uint16", "uint32", "uint64"),
+        *("int16", "uint16", "uint32", "uint64", "bfloat16"),
     )
 )
 """Element types by their code on the wire; the first seven are MXNet's codes (mshadow base.h), 7 and up are ours."""
@@ -101,6 +109,7 @@ class Entry:
     round: int = 0
     dtype: int = 0
     codec: int = 0
+    """0: the payload is the elements themselves; else the number of a codec (`algo.codec`), which says what it is."""
     payload: Payload = Payload.NONE
 
     @property
@@ -205,14 +214,16 @@ def _entries(head: memoryview, count: int, payloads: Sequence[Buffer]) -> tuple[
     at = 0
     for number in range(count):
         key, dtype, codec, payload, offset, length, turn = _ENTRY.unpack_from(head, _HEAD.size + number * _ENTRY.size)
-        if dtype >= len(DTYPES) or payload not in (Payload.NONE, Payload.FRAME) or codec != 0:
+        where = _PLACES.get(payload)
+        if dtype >= len(DTYPES) or where is None:
             raise WireError("entry %d has dtype %d, codec %d, payload kind %d" % (number, dtype, codec, payload))
-        entry = Entry(key, offset, length, turn, dtype, codec, Payload(payload))
-        if entry.payload is Payload.FRAME:
+        entry = Entry(key, offset, length, turn, dtype, codec, where)
+        if where is Payload.FRAME:
             if at >= len(payloads):
                 raise WireError("entry %d announces a payload; only %d frames came" % (number, len(payloads)))
             found = memoryview(payloads[at]).nbytes
-            if found != entry.size_bytes:
+            # What a codec makes of the elements, whoever decodes it checks.
+            if codec == 0 and found != entry.size_bytes:
                 raise WireError("entry %d announces %d bytes, its frame has %d" % (number, entry.size_bytes, found))
             at += 1
         entries.append(entry)

@@ -1,4 +1,4 @@
-"""What all workers do together in the stores of a job: open, declare keys, wait for each other, join, leave. Pure.
+"""What all workers do together in the stores of a job: open, declare keys, save, wait for each other, leave. Pure.
 
 Call i of a store is gathered until every worker that has not left the store has made it; the first difference is
 the error of all of them.
@@ -6,14 +6,14 @@ the error of all of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from distrun_runtime.net.message import Kind, Message
 from distrun_runtime.node import role
+from distrun_runtime.node.checkpoint import Checkpoints, Subject
 from distrun_runtime.node.collective import Call, Gathering, difference, verb
 from distrun_runtime.node.errands import Errands
+from distrun_runtime.node.keys import Keys
 from distrun_runtime.node.replies import answer, refusal
 from distrun_runtime.node.roster import LEFT, Member, Roster
 
@@ -22,9 +22,8 @@ from distrun_runtime.node.roster import LEFT, Member, Roster
 class _Store:
     """What the workers agreed on for one store."""
 
-    keys: dict[str, int] = field(default_factory=dict)
-    """Key, as text, to its number."""
-    text_keys: int = 0
+    type: str = ""
+    keys: Keys = field(default_factory=Keys)
     gatherings: dict[int, Gathering] = field(default_factory=dict)
     filling: dict[int, Gathering] = field(default_factory=dict)
     """Declared keys whose first values rank 0 is sending to the servers."""
@@ -38,22 +37,28 @@ class _Store:
 class Assembly:
     """The collective calls of all stores."""
 
-    def __init__(self, workers: int, roster: Roster, errands: Errands) -> None:
+    def __init__(self, workers: int, roster: Roster, errands: Errands, checkpoints: Checkpoints) -> None:
         self._workers = workers
+        self._checkpoints = checkpoints
         self._roster = roster
         self._errands = errands
         self._stores: dict[int, _Store] = {}
 
     def gather(self, call: Call) -> list[role.Action]:
-        """Take in one worker's OPEN, KEYS or BARRIER."""
+        """Take in one worker's OPEN, KEYS, BARRIER, SAVE or LOAD.
+
+        One with an `error`, what the worker found before it came here, fails for all.
+        """
         store = self._store(call)
         if call.number in store.refused:
             return [_refuse(call, store.refused[call.number])]
+        # First: what raises here, since the message lacks something, must not count as a call.
+        against = _against(store, call)
         gathering = store.gatherings.setdefault(call.number, Gathering())
         # A worker that has joined waits for all others to join: it will never make this call.
         elsewhere = [part for part in store.joined.values() if part.number == call.number]
         wrong = gathering.add(call) or (difference(elsewhere[0], call) if elsewhere else "")
-        wrong = wrong or _against_records(store, call)
+        wrong = wrong or against
         if wrong:
             return _fail(store, call.number, wrong)
         gone = [member for member in self._roster.of_role("worker") if member.state == LEFT]
@@ -69,12 +74,13 @@ class Assembly:
         if gathering is None:
             return [_refuse(call, "INIT without KEYS")]
         error = str(call.message.body.get("error", ""))
+        body = store.keys.told(gathering.calls[0].message.body["records"])
+        if error and not gathering.calls[0].message.body.get("assign"):
+            store.keys.take_back(body["keys"])
         actions: list[role.Action] = [role.Send(call.link, answer(call.message))]
         for part in gathering.calls.values():
-            if part.rank == call.rank:
-                continue
-            body = {name: part.message.body[name] for name in ("keys", "numbers")}
-            actions.append(_refuse(part, error) if error else role.Send(part.link, answer(part.message, body)))
+            if part.rank != call.rank:
+                actions.append(_refuse(part, error) if error else role.Send(part.link, answer(part.message, body)))
         return actions
 
     def join(self, call: Call) -> list[role.Action]:
@@ -95,7 +101,7 @@ class Assembly:
         store.left.add(call.rank)
         told = Message(Kind.LEFT, store=call.message.store, body={"rank": call.rank})
         servers = self._roster.alive("server")
-        actions = self._errands.send(told, servers, lambda errors: [role.Send(call.link, answer(call.message))])
+        actions = self._errands.send(told, servers, lambda _: [role.Send(call.link, answer(call.message))])
         for number in list(store.gatherings):
             actions += self._complete(store, number)
         return [*actions, *self._all_joined(call.message.store, store)]
@@ -108,6 +114,8 @@ class Assembly:
                 if gone.who.rank not in {*gathering.calls, *store.left}:
                     part = next(iter(gathering.calls.values()))
                     actions += _fail(store, at, _gone(gone, part.message))
+            if gone.who.rank == 0:
+                actions += _unfilled(store, gone)
             actions += self._all_joined(number, store)
         return actions
 
@@ -140,13 +148,20 @@ class Assembly:
         if len(gathering.calls) < self._workers - len(store.left - set(gathering.calls)):
             return []
         del store.gatherings[number]
-        call = next(iter(gathering.calls.values()))
-        if call.message.kind is not Kind.KEYS:
+        call = next(iter(gathering.calls.values())).message
+        if call.kind is Kind.OPEN:
+            store.type = str(call.body.get("type", ""))
+        if call.kind in (Kind.OPEN, Kind.BARRIER):
             return [role.Send(part.link, answer(part.message)) for part in gathering.calls.values()]
         if 0 not in gathering.calls:
-            return _refuse_all(store, number, gathering, "worker-0, whose values count, has left the store")
-        store.filling[number] = gathering
-        return _declare(store, gathering)
+            return _refuse_all(store, number, gathering, "worker-0, %s, has left the store" % _DUTY[call.kind])
+        if call.kind is Kind.KEYS:
+            store.filling[number] = gathering
+            return _declare(store, gathering)
+        subject = Subject(call.store, store.type, store.keys)
+        if call.kind is Kind.SAVE:
+            return self._checkpoints.save(subject, gathering.calls)
+        return self._checkpoints.load(subject, gathering.calls)
 
     def _all_joined(self, number: int, store: _Store) -> list[role.Action]:
         present = {member.who.rank for member in self._roster.alive("worker")} - store.left
@@ -158,36 +173,48 @@ class Assembly:
         told = Message(Kind.JOIN, store=number, body={"rank": parts[0].rank, "all": True})
         servers = self._roster.alive("server")
         return self._errands.send(
-            told, servers, lambda errors: [role.Send(part.link, answer(part.message)) for part in parts]
+            told, servers, lambda _: [role.Send(part.link, answer(part.message)) for part in parts]
         )
 
     def _tell_servers(self, message: Message) -> list[role.Action]:
-        return self._errands.send(message, self._roster.alive("server"), lambda errors: [])
+        return self._errands.send(message, self._roster.alive("server"), lambda _: [])
+
+
+_DUTY = {
+    Kind.KEYS: "whose values count",
+    Kind.SAVE: "who writes the manifest",
+    Kind.LOAD: "who reads the manifest",
+}
 
 
 def _declare(store: _Store, gathering: Gathering) -> list[role.Action]:
-    first = gathering.calls[0]
-    numbers: list[list[int]] = []
-    for record in first.message.body["records"]:
-        is_text = isinstance(record["key"], str)
-        place = store.text_keys if is_text else int(record["key"])
-        store.text_keys += is_text
-        number = store.keys[_key(record)] = len(store.keys)
-        numbers.append([number, place])
-    body = {"keys": [record["key"] for record in first.message.body["records"]], "numbers": numbers}
-    gathering.calls = {
-        rank: replace(part, message=replace(part.message, body={**part.message.body, **body}))
-        for rank, part in gathering.calls.items()
-    }
+    first = gathering.calls[0].message
+    records = first.body["records"]
+    body = store.keys.told(records) if first.body.get("assign") else store.keys.declare(records)
     # Rank 0 goes to fill the servers now; the others hear when it has (INIT), so that nobody reads too early.
-    return [role.Send(first.link, answer(first.message, body))]
+    return [role.Send(gathering.calls[0].link, answer(first, body))]
 
 
-def _against_records(store: _Store, call: Call) -> str:
+def _unfilled(store: _Store, gone: Member) -> list[role.Action]:
+    """Worker 0 ended between KEYS and INIT: what it was to fill will not be."""
+    filling, store.filling = store.filling, {}
+    actions: list[role.Action] = []
+    for number, gathering in filling.items():
+        first = gathering.calls.pop(0).message
+        if not first.body.get("assign"):
+            store.keys.take_back([record["key"] for record in first.body["records"]])
+        text = "%s has ended (BYE) and will never send the values of %s" % (gone.who, verb(first))
+        actions += _refuse_all(store, number, gathering, text)
+    return actions
+
+
+def _against(store: _Store, call: Call) -> str:
+    body = call.message.body
+    if body.get("error"):
+        return "worker-%d failed at %s: %s" % (call.rank, verb(call.message), body["error"])
     if call.message.kind is not Kind.KEYS:
         return ""
-    twice = [record["key"] for record in call.message.body["records"] if _key(record) in store.keys]
-    return "key %r was initialised before" % twice[0] if twice else ""
+    return store.keys.against(body["records"], bool(body.get("assign")))
 
 
 def _fail(store: _Store, number: int, reason: str) -> list[role.Action]:
@@ -201,10 +228,6 @@ def _refuse_all(store: _Store, number: int, gathering: Gathering, reason: str) -
 
 def _refuse(call: Call, reason: str) -> role.Action:
     return role.Send(call.link, refusal(call.message, reason))
-
-
-def _key(record: Mapping[str, Any]) -> str:
-    return "%s:%s" % (type(record["key"]).__name__, record["key"])
 
 
 def _gone(member: Member, message: Message) -> str:

@@ -1,4 +1,4 @@
-"""Calls that all workers make together: opening a store, declaring keys, barriers.
+"""Calls that all workers make together: opening a store, declaring keys, barriers, saving and loading states.
 
 Each worker numbers its collective calls of a store (0, 1, 2 ...); call i of all workers must be the same kind with the
 same content. The first difference is an error that names both workers and both contents. Pure.
@@ -39,24 +39,38 @@ class Gathering:
     def add(self, call: Call) -> str:
         """Take a call in and return how it differs from those before; empty: it does not."""
         first = next(iter(self.calls.values()), None)
+        wrong = "" if first is None else difference(first, call)
         self.calls[call.rank] = call
-        return "" if first is None else difference(first, call)
+        return wrong
 
 
 def difference(one: Call, other: Call) -> str:
     """Return how two parts of one collective call differ, in words; empty when they agree."""
-    if one.message.kind is not other.message.kind:
+    if verb(one.message) != verb(other.message):
         return "worker-%d calls %s where worker-%d calls %s (call %d of the store)" % (
             *(one.rank, verb(one.message), other.rank, verb(other.message)),
             one.number,
         )
-    if one.message.kind is Kind.OPEN and one.message.body != other.message.body:
-        return "worker-%d creates a %r store where worker-%d creates a %r store" % (
-            *(one.rank, one.message.body.get("type"), other.rank, other.message.body.get("type")),
+    mine, theirs = one.message.body, other.message.body
+    if one.message.kind is Kind.OPEN and mine != theirs:
+        return "worker-%d creates %s where worker-%d creates %s" % (
+            one.rank,
+            _opened(mine),
+            other.rank,
+            _opened(theirs),
+        )
+    if one.message.kind in (Kind.SAVE, Kind.LOAD) and mine.get("folder") != theirs.get("folder"):
+        return "worker-%d calls %s(%r) where worker-%d gives %r" % (
+            *(one.rank, verb(one.message), mine.get("folder"), other.rank, theirs.get("folder")),
         )
     if one.message.kind is Kind.KEYS:
         return _records_differ(one, other)
     return ""
+
+
+def _opened(body: Mapping[str, Any]) -> str:
+    bound = body.get("staleness")
+    return "a %r store" % body.get("type") + ("" if bound is None else " with staleness=%s" % bound)
 
 
 def _records_differ(one: Call, other: Call) -> str:
@@ -79,8 +93,10 @@ def _records_differ(one: Call, other: Call) -> str:
 
 
 def describe(record: Mapping[str, Any]) -> str:
-    """Return shape and type of a record, for people."""
-    return "shape %s %s" % (tuple(record["shape"]), record["dtype"])
+    """Return what a record says beside its key, for people: `shape (2, 3) float32, row_sparse, codec 2bit`."""
+    more = [record["stype"]] if record.get("stype", "default") != "default" else []
+    more += ["codec %s" % record["codec"]] if record.get("codec") else []
+    return ", ".join(["shape %s %s" % (tuple(record["shape"]), record["dtype"]), *more])
 
 
 def _text(record: Mapping[str, Any]) -> str:
@@ -89,4 +105,9 @@ def _text(record: Mapping[str, Any]) -> str:
 
 def verb(message: Message) -> str:
     """Return what the user calls it."""
-    return {Kind.KEYS: "init", Kind.OPEN: "create", Kind.JOIN: "join"}.get(message.kind, message.kind.name.lower())
+    if message.kind is Kind.KEYS:
+        return "assign" if message.body.get("assign") else "init"
+    return _VERBS.get(message.kind, message.kind.name.lower())
+
+
+_VERBS = {Kind.OPEN: "create", Kind.SAVE: "save_states", Kind.LOAD: "load_states"}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from distrun_runtime.contract import address, environ
 from distrun_runtime.errors import ContractError
+from distrun_runtime.net.faults import NO_FAULTS, Faults
 from distrun_runtime.net.handshake import Identity
 from distrun_runtime.net.transport import Heartbeat, endpoint
 
@@ -46,6 +47,12 @@ class Config:
     stays: bool = False
     """Whoever started this scheduler or server also stops it (an agent): when all workers have ended it forgets them
     and waits for others, so that one job can run several scripts after each other."""
+    server_imports: tuple[str, ...] = ()
+    """Modules that users' rules may come from (servers)."""
+    resend_s: float = 0.0
+    """How long an acknowledgement may take until a message is sent again; 0: none is expected."""
+    faults: Faults = NO_FAULTS
+    """What is to go wrong on purpose with what this node receives."""
 
     @property
     def root_endpoint(self) -> str:
@@ -64,6 +71,7 @@ class Config:
             endpoint=endpoint,
             workers=self.workers,
             servers=self.servers,
+            resends=self.resend_s > 0,
         )
 
 
@@ -121,6 +129,9 @@ def read(role: str, env: Mapping[str, str] | None = None) -> Config:
         verbose=environ.read("PS_VERBOSE", env),
         ports=port_range(environ.text("DISTRUN_PORT_RANGE", env)),
         stays=environ.read("DISTRUN_PUBLISH_FD", env) is not None,
+        server_imports=_names(environ.text("DISTRUN_SERVER_IMPORT", env)) if role == "server" else (),
+        resend_s=environ.read("PS_RESEND_TIMEOUT", env) / 1000 if environ.read("PS_RESEND", env) else 0.0,
+        faults=_faults(env),
     )
 
 
@@ -138,6 +149,10 @@ def port_range(text: str) -> tuple[int, ...]:
     return tuple(range(int(low), int(high) + 1))
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 def _rank(role: str, env: Mapping[str, str] | None) -> int:
     own = "DMLC_WORKER_ID" if role == "worker" else "DMLC_SERVER_ID"
     for name in ("DMLC_RANK", own):
@@ -152,6 +167,14 @@ def _address(root: str, env: Mapping[str, str] | None) -> str:
     if given:
         return address.resolve_host(given)
     return address.choose(interface=environ.text("DMLC_INTERFACE", env), toward=root)
+
+
+def _faults(env: Mapping[str, str] | None) -> Faults:
+    text = environ.text("DISTRUN_FAULTS", env)
+    try:
+        return Faults.parse(text, drop=environ.read("PS_DROP_MSG", env))
+    except ValueError as err:
+        raise ContractError("DISTRUN_FAULTS=%r on host %s: %s" % (text, socket.gethostname(), err)) from err
 
 
 def _token(env: Mapping[str, str] | None) -> bytes:

@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from distrun_runtime.net.message import Message
 from distrun_runtime.node import role
+from distrun_runtime.node.replies import refusal
 from distrun_runtime.node.roster import Member
 
-Then = Callable[[list[str]], list[role.Action]]
-"""What follows; it is given what servers had against it."""
+
+@dataclass
+class Answers:
+    """What the servers said to one errand."""
+
+    bodies: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Server's name to its reply, of those that did what was asked."""
+    errors: list[str] = field(default_factory=list)
+    """What the others had against it, each with its name."""
+    error: str = "KVError"
+    """Class of the first of these, of distrun_runtime.errors."""
+    traceback: str = ""
+
+    def refusal(self, request: Message) -> Message:
+        """Return the reply to whoever wanted it: all that servers had against it."""
+        return refusal(request, folded(self.errors), self.error, self.traceback)
+
+
+def folded(errors: Iterable[str]) -> str:
+    """Return errors `name: reason` as one text, in which each reason stands once, after all who gave it. Pure."""
+    names: dict[str, list[str]] = {}
+    for error in sorted(errors):
+        name, _, reason = error.partition(": ")
+        names.setdefault(reason, []).append(name)
+    return "; ".join(": ".join(filter(None, (", ".join(those), reason))) for reason, those in names.items())
+
+
+Then = Callable[[Answers], list[role.Action]]
+"""What follows."""
 
 
 @dataclass
 class _Errand:
     waiting: set[str]
     then: Then
-    errors: list[str] = field(default_factory=list)
+    answers: Answers = field(default_factory=Answers)
 
 
 class Errands:
@@ -42,12 +71,21 @@ class Errands:
     def answered(self, server: Member, reply: Message) -> list[role.Action]:
         """Take in a server's reply and return what follows from it."""
         errand = self._errands.get(reply.request)
-        if errand is None:
+        if errand is None or server.link not in errand.waiting:
             return []
         errand.waiting.discard(server.link)
-        if reply.is_error:
-            errand.errors.append("%s: %s" % (server.who.name, reply.body.get("reason")))
+        _note(errand.answers, server.who.name, reply)
         if errand.waiting:
             return []
         del self._errands[reply.request]
-        return errand.then(errand.errors)
+        return errand.then(errand.answers)
+
+
+def _note(answers: Answers, name: str, reply: Message) -> None:
+    if not reply.is_error:
+        answers.bodies[name] = reply.body
+        return
+    if not answers.errors:
+        answers.error = str(reply.body.get("error", "KVError"))
+        answers.traceback = str(reply.body.get("traceback", ""))
+    answers.errors.append("%s: %s" % (name, reply.body.get("reason")))

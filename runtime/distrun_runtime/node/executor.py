@@ -1,174 +1,241 @@
 """The hands of a server: arrays are touched here and nowhere else on it.
 
 Works are done inline, in the order given. A buffer that was lent to a reply is not written while ZeroMQ still reads
-it or the reply is not sent: the next Apply writes another.
+it or the reply is not sent: the next update writes another.
 """
 
 from __future__ import annotations
 
 import traceback
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Optional, cast
 
-import numpy as np
-
+from distrun_runtime.algo import rows as rowcodec
 from distrun_runtime.algo import rules
+from distrun_runtime.device.dtypes import narrow
 from distrun_runtime.errors import KVError
-from distrun_runtime.net.message import Buffer, Entry, Flag, Message, Payload
-from distrun_runtime.node import role, work
-from distrun_runtime.node.work import SlotId
-
-Array = np.ndarray[Any, np.dtype[Any]]
-
-
-class Lease(Protocol):
-    """What `ZmqTransport.send` gives back."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the buffers may be written again."""
-        ...
-
-
-@dataclass
-class _Shelf:
-    """The arrays of one slot, all flat."""
-
-    weight: Array
-    sums: dict[int, Array] = field(default_factory=dict)
-    owns: set[int] = field(default_factory=set)
-    """Rounds whose sum is an array of ours; a first contribution is the message's own frame, which is read-only."""
-    state: dict[str, Any] | None = None
-    tickets: int = 0
-    """Pulls that hold `weight` and are not delivered yet."""
-    leases: list[Lease] = field(default_factory=list)
+from distrun_runtime.net.message import Entry, Kind, Message
+from distrun_runtime.node import checks, lending, role, states, work
+from distrun_runtime.node.counters import Counters
+from distrun_runtime.node.profile import Recorder
+from distrun_runtime.node.shelf import Half, Lease, Shelf, elements
+from distrun_runtime.node.sums import Contribution, Dense, Sum, read, spread
+from distrun_runtime.node.work import SYNC, SlotId
 
 
 class Executor:
-    """Does a server's work on numpy arrays."""
+    """Does a server's work on numpy arrays.
 
-    def __init__(self) -> None:
-        self._shelves: dict[SlotId, _Shelf] = {}
-        self._rules: dict[int, rules.Rule] = {}
-        self._lent: dict[int, dict[int, tuple[SlotId, Array]]] = {}
+    Arguments:
+        imports: modules that users' rules may come from.
+    """
+
+    def __init__(
+        self, counters: Counters | None = None, recorder: Recorder | None = None, imports: Sequence[str] = ()
+    ) -> None:
+        self.shelves: dict[SlotId, Shelf] = {}
+        self.rules: dict[int, rules.Rule] = {}
+        self.specs: dict[int, rules.RuleSpec] = {}
+        self._counters = counters or Counters()
+        self._recorder = recorder or Recorder()
+        self._imports = tuple(imports)
+        self._lent: dict[int, dict[int, lending.Lent]] = {}
+        self._methods: dict[type[Any], Callable[[Any], Any]] = {}
+        """What does each kind of work; looked up once."""
 
     def do(self, what: Any) -> role.Done:
         """Do one piece of work; what it raises is in the result."""
         try:
-            getattr(self, "_" + type(what).__name__.lower())(what)
+            method = self._methods.get(type(what)) or self._method(type(what))
+            value = self._timed(method, what) if self._recorder.is_on else method(what)
         except Exception as err:
             # A user's rule may raise anything; the caller gets it with this traceback, the server lives.
             return role.Done(what, err, traceback.format_exc())
-        return role.Done(what)
+        return role.Done(what, value=value)
+
+    def _method(self, kind: type[Any]) -> Callable[[Any], Any]:
+        method: Callable[[Any], Any] = getattr(self, "_" + kind.__name__.lower())
+        return self._methods.setdefault(kind, method)
+
+    def _timed(self, method: Callable[[Any], Any], what: Any) -> Any:
+        slot = getattr(what, "slot", None)
+        args = {} if slot is None else {"key": slot.key, "offset": slot.offset}
+        with self._recorder.span(type(what).__name__.lower(), "work", **args):
+            return method(what)
+
+    # Values
+
+    def _fill(self, what: work.Fill) -> None:
+        weight = elements(what.payload, what.dtype).copy()
+        self.shelves[what.slot] = Shelf(weight, what.key, what.shape, what.row_size)
+
+    def _assign(self, what: work.Assign) -> None:
+        shelf = self.shelves[what.slot]
+        shelf.put(elements(what.payload, what.dtype).copy())
+        if shelf.state is not None:
+            rules.renew_master(shelf.weight, shelf.state)
+
+    def _clear(self, what: work.Clear) -> None:
+        self.shelves.clear()
+        self.rules.clear()
+        self.specs.clear()
+        self._lent.clear()
+
+    # Contributions
+
+    def _check(self, what: work.Check) -> None:
+        message = what.message
+        for slot, entry, payload in zip(what.slots, message.entries, checks.payloads_of(message), strict=True):
+            shelf = self.shelves[slot]
+            if payload is None or entry.codec not in checks.READ_FIRST:
+                continue
+            try:
+                if message.kind is Kind.PULL:
+                    rowcodec.decode_rows(payload, shelf.rows)
+                else:
+                    self._read(shelf, payload, entry, message)
+            except KVError as err:
+                first = "; row 0 here is row %d of the value" % (slot.offset // shelf.row_size) if slot.offset else ""
+                raise KVError("key %r of shape %s: %s%s" % (shelf.key, shelf.shape, err, first)) from None
+
+    def _read(self, shelf: Shelf, payload: Any, entry: Entry, message: Message) -> Contribution:
+        return read(payload, shelf.weight, shelf.row_size, checks.how(message, entry.codec))
+
+    def _add(self, what: work.Add) -> None:
+        shelf = self.shelves[what.slot]
+        total = shelf.sums.get(what.round)
+        if total is None:
+            total = shelf.sums[what.round] = Sum(shelf.row_size)
+        total.add(read(what.payload, shelf.weight, shelf.row_size, what.how))
+
+    # Updates
+
+    def _apply(self, what: work.Apply) -> tuple[float, ...] | None:
+        shelf = self.shelves[what.slot]
+        total = shelf.sums.pop(what.round).total()
+        if what.slot.store in self.rules:
+            return self._step(what.slot, total, (SYNC, what.round))
+        dense = spread(total, len(shelf.weight))
+        weight = narrow(dense.values, shelf.weight.dtype)
+        shelf.put(weight if dense.is_own or weight is not dense.values else weight.copy())
+        return None
+
+    def _steps(self, what: work.Steps) -> Mapping[SlotId, tuple[float, ...]]:
+        message = what.message
+        if message.store not in self.rules:
+            raise KVError("store %d has no rule" % message.store)
+        waiting = {}
+        try:
+            for slot, entry, payload in zip(what.slots, message.entries, message.payloads, strict=True):
+                given = self._read(self.shelves[slot], payload, entry, message)
+                squares = self._step(slot, given, (what.rank, entry.round))
+                if squares is not None:
+                    waiting[slot] = squares
+        except Exception:
+            for slot, entry in zip(what.slots, message.entries, strict=True):
+                self.shelves[slot].halves.pop((what.rank, entry.round), None)
+            raise
+        return waiting
+
+    def _step(self, slot: SlotId, given: Contribution, turn: tuple[int, int]) -> tuple[float, ...] | None:
+        """Do one update of a slot; with a rule that needs norms, the first half of it."""
+        shelf, rule = self.shelves[slot], self.rules[slot.store]
+        knobs = self.specs[slot.store].knobs(shelf.key)
+        if shelf.state is None:
+            shelf.state = rule.new_state(shelf.weight)
+        if isinstance(rule, rules.NormRule):
+            dense = spread(given, len(shelf.weight))
+            prepared = rule.prepare(shelf.weight, dense.values, shelf.state, knobs)
+            shelf.halves[turn] = Half(rule, knobs, prepared)
+            return prepared.squares
+        shelf.make_own()
+        if isinstance(given, Dense):
+            rule.step(shelf.weight, given.values, shelf.state, knobs)
+        else:
+            rule.step(shelf.weight.reshape(-1, shelf.row_size), given.values, shelf.state, knobs, given.rows)
+        return None
+
+    def _finish(self, what: work.Finish) -> None:
+        shelf = self.shelves[what.slot]
+        half = shelf.halves.pop((what.turn.rank, what.turn.round))
+        if shelf.state is None:
+            shelf.state = half.rule.new_state(shelf.weight)
+        shelf.make_own()
+        half.rule.finish(shelf.weight, half.prepared, what.totals, shelf.state, half.knobs)
+
+    def _drop(self, what: work.Drop) -> None:
+        self.shelves[what.slot].halves.pop((what.turn.rank, what.turn.round), None)
+
+    # Answers
+
+    def _lend(self, what: work.Lend) -> None:
+        lent = lending.lend(self.shelves[what.slot], what)
+        self._lent.setdefault(what.ticket, {})[what.number] = lent
 
     def deliver(self, what: work.Deliver) -> tuple[Message, list[SlotId]]:
         """Return the reply to a pull, its payloads still on the shelves, and the slots it lends."""
         lent = self._lent.pop(what.ticket, {})
-        entries = []
-        payloads: list[Buffer] = []
-        for number, entry in enumerate(what.message.entries):
-            slot, weight = lent[number]
-            entries.append(
-                Entry(entry.key, entry.offset, entry.length, entry.round, entry.dtype, payload=Payload.FRAME)
-            )
-            payloads.append(weight.data.cast("B"))
-            shelf = self._shelves[slot]
-            if shelf.weight is weight:
-                shelf.tickets -= 1
-        message = what.message
-        reply = Message(
-            message.kind,
-            Flag.REPLY,
-            store=message.store,
-            request=message.request,
-            entries=tuple(entries),
-            payloads=payloads,
-        )
-        return reply, [slot for slot, _ in lent.values()]
+        for each in lent.values():
+            lending.give_back(self.shelves[each.slot], each)
+        reply = lending.reply(what.message, lent)
+        self._counters.sent(sum(memoryview(payload).nbytes for payload in reply.payloads))
+        if reply.is_error:
+            return reply, []
+        return reply, [each.slot for each in lent.values() if each.weight is not None]
 
     def lend(self, slots: list[SlotId], lease: Lease) -> None:
         """Remember that the buffers of `slots` are out until the lease is over."""
         for slot in slots:
-            shelf = self._shelves[slot]
+            shelf = self.shelves[slot]
             shelf.leases = [old for old in shelf.leases if not old.is_over]
             if not lease.is_over:
                 shelf.leases.append(lease)
 
-    def _fill(self, what: work.Fill) -> None:
-        self._shelves[what.slot] = _Shelf(np.frombuffer(what.payload, what.dtype).copy())
-
-    def _add(self, what: work.Add) -> None:
-        shelf = self._shelves[what.slot]
-        given = np.frombuffer(what.payload, what.dtype)
-        present = shelf.sums.get(what.round)
-        if present is None:
-            shelf.sums[what.round] = given
-        elif what.round in shelf.owns:
-            _add(present, given, present)
-        else:
-            shelf.sums[what.round] = _add(present, given, np.empty_like(present))
-            shelf.owns.add(what.round)
-
-    def _apply(self, what: work.Apply) -> None:
-        shelf = self._shelves[what.slot]
-        total = shelf.sums.pop(what.round)
-        is_own = what.round in shelf.owns
-        shelf.owns.discard(what.round)
-        rule = self._rules.get(what.slot.store)
-        if rule is None:
-            self._put(shelf, total if is_own else total.copy())
-        else:
-            self._step(shelf, rule, total)
-
-    def _steps(self, what: work.Steps) -> None:
-        rule = self._rules.get(what.message.store)
-        if rule is None:
-            raise KVError("store %d has no rule" % what.message.store)
-        for slot, payload in zip(what.slots, what.message.payloads, strict=True):
-            shelf = self._shelves[slot]
-            self._step(shelf, rule, np.frombuffer(payload, shelf.weight.dtype))
-
-    def _step(self, shelf: _Shelf, rule: rules.Rule, gradient: Array) -> None:
-        if shelf.tickets or not all(lease.is_over for lease in shelf.leases):
-            self._put(shelf, shelf.weight.copy())
-        if shelf.state is None:
-            shelf.state = rule.new_state(shelf.weight)
-        rule.step(shelf.weight, gradient, shelf.state)
-
-    def _put(self, shelf: _Shelf, weight: Array) -> None:
-        shelf.weight = weight
-        shelf.tickets = 0
-        shelf.leases = []
-
-    def _lend(self, what: work.Lend) -> None:
-        shelf = self._shelves[what.slot]
-        shelf.tickets += 1
-        self._lent.setdefault(what.ticket, {})[what.number] = (what.slot, shelf.weight)
-
     def _discard(self, what: work.Discard) -> None:
-        for slot, weight in self._lent.pop(what.ticket, {}).values():
-            shelf = self._shelves[slot]
-            if shelf.weight is weight:
-                shelf.tickets -= 1
+        for each in self._lent.pop(what.ticket, {}).values():
+            lending.give_back(self.shelves[each.slot], each)
 
-    def _clear(self, what: work.Clear) -> None:
-        self._shelves.clear()
-        self._rules.clear()
-        self._lent.clear()
+    # Control
 
-    def _setrule(self, what: work.SetRule) -> None:
-        rule = rules.make(what.name, dict(what.params))
-        shelves = [shelf for slot, shelf in self._shelves.items() if slot.store == what.store]
-        for shelf in shelves:
+    def _tryrule(self, what: work.TryRule) -> None:
+        if what.spec is None:
+            return
+        spec = rules.RuleSpec.from_json(what.spec)
+        rule = self._made(what.store, spec)
+        if spec.name not in rules.RULES:
+            # A user's rule may not like a weight, and is to say so before any server has it.
+            for shelf in self._of_store(what.store).values():
+                rule.new_state(shelf.weight)
+
+    def _made(self, store: int, spec: rules.RuleSpec) -> rules.Rule:
+        rule = rules.rule_of(spec, self._imports)
+        for shelf in self._of_store(store).values():
             rule.check(shelf.weight.dtype)
-        self._rules[what.store] = rule
-        for shelf in shelves:
-            if shelf.state is not None:
-                shelf.state = rules.carry_state(rule, shelf.weight, shelf.state)
+        return rule
 
+    def _setrule(self, what: work.SetRule) -> bool:
+        """Return whether the new rule needs norms."""
+        shelves = self._of_store(what.store).values()
+        if what.spec is None:
+            self.rules.pop(what.store, None)
+            self.specs.pop(what.store, None)
+            for shelf in shelves:
+                shelf.state = None
+            return False
+        spec = rules.RuleSpec.from_json(what.spec)
+        rule = self._made(what.store, spec)
+        # A user's rule may fail at any of them: then none has changed.
+        carried = [shelf.state and rules.carry_state(rule, shelf.weight, shelf.state) for shelf in shelves]
+        for shelf, state in zip(shelves, carried, strict=True):
+            shelf.state = cast(Optional[dict[str, Any]], state)
+        self.rules[what.store], self.specs[what.store] = rule, spec
+        return rule.needs_norms
 
-def _add(one: Array, other: Array, out: Array) -> Array:
-    # An overflowing half-precision gradient is the training's affair (loss scaling looks for inf): no warning here.
-    with np.errstate(over="ignore", invalid="ignore"):
-        np.add(one, other, out=out)
-    return out
+    def _save(self, what: work.Save) -> dict[str, Any]:
+        return states.save(what.message.body, self._of_store(what.store))
+
+    def _load(self, what: work.Load) -> dict[str, Any]:
+        return states.load(what.message.body, self._of_store(what.store), self.rules.get(what.store))
+
+    def _of_store(self, store: int) -> dict[SlotId, Shelf]:
+        return {slot: shelf for slot, shelf in self.shelves.items() if slot.store == store}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from distrun_runtime.errors import RuntimeFault, TimedOut
 from distrun_runtime.net.message import Message
@@ -23,7 +24,11 @@ class Pending:
         """What was asked, for people: `pull of key 'w'`."""
         self.note = ""
         """What it waits for, as the other side last said."""
-        self._on_error = on_error
+        self._lock = threading.Lock()
+        self._followers: list[Callable[[RuntimeFault | None], None]] | None = []
+        """What to call when it is done; None once that was done."""
+        if on_error is not None:
+            self.then(lambda error: None if error is None else on_error(error))
         self._is_done = threading.Event()
         self._replies: tuple[Message, ...] = ()
         self._error: RuntimeFault | None = None
@@ -35,13 +40,27 @@ class Pending:
 
     def resolve(self, replies: tuple[Message, ...], error: RuntimeFault | None) -> None:
         """Complete it with its replies, or with what went wrong."""
-        self._replies, self._error = replies, error
+        with self._lock:
+            self._replies, self._error = replies, error
+            followers, self._followers = self._followers or [], None
+        for follow in followers:
+            follow(error)
+        # Last: who has waited for it finds what followed done.
         self._is_done.set()
-        if error is not None and self._on_error is not None:
-            self._on_error(error)
 
-    def wait(self, timeout_s: float) -> tuple[Message, ...]:
+    def then(self, follow: Callable[[RuntimeFault | None], None]) -> None:
+        """Call `follow` with the error, or None, when it is done: now, or in the thread that resolves it."""
+        with self._lock:
+            if self._followers is not None:
+                self._followers.append(follow)
+                return
+        follow(self._error)
+
+    def wait(self, timeout_s: float, limit: str | None = None) -> tuple[Message, ...]:
         """Return the replies.
+
+        Arguments:
+            limit: where this deadline comes from, for people, if it is not the request's own.
 
         Raises:
             TimedOut: not done after `timeout_s` seconds; the message says what it waited for.
@@ -51,9 +70,33 @@ class Pending:
         if not self._is_done.wait(min(timeout_s, threading.TIMEOUT_MAX)):
             waited_s = time.monotonic() - started
             note = ", " + self.note if self.note else ""
-            limit = " (%s)" % self._limit if self._limit else ""
-            raise TimedOut("%s: no answer for %.0f s%s%s" % (self.what, waited_s, note, limit))
+            where = self._limit if limit is None else limit
+            limit = " (%s)" % where if where else ""
+            raise TimedOut("%s: no answer for %s s%s%s" % (self.what, _seconds(waited_s), note, limit))
         if self._error is not None:
             # A fresh exception each time: several threads may raise it, and a traceback belongs to one.
-            raise self._error.with_traceback(None)
+            raise copy.copy(self._error)
         return self._replies
+
+
+def _seconds(waited_s: float) -> str:
+    return "%.0f" % waited_s if waited_s >= 10 else "%g" % round(waited_s, 1)
+
+
+def when_done(pendings: Sequence[Pending], act: Callable[[], None]) -> None:
+    """Call `act` once all of these are done, well or not: now, or in the thread that resolves the last one."""
+    missing = len(pendings)
+    lock = threading.Lock()
+
+    def one_less(error: RuntimeFault | None) -> None:
+        nonlocal missing
+        with lock:
+            missing -= 1
+            is_last = missing == 0
+        if is_last:
+            act()
+
+    if not pendings:
+        act()
+    for pending in pendings:
+        pending.then(one_less)

@@ -61,11 +61,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class Done:
-    """The executor finished `work`; `error` is what it raised."""
+    """The executor finished `work`; `error` is what it raised, else `value` what it returned."""
 
     work: Any
     error: BaseException | None = None
     traceback: str = ""
+    value: Any = None
 
 
 @dataclass(frozen=True)

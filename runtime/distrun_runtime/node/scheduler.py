@@ -8,23 +8,20 @@ forget everything instead and waits for the workers of the job's next script, un
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from distrun_runtime.net.handshake import Identity
 from distrun_runtime.net.message import Kind, Message
 from distrun_runtime.node import role
 from distrun_runtime.node.assembly import Assembly
+from distrun_runtime.node.checkpoint import Checkpoints
 from distrun_runtime.node.collective import Call
 from distrun_runtime.node.config import Config
 from distrun_runtime.node.errands import Errands
 from distrun_runtime.node.replies import answer, refusal
 from distrun_runtime.node.roster import ALIVE, LEFT, LOST, Member, Roster
-
-Rule = tuple[str, Mapping[str, Any]]
-"""A rule's name and parameters."""
+from distrun_runtime.node.rulebook import Rulebook
 
 REPORT_S = 5.0
 """How often the scheduler says whom it waits for."""
@@ -53,10 +50,9 @@ class Scheduler:
         self._is_open = False
         self._deadline.at = None
         self._errands.forget()
-        self._assembly = Assembly(self._config.workers, self._roster, self._errands)
-        self._rules: dict[int, Rule] = {}
-        self._changes: deque[Call] = deque()
-        self._is_changing = False
+        self._rulebook = Rulebook(self._roster, self._errands)
+        checkpoints = Checkpoints(self._roster, self._errands, self._rulebook)
+        self._assembly = Assembly(self._config.workers, self._roster, self._errands, checkpoints)
 
     def start(self, now: float) -> list[role.Action]:
         """Publish the address for the launcher, and say what is expected."""
@@ -200,7 +196,7 @@ class Scheduler:
         self._is_clearing = True
         told = Message(Kind.STOP, body={"stay": True})
         log = role.Log("INFO", "event=anew reason=all workers have ended their script")
-        return [log, *self._errands.send(told, self._roster.alive("server"), lambda errors: self._cleared())]
+        return [log, *self._errands.send(told, self._roster.alive("server"), lambda _: self._cleared())]
 
     def _cleared(self) -> list[role.Action]:
         self._is_clearing = False
@@ -231,46 +227,17 @@ class Scheduler:
             return [role.Log("WARNING", "%s sent %s, which only workers send" % (member.who, message.kind.name))]
         if self._broken:
             return [role.Send(call.link, refusal(message, self._broken, "PeerLost"))]
-        if message.kind in (Kind.OPEN, Kind.KEYS, Kind.BARRIER):
+        if message.kind in (Kind.OPEN, Kind.KEYS, Kind.BARRIER, Kind.SAVE, Kind.LOAD):
             return self._assembly.gather(call)
         if message.kind is Kind.INIT:
             return self._assembly.inited(call)
         if message.kind is Kind.RULE:
-            self._changes.append(call)
-            return self._next_change()
+            return self._rulebook.ask(call)
         if message.kind is Kind.JOIN:
             return self._assembly.join(call)
         if message.kind is Kind.LEFT:
             return self._assembly.leave(call)
         return [role.Send(call.link, refusal(message, "the scheduler knows no %s" % message.kind.name))]
-
-    # Rules, one at a time
-
-    def _next_change(self) -> list[role.Action]:
-        actions: list[role.Action] = []
-        while self._changes and not self._is_changing:
-            call = self._changes.popleft()
-            wish = (str(call.message.body["name"]), call.message.body["params"])
-            present = self._rules.get(call.message.store)
-            is_forced = bool(call.message.body.get("replace"))
-            if present == wish and not is_forced:
-                actions.append(role.Send(call.link, answer(call.message)))
-            elif present is not None and not is_forced:
-                text = "the store has the rule %s %s; set_optimizer(%r, ..., replace=True) puts another in its place"
-                reason = text % (present[0], dict(present[1]), wish[0])
-                actions.append(role.Send(call.link, refusal(call.message, reason)))
-            else:
-                self._is_changing = True
-                told = Message(Kind.RULE, store=call.message.store, body=call.message.body)
-                actions += self._errands.send(told, self._roster.alive("server"), partial(self._changed, wish, call))
-        return actions
-
-    def _changed(self, wish: Rule, call: Call, errors: list[str]) -> list[role.Action]:
-        self._is_changing = False
-        if errors:
-            return [role.Send(call.link, refusal(call.message, "; ".join(errors))), *self._next_change()]
-        self._rules[call.message.store] = wish
-        return [role.Send(call.link, answer(call.message)), *self._next_change()]
 
 
 def _line(event: str, who: Identity) -> role.Action:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,12 +12,17 @@ from typing import Protocol
 
 from distrun_runtime.contract import address
 from distrun_runtime.errors import ContractError
+from distrun_runtime.net.faults import Faulty
+from distrun_runtime.net.resend import Resending
 from distrun_runtime.net.transport import ZmqTransport
 from distrun_runtime.net.transport import endpoint as endpoint_of
 from distrun_runtime.node import config as configs
 from distrun_runtime.node.config import Config
+from distrun_runtime.node.counters import Counters
 from distrun_runtime.node.executor import Executor
+from distrun_runtime.node.imports import import_all
 from distrun_runtime.node.postoffice import Postoffice, Transport
+from distrun_runtime.node.profile import Recorder
 from distrun_runtime.node.publish import publish
 from distrun_runtime.node.scheduler import Scheduler
 from distrun_runtime.node.server import Server
@@ -29,19 +35,22 @@ def serve(role: str) -> int:
     SIGTERM and SIGINT end it early: with 0, since whoever starts servers also stops them.
 
     Raises:
-        ContractError: the environment lacks or garbles what a node needs.
+        ContractError: the environment lacks or garbles what a node needs, or a module of the user's cannot be imported.
         OSError: the port cannot be bound.
     """
     config = configs.read(role)
-    transport = ZmqTransport(config.heartbeat)
+    # Before anything is bound: nobody waits for a server that cannot serve.
+    import_all(config.server_imports, config.host)
+    transport = wrapped(ZmqTransport(config.heartbeat), config)
     endpoint = bind(transport, config)
-    node = Scheduler(config, endpoint) if role == "scheduler" else Server(config, endpoint)
+    counters, recorder = Counters(), Recorder()
+    node = Scheduler(config, endpoint) if role == "scheduler" else Server(config, endpoint, counters, recorder)
     trace = Trace(config.verbose, lambda: node.me)
     if not config.token:
         trace.log("WARNING", "this job runs open: DISTRUN_TOKEN_FILE is not set, so any process that reaches"
                   " %s can join it" % endpoint)  # fmt: skip
     trace.log("INFO", "event=bound endpoint=%s host=%s" % (endpoint, config.host))
-    executor = Executor() if role == "server" else None
+    executor = Executor(counters, recorder, config.server_imports) if role == "server" else None
     office = Postoffice(transport, node, config.token, trace, executor=executor, publish=publish)
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -64,6 +73,16 @@ class Bindable(Transport, Protocol):
     def bind(self, address: str, ports: Sequence[int] = ()) -> int:
         """Listen on an address; return the port."""
         ...
+
+
+def wrapped(transport: Bindable, config: Config) -> Bindable:
+    """Return the transport with what PS_RESEND, PS_DROP_MSG and DISTRUN_FAULTS ask for around it; mostly itself."""
+    if not config.faults.is_none:
+        # One that gets its rank later has no name yet; its chances must still be its own.
+        name = config.role if config.rank < 0 else "%s-%d" % (config.role, config.rank)
+        name += " %d" % os.getpid() if config.rank < 0 and config.role != "scheduler" else ""
+        transport = Faulty(transport, config.faults, name, keeps_order=not config.resend_s)
+    return Resending(transport, config.resend_s, config.incarnation) if config.resend_s else transport
 
 
 def bind(transport: Bindable, config: Config) -> str:

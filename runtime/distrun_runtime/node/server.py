@@ -1,36 +1,47 @@
-"""A server: rounds, who contributed, who waits. Pure: it sees descriptors, never the contents of an array.
+"""A server: the job's events, and whose business each is. Pure: it sees descriptors, never the contents of an array.
 
-The unit is a slot (`slots`): one piece of one value of one store. What is to be done with arrays goes to the
-executor as work, in order; when an Apply or Step is done the executor says so and the pulls that waited for it are
-answered.
+The unit is a slot (`slots`): one piece of one value of one store. Pushes are the business of `rounds`, pulls that of
+`pulls`, all other requests that of `control`. What is to be done with arrays goes to the executor as work, in order;
+when it is done the executor says so, and what waited for it goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from distrun_runtime.net.handshake import Identity
 from distrun_runtime.net.message import DTYPES, Kind, Message
-from distrun_runtime.node import role, work
+from distrun_runtime.node import checks, role, work
 from distrun_runtime.node.config import Config
+from distrun_runtime.node.control import Control
+from distrun_runtime.node.counters import Counters
+from distrun_runtime.node.neighbours import Neighbours
+from distrun_runtime.node.profile import Recorder
+from distrun_runtime.node.pulls import Pulls
 from distrun_runtime.node.replies import answer, refusal
 from distrun_runtime.node.roster import from_json
-from distrun_runtime.node.slots import Pull, Slot, Store
-from distrun_runtime.node.work import SlotId
+from distrun_runtime.node.rounds import Rounds
+from distrun_runtime.node.slots import Slot, Store
 
 
 class Server:
     """A server's decisions."""
 
-    def __init__(self, config: Config, endpoint: str) -> None:
+    def __init__(
+        self, config: Config, endpoint: str, counters: Counters | None = None, recorder: Recorder | None = None
+    ) -> None:
         self.me = config.identity(endpoint)
         self._config = config
+        self._counters = counters or Counters()
+        self._control = Control(lambda: self.me, self._counters, recorder or Recorder())
         self._nodes: set[tuple[str, int]] = set()
         self._stores: dict[int, Store] = {}
         self._ranks: dict[str, int] = {}
-        self._gone: dict[int, str] = {}
-        self._pulls: list[Pull] = []
-        self._tickets = 0
+        """Links of workers, to their ranks."""
+        self._servers: set[str] = set()
+        """Links that other servers opened."""
+        self._neighbours = Neighbours()
+        self._pulls = Pulls(config.workers, lambda: self.me.name)
+        self._rounds = Rounds(config.workers, lambda: self.me.name, self._counters, self._pulls, self._neighbours)
+        self._now = 0.0
         self._is_stopping = False
         self._deadline = role.Deadline()
 
@@ -40,7 +51,7 @@ class Server:
         return [role.Connect(role.SCHEDULER_LINK, self._config.root_endpoint)]
 
     def admit(self, peer: Identity) -> str:
-        """Return why `peer` may not connect: only workers of this job do."""
+        """Return why `peer` may not connect: only workers and servers of this job do."""
         if peer.job != self.me.job:
             return "%s belongs to job %r, %s to job %r" % (peer, peer.job, self.me.name, self.me.job)
         if self._nodes and (peer.role, peer.rank) not in self._nodes:
@@ -49,10 +60,13 @@ class Server:
 
     def handle(self, event: role.Event, now: float) -> list[role.Action]:
         """Take in one event."""
+        self._now = now
         if isinstance(event, role.Welcomed):
             return self._welcomed(event)
         if isinstance(event, role.TurnedAway) and event.link == role.SCHEDULER_LINK:
             return [role.Finish(1, "the scheduler refused %s: %s" % (self.me.name, event.reason))]
+        if isinstance(event, role.TurnedAway):
+            return self._lost_neighbour(event)
         if isinstance(event, role.Broken):
             return self._broken(event)
         if isinstance(event, role.Told):
@@ -63,7 +77,7 @@ class Server:
         if isinstance(event, role.Heard):
             if event.link == role.SCHEDULER_LINK:
                 return self._from_scheduler(event.message)
-            return self._from_worker(event.link, event.message, now)
+            return self._from_peer(event.link, event.message)
         return []
 
     def tick(self, now: float) -> list[role.Action]:
@@ -71,14 +85,7 @@ class Server:
         if self._deadline.is_due(now):
             text = "the scheduler at %s did not answer for %g s"
             return [role.Finish(1, text % (self._config.root_endpoint, self._config.start_timeout_s))]
-        actions: list[role.Action] = []
-        for pull in self._pulls:
-            if pull.patience.is_due(now):
-                text = self._stores[pull.message.store].waits_for(pull, self._config.workers, self.me.name)
-                body = {"text": text, "seconds": now - pull.patience.since}
-                message = Message(Kind.WAITING, store=pull.message.store, request=pull.message.request, body=body)
-                actions.append(role.Send(pull.link, message))
-        return actions
+        return [*self._control.tick(self._stores), *self._pulls.remind(self._stores, now)]
 
     # The job
 
@@ -86,8 +93,12 @@ class Server:
         if event.link == role.SCHEDULER_LINK:
             self._deadline.at = None
             return [role.Log("INFO", "event=registered scheduler=%s" % self._config.root_endpoint)]
-        assert event.peer is not None
-        self._ranks[event.link] = event.peer.rank
+        if event.peer is None:
+            return []  # a server that we called
+        if event.peer.role == "server":
+            self._servers.add(event.link)
+        else:
+            self._ranks[event.link] = event.peer.rank
         return [role.Log("INFO", "event=connected node=%s host=%s" % (event.peer.name, event.peer.host))]
 
     def _broken(self, event: role.Broken) -> list[role.Action]:
@@ -97,201 +108,168 @@ class Server:
             text = "the scheduler at %s is lost: %s" % (self._config.root_endpoint, event.reason)
             return [role.Publish({"lost_peer": "scheduler", "message": text}), role.Finish(1, text)]
         # The scheduler judges deaths; here the worker's open requests are forgotten.
+        self._servers.discard(event.link)
         self._ranks.pop(event.link, None)
-        return self._forget([pull for pull in self._pulls if pull.link == event.link])
+        return [*self._pulls.drop(self._stores, event.link), *self._lost_neighbour(event)]
+
+    def _lost_neighbour(self, event: role.Broken | role.TurnedAway) -> list[role.Action]:
+        if self._is_stopping or not self._neighbours.lost(event.link):
+            return []
+        text = "%s lost its connection to %s: %s" % (self.me.name, event.link, event.reason)
+        return [role.Log("INFO", "event=lost-neighbour %s" % text), *self._rounds.lost(self._stores, text)]
 
     def _from_scheduler(self, message: Message) -> list[role.Action]:
         if message.kind is Kind.ROSTER:
             nodes = from_json(message.body["nodes"])
             self._nodes = {(node.role, node.rank) for node in nodes}
             self.me = self._config.identity(self.me.endpoint, message.body["rank"])
+            self._neighbours.learn(nodes, self.me.rank)
             lines = ["event=roster node=%s host=%s endpoint=%s" % (who.name, who.host, who.endpoint) for who in nodes]
             return [role.Log("INFO", line) for line in lines]
-        if message.kind is Kind.RULE:
-            return [role.Work(work.SetRule(message.store, message.body["name"], message.body["params"], message), True)]
+        if message.kind in (Kind.RULE, Kind.SAVE, Kind.LOAD):
+            return self._control.from_scheduler(message, self._stores) or []
         if message.kind is Kind.JOIN:
             return [*self._joined(message), role.Send(role.SCHEDULER_LINK, answer(message))]
         if message.kind is Kind.LEFT and message.request:
-            self._store(message.store).left.add(int(message.body["rank"]))
-            return [*self._complete_all(message.store), role.Send(role.SCHEDULER_LINK, answer(message))]
+            store = self._store(message.store)
+            store.left.add(int(message.body["rank"]))
+            return [*self._excused(store), role.Send(role.SCHEDULER_LINK, answer(message))]
         if message.kind is Kind.LEFT:
-            self._gone[message.body["rank"]] = message.body["who"]
-            return self._fail_hopeless()
+            self._pulls.gone[message.body["rank"]] = message.body["who"]
+            hopeless = self._pulls.fail_hopeless(self._stores)
+            return [
+                *hopeless,
+                *(action for store in self._stores.values() for action in self._pulls.all_advanced(store)),
+            ]
         if message.kind is Kind.LOST:
             reason = str(message.body["reason"])
-            actions: list[role.Action] = [role.Publish({"lost_peer": message.body["who"], "message": reason})]
-            for pull in self._pulls:
-                actions.append(self._refuse(pull.link, pull.message, reason, "PeerLost"))
-            return [*actions, *self._forget(list(self._pulls))]
+            self._rounds.forget()
+            told = role.Publish({"lost_peer": message.body["who"], "message": reason})
+            return [told, *self._pulls.drop_all(self._stores, reason)]
         if message.kind is Kind.STOP and message.body.get("stay"):
-            forgotten = self._forget(list(self._pulls))
-            self._nodes, self._stores, self._gone = set(), {}, {}
+            forgotten = self._pulls.drop_all(self._stores)
+            self._rounds.begin_anew()
+            self._nodes, self._stores = set(), {}
+            self._pulls.gone.clear()
+            self._control.forget()
             return [*forgotten, role.Work(work.Clear()), role.Send(role.SCHEDULER_LINK, answer(message))]
         if message.kind is Kind.STOP:
             self._is_stopping = True
             return [role.Finish(int(message.body.get("code", 0)), str(message.body.get("reason", "")))]
         return []
 
-    # Requests of workers
+    # Requests of workers and other servers
 
-    def _from_worker(self, link: str, message: Message, now: float) -> list[role.Action]:
-        rank = self._ranks.get(link)
-        if rank is None or message.is_reply:
+    def _from_peer(self, link: str, message: Message) -> list[role.Action]:
+        if message.is_reply:
             return []
+        if link in self._servers and message.kind is Kind.NORMS:
+            return self._rounds.heard(self._stores.get(message.store), message)
+        rank = self._ranks.get(link)
+        if rank is None:
+            return []
+        self._counters.received(sum(memoryview(payload).nbytes for payload in message.payloads))
         if message.kind is Kind.INIT:
             return self._init(link, message)
+        if message.kind in (Kind.STATS, Kind.PROFILE):
+            handled = self._control.from_worker(link, rank, message, self._stores)
+            if handled is not None:
+                return handled
         store = self._stores.get(message.store)
         if store is None:
             return [self._refuse(link, message, "store %d has no keys on %s" % (message.store, self.me.name))]
         if message.kind is Kind.ROUNDS:
             return [role.Send(link, answer(message, {"rounds": store.rounds()}))]
-        wrong = store.against(message, self.me.name)
+        if message.kind not in (Kind.PUSH, Kind.PULL):
+            return [self._refuse(link, message, "%s knows no %s" % (self.me.name, message.kind.name))]
+        return self._data(link, rank, store, message)
+
+    def _data(self, link: str, rank: int, store: Store, message: Message) -> list[role.Action]:
+        wrong = checks.against(store, message, self.me.name)
+        if not wrong and message.kind is Kind.PUSH and not store.is_sync and not store.has_rule:
+            wrong = (
+                "dist_async needs a rule on the servers: call kv.set_optimizer('sgd', learning_rate=...) before push"
+            )
         if wrong:
-            return [self._refuse(link, message, wrong)]
+            return self._refuse_data(link, rank, store, message, wrong)
+        if any(entry.codec in checks.READ_FIRST and entry.payload for entry in message.entries):
+            slots = tuple(store.id_of(entry) for entry in message.entries)
+            return [role.Work(work.Check(link, rank, message, slots), True)]
+        return self._accept(link, rank, store, message)
+
+    def _refuse_data(self, link: str, rank: int, store: Store, message: Message, wrong: str) -> list[role.Action]:
+        others = self._rounds.refused(store, rank, message, wrong) if message.kind is Kind.PUSH else []
+        return [self._refuse(link, message, wrong), *others]
+
+    def _accept(self, link: str, rank: int, store: Store, message: Message) -> list[role.Action]:
+        """Do what nothing is wrong with."""
         if message.kind is Kind.PUSH:
-            return self._push(link, rank, store, message)
-        if message.kind is Kind.PULL:
-            return self._pull(link, rank, store, message, now)
-        return [self._refuse(link, message, "%s knows no %s" % (self.me.name, message.kind.name))]
+            return self._rounds.push(link, rank, store, message)
+        return self._pulls.take(link, rank, store, message, self._now)
 
     def _init(self, link: str, message: Message) -> list[role.Action]:
         store = self._store(message.store)
         store.names.update({int(number): name for number, name in message.body.get("names", [])})
-        wrong = store.against_init(message)
+        wrong = checks.against_init(store, message)
         if wrong:
             return [self._refuse(link, message, wrong)]
+        actions: list[role.Action] = []
+        if message.body.get("assign"):
+            for entry, payload in zip(message.entries, message.payloads, strict=True):
+                store.slot(entry).is_fresh = True
+                actions.append(role.Work(work.Assign(store.id_of(entry), payload, DTYPES[entry.dtype])))
+            return [*actions, role.Send(link, answer(message))]
         store.is_sync = "async" not in str(message.body.get("type", ""))
-        actions: list[role.Action] = []
+        store.staleness = message.body.get("staleness")
         for entry, payload in zip(message.entries, message.payloads, strict=True):
-            slot = Slot(store.id_of(entry), entry.length, entry.dtype)
-            store.slots[slot.id] = slot
-            actions.append(role.Work(work.Fill(slot.id, payload, DTYPES[entry.dtype])))
+            slot = Slot(store.id_of(entry), entry.length, entry.dtype, checks.row_size_of(message, entry))
+            shape = checks.shape_of(message, entry)
+            if shape is not None:
+                store.shapes[entry.key] = shape
+            store.add(slot)
+            about = (store.name(entry), shape or (), slot.row_size)
+            actions.append(role.Work(work.Fill(slot.id, payload, DTYPES[entry.dtype], *about)))
         return [*actions, role.Send(link, answer(message))]
-
-    def _push(self, link: str, rank: int, store: Store, message: Message) -> list[role.Action]:
-        if not store.is_sync and not store.has_rule:
-            text = "dist_async needs a rule on the servers: call kv.set_optimizer('sgd', learning_rate=...) before push"
-            return [self._refuse(link, message, text)]
-        slots = tuple(store.slot(entry) for entry in message.entries)
-        if not store.is_sync:
-            return [role.Work(work.Steps(link, message, tuple(slot.id for slot in slots)), True)]
-        actions: list[role.Action] = []
-        for slot, entry, payload in zip(slots, message.entries, message.payloads, strict=True):
-            if slot.contribute(rank, entry.round):
-                actions.append(role.Work(work.Add(slot.id, entry.round, payload, DTYPES[entry.dtype])))
-                actions += self._complete(store, slot)
-        return [*actions, role.Send(link, answer(message))]
-
-    def _complete(self, store: Store, slot: Slot) -> list[role.Action]:
-        everybody = set(range(self._config.workers))
-        return [role.Work(work.Apply(slot.id, n), True) for n in slot.complete(everybody, store.excused())]
-
-    def _pull(self, link: str, rank: int, store: Store, message: Message, now: float) -> list[role.Action]:
-        self._tickets += 1
-        pull = Pull(link, rank, message, set(), role.Patience(now), self._tickets)
-        actions: list[role.Action] = []
-        for number, entry in enumerate(message.entries):
-            slot = store.slot(entry)
-            if not store.is_sync or entry.round <= slot.round:
-                if entry.round in slot.failed:
-                    return [*actions, *self._failed(pull, slot, entry.round)]
-                actions.append(role.Work(work.Lend(pull.ticket, number, slot.id)))
-            else:
-                pull.owed.add(number)
-                slot.waiting.append((pull, number))
-        if not pull.owed:
-            return [*actions, role.Work(work.Deliver(pull.ticket, link, message))]
-        self._pulls.append(pull)
-        return [*actions, *self._fail_hopeless()]
 
     # What the executor reports
 
     def _done(self, event: role.Done) -> list[role.Action]:
         what = event.work
-        if isinstance(what, work.SetRule):
-            return self._rule_set(what, event)
-        if isinstance(what, work.Steps):
+        if isinstance(what, work.Apply):
+            return self._rounds.applied(self._stores[what.slot.store], event)
+        handled = self._control.done(event, self._stores)
+        if isinstance(what, work.SetRule) and event.error is None:
+            self._store(what.store).needs_norms = bool(event.value)
+        if handled is not None:
+            return handled
+        if isinstance(what, work.Check):
             if event.error is not None:
-                reason = self._rule_reason(what.slots[0], event)
-                return [self._refuse(what.link, what.message, reason, "RuleError", event.traceback)]
-            return [role.Send(what.link, answer(what.message))]
-        assert isinstance(what, work.Apply)
-        slot = self._stores[what.slot.store].slots[what.slot]
-        slot.round = what.round
-        if event.error is not None:
-            slot.failed[what.round] = (self._rule_reason(what.slot, event), event.traceback)
-        due, slot.waiting = slot.waiting, []
-        actions: list[role.Action] = []
-        for pull, number in due:
-            if pull.message.entries[number].round > slot.round:
-                slot.waiting.append((pull, number))
-                continue
-            if slot.round in slot.failed:
-                if pull in self._pulls:
-                    actions += self._failed(pull, slot, slot.round)
-                continue
-            pull.owed.discard(number)
-            actions.append(role.Work(work.Lend(pull.ticket, number, slot.id)))
-            if not pull.owed and pull in self._pulls:
-                self._pulls.remove(pull)
-                actions.append(role.Work(work.Deliver(pull.ticket, pull.link, pull.message)))
-        return actions
-
-    def _rule_set(self, what: work.SetRule, event: role.Done) -> list[role.Action]:
-        if event.error is not None:
-            return [role.Send(role.SCHEDULER_LINK, refusal(what.message, str(event.error)))]
-        self._store(what.store).has_rule = True
-        return [role.Send(role.SCHEDULER_LINK, answer(what.message))]
+                store, wrong = self._stores[what.message.store], checks.server_error(event.error)
+                return self._refuse_data(what.link, what.rank, store, what.message, wrong)
+            return self._accept(what.link, what.rank, self._stores[what.message.store], what.message)
+        if isinstance(what, work.Steps):
+            return self._rounds.stepped(self._stores[what.message.store], event)
+        assert isinstance(what, work.Finish)
+        return self._rounds.finished(self._stores[what.slot.store], event)
 
     # Leaving
 
     def _joined(self, message: Message) -> list[role.Action]:
         store = self._store(message.store)
         store.joined.add(int(message.body["rank"]))
-        actions = self._complete_all(message.store)
+        actions = self._excused(store)
         if message.body.get("all"):
             store.joined.clear()
+            for slot in store.slots.values():
+                slot.clock.level(range(self._config.workers))
         return actions
 
-    def _complete_all(self, number: int) -> list[role.Action]:
-        store = self._stores[number]
-        return [action for slot in store.slots.values() for action in self._complete(store, slot)]
-
-    def _fail_hopeless(self) -> list[role.Action]:
-        """Refuse the pulls that wait for a worker that has ended."""
-        if not self._gone:
-            return []
-        actions: list[role.Action] = []
-        for pull in list(self._pulls):
-            reason = self._stores[pull.message.store].hopeless(pull, self._config.workers, self._gone)
-            if reason:
-                actions += self._forget([pull])
-                actions.append(self._refuse(pull.link, pull.message, reason, "PeerLost"))
-        return actions
-
-    def _forget(self, pulls: Iterable[Pull]) -> list[role.Action]:
-        """Owe these pulls nothing any more, and take back what was lent to them."""
-        gone = list(pulls)
-        for pull in gone:
-            if pull in self._pulls:
-                self._pulls.remove(pull)
-            for slot in self._stores[pull.message.store].owed_slots(pull):
-                slot.waiting = [(other, number) for other, number in slot.waiting if other is not pull]
-        return [role.Work(work.Discard(pull.ticket)) for pull in gone]
+    def _excused(self, store: Store) -> list[role.Action]:
+        """Somebody contributes nothing from now on."""
+        return [*self._rounds.complete_all(store), *self._pulls.all_advanced(store)]
 
     def _store(self, number: int) -> Store:
         return self._stores.setdefault(number, Store(number))
-
-    # Words
-
-    def _rule_reason(self, slot: SlotId, event: role.Done) -> str:
-        name = self._stores[slot.store].names.get(slot.key)
-        return "the rule failed on %s for key %r: %s" % (self.me.name, name, event.error)
-
-    def _failed(self, pull: Pull, slot: Slot, number: int) -> list[role.Action]:
-        reason, traceback = slot.failed[number]
-        refusal = self._refuse(pull.link, pull.message, reason, "RuleError", traceback)
-        return [*self._forget([pull]), refusal]
 
     def _refuse(self, link: str, message: Message, reason: str, error: str = "KVError", trace: str = "") -> role.Action:
         return role.Send(link, refusal(message, reason, error, trace))

@@ -19,10 +19,11 @@ from distrun_runtime.errors import PeerLost, RuntimeFault, StoreClosed
 from distrun_runtime.net.message import Message
 from distrun_runtime.net.transport import ZmqTransport
 from distrun_runtime.node.config import Config
-from distrun_runtime.node.pending import Pending
+from distrun_runtime.node.pending import Pending, when_done
 from distrun_runtime.node.postoffice import Postoffice
+from distrun_runtime.node.profile import Recorder
 from distrun_runtime.node.publish import publish
-from distrun_runtime.node.serve import Bindable, bind
+from distrun_runtime.node.serve import Bindable, bind, wrapped
 from distrun_runtime.node.trace import Trace
 from distrun_runtime.node.worker import Goodbye, Request, Worker
 
@@ -39,7 +40,9 @@ class Session:
     def __init__(self, config: Config, transport: Bindable | None = None) -> None:
         self.config = config
         self._pid = os.getpid()
-        self._transport = transport or ZmqTransport(config.heartbeat)
+        self._transport = transport or wrapped(ZmqTransport(config.heartbeat), config)
+        self.recorder = Recorder()
+        """What the stores of this process do, while one is profiled."""
         self._ready = Pending("registration")
         self.worker = Worker(config, bind(self._transport, config), self._ready)
         self._trace = Trace(config.verbose, lambda: self.worker.me)
@@ -72,6 +75,10 @@ class Session:
         """Number of servers."""
         return len(self.worker.servers)
 
+    def num_dead(self, roles: Sequence[str]) -> int:
+        """Return how many nodes of these roles are known to be lost."""
+        return sum(name.partition("-")[0] in roles for name in list(self.worker.dead))
+
     def next_store(self) -> int:
         """Return the number of a new store: stores are numbered in order of creation, alike on all workers."""
         self._stores += 1
@@ -82,13 +89,18 @@ class Session:
         what: str,
         messages: Sequence[tuple[str, Message]],
         on_error: Callable[[RuntimeFault], None] | None = None,
+        after: Sequence[Pending] = (),
     ) -> Pending:
-        """Send messages and return what will hold their replies, in the order of `messages`."""
+        """Send messages, once `after` are done, and return what will hold their replies, in the order of `messages`."""
         self.check()
         pending = Pending(what, on_error, "the limit is --op-timeout or DISTRUN_OP_TIMEOUT")
-        self._office.ask(Request(pending, messages))
-        if not self._thread.is_alive():
-            pending.resolve((), self._dead())
+
+        def send() -> None:
+            self._office.ask(Request(pending, messages))
+            if not self._thread.is_alive():
+                pending.resolve((), self._dead())
+
+        when_done(after, send)
         return pending
 
     def check(self) -> None:
@@ -133,13 +145,16 @@ class Session:
         return flushed
 
     def _flush(self) -> BaseException | None:
+        errors: list[BaseException] = []
         for flush in self._flushers:
             try:
                 flush()
-            except RuntimeFault as err:
-                print("distrun: error: at exit: %s" % err, file=sys.stderr)
-                return err
-        return None
+            except Exception as err:
+                # Whatever it is, the other stores are flushed too, and the job hears of our end.
+                errors.append(err)
+                for text in (err, *getattr(err, "__notes__", ())):
+                    print("distrun: error: at exit: %s" % text, file=sys.stderr)
+        return errors[0] if errors else None
 
     def _run(self) -> None:
         try:

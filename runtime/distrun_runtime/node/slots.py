@@ -1,55 +1,20 @@
-"""What a server keeps for each store: slots with their rounds, and the pulls that wait for them. Pure.
+"""What a server keeps for each store: slots with their rounds, the pulls that wait for them, and who is excused. Pure.
 
 A slot is one piece of one value of one store. Contributions are ranks here, never arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from distrun_runtime.net.message import DTYPES, Entry, Kind, Message, Payload
+from distrun_runtime.net.message import Buffer, Entry, Message
+from distrun_runtime.node.clocks import Clock
+from distrun_runtime.node.norms import Failure
 from distrun_runtime.node.role import Patience
 from distrun_runtime.node.work import SlotId
-
-
-@dataclass(eq=False)
-class Slot:
-    """One piece of a value."""
-
-    id: SlotId
-    length: int
-    dtype: int
-    round: int = 0
-    """Rounds that are complete and applied."""
-    ordered: int = 0
-    """Rounds whose Apply was handed to the executor."""
-    open: dict[int, set[int]] = field(default_factory=dict)
-    """Round to the ranks that contributed."""
-    failed: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """Round to the reason and traceback why its update failed."""
-    waiting: list[tuple[Pull, int]] = field(default_factory=list)
-    """Pulls, and which of their entries this slot owes."""
-
-    def contribute(self, rank: int, number: int) -> bool:
-        """Count a worker's contribution to a round; False: it is a repeat, the first one counted."""
-        if number <= self.ordered or rank in self.open.get(number, ()):
-            return False
-        self.open.setdefault(number, set()).add(rank)
-        return True
-
-    def complete(self, everybody: set[int], excused: set[int]) -> list[int]:
-        """Return the rounds that are complete now, in order; each is returned once.
-
-        A round without any contribution is not one, whoever is excused.
-        """
-        complete = []
-        while self.open.get(self.ordered + 1) and everybody <= self.open[self.ordered + 1] | excused:
-            self.ordered += 1
-            del self.open[self.ordered]
-            complete.append(self.ordered)
-        return complete
 
 
 @dataclass(eq=False)
@@ -60,9 +25,68 @@ class Pull:
     rank: int
     message: Message
     owed: set[int]
-    """Numbers of the entries whose round is not applied yet."""
+    """Numbers of the entries that are not due yet."""
     patience: Patience
     ticket: int
+    rows: list[Buffer | None] = field(default_factory=list)
+    """For each entry the payload that says which rows are pulled."""
+    before: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
+    """For each entry in async the pushes that waited for norms when it came: what was pushed before is in its value."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """One piece of a value."""
+
+    id: SlotId
+    length: int
+    dtype: int
+    row_size: int = 0
+    """Elements of a row; 0: the value is not row-sparse."""
+    round: int = 0
+    """Rounds that are complete and applied; the farthest worker's pushes in async."""
+    ordered: int = 0
+    """Rounds whose Apply was handed to the executor."""
+    open: dict[int, set[int]] = field(default_factory=dict)
+    """Round to the ranks that contributed."""
+    failed: dict[int, Failure] = field(default_factory=dict)
+    """Round to the reason and traceback why its update failed."""
+    late: dict[int, Failure] = field(default_factory=dict)
+    """In async, worker to why an update of its pushes failed that was acknowledged; its next pull says so."""
+    waiting: list[tuple[Pull, int]] = field(default_factory=list)
+    """Pulls, and which of their entries this slot owes."""
+    clock: Clock = field(default_factory=Clock)
+    """How far the workers are in async."""
+    is_halfway: bool = False
+    """The update of the round ordered last waits for norms."""
+    is_fresh: bool = True
+    """No round was applied since it was given its value, which is answered in full."""
+
+    def contribute(self, rank: int, number: int) -> bool:
+        """Count a worker's contribution to a round; False: it is a repeat, the first one counted."""
+        if number <= self.ordered or rank in self.open.get(number, ()):
+            return False
+        self.open.setdefault(number, set()).add(rank)
+        return True
+
+    def complete(self, everybody: set[int], excused: set[int], one_at_a_time: bool = False) -> list[int]:
+        """Return the rounds that are complete now, in order; each is returned once.
+
+        A round without any contribution is not one, whoever is excused. With `one_at_a_time` none is returned while
+        the last one is not applied.
+        """
+        complete: list[int] = []
+        while self.open.get(self.ordered + 1) and everybody <= self.open[self.ordered + 1] | excused:
+            if self.is_halfway or (one_at_a_time and self.ordered > self.round):
+                break
+            self.ordered += 1
+            del self.open[self.ordered]
+            complete.append(self.ordered)
+        return complete
+
+    def failure(self, is_sync: bool, rank: int, number: int) -> Failure | None:
+        """Return why a pull of round `number` by a worker cannot be answered; None: it can."""
+        return self.failed.get(number) if is_sync else self.late.pop(rank, None)
 
 
 @dataclass
@@ -72,9 +96,17 @@ class Store:
     number: int
     is_sync: bool = True
     has_rule: bool = False
+    needs_norms: bool = False
+    """The rule needs norms of whole values."""
+    staleness: int | None = None
+    """In async: how many pushes of a key a worker may be ahead of another that it pulls; None: any number."""
     slots: dict[SlotId, Slot] = field(default_factory=dict)
     names: dict[int, Any] = field(default_factory=dict)
     """Key number to the user's key."""
+    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Key number to the shape of the whole value."""
+    by_key: dict[int, list[Slot]] = field(default_factory=dict)
+    """Key number to its slots, in the order of their offsets."""
     joined: set[int] = field(default_factory=set)
     left: set[int] = field(default_factory=set)
     """Workers that left this store for good (kv.leave)."""
@@ -95,58 +127,33 @@ class Store:
         """Return the slot that an entry is about; KeyError if there is none."""
         return self.slots[self.id_of(entry)]
 
-    def against_init(self, message: Message) -> str:
-        """Return why an INIT cannot be taken in; empty: it can."""
-        seen = set(self.slots)
-        for entry in message.entries:
-            if entry.payload is not Payload.FRAME:
-                return "key %r: INIT without a value" % self.name(entry)
-            if self.id_of(entry) in seen:
-                return "key %r was initialised before" % self.name(entry)
-            seen.add(self.id_of(entry))
-        return ""
+    def add(self, slot: Slot) -> None:
+        """Take in a new slot."""
+        self.slots[slot.id] = slot
+        pieces = self.by_key.setdefault(slot.id.key, [])
+        pieces.append(slot)
+        pieces.sort(key=lambda piece: piece.id.offset)
 
-    def against(self, message: Message, server: str) -> str:
-        """Return what is wrong with a push or pull; empty: nothing."""
-        for entry in message.entries:
-            slot = self.slots.get(self.id_of(entry))
-            name = self.name(entry)
-            if slot is None:
-                return "key %r, offset %d: no such piece on %s" % (name, entry.offset, server)
-            if (entry.length, entry.dtype) != (slot.length, slot.dtype):
-                return "key %r: %s has %d elements of %s, the message %d of %s" % (
-                    *(name, server, slot.length, DTYPES[slot.dtype]),
-                    *(entry.length, DTYPES[entry.dtype]),
-                )
-            if (message.kind is Kind.PUSH) != (entry.payload is Payload.FRAME):
-                return "key %r: %s with payload kind %s" % (name, message.kind.name, entry.payload.name)
-        return ""
+    def size(self, key: int) -> int | None:
+        """Return the elements of a key's whole value; None: nobody said."""
+        shape = self.shapes.get(key)
+        return None if shape is None else math.prod(shape)
 
     def missing(self, slot: Slot, workers: int) -> list[int]:
         """Return the ranks that the slot's next round waits for."""
         return sorted(set(range(workers)) - slot.open.get(slot.ordered + 1, set()) - self.excused())
 
-    def owed_slots(self, pull: Pull) -> list[Slot]:
-        """Return the slots that a pull waits for, in the order of its entries."""
-        return [self.slot(pull.message.entries[number]) for number in sorted(pull.owed)]
+    def waits_for_itself(self, slot: Slot, rank: int, number: int) -> bool:
+        """Whether a worker wants a round that its own push is missing from: it came before, so it was refused."""
+        is_missing = number > slot.ordered and rank not in slot.open.get(number, ())
+        return is_missing and rank not in self.excused()
 
-    def waits_for(self, pull: Pull, workers: int, server: str) -> str:
-        """Return whom a pull waits for, for people: `waiting for worker-1, key w, round 57`."""
-        slot = self.owed_slots(pull)[0]
-        who = ", ".join("worker-%d" % rank for rank in self.missing(slot, workers))
-        name = self.names.get(slot.id.key, slot.id.key)
-        return "waiting for %s, key %s, round %d" % (who or server, name, slot.ordered + 1)
-
-    def hopeless(self, pull: Pull, workers: int, gone: Mapping[int, str]) -> str:
-        """Return why a pull will never be answered: it waits for a worker of `gone` (rank to who); empty: it may."""
-        for slot in self.owed_slots(pull):
-            for rank in self.missing(slot, workers):
-                if rank in gone:
-                    return (
-                        "%s has ended (BYE) without pushing round %d of key %r;"
-                        " a worker that runs out of data calls kv.join()"
-                    ) % (gone[rank], slot.ordered + 1, self.names.get(slot.id.key))
-        return ""
+    def behind(self, slot: Slot, number: int, workers: Iterable[int], gone: Collection[int]) -> list[int]:
+        """Return which of `workers` are too far behind for a pull after push `number` of an asynchronous store."""
+        if self.staleness is None:
+            return []
+        counted = (rank for rank in workers if rank not in self.excused() and rank not in gone)
+        return slot.clock.behind(number - self.staleness, counted)
 
     def rounds(self) -> list[tuple[int, int]]:
         """Return (key number, rounds applied) of every key that has a piece here."""

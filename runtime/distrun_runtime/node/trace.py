@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from distrun_runtime.device.dtypes import name_of
 from distrun_runtime.net.handshake import Identity
 from distrun_runtime.net.message import DTYPES, Message
 
@@ -60,7 +61,8 @@ def describe(message: Message) -> str:
         fields.append(
             "entries=%d key=%d offset=%d round=%d" % (len(message.entries), first.key, first.offset, first.round)
         )
-        fields.append("dtype=%s bytes=%d" % (DTYPES[first.dtype], size))
+        codec = "codec=%d " % first.codec if first.codec else ""
+        fields.append("%sdtype=%s bytes=%d" % (codec, name_of(DTYPES[first.dtype]), size))
     if message.is_error:
         fields.append("reason=%r" % str(message.body.get("reason", "")))
     return " ".join(fields)

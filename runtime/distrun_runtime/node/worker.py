@@ -42,7 +42,10 @@ class _Open:
 
     pending: Pending
     missing: set[int]
+    is_push: bool = False
+    """Its arrays are lent until the last server has them: a refusal of one server waits for the others' replies."""
     replies: dict[int, Message] = field(default_factory=dict)
+    error: RuntimeFault | None = None
 
 
 class Worker:
@@ -61,6 +64,8 @@ class Worker:
         self._outboxes: dict[str, Outbox] = {}
         self._numbers = 0
         self._open: dict[int, _Open] = {}
+        self.dead: set[str] = set()
+        """Names of the nodes that are known to be lost."""
         self._lost: RuntimeFault | None = None
         self._goodbye: Goodbye | None = None
 
@@ -134,7 +139,7 @@ class Worker:
             return self._leave(wish)
         if self._lost is not None:
             return [role.Resolve(wish.pending, error=self._lost)]
-        entry = _Open(wish.pending, set())
+        entry = _Open(wish.pending, set(), any(message.kind is Kind.PUSH for _, message in wish.messages))
         actions: list[role.Action] = []
         for link, message in wish.messages:
             self._numbers += 1
@@ -178,12 +183,12 @@ class Worker:
         if link in self._outboxes:
             self._outboxes[link].answered(message.request)
         if message.is_error:
-            if entry.pending.is_done:
-                return []
-            return [role.Resolve(entry.pending, error=_error(entry.pending, message))]
+            entry.error = entry.error or _error(entry.pending, message)
         entry.replies[message.request] = message
-        if entry.missing or entry.pending.is_done:
+        if entry.pending.is_done or (entry.missing and (entry.is_push or entry.error is None)):
             return []
+        if entry.error is not None:
+            return [role.Resolve(entry.pending, error=entry.error)]
         return [role.Resolve(entry.pending, tuple(entry.replies[number] for number in sorted(entry.replies)))]
 
     # The end
@@ -202,6 +207,7 @@ class Worker:
         return [role.Resolve(self._goodbye.pending), role.Finish(0)]
 
     def _lose(self, who: str, reason: str) -> list[role.Action]:
+        self.dead.add(who)
         if self._lost is not None:
             return []
         told = role.Publish({"lost_peer": who, "message": reason})

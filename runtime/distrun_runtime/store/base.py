@@ -1,121 +1,80 @@
 """KVStore: what a training script calls, whatever kind of store is behind it.
 
 The public methods bring their arguments to one form, check them against what `init` recorded, and then call one
-hook of the subclass (`_init`, `_push`, ...), which does the work. A hook never sees a key or array that does not
-fit, a closed store or a forked child; nothing is changed when a check fails.
+hook of the subclass (`hooks.Hooks`), which does the work. A hook never sees a key or value that does not fit, a
+closed store or a forked child; nothing is changed when a check fails.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-import os
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any, Type, Union
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Union
 
-from distrun_runtime.algo import rules
-from distrun_runtime.algo.reduce import Array, total
-from distrun_runtime.errors import KVError, StoreClosed
+from distrun_runtime.device import dtypes
+from distrun_runtime.device.dtypes import Array
+from distrun_runtime.errors import KVError
 from distrun_runtime.store import values
-from distrun_runtime.store.record import Record, missing, twice
+from distrun_runtime.store.contract import KVStoreBase
+from distrun_runtime.store.hooks import Call, RowsItem, Updater, Value
+from distrun_runtime.store.keyed import Contribution, Keyed, named
+from distrun_runtime.store.lookup import Lookup, wanted
+from distrun_runtime.store.pending import Pending, Settled
+from distrun_runtime.store.record import Record
+from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
 
-__all__ = ["Array", "KVStore", "Key", "Keys", "Record", "Updater"]
+__all__ = ["Array", "Call", "KVStore", "Key", "Keys", "Record", "RowsItem", "Updater", "Value"]
 
 Keys = Union[Key, Sequence[Key]]
 """One key, or a list of keys."""
 
-Updater = Callable[[Any, Array, Array], object]
-"""updater(key, received, stored): changes `stored` in place."""
+Item = tuple[Record, Value]
 
 
-class KVStore(ABC):
+class KVStore(Keyed, KVStoreBase):
     """Arrays by key, shared by the workers of a job: `push` adds up, `pull` reads.
 
     Keys are int or str (one kind a store). Every data call takes one key with one array or a list of arrays (one for
     each device), or a list of keys with a list of as many of these; a key repeated in one call is one key with all
-    its arrays. Arrays have any shape, any strides, and float16/32/64 or signed or unsigned integers of 8 to 64 bits;
-    what is pulled into must be a writable numpy array.
+    its arrays. Arrays have any shape, any strides, and a dtype of `device.dtypes.NAMES`; what is pulled into must be
+    a writable numpy array or a torch tensor in host memory. A key that `init` got a RowSparse for is row-sparse.
 
-    Every call raises KVError if its arguments do not fit, and StoreClosed after `close` or `leave` or in a forked
-    child. May be called from any thread. As a context manager it closes itself.
+    Every data call returns a Pending. With wait=True (the default) the call is made when it returns, and the Pending
+    is of no use; with wait=False it goes on, and the arrays are lent to the store until the Pending was waited for.
+
+    Every call raises KVError if its arguments do not fit, StoreClosed after `close` or `leave` or in a forked child,
+    and the error of an earlier call that nobody waited for. May be called from any thread. As a context manager it
+    closes itself.
     """
-
-    def __init__(self, type_name: str) -> None:
-        self._type = type_name
-        self._records: dict[Key, Record] = {}
-        self._starting: dict[Key, None] = {}  # keys whose init is under way, in order
-        self._registry = threading.Lock()
-        self._pid = os.getpid()
-        self._ended = ""
 
     def __repr__(self) -> str:
         return "<%s %r: %d keys%s>" % (type(self).__name__, self._type, len(self._records), self._ended and ", closed")
 
-    @property
-    def type(self) -> str:
-        """The name that the store was created with, in lower case."""
-        return self._type
+    def __enter__(self) -> KVStore:
+        """Return the store."""
+        self._ready()
+        return self
 
-    @property
-    @abstractmethod
-    def rank(self) -> int:
-        """This worker's index, from 0."""
-
-    @property
-    @abstractmethod
-    def num_workers(self) -> int:
-        """Number of workers that share the store."""
-
-    # --- data
-
-    def init(self, key: Keys, value: object) -> None:
+    def init(self, key: Keys, value: object, *, wait: bool = True) -> Pending:
         """Give keys their first value, shape and dtype; the arrays are copied. Once a key.
 
-        Distributed: every worker calls it with the same keys, shapes and dtypes; rank 0's values are taken. It
-        returns when all workers have called it. One call with a list of keys costs one round trip, not one a key.
+        Distributed: every worker calls it with the same keys, shapes and dtypes; rank 0's values are taken. It is
+        done when all workers have called it. One call with a list of keys costs one round trip, not one a key.
+
+        Arguments:
+            value: a RowSparse makes its key row-sparse; rows that it lacks are zero.
 
         Raises:
             KVError: the key was initialised before, or the workers disagree.
         """
         self._ready()
-        self._init_checked(values.initial(key, value))
+        items = values.initial(key, value)
+        return self._begin(items, "init", wait) if items else Settled("init of no keys")
 
-    def push(self, key: Keys, value: object, priority: int = 0) -> None:
-        """Contribute the sum of the given arrays of each key; they may be overwritten when this returns.
-
-        Without optimizer or updater the stored value becomes the sum (of all workers' sums, in a synchronous store);
-        with one, that sum is what it receives. The pushed arrays themselves are never written to.
-
-        Arguments:
-            priority: higher goes first, if there is a choice.
-        """
-        self._ready()
-        items = self._summed(key, value)
-        if items:
-            self._push(items, _whole(priority))
-
-    def pull(self, key: Keys, out: object, priority: int = 0) -> None:
-        """Write the stored value of each key into all its outputs; it is there when this returns.
-
-        After pushes of this worker it includes them (synchronous: exactly the round of the last one).
-        """
-        self._ready()
-        items = self._targets(values.outputs(key, out))
-        if items:
-            self._pull(items, _whole(priority))
-
-    def pushpull(self, key: Keys, value: object, out: object = None, priority: int = 0) -> None:
-        """Push, then pull the result into `out`; without `out`, into the pushed arrays themselves."""
-        self._ready()
-        sums = self._summed(key, value)
-        targets = dict(self._targets(values.outputs(key, value if out is None else out)))
-        if sums:
-            self._pushpull([(record, array, targets[record]) for record, array in sums], _whole(priority))
-
-    def broadcast(self, key: Keys, value: object, out: object, priority: int = 0) -> None:
+    def broadcast(self, key: Keys, value: object, out: object, priority: int = 0, *, wait: bool = True) -> Pending:
         """`init`, then `pull` into `out`: every worker ends with rank 0's value. Once a key."""
         self._ready()
         first = values.initial(key, value)
@@ -125,202 +84,134 @@ class KVStore(ABC):
         for name, arrays in targets:
             for array in arrays:
                 shapes[name].fit(array, "output")
-        number = _whole(priority)
-        self._init_checked(first)
-        if targets:
-            self._pull([(self._records[name], arrays) for name, arrays in targets], number)
+        call = _call((), priority, wait)
 
-    def barrier(self) -> None:
-        """Return when all workers have called it."""
+        def hand_out() -> None:
+            self._pull([(self._records[name], arrays) for name, arrays in targets], call).wait()
+
+        return self._begin(first, "broadcast", wait, hand_out) if first else Settled("broadcast of no keys")
+
+    def assign(self, key: Keys, value: object, *, wait: bool = True) -> Pending:
+        """Replace what keys hold by rank 0's values: `init` for keys that exist. Rule state and rounds go on.
+
+        All workers call it, with the same keys.
+
+        Raises:
+            KVError: a key was never initialised, its shape or dtype is another, or the workers disagree.
+        """
         self._ready()
-        self._barrier()
+        given = [(name, [one]) for name, one in values.initial(key, value)]
+        items = [
+            (record, one.to_dense() if isinstance(one, RowSparse) else one)
+            for record, (one,) in self._fitting(given, "assigned value")
+        ]
+        if not items:
+            return Settled("assign of no keys")
+        return self._together(_what("assign", items), lambda ticket: self._assign(items, ticket), wait)
 
-    # --- what a push does
+    def push(self, key: Keys, value: object, priority: int = 0, *, wait: bool = True, scale: float = 1.0) -> Pending:
+        """Contribute the sum of the given values of each key; they may be overwritten when this returns.
 
-    def set_optimizer(self, name: str, *, replace: bool = False, **params: object) -> None:
-        """Update weights where they are stored: a push is then a gradient, a pull reads the weight.
-
-        Any worker may call it. An equal repeat changes nothing and keeps the state (momentum, ...). With
-        `replace`, what state both rules know by the same name goes on - after a new learning rate the momentum stays.
+        Without optimizer or updater the stored value becomes the sum (of all workers' sums, in a synchronous store);
+        with one, that sum is what it receives. The pushed arrays themselves are never written to.
 
         Arguments:
-            name: `sgd`, `adam` or `test` (w += rescale_grad * g), as in `distrun_runtime.algo.rules`.
-            params: the rule's parameters by name, for instance learning_rate=0.1, momentum=0.9.
-
-        Raises:
-            KVError: unknown name or parameter; a different rule, or an updater, is in place and `replace` is False.
+            value: an array or RowSparse for each device. A RowSparse for a dense key is its dense value; an array
+                for a row-sparse key has all rows.
+            priority: higher goes first, if there is a choice.
+            scale: what this contribution is multiplied by where it is summed.
         """
         self._ready()
-        rule = rules.make(name, params)
-        self._set_rule(rule.name, dict(rule.params), bool(replace))
+        items = self._fitting(values.contributions(key, value))
+        call = _call(items, priority, wait, scale)
+        if not items:
+            return Settled("push of no keys")
+        sums, call = self._reduced(items, call)
+        pending = self._push(sums, call)
+        # Never waits for the others; but what is already known to be wrong is raised here.
+        return self._awaited(pending, wait and pending.is_done)
 
-    def set_updater(self, updater: Updater | None) -> None:
-        """Let a function of yours update what is stored, in place of a rule; None removes either.
+    def pull(self, key: Keys, out: object, priority: int = 0, *, wait: bool = True) -> Pending:
+        """Write the stored value of each key into all its outputs.
+
+        After pushes of this worker it includes them (synchronous: exactly the round of the last one).
+        """
+        self._ready()
+        items = self._targets(values.outputs(key, out))
+        call = _call((), priority, wait)
+        return self._awaited(self._pull(items, call), wait) if items else Settled("pull of no keys")
+
+    def pushpull(
+        self,
+        key: Keys,
+        value: object,
+        out: object = None,
+        priority: int = 0,
+        *,
+        wait: bool = True,
+        scale: float = 1.0,
+    ) -> Pending:
+        """Push, then pull the result into `out`; without `out`, into the pushed arrays themselves."""
+        self._ready()
+        items = self._fitting(values.contributions(key, value))
+        targets = dict(self._targets(values.outputs(key, value if out is None else out)))
+        call = _call(items, priority, wait, scale)
+        if not items:
+            return Settled("pushpull of no keys")
+        sums, call = self._reduced(items, call)
+        return self._awaited(self._pushpull([(record, total, targets[record]) for record, total in sums], call), wait)
+
+    def row_sparse_pull(
+        self, key: Keys, out: object, priority: int = 0, row_ids: object = None, *, wait: bool = True
+    ) -> Pending:
+        """Write some rows of row-sparse keys into outputs; only these travel.
 
         Arguments:
-            updater: `updater(key, received, stored)`, called with your own key for each key of a push; it changes
-                `stored` in place. `received` is its own to change or keep. What it raises, the push raises.
+            out: a RowSparse of the key's shape, which gets the rows in ascending order, each once; or an array of
+                shape (*row_ids.shape, *shape[1:]) or (row_ids.size, *shape[1:]), which gets a row for each number.
+                As for `pull`, also lists of these.
+            row_ids: whole numbers from 0 to shape[0] - 1 in an array of any shape and dtype, or a list of numbers,
+                in any order, also repeated or none, for all outputs; or a list of these in the form of `out`.
 
         Raises:
-            KVError: it cannot be called; or the store is distributed (no code is sent to servers).
+            KVError: a key is not row-sparse, a row is out of range, or an output does not fit.
         """
         self._ready()
-        if updater is not None and not callable(updater):
-            raise KVError("an updater is a function (key, received, stored), not %s" % updater.__class__.__name__)
-        self._set_updater(updater)
+        lookups = [
+            (record, Lookup(record, pairs))
+            for record, pairs in ((self._record(name), pairs) for name, pairs in wanted(key, out, row_ids))
+        ]
+        items: list[RowsItem] = [(record, lookup.rows, lookup.take) for record, lookup in lookups]
+        call = _call((), priority, wait)
+        return self._awaited(self._pull_rows(items, call), wait) if items else Settled("pull of no rows")
 
-    # --- membership
-
-    def join(self) -> None:
-        """Contribute nothing to all later rounds; return when all workers have joined. For a worker out of data."""
-        self._ready()
-        self._join()
-
-    def leave(self) -> None:
-        """End this worker's membership: the others go on without it. Only `close` may follow."""
-        self._ready()
-        self._leave()
-        self._ended = self._ended or "was left"
-
-    def close(self) -> None:
-        """Finish what is under way and give everything back. A second close does nothing."""
-        self._own_process()
-        if self._end():
-            self._close()
-
-    def __enter__(self) -> KVStore:
-        """Return the store."""
-        self._ready()
-        return self
-
-    def __exit__(
-        self, kind: Type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        """Close; after an error, tell the other workers and wait for nothing. Nothing in a forked child."""
-        if os.getpid() != self._pid or not self._end():
-            return
-        if error is None or (isinstance(error, SystemExit) and not error.code):
-            self._close()
-        else:
-            self._abort(error)
-
-    # --- hooks: what a kind of store does. Arguments are checked; any thread of the user's may call.
-
-    @abstractmethod
-    def _init(self, items: list[tuple[Key, Array]]) -> list[Record]:
-        """Store a copy of each value (never keep the array); return the records, in the order of `items`."""
-
-    @abstractmethod
-    def _push(self, items: list[tuple[Record, Array]], priority: int) -> None:
-        """Take one summed value a key. The array may be the caller's own: copy it before returning, never write."""
-
-    @abstractmethod
-    def _pull(self, items: list[tuple[Record, list[Array]]], priority: int) -> None:
-        """Write each stored value into all its outputs: writable, of the record's shape and dtype, any strides."""
-
-    @abstractmethod
-    def _pushpull(self, items: list[tuple[Record, Array, list[Array]]], priority: int) -> None:
-        """Push, then write the result into the outputs, which may share memory with the value."""
-
-    @abstractmethod
-    def _barrier(self) -> None:
-        """Return when all workers have called it."""
-
-    @abstractmethod
-    def _set_rule(self, name: str, params: dict[str, Any], replace: bool) -> None:
-        """Install a rule (params: complete and checked, as `Rule.params`). An equal repeat keeps all state."""
-
-    @abstractmethod
-    def _set_updater(self, updater: Updater | None) -> None:
-        """Install the user's function, or remove it and any rule."""
-
-    @abstractmethod
-    def _join(self) -> None:
-        """Count as a zero contribution to all later rounds; return when all have joined."""
-
-    @abstractmethod
-    def _leave(self) -> None:
-        """End this worker's membership."""
-
-    @abstractmethod
-    def _close(self) -> None:
-        """Flush, say goodbye, free. Called at most once (or `_abort` is), never in a forked child."""
-
-    def _abort(self, error: BaseException) -> None:
-        """Close because `error` left the `with` block: say so to the others, wait for nothing."""
-        self._close()
-
-    # --- checks
-
-    def _ready(self) -> None:
-        """Return if the store can be used.
-
-        Raises:
-            StoreClosed: closed, left, or inherited by a forked child.
-        """
-        self._own_process()
-        if self._ended:
-            raise StoreClosed(
-                "the %r store %s; create another one with kvstore.create(%r)" % (self._type, self._ended, self._type)
-            )
-
-    def _own_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise StoreClosed(
-                "the %r store belongs to process %d, this is its forked child %d: use it in the parent, or start"
-                " children with the 'spawn' method and create a store there" % (self._type, self._pid, os.getpid())
-            )
-
-    def _end(self) -> bool:
-        """Mark the store as closed; tell whether it was not before."""
-        with self._registry:
-            before, self._ended = self._ended, "was closed"
-        return before != self._ended
-
-    def _init_checked(self, items: list[tuple[Key, Array]]) -> None:
-        names = [name for name, _ in items]
-        with self._registry:
-            known = next(iter(self._records), next(iter(self._starting), None))
-            values.one_kind(names, known)
-            for name in names:
-                if name in self._records or name in self._starting:
-                    raise KVError(twice(name, self._records.get(name)))
-            self._starting.update(dict.fromkeys(names))
-        records: list[Record] = []
-        try:
-            records = self._init(items)
-        finally:
-            with self._registry:
-                for name in names:
-                    self._starting.pop(name, None)
-                self._records.update((record.key, record) for record in records)
-
-    def _record(self, key: Key) -> Record:
-        """Return the record of an initialised key."""
-        record = self._records.get(key)
-        if record is None:
-            values.one_kind([key], next(iter(self._records), None))
-            raise KVError(missing(key, self._records))
-        return record
-
-    def _summed(self, key: Keys, value: object) -> list[tuple[Record, Array]]:
-        """Return each key's record with the sum of its arrays; a single array as it is."""
-        items = [(self._record(name), arrays) for name, arrays in values.contributions(key, value)]
-        for record, arrays in items:
-            for array in arrays:
-                record.fit(array, "pushed value")
-        return [(record, arrays[0] if len(arrays) == 1 else total(arrays)) for record, arrays in items]
-
-    def _targets(self, outs: list[tuple[Key, list[Array]]]) -> list[tuple[Record, list[Array]]]:
-        items = [(self._record(name), arrays) for name, arrays in outs]
-        for record, arrays in items:
-            for array in arrays:
-                record.fit(array, "output")
-        return items
+    def _reduced(self, items: list[Contribution], call: Call) -> tuple[list[Item], Call]:
+        """Return each key's sum over its devices, and the call to make with these sums."""
+        sums = self._reducer.reduce(items)
+        own = all(total is not given for total, (_, each) in zip(sums, items, strict=True) for given in each)
+        # Sums are the store's own, which nobody else will write: they need no further copy.
+        summed = [(record, total) for total, (record, _) in zip(sums, items, strict=True)]
+        return summed, replace(call, lent=call.lent or own)
 
 
-def _whole(priority: int) -> int:
+def _call(items: Iterable[Contribution], priority: int, wait: bool, scale: float = 1.0) -> Call:
     try:
-        return operator.index(priority)
+        number = operator.index(priority)
     except TypeError:
         raise KVError("priority is an int, not %s" % type(priority).__name__) from None
+    try:
+        factor = operator.truediv(scale, 1)
+    except (TypeError, ValueError):
+        factor = math.nan
+    if not math.isfinite(factor):
+        raise KVError("scale is a finite number, not %.60r" % (scale,))
+    for record, _ in items:
+        if factor != 1 and not dtypes.is_float(record.dtype):
+            raise KVError(
+                "key %r: %s values are pushed with scale 1, not %g" % (record.key, dtypes.name_of(record.dtype), factor)
+            )
+    return Call(number, lent=not wait, scale=factor)
+
+
+def _what(call: str, items: Sequence[Item]) -> str:
+    return "%s of %s" % (call, named(record.key for record, _ in items))

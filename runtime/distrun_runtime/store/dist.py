@@ -8,30 +8,38 @@ server - and replies become values. Waiting is for `Pending`; order, priorities 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
-
-from distrun_runtime.algo import partition
-from distrun_runtime.algo.reduce import Array
-from distrun_runtime.errors import KVError, RuntimeFault
-from distrun_runtime.net.message import Buffer, Kind, Message
+from distrun_runtime.algo.rules import RuleSpec
+from distrun_runtime.algo.userrule import importable
+from distrun_runtime.device.dtypes import Array
+from distrun_runtime.errors import RuntimeFault
+from distrun_runtime.net.message import Kind, Message
 from distrun_runtime.node import config as configs
 from distrun_runtime.node import session
-from distrun_runtime.node.pending import Pending
-from distrun_runtime.node.role import SCHEDULER_LINK
+from distrun_runtime.node.pending import Pending as Request
 from distrun_runtime.node.serve import serve
-from distrun_runtime.store.base import KVStore, Updater
-from distrun_runtime.store.pieces import Layout, Part, Target, cut, groups
+from distrun_runtime.store import declaring, kinds, saving, tracing
+from distrun_runtime.store.base import KVStore
+from distrun_runtime.store.compress import Compressor, Setting
+from distrun_runtime.store.hooks import Call, RowsItem, Updater, Value
+from distrun_runtime.store.keyed import named
+from distrun_runtime.store.link import Link
+from distrun_runtime.store.outcome import Both, Sent
+from distrun_runtime.store.pending import Pending
+from distrun_runtime.store.pieces import Layout, Part, RowTarget, Target, contribution, wanted, wanted_rows
 from distrun_runtime.store.record import Record
+from distrun_runtime.store.requests import Packed, pack, values_of
+from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
 
-CANONICAL = {"dist": "dist_sync"}
-"""Type names that mean another one; workers must agree on what they mean."""
+ROLES = {1: "scheduler", 2: "server", 4: "worker"}
+"""MXNet's masks of roles."""
 
 
-def create_dist(type_name: str) -> KVStore:
+def create_dist(type_name: str, staleness: int | None = None) -> KVStore:
     """Return a store of this process's job; in a server or scheduler process, serve and then end.
 
     Raises:
@@ -41,231 +49,240 @@ def create_dist(type_name: str) -> KVStore:
     role = configs.role_of()
     if role in ("server", "scheduler"):
         raise SystemExit(serve(role))
-    return DistStore(type_name, session.current(lambda: configs.read("worker")))
+    return DistStore(type_name, session.current(lambda: configs.read("worker")), staleness)
 
 
 class DistStore(KVStore):
     """A key-value store on the servers of the job.
 
-    Threads: any may call; calls are ordered as they take the store's lock.
+    Threads: any may call; calls are ordered as they take the store's lock, which nobody holds while waiting.
     """
 
-    def __init__(self, type_name: str, node: session.Session) -> None:
+    def __init__(self, type_name: str, node: session.Session, staleness: int | None = None) -> None:
         super().__init__(type_name)
         self._node = node
-        self._number = node.next_store()
-        self._is_async = "async" in type_name
-        self._lock = threading.RLock()
-        self._calls = 0
+        self._link = Link(node)
+        self._lock = threading.Lock()
+        """Guards what follows; who sends data holds it, so that rounds are sent in their order."""
         self._layouts: dict[Key, Layout] = {}
         self._rounds: dict[Key, int] = {}
         """Key to the number of this worker's pushes: the round of the last one."""
-        self._unheard: list[Pending] = []
-        self._late: list[RuntimeFault] = []
-        """Errors of pushes that nobody waited for."""
+        self._compressor = Compressor()
+        self._open: list[Request] = []
+        """Pushes that servers have not acknowledged yet."""
+        bound = {} if staleness is None else {"staleness": staleness}
+        self._facts = {"type": kinds.canonical(type_name), **bound}
+        """What all workers and servers must know alike."""
         node.before_end(self._flush_at_end)
-        self._together(Kind.OPEN, "create(%r)" % type_name, type=CANONICAL.get(type_name, type_name))
+        self._link.together("create(%r)" % type_name, Kind.OPEN, **self._facts)
 
     @property
     def rank(self) -> int:
         """This worker's rank."""
-        return self._node.rank
+        return self._link.rank
 
     @property
     def num_workers(self) -> int:
         """Number of workers of the job."""
-        return self._node.config.workers
+        return self._link.workers
 
-    # Hooks of KVStore
+    # Data
 
-    def _init(self, items: list[tuple[Key, Array]]) -> list[Record]:
-        self._raise_late()
-        declared = [
-            {"key": key, "shape": list(array.shape), "dtype": str(array.dtype)} for key, array in items
-        ]  # fmt: skip
-        what = "init of %s" % _keys(key for key, _ in items)
+    def _reserve(self) -> int:
+        return self._link.next_call()
+
+    def _init(self, items: list[tuple[Key, Value]], ticket: int) -> list[Record]:
+        what = "init of %s" % named(key for key, _ in items)
+        placed = declaring.declare(self._link, what, ticket, items, self._compressor)
         with self._lock:
-            number = self._next_call()
-            reply = self._ask(what, Kind.KEYS, {"number": number, "records": declared})[0]
-            places = {
-                _text(key): (int(pair[0]), int(pair[1]))
-                for key, pair in zip(reply.body["keys"], reply.body["numbers"], strict=True)
-            }
-            records = [self._record_of(key, array, places[_text(key)]) for key, array in items]
-            if self.rank == 0:
-                self._fill(what, number, records, items)
-            return records
+            self._layouts.update((record.key, layout) for record, layout in placed)
+            self._rounds.update((record.key, 0) for record, _ in placed)
+        if self.rank == 0:
+            values = [(record, layout, value) for (record, layout), (_, value) in zip(placed, items, strict=True)]
+            declaring.fill(self._link, what, ticket, values, self._facts)
+        return [record for record, _ in placed]
 
-    def _push(self, items: list[tuple[Record, Array]], priority: int) -> None:
-        self._raise_late()
-        with self._lock:
-            for record, _ in items:
-                self._rounds[record.key] += 1
-            parts, buffers = self._cut(items)
-            messages = [message for message, _ in self._pack(Kind.PUSH, parts, buffers, priority)]
-            what = "push of %s" % _keys(record.key for record, _ in items)
-            pending = self._node.ask(what, messages, self._late.append)
-            self._unheard = [*(old for old in self._unheard if not old.is_done), pending]
+    def _assign(self, items: list[tuple[Record, Array]], ticket: int) -> None:
+        what = "assign to %s" % named(record.key for record, _ in items)
+        # What was pushed before comes before: here by waiting, on this connection by its order.
+        self._settle()
+        declaring.declare_again(self._link, what, ticket, [record for record, _ in items], self._compressor)
+        if self.rank == 0:
+            values = [(record, self._layouts[record.key], value) for record, value in items]
+            declaring.fill(self._link, what, ticket, values, {**self._facts, "assign": True})
 
-    def _pull(self, items: list[tuple[Record, list[Array]]], priority: int) -> None:
-        self._raise_late()
-        with self._lock:
-            parts = [
-                Part(record, self._layouts[record.key].number, piece)
-                for record, _ in items
-                for piece in self._layouts[record.key].pieces
-            ]
-            packed = self._pack(Kind.PULL, parts, [], priority)
-            what = "pull of %s" % _keys(record.key for record, _ in items)
-            pending = self._node.ask(what, [message for message, _ in packed])
-        replies = pending.wait(self._node.config.op_timeout_s)
-        # An earlier push may have been refused: then the servers answered that first, and what came is not its result.
-        self._raise_late()
-        outs = {record.key: Target(arrays) for record, arrays in items}
-        for (_, held), reply in zip(packed, replies, strict=True):
-            for part, payload in zip(held, reply.payloads, strict=True):
-                outs[part.record.key].write(part.piece, np.frombuffer(payload, part.record.dtype))
-        for target in outs.values():
-            target.finish()
+    def _push(self, items: list[tuple[Record, Value]], call: Call) -> Pending:
+        with self._lock, self._link.span("push", keys=len(items)):
+            return self._push_now(items, call)
 
-    def _pushpull(self, items: list[tuple[Record, Array, list[Array]]], priority: int) -> None:
+    def _pull(self, items: list[tuple[Record, list[Array]]], call: Call) -> Pending:
+        with self._lock, self._link.span("pull", keys=len(items)):
+            return self._pull_now(items, call)
+
+    def _pushpull(self, items: list[tuple[Record, Value, list[Array]]], call: Call) -> Pending:
+        what = "pushpull of %s" % named(record.key for record, _, _ in items)
         # The pull follows its push on the same connections and asks for its round.
-        with self._lock:
-            self._push([(record, array) for record, array, _ in items], priority)
-        self._pull([(record, arrays) for record, _, arrays in items], priority)
+        with self._lock, self._link.span("pushpull", keys=len(items)):
+            push = self._push_now([(record, value) for record, value, _ in items], call)
+            return Both(what, push, self._pull_now([(record, arrays) for record, _, arrays in items], call))
 
-    def _barrier(self) -> None:
-        self._drain()
-        self._together(Kind.BARRIER, "barrier")
+    def _push_now(self, items: list[tuple[Record, Value]], call: Call) -> Pending:
+        """Send a push. Call with the lock held."""
+        for record, value in items:
+            if not isinstance(value, RowSparse):
+                self._compressor.check(record, value.reshape(-1))
+        parts = [
+            part
+            for record, value in items
+            for part in contribution(record, self._layouts[record.key], value, self._compressor, lent=call.lent)
+        ]
+        for record, _ in items:
+            self._rounds[record.key] += 1
+        scale = {} if call.scale == 1.0 else {"scale": call.scale}
+        packed = pack(Kind.PUSH, self._link.store, parts, self._rounds, priority=call.priority, body_of=lambda _: scale)
+        request = self._link.send("push of %s" % named(record.key for record, _ in items), packed)
+        self._open = [*(old for old in self._open if not old.is_done), request]
+        sent = Sent(request, self._link, self._late)
+        sent.watch()
+        return sent
 
-    def _set_rule(self, name: str, params: dict[str, Any], replace: bool) -> None:
+    def _pull_now(self, items: list[tuple[Record, list[Array]]], call: Call) -> Pending:
+        """Send a pull. Call with the lock held."""
+        parts = [part for record, _ in items for part in wanted(record, self._layouts[record.key], self._compressor)]
+        packed = pack(Kind.PULL, self._link.store, parts, self._rounds, priority=call.priority)
+        request = self._link.send("pull of %s" % named(record.key for record, _ in items), packed)
+
+        def take(replies: tuple[Message, ...]) -> None:
+            outs = {record.key: Target(arrays) for record, arrays in items}
+            for part, values in _answers(packed, replies):
+                outs[part.record.key].write(part.piece, values)
+            for target in outs.values():
+                target.finish()
+
+        return Sent(request, self._link, self._late, take)
+
+    def _pull_rows(self, items: list[RowsItem], call: Call) -> Pending:
+        with self._lock, self._link.span("row_sparse_pull", keys=len(items)):
+            held = [(wanted_rows(record, self._layouts[record.key], rows), record, rows) for record, rows, _ in items]
+            parts = [part for found, _, _ in held for part in found]
+            packed = pack(Kind.PULL, self._link.store, parts, self._rounds, priority=call.priority)
+            request = self._link.send("row_sparse_pull of %s" % named(record.key for record, _, _ in items), packed)
+
+        def take(replies: tuple[Message, ...]) -> None:
+            targets = [RowTarget(record, len(rows)) for _, record, rows in held]
+            # By the part itself: a key may be asked for several times, with other rows each time.
+            where = {id(part): target for (found, _, _), target in zip(held, targets, strict=True) for part in found}
+            for part, values in _answers(packed, replies):
+                assert part.rows is not None
+                where[id(part)].write(part.rows, values)
+            for (_, _, give), target in zip(items, targets, strict=True):
+                give(target.values)
+
+        return Sent(request, self._link, self._late, take)
+
+    # What a push does
+
+    def _set_rule(self, spec: RuleSpec, replace: bool) -> None:
         self._drain()
-        self._ask("set_optimizer(%r)" % name, Kind.RULE, {"name": name, "params": params, "replace": replace})
+        body = {"spec": spec.to_json(), "replace": replace}
+        self._link.scheduler("set_optimizer(%r)" % spec.name, Kind.RULE, body)
+
+    def _change_rule(self, change: Mapping[str, Any]) -> None:
+        self._drain()
+        self._link.scheduler("a change of the rule", Kind.RULE, {"change": dict(change)})
 
     def _set_updater(self, updater: Updater | None) -> None:
-        raise KVError(
-            "a %r store updates on its servers, where a function of this process cannot run: use"
-            " kv.set_optimizer('sgd', learning_rate=...), or leave the rule out and update what pull returns"
-            % self.type
-        )
+        self._drain()
+        spec = None if updater is None else RuleSpec("updater", {"function": importable(updater)}).to_json()
+        self._link.scheduler("set_updater", Kind.RULE, {"spec": spec, "replace": True})
+
+    def _compress(self, setting: Setting, keys: list[Key] | None) -> None:
+        with self._lock:
+            self._compressor.set(setting, keys)
+
+    # States and facts
+
+    def _save(self, folder: str) -> None:
+        self._drain()
+        saving.save(self._link, folder, self._compressor.residuals(), self._numbers())
+
+    def _load(self, folder: str) -> None:
+        self._drain()
+        residuals, rounds = saving.load(self._link, folder, self._numbers())
+        with self._lock:
+            self._compressor.restore(residuals)
+            self._rounds.update(rounds)
+
+    def _numbers(self) -> dict[Key, int]:
+        """Return each key's number in messages."""
+        return {key: layout.number for key, layout in self._layouts.items()}
+
+    def _stats(self) -> list[dict[str, Any]]:
+        return self._link.servers("stats", Kind.STATS)
+
+    def _profile(self, folder: str) -> AbstractContextManager[None]:
+        return tracing.profile(self._link, folder)
+
+    def _num_dead(self, mask: int) -> int:
+        return self._node.num_dead([role for bit, role in ROLES.items() if mask & bit])
+
+    # Membership
+
+    def _barrier(self) -> Pending:
+        with self._lock:
+            number, pushes = self._link.next_call(), [request for request in self._open if not request.is_done]
+        # The scheduler hears of it when the servers have all that was pushed.
+        request = self._link.call("barrier", Kind.BARRIER, {"number": number}, after=pushes)
+        sent = Sent(request, self._link, self._late, lambda replies: None)
+        sent.watch()
+        return sent
 
     def _join(self) -> None:
         self._drain()
-        self._together(Kind.JOIN, "join")
+        self._link.together("join", Kind.JOIN)
+        # All have joined, so no round is open: the next push of everybody is the round after the last.
+        by_number = {number: key for key, number in self._numbers().items()}
         holders = {piece.server for layout in self._layouts.values() for piece in layout.pieces}
-        messages = [("server-%d" % server, Message(Kind.ROUNDS, store=self._number)) for server in sorted(holders)]
-        by_number = {layout.number: key for key, layout in self._layouts.items()}
-        for reply in self._node.ask("join", messages).wait(self._node.config.op_timeout_s):
-            for number, done in reply.body["rounds"]:
-                # All have joined, so no round is open: the next push of everybody is the round after the last.
+        answers = self._link.servers("join", Kind.ROUNDS, ranks=sorted(holders))
+        with self._lock:
+            for number, done in (pair for answer in answers for pair in answer["rounds"]):
                 self._rounds[by_number[number]] = max(self._rounds[by_number[number]], done)
 
     def _leave(self) -> None:
         self._drain()
-        self._ask("leave", Kind.LEFT, {})
+        self._link.scheduler("leave", Kind.LEFT, {})
 
     def _close(self) -> None:
-        self._drain()
+        self._settle()
 
     def _abort(self, error: BaseException) -> None:
         self._node.note_crash(error)
 
-    # Calls that all workers make together
-
-    def _together(self, kind: Kind, what: str, **body: object) -> None:
-        with self._lock:
-            number = self._next_call()
-        self._ask(what, kind, {"number": number, **body})
-
-    def _next_call(self) -> int:
-        self._calls += 1
-        return self._calls
-
-    def _ask(self, what: str, kind: Kind, body: dict[str, Any]) -> tuple[Message, ...]:
-        message = Message(kind, store=self._number, body=body)
-        return self._node.ask(what, [(SCHEDULER_LINK, message)]).wait(self._node.config.op_timeout_s)
-
-    # Keys and pieces
-
-    def _record_of(self, key: Key, array: Array, place: tuple[int, int]) -> Record:
-        number, index = place
-        found = partition.shards(index, array.size, self._node.num_servers, self._node.config.bigarray_bound)
-        self._layouts[key] = Layout(number, partition.pieces(found, array.dtype.itemsize))
-        self._rounds[key] = 0
-        return Record(key, index, array.shape, array.dtype, array.size)
-
-    def _fill(self, what: str, number: int, records: list[Record], items: list[tuple[Key, Array]]) -> None:
-        """Send rank 0's values to the servers, and tell the scheduler when they are there."""
-        names = [[self._layouts[record.key].number, record.key] for record in records]
-        parts, buffers = self._cut([(record, array) for record, (_, array) in zip(records, items, strict=True)])
-        body = {"type": CANONICAL.get(self.type, self.type), "names": names}
-        packed = self._pack(Kind.INIT, parts, buffers, 0, body)
-        error = ""
-        try:
-            self._node.ask(what, [message for message, _ in packed]).wait(self._node.config.op_timeout_s)
-        except KVError as err:
-            error = str(err)
-            raise
-        finally:
-            self._ask(what, Kind.INIT, {"number": number, "error": error})
-
-    def _cut(self, items: Iterable[tuple[Record, Array]]) -> tuple[list[Part], list[Buffer]]:
-        return cut((record, self._layouts[record.key], array) for record, array in items)
-
-    def _pack(
-        self,
-        kind: Kind,
-        parts: list[Part],
-        buffers: Sequence[Buffer],
-        priority: int,
-        body: dict[str, Any] | None = None,
-    ) -> list[tuple[tuple[str, Message], list[Part]]]:
-        """Return the messages that carry `parts`, each with its link and what it holds."""
-        packed = []
-        for group in groups(parts):
-            held = [parts[number] for number in group]
-            message = Message(
-                kind,
-                store=self._number,
-                priority=priority,
-                entries=tuple(part.entry(self._rounds[part.record.key], bool(buffers)) for part in held),
-                body=body or {},
-                payloads=[buffers[number] for number in group] if buffers else [],
-            )
-            packed.append((("server-%d" % held[0].piece.server, message), held))
-        return packed
-
-    # Errors and ends
-
-    def _raise_late(self) -> None:
-        """Raise the error of an earlier push that nobody waited for."""
-        with self._lock:
-            if self._late:
-                errors, self._late[:] = list(self._late), []
-                raise errors[0]
-
     def _drain(self) -> None:
-        """Wait until the servers have all that was pushed."""
+        """Wait until the servers have all that was pushed; raise what they have against it."""
+        self._settle()
+        self._late.raise_first()
+
+    def _settle(self) -> None:
+        """Wait until the servers have answered all pushes, well or not."""
         with self._lock:
-            unheard, self._unheard = self._unheard, []
-        for pending in unheard:
-            if not pending.is_done:
-                try:
-                    pending.wait(self._node.config.op_timeout_s)
-                except RuntimeFault:
-                    break  # It is among the late ones.
-        self._raise_late()
+            pushes = list(self._open)
+        for request in pushes:
+            try:
+                request.wait(self._link.limit_s)
+            except RuntimeFault:
+                if not request.is_done:
+                    raise  # It took too long.
 
     def _flush_at_end(self) -> None:
         if not self._ended:
+            self._line.finish()
             self._drain()
 
 
-def _keys(keys: Iterable[Key]) -> str:
-    names = [repr(key) for key in keys]
-    shown = ", ".join(names[:3]) + (", ... (%d keys)" % len(names) if len(names) > 3 else "")
-    return "key %s" % shown if len(names) == 1 else "keys %s" % shown
-
-
-def _text(key: Key) -> str:
-    return "%s:%s" % (type(key).__name__, key)
+def _answers(packed: list[Packed], replies: tuple[Message, ...]) -> Iterator[tuple[Part, Array]]:
+    """Yield each part with what came for it."""
+    for one, reply in zip(packed, replies, strict=True):
+        params = reply.body.get("codec") or one.message.body.get("codec") or {}
+        for part, entry, payload in zip(one.parts, reply.entries, reply.payloads, strict=True):
+            yield part, values_of(part, entry, payload, params)

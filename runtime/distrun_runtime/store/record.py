@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from distrun_runtime.algo.reduce import Array
+from distrun_runtime.device import dtypes
+from distrun_runtime.device.dtypes import Array
 from distrun_runtime.errors import KVError
+from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
 
-__all__ = ["Array", "Key", "Record", "missing", "twice"]
+__all__ = ["DENSE", "ROW_SPARSE", "Array", "Key", "Record", "missing", "twice"]
+
+DENSE, ROW_SPARSE = "default", "row_sparse"
+"""MXNet's names of the kinds of storage."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +33,28 @@ class Record:
     dtype: np.dtype[Any]
     size: int
     """Elements."""
+    stype: str = DENSE
+    """`default`, or `row_sparse`: it is pushed and pulled by rows, and cut between them."""
 
     @classmethod
-    def of(cls, key: Key, index: int, value: Array) -> Record:
-        """Return the record of a value."""
-        return cls(key=key, index=index, shape=value.shape, dtype=value.dtype, size=value.size)
+    def of(cls, key: Key, index: int, value: Array | RowSparse) -> Record:
+        """Return the record of a value; a RowSparse makes the key row-sparse."""
+        stype = ROW_SPARSE if isinstance(value, RowSparse) else DENSE
+        size = math.prod(value.shape)
+        return cls(key=key, index=index, shape=value.shape, dtype=value.dtype, size=size, stype=stype)
 
-    def fit(self, array: Array, noun: str) -> None:
-        """Return if the array has the record's shape and dtype. `noun` is what it is, for the message.
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the key is row-sparse."""
+        return self.stype == ROW_SPARSE
+
+    @property
+    def row_size(self) -> int:
+        """Elements of a row: all dimensions but the first."""
+        return math.prod(self.shape[1:])
+
+    def fit(self, array: Array | RowSparse, noun: str) -> None:
+        """Return if the value has the record's shape and dtype. `noun` is what it is, for the message.
 
         Raises:
             KVError: it has not; key, both shapes and both dtypes are named.
@@ -42,13 +62,16 @@ class Record:
         if array.shape != self.shape or array.dtype != self.dtype:
             raise KVError(
                 "key %r: the %s has shape %s and dtype %s, but the key has shape %s and dtype %s since its init"
-                % (self.key, noun, array.shape, array.dtype, self.shape, self.dtype)
+                % (
+                    *(self.key, noun, array.shape, dtypes.name_of(array.dtype)),
+                    *(self.shape, dtypes.name_of(self.dtype)),
+                )
             )
 
 
 def twice(key: Key, record: Record | None) -> str:
     """Return what is said of a second init; `record` is what the first one made, if it has ended."""
-    was = " with shape %s and dtype %s" % (record.shape, record.dtype) if record else ""
+    was = " with shape %s and dtype %s" % (record.shape, dtypes.name_of(record.dtype)) if record else ""
     return "key %r was already initialised%s; init works once a key, push changes its value" % (key, was)
 
 

@@ -6,28 +6,28 @@
 A key repeated in one call is one key with all its values, at the place of its first mention. Keys are int or str;
 numpy's integers are ints. Values are what numpy can see without a copy: arrays, numpy scalars, memory views, and
 arrays of other libraries in host memory by their array interfaces or DLPack; a Python float or int is a 0-d float64
-or int64 array.
+or int64 array. bfloat16 arrays of ml_dtypes and torch are viewed as `BFLOAT16`. Sparse values (ours, scipy's, torch's)
+are a RowSparse.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Union
+from typing import Any, Union
 
 import numpy as np
 
-from distrun_runtime.algo.reduce import Array
+from distrun_runtime.device import dtypes
+from distrun_runtime.device.dtypes import Array
 from distrun_runtime.errors import KVError
+from distrun_runtime.store.sparse import RowSparse
 
 Key = Union[int, str]
 """A key, as stores keep it."""
 
-DTYPES = (
-    *("float16", "float32", "float64"),
-    *("int8", "int16", "int32", "int64"),
-    *("uint8", "uint16", "uint32", "uint64"),
-)
-"""What a store can hold."""
+Value = Union[Array, RowSparse]
+"""What is given for one key from one device."""
 
 NO_LISTS = (str, bytes, bytearray, memoryview)
 """Sequences that are no lists of keys."""
@@ -67,17 +67,30 @@ def one_kind(keys: Sequence[Key], first: Key | None = None) -> None:
             )
 
 
-def contributions(key: object, value: object) -> list[tuple[Key, list[Array]]]:
-    """Return each key once with all arrays pushed to it, in the order given. Arrays are not copied if avoidable.
+def keys_of(keys: object) -> list[Key]:
+    """Return one key or a list of keys as a list, each once.
+
+    Raises:
+        KVError: a key of another kind.
+    """
+    if not isinstance(keys, Sequence) or isinstance(keys, NO_LISTS):
+        return [key_of(keys)]
+    names = list(dict.fromkeys(key_of(item) for item in keys))
+    one_kind(names)
+    return names
+
+
+def contributions(key: object, value: object) -> list[tuple[Key, list[Value]]]:
+    """Return each key once with all values pushed to it, in the order given. Arrays are not copied if avoidable.
 
     Raises:
         KVError: a key or value of another kind; as many values as keys were expected.
     """
-    return [(name, [array_of(name, item) for item in items]) for name, items in _grouped(key, value, "value")]
+    return [(name, [value_of(name, item) for item in items]) for name, items in grouped(key, value, "value")]
 
 
-def initial(key: object, value: object) -> list[tuple[Key, Array]]:
-    """Return each key with its one array.
+def initial(key: object, value: object) -> list[tuple[Key, Value]]:
+    """Return each key with its one value.
 
     Raises:
         KVError: as `contributions`; a key given twice, or with several values.
@@ -98,51 +111,104 @@ def outputs(key: object, out: object) -> list[tuple[Key, list[Array]]]:
     Raises:
         KVError: a key of another kind, another number of outputs than keys, or an output that cannot be written.
     """
-    return [(name, [output_of(name, item) for item in items]) for name, items in _grouped(key, out, "output")]
+    return [(name, [output_of(name, item) for item in items]) for name, items in grouped(key, out, "output")]
+
+
+def value_of(key: Key, value: object) -> Value:
+    """Return one value: a RowSparse if it is sparse, else an array.
+
+    Raises:
+        KVError: as `array_of`.
+    """
+    try:
+        sparse = RowSparse.of(value)
+    except (TypeError, ValueError, RuntimeError) as err:
+        raise KVError("key %r: %s" % (key, err)) from err
+    if sparse is None:
+        return array_of(key, value)
+    checked = array_of(key, sparse.values)
+    return sparse if checked is sparse.values else RowSparse(checked, sparse.rows, sparse.shape)
 
 
 def array_of(key: Key, value: object) -> Array:
     """Return one value as a numpy array of native byte order; the same memory where that is possible.
 
     Raises:
-        KVError: numpy cannot see it, or its dtype is none of `DTYPES`.
+        KVError: numpy cannot see it, or its dtype is none of `dtypes.NAMES`.
     """
     try:
-        if not hasattr(value, "__array__") and hasattr(value, "__dlpack__"):
-            array: Array = np.from_dlpack(value)
-        else:
-            array = np.asarray(value)
+        array = _memory(value)
     # Whatever a foreign array raises when asked for its memory: on a device, needs a gradient, ...
     except (TypeError, ValueError, RuntimeError, BufferError) as err:
         raise KVError(
             "key %r: numpy cannot read a %s (%s); bring it to host memory as an array first" % (key, _kind(value), err)
         ) from err
-    if array.dtype.name not in DTYPES:
+    if dtypes.name_of(array.dtype) not in dtypes.NAMES:
         raise KVError(
-            "key %r: a %s gives dtype %s, expected one of %s" % (key, _kind(value), array.dtype, ", ".join(DTYPES))
+            "key %r: a %s gives dtype %s, expected one of %s"
+            % (key, _kind(value), array.dtype, ", ".join(dtypes.NAMES))
         )
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def output_of(key: Key, out: object) -> Array:
-    """Return one output as it is.
+    """Return one output as an array that shares its memory: a numpy array as it is, a torch tensor's in host memory.
 
     Raises:
-        KVError: it is no numpy array, read-only, or of foreign byte order.
+        KVError: it is neither, read-only, or of foreign byte order.
     """
+    if _is_tensor(out):
+        return array_of(key, out)
     if not isinstance(out, np.ndarray):
+        if RowSparse.of(out) is not None:
+            raise KVError("key %r: a %s is filled by row_sparse_pull; pull writes whole arrays" % (key, _kind(out)))
         raise KVError(
-            "key %r: an output is a numpy array that can be written, not %s; give an array of another library as"
-            " the numpy array that shares its memory (tensor.numpy())" % (key, _kind(out))
+            "key %r: an output is a numpy array that can be written or a torch tensor in host memory, not %s"
+            % (key, _kind(out))
         )
     if not out.flags.writeable:
         raise KVError("key %r: the output is read-only; give an array that can be written, or a copy" % key)
     if not out.dtype.isnative:
         raise KVError("key %r: the output's byte order is foreign (%s); give a native one" % (key, out.dtype.str))
-    return out
+    return _own_bfloat16(out)
 
 
-def _grouped(key: object, given: object, noun: str) -> list[tuple[Key, list[object]]]:
+def _memory(value: object) -> Array:
+    """Return what numpy sees of a value."""
+    if _is_tensor(value):
+        return _tensor_memory(value)
+    if not hasattr(value, "__array__") and hasattr(value, "__dlpack__"):
+        shared: Array = np.from_dlpack(value)
+        return _own_bfloat16(shared)
+    return _own_bfloat16(np.asarray(value))
+
+
+def _own_bfloat16(array: Array) -> Array:
+    """Return an array of ml_dtypes' bfloat16 as one of ours, in the same memory; any other as it is."""
+    # Known by name and form: the package need not be there.
+    if array.dtype.kind == "V" and array.dtype.itemsize == 2 and array.dtype.name == "bfloat16":
+        return array.view(dtypes.BFLOAT16)
+    return array
+
+
+def _is_tensor(value: object) -> bool:
+    # A tensor can only have come from a module that is loaded; we never load it.
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _tensor_memory(tensor: Any) -> Array:
+    """Return a dense torch tensor's host memory as an array; a parameter's too, without its gradient's history."""
+    torch = sys.modules["torch"]
+    plain = tensor.detach()
+    if plain.dtype is torch.bfloat16:
+        halves: Array = plain.view(torch.int16).numpy()
+        return halves.view(dtypes.BFLOAT16)
+    array: Array = plain.numpy()
+    return array
+
+
+def grouped(key: object, given: object, noun: str) -> list[tuple[Key, list[object]]]:
     """Return each key once with all that was given for it. `noun` is what that is, for messages."""
     if not isinstance(key, Sequence) or isinstance(key, NO_LISTS):
         return [(key_of(key), _devices(key_of(key), given, noun))]

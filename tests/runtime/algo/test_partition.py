@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrun_runtime.algo.partition import PIECE_BYTES, Shard, pieces, shards
+from distrun_runtime.algo.partition import PIECE_BYTES, Shard, compressed_shards, pieces, row_shards, shards
 
 
 def lengths(size: int, servers: int, bound: int = 1_000_000) -> list[int]:
@@ -117,3 +117,61 @@ def test_pieces_cover_their_shards_once_within_the_limit(size: int, servers: int
         else:
             rejoined.append(piece)
     assert tuple(rejoined) == whole
+
+
+@pytest.mark.parametrize(
+    ("size", "servers", "factor", "expected"),
+    [
+        (1_466_521, 3, 16, [488848, 488832, 488841]),
+        (1_466_521, 2, 16, [733264, 733257]),
+        (1_000_000, 1, 32, [1_000_000]),
+    ],
+)
+def test_compressed_values_are_cut_by_words_as_mxnet_cuts_them(
+    size: int, servers: int, factor: int, expected: list[int]
+) -> None:
+    found = compressed_shards(3, size, servers, 1_000_000, factor)
+    assert [shard.length for shard in found] == expected
+    assert [shard.server for shard in found] == list(range(servers))
+
+
+def test_small_compressed_values_live_where_uncompressed_ones_do() -> None:
+    assert compressed_shards(3, 999_999, 2, 1_000_000, 16) == shards(3, 999_999, 2, 1_000_000)
+
+
+@given(size=st.integers(0, 3000), servers=st.integers(1, 9), factor=st.sampled_from([1, 16, 32]))
+def test_compressed_shards_cover_a_value_once_and_begin_at_words(size: int, servers: int, factor: int) -> None:
+    end = 0
+    for shard in compressed_shards(5, size, servers, 100, factor):
+        assert shard.offset == end
+        assert size < 100 or (shard.offset % factor == 0 and shard.length > 0)
+        end = shard.end
+    assert end == size
+
+
+def test_pieces_of_compressed_shards_begin_at_words_too() -> None:
+    cut = pieces(compressed_shards(0, 5_000_000, 2, 1_000_000, 32), 4)
+    assert len(cut) == 6
+    assert all(piece.offset % 32 == 0 for piece in cut)
+
+
+def test_rows_are_dealt_over_the_servers_as_mxnet_deals_them() -> None:
+    found = row_shards(0, 1200, 1200, 3, 1_000_000)
+    assert [shard.length // 1200 for shard in found] == [400, 400, 400]
+    assert [shard.length // 3 for shard in row_shards(0, 1000, 3, 3, 3000)] == [333, 334, 333]
+    assert row_shards(3, 1000, 3, 3, 3001) == shards(3, 3000, 3, 3001)
+
+
+@given(rows=st.integers(0, 300), row_size=st.integers(0, 40), servers=st.integers(1, 9), limit=st.integers(1, 2000))
+def test_neither_shards_nor_pieces_cut_a_row(rows: int, row_size: int, servers: int, limit: int) -> None:
+    found = row_shards(2, rows, row_size, servers, 500)
+    cut = pieces(found, 4, limit, unit=row_size)
+    for parts in (found, cut):
+        end = 0
+        for part in parts:
+            assert part.offset == end
+            assert row_size == 0 or (part.offset % row_size == 0 and part.length % row_size == 0)
+            end = part.end
+        assert end == rows * row_size
+    for piece in cut:
+        assert piece.length * 4 <= limit or piece.length <= row_size

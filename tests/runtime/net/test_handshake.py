@@ -210,3 +210,14 @@ def test_a_node_that_answers_in_anothers_place_is_turned_away() -> None:
     opener, acceptor = Opener(WORKER, TOKEN, "aa", calls="server-7"), Acceptor(SERVER, TOKEN, "bb")
     answer = opener.answer(through(acceptor.challenge(through(opener.hello()))))
     assert answer == "server-%d answers where server-7 was called" % SERVER.rank
+
+
+def test_both_sides_resend_or_neither() -> None:
+    resending = replace(WORKER, resends=True)
+    reason, _, said = shake(who=resending)
+    assert (
+        reason == "acceptor: worker-1@d2 (pid 77) runs with PS_RESEND=1 and server-0 with PS_RESEND=0: set it alike"
+        " for all nodes of a job"
+    )
+    assert said[0].body["resends"] is True
+    assert "resends" not in shake()[2][0].body

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distrun_runtime.device.dtypes import name_of
 from distrun_runtime.errors import WireError
 from distrun_runtime.net import message
 from distrun_runtime.net.handshake import Identity, Opener
@@ -101,10 +102,10 @@ def test_golden_bytes_of_a_hello() -> None:
 def test_codes_of_kinds_and_types_do_not_change() -> None:
     """The first seven types have MXNet's codes (mshadow base.h); a kind's number is for good."""
     types = ("float32", "float64", "float16", "uint8", "int32", "int8", "int64", "int16", "uint16", "uint32", "uint64")
-    assert tuple(str(dtype) for dtype in DTYPES) == types
+    assert tuple(name_of(dtype) for dtype in DTYPES) == (*types, "bfloat16")
     first = ("HELLO", "CHALLENGE", "PROOF", "WELCOME", "REFUSED", "ROSTER", "LOST", "BYE", "ABORT", "STOP")
-    job = ("OPEN", "BARRIER", "KEYS", "RULE", "JOIN", "LEFT", "WAITING")
-    values = ("INIT", "PUSH", "PULL", "ROUNDS")
+    job = ("OPEN", "BARRIER", "KEYS", "RULE", "JOIN", "LEFT", "WAITING", "SAVE", "LOAD")
+    values = ("INIT", "PUSH", "PULL", "ROUNDS", "STATS", "PROFILE", "NORMS")
     numbered = [*enumerate(first, 1), *enumerate(job, 16), *enumerate(values, 32)]
     assert [(int(kind), kind.name) for kind in Kind] == numbered
 
@@ -139,8 +140,7 @@ def changed(at: int, *values: int) -> list[bytes]:
         (changed(7, 255), "unknown flags: 0xff"),
         (changed(36, 2), "a head of 80 bytes cannot hold 2 entries"),
         (changed(36, 0xFF, 0xFF, 0xFF, 0xFF), "cannot hold 4294967295 entries"),
-        (changed(52, 11), "entry 0 has dtype 11, codec 0, payload kind 1"),
-        (changed(53, 1), "codec 1"),
+        (changed(52, 12), "entry 0 has dtype 12, codec 0, payload kind 1"),
         (changed(54, 2), "payload kind 2"),
         (changed(54, 3), "payload kind 3"),
         (changed(64, 3), "entry 0 announces 24 bytes, its frame has 16"),

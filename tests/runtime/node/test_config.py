@@ -56,6 +56,13 @@ def test_all_that_the_launcher_gives_is_read(tmp_path: Path) -> None:
     assert (read.bigarray_bound, read.verbose, read.ports) == (10, 2, (20000, 20001, 20002))
 
 
+def test_modules_of_users_rules_are_the_servers_business() -> None:
+    env = {**BASE, "DISTRUN_SERVER_IMPORT": "my_rules, more.rules,"}
+    assert config.read("server", env).server_imports == ("my_rules", "more.rules")
+    assert config.read("worker", env).server_imports == ()
+    assert config.read("server", BASE).server_imports == ()
+
+
 @pytest.mark.parametrize("name", ["DMLC_NUM_SERVER", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"])
 def test_a_variable_that_is_missing_is_named(name: str) -> None:
     with pytest.raises(ContractError, match="%s is not set on host " % name):
@@ -167,3 +174,16 @@ def test_an_ipv6_scheduler_is_bracketed() -> None:
 def test_a_node_introduces_itself_by_what_it_read() -> None:
     who = config.read("server", {**BASE, "DISTRUN_HOST": "d7"}).identity("tcp://10.0.0.7:1", 2)
     assert (who.name, who.host, who.endpoint, who.workers, who.servers) == ("server-2", "d7", "tcp://10.0.0.7:1", 2, 3)
+
+
+def test_resending_and_faults_are_off_unless_asked_for() -> None:
+    quiet = config.read("worker", {**BASE, "PS_RESEND_TIMEOUT": "500"})
+    assert (quiet.resend_s, quiet.faults.is_none, quiet.identity("").resends) == (0.0, True, False)
+    bad = config.read("worker", {**BASE, "PS_RESEND": "1", "PS_DROP_MSG": "5", "DISTRUN_FAULTS": "reorder=2,seed=7"})
+    assert (bad.resend_s, bad.identity("").resends) == (1.0, True)
+    assert (bad.faults.drop, bad.faults.reorder, bad.faults.seed) == (5.0, 2.0, 7)
+
+
+def test_faults_of_another_form_are_an_error_with_the_form() -> None:
+    with pytest.raises(ContractError, match=r"DISTRUN_FAULTS='lose=1' on host .*: 'lose=1' is none of drop=PERCENT"):
+        config.read("worker", {**BASE, "DISTRUN_FAULTS": "lose=1"})

@@ -2,83 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from cluster import config
+from schedulerhistory import Job, finish, init, logs, node, reasons, record, rule, sends, to
 
-from distrun_runtime.net.handshake import Identity
-from distrun_runtime.net.message import Flag, Kind, Message
+from distrun_runtime.net.message import Flag, Kind
 from distrun_runtime.node import role
 from distrun_runtime.node.scheduler import Scheduler
-
-
-def node(kind: str, rank: int = -1, host: str = "d1", pid: int = 1, **changes: Any) -> Identity:
-    usual = Identity("test-job", kind, rank, 0, host, pid, "tcp://10.0.0.1:1", 2, 1)
-    return replace(usual, **changes)
-
-
-class Job:
-    """A scheduler, and what it was told and said; links are `w0`, `w1`, `s0`."""
-
-    def __init__(self, workers: int = 2, servers: int = 1, *, is_open: bool = True, **changes: Any) -> None:
-        self.counts = {"workers": workers, "servers": servers}
-        self.scheduler = Scheduler(config("scheduler", **self.counts, **changes), "tcp://127.0.0.1:9")
-        self.now = 0.0
-        self.requests = 0
-        if is_open:
-            for rank in range(servers):
-                self.register("s%d" % rank, "server", rank)
-            for rank in range(workers):
-                self.register("w%d" % rank, "worker", rank)
-
-    def register(self, link: str, kind: str, rank: int = -1, host: str = "d1") -> list[role.Action]:
-        peer = node(kind, rank, host, **self.counts)
-        assert self.scheduler.admit(peer) == ""
-        return self.scheduler.handle(role.Welcomed(link, peer), self.now)
-
-    def hear(self, link: str, kind: Kind, flags: Flag = Flag.NONE, **body: Any) -> list[role.Action]:
-        self.requests += 1
-        request = body.pop("request", self.requests)
-        store = body.pop("store", 1)
-        message = Message(kind, flags, store=store, request=request, body=body)
-        return self.scheduler.handle(role.Heard(link, message), self.now)
-
-    def answer(self, actions: list[role.Action], error: str = "") -> list[role.Action]:
-        """Let the servers answer what was sent to them."""
-        found: list[role.Action] = []
-        for link, sent in sends(actions):
-            if link.startswith("s"):
-                flags = Flag.REPLY | Flag.ERROR if error else Flag.REPLY
-                found += self.hear(link, sent.kind, flags, request=sent.request, **({"reason": error} if error else {}))
-        return found
-
-    def tick(self, now: float) -> list[role.Action]:
-        self.now = now
-        return self.scheduler.tick(now)
-
-
-def sends(actions: list[role.Action]) -> list[tuple[str, Message]]:
-    return [(action.link, action.message) for action in actions if isinstance(action, role.Send)]
-
-
-def to(actions: list[role.Action]) -> list[tuple[str, str]]:
-    """Return (link, kind) of every message, `KIND!` for a refusal."""
-    return [(link, sent.kind.name + ("!" if sent.is_error else "")) for link, sent in sends(actions)]
-
-
-def reasons(actions: list[role.Action]) -> dict[str, str]:
-    return {link: str(sent.body["reason"]) for link, sent in sends(actions) if "reason" in sent.body}
-
-
-def finish(actions: list[role.Action]) -> role.Finish | None:
-    return next((action for action in actions if isinstance(action, role.Finish)), None)
-
-
-def logs(actions: list[role.Action]) -> list[str]:
-    return [action.text for action in actions if isinstance(action, role.Log)]
-
 
 # Registration
 
@@ -179,10 +111,6 @@ def test_a_node_that_goes_away_before_all_are_here_may_come_again() -> None:
 # Collective calls
 
 
-def record(key: object, shape: tuple[int, ...] = (2, 3), dtype: str = "float32") -> dict[str, Any]:
-    return {"key": key, "shape": list(shape), "dtype": dtype}
-
-
 def test_a_barrier_ends_when_all_are_there() -> None:
     job = Job()
     assert sends(job.hear("w0", Kind.BARRIER, number=1)) == []
@@ -252,13 +180,6 @@ def test_a_worker_that_comes_late_to_a_failed_call_hears_why() -> None:
     assert "worker-0 declares key" in reasons(actions)["w2"]
 
 
-def init(job: Job, number: int, *keys: object) -> list[role.Action]:
-    """Declare keys in all workers, fill the servers, and return what the others hear then."""
-    for rank in range(job.counts["workers"]):
-        job.hear("w%d" % rank, Kind.KEYS, number=number, records=[record(key) for key in keys])
-    return job.hear("w0", Kind.INIT, number=number)
-
-
 def test_init_numbers_the_keys_in_rank_0s_order_and_the_others_wait_for_the_values() -> None:
     job = Job()
     job.hear("w1", Kind.KEYS, number=1, records=[record("b"), record("a")])
@@ -304,81 +225,6 @@ def test_rank_0_that_cannot_fill_the_servers_tells_the_others() -> None:
 
 def test_init_without_keys_is_refused() -> None:
     assert reasons(Job().hear("w0", Kind.INIT, number=1)) == {"w0": "INIT without KEYS"}
-
-
-# Rules
-
-
-def rule(job: Job, link: str, name: str = "sgd", replace: bool = False, **params: Any) -> list[role.Action]:
-    return job.hear(link, Kind.RULE, name=name, params=params, replace=replace)
-
-
-def test_a_rule_goes_to_all_servers_and_is_answered_when_all_have_it() -> None:
-    job = Job(2, 2)
-    actions = rule(job, "w0", lr=0.1)
-    assert to(actions) == [("s0", "RULE"), ("s1", "RULE")]
-    assert sends(actions)[0][1].body == {"name": "sgd", "params": {"lr": 0.1}, "replace": False}
-    assert job.answer(actions[:1]) == []
-    assert to(job.answer(actions[1:])) == [("w0", "RULE")]
-
-
-def test_an_equal_rule_changes_nothing() -> None:
-    job = Job()
-    job.answer(rule(job, "w0", lr=0.1))
-    assert to(rule(job, "w1", lr=0.1)) == [("w1", "RULE")]
-
-
-def test_a_different_rule_is_an_error_that_shows_the_one_there_is() -> None:
-    job = Job()
-    job.answer(rule(job, "w0", lr=0.1))
-    actions = rule(job, "w1", "adam", lr=0.2)
-    assert reasons(actions)["w1"] == (
-        "the store has the rule sgd {'lr': 0.1}; set_optimizer('adam', ..., replace=True) puts another in its place"
-    )
-    assert to(actions) == [("w1", "RULE!")]
-
-
-def test_a_rule_is_replaced_on_request() -> None:
-    job = Job()
-    job.answer(rule(job, "w0", lr=0.1))
-    actions = rule(job, "w1", "adam", True, lr=0.2)
-    assert to(actions) == [("s0", "RULE")]
-    assert to(job.answer(actions)) == [("w1", "RULE")]
-    assert to(rule(job, "w0", "adam", lr=0.2)) == [("w0", "RULE")]
-
-
-def test_two_rules_at_once_are_set_one_after_the_other() -> None:
-    job = Job()
-    first = rule(job, "w0", lr=0.1)
-    assert rule(job, "w1", lr=0.2) == []
-    then = job.answer(first)
-    assert to(then) == [("w0", "RULE"), ("w1", "RULE!")]
-    assert "the store has the rule sgd {'lr': 0.1}" in reasons(then)["w1"]
-
-
-def test_two_equal_rules_at_once_are_one() -> None:
-    job = Job()
-    first = rule(job, "w0", lr=0.1)
-    assert rule(job, "w1", lr=0.1) == []
-    assert to(job.answer(first)) == [("w0", "RULE"), ("w1", "RULE")]
-
-
-def test_a_rule_that_a_server_refuses_is_not_set_and_the_next_gets_its_turn() -> None:
-    job = Job(2, 2)
-    first = rule(job, "w0", "nonsense")
-    rule(job, "w1", "sgd")
-    then = job.answer(first, "unknown rule")
-    assert reasons(then)["w0"] == "server-0: unknown rule; server-1: unknown rule"
-    assert to(then) == [("w0", "RULE!"), ("s0", "RULE"), ("s1", "RULE")]
-    assert to(job.answer(then)) == [("w1", "RULE")]
-
-
-def test_stores_have_rules_of_their_own() -> None:
-    job = Job()
-    job.answer(rule(job, "w0", lr=0.1))
-    actions = job.hear("w0", Kind.RULE, store=2, name="adam", params={})
-    assert to(actions) == [("s0", "RULE")]
-    assert sends(actions)[0][1].store == 2
 
 
 # Joining and leaving

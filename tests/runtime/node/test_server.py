@@ -2,127 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 from cluster import config
+from rig import VALUE, A, B, Rig, kinds, node, reason, works
 
-from distrun_runtime.net.handshake import Identity
+from distrun_runtime.errors import KVError
 from distrun_runtime.net.message import Entry, Flag, Kind, Message, Payload
 from distrun_runtime.node import role, work
 from distrun_runtime.node.server import Server
-from distrun_runtime.node.work import SlotId
-
-A, B = SlotId(1, 0, 0), SlotId(1, 1, 0)
-VALUE = bytes(8)
-
-
-def node(kind: str, rank: int) -> Identity:
-    return Identity("test-job", kind, rank, 0, "d1", 5, "tcp://10.0.0.1:1", 2, 1)
-
-
-class Rig:
-    """A server that two workers (`w0`, `w1`) are connected to, with keys 0 (`a`) and 1 (`b`) of two float32 each.
-
-    Work is done at once, as the post office does it; while `is_held`, it piles up until `release`.
-    """
-
-    def __init__(self, type_name: str = "dist_sync", workers: int = 2) -> None:
-        self.server = Server(config("server", rank=0, workers=workers, servers=1), "tcp://127.0.0.1:7")
-        self.now = 0.0
-        self.done: list[Any] = []
-        """Every piece of work, in order."""
-        self.held: list[role.Work] = []
-        self.is_held = False
-        self.error: BaseException | None = None
-        """What the next work that reports fails with."""
-        self.requests = 100
-        self.server.start(0)
-        self.server.handle(role.Welcomed(role.SCHEDULER_LINK, None), 0)
-        nodes = [node("server", 0), *(node("worker", rank) for rank in range(workers))]
-        self.scheduler(Kind.ROSTER, nodes=[asdict(each) for each in nodes], rank=0)
-        for rank in range(workers):
-            self.server.handle(role.Welcomed("w%d" % rank, node("worker", rank)), 0)
-        self.init(type_name)
-        self.done.clear()
-
-    def init(self, type_name: str = "dist_sync", *keys: int) -> list[tuple[str, Message]]:
-        entries = tuple(Entry(key, 0, 2, payload=Payload.FRAME) for key in keys or (0, 1))
-        body = {"type": type_name, "names": [[0, "a"], [1, "b"]]}
-        return self.hear("w0", Message(Kind.INIT, body=body, entries=entries, payloads=[VALUE] * len(entries)))
-
-    def hear(self, link: str, message: Message) -> list[tuple[str, Message]]:
-        """Let a message arrive and return what was sent then; a Deliver counts as its reply."""
-        self.requests += 1
-        message = replace(message, store=message.store or 1, request=message.request or self.requests)
-        return self.perform(self.server.handle(role.Heard(link, message), self.now))
-
-    def scheduler(self, kind: Kind, request: int = 0, **body: Any) -> list[tuple[str, Message]]:
-        message = Message(kind, store=1, request=request, body=body)
-        return self.perform(self.server.handle(role.Heard(role.SCHEDULER_LINK, message), self.now))
-
-    def push(self, rank: int, number: int, *keys: int, **changes: Any) -> list[tuple[str, Message]]:
-        entries = tuple(
-            replace(Entry(key, 0, 2, number, payload=Payload.FRAME), **changes) for key in (keys or (0,))
-        )  # fmt: skip
-        return self.hear("w%d" % rank, Message(Kind.PUSH, entries=entries, payloads=[VALUE] * len(entries)))
-
-    def pull(self, rank: int, number: int, *keys: int, **changes: Any) -> list[tuple[str, Message]]:
-        entries = tuple(replace(Entry(key, 0, 2, number), **changes) for key in (keys or (0,)))
-        return self.hear("w%d" % rank, Message(Kind.PULL, entries=entries))
-
-    def perform(self, actions: list[role.Action]) -> list[tuple[str, Message]]:
-        sent: list[tuple[str, Message]] = []
-        queue = list(actions)
-        while queue:
-            action = queue.pop(0)
-            if isinstance(action, role.Send):
-                sent.append((action.link, action.message))
-            elif isinstance(action, role.Work) and isinstance(action.what, work.Deliver):
-                self.done.append(action.what)
-                reply = Message(action.what.message.kind, Flag.REPLY, request=action.what.message.request)
-                sent.append((action.what.link, reply))
-            elif isinstance(action, role.Work) and self.is_held and action.reports:
-                self.held.append(action)
-            elif isinstance(action, role.Work):
-                queue = [*self._do(action), *queue]
-        return sent
-
-    def release(self) -> list[tuple[str, Message]]:
-        """Finish the oldest work that was held."""
-        return self.perform(self._do(self.held.pop(0)))
-
-    def _do(self, action: role.Work) -> list[role.Action]:
-        self.done.append(action.what)
-        if not action.reports:
-            return []
-        error, self.error = self.error, None
-        return self.server.handle(role.Done(action.what, error, "Traceback of the server" if error else ""), self.now)
-
-
-def kinds(sent: list[tuple[str, Message]]) -> list[tuple[str, str]]:
-    return [(link, message.kind.name + ("!" if message.is_error else "")) for link, message in sent]
-
-
-def works(rig: Rig) -> list[str]:
-    """What was done, shortly: `add a1` adds to round 1 of key a."""
-    short = []
-    for what in rig.done:
-        name = type(what).__name__.lower()
-        if isinstance(what, (work.Add, work.Apply)):
-            short.append("%s %s%d" % (name, "ab"[what.slot.key], what.round))
-        else:
-            short.append(name)
-    rig.done.clear()
-    return short
-
-
-def reason(sent: list[tuple[str, Message]]) -> str:
-    [(_, message)] = sent
-    assert message.is_error
-    return str(message.body["reason"])
-
 
 # Rounds
 
@@ -260,7 +149,7 @@ def test_a_pull_is_told_soon_whom_it_waits_for_and_again_every_30_seconds() -> N
 
 def test_async_pushes_are_applied_on_arrival_and_answered_when_they_are() -> None:
     rig = Rig("dist_async")
-    rig.scheduler(Kind.RULE, 1, name="sgd", params={})
+    rig.scheduler(Kind.RULE, 1, spec={"name": "sgd", "params": {}})
     rig.is_held = True
     assert rig.push(0, 1, 0, 1) == []
     assert kinds(rig.release()) == [("w0", "PUSH")]
@@ -277,13 +166,13 @@ def test_async_without_a_rule_is_refused_and_the_server_lives() -> None:
     rig = Rig("dist_async")
     assert "dist_async needs a rule on the servers: call kv.set_optimizer" in reason(rig.push(0, 1))
     assert kinds(rig.pull(0, 0)) == [("w0", "PULL")]
-    rig.scheduler(Kind.RULE, 1, name="sgd", params={})
+    rig.scheduler(Kind.RULE, 1, spec={"name": "sgd", "params": {}})
     assert kinds(rig.push(0, 1)) == [("w0", "PUSH")]
 
 
 def test_an_async_rule_that_fails_is_the_pushers_error() -> None:
     rig = Rig("dist_async")
-    rig.scheduler(Kind.RULE, 1, name="sgd", params={})
+    rig.scheduler(Kind.RULE, 1, spec={"name": "sgd", "params": {}})
     rig.error = ZeroDivisionError("by zero")
     [(link, message)] = rig.push(1, 1)
     assert (link, message.body["error"]) == ("w1", "RuleError")
@@ -360,16 +249,16 @@ def test_an_unknown_request_is_refused_and_a_reply_or_a_stranger_is_not_answered
 
 def test_a_rule_is_set_by_the_executor_and_then_answered() -> None:
     rig = Rig()
-    [(link, message)] = rig.scheduler(Kind.RULE, 7, name="sgd", params={"lr": 1})
+    [(link, message)] = rig.scheduler(Kind.RULE, 7, spec={"name": "sgd", "params": {"lr": 1}})
     assert (link, message.kind, message.request, message.is_error) == (role.SCHEDULER_LINK, Kind.RULE, 7, False)
     [what] = rig.done
-    assert (what.store, what.name, what.params) == (1, "sgd", {"lr": 1})
+    assert (what.store, what.spec) == (1, {"name": "sgd", "params": {"lr": 1}})
 
 
 def test_a_rule_that_cannot_be_set_is_refused() -> None:
     rig = Rig()
-    rig.error = ValueError("unknown rule 'sdg'")
-    [(link, message)] = rig.scheduler(Kind.RULE, 7, name="sdg", params={})
+    rig.error = KVError("unknown rule 'sdg'")
+    [(link, message)] = rig.scheduler(Kind.RULE, 7, spec={"name": "sdg", "params": {}})
     assert (link, message.is_error) == (role.SCHEDULER_LINK, True)
     assert message.body == {"reason": "unknown rule 'sdg'", "error": "KVError"}
 

@@ -6,9 +6,9 @@ import json
 import os
 
 import pytest
-from cluster import config
+from cluster import Cluster, config
 
-from distrun_runtime.errors import PeerLost, TimedOut
+from distrun_runtime.errors import KVError, PeerLost, TimedOut
 from distrun_runtime.net.inproc import InprocNetwork
 from distrun_runtime.node.session import Session
 
@@ -46,3 +46,37 @@ def test_the_cause_of_a_failure_reaches_the_agent(
     with os.fdopen(reader) as lines:
         facts = [json.loads(line) for line in lines]
     assert [fact if "failed" in fact else fact["lost_peer"] for fact in facts] == said
+
+
+def test_at_the_end_every_store_is_flushed_and_every_error_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first store's error left the second one's pushes where they were."""
+    with Cluster(1, 1, over="inproc") as cluster:
+        session = cluster.session(0)
+        session.open()
+        first = KVError("push of key 'a': no room")
+        vars(first)["__notes__"] = ["and also: push of key 'b': no room"]
+
+        def fail() -> None:
+            raise first
+
+        def crash() -> None:
+            raise ZeroDivisionError("in a thread of ours")
+
+        flushed: list[str] = []
+        for flush in (fail, crash, lambda: flushed.append("yes")):
+            session.before_end(flush)
+        assert session.end() is first
+        assert flushed == ["yes"]
+    assert [line for line in capsys.readouterr().err.splitlines() if "at exit" in line] == [
+        "distrun: error: at exit: push of key 'a': no room",
+        "distrun: error: at exit: and also: push of key 'b': no room",
+        "distrun: error: at exit: in a thread of ours",
+    ]
+
+
+def test_lost_nodes_are_counted_by_role_without_asking_anybody() -> None:
+    session = Session(config("worker", root_port=9), InprocNetwork().transport())
+    session.worker.dead |= {"worker-1", "server-0", "server-1"}
+    assert [session.num_dead(roles) for roles in (["worker"], ["server"], ["scheduler"], ["server", "worker"])] == [
+        *(1, 2, 0, 3)
+    ]

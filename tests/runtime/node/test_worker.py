@@ -177,6 +177,19 @@ def test_one_refusal_ends_the_request_and_later_replies_do_no_harm() -> None:
     assert rig.reply("server-1", 12345) == []
 
 
+def test_a_refused_push_is_over_when_all_servers_have_answered() -> None:
+    """Until then its arrays may still be on their way: who lent them must not write."""
+    rig = Rig()
+    push = Message(Kind.PUSH)
+    pending, actions = rig.ask(("server-0", push), ("server-1", push), what="push of key 'w'")
+    (_, one), (_, other) = sends(actions)
+    assert rig.reply("server-0", one.request, Flag.ERROR, reason="no") == []
+    assert not pending.is_done
+    rig.reply("server-1", other.request)
+    with pytest.raises(KVError, match="push of key 'w': no"):
+        pending.wait(0)
+
+
 def test_waiting_is_noted_on_the_request_and_said() -> None:
     rig = Rig()
     pending, actions = rig.ask(("server-0", PULL))

@@ -1,4 +1,7 @@
-"""The local store, on its own and by the rows of MXNet's test suites that concern dense local stores."""
+"""The stores of one process, by the rows of MXNet's test suites that concern dense values, and on their own.
+
+Every test runs with a `local` and a `device` store; a list of values is from as many devices.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,27 @@ INT_KEYS, STR_KEYS = [5, 7, 11], ["b", "c", "d"]
 KINDS: list[tuple[Any, list[Any]]] = [(3, INT_KEYS), ("a", STR_KEYS)]
 
 
+class Chosen:
+    """The kind of store that the tests are run with."""
+
+    kind = "local"
+
+
+@pytest.fixture(params=["local", "device"], autouse=True)
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(Chosen, "kind", request.param)
+    return str(request.param)
+
+
+def create() -> KVStore:
+    kv = kvstore.create(Chosen.kind)
+    assert isinstance(kv, KVStore)
+    return kv
+
+
 def filled(key: Any, keys: list[Any]) -> KVStore:
     """Return a store whose keys were initialised with zeros."""
-    kv = kvstore.create("local")
+    kv = create()
     kv.init(key, np.zeros(SHAPE))
     kv.init(keys, [np.zeros(SHAPE)] * len(keys))
     return kv
@@ -46,7 +67,7 @@ def test_a_pushed_value_is_pulled(key: Any, keys: list[Any]) -> None:
 @pytest.mark.parametrize("key", [3, "a"])
 def test_a_pull_after_init_gives_the_init_value(key: Any) -> None:
     """Row: tests/python/unittest/test_kvstore.py::test_init."""
-    kv = kvstore.create()
+    kv = create()
     kv.init(key, np.ones(SHAPE) * 4)
     assert np.array_equal(pulled(kv, key), np.full(SHAPE, 4.0))
 
@@ -54,7 +75,7 @@ def test_a_pull_after_init_gives_the_init_value(key: Any) -> None:
 @pytest.mark.parametrize(("key", "other"), [(3, 4), ("a", "b")])
 def test_a_pull_gives_the_sum_and_other_keys_are_untouched(key: Any, other: Any) -> None:
     """Row: tests/python/unittest/test_kvstore.py::test_pull."""
-    kv = kvstore.create("local")
+    kv = create()
     kv.init(key, np.zeros(SHAPE))
     kv.push(key, [np.ones(SHAPE)] * DEVICES)
     kv.init(other, np.ones(SHAPE))
@@ -110,16 +131,16 @@ def test_an_updater_gets_the_sum_and_the_users_own_key(key: Any, keys: list[Any]
     assert {type(name) for name in seen} == {type(key)}
 
 
-def test_the_type_echoes_the_name() -> None:
+def test_the_type_echoes_the_name(kind: str) -> None:
     """Row: tests/python/unittest/test_kvstore.py::test_get_type."""
-    kv = kvstore.create("local")
-    assert (kv.type, kv.rank, kv.num_workers) == ("local", 0, 1)
+    kv = kvstore.create(kind.upper())
+    assert (kv.type, kv.rank, kv.num_workers) == (kind, 0, 1)
 
 
 @pytest.mark.parametrize(("mine", "foreign"), [(3, "a"), ("a", 3)])
 def test_keys_of_the_other_kind_are_refused_by_init_push_and_pull(mine: Any, foreign: Any) -> None:
     """Row: tests/python/unittest/test_kvstore.py::test_invalid_pull (dense part)."""
-    kv = kvstore.create()
+    kv = create()
     kv.init(mine, np.zeros(SHAPE))
     value = np.ones(SHAPE)
     for call in (kv.init, kv.push, kv.pull, kv.pushpull):
@@ -136,7 +157,7 @@ def test_ten_rounds_of_random_sums_equal_numpys(grouped: bool) -> None:
     """
     random = np.random.default_rng(5)
     keys, shapes, lr = [3, 5, 7], [(10,), (13, 5), (4, 5, 6)], 0.1
-    kv = kvstore.create("local")
+    kv = create()
 
     def descend(key: int, received: Array, stored: Array) -> None:
         stored += received * np.float32(lr)
@@ -171,7 +192,7 @@ def test_without_updater_the_sum_is_assigned_not_added() -> None:
 
 
 def test_nothing_of_the_callers_is_kept_by_reference() -> None:
-    kv = kvstore.create()
+    kv = create()
     first, pushed = np.zeros(SHAPE), np.ones(SHAPE)
     kv.init(3, first)
     first += 5
@@ -202,7 +223,7 @@ def test_the_pushed_gradient_is_never_overwritten(how: str) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "uint8", "int32", "uint64"])
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (3, 4)])
 def test_every_shape_and_dtype_goes_through(dtype: str, shape: tuple[int, ...]) -> None:
-    kv = kvstore.create()
+    kv = create()
     kv.init("w", np.full(shape, 7, dtype))
     out = np.empty(shape, dtype)
     kv.pull("w", out=out)
@@ -215,7 +236,7 @@ def test_every_shape_and_dtype_goes_through(dtype: str, shape: tuple[int, ...]) 
 
 
 def test_arrays_of_any_strides_are_pushed_and_pulled_into() -> None:
-    kv = kvstore.create()
+    kv = create()
     base = np.arange(24.0).reshape(4, 6)
     kv.init("w", np.asfortranarray(np.zeros((2, 3))))
     for view in (base[::2, ::2], base[3:1:-1, 5:2:-1], np.asfortranarray(base[:2, :3]), base.T[1:3, 1:4]):
@@ -239,7 +260,7 @@ def test_pushpull_gives_the_new_value_in_place_or_in_out() -> None:
 
 def test_broadcast_stores_and_hands_out() -> None:
     """Row: tests/python/unittest/test_kvstore_custom.py, broadcast single and list, and pushpull in place."""
-    kv = kvstore.create()
+    kv = create()
     outs = [np.empty(SHAPE) for _ in range(DEVICES)]
     kv.broadcast("a", np.ones(SHAPE), out=outs)
     assert all(np.array_equal(out, np.ones(SHAPE)) for out in outs)
@@ -248,6 +269,21 @@ def test_broadcast_stores_and_hands_out() -> None:
     assert all(np.array_equal(out, np.full(SHAPE, 2.0)) for row in lists for out in row)
     with pytest.raises(KVError, match="already initialised"):
         kv.broadcast("a", np.ones(SHAPE), out=outs)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("key", "keys"), KINDS)
+def test_pushpull_of_one_key_or_a_list_sums_four_devices(key: Any, keys: list[Any], in_place: bool) -> None:
+    """Row: tests/python/unittest/test_kvstore_custom.py, pushpull single and list, in and out of place."""
+    kv = filled(key, keys)
+    for names, count in ((key, 1), (keys, len(keys))):
+        for _ in range(2):  # a sum, not an accumulation
+            lists = [[np.ones(SHAPE) for _ in range(DEVICES)] for _ in range(count)]
+            outs = lists if in_place else [[np.empty(SHAPE) for _ in range(DEVICES)] for _ in range(count)]
+            given, taken = (lists, outs) if count > 1 else (lists[0], outs[0])
+            kv.pushpull(names, given, out=None if in_place else taken)
+            assert all(np.array_equal(out, np.full(SHAPE, DEVICES)) for row in outs for out in row)
+            assert in_place or all(np.array_equal(value, np.ones(SHAPE)) for row in lists for value in row)
 
 
 def test_a_double_init_changes_nothing() -> None:
@@ -303,12 +339,12 @@ def test_an_optimizer_after_an_updater_needs_replace_and_an_updater_takes_over()
 
 
 def test_a_rule_and_a_dtype_that_do_not_fit_meet_at_once() -> None:
-    kv = kvstore.create()
+    kv = create()
     kv.init("i", np.zeros(2, np.int32))
     with pytest.raises(KVError, match="key 'i': rule 'sgd' updates float weights, not int32"):
         kv.set_optimizer("sgd")
     kv.push("i", np.ones(2, np.int32))
-    other = kvstore.create()
+    other = create()
     other.set_optimizer("adam")
     with pytest.raises(KVError, match="key 'i': rule 'adam' updates float weights"):
         other.init("i", np.zeros(2, np.int32))
@@ -369,14 +405,14 @@ def test_a_closed_local_store_says_so() -> None:
 
 
 def test_membership_of_one_returns_at_once() -> None:
-    with kvstore.create() as kv:
+    with create() as kv:
         kv.barrier()
         kv.join()
         kv.leave()
 
 
 def test_two_stores_in_one_process_are_two() -> None:
-    one, two = kvstore.create(), kvstore.create()
+    one, two = create(), create()
     one.init("w", np.zeros(2))
     two.init(3, np.ones(3))
     one.push("w", np.ones(2))

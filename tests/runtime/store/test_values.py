@@ -3,19 +3,23 @@ from __future__ import annotations
 import array as buffers
 import enum
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+from distrun_runtime.device import dtypes
 from distrun_runtime.errors import KVError
+from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import (
-    DTYPES,
     array_of,
     contributions,
     initial,
     key_of,
+    keys_of,
     one_kind,
     output_of,
     outputs,
+    value_of,
 )
 
 A, B, C = np.ones(2), np.full(2, 2.0), np.full(2, 3.0)
@@ -145,9 +149,9 @@ def test_init_takes_each_key_once_with_one_value() -> None:
             initial(key, value)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", dtypes.NAMES)
 def test_arrays_of_every_dtype_are_taken_without_a_copy(dtype: str) -> None:
-    value = np.zeros((3, 4), dtype)[::2, ::-1]
+    value = np.zeros((3, 4), dtypes.parse(dtype))[::2, ::-1]
     assert array_of("w", value) is value
 
 
@@ -171,7 +175,7 @@ def test_foreign_byte_order_becomes_native() -> None:
     "value", [np.array([True]), True, np.zeros(1, complex), "text", None, object(), {"a": 1}, np.zeros(1, "M8[s]")]
 )
 def test_other_dtypes_are_an_error_that_lists_what_is_right(value: object) -> None:
-    with pytest.raises(KVError, match=r"key 'w': a .* gives dtype .*, expected one of float16, float32, .*uint64"):
+    with pytest.raises(KVError, match=r"key 'w': a .* gives dtype .*, expected one of float16, bfloat16, .*uint64"):
         array_of("w", value)
 
 
@@ -188,9 +192,37 @@ def test_an_output_is_a_writable_numpy_array() -> None:
     for given, words in (
         (fixed, "the output is read-only"),
         (np.zeros(2, ">f8"), "byte order is foreign"),
-        (Foreign(out), r"not Foreign; give .* shares its memory \(tensor.numpy\(\)\)"),
+        (Foreign(out), "a torch tensor in host memory, not Foreign"),
         (None, "not NoneType"),
         (1.0, "not float"),
     ):
         with pytest.raises(KVError, match=words):
             output_of("w", given)
+
+
+def test_one_key_or_a_list_is_a_list_with_each_key_once() -> None:
+    assert keys_of("w") == ["w"]
+    assert keys_of(np.int8(3)) == [3]
+    assert keys_of(("b", "a", "b")) == ["b", "a"]
+    assert keys_of([]) == []
+    with pytest.raises(KVError, match="all ints or all strs"):
+        keys_of([1, "a"])
+
+
+def test_bfloat16_of_ml_dtypes_is_viewed_as_ours_in_any_order() -> None:
+    given = np.arange(6, dtype=np.float32).astype(ml_dtypes.bfloat16).reshape(2, 3)
+    for array in (given, given.T, given[:, ::2], given[:1, :1].reshape(())):
+        assert array_of("w", array).dtype == dtypes.BFLOAT16
+        assert np.shares_memory(array_of("w", array), array)
+        assert output_of("w", array).shape == array.shape
+    assert array_of("w", given[0, 1]).dtype == dtypes.BFLOAT16
+
+
+def test_sparse_values_are_taken_where_arrays_are() -> None:
+    sparse = RowSparse(np.ones((1, 2)), [1], (3, 2))
+    assert value_of("w", sparse) is sparse
+    ((_, given),) = contributions("w", [sparse, np.ones((3, 2))])
+    assert [isinstance(value, RowSparse) for value in given] == [True, False]
+    assert initial("w", sparse) == [("w", sparse)]
+    with pytest.raises(KVError, match="key 'w': a RowSparse is filled by row_sparse_pull"):
+        outputs("w", sparse)

@@ -1,0 +1,54 @@
+"""Update rules: how a summed gradient changes a weight. By name and JSON parameters, never as code."""
+
+from distrun_runtime.algo.params import Param
+from distrun_runtime.algo.rules.catalog import RULES, carry_state, make, renew_master
+from distrun_runtime.algo.rules.norms import NormRule, Prepared
+from distrun_runtime.algo.rules.rule import (
+    CLIP,
+    COMMON,
+    DECAY,
+    LAZY,
+    MULTI,
+    PLAIN,
+    RESCALE,
+    SCHEDULE,
+    Key,
+    Knobs,
+    Rates,
+    Rule,
+    State,
+    learning_rate,
+)
+from distrun_runtime.algo.rules.spec import RuleSpec, change_of, difference, rule_of, same, spec_of
+from distrun_runtime.device.dtypes import Array
+
+__all__ = [
+    "CLIP",
+    "COMMON",
+    "DECAY",
+    "LAZY",
+    "MULTI",
+    "PLAIN",
+    "RESCALE",
+    "RULES",
+    "SCHEDULE",
+    "Array",
+    "Key",
+    "Knobs",
+    "NormRule",
+    "Param",
+    "Prepared",
+    "Rates",
+    "Rule",
+    "RuleSpec",
+    "State",
+    "carry_state",
+    "change_of",
+    "difference",
+    "learning_rate",
+    "make",
+    "renew_master",
+    "rule_of",
+    "same",
+    "spec_of",
+]

@@ -1,0 +1,44 @@
+"""Data of a training: cut for workers and devices, read in batches; numpy only, Pillow for images.
+
+from distrun_runtime.data import MNIST, Reader, mnist_files
+
+dataset = MNIST(*mnist_files("mnist"))
+size = epoch_size(len(dataset), 32, kv.num_workers)
+for data, label in Reader(dataset, 32, num_parts=kv.num_workers, part_index=kv.rank, epoch_size=size):
+    ...
+"""
+
+from __future__ import annotations
+
+from distrun_runtime.data.cifar import CIFAR10, cifar10_files
+from distrun_runtime.data.epoch import Epochs, epoch_size
+from distrun_runtime.data.images import ImageRecords, pack_image, unpack_image
+from distrun_runtime.data.mnist import MNIST, mnist_files, read_idx
+from distrun_runtime.data.reader import Arrays, Reader
+from distrun_runtime.data.recordio import IRHeader, RecordFile, RecordWriter, pack, unpack
+from distrun_runtime.data.sampler import SplitSampler
+from distrun_runtime.data.split import split_and_load, split_data, split_input_slice
+
+__all__ = [
+    "CIFAR10",
+    "MNIST",
+    "Arrays",
+    "Epochs",
+    "IRHeader",
+    "ImageRecords",
+    "Reader",
+    "RecordFile",
+    "RecordWriter",
+    "SplitSampler",
+    "cifar10_files",
+    "epoch_size",
+    "mnist_files",
+    "pack",
+    "pack_image",
+    "read_idx",
+    "split_and_load",
+    "split_data",
+    "split_input_slice",
+    "unpack",
+    "unpack_image",
+]

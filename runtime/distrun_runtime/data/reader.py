@@ -1,0 +1,152 @@
+"""Readers: a data set's examples in batches, for one part of several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Iterator, Protocol, runtime_checkable
+
+from numpy.typing import NDArray
+
+from distrun_runtime.data.epoch import Epochs
+from distrun_runtime.data.sampler import Order, Positions, part
+from distrun_runtime.data.whole import whole
+
+Batch = tuple[NDArray[Any], NDArray[Any]]
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """Examples that are read by their positions."""
+
+    def __len__(self) -> int:
+        """Return the number of examples."""
+        ...
+
+    def read(self, positions: Positions) -> Batch:
+        """Return data (n, ...) and labels (n, ...) of the n examples at these positions, in their order."""
+        ...
+
+
+@runtime_checkable
+class Cuttable(Protocol):
+    """A data set in a file that is cut by bytes, without looking at the whole file."""
+
+    def cut(self, num_parts: int, part_index: int) -> Dataset:
+        """Return the examples of one part."""
+        ...
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """A data set in memory: data (n, ...) and labels (n, ...), arrays of any dtype."""
+
+    data: NDArray[Any]
+    label: NDArray[Any]
+
+    def __post_init__(self) -> None:
+        if len(self.data) != len(self.label):
+            raise ValueError("%d examples, but %d labels" % (len(self.data), len(self.label)))
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, position: int) -> tuple[Any, Any]:
+        """Return one example and its label, for a torch DataLoader."""
+        return self.data[position], self.label[position]
+
+    def read(self, positions: Positions) -> Batch:
+        """Return copies of the examples and labels at these positions."""
+        return self.data[positions], self.label[positions]
+
+
+class Reader:
+    """Batches of a part of a data set: `Reader(dataset, 32, num_parts=kv.num_workers, part_index=kv.rank)`.
+
+    Each iteration is an epoch, in an order of its own with shuffle, and yields numpy arrays (data, label) with the
+    batch's examples along the first axis.
+
+    Arguments:
+        dataset: an `Arrays`, `MNIST`, `CIFAR10`, `ImageRecords`, or an object of yours with `__len__` and `read`.
+        batch_size: examples of a batch, at least 1.
+        num_parts, part_index: the number of parts and which of them to read, from 0.
+        remainder: `spread` (parts differ by at most one example), `drop`, `pad` or `wrap`; see `sampler.part`.
+        by: `count`, or `bytes` for files of records: parts are cut at the first record after each
+            num_parts-th of the file's bytes, as MXNet does it, so their numbers of examples differ.
+        epoch_size: batches of an epoch: exactly so many, starting again when the part is exhausted and going on in
+            the next epoch where this one stopped. None: an epoch is the part, once.
+        shuffle: another order, within the part, for each pass.
+        seed: of the orders. None: each run has its own.
+        last_batch: `keep` a last batch of fewer examples, or `discard` it.
+
+    Raises:
+        ValueError: an argument out of its range, a part without examples, or of less than one batch with `discard`.
+        DataError: a file that is damaged, with its name, the offset, what was expected and what was found.
+
+    Threads: one at a time.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        *,
+        num_parts: int = 1,
+        part_index: int = 0,
+        remainder: str = "spread",
+        by: str = "count",
+        epoch_size: int | None = None,
+        shuffle: bool = False,
+        seed: int | None = None,
+        last_batch: str = "keep",
+    ) -> None:
+        batch_size = whole(batch_size, "batch_size")
+        if batch_size < 1:
+            raise ValueError("expected a batch_size of at least 1, found %d" % batch_size)
+        if last_batch not in ("keep", "discard"):
+            raise ValueError("unknown last_batch %r; known are keep and discard" % last_batch)
+        if by not in ("count", "bytes"):
+            raise ValueError("unknown way to cut, by=%r; known are count and bytes" % by)
+        if by == "bytes":
+            if not isinstance(dataset, Cuttable):
+                raise ValueError("a %s is no file of records; cut it by='count'" % type(dataset).__name__)
+            dataset, num_parts, part_index = dataset.cut(num_parts, part_index), 1, 0
+        self._dataset = dataset
+        self._positions = part(len(dataset), num_parts, part_index, remainder)
+        self._order = Order(shuffle, seed)
+        self._batch_size = batch_size
+        self._discard = last_batch == "discard"
+        if not self._batches():
+            raise ValueError("the part's %d examples are less than a batch of %d" % (self.num_examples, batch_size))
+        self._epoch_size = epoch_size
+        self._epochs = Epochs(_Passes(self._pass), epoch_size)
+
+    @property
+    def num_examples(self) -> int:
+        """Examples of the part."""
+        return len(self._positions)
+
+    def __len__(self) -> int:
+        """Return the batches of an epoch."""
+        return self._epoch_size or self._batches()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._epochs)
+
+    def _batches(self) -> int:
+        return (self.num_examples + (0 if self._discard else self._batch_size - 1)) // self._batch_size
+
+    def _pass(self) -> Iterator[Batch]:
+        """Yield the part's batches once."""
+        positions = self._order.next(self._positions)
+        for i in range(self._batches()):
+            yield self._dataset.read(positions[i * self._batch_size : (i + 1) * self._batch_size])
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """What can be iterated again and again: each time one pass."""
+
+    start: Callable[[], Iterator[Batch]]
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.start()

@@ -1,0 +1,291 @@
+"""MXNet's record files (.rec) and their index files (.idx): any bytes, and labelled images among them.
+
+A record is cut into parts at each occurrence of the magic number at a multiple of 4 bytes, which is left out; so the
+magic never occurs at such a place except before a part, and a reader may begin anywhere. Each part is
+
+    magic 0xced7230a (u4) | flag << 29 | length (u4) | length bytes | zeros up to a multiple of 4
+
+all little-endian; flag 0 is a whole record, 1, 2 and 3 the first, middle and last parts of one. Parts of a file are
+cut by bytes as there. Source: dmlc-core's recordio and input split, MXNet 1.9.1's mx.recordio; byte for byte.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distrun_runtime.errors import DataError
+
+MAGIC = 0xCED7230A
+MAGIC_BYTES = struct.pack("<I", MAGIC)
+LIMIT_BYTES = 1 << 29
+"""A part is shorter than this: its length has 29 bits."""
+
+WHOLE, FIRST, MIDDLE, LAST = range(4)
+_HEAD = struct.Struct("<II")
+_IMAGE_HEAD = struct.Struct("<IfQQ")
+
+
+@dataclass(frozen=True)
+class IRHeader:
+    """What stands before an image in its record.
+
+    label: a number, or float32 (flag,) if there are several; `flag` is then their number, otherwise 0.
+    id, id2: numbers of the image, from 0 to 2**64 - 1; id2 is usually 0.
+    """
+
+    flag: int
+    label: float | NDArray[np.float32]
+    id: int
+    id2: int = 0
+
+
+def pack(header: IRHeader, content: bytes) -> bytes:
+    """Return the record of a header and an image file's bytes. The flag follows from the label. Pure.
+
+    Raises:
+        TypeError: a header that is no IRHeader, or content that is not bytes.
+    """
+    if not isinstance(header, IRHeader):
+        raise TypeError("pack: expected an IRHeader(flag, label, id, id2), found %s" % type(header).__name__)
+    _need_bytes("pack", content)
+    if np.ndim(header.label) == 0:
+        return _IMAGE_HEAD.pack(0, float(header.label), header.id, header.id2) + content
+    labels = np.asarray(header.label, "<f4").ravel()
+    return _IMAGE_HEAD.pack(len(labels), 0, header.id, header.id2) + labels.tobytes() + content
+
+
+def unpack(record: bytes) -> tuple[IRHeader, bytes]:
+    """Return a record's header and the bytes after it. Pure.
+
+    Raises:
+        DataError: the record is too short for its header.
+    """
+    if len(record) < _IMAGE_HEAD.size:
+        raise DataError(
+            "offset 0 of the record: expected a header of %d bytes, found %d" % (_IMAGE_HEAD.size, len(record))
+        )
+    header = IRHeader(*_IMAGE_HEAD.unpack_from(record))
+    begin = _IMAGE_HEAD.size + 4 * header.flag
+    if len(record) < begin:
+        raise DataError(
+            "offset %d of the record: expected %d labels of 4 bytes, found %d bytes"
+            % (_IMAGE_HEAD.size, header.flag, len(record) - _IMAGE_HEAD.size)
+        )
+    if header.flag:
+        labels = np.frombuffer(record, "<f4", header.flag, _IMAGE_HEAD.size).astype(np.float32)
+        header = replace(header, label=labels)
+    return header, record[begin:]
+
+
+def encode(record: bytes) -> bytes:
+    """Return a record as it stands in a file: its parts, with heads and padding. Pure.
+
+    Raises:
+        TypeError: a record that is not bytes.
+        ValueError: a record of 2**29 bytes or more.
+    """
+    _need_bytes("record", record)
+    if len(record) >= LIMIT_BYTES:
+        raise ValueError("a record of %d bytes is not below the format's %d" % (len(record), LIMIT_BYTES))
+    cuts = list(_magics(record))
+    begins = [0] + [cut + 4 for cut in cuts]
+    ends = [*cuts, len(record)]
+    written = bytearray()
+    for i, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        flag = WHOLE if not cuts else FIRST if i == 0 else LAST if i == len(cuts) else MIDDLE
+        written += _HEAD.pack(MAGIC, flag << 29 | end - begin) + record[begin:end]
+    return bytes(written) + bytes(-len(record) % 4)
+
+
+class RecordFile:
+    """The records of a file, or of a part of it, by number; read through a memory map.
+
+    Arguments:
+        path: a .rec file.
+        index: its .idx file, which saves looking for the records. None: they are looked for when first needed.
+
+    Raises:
+        DataError: when a record is read or looked for, one that is damaged; for an index, a line that is none.
+        OSError: a file cannot be read.
+
+    Threads: any. A copy in another process maps the file anew.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], index: str | os.PathLike[str] | None = None) -> None:
+        self.path = os.fspath(path)
+        with open(self.path, "rb") as file:
+            self._size = os.fstat(file.fileno()).st_size
+            # An empty file cannot be mapped.
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self._size else b""
+        self._begin, self._end = 0, self._size
+        self._offsets = None if index is None else _read_index(index, self._size)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _reopen, (self.path, self._begin, self._end, self._offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __getitem__(self, number: int) -> bytes:
+        """Return a record's bytes."""
+        return self._record(int(self.offsets[number]))[0]
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Yield all records in the file's order, without looking for their places first."""
+        offset = self._begin
+        while offset < self._end:
+            record, offset = self._record(offset)
+            yield record
+
+    @property
+    def offsets(self) -> NDArray[np.int64]:
+        """Where the records begin in the file; int64 (records,), ascending unless an index has another order."""
+        if self._offsets is None:
+            offset, found = self._begin, []
+            while offset < self._end:
+                found.append(offset)
+                offset = self._parts(offset)[1]
+            self._offsets = np.array(found, np.int64)
+        return self._offsets
+
+    def cut(self, num_parts: int, part_index: int) -> RecordFile:
+        """Return a part: the records that begin in the part_index-th of num_parts equal runs of bytes.
+
+        Runs are rounded up to 4 bytes; the last may be shorter, and one in which no record begins is empty. Only the
+        places of the cuts are looked at. Numbers of records differ, as in MXNet. A part may be cut again.
+
+        Raises:
+            ValueError: not 0 <= part_index < num_parts.
+        """
+        if not 0 <= part_index < num_parts:
+            raise ValueError("expected 0 <= part_index < num_parts, found part %d of %d" % (part_index, num_parts))
+        run = -(-(self._end - self._begin) // num_parts)
+        run += -run % 4
+        cuts = (min(self._begin + run * i, self._end) for i in (part_index, part_index + 1))
+        begin, end = (self._head_from(cut) for cut in cuts)
+        known = self._offsets
+        return _reopen(self.path, begin, end, None if known is None else known[(known >= begin) & (known < end)])
+
+    def _head_from(self, offset: int) -> int:
+        """Return where the first record begins that does not begin before the offset, a multiple of 4."""
+        while self._begin < offset < self._end:
+            offset = self._map.find(MAGIC_BYTES, offset)
+            if offset < 0 or offset + _HEAD.size > self._end:
+                return self._end
+            if offset % 4 == 0 and self._head(offset)[0] in (WHOLE, FIRST):
+                return offset
+            offset += 1
+        return offset
+
+    def _record(self, offset: int) -> tuple[bytes, int]:
+        """Return the record that begins at an offset, and where the next one does."""
+        parts, after = self._parts(offset)
+        return MAGIC_BYTES.join([self._map[begin:end] for begin, end in parts]), after
+
+    def _parts(self, offset: int) -> tuple[list[tuple[int, int]], int]:
+        """Return where the bytes of a record's parts begin and end, and where the next record begins."""
+        parts: list[tuple[int, int]] = []
+        while True:
+            flag, length = self._head(offset)
+            expected = (MIDDLE, LAST) if parts else (WHOLE, FIRST)
+            if flag not in expected:
+                raise self._damage(offset + 4, "a part with flag %d or %d" % expected, "flag %d" % flag)
+            begin = offset + _HEAD.size
+            offset = begin + length + -length % 4
+            if offset > self._size:
+                raise self._damage(begin, "%d bytes of a record" % (offset - begin), "%d" % (self._size - begin))
+            parts.append((begin, begin + length))
+            if flag in (WHOLE, LAST):
+                return parts, offset
+
+    def _head(self, offset: int) -> tuple[int, int]:
+        """Return flag and length of the part at an offset."""
+        if not 0 <= offset <= self._size - _HEAD.size:
+            raise self._damage(offset, "a record's head of %d bytes" % _HEAD.size, "%d" % max(0, self._size - offset))
+        magic, word = _HEAD.unpack_from(self._map, offset)
+        if magic != MAGIC:
+            raise self._damage(offset, "the magic number %#010x" % MAGIC, "%#010x" % magic)
+        return word >> 29, word & (LIMIT_BYTES - 1)
+
+    def _damage(self, offset: int, expected: str, found: str) -> DataError:
+        return DataError("%s, offset %d: expected %s, found %s" % (self.path, offset, expected, found))
+
+
+class RecordWriter:
+    """Writes a record file, and its index if asked to: `with RecordWriter("a.rec", "a.idx") as file: file.write(b"x")`.
+
+    Arguments:
+        path: the .rec file; one that is there is replaced.
+        index: the .idx file, one line a record: key, tab, offset.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], index: str | os.PathLike[str] | None = None) -> None:
+        self._file = open(path, "wb")  # noqa: SIM115 - closed by close
+        self._index = None if index is None else open(index, "w", encoding="ascii")  # noqa: SIM115
+        self._count = 0
+
+    def write(self, record: bytes, key: int | None = None) -> int:
+        """Append a record and return its offset. `key` is its number in the index; None: the next from 0."""
+        offset = self._file.tell()
+        self._file.write(encode(record))
+        if self._index is not None:
+            self._index.write("%d\t%d\n" % (self._count if key is None else key, offset))
+        self._count += 1
+        return offset
+
+    def close(self) -> None:
+        """Finish the files."""
+        self._file.close()
+        if self._index is not None:
+            self._index.close()
+
+    def __enter__(self) -> RecordWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _need_bytes(what: str, content: object) -> None:
+    if not isinstance(content, (bytes, bytearray, memoryview)):
+        raise TypeError("%s: expected bytes, found %s" % (what, type(content).__name__))
+
+
+def _magics(record: bytes) -> Iterator[int]:
+    """Yield where the magic number stands in a record, at multiples of 4."""
+    words = np.frombuffer(record, "<u4", len(record) // 4)
+    yield from (4 * np.flatnonzero(words == MAGIC)).tolist()
+
+
+def _reopen(path: str, begin: int, end: int, offsets: NDArray[np.int64] | None) -> RecordFile:
+    file = RecordFile(path)
+    file._begin, file._end, file._offsets = begin, end, offsets
+    return file
+
+
+def _read_index(path: str | os.PathLike[str], size: int) -> NDArray[np.int64]:
+    """Return the offsets in an index file, in its order."""
+    offsets = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            words = line.split()
+            if len(words) < 2 or not words[-1].isdigit() or int(words[-1]) >= size:
+                raise DataError(
+                    "%s, line %d: expected a key and an offset below %d, found %r"
+                    % (os.fspath(path), number, size, line)
+                )
+            offsets.append(int(words[-1]))
+    return np.array(offsets, np.int64)

@@ -1,0 +1,1 @@
+"""Where arrays live: devices, and the element types that arrays have."""

@@ -1,0 +1,122 @@
+"""Declaring keys: all workers say what they have, the scheduler compares, rank 0's values go to the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from distrun_runtime.device.dtypes import name_of
+from distrun_runtime.errors import RuntimeFault
+from distrun_runtime.net.message import Kind
+from distrun_runtime.store.compress import Compressor, Setting
+from distrun_runtime.store.hooks import Value
+from distrun_runtime.store.link import Link
+from distrun_runtime.store.pieces import Layout, Part, whole
+from distrun_runtime.store.record import Record
+from distrun_runtime.store.requests import pack
+from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.values import Key
+
+Placed = tuple[Record, Layout]
+
+
+def declare(
+    link: Link, what: str, number: int, items: Sequence[tuple[Key, Value]], compressor: Compressor
+) -> list[Placed]:
+    """Declare new keys and return what the workers agreed on: each key's record, and where its pieces are.
+
+    Returns to rank 0 before the servers have the values, to the others after.
+
+    Raises:
+        KVError: the workers differ; names key, workers and what each has.
+    """
+    records = [Record.of(key, 0, value) for key, value in items]
+    body = {"number": number, "records": [_described(record, compressor) for record in records]}
+    reply = link.scheduler(what, Kind.KEYS, body)
+    places = {
+        _text(key): (int(pair[0]), int(pair[1]))
+        for key, pair in zip(reply["keys"], reply["numbers"], strict=True)
+    }  # fmt: skip
+    return [
+        _placed(link, Record.of(key, places[_text(key)][1], value), places[_text(key)][0], compressor)
+        for key, value in items
+    ]
+
+
+def declare_again(link: Link, what: str, number: int, records: Sequence[Record], compressor: Compressor) -> None:
+    """Declare that keys which exist are given another value.
+
+    Raises:
+        KVError: the workers differ.
+    """
+    described = [_described(record, compressor) for record in records]
+    link.scheduler(what, Kind.KEYS, {"number": number, "records": described, "assign": True})
+
+
+def fill(
+    link: Link, what: str, number: int, placed: Iterable[tuple[Record, Layout, Value]], facts: dict[str, Any]
+) -> None:
+    """Send rank 0's values to the servers, and tell the scheduler when they are there.
+
+    Arguments:
+        facts: what the servers have to know of the store.
+
+    Raises:
+        RuntimeFault: a server refused them (KVError), or they did not get there; the other workers are told.
+    """
+    parts = [
+        part
+        for record, layout, value in placed
+        for part in whole(record, layout, value.to_dense() if isinstance(value, RowSparse) else value)
+    ]
+    rounds = dict.fromkeys((part.record.key for part in parts), 0)
+    packed = pack(Kind.INIT, link.store, parts, rounds, body_of=lambda held: {**facts, **_facts_of(held)})
+    error = "worker-0 was interrupted before the servers had the values"
+    try:
+        link.send(what, packed).wait(link.limit_s)
+        error = ""
+    except RuntimeFault as err:
+        error = str(err)
+        raise
+    finally:
+        link.scheduler(what, Kind.INIT, {"number": number, "error": error})
+
+
+def _placed(link: Link, record: Record, number: int, compressor: Compressor) -> Placed:
+    setting = compressor.of(record)
+    factor = setting.codec.factor if setting is not None and setting.codec is not None else 1
+    servers, bound = link.node.num_servers, link.node.config.bigarray_bound
+    return record, Layout.of(number, record, servers, bound, factor)
+
+
+def _described(record: Record, compressor: Compressor) -> dict[str, Any]:
+    """Return what workers have to agree on."""
+    return {
+        "key": record.key,
+        "shape": list(record.shape),
+        "dtype": name_of(record.dtype),
+        "stype": record.stype,
+        "codec": _compression(compressor.of(record)),
+    }
+
+
+def _compression(setting: Setting | None) -> str:
+    if setting is None:
+        return ""
+    params = ["%s=%g" % pair for pair in sorted(setting.params.items())]
+    return " ".join([setting.type, *params, *(["two_way"] if setting.two_way else [])])
+
+
+def _facts_of(parts: list[Part]) -> dict[str, Any]:
+    """Return what a server has to know of the keys of a message."""
+    records = {part.number: part.record for part in parts}
+    rows = {str(number): record.row_size for number, record in records.items() if record.is_sparse}
+    return {
+        "names": [[number, record.key] for number, record in records.items()],
+        "shapes": {str(number): list(record.shape) for number, record in records.items()},
+        **({"rows": rows} if rows else {}),
+    }
+
+
+def _text(key: Key) -> str:
+    return "%s:%s" % (type(key).__name__, key)

@@ -1,0 +1,124 @@
+"""Saved states of a store in this process: the same files as those of a job with one server and one worker.
+
+So what was saved on one machine can be loaded in a job, and the other way round.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from distrun_runtime.algo.rules import RuleSpec
+from distrun_runtime.device import dtypes
+from distrun_runtime.device.dtypes import Array
+from distrun_runtime.errors import KVError
+from distrun_runtime.node import statefile, states
+from distrun_runtime.node.keys import Keys
+from distrun_runtime.node.shelf import Shelf
+from distrun_runtime.node.work import SlotId
+from distrun_runtime.store.record import Record
+from distrun_runtime.store.values import Key
+from distrun_runtime.store.weights import Weights
+
+__all__ = ["load", "save"]
+
+
+def save(folder: str, kind: str, records: Iterable[Record], weights: Weights, residuals: Mapping[Key, Array]) -> None:
+    """Write weights, rule states and residuals into a folder, all or nothing.
+
+    Raises:
+        KVError: a file cannot be written, or a rule's state is of a kind that cannot be saved.
+    """
+    host, part, keys = platform.node(), statefile.new_part(), _declared(records)
+    folder = os.path.abspath(folder)
+    body = {"folder": folder, "part": part, "names": keys.names, "file": statefile.server_file(0), "host": host}
+    try:
+        saved = states.save(body, _shelves(keys, weights))
+        arrays = {"%d.residual" % number: residuals[key] for number, key in keys.names if key in residuals}
+        if arrays:
+            statefile.write(folder, part, statefile.worker_file(0), arrays, host)
+        manifest = {
+            **{"format": statefile.FORMAT, "type": kind, "data": part, "keys": keys.to_json()},
+            **{"rule": weights.spec.to_json() if weights.spec else None, "workers": 1, "servers": 1},
+            **{"rounds": [], "files": {saved["file"]: saved["holds"]}},
+        }
+        statefile.write_manifest(folder, manifest, host)
+    except BaseException:
+        statefile.discard(folder, part)
+        raise
+
+
+def load(folder: str, records: Iterable[Record], weights: Weights) -> dict[Key, Array]:
+    """Take up what was saved, also by a job of any size; return the residuals, if they are one worker's.
+
+    Raises:
+        KVError: the folder is not whole, or does not fit the store. Then nothing was changed.
+    """
+    host, keys = platform.node(), _declared(records)
+    folder = os.path.abspath(folder)
+    manifest = statefile.read_manifest(folder, host)
+    rule = None if manifest["rule"] is None else RuleSpec.from_json(manifest["rule"])
+    wrong = keys.differ_from(manifest["keys"])
+    if not wrong and rule is not None and weights.spec is not None and rule.name != weights.spec.name:
+        wrong = "the states were saved under the rule %r, the store has %r" % (rule.name, weights.spec.name)
+    if wrong:
+        raise KVError("states in %s: %s" % (folder, wrong))
+    saved = keys.saved_as(manifest["keys"])
+    shelves = _shelves(keys, weights)
+    states.load({"action": "stage", "folder": folder, "host": host, "manifest": manifest, "numbers": saved}, shelves)
+    residuals = _residuals(folder, manifest, host, {old: key for _, old, key in saved})
+    if rule is not None and weights.spec is None and not weights.has_updater:
+        weights.install(rule)
+    states.load({"action": "commit"}, shelves, weights.rule)
+    for shelf in shelves.values():
+        weights.values[shelf.key] = shelf.weight.reshape(weights.values[shelf.key].shape)
+        weights.states.pop(shelf.key, None)
+        if shelf.state is not None:
+            weights.states[shelf.key] = shelf.state
+    return residuals
+
+
+def _declared(records: Iterable[Record]) -> Keys:
+    """Return the keys as workers would have declared them to a scheduler."""
+    keys = Keys()
+    keys.declare(
+        [
+            {
+                **{"key": record.key, "shape": list(record.shape)},
+                **{"dtype": dtypes.name_of(record.dtype), "stype": record.stype},
+            }
+            for record in records
+        ]
+    )
+    return keys
+
+
+def _shelves(keys: Keys, weights: Weights) -> dict[SlotId, Shelf]:
+    """Return each value as the one slot that a server would have of it."""
+    return {
+        SlotId(0, number, 0): Shelf(weights.values[key].reshape(-1), key=key, state=weights.states.get(key))
+        for number, key in keys.names
+    }
+
+
+def _residuals(folder: str, manifest: Mapping[str, Any], host: str, keys: Mapping[int, Key]) -> dict[Key, Array]:
+    """Return what compression had left out in the one worker that saved; several workers' is dropped."""
+    data, workers = Path(folder, manifest["data"]), int(manifest["workers"])
+    names = sorted(path.name for path in data.glob("worker-*.npz"))
+    if not names:
+        return {}
+    if workers != 1:
+        warnings.warn(
+            "states of %d workers are loaded by one: what compression had left out in each of them (%s) is dropped"
+            % (workers, ", ".join(names)),
+            RuntimeWarning,
+            stacklevel=5,
+        )
+        return {}
+    arrays = statefile.read_all(folder, manifest["data"], statefile.worker_file(0), {}, host)
+    numbers = {int(name.partition(".")[0]): array for name, array in arrays.items()}
+    return {keys[number]: array for number, array in numbers.items() if number in keys}

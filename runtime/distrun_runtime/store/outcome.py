@@ -1,0 +1,81 @@
+"""What becomes of a call that was sent to servers: its replies, taken in by whoever waits for them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from distrun_runtime.net.message import Message
+from distrun_runtime.node.pending import Pending as Request
+from distrun_runtime.store.link import Link
+from distrun_runtime.store.pending import Late, Pending, check_process, check_seconds
+
+Take = Callable[["tuple[Message, ...]"], None]
+"""Takes the replies in: fills the outputs."""
+
+
+class Sent(Pending):
+    """A request of a store. Outputs are filled by the first `wait` that finds all replies there."""
+
+    def __init__(self, request: Request, link: Link, late: Late, take: Take | None = None) -> None:
+        self.what = request.what
+        self._request = request
+        self._link = link
+        self._late = late
+        self._take = take
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all replies are there, or an error is."""
+        return self._request.is_done
+
+    def watch(self) -> None:
+        """Let the store's next call raise its error, unless `wait` does before."""
+        self._request.then(lambda error: None if error is None else self._late.add(self, error))
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when it is done; raise what went wrong, with this call or with an earlier push of the store."""
+        check_process(self._pid, self.what)
+        check_seconds(timeout_s)
+        with self._link.span("wait", call=self.what):
+            with self._late.told(self):
+                if timeout_s is None:
+                    replies = self._request.wait(self._link.limit_s)
+                else:
+                    replies = self._request.wait(timeout_s, "as long as wait was to wait")
+            self._finish(replies)
+
+    def _finish(self, replies: tuple[Message, ...]) -> None:
+        if self._take is None:
+            return
+        # An earlier push may have been refused: then the servers answered that first, and this is not its result.
+        self._late.raise_first()
+        with self._lock:
+            take, self._take = self._take, None
+            if take is not None:
+                take(replies)
+
+
+class Both(Pending):
+    """A push and what follows it, as one call."""
+
+    def __init__(self, what: str, push: Pending, then: Pending) -> None:
+        self.what = what
+        self._push = push
+        self._then = then
+
+    @property
+    def is_done(self) -> bool:
+        """Whether both are."""
+        return self._push.is_done and self._then.is_done
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when both are done; raise the push's error rather than that of what followed."""
+        check_seconds(timeout_s)
+        started = time.monotonic()
+        self._push.wait(timeout_s)
+        self._then.wait(None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - started)))

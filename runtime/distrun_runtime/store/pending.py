@@ -1,0 +1,219 @@
+"""Pending: a call that goes on after it has returned, what becomes of it, and the thread that makes some of them.
+
+An error of a call is raised once: by `wait` of its Pending, or else by the store's next call (`Late`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from numbers import Real
+
+from distrun_runtime.errors import KVError, StoreClosed, TimedOut
+
+__all__ = ["Late", "Line", "Pending", "Settled", "Task", "check_process", "check_seconds"]
+
+
+class Pending(ABC):
+    """The outcome of one data call, when it is there.
+
+    Until `wait` has returned, the arrays that were given to a call with wait=False are lent to the store: values must
+    not be written, outputs not be read. Any thread may wait, also several times.
+    """
+
+    what: str
+    """The call, for people: `pull of key 'w'`."""
+
+    def __repr__(self) -> str:
+        return "<Pending %s%s>" % (self.what, ": done" if self.is_done else "")
+
+    @property
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether `wait` would return, or raise, without waiting for anybody."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when the call is done: outputs are filled, values may be overwritten.
+
+        Arguments:
+            timeout_s: seconds; None waits as long as the store lets any call wait.
+
+        Raises:
+            KVError: timeout_s is no number of seconds.
+            TimedOut: it took longer; the message says what was waited for. It may be waited for again.
+            StoreClosed: in a forked child.
+            RuntimeFault: what went wrong with the call. Having been raised here, it is not raised by a later call.
+        """
+
+
+class Late:
+    """Errors of calls that nobody has waited for. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._errors: list[tuple[object, BaseException]] = []
+        self._told: list[object] = []
+        """Owners that somebody is waiting for."""
+
+    @contextmanager
+    def told(self, owner: object) -> Iterator[None]:
+        """While the block runs, its error is for whoever runs it; afterwards it is nobody else's."""
+        with self._lock:
+            self._told.append(owner)
+        try:
+            yield
+        finally:
+            with self._lock:
+                # Once: another thread may be waiting for the same.
+                del self._told[next(i for i, other in enumerate(self._told) if other is owner)]
+                self._errors = [(other, error) for other, error in self._errors if other is not owner]
+
+    def add(self, owner: object, error: BaseException) -> None:
+        """Note the error of `owner`, for the store's next call to raise."""
+        with self._lock:
+            self._errors.append((owner, error))
+
+    def forget(self, owner: object) -> None:
+        """Note that `owner` was waited for, and so told its caller itself."""
+        with self._lock:
+            self._errors = [(other, error) for other, error in self._errors if other is not owner]
+
+    def raise_first(self) -> None:
+        """Raise the first error, if there is any; what the others say, which mostly follow from it, are its notes."""
+        with self._lock:
+            waited = {id(owner) for owner in self._told}
+            errors = [pair for pair in self._errors if id(pair[0]) not in waited]
+            self._errors = [pair for pair in self._errors if id(pair[0]) in waited]
+        if errors:
+            first = errors[0][1]
+            others = dict.fromkeys(str(error) for _, error in errors[1:] if str(error) != str(first))
+            if others:
+                # As add_note does, which Python 3.10 does not have.
+                notes = vars(first).get("__notes__", [])
+                vars(first)["__notes__"] = [*notes, *("and also: %s" % text for text in others)]
+            raise first
+
+
+class Settled(Pending):
+    """A call that was over when it returned."""
+
+    def __init__(self, what: str, error: BaseException | None = None, late: Late | None = None) -> None:
+        self.what = what
+        self._error = error
+        self._late = late
+        if error is not None and late is not None:
+            late.add(self, error)
+
+    @property
+    def is_done(self) -> bool:
+        """True."""
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return, or raise what went wrong."""
+        check_seconds(timeout_s)
+        if self._error is not None:
+            if self._late is not None:
+                self._late.forget(self)
+            raise self._error
+
+
+class Task(Pending):
+    """A call that is made by a function, now or by another thread."""
+
+    def __init__(self, what: str, body: Callable[[], None], late: Late) -> None:
+        self.what = what
+        self._body = body
+        self._late = late
+        self._error: BaseException | None = None
+        self._over = threading.Event()
+        self._pid = os.getpid()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the function has ended."""
+        return self._over.is_set()
+
+    def run(self) -> None:
+        """Call the function; never raises."""
+        try:
+            self._body()
+        except BaseException as err:
+            self._error = err
+            self._late.add(self, err)
+        finally:
+            del self._body  # It holds the arrays, which nobody lends any more.
+            self._over.set()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when the function has ended, or raise what it raised."""
+        check_process(self._pid, self.what)
+        check_seconds(timeout_s)
+        started = time.monotonic()
+        with self._late.told(self):
+            if not self._over.wait(timeout_s):
+                raise TimedOut("%s: not done after %.1f s" % (self.what, time.monotonic() - started))
+        if self._error is not None:
+            raise self._error
+
+
+class Line:
+    """Tasks one after the other in a thread of their own, which starts with the first.
+
+    It is a daemon, as a task may wait for other workers: the end of the process must not.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        self._last: Task | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every task that was put in has ended."""
+        return self._last is None or self._last.is_done
+
+    def put(self, task: Task) -> None:
+        """Run the task after those before it. Not for two threads at the same time."""
+        self._last = task
+        self._tasks.put(task)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+
+    def finish(self) -> None:
+        """Return when every task that was put in has ended, well or not; at once if called by a task."""
+        last = self._last
+        if last is not None and threading.current_thread() is not self._thread:
+            last._over.wait()
+
+    def _work(self) -> None:
+        while True:
+            self._tasks.get().run()
+
+
+def check_seconds(timeout_s: object) -> None:
+    """Raise KVError unless this is a number of seconds, or None."""
+    if timeout_s is None or (isinstance(timeout_s, Real) and not math.isnan(timeout_s)):
+        return
+    raise KVError("wait: timeout_s is a number of seconds or None, not %r" % (timeout_s,))
+
+
+def check_process(pid: int, what: str) -> None:
+    """Return if this is process `pid`, which made the call `what`.
+
+    Raises:
+        StoreClosed: it is a forked child, in which no thread goes on with the call.
+    """
+    if os.getpid() != pid:
+        raise StoreClosed(
+            "%s was called in process %d; in its forked child %d it never ends" % (what, pid, os.getpid())
+        )

@@ -1,0 +1,100 @@
+"""Requests of a dist store: which pieces share a message, and what comes back of them. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from distrun_runtime.algo import codec as codecs
+from distrun_runtime.algo.codec import ROWS
+from distrun_runtime.device import dtypes
+from distrun_runtime.device.dtypes import Array
+from distrun_runtime.errors import KVError
+from distrun_runtime.net.message import DTYPES, Buffer, Entry, Kind, Message
+from distrun_runtime.store.pieces import Part
+from distrun_runtime.store.values import Key
+
+MESSAGE_BYTES = 4 * 1024 * 1024
+"""Small pieces to one server share a message up to so many bytes."""
+MESSAGE_ENTRIES = 512
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One message, where it goes, and what it holds."""
+
+    link: str
+    message: Message
+    parts: list[Part]
+
+
+def groups(parts: Sequence[Part]) -> list[list[Part]]:
+    """Return the parts that share a message: one server, one codec with one set of parameters, not too many bytes."""
+    found: list[list[Part]] = []
+    filling: dict[tuple[int, int, str], tuple[list[Part], int]] = {}
+    for part in parts:
+        label = (part.piece.server, part.codec, json.dumps(part.params, sort_keys=True) if part.params else "")
+        group, used = filling.get(label, ([], 0))
+        if not group or used + part.size_bytes > MESSAGE_BYTES or len(group) >= MESSAGE_ENTRIES:
+            group, used = [], 0
+            found.append(group)
+        group.append(part)
+        filling[label] = (group, used + part.size_bytes)
+    return found
+
+
+def pack(
+    kind: Kind,
+    store: int,
+    parts: Sequence[Part],
+    rounds: Mapping[Key, int],
+    *,
+    priority: int = 0,
+    body_of: Callable[[list[Part]], dict[str, Any]] = lambda parts: {},
+) -> list[Packed]:
+    """Return the messages that carry `parts`.
+
+    Arguments:
+        rounds: key to the round that its entries name.
+        body_of: what the body of a message with these parts has, besides the parameters of their codec.
+    """
+    packed = []
+    for group in groups(parts):
+        body = body_of(group)
+        if 0 < group[0].codec < ROWS:
+            body = {**body, "codec": dict(group[0].params)}
+        message = Message(
+            kind,
+            store=store,
+            priority=priority,
+            entries=tuple(part.entry(rounds[part.record.key]) for part in group),
+            body=body,
+            payloads=[part.buffer for part in group if part.buffer is not None],
+        )
+        packed.append(Packed("server-%d" % group[0].piece.server, message, group))
+    return packed
+
+
+def values_of(part: Part, entry: Entry, payload: Buffer, params: Mapping[str, Any]) -> Array:
+    """Return what a server answered for a part, in the key's dtype.
+
+    Arguments:
+        entry, payload: of the reply.
+        params: the codec's parameters, from the reply's body or the request's.
+
+    Raises:
+        KVError: it is not what was asked for.
+    """
+    if DTYPES[entry.dtype] != part.record.dtype:
+        raise KVError("key %r: a server answered with %s" % (part.record.key, dtypes.name_of(DTYPES[entry.dtype])))
+    if 0 < entry.codec < ROWS:
+        codec = codecs.numbered(entry.codec)
+        wide = codec.decode(payload, part.piece.length, codec.check(params))
+        return dtypes.narrow(wide.astype(dtypes.work_dtype(part.record.dtype), copy=False), part.record.dtype)
+    if not memoryview(payload).nbytes:
+        return np.empty(0, part.record.dtype)
+    return np.frombuffer(payload, part.record.dtype)

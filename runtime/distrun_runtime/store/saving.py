@@ -1,0 +1,105 @@
+"""States on disk, the workers' part: the manifest, by which a folder is whole, and each worker's residuals.
+
+Servers write `data-ID/server-I.npz` and workers `data-ID/worker-R.npz`; then rank 0 puts `manifest.json` in the place
+of the old one, in one step, and only then removes what the old one named. So the folder always holds one whole state.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from distrun_runtime.device.dtypes import Array
+from distrun_runtime.errors import KVError
+from distrun_runtime.net.message import Kind
+from distrun_runtime.node import statefile
+from distrun_runtime.store.link import Link
+from distrun_runtime.store.values import Key
+
+__all__ = ["load", "save"]
+
+Residuals = Mapping[Key, Array]
+
+
+def save(link: Link, folder: str, residuals: Residuals, numbers: Mapping[Key, int]) -> None:
+    """Save the store's states into `folder`, which is made if it is missing. All workers call it.
+
+    Arguments:
+        residuals: what compression has left out here, by key.
+        numbers: each key's number in messages.
+
+    Raises:
+        KVError: a round is open, or a file cannot be written: says whose, and why. What was saved before stands.
+    """
+    what = "save_states(%r)" % folder
+    folder, host = os.path.abspath(folder), link.node.config.host
+    mine = {"part": statefile.new_part()} if link.rank == 0 else {}
+    try:
+        manifest = link.together(what, Kind.SAVE, folder=folder, **mine)["manifest"]
+        arrays = {"%d.residual" % numbers[key]: array for key, array in residuals.items()}
+        name = statefile.worker_file(link.rank)
+        own = arrays and _error(lambda: statefile.write(folder, manifest["data"], name, arrays, host))
+        # Only when every file is there the manifest may name them.
+        link.together(what, Kind.BARRIER, **_said(own))
+        last = link.rank == 0 and _error(lambda: statefile.write_manifest(folder, manifest, host))
+        link.together(what, Kind.BARRIER, **_said(last))
+    except KVError:
+        if link.rank == 0:
+            statefile.discard(folder, mine["part"])
+        raise
+
+
+def load(link: Link, folder: str, numbers: Mapping[Key, int]) -> tuple[dict[Key, Array], dict[Key, int]]:
+    """Have the servers take up what was saved; return this worker's residuals and all keys' rounds. All call it.
+
+    Raises:
+        KVError: the folder is not whole, or does not fit the store's keys: says which file or key, and why.
+    """
+    what = "load_states(%r)" % folder
+    folder, host = os.path.abspath(folder), link.node.config.host
+    mine: dict[str, Any] = {}
+    if link.rank == 0:
+        mine.update(_said(_error(lambda: mine.update(manifest=statefile.read_manifest(folder, host)))))
+    facts = link.together(what, Kind.LOAD, folder=folder, **mine)
+    by_number = {number: key for key, number in numbers.items()}
+    rounds = {by_number[number]: int(done) for number, done in facts["rounds"]}
+    if facts["workers"] != link.workers:
+        _warn_of_residuals(folder, facts, link)
+        return {}, rounds
+    saved = {"%d.residual" % old: by_number[number] for number, old in facts["numbers"]}
+    name = statefile.worker_file(link.rank)
+    found: dict[str, Array] = {}
+    wrong = ""
+    if os.path.exists(os.path.join(folder, facts["part"], name)):
+        wrong = _error(lambda: found.update(statefile.read_all(folder, facts["part"], name, {}, host)))
+    link.together(what, Kind.BARRIER, **_said(wrong))
+    return {saved[each]: array for each, array in found.items() if each in saved}, rounds
+
+
+def _warn_of_residuals(folder: str, facts: Mapping[str, Any], link: Link) -> None:
+    names: list[str] = []
+    with suppress(OSError):
+        names = [name for name in os.listdir(os.path.join(folder, facts["part"])) if name.startswith("worker-")]
+    if names and link.rank == 0:
+        warnings.warn(
+            "states of %d workers are loaded by %d: what compression had left out in each of them (%s) is dropped"
+            % (facts["workers"], link.workers, ", ".join(sorted(names))),
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+
+def _error(act: Callable[[], object]) -> str:
+    """Do it, and return why it could not be done: the other workers must hear of it."""
+    try:
+        act()
+    except KVError as err:
+        return str(err)
+    return ""
+
+
+def _said(error: object) -> dict[str, str]:
+    return {"error": str(error)} if error else {}

@@ -1,0 +1,205 @@
+"""RowSparse: some rows of a value, by number. What an embedding's gradient is, and what `row_sparse_pull` returns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from distrun_runtime.device import dtypes
+from distrun_runtime.device.dtypes import Array
+from distrun_runtime.errors import KVError
+
+__all__ = ["RowSparse", "row_numbers"]
+
+
+class RowSparse:
+    """Rows of a value of `shape`; all others are zero.
+
+    Attributes:
+        values: (n, *shape[1:]) in one of the store's dtypes.
+        rows: int64 of shape (n,), each from 0 to shape[0] - 1; any order, and rows that are named more than once are
+            summed (`canonical` does it).
+        shape: of the whole value, at least one dimension.
+
+    The arrays are not copied. `fill` exchanges them: that is how a pull writes into one.
+    """
+
+    def __init__(self, values: object, rows: object, shape: Sequence[int]) -> None:
+        self.shape: tuple[int, ...] = _shape(shape)
+        if not self.shape or min(self.shape) < 0:
+            raise KVError("a RowSparse has a shape of at least one dimension, found %s" % (self.shape,))
+        self.values: Array = np.asarray(values)
+        self.rows: Array = row_numbers(rows, self.shape[0], "RowSparse")
+        expected = (len(self.rows), *self.shape[1:])
+        if self.values.shape != expected:
+            raise KVError(
+                "a RowSparse of shape %s with %d rows has values of shape %s, found %s"
+                % (self.shape, len(self.rows), expected, self.values.shape)
+            )
+
+    def __repr__(self) -> str:
+        return "RowSparse(%d of %d rows, shape %s, %s)" % (
+            *(len(self.rows), self.shape[0], self.shape),
+            dtypes.name_of(self.dtype),
+        )
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The element type."""
+        return self.values.dtype
+
+    @classmethod
+    def empty(cls, shape: Sequence[int], dtype: object = "float32") -> RowSparse:
+        """Return one without rows: a contribution of nothing, or an output for `row_sparse_pull`.
+
+        Raises:
+            KVError: a shape of no dimension.
+            ValueError, TypeError: no such dtype.
+        """
+        kind = dtypes.parse(dtype) if isinstance(dtype, str) else np.dtype(dtype)  # type: ignore[call-overload]
+        return cls(np.empty((0, *_shape(shape)[1:]), kind), np.empty(0, np.int64), shape)
+
+    @classmethod
+    def from_dense(cls, array: object) -> RowSparse:
+        """Return the rows of an array that are not all zero, as a copy.
+
+        Raises:
+            KVError: an array of no dimension.
+        """
+        dense = np.asarray(array)
+        if not dense.ndim:
+            raise KVError("a RowSparse has a shape of at least one dimension, found ()")
+        flat = dtypes.widen(dense).reshape(dense.shape[0], math.prod(dense.shape[1:]))
+        rows = np.flatnonzero(flat.any(axis=1))
+        return cls(dense[rows], rows, dense.shape)
+
+    @classmethod
+    def from_scipy(cls, matrix: Any) -> RowSparse:
+        """Return the rows of a scipy.sparse matrix or array that have stored elements; each row becomes dense."""
+        table = matrix.tocsr()
+        rows = np.flatnonzero(np.diff(table.indptr))
+        return cls(table[rows].toarray(), rows, table.shape)
+
+    @classmethod
+    def from_torch(cls, tensor: Any) -> RowSparse:
+        """Return the rows of a sparse torch tensor in host memory, such as the gradient of `Embedding(sparse=True)`.
+
+        A COO tensor of one sparse dimension is taken as it is, without a copy; any other becomes rows first.
+        """
+        table = tensor.detach()
+        if not table.is_sparse:
+            table = table.to_sparse_coo()
+        if table.sparse_dim() == 1:
+            # Uncoalesced as it may be: rows named twice are ours to sum.
+            return cls(_numpy(table._values()), table._indices()[0].numpy(), table.shape)
+        table = table.coalesce()
+        rows, place = np.unique(table.indices()[0].numpy(), return_inverse=True)
+        found = _numpy(table.values())
+        values = np.zeros((len(rows), *table.shape[1:]), found.dtype)
+        where = (place.reshape(-1), *(axis.numpy() for axis in table.indices()[1:]))
+        values[where] = found
+        return cls(values, rows, table.shape)
+
+    @classmethod
+    def of(cls, value: object) -> RowSparse | None:
+        """Return a value as RowSparse if it is sparse - one of ours, scipy's or torch's -, None if it is not."""
+        if isinstance(value, RowSparse):
+            return value
+        if hasattr(value, "tocsr") and hasattr(value, "nnz"):
+            return cls.from_scipy(value)
+        if hasattr(value, "to_sparse_coo") and "sparse" in str(getattr(value, "layout", "")):
+            return cls.from_torch(value)
+        return None
+
+    @classmethod
+    def total(cls, values: Sequence[RowSparse]) -> RowSparse:
+        """Return the canonical sum of at least one, all of one shape and dtype; 16-bit floats are added in float32."""
+        if len(values) == 1:
+            return values[0].canonical()
+        first = values[0]
+        joined = np.concatenate([value.values for value in values])
+        return cls(joined, np.concatenate([value.rows for value in values]), first.shape).canonical()
+
+    def canonical(self) -> RowSparse:
+        """Return the same with rows in ascending order, each once; itself if it is so already."""
+        if (self.rows[1:] > self.rows[:-1]).all():
+            return self
+        order = np.argsort(self.rows, kind="stable")
+        rows = self.rows[order]
+        starts = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1])))
+        values = self.values[order]
+        if len(starts) < len(rows):
+            with np.errstate(over="ignore", invalid="ignore"):
+                wide = dtypes.widen(values)
+                sums = np.add.reduceat(wide, starts, axis=0, dtype=wide.dtype)
+            values = dtypes.narrow(sums, self.dtype)
+        return RowSparse(values, rows[starts], self.shape)
+
+    def to_dense(self) -> Array:
+        """Return the whole value as a new array."""
+        one = self.canonical()
+        dense = np.zeros(self.shape, self.dtype)
+        dense[one.rows] = one.values
+        return dense
+
+    def fill(self, values: Array, rows: Array) -> None:
+        """Exchange the rows: `values` (n, *shape[1:]) of the same dtype for `rows` int64 (n,). Not copied."""
+        if values.dtype != self.dtype or values.shape != (len(rows), *self.shape[1:]):
+            raise KVError(
+                "%r cannot be filled with %d rows from values of shape %s and dtype %s"
+                % (self, len(rows), values.shape, dtypes.name_of(values.dtype))
+            )
+        self.values, self.rows = values, row_numbers(rows, self.shape[0], "RowSparse")
+
+
+def row_numbers(rows: object, count: int, what: str) -> Array:
+    """Return row numbers as an int64 array of one dimension, in the order given; not copied where possible.
+
+    Arguments:
+        rows: whole numbers in an array of any shape and dtype, or a list.
+        count: rows of the value.
+        what: whose they are, for messages, such as "key 'a'".
+
+    Raises:
+        KVError: numbers that are not whole, below 0, or not below `count`; names the first such.
+    """
+    array = np.asarray(rows)
+    if not array.size:
+        return np.empty(0, np.int64)
+    if array.dtype.kind not in "iuf":
+        raise KVError("%s: row numbers are whole numbers, found dtype %s" % (what, array.dtype))
+    flat = array.reshape(-1)
+    wrong = (flat < 0) | (flat >= count) | ((flat != np.floor(flat)) if flat.dtype.kind == "f" else False)
+    if array.dtype.kind == "f":
+        wrong |= ~np.isfinite(flat)
+    if wrong.any():
+        raise KVError(
+            "%s: row %s, expected whole numbers from 0 to %d: the value has %d rows"
+            % (what, flat[int(np.argmax(wrong))], count - 1, count)
+        )
+    return flat.astype(np.int64, copy=False)
+
+
+def _numpy(tensor: Any) -> Array:
+    """Return a torch tensor's memory as an array; bfloat16 ones too."""
+    if str(tensor.dtype) == "torch.bfloat16":
+        import torch  # it is there: the tensor is one of its
+
+        bits: Array = tensor.contiguous().view(torch.int16).numpy()
+        return bits.view(dtypes.BFLOAT16)
+    array: Array = tensor.numpy()
+    return array
+
+
+def _shape(value: object) -> tuple[int, ...]:
+    """Return the shape of a whole value as it was given.
+
+    Raises:
+        KVError: no sequence of whole numbers.
+    """
+    if not isinstance(value, (Sequence, np.ndarray)) or not all(hasattr(length, "__index__") for length in value):
+        raise KVError("a RowSparse's shape is that of the whole value, such as (6, 2), not %r" % (value,))
+    return tuple(int(length) for length in value)

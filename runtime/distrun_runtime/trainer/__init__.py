@@ -1,0 +1,13 @@
+"""Training with little change: `from distrun_runtime.trainer import Trainer, Parameter, fit`.
+
+trainer = Trainer(net.named_parameters(), "sgd", {"learning_rate": 0.1}, kvstore="dist_sync")
+...
+loss.backward()
+trainer.step(batch_size * trainer.kvstore.num_workers)
+"""
+
+from distrun_runtime.trainer.loop import fit
+from distrun_runtime.trainer.parameter import Parameter
+from distrun_runtime.trainer.trainer import Trainer
+
+__all__ = ["Parameter", "Trainer", "fit"]

@@ -1,0 +1,149 @@
+"""Keeping: a trainer's weights and states beside its steps: read, replaced, saved and given back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Type, Union, cast
+
+import numpy as np
+
+from distrun_runtime.algo.rules import RuleSpec
+from distrun_runtime.errors import KVError, StoreClosed
+from distrun_runtime.store.base import KVStore
+from distrun_runtime.store.sparse import row_numbers
+from distrun_runtime.trainer import states
+from distrun_runtime.trainer.exchange import Exchange
+from distrun_runtime.trainer.opening import Opened, leave
+from distrun_runtime.trainer.parameter import Parameter
+from distrun_runtime.trainer.settings import Settings
+from distrun_runtime.trainer.updates import Updates
+
+__all__ = ["Keeping"]
+
+Path = Union[str, "os.PathLike[str]"]
+
+
+class Keeping(Settings):
+    """The part of a trainer that is about what it keeps."""
+
+    def __init__(self, params: list[Parameter], spec: RuleSpec, opened: Opened, updates: Updates | None) -> None:
+        super().__init__(params, spec, opened, updates)
+        self._exchange = opened.exchange
+        self._is_closed = False
+
+    def pull_rows(self, parameter: Parameter | str | int, ids: object = None) -> None:
+        """Bring rows of a row-sparse weight up to date, before they are used.
+
+        Arguments:
+            parameter: itself, its name or index.
+            ids: row numbers in any order and shape, also repeated; None for all rows.
+
+        Raises:
+            KVError: its weight is not row-sparse, or a row is out of range.
+        """
+        self._needs_open()
+        index = self._index(parameter)
+        one = self._params[index]
+        if one.stype != "row_sparse" or self._exchange is None:
+            raise KVError("parameter %r is not row-sparse: step brings all of it" % one.name)
+        rows = np.arange(one.shape[0]) if ids is None else row_numbers(ids, one.shape[0], "parameter %r" % one.name)
+        self._exchange.pull_rows(index, rows)
+
+    def assign(self, parameters: Sequence[Parameter | str | int] | None = None) -> None:
+        """Give all workers and the store rank 0's present weights, such as those that it has just read from a file.
+
+        Collective. The rule's state stays. Without `parameters`, all that are not row-sparse.
+        """
+        self._needs_open()
+        some = [one for one in self._params if one.stype == "default"] if parameters is None else parameters
+        indices = [self._index(one) for one in some]
+        if self._exchange is not None:
+            self._exchange.assign(indices)
+        if self._updates is not None:
+            for index in indices:
+                self._updates.replaced(index)
+
+    # --- states
+
+    def save_states(self, path: Path) -> None:
+        """Write weights, the rule and its states, so that `load_states` goes on from here.
+
+        Where the store updates, that is a folder as `KVStore.save_states` makes it, and all workers call it; else a
+        file, the same on every worker.
+        """
+        self._needs_open()
+        if self._updates is None:
+            cast(KVStore, self.kvstore).save_states(path)
+        else:
+            states.save(os.fspath(path), self._updates, self._params, self._steps)
+
+    def load_states(self, path: Path) -> None:
+        """Take up what `save_states` wrote: all weights, the rule with its parameters, and its states.
+
+        Raises:
+            KVError: it is not whole, or other parameters' (names, shapes, dtypes).
+        """
+        self._needs_open()
+        if self._updates is None:
+            cast(KVStore, self.kvstore).load_states(path)
+            found = states.rule_of(os.fspath(path))
+            if found is not None:
+                self._loaded(*found)
+            cast(Exchange, self._exchange).pull()
+        else:
+            self._loaded(*states.load(os.fspath(path), self._updates, self._params))
+
+    # --- the end
+
+    def close(self) -> None:
+        """Give the parameters back, and close the store if the trainer made it. A second close does nothing."""
+        self.__exit__(None, None, None)
+
+    def __exit__(
+        self, kind: Type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        """Close; after an error, without waiting for other workers."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for parameter in self._params:
+            if parameter.owner is self:
+                parameter.owner = None
+        if self._opened.is_own and self.kvstore is not None:
+            leave(self.kvstore, error)
+
+    # --- what a parameter asks of its trainer
+
+    def may_replace(self, parameter: Parameter) -> None:
+        """Return if a parameter's weight may be written by this worker alone.
+
+        Raises:
+            RuntimeError: the store has it, and shares it with other workers.
+        """
+        if self.update_on_kvstore and self.kvstore is not None and "dist" in self.kvstore.type:
+            raise RuntimeError(
+                "parameter %r is kept in the distributed store %r, which cannot be reset by one worker: write the"
+                " weight in place on rank 0 and call trainer.assign() on all" % (parameter.name, self.kvstore.type)
+            )
+
+    def replaced(self, parameter: Parameter) -> None:
+        """Take a weight that was written into all devices."""
+        index = self._index(parameter)
+        if self._updates is not None:
+            self._updates.replaced(index)
+        elif self._exchange is not None:
+            self._exchange.replaced(index)
+
+    # --- checks
+
+    def _index(self, parameter: Parameter | str | int) -> int:
+        for index, one in enumerate(self._params):
+            if one is parameter or parameter in (index, one.name):
+                return index
+        raise KVError("the trainer has no parameter %r" % (parameter,))
+
+    def _needs_open(self) -> None:
+        if self._is_closed:
+            raise StoreClosed("the trainer was closed; make another one")

@@ -1,0 +1,111 @@
+"""fit: a whole training loop, alone or with other workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from distrun_runtime.data import Epochs
+from distrun_runtime.data.whole import whole
+from distrun_runtime.errors import KVError
+from distrun_runtime.store import kinds
+from distrun_runtime.trainer.opening import AnyStore
+from distrun_runtime.trainer.trainer import Trainer
+
+__all__ = ["fit"]
+
+Batch = TypeVar("Batch")
+
+
+def fit(  # noqa: PLR0917  # as the trainer
+    step: Callable[[Batch], object],
+    params: object,
+    data: Iterable[Batch],
+    kvstore: str | AnyStore | None = "local",
+    optimizer: str = "sgd",
+    optimizer_params: Mapping[str, object] | None = None,
+    *,
+    epochs: int = 1,
+    epoch_size: int | None = None,
+    batch_size: float | None = None,
+    compression_params: Mapping[str, object] | None = None,
+    update_on_kvstore: bool | None = None,
+    ignore_stale_grad: bool = False,
+    after_epoch: Callable[[int, Trainer], object] | None = None,
+) -> Trainer:
+    """Train: for every batch, `step(batch)` computes gradients, and all weights are updated. Return the trainer.
+
+    A program for one machine becomes one for many by two lines: `kv = kvstore.create("dist_sync")`, and `kvstore=kv`
+    here. With n workers in `dist_sync` and batches of b, gradients are divided by n * b, with the same result as
+    with batches of n * b on one machine; in `dist_async` by b.
+
+    Arguments:
+        step: computes the gradients of the sum of a batch's losses into `params`; gradients of the step before have
+            been taken away.
+        params, optimizer, optimizer_params, kvstore, compression_params, update_on_kvstore: as for `Trainer`.
+        data: what can be iterated once an epoch: a list, a reader, a torch DataLoader. Each worker has its own part.
+        epoch_size: an epoch is exactly so many batches: data that ends earlier starts again, and data that does not is
+            gone on with in the next epoch. None: an epoch is one iteration, and a worker whose data ends before the
+            others' takes part in their steps without gradients (`Trainer.join`).
+        batch_size: examples in a batch; None counts them in each batch: the length of what the batch is, or of its
+            first part.
+        after_epoch: called as after_epoch(epoch, trainer), epochs counted from 0, with the weights of all.
+
+    Returns:
+        The trainer, still open: to save its states, or to `close` it.
+
+    Raises:
+        KVError: as `Trainer`; data that cannot be iterated a second time.
+        TypeError: epochs or epoch_size that are no whole number; data that cannot be iterated.
+        ValueError: data without a batch, with `epoch_size`.
+    """
+    if whole(epochs, "epochs") < 0:
+        raise KVError("epochs is a number from 0, not %d" % epochs)
+    if epochs > 1 and epoch_size is None and isinstance(data, Iterator):
+        raise KVError("%d epochs need data that can be iterated again, not a %s" % (epochs, type(data).__name__))
+    batches = Epochs(data, epoch_size)
+    trainer = Trainer(params, optimizer, optimizer_params, kvstore, compression_params, update_on_kvstore)
+    try:
+        sharers = _sharers(trainer.kvstore)
+        for epoch in range(epochs):
+            for batch in batches:
+                trainer.zero_grad()
+                step(batch)
+                examples = size_of(batch) if batch_size is None else batch_size
+                trainer.step(examples * sharers, ignore_stale_grad)
+            if _joins(trainer.kvstore, epoch == epochs - 1):
+                trainer.join()
+            if after_epoch is not None:
+                after_epoch(epoch, trainer)
+    except BaseException as err:
+        trainer.__exit__(type(err), err, err.__traceback__)
+        raise
+    return trainer
+
+
+def size_of(batch: Any) -> int:
+    """Return the number of examples in a batch: its length, or that of the first part of a list, tuple or dict."""
+    first = batch
+    while isinstance(first, (list, tuple, Mapping)) and len(first):
+        part = next(iter(first.values() if isinstance(first, Mapping) else first))
+        if not hasattr(part, "__len__"):
+            break
+        first = part
+    try:
+        return len(first)
+    except TypeError:
+        raise KVError("a batch of type %s has no length; give batch_size" % type(batch).__name__) from None
+
+
+def _sharers(store: AnyStore | None) -> int:
+    """Return by how many workers' batches a step's gradients are divided."""
+    if store is None or kinds.is_async(store.type):
+        return 1
+    return store.num_workers
+
+
+def _joins(store: AnyStore | None, is_last: bool) -> bool:
+    """Tell whether this worker waits for the others after an epoch. Without rounds, nobody waits before the end."""
+    if store is None or not kinds.is_dist(store.type):
+        return False
+    return is_last or not kinds.is_async(store.type)

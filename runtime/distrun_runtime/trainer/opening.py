@@ -1,0 +1,95 @@
+"""Opening: the store of a trainer, made or taken, and what was decided about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from distrun_runtime import kvstore as stores
+from distrun_runtime.contract import environ
+from distrun_runtime.errors import KVError
+from distrun_runtime.store.base import KVStore
+from distrun_runtime.store.contract import KVStoreBase
+from distrun_runtime.trainer.decide import Case, decide, wants_store
+from distrun_runtime.trainer.exchange import Exchange
+from distrun_runtime.trainer.foreign import ForeignExchange
+from distrun_runtime.trainer.parameter import Parameter
+
+__all__ = ["AnyStore", "Opened", "open_store"]
+
+AnyStore = KVStoreBase
+"""Ours, or one of another maker."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A trainer's store."""
+
+    store: AnyStore | None
+    is_own: bool
+    """The trainer made it, and closes it."""
+    exchange: Exchange | ForeignExchange | None
+    updates: bool
+    """The store updates the weights."""
+    has_rounds: bool
+    """Several workers make every step together."""
+
+
+def open_store(params: list[Parameter], given: str | AnyStore | None, asked: bool | None) -> Opened:
+    """Return the store that parameters are to be trained with, and how.
+
+    Arguments:
+        given, asked: the trainer's `kvstore` and `update_on_kvstore`.
+
+    Raises:
+        KVError: they do not fit the parameters.
+    """
+    case = _case(params, given, asked)
+    if not wants_store(case):
+        decide(case)
+        return Opened(None, False, None, False, False)
+    # Decided before a store by name is made, as far as that is known: making one of a job takes all workers.
+    if case.kind in stores.TYPES:
+        decide(case)
+    store: AnyStore = stores.create(given) if isinstance(given, str) else given  # type: ignore[assignment]
+    try:
+        return _opened(params, store, replace(case, kind=store.type), isinstance(given, str))
+    except BaseException as err:
+        if isinstance(given, str):
+            leave(store, err)
+        raise
+
+
+def leave(store: AnyStore, error: BaseException | None) -> None:
+    """Close a store; after an error without waiting for anybody."""
+    if isinstance(store, KVStore):
+        store.__exit__(None if error is None else type(error), error, None)
+    else:
+        store.close()
+
+
+def _opened(params: list[Parameter], store: AnyStore, case: Case, is_own: bool) -> Opened:
+    if not isinstance(store, KVStore):
+        decision = decide(replace(case, is_custom=True, has_optimizer=False))
+        return Opened(store, is_own, ForeignExchange(store, params), decision.update_on_kvstore, store.num_workers > 1)
+    decision = decide(replace(case, has_optimizer=store.is_capable("optimizer")))
+    has_rounds = case.is_dist and not case.is_async
+    exchange = Exchange(store, params, decision.update_on_kvstore, has_rounds)
+    return Opened(store, is_own, exchange, decision.update_on_kvstore, has_rounds)
+
+
+def _case(params: list[Parameter], given: str | AnyStore | None, asked: bool | None) -> Case:
+    if asked is not None and not isinstance(asked, bool):
+        raise KVError("update_on_kvstore is True, False or None, not %r" % (asked,))
+    if given is not None and not isinstance(given, (str, KVStoreBase)):
+        raise KVError("kvstore is the name of a store, an open store or None, not %s" % type(given).__name__)
+    kind = given.type if isinstance(given, KVStoreBase) else given and given.lower()
+    return Case(
+        kind=kind,
+        is_open=given is not None and not isinstance(given, str),
+        devices=len(params[0].replicas),
+        largest=max(one.size for one in params),
+        sparse_weight=any(one.stype != "default" for one in params),
+        sparse_grad=any(one.grad_stype != "default" for one in params),
+        asked=asked,
+        usual=environ.read("MXNET_UPDATE_ON_KVSTORE"),
+    )

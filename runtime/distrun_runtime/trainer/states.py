@@ -1,0 +1,159 @@
+"""States of a trainer that updates the weights itself, in one file; and what a store's folder says of its rule.
+
+The file is numpy's npz, without pickles: `manifest` is JSON as bytes, `INDEX.DEVICE.weight` and
+`INDEX.DEVICE.state.NAME` are arrays, bfloat16 ones as uint16. Counters of the rule stand in the manifest:
+
+    {"format": 1, "rule": {...}, "steps": 10, "parameters": [
+        {"name": "w", "shape": [2, 3], "dtype": "float32", "devices": [{"updates": 10}]}, ...]}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+import zipfile
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from distrun_runtime.algo import rules
+from distrun_runtime.algo.rules import State
+from distrun_runtime.device import dtypes
+from distrun_runtime.device.dtypes import Array
+from distrun_runtime.errors import KVError
+from distrun_runtime.trainer.parameter import Parameter
+from distrun_runtime.trainer.updates import Updates
+
+__all__ = ["load", "rule_of", "save"]
+
+FORMAT = 1
+
+Rule = tuple[Mapping[str, Any], int]
+"""A rule as JSON, and the steps that were made."""
+
+
+def save(path: str, updates: Updates, params: list[Parameter], steps: int) -> None:
+    """Write weights, rule and states into a file; what was there is replaced when the new one is whole.
+
+    Several processes may write the same file at the same time, as the workers of one host do.
+    """
+    arrays: dict[str, Array] = {}
+    described = []
+    for index, parameter in enumerate(params):
+        counters = []
+        for device, replica in enumerate(parameter.replicas):
+            state = updates.states.get((index, device), {})
+            if device and not state:
+                continue  # it shares the first device's
+            arrays["%d.%d.weight" % (index, device)] = replica.weight()
+            parts = {name: part for name, part in state.items() if isinstance(part, np.ndarray)}
+            arrays.update({"%d.%d.state.%s" % (index, device, name): part for name, part in parts.items()})
+            counters.append({name: int(part) for name, part in state.items() if name not in parts})
+        described.append({**_described(parameter), "devices": counters})
+    manifest = {"format": FORMAT, "rule": updates.spec.to_json(), "steps": steps, "parameters": described}
+    plain = {name: array.view(np.uint16) if array.dtype == dtypes.BFLOAT16 else array for name, array in arrays.items()}
+    text = np.frombuffer(json.dumps(manifest).encode("utf-8"), np.uint8)
+    new = "%s.%s.new" % (path, uuid.uuid4().hex)
+    try:
+        with open(new, "wb") as file:
+            np.savez(file, allow_pickle=False, manifest=text, **plain)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except BaseException:
+        with suppress(OSError):
+            os.remove(new)
+        raise
+
+
+def load(path: str, updates: Updates, params: list[Parameter]) -> Rule:
+    """Write saved weights into parameters and take up the states; return the rule, for the trainer to take.
+
+    Raises:
+        KVError: no whole file of this format, or other parameters'. Nothing was changed.
+    """
+    try:
+        # Opened here: numpy leaves a file open that turns out to be no archive.
+        with open(path, "rb") as raw:
+            if not zipfile.is_zipfile(raw):  # of anything else, numpy says how to unpickle it
+                raise KVError("%s holds no whole states of a trainer: it is no npz file" % path)
+            raw.seek(0)
+            with np.load(raw, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files}
+        manifest = json.loads(arrays.pop("manifest").tobytes().decode("utf-8"))
+        if manifest["format"] != FORMAT:
+            raise KVError("%s has format %s, this version reads %d" % (path, manifest["format"], FORMAT))
+        _fit(path, manifest["parameters"], params)
+        weights, kept = _parts(arrays, manifest["parameters"], params)
+        rule, steps = manifest["rule"], int(manifest["steps"])
+        # Made here, so that one that cannot be is refused before a weight is written.
+        rules.rule_of(rules.RuleSpec.from_json(rule), None)
+    except KVError:
+        raise
+    except (ValueError, LookupError, zipfile.BadZipFile, EOFError, TypeError, AttributeError) as err:
+        raise KVError("%s holds no whole states of a trainer: %s" % (path, err)) from err
+    for index, parameter in enumerate(params):
+        for device, replica in enumerate(parameter.replicas):
+            room = replica.room()
+            np.copyto(room, weights.get((index, device), weights[index, 0]))
+            replica.written(room)
+    updates.states.clear()
+    updates.states.update(kept)
+    return rule, steps
+
+
+def rule_of(folder: str) -> Rule | None:
+    """Return the rule of a folder that a store wrote, and its rounds; None where this host does not have it."""
+    path = os.path.join(folder, "manifest.json")
+    if not os.path.exists(path):
+        return None
+    with open(path, encoding="utf-8") as file:
+        manifest = json.load(file)
+    rounds = manifest.get("rounds") or []
+    done = [int(pair[1]) for pair in (rounds.items() if isinstance(rounds, dict) else rounds)]
+    return manifest["rule"], max(done, default=0)
+
+
+def _parts(
+    arrays: Mapping[str, Array], described: list[dict[str, Any]], params: list[Parameter]
+) -> tuple[dict[tuple[int, int], Array], dict[tuple[int, int], State]]:
+    """Return saved weights and states by parameter's index and device."""
+    weights: dict[tuple[int, int], Array] = {}
+    kept: dict[tuple[int, int], State] = {}
+    for index, (parameter, each) in enumerate(zip(params, described, strict=True)):
+        for device, counters in enumerate(each["devices"][: len(parameter.replicas)]):
+            weights[index, device] = _typed(arrays["%d.%d.weight" % (index, device)], parameter)
+            prefix = "%d.%d.state." % (index, device)
+            state: State = {name: int(number) for name, number in counters.items()}
+            state.update({name[len(prefix) :]: array for name, array in arrays.items() if name.startswith(prefix)})
+            if state:
+                kept[index, device] = state
+    return weights, kept
+
+
+def _typed(array: Array, parameter: Parameter) -> Array:
+    typed = array.view(dtypes.BFLOAT16) if parameter.dtype == dtypes.BFLOAT16 else array
+    if typed.shape != parameter.shape or typed.dtype != parameter.dtype:
+        raise ValueError("the weight of parameter %r has shape %s and dtype %s" % (parameter.name, *_form(typed)))
+    return typed
+
+
+def _form(array: Array) -> tuple[tuple[int, ...], str]:
+    return array.shape, dtypes.name_of(array.dtype)
+
+
+def _described(parameter: Parameter) -> dict[str, Any]:
+    return {"name": parameter.name, "shape": list(parameter.shape), "dtype": dtypes.name_of(parameter.dtype)}
+
+
+def _fit(path: str, described: list[dict[str, Any]], params: list[Parameter]) -> None:
+    if len(described) != len(params):
+        raise KVError("%s has states of %d parameters, the trainer has %d" % (path, len(described), len(params)))
+    for saved, parameter in zip(described, params, strict=True):
+        expected = _described(parameter)
+        found = {name: saved.get(name) for name in expected}
+        if found != expected:
+            raise KVError("%s: parameter %r has there %s, here %s" % (path, parameter.name, found, expected))

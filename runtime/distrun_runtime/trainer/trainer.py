@@ -1,0 +1,254 @@
+"""Trainer: takes the gradients of parameters, and updates their weights, alone or with other workers."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Dict, cast
+
+from distrun_runtime.algo import rules
+from distrun_runtime.errors import KVError
+from distrun_runtime.store.base import KVStore
+from distrun_runtime.store.compress import Setting
+from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.trainer.collect import collect
+from distrun_runtime.trainer.exchange import Exchange, Found, Sum, Workers
+from distrun_runtime.trainer.foreign import ForeignExchange
+from distrun_runtime.trainer.keeping import Keeping
+from distrun_runtime.trainer.opening import AnyStore, open_store
+from distrun_runtime.trainer.replica import Gradient
+from distrun_runtime.trainer.updates import Updates, check
+
+__all__ = ["Trainer"]
+
+
+class Trainer(Keeping):
+    """Parameters, an optimizer and a store: `step` makes one update of all weights.
+
+    With a distributed store all workers make a trainer of the same parameters, in the same order; making it is
+    collective, and gives every worker rank 0's weights. Gradients are those of the sum of the examples' losses; all
+    workers' are added up and divided by nothing but the `batch_size` of `step`: for n workers with batches of b that
+    is n * b (`b * kv.num_workers`), and the same weights come out as of one process with batches of n * b.
+
+    Arguments:
+        params: a list or dict of `Parameter` or of torch tensors, `net.named_parameters()`, a torch module; see
+            `collect.collect`. Their keys in the store are 0, 1, ... in order (of their names, if it is a dict).
+        optimizer: name of a rule, such as "sgd" or "adam", or "module:Class" for one of yours.
+        optimizer_params: its parameters: {"learning_rate": 0.1, "momentum": 0.9, "lr_scheduler": Factor(...)}.
+        kvstore: name of a store, which the trainer makes and closes; an open store; or None. No store is made where
+            there is one device and one machine.
+        compression_params: as `KVStore.set_gradient_compression` takes them.
+        update_on_kvstore: who updates: the store (True), the trainer (False), or as fits (None).
+
+    Raises:
+        KVError: parameters, rule or store do not fit together.
+        ContractError: a distributed store without a job.
+
+    Threads: one at a time. Source: the class of this name in MXNet's gluon; docs/trainer.md says where we differ.
+    """
+
+    def __init__(  # noqa: PLR0917  # the order of the original
+        self,
+        params: object,
+        optimizer: str,
+        optimizer_params: Mapping[str, object] | None = None,
+        kvstore: str | AnyStore | None = "dist_sync",
+        compression_params: Mapping[str, object] | None = None,
+        update_on_kvstore: bool | None = None,
+    ) -> None:
+        collected = collect(params)
+        for parameter in collected:
+            if parameter.owner is not None:
+                raise KVError("parameter %r belongs to a trainer already; close that first" % parameter.name)
+        if optimizer_params is not None and not isinstance(optimizer_params, Mapping):
+            raise KVError(
+                "optimizer_params is a dictionary such as {'learning_rate': 0.1}, not %.60r" % (optimizer_params,)
+            )
+        spec = rules.spec_of(optimizer, optimizer_params or {})
+        check(spec, collected)
+        opened = open_store(collected, kvstore, update_on_kvstore)
+        # Not made where the store updates: a rule of the user's own is then imported by servers only.
+        super().__init__(collected, spec, opened, None if opened.updates else Updates(spec, collected))
+        self._reduced: dict[int, Sum] | None = None
+        self._left: float | None = None  # what the sums of `allreduce_grads` were still multiplied by
+        try:
+            self._begin(compression_params)
+        except BaseException as err:
+            self.__exit__(type(err), err, err.__traceback__)
+            raise
+        for parameter in collected:
+            parameter.owner = self
+
+    def __repr__(self) -> str:
+        where = "no store" if self.kvstore is None else "store %r" % self.kvstore.type
+        return "<Trainer of %d parameters by %r, %s>" % (len(self.params), self.optimizer, where)
+
+    def __enter__(self) -> Trainer:
+        """Return the trainer."""
+        return self
+
+    # --- steps
+
+    def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
+        """Update all weights by the gradients divided by `batch_size`, which may be another one in every step.
+
+        Arguments:
+            batch_size: number of examples in the gradients of all workers.
+            ignore_stale_grad: a parameter without a new gradient is no error, but contributes nothing: zeros where
+                other workers take part in the round, else it is not updated.
+
+        Raises:
+            KVError: a parameter has no new gradient (named), or one that does not fit; nothing was sent.
+        """
+        scale, found = self._scale_of(batch_size), self._found(ignore_stale_grad)
+        self._tell()
+        if self._exchange is not None and self.update_on_kvstore:
+            self._exchange.update(found, scale)
+        elif self._exchange is not None:
+            # The store's sums are scaled already: so all workers make one update, whatever batch each had.
+            self._update(self._exchange.reduce(found, scale, Workers(1, 0))[0], 1.0)
+        else:
+            self._update_apart(found, scale)
+        self._stepped(found)
+
+    def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
+        """Replace all gradients by their sums over devices and workers. You may change them, and then call `update`.
+
+        Raises:
+            KVError: the store updates the weights; or as `step`.
+        """
+        self._needs_own_updates("allreduce_grads")
+        found = self._found(ignore_stale_grad)
+        if self._exchange is not None:
+            self._reduced = {one[0]: one for one in self._exchange.reduce(found, 1.0, Workers(1, 1))[0]}
+
+    def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
+        """Update all weights by what `allreduce_grads` left in the gradients, divided by `batch_size`.
+
+        Distributed: all workers with the same batch size.
+
+        Raises:
+            KVError: the store updates the weights; `allreduce_grads` was left out; or as `step`.
+        """
+        self._needs_own_updates("update")
+        if self._exchange is not None and self._reduced is None:
+            raise KVError("update: the gradients are not summed yet; call allreduce_grads first, or step for both")
+        scale = self._scale_of(batch_size)
+        found = self._found(ignore_stale_grad)
+        self._tell()
+        if self._reduced is None:
+            self._update_apart(found, scale)
+        else:
+            self._update(self._reduced.values(), scale)
+            self._left = scale
+        self._stepped(found)
+
+    # --- weights
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, before a backward that adds to what is there, as torch's does; buffers become zeros."""
+        for parameter in self._params:
+            parameter.zero_grad()
+
+    def join(self) -> None:
+        """Take part in later rounds without a gradient of one's own, until no worker has data; for unequal data.
+
+        All workers call it, each when it has no more batches; then weights are alike, and all may go on together.
+        Without a distributed store it does nothing.
+
+        Raises:
+            KVError: a store of another maker, which cannot know; or the others call `update`, and this one never did:
+                it takes its last batch size there for theirs.
+        """
+        self._needs_open()
+        if self.kvstore is None or self._exchange is None:
+            return
+        if self.update_on_kvstore and isinstance(self.kvstore, KVStore):
+            self.kvstore.join()
+            self._exchange.pull()
+        elif self._opened.has_rounds:
+            self._follow(self._exchange)
+
+    # --- parts
+
+    def _follow(self, exchange: Exchange | ForeignExchange) -> None:
+        """Make the updates of the workers that have data, until none has."""
+        nothing: list[Found] = [(index, None) for index, one in enumerate(self._params) if one.trains]
+        while True:
+            sums, workers = exchange.reduce(nothing, 1.0, Workers(0, 0))
+            if not workers.active:
+                return
+            if workers.unscaled and self._left is None:
+                raise KVError(
+                    "join: the other workers call allreduce_grads and update, and what they divide by is not known"
+                    " here, where no update was made yet; let them call step, or give every worker a batch"
+                )
+            self._update(sums, cast(float, self._left) if workers.unscaled else 1.0)
+            self._stepped(nothing)
+
+    def _begin(self, compression_params: Mapping[str, object] | None) -> None:
+        store, keys = self.kvstore, list(range(len(self._params)))
+        if store is None or self._exchange is None:
+            if compression_params:
+                Setting.of(compression_params)  # nothing is sent here; what a job would refuse is refused alone, too
+            self._tell()
+            return
+        if compression_params:
+            if isinstance(store, KVStore):
+                store.set_gradient_compression(compression_params, keys)
+            else:
+                store.set_gradient_compression(compression_params)
+        if self.update_on_kvstore and isinstance(store, KVStore):
+            # Before the values: with multi_precision, servers then make the masters of all of them.
+            store.set_optimizer(self._spec.name, **cast(Dict[str, Any], self._spec.params))
+        self._exchange.start()
+        self._tell()
+
+    def _found(self, ignore_stale_grad: bool) -> list[Found]:
+        self._needs_open()
+        result: list[Found] = []
+        for index, one in enumerate(self._params):
+            if not one.trains:
+                continue
+            grads = one.gradients()
+            if len(grads) < len(one.replicas) and not ignore_stale_grad:
+                raise KVError(
+                    "parameter %r has no new gradient since the last step on %d of its %d devices: a part of the model"
+                    " was not used; if that is on purpose, call step with ignore_stale_grad=True"
+                    % (one.name, len(one.replicas) - len(grads), len(one.replicas))
+                )
+            result.append((index, grads or None))
+        return result
+
+    def _update(self, sums: Iterable[Sum], scale: float) -> None:
+        """Update the parameters by sums of gradients, alike on all devices."""
+        for index, given, left in sums:
+            grad: Gradient | None = given
+            if not isinstance(given, RowSparse):
+                # As it is now: it may have been changed, or exchanged, since it was summed.
+                grad = self._params[index].replicas[0].gradient()
+            if grad is not None:
+                cast(Updates, self._updates).together(index, grad, scale * left)
+
+    def _update_apart(self, found: Sequence[Found], scale: float) -> None:
+        for index, _ in found:
+            cast(Updates, self._updates).apart(index, scale)
+
+    def _stepped(self, found: Sequence[Found]) -> None:
+        for index, _ in found:
+            self._params[index].used()
+        self._reduced = None
+        self._steps += 1
+
+    def _scale_of(self, batch_size: object) -> float:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, numbers.Real):
+            raise KVError("batch_size is a number of examples, not %.60r" % (batch_size,))
+        if not 0 < float(batch_size) < math.inf:
+            raise KVError("batch_size is a number above 0, not %g" % batch_size)
+        return 1.0 / float(batch_size)
+
+    def _needs_own_updates(self, call: str) -> None:
+        self._needs_open()
+        if self.update_on_kvstore:
+            raise KVError("%s: the store updates the weights; make the trainer with update_on_kvstore=False" % call)

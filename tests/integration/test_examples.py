@@ -1,0 +1,214 @@
+"""The examples, each alone and as a job of two workers and two servers: they learn, and say what they promise.
+
+Those with torch run by the interpreter of `.peers/torch`, which `scripts/install peers` makes; the others by our own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from peers import python_of
+
+ROOT = Path(__file__).resolve().parents[2]
+EPOCH = re.compile(r"Epoch (\d+): (?:Test_acc|loss) (\d+\.\d{6})$", re.MULTILINE)
+TORCH = ("train_mnist", "image_classification", "cifar10_dist")
+EXAMPLES = (*TORCH, "linear_async", "sparse_embedding", "digits")
+
+# Small enough for a second or two each, large enough to learn what is asserted.
+CIFAR = ("--width", "4", "--train-size", "512")
+
+
+def interpreter(example: str) -> str:
+    return python_of("torch") if example in TORCH else sys.executable
+
+
+def run(argv: list[str], folder: Path, code: int = 0) -> tuple[str, str]:
+    """Run a command with a job store of its own; return what it says on stdout and on stderr."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("DMLC_", "DISTRUN_"))}
+    env |= {"XDG_STATE_HOME": str(folder / "state"), "PYTHONPATH": str(ROOT / "runtime"), "OMP_NUM_THREADS": "1"}
+    env["OPENBLAS_NUM_THREADS"] = "1"
+    done = subprocess.run(argv, cwd=folder, env=env, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+def alone(folder: Path, example: str, *options: str, code: int = 0) -> tuple[str, str]:
+    return run([interpreter(example), str(ROOT / "examples" / (example + ".py")), *options], folder, code)
+
+
+def launched(folder: Path, example: str, *options: str) -> list[str]:
+    """Return what worker 0 and worker 1 of a job print."""
+    launch = [sys.executable, "-m", "distrun", "launch", "-n", "2", "-s", "2", "--launcher", "local"]
+    script = str(ROOT / "examples" / (example + ".py"))
+    output, _ = run([*launch, interpreter(example), script, *options], folder)
+    lines = [line.partition(" | ") for line in output.splitlines()]
+    return ["\n".join(text for who, _, text in lines if who.startswith("worker-%d@" % rank)) for rank in range(2)]
+
+
+def values(output: str) -> list[float]:
+    """Return what was printed of each epoch: its accuracy or its loss."""
+    found = EPOCH.findall(output)
+    assert [int(epoch) for epoch, _ in found] == list(range(len(found)))
+    assert found, output
+    return [float(value) for _, value in found]
+
+
+def test_train_mnist_learns_the_digits_alone(tmp_path: Path) -> None:
+    output, said = alone(tmp_path, "train_mnist", "--network", "lenet", "--kv-store", "local", "--epochs", "2")
+    assert values(output)[-1] >= 0.85
+    assert "Total number of workers: 1\nThis worker's rank: 0\n" in output
+    assert "the 1797 digits of scikit-learn stand in for MNIST" in said
+
+
+def test_train_mnist_learns_as_a_job(tmp_path: Path) -> None:
+    outputs = launched(tmp_path, "train_mnist", "--network", "mlp", "--kv-store", "dist_sync", "--epochs", "8")
+    for rank, output in enumerate(outputs):
+        assert output.startswith("Total number of workers: 2\nThis worker's rank: %d\n" % rank)
+        assert values(output)[-1] >= 0.85
+    # dist_sync: after each epoch all have the same weights.
+    assert values(outputs[0]) == values(outputs[1])
+
+
+def test_train_mnist_learns_in_dist_async(tmp_path: Path) -> None:
+    options = ("--kv-store", "dist_async", "--epochs", "8", "--momentum", "0.5")
+    for output in launched(tmp_path, "train_mnist", *options):
+        # Others' steps are applied in between, in no fixed order; chance is 0.1.
+        assert values(output)[-1] >= 0.7
+
+
+def test_train_mnist_reads_the_files_of_the_database(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name, count in (("train", 256), ("t10k", 64)):
+        labels = rng.integers(10, size=count, dtype=np.uint8)
+        images = np.zeros((count, 28, 28), np.uint8)
+        images[np.arange(count), 2 * labels + 3] = 255  # a bar, the lower the higher the digit
+        (tmp_path / (name + "-images-idx3-ubyte")).write_bytes(
+            struct.pack(">4I", 0x803, count, 28, 28) + images.tobytes()
+        )
+        (tmp_path / (name + "-labels-idx1-ubyte")).write_bytes(struct.pack(">2I", 0x801, count) + labels.tobytes())
+    output, said = alone(
+        tmp_path, "train_mnist", "--data-dir", str(tmp_path), "--num-epochs", "8", "--batch-size", "32"
+    )
+    assert values(output)[-1] >= 0.95
+    assert said == ""
+
+
+def test_image_classification_learns_alone(tmp_path: Path) -> None:
+    options = ("--dataset", "cifar10", "--model", "resnet18", "--epochs", "3", "--kvstore", "local", *CIFAR)
+    output, said = alone(tmp_path, "image_classification", *options, "--batch-size", "16")
+    assert output.startswith("Total number of workers: 1\nThis worker's rank: 0\n")
+    assert values(output)[-1] >= 0.7
+    assert "made-up patterns in 10 classes stand in for the images of CIFAR-10" in said
+
+
+def test_image_classification_learns_as_a_job_by_the_seeds_command(tmp_path: Path) -> None:
+    options = ("--dataset", "cifar10", "--model", "vgg11", "--epochs", "1", "--kvstore", "dist_sync")
+    for output in launched(tmp_path, "image_classification", *options, "--width", "4", "--batch-size", "16"):
+        (accuracy,) = values(output)
+        assert accuracy >= 0.7
+
+
+def test_cifar10_dist_prints_the_lines_of_its_sample_run_alone(tmp_path: Path) -> None:
+    output, said = alone(tmp_path, "cifar10_dist", "--kv-store", "local", "--epochs", "3", *CIFAR, "--batch-size", "16")
+    assert re.fullmatch(
+        r"Total number of workers: 1\nThis worker's rank: 0\n(Epoch \d: Test_acc \d\.\d{6}\n){3}", output
+    )
+    assert values(output)[-1] >= 0.5
+    assert "stand in for the images of CIFAR-10" in said
+
+
+def test_cifar10_dist_prints_the_lines_of_its_sample_run_as_a_job(tmp_path: Path) -> None:
+    outputs = launched(tmp_path, "cifar10_dist", "--epochs", "4", *CIFAR, "--batch-size", "16")
+    for rank, output in enumerate(outputs):
+        assert re.fullmatch(
+            r"Total number of workers: 2\nThis worker's rank: %d(\nEpoch \d: Test_acc \d\.\d{6}){4}" % rank, output
+        )
+        # Chance is 0.1.
+        assert values(output)[-1] >= 0.4
+
+
+def test_the_images_of_cifar10_are_read_from_the_folder_that_is_given(tmp_path: Path) -> None:
+    for number, name in enumerate(["data_batch_%d.bin" % i for i in range(1, 6)] + ["test_batch.bin"]):
+        (tmp_path / name).write_bytes(b"".join(bytes([label]) + bytes([number]) * 3072 for label in range(3)))
+    text = """\
+import sys
+sys.path.insert(0, sys.argv[1])
+import datasets
+train, test = datasets.cifar10(sys.argv[2], train_size=4)
+print(len(train), train[3][0].shape, train[3][1], round(float(train[3][0].max() * 255)), len(test))
+"""
+    output, said = run([sys.executable, "-c", text, str(ROOT / "examples"), str(tmp_path)], tmp_path)
+    assert output == "4 (3, 32, 32) 0 1 3\n"
+    assert said == ""
+
+
+def test_linear_async_finds_the_line_alone_and_as_a_job(tmp_path: Path) -> None:
+    output, _ = alone(tmp_path, "linear_async", "--kv-store", "local")
+    assert values(output)[0] > 0.1
+    for found in (output, *launched(tmp_path, "linear_async")):
+        # The noise is 0.01, so its square is what remains.
+        assert values(found)[-1] < 0.001
+        weight = re.search(r"^weight (\S+) (\S+), bias (\S+)$", found, re.MULTILINE)
+        assert weight
+        np.testing.assert_allclose([float(number) for number in weight.groups()], [2, -3.4, 4.2], atol=0.02)
+
+
+def test_sparse_embedding_learns_alone_and_as_a_job(tmp_path: Path) -> None:
+    output, _ = alone(tmp_path, "sparse_embedding", "--epochs", "2")
+    assert values(output)[-1] >= 0.8
+    for found in launched(tmp_path, "sparse_embedding", "--kv-store", "dist_sync", "--epochs", "2"):
+        assert values(found)[-1] >= 0.78
+
+
+def test_two_devices_train_as_one_does(tmp_path: Path) -> None:
+    """Two networks on the CPU stand in for two GPUs: each batch is cut, and the gradients are added up."""
+    text = """\
+import runpy, sys
+import networks
+devices = sys.argv.pop(1).split(",")
+networks.devices_of = lambda gpus: devices
+runpy.run_path(%r, run_name="__main__")
+""" % str(ROOT / "examples" / "train_mnist.py")
+    (tmp_path / "networks.py").symlink_to(ROOT / "examples" / "networks.py")
+    (tmp_path / "datasets.py").symlink_to(ROOT / "examples" / "datasets.py")
+    (tmp_path / "arguments.py").symlink_to(ROOT / "examples" / "arguments.py")
+    one, two = (
+        values(run([interpreter("train_mnist"), "-c", text, devices, "--epochs", "4"], tmp_path)[0])
+        for devices in ("cpu", "cpu,cpu")
+    )
+    assert two[-1] >= 0.8
+    # Only the order of the sums differs; four images of 360 may fall to the other side.
+    np.testing.assert_allclose(two, one, atol=4 / 360)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_example_has_both_spellings_of_the_stores_option(example: str) -> None:
+    text = (ROOT / "examples" / (example + ".py")).read_text("utf-8")
+    assert re.search(r'add_argument\("--(kv-store", "--kvstore|kvstore", "--kv-store)"', text)
+
+
+def test_gpus_that_are_not_there_are_an_error_with_the_fix(tmp_path: Path) -> None:
+    _, said = alone(tmp_path, "train_mnist", "--gpus", "0,97", code=1)
+    assert re.search(r"--gpus 0,97: torch sees \d+ GPUs here and none is (0|97); .* leave --gpus out", said)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_option_that_does_not_fit_ends_an_example_without_a_traceback(tmp_path: Path, example: str) -> None:
+    _, said = alone(tmp_path, example, "--kv-store", "dist_synk", code=2)
+    assert re.search(r"invalid choice: 'dist_synk' \(choose from .*dist_async", said)
+    _, said = alone(tmp_path, example, "--batch-size", "0", code=2)
+    assert re.search(r"error: .*--batch-size.* at least 1$", said, re.MULTILINE)
+    assert "Traceback" not in said
+
+
+def test_the_readme_of_the_examples_names_each() -> None:
+    text = (ROOT / "examples" / "README.md").read_text("utf-8")
+    for path in (ROOT / "examples").glob("*.py"):
+        assert "`%s`" % path.name in text, path.name

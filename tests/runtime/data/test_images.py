@@ -1,0 +1,126 @@
+"""Images in record files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distrun_runtime.data import ImageRecords, IRHeader, Reader, RecordFile, RecordWriter, pack, pack_image
+from distrun_runtime.data.images import unpack_image
+from distrun_runtime.errors import DataError
+
+pytest.importorskip("PIL", reason="images are read by Pillow: pip install pillow")
+
+RNG = np.random.default_rng(3)
+
+
+def images(count: int, rows: int = 6, columns: int = 8) -> list[np.ndarray]:
+    return [RNG.integers(256, size=(rows, columns, 3), dtype=np.uint8) for _ in range(count)]
+
+
+def write(folder: Path, pictures: list[np.ndarray]) -> RecordFile:
+    """Write images without loss, numbered by their labels."""
+    with RecordWriter(folder / "a.rec") as file:
+        for i, picture in enumerate(pictures):
+            file.write(pack_image(IRHeader(0, float(i), i), picture, form="PNG"))
+    return RecordFile(folder / "a.rec")
+
+
+def test_an_image_comes_back_nearly_by_jpeg_and_exactly_by_png() -> None:
+    smooth = np.add.outer(np.arange(16), np.arange(24))[:, :, None] * np.array([1, 2, 3])
+    picture = smooth.astype(np.uint8)
+    header, found = unpack_image(pack_image(IRHeader(0, 4.0, 5), picture, form="PNG"))
+    assert (header.label, header.id) == (4.0, 5)
+    np.testing.assert_array_equal(found, picture)
+    _, found = unpack_image(pack_image(IRHeader(0, 4.0, 5), picture))
+    # JPEG at quality 95 of a smooth picture: a few grey levels.
+    assert abs(found.astype(int) - picture).mean() < 4
+    _, grey = unpack_image(pack_image(IRHeader(0, 4.0, 5), picture[:, :, 0], form="PNG"))
+    np.testing.assert_array_equal(grey, picture[:, :, :1].repeat(3, axis=2))
+
+
+def test_batches_have_the_middle_of_the_images_colours_first(tmp_path: Path) -> None:
+    pictures = images(5)
+    reader = Reader(ImageRecords(write(tmp_path, pictures), (3, 4, 4)), 2, num_parts=2, part_index=1)
+    batches = list(reader)
+    assert [label.tolist() for _, label in batches] == [[2, 3], [4]]
+    data, label = batches[0]
+    assert (data.shape, data.dtype, label.dtype) == ((2, 3, 4, 4), np.float32, np.float32)
+    np.testing.assert_array_equal(data[1], pictures[3][1:5, 2:6].transpose(2, 0, 1))
+
+
+def test_parts_by_bytes_are_read_too(tmp_path: Path) -> None:
+    dataset = ImageRecords(write(tmp_path, images(7)), (3, 4, 4))
+    found = [
+        float(i)
+        for p in range(3)
+        for _, label in Reader(dataset, 4, num_parts=3, part_index=p, by="bytes")
+        for i in label
+    ]
+    assert found == list(range(7))
+
+
+def test_small_images_are_enlarged_and_the_shorter_side_resized(tmp_path: Path) -> None:
+    flat = np.full((3, 5, 3), 77, np.uint8)
+    file = write(tmp_path, [flat])
+    data, label = ImageRecords(file, (3, 8, 8))[0]
+    assert data.shape == (3, 8, 8)
+    assert (data == 77).all()
+    assert label == 0
+    # 10 x 20 with the shorter side at 5 is 5 x 10; its middle has the border of the two halves.
+    halves = np.zeros((10, 20, 3), np.uint8)
+    halves[:, 10:] = 200
+    data, _ = ImageRecords(write(tmp_path, [halves]), (3, 5, 6), resize=5)[0]
+    assert (data[:, :, 0] < 20).all()
+    assert (data[:, :, -1] > 180).all()
+
+
+def test_random_cuts_and_mirrors_follow_the_seed(tmp_path: Path) -> None:
+    (picture,) = images(1, 6, 6)
+    file = write(tmp_path, [picture])
+
+    def draws(seed: int) -> list[np.ndarray]:
+        dataset = ImageRecords(file, (3, 4, 4), random_crop=True, random_mirror=True, seed=seed)
+        return [dataset[0][0] for _ in range(8)]
+
+    np.testing.assert_array_equal(draws(1), draws(1))
+    assert len({draw.tobytes() for draw in draws(1)}) > 2
+    planes = picture.transpose(2, 0, 1).astype(np.float32)
+    possible = {
+        cut[:, :, ::step].tobytes()
+        for top in range(3)
+        for left in range(3)
+        for cut in [planes[:, top : top + 4, left : left + 4]]
+        for step in (1, -1)
+    }
+    assert {draw.tobytes() for draw in draws(1)} <= possible
+
+
+def test_several_labels_an_image(tmp_path: Path) -> None:
+    (picture,) = images(1)
+    with RecordWriter(tmp_path / "a.rec") as file:
+        file.write(pack_image(IRHeader(0, np.array([1, 2], np.float32), 0), picture))
+    records = RecordFile(tmp_path / "a.rec")
+    assert ImageRecords(records, (3, 4, 4), label_width=2)[0][1].tolist() == [1, 2]
+    with pytest.raises(DataError, match=r"a\.rec, record at offset 0: expected 1 labels, found 2"):
+        ImageRecords(records, (3, 4, 4))[0]
+
+
+def test_what_is_no_image_is_named_with_its_place(tmp_path: Path) -> None:
+    with RecordWriter(tmp_path / "a.rec") as file:
+        file.write(pack_image(IRHeader(0, 1.0, 0), images(1)[0]))
+        place = file.write(pack(IRHeader(0, 1.0, 0), b"no image"))
+    with pytest.raises(DataError, match=r"a\.rec, record at offset %d: .* Pillow can read, found 8 bytes" % place):
+        list(Reader(ImageRecords(RecordFile(tmp_path / "a.rec"), (3, 4, 4)), 2))
+    with pytest.raises(ValueError, match=r"expected a shape \(3, rows, columns\), found \(1, 4, 4\)"):
+        ImageRecords(RecordFile(tmp_path / "a.rec"), (1, 4, 4))
+
+
+def test_without_pillow_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = pack_image(IRHeader(0, 1.0, 0), images(1)[0])
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ImportError, match=r"Pillow, which is missing. Type:  pip install pillow"):
+        unpack_image(record)

@@ -1,0 +1,116 @@
+"""Batches of a part of a data set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from distrun_runtime.data import Arrays, Reader, RecordFile, RecordWriter
+from distrun_runtime.data.reader import Batch
+from distrun_runtime.data.sampler import Positions
+
+
+def numbers(count: int) -> Arrays:
+    return Arrays(np.arange(count, dtype=np.float32)[:, None] * 10, np.arange(count))
+
+
+def labels(reader: Reader) -> list[list[int]]:
+    return [label.tolist() for _, label in reader]
+
+
+def test_batches_have_their_labels_and_the_last_may_be_short() -> None:
+    reader = Reader(numbers(5), 2)
+    assert labels(reader) == [[0, 1], [2, 3], [4]]
+    assert all((data[:, 0] == 10 * label).all() for data, label in reader)
+    assert len(reader) == 3
+    assert reader.num_examples == 5
+
+
+def test_the_last_short_batch_can_be_discarded() -> None:
+    reader = Reader(numbers(5), 2, last_batch="discard")
+    assert labels(reader) == [[0, 1], [2, 3]]
+    assert len(reader) == 2
+    with pytest.raises(ValueError, match="5 examples are less than a batch of 6"):
+        Reader(numbers(5), 6, last_batch="discard")
+
+
+def test_parts_cover_the_data_once() -> None:
+    read = [labels(Reader(numbers(10), 2, num_parts=4, part_index=i)) for i in range(4)]
+    assert read == [[[0, 1]], [[2, 3], [4]], [[5, 6]], [[7, 8], [9]]]
+
+
+def test_parts_of_equal_length_by_remainder() -> None:
+    for remainder, size in (("drop", 2), ("pad", 3), ("wrap", 3)):
+        found = [Reader(numbers(10), 2, num_parts=4, part_index=i, remainder=remainder) for i in range(4)]
+        assert [reader.num_examples for reader in found] == [size] * 4
+
+
+def test_epoch_size_gives_exactly_so_many_batches_and_goes_on_in_the_midst() -> None:
+    short = Reader(numbers(6), 2, epoch_size=2)
+    assert [labels(short), labels(short)] == [[[0, 1], [2, 3]], [[4, 5], [0, 1]]]
+    long = Reader(numbers(4), 2, epoch_size=5)
+    assert len(long) == 5
+    assert labels(long) == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
+
+
+def test_shuffle_draws_a_new_order_for_each_pass_which_a_seed_repeats() -> None:
+    def passes(seed: int | None) -> list[list[int]]:
+        reader = Reader(numbers(50), 50, shuffle=True, seed=seed)
+        return [labels(reader)[0] for _ in range(2)]
+
+    first = passes(3)
+    assert first == passes(3) != passes(4)
+    assert first[0] != first[1]
+    assert sorted(first[0]) == sorted(first[1]) == list(range(50))
+    assert passes(None) != passes(None)
+
+
+def test_a_reader_takes_a_data_set_of_the_users() -> None:
+    class Squares:
+        def __len__(self) -> int:
+            return 4
+
+        def read(self, positions: Positions) -> Batch:
+            return positions.astype(np.float64) ** 2, positions
+
+    assert [data.tolist() for data, _ in Reader(Squares(), 3)] == [[0, 1, 4], [9]]
+
+
+def test_arguments_out_of_range_are_refused_with_the_words_that_are_known(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="batch_size of at least 1, found 0"):
+        Reader(numbers(3), 0)
+    with pytest.raises(ValueError, match="'roll'; known are keep and discard"):
+        Reader(numbers(3), 1, last_batch="roll")
+    with pytest.raises(ValueError, match="by='size'; known are count and bytes"):
+        Reader(numbers(3), 1, by="size")
+    with pytest.raises(ValueError, match="a Arrays is no file of records; cut it by='count'"):
+        Reader(numbers(3), 1, by="bytes")
+    with pytest.raises(ValueError, match="3 examples, but 2 labels"):
+        Arrays(np.zeros(3), np.zeros(2))
+
+
+def test_records_are_cut_by_bytes_if_asked_to(tmp_path: Path) -> None:
+    """The first record is as long as all the others, so by bytes it is a part of its own."""
+
+    class Lengths:
+        def __init__(self, file: RecordFile) -> None:
+            self.file = file
+
+        def __len__(self) -> int:
+            return len(self.file)
+
+        def cut(self, num_parts: int, part_index: int) -> Lengths:
+            return Lengths(self.file.cut(num_parts, part_index))
+
+        def read(self, positions: Positions) -> Batch:
+            return np.array([len(self.file[i]) for i in positions]), positions
+
+    with RecordWriter(tmp_path / "a.rec") as writer:
+        for record in [bytes(92), *[bytes(2)] * 8]:
+            writer.write(record)
+    dataset = Lengths(RecordFile(tmp_path / "a.rec"))
+    found = [Reader(dataset, 9, num_parts=2, part_index=i, by="bytes").num_examples for i in range(2)]
+    assert found == [1, 8]
+    assert [Reader(dataset, 9, num_parts=2, part_index=i).num_examples for i in range(2)] == [4, 5]

@@ -1,0 +1,165 @@
+"""Rules that need norms of whole values, in whole jobs: the servers talk to each other and nobody waits for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster import Cluster
+
+from distrun_runtime.errors import KVError, PeerLost, RuleError, RuntimeFault
+from distrun_runtime.store.dist import DistStore
+
+SIZE = 60
+
+
+def ramp() -> Any:
+    return np.arange(1, SIZE + 1, dtype=np.float32)
+
+
+def pulled(kv: DistStore, key: str = "w") -> Any:
+    out = np.empty(SIZE, np.float32)
+    kv.pull(key, out)
+    return out
+
+
+@pytest.mark.parametrize("over", ["inproc", "zmq"])
+@pytest.mark.parametrize("name", ["lamb", "lars"])
+def test_a_value_on_three_servers_moves_as_on_one(name: str, over: str) -> None:
+    def script(kv: DistStore) -> Any:
+        kv.init(["w", "b"], [ramp(), np.ones(4, np.float32)])
+        kv.set_optimizer(name, learning_rate=0.5, wd=0.01)
+        for step in range(4):
+            kv.push(["w", "b"], [ramp() * (kv.rank + step), np.ones(4, np.float32)])
+            value = pulled(kv)
+        return value
+
+    found = []
+    for servers in (1, 3):
+        with Cluster(2, servers, over=over, bigarray_bound=10) as job:
+            one, other = job.run(script)
+        assert (one == other).all()
+        found.append(one)
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-6)
+    assert not (found[0] == ramp()).any()
+
+
+def test_after_a_barrier_all_workers_see_all_asynchronous_pushes() -> None:
+    def script(kv: DistStore) -> Any:
+        kv.init("w", ramp())
+        kv.set_optimizer("lars", learning_rate=0.5)
+        kv.barrier()
+        for _ in range(10):
+            kv.push("w", ramp())
+        kv.barrier()
+        return pulled(kv)
+
+    with Cluster(3, 3, over="inproc", bigarray_bound=10) as job:
+        values = job.run(script, "dist_async")
+        assert sum(counters.updates for counters in job.counters) == 90
+    assert all((value == values[0]).all() for value in values)
+
+
+def test_a_rule_that_fails_on_one_server_is_the_error_of_that_round_with_its_traceback() -> None:
+    def script(kv: DistStore) -> None:
+        kv.init("w", np.where(ramp() == SIZE, 7, 1).astype(np.float32))  # the last server has the seven
+        kv.set_optimizer("norm_rules:Picky")
+        kv.push("w", ramp())
+        with pytest.raises(RuleError, match=r"server-2 for key 'w': a seven") as caught:
+            pulled(kv)
+        assert "norm_rules.py" in caught.value.server_traceback
+        kv.barrier()
+        kv.assign("w", ramp() + 100)
+        kv.push("w", ramp())
+        assert (pulled(kv) == 100 - ramp()).all()
+        kv.push("w", 0 * ramp())
+        with pytest.raises(RuleError, match=r"for key 'w': no gradient"):
+            pulled(kv)
+
+    with Cluster(2, 3, over="inproc", bigarray_bound=10, imports=("norm_rules",)) as job:
+        job.run(script)
+
+
+def test_an_asynchronous_second_half_that_fails_is_the_pushers_next_pull() -> None:
+    def script(kv: DistStore) -> None:
+        kv.init("w", ramp() + 10)
+        kv.set_optimizer("norm_rules:Picky")
+        kv.barrier()
+        if kv.rank == 0:
+            kv.push("w", 0 * ramp())
+            with pytest.raises(RuleError, match="no gradient") as caught:
+                pulled(kv)
+            assert "norm_rules.py" in caught.value.server_traceback
+        kv.barrier()
+        pulled(kv)
+
+    with Cluster(2, 2, over="inproc", bigarray_bound=10, imports=("norm_rules",)) as job:
+        job.run(script, "dist_async")
+
+
+@pytest.mark.parametrize("type_name", ["dist_sync", "dist_async"])
+def test_rules_that_change_while_pushes_are_under_way_hold_nobody_up(type_name: str) -> None:
+    """A round may be applied by one rule here and by another there; then it fails, and says why."""
+
+    def script(kv: DistStore) -> list[str]:
+        kv.init("w", ramp())
+        kv.set_optimizer("lars", learning_rate=0.01)
+        kv.barrier()
+        failures = []
+        for step in range(10):
+            if kv.rank == 0:
+                kv.set_optimizer(("sgd", "lars")[step % 2], learning_rate=0.01, replace=True)
+            for _ in range(6):
+                try:
+                    kv.push("w", ramp())
+                    if kv.rank:
+                        pulled(kv)
+                except KVError as err:
+                    failures.append(str(err))
+        return failures
+
+    with Cluster(3, 3, bigarray_bound=10) as job:
+        failures = [text for each in job.run(script, type_name) for text in each]
+    assert all("the rule was changed" in text for text in failures), failures
+
+
+def test_a_worker_that_joined_contributes_nothing_and_norms_go_on() -> None:
+    def script(kv: DistStore) -> Any:
+        kv.init("w", ramp())
+        kv.set_optimizer("lamb", learning_rate=0.1)
+        for _ in range(2 + kv.rank):
+            kv.push("w", ramp())
+            pulled(kv)
+        kv.join()
+        return pulled(kv)
+
+    with Cluster(3, 2, over="inproc", bigarray_bound=10) as job:
+        values = job.run(script)
+    assert all((value == values[0]).all() for value in values)
+
+
+def test_a_server_that_dies_while_others_wait_for_its_norms_ends_all_waits() -> None:
+    errors: list[RuntimeFault] = []
+    cluster = Cluster(2, 2, over="inproc", bigarray_bound=10)
+
+    def script(kv: DistStore) -> None:
+        kv.init("w", ramp())
+        kv.set_optimizer("lamb", learning_rate=0.1)
+        kv.push("w", ramp())
+        pulled(kv)
+        kv.barrier()
+        if kv.rank == 0:
+            cluster.network.cut(cluster.transports["server-1"])
+        try:
+            for _ in range(100):
+                kv.push("w", ramp())
+                pulled(kv)
+        except PeerLost as err:
+            errors.append(err)
+            raise
+
+    with pytest.raises(PeerLost), cluster as job:
+        job.run(script)
+    assert len(errors) == 2
+    assert all("server-1" in str(error) for error in errors)

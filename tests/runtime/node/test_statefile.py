@@ -1,0 +1,229 @@
+"""Files of saved states: what is written is read again, and everything else is an error that names file and host."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distrun_runtime.device.dtypes import BFLOAT16
+from distrun_runtime.errors import KVError
+from distrun_runtime.node import statefile
+from distrun_runtime.node.statefile import StateFile
+
+
+def written(folder: Path, arrays: dict[str, Any], part: str = "data-1") -> dict[str, Any]:
+    return statefile.write(str(folder), part, "server-0.npz", arrays, "d1")
+
+
+def read(folder: Path, holds: dict[str, Any], part: str = "data-1") -> dict[str, Any]:
+    return statefile.read_all(str(folder), part, "server-0.npz", holds, "d2")
+
+
+def manifest(part: str) -> dict[str, Any]:
+    return {"format": 1, "data": part, "keys": []}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int64, np.uint8, BFLOAT16])
+def test_arrays_come_back_with_shape_type_and_bits(tmp_path: Path, dtype: Any) -> None:
+    values = np.frombuffer(np.arange(96, dtype=np.uint8).tobytes(), dtype)[:6].reshape(2, 3)
+    holds = written(tmp_path, {"0.0.weight": values})
+    found = read(tmp_path, holds)["0.0.weight"]
+    assert (found.dtype, found.shape) == (values.dtype, (2, 3))
+    assert found.tobytes() == values.tobytes()
+
+
+def test_bfloat16_stands_in_the_file_as_uint16(tmp_path: Path) -> None:
+    holds = written(tmp_path, {"0.0.weight": np.zeros(3, BFLOAT16)})
+    assert holds["bfloat16"] == ["0.0.weight"]
+    assert np.load(tmp_path / "data-1" / "server-0.npz", allow_pickle=False)["0.0.weight"].dtype == np.uint16
+
+
+def test_the_members_of_a_piece_are_found_by_key_and_offset(tmp_path: Path) -> None:
+    one = np.zeros(1)
+    names = ("0.0.weight", "0.0.state.momentum", "0.10.weight", "1.0.state.a.b")
+    holds = written(tmp_path, dict.fromkeys(names, one))
+    with closing(StateFile(str(tmp_path), "data-1", "server-0.npz", holds, "d2")) as file:
+        assert file.members("0.0") == ["weight", "state.momentum"]
+        assert file.members("1.0") == ["state.a.b"]
+        assert file.members("1.1") == []
+
+
+def test_objects_are_neither_written_nor_read(tmp_path: Path) -> None:
+    """They would be pickles."""
+    with pytest.raises(KVError, match="cannot be written"):
+        written(tmp_path, {"0.0.weight": np.array([{}], dtype=object)})
+    (tmp_path / "data-1" / "server-0.npz").parent.mkdir(exist_ok=True)
+    np.savez(tmp_path / "data-1" / "server-0.npz", save=np.array("data-1"), bad=np.array([{}], dtype=object))
+    with pytest.raises(KVError, match="cannot be read: ValueError: Object arrays"):
+        read(tmp_path, {})
+
+
+def test_nothing_temporary_stays(tmp_path: Path) -> None:
+    written(tmp_path, {"0.0.weight": np.zeros(3)})
+    statefile.write_manifest(str(tmp_path), manifest("data-1"), "d1")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["data-1", "manifest.json", "server-0.npz"]
+
+
+def test_a_missing_file_names_its_path_and_host_and_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(KVError) as caught:
+        read(tmp_path, {})
+    assert str(caught.value) == (
+        "%s/data-1/server-0.npz on host d2 is not there: all files of a save must be in one folder that every host of"
+        " the job shares" % tmp_path
+    )
+
+
+def test_a_shortened_file_is_an_error(tmp_path: Path) -> None:
+    holds = written(tmp_path, {"0.0.weight": np.zeros(100)})
+    path = tmp_path / "data-1" / "server-0.npz"
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(
+        KVError, match=r"server-0\.npz on host d2 has \d+ bytes where the manifest says %d" % holds["bytes"]
+    ):
+        read(tmp_path, holds)
+    with pytest.raises(KVError, match="on host d2 cannot be read: BadZipFile"):
+        read(tmp_path, {})
+
+
+def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
+    written(tmp_path, {})
+    (tmp_path / "data-1" / "server-0.npz").write_bytes(b"")
+    with pytest.raises(KVError, match="cannot be read"):
+        read(tmp_path, {})
+
+
+def test_a_changed_byte_is_an_error(tmp_path: Path) -> None:
+    holds = written(tmp_path, {"0.0.weight": np.arange(1000, dtype=np.float64)})
+    path = tmp_path / "data-1" / "server-0.npz"
+    content = bytearray(path.read_bytes())
+    content[content.index(np.float64(500).tobytes()) + 7] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(KVError, match="cannot be read: BadZipFile: Bad CRC-32"):
+        read(tmp_path, holds)["0.0.weight"]
+
+
+@pytest.mark.parametrize("content", [b"PK\x03\x04 but no more", b"hello", b"\x93NUMPY", b"\x80\x04pickle."])
+def test_what_is_no_npz_is_an_error(tmp_path: Path, content: bytes) -> None:
+    written(tmp_path, {})
+    (tmp_path / "data-1" / "server-0.npz").write_bytes(content)
+    with pytest.raises(KVError, match=r"server-0\.npz on host d2 cannot be read"):
+        read(tmp_path, {})
+
+
+def test_a_single_array_is_no_npz(tmp_path: Path) -> None:
+    (tmp_path / "data-1").mkdir()
+    with open(tmp_path / "data-1" / "server-0.npz", "wb") as file:
+        np.save(file, np.zeros(3))
+    with pytest.raises(KVError, match=r"server-0\.npz on host d2 cannot be read"):
+        read(tmp_path, {})
+
+
+def test_a_file_of_another_save_is_an_error(tmp_path: Path) -> None:
+    written(tmp_path, {"0.0.weight": np.zeros(3)}, "data-1")
+    (tmp_path / "data-1").rename(tmp_path / "data-2")
+    with pytest.raises(KVError, match="belongs to another save, 'data-1'"):
+        read(tmp_path, {}, "data-2")
+
+
+def test_a_folder_that_cannot_be_made_names_file_and_host(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(KVError, match=r"states cannot be written to .*server-0\.npz on host d1: "):
+        statefile.write(str(tmp_path / "file"), "data-1", "server-0.npz", {}, "d1")
+
+
+# The manifest
+
+
+def test_a_manifest_comes_back(tmp_path: Path) -> None:
+    statefile.write_manifest(str(tmp_path), manifest("data-1"), "d1")
+    assert statefile.read_manifest(str(tmp_path), "d1") == manifest("data-1")
+
+
+def test_data_of_earlier_saves_is_removed_once_the_new_manifest_is_there(tmp_path: Path) -> None:
+    parts = [statefile.new_part() for _ in range(2)]
+    for part in parts:
+        written(tmp_path, {}, part)
+    (tmp_path / "mine.txt").write_text("stays")
+    statefile.write_manifest(str(tmp_path), manifest(parts[1]), "d1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [parts[1], "manifest.json", "mine.txt"]
+
+
+def test_a_save_that_was_not_finished_leaves_the_one_before(tmp_path: Path) -> None:
+    holds = written(tmp_path, {"0.0.weight": np.ones(3)}, "data-1")
+    statefile.write_manifest(str(tmp_path), manifest("data-1"), "d1")
+    written(tmp_path, {"0.0.weight": np.zeros(3)}, "data-2")
+    found = statefile.read_manifest(str(tmp_path), "d1")
+    assert read(tmp_path, holds, found["data"])["0.0.weight"].sum() == 3
+    statefile.discard(str(tmp_path), "data-2")
+    assert not (tmp_path / "data-2").exists()
+
+
+def test_data_that_the_manifest_names_is_not_discarded(tmp_path: Path) -> None:
+    """Rank 0 may hear of another worker's end after it has put the manifest in its place."""
+    written(tmp_path, {}, "data-1")
+    statefile.write_manifest(str(tmp_path), manifest("data-1"), "d1")
+    statefile.discard(str(tmp_path), "data-1")
+    assert (tmp_path / "data-1" / "server-0.npz").exists()
+
+
+def test_a_folder_without_a_manifest_has_no_saved_states(tmp_path: Path) -> None:
+    with pytest.raises(KVError) as caught:
+        statefile.read_manifest(str(tmp_path), "d1")
+    assert str(caught.value) == "no saved states in %s on host d1: there is no manifest.json" % tmp_path
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "is no manifest of format 1"),
+        (json.dumps({"format": 2, "data": "data-1"}), r"is no manifest of format 1 \(format 2\)"),
+        (json.dumps({"format": 1, "data": "../elsewhere"}), "is no manifest"),
+        (json.dumps({"format": 1}), "is no manifest"),
+        ("\udcff", "cannot be read"),
+    ],
+)
+def test_what_is_no_manifest_of_ours_is_an_error_that_names_file_and_host(
+    tmp_path: Path, content: str, text: str
+) -> None:
+    (tmp_path / "manifest.json").write_text(content, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(KVError, match=r"manifest.json on host d1 " + text):
+        statefile.read_manifest(str(tmp_path), "d1")
+
+
+def test_names_of_data_folders_do_not_repeat() -> None:
+    names = {statefile.new_part() for _ in range(100)}
+    assert len(names) == 100
+    assert all(name.startswith("data-") for name in names)
+
+
+def test_folders_of_the_users_stay_whatever_they_are_called(tmp_path: Path) -> None:
+    """States may be saved beside `data-train`."""
+    mine = [tmp_path / name for name in ("data-train", "data-2026", "data-")]
+    for folder in mine:
+        folder.mkdir()
+    statefile.write_manifest(str(tmp_path), manifest(statefile.new_part()), "d1")
+    assert all(folder.is_dir() for folder in mine)
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("data-1", "../../secret.npz"),
+        ("data-1", "/etc/passwd"),
+        ("data-1", "fifo"),
+        ("data-1/..", "server-0.npz"),
+        ("..", "server-0.npz"),
+        ("/data-1", "server-0.npz"),
+    ],
+)
+def test_no_message_and_no_manifest_leads_out_of_the_folder(tmp_path: Path, part: str, name: str) -> None:
+    with pytest.raises(KVError, match="is no file of a save"):
+        statefile.read_all(str(tmp_path), part, name, {}, "d2")
+    with pytest.raises(KVError, match="is no file of a save"):
+        statefile.write(str(tmp_path), part, name, {"0.0.weight": np.zeros(1)}, "d2")

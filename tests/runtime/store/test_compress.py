@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distrun_runtime.algo import codec
+from distrun_runtime.algo.partition import Shard, compressed_shards, pieces
+from distrun_runtime.device.dtypes import BFLOAT16, narrow
+from distrun_runtime.errors import KVError
+from distrun_runtime.store.compress import MIN_SIZE, Compressor, Setting
+from distrun_runtime.store.record import Record
+from distrun_runtime.store.sparse import RowSparse
+
+ALWAYS = {"type": "2bit", "min_size": 0}
+
+
+def record(key: str = "w", size: int = 6, dtype: Any = np.float32) -> Record:
+    return Record.of(key, 0, np.zeros(size, dtype))
+
+
+def whole(size: int) -> Shard:
+    return Shard(0, 0, size)
+
+
+def values(*numbers: float, dtype: Any = np.float32) -> Any:
+    return np.array(numbers, dtype)
+
+
+def compressor(**given: object) -> Compressor:
+    made = Compressor()
+    made.set(Setting.of({**ALWAYS, **given}))
+    return made
+
+
+# --- settings
+
+
+def test_a_setting_has_its_defaults() -> None:
+    setting = Setting.of({"type": "2bit"})
+    assert setting == Setting("2bit", {"threshold": 0.5}, MIN_SIZE, False)
+    assert (setting.number, setting.codec) == (1, codec.named("2bit"))
+    none = Setting.of({"type": "none"})
+    assert none == Setting()
+    assert (none.number, none.codec) == (0, None)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"type": "none"},
+        {"type": "2bit", "threshold": 2},
+        {"type": "topk", "ratio": 0.1, "two_way": True, "min_size": 7},
+    ],
+)
+def test_a_setting_travels_as_json(given: dict[str, object]) -> None:
+    setting = Setting.of(given)
+    assert Setting.of(setting.to_json()) == setting
+    for name, value in given.items():
+        assert setting.to_json()[name] == value
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "needs a 'type': one of none, 1bit, 1bit_scaled, 2bit, fp16, topk"),
+        ({"threshold": 0.5}, "needs a 'type'"),
+        ({"type": "4bit"}, "unknown compression type '4bit'; known are none, 1bit"),
+        ({"type": 2}, "unknown compression type 2; known"),
+        ({"type": ["2bit"]}, "unknown compression type"),
+        (
+            {"type": "2bit", "treshold": 1},
+            r"'2bit' has no member 'treshold' \(did you mean 'threshold'\?\); it has min_size, threshold, two",
+        ),
+        ({"type": "topk", "threshold": 1}, "'topk' has no member 'threshold'; it has min_size, ratio, two_way, type"),
+        ({"type": "none", "threshold": 1}, "'none' has no member 'threshold'"),
+        ({"type": "2bit", "threshold": 0}, "threshold=0: expected a finite number .float32. above 0"),
+        ({"type": "2bit", "threshold": -0.5}, "above 0"),
+        ({"type": "2bit", "min_size": -1}, "min_size=-1: expected a number of bytes"),
+        ({"type": "2bit", "min_size": 1.5}, "min_size=1.5: expected"),
+        ({"type": "2bit", "two_way": 1}, "two_way=1: expected True or False"),
+        ("2bit", "as a dictionary such as .*, not str"),
+    ],
+)
+def test_what_is_wrong_is_refused_with_what_is_known(given: Any, message: str) -> None:
+    with pytest.raises(KVError, match=message):
+        Setting.of(given)
+
+
+# --- which values
+
+
+def test_only_dense_float_values_of_the_least_size_are_compressed() -> None:
+    setting = Setting.of({"type": "fp16", "min_size": 40})
+    assert setting.applies(record(size=10))
+    assert not setting.applies(record(size=9))
+    assert setting.applies(record(size=5, dtype=np.float64))
+    assert setting.applies(record(size=20, dtype=BFLOAT16))
+    assert not setting.applies(record(size=10, dtype=np.int32))
+    assert not setting.applies(Record.of("w", 0, RowSparse.empty((10, 10))))
+    assert not Setting.of({"type": "fp16", "min_size": 0}).applies(record(size=0))
+    assert not Setting().applies(record(size=10**6))
+
+
+def test_values_that_are_not_compressed_give_none_and_travel_as_they_are() -> None:
+    made = compressor()
+    flat = values(1, 2, dtype=np.int32)
+    assert made.encode(record(size=2, dtype=np.int32), whole(2), flat) is None
+    assert made.through(record(size=2, dtype=np.int32), flat) is flat
+    assert Compressor().encode(record(), whole(6), np.zeros(6, np.float32)) is None
+    assert made.residuals() == {}
+
+
+def test_settings_of_keys_go_before_that_of_all() -> None:
+    made = compressor()
+    made.set(Setting.of({"type": "fp16", "min_size": 0}), ["a"])
+    made.set(Setting(), ["b"])
+    found = {key: made.of(record(key)) for key in "abc"}
+    assert {key: setting and setting.type for key, setting in found.items()} == {"a": "fp16", "b": None, "c": "2bit"}
+
+
+# --- residuals
+
+
+def test_pieces_of_a_value_share_its_residual_and_make_the_bytes_of_the_whole() -> None:
+    n = 1000
+    gradient = np.random.default_rng(3).standard_normal(n).astype(np.float32)
+    cut = pieces(compressed_shards(0, n, 3, 100, 16), 4, 384)
+    assert len(cut) > 3
+    one, other = compressor(), compressor()
+    for _ in range(3):
+        encoded = [one.encode(record(size=n), piece, gradient) for piece in cut]
+        joined = b"".join(bytes(found[1]) for found in encoded if found)
+        found = other.encode(record(size=n), whole(n), gradient)
+        assert found is not None
+        assert (found[0], bytes(found[1])) == (1, joined)
+    np.testing.assert_array_equal(one.residuals()["w"], other.residuals()["w"])
+
+
+def test_keys_and_devices_have_residuals_of_their_own() -> None:
+    made = compressor()
+    made.through(record("a", 1), values(0.25), device=1)
+    made.through(record("b", 1), values(2.0))
+    assert {key: residual.tolist() for key, residual in made.residuals().items()} == {"a": [[0], [0.25]], "b": [1.5]}
+
+
+def test_through_gives_what_a_receiver_gets_and_keeps_the_rest() -> None:
+    made = compressor(threshold=0.5)
+    got = [made.through(record(size=1), values(0.4)).tolist() for _ in range(4)]
+    assert got == [[0], [0.5], [0.5], [0.5]]
+    got_1 = compressor(type="1bit").through(record(size=2, dtype=np.float64), values(3, -3, dtype=np.float64))
+    assert got_1.tolist() == [1, -1]
+    assert got_1.dtype == np.float64
+
+
+def test_16_bit_floats_are_compressed_from_float32_and_come_back_in_their_type() -> None:
+    for dtype in (np.dtype(np.float16), BFLOAT16):
+        made = compressor()
+        flat = narrow(values(0.75, -1.0), dtype)
+        got = made.through(record(size=2, dtype=dtype), flat)
+        assert got.tobytes() == narrow(values(0.5, -0.5), dtype).tobytes()
+        assert made.residuals()["w"].tolist() == [0.25, -0.5]
+
+
+def test_a_new_setting_keeps_residuals_and_none_drops_them() -> None:
+    made = compressor()
+    made.through(record("a", 1), values(0.3))
+    made.through(record("b", 1), values(0.3))
+    made.set(Setting.of({"type": "topk", "ratio": 1, "min_size": 0}))
+    assert made.through(record("a", 1), values(0.0)).tolist() == [np.float32(0.3)]
+    made.set(Setting(), ["b"])
+    assert list(made.residuals()) == ["a"]
+
+
+def test_residuals_are_restored_as_they_were() -> None:
+    made = compressor()
+    for device in (0, 1):
+        made.through(record("a", 2), values(0.1, 0.2), device)
+    made.through(record("b", 1), values(0.3))
+    again = compressor()
+    again.through(record("c", 1), values(0.1))
+    again.restore(made.residuals())
+    assert list(again.residuals()) == ["a", "b"]
+    for key in "ab":
+        np.testing.assert_array_equal(again.residuals()[key], made.residuals()[key])
+    before = made.residuals()["b"]
+    again.through(record("b", 1), values(0.3))
+    assert made.residuals()["b"] == before
+
+
+def test_a_residual_of_another_size_is_not_used() -> None:
+    made = compressor()
+    made.restore({"w": np.ones(3, np.float32)})
+    assert made.through(record(size=1), values(0.1)).tolist() == [0]
+
+
+def test_check_names_the_key_and_changes_nothing() -> None:
+    made = compressor()
+    made.through(record(size=2), values(0.25, 0.25))
+    made.check(record(size=2), values(1, 2))
+    with pytest.raises(KVError, match="key 'w': compression '2bit': element 1 is nan"):
+        made.check(record(size=2), values(0, np.nan))
+    assert made.residuals()["w"].tolist() == [0.25, 0.25]
+    fine = Compressor()
+    fine.check(record(size=1), values(np.nan))
+    fine.set(Setting.of({"type": "fp16", "min_size": 0}))
+    fine.check(record(size=1), values(np.inf))

@@ -1,0 +1,322 @@
+"""Compression on a distributed store: MXNet's numbers, in push and pushpull, both ways, key by key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster import Cluster
+
+from distrun_runtime.algo import codec
+from distrun_runtime.errors import KVError
+from distrun_runtime.store.compress import Compressor, Setting
+from distrun_runtime.store.dist import DistStore
+from distrun_runtime.store.record import Record
+
+SMALL, WIDE, ODD = (2, 3), (40, 40), (41, 37)
+SHAPES = {"small": SMALL, "wide": WIDE, "odd": ODD}
+BOUND = 1000
+"""Elements from which values are cut over all servers here: `wide` and `odd` are."""
+RATE = 2
+
+
+def full(value: float, shape: tuple[int, ...]) -> Any:
+    return np.full(shape, value, "float32")
+
+
+def start(kv: DistStore, **setting: Any) -> None:
+    """Keys of ones, compressed from the first element on, under the rule of the tests."""
+    kv.set_gradient_compression({"min_size": 0, **setting})
+    kv.init(list(SHAPES), [full(1, shape) for shape in SHAPES.values()])
+    kv.set_optimizer("test", rescale_grad=RATE)
+
+
+def pulled(kv: DistStore, key: str) -> Any:
+    out = full(-1, SHAPES[key])
+    kv.pull(key, out)
+    return out
+
+
+@pytest.mark.parametrize("workers", [1, 2, 7])
+def test_compressed_cpu_2bit(workers: int) -> None:
+    """Row: tests/nightly/dist_sync_kvstore.py, compressed_cpu_2bit: init, zeros, residuals, thresholds."""
+    t = 0.5
+    step = t * RATE * workers
+
+    def script(kv: DistStore) -> None:
+        start(kv, type="2bit", threshold=t)
+        for key, shape in SHAPES.items():
+            value = 1.0
+            assert (pulled(kv, key) == value).all(), "init is not compressed"
+            for pushed, moves in ((0.4, 0), (t - 0.4, 1), (0.2, 0), (t - 0.2, 1), (0.0, 0), (t, 1)):
+                kv.push(key, full(pushed, shape))
+                value += moves * step
+                assert np.allclose(pulled(kv, key), value, rtol=1e-6), pushed
+
+    with Cluster(workers, 2, over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
+@pytest.mark.parametrize("threshold", [-0.5, 0.0, 0.5])
+@pytest.mark.parametrize("workers", [1, 2, 7])
+def test_compressed_cpu_1bit(workers: int, threshold: float) -> None:
+    """Row: tests/nightly/dist_sync_kvstore.py, compressed_cpu_1bit: ones, -ones, the residuals of 2, 0, -2."""
+    step = RATE * workers
+
+    def script(kv: DistStore) -> None:
+        start(kv, type="1bit", threshold=threshold)
+        for key, shape in SHAPES.items():
+            value = 1.0
+            assert (pulled(kv, key) == value).all()
+            for pushed in (1, 1, 1, -1, -1, -1):
+                kv.push(key, full(pushed, shape))
+                value += pushed * step
+                assert (pulled(kv, key) == value).all()
+            for pushed, moves in ((2, 1), (0, 1), (-2, -1)):
+                kv.push(key, full(pushed, shape))
+                value += moves * step
+                assert (pulled(kv, key) == value).all(), pushed
+
+    with Cluster(workers, 2, over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
+@pytest.mark.parametrize("kind", ["1bit", "2bit", "topk", "1bit_scaled", "fp16"])
+def test_random_gradients_move_the_value_as_a_simulated_quantiser_says(kind: str) -> None:
+    """Rows: compressed_cpu_1bit and _2bit, random against simulation; 7 rounds, residuals carried, and our own."""
+    workers = 2
+    params = {"1bit": {"threshold": 0.0}, "2bit": {"threshold": 0.5}, "topk": {"ratio": 0.1}}.get(kind, {})
+
+    def gradient(rank: int, step: int, shape: tuple[int, ...]) -> Any:
+        return np.random.default_rng([rank, step, shape[0]]).normal(size=shape).astype("float32")
+
+    def script(kv: DistStore) -> None:
+        start(kv, type=kind, **params)
+        coder = codec.named(kind)
+        checked = coder.check(params)
+        for key, shape in SHAPES.items():
+            expected = np.ones(shape, "float32").reshape(-1)
+            residuals = [np.zeros(expected.size, "float32") for _ in range(workers)]
+            for step in range(7):
+                kv.push(key, gradient(kv.rank, step, shape))
+                for rank in range(workers):
+                    flat = gradient(rank, step, shape).reshape(-1)
+                    for piece in kv._layouts[key].pieces:
+                        run = slice(piece.offset, piece.end)
+                        payload = coder.encode(flat[run], residuals[rank][run], checked)
+                        expected[run] += RATE * coder.decode(payload, piece.length, checked)
+                assert np.allclose(pulled(kv, key).reshape(-1), expected, rtol=1e-5, atol=1e-5)
+
+    with Cluster(workers, 3, over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
+def test_big_values_are_cut_by_words_of_their_codec() -> None:
+    """1211 * 1211 elements on three servers, as MXNet's workers send them: kvstore vectors of 2bit."""
+
+    def script(kv: DistStore) -> None:
+        kv.set_gradient_compression({"type": "2bit"})
+        kv.init(["w", "later"], [np.zeros(1466521, "float32"), np.zeros(7, "float32")])
+        held = [0, 0, 0]
+        for piece in kv._layouts["w"].pieces:
+            held[piece.server] += piece.length
+        assert held == [488848, 488832, 488841]
+
+    with Cluster(1, 3, over="inproc") as job:
+        job.run(script)
+
+
+def test_pushpull_is_compressed_too() -> None:
+    """In MXNet it was an error, so that a Trainer could not compress on a dist store."""
+
+    def script(kv: DistStore) -> None:
+        start(kv, type="2bit")
+        out = full(0, WIDE)
+        kv.pushpull("wide", full(0.4, WIDE), out)
+        assert (out == 1).all()
+        value = full(0.2, WIDE)
+        kv.pushpull("wide", value, wait=False).wait()
+        assert np.allclose(value, 1 + 0.5 * RATE * 2)
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
+def test_bytes_on_the_wire_shrink() -> None:
+    def script(kv: DistStore) -> tuple[int, int]:
+        kv.set_gradient_compression({"type": "2bit"}, keys=["less"])
+        kv.init(["all", "less"], [full(0, WIDE), full(0, WIDE)])
+        sizes = []
+        for key in ("all", "less"):
+            before = sum(counters.bytes_in for counters in job.counters)
+            kv.push(key, full(1, WIDE)).wait()
+            sizes.append(sum(counters.bytes_in for counters in job.counters) - before)
+        return sizes[0], sizes[1]
+
+    with Cluster(1, 2, over="inproc", bigarray_bound=BOUND) as job:
+        assert job.run(script) == [(6400, 400)]
+
+
+def test_small_values_other_types_and_rows_travel_as_they_are() -> None:
+    def script(kv: DistStore) -> None:
+        kv.set_gradient_compression({"type": "2bit", "min_size": 100})
+        kv.init(["small", "ints", "wide"], [full(0, SMALL), np.zeros(WIDE, "int64"), full(0, WIDE)])
+        out, ints, wide = full(0, SMALL), np.zeros(WIDE, "int64"), full(0, WIDE)
+        kv.pushpull(["small", "ints", "wide"], [full(0.3, SMALL), np.full(WIDE, 7), full(0.3, WIDE)], [out, ints, wide])
+        assert np.allclose(out, 0.6)
+        assert (ints == 14).all()
+        assert (wide == 0).all()
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_other_float_types_are_compressed(dtype: str) -> None:
+    from distrun_runtime.device import dtypes
+
+    kind = dtypes.parse(dtype)
+
+    def of(value: float) -> Any:
+        return dtypes.narrow(np.full(WIDE, value, dtypes.work_dtype(kind)), kind)
+
+    def script(kv: DistStore) -> None:
+        kv.set_gradient_compression({"type": "2bit"})
+        kv.init("w", of(0))
+        out = of(-1)
+        kv.pushpull("w", of(0.25), out)
+        assert (dtypes.widen(out) == 0).all()
+        kv.pushpull("w", of(0.25), out)
+        assert (dtypes.widen(out) == 1).all()
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
+def test_each_key_may_have_a_setting_of_its_own_and_lose_it() -> None:
+    def script(kv: DistStore) -> None:
+        kv.set_gradient_compression({"type": "2bit", "min_size": 0})
+        kv.set_gradient_compression({"type": "1bit", "min_size": 0}, keys="small")
+        kv.set_gradient_compression({"type": "none"}, keys=["odd"])
+        kv.init(list(SHAPES), [full(0, shape) for shape in SHAPES.values()])
+        outs = [full(0, shape) for shape in SHAPES.values()]
+        kv.pushpull(list(SHAPES), [full(0.6, shape) for shape in SHAPES.values()], outs)
+        for out, value in zip(outs, (2, 1, 1.2), strict=True):
+            assert np.allclose(out, value)
+        kv.set_gradient_compression({"type": "none"})
+        kv.pushpull("wide", full(0.25, WIDE), outs[1])
+        assert np.allclose(outs[1], 0.5)
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
+@pytest.mark.parametrize("kind", ["fp16", "2bit", "1bit_scaled"])
+def test_a_round_is_compressed_on_the_way_back_and_all_workers_get_the_same(kind: str) -> None:
+    def script(kv: DistStore) -> list[Any]:
+        kv.set_gradient_compression({"type": kind, "min_size": 0, "two_way": True})
+        kv.init("wide", full(0, WIDE))
+        outs = []
+        for step in range(4):
+            out = full(0, WIDE)
+            random = np.random.default_rng([kv.rank, step])
+            kv.pushpull("wide", random.normal(size=WIDE).astype("float32"), out)
+            outs.append(out)
+        assert all(counters.bytes_out < 4 * 2 * 2 * 1600 * 4 for counters in job.counters)
+        return outs
+
+    with Cluster(2, 2, over="inproc", bigarray_bound=BOUND) as job:
+        one, two = job.run(script)
+    for left, right in zip(one, two, strict=True):
+        assert (left == right).all()
+        assert left.any()
+
+
+def test_a_weight_under_a_rule_comes_back_in_half_precision_only() -> None:
+    def script(kv: DistStore) -> None:
+        kv.set_gradient_compression({"type": "fp16", "two_way": True})
+        kv.init("wide", full(1, WIDE))
+        kv.set_optimizer("sgd", learning_rate=0.1)
+        out = full(0, WIDE)
+        kv.pushpull("wide", full(1 / 3, WIDE), out)
+        assert (out == np.float32(np.float16(1 - np.float32(0.1) * (2 * np.float32(np.float16(1 / 3)))))).all()
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
+def test_other_codecs_on_the_way_back_are_refused_under_a_rule_and_before_the_first_round_nothing_is_lost() -> None:
+    def script(kv: DistStore) -> None:
+        kv.set_gradient_compression({"type": "2bit", "two_way": True})
+        kv.init("wide", full(0.3, WIDE))
+        assert (pulled(kv, "wide") == np.float32(0.3)).all()
+        kv.set_optimizer("test", rescale_grad=1)
+        kv.push("wide", full(0.5, WIDE))
+        with pytest.raises(KVError, match="fp16, not as 2bit"):
+            pulled(kv, "wide")
+        kv.set_gradient_compression({"type": "2bit"})
+        assert np.allclose(pulled(kv, "wide"), 1.3)
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
+def test_workers_that_compress_differently_are_told_at_init() -> None:
+    def script(kv: DistStore) -> None:
+        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5 + kv.rank})
+        with pytest.raises(KVError, match=r"key 'w'.*threshold=\d.5.*threshold=\d.5"):
+            kv.init("w", full(0, WIDE))
+        kv.init("small", full(0, SMALL))
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_what_is_not_finite_is_refused_and_changes_nothing() -> None:
+    def script(kv: DistStore) -> None:
+        start(kv, type="2bit")
+        bad = full(0.6, WIDE)
+        bad[3, 3] = np.nan
+        with pytest.raises(KVError, match=r"'wide'.*finite"):
+            kv.push(["odd", "wide"], [full(0.6, ODD), bad])
+        kv.push(["odd", "wide"], [full(0.4, ODD), full(0.4, WIDE)])
+        assert (pulled(kv, "odd") == 1).all()
+        assert (pulled(kv, "wide") == 1).all()
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
+def test_the_sum_of_devices_is_compressed_once() -> None:
+    """Row of dist_*_device types: no double compression."""
+
+    def script(kv: DistStore) -> None:
+        start(kv, type="2bit")
+        kv.push("wide", [full(0.3, WIDE), full(0.3, WIDE)])
+        assert (pulled(kv, "wide") == 1 + 0.5 * RATE * 2).all()
+        residuals = kv._compressor.residuals()
+        assert list(residuals) == ["wide"]
+        assert np.allclose(residuals["wide"], 0.1)
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script, "dist_device_sync")
+
+
+def test_a_scale_is_applied_after_compression() -> None:
+    def script(kv: DistStore) -> None:
+        start(kv, type="2bit")
+        kv.push("wide", full(0.5, WIDE), scale=0.25)
+        assert (pulled(kv, "wide") == 1 + 0.5 * 0.25 * RATE * 2).all()
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
+def test_the_settings_of_the_record_are_those_of_the_compressor() -> None:
+    record = Record.of("w", 0, full(0, WIDE))
+    compressor = Compressor()
+    compressor.set(Setting.of({"type": "topk", "ratio": 0.5}))
+    found = compressor.of(record)
+    assert found is not None
+    assert found.params == {"ratio": 0.5}

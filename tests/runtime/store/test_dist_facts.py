@@ -1,0 +1,161 @@
+"""What a distributed store tells of itself: counters, traces, lost nodes, capabilities."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster import Cluster
+
+from distrun_runtime.errors import KVError, PeerLost
+from distrun_runtime.store.dist import DistStore
+
+SHAPE, WIDE = (2, 3), (40, 40)
+BOUND = 1000
+
+
+def ones(shape: tuple[int, ...] = SHAPE) -> Any:
+    return np.ones(shape, "float32")
+
+
+def test_counters_say_what_went_through_each_server() -> None:
+    def script(kv: DistStore) -> Any:
+        kv.init(["w", "v"], [ones(), ones(WIDE)])
+        before = kv.stats()
+        kv.barrier()
+        for _ in range(3):
+            kv.pushpull("v", ones(WIDE))
+        kv.barrier()
+        return before, kv.stats()
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        (before, after), (_, other) = job.run(script)
+    assert [facts["server"] for facts in after] == ["server-0", "server-1"]
+    assert sum(facts["keys"] for facts in after) == 3  # `v` is on both
+    assert [facts["rounds"] for facts in after] == [3, 3]
+    for first, last in zip(before, after, strict=True):
+        assert last["bytes_in"] - first["bytes_in"] == 3 * 2 * 800 * 4
+        assert last["bytes_out"] - first["bytes_out"] == 3 * 2 * 800 * 4
+        assert last["updates"] - first["updates"] == 3
+        assert last["queue"] == 0
+    assert other == after
+
+
+def test_the_queue_has_pulls_that_wait_for_their_round() -> None:
+    seen = threading.Event()
+
+    def script(kv: DistStore) -> None:
+        kv.init("w", ones())
+        if kv.rank == 0:
+            out = ones()
+            pending = kv.pushpull("w", ones(), out, wait=False)
+            while not any(facts["queue"] for facts in kv.stats()):
+                assert not pending.is_done
+            seen.set()
+            pending.wait()
+        else:
+            assert seen.wait(20)
+            kv.push("w", ones())
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_staleness_of_async_pushes_is_counted_a_worker() -> None:
+    """A push is as stale as the updates that others made since the worker's last pull."""
+    turns = [threading.Event(), threading.Event()]
+
+    def script(kv: DistStore) -> Any:
+        kv.init("w", ones())
+        kv.set_optimizer("test", rescale_grad=1)
+        kv.pull("w", ones())
+        kv.barrier()
+        if kv.rank == 0:
+            for _ in range(3):
+                kv.push("w", ones()).wait()
+            turns[0].set()
+            assert turns[1].wait(20)
+        else:
+            assert turns[0].wait(20)
+            kv.push("w", ones()).wait()
+            turns[1].set()
+        kv.barrier()
+        return [facts["staleness"] for facts in kv.stats() if facts["keys"]]
+
+    with Cluster(over="inproc") as job:
+        [found] = job.run(script, "dist_async")[0]
+    assert found["1"] == {"mean": 3.0, "max": 3, "pushes": 1}
+    assert found["0"]["pushes"] == 3
+
+
+def test_a_profile_writes_a_trace_for_every_worker_and_server(tmp_path: Path) -> None:
+    """Row: tests/nightly/test_server_profiling.py: a file a rank, each valid JSON, around a sharded key."""
+
+    def script(kv: DistStore) -> None:
+        kv.init(["w", "v"], [ones(), ones(WIDE)])
+        with kv.profile(tmp_path / "traces"):
+            kv.barrier()
+            for _ in range(2):
+                kv.push(["w", "v"], [ones(), ones(WIDE)], wait=False)
+                kv.pull(["w", "v"], [ones(), ones(WIDE)])
+            kv.barrier()
+        kv.pull("w", ones())
+
+    with Cluster(3, 3, over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+    names = ["server-0.json", "server-1.json", "server-2.json", "worker-0.json", "worker-1.json", "worker-2.json"]
+    assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == names
+    for name in names:
+        events = json.loads((tmp_path / "traces" / name).read_text())["traceEvents"]
+        spans = [event for event in events if event["ph"] == "X"]
+        assert all(event["dur"] >= 0 and event["ts"] > 0 for event in spans)
+        called = {event["name"] for event in spans}
+        assert called >= ({"push", "pull", "wait"} if name.startswith("worker") else {"apply"}), name
+
+
+def test_one_profile_at_a_time(tmp_path: Path) -> None:
+    def script(kv: DistStore) -> None:
+        kv.init("w", ones())
+        with kv.profile(tmp_path), pytest.raises(KVError, match="already"), kv.profile(tmp_path / "other"):
+            pass
+        kv.barrier()
+        with kv.profile(tmp_path / "again"):
+            kv.pull("w", ones())
+
+    with Cluster(1, 1, over="inproc") as job:
+        job.run(script)
+    assert (tmp_path / "again" / "server-0.json").exists()
+
+
+def test_lost_nodes_are_counted_by_role() -> None:
+    """In MXNet nobody was ever seen to be dead."""
+
+    def script(kv: DistStore) -> None:
+        kv.init("w", ones(WIDE))
+        assert kv.num_dead_node() == 0
+        kv.push("w", ones(WIDE)).wait()
+        kv.barrier()
+        if kv.rank == 0:
+            job.network.cut(job.transports["server-1"])
+        with pytest.raises(PeerLost):
+            kv.barrier()
+        with pytest.raises(PeerLost):
+            kv.barrier()
+        assert kv.num_dead_node(2) == 1
+        assert kv.num_dead_node(7) >= 1
+        assert kv.num_dead_node(1) == 0
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
+def test_the_store_is_capable_of_an_optimizer() -> None:
+    def script(kv: DistStore) -> None:
+        assert kv.is_capable("optimizer") is True
+
+    with Cluster(1, 1, over="inproc") as job:
+        job.run(script)

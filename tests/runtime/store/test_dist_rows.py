@@ -1,0 +1,234 @@
+"""Row-sparse keys on a distributed store: pushes by rows, pulls of rows, rounds of servers that get no rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster import Cluster
+
+from distrun_runtime.errors import KVError
+from distrun_runtime.store.dist import DistStore
+from distrun_runtime.store.sparse import RowSparse
+
+SHAPE = (6, 4)
+WIDE = (120, 12)
+BOUND = 100
+"""Elements from which rows are dealt to all servers here."""
+RATE = 2
+
+
+def ones(shape: tuple[int, ...]) -> Any:
+    return RowSparse.from_dense(np.ones(shape, "float32"))
+
+
+def some(shape: tuple[int, ...], rows: Any, value: float = 1.0) -> RowSparse:
+    return RowSparse(np.full((len(rows), *shape[1:]), value, "float32"), rows, shape)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 7])
+def test_check_row_sparse_keys(workers: int) -> None:
+    """Row: tests/nightly/dist_sync_kvstore.py, check_row_sparse_keys: each worker pushes one row."""
+
+    def script(kv: DistStore) -> None:
+        kv.init(["small", "wide"], [ones(SHAPE), ones(WIDE)])
+        kv.set_optimizer("test", rescale_grad=RATE)
+        random = np.random.default_rng(kv.rank)
+        for key, shape in (("small", SHAPE), ("wide", WIDE)):
+            expected = np.ones(shape, "float32")
+            for _ in range(3):
+                kv.push(key, some(shape, [kv.rank % shape[0]], kv.rank + 1))
+                for rank in range(workers):
+                    expected[rank % shape[0]] += RATE * (rank + 1)
+            ids = random.integers(0, shape[0], 2 * shape[0])  # in disorder, some twice
+            out = RowSparse.empty(shape)
+            kv.row_sparse_pull(key, out, row_ids=ids)
+            assert (out.rows == np.unique(ids)).all()
+            assert (out.values == expected[out.rows]).all()
+            table = np.zeros((len(ids), shape[1]), "float32")
+            kv.row_sparse_pull(key, table, row_ids=ids)
+            assert (table == expected[ids]).all()
+
+    with Cluster(workers, 2, over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
+def test_check_row_sparse_keys_with_zeros() -> None:
+    """Row: tests/nightly/dist_sync_kvstore.py, check_row_sparse_keys_with_zeros (small and sharded)."""
+
+    def script(kv: DistStore) -> None:
+        kv.init(["small", "wide"], [ones(SHAPE), ones(WIDE)])
+        kv.set_optimizer("test", rescale_grad=RATE)
+        for key, shape in (("small", SHAPE), ("wide", WIDE)):
+            for _ in range(3):
+                kv.push(key, RowSparse.empty(shape))
+                out = RowSparse.empty(shape)
+                kv.row_sparse_pull(key, out, row_ids=np.arange(shape[0]))
+                assert (out.to_dense() == 1).all()
+                kv.row_sparse_pull(key, out, row_ids=np.array([]))
+                assert len(out.rows) == 0
+                assert (out.to_dense() == 0).all()
+
+    with Cluster(3, 3, over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
+def test_check_big_row_sparse_keys() -> None:
+    """Row: tests/nightly/dist_sync_kvstore.py, check_big_row_sparse_keys: overlapping rows, density .3, sharded."""
+    workers = 3
+
+    def rows_of(rank: int) -> Any:
+        return np.flatnonzero(np.random.default_rng(rank).random(WIDE[0]) < 0.3)
+
+    def script(kv: DistStore) -> None:
+        kv.init("wide", ones(WIDE))
+        kv.set_optimizer("test", rescale_grad=RATE)
+        expected = np.ones(WIDE, "float32")
+        for step in range(4):
+            kv.push("wide", some(WIDE, rows_of(kv.rank + step), kv.rank + 1), wait=bool(step % 2))
+            for rank in range(workers):
+                expected[rows_of(rank + step)] += RATE * (rank + 1)
+        ids = np.random.default_rng(100 + kv.rank).integers(0, WIDE[0], (5, 6))
+        table = np.zeros((5, 6, WIDE[1]), "float32")
+        kv.row_sparse_pull("wide", table, row_ids=ids)
+        assert (table == expected[ids]).all()
+
+    with Cluster(workers, 3, over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
+def test_rows_of_a_key_larger_than_a_piece_are_never_cut() -> None:
+    """Pieces of at most 4 MiB: this key has six of them, on two servers."""
+    shape = (3000, 1300)
+
+    def script(kv: DistStore) -> None:
+        kv.init("w", RowSparse.empty(shape))
+        assert len(kv._layouts["w"].pieces) == 4
+        assert all(piece.offset % 1300 == 0 for piece in kv._layouts["w"].pieces)
+        rows = np.array([2999, 0, 1500, 1499, 806, 807])
+        kv.push("w", RowSparse(np.repeat(rows[:, None], 1300, 1).astype("float32"), rows, shape))
+        out = RowSparse.empty(shape)
+        kv.row_sparse_pull("w", out, row_ids=[806, 807, 1499, 1500, 2999, 5])
+        assert (out.values[:, 7] == [0, 2 * 806, 2 * 807, 2 * 1499, 2 * 1500, 2 * 2999]).all()
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_a_dense_push_to_a_row_sparse_key_has_all_rows_and_a_pull_gives_the_whole_value() -> None:
+    def script(kv: DistStore) -> None:
+        kv.init("wide", ones(WIDE))
+        kv.set_optimizer("test", rescale_grad=1)
+        if kv.rank == 0:
+            kv.push("wide", np.full(WIDE, 3, "float32"))
+        else:
+            kv.push("wide", some(WIDE, [5, 119], 4))
+        out = np.zeros(WIDE, "float32")
+        kv.pull("wide", out)
+        expected = np.full(WIDE, 4, "float32")
+        expected[[5, 119]] += 4
+        assert (out == expected).all()
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
+def test_without_a_rule_a_round_of_rows_assigns_their_sum() -> None:
+    def script(kv: DistStore) -> None:
+        kv.init("wide", ones(WIDE))
+        kv.push("wide", some(WIDE, [1, 100 + kv.rank], 2))
+        out = np.zeros(WIDE, "float32")
+        kv.pull("wide", out)
+        expected = np.zeros(WIDE, "float32")
+        expected[[1, 100, 101]] = [[4.0], [2.0], [2.0]]
+        assert (out == expected).all()
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
+def test_rows_out_of_range_are_refused_before_anything_is_sent() -> None:
+    def script(kv: DistStore) -> None:
+        kv.init(["wide", "dense"], [ones(WIDE), np.ones(WIDE, "float32")])
+        out = RowSparse.empty(WIDE)
+        for ids in ([120], [-1], [3.5]):
+            with pytest.raises(KVError, match="119"):
+                kv.row_sparse_pull("wide", out, row_ids=ids)
+        with pytest.raises(KVError, match="119"):
+            some(WIDE, [120])
+        with pytest.raises(KVError, match="not row-sparse"):
+            kv.row_sparse_pull("dense", out, row_ids=[1])
+        kv.barrier()
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
+def test_several_outputs_keys_and_devices_in_one_call() -> None:
+    def script(kv: DistStore) -> None:
+        kv.init(["a", "b"], [ones(SHAPE), ones(WIDE)])
+        kv.set_optimizer("test", rescale_grad=1)
+        kv.push(["a", "b"], [[some(SHAPE, [1, 2]), some(SHAPE, [2])], some(WIDE, [7])])
+        outs: Any = [[RowSparse.empty(SHAPE), RowSparse.empty(SHAPE)], RowSparse.empty(WIDE)]
+        ids = [[np.array([2, 1]), np.array([5])], np.array([7, 7, 8])]
+        kv.row_sparse_pull(["a", "b"], outs, row_ids=ids, wait=False).wait()
+        assert (outs[0][0].values[:, 0] == [3, 5]).all()
+        assert (outs[0][1].values[:, 0] == [1]).all()
+        assert (outs[1].values[:, 0] == [3, 1]).all()
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "int32"])
+def test_rows_of_other_element_types(dtype: str) -> None:
+    from distrun_runtime.device import dtypes
+
+    def script(kv: DistStore) -> None:
+        kind = dtypes.parse(dtype)
+        value = dtypes.narrow(np.full((2, 12), 3, dtypes.work_dtype(kind)), kind)
+        kv.init("w", RowSparse.empty(WIDE, dtype))
+        kv.push("w", RowSparse(value, [110, 2], WIDE))
+        out = RowSparse.empty(WIDE, dtype)
+        kv.row_sparse_pull("w", out, row_ids=[2, 3, 110])
+        assert (dtypes.widen(out.values)[:, 3] == [6, 0, 6]).all()
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
+def test_async_pushes_of_rows_are_applied_on_arrival_and_empty_ones_change_nothing() -> None:
+    def script(kv: DistStore) -> None:
+        kv.init("w", ones(WIDE))
+        kv.set_optimizer("test", rescale_grad=1)
+        kv.push("w", some(WIDE, [3, 90]))
+        kv.push("w", RowSparse.empty(WIDE))
+        kv.barrier()
+        out = RowSparse.empty(WIDE)
+        kv.row_sparse_pull("w", out, row_ids=[3, 4, 90])
+        assert (out.values[:, 0] == [3, 1, 3]).all()
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script, "dist_async")
+
+
+def test_workers_that_disagree_about_the_kind_of_a_key_are_told() -> None:
+    def script(kv: DistStore) -> None:
+        with pytest.raises(KVError, match="row_sparse"):
+            kv.init("w", ones(SHAPE) if kv.rank else np.ones(SHAPE, "float32"))
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_rows_without_elements_go_through() -> None:
+    def script(kv: DistStore) -> None:
+        kv.init("w", RowSparse.empty((4, 0)))
+        kv.push("w", RowSparse.empty((4, 0)))
+        out = RowSparse.empty((4, 0))
+        kv.row_sparse_pull("w", out, row_ids=[1, 2])
+        assert out.values.shape == (2, 0)
+
+    with Cluster(over="inproc") as job:
+        job.run(script)

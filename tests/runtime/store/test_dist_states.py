@@ -1,0 +1,247 @@
+"""Saved states of a distributed store: weights, rule states, rounds and residuals, into any number of servers."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster import Cluster
+
+from distrun_runtime.device import dtypes
+from distrun_runtime.errors import KVError
+from distrun_runtime.store.dist import DistStore
+from distrun_runtime.store.sparse import RowSparse
+
+SHAPE, WIDE = (2, 3), (40, 40)
+BOUND = 1000
+KEYS = ["w", "v", "half", "rows"]
+
+
+def gradient(key: str, rank: int, step: int) -> Any:
+    random = np.random.default_rng([KEYS.index(key), rank, step])
+    if key == "half":
+        return dtypes.narrow(random.normal(size=WIDE).astype("float32"), dtypes.BFLOAT16)
+    if key == "rows":
+        rows = np.unique(random.integers(0, 40, 9))
+        return RowSparse(random.normal(size=(len(rows), 40)).astype("float32"), rows, WIDE)
+    return random.normal(size=SHAPE if key == "w" else WIDE).astype("float32")
+
+
+def start(kv: DistStore) -> None:
+    kv.init(["w", "v"], [np.ones(SHAPE, "float32"), np.ones(WIDE, "float32")])
+    kv.init("half", dtypes.narrow(np.ones(WIDE, "float32"), dtypes.BFLOAT16))
+    kv.init("rows", RowSparse.empty(WIDE))
+    kv.set_optimizer("sgd", learning_rate=0.1, momentum=0.9)
+
+
+def train(kv: DistStore, steps: range) -> dict[str, Any]:
+    for step in steps:
+        for key in KEYS:
+            kv.push(key, gradient(key, kv.rank % 2, step))
+    return values(kv)
+
+
+def values(kv: DistStore) -> dict[str, Any]:
+    outs = {"w": np.zeros(SHAPE, "float32"), "v": np.zeros(WIDE, "float32"), "rows": np.zeros(WIDE, "float32")}
+    outs["half"] = np.zeros(WIDE, dtypes.BFLOAT16)
+    for key, out in outs.items():
+        kv.pull(key, out)
+    return {key: dtypes.widen(out) for key, out in outs.items()}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(np.array_equal(one[key], other[key]) for key in KEYS)
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3])
+def test_training_goes_on_where_it_was_saved_also_with_other_servers(servers: int, tmp_path: Path) -> None:
+    """In MXNet a dist store could save nothing, and a server that was started again had nothing."""
+
+    def first(kv: DistStore) -> Any:
+        start(kv)
+        train(kv, range(3))
+        kv.save_states(tmp_path / "saved")
+        saved = values(kv)
+        return saved, train(kv, range(3, 6))
+
+    def second(kv: DistStore) -> Any:
+        start(kv)
+        kv.load_states(tmp_path / "saved")
+        loaded = values(kv)
+        assert kv._rounds == dict.fromkeys(KEYS, 3)
+        return loaded, train(kv, range(3, 6))
+
+    with Cluster(2, 2, over="inproc", bigarray_bound=BOUND) as job:
+        saved, went_on = job.run(first)[0]
+    with Cluster(2, servers, over="inproc", bigarray_bound=BOUND) as job:
+        for loaded, ended in job.run(second):
+            assert same(loaded, saved)
+            assert same(ended, went_on)
+
+
+def test_a_folder_holds_one_whole_state_of_documented_files(tmp_path: Path) -> None:
+    def script(kv: DistStore) -> None:
+        kv.set_gradient_compression({"type": "2bit", "min_size": 0}, keys=["w", "v"])
+        start(kv)
+        for step in range(2):
+            train(kv, range(step, step + 1))
+            kv.save_states(tmp_path)
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["format"] == 1
+    assert [record["key"] for record in manifest["keys"]] == KEYS
+    assert manifest["rule"]["name"] == "sgd"
+    assert sorted(os.listdir(tmp_path)) == sorted(["manifest.json", manifest["data"]]), "the state before is removed"
+    names = sorted(os.listdir(tmp_path / manifest["data"]))
+    assert names == ["server-0.npz", "server-1.npz", "worker-0.npz", "worker-1.npz"]
+    for name in names:
+        with np.load(tmp_path / manifest["data"] / name, allow_pickle=False) as file:
+            assert file.files
+    with np.load(tmp_path / manifest["data"] / "worker-1.npz", allow_pickle=False) as file:
+        assert sorted(file.files) == ["0.residual", "1.residual", "save"]
+
+
+def test_residuals_are_taken_up_and_dropped_with_a_warning_for_another_number_of_workers(tmp_path: Path) -> None:
+    def full(value: float) -> Any:
+        return np.full(WIDE, value, "float32")
+
+    def save(kv: DistStore) -> None:
+        kv.set_gradient_compression({"type": "2bit"})
+        kv.init("w", full(0))
+        kv.set_optimizer("test", rescale_grad=1)
+        kv.push("w", full(0.25 + 0.125 * kv.rank))
+        kv.save_states(tmp_path)
+
+    def load(kv: DistStore) -> Any:
+        kv.set_gradient_compression({"type": "2bit"})
+        kv.init("w", full(0))
+        kv.set_optimizer("test", rescale_grad=1)
+        kv.load_states(tmp_path)
+        out = full(-1)
+        kv.pushpull("w", full(0.25 - 0.125 * kv.rank), out)
+        return out[0, 0], float(kv._compressor.residuals()["w"][0])
+
+    with Cluster(2, 2, over="inproc", bigarray_bound=BOUND) as job:
+        job.run(save)
+    with Cluster(2, 1, over="inproc", bigarray_bound=BOUND) as job:
+        assert job.run(load) == [(1.0, 0.0), (1.0, 0.0)]
+    warned = pytest.warns(RuntimeWarning, match=r"2 workers are loaded by 1.*worker-1.npz.*dropped")
+    with Cluster(1, 1, over="inproc", bigarray_bound=BOUND) as job, warned:
+        assert job.run(load) == [(0.0, 0.25)]
+
+
+def test_a_state_is_not_saved_while_a_round_is_open(tmp_path: Path) -> None:
+    def script(kv: DistStore) -> None:
+        kv.init("w", np.ones(SHAPE, "float32"))
+        if kv.rank == 0:
+            kv.push("w", np.ones(SHAPE, "float32"))
+        with pytest.raises(KVError, match=r"round 1 of key 'w' is open: worker-0 pushed it, worker-1 did not"):
+            kv.save_states(tmp_path)
+        assert not (tmp_path / "manifest.json").exists()
+        if kv.rank == 1:
+            kv.push("w", np.ones(SHAPE, "float32"))
+        kv.save_states(tmp_path)
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+    assert (tmp_path / "manifest.json").exists()
+
+
+def test_a_folder_that_cannot_be_written_or_is_not_there_is_an_error_of_all(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+
+    def script(kv: DistStore) -> None:
+        kv.init("w", np.ones(SHAPE, "float32"))
+        with pytest.raises(KVError, match=r"server-\d.* on host here"):
+            kv.save_states(tmp_path / "file")
+        with pytest.raises(KVError, match=r"manifest\.json"):
+            kv.load_states(tmp_path / "nothing")
+        kv.barrier()
+        kv.save_states(tmp_path / "good")
+        kv.load_states(tmp_path / "good")
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+@pytest.mark.parametrize("broken", ["server-0.npz", "manifest.json"])
+def test_a_torn_state_is_refused_and_changes_nothing(broken: str, tmp_path: Path) -> None:
+    def save(kv: DistStore) -> None:
+        start(kv)
+        train(kv, range(2))
+        kv.save_states(tmp_path)
+
+    def load(kv: DistStore) -> None:
+        start(kv)
+        before = train(kv, range(1))
+        with pytest.raises(KVError) as caught:
+            kv.load_states(tmp_path)
+        assert broken in str(caught.value)
+        assert same(values(kv), before)
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(save)
+    part = json.loads((tmp_path / "manifest.json").read_text())["data"]
+    path = tmp_path / ("" if broken == "manifest.json" else part) / broken
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(load)
+
+
+def test_a_state_of_other_keys_is_refused_with_both(tmp_path: Path) -> None:
+    def save(kv: DistStore) -> None:
+        kv.init("w", np.ones(SHAPE, "float32"))
+        kv.save_states(tmp_path)
+
+    def load(kv: DistStore) -> None:
+        kv.init("w", np.ones(WIDE, "float32"))
+        with pytest.raises(KVError, match=r"'w'.*\(\d+, \d+\).*\(\d+, \d+\)"):
+            kv.load_states(tmp_path)
+
+    for script in (save, load):
+        with Cluster(over="inproc") as job:
+            job.run(script)
+
+
+def test_an_asynchronous_store_saves_and_loads_too(tmp_path: Path) -> None:
+    def script(kv: DistStore) -> Any:
+        start(kv)
+        if (tmp_path / "manifest.json").exists():
+            kv.load_states(tmp_path)
+        else:
+            train(kv, range(2))
+            kv.barrier()
+            kv.save_states(tmp_path)
+        out = values(kv)
+        kv.barrier()
+        train(kv, range(1))
+        return out
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        saved = job.run(script, "dist_async")[0]
+    with Cluster(2, 1, over="inproc", bigarray_bound=BOUND) as job:
+        assert same(job.run(script, "dist_async")[1], saved)
+
+
+def test_a_load_brings_the_rule_with_it_where_none_is_set(tmp_path: Path) -> None:
+    def script(kv: DistStore) -> Any:
+        kv.init("w", np.ones(SHAPE, "float32"))
+        if (tmp_path / "manifest.json").exists():
+            kv.load_states(tmp_path)
+        else:
+            kv.set_optimizer("sgd", learning_rate=0.5)
+            kv.push("w", np.ones(SHAPE, "float32"))
+            kv.save_states(tmp_path)
+        out = np.zeros(SHAPE, "float32")
+        kv.pushpull("w", np.ones(SHAPE, "float32"), out)
+        return float(out[0, 0])
+
+    for _ in range(2):
+        with Cluster(over="inproc") as job:
+            assert job.run(script) == [-1.0, -1.0]

@@ -1,0 +1,443 @@
+"""wait=False on a distributed store: order, lending, errors that nobody waited for, deadlines."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster import Cluster
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from distrun_runtime.errors import KVError, PeerLost, RuleError, TimedOut
+from distrun_runtime.net.inproc import InprocNetwork
+from distrun_runtime.store.dist import DistStore
+
+SHAPE = (2, 3)
+KEYS = ["a", "b", "c"]
+SHAPES = {"a": (2, 3), "b": (50,), "c": (7, 2)}
+BOUND = 20
+"""Elements from which values are cut over both servers here: `b` is."""
+
+
+def full(value: float, shape: tuple[int, ...] = SHAPE) -> Any:
+    return np.full(shape, value, "float32")
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["push", "pull", "pushpull", "wait"]), st.sampled_from(KEYS), st.booleans()),
+    min_size=1,
+    max_size=25,
+)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(steps=STEPS)
+def test_random_calls_with_and_without_waiting_give_what_sequential_ones_give(steps: list[Any]) -> None:
+    def run(script: Callable[[DistStore], Any]) -> list[Any]:
+        with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+            return job.run(script)
+
+    def play(kv: DistStore, lets_go: bool) -> list[Any]:
+        kv.init(KEYS, [full(0, SHAPES[key]) for key in KEYS])
+        kv.set_optimizer("test", rescale_grad=1.0)
+        outs: list[Any] = []
+        open_: list[Any] = []
+        for number, (call, key, waits) in enumerate(steps):
+            waits = waits or not lets_go
+            value, out = full((kv.rank + 1) * (number + 1), SHAPES[key]), full(-1, SHAPES[key])
+            if call == "push":
+                pending = kv.push(key, value, wait=waits)
+            elif call == "pull":
+                pending = kv.pull(key, out, wait=waits)
+                outs.append(out)
+            elif call == "pushpull":
+                pending = kv.pushpull(key, value, out, wait=waits)
+                outs.append(out)
+            else:
+                for other in open_:
+                    other.wait()
+                continue
+            open_.append(pending)
+        for other in open_:
+            other.wait()
+        return outs
+
+    one, two = run(lambda kv: play(kv, True)), run(lambda kv: play(kv, False))
+    for ours, theirs in zip(one, two, strict=True):
+        assert all((left == right).all() for left, right in zip(ours, theirs, strict=True))
+
+
+def test_outputs_are_filled_when_wait_returns() -> None:
+    def script(kv: DistStore) -> None:
+        kv.init(KEYS, [full(0, SHAPES[key]) for key in KEYS])
+        outs = {key: full(-1, SHAPES[key]) for key in KEYS}
+        strided = full(-1, (4, 6))
+        pendings = [kv.push(key, full(kv.rank + 1, SHAPES[key]), wait=False) for key in KEYS]
+        pendings += [kv.pull(key, outs[key], wait=False) for key in KEYS]
+        pendings.append(kv.pull("a", strided[::2, ::2], wait=False))
+        for pending in reversed(pendings):
+            pending.wait()
+            assert pending.is_done
+            pending.wait()
+        assert all((out == 3).all() for out in outs.values())
+        assert (strided[::2, ::2] == 3).all()
+        assert strided[1].max() == -1
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
+def test_a_lent_array_is_not_copied_and_one_that_is_waited_for_may_change_at_once() -> None:
+    """The lent memory itself goes to the transport."""
+
+    def script(kv: DistStore) -> None:
+        kv.init("w", full(0, (40, 40)))
+        value, out = full(kv.rank + 1, (40, 40)), full(0, (40, 40))
+        sent: list[bool] = []
+        transport = kv._node._office._transport
+        plain = transport.send
+
+        def send(link: str, frames: Any) -> Any:
+            sent.extend(np.shares_memory(np.frombuffer(frame, np.uint8), value) for frame in frames[2:])
+            return plain(link, frames)
+
+        transport.send = send
+        pending = kv.push("w", value, wait=kv.rank == 1)
+        if kv.rank == 1:
+            value[...] = 100
+        pending.wait()
+        assert sent == [kv.rank == 0]
+        kv.pull("w", out)
+        assert (out == 3).all()
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_a_pushpull_in_place_without_waiting_sums_once() -> None:
+    def script(kv: DistStore) -> None:
+        kv.init("w", full(0))
+        for step in range(3):
+            value = full(kv.rank + 1)
+            pending = kv.pushpull("w", value, wait=False)
+            pending.wait()
+            assert (value == 3).all(), step
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_an_unheard_push_error_is_raised_once_by_the_next_call() -> None:
+    def script(kv: DistStore) -> None:
+        kv.init("w", full(0))
+        pending = kv.push("w", full(1), wait=False)
+        while not pending.is_done:
+            threading.Event().wait(0.001)
+        with pytest.raises(KVError, match=r"push of key 'w'.*set_optimizer"):
+            kv.pull("w", full(0))
+        kv.pull("w", full(0))
+        # Whoever asks for that very push hears of it all the same, and nobody else once more.
+        with pytest.raises(KVError, match="set_optimizer"):
+            pending.wait()
+        kv.barrier()
+
+    with Cluster(over="inproc") as job:
+        job.run(script, "dist_async")
+
+
+def test_a_push_error_that_was_waited_for_is_not_raised_again() -> None:
+    def script(kv: DistStore) -> None:
+        kv.init("w", full(0))
+        with pytest.raises(KVError, match="set_optimizer"):
+            kv.push("w", full(1), wait=False).wait()
+        with pytest.raises(KVError, match="set_optimizer"):
+            kv.push("w", full(1)).wait()
+        kv.barrier()
+        kv.pull("w", full(0))
+        kv.close()
+
+    with Cluster(over="inproc") as job:
+        job.run(script, "dist_async")
+
+
+@pytest.mark.parametrize("end", ["barrier", "close", "leave", "set_optimizer"])
+def test_the_error_of_a_dropped_push_is_raised_by(end: str) -> None:
+    def script(kv: DistStore) -> None:
+        kv.init("w", full(0))
+        calls = {"barrier": kv.barrier, "close": kv.close, "leave": kv.leave}
+        kv.push("w", full(1), wait=False)
+        with pytest.raises(KVError, match="set_optimizer"):
+            calls.get(end, lambda: kv.set_optimizer("test"))()
+
+    with Cluster(over="inproc") as job:
+        job.run(script, "dist_async")
+
+
+def test_a_failed_round_is_the_error_of_the_pulls_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from distrun_runtime.algo.rules import descent
+
+    def explode(self: Any, *args: Any) -> None:
+        raise ZeroDivisionError("in the rule")
+
+    monkeypatch.setattr(descent.Test, "step", explode)
+
+    def script(kv: DistStore) -> None:
+        kv.init("w", full(0))
+        kv.set_optimizer("test")
+        pending = kv.pushpull("w", full(1), wait=False)
+        with pytest.raises(RuleError, match="in the rule"):
+            pending.wait()
+        kv.barrier()
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_dropped_pulls_and_pushes_do_no_harm() -> None:
+    def script(kv: DistStore) -> None:
+        kv.init(KEYS, [full(0, SHAPES[key]) for key in KEYS])
+        kv.set_optimizer("test", rescale_grad=1.0)
+        for _ in range(20):
+            for key in KEYS:
+                kv.push(key, full(1, SHAPES[key]), wait=False)
+                kv.pull(key, full(0, SHAPES[key]), wait=False)
+        kv.barrier(wait=False)
+        kv.barrier()
+        for key in KEYS:
+            out = full(0, SHAPES[key])
+            kv.pull(key, out)
+            assert (out == 40).all()
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
+def test_a_barrier_is_passed_when_all_pushes_are_with_the_servers() -> None:
+    """Also one that is not waited for at once: what was pushed before it is seen by everybody after it."""
+    network = InprocNetwork(lambda endpoint, frames: 0.01 if len(frames) > 2 else 0.0)
+
+    def script(kv: DistStore) -> None:
+        kv.init(KEYS, [full(0, SHAPES[key]) for key in KEYS])
+        kv.set_optimizer("test", rescale_grad=1.0)
+        kv.barrier()
+        for key in KEYS:
+            kv.push(key, full(1, SHAPES[key]), wait=False)
+        pending = kv.barrier(wait=False)
+        pending.wait()
+        for key in KEYS:
+            out = full(0, SHAPES[key])
+            kv.pull(key, out)
+            assert (out == 2).all()
+
+    with Cluster(over="inproc", network=network) as job:
+        job.run(script, "dist_async")
+
+
+def test_a_wait_ends_at_its_own_deadline_says_for_whom_and_may_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from distrun_runtime.node import role
+
+    monkeypatch.setattr(role, "FIRST_NOTE_S", 0.1)
+    released = threading.Event()
+
+    def script(kv: DistStore) -> None:
+        kv.init("w", full(0))
+        if kv.rank == 0:
+            out = full(0)
+            kv.push("w", full(1), wait=False).wait()
+            pending = kv.pull("w", out, wait=False)
+            with pytest.raises(TimedOut, match=r"pull of key 'w'.*waiting for worker-1, key w, round 1"):
+                pending.wait(timeout_s=1.0)
+            assert not pending.is_done
+            assert (out == 0).all()
+            released.set()
+            pending.wait()
+            assert (out == 2).all()
+        else:
+            assert released.wait(15)
+            kv.push("w", full(1))
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_a_barrier_that_is_not_reached_by_all_times_out_with_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    from distrun_runtime.node import role
+
+    monkeypatch.setattr(role, "FIRST_NOTE_S", 0.1)
+    released = threading.Event()
+
+    def script(kv: DistStore) -> None:
+        if kv.rank == 0:
+            pending = kv.barrier(wait=False)
+            with pytest.raises(TimedOut, match=r"barrier.*worker-1"):
+                pending.wait(1.0)
+            released.set()
+            pending.wait()
+        else:
+            assert released.wait(15)
+            kv.barrier()
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_threads_may_mix_waiting_and_not_waiting() -> None:
+    rounds = 15
+
+    def script(kv: DistStore) -> None:
+        kv.init(KEYS, [full(0, SHAPES[key]) for key in KEYS])
+        kv.set_optimizer("test", rescale_grad=1.0)
+        errors: list[BaseException] = []
+
+        def work(key: str, waits: bool) -> None:
+            try:
+                for step in range(rounds):
+                    out = full(0, SHAPES[key])
+                    kv.push(key, full(1, SHAPES[key]), wait=waits)
+                    kv.pull(key, out, wait=waits).wait()
+                    assert (out == 2 * (step + 1)).all()
+            except BaseException as err:
+                errors.append(err)
+
+        threads = [
+            threading.Thread(target=work, args=(key, bool(number % 2)), daemon=True) for number, key in enumerate(KEYS)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        assert not errors
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
+def test_init_and_broadcast_and_assign_go_on_in_their_order() -> None:
+    def script(kv: DistStore) -> None:
+        out, other = full(0), full(0)
+        pendings = [
+            kv.init("a", full(1 + kv.rank), wait=False),
+            kv.broadcast("b", full(2 + kv.rank), out, wait=False),
+            kv.init("c", full(3 + kv.rank), wait=False),
+            kv.assign("a", full(7 + kv.rank), wait=False),
+        ]
+        # A call on a key whose init is under way waits for it; barriers keep their place among the others.
+        kv.pull("c", other)
+        assert (other == 3).all()
+        kv.barrier()
+        for pending in pendings:
+            pending.wait()
+        assert (out == 2).all()
+        kv.pull("a", out)
+        assert (out == 7).all()
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_the_error_of_an_init_that_nobody_waited_for_is_raised_by_the_next_call() -> None:
+    def script(kv: DistStore) -> None:
+        pending = kv.init("a", full(1, (2, 3 + kv.rank)), wait=False)
+        with pytest.raises(KVError, match=r"worker-\d has.*worker-\d has"):
+            kv.barrier()
+        assert pending.is_done
+        kv.barrier()
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_a_lost_server_ends_what_is_pending_and_names_itself() -> None:
+    def script(kv: DistStore) -> None:
+        kv.init("w", full(0, (50,)))
+        kv.push("w", full(1, (50,)))
+        if kv.rank == 1:
+            kv.push("w", full(1, (50,)))  # a round that worker 0 does not make
+            pending = kv.pull("w", full(0, (50,)), wait=False)
+            job.network.cut(job.transports["server-1"])
+            with pytest.raises(PeerLost, match="server-1"):
+                pending.wait()
+        else:
+            with pytest.raises(PeerLost, match="server-1"):
+                kv.barrier()
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
+def test_priorities_of_lent_pushes_are_kept_and_requests_of_a_key_keep_their_order() -> None:
+    def script(kv: DistStore) -> None:
+        kv.init(list(range(6)), [full(0)] * 6)
+        outs = [[full(0) for _ in range(6)] for _ in range(3)]
+        pendings = []
+        for step in range(3):
+            for key in range(6):
+                pendings.append(kv.push(key, full((kv.rank + 1) * (step + 1)), -key * step, wait=False))
+                pendings.append(kv.pull(key, outs[step][key], 5 * key, wait=False))
+        for pending in pendings:
+            pending.wait()
+        for step in range(3):
+            assert all((out == 3 * (step + 1)).all() for out in outs[step])
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_big_lent_arrays_go_over_real_sockets_unchanged() -> None:
+    shape = (1500, 1000)
+
+    def script(kv: DistStore) -> None:
+        kv.init(["a", "b"], [full(0, shape), full(0, shape)])
+        outs = [full(0, shape), full(0, shape)]
+        values = [np.arange(1500000, dtype="float32").reshape(shape) % 97, full(kv.rank + 1, shape)]
+        kept = [value.copy() for value in values]
+        pushed = kv.push(["a", "b"], values, wait=False)
+        pulled = kv.pull(["a", "b"], outs, wait=False)
+        pushed.wait()
+        for value in values:
+            value[...] = -1
+        pulled.wait()
+        assert (outs[0] == 2 * kept[0]).all()
+        assert (outs[1] == 3).all()
+
+    with Cluster(over="zmq") as job:
+        job.run(script)
+
+
+@pytest.mark.parametrize("ends", ["close", "script"])
+def test_what_was_lent_is_sent_before_the_end(ends: str) -> None:
+    def script(kv: DistStore) -> None:
+        kv.init(KEYS, [full(0, SHAPES[key]) for key in KEYS])
+        kv.init("late", full(0), wait=False)
+        for key in KEYS:
+            kv.push(key, full(1, SHAPES[key]), wait=False)
+        if kv.rank == 0:
+            if ends == "close":
+                kv.close()
+            return
+        out = full(0)
+        for key in KEYS:
+            kv.pull(key, full(0, SHAPES[key]))
+        kv.pull("late", out)
+        assert (out == 0).all()
+
+    network = InprocNetwork(lambda endpoint, frames: 0.05 if len(frames) > 2 else 0.0)
+    with Cluster(over="inproc", bigarray_bound=BOUND, network=network) as job:
+        job.run(script)
+
+
+def test_a_pull_that_was_open_when_the_store_closed_can_still_be_waited_for() -> None:
+    def script(kv: DistStore) -> None:
+        kv.init("w", full(0))
+        out = full(0)
+        pending = kv.pushpull("w", full(1), out, wait=False)
+        kv.close()
+        pending.wait()
+        assert (out == 2).all()
+
+    with Cluster(over="inproc") as job:
+        job.run(script)

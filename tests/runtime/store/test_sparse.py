@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peers import python_of
+
+from distrun_runtime.device.dtypes import BFLOAT16, narrow
+from distrun_runtime.errors import KVError
+from distrun_runtime.store.sparse import RowSparse, row_numbers
+
+ROOT = Path(__file__).resolve().parents[3]
+
+TORCH = """\
+import numpy as np
+import torch
+from distrun_runtime.store.sparse import RowSparse
+
+table = torch.nn.Embedding(6, 2, sparse=True)
+table(torch.tensor([4, 1, 4])).sum().backward()
+found = RowSparse.of(table.weight.grad)
+assert found.shape == (6, 2) and found.dtype == np.float32, found
+assert sorted(found.rows.tolist()) == [1, 4, 4] or sorted(found.rows.tolist()) == [1, 4], found.rows
+assert np.array_equal(found.to_dense(), table.weight.grad.to_dense().numpy())
+
+dense = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0]])
+for sparse in (dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse(1)):
+    found = RowSparse.of(sparse)
+    assert found.rows.tolist() == [1, 2], found.rows
+    assert np.array_equal(found.to_dense(), dense.numpy())
+    assert RowSparse.of(sparse.to(torch.bfloat16)).canonical().values.view(np.uint16).tolist() == [
+        [0x3F80, 0], [0, 0x4000]]
+assert RowSparse.of(dense) is None
+print("alike")
+"""
+
+
+def test_rows_may_come_in_any_order_and_more_than_once() -> None:
+    found = RowSparse(np.array([[1.0], [2.0], [4.0]]), [3, 1, 3], (5, 1))
+    one = found.canonical()
+    assert one.rows.tolist() == [1, 3]
+    assert one.values.tolist() == [[2.0], [5.0]]
+    assert found.to_dense().tolist() == [[0], [2], [0], [5], [0]]
+    assert one.canonical() is one
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    rows=st.lists(st.integers(0, 7), max_size=20),
+    shape=st.sampled_from([(8,), (8, 1), (8, 3), (8, 2, 2), (8, 0)]),
+    dtype=st.sampled_from(["float32", "float64", "int32", "uint8"]),
+)
+def test_canonical_has_each_row_once_and_the_same_sum(rows: list[int], shape: tuple[int, ...], dtype: str) -> None:
+    values = np.random.default_rng(len(rows)).integers(0, 5, (len(rows), *shape[1:])).astype(dtype)
+    dense = np.zeros(shape, dtype)
+    np.add.at(dense, np.array(rows, np.intp), values)
+    one = RowSparse(values, rows, shape).canonical()
+    assert one.rows.tolist() == sorted(set(rows))
+    assert one.values.dtype == dtype
+    np.testing.assert_array_equal(one.to_dense(), dense)
+
+
+def test_from_dense_takes_arrays_without_elements() -> None:
+    for shape in ((0, 3), (3, 0), (0,)):
+        assert RowSparse.from_dense(np.zeros(shape)).values.shape == (0, *shape[1:])
+
+
+def test_from_dense_takes_the_rows_that_are_not_zero() -> None:
+    dense = np.array([[0, 0], [1, 0], [0, 0], [0, np.nan]], np.float32)
+    found = RowSparse.from_dense(dense)
+    assert found.rows.tolist() == [1, 3]
+    np.testing.assert_array_equal(found.to_dense(), dense)
+    found.values[:] = 7
+    assert dense[1, 0] == 1
+
+
+def test_sums_of_16_bit_floats_are_made_in_float32() -> None:
+    for dtype in (np.dtype(np.float16), BFLOAT16):
+        values = narrow(
+            np.array([[256.0], [1.0], [1.0]] if dtype == BFLOAT16 else [[2048.0], [1.0], [1.0]], "f4"), dtype
+        )
+        expected = narrow(np.array([[258.0 if dtype == BFLOAT16 else 2050.0]], np.float32), dtype)
+        one = RowSparse(values, [0, 0, 0], (1, 1)).canonical()
+        assert one.dtype == dtype
+        assert one.values.tobytes() == expected.tobytes()
+
+
+def test_total_adds_the_rows_of_all() -> None:
+    first = RowSparse(np.ones((2, 2)), [0, 2], (4, 2))
+    second = RowSparse(np.ones((2, 2)), [2, 3], (4, 2))
+    third = RowSparse.empty((4, 2), "float64")
+    found = RowSparse.total([first, second, third])
+    assert found.rows.tolist() == [0, 2, 3]
+    assert found.values.tolist() == [[1, 1], [2, 2], [1, 1]]
+    assert RowSparse.total([first]) is first
+
+
+def test_an_empty_one_has_no_rows_and_is_zero() -> None:
+    found = RowSparse.empty((3, 2))
+    assert found.values.shape == (0, 2)
+    assert found.dtype == np.float32
+    assert found.canonical() is found
+    assert found.to_dense().tolist() == [[0, 0]] * 3
+    assert RowSparse.empty((3,), "bfloat16").dtype == BFLOAT16
+
+
+def test_fill_exchanges_the_rows() -> None:
+    out = RowSparse.empty((3, 2))
+    out.fill(np.ones((1, 2), np.float32), np.array([2]))
+    assert out.to_dense().tolist() == [[0, 0], [0, 0], [1, 1]]
+    with pytest.raises(KVError, match=r"cannot be filled with 1 rows from values of shape \(1, 3\) and dtype float32"):
+        out.fill(np.ones((1, 3), np.float32), np.array([2]))
+    with pytest.raises(KVError, match="row 3, expected whole numbers from 0 to 2"):
+        out.fill(np.ones((1, 2), np.float32), np.array([3]))
+
+
+def test_scipy_matrices_and_arrays_become_rows() -> None:
+    sparse = pytest.importorskip("scipy.sparse")
+    dense = np.array([[0, 0, 0], [1, 0, 2], [0, 0, 0], [0, 3, 0]], np.float32)
+    for kind in (sparse.csr_matrix, sparse.csc_array, sparse.coo_array, sparse.lil_matrix):
+        found = RowSparse.of(kind(dense))
+        assert found is not None
+        assert found.rows.tolist() == [1, 3]
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found.to_dense(), dense)
+
+
+def test_what_is_not_sparse_is_none() -> None:
+    assert RowSparse.of(np.zeros((2, 2))) is None
+    assert RowSparse.of([1, 2]) is None
+    own = RowSparse.empty((1,))
+    assert RowSparse.of(own) is own
+
+
+def test_sparse_torch_tensors_become_rows() -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "runtime"), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [python_of("torch"), "-W", "ignore", "-c", TORCH],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.stdout == "alike\n", result.stderr
+
+
+@pytest.mark.parametrize(
+    ("values", "rows", "shape", "message"),
+    [
+        (np.ones((1, 2)), [0, 1], (3, 2), r"with 2 rows has values of shape \(2, 2\), found \(1, 2\)"),
+        (np.ones((1, 2)), [3], (3, 2), "RowSparse: row 3, expected whole numbers from 0 to 2: the value has 3 rows"),
+        (np.ones((1, 2)), [-1], (3, 2), "RowSparse: row -1, expected"),
+        (np.ones(()), [], (), "at least one dimension, found"),
+    ],
+)
+def test_what_does_not_fit_is_refused(values: object, rows: object, shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(KVError, match=message):
+        RowSparse(values, rows, shape)
+
+
+@pytest.mark.parametrize("shape", [6, "62", (6.0, 2), None])
+def test_what_is_no_shape_is_refused_with_what_one_is(shape: Any) -> None:
+    for make in (lambda: RowSparse(np.ones((1, 2)), [0], shape), lambda: RowSparse.empty(shape)):
+        with pytest.raises(KVError, match=r"shape is that of the whole value, such as \(6, 2\), not"):
+            make()
+
+
+def test_from_dense_of_a_single_number_is_refused() -> None:
+    with pytest.raises(KVError, match="at least one dimension"):
+        RowSparse.from_dense(np.float32(1))
+
+
+def test_repr_says_how_much_of_what() -> None:
+    assert repr(RowSparse(np.ones((1, 2)), [1], (3, 2))) == "RowSparse(1 of 3 rows, shape (3, 2), float64)"
+
+
+@pytest.mark.parametrize("given", [[[2, 0], [2, 1]], np.array([2.0, 0, 2, 1], "f4"), np.array([2, 0, 2, 1], np.uint8)])
+def test_row_numbers_are_whole_numbers_of_any_shape_and_type(given: object) -> None:
+    found = row_numbers(given, 3, "key 'a'")
+    assert found.dtype == np.int64
+    assert found.tolist() == [2, 0, 2, 1]
+    assert row_numbers([], 0, "key 'a'").tolist() == []
+
+
+@pytest.mark.parametrize("given", [0.5, np.nan, np.inf, -1, 3, 2.0**70, np.uint64(2**63)])
+def test_row_numbers_out_of_range_or_not_whole_are_refused_with_the_key(given: object) -> None:
+    with pytest.raises(KVError, match=r"key 'a': row .*, expected whole numbers from 0 to 2: the value has 3 rows"):
+        row_numbers([given], 3, "key 'a'")
+
+
+def test_row_numbers_of_another_kind_are_refused() -> None:
+    with pytest.raises(KVError, match="row numbers are whole numbers, found dtype"):
+        row_numbers(["a"], 3, "key 'a'")

@@ -1,0 +1,86 @@
+"""torch tensors in host memory are given and filled without a copy. Run by the interpreter that has torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from peers import python_of
+
+ROOT = Path(__file__).resolve().parents[3]
+
+SCRIPT = """
+import numpy as np
+import torch
+from distrun_runtime import kvstore
+from distrun_runtime.errors import KVError
+from distrun_runtime.store import values
+
+kv = kvstore.create("device")
+layer = torch.nn.Linear(3, 2)
+layer(torch.ones(3)).sum().backward()
+weight, grad = layer.weight, layer.weight.grad
+
+# A parameter shares its memory, with or without a gradient's history.
+assert np.shares_memory(values.array_of("w", weight), weight.detach().numpy())
+kv.init("w", weight)
+kv.set_optimizer("sgd", learning_rate=0.5)
+before = weight.detach().clone()
+address = weight.data_ptr()
+kv.pushpull("w", grad, out=weight)
+assert weight.data_ptr() == address
+assert torch.equal(weight, before - 0.5 * grad)
+assert weight.requires_grad and weight.is_leaf
+
+# bfloat16, which numpy does not know, also with strides.
+half = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+kv.init("h", half.T)
+out = torch.zeros(2, 6, dtype=torch.bfloat16)
+kv.pull("h", out.T[::2])
+assert torch.equal(out[:, ::2], half)
+assert not out[:, 1::2].any()
+kv.set_updater(None)
+kv.push("h", [half.T, half.T])
+kv.pull("h", [out.T[::2], out.T[1::2]])
+assert torch.equal(out[:, 1::2], 2 * half)
+
+# Sparse gradients of embeddings, and row pulls into tensors, by tensors.
+table = torch.nn.Embedding(5, 2, sparse=True)
+table(torch.tensor([[1, 3], [1, 1]])).sum().backward()
+kv.init("t", kvstore.RowSparse.empty((5, 2)))
+kv.push("t", table.weight.grad)
+rows = torch.empty(2, 2, 2)
+kv.row_sparse_pull("t", rows, row_ids=torch.tensor([[3, 1], [0, 3]]))
+assert rows[..., 0].tolist() == [[1, 3], [0, 1]]
+
+# What cannot be read or written says so.
+for wrong in (torch.empty(2, 3, device="meta"), torch.empty(2, 3, dtype=torch.complex64)):
+    for call in (kv.push, kv.pull):
+        try:
+            call("w", wrong)
+        except KVError as err:
+            assert "key 'w'" in str(err), err
+        else:
+            raise AssertionError(wrong)
+try:
+    kv.pull("w", torch.empty(2, 3, dtype=torch.float64))
+except KVError as err:
+    assert "the output has shape (2, 3) and dtype float64" in str(err), err
+print("fits")
+"""
+
+
+def test_tensors_are_values_and_outputs() -> None:
+    command = [python_of("torch"), "-c", "import sys; sys.path.insert(0, %r)\n%s" % (str(ROOT / "runtime"), SCRIPT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "fits\n"
+
+
+def test_a_store_never_loads_torch_itself() -> None:
+    code = (
+        "import sys, numpy as np; from distrun_runtime import kvstore; kv = kvstore.create();"
+        " kv.init('w', np.ones(2)); kv.pushpull('w', np.ones(2)); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,235 @@
+"""fit: the loop around a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from cluster import Cluster
+from linear import RATE, Linear, examples, trained
+
+from distrun_runtime import kvstore
+from distrun_runtime.data import epoch_size
+from distrun_runtime.errors import KVError
+from distrun_runtime.store.dist import DistStore
+from distrun_runtime.trainer import Parameter, Trainer, fit
+from distrun_runtime.trainer.loop import size_of
+
+UPDATES = pytest.mark.parametrize("update_on_kvstore", [True, False])
+
+
+def cut(x: np.ndarray, y: np.ndarray, size: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [(x[start : start + size], y[start : start + size]) for start in range(0, len(x), size)]
+
+
+def test_alone_it_is_the_plain_loop_with_a_short_last_batch() -> None:
+    batches = cut(*examples(50), 16)
+    model = Linear()
+    with fit(lambda batch: model.backward(*batch), model.params, batches, "local", "sgd", RATE, epochs=3) as trainer:
+        assert trainer.kvstore is None
+    for got, expected in zip(model.weights, trained(batches * 3), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@UPDATES
+def test_two_lines_more_and_it_is_the_same_training_on_many_machines(update_on_kvstore: bool) -> None:
+    x, y = examples(48)
+
+    def script(kv: DistStore) -> list[np.ndarray]:
+        model = Linear(seed=3 + kv.rank)
+        mine = [(bx[kv.rank :: 2], by[kv.rank :: 2]) for bx, by in cut(x, y, 16)]
+
+        def step(batch: tuple[np.ndarray, np.ndarray]) -> None:
+            model.backward(*batch)
+
+        fit(step, model.params, mine, kv, "sgd", RATE, epochs=2, update_on_kvstore=update_on_kvstore)
+        return model.weights
+
+    with Cluster(2, over="inproc") as job:
+        results = job.run(script)
+    for weights in results:
+        for got, expected in zip(weights, trained(cut(x, y, 16) * 2), strict=True):
+            # float64; only the order of additions differs
+            np.testing.assert_allclose(got, expected, rtol=1e-11)
+
+
+class Counted:
+    """Data of some batches that notes how often it was started, and which batches were taken."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.starts = count, 0
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        self.starts += 1
+        for number in range(self.count):
+            yield np.full(1, number)
+
+
+def taken(data: Counted, **options: object) -> list[list[int]]:
+    """Return the batches of each epoch."""
+    epochs: list[list[int]] = [[]]
+    one = Parameter(np.zeros(1))
+
+    def step(batch: np.ndarray) -> None:
+        epochs[-1].append(int(batch[0]))
+        one.grad = np.zeros(1)
+
+    fit(step, [one], data, after_epoch=lambda *_: epochs.append([]), **options)  # type: ignore[arg-type]
+    return epochs[:-1]
+
+
+def test_an_epoch_is_exactly_epoch_size_batches_and_data_starts_again_when_exhausted() -> None:
+    data = Counted(3)
+    assert taken(data, epochs=2, epoch_size=5) == [[0, 1, 2, 0, 1], [2, 0, 1, 2, 0]]
+    assert data.starts == 4
+
+
+def test_data_that_is_not_exhausted_goes_on_in_the_next_epoch() -> None:
+    data = Counted(5)
+    assert taken(data, epochs=3, epoch_size=2) == [[0, 1], [2, 3], [4, 0]]
+    assert data.starts == 2
+
+
+def test_without_epoch_size_an_epoch_is_one_iteration() -> None:
+    data = Counted(3)
+    assert taken(data, epochs=2) == [[0, 1, 2]] * 2
+
+
+def test_data_that_cannot_start_again_is_refused_before_training() -> None:
+    with pytest.raises(KVError, match="2 epochs need data that can be iterated again, not a generator"):
+        taken((batch for batch in Counted(3)), epochs=2)  # type: ignore[arg-type]
+    assert taken((batch for batch in Counted(3)), epochs=1) == [[0, 1, 2]]  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="gives no batch when it is started"):
+        taken((batch for batch in Counted(3)), epochs=2, epoch_size=2)  # type: ignore[arg-type]
+
+
+@UPDATES
+@pytest.mark.parametrize("type_name", ["dist_sync", "dist_device_sync"])
+def test_unequal_data_ends_cleanly_and_alike(type_name: str, update_on_kvstore: bool) -> None:
+    """Rank r has r + 1 batches; nobody says epoch_size."""
+
+    def script(kv: DistStore) -> tuple[float, int]:
+        one = Parameter(np.zeros(1), name="x")
+        steps = []
+
+        def step(batch: np.ndarray) -> None:
+            steps.append(batch)
+            one.grad = np.ones(1)
+
+        data = Counted(kv.rank + 1)
+        options = {"learning_rate": 1.0, "momentum": 0.5}
+        fit(step, [one], data, kv, "sgd", options, epochs=2, update_on_kvstore=update_on_kvstore)
+        return float(one.data[0]), len(steps)
+
+    with Cluster(2, over="inproc") as job:
+        weights, steps = zip(*job.run(script, type_name), strict=True)
+    expected = momentum = 0.0
+    for grad in (1.0, 0.5, 1.0, 0.5):
+        momentum = 0.5 * momentum - grad
+        expected += momentum
+    assert weights == (expected, expected)
+    assert steps == (2, 4)
+
+
+def test_workers_with_epoch_size_make_equally_many_steps() -> None:
+    def script(kv: DistStore) -> int:
+        one = Parameter(np.zeros(1), name="x")
+        steps = []
+
+        def step(batch: np.ndarray) -> None:
+            steps.append(batch)
+            one.grad = np.ones(1)
+
+        fit(step, [one], Counted(2 + kv.rank), kv, epoch_size=epoch_size(6, 1, kv.num_workers), epochs=2)
+        return len(steps)
+
+    with Cluster(2, over="inproc") as job:
+        assert job.run(script) == [6, 6]
+
+
+def test_in_dist_async_gradients_are_divided_by_the_batch_of_one_worker() -> None:
+    def script(kv: DistStore) -> float:
+        one = Parameter(np.zeros(1), name="x")
+
+        def step(batch: np.ndarray) -> None:
+            one.grad = np.ones(1)
+
+        fit(step, [one], [np.zeros(4)] * (kv.rank + 1), kv, "sgd", {"learning_rate": 1.0})
+        return float(one.data[0])
+
+    with Cluster(2, over="inproc") as job:
+        assert job.run(script, "dist_async") == [-0.75, -0.75]
+
+
+def test_after_every_epoch_the_callback_gets_its_number_and_the_trainer() -> None:
+    seen = []
+    one = Parameter(np.zeros(1), np.zeros(1))
+
+    def note(epoch: int, trainer: Trainer) -> None:
+        seen.append((epoch, trainer.learning_rate))
+        trainer.set_learning_rate(trainer.learning_rate / 2)
+
+    fit(lambda batch: None, [one], Counted(1), optimizer_params={"learning_rate": 1.0}, epochs=3, after_epoch=note)
+    assert seen == [(0, 1.0), (1, 0.5), (2, 0.25)]
+
+
+def test_gradients_of_the_batch_before_are_taken_away() -> None:
+    one = Parameter(np.zeros(1), np.zeros(1))
+
+    def add(batch: np.ndarray) -> None:
+        one.list_grad()[0][...] += 1
+
+    fit(add, [one], [np.zeros(1)] * 3, optimizer_params={"learning_rate": 1.0})
+    assert one.data[0] == -3
+
+
+def test_an_error_of_the_step_closes_the_store_that_fit_made() -> None:
+    one = Parameter([np.zeros(1), np.zeros(1)])
+
+    def step(batch: np.ndarray) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fit(step, [one], [np.zeros(1)], kvstore="local")
+    assert one.owner is None
+    with kvstore.create("local") as kv:
+        with pytest.raises(ZeroDivisionError):
+            fit(step, [one], [np.zeros(1)], kvstore=kv)
+        kv.barrier()
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        (np.zeros((5, 2)), 5),
+        ((np.zeros((5, 2)), np.zeros(5)), 5),
+        ([[np.zeros((5, 2))], 3], 5),
+        ({"data": np.zeros((5, 2)), "label": 1}, 5),
+        ([1, 2, 3], 3),
+        ("abc", 3),
+    ],
+)
+def test_the_size_of_a_batch_is_the_length_of_its_first_part(batch: object, size: int) -> None:
+    assert size_of(batch) == size
+
+
+def test_a_batch_without_a_length_needs_a_batch_size() -> None:
+    one = Parameter(np.zeros(1), np.zeros(1))
+
+    def step(batch: int) -> None:
+        one.grad = np.ones(1)
+
+    with pytest.raises(KVError, match="a batch of type int has no length; give batch_size"):
+        fit(step, [one], [3])
+    fit(step, [one], [3], batch_size=4, optimizer_params={"learning_rate": 1.0})
+    assert one.data[0] == -0.25
+
+
+def test_epochs_that_are_no_number_from_0_are_refused_before_anything_is_made() -> None:
+    for wrong, error, message in [
+        (-1, KVError, "epochs is a number from 0, not -1"),
+        ("2", TypeError, "epochs is a whole number, not '2'"),
+    ]:
+        with pytest.raises(error, match=message):
+            fit(lambda batch: None, [Parameter(np.zeros(2))], [1], epochs=wrong)  # type: ignore[arg-type]

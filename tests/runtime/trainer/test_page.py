@@ -1,0 +1,61 @@
+"""docs/trainer.md: its programs run and say what it promises, and it has every call."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from peers import python_of
+
+from distrun_runtime.trainer import Parameter, Trainer, fit
+
+ROOT = Path(__file__).resolve().parents[3]
+TEXT = (ROOT / "docs" / "trainer.md").read_text("utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+
+
+def run(python: str, program: str) -> str:
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "runtime")} if python != sys.executable else None
+    done = subprocess.run([python, "-c", program], env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_python_of_the_page_is_one_program_that_prints_what_it_says() -> None:
+    program = "\n".join(block for block in BLOCKS if "import torch" not in block)
+    assert run(sys.executable, program).splitlines() == re.findall(r"# prints (.*)$", program, re.MULTILINE)
+
+
+def test_the_program_with_torch_runs() -> None:
+    (block,) = (block for block in BLOCKS if "import torch" in block)
+    run(python_of("torch"), block)
+
+
+def test_fit_of_the_page_trains_alike_on_two_workers_of_a_job(tmp_path: Path) -> None:
+    """The workers have two batches and one: the second joins."""
+    (loop,) = (block for block in BLOCKS if "trainer = fit(" in block)
+    head = BLOCKS[0].partition("trainer = ")[0]
+    script = tmp_path / "program.py"
+    script.write_text(head + loop.replace('create("local")', 'create("dist_sync")') + "print(kv.rank)\n", "utf-8")
+    command = [sys.executable, "-m", "distrun", "launch", "-q", "-n", "2", "-s", "1", "--launcher", "local"]
+    command += ["--no-prefix", "--run-dir", str(tmp_path / "jobs"), sys.executable, str(script)]
+    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0", "1", "1.0", "1.0"]
+
+
+def test_the_page_has_every_call_and_argument() -> None:
+    names = [name for name in dir(Trainer) if not name.startswith("_") and name not in OWN]
+    for function in (Trainer.__init__, Parameter.__init__, fit):
+        names += [name for name in inspect.signature(function).parameters if name != "self"]
+    for name in names:
+        assert re.search(r"`[^`]*\b%s\b[^`]*`" % name, TEXT), name
+
+
+OWN = ("may_replace", "multiplied", "replaced")
+"""What parameters call, not users."""

@@ -1,0 +1,128 @@
+"""Parameters: weights with gradients, on devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distrun_runtime.device.dtypes import BFLOAT16, narrow
+from distrun_runtime.errors import KVError
+from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.trainer import Parameter, Trainer
+
+
+def ones(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float32)
+
+
+def test_devices_must_agree_on_shape_and_dtype() -> None:
+    with pytest.raises(KVError, match=r"'w'.*\(2,\), \(3,\).*all must be alike"):
+        Parameter([ones(2), ones(3)], name="w")
+    with pytest.raises(KVError, match=r"dtypes \['float32', 'bfloat16'\]"):
+        Parameter([ones(2), narrow(ones(2), BFLOAT16)])
+
+
+def test_every_device_has_a_gradient_of_its_own() -> None:
+    with pytest.raises(KVError, match="2 arrays and 1 gradients"):
+        Parameter([ones(2), ones(2)], ones(2))
+
+
+def test_a_weight_that_cannot_be_written_is_refused() -> None:
+    weight = ones(2)
+    weight.flags.writeable = False
+    with pytest.raises(KVError, match="read-only"):
+        Parameter(weight)
+    with pytest.raises(KVError, match="not int"):
+        Parameter(3)
+
+
+def test_a_storage_type_is_one_of_two() -> None:
+    with pytest.raises(KVError, match="default or row_sparse, not 'csr'"):
+        Parameter(ones(2, 2), stype="csr")
+    assert Parameter(ones(2, 2), stype="row_sparse").grad_stype == "row_sparse"
+
+
+def test_a_single_number_has_no_rows() -> None:
+    for stypes in ({"stype": "row_sparse"}, {"grad_stype": "row_sparse"}):
+        with pytest.raises(KVError, match="parameter 'b' is a single number and has no rows"):
+            Parameter(np.zeros(()), name="b", **stypes)
+
+
+@pytest.mark.parametrize("value", ["x", -1, float("nan"), float("inf"), None])
+def test_a_multiplier_is_a_finite_number_of_at_least_0(value: Any) -> None:
+    parameter = Parameter(ones(2), lr_mult=np.float32(2), wd_mult=0)
+    assert (parameter.lr_mult, parameter.wd_mult) == (2, 0)
+    for name in ("lr_mult", "wd_mult"):
+        with pytest.raises(KVError, match="%s is a finite number, at least 0, not" % name):
+            Parameter(ones(2), **{name: value})
+        with pytest.raises(KVError, match="%s is a finite number" % name):
+            setattr(parameter, name, value)
+
+
+def test_an_assigned_gradient_is_good_for_one_step() -> None:
+    one = Parameter(ones(2))
+    assert one.gradients() == []
+    one.grad = np.array([1, 2], np.float32)
+    assert len(one.gradients()) == 1
+    one.used()
+    assert one.gradients() == []
+    assert one.grad is not None
+    one.zero_grad()
+    assert one.grad is None
+
+
+def test_a_gradient_buffer_is_good_for_every_step_and_becomes_zero() -> None:
+    grad = ones(2)
+    one = Parameter(ones(2), grad)
+    one.used()
+    assert one.gradients()[0] is grad
+    one.zero_grad()
+    assert one.grad is grad
+    assert not grad.any()
+    half = Parameter(narrow(ones(2), BFLOAT16), narrow(ones(2), BFLOAT16))
+    half.zero_grad()
+    assert not half.grad.view(np.uint16).any()
+
+
+def test_one_gradient_for_all_devices_or_one_for_each() -> None:
+    one = Parameter([ones(2), ones(2)])
+    one.grad = [ones(2), 2 * ones(2)]
+    assert [grad[0] for grad in one.list_grad()] == [1, 2]
+    one.grad = ones(2)
+    assert len(one.gradients()) == 2
+    with pytest.raises(KVError, match="on 2 devices, 3 gradients"):
+        one.grad = [ones(2)] * 3
+
+
+def test_a_gradient_fits_its_weight() -> None:
+    one = Parameter(ones(2), name="w")
+    one.grad = np.ones(2)
+    with pytest.raises(KVError, match=r"'w' has shape \(2,\) and dtype float32, its gradient \(2,\) and float64"):
+        one.gradients()
+    one.grad = RowSparse(ones(1, 2), [0], (3, 2))
+    with pytest.raises(KVError, match=r"its gradient \(3, 2\)"):
+        one.gradients()
+
+
+def test_new_data_is_written_into_all_devices_in_the_weights_dtype() -> None:
+    devices = [ones(2), ones(2)]
+    one = Parameter(devices, name="w")
+    one.set_data(np.array([3.0, 4.0]))
+    assert [list(device) for device in devices] == [[3, 4], [3, 4]]
+    assert one.data is devices[0]
+    assert one.list_data()[1] is devices[1]
+    with pytest.raises(KVError, match=r"'w' has shape \(2,\), not \(3,\)"):
+        one.set_data(ones(3))
+    half = Parameter(narrow(ones(2), BFLOAT16))
+    half.set_data(np.array([2.0, 1.0]))
+    assert list(half.data.view(np.uint16)) == [0x4000, 0x3F80]
+
+
+def test_a_parameter_belongs_to_one_trainer_until_that_is_closed() -> None:
+    """Row: test_gluon_trainer.py, a parameter belongs to one trainer."""
+    one = Parameter(ones(2), name="w")
+    with Trainer([one], "sgd", kvstore=None), pytest.raises(KVError, match="'w' belongs to a trainer already"):
+        Trainer([one], "sgd", kvstore=None)
+    Trainer([one], "sgd", kvstore=None)

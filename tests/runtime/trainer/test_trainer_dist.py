@@ -1,0 +1,362 @@
+"""The trainer with a distributed store, a whole job in threads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cluster import Cluster
+from linear import RATE, Linear, examples, trained
+
+from distrun_runtime.algo.schedule import Factor
+from distrun_runtime.errors import KVError
+from distrun_runtime.node.session import Session
+from distrun_runtime.store.dist import DistStore
+from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.trainer import Parameter, Trainer
+
+UPDATES = pytest.mark.parametrize("update_on_kvstore", [True, False])
+
+
+def ones(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float32)
+
+
+def run(script, type_name: str = "dist_sync", workers: int = 2, **changes: object) -> list:
+    with Cluster(workers, over="inproc", **changes) as job:
+        return job.run(script, type_name)
+
+
+# --- rows of MXNet's tests/nightly/dist_sync_kvstore.py and dist_async_kvstore.py
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@UPDATES
+def test_gluon_step_cpu(workers: int, update_on_kvstore: bool) -> None:
+    """Row: one SGD step lr 1, grad rank + 1: x = 1 - n(n+1)/2."""
+
+    def script(kv: DistStore) -> float:
+        one = Parameter(ones(10, 1), np.full((10, 1), kv.rank + 1, np.float32), name="x")
+        trainer = Trainer([one], "sgd", {"learning_rate": 1.0}, kvstore=kv, update_on_kvstore=update_on_kvstore)
+        trainer.step(1)
+        assert (one.data == one.data[0]).all()
+        return float(one.data[0, 0])
+
+    assert run(script, workers=workers) == [1 - workers * (workers + 1) / 2] * workers
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("stype", ["default", "row_sparse"])
+def test_gluon_sparse_step_cpu(workers: int, stype: str) -> None:
+    """Row: the same through a row-sparse weight and its rows; and a dense weight with row-sparse gradients."""
+
+    def script(kv: DistStore) -> list[float]:
+        table = Parameter(ones(3, 4), name="x", stype=stype, grad_stype="row_sparse")
+        trainer = Trainer([table], "sgd", {"learning_rate": 1.0}, kvstore=kv)
+        table.grad = RowSparse(np.full((1, 4), kv.rank + 1, np.float32), [1], (3, 4))
+        trainer.step(1)
+        if stype == "row_sparse":
+            trainer.pull_rows("x", [1, 2])
+        return list(table.data[:, 0])
+
+    assert run(script, workers=workers) == [[1, 1 - workers * (workers + 1) / 2, 1]] * workers
+
+
+@pytest.mark.parametrize("type_name", ["dist_sync", "dist_async", "dist_device_sync", "dist_device_async"])
+def test_gluon_type_cpu(type_name: str) -> None:
+    """Rows: gluon_type_cpu, dist_async's trainer, test_gluon_trainer_type: what update_on_kvstore comes to."""
+    stypes = [("default", "default"), ("default", "row_sparse"), ("row_sparse", "row_sparse")]
+
+    def script(session: Session) -> None:
+        for stype, grad_stype in stypes:
+            for asked in (None, True, False):
+                kv = DistStore(type_name, session)
+                one = Parameter(ones(2, 3), name="x", stype=stype, grad_stype=grad_stype)
+                options = {"kvstore": kv, "update_on_kvstore": asked}
+                if asked is False and ("async" in type_name or grad_stype != "default"):
+                    with pytest.raises(ValueError, match="update_on_kvstore="):
+                        Trainer([one], "sgd", {"learning_rate": 1.0}, **options)
+                else:
+                    trainer = Trainer([one], "sgd", {"learning_rate": 1.0}, **options)
+                    assert trainer.update_on_kvstore is (asked is not False), (stype, grad_stype, asked)
+
+    with Cluster(2, servers=1, over="inproc") as job:
+        job.run_sessions(script)
+
+
+def test_a_parameter_of_a_distributed_store_cannot_be_reset_by_one_worker() -> None:
+    """Row: invalid_cpu / trainer reset: loading parameters is a RuntimeError; `assign` does it for all."""
+
+    def script(kv: DistStore) -> tuple[float, float]:
+        one = Parameter(ones(2), name="x")
+        trainer = Trainer([one], "sgd", {"learning_rate": 1.0}, kvstore=kv)
+        with pytest.raises(RuntimeError, match=r"'x' is kept in the distributed store .*trainer.assign\(\) on all"):
+            one.set_data(np.zeros(2))
+        assert list(one.data) == [1, 1]
+        one.data[...] = 10 * (kv.rank + 1)
+        trainer.assign()
+        assigned = float(one.data[0])
+        one.grad = ones(2)
+        trainer.step(1)
+        return assigned, float(one.data[0])
+
+    assert run(script) == [(10, 8)] * 2
+
+
+# --- P7: n workers with batches of b are one with batches of n * b
+
+
+@UPDATES
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_n_workers_train_as_one_with_n_times_the_batch(workers: int, devices: int, update_on_kvstore: bool) -> None:
+    """The last batch is shorter."""
+    x, y = examples(40)
+    batches = [(0, 16), (16, 32), (32, 40)]
+
+    def script(kv: DistStore) -> list[np.ndarray]:
+        model = Linear(devices, seed=3 + kv.rank)  # rank 0's weights are taken
+        trainer = Trainer(model.params, "sgd", RATE, kvstore=kv, update_on_kvstore=update_on_kvstore)
+        for first, last in batches:
+            each = (last - first) // workers // devices
+            for device in range(devices):
+                start = first + (kv.rank * devices + device) * each
+                model.backward(x[start : start + each], y[start : start + each], device)
+            trainer.step(each * devices * kv.num_workers)
+        return model.weights
+
+    reference = trained([(x[first:last], y[first:last]) for first, last in batches])
+    expected = [one for one in reference for _ in range(devices)]
+    for weights in run(script, workers=workers, bigarray_bound=5):
+        for got, one in zip(weights, expected, strict=True):
+            # float64; only the order of additions differs
+            np.testing.assert_allclose(got, one, rtol=1e-11)
+
+
+@UPDATES
+def test_workers_with_batches_of_different_sizes_stay_alike(update_on_kvstore: bool) -> None:
+    """Each divides its own gradients by what it passes; all have one weight afterwards."""
+
+    def script(kv: DistStore) -> float:
+        one = Parameter(np.zeros(2), np.ones(2), name="x")
+        trainer = Trainer([one], "sgd", {"learning_rate": 1.0}, kvstore=kv, update_on_kvstore=update_on_kvstore)
+        trainer.step(2 if kv.rank else 4)
+        return float(one.data[0])
+
+    assert run(script) == [-0.75, -0.75]
+
+
+@UPDATES
+def test_a_worker_out_of_data_joins_and_all_end_alike(update_on_kvstore: bool) -> None:
+    """Rank r makes r + 1 steps an epoch, two epochs; with momentum, which goes on in steps without its gradients."""
+
+    def script(kv: DistStore) -> tuple[float, float]:
+        one = Parameter(np.zeros(3), name="x")
+        options = {"learning_rate": 1.0, "momentum": 0.5}
+        trainer = Trainer([one], "sgd", options, kvstore=kv, update_on_kvstore=update_on_kvstore)
+        for _ in range(2):
+            for _ in range(kv.rank + 1):
+                one.grad = np.ones(3)
+                trainer.step(1)
+            trainer.join()
+        return float(one.data[0]), trainer.learning_rate
+
+    expected, momentum = 0.0, 0.0
+    for _ in range(2):
+        for count in (3, 2, 1):
+            momentum = 0.5 * momentum - count
+            expected += momentum
+    assert run(script, workers=3) == [(expected, 1.0)] * 3
+
+
+@pytest.mark.parametrize("halves", [True, False])
+def test_a_worker_that_joins_makes_the_updates_of_the_others(halves: bool) -> None:
+    """Rank 1 has two batches more; `halves`: by allreduce_grads and update."""
+
+    def script(kv: DistStore) -> float:
+        one = Parameter(np.zeros(3), name="x")
+        trainer = Trainer([one], "sgd", {"learning_rate": 1.0}, kvstore=kv, update_on_kvstore=False)
+        for _ in range(1 + 2 * kv.rank):
+            one.grad = np.full(3, 4.0)
+            if halves:
+                trainer.allreduce_grads()
+                trainer.update(4)
+            else:
+                trainer.step(4)
+        trainer.join()
+        return float(one.data[0])
+
+    assert run(script) == [-4.0, -4.0]
+
+
+def test_a_worker_that_cannot_know_what_others_divide_by_is_told() -> None:
+    def script(kv: DistStore) -> None:
+        one = Parameter(np.zeros(3), name="x")
+        trainer = Trainer([one], "sgd", kvstore=kv, update_on_kvstore=False)
+        if kv.rank:
+            one.grad = np.ones(3)
+            trainer.allreduce_grads()
+        else:
+            with pytest.raises(KVError, match="give every worker a batch"):
+                trainer.join()
+
+    run(script)
+
+
+def test_a_worker_without_a_batch_joins_those_that_call_step() -> None:
+    def script(kv: DistStore) -> float:
+        one = Parameter(np.zeros(3), name="x")
+        trainer = Trainer([one], "sgd", {"learning_rate": 1.0}, kvstore=kv, update_on_kvstore=False)
+        if kv.rank:
+            one.grad = np.full(3, 4.0)
+            trainer.step(4)
+        trainer.join()
+        return float(one.data[0])
+
+    assert run(script) == [-1.0, -1.0]
+
+
+@UPDATES
+def test_a_parameter_that_only_some_workers_used_gets_their_gradients(update_on_kvstore: bool) -> None:
+    def script(kv: DistStore) -> float:
+        used, rare = Parameter(ones(2), name="used"), Parameter(ones(2), name="rare")
+        trainer = Trainer([used, rare], "sgd", {"learning_rate": 1.0}, kvstore=kv, update_on_kvstore=update_on_kvstore)
+        used.grad = ones(2)
+        if kv.rank:
+            rare.grad = ones(2)
+        else:
+            with pytest.raises(KVError, match="parameter 'rare' has no new gradient"):
+                trainer.step(1)
+        trainer.step(1, ignore_stale_grad=True)
+        return float(rare.data[0])
+
+    assert run(script) == [0, 0]
+
+
+def test_without_rounds_a_missing_gradient_is_not_sent() -> None:
+    def script(kv: DistStore) -> float:
+        used, rare = Parameter(ones(2), ones(2), name="used"), Parameter(ones(2), name="rare")
+        trainer = Trainer([used, rare], "sgd", {"learning_rate": 1.0, "wd": 1.0}, kvstore=kv)
+        trainer.step(1, ignore_stale_grad=True)
+        return float(rare.data[0])
+
+    assert run(script, "dist_async") == [1, 1]  # not even its decay
+
+
+# --- what the store keeps
+
+
+@pytest.mark.parametrize("type_name", ["dist_sync", "dist_async"])
+def test_rates_and_multipliers_change_on_the_servers(type_name: str) -> None:
+    def script(kv: DistStore) -> list[float]:
+        one = Parameter(np.zeros(2), name="x", lr_mult=0.5)
+        trainer = Trainer([one], "sgd", {"learning_rate": 1.0}, kvstore=kv)
+        seen = []
+
+        def step() -> None:
+            one.grad = np.ones(2)
+            trainer.step(1)
+            kv.barrier()
+            seen.append(float(one.data[0]))
+
+        step()
+        trainer.set_learning_rate(2.0)
+        step()
+        one.lr_mult = 0.25
+        step()
+        return seen
+
+    assert run(script, type_name, workers=1) == [[-0.5, -1.5, -2.0]]
+    if type_name == "dist_sync":
+        assert run(script, type_name) == [[-1.0, -3.0, -4.0]] * 2
+
+
+def test_a_schedule_goes_on_on_the_servers() -> None:
+    def script(kv: DistStore) -> tuple[float, float]:
+        one = Parameter(np.zeros(2), np.ones(2), name="x")
+        trainer = Trainer([one], "sgd", {"lr_scheduler": Factor(1, factor=0.5, base_lr=1.0)}, kvstore=kv)
+        for _ in range(3):
+            trainer.step(1)
+        return float(one.data[0]), trainer.learning_rate
+
+    assert run(script) == [(-3.5, 0.25)] * 2
+
+
+@UPDATES
+def test_saved_states_go_on_where_they_were(tmp_path, update_on_kvstore: bool) -> None:
+    def script(kv: DistStore) -> list[float]:
+        model = Parameter(np.zeros(3), name="x")
+        options = {"learning_rate": 1.0, "momentum": 0.5}
+        trainer = Trainer([model], "sgd", options, kvstore=kv, update_on_kvstore=update_on_kvstore)
+        path = tmp_path / ("states" if update_on_kvstore else "states-%d" % kv.rank)
+
+        def steps(count: int) -> float:
+            for _ in range(count):
+                model.grad = np.ones(3)
+                trainer.step(2)
+            return float(model.data[0])
+
+        steps(2)
+        trainer.save_states(path)
+        gone_on = steps(3)
+        trainer.set_learning_rate(7.0)
+        trainer.load_states(path)
+        assert trainer.learning_rate == 1.0
+        return [gone_on, steps(3)]
+
+    for gone_on, again in run(script):
+        assert gone_on == again
+
+
+def test_compression_works_through_a_trainer() -> None:
+    """There it never did (pushpull refused compression). Ones with threshold 0.5 arrive as 0.5, twice."""
+
+    def script(kv: DistStore) -> float:
+        one = Parameter(np.zeros(100, np.float32), name="x")
+        compression = {"type": "2bit", "threshold": 0.5, "min_size": 0}
+        trainer = Trainer([one], "sgd", {"learning_rate": 1.0}, kvstore=kv, compression_params=compression)
+        for grad in (1.0, 0.0, 0.0):
+            one.grad = np.full(100, grad, np.float32)
+            trainer.step(4)
+        return float(one.data[0])
+
+    assert run(script) == [-2 * (0.5 + 0.5) / 4] * 2
+
+
+def test_workers_with_other_parameters_are_told() -> None:
+    def script(kv: DistStore) -> str:
+        with pytest.raises(KVError) as caught:
+            Trainer([Parameter(ones(2 + kv.rank), name="x")], "sgd", {"learning_rate": 1.0}, kvstore=kv)
+        return str(caught.value)
+
+    for said in run(script):
+        assert "(2,)" in said
+        assert "(3,)" in said
+
+
+def test_a_rule_of_ones_own_is_imported_by_the_servers() -> None:
+    def script(kv: DistStore) -> float:
+        one = Parameter(np.zeros(2), np.ones(2), name="x")
+        Trainer([one], "rules_of_users:Sign", {"learning_rate": 0.5}, kvstore=kv).step(1)
+        return float(one.data[0])
+
+    assert run(script, imports=("rules_of_users",)) == [-0.5, -0.5]
+
+
+def test_pushes_and_pulls_of_big_parameters_may_share_memory() -> None:
+    """The trainer updates: sums come back into the gradients while these are still being sent."""
+    size = 300_000
+
+    def script(kv: DistStore) -> None:
+        params = [Parameter(np.zeros(size), np.zeros(size), name=str(number)) for number in range(2)]
+        trainer = Trainer(params, "sgd", {"learning_rate": 1.0}, kvstore=kv, update_on_kvstore=False)
+        expected = np.zeros(size)
+        for step in range(3):
+            for one in params:
+                one.grad[...] = np.arange(size) % 97 + kv.rank + step
+            trainer.step(2)
+            expected -= np.arange(size) % 97 + step + 0.5
+            for one in params:
+                assert np.array_equal(one.data, expected)
+
+    with Cluster(2, over="zmq", bigarray_bound=50_000) as job:
+        job.run(script)
