@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 
 import numpy as np
 
@@ -25,6 +26,9 @@ Contribution = tuple[Record, list[Value]]
 
 class Keyed(Controls):
     """Keys, and the calls that give them their values."""
+
+    _is_shared = True
+    """Calls that all workers make together wait for others; else they are over when they return, also unwaited."""
 
     def __init__(self, type_name: str) -> None:
         super().__init__(type_name)
@@ -54,11 +58,11 @@ class Keyed(Controls):
             task = Task(what, lambda: body(ticket), self._late)
             self._starting.update(dict.fromkeys(new, task))
             # Behind those that are under way, so that all workers make them in one order.
-            queued = not wait or not self._line.is_idle
+            queued = self._is_shared and not (wait and self._line.is_idle)
             if queued:
                 self._line.put(task)
         if not queued:
-            with self._late.told(task):
+            with self._late.told(task) if wait else nullcontext():
                 task.run()
         return self._awaited(task, wait)
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Type
 
 from distrun_runtime.errors import StoreClosed
 from distrun_runtime.store.hooks import Hooks
 from distrun_runtime.store.pending import Late, Line, Pending
+
+Joiner = Callable[[Callable[[], None]], None]
+"""joiner(join): makes a worker join, where that takes more than the store's own `join`."""
 
 
 class Lifetime(Hooks):
@@ -25,6 +29,7 @@ class Lifetime(Hooks):
         """What went wrong with calls that nobody has waited for."""
         self._line = Line("distrun-%s-calls" % type_name)
         """Runs calls that wait for all workers, where the caller does not."""
+        self._joiner: Joiner | None = None
 
     @property
     def type(self) -> str:
@@ -43,11 +48,18 @@ class Lifetime(Hooks):
     def join(self) -> None:
         """Contribute nothing to all later rounds; return when all workers have joined. For a worker out of data.
 
-        With a trainer, call `Trainer.join`: it also brings the weights that come of these rounds.
+        The store of an open trainer does what `Trainer.join` does: its weights are those of all workers afterwards.
         """
         self._ready()
         self._line.finish()
-        self._join()
+        if self._joiner is None:
+            self._join()
+        else:
+            self._joiner(self._join)
+
+    def joins_by(self, joiner: Joiner | None) -> None:
+        """Have `join` made by whoever keeps weights in this store, a trainer; None: by the store alone."""
+        self._joiner = joiner
 
     def leave(self) -> None:
         """End this worker's membership: the others go on without it. Only `close` may follow."""

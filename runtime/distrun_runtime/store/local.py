@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -27,9 +27,11 @@ from distrun_runtime.store.weights import Weights
 class LocalStore(KVStore):
     """A store of one worker: a push sums over its devices. Threads take turns; a pull never sees half a push.
 
-    Every call but `init`, `assign` and `broadcast` is over when it returns, also with wait=False. An updater or rule
-    that fails leaves the keys of the call before its own updated, its own as far as it came.
+    Every call is over when it returns, also with wait=False. An updater or rule that fails leaves the keys of the call
+    before its own updated, its own as far as it came.
     """
+
+    _is_shared = False
 
     def __init__(self, type_name: str = "local") -> None:
         super().__init__(type_name)
@@ -50,6 +52,11 @@ class LocalStore(KVStore):
         return 1
 
     # Data
+
+    def _together(self, what: str, body: Callable[[int], None], wait: bool, new: Sequence[Key] = ()) -> Pending:
+        # A thread that may wait for the init of a key, an updater's, has the lock: so no init is under way without it.
+        with self._open():
+            return super()._together(what, body, wait, new)
 
     def _init(self, items: list[tuple[Key, Value]], ticket: int) -> list[Record]:
         with self._open():

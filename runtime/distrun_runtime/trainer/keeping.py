@@ -111,6 +111,8 @@ class Keeping(Settings):
         for parameter in self._params:
             if parameter.owner is self:
                 parameter.owner = None
+        if isinstance(self.kvstore, KVStore):
+            self.kvstore.joins_by(None)
         if self._opened.is_own and self.kvstore is not None:
             leave(self.kvstore, error)
 

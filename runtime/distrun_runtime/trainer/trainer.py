@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Dict, cast
 
 from distrun_runtime.algo import rules
@@ -79,6 +79,8 @@ class Trainer(Keeping):
             raise
         for parameter in collected:
             parameter.owner = self
+        if isinstance(self.kvstore, KVStore):
+            self.kvstore.joins_by(self._joins)
 
     def __repr__(self) -> str:
         where = "no store" if self.kvstore is None else "store %r" % self.kvstore.type
@@ -155,22 +157,28 @@ class Trainer(Keeping):
         """Take part in later rounds without a gradient of one's own, until no worker has data; for unequal data.
 
         All workers call it, each when it has no more batches; then weights are alike, and all may go on together.
-        Without a distributed store it does nothing.
+        Without a distributed store it does nothing. `kv.join()` of the trainer's store is the same.
 
         Raises:
             KVError: a store of another maker, which cannot know; or the others call `update`, and this one never did:
                 it takes its last batch size there for theirs.
         """
         self._needs_open()
-        if self.kvstore is None or self._exchange is None:
-            return
-        if self.update_on_kvstore and isinstance(self.kvstore, KVStore):
+        if isinstance(self.kvstore, KVStore):
             self.kvstore.join()
-            self._exchange.pull()
-        elif self._opened.has_rounds:
+        elif self._exchange is not None and self._opened.has_rounds:
             self._follow(self._exchange)
 
     # --- parts
+
+    def _joins(self, join: Callable[[], None]) -> None:
+        """Make the store's `join`."""
+        exchange = cast(Exchange, self._exchange)
+        if self.update_on_kvstore:
+            join()
+            exchange.pull()
+        elif self._opened.has_rounds:
+            self._follow(exchange)
 
     def _follow(self, exchange: Exchange | ForeignExchange) -> None:
         """Make the updates of the workers that have data, until none has."""

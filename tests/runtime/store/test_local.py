@@ -368,6 +368,32 @@ def test_an_updater_may_pull_other_keys_and_what_it_raises_reaches_the_push() ->
     assert np.array_equal(pulled(kv, "c"), np.zeros(SHAPE))
 
 
+def test_a_key_whose_init_nobody_waited_for_is_there_for_an_updater() -> None:
+    kv = filled("a", STR_KEYS)
+    kv.set_updater(lambda key, received, stored: np.copyto(stored, received + pulled(kv, "e")))
+    assert kv.init("e", np.full(SHAPE, 2.0), wait=False).is_done
+    kv.push("a", np.ones(SHAPE))
+    assert np.array_equal(pulled(kv, "a"), np.full(SHAPE, 3.0))
+
+
+def test_an_updater_does_not_wait_for_an_init_that_waits_for_it() -> None:
+    """Another thread wants to initialise the key that the updater asks for."""
+    kv = filled("a", STR_KEYS)
+    threads: list[threading.Thread] = []
+
+    def update(key: str, received: Array, stored: Array) -> None:
+        threads.append(threading.Thread(target=lambda: kv.init("e", np.ones(SHAPE)), daemon=True))
+        threads[0].start()
+        threads[0].join(0.2)  # it cannot get further than to our lock
+        with pytest.raises(KVError, match="initialised"):
+            kv.pull("e", out=np.empty(SHAPE))
+
+    kv.set_updater(update)
+    kv.push("a", np.ones(SHAPE))
+    threads[0].join(60)
+    assert np.array_equal(pulled(kv, "e"), np.ones(SHAPE))
+
+
 def test_threads_take_turns() -> None:
     kv = filled(3, INT_KEYS)
     kv.set_optimizer("test")

@@ -146,7 +146,8 @@ def test_workers_with_batches_of_different_sizes_stay_alike(update_on_kvstore: b
 
 
 @UPDATES
-def test_a_worker_out_of_data_joins_and_all_end_alike(update_on_kvstore: bool) -> None:
+@pytest.mark.parametrize("call", ["trainer.join", "kv.join"])
+def test_a_worker_out_of_data_joins_and_all_end_alike(call: str, update_on_kvstore: bool) -> None:
     """Rank r makes r + 1 steps an epoch, two epochs; with momentum, which goes on in steps without its gradients."""
 
     def script(kv: DistStore) -> tuple[float, float]:
@@ -157,7 +158,7 @@ def test_a_worker_out_of_data_joins_and_all_end_alike(update_on_kvstore: bool) -
             for _ in range(kv.rank + 1):
                 one.grad = np.ones(3)
                 trainer.step(1)
-            trainer.join()
+            trainer.join() if call == "trainer.join" else kv.join()
         return float(one.data[0]), trainer.learning_rate
 
     expected, momentum = 0.0, 0.0
@@ -166,6 +167,22 @@ def test_a_worker_out_of_data_joins_and_all_end_alike(update_on_kvstore: bool) -
             momentum = 0.5 * momentum - count
             expected += momentum
     assert run(script, workers=3) == [(expected, 1.0)] * 3
+
+
+def test_a_store_whose_trainer_was_closed_joins_by_itself() -> None:
+    """Rank 1 pushes once more; the trainer's own way of joining would leave that round open."""
+
+    def script(kv: DistStore) -> float:
+        one = Parameter(np.zeros(2), name="x")
+        with Trainer([one], "sgd", {"learning_rate": 1.0}, kvstore=kv, update_on_kvstore=False):
+            kv.init(7, np.zeros(2))
+        out = np.zeros(2)
+        if kv.rank:
+            kv.pushpull(7, np.ones(2), out=out)
+        kv.join()
+        return float(out[0])
+
+    assert run(script) == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("halves", [True, False])
