@@ -52,6 +52,21 @@ class Failing(Sign):
         raise ArithmeticError("one of the user's own")
 
 
+class Choosy(Rule):
+    """Takes no weights of the length `refused`."""
+
+    refused = -1
+
+    def start(self, weight: Array) -> State:
+        if weight.size == Choosy.refused:
+            raise ValueError("%d elements are too many" % weight.size)
+        return {"count": np.zeros(weight.shape)}
+
+    def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
+        weight -= grad
+        state["count"] += 1
+
+
 class Unfinished(Rule):
     """Lacks `update`."""
 

@@ -72,7 +72,14 @@ class Checkpoints:
         if wrong:
             return _refuse(calls, Answers(errors=[wrong]))
         saved = store.keys.saved_as(manifest["keys"])
-        body = {"action": "stage", "folder": calls[0].message.body["folder"], "manifest": manifest, "numbers": saved}
+        wish = self._rulebook.spec(store.number) or _spec(manifest)
+        body = {
+            "action": "stage",
+            "folder": calls[0].message.body["folder"],
+            "manifest": manifest,
+            "numbers": saved,
+            "spec": None if wish is None else dict(wish.to_json()),
+        }
         return self._tell(Kind.LOAD, store, body, lambda answers: self._staged(store, calls, manifest, answers))
 
     def _against(self, store: Subject, manifest: Mapping[str, Any]) -> str:
@@ -98,7 +105,7 @@ class Checkpoints:
 
         def committed(answers: Answers) -> list[role.Action]:
             if answers.errors:
-                return _refuse(calls, answers)
+                return self._drop(store, calls, answers)
             facts = self._facts(store, manifest)
             return [role.Send(call.link, answer(call.message, facts)) for call in calls.values()]
 

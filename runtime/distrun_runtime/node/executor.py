@@ -40,6 +40,8 @@ class Executor:
         self._recorder = recorder or Recorder()
         self._imports = tuple(imports)
         self._lent: dict[int, dict[int, lending.Lent]] = {}
+        self._staged: dict[int, rules.RuleSpec | None] = {}
+        """Stores whose saved states are being loaded, with the rule that these were read for."""
         self._methods: dict[type[Any], Callable[[Any], Any]] = {}
         """What does each kind of work; looked up once."""
 
@@ -80,6 +82,7 @@ class Executor:
         self.rules.clear()
         self.specs.clear()
         self._lent.clear()
+        self._staged.clear()
 
     # Contributions
 
@@ -234,8 +237,19 @@ class Executor:
     def _save(self, what: work.Save) -> dict[str, Any]:
         return states.save(what.message.body, self._of_store(what.store))
 
-    def _load(self, what: work.Load) -> dict[str, Any]:
-        return states.load(what.message.body, self._of_store(what.store), self.rules.get(what.store))
+    def _load(self, what: work.Load) -> None:
+        body, shelves = what.message.body, self._of_store(what.store)
+        if body["action"] == "stage":
+            spec = None if body["spec"] is None else rules.RuleSpec.from_json(body["spec"])
+            states.stage(body, shelves, None if spec is None else self._made(what.store, spec))
+            self._staged[what.store] = spec
+        elif body["action"] == "drop":
+            states.drop(shelves)
+        elif self._staged.pop(what.store, None) != self.specs.get(what.store):
+            # The same on all servers: the scheduler changes rules one at a time.
+            raise KVError("the rule was changed while states were being loaded; nothing was loaded, load them again")
+        else:
+            states.commit(shelves)
 
     def _of_store(self, store: int) -> dict[SlotId, Shelf]:
         return {slot: shelf for slot, shelf in self.shelves.items() if slot.store == store}

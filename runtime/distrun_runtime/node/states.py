@@ -1,7 +1,8 @@
 """Saved states of a store: what a server writes of its slots, and how it gets them back from any number of files.
 
-Reading has two phases. `stage` reads and checks all that this server's slots need and puts it beside them; `commit`
-puts it in their places; `drop` forgets it. So a torn file changes nothing on any server.
+Reading has two phases. `stage` reads and checks all that this server's slots need, makes the rule's states of it, and
+puts it beside them; `commit` puts it in their places; `drop` forgets it. What can fail, fails in `stage`: so a torn
+file, or a user's rule that dislikes a value, changes nothing on any server.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class Staged:
     """(Begin, end) within the slot to the state arrays of those elements; a part that was never updated has none."""
     counters: dict[str, Any] = field(default_factory=dict)
     residual: Array | None = None
+    state: dict[str, Any] | None = None
+    """What the rule makes of parts and counters, which are empty then."""
 
 
 def save(body: Mapping[str, Any], shelves: Shelves) -> dict[str, Any]:
@@ -76,44 +79,46 @@ def _counter(key: object, name: str, value: object) -> object:
     )
 
 
-def load(body: Mapping[str, Any], shelves: Shelves, rule: rules.Rule | None = None) -> dict[str, Any]:
-    """Do one phase of loading for the shelves of one store.
+def stage(body: Mapping[str, Any], shelves: Shelves, rule: rules.Rule | None = None) -> None:
+    """Read what was saved of the shelves of one store, and put it beside them.
 
     Arguments:
-        body: `action`: stage, commit or drop; for stage also folder, host, manifest, and `numbers`: [number, number in
-            the manifest, key] of each key.
-        rule: the store's, whose states they are (commit).
+        body: folder, host, manifest, and `numbers`: [number, number in the manifest, key] of each key.
+        rule: the one whose states they will be.
 
     Raises:
         KVError: a file is missing, torn, or of another save; it does not fit the slots: names file, key and host.
     """
-    if body["action"] == "stage":
-        with _Source(body) as source:
-            numbers = {int(number): (int(saved), key) for number, saved, key in body["numbers"]}
-            staged = {
-                slot: source.read(*numbers[slot.key], slot.offset, shelves[slot].weight)
-                for slot in sorted(shelves)
-                if slot.key in numbers
-            }
-        for slot, one in staged.items():
-            shelves[slot].staged = one
-    else:
-        ready = [(shelf, shelf.staged) for shelf in shelves.values() if shelf.staged is not None]
-        for shelf, _ in ready:
-            shelf.staged = None
-        if body["action"] == "commit":
-            # A user's rule may fail at any of them: then none has changed.
-            found = [_state(staged, rule) for _, staged in ready]
-            for (shelf, staged), state in zip(ready, found, strict=True):
-                _commit(shelf, staged, state)
-    return {}
+    drop(shelves)
+    with _Source(body) as source:
+        numbers = {int(number): (int(saved), key) for number, saved, key in body["numbers"]}
+        staged = {
+            slot: source.read(*numbers[slot.key], slot.offset, shelves[slot].weight)
+            for slot in sorted(shelves)
+            if slot.key in numbers
+        }
+    for one in staged.values():
+        one.state = _state(one, rule)
+        one.parts, one.counters = [], {}
+    for slot, one in staged.items():
+        shelves[slot].staged = one
 
 
-def _commit(shelf: Shelf, staged: Staged, state: dict[str, Any] | None) -> None:
-    shelf.put(staged.weight)
-    shelf.sums.clear()
-    shelf.residual = staged.residual
-    shelf.state = state
+def commit(shelves: Shelves) -> None:
+    """Put what was staged in its place."""
+    for shelf in shelves.values():
+        if shelf.staged is not None:
+            staged, shelf.staged = shelf.staged, None
+            shelf.put(staged.weight)
+            shelf.sums.clear()
+            shelf.residual = staged.residual
+            shelf.state = staged.state
+
+
+def drop(shelves: Shelves) -> None:
+    """Forget what was staged."""
+    for shelf in shelves.values():
+        shelf.staged = None
 
 
 def _state(staged: Staged, rule: rules.Rule | None) -> dict[str, Any] | None:

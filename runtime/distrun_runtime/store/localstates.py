@@ -69,11 +69,13 @@ def load(folder: str, records: Iterable[Record], weights: Weights) -> dict[Key, 
         raise KVError("states in %s: %s" % (folder, wrong))
     saved = keys.saved_as(manifest["keys"])
     shelves = _shelves(keys, weights)
-    states.load({"action": "stage", "folder": folder, "host": host, "manifest": manifest, "numbers": saved}, shelves)
+    wish = rule if weights.spec is None and not weights.has_updater else None
+    chosen = weights.rule if wish is None else weights.made(wish)
+    states.stage({"folder": folder, "host": host, "manifest": manifest, "numbers": saved}, shelves, chosen)
     residuals = _residuals(folder, manifest, host, {old: key for _, old, key in saved})
-    if rule is not None and weights.spec is None and not weights.has_updater:
-        weights.install(rule)
-    states.load({"action": "commit"}, shelves, weights.rule)
+    if wish is not None:
+        weights.install(wish)
+    states.commit(shelves)
     for shelf in shelves.values():
         weights.values[shelf.key] = shelf.weight.reshape(weights.values[shelf.key].shape)
         weights.states.pop(shelf.key, None)

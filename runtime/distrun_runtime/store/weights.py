@@ -109,13 +109,22 @@ class Weights:
 
     def install(self, spec: RuleSpec) -> None:
         """Put a rule in place of what is there; what state both know goes on."""
-        # None: any module of the user's may be imported, as this is the user's own process.
-        rule = rules.rule_of(spec, None)
-        self.check(((key, value.dtype) for key, value in self.values.items()), rule)
+        rule = self.made(spec)
         self.states = {
             key: rules.carry_state(rule, self.values[key].reshape(-1), state) for key, state in self.states.items()
         }
         self.spec, self.rule, self._updater = spec, rule, None
+
+    def made(self, spec: RuleSpec) -> rules.Rule:
+        """Return the rule of a spec, which takes all values that are here, and install nothing.
+
+        Raises:
+            KVError: there is no such rule, or it does not take a value.
+        """
+        # None: any module of the user's may be imported, as this is the user's own process.
+        rule = rules.rule_of(spec, None)
+        self.check(((key, value.dtype) for key, value in self.values.items()), rule)
+        return rule
 
     def set_updater(self, updater: Updater | None) -> None:
         """Put a function, or nothing, in place of what is there."""

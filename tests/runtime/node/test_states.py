@@ -57,16 +57,16 @@ def save(folder: Path, shelves: list[Shelves], part: str = "data-1") -> dict[str
     return {"data": part, "files": files}
 
 
-def stage(folder: Path, shelves: Shelves, manifest: dict[str, Any]) -> None:
-    body = {"action": "stage", "folder": str(folder), "manifest": manifest, "host": "d2"}
-    states.load({**body, "numbers": [[number, number, "key %d" % number] for number in SIZES]}, shelves)
+def stage(folder: Path, shelves: Shelves, manifest: dict[str, Any], rule: rules.Rule | None = None) -> None:
+    numbers = [[number, number, "key %d" % number] for number in SIZES]
+    states.stage({"folder": str(folder), "manifest": manifest, "host": "d2", "numbers": numbers}, shelves, rule)
 
 
 def load(folder: Path, shelves: list[Shelves], manifest: dict[str, Any], rule: rules.Rule | None = None) -> None:
     for each in shelves:
-        stage(folder, each, manifest)
+        stage(folder, each, manifest, rule)
     for each in shelves:
-        states.load({"action": "commit"}, each, rule)
+        states.commit(each)
 
 
 def whole(shelves: list[Shelves], number: int, name: str = "") -> Any:
@@ -200,7 +200,7 @@ def test_a_torn_file_changes_nothing_and_names_file_and_host(tmp_path: Path) -> 
     held = before(target)
     with pytest.raises(KVError, match=r"data-1/server-1\.npz on host d2 has \d+ bytes"):
         stage(tmp_path, target, manifest)
-    states.load({"action": "commit"}, target)
+    states.commit(target)
     assert before(target) == held
 
 
@@ -209,8 +209,8 @@ def test_what_was_staged_and_dropped_changes_nothing(tmp_path: Path) -> None:
     target = cut(1, {number: np.zeros(size, np.float32) for number, size in SIZES.items()})[0]
     held = before(target)
     stage(tmp_path, target, manifest)
-    states.load({"action": "drop"}, target)
-    states.load({"action": "commit"}, target)
+    states.drop(target)
+    states.commit(target)
     assert before(target) == held
 
 

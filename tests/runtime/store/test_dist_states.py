@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from cluster import Cluster
+from rules_of_users import Choosy
 
 from distrun_runtime.device import dtypes
-from distrun_runtime.errors import KVError
+from distrun_runtime.errors import KVError, RuleError
 from distrun_runtime.store.dist import DistStore
 from distrun_runtime.store.sparse import RowSparse
 
@@ -245,3 +247,35 @@ def test_a_load_brings_the_rule_with_it_where_none_is_set(tmp_path: Path) -> Non
     for _ in range(2):
         with Cluster(over="inproc") as job:
             assert job.run(script) == [-1.0, -1.0]
+
+
+def test_a_rule_that_dislikes_a_value_on_one_server_changes_nothing_on_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, sizes = [0, 1], [3, 5]  # one on each of two servers
+
+    def job(script: Callable[[DistStore], Any]) -> Any:
+        with Cluster(workers=1, servers=2, over="inproc", imports=("rules_of_users",)) as cluster:
+            return cluster.run(script)
+
+    def save(kv: DistStore) -> None:
+        kv.init(keys, [np.zeros(size) for size in sizes])
+        kv.set_optimizer("rules_of_users:Choosy")
+        kv.push(keys, [np.ones(size) for size in sizes])
+        kv.save_states(tmp_path / "saved")
+
+    def load(kv: DistStore) -> list[float]:
+        kv.init(keys, [np.full(size, 7.0) for size in sizes])
+        monkeypatch.setattr(Choosy, "refused", 5)
+        with pytest.raises(RuleError, match=r"server-1: ValueError: 5 elements are too many"):
+            kv.load_states(tmp_path / "saved")
+        monkeypatch.setattr(Choosy, "refused", -1)
+        outs = [np.zeros(size) for size in sizes]
+        kv.pull(keys, out=outs)
+        assert [out.tolist() for out in outs] == [[7.0] * size for size in sizes]
+        kv.load_states(tmp_path / "saved")
+        kv.pull(keys, out=outs)
+        return [float(out[0]) for out in outs]
+
+    job(save)
+    assert job(load) == [[-1.0, -1.0]]
