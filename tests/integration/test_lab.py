@@ -321,11 +321,15 @@ def test_without_root_or_programs_the_reason_is_said(monkeypatch: pytest.MonkeyP
         Lab.up(1)
 
 
-def of_the_machine() -> tuple[list[str], list[str], list[str]]:
-    """What a lab must not leave: mounts, links and control groups of the machine."""
+def of_the_machine() -> tuple[list[str], list[str]]:
+    """What a lab must not leave: mounts and links of the machine."""
     mounts = sorted(line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
-    groups = [str(path) for path in Path("/sys/fs/cgroup").glob("**/distrun-lab-*")]
-    return mounts, sorted(name for _, name in socket.if_nameindex()), sorted(groups)
+    return mounts, sorted(name for _, name in socket.if_nameindex())
+
+
+def groups_of(lab: Lab) -> list[str]:
+    """Its control groups, which it must not leave either. (Other labs of the machine have others.)"""
+    return [folder for folder, _, _ in os.walk("/sys/fs/cgroup") if lab.groups.group in os.path.basename(folder)]
 
 
 def space_of(lab: Lab) -> str:
@@ -364,9 +368,11 @@ def test_two_labs_are_up_at_once_and_leave_nothing() -> None:
         one["h1"].stop()
         two["h2"].mem(100)
         assert (Path("/etc/hosts").read_text(), socket.gethostname()) == hosts
+        assert groups_of(one)
         spaces = space_of(one), space_of(two)
     assert all(not users_of(space) for space in spaces)
     assert of_the_machine() == before
+    assert groups_of(one) == groups_of(two) == []
 
 
 def test_killing_the_keeper_ends_everything() -> None:
@@ -377,7 +383,7 @@ def test_killing_the_keeper_ends_everything() -> None:
         lab["h1"].stop()
         os.kill(lab.pid, signal.SIGKILL)
         wait_until(lambda: not users_of(space) and not any(Path("/proc/%d" % pid).exists() for pid in hosts), 10)
-    wait_until(lambda: of_the_machine() == before, 10)
+    wait_until(lambda: of_the_machine() == before and not groups_of(lab), 10)
 
 
 def test_killing_its_maker_ends_a_lab() -> None:

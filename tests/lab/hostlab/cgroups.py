@@ -48,7 +48,7 @@ class Groups:
     def __init__(self, root: Path, group: str) -> None:
         self._root = root
         self._unified = unified(root)
-        self._group = group
+        self.group = group
 
     def freeze(self, host: str, pids: Pids) -> None:
         """Freeze every process of a host; `pids()` gives them."""
@@ -60,7 +60,7 @@ class Groups:
 
     def thaw(self, host: str) -> None:
         """Thaw a host if it was ever frozen."""
-        if self._unified and (file := self._unified / self._group / host / "cgroup.freeze").exists():
+        if self._unified and (file := self._unified / self.group / host / "cgroup.freeze").exists():
             file.write_text("0")
 
     def limit(self, host: str, controller: str, values: tuple[str, str], pids: Pids) -> None:
@@ -74,7 +74,7 @@ class Groups:
             if controller == "memory" and (folder / "memory.swap.max").exists():
                 (folder / "memory.swap.max").write_text("0")
         elif (self._root / controller / "cgroup.procs").exists():
-            folder = _make(self._root / controller / ("%s-%s" % (self._group, host)))
+            folder = _make(self._root / controller / ("%s-%s" % (self.group, host)))
             (folder / FILES1[controller]).write_text(values[1])
         else:
             raise Unavailable("no %s controller among the control groups of this machine" % controller)
@@ -83,15 +83,15 @@ class Groups:
     def unlimit(self, host: str) -> None:
         """Take all limits of a host away."""
         for controller, values in NO_LIMIT.items():
-            if self._unified and (file := self._unified / self._group / host / FILES2[controller]).exists():
+            if self._unified and (file := self._unified / self.group / host / FILES2[controller]).exists():
                 file.write_text(values[0])
-            if (file := self._root / controller / ("%s-%s" % (self._group, host)) / FILES1[controller]).exists():
+            if (file := self._root / controller / ("%s-%s" % (self.group, host)) / FILES1[controller]).exists():
                 file.write_text(values[1])
 
     def _version2(self, host: str) -> Path:
         if self._unified is None:
             raise Unavailable("no control groups of version 2 here")
-        return _make(_make(self._unified / self._group) / host)
+        return _make(_make(self._unified / self.group) / host)
 
 
 def _make(folder: Path) -> Path:

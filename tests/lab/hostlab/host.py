@@ -233,6 +233,8 @@ class Host:
         self.lab.groups.thaw(self.name)
         os.kill(self.pid, signal.SIGKILL)
         wait_until(lambda: not self.processes(), 10, "%s is off" % self.name)
+        # The kernel gives the number to the next namespace, maybe another lab's.
+        (self._folder / "ns").unlink(missing_ok=True)
 
     def poweroff(self) -> None:
         """Cut cables and power: peers hear nothing."""
