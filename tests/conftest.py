@@ -17,14 +17,6 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
 __all__ = ["cache_of_session", "lab", "lab_of_session", "pytest_pyfunc_call", "ssh_config", "terminal"]
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run in several processes (`-n 2 --dist loadgroup`), a file's stay in one, and all of the lab's do."""
-    for item in items:
-        with_lab = "lab" in getattr(item, "fixturenames", ()) or item.path.name == "test_lab.py"
-        item.add_marker(pytest.mark.xdist_group("lab" if with_lab else item.path.stem))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What agents keep between jobs is kept for one run of the tests, and not in the home of who runs them."""
