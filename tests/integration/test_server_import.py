@@ -68,6 +68,7 @@ try:
     kv.set_optimizer("other_rules:Half")
 except ValueError as err:
     print("refused", err)
+kv.barrier()  # else one finds the other's updater
 import my_rules
 kv.set_updater(my_rules.keep_largest)
 kv.barrier()
