@@ -28,7 +28,8 @@ class Distrun:
         self.work.mkdir()
         ours = {"DMLC_", "DISTRUN_", "PS_", "MXNET_", "SLURM_", "OMPI_"}
         outer = {k: v for k, v in os.environ.items() if not any(k.startswith(prefix) for prefix in ours)}
-        outer.pop("DEEPLEARNING_WORKERS_PATH", None)
+        for name in ("DEEPLEARNING_WORKERS_PATH", "COLUMNS", "LINES"):  # the screen is as wide as the test makes it
+            outer.pop(name, None)
         self.env = {
             **outer,
             "XDG_STATE_HOME": str(home / "state"),
