@@ -25,6 +25,7 @@ import numpy as np
 
 from distrun_runtime.device.dtypes import BFLOAT16, Array
 from distrun_runtime.errors import KVError
+from distrun_runtime.node import manifest as manifests
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -171,9 +172,12 @@ def write_manifest(folder: str, manifest: Mapping[str, Any], host: str) -> None:
     """Put the manifest in its place, and remove the data of earlier saves: the save counts from now on.
 
     Raises:
-        KVError: it cannot be written; names file and host.
+        KVError: it cannot be written, or not be read again; names file and host.
     """
     path = Path(folder, MANIFEST)
+    wrong = manifests.against(manifest)
+    if wrong:
+        raise KVError("the manifest %s cannot be written on host %s: %s" % (path, host, wrong))
     temporary = path.with_name(".%s.%d" % (MANIFEST, os.getpid()))
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -194,7 +198,7 @@ def read_manifest(folder: str, host: str) -> dict[str, Any]:
     """Return the manifest of a folder.
 
     Raises:
-        KVError: there is none, or it is not one of ours; names file and host.
+        KVError: there is none, or it is not one of ours, or it says what cannot be; names file and host.
     """
     path = Path(folder, MANIFEST)
     try:
@@ -210,6 +214,9 @@ def read_manifest(folder: str, host: str) -> dict[str, Any]:
             "%s on host %s is no manifest of format %d (format %r): were these states saved by another version?"
             % (path, host, FORMAT, found)
         )
+    wrong = manifests.against(manifest)
+    if wrong:
+        raise KVError("%s on host %s is malformed: %s" % (path, host, wrong))
     return manifest
 
 

@@ -15,6 +15,9 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.node import statefile
 from distrun_runtime.node.statefile import StateFile
 
+KEY = {"key": "w", "number": 0, "index": 0, "shape": [2, 3], "dtype": "float32", "stype": "default"}
+HOLDS = {"bytes": 7, "bfloat16": [], "pieces": [[0, 0, 6]], "counters": {"0.0": {"updates": 3, "best": None}}}
+
 
 def written(folder: Path, arrays: dict[str, Any], part: str = "data-1") -> dict[str, Any]:
     return statefile.write(str(folder), part, "server-0.npz", arrays, "d1")
@@ -25,7 +28,10 @@ def read(folder: Path, holds: dict[str, Any], part: str = "data-1") -> dict[str,
 
 
 def manifest(part: str) -> dict[str, Any]:
-    return {"format": 1, "data": part, "keys": []}
+    return {
+        **{"format": 1, "type": "dist_sync", "data": part, "rule": None, "workers": 2, "servers": 1},
+        **{"keys": [KEY], "rounds": [[0, 3]], "files": {"server-0.npz": dict(HOLDS)}},
+    }
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int64, np.uint8, BFLOAT16])
@@ -193,6 +199,63 @@ def test_what_is_no_manifest_of_ours_is_an_error_that_names_file_and_host(
 ) -> None:
     (tmp_path / "manifest.json").write_text(content, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(KVError, match=r"manifest.json on host d1 " + text):
+        statefile.read_manifest(str(tmp_path), "d1")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"rounds": [[0, -1]]}, r"rounds: expected pairs of whole numbers, at least 0, found \[\[0, -1\]\]"),
+        ({"rounds": [[0, 2.5]]}, "rounds: expected"),
+        ({"rounds": [[0, True]]}, "rounds: expected"),
+        ({"rounds": [[0, 2**63]]}, "rounds: expected"),
+        ({"rounds": [[0]]}, "rounds: expected"),
+        ({"rounds": 7}, "rounds: expected"),
+        ({"workers": "2"}, "workers: expected a whole number, at least 1, found '2'"),
+        ({"workers": 0}, "workers: expected"),
+        ({"servers": None}, "servers: expected"),
+        ({"type": None}, "type: expected a type of store, found None"),
+        ({"keys": {}}, "keys: expected a list of keys"),
+        ({"keys": [{**KEY, "shape": [2, -3]}]}, "keys: expected"),
+        ({"keys": [{**KEY, "dtype": "object"}]}, "keys: expected"),
+        ({"keys": [{**KEY, "key": None}]}, "keys: expected"),
+        ({"keys": [KEY, {**KEY, "key": "v"}]}, "keys: a key or number is there twice"),
+        ({"keys": [KEY, {**KEY, "number": 1}]}, "keys: a key or number is there twice"),
+        ({"rule": "sgd"}, "rule: expected a rule or null, found 'sgd'"),
+        ({"rule": {"name": "nosuch", "params": {}}}, "rule: unknown rule 'nosuch'"),
+        ({"files": []}, "files: expected names of files"),
+        ({"files": {"server-0.npz": {**HOLDS, "bytes": -1}}}, "files: server-0.npz: bytes: expected"),
+        ({"files": {"server-0.npz": {**HOLDS, "bfloat16": 5}}}, "files: server-0.npz: bfloat16: expected"),
+        ({"files": {"server-0.npz": {**HOLDS, "pieces": [[0, -1, 3]]}}}, "files: server-0.npz: pieces: expected"),
+        ({"files": {"server-0.npz": {**HOLDS, "counters": {"0.0": 5}}}}, "files: server-0.npz: counters: expected"),
+        (
+            {"files": {"server-0.npz": {**HOLDS, "counters": {"0.0": {"updates": "five"}}}}},
+            "files: server-0.npz: counters of 0.0: updates='five': expected a whole number, at least 0",
+        ),
+        ({"files": {"server-0.npz": {**HOLDS, "counters": {"0.0": {"updates": -1}}}}}, "updates=-1: expected"),
+        ({"files": {"server-0.npz": {**HOLDS, "counters": {"0.0": {"best": [1]}}}}}, "counters: expected"),
+    ],
+)
+def test_a_manifest_that_says_what_cannot_be_is_an_error_before_anybody_acts_on_it(
+    tmp_path: Path, change: Any, text: str
+) -> None:
+    """Negative rounds ended the worker's node; a counter that is a text failed the first step after the load."""
+    changed = {**manifest("data-1"), **change}
+    (tmp_path / "manifest.json").write_text(json.dumps(changed))
+    with pytest.raises(KVError, match=r"manifest\.json on host d1 is malformed: .*" + text):
+        statefile.read_manifest(str(tmp_path), "d1")
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(KVError, match="cannot be written on host d1: .*" + text):
+        statefile.write_manifest(str(tmp_path), changed, "d1")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("member", ["type", "keys", "rule", "workers", "servers", "rounds", "files"])
+def test_a_manifest_that_lacks_a_member_is_an_error_that_names_it(tmp_path: Path, member: str) -> None:
+    whole = manifest("data-1")
+    del whole[member]
+    (tmp_path / "manifest.json").write_text(json.dumps(whole))
+    with pytest.raises(KVError, match="is malformed: it has no member '%s'" % member):
         statefile.read_manifest(str(tmp_path), "d1")
 
 
