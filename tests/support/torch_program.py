@@ -308,6 +308,16 @@ def a_parameter_without_memory_is_named() -> None:
     assert "parameter 'w' is on the device 'meta': it has no memory" in message
 
 
+def a_tensor_that_cannot_be_trained_is_named() -> None:
+    for tensor, said in (
+        (torch.zeros(2).to(torch.float8_e4m3fn), "parameter 'w' cannot be read as an array: "),
+        (torch.eye(2).to_sparse(), "parameter 'w' cannot be read as an array: "),
+        (nn.LazyLinear(3).weight, "parameter 'w' cannot be read as an array: Attempted to use an uninitialized"),
+        (torch.zeros(2, requires_grad=True) * 2, "parameter 'w' is computed from other tensors"),
+    ):
+        refused(lambda tensor=tensor: Trainer([("w", tensor)], "sgd", kvstore=None), said)
+
+
 CASES = [
     case for name, case in list(globals().items()) if callable(case) and case.__module__ == __name__ and "_" in name
 ]

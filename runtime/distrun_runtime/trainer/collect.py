@@ -28,16 +28,15 @@ def collect(params: object) -> list[Parameter]:
     seen: dict[int, Parameter] = {}
     sparse = _sparse_weights(params)
     for name, item in _items(params):
-        parameter = _parameter(name, item, sparse)
+        parameter = _parameter(name, item, sparse, str(len(result)))
         source = id(parameter.data)
         if source in seen:
             continue
         seen[source] = parameter
+        parameter.name = parameter.name or str(len(result))
         result.append(parameter)
     if not result:
         raise KVError("a trainer without parameters has nothing to do")
-    for index, parameter in enumerate(result):
-        parameter.name = parameter.name or str(index)
     _check(result)
     return result
 
@@ -68,10 +67,11 @@ def _items(params: object) -> list[tuple[str, object]]:
     ]
 
 
-def _parameter(name: str, item: object, sparse: set[int]) -> Parameter:
+def _parameter(name: str, item: object, sparse: set[int], index: str) -> Parameter:
     if isinstance(item, Parameter):
         item.name = item.name or name
         return item
+    name = name or index
     one = item[0] if isinstance(item, (list, tuple)) and item else item
     if isinstance(one, np.ndarray):
         raise KVError("parameter %r: a numpy array has no gradient; give Parameter(data, grad)" % name)

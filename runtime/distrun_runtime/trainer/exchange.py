@@ -11,13 +11,16 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Union
+from weakref import WeakSet
 
 import numpy as np
 
 from distrun_runtime.device.dtypes import Array
+from distrun_runtime.errors import KVError
 from distrun_runtime.store.base import KVStore
 from distrun_runtime.store.pending import Pending
 from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.trainer.naming import naming
 from distrun_runtime.trainer.parameter import Parameter
 from distrun_runtime.trainer.replica import Gradient
 
@@ -28,6 +31,9 @@ GROUP_BYTES = 1024 * 1024
 together (two workers, two servers and the scheduler on two cores)."""
 
 logger = logging.getLogger(__name__)
+
+_TAKEN: WeakSet[KVStore] = WeakSet()
+"""Stores that have a trainer's parameters: another trainer's would have the same keys."""
 
 Found = tuple[int, Union[list[Gradient], None]]
 """A parameter's index, and the gradients of its devices; None: it has none in this step."""
@@ -52,9 +58,17 @@ class Exchange:
     Arguments:
         updates: the store updates weights; else it sums gradients.
         has_rounds: it is distributed and synchronous: every worker pushes every key in every step.
+
+    Raises:
+        KVError: the store has another trainer's parameters.
     """
 
     def __init__(self, store: KVStore, params: list[Parameter], updates: bool, has_rounds: bool) -> None:
+        if store in _TAKEN:
+            raise KVError(
+                "this %r store has the parameters of another trainer already, under the keys 0, 1, ...: make another"
+                " store for this trainer, or one trainer for all parameters" % store.type
+            )
         self._store, self._params = store, params
         self._updates = updates
         self._has_rounds = has_rounds
@@ -67,7 +81,9 @@ class Exchange:
         keys, values = list(range(len(self._params))), [self._initial(one) for one in self._params]
         if self._counter is not None:
             keys, values = [*keys, self._counter], [*values, np.zeros(2, np.int64)]
-        self._store.init(keys, values)
+        with naming(self._params):
+            self._store.init(keys, values)
+        _TAKEN.add(self._store)
         self.pull()
 
     def pull(self) -> None:
@@ -78,7 +94,8 @@ class Exchange:
         """Bring rows of a row-sparse weight up to date; others stay as they are."""
         parameter = self._params[index]
         some = RowSparse.empty(parameter.shape, parameter.dtype)
-        self._store.row_sparse_pull(index, out=some, priority=-index, row_ids=ids)
+        with naming(self._params):
+            self._store.row_sparse_pull(index, out=some, priority=-index, row_ids=ids)
         for replica in parameter.replicas:
             weight = replica.weight()
             weight[some.rows] = some.values
@@ -86,8 +103,13 @@ class Exchange:
 
     def assign(self, indices: Sequence[int]) -> None:
         """Give the store rank 0's present weights, and all workers what is stored then. Collective."""
-        self._store.assign(list(indices), [self._params[index].replicas[0].weight() for index in indices])
+        with naming(self._params):
+            self._store.assign(list(indices), [self._params[index].replicas[0].weight() for index in indices])
         self._pulled(indices)
+
+    def rounds(self) -> int:
+        """Return how many rounds the store's servers have seen, of the key that has most."""
+        return max(int(each["rounds"]) for each in self._store.stats())
 
     def replaced(self, index: int) -> None:
         """Give the store a weight that was replaced; of a store that nobody shares."""
@@ -103,7 +125,8 @@ class Exchange:
             rooms = [] if parameter.stype == "row_sparse" else [replica.room() for replica in parameter.replicas]
             if grads is not None or rooms:  # Without rounds nobody waits for a push of ours.
                 items.append(Item(index, grads and self._pushable(parameter, grads), rooms, parameter.size_bytes))
-        finish(self._sent(items, scale))
+        with naming(self._params):
+            finish(self._sent(items, scale))
         for item in items:
             for replica, room in zip(self._params[item.index].replicas, item.outs, strict=False):
                 replica.written(room)
@@ -121,8 +144,6 @@ class Exchange:
         result: list[Sum] = []
         items = []
         own, counted = np.array(me, np.int64), np.array(me, np.int64)
-        if self._counter is not None:
-            calls.append(self._store.pushpull(self._counter, own, out=counted, wait=False))
         for index, grads in found:
             parameter = self._params[index]
             if grads is None and not self._has_rounds:
@@ -135,7 +156,10 @@ class Exchange:
             targets = [replica.target() for replica in parameter.replicas]
             items.append(Item(index, grads, targets, parameter.size_bytes))
             result.append((index, targets[0], 1.0))
-        finish([*calls, *self._sent(items, scale)])
+        with naming(self._params):
+            if self._counter is not None:
+                calls.append(self._store.pushpull(self._counter, own, out=counted, wait=False))
+            finish([*calls, *self._sent(items, scale)])
         for item in items:
             for replica, target in zip(self._params[item.index].replicas, item.outs, strict=True):
                 replica.reduced(target)
@@ -165,7 +189,8 @@ class Exchange:
     def _pulled(self, indices: Sequence[int]) -> None:
         rooms = [[replica.room() for replica in self._params[index].replicas] for index in indices]
         if rooms:
-            self._store.pull(list(indices), out=rooms)
+            with naming(self._params):
+                self._store.pull(list(indices), out=rooms)
         for index, those in zip(indices, rooms, strict=True):
             for replica, room in zip(self._params[index].replicas, those, strict=True):
                 replica.written(room)

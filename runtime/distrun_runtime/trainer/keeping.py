@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Type, Union, cast
 
@@ -51,12 +51,19 @@ class Keeping(Settings):
         rows = np.arange(one.shape[0]) if ids is None else row_numbers(ids, one.shape[0], "parameter %r" % one.name)
         self._exchange.pull_rows(index, rows)
 
-    def assign(self, parameters: Sequence[Parameter | str | int] | None = None) -> None:
+    def assign(self, parameters: Iterable[Parameter | str | int] | None = None) -> None:
         """Give all workers and the store rank 0's present weights, such as those that it has just read from a file.
 
         Collective. The rule's state stays. Without `parameters`, all that are not row-sparse.
+
+        Raises:
+            KVError: no such parameter; or the store is of another maker, which cannot.
         """
         self._needs_open()
+        if parameters is not None and (not isinstance(parameters, Iterable) or isinstance(parameters, str)):
+            raise KVError(
+                "assign takes a list of parameters, such as [%r], not %.60r" % (self._params[0].name, parameters)
+            )
         some = [one for one in self._params if one.stype == "default"] if parameters is None else parameters
         indices = [self._index(one) for one in some]
         if self._exchange is not None:
@@ -72,9 +79,14 @@ class Keeping(Settings):
 
         Where the store updates, that is a folder as `KVStore.save_states` makes it, and all workers call it; else a
         file, the same on every worker.
+
+        Raises:
+            KVError: it cannot be written, or there is a file in the folder's place or a folder in the file's.
+            OSError: a file that cannot be written.
         """
         self._needs_open()
         if self._updates is None:
+            _no_file(path)
             cast(KVStore, self.kvstore).save_states(path)
         else:
             states.save(os.fspath(path), self._updates, self._params, self._steps)
@@ -83,10 +95,12 @@ class Keeping(Settings):
         """Take up what `save_states` wrote: all weights, the rule with its parameters, and its states.
 
         Raises:
-            KVError: it is not whole, or other parameters' (names, shapes, dtypes).
+            KVError: it is not whole, or other parameters' (names, shapes, dtypes), or of another rule.
+            OSError: a file that cannot be read.
         """
         self._needs_open()
         if self._updates is None:
+            _no_file(path)
             cast(KVStore, self.kvstore).load_states(path)
             found = states.rule_of(os.fspath(path))
             if found is not None:
@@ -149,3 +163,11 @@ class Keeping(Settings):
     def _needs_open(self) -> None:
         if self._is_closed:
             raise StoreClosed("the trainer was closed; make another one")
+
+
+def _no_file(path: Path) -> None:
+    if os.path.isfile(path):
+        raise KVError(
+            "%s is a file, as it is written where a trainer updates by itself; the store of this trainer updates"
+            " (update_on_kvstore=True) and keeps a folder" % os.fspath(path)
+        )

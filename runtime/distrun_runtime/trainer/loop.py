@@ -55,10 +55,12 @@ def fit(  # noqa: PLR0917  # as the trainer
         The trainer, still open: to save its states, or to `close` it.
 
     Raises:
-        KVError: as `Trainer`; data that cannot be iterated a second time.
+        KVError: as `Trainer`; data that cannot be iterated a second time, or where nobody else trains give no batch.
         TypeError: epochs or epoch_size that are no whole number; data that cannot be iterated.
         ValueError: data without a batch, with `epoch_size`.
     """
+    if not callable(step):
+        raise KVError("step is a function of a batch, not %.60r" % (step,))
     if whole(epochs, "epochs") < 0:
         raise KVError("epochs is a number from 0, not %d" % epochs)
     if epochs > 1 and epoch_size is None and isinstance(data, Iterator):
@@ -68,11 +70,15 @@ def fit(  # noqa: PLR0917  # as the trainer
     try:
         sharers = _sharers(trainer.kvstore)
         for epoch in range(epochs):
+            is_empty = True
             for batch in batches:
+                is_empty = False
                 trainer.zero_grad()
                 step(batch)
                 examples = size_of(batch) if batch_size is None else batch_size
                 trainer.step(examples * sharers, ignore_stale_grad)
+            if is_empty and (trainer.kvstore is None or trainer.kvstore.num_workers == 1):
+                raise KVError("the data, a %s, gave no batch in epoch %d" % (type(data).__name__, epoch))
             if _joins(trainer.kvstore, epoch == epochs - 1):
                 trainer.join()
             if after_epoch is not None:

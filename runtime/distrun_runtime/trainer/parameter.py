@@ -11,7 +11,7 @@ import numpy as np
 from distrun_runtime.device import dtypes
 from distrun_runtime.device.dtypes import Array
 from distrun_runtime.errors import KVError
-from distrun_runtime.trainer.replica import Gradient, Replica, array_of, is_tensor, replica_of
+from distrun_runtime.trainer.replica import ArrayReplica, Gradient, Replica, array_of, is_tensor, replica_of
 
 __all__ = ["Owner", "Parameter"]
 
@@ -145,7 +145,10 @@ class Parameter:
     def grad(self, value: object) -> None:
         values = list(value) if isinstance(value, (list, tuple)) else [value] * len(self.replicas)
         if len(values) != len(self.replicas):
-            raise KVError("parameter %r is on %d devices, %d gradients" % (self.name, len(self.replicas), len(values)))
+            raise KVError(
+                "parameter %r is on %d devices, %d gradients were given: a list has one for each device; of numbers,"
+                " np.asarray makes an array" % (self.name, len(self.replicas), len(values))
+            )
         for replica, one in zip(self.replicas, values, strict=True):
             replica.set_grad(one)
 
@@ -210,10 +213,19 @@ class Parameter:
         return grad if isinstance(grad, np.ndarray) or self._shape else grad.to_dense()
 
     def _look(self) -> None:
-        """Note shape and dtype; all devices must agree."""
+        """Note shape and dtype; all devices must agree, and gradients that are there."""
         if any(str(getattr(replica.source, "device", "")) == "meta" for replica in self.replicas):
             raise KVError("parameter %r is on the device 'meta': it has no memory; materialise it first" % self.name)
-        weights = [replica.weight() for replica in self.replicas]
+        if not all(getattr(replica.source, "is_leaf", True) for replica in self.replicas):
+            raise KVError(
+                "parameter %r is computed from other tensors (it is no leaf of torch's graph) and gets no gradient:"
+                " give the tensors that it is computed from" % self.name
+            )
+        try:
+            weights = [replica.weight() for replica in self.replicas]
+        except (TypeError, ValueError, RuntimeError) as err:
+            # What torch has and numpy has not: 8-bit floats, sparse layouts, lazy layers that were never called.
+            raise KVError("parameter %r cannot be read as an array: %s" % (self.name, err)) from err
         self._shape, self._dtype = weights[0].shape, weights[0].dtype
         for weight in weights:
             if weight.shape != self._shape or weight.dtype != self._dtype:
@@ -227,6 +239,9 @@ class Parameter:
                 )
         if "row_sparse" in (self.stype, self.grad_stype) and not self._shape:
             raise KVError("parameter %r is a single number and has no rows: it cannot be row_sparse" % self.name)
+        for replica in self.replicas:
+            if isinstance(replica, ArrayReplica) and replica.grad is not None:
+                self._fitting(replica.grad)
 
 
 def _multiplier(name: str, value: object) -> float:

@@ -39,7 +39,12 @@ def save(path: str, updates: Updates, params: list[Parameter], steps: int) -> No
     """Write weights, rule and states into a file; what was there is replaced when the new one is whole.
 
     Several processes may write the same file at the same time, as the workers of one host do.
+
+    Raises:
+        KVError: there is a folder in its place.
+        OSError: it cannot be written.
     """
+    _no_folder(path)
     arrays: dict[str, Array] = {}
     described = []
     for index, parameter in enumerate(params):
@@ -63,9 +68,11 @@ def save(path: str, updates: Updates, params: list[Parameter], steps: int) -> No
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, path)
-    except BaseException:
+    except BaseException as err:
         with suppress(OSError):
             os.remove(new)
+        if isinstance(err, OSError):
+            raise OSError(err.errno, err.strerror or str(err), path) from err
         raise
 
 
@@ -73,8 +80,10 @@ def load(path: str, updates: Updates, params: list[Parameter]) -> Rule:
     """Write saved weights into parameters and take up the states; return the rule, for the trainer to take.
 
     Raises:
-        KVError: no whole file of this format, or other parameters'. Nothing was changed.
+        KVError: no whole file of this format, or other parameters' or another rule's. Nothing was changed.
+        OSError: it cannot be read.
     """
+    _no_folder(path)
     try:
         # Opened here: numpy leaves a file open that turns out to be no archive.
         with open(path, "rb") as raw:
@@ -90,7 +99,11 @@ def load(path: str, updates: Updates, params: list[Parameter]) -> Rule:
         weights, kept = _parts(arrays, manifest["parameters"], params)
         rule, steps = manifest["rule"], int(manifest["steps"])
         # Made here, so that one that cannot be is refused before a weight is written.
-        rules.rule_of(rules.RuleSpec.from_json(rule), None)
+        spec = rules.RuleSpec.from_json(rule)
+        rules.rule_of(spec, None)
+        if spec.name != updates.spec.name:
+            text = "the states in %s were saved under the rule %r, the trainer has %r"
+            raise KVError(text % (path, spec.name, updates.spec.name))
     except KVError:
         raise
     except (ValueError, LookupError, zipfile.BadZipFile, EOFError, TypeError, AttributeError) as err:
@@ -106,15 +119,24 @@ def load(path: str, updates: Updates, params: list[Parameter]) -> Rule:
 
 
 def rule_of(folder: str) -> Rule | None:
-    """Return the rule of a folder that a store wrote, and its rounds; None where this host does not have it."""
+    """Return the rule of a folder that a store wrote, and the steps made; None where this host does not have it."""
     path = os.path.join(folder, "manifest.json")
     if not os.path.exists(path):
         return None
     with open(path, encoding="utf-8") as file:
         manifest = json.load(file)
-    rounds = manifest.get("rounds") or []
-    done = [int(pair[1]) for pair in (rounds.items() if isinstance(rounds, dict) else rounds)]
-    return manifest["rule"], max(done, default=0)
+    done = [int(pair[1]) for pair in manifest["rounds"]]
+    # Stores without rounds have counted updates.
+    counters = [each for holds in manifest["files"].values() for each in holds.get("counters", {}).values()]
+    return manifest["rule"], max([*done, *(int(each.get("updates", 0)) for each in counters)], default=0)
+
+
+def _no_folder(path: str) -> None:
+    if os.path.isdir(path):
+        raise KVError(
+            "%s is a folder, as it is written where the store updates; this trainer updates by itself"
+            " (update_on_kvstore=False) and keeps a file" % path
+        )
 
 
 def _parts(

@@ -61,11 +61,12 @@ class Trainer(Keeping):
         for parameter in collected:
             if parameter.owner is not None:
                 raise KVError("parameter %r belongs to a trainer already; close that first" % parameter.name)
-        if optimizer_params is not None and not isinstance(optimizer_params, Mapping):
+        named = optimizer_params or {}
+        if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named):
             raise KVError(
                 "optimizer_params is a dictionary such as {'learning_rate': 0.1}, not %.60r" % (optimizer_params,)
             )
-        spec = rules.spec_of(optimizer, optimizer_params or {})
+        spec = rules.spec_of(optimizer, named)
         check(spec, collected)
         opened = open_store(collected, kvstore, update_on_kvstore)
         # Not made where the store updates: a rule of the user's own is then imported by servers only.
@@ -177,6 +178,8 @@ class Trainer(Keeping):
         if self.update_on_kvstore:
             join()
             exchange.pull()
+            if self._spec.params.get("lr_scheduler") is not None:  # Its steps are those of all, without ours too.
+                self._steps = max(self._steps, exchange.rounds())
         elif self._opened.has_rounds:
             self._follow(exchange)
 
@@ -227,6 +230,8 @@ class Trainer(Keeping):
                     % (one.name, len(one.replicas) - len(grads), len(one.replicas))
                 )
             result.append((index, grads or None))
+        if not result:
+            raise KVError("none of the %d parameters is trained: requires_grad is False" % len(self._params))
         return result
 
     def _update(self, sums: Iterable[Sum], scale: float) -> None:
@@ -252,9 +257,13 @@ class Trainer(Keeping):
     def _scale_of(self, batch_size: object) -> float:
         if isinstance(batch_size, bool) or not isinstance(batch_size, numbers.Real):
             raise KVError("batch_size is a number of examples, not %.60r" % (batch_size,))
-        if not 0 < float(batch_size) < math.inf:
-            raise KVError("batch_size is a number above 0, not %g" % batch_size)
-        return 1.0 / float(batch_size)
+        try:
+            size = float(batch_size)
+        except OverflowError:
+            size = math.inf
+        if not 0 < size < math.inf:
+            raise KVError("batch_size is a number above 0, not %g" % size)
+        return 1.0 / size
 
     def _needs_own_updates(self, call: str) -> None:
         self._needs_open()

@@ -226,6 +226,33 @@ def test_a_batch_without_a_length_needs_a_batch_size() -> None:
     assert one.data[0] == -0.25
 
 
+@pytest.mark.parametrize("store", ["local", None])
+def test_data_without_a_batch_is_an_error_where_nobody_else_has_one(store: str | None) -> None:
+    one = Parameter(np.zeros(1), np.zeros(1))
+    with pytest.raises(KVError, match="the data, a list, gave no batch in epoch 0"):
+        fit(lambda batch: None, [one], [], store)
+    assert one.owner is None
+
+
+def test_a_worker_without_any_batch_ends_as_the_others_do() -> None:
+    def script(kv: DistStore) -> float:
+        one = Parameter(np.zeros(1), name="x")
+
+        def step(batch: np.ndarray) -> None:
+            one.grad = np.ones(1)
+
+        fit(step, [one], [np.zeros(1)] * 2 if kv.rank else [], kv, "sgd", {"learning_rate": 1.0}, epochs=2)
+        return float(one.data[0])
+
+    with Cluster(2, over="inproc") as job:
+        assert job.run(script) == [-2.0, -2.0]
+
+
+def test_a_step_that_cannot_be_called_is_refused_before_anything_is_made() -> None:
+    with pytest.raises(KVError, match="step is a function of a batch, not None"):
+        fit(None, [Parameter(np.zeros(2))], [1])  # type: ignore[arg-type]
+
+
 def test_epochs_that_are_no_number_from_0_are_refused_before_anything_is_made() -> None:
     for wrong, error, message in [
         (-1, KVError, "epochs is a number from 0, not -1"),

@@ -94,6 +94,8 @@ def test_one_gradient_for_all_devices_or_one_for_each() -> None:
     assert len(one.gradients()) == 2
     with pytest.raises(KVError, match="on 2 devices, 3 gradients"):
         one.grad = [ones(2)] * 3
+    with pytest.raises(KVError, match=r"on 1 devices, 2 gradients .* np.asarray"):
+        Parameter(ones(2)).grad = [1.0, 2.0]
 
 
 def test_a_gradient_fits_its_weight() -> None:
@@ -104,6 +106,14 @@ def test_a_gradient_fits_its_weight() -> None:
     one.grad = RowSparse(ones(1, 2), [0], (3, 2))
     with pytest.raises(KVError, match=r"its gradient \(3, 2\)"):
         one.gradients()
+
+
+@pytest.mark.parametrize("wrong", [np.ones(3, np.float32), np.ones(2), RowSparse(ones(1, 2), [0], (3, 2))], ids=str)
+def test_a_buffer_that_does_not_fit_is_refused_when_it_is_given(wrong: Any) -> None:
+    with pytest.raises(KVError, match=r"'w' has shape \(2,\) and dtype float32, its gradient"):
+        Parameter(ones(2), wrong, name="w")
+    with pytest.raises(KVError, match="'w' has shape"):
+        Parameter([ones(2), ones(2)], [ones(2), wrong], name="w")
 
 
 def test_new_data_is_written_into_all_devices_in_the_weights_dtype() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from linear import Linear, examples
 
+from distrun_runtime.algo.schedule import Factor
 from distrun_runtime.device.dtypes import BFLOAT16, narrow
 from distrun_runtime.errors import KVError
 from distrun_runtime.trainer import Parameter, Trainer
@@ -129,6 +131,61 @@ def test_a_file_that_is_not_there_is_an_os_error(tmp_path: Path) -> None:
         Trainer([Parameter(np.zeros(2))], "sgd", kvstore=None).load_states(tmp_path / "s")
 
 
+def test_states_of_another_rule_are_refused_as_a_store_does(tmp_path: Path) -> None:
+    Trainer([Parameter(np.zeros(2), name="w")], "sgd", kvstore=None).save_states(tmp_path / "s")
+    trainer = Trainer([Parameter(np.ones(2), name="w")], "adam", kvstore=None)
+    with pytest.raises(KVError, match="were saved under the rule 'sgd', the trainer has 'adam'"):
+        trainer.load_states(tmp_path / "s")
+    assert trainer.optimizer == "adam"
+    assert (trainer.params[0].data == 1).all()
+
+
+def test_a_folder_is_of_a_trainer_whose_store_updates_and_a_file_is_not(tmp_path: Path) -> None:
+    def trainer(updates: bool) -> Trainer:
+        return Trainer([Parameter(np.zeros(2), name="w")], "sgd", kvstore="local", update_on_kvstore=updates)
+
+    trainer(True).save_states(tmp_path / "folder")
+    trainer(False).save_states(tmp_path / "file")
+    with pytest.raises(KVError, match=r"folder is a folder, .* this trainer updates by itself"):
+        trainer(False).load_states(tmp_path / "folder")
+    with pytest.raises(KVError, match=r"folder is a folder, .* this trainer updates by itself"):
+        trainer(False).save_states(tmp_path / "folder")
+    with pytest.raises(KVError, match=r"file is a file, .* the store of this trainer updates"):
+        trainer(True).load_states(tmp_path / "file")
+    with pytest.raises(KVError, match=r"file is a file, .* the store of this trainer updates"):
+        trainer(True).save_states(tmp_path / "file")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_place_that_is_not_there_is_named_as_it_was_given(tmp_path: Path) -> None:
+    path = tmp_path / "missing" / "states"
+    with pytest.raises(FileNotFoundError) as caught:
+        Trainer([Parameter(np.zeros(2))], "sgd", kvstore=None).save_states(path)
+    assert caught.value.filename == str(path)
+
+
+@pytest.mark.parametrize("update_on_kvstore", [True, False])
+def test_a_schedule_goes_on_where_it_was(tmp_path: Path, update_on_kvstore: bool) -> None:
+    def trainer() -> tuple[Parameter, Trainer]:
+        one = Parameter(np.zeros(2), np.ones(2), name="w")
+        rule = {"learning_rate": 1.0, "lr_scheduler": Factor(2, 0.5)}
+        return one, Trainer([one], "sgd", rule, kvstore="local", update_on_kvstore=update_on_kvstore)
+
+    one, first = trainer()
+    for _ in range(5):
+        first.step(1)
+    assert first.learning_rate == 0.25
+    first.save_states(tmp_path / "states")
+    other, second = trainer()
+    second.load_states(tmp_path / "states")
+    assert second.learning_rate == 0.25
+    for each in (first, second):
+        each.step(1)
+        each.step(1)
+        assert each.learning_rate == 0.125
+    assert (other.data == one.data).all()
+
+
 def test_workers_of_one_host_may_save_into_one_file_at_the_same_time(tmp_path: Path) -> None:
     trainers = [Trainer([Parameter(np.zeros(1000), np.ones(1000))], "sgd", kvstore=None) for _ in range(4)]
     path = tmp_path / "states.npz"
@@ -143,12 +200,15 @@ def test_workers_of_one_host_may_save_into_one_file_at_the_same_time(tmp_path: P
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_save_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_save_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     trainer = Trainer([Parameter(np.zeros(2), np.ones(2))], "sgd", kvstore=None)
-    (tmp_path / "taken").mkdir()
-    with pytest.raises(OSError, match="taken"):
-        trainer.save_states(tmp_path / "taken")
-    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*states"):
+        trainer.save_states(tmp_path / "states")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_whose_rule_or_weights_are_none_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:

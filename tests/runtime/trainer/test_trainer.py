@@ -309,7 +309,7 @@ def test_a_gradient_counts_for_one_step() -> None:
         trainer.step(1)
 
 
-@pytest.mark.parametrize("size", [0, -1, float("inf"), float("nan"), "8", True, None])
+@pytest.mark.parametrize("size", [0, -1, float("inf"), float("nan"), "8", True, None, pytest.param(10**400, id="huge")])
 def test_a_batch_size_is_a_number_above_zero(size: object) -> None:
     with pytest.raises(KVError, match="batch_size is a number"):
         Trainer([zeros_on(1)], "sgd", HALF, kvstore=None).step(size)  # type: ignore[arg-type]
@@ -477,5 +477,51 @@ def test_wrong_compression_is_refused_also_where_nothing_is_sent(store: str | No
 
 
 def test_parameters_of_the_rule_that_are_no_dictionary_are_refused() -> None:
-    with pytest.raises(KVError, match="optimizer_params is a dictionary such as"):
-        Trainer([zeros_on(1)], "sgd", [("learning_rate", 0.1)], kvstore=None)  # type: ignore[arg-type]
+    for wrong in ([("learning_rate", 0.1)], {0.1: "learning_rate"}):
+        with pytest.raises(KVError, match="optimizer_params is a dictionary such as"):
+            Trainer([zeros_on(1)], "sgd", wrong, kvstore=None)  # type: ignore[arg-type]
+
+
+def test_a_step_of_parameters_that_are_all_frozen_is_refused() -> None:
+    class Frozen:
+        requires_grad, grad, dtype = False, None, "torch.float32"
+
+        def __init__(self) -> None:
+            self.array = ones(2)
+
+        def detach(self) -> Frozen:
+            return self
+
+        cpu = detach
+
+        def numpy(self) -> np.ndarray:
+            return self.array
+
+    with pytest.raises(KVError, match="none of the 1 parameters is trained: requires_grad is False"):
+        Trainer([Frozen()], "sgd", kvstore=None).step(1)
+
+
+def test_parameters_to_assign_are_a_list() -> None:
+    trainer = Trainer([zeros_on(1)], "sgd", kvstore=None)
+    for wrong in ("x", trainer.params[0], 0):
+        with pytest.raises(KVError, match="assign takes a list of parameters, such as"):
+            trainer.assign(wrong)  # type: ignore[arg-type]
+
+
+def test_a_store_has_one_trainer() -> None:
+    """Its keys are the parameters' indices: another trainer's would be the same."""
+    with kvstore.create("local") as kv:
+        first = Trainer([zeros_on(1)], "sgd", HALF, kvstore=kv)
+        for _ in range(2):
+            with pytest.raises(KVError, match=r"has the parameters of another trainer already.* make another store"):
+                Trainer([zeros_on(1)], "adam", kvstore=kv)
+            first.close()
+
+
+def test_an_error_about_keys_names_the_parameters() -> None:
+    one = zeros_on(2)
+    compression = {"type": "2bit", "threshold": 0.5, "min_size": 0}
+    trainer = Trainer([one], "sgd", kvstore="device", compression_params=compression)
+    one.grad = np.full(SHAPE, np.nan, np.float32)
+    with pytest.raises(KVError, match=r"key 0: .*element 0 is nan.* \(key 0 is parameter 'x'\)$"):
+        trainer.step(1)

@@ -8,7 +8,7 @@ from cluster import Cluster
 from linear import RATE, Linear, examples, trained
 
 from distrun_runtime.algo.schedule import Factor
-from distrun_runtime.errors import KVError
+from distrun_runtime.errors import KVError, PeerLost
 from distrun_runtime.node.session import Session
 from distrun_runtime.store.dist import DistStore
 from distrun_runtime.store.sparse import RowSparse
@@ -167,6 +167,25 @@ def test_a_worker_out_of_data_joins_and_all_end_alike(call: str, update_on_kvsto
             momentum = 0.5 * momentum - count
             expected += momentum
     assert run(script, workers=3) == [(expected, 1.0)] * 3
+
+
+@UPDATES
+def test_a_schedule_is_alike_on_all_after_a_join(update_on_kvstore: bool) -> None:
+    """Rank 0 joins after one step of two."""
+
+    def script(kv: DistStore) -> float:
+        one = Parameter(np.zeros(2), name="x")
+        rule = {"learning_rate": 1.0, "lr_scheduler": Factor(1, 0.5)}
+        trainer = Trainer([one], "sgd", rule, kvstore=kv, update_on_kvstore=update_on_kvstore)
+        for _ in range(kv.rank + 1):
+            one.grad = np.ones(2)
+            trainer.step(1)
+        trainer.join()
+        one.grad = np.ones(2)
+        trainer.step(1)
+        return trainer.learning_rate
+
+    assert run(script) == [0.25, 0.25]
 
 
 def test_a_store_whose_trainer_was_closed_joins_by_itself() -> None:
@@ -348,6 +367,32 @@ def test_workers_with_other_parameters_are_told() -> None:
     for said in run(script):
         assert "(2,)" in said
         assert "(3,)" in said
+        assert said.endswith(" (key 0 is parameter 'x')")
+
+
+def test_workers_that_disagree_on_who_updates_are_told() -> None:
+    def script(kv: DistStore) -> str:
+        with pytest.raises(KVError) as caught:
+            Trainer([Parameter(ones(2), name="x")], "sgd", kvstore=kv, update_on_kvstore=kv.rank == 0)
+        return str(caught.value)
+
+    for said in run(script):
+        assert "is update_on_kvstore the same on all workers?" in said
+
+
+def test_what_a_step_waits_for_is_named_by_the_parameter() -> None:
+    def script(kv: DistStore) -> str:
+        used, rare = Parameter(ones(2), ones(2), name="used"), Parameter(ones(2), ones(2), name="rare")
+        trainer = Trainer([used, rare], "sgd", {"learning_rate": 1.0}, kvstore=kv)
+        if kv.rank:
+            return ""
+        with pytest.raises(PeerLost) as caught:
+            trainer.step(1)
+        return str(caught.value)
+
+    said = run(script)[0]
+    assert "without pushing round 1" in said
+    assert said.endswith(" (key 0 is parameter 'used', key 1 is parameter 'rare')")
 
 
 def test_a_rule_of_ones_own_is_imported_by_the_servers() -> None:

@@ -1,0 +1,44 @@
+"""Naming: what a store says of keys, with the names of the parameters that are kept under them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from distrun_runtime.errors import RuntimeFault
+from distrun_runtime.trainer.parameter import Parameter
+
+__all__ = ["naming"]
+
+_KEYS = re.compile(r"\bkeys? (\d+(?:, \d+)*)")
+
+
+@contextmanager
+def naming(params: Sequence[Parameter]) -> Iterator[None]:
+    """Add the names of parameters to what is raised inside about their keys, which are their indices."""
+    try:
+        yield
+    except RuntimeFault as err:
+        text = str(err)
+        notes = [_note(key, params, text) for key in _keys(text)]
+        said = ", ".join(note for note in notes if note)
+        if said and said not in text:
+            # In place: the error keeps its type, what else it carries, and where it was raised.
+            err.args = ("%s (%s)" % (text, said), *err.args[1:])
+        raise
+
+
+def _keys(text: str) -> list[int]:
+    return sorted({int(key) for found in _KEYS.findall(text) for key in found.split(", ")})
+
+
+def _note(key: int, params: Sequence[Parameter], text: str) -> str:
+    if key < len(params):
+        return "key %d is parameter %r" % (key, params[key].name)
+    if key == len(params) and "int64" in text:
+        return (
+            "key %d counts the workers where trainers update by themselves: is update_on_kvstore the same on all"
+            " workers?" % key
+        )
+    return ""
