@@ -1,9 +1,10 @@
 """Saving and loading a store's states, as the scheduler sees to it when all workers have asked. Pure.
 
 Save: every server writes its pieces to a file of its own and answers with what is in it; the sum of that is the
-manifest, which rank 0 writes last. Load: every server reads and checks what its pieces need, without changing
-anything (`stage`); only when all could, the store gets the saved rule if it has none, and the servers put the values
-in their places (`commit`). The formats are in docs/states.md.
+manifest, which rank 0 writes last. Load: the workers are told first what is there (`look`), so that each reads its own
+file before anything changes. Then every server reads and checks what its pieces need (`stage`); only when all could,
+the store gets the saved rule if it has none, and the servers put the values in their places (`commit`). The formats
+are in docs/states.md.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from distrun_runtime.node.keys import Keys
 from distrun_runtime.node.replies import answer
 from distrun_runtime.node.roster import Roster
 from distrun_runtime.node.rulebook import Rulebook
+from distrun_runtime.node.statefile import worker_file, worker_files
 
 FORMAT = 1
 """Version of the manifest."""
@@ -57,7 +59,7 @@ class Checkpoints:
         def written(answers: Answers) -> list[role.Action]:
             if answers.errors:
                 return _refuse(calls, answers)
-            manifest = self._manifest(store, part, answers)
+            manifest = self._manifest(store, part, calls, answers)
             return [role.Send(call.link, answer(call.message, {"manifest": manifest})) for call in calls.values()]
 
         return self._tell(Kind.SAVE, store, body, written)
@@ -71,6 +73,8 @@ class Checkpoints:
             wrong = "the manifest is malformed: %s: %s" % (type(err).__name__, err)
         if wrong:
             return _refuse(calls, Answers(errors=[wrong]))
+        if calls[0].message.body.get("look"):
+            return self._tell_workers(store, calls, manifest)
         saved = store.keys.saved_as(manifest["keys"])
         wish = self._rulebook.spec(store.number) or _spec(manifest)
         body = {
@@ -106,8 +110,7 @@ class Checkpoints:
         def committed(answers: Answers) -> list[role.Action]:
             if answers.errors:
                 return self._drop(store, calls, answers)
-            facts = self._facts(store, manifest)
-            return [role.Send(call.link, answer(call.message, facts)) for call in calls.values()]
+            return self._tell_workers(store, calls, manifest)
 
         if answers.errors:
             return self._drop(store, calls, answers)
@@ -116,7 +119,7 @@ class Checkpoints:
     def _drop(self, store: Subject, calls: Mapping[int, Call], answers: Answers) -> list[role.Action]:
         return self._tell(Kind.LOAD, store, {"action": "drop"}, lambda _: _refuse(calls, answers))
 
-    def _manifest(self, store: Subject, part: str, answers: Answers) -> dict[str, Any]:
+    def _manifest(self, store: Subject, part: str, calls: Mapping[int, Call], answers: Answers) -> dict[str, Any]:
         rounds: dict[int, int] = {}
         for body in answers.bodies.values():
             for number, done in body["rounds"]:
@@ -130,13 +133,17 @@ class Checkpoints:
             "workers": self._roster.expected["worker"],
             "servers": self._roster.expected["server"],
             "rounds": sorted(rounds.items()),
-            "files": {body["file"]: body["holds"] for body in answers.bodies.values()},
+            "files": {
+                **{body["file"]: body["holds"] for body in answers.bodies.values()},
+                **{worker_file(rank): {} for rank, call in calls.items() if call.message.body.get("residuals")},
+            },
         }
 
     def _facts(self, store: Subject, manifest: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "part": manifest["data"],
             "workers": manifest["workers"],
+            "residuals": worker_files(manifest),
             "numbers": [[number, old] for number, old, _ in store.keys.saved_as(manifest["keys"])],
             "rounds": self._rounds(store, manifest),
             "rule": self._rule(store),
@@ -150,6 +157,12 @@ class Checkpoints:
     def _rule(self, store: Subject) -> dict[str, Any] | None:
         spec = self._rulebook.spec(store.number)
         return None if spec is None else dict(spec.to_json())
+
+    def _tell_workers(
+        self, store: Subject, calls: Mapping[int, Call], manifest: Mapping[str, Any]
+    ) -> list[role.Action]:
+        facts = self._facts(store, manifest)
+        return [role.Send(call.link, answer(call.message, facts)) for call in calls.values()]
 
     def _tell(self, kind: Kind, store: Subject, body: Mapping[str, Any], then: Then) -> list[role.Action]:
         return self._errands.send(Message(kind, store=store.number, body=body), self._roster.alive("server"), then)

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from distrun_runtime.algo.rules import Key
 from distrun_runtime.device.dtypes import BFLOAT16, Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.node import manifest as manifests
@@ -54,6 +55,11 @@ def server_file(rank: int) -> str:
 def worker_file(rank: int) -> str:
     """Return the name of a worker's file."""
     return "worker-%d.npz" % rank
+
+
+def worker_files(manifest: Mapping[str, Any]) -> list[str]:
+    """Return the names of the workers' files of a save."""
+    return sorted(name for name in manifest["files"] if name.startswith("worker-"))
 
 
 def write(folder: str, part: str, name: str, arrays: Mapping[str, Array], host: str) -> dict[str, Any]:
@@ -166,6 +172,33 @@ def read_all(folder: str, part: str, name: str, holds: Mapping[str, Any], host: 
     """
     with closing(StateFile(folder, part, name, holds, host)) as file:
         return {each: file.array(each) for each in file.names()}
+
+
+def read_residuals(
+    folder: str, part: str, name: str, keys: Mapping[int, tuple[Key, int]], host: str
+) -> dict[Key, Array]:
+    """Return what compression had left out in one worker, by key: float32, of shape (size,) or (devices, size).
+
+    Arguments:
+        keys: key number in the file to the key and its elements; what the file has of others is left out.
+
+    Raises:
+        KVError: the file is missing, torn, or belongs to another save, or an array is none of its key's.
+    """
+    found: dict[Key, Array] = {}
+    with closing(StateFile(folder, part, name, {}, host)) as file:
+        there = set(file.names())
+        for number, (key, size) in keys.items():
+            name = "%d.residual" % number
+            if name not in there:
+                continue
+            array = file.array(name)
+            is_right = array.dtype == np.float32 and array.ndim in (1, 2) and array.shape[-1] == size
+            if not is_right or not np.isfinite(array).all():
+                words = (key, array.dtype, array.shape, size)
+                raise file.wrong("has for key %r a residual of %s %s; expected %d finite float32 elements" % words)
+            found[key] = array
+    return found
 
 
 def write_manifest(folder: str, manifest: Mapping[str, Any], host: str) -> None:

@@ -204,11 +204,15 @@ class DistStore(KVStore):
 
     def _save(self, folder: str) -> None:
         self._drain()
-        saving.save(self._link, folder, self._compressor.residuals(), self._numbers())
+        with self._lock:
+            residuals, numbers = self._compressor.residuals(), self._numbers()
+        saving.save(self._link, folder, residuals, numbers)
 
     def _load(self, folder: str) -> None:
         self._drain()
-        residuals, rounds = saving.load(self._link, folder, self._numbers())
+        with self._lock:
+            keys = {key: (layout.number, layout.size) for key, layout in self._layouts.items()}
+        residuals, rounds = saving.load(self._link, folder, keys)
         with self._lock:
             self._compressor.restore(residuals)
             self._rounds.update(rounds)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import warnings
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from distrun_runtime.algo.rules import RuleSpec
@@ -38,13 +37,15 @@ def save(folder: str, kind: str, records: Iterable[Record], weights: Weights, re
     body = {"folder": folder, "part": part, "names": keys.names, "file": statefile.server_file(0), "host": host}
     try:
         saved = states.save(body, _shelves(keys, weights))
+        files = {saved["file"]: saved["holds"]}
         arrays = {"%d.residual" % number: residuals[key] for number, key in keys.names if key in residuals}
         if arrays:
-            statefile.write(folder, part, statefile.worker_file(0), arrays, host)
+            name = statefile.worker_file(0)
+            files[name] = statefile.write(folder, part, name, arrays, host)
         manifest = {
             **{"format": statefile.FORMAT, "type": kind, "data": part, "keys": keys.to_json()},
             **{"rule": weights.spec.to_json() if weights.spec else None, "workers": 1, "servers": 1},
-            **{"rounds": [], "files": {saved["file"]: saved["holds"]}},
+            **{"rounds": [], "files": files},
         }
         statefile.write_manifest(folder, manifest, host)
     except BaseException:
@@ -52,7 +53,7 @@ def save(folder: str, kind: str, records: Iterable[Record], weights: Weights, re
         raise
 
 
-def load(folder: str, records: Iterable[Record], weights: Weights) -> dict[Key, Array]:
+def load(folder: str, records: Collection[Record], weights: Weights) -> dict[Key, Array]:
     """Take up what was saved, also by a job of any size; return the residuals, if they are one worker's.
 
     Raises:
@@ -72,7 +73,8 @@ def load(folder: str, records: Iterable[Record], weights: Weights) -> dict[Key, 
     wish = rule if weights.spec is None and not weights.has_updater else None
     chosen = weights.rule if wish is None else weights.made(wish)
     states.stage({"folder": folder, "host": host, "manifest": manifest, "numbers": saved}, shelves, chosen)
-    residuals = _residuals(folder, manifest, host, {old: key for _, old, key in saved})
+    sizes = {record.key: record.size for record in records}
+    residuals = _residuals(folder, manifest, host, {old: (key, sizes[key]) for _, old, key in saved})
     if wish is not None:
         weights.install(wish)
     states.commit(shelves)
@@ -107,20 +109,19 @@ def _shelves(keys: Keys, weights: Weights) -> dict[SlotId, Shelf]:
     }
 
 
-def _residuals(folder: str, manifest: Mapping[str, Any], host: str, keys: Mapping[int, Key]) -> dict[Key, Array]:
+def _residuals(
+    folder: str, manifest: Mapping[str, Any], host: str, keys: Mapping[int, tuple[Key, int]]
+) -> dict[Key, Array]:
     """Return what compression had left out in the one worker that saved; several workers' is dropped."""
-    data, workers = Path(folder, manifest["data"]), int(manifest["workers"])
-    names = sorted(path.name for path in data.glob("worker-*.npz"))
+    names = statefile.worker_files(manifest)
     if not names:
         return {}
-    if workers != 1:
+    if manifest["workers"] != 1:
         warnings.warn(
             "states of %d workers are loaded by one: what compression had left out in each of them (%s) is dropped"
-            % (workers, ", ".join(names)),
+            % (manifest["workers"], ", ".join(names)),
             RuntimeWarning,
             stacklevel=5,
         )
         return {}
-    arrays = statefile.read_all(folder, manifest["data"], statefile.worker_file(0), {}, host)
-    numbers = {int(name.partition(".")[0]): array for name, array in arrays.items()}
-    return {keys[number]: array for number, array in numbers.items() if number in keys}
+    return statefile.read_residuals(folder, manifest["data"], statefile.worker_file(0), keys, host)

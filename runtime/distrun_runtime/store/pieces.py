@@ -26,6 +26,11 @@ class Layout:
     """The key's number in messages."""
     pieces: tuple[Shard, ...]
 
+    @property
+    def size(self) -> int:
+        """Elements of the key."""
+        return sum(piece.length for piece in self.pieces)
+
     @classmethod
     def of(cls, number: int, record: Record, servers: int, bound: int, factor: int = 1) -> Layout:
         """Return the layout of a key.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from distrun_runtime.device.dtypes import Array
@@ -38,7 +37,7 @@ def save(link: Link, folder: str, residuals: Residuals, numbers: Mapping[Key, in
     folder, host = os.path.abspath(folder), link.node.config.host
     mine = {"part": statefile.new_part()} if link.rank == 0 else {}
     try:
-        manifest = link.together(what, Kind.SAVE, folder=folder, **mine)["manifest"]
+        manifest = link.together(what, Kind.SAVE, folder=folder, residuals=bool(residuals), **mine)["manifest"]
         arrays = {"%d.residual" % numbers[key]: array for key, array in residuals.items()}
         name = statefile.worker_file(link.rank)
         own = arrays and _error(lambda: statefile.write(folder, manifest["data"], name, arrays, host))
@@ -52,41 +51,40 @@ def save(link: Link, folder: str, residuals: Residuals, numbers: Mapping[Key, in
         raise
 
 
-def load(link: Link, folder: str, numbers: Mapping[Key, int]) -> tuple[dict[Key, Array], dict[Key, int]]:
+def load(link: Link, folder: str, keys: Mapping[Key, tuple[int, int]]) -> tuple[dict[Key, Array], dict[Key, int]]:
     """Have the servers take up what was saved; return this worker's residuals and all keys' rounds. All call it.
 
+    Arguments:
+        keys: each key's number in messages, and its elements.
+
     Raises:
-        KVError: the folder is not whole, or does not fit the store's keys: says which file or key, and why.
+        KVError: the folder is not whole, or does not fit the store's keys: says which file or key, and why. Then
+            nothing was changed.
     """
     what = "load_states(%r)" % folder
     folder, host = os.path.abspath(folder), link.node.config.host
     mine: dict[str, Any] = {}
     if link.rank == 0:
         mine.update(_said(_error(lambda: mine.update(manifest=statefile.read_manifest(folder, host)))))
-    facts = link.together(what, Kind.LOAD, folder=folder, **mine)
-    by_number = {number: key for key, number in numbers.items()}
-    rounds = {by_number[number]: int(done) for number, done in facts["rounds"]}
-    if facts["workers"] != link.workers:
-        _warn_of_residuals(folder, facts, link)
-        return {}, rounds
-    saved = {"%d.residual" % old: by_number[number] for number, old in facts["numbers"]}
+    facts = link.together(what, Kind.LOAD, folder=folder, look=True, **mine)
+    by_number = {number: (key, size) for key, (number, size) in keys.items()}
     name = statefile.worker_file(link.rank)
-    found: dict[str, Array] = {}
+    found: dict[Key, Array] = {}
     wrong = ""
-    if os.path.exists(os.path.join(folder, facts["part"], name)):
-        wrong = _error(lambda: found.update(statefile.read_all(folder, facts["part"], name, {}, host)))
-    link.together(what, Kind.BARRIER, **_said(wrong))
-    return {saved[each]: array for each, array in found.items() if each in saved}, rounds
+    if facts["workers"] == link.workers and name in facts["residuals"]:
+        saved = {old: by_number[number] for number, old in facts["numbers"]}
+        wrong = _error(lambda: found.update(statefile.read_residuals(folder, facts["part"], name, saved, host)))
+    facts = link.together(what, Kind.LOAD, folder=folder, **mine, **_said(wrong))
+    if facts["workers"] != link.workers:
+        _warn_of_residuals(facts, link)
+    return found, {by_number[number][0]: int(done) for number, done in facts["rounds"]}
 
 
-def _warn_of_residuals(folder: str, facts: Mapping[str, Any], link: Link) -> None:
-    names: list[str] = []
-    with suppress(OSError):
-        names = [name for name in os.listdir(os.path.join(folder, facts["part"])) if name.startswith("worker-")]
-    if names and link.rank == 0:
+def _warn_of_residuals(facts: Mapping[str, Any], link: Link) -> None:
+    if facts["residuals"] and link.rank == 0:
         warnings.warn(
             "states of %d workers are loaded by %d: what compression had left out in each of them (%s) is dropped"
-            % (facts["workers"], link.workers, ", ".join(sorted(names))),
+            % (facts["workers"], link.workers, ", ".join(facts["residuals"])),
             RuntimeWarning,
             stacklevel=5,
         )

@@ -112,10 +112,35 @@ def test_servers_read_first_and_take_over_only_when_all_could() -> None:
     assert sends(told)[0][1].body == {
         "part": "data-0",
         "workers": 2,
+        "residuals": [],
         "numbers": [[0, 0]],
         "rounds": [[0, 4]],
         "rule": None,
     }
+
+
+def test_workers_that_look_are_told_what_is_there_and_no_server_hears_of_it() -> None:
+    source = opened(Job(2, 2), "dist_sync", "w")
+    source.hear("w0", Kind.SAVE, number=3, folder="/data", part="data-0", residuals=False)
+    asked = sends(source.hear("w1", Kind.SAVE, number=3, folder="/data", residuals=True))
+    body = {"holds": {"pieces": [[0, 0, 6]]}, "rounds": [[0, 4]]}
+    source.hear("s0", Kind.SAVE, Flag.REPLY, request=asked[0][1].request, file="server-0.npz", **body)
+    told = source.hear("s1", Kind.SAVE, Flag.REPLY, request=asked[1][1].request, file="server-1.npz", **body)
+    manifest = sends(told)[0][1].body["manifest"]
+    assert list(manifest["files"]) == ["server-0.npz", "server-1.npz", "worker-1.npz"]
+    job = opened(Job(2, 2), "dist_sync", "w")
+    job.hear("w0", Kind.LOAD, number=3, folder="/data", look=True, manifest=manifest)
+    told = job.hear("w1", Kind.LOAD, number=3, folder="/data", look=True)
+    assert to(told) == [("w0", "LOAD"), ("w1", "LOAD")]
+    assert sends(told)[1][1].body["residuals"] == ["worker-1.npz"]
+
+
+def test_what_a_worker_found_wrong_when_it_looked_fails_the_load_of_all() -> None:
+    manifest = saved(opened(Job(), "dist_sync", "w"))
+    job = opened(Job(), "dist_sync", "w")
+    job.hear("w0", Kind.LOAD, number=3, folder="/data", manifest=manifest)
+    refused = job.hear("w1", Kind.LOAD, number=3, folder="/data", error="worker-1.npz is torn")
+    assert reasons(refused) == dict.fromkeys(("w0", "w1"), "worker-1 failed at load_states: worker-1.npz is torn")
 
 
 def test_numbers_of_keys_may_be_others_when_states_are_loaded() -> None:

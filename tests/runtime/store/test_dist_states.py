@@ -196,6 +196,45 @@ def test_a_torn_state_is_refused_and_changes_nothing(broken: str, tmp_path: Path
         job.run(load)
 
 
+@pytest.mark.parametrize("what", ["torn", "missing", "of another size", "not finite"])
+def test_a_workers_file_that_is_not_whole_is_refused_and_changes_nothing(what: str, tmp_path: Path) -> None:
+    """The servers had taken over their part when the worker found out."""
+
+    def begin(kv: DistStore) -> None:
+        kv.set_gradient_compression({"type": "2bit", "min_size": 0}, keys="w")
+        start(kv)
+
+    def save(kv: DistStore) -> None:
+        begin(kv)
+        train(kv, range(2))
+        kv.save_states(tmp_path)
+
+    def load(kv: DistStore) -> None:
+        begin(kv)
+        before = train(kv, range(1))
+        kept = kv._compressor.residuals()["w"]
+        with pytest.raises(KVError, match=r"worker-1 failed at load_states: .*worker-1\.npz on host here"):
+            kv.load_states(tmp_path)
+        assert same(values(kv), before)
+        assert np.array_equal(kv._compressor.residuals()["w"], kept)
+        train(kv, range(1))
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(save)
+    path = tmp_path / json.loads((tmp_path / "manifest.json").read_text())["data"] / "worker-1.npz"
+    with np.load(path) as file:
+        (name, residual), mark = next((name, file[name]) for name in file if name != "save"), file["save"]
+    if what == "missing":
+        path.unlink()
+    elif what == "torn":
+        path.write_bytes(path.read_bytes()[:100])
+    else:
+        wrong = residual[1:] if what == "of another size" else np.full_like(residual, np.nan)
+        np.savez(path, save=mark, **{name: wrong})
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(load)
+
+
 def test_a_state_of_other_keys_is_refused_with_both(tmp_path: Path) -> None:
     def save(kv: DistStore) -> None:
         kv.init("w", np.ones(SHAPE, "float32"))
