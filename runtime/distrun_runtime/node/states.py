@@ -97,8 +97,12 @@ def stage(body: Mapping[str, Any], shelves: Shelves, rule: rules.Rule | None = N
             for slot in sorted(shelves)
             if slot.key in numbers
         }
-    for one in staged.values():
-        one.state = _state(one, rule)
+    keys = {int(number): key for number, _, key in body["numbers"]}
+    for slot, one in staged.items():
+        try:
+            one.state = _state(one, rule)
+        except _Unlike as err:
+            raise KVError("key %r of the states in %s: %s" % (keys[slot.key], body["folder"], err)) from None
         one.parts, one.counters = [], {}
     for slot, one in staged.items():
         shelves[slot].staged = one
@@ -121,6 +125,10 @@ def drop(shelves: Shelves) -> None:
         shelf.staged = None
 
 
+class _Unlike(ValueError):
+    """What was saved is not of the kind that the rule has there."""
+
+
 def _state(staged: Staged, rule: rules.Rule | None) -> dict[str, Any] | None:
     if rule is None or (not any(arrays for _, _, arrays in staged.parts) and not staged.counters):
         return None
@@ -130,11 +138,16 @@ def _state(staged: Staged, rule: rules.Rule | None) -> dict[str, Any] | None:
     for name in names:
         like = next(arrays[name] for _, _, arrays in staged.parts if name in arrays)
         base = fresh.get(name)
+        if isinstance(base, np.ndarray) and not np.can_cast(like.dtype, base.dtype, "same_kind"):
+            raise _Unlike("the rule's state %r is %s, saved was %s" % (name, base.dtype, like.dtype))
         whole = np.array(base) if isinstance(base, np.ndarray) else np.zeros(len(staged.weight), like.dtype)
         for begin, end, arrays in staged.parts:
             if name in arrays:
                 whole.reshape(-1)[begin:end] = arrays[name]
         state[name] = whole
+    for name, value in staged.counters.items():
+        if isinstance(fresh.get(name), np.ndarray):
+            raise _Unlike("the rule's state %r is an array, saved was %r" % (name, value))
     return dict(rules.carry_state(rule, staged.weight, state))
 
 

@@ -245,6 +245,27 @@ def test_a_users_state_that_is_neither_array_nor_number_is_an_error_that_names_k
         save(tmp_path, source)
 
 
+@pytest.mark.parametrize(
+    ("saved", "text"),
+    [
+        ({"momentum": 5.0}, "the rule's state 'momentum' is an array, saved was 5.0"),
+        ({"momentum": np.full(7, "x")}, "the rule's state 'momentum' is float32, saved was <U1"),
+        ({"momentum": np.zeros(7, complex)}, "the rule's state 'momentum' is float32, saved was complex128"),
+    ],
+)
+def test_a_saved_state_of_another_kind_than_the_rules_is_an_error_and_nothing_is_loaded(
+    tmp_path: Path, saved: dict[str, Any], text: str
+) -> None:
+    """A number in the momentum's place was loaded, and the momentum silently gone."""
+    source = cut(1, values())
+    source[0][SlotId(1, 1, 0)].state = saved
+    manifest = save(tmp_path, source)
+    target = cut(1, values())
+    with pytest.raises(KVError, match="key 'key 1' of the states in .*: " + text):
+        stage(tmp_path, target[0], manifest, rules.make("sgd", {"momentum": 0.9}))
+    assert all(shelf.staged is None for shelf in target[0].values())
+
+
 def test_a_rule_that_dislikes_one_of_the_values_leaves_all_as_they_were(tmp_path: Path) -> None:
     class Picky(type(rules.make("sgd", {}))):  # type: ignore[misc]  # the class of a built-in rule
         def new_state(self, weight: Any) -> Any:
