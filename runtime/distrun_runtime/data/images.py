@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from distrun_runtime.data.reader import Batch
 from distrun_runtime.data.recordio import IRHeader, RecordFile, pack, unpack
 from distrun_runtime.data.sampler import Positions
+from distrun_runtime.data.whole import whole
 from distrun_runtime.errors import DataError
 
 if TYPE_CHECKING:
@@ -30,9 +31,21 @@ def pack_image(header: IRHeader, image: NDArray[np.uint8], *, quality: int = 95,
         image: bytes (rows, columns, 3) red, green, blue, or (rows, columns) grey.
         quality: of JPEG, 1 to 100.
         form: a name that Pillow has for a file format; PNG keeps every pixel as it is.
+
+    Raises:
+        ValueError: another shape or dtype, or a format that Pillow does not write.
+        ImportError: Pillow is missing.
     """
+    shape, dtype = getattr(image, "shape", None), getattr(image, "dtype", type(image).__name__)
+    if dtype != np.uint8 or shape is None or len(shape) not in (2, 3) or shape[2:] not in ((), (3,)):
+        raise ValueError(
+            "expected an image of bytes, (rows, columns, 3) or (rows, columns), found %s %s" % (dtype, shape)
+        )
     written = io.BytesIO()
-    _pillow().fromarray(image).save(written, form, quality=quality)
+    try:
+        _pillow().fromarray(image).save(written, form, quality=quality)
+    except KeyError:
+        raise ValueError("%r is no format that Pillow writes; JPEG and PNG are" % form) from None
     return pack(header, written.getvalue())
 
 
@@ -60,7 +73,8 @@ class ImageRecords:
         label_width: labels of an image. Those of the data set are float32 (n,) for 1, otherwise (n, label_width).
 
     Raises:
-        ValueError: not such a shape.
+        ValueError: not such a shape, or a number out of its range.
+        TypeError: no RecordFile, or a number that is no whole one.
     """
 
     def __init__(
@@ -74,12 +88,15 @@ class ImageRecords:
         seed: int | None = None,
         label_width: int = 1,
     ) -> None:
-        if len(shape) != 3 or shape[0] != 3 or min(shape) < 1:
+        if not isinstance(records, RecordFile):
+            raise TypeError("records is a RecordFile, not %.60r; RecordFile(path) opens one" % (records,))
+        if not isinstance(shape, (tuple, list)) or len(shape) != 3 or shape[0] != 3:
             raise ValueError("expected a shape (3, rows, columns), found %s" % (shape,))
         self.records = records
-        self._shape, self._resize, self._label_width = shape, resize, label_width
+        self._shape = (3, whole(shape[1], "rows", least=1), whole(shape[2], "columns", least=1))
+        self._resize, self._label_width = whole(resize, "resize", least=0), whole(label_width, "label_width", least=1)
         self._crop, self._mirror = random_crop, random_mirror
-        self._chance = np.random.default_rng(seed)
+        self._chance = np.random.default_rng(None if seed is None else whole(seed, "seed", least=0))
 
     def __len__(self) -> int:
         return len(self.records)

@@ -38,12 +38,21 @@ class Cuttable(Protocol):
 
 @dataclass(frozen=True)
 class Arrays:
-    """A data set in memory: data (n, ...) and labels (n, ...), arrays of any dtype."""
+    """A data set in memory: data (n, ...) and labels (n, ...), arrays of any dtype.
+
+    Raises:
+        TypeError: one of them is no array, such as a list.
+        ValueError: they are not equally many.
+    """
 
     data: NDArray[Any]
     label: NDArray[Any]
 
     def __post_init__(self) -> None:
+        for name, array in (("data", self.data), ("labels", self.label)):
+            if not len(getattr(array, "shape", ())):
+                text = "%s of a data set is an array (n, ...), not a %s; np.asarray makes one"
+                raise TypeError(text % (name, type(array).__name__))
         if len(self.data) != len(self.label):
             raise ValueError("%d examples, but %d labels" % (len(self.data), len(self.label)))
 
@@ -80,6 +89,7 @@ class Reader:
 
     Raises:
         ValueError: an argument out of its range, a part without examples, or of less than one batch with `discard`.
+        TypeError: no data set, or a number that is no whole one.
         DataError: a file that is damaged, with its name, the offset, what was expected and what was found.
 
     Threads: one at a time.
@@ -99,6 +109,11 @@ class Reader:
         seed: int | None = None,
         last_batch: str = "keep",
     ) -> None:
+        if not isinstance(dataset, Dataset):
+            raise TypeError(
+                "a %s is no data set: that has __len__ and read(positions), and Arrays(data, label) makes one of two"
+                " arrays; a torch data set goes into a DataLoader with a SplitSampler" % type(dataset).__name__
+            )
         batch_size = whole(batch_size, "batch_size")
         if batch_size < 1:
             raise ValueError("expected a batch_size of at least 1, found %d" % batch_size)
@@ -108,8 +123,11 @@ class Reader:
             raise ValueError("unknown way to cut, by=%r; known are count and bytes" % by)
         if by == "bytes":
             if not isinstance(dataset, Cuttable):
-                raise ValueError("a %s is no file of records; cut it by='count'" % type(dataset).__name__)
-            dataset, num_parts, part_index = dataset.cut(num_parts, part_index), 1, 0
+                raise ValueError("%s is no file of records; cut it by='count'" % type(dataset).__name__)
+            dataset = dataset.cut(num_parts, part_index)
+            if not len(dataset):
+                raise ValueError("no record begins in part %d of %d; use fewer parts" % (part_index, num_parts))
+            num_parts, part_index = 1, 0
         self._dataset = dataset
         self._positions = part(len(dataset), num_parts, part_index, remainder)
         self._order = Order(shuffle, seed)

@@ -12,6 +12,7 @@ cut by bytes as there. Source: dmlc-core's recordio and input split, MXNet 1.9.1
 from __future__ import annotations
 
 import mmap
+import numbers
 import os
 import struct
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from typing import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from distrun_runtime.data.whole import whole
 from distrun_runtime.errors import DataError
 
 MAGIC = 0xCED7230A
@@ -52,10 +54,13 @@ def pack(header: IRHeader, content: bytes) -> bytes:
 
     Raises:
         TypeError: a header that is no IRHeader, or content that is not bytes.
+        ValueError: an id that is no whole number of 8 bytes.
     """
     if not isinstance(header, IRHeader):
         raise TypeError("pack: expected an IRHeader(flag, label, id, id2), found %s" % type(header).__name__)
     _need_bytes("pack", content)
+    _need_id("id", header.id)
+    _need_id("id2", header.id2)
     if np.ndim(header.label) == 0:
         return _IMAGE_HEAD.pack(0, float(header.label), header.id, header.id2) + content
     labels = np.asarray(header.label, "<f4").ravel()
@@ -164,7 +169,9 @@ class RecordFile:
 
         Raises:
             ValueError: not 0 <= part_index < num_parts.
+            TypeError: a number that is no whole one.
         """
+        num_parts, part_index = whole(num_parts, "num_parts"), whole(part_index, "part_index")
         if not 0 <= part_index < num_parts:
             raise ValueError("expected 0 <= part_index < num_parts, found part %d of %d" % (part_index, num_parts))
         run = -(-(self._end - self._begin) // num_parts)
@@ -262,6 +269,11 @@ class RecordWriter:
 def _need_bytes(what: str, content: object) -> None:
     if not isinstance(content, (bytes, bytearray, memoryview)):
         raise TypeError("%s: expected bytes, found %s" % (what, type(content).__name__))
+
+
+def _need_id(what: str, number: object) -> None:
+    if not isinstance(number, numbers.Integral) or not 0 <= int(number) < 1 << 64:
+        raise ValueError("%s is a whole number from 0 to 2**64 - 1, not %r" % (what, number))
 
 
 def _magics(record: bytes) -> Iterator[int]:

@@ -41,10 +41,11 @@ def part(length: int, num_parts: int, part_index: int, remainder: str) -> Positi
         raise ValueError("expected 0 <= part_index < num_parts, found part %d of %d" % (part_index, num_parts))
     if remainder not in REMAINDERS:
         raise ValueError("unknown remainder %r; known are %s" % (remainder, ", ".join(REMAINDERS)))
-    if length < 1 or (length < num_parts and remainder in ("drop", "spread")):
+    if length < 1:
+        raise ValueError("a data set without examples has no parts")
+    if length < num_parts and remainder in ("drop", "spread"):
         raise ValueError(
-            "%d examples are too few for %d parts; use fewer parts%s"
-            % (length, num_parts, ", or remainder='wrap'" if length else "")
+            "%d examples are too few for %d parts; use fewer parts, or remainder='wrap'" % (length, num_parts)
         )
     most = -(-length // num_parts)
     if remainder == "drop":
@@ -63,11 +64,15 @@ class Order:
 
     Arguments:
         seed: the orders follow from it and the epoch's number. None: drawn, so each run has its own.
+
+    Raises:
+        TypeError, ValueError: the seed is no whole number from 0.
     """
 
     def __init__(self, shuffle: bool, seed: int | None) -> None:
         self._shuffle = shuffle
-        self._seed = int(np.random.default_rng().integers(1 << 62)) if seed is None else seed
+        drawn = seed is None
+        self._seed = int(np.random.default_rng().integers(1 << 62)) if drawn else whole(seed, "seed", least=0)
         self.epoch = 0
         """Number of the epoch that `next` arranges; set it to go on where another run has stopped."""
 
@@ -94,6 +99,7 @@ class SplitSampler:
 
     Raises:
         ValueError: a part that would be empty, or an argument out of its range.
+        TypeError: a number that is no whole one.
 
     Source: SplitSampler of MXNet's distributed training example, which always drops, and shuffles with the process's
     generator.
@@ -125,4 +131,4 @@ class SplitSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iteration be that of epoch number `epoch`, from 0: to go on with a run that was stopped."""
-        self._order.epoch = epoch
+        self._order.epoch = whole(epoch, "epoch", least=0)

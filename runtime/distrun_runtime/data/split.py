@@ -6,7 +6,9 @@ same sizes and roundings; here for everything that has a shape and takes slices 
 
 from __future__ import annotations
 
-from typing import Any, Protocol, Sequence, TypeVar
+import math
+import numbers
+from typing import Any, Iterable, Protocol, Sequence, TypeVar
 
 from distrun_runtime.data.whole import whole
 
@@ -40,7 +42,7 @@ def split_data(data: Data, num_slice: int, batch_axis: int = 0, even_split: bool
     Raises:
         ValueError: the parts would not be equal, with even_split.
         IndexError: the data has no such axis.
-        TypeError: the data is no array, such as a list.
+        TypeError: the data is no array, such as a list; a number that is no whole one.
 
     >>> [len(part) for part in split_data(np.zeros(8), 3, even_split=False)]
     [3, 3, 2]
@@ -79,10 +81,11 @@ def split_and_load(
     Raises:
         ValueError: the parts would not be equal, with even_split and without work_load_list; no devices; a share
             for another number of devices; a numpy array for a device that is not the CPU.
+        TypeError: devices that are no list; data that is no array, such as a list.
     """
-    if isinstance(devices, str):
-        raise TypeError("devices is a list of devices, such as [%r], not a text" % devices)
-    if not devices:
+    if isinstance(devices, str) or not hasattr(devices, "__len__"):
+        raise TypeError("devices is a list of devices, such as [%r], not %.60r" % (str(devices), devices))
+    if not len(devices):
         raise ValueError("expected at least one device to load on, found none")
     if work_load_list is not None and len(work_load_list) != len(devices):
         raise ValueError("%d shares in work_load_list for %d devices" % (len(work_load_list), len(devices)))
@@ -103,31 +106,41 @@ def split_input_slice(batch_size: int, work_load_list: Sequence[float]) -> list[
     missing goes to the last device; what is too much is cut off the last ones. Pure.
 
     Raises:
-        ValueError: a device would get no example, or a share is not above 0.
+        ValueError: a device would get no example, or a share is no number above 0.
+        TypeError: shares that are no list; a batch size that is no whole number.
 
     >>> split_input_slice(10, [3, 1])
     [slice(0, 8, None), slice(8, 10, None)]
     """
-    if not work_load_list or min(work_load_list) <= 0:
-        raise ValueError("expected shares above 0, found %s" % list(work_load_list))
-    total = sum(work_load_list)
-    counts = [round(share * batch_size / total) for share in work_load_list]
+    batch_size, shares = whole(batch_size, "batch_size"), _shares(work_load_list)
+    total = sum(shares)
+    counts = [round(share * batch_size / total) for share in shares]
     counts[-1] += max(0, batch_size - sum(counts))
     slices, end = [], 0
     for count in counts:
         begin, end = end, min(end + count, batch_size)
         if begin >= end:
             raise ValueError(
-                "Too many slices. Some splits are empty: a batch of %d for shares %s"
-                % (batch_size, list(work_load_list))
+                "Too many slices. Some splits are empty: a batch of %d for shares %s" % (batch_size, shares)
             )
         slices.append(slice(begin, end))
     return slices
 
 
+def _shares(given: object) -> list[float]:
+    """Return shares of the work: numbers above 0."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError("shares of the work are a list of numbers, not %.60r" % (given,))
+    shares = list(given)
+    if not shares or not all(isinstance(share, numbers.Real) and 0 < float(share) < math.inf for share in shares):
+        raise ValueError("expected shares above 0, found %s" % shares)
+    return shares
+
+
 def _size(data: Sliceable, axis: int) -> int:
     if not hasattr(data, "shape"):
         raise TypeError("data is an array or a tensor, not a %s; np.asarray makes one" % type(data).__name__)
+    axis = whole(axis, "batch_axis")
     if not -len(data.shape) <= axis < len(data.shape):
         raise IndexError("data of shape %s has no axis %d" % (tuple(data.shape), axis))
     return int(data.shape[axis])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -117,6 +118,38 @@ def test_what_is_no_image_is_named_with_its_place(tmp_path: Path) -> None:
         list(Reader(ImageRecords(RecordFile(tmp_path / "a.rec"), (3, 4, 4)), 2))
     with pytest.raises(ValueError, match=r"expected a shape \(3, rows, columns\), found \(1, 4, 4\)"):
         ImageRecords(RecordFile(tmp_path / "a.rec"), (1, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"shape": (3, 4.0, 4)}, TypeError, r"rows is a whole number, not 4\.0"),
+        ({"shape": "abc"}, ValueError, r"expected a shape \(3, rows, columns\), found abc"),
+        ({"shape": 7}, ValueError, r"expected a shape \(3, rows, columns\), found 7"),
+        ({"resize": -1}, ValueError, "resize is a number from 0, not -1"),
+        ({"label_width": 0}, ValueError, "label_width is a number from 1, not 0"),
+        ({"seed": -1}, ValueError, "seed is a number from 0, not -1"),
+    ],
+    ids=str,
+)
+def test_arguments_are_checked_before_an_image_is_read(
+    tmp_path: Path, arguments: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        ImageRecords(write(tmp_path, []), **{"shape": (3, 4, 4), **arguments})
+
+
+@pytest.mark.parametrize("image", [np.zeros((4, 4, 3)), np.zeros(4, np.uint8), np.zeros((4, 4, 2), np.uint8), "x"])
+def test_what_is_no_array_of_pixels_is_not_packed(image: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"expected an image of bytes, \(rows, columns, 3\) or \(rows, columns\), found"
+    ):
+        pack_image(IRHeader(0, 1.0, 0), image)
+
+
+def test_a_format_that_pillow_does_not_have_is_named() -> None:
+    with pytest.raises(ValueError, match="'JPG2' is no format that Pillow writes"):
+        pack_image(IRHeader(0, 1.0, 0), images(1)[0], form="JPG2")
 
 
 def test_without_pillow_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

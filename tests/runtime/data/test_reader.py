@@ -85,7 +85,7 @@ def test_arguments_out_of_range_are_refused_with_the_words_that_are_known(tmp_pa
         Reader(numbers(3), 1, last_batch="roll")
     with pytest.raises(ValueError, match="by='size'; known are count and bytes"):
         Reader(numbers(3), 1, by="size")
-    with pytest.raises(ValueError, match="a Arrays is no file of records; cut it by='count'"):
+    with pytest.raises(ValueError, match="Arrays is no file of records; cut it by='count'"):
         Reader(numbers(3), 1, by="bytes")
     with pytest.raises(ValueError, match="3 examples, but 2 labels"):
         Arrays(np.zeros(3), np.zeros(2))
@@ -113,4 +113,6 @@ def test_records_are_cut_by_bytes_if_asked_to(tmp_path: Path) -> None:
     dataset = Lengths(RecordFile(tmp_path / "a.rec"))
     found = [Reader(dataset, 9, num_parts=2, part_index=i, by="bytes").num_examples for i in range(2)]
     assert found == [1, 8]
+    with pytest.raises(ValueError, match="no record begins in part 1 of 9; use fewer parts"):
+        Reader(dataset, 9, num_parts=9, part_index=1, by="bytes")
     assert [Reader(dataset, 9, num_parts=2, part_index=i).num_examples for i in range(2)] == [4, 5]

@@ -226,3 +226,14 @@ def test_a_copy_of_a_part_has_the_order_of_its_index(tmp_path: Path) -> None:
     part = RecordFile(path, index).cut(2, 1)
     copied = pickle.loads(pickle.dumps(part))
     assert [copied[i] for i in range(len(copied))] == [part[i] for i in range(len(part))] == [b"6", b"5"]
+
+
+@pytest.mark.parametrize("header", [IRHeader(0, 1.0, -1), IRHeader(0, 1.0, 0, 2**64), IRHeader(0, 1.0, 0.5)])  # type: ignore[arg-type]
+def test_a_number_that_a_header_has_no_room_for_is_refused(header: IRHeader) -> None:
+    with pytest.raises(ValueError, match=r"id2? is a whole number from 0 to 2\*\*64 - 1, not "):
+        pack(header, b"")
+
+
+def test_parts_to_cut_are_whole_numbers(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"num_parts is a whole number, not 2\.0"):
+        RecordFile(write(tmp_path, [b"a"])).cut(2.0, 0)  # type: ignore[arg-type]

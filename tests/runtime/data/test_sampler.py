@@ -48,7 +48,7 @@ def test_what_cannot_be_cut_is_refused_with_the_numbers() -> None:
         part(10, 2, 2, "drop")
     with pytest.raises(ValueError, match="3 examples are too few for 4 parts; use fewer parts, or remainder='wrap'"):
         part(3, 4, 0, "drop")
-    with pytest.raises(ValueError, match=r"0 examples are too few for 1 parts; use fewer parts$"):
+    with pytest.raises(ValueError, match="a data set without examples has no parts"):
         part(0, 1, 0, "wrap")
     with pytest.raises(ValueError, match="'rest'; known are drop, pad, wrap, spread"):
         part(3, 1, 0, "rest")
@@ -71,6 +71,13 @@ def test_each_epoch_has_another_order_and_a_seed_repeats_them() -> None:
     assert list(SplitSampler(100)) != list(SplitSampler(100))
     second.set_epoch(1)
     assert list(second) == epochs[1]
+
+
+def test_a_seed_and_an_epoch_are_numbers_from_0() -> None:
+    with pytest.raises(ValueError, match="seed is a number from 0, not -1"):
+        SplitSampler(10, seed=-1)
+    with pytest.raises(ValueError, match="epoch is a number from 0, not -1"):
+        SplitSampler(10).set_epoch(-1)
 
 
 def test_positions_are_plain_ints_and_in_order_without_shuffle() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Callable
 
 import numpy as np
@@ -138,9 +139,10 @@ print(json.dumps(found))
 def test_a_device_without_an_example_and_a_share_of_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match=r"Too many slices. Some splits are empty: a batch of 2 for shares"):
         split_input_slice(2, [1, 1, 1])
-    for shares in ([1, 0], [], [2, -1]):
+    for shares in ([1, 0], [], [2, -1], [1, math.nan], [math.inf, 1], [1, "2"]):
         with pytest.raises(ValueError, match="shares above 0"):
-            split_input_slice(4, shares)
+            split_input_slice(4, shares)  # type: ignore[arg-type]
+    assert sizes(split_and_load(np.zeros(10), ["cpu", "cpu"], work_load_list=np.array([3, 1]))) == [8, 2]  # type: ignore[arg-type]
 
 
 def test_one_device_gets_all_of_the_data_uncut() -> None:
