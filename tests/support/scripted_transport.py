@@ -36,5 +36,5 @@ class Script:
         return 7
 
     def wake(self) -> None: ...
-    def close(self, linger_s: float = 0.0) -> None:
+    def close(self, linger_s: float = 0.0, last: str | None = None) -> None:
         self.closed.append(linger_s)

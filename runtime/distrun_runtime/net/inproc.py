@@ -172,6 +172,6 @@ class InprocTransport:
             self._is_woken = True
             self._changed.notify()
 
-    def close(self, linger_s: float = 0.0) -> None:
+    def close(self, linger_s: float = 0.0, last: str | None = None) -> None:
         """Close everything."""
         self._network.cut(self, "its connection closed")

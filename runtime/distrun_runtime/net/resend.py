@@ -117,17 +117,18 @@ class Resending(Wrapper):
         self._acknowledge()
         return events + self._repeat(self._clock())
 
-    def close(self, linger_s: float = 0.0) -> None:
-        """Close everything; what was sent has so long to arrive."""
+    def close(self, linger_s: float = 0.0, last: Link | None = None) -> None:
+        """Close everything; what was sent (on the connection `last`, if one is named) has so long to arrive."""
         now = self._clock()
         end = now + linger_s
-        for stream in self._streams.values():
+        streams = [stream for link, stream in self._streams.items() if last in (None, link)]
+        for stream in streams:
             stream.out.hasten(now, linger_s / 20)
-        while now < end and any(not stream.out.is_empty for stream in self._streams.values()):
+        while now < end and any(not stream.out.is_empty for stream in streams):
             # What still comes in is acknowledged and dropped: there is nobody to hear it.
             self.poll(min(end - now, 0.05))
             now = self._clock()
-        self._inner.close(linger_s)
+        self._inner.close(linger_s, last)
 
     def _end(self, link: Link) -> None:
         """Give up what was not acknowledged: its buffers are lent no longer."""

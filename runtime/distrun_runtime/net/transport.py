@@ -202,13 +202,19 @@ class ZmqTransport:
         with contextlib.suppress(OSError):
             self._wake_out.send(b"w")
 
-    def close(self, linger_s: float = 0.0) -> None:
-        """Close everything; what was sent has so long to leave."""
+    def close(self, linger_s: float = 0.0, last: Link | None = None) -> None:
+        """Close everything; what was sent has so long to leave.
+
+        Arguments:
+            last: the one connection, opened by us, for which that counts; None: all. libzmq 4.3.5 aborts the process
+                if a peer dies on a connection that lingers and is not read any more, at the next heartbeat: so
+                nothing should linger that nobody needs.
+        """
         for link in list(self._dealers):
-            self.disconnect(link, linger_s)
+            self.disconnect(link, linger_s if last in (None, link) else 0.0)
         if self._router is not None:
             self._poller.unregister(self._router)
-            self._router.close(int(linger_s * 1000))
+            self._router.close(int(linger_s * 1000) if last is None else 0)
             self._router = None
         self._wake_in.close()
         self._wake_out.close()

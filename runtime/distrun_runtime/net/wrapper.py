@@ -36,7 +36,7 @@ class Inner(Protocol):
         """End a poll early."""
         ...
 
-    def close(self, linger_s: float = 0.0) -> None:
+    def close(self, linger_s: float = 0.0, last: Link | None = None) -> None:
         """Close everything."""
         ...
 
@@ -78,6 +78,6 @@ class Wrapper:
         """End a running or the next `poll` early. Threads: any."""
         self._inner.wake()
 
-    def close(self, linger_s: float = 0.0) -> None:
+    def close(self, linger_s: float = 0.0, last: Link | None = None) -> None:
         """Close everything."""
-        self._inner.close(linger_s)
+        self._inner.close(linger_s, last)

@@ -30,6 +30,8 @@ ROLE_CODES = {"scheduler": 1, "server": 2, "worker": 3}
 """Roles in a message's head."""
 
 TICK_S = 0.25
+LINGER_S = 2.0
+"""How long the last words have to leave."""
 STRANGER_S = 10.0
 """How long a connection in may stay without proof."""
 
@@ -57,7 +59,7 @@ class Transport(Protocol):
         """End a poll early."""
         ...
 
-    def close(self, linger_s: float = 0.0) -> None:
+    def close(self, linger_s: float = 0.0, last: str | None = None) -> None:
         """Close everything."""
         ...
 
@@ -121,7 +123,9 @@ class Postoffice:
                 self._decide(self._asked.popleft())
             self._perform(self._role.tick(self._clock()))
             self._drop_strangers()
-        self._transport.close(linger_s=2.0)
+        # Only the scheduler is told anything at the end, and tells it; what was asked of others nobody waits for.
+        is_scheduler = self._role.me.role == "scheduler"
+        self._transport.close(linger_s=LINGER_S, last=None if is_scheduler else role.SCHEDULER_LINK)
         return self._finish
 
     # Connections

@@ -202,6 +202,17 @@ def test_closing_waits_until_all_has_arrived_but_not_longer_than_it_may() -> Non
     assert len(envelopes(script)) >= 3
 
 
+@pytest.mark.parametrize(("last", "waits"), [(None, True), ("server-0", True), ("scheduler", False)])
+def test_closing_waits_for_the_connection_that_is_named_only(last: str | None, waits: bool) -> None:
+    made, script = welcomed()
+    made.send("server-0", plain(1))
+    polled = len(script.waits)
+    times = iter(range(1000))
+    made._clock = lambda: next(times) * 0.05
+    made.close(2.0, last)
+    assert (len(script.waits) > polled) is waits
+
+
 # --- whole jobs
 
 
