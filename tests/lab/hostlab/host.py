@@ -20,7 +20,7 @@ from hostlab.processes import Process
 if TYPE_CHECKING:
     from hostlab.lab import Lab
 
-BOOT_S = 30.0
+BOOT_S = 60.0
 LISTENING = "Server listening"
 FILTERS = """
 table inet lab {
@@ -70,9 +70,11 @@ class Host:
     def spaces(self) -> Mapping[str, str]:
         """Return {its pid namespace: its name}, if it was ever up."""
         try:
-            return {(self._folder / "ns").read_text().strip(): self.name}
+            kept = os.stat(self._folder / "pid")
         except FileNotFoundError:
             return {}
+        is_there = kept.st_dev == os.stat("/proc/self/ns/pid").st_dev  # else it is the empty file
+        return {"pid:[%d]" % kept.st_ino: self.name} if is_there else {}
 
     @property
     def pid(self) -> int:
@@ -98,7 +100,7 @@ class Host:
         path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         return [*target, "env", "-i", "PATH=" + path, "HOME=/root", "USER=root", "LOGNAME=root", *argv]
 
-    def exec(self, *argv: str, text: str = "", timeout_s: float = 30.0, check: bool = True) -> str:
+    def exec(self, *argv: str, text: str = "", timeout_s: float = 60.0, check: bool = True) -> str:
         """Run a command as its root, without ssh, and return its stdout; LabError if it fails and `check`."""
         done = subprocess.run(
             self.enter_argv(*argv), input=text, text=True, capture_output=True, timeout=timeout_s, check=False
@@ -167,7 +169,7 @@ class Host:
         script = 'exec nsenter --net=/run/netns/%s "$@" </dev/null >/dev/null 2>&1' % self.name
         self.lab.inside("sh", "-c", script, "sh", *argv, env=self.lab.module_env())
         rules = ("iptables", "-S", "INPUT")
-        wait_until(lambda: "NFQUEUE" in self._net(*rules), 10, "%s delays its packets" % self.name)
+        wait_until(lambda: "NFQUEUE" in self._net(*rules), BOOT_S, "%s delays its packets" % self.name)
 
     def _stop_delay(self) -> None:
         def delays() -> list[int]:
@@ -177,7 +179,7 @@ class Host:
 
         for pid in delays():
             os.kill(pid, signal.SIGTERM)
-        wait_until(lambda: not delays(), 10, "%s no longer delays" % self.name)
+        wait_until(lambda: not delays(), BOOT_S, "%s no longer delays" % self.name)
 
     def rate(self, kbit: int) -> None:
         """Shape traffic, both ways."""
@@ -232,9 +234,7 @@ class Host:
         self.touched = True
         self.lab.groups.thaw(self.name)
         os.kill(self.pid, signal.SIGKILL)
-        wait_until(lambda: not self.processes(), 10, "%s is off" % self.name)
-        # The kernel gives the number to the next namespace, maybe another lab's.
-        (self._folder / "ns").unlink(missing_ok=True)
+        wait_until(lambda: not self.processes(), BOOT_S, "%s is off" % self.name)
 
     def poweroff(self) -> None:
         """Cut cables and power: peers hear nothing."""
@@ -278,7 +278,7 @@ class Host:
         self.touched = True
         for process in self.sessions():
             os.kill(process.pid, signal.SIGKILL)
-        wait_until(lambda: not self.sessions(), 10, "no session on %s" % self.name)
+        wait_until(lambda: not self.sessions(), BOOT_S, "no session on %s" % self.name)
 
     def restart_sshd(self, sshd: Mapping[str, str] | None = None) -> None:
         """Restart its sshd, with other options if given; sessions stay, as with `systemctl restart ssh`."""

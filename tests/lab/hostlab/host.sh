@@ -8,8 +8,6 @@ mine=$lab/hosts.d/$name
 . "$mine/boot"
 
 mount -t proc proc /proc
-readlink /proc/self/ns/pid >"$mine/ns.new"
-mv "$mine/ns.new" "$mine/ns"
 hostname "$name"
 
 mount -t tmpfs -o mode=755 lab "$lab/root"

@@ -32,11 +32,16 @@ def run(*argv: str, text: str = "") -> None:
 
 
 def boot_argv(host: str) -> list[str]:
-    """Return the command that boots a host, to be run in the lab's outer namespaces; it returns at once."""
+    """Return the command that boots a host, to be run in the lab's outer namespaces; it returns at once.
+
+    The pid namespace is kept, as a mount, until the host boots again: the number of one that has ended is given to the
+    next, maybe another lab's, and whoever goes by it would take that one's processes for this host's.
+    """
     mine = layout.STATE / "hosts.d" / host
     start = (
-        ": >{mine}/log; exec setsid -f nsenter --net=/run/netns/{host}"
-        " unshare --mount --uts --ipc --pid --fork --kill-child=KILL --propagation private"
+        "umount {mine}/pid 2>/dev/null; : >{mine}/log; [ -e {mine}/pid ] || : >{mine}/pid;"
+        " exec setsid -f nsenter --net=/run/netns/{host}"
+        " unshare --mount --uts --ipc --pid={mine}/pid --fork --kill-child=KILL --propagation private"
         " sh {script} {lab} {host} </dev/null >>{mine}/log 2>&1"
     )
     return ["sh", "-c", start.format(mine=mine, host=host, script=HERE / "host.sh", lab=layout.STATE)]
