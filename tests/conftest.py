@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 from lab import lab, lab_of_session, pytest_pyfunc_call
 from sshd import ssh_config
 from terminal import terminal
@@ -13,6 +14,11 @@ from terminal import terminal
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
+
+# The same examples in every run, so that none fails by luck, and no example is too slow on a busy machine. To look for
+# new ones: --hypothesis-profile=default
+settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("same")
 
 __all__ = ["cache_of_session", "lab", "lab_of_session", "pytest_pyfunc_call", "ssh_config", "terminal"]
 

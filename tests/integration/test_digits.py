@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from ports import free_port
 
 pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install scikit-learn")
 
@@ -86,10 +86,8 @@ def test_manual_start_of_the_readme_trains_with_the_same_command_in_every_role(t
     """The seed's manual start: five DMLC_* variables, no launcher."""
     readme = (ROOT / "README.md").read_text("utf-8")
     (block,) = [text for text in re.findall(r"^```sh\n(.*?)^```", readme, re.M | re.S) if "DMLC_ROLE=scheduler" in text]
-    with socket.socket() as probe:
-        # Started by hand, the scheduler binds exactly the port it is told; this one was free a moment ago.
-        probe.bind(("127.0.0.1", 0))
-        block = block.replace("DMLC_PS_ROOT_PORT=9091", "DMLC_PS_ROOT_PORT=%d" % probe.getsockname()[1])
+    # Started by hand, the scheduler binds exactly the port it is told.
+    block = block.replace("DMLC_PS_ROOT_PORT=9091", "DMLC_PS_ROOT_PORT=%d" % free_port())
     block = block.replace(
         "python examples/digits.py", "%s %s --epochs 5" % (sys.executable, ROOT / "examples/digits.py")
     )

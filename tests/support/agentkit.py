@@ -18,7 +18,7 @@ from distrun_runtime.contract import process, wire
 from distrun_runtime.contract.plan import Host, Limits, Plan, Task
 from distrun_runtime.contract.process import Identity
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 HOST = "here"
 
 
@@ -249,7 +249,7 @@ def agent(*tasks: Task, **members: object) -> Iterator[AgentDriver]:
             if pipe is not None:
                 pipe.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            driver.child.wait(15)
+            driver.child.wait(30)
         for row in process.table():
             if process.environ_of(row.pid).get("DISTRUN_JOB_ID") == driver.job:
                 with contextlib.suppress(ProcessLookupError):

@@ -24,6 +24,9 @@ from distrun_runtime.store.dist import DistStore
 DEADLINE_S = 100.0
 """Beyond every deadline that a test sets, and below that of the test itself, also on a slow machine."""
 
+END_S = 20.0
+"""How long scheduler and servers have to end by themselves when the workers have."""
+
 
 def config(role: str, **changes: Any) -> Config:
     """Return a node's configuration on this machine; `changes` replace fields."""
@@ -39,9 +42,9 @@ def config(role: str, **changes: Any) -> Config:
         host="here",
         token=b"a secret of this job",
         incarnation=0,
-        heartbeat=Heartbeat(0.5, 3.0),
-        start_timeout_s=20.0,
-        op_timeout_s=20.0,
+        heartbeat=Heartbeat(0.5, 30.0),
+        start_timeout_s=60.0,
+        op_timeout_s=60.0,
         bigarray_bound=1000000,
         verbose=0,
     )
@@ -134,7 +137,7 @@ class Cluster:
     def finish(self) -> None:
         """Wait until scheduler and servers have ended by themselves; end them otherwise."""
         for thread in self._threads:
-            thread.join(0.0 if self._changes.get("stays") else 5.0)
+            thread.join(0.0 if self._changes.get("stays") else END_S)
         for thread, office in self._offices.items():
             if thread.is_alive():
                 office.tell(15)

@@ -26,8 +26,9 @@ import pytest
 from hostlab import Lab, Process, Unavailable
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 60.0
+TIMEOUT_S = 100.0
 OURS = ("DMLC_", "DISTRUN_", "PS_", "MXNET_", "SLURM_", "OMPI_", "PE_", "DEEPLEARNING_")
+LOOKS = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Running:
     def __init__(self, child: subprocess.Popen[bytes], folder: Path) -> None:
         self._child = child
         self._folder = folder
-        self.pid = wait_until(self._find, 10, "the command is started")
+        self.pid = wait_until(self._find, 30, "the command is started")
 
     def _find(self) -> int | None:
         """The command itself, below nsenter, by the machine's number; nsenter's own if it has ended."""
@@ -88,7 +89,7 @@ class Running:
         if self._child.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
-            self._child.wait(10)
+            self._child.wait(30)
 
     def wait(self, limit_s: float = TIMEOUT_S) -> int:
         """Wait for its end; return its exit code (negative: the signal)."""
@@ -121,7 +122,7 @@ class Site(Lab):
             running.kill()
         self.restore()
         with contextlib.suppress(AssertionError):
-            wait_until(lambda: not self.leftovers(), 5, "nothing is left")
+            wait_until(lambda: not self.leftovers(), 30, "nothing is left")
         left = self.leftovers()
         for process in left:
             with contextlib.suppress(ProcessLookupError):
@@ -134,7 +135,7 @@ class Site(Lab):
 
     def env(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
         """The launcher's variables, with a job store and caches of this test's own."""
-        outer = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+        outer = {name: value for name, value in os.environ.items() if not name.startswith(OURS) and name not in LOOKS}
         here = {
             "XDG_STATE_HOME": str(self.home_folder / "state"),
             "XDG_CACHE_HOME": str(self.home_folder / "cache"),

@@ -14,7 +14,7 @@ from distrun_runtime.contract import wire
 from distrun_runtime.coordinator.channel import StreamChannel
 
 Script = Callable[["ScriptedAgent"], None]
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 class ScriptedAgent:

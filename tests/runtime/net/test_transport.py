@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from ports import free_port
 
 from distrun_runtime.net.inproc import InprocNetwork
 from distrun_runtime.net.transport import Arrived, Down, Event, Heartbeat, Up, ZmqTransport
@@ -124,9 +125,7 @@ def test_big_frames_arrive_whole_and_are_lent_until_they_have_left(make: Make) -
 
 
 def test_an_opener_that_comes_first_is_connected_when_somebody_listens(make: Make) -> None:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     opener, acceptor = make(), make()
     opener.connect("late", endpoint(port))
     assert opener.poll(0.05) == []
