@@ -24,6 +24,8 @@ class Pending:
         """What was asked, for people: `pull of key 'w'`."""
         self.note = ""
         """What it waits for, as the other side last said."""
+        self.missing: dict[int, str] = {}
+        """Its messages that are not answered, by their numbers, and to whom each went. The node's thread's."""
         self._lock = threading.Lock()
         self._followers: list[Callable[[RuntimeFault | None], None]] | None = []
         """What to call when it is done; None once that was done."""
@@ -63,7 +65,7 @@ class Pending:
             limit: where this deadline comes from, for people, if it is not the request's own.
 
         Raises:
-            TimedOut: not done after `timeout_s` seconds; the message says what it waited for.
+            TimedOut: not done after `timeout_s` seconds; the message says who has not answered, and what for.
             RuntimeFault: what went wrong, of its own class (KVError, PeerLost ...).
         """
         started = time.monotonic()
@@ -72,7 +74,9 @@ class Pending:
             note = ", " + self.note if self.note else ""
             where = self._limit if limit is None else limit
             limit = " (%s)" % where if where else ""
-            raise TimedOut("%s: no answer for %s s%s%s" % (self.what, _seconds(waited_s), note, limit))
+            names = ", ".join(sorted(set(self.missing.copy().values())))
+            whose = " from " + names if names else ""
+            raise TimedOut("%s: no answer%s for %s s%s%s" % (self.what, whose, _seconds(waited_s), note, limit))
         if self._error is not None:
             # A fresh exception each time: several threads may raise it, and a traceback belongs to one.
             raise copy.copy(self._error)

@@ -41,7 +41,8 @@ class _Open:
     """A request that is not complete."""
 
     pending: Pending
-    missing: set[int]
+    missing: dict[int, str]
+    """Numbers of the messages that are not answered, and their links."""
     is_push: bool = False
     """Its arrays are lent until the last server has them: a refusal of one server waits for the others' replies."""
     replies: dict[int, Message] = field(default_factory=dict)
@@ -139,11 +140,12 @@ class Worker:
             return self._leave(wish)
         if self._lost is not None:
             return [role.Resolve(wish.pending, error=self._lost)]
-        entry = _Open(wish.pending, set(), any(message.kind is Kind.PUSH for _, message in wish.messages))
+        entry = _Open(wish.pending, {}, any(message.kind is Kind.PUSH for _, message in wish.messages))
+        wish.pending.missing = entry.missing
         actions: list[role.Action] = []
         for link, message in wish.messages:
             self._numbers += 1
-            entry.missing.add(self._numbers)
+            entry.missing[self._numbers] = link
             self._open[self._numbers] = entry
             numbered = replace(message, request=self._numbers)
             if link in self._outboxes:
@@ -179,7 +181,7 @@ class Worker:
 
     def _answered(self, link: str, entry: _Open, message: Message) -> list[role.Action]:
         del self._open[message.request]
-        entry.missing.discard(message.request)
+        entry.missing.pop(message.request, None)
         if link in self._outboxes:
             self._outboxes[link].answered(message.request)
         if message.is_error:

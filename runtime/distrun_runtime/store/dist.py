@@ -128,6 +128,8 @@ class DistStore(KVStore):
 
     def _push_now(self, items: list[tuple[Record, Value]], call: Call) -> Pending:
         """Send a push. Call with the lock held."""
+        # Another thread may have closed the store since the call began: what `close` does not see would be lost.
+        self._alive()
         for record, value in items:
             if not isinstance(value, RowSparse):
                 self._compressor.check(record, value.reshape(-1))

@@ -55,9 +55,10 @@ class Sent(Pending):
         # An earlier push may have been refused: then the servers answered that first, and this is not its result.
         self._late.raise_first()
         with self._lock:
-            take, self._take = self._take, None
-            if take is not None:
-                take(replies)
+            if self._take is not None:
+                self._take(replies)
+            # Last: one that was interrupted is to be waited for again.
+            self._take = None
 
 
 class Both(Pending):

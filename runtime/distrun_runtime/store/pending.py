@@ -93,12 +93,21 @@ class Late:
             self._errors = [pair for pair in self._errors if id(pair[0]) in waited]
         if errors:
             first = errors[0][1]
-            others = dict.fromkeys(str(error) for _, error in errors[1:] if str(error) != str(first))
+            # Many calls of a store fail of one cause: it is told once.
+            others: dict[str, str] = {}
+            for owner, error in errors:
+                others.setdefault(_cause(owner, error), str(error))
+            del others[_cause(*errors[0])]
             if others:
                 # As add_note does, which Python 3.10 does not have.
                 notes = vars(first).get("__notes__", [])
-                vars(first)["__notes__"] = [*notes, *("and also: %s" % text for text in others)]
+                vars(first)["__notes__"] = [*notes, *("and also: %s" % text for text in others.values())]
             raise first
+
+
+def _cause(owner: object, error: BaseException) -> str:
+    """Return what an error says, without its call."""
+    return str(error).removeprefix("%s: " % getattr(owner, "what", ""))
 
 
 class Settled(Pending):

@@ -198,8 +198,21 @@ def test_waiting_is_noted_on_the_request_and_said() -> None:
     actions = rig.hear("server-0", Message(Kind.WAITING, request=message.request, body=body))
     assert role.Log("WARNING", "waiting for worker-1, key w, round 57 (30 s)") in actions
     with pytest.raises(
-        TimedOut, match=r"pull of key 'w': no answer for 0 s, waiting for worker-1, key w, round 57"
+        TimedOut, match=r"pull of key 'w': no answer from server-0 for 0 s, waiting for worker-1, key w, round 57"
     ):  # fmt: skip
+        pending.wait(0)
+
+
+def test_a_wait_that_is_too_short_names_who_has_not_answered() -> None:
+    """Whom the servers wait for is only said after a while."""
+    rig = Rig()
+    pending, actions = rig.ask(("server-1", PULL), ("server-0", PULL), ("server-0", PULL))
+    with pytest.raises(TimedOut, match=r"no answer from server-0, server-1 for 0 s"):
+        pending.wait(0)
+    for link, message in sends(actions):
+        if link == "server-0":
+            rig.reply(link, message.request)
+    with pytest.raises(TimedOut, match=r"no answer from server-1 for 0 s"):
         pending.wait(0)
 
 

@@ -12,9 +12,10 @@ from cluster import Cluster
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distrun_runtime.errors import KVError, PeerLost, RuleError, TimedOut
+from distrun_runtime.errors import KVError, PeerLost, RuleError, StoreClosed, TimedOut
 from distrun_runtime.net.inproc import InprocNetwork
 from distrun_runtime.store.dist import DistStore
+from distrun_runtime.store.pieces import Target
 
 SHAPE = (2, 3)
 KEYS = ["a", "b", "c"]
@@ -261,6 +262,52 @@ def test_a_wait_ends_at_its_own_deadline_says_for_whom_and_may_go_on(monkeypatch
             kv.push("w", full(1))
 
     with Cluster(over="inproc") as job:
+        job.run(script)
+
+
+def test_a_wait_that_was_interrupted_while_it_filled_the_outputs_is_waited_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second wait returned, and the outputs were half filled."""
+    finish, calls = Target.finish, []
+
+    def interrupted(target: Target) -> None:
+        calls.append(target)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        finish(target)
+
+    def script(kv: DistStore) -> None:
+        kv.init("w", full(3))
+        outs = [full(0), full(0)]
+        pending = kv.pull("w", outs, wait=False)
+        with pytest.raises(KeyboardInterrupt):
+            pending.wait()
+        pending.wait()
+        assert all((out == 3).all() for out in outs)
+
+    monkeypatch.setattr(Target, "finish", interrupted)
+    with Cluster(1, 1, over="inproc") as job:
+        job.run(script)
+
+
+def test_a_store_that_another_thread_closes_meanwhile_takes_no_push() -> None:
+    """It was sent after the close, which waits for pushes, and could be lost."""
+
+    class Closing:
+        def __init__(self, kv: DistStore) -> None:
+            self.kv = kv
+
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            self.kv.close()  # as another thread might at this moment
+            return full(1)
+
+    def script(kv: DistStore) -> None:
+        kv.init("w", full(0))
+        with pytest.raises(StoreClosed):
+            kv.push("w", Closing(kv))
+
+    with Cluster(1, 1, over="inproc") as job:
         job.run(script)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distrun_runtime.errors import KVError, StoreClosed, TimedOut
+from distrun_runtime.errors import KVError, PeerLost, StoreClosed, TimedOut
 from distrun_runtime.store.outcome import Both
 from distrun_runtime.store.pending import Late, Line, Settled, Task
 
@@ -52,6 +52,18 @@ def test_of_several_late_errors_the_first_is_raised_and_the_others_are_its_notes
         late.raise_first()
     assert vars(caught.value)["__notes__"] == ["and also: 1", "and also: 2"]
     late.raise_first()
+
+
+def test_a_cause_that_many_calls_fail_of_is_told_once() -> None:
+    """A worker that had pushed all weights of a model, and lost a peer, printed a line for each."""
+    late = Late()
+    for number in range(100):
+        what = "push of key %d" % number
+        Settled(what, PeerLost("%s: server-1 is lost" % what), late)
+    Settled("push of key 7", KVError("push of key 7: no such piece"), late)
+    with pytest.raises(PeerLost, match="push of key 0: server-1 is lost") as caught:
+        late.raise_first()
+    assert vars(caught.value)["__notes__"] == ["and also: push of key 7: no such piece"]
 
 
 def test_of_many_threads_exactly_one_is_told_a_late_error() -> None:
