@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from distrun_runtime.errors import RuntimeFault
 
 
 def positive(text: str) -> int:
@@ -10,3 +15,18 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError("%r is not a whole number of at least 1" % text)
     return int(text)
+
+
+def gpus(text: str) -> str:
+    """Return a list of GPUs such as `0,2`, for argparse."""
+    if not all(number.strip().isdecimal() for number in text.split(",")):
+        raise argparse.ArgumentTypeError("%r is not a list of GPU numbers such as 0,2" % text)
+    return text
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a program: what its user can mend (a missing folder, a store without a job) is a line, no traceback."""
+    try:
+        main()
+    except (RuntimeFault, OSError, ValueError) as error:
+        sys.exit("%s: %s" % (Path(sys.argv[0]).name, error))

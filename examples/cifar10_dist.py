@@ -27,7 +27,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kv-store", "--kvstore", choices=kvstore.TYPES, default="dist", help="default dist")
     parser.add_argument("--data-dir", metavar="DIR", help="has CIFAR-10's binary files; else a small stand-in is made")
-    parser.add_argument("--gpus", metavar="LIST", help="such as 0,1; without it, the CPU")
+    parser.add_argument("--gpus", type=arguments.gpus, metavar="LIST", help="such as 0,1; without it, the CPU")
     parser.add_argument("--epochs", type=arguments.positive, default=5)
     parser.add_argument(
         "--batch-size", type=arguments.positive, default=64, help="images a GPU takes for a step (default 64)"
@@ -74,4 +74,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    arguments.run(main)

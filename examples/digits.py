@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from distrun_runtime import kvstore
+from distrun_runtime.errors import RuntimeFault
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -145,4 +146,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (RuntimeFault, OSError) as error:  # What a user can mend is a line, no traceback.
+        sys.exit("digits.py: %s" % error)

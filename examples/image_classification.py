@@ -28,7 +28,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", choices=["vgg11", "resnet18", "lenet"], default="resnet18")
     parser.add_argument("--epochs", type=arguments.positive, default=10)
     parser.add_argument("--kvstore", "--kv-store", choices=kvstore.TYPES, default="local", help="default local")
-    parser.add_argument("--gpus", metavar="LIST", help="such as 0,2; without it, the CPU")
+    parser.add_argument("--gpus", type=arguments.gpus, metavar="LIST", help="such as 0,2; without it, the CPU")
     parser.add_argument(
         "--batch-size", type=arguments.positive, default=32, help="images a worker takes for a step (default 32)"
     )
@@ -89,4 +89,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    arguments.run(main)

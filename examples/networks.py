@@ -23,7 +23,7 @@ def devices_of(gpus: str | None) -> list[str]:
         return ["cpu"]
     there = torch.cuda.device_count()
     for number in gpus.split(","):
-        if not number.strip().isdigit() or int(number) >= there:
+        if int(number) >= there:
             sys.exit(
                 "--gpus %s: torch sees %d GPUs here and none is %s; to train on the CPU leave --gpus out"
                 % (gpus, there, number)

@@ -26,7 +26,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--network", choices=["mlp", "lenet"], default="mlp")
     parser.add_argument("--kv-store", "--kvstore", choices=kvstore.TYPES, default="local", help="default local")
-    parser.add_argument("--gpus", metavar="LIST", help="such as 0,2; without it, the CPU")
+    parser.add_argument("--gpus", type=arguments.gpus, metavar="LIST", help="such as 0,2; without it, the CPU")
     parser.add_argument("--data-dir", metavar="DIR", help="has MNIST's four idx files; else scikit-learn's digits")
     parser.add_argument("--epochs", "--num-epochs", type=arguments.positive, default=10)
     parser.add_argument(
@@ -71,4 +71,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    arguments.run(main)

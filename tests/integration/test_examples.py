@@ -199,6 +199,36 @@ def test_gpus_that_are_not_there_are_an_error_with_the_fix(tmp_path: Path) -> No
     assert re.search(r"--gpus 0,97: torch sees \d+ GPUs here and none is (0|97); .* leave --gpus out", said)
 
 
+@pytest.mark.parametrize("gpus", ["x", ",", "0,,1", "-1"])
+def test_gpus_are_numbers_with_commas(tmp_path: Path, gpus: str) -> None:
+    _, said = alone(tmp_path, "train_mnist", "--gpus=" + gpus, code=2)
+    assert "--gpus: %r is not a list of GPU numbers such as 0,2" % gpus in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("example", "options", "expected"),
+    [
+        ("cifar10_dist", (), r"a dist store needs a job: .* Start the program with `distrun launch -n 2"),
+        ("linear_async", (), r"a dist store needs a job"),
+        ("digits", ("--kv-store", "dist_sync"), r"a dist store needs a job"),
+        ("digits", ("--lr", "nan"), r"learning_rate=nan: expected a finite number at least 0"),
+        ("digits", ("--epochs", "1", "--save-weights", "missing/w"), r"No such file or directory: 'missing/w'"),
+        ("train_mnist", ("--data-dir", "missing"), r"there is no train-images-idx3-ubyte .* in missing"),
+        ("train_mnist", ("--batch-size", "9999"), r"1437 examples are not one batch of 9999 .* smaller batch size"),
+        ("image_classification", ("--data-dir", "missing"), r"there is no data_batch_1\.bin in missing"),
+        ("sparse_embedding", ("--batch-size", "99999"), r"20000 examples are not one batch of 99999"),
+    ],
+    ids=str,
+)
+def test_what_a_user_can_mend_is_said_in_a_line(
+    tmp_path: Path, example: str, options: tuple[str, ...], expected: str
+) -> None:
+    _, said = alone(tmp_path, example, *options, code=1)
+    assert re.search(r"^%s\.py: .*%s" % (example, expected), said, re.MULTILINE), said
+    assert "Traceback" not in said
+
+
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_option_that_does_not_fit_ends_an_example_without_a_traceback(tmp_path: Path, example: str) -> None:
     _, said = alone(tmp_path, example, "--kv-store", "dist_synk", code=2)
