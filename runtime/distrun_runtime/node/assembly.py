@@ -6,6 +6,7 @@ the error of all of them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from distrun_runtime.net.message import Kind, Message
@@ -19,19 +20,57 @@ from distrun_runtime.node.roster import LEFT, Member, Roster
 
 
 @dataclass
+class _Refusal:
+    """A collective call that failed."""
+
+    reason: str
+    missing: set[int]
+    """Workers that have not made it yet: each hears the reason when it does."""
+
+
+@dataclass
 class _Store:
     """What the workers agreed on for one store."""
 
+    awaited: set[int]
+    """Workers that make calls: they have neither left the store nor ended."""
     type: str = ""
     keys: Keys = field(default_factory=Keys)
     gatherings: dict[int, Gathering] = field(default_factory=dict)
     filling: dict[int, Gathering] = field(default_factory=dict)
     """Declared keys whose first values rank 0 is sending to the servers."""
-    refused: dict[int, str] = field(default_factory=dict)
-    """Collective calls that failed, with the reason: a late caller hears it too."""
+    refused: dict[int, _Refusal] = field(default_factory=dict)
+    """Collective calls that failed and that not all workers have made."""
     joined: dict[int, Call] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
     """Workers that left this store for good."""
+
+    def refuse(self, number: int, reason: str, calls: Iterable[int]) -> None:
+        """Note that a call failed, which workers `calls` have made."""
+        # Who has joined instead waits for all others to join, and will never make it.
+        elsewhere = {rank for rank, part in self.joined.items() if part.number == number}
+        missing = self.awaited.difference(calls, elsewhere)
+        if missing:
+            self.refused[number] = _Refusal(reason, missing)
+
+    def told(self, number: int, rank: int) -> str:
+        """Return why a call failed, for a worker that makes it now; empty: it did not."""
+        refusal = self.refused.get(number)
+        if refusal is None:
+            return ""
+        self._hear(number, rank)
+        return refusal.reason
+
+    def gone(self, rank: int) -> None:
+        """A worker makes no more calls."""
+        self.awaited.discard(rank)
+        for number in list(self.refused):
+            self._hear(number, rank)
+
+    def _hear(self, number: int, rank: int) -> None:
+        self.refused[number].missing.discard(rank)
+        if not self.refused[number].missing:
+            del self.refused[number]
 
 
 class Assembly:
@@ -50,8 +89,9 @@ class Assembly:
         One with an `error`, what the worker found before it came here, fails for all.
         """
         store = self._store(call)
-        if call.number in store.refused:
-            return [_refuse(call, store.refused[call.number])]
+        refused = store.told(call.number, call.rank)
+        if refused:
+            return [_refuse(call, refused)]
         # First: what raises here, since the message lacks something, must not count as a call.
         against = _against(store, call)
         gathering = store.gatherings.setdefault(call.number, Gathering())
@@ -86,8 +126,9 @@ class Assembly:
     def join(self, call: Call) -> list[role.Action]:
         """A worker contributes zero to every round from here on, until all have joined."""
         store = self._store(call)
-        if call.number in store.refused:
-            return [_refuse(call, store.refused[call.number])]
+        refused = store.told(call.number, call.rank)
+        if refused:
+            return [_refuse(call, refused)]
         gathering = store.gatherings.get(call.number)
         if gathering is not None:
             return _fail(store, call.number, gathering.add(call))
@@ -99,6 +140,7 @@ class Assembly:
         """A worker leaves one store for good."""
         store = self._store(call)
         store.left.add(call.rank)
+        store.gone(call.rank)
         told = Message(Kind.LEFT, store=call.message.store, body={"rank": call.rank})
         servers = self._roster.alive("server")
         actions = self._errands.send(told, servers, lambda _: [role.Send(call.link, answer(call.message))])
@@ -110,6 +152,7 @@ class Assembly:
         """A worker said BYE: what waited for it fails, and who joined does not wait for it."""
         actions: list[role.Action] = []
         for number, store in self._stores.items():
+            store.gone(gone.who.rank)
             for at, gathering in list(store.gatherings.items()):
                 if gone.who.rank not in {*gathering.calls, *store.left}:
                     part = next(iter(gathering.calls.values()))
@@ -141,7 +184,11 @@ class Assembly:
         ]
 
     def _store(self, call: Call) -> _Store:
-        return self._stores.setdefault(call.message.store, _Store())
+        number = call.message.store
+        if number not in self._stores:
+            ended = {member.who.rank for member in self._roster.of_role("worker") if member.state == LEFT}
+            self._stores[number] = _Store(set(range(self._workers)) - ended)
+        return self._stores[number]
 
     def _complete(self, store: _Store, number: int) -> list[role.Action]:
         gathering = store.gatherings[number]
@@ -222,7 +269,7 @@ def _fail(store: _Store, number: int, reason: str) -> list[role.Action]:
 
 
 def _refuse_all(store: _Store, number: int, gathering: Gathering, reason: str) -> list[role.Action]:
-    store.refused[number] = reason
+    store.refuse(number, reason, gathering.calls)
     return [_refuse(part, reason) for part in gathering.calls.values()]
 
 

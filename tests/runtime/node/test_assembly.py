@@ -171,3 +171,33 @@ def test_a_call_that_lacks_something_does_not_count() -> None:
     with pytest.raises(KeyError):
         job.hear("w1", Kind.KEYS, number=1)
     assert "ended (BYE) and will never call init" in reasons(job.hear("w1", Kind.BYE))["w0"]
+
+
+# Calls that failed
+
+
+@pytest.mark.parametrize("goes", [Kind.BARRIER, Kind.LEFT, Kind.BYE])
+def test_a_call_that_failed_is_remembered_until_every_worker_has_heard_of_it(goes: Kind) -> None:
+    """They piled up as long as the job went on."""
+    job = Job(4)
+    store = job.scheduler._assembly._stores
+    for number in range(1, 4):
+        job.hear("w0", Kind.KEYS, number=number, records=[record("w")])
+        job.hear("w1", Kind.BARRIER, number=number)
+        assert (
+            "worker-0 calls init where worker-1 calls barrier"
+            in reasons(job.hear("w2", Kind.BARRIER, number=number))["w2"]
+        )
+        assert list(store[1].refused) == [number]
+        job.hear("w3", goes, number=number)
+        assert not store[1].refused
+        if goes is not Kind.BARRIER:
+            break
+
+
+def test_a_worker_that_joined_instead_has_no_call_that_failed_to_hear_of() -> None:
+    job = Job(3)
+    job.hear("w0", Kind.JOIN, number=1)
+    job.hear("w1", Kind.BARRIER, number=1)
+    job.hear("w2", Kind.BARRIER, number=1)
+    assert not job.scheduler._assembly._stores[1].refused
