@@ -28,6 +28,12 @@ def blocks(page: Path, *languages: str) -> list[str]:
     return [text for language, text in BLOCK.findall(page.read_text("utf-8")) if language in languages]
 
 
+def in_code(name: str, page: Path) -> bool:
+    """Tell whether a name stands in code marks on a page."""
+    spans = re.findall(r"`([^`\n]+)`", re.sub(BLOCK, "", page.read_text("utf-8")))
+    return any(re.search(r"(?<![\w-])%s(?![\w-])" % re.escape(name), span) for span in spans)
+
+
 def anchors(page: Path) -> set[str]:
     """Return what headings can be linked to, as GitHub forms it."""
     heads = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
@@ -158,12 +164,42 @@ def test_uneven_data_of_the_store_page_ends_alike_on_two_workers(tmp_path: Path)
 
 
 def test_store_page_has_every_call_rule_and_parameter() -> None:
-    text = (ROOT / "docs" / "kvstore.md").read_text("utf-8")
     others = ("register", "joins_by")  # What a maker of stores calls, and what a trainer does.
     calls = [name for name in dir(KVStore) if name.islower() and not name.startswith("_") and name not in others]
     parameters = {param.name for rule in rules.RULES.values() for param in rule.table or ()}
     for name in [*calls, *kvstore.TYPES, *rules.RULES, *parameters]:
-        assert re.search(r"`[^`]*\b%s\b[^`]*`" % name, text), name
+        assert in_code(name, ROOT / "docs" / "kvstore.md"), name
+
+
+OLD_NAMES = """
+mx.kv.create mx.kvstore.create local device dist dist_sync dist_async dist_sync_device dist_device_sync
+dist_async_device dist_device_async local_update_cpu local_allreduce_cpu local_allreduce_device nccl p3 horovod byteps
+teststore init push pull pushpull broadcast row_sparse_pull set_optimizer _set_updater set_updater
+set_gradient_compression save_optimizer_states load_optimizer_states _barrier _send_command_to_servers rank
+num_workers type is_capable num_dead_node set_barrier_before_exit MXInitPSEnv MXKVStoreGetNumDeadNode KVStoreServer
+profiler KVStoreBase.register waitall NDArray local_rank MXNetError AssertionError UserWarning set_learning_rate
+lr_scheduler lr_mult wd_mult optimizer.Optimizer multi_precision gluon.Trainer collect_params compression_params
+update_on_kvstore step allreduce_grads update ignore_stale_grad save_states load_states row_sparse_data
+row_sparse_array FactorScheduler module.Module model.FeedForward.create epoch_size context mx.gpu mx.cpu
+work_load_list split_data split_and_load SplitSampler DataLoader num_parts part_index io.MNISTIter io.ImageRecordIter
+io.ResizeIter io.NDArrayIter recordio _split_input_slice symbol autograd gluon.loss group2ctx AttrScope
+BucketSentenceIter train_mnist.py image_classification.py cifar10_dist.py --network --kv-store --kvstore --gpus
+--dataset --model --epochs launch.py dmlc_local.py -n -s -H -h --launcher --sync-dst-dir --env --env-server
+--env-worker --p3 pkill mpi sge yarn DMLC_ROLE DMLC_NUM_WORKER DMLC_NUM_SERVER DMLC_PS_ROOT_URI DMLC_PS_ROOT_PORT
+DMLC_NODE_HOST DMLC_INTERFACE DMLC_RANK DMLC_WORKER_ID DMLC_SERVER_ID DMLC_TASK_ID DMLC_LOCAL DMLC_USE_KUBERNETES
+DMLC_PS_VAN_TYPE DMLC_PS_WATER_MARK DMLC_LOG_STACK_TRACE_DEPTH DMLC_JOB_CLUSTER DMLC_SUBMIT_CLUSTER DMLC_NUM_ATTEMPT
+DMLC_TRACKER_URI DMLC_TRACKER_PORT PORT PS_VERBOSE PS_RESEND PS_RESEND_TIMEOUT PS_DROP_MSG PS_HEARTBEAT_INTERVAL
+PS_HEARTBEAT_TIMEOUT MXNET_KVSTORE_BIGARRAY_BOUND MXNET_KVSTORE_REDUCTION_NTHREADS MXNET_KVSTORE_SERIAL_PUSH
+MXNET_KVSTORE_USETREE MXNET_KVSTORE_LOGTREE MXNET_KVSTORE_TREE_ARRAY_BOUND MXNET_KVSTORE_TREE_BACKTRACK
+MXNET_KVSTORE_TREE_LINK_USAGE_PENALTY MXNET_KVSTORE_SLICE_THRESHOLD MXNET_KVSTORE_DIST_ROW_SPARSE_VERBOSE
+MXNET_UPDATE_ON_KVSTORE MXNET_ENABLE_GPU_P2P MXNET_UPDATE_AGGREGATION_SIZE
+"""
+"""What a user of MXNet's distributed training has typed, read or set: of its manual, its pages and its C interface."""
+
+
+def test_the_page_for_users_of_mxnet_has_every_old_name() -> None:
+    page = ROOT / "docs" / "from-mxnet.md"
+    assert [name for name in OLD_NAMES.split() if not in_code(name, page)] == []
 
 
 def test_environment_page_is_what_the_table_says() -> None:
