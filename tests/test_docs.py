@@ -9,12 +9,16 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from cluster import Cluster
 
 from distrun.cli import COMMANDS
 from distrun_runtime import kvstore
 from distrun_runtime.algo import rules
+from distrun_runtime.device.dtypes import BFLOAT16
 from distrun_runtime.kvstore import KVStore
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -161,6 +165,23 @@ def test_uneven_data_of_the_store_page_ends_alike_on_two_workers(tmp_path: Path)
     (block,) = (block for block in blocks(ROOT / "docs" / "kvstore.md", "python") if ".join()" in block)
     head = "import numpy as np\nfrom distrun_runtime import kvstore\n"
     assert launch_two(tmp_path, head + block) == ["[0.5 0.5 0.5 0.5]"] * 2
+
+
+def test_python_of_the_states_page_puts_weights_together_that_several_servers_saved(tmp_path: Path) -> None:
+    (block,) = blocks(ROOT / "docs" / "states.md", "python")
+    names: dict[str, Any] = {}
+    exec(block, names)
+    value = np.arange(15, dtype=np.float32).reshape(5, 3)
+    halves = value.view(np.uint16)[:, 1::2].copy()  # the upper ones, on a little-endian machine
+
+    def script(kv: KVStore) -> None:
+        kv.init(["w", "half"], [value, halves.view(BFLOAT16)])
+        kv.save_states(tmp_path / "states")
+
+    with Cluster(2, servers=3, over="inproc", bigarray_bound=4) as job:
+        job.run(script)
+    assert np.array_equal(names["weights"](str(tmp_path / "states"), "w"), value)
+    assert np.array_equal(names["weights"](str(tmp_path / "states"), "half"), halves)
 
 
 def test_store_page_has_every_call_rule_and_parameter() -> None:
