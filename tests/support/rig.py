@@ -39,6 +39,7 @@ class Rig:
         own = config("server", rank=0, workers=workers, servers=servers)
         self.server = Server(own, "tcp://127.0.0.1:7", self.counters, self.recorder)
         self.facts = facts
+        self.logs: list[role.Log] = []
         self.called: list[str] = []
         """Servers that were called."""
         self.value: Callable[[Any], Any] = lambda what: None
@@ -103,6 +104,8 @@ class Rig:
                 queue = [*self._do(action), *queue]
             elif isinstance(action, role.Connect):
                 self.called.append(action.link)
+            elif isinstance(action, role.Log):
+                self.logs.append(action)
         return sent
 
     def release(self) -> list[tuple[str, Message]]:

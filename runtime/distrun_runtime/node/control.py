@@ -152,6 +152,7 @@ def _set_rounds(store: Store | None, body: Mapping[str, Any]) -> None:
             slot.round = slot.ordered = rounds[slot.id.key]
             slot.open.clear()
             slot.failed.clear()
+        slot.late.clear()
 
 
 def _waiting(slots: Iterable[Slot]) -> int:

@@ -35,6 +35,8 @@ class Rounds:
         self._norms = Norms()
         self._scripts = 0
         """How many scripts of the job are over: norms of an earlier one are none of the present."""
+        self._logged: set[int] = set()
+        """Stores with a failure that was logged."""
 
     def push(self, link: role.Link, rank: int, store: Store, message: Message) -> list[role.Action]:
         """Take a push in that nothing is wrong with."""
@@ -81,7 +83,8 @@ class Rounds:
         slot, turn = store.slots[what.slot], Turn(store.number, what.slot.key, SYNC, what.round)
         if event.error is not None:
             failure = self._failure(store, what.slot, event)
-            return [*self._advance(store, slot, turn, failure), *self._fail_others(store, turn, failure)]
+            actions = [*self._advance(store, slot, turn, failure), *self._fail_others(store, turn, failure)]
+            return [*self._log(store, failure), *actions]
         if event.value is not None:
             slot.is_halfway = True
             return self._ready(store, slot, turn, event.value)
@@ -118,7 +121,8 @@ class Rounds:
         """The second half of an update is done."""
         what = event.work
         failure = None if event.error is None else self._failure(store, what.slot, event)
-        return self._advance(store, store.slots[what.slot], what.turn, failure)
+        logs = [] if failure is None else self._log(store, failure)
+        return [*logs, *self._advance(store, store.slots[what.slot], what.turn, failure)]
 
     def _advance(self, store: Store, slot: Slot, turn: Turn, failure: Failure | None = None) -> list[role.Action]:
         """An update of a slot is over, for good or ill: go on."""
@@ -129,10 +133,12 @@ class Rounds:
         slot.is_fresh = slot.is_halfway = False
         if turn.rank == SYNC:
             slot.round = turn.round
-            # Whoever pushed this round has asked for the last one before: nobody will ask for an earlier one.
+            # Whoever pushed this round will not ask for one before the last.
             slot.failed = {number: each for number, each in slot.failed.items() if number >= turn.round - 1}
             if failure is not None:
                 slot.failed[turn.round] = failure
+                # Who pushes on without asking in between is told by its next pull, whichever round that asks for.
+                slot.late.update({rank: slot.late.get(rank, failure) for rank in self._everybody})
             else:
                 self._count(slot)
             return
@@ -155,6 +161,13 @@ class Rounds:
         name = store.names.get(slot.key)
         text = "the rule failed on %s for key %r: %s" % (self._server(), name, checks.server_error(event.error))
         return Failure(text, event.traceback)
+
+    def _log(self, store: Store, failure: Failure) -> list[role.Action]:
+        """Say a failure here: the push was acknowledged before, and a script may end without another pull."""
+        if store.number in self._logged:
+            return []
+        self._logged.add(store.number)
+        return [role.Log("ERROR", "event=rule-failed store=%d %s" % (store.number, failure.reason))]
 
     # Norms of whole values
 
@@ -212,6 +225,7 @@ class Rounds:
         """The job's next script begins."""
         self.forget()
         self._scripts += 1
+        self._logged.clear()
 
     def _settle(self, store: Store, turn: Turn) -> list[role.Action]:
         """Go on with the slots of ours whose norms are known, or will not be."""

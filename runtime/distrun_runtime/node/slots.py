@@ -52,7 +52,7 @@ class Slot:
     failed: dict[int, Failure] = field(default_factory=dict)
     """Round to the reason and traceback why its update failed."""
     late: dict[int, Failure] = field(default_factory=dict)
-    """In async, worker to why an update of its pushes failed that was acknowledged; its next pull says so."""
+    """Worker to why an update of its pushes failed that was acknowledged; its next pull says so."""
     waiting: list[tuple[Pull, int]] = field(default_factory=list)
     """Pulls, and which of their entries this slot owes."""
     clock: Clock = field(default_factory=Clock)
@@ -86,7 +86,8 @@ class Slot:
 
     def failure(self, is_sync: bool, rank: int, number: int) -> Failure | None:
         """Return why a pull of round `number` by a worker cannot be answered; None: it can."""
-        return self.failed.get(number) if is_sync else self.late.pop(rank, None)
+        late = self.late.pop(rank, None)
+        return (self.failed.get(number) if is_sync else None) or late
 
 
 @dataclass

@@ -129,7 +129,8 @@ def test_a_rule_that_fails_on_one_server_fails_the_round_on_all() -> None:
     assert isinstance(rig.done[-2], work.Drop)
     push_round(rig, 3)
     norms(rig, 3)
-    assert kinds(rig.pull(0, 3)) == [("w0", "PULL")], "the next round is another matter"
+    assert kinds(rig.pull(1, 3)) == [("w1", "PULL")], "the next round is another matter"
+    assert reason(rig.pull(0, 3)) == "the rule failed on server-1", "it did not ask for round 2"
 
 
 def test_a_failure_that_is_heard_before_the_own_part_is_ready_counts() -> None:

@@ -281,6 +281,43 @@ def test_a_rule_that_fails_is_the_error_of_those_who_pull_that_round() -> None:
     assert kinds(rig.pull(1, 2)) == [("w1", "PULL")], "the next round is another matter"
 
 
+def test_a_rule_that_fails_is_said_once_on_the_server_itself() -> None:
+    """The pushes are acknowledged, and a script may end without a pull."""
+    rig = Rig()
+    for number in (1, 2):
+        rig.push(0, number)
+        rig.error = ZeroDivisionError("by zero")
+        rig.push(1, number)
+    assert [log for log in rig.logs if log.level == "ERROR"] == [
+        role.Log("ERROR", "event=rule-failed store=1 the rule failed on server-0 for key 'a': by zero")
+    ]
+
+
+def test_a_round_that_failed_is_told_by_a_later_pull_to_who_pushed_on_without_asking() -> None:
+    """Its update was lost, and nobody heard of it."""
+    rig = Rig()
+    for number in (1, 2, 3):
+        rig.push(0, number)
+        rig.error = ZeroDivisionError("by zero") if number == 1 else None
+        rig.push(1, number)
+        if number == 1:
+            assert kinds(rig.pull(1, 1)) == [("w1", "PULL!")]
+    assert kinds(rig.pull(1, 3)) == [("w1", "PULL")], "it was told"
+    [(_, message)] = rig.pull(0, 3)
+    assert message.body["reason"] == "the rule failed on server-0 for key 'a': by zero"
+    assert kinds(rig.pull(0, 3)) == [("w0", "PULL")], "once"
+
+
+def test_states_that_are_loaded_end_what_is_to_be_said_of_rounds_before() -> None:
+    rig = Rig()
+    rig.push(0, 1)
+    rig.error = ZeroDivisionError("by zero")
+    rig.push(1, 1)
+    rig.error = None
+    rig.scheduler(Kind.LOAD, 7, action="commit", rounds=[[0, 5]])
+    assert kinds(rig.pull(0, 5)) == [("w0", "PULL")]
+
+
 @pytest.mark.parametrize("is_parked", [True, False])
 def test_a_failed_pull_gives_back_what_it_holds_and_waits_nowhere(is_parked: bool) -> None:
     """The first key is lent, the second fails, the third is owed."""
