@@ -33,7 +33,8 @@ def profile(link: Link, folder: str) -> Iterator[None]:
         yield
     finally:
         events = recorder.stop("worker-%d@%s" % (link.rank, link.node.config.host))
+        # Before anything is written: what cannot be must not leave the servers recording.
+        stopped = link.servers("profile", Kind.PROFILE, {"action": "stop"}) if link.rank == 0 else []
         write(folder, "worker-%d.json" % link.rank, events)
-        if link.rank == 0:
-            for server, body in enumerate(link.servers("profile", Kind.PROFILE, {"action": "stop"})):
-                write(folder, "server-%d.json" % server, body["events"])
+        for server, body in enumerate(stopped):
+            write(folder, "server-%d.json" % server, body["events"])

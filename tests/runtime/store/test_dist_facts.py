@@ -117,6 +117,22 @@ def test_a_profile_writes_a_trace_for_every_worker_and_server(tmp_path: Path) ->
         assert called >= ({"push", "pull", "wait"} if name.startswith("worker") else {"apply"}), name
 
 
+def test_a_trace_that_cannot_be_written_does_not_leave_the_servers_recording(tmp_path: Path) -> None:
+    """Every later profile was refused: the servers were being profiled already."""
+
+    def script(kv: DistStore) -> None:
+        kv.init("w", ones())
+        with pytest.raises(KVError, match=r"cannot be written to .*worker-0\.json"), kv.profile(tmp_path / "gone"):
+            (tmp_path / "gone").rmdir()
+            (tmp_path / "gone").write_text("in the way")
+        with kv.profile(tmp_path / "again"):
+            kv.pull("w", ones())
+
+    with Cluster(1, 1, over="inproc") as job:
+        job.run(script)
+    assert (tmp_path / "again" / "server-0.json").exists()
+
+
 def test_one_profile_at_a_time(tmp_path: Path) -> None:
     def script(kv: DistStore) -> None:
         kv.init("w", ones())
