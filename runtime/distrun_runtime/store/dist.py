@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
+
 from distrun_runtime.algo.rules import RuleSpec
 from distrun_runtime.algo.userrule import importable
 from distrun_runtime.device.dtypes import Array
@@ -216,7 +218,9 @@ class DistStore(KVStore):
             keys = {key: (layout.number, layout.size) for key, layout in self._layouts.items()}
         residuals, rounds = saving.load(self._link, folder, keys)
         with self._lock:
-            self._compressor.restore(residuals)
+            # One here, also of a store that compressed each device's part.
+            whole = {key: np.atleast_2d(rows).sum(axis=0, dtype=np.float32) for key, rows in residuals.items()}
+            self._compressor.restore(whole)
             self._rounds.update(rounds)
 
     def _numbers(self) -> dict[Key, int]:
@@ -252,7 +256,9 @@ class DistStore(KVStore):
         answers = self._link.servers("join", Kind.ROUNDS, ranks=sorted(holders))
         with self._lock:
             for number, done in (pair for answer in answers for pair in answer["rounds"]):
-                self._rounds[by_number[number]] = max(self._rounds[by_number[number]], done)
+                # A number that we do not know is of a key whose init failed.
+                if number in by_number:
+                    self._rounds[by_number[number]] = max(self._rounds[by_number[number]], done)
 
     def _leave(self) -> None:
         self._drain()

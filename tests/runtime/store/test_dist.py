@@ -572,6 +572,33 @@ def test_a_worker_that_joins_counts_as_zero_until_all_have_joined() -> None:
         job.run(script)
 
 
+def test_workers_join_also_after_an_init_that_failed_when_servers_had_values() -> None:
+    """The servers answered with rounds of a key that no worker knew, and `join` was a KeyError."""
+
+    def script(kv: DistStore) -> None:
+        send = kv._link.send
+
+        def failing(what, packed):
+            send(what, packed).wait(20)
+            raise TimedOut("%s: no answer" % what)
+
+        if kv.rank == 0:
+            kv._link.send = failing
+        with pytest.raises((KVError, TimedOut), match="no answer"):
+            kv.init("w", np.zeros(SHAPE, "float32"))
+        kv._link.send = send
+        kv.init("w", np.zeros(SHAPE, "float32"))
+        out = np.zeros(SHAPE, "float32")
+        for _ in range(1 + kv.rank):
+            kv.pushpull("w", ones(), out)
+        kv.join()
+        kv.pushpull("w", ones(), out)
+        assert (out == 2).all()
+
+    with Cluster(2, 1, over="inproc") as job:
+        job.run(script)
+
+
 def test_a_worker_that_leaves_is_no_longer_waited_for() -> None:
     def script(kv: DistStore):
         kv.init("w", np.zeros(SHAPE, "float32"))

@@ -105,6 +105,27 @@ def test_residuals_of_all_devices_are_saved_and_loaded(tmp_path: Path) -> None:
     assert step(fresh) == [0, 0, 0]
 
 
+def test_residuals_of_all_devices_are_one_in_a_job(tmp_path: Path) -> None:
+    """There the sum of the devices is compressed. Those of all devices but the first were lost."""
+    setting = {"type": "2bit", "threshold": 0.5, "min_size": 0}
+    kv = kvstore.create("device")
+    kv.set_gradient_compression(setting)
+    kv.init("w", np.zeros(3, np.float32))
+    kv.push("w", [np.full(3, 0.25, np.float32), np.full(3, 0.25, np.float32)])
+    kv.save_states(tmp_path)
+
+    def in_job(kv: Any) -> list[float]:
+        kv.set_gradient_compression(setting)
+        kv.init("w", np.zeros(3, np.float32))
+        kv.load_states(tmp_path)
+        out = np.empty(3, np.float32)
+        kv.pushpull("w", np.zeros(3, np.float32), out=out)
+        return [float(number) for number in out]
+
+    with Cluster(1, 1, over="inproc") as cluster:
+        assert cluster.run(in_job) == [[0.5, 0.5, 0.5]]
+
+
 def test_residuals_of_several_workers_are_dropped_with_a_warning(tmp_path: Path) -> None:
     setting = {"type": "2bit", "threshold": 0.5, "min_size": 0}
 
