@@ -98,7 +98,7 @@ def test_ctrl_c_in_a_blocked_pull_ends_it_at_once_and_the_others_hear_why() -> N
         begun = time.monotonic()
         job.processes[blocked].send_signal(SIGINT)
         assert job.wait(blocked, other, "scheduler-0") == [-SIGINT, 1, 1], job.report()
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 30
         assert "KeyboardInterrupt" in job.err(blocked)
         assert "PeerLost" in job.err(other)
         assert "KeyboardInterrupt" in job.err(other)
@@ -126,7 +126,7 @@ def test_a_rank_0_or_server_that_is_started_again_is_refused_with_the_reason() -
         first, _ = ranks(job)
         for victim in (first, "server-0"):
             job.processes[victim].kill()
-            job.processes[victim].wait(10)
+            job.wait(victim)
         job.until("scheduler-0", "is lost")
         again = [job.start("worker", script, DMLC_WORKER_ID="0"), job.start("server", DMLC_SERVER_ID="0")]
         assert all(job.wait(*again)), job.report()

@@ -11,7 +11,7 @@ import pytest
 from lab import Site
 
 ROOT = Path("/")
-TIMES = ("--connect-timeout", "2")
+TIMES = ("--connect-timeout", "8")
 
 
 @pytest.fixture(autouse=True)

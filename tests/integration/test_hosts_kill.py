@@ -18,6 +18,7 @@ from lab import Done, Site, wait_until
 AGENT = b"import binascii,json,os,sys,zlib"
 WORKER = ("sh", "-c", "setsid sleep 600 & echo up; wait")
 ROOT = Path("/")
+LIMIT_S = 60.0
 
 
 class Job:
@@ -31,7 +32,7 @@ class Job:
         self.launcher = lab.start("launch", *words, *WORKER, cwd=ROOT)
         wait_until(
             lambda: self.launcher.out.count("up") == len(hosts) or self.launcher.poll() is not None,
-            30,
+            LIMIT_S,
             "the workers are up",
         )
         assert self.launcher.poll() is None, self.launcher.err
@@ -65,7 +66,7 @@ class Job:
         self.launcher.kill()
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not any(AGENT in each.command for each in self.left()), 10, "the agents are dead")
+        wait_until(lambda: not any(AGENT in each.command for each in self.left()), LIMIT_S, "the agents are dead")
         assert {each.host for each in self.left()} == set(self.hosts)
 
 
@@ -82,13 +83,13 @@ def bystander(lab: Site, host: str, *argv: str, uid: int = 0, **env: str) -> Ite
         return next((each for each in lab.processes(host) if each.command == name), None)
 
     try:
-        yield wait_until(find, 10, "it runs")
+        yield wait_until(find, LIMIT_S, "it runs")
     finally:
         found = find()
         if found is not None:
             os.kill(found.pid, signal.SIGKILL)
         child.kill()
-        child.wait(10)
+        child.wait(LIMIT_S)
 
 
 def lives(process: Process) -> bool:

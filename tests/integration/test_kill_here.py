@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from distrun_cli import AGENT, Distrun, leaving_nothing, processes, wait_until
 
+LIMIT_S = 60.0
+
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for leftovers in /proc")
 
 
@@ -31,7 +33,7 @@ def begin(distrun: Distrun) -> tuple[subprocess.Popen[bytes], str]:
     """Start a job of one worker; return its launcher and its id."""
     script = "setsid sleep 600 & touch up; wait"
     launcher = distrun.begin("-n", "1", "-s", "0", "--grace", "1", "bash", "-c", script)
-    wait_until((distrun.work / "up").exists, 30, "the worker is up")
+    wait_until((distrun.work / "up").exists, LIMIT_S, "the worker is up")
     return launcher, distrun.job.name
 
 
@@ -45,7 +47,7 @@ def orphan(distrun: Distrun) -> str:
         os.kill(pid, signal.SIGSTOP)
     for pid in (*agents, launcher.pid):
         os.kill(pid, signal.SIGKILL)
-    launcher.wait(10)
+    launcher.wait(LIMIT_S)
     assert distrun.left()
     return job
 
@@ -81,7 +83,7 @@ def test_a_job_that_runs_is_not_stale(distrun: Distrun) -> None:
     assert (each["agent"], each["guard"]) == ("alive", "alive")
     assert {"agent", "guard", "worker-0"} == {row["task"] for row in each["processes"]}
     assert told(distrun.run("kill", "--json", job))["jobs"][0]["left"] == []
-    assert launcher.wait(20) == 143
+    assert launcher.wait(LIMIT_S) == 143
 
 
 @pytest.mark.parametrize(("answer", "is_ended"), [(b"y\n", True), (b"n\n", False)])
@@ -98,7 +100,7 @@ def test_it_asks_on_a_terminal(distrun: Distrun, answer: bytes, is_ended: bool) 
     )
     os.close(theirs)
     os.write(ours, answer)
-    out, _ = child.communicate(timeout=60)
+    out, _ = child.communicate(timeout=LIMIT_S)
     os.close(ours)
     assert b"End these" in out
     assert bool(distrun.left()) is not is_ended
@@ -111,12 +113,12 @@ def test_a_pattern_is_looked_for_on_this_machine_and_never_means_us(distrun: Dis
     word = tmp_path.name + str(os.getpid())
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600) #" + word])
     try:
-        wait_until(lambda: any(word.encode() in command for _, _, command in processes()), 20)
+        wait_until(lambda: any(word.encode() in command for _, _, command in processes()), LIMIT_S)
         shown = told(distrun.run("kill", "--match", word, "--any-process", "--dry-run", "--json"))
         assert [row["pid"] for row in shown["hosts"][0]["found"]] == [child.pid]
         done = distrun.run("kill", "--match", word, "--any-process", "-y")
         assert done.returncode == 0
-        assert child.wait(10) == -signal.SIGTERM
+        assert child.wait(LIMIT_S) == -signal.SIGTERM
         nothing = distrun.run("kill", "--match", word, "--any-process")
         assert nothing.returncode == 0
         assert nothing.stdout.startswith(b"nothing matches")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from distrun_cli import Distrun, processes, wait_until
 
+LIMIT_S = 60.0
 SHOW_ENV = "import json,os;print(json.dumps(dict(os.environ)),flush=True)"
 SHOW_ARGV = "import os,sys;sys.stdout.buffer.write(b'|'.join(map(os.fsencode,sys.argv[1:]))+b'\\n')"
 
@@ -22,7 +23,7 @@ SHOW_ARGV = "import os,sys;sys.stdout.buffer.write(b'|'.join(map(os.fsencode,sys
 def distrun(tmp_path: Path) -> Iterator[Distrun]:
     made = Distrun(tmp_path)
     yield made
-    wait_until(lambda: not made.left(), 5, "nothing is left; left: %s" % made.left())
+    wait_until(lambda: not made.left(), LIMIT_S, "nothing is left; left: %s" % made.left())
 
 
 def script(distrun: Distrun, text: str, name: str = "task.sh") -> str:
@@ -79,10 +80,11 @@ def test_a_command_that_cannot_be_executed_is_126(what: str, distrun: Distrun) -
 
 
 def test_first_failing_task_gives_the_exit_code(distrun: Distrun) -> None:
-    """Rank 1 fails first; rank 0 dies of it with another code a moment later."""
+    """Rank 1 fails first; rank 0 dies of it with another code a moment later: when rank 1's process has gone."""
     text = """
-    if [ $DMLC_RANK = 1 ]; then touch failed; exit 5; fi
-    until [ -e failed ]; do sleep 0.01; done; sleep 0.05; exit 6
+    if [ $DMLC_RANK = 1 ]; then echo $$ >new; mv new failed; exit 5; fi
+    until [ -e failed ]; do sleep 0.01; done
+    while kill -0 $(cat failed) 2>/dev/null; do sleep 0.01; done; exit 6
     """
     result = distrun.launch("-n", "2", "-s", "0", script(distrun, text))
     assert result.returncode == 5
@@ -166,9 +168,9 @@ def test_much_output_arrives_whole(distrun: Distrun) -> None:
 def test_lines_appear_when_they_are_printed(distrun: Distrun) -> None:
     """PYTHONUNBUFFERED: a Python worker's line is here while it still sleeps."""
     child = distrun.begin("-n", "1", "-s", "0", sys.executable, "-c", "print('now'); import time; time.sleep(60)")
-    wait_until(lambda: b"| now\n" in (distrun.home / "out").read_bytes(), 20)
+    wait_until(lambda: b"| now\n" in (distrun.home / "out").read_bytes(), LIMIT_S)
     child.terminate()
-    assert child.wait(20) == 143
+    assert child.wait(LIMIT_S) == 143
 
 
 def test_the_jobs_id_and_place_are_said_at_the_start_unless_quiet(distrun: Distrun) -> None:
@@ -199,12 +201,12 @@ def test_a_reader_that_stops_reading_does_not_stall_the_job(distrun: Distrun) ->
     text = "head -c 40000000 /dev/zero | tr '\\0' 'x' | fold -w 1000\ntouch done\n"
     child = distrun.begin("-n", "1", "-s", "0", script(distrun, text), stdout=write)
     os.close(write)
-    wait_until((distrun.work / "done").exists, 60)
+    wait_until((distrun.work / "done").exists, LIMIT_S)
     size = 0
     while data := os.read(read, 1 << 20):
         size += len(data.replace(b"\n", b""))
     os.close(read)
-    assert child.wait(30) == 0
+    assert child.wait(LIMIT_S) == 0
     host = distrun.state()["hosts"][0]
     assert size == 40_000_000 + 40_000 * len("worker-0@%s | " % host)
 
@@ -363,14 +365,14 @@ def test_secrets_are_on_no_command_line_in_no_file_and_in_no_output(distrun: Dis
     words = ["-n", "1", "-s", "0", "-v", "--env", "MY_TOKEN", "--env-file", str(distrun.home / "my.env")]
     text = 'echo "$MY_TOKEN $FILED" | md5sum > seen; cat $DISTRUN_TOKEN_FILE > token; touch here; sleep 60'
     child = distrun.begin(*words, script(distrun, text), env={"MY_TOKEN": "outer-s3cret"})
-    wait_until((distrun.work / "here").exists, 30)
+    wait_until((distrun.work / "here").exists, LIMIT_S)
     token = (distrun.work / "token").read_bytes().strip()
     assert len(token) >= 32
     secrets = (b"outer-s3cret", b"filed-s3cret", token)
     lines = b"".join(command for _, _, command in processes())
     assert not [secret for secret in secrets if secret in lines]
     child.terminate()
-    assert child.wait(30) == 143
+    assert child.wait(LIMIT_S) == 143
     files = [path for path in distrun.job.rglob("*") if path.is_file()] + [distrun.home / "out", distrun.home / "err"]
     assert not [(path, s) for path in files for s in secrets if s in path.read_bytes()]
     seen = subprocess.run(["md5sum"], input=b"outer-s3cret filed-s3cret\n", stdout=subprocess.PIPE, check=True).stdout
@@ -405,7 +407,9 @@ def test_two_workers_add_through_two_servers(distrun: Distrun) -> None:
 
 
 def test_status_logs_and_names(distrun: Distrun) -> None:
-    distrun.launch("-n", "2", "-s", "0", "--name", "digits", script(distrun, "seq 3; exit $((DMLC_RANK * 2))"))
+    # The one that fails waits for the other, which would be stopped.
+    text = "seq 3; touch said-$DMLC_RANK; until [ -e said-0 ] && [ -e said-1 ]; do sleep 0.02; done"
+    distrun.launch("-n", "2", "-s", "0", "--name", "digits", script(distrun, text + "; exit $((DMLC_RANK * 2))"))
     job = distrun.job.name
     assert job.startswith("digits-")
     table = distrun.run("status").stdout.decode()
@@ -427,19 +431,19 @@ def test_status_logs_and_names(distrun: Distrun) -> None:
 
 def test_logs_follow_to_the_end_of_the_job(distrun: Distrun) -> None:
     child = distrun.begin("-n", "1", "-s", "0", script(distrun, "echo a; until [ -e go ]; do sleep 0.02; done; echo b"))
-    wait_until(lambda: distrun.jobs and (distrun.job / "logs" / "worker-0.log").exists(), 20)
+    wait_until(lambda: distrun.jobs and (distrun.job / "logs" / "worker-0.log").exists(), LIMIT_S)
     with (distrun.home / "followed").open("wb") as file:
         follower = distrun.start("logs", distrun.job.name, "-f", stdout=file)
-    wait_until(lambda: (distrun.home / "followed").read_bytes() == b"a\n", 20)
+    wait_until(lambda: (distrun.home / "followed").read_bytes() == b"a\n", LIMIT_S)
     (distrun.work / "go").touch()
-    assert child.wait(20) == 0
-    assert follower.wait(20) == 0
+    assert child.wait(LIMIT_S) == 0
+    assert follower.wait(LIMIT_S) == 0
     assert (distrun.home / "followed").read_bytes() == b"a\nb\n"
 
 
 def test_kill_stops_a_running_job(distrun: Distrun) -> None:
     child = distrun.begin("-n", "2", "-s", "0", script(distrun, "touch up-$DMLC_RANK; sleep 60"))
-    wait_until(lambda: len(list(distrun.work.glob("up-*"))) == 2, 20)
+    wait_until(lambda: len(list(distrun.work.glob("up-*"))) == 2, LIMIT_S)
     said = distrun.run("kill", distrun.job.name)
     assert said.returncode == 0
     job = distrun.job.name
@@ -447,7 +451,7 @@ def test_kill_stops_a_running_job(distrun: Distrun) -> None:
         "%s: the launcher has ended" % job,
         "%s: all its processes have ended" % job,
     ]
-    assert child.wait(1) == 143
+    assert child.wait(LIMIT_S) == 143
     assert distrun.left() == []
     assert (distrun.home / "err").read_bytes().endswith(b"distrun: error: stopped by distrun kill\n")
     assert distrun.state()["message"] == "stopped by distrun kill"
@@ -477,8 +481,8 @@ def test_a_job_store_that_cannot_be_written_is_said(distrun: Distrun) -> None:
 
 def test_a_lost_job_is_shown_as_lost_and_killed_for_good(distrun: Distrun) -> None:
     child = distrun.begin("-n", "1", "-s", "0", script(distrun, "echo up; touch up; sleep 60"))
-    wait_until((distrun.work / "up").exists, 20)
-    wait_until(lambda: distrun.state()["state"] == "running", 20)
+    wait_until((distrun.work / "up").exists, LIMIT_S)
+    wait_until(lambda: distrun.state()["state"] == "running", LIMIT_S)
     child.kill()
     child.wait()
     job = distrun.job.name

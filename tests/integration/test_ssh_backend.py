@@ -103,7 +103,7 @@ def test_cutting_the_connection_ends_the_tasks(sshd: Sshd) -> None:
     channel.kill()
     assert channel.join(WAIT_S)
     poll(lambda: not process.is_alive(Identity(started.pid, started.start)), "the task has ended")
-    backend.release(plan, (channel,), 5.0)
+    backend.release(plan, (channel,), WAIT_S)
     assert not channel.was_cut
 
 

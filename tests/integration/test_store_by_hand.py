@@ -37,11 +37,10 @@ HOLD = """
     print("ready with rank=%d" % kv.rank, flush=True)
     if kv.rank == 0:
         kv.push("w", np.ones(4, "float32"))
-        started = time.monotonic()
         try:
             kv.pull("w", np.zeros(4, "float32"))
         except Exception as err:
-            print("%s after %.1f s: %s" % (type(err).__name__, time.monotonic() - started, err), flush=True)
+            print("%s at %.1f s: %s" % (type(err).__name__, time.monotonic(), err), flush=True)
             raise
     else:
         time.sleep(60)
@@ -167,12 +166,11 @@ def test_a_worker_that_is_killed_is_named_to_the_others_at_once() -> None:
     with ManualJob() as job:
         job.start_all(job.script(HOLD))
         victim, other = (1, 0) if _waits_for_all(job) == 0 else (0, 1)
+        killed = time.monotonic()
         job.processes["worker-%d" % victim].kill()
         assert job.wait("worker-%d" % other) == [1]
-        out = job.out("worker-%d" % other)
-        assert "PeerLost after" in out
-        assert "worker-1@" in out
-        assert float(re.search(r"after ([\d.]+) s", out).group(1)) < 10
+        assert "worker-1@" in job.out("worker-%d" % other)
+        assert _lost_at(job, other) - killed < 8  # it does not wait for heartbeats, which take 10 s
         # Nothing stays: the servers and the scheduler end by themselves, and say that it did not end well.
         assert job.wait("scheduler-0") == [1], job.report()
         job.wait("server-0", "server-1")
@@ -183,10 +181,10 @@ def test_a_worker_that_is_stopped_is_lost_within_ten_seconds() -> None:
         job.start_all(job.script(HOLD))
         blocked = _waits_for_all(job)
         victim = 1 - blocked
-        started = time.monotonic()
+        stopped = time.monotonic()
         job.processes["worker-%d" % victim].send_signal(signal.SIGSTOP)
         assert job.wait("worker-%d" % blocked) == [1]
-        assert time.monotonic() - started < 12
+        assert _lost_at(job, blocked) - stopped < 10 + 3  # the machine may be busy
         assert "worker-1@" in job.out("worker-%d" % blocked)
 
 
@@ -325,7 +323,7 @@ def test_servers_that_are_terminated_together_say_nothing_of_a_death() -> None:
             job.start("worker", job.script(HOLD))
             job.until("worker-0", "ready")
             job.processes["worker-0"].kill()
-            job.processes["worker-0"].wait(10)
+            job.wait("worker-0")
             for name in ("scheduler-0", "server-0", "server-1"):
                 job.processes[name].terminate()
             job.wait("scheduler-0", "server-0", "server-1")
@@ -392,7 +390,7 @@ def test_garbage_on_a_port_of_the_job_harms_nobody() -> None:
         server = int(re.search(r"event=bound endpoint=tcp://127.0.0.1:(\d+)", job.err("server-0")).group(1))
         for port in (job.port, server):
             for junk in (b"GET / HTTP/1.0\r\n\r\n", os.urandom(4096), b"\x00" * 100):
-                with socket.create_connection(("127.0.0.1", port), timeout=10) as line:
+                with socket.create_connection(("127.0.0.1", port), timeout=60) as line:
                     line.sendall(junk)
             _send_junk_messages(port)
         go.touch()
@@ -409,6 +407,11 @@ def _send_junk_messages(port: int) -> None:
         dealer.send_multipart(junk)
     dealer.close(500)
     context.term()
+
+
+def _lost_at(job: ManualJob, number: int) -> float:
+    """Return when a worker was told that a peer is lost: the clock is the machine's."""
+    return float(re.search(r"PeerLost at ([\d.]+) s", job.out("worker-%d" % number)).group(1))
 
 
 def _waits_for_all(job: ManualJob) -> int:

@@ -106,11 +106,11 @@ def test_a_launcher_that_is_ended_midway_leaves_no_process_and_the_tree_of_befor
     for host in ("h1", "h2"):
         lab[host].rate(4000)
     running = lab.start(*command)
-    wait_until(lambda: all("rsync --server" in lab[host].ps() for host in ("h1", "h2")), 30, "rsync runs on the hosts")
+    wait_until(lambda: all("rsync --server" in lab[host].ps() for host in ("h1", "h2")), 60, "rsync runs on the hosts")
     os.kill(running.pid, number)
     running.wait()
-    wait_until(lambda: not lab.leftovers(), 30, "no rsync is left")
-    wait_until(lambda: not [p for p in lab.processes("launcher") if "rsync" in str(p)], 30, "nor here")
+    wait_until(lambda: not lab.leftovers(), 60, "no rsync is left")
+    wait_until(lambda: not [p for p in lab.processes("launcher") if "rsync" in str(p)], 60, "nor here")
     for host in ("h1", "h2"):
         assert on_host(lab, host, folder) == {"train.py": "1"}
 
@@ -164,13 +164,14 @@ def test_a_job_that_is_interrupted_while_it_copies_ends_at_once_and_starts_nothi
     lab["h2"].rate(4000)
     job = ("launch", "-n", "2", "-s", "0", "--hosts", "h1,h2", "--sync-dst-dir", "/tmp/interrupted")
     running = lab.start(*job, "python3", "train.py")
-    wait_until(lambda: "rsync --server" in lab["h2"].ps(), 30, "rsync runs on h2")
+    wait_until(lambda: "rsync --server" in lab["h2"].ps(), 60, "rsync runs on h2")
     running.signal(signal.SIGINT)
     assert running.wait() == 130, running.err
     assert "never" not in running.out
-    wait_until(lambda: not lab.leftovers(), 30, "nothing is left")
+    wait_until(lambda: not lab.leftovers(), 60, "nothing is left")
 
 
+@pytest.mark.timeout(300)
 def test_a_host_whose_network_goes_silent_midway_is_named(lab: Site) -> None:
     write(lab.work, **{"train.py": "1"})
     command = ("sync", "--hosts", "h1,h2", "--sync-dst-dir", "/tmp/silent")
@@ -179,7 +180,7 @@ def test_a_host_whose_network_goes_silent_midway_is_named(lab: Site) -> None:
     noise(lab.work / "data", 8 * MIB)
     lab["h2"].rate(4000)
     running = lab.start(*command)
-    wait_until(lambda: "rsync --server" in lab["h2"].ps(), 30, "rsync runs on h2")
+    wait_until(lambda: "rsync --server" in lab["h2"].ps(), 60, "rsync runs on h2")
     lab["h2"].drop("launcher")
     assert running.wait(100) == 4, running.err
     assert "the files did not reach 1 of 2 hosts" in running.err
@@ -244,7 +245,7 @@ def full_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     try:
         monkeypatch.setenv("SSH_AUTH_SOCK", str(socket))
         # 2: no connection. The file is there a moment before somebody listens.
-        wait_until(lambda: subprocess.run(["ssh-add", "-l"], check=False).returncode != 2, 30, "the agent listens")
+        wait_until(lambda: subprocess.run(["ssh-add", "-l"], check=False).returncode != 2, 60, "the agent listens")
         keys = [str(key(tmp_path / ("wrong%d" % number))) for number in range(8)]
         subprocess.run(["ssh-add", "-q", *keys], check=True)
         yield tmp_path
