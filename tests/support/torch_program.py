@@ -318,6 +318,27 @@ def a_tensor_that_cannot_be_trained_is_named() -> None:
         refused(lambda tensor=tensor: Trainer([("w", tensor)], "sgd", kvstore=None), said)
 
 
+def weights_that_share_their_storage_are_refused() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].weight.data = net[0].weight.data
+    refused(lambda: Trainer(net, "sgd", kvstore=None), "parameters '0.weight' and '1.weight' are in the same memory")
+
+
+def a_graph_of_before_a_step_is_refused_by_torch_as_after_its_own_optimizers() -> None:
+    for kind in (None, "local"):
+        net = network()
+        trainer = Trainer(net, "sgd", SGD, kvstore=kind, update_on_kvstore=kind and True)
+        backward(net, X, Y)
+        loss = net(X).sum()
+        trainer.step(24)
+        try:
+            loss.backward()
+        except RuntimeError as err:
+            assert "modified by an inplace operation" in str(err), err
+        else:
+            raise AssertionError("gradients of weights that are there no more")
+
+
 CASES = [
     case for name, case in list(globals().items()) if callable(case) and case.__module__ == __name__ and "_" in name
 ]

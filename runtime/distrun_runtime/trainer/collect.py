@@ -8,7 +8,7 @@ import numpy as np
 
 from distrun_runtime.errors import KVError
 from distrun_runtime.trainer.parameter import Parameter
-from distrun_runtime.trainer.replica import is_tensor
+from distrun_runtime.trainer.replica import is_tensor, place_of
 
 __all__ = ["collect"]
 
@@ -22,7 +22,8 @@ def collect(params: object) -> list[Parameter]:
             `net.parameters()`, `net.named_parameters()`.
 
     Raises:
-        KVError: something else; none at all; parameters on unequal numbers of devices; a name that is used twice.
+        KVError: something else; none at all; parameters on unequal numbers of devices; a name that is used twice;
+            several parameters or devices in the same memory.
     """
     result: list[Parameter] = []
     seen: dict[int, Parameter] = {}
@@ -38,6 +39,7 @@ def collect(params: object) -> list[Parameter]:
     if not result:
         raise KVError("a trainer without parameters has nothing to do")
     _check(result)
+    _check_memory(result)
     return result
 
 
@@ -52,6 +54,20 @@ def _check(params: list[Parameter]) -> None:
         if parameter.name in names:
             raise KVError("two parameters have the name %r" % parameter.name)
         names.add(parameter.name)
+
+
+def _check_memory(params: list[Parameter]) -> None:
+    """Return if no weight begins where another does."""
+    names: dict[tuple[str, int], str] = {}
+    for parameter in params:
+        for place in map(place_of, parameter.list_data()):
+            if place in names:
+                both = (names[place], parameter.name)
+                if both[0] == both[1]:
+                    raise KVError("two devices of parameter %r are in the same memory" % parameter.name)
+                raise KVError("parameters %r and %r are in the same memory; give one of them" % both)
+            if place[1]:
+                names[place] = parameter.name
 
 
 def _items(params: object) -> list[tuple[str, object]]:

@@ -22,7 +22,7 @@ from distrun_runtime.store.pending import Pending
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.trainer.naming import naming
 from distrun_runtime.trainer.parameter import Parameter
-from distrun_runtime.trainer.replica import Gradient
+from distrun_runtime.trainer.replica import Gradient, place_of
 
 __all__ = ["Exchange", "Found", "Item", "Sum", "Workers", "finish", "grouped"]
 
@@ -139,10 +139,14 @@ class Exchange:
 
         Returns:
             What came of it, and the sum of what all workers count as.
+
+        Raises:
+            KVError: two parameters' gradients are one array. Nothing was sent.
         """
         calls: list[Pending] = []
         result: list[Sum] = []
         items = []
+        owners: dict[tuple[str, int], int] = {}
         own, counted = np.array(me, np.int64), np.array(me, np.int64)
         for index, grads in found:
             parameter = self._params[index]
@@ -154,6 +158,13 @@ class Exchange:
                 result.append((index, RowSparse.total(_rows(grads)), scale))
                 continue
             targets = [replica.target() for replica in parameter.replicas]
+            for target in targets:
+                other = owners.setdefault(place_of(target), index)
+                if other != index and target.size:
+                    raise KVError(
+                        "parameters %r and %r have the same array for their gradients, and their sums are written into"
+                        " it: give each an array of its own" % (self._params[other].name, parameter.name)
+                    )
             items.append(Item(index, grads, targets, parameter.size_bytes))
             result.append((index, targets[0], 1.0))
         with naming(self._params):

@@ -15,7 +15,7 @@ from distrun_runtime.device.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.sparse import RowSparse
 
-__all__ = ["ArrayReplica", "Gradient", "Replica", "TensorReplica", "is_tensor", "replica_of"]
+__all__ = ["ArrayReplica", "Gradient", "Replica", "TensorReplica", "is_tensor", "place_of", "replica_of"]
 
 Gradient = Union[Array, RowSparse]
 
@@ -133,6 +133,9 @@ class TensorReplica:
         """Bring what was written to the tensor's device."""
         if not self._on_host():
             self._tensor.detach().copy_(self._host)
+        elif hasattr(self._tensor, "_version"):
+            # torch did not see it: it is told by a write of nothing, so that it refuses a backward through old weights.
+            self._tensor.detach().unsqueeze(0)[:0].zero_()
 
     def gradient(self) -> Gradient | None:
         """Return `.grad` as an array of the same memory, or as RowSparse; from a GPU, a copy."""
@@ -193,7 +196,21 @@ def replica_of(data: object, grad: object = None) -> Replica:
         raise KVError("a parameter's data is a numpy array or a torch tensor, not %s" % type(data).__name__)
     if not data.flags.writeable:
         raise KVError("a parameter's array of shape %s is read-only; give one that can be written" % (data.shape,))
-    return ArrayReplica(data, grad)
+    result = ArrayReplica(data, grad)
+    if grad is not None and not (isinstance(result.grad, np.ndarray) and result.grad.flags.writeable):
+        raise KVError(
+            "a gradient that is given with its weight is an array that can be written, for every step anew; any other:"
+            " assign it before each step (parameter.grad = ...)"
+        )
+    return result
+
+
+def place_of(source: Any) -> tuple[str, int]:
+    """Return where an array's or a tensor's memory begins: device and address; 0 where it has none."""
+    if isinstance(source, np.ndarray):
+        return "cpu", int(source.__array_interface__["data"][0]) if source.size else 0
+    address = getattr(source, "data_ptr", None)
+    return str(getattr(source, "device", "")), address() if address is not None else 0
 
 
 def gradient_of(value: object) -> Gradient:

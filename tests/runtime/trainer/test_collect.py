@@ -81,6 +81,16 @@ def test_a_shared_parameter_counts_once() -> None:
     assert names([("a", tensor), ("b", tensor), Parameter(weight, name="c"), Parameter(weight, name="d")]) == ["a", "c"]
 
 
+def test_weights_in_the_same_memory_are_refused() -> None:
+    """Each would be a key of its own, and the one that is read last would undo the other."""
+    weight = ones(3)
+    with pytest.raises(KVError, match=r"parameters 'a' and 'b' are in the same memory; give one of them"):
+        collect({"a": Parameter(weight), "b": Parameter(weight[:2])})
+    with pytest.raises(KVError, match="two devices of parameter 'a' are in the same memory"):
+        collect({"a": Parameter([weight, weight])})
+    collect({"a": Parameter(ones(0)), "b": Parameter(ones(0)), "c": Parameter(weight[:2]), "d": Parameter(weight[2:])})
+
+
 @pytest.mark.parametrize(
     ("params", "said"),
     [

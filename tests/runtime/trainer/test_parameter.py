@@ -108,12 +108,25 @@ def test_a_gradient_fits_its_weight() -> None:
         one.gradients()
 
 
-@pytest.mark.parametrize("wrong", [np.ones(3, np.float32), np.ones(2), RowSparse(ones(1, 2), [0], (3, 2))], ids=str)
+@pytest.mark.parametrize("wrong", [np.ones(3, np.float32), np.ones(2)], ids=str)
 def test_a_buffer_that_does_not_fit_is_refused_when_it_is_given(wrong: Any) -> None:
     with pytest.raises(KVError, match=r"'w' has shape \(2,\) and dtype float32, its gradient"):
         Parameter(ones(2), wrong, name="w")
     with pytest.raises(KVError, match="'w' has shape"):
         Parameter([ones(2), ones(2)], [ones(2), wrong], name="w")
+
+
+def test_a_buffer_is_an_array_that_can_be_written() -> None:
+    """Sums are written into it, and what the user writes next must be seen."""
+    grad = ones(2)
+    grad.flags.writeable = False
+    with pytest.raises(KVError, match=r"a gradient that is given with its weight .* assign it before each step"):
+        Parameter(ones(2), grad)
+    with pytest.raises(KVError, match=r"a gradient that is given with its weight .* assign it before each step"):
+        Parameter(ones(3, 2), RowSparse(ones(1, 2), [0], (3, 2)))
+    one = Parameter(ones(2))
+    one.grad = grad
+    assert one.gradients()[0] is grad
 
 
 def test_new_data_is_written_into_all_devices_in_the_weights_dtype() -> None:

@@ -501,6 +501,17 @@ def test_a_step_of_parameters_that_are_all_frozen_is_refused() -> None:
         Trainer([Frozen()], "sgd", kvstore=None).step(1)
 
 
+def test_sums_are_not_written_into_one_array_for_two_parameters() -> None:
+    first, second = (Parameter([ones(2), ones(2)], name=name) for name in "ab")
+    trainer = Trainer([first, second], "sgd", kvstore="local", update_on_kvstore=False)
+    grads = [ones(2), ones(2)]
+    first.grad, second.grad = grads, [ones(2), grads[1]]
+    with pytest.raises(KVError, match="parameters 'a' and 'b' have the same array for their gradients"):
+        trainer.step(1)
+    first.grad, second.grad = ones(2), ones(2)  # one for all devices is right
+    trainer.step(2)
+
+
 def test_parameters_to_assign_are_a_list() -> None:
     trainer = Trainer([zeros_on(1)], "sgd", kvstore=None)
     for wrong in ("x", trainer.params[0], 0):
