@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster
+from cluster import DEADLINE_S, Cluster
 from scripted_transport import Script
 
 from distrun_runtime.errors import PeerLost, Refused
@@ -281,7 +281,7 @@ def test_a_worker_that_is_set_otherwise_is_refused_and_told_so() -> None:
 
         thread = threading.Thread(target=join, daemon=True)
         thread.start()
-        thread.join(20.0)
+        thread.join(DEADLINE_S)
         cluster.run(lambda kv: kv.close())
     assert "worker-0@here" in str(refused[0])
     assert "runs with PS_RESEND=0 and scheduler with PS_RESEND=1: set it alike for all nodes" in str(refused[0])

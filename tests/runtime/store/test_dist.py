@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from cluster import Cluster, config
+from cluster import DEADLINE_S, Cluster, config
 
 from distrun_runtime.errors import KVError, PeerLost, RuleError, StoreClosed, TimedOut
 from distrun_runtime.net.inproc import InprocNetwork
@@ -302,7 +302,7 @@ def test_a_pull_waits_for_the_round_of_its_push(over: str) -> None:
             kv.pull("w", out)
             assert released.is_set()
         else:
-            released.wait(10)
+            assert released.wait(60)
             kv.push("w", ones())
             kv.pull("w", out)
         assert (out == 2).all()
@@ -633,8 +633,11 @@ def test_a_worker_that_ends_with_a_round_open_is_named_to_the_others() -> None:
 
 
 def test_the_death_of_a_server_ends_every_blocked_call_and_names_it() -> None:
+    ready = threading.Barrier(2)
+
     def script(kv: DistStore):
         kv.init("w", np.zeros(BIG, "float32"))
+        ready.wait(60)
         if kv.rank == 0:
             kv.push("w", ones(BIG))
             threading.Timer(0.2, lambda: job.network.cut(job.transports["server-1"])).start()
@@ -669,6 +672,7 @@ def test_a_slow_round_reaches_the_deadline_of_the_call_and_says_for_whom(monkeyp
     from distrun_runtime.node import role
 
     monkeypatch.setattr(role, "FIRST_NOTE_S", 0.3)
+    late = threading.Event()
 
     def script(kv: DistStore):
         kv.init("w", np.zeros(SHAPE, "float32"))
@@ -676,11 +680,12 @@ def test_a_slow_round_reaches_the_deadline_of_the_call_and_says_for_whom(monkeyp
             kv.push("w", ones())
             with pytest.raises(TimedOut, match=r"waiting for worker-1, key w, round 1.*--op-timeout"):
                 kv.pull("w", np.zeros(SHAPE, "float32"))
+            late.set()
         else:
-            time.sleep(2.5)
+            assert late.wait(60)
             kv.push("w", ones())
 
-    with Cluster(over="inproc", op_timeout_s=1.5) as job:
+    with Cluster(over="inproc", op_timeout_s=4.0) as job:
         job.run(script)
 
 
@@ -726,7 +731,7 @@ def test_wrong_counts_and_strangers_are_refused_with_the_reason() -> None:
 
 
 def test_registration_ends_at_its_deadline_and_names_who_is_missing() -> None:
-    with Cluster(2, 1, over="inproc", start_timeout_s=1.0) as job:
+    with Cluster(2, 1, over="inproc", start_timeout_s=3.0) as job:
         alone = job.session(0)
         with pytest.raises(PeerLost, match="waiting for 1 of 2 workers: have worker-0@here"):
             alone.open()
@@ -775,7 +780,7 @@ def test_under_an_agent_the_job_runs_several_scripts_after_each_other(over: str)
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(DEADLINE_S)
         assert not errors
         assert not any(thread.is_alive() for thread in threads)
         assert not job.codes, "scheduler and servers stay until they are told to stop"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster
+from cluster import DEADLINE_S, Cluster
 
 from distrun_runtime.errors import KVError, PeerLost
 from distrun_runtime.store.dist import DistStore
@@ -58,7 +58,7 @@ def test_the_queue_has_pulls_that_wait_for_their_round() -> None:
             seen.set()
             pending.wait()
         else:
-            assert seen.wait(20)
+            assert seen.wait(DEADLINE_S)
             kv.push("w", ones())
 
     with Cluster(over="inproc") as job:
@@ -78,9 +78,9 @@ def test_staleness_of_async_pushes_is_counted_a_worker() -> None:
             for _ in range(3):
                 kv.push("w", ones()).wait()
             turns[0].set()
-            assert turns[1].wait(20)
+            assert turns[1].wait(DEADLINE_S)
         else:
-            assert turns[0].wait(20)
+            assert turns[0].wait(DEADLINE_S)
             kv.push("w", ones()).wait()
             turns[1].set()
         kv.barrier()

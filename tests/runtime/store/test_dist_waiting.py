@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster
+from cluster import DEADLINE_S, Cluster
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -251,14 +251,14 @@ def test_a_wait_ends_at_its_own_deadline_says_for_whom_and_may_go_on(monkeypatch
             kv.push("w", full(1), wait=False).wait()
             pending = kv.pull("w", out, wait=False)
             with pytest.raises(TimedOut, match=r"pull of key 'w'.*waiting for worker-1, key w, round 1"):
-                pending.wait(timeout_s=1.0)
+                pending.wait(timeout_s=3.0)
             assert not pending.is_done
             assert (out == 0).all()
             released.set()
             pending.wait()
             assert (out == 2).all()
         else:
-            assert released.wait(15)
+            assert released.wait(DEADLINE_S)
             kv.push("w", full(1))
 
     with Cluster(over="inproc") as job:
@@ -321,11 +321,11 @@ def test_a_barrier_that_is_not_reached_by_all_times_out_with_their_names(monkeyp
         if kv.rank == 0:
             pending = kv.barrier(wait=False)
             with pytest.raises(TimedOut, match=r"barrier.*worker-1"):
-                pending.wait(1.0)
+                pending.wait(3.0)
             released.set()
             pending.wait()
         else:
-            assert released.wait(15)
+            assert released.wait(DEADLINE_S)
             kv.barrier()
 
     with Cluster(over="inproc") as job:
@@ -356,8 +356,9 @@ def test_threads_may_mix_waiting_and_not_waiting() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(DEADLINE_S)
         assert not errors
+        assert not any(thread.is_alive() for thread in threads)
 
     with Cluster(over="inproc", bigarray_bound=BOUND) as job:
         job.run(script)

@@ -11,7 +11,7 @@ from noting import Noting, noted
 from distrun_runtime.errors import KVError, StoreClosed
 from distrun_runtime.store.keyed import named
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_two_threads_cannot_initialise_one_key_at_the_same_time(kv: Noting) -> N
     def other_thread() -> None:
         thread = threading.Thread(target=again)
         thread.start()
-        thread.join(30)
+        thread.join(DEADLINE_S)
 
     kv.during_init = other_thread
     kv.init("c", np.zeros(1))

@@ -255,7 +255,7 @@ def test_calls_that_are_not_waited_for_are_done_when_they_are() -> None:
         kv.barrier(wait=False),
     ]
     for call in calls:
-        call.wait(30)
+        call.wait(60)
     assert (out.tolist(), again.tolist()) == ([3.0] * 3, [5.0] * 3)
     assert pulled(kv, "w", "float32") == [8.0] * 3
     kv.close()

@@ -13,7 +13,7 @@ from distrun_runtime.errors import KVError, PeerLost, StoreClosed, TimedOut
 from distrun_runtime.store.outcome import Both
 from distrun_runtime.store.pending import Late, Line, Settled, Task
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 def test_an_error_nobody_waited_for_is_raised_once_by_the_next_call() -> None:
@@ -139,7 +139,7 @@ def test_a_wait_that_is_too_short_names_what_it_waited_for_and_may_be_repeated()
     task = Task("init of key 'w'", lambda: release.wait(DEADLINE_S) and None, Late())
     line.put(task)
     assert not line.is_idle
-    with pytest.raises(TimedOut, match=r"init of key 'w': not done after 0\.\d s"):
+    with pytest.raises(TimedOut, match=r"init of key 'w': not done after \d+\.\d s"):
         task.wait(0.001)
     release.set()
     task.wait(DEADLINE_S)
