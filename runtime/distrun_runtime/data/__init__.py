@@ -1,6 +1,6 @@
 """Data of a training: cut for workers and devices, read in batches; numpy only, Pillow for images.
 
-from distrun_runtime.data import MNIST, Reader, mnist_files
+from distrun_runtime.data import MNIST, Reader, epoch_size, mnist_files
 
 dataset = MNIST(*mnist_files("mnist"))
 size = epoch_size(len(dataset), 32, kv.num_workers)
