@@ -100,12 +100,13 @@ class Pulls:
         pulls = [pull for pull in self._open.values() if pull.link == link]
         return [action for pull in pulls for action in self._forget(stores[pull.message.store], pull)]
 
-    def drop_all(self, stores: dict[int, Store], reason: str = "") -> list[role.Action]:
-        """Owe nothing to anybody any more; with a reason, everybody who waits is told."""
+    def drop_all(self, stores: dict[int, Store], reason: str = "", who: str = "") -> list[role.Action]:
+        """Owe nothing to anybody any more; with a reason, everybody who waits is told, and `who` is lost."""
         actions: list[role.Action] = []
         for pull in list(self._open.values()):
             if reason:
-                actions.append(self._refuse(pull, reason, "PeerLost"))
+                # It may come before the scheduler's word, and whoever asks then who is lost is to be told.
+                actions.append(role.Send(pull.link, refusal(pull.message, reason, "PeerLost", who=who)))
             actions += self._forget(stores[pull.message.store], pull)
         return actions
 

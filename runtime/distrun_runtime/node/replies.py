@@ -13,8 +13,13 @@ def answer(request: Message, body: Mapping[str, Any] | None = None) -> Message:
     return Message(request.kind, Flag.REPLY, store=request.store, request=request.request, body=body or {})
 
 
-def refusal(request: Message, reason: str, error: str = "KVError", traceback: str = "") -> Message:
-    """Return the reply that says why not; the caller raises `error`, a class of distrun_runtime.errors."""
-    body = {"reason": reason, "error": error, **({"traceback": traceback} if traceback else {})}
+def refusal(request: Message, reason: str, error: str = "KVError", traceback: str = "", who: str = "") -> Message:
+    """Return the reply that says why not; the caller raises `error`, a class of distrun_runtime.errors.
+
+    Arguments:
+        who: the name of the node that is lost, if that is why.
+    """
+    more = {name: text for name, text in (("traceback", traceback), ("who", who)) if text}
+    body = {"reason": reason, "error": error, **more}
     flags = Flag.REPLY | Flag.ERROR
     return Message(request.kind, flags, store=request.store, request=request.request, body=body)

@@ -145,7 +145,7 @@ class Server:
             reason = str(message.body["reason"])
             self._rounds.forget()
             told = role.Publish({"lost_peer": message.body["who"], "message": reason})
-            return [told, *self._pulls.drop_all(self._stores, reason)]
+            return [told, *self._pulls.drop_all(self._stores, reason, str(message.body["who"]))]
         if message.kind is Kind.STOP and message.body.get("stay"):
             forgotten = self._pulls.drop_all(self._stores)
             self._rounds.begin_anew()

@@ -186,6 +186,7 @@ class Worker:
             self._outboxes[link].answered(message.request)
         if message.is_error:
             entry.error = entry.error or _error(entry.pending, message)
+            self.dead.update([str(message.body["who"])] if "who" in message.body else [])
         entry.replies[message.request] = message
         if entry.pending.is_done or (entry.missing and (entry.is_push or entry.error is None)):
             return []

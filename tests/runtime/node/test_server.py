@@ -414,7 +414,7 @@ def test_a_loss_refuses_the_pulls_that_wait() -> None:
     assert role.Publish({"lost_peer": "worker-1", "message": "worker-1 is lost"}) in actions
     sent = rig.perform(actions)
     assert reason(sent) == "worker-1 is lost"
-    assert sent[0][1].body["error"] == "PeerLost"
+    assert (sent[0][1].body["error"], sent[0][1].body["who"]) == ("PeerLost", "worker-1")
     assert isinstance(rig.done[-1], work.Discard)
     assert rig.server.tick(1000) == []
 

@@ -203,6 +203,15 @@ def test_waiting_is_noted_on_the_request_and_said() -> None:
         pending.wait(0)
 
 
+def test_a_node_that_a_server_says_is_lost_counts_as_lost() -> None:
+    """A server's refusal came before the scheduler's word: there was a PeerLost, and nobody was dead."""
+    rig = Rig()
+    pending, actions = rig.ask(("server-0", PULL))
+    rig.reply("server-0", sends(actions)[0][1].request, Flag.ERROR, error="PeerLost", reason="gone", who="worker-1")
+    assert isinstance(error_of(pending), PeerLost)
+    assert rig.worker.dead == {"worker-1"}
+
+
 def test_a_wait_that_is_too_short_names_who_has_not_answered() -> None:
     """Whom the servers wait for is only said after a while."""
     rig = Rig()
