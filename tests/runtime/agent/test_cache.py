@@ -47,7 +47,7 @@ def test_agents_that_share_a_home_may_unpack_at_the_same_time(home: Path) -> Non
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert found == [cache.find(digest)] * 8
     assert os.listdir(home / "cache" / "distrun" / "runtime") == [digest]
 

@@ -19,11 +19,11 @@ def test_nonces_that_were_left_are_told_when_listening_ends(address: str) -> Non
     except ContractError:
         pytest.skip("no %s here" % address)
     targets = [target("a", port, "first", address), target("b", port, "second", address)]
-    told = tools.answer("connect", {"targets": targets, "limit_s": 5.0})
+    told = tools.answer("connect", {"targets": targets, "limit_s": 60.0})
     assert told == {"results": {"a": "", "b": ""}}
     assert sorted(tools.answer("close", {})["nonces"]) == ["first", "second"]
     assert tools.answer("close", {}) == {"nonces": []}
-    assert links.connect([target("a", port, "x", address)], 5.0) == {"a": "Connection refused"}
+    assert links.connect([target("a", port, "x", address)], 60.0) == {"a": "Connection refused"}
 
 
 def test_what_answers_nothing_is_late_and_delays_no_other() -> None:
@@ -37,10 +37,10 @@ def test_what_answers_nothing_is_late_and_delays_no_other() -> None:
         for each in fillers:
             each.setblocking(False)
             each.connect_ex(("127.0.0.1", silent))
-        told = links.connect([target("a", silent, "x"), target("b", port, "y")], 0.3)
+        told = links.connect([target("a", silent, "x"), target("b", port, "y")], 3.0)
         for each in fillers:
             each.close()
-    assert told == {"a": "no answer within 0.3 s", "b": ""}
+    assert told == {"a": "no answer within 3 s", "b": ""}
     assert links.close() == ["y"]
 
 

@@ -44,7 +44,7 @@ def test_signals_are_inherited_as_defaults_by_what_is_executed() -> None:
         " s.getsignal(s.SIGINT) is s.default_int_handler, s.pthread_sigmask(s.SIG_BLOCK, []))'\n"
         "subprocess.run([sys.executable, '-S', '-c', child], check=True)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "1 1 1 True set()\n"
 
 
@@ -58,7 +58,7 @@ def test_wakeup_carries_signal_numbers() -> None:
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "assert wakeup.read() == bytes([signal.SIGTERM])\n"
     )
-    subprocess.run([sys.executable, "-c", code], timeout=30, check=True)
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
 
 
 def test_children_are_reaped_without_waiting() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agentkit import HOST, AgentDriver, agent, poll, python, shell
+from agentkit import HOST, WAIT_S, AgentDriver, agent, poll, python, shell
 
 from distrun_runtime.agent import match, record, survey, sweep, tools
 from distrun_runtime.contract import process
@@ -53,7 +53,7 @@ def freeze_and_kill(driver: AgentDriver) -> None:
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for pid in pids:
             os.kill(pid, number)
-    driver.child.wait(10)
+    driver.child.wait(WAIT_S)
 
 
 @contextlib.contextmanager
@@ -65,7 +65,7 @@ def bystander(*argv: str, uid: int | None = None, **env: str) -> Iterator[subpro
         yield child
     finally:
         child.kill()
-        child.wait(10)
+        child.wait(WAIT_S)
 
 
 @pytest.mark.parametrize("way", ["", pytest.param("1", marks=pytest.mark.portable)])
@@ -73,12 +73,16 @@ def test_a_running_job_is_found_with_its_tasks(way: str, monkeypatch: pytest.Mon
     monkeypatch.setenv("DISTRUN_PORTABLE", way)
     with agent(shell("sleep 600 & echo ready; wait")) as driver:
         running(driver)
+
+        def commands() -> list[tuple[str, str]]:
+            return [(row["task"], row["command"].partition(" ")[0]) for row in found(driver.job)["processes"]]
+
+        poll(lambda: ("worker-0", "sleep") in commands(), "its child has become another program")
         job = found(driver.job)
         assert (job["host"], job["agent"], job["guard"]) == (HOST, "alive", "alive")
         assert job["folder"] == record.folders(driver.job)[0]
-        tasks = [(row["task"], row["command"].split()[0]) for row in job["processes"]]
+        tasks = commands()
         assert ("worker-0", "sh") in tasks
-        assert ("worker-0", "sleep") in tasks
         assert {"agent", "guard"} <= {task for task, _ in tasks}
         for row in job["processes"]:
             assert process.is_alive(process.Identity(row["pid"], row["start"]))
@@ -182,10 +186,11 @@ def test_without_a_grace_time_each_job_has_the_one_that_it_was_launched_with(mon
 @as_root
 def test_what_another_user_runs_is_neither_found_nor_ended_whatever_it_claims() -> None:
     job = "u" + uuid.uuid4().hex[:8]
-    with bystander("sleep", "601", uid=NOBODY, DISTRUN_JOB_ID=job) as child:
+    seconds = "601%09d" % (uuid.uuid4().int % 10**9)  # as nobody else on this machine sleeps
+    with bystander("sleep", seconds, uid=NOBODY, DISTRUN_JOB_ID=job) as child:
         assert [each for each in tools.answer("survey", {})["jobs"] if each["job"] == job] == []
         assert tools.answer("sweep", {"job": job, "grace_s": 0.1}) == {"ended": [], "left": []}
-        assert tools.answer("match", {"regex": "^sleep 601$"})["found"] == []
+        assert tools.answer("match", {"regex": "^sleep %s$" % seconds})["found"] == []
         assert child.poll() is None
         rows = process.table([child.pid, os.getpid()])
         assert [row.pid for row in process.mine(rows)] == [os.getpid()]
@@ -212,13 +217,13 @@ def test_a_pattern_finds_and_ends_what_it_means_and_nothing_else() -> None:
         asked = {"regex": word + "$", "kill": False}
         rows = tools.answer("match", asked)["found"]
         assert [row["pid"] for row in rows] == [meant.pid]
-        nothing = tools.answer("match", {**asked, "kill": True, "grace_s": 2.0, "only": []})
+        nothing = tools.answer("match", {**asked, "kill": True, "grace_s": 60.0, "only": []})
         assert nothing == {"found": [], "ended": [], "left": []}
         identity = [rows[0]["pid"], rows[0]["start"]]
         assert tools.answer("match", {**asked, "spare": [identity]})["found"] == []
-        done = tools.answer("match", {**asked, "kill": True, "grace_s": 2.0, "only": [identity]})
+        done = tools.answer("match", {**asked, "kill": True, "grace_s": 60.0, "only": [identity]})
         assert [pid for pid, _ in done["ended"]] == [meant.pid]
-        assert meant.wait(10) == -signal.SIGTERM
+        assert meant.wait(WAIT_S) == -signal.SIGTERM
         assert other.poll() is None
 
 

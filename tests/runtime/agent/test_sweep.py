@@ -34,8 +34,8 @@ def start(script: str, job: str = "") -> tuple[subprocess.Popen[bytes], Process]
 def test_marked_processes_and_their_children_are_ended_and_reported(job: str) -> None:
     child, row = start("env -i sleep 600 & echo; wait", job)
     poll(lambda: len(process.descendants([child.pid])) == 1, "it has its child")
-    report = sweep.sweep(job, 2.0)
-    assert child.wait(10) == -signal.SIGTERM
+    report = sweep.sweep(job, 60.0)
+    assert child.wait(60) == -signal.SIGTERM
     assert report.left == ()
     assert row.pid in {pid for pid, _ in report.ended}
     assert len(report.ended) == 2

@@ -13,6 +13,7 @@ from distrun_runtime.coordinator import channel, events
 from distrun_runtime.coordinator.channel import Greeting, Inlet, StreamChannel
 from distrun_runtime.errors import WireError
 
+LIMIT_S = 60.0
 HELLO = wire.encode({"type": "hello", "version": 1})
 
 
@@ -30,7 +31,7 @@ class Pipes:
         self.channel.start(self.events.put)
 
     def next(self) -> events.Event:
-        return self.events.get(timeout=10)
+        return self.events.get(timeout=LIMIT_S)
 
     def close(self) -> None:
         self.channel.kill()
@@ -100,7 +101,7 @@ def test_rubbish_ends_the_channel_with_a_reason(rubbish: bytes) -> None:
     pipes = Pipes()
     os.write(pipes.say, b"DISTRUN/1 x\n" + rubbish)
     assert "exit code 9" in lost(pipes)
-    assert pipes.killed.wait(10)
+    assert pipes.killed.wait(LIMIT_S)
     os.close(pipes.say)
     os.close(pipes.hear)
 
@@ -127,7 +128,7 @@ def test_an_agent_that_does_not_read_never_makes_us_wait() -> None:
     begin = time.monotonic()
     for _ in range(17):
         pipes.channel.send(b"x" * (channel.WRITE_LIMIT // 16))
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30  # it never reads
     assert lost(pipes) == "it does not read what we send"
     while os.read(pipes.hear, 1 << 20):  # it sees the end of its input although it did not read before
         pass
@@ -139,7 +140,7 @@ def test_kill_ends_both_threads_although_the_agent_does_nothing() -> None:
     pipes = Pipes()
     pipes.channel.send(b"x" * 1_000_000)
     pipes.close()
-    until = time.monotonic() + 10
+    until = time.monotonic() + LIMIT_S
     while threading.active_count() > before and time.monotonic() < until:
         time.sleep(0.01)
     assert threading.active_count() <= before

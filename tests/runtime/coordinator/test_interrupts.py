@@ -8,6 +8,8 @@ import threading
 from distrun_runtime.coordinator.events import Event, Interrupt, PauseToggled
 from distrun_runtime.coordinator.interrupts import Interrupts
 
+LIMIT_S = 60.0
+
 
 def test_each_signal_is_an_event_even_while_the_main_thread_is_busy_and_others_take_the_delivery() -> None:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -22,7 +24,7 @@ def test_each_signal_is_an_event_even_while_the_main_thread_is_busy_and_others_t
     with Interrupts(events.put):
         thread = threading.Thread(target=send)
         thread.start()
-        got = [events.get(timeout=10), events.get(timeout=10)]
+        got = [events.get(timeout=LIMIT_S), events.get(timeout=LIMIT_S)]
         thread.join()
     assert [event.signal for event in got if isinstance(event, Interrupt)] == ["INT", "INT"]
     assert done.is_set()
@@ -35,7 +37,7 @@ def test_ctrl_z_toggles_a_pause_and_other_signals_of_the_process_are_left_alone(
         with Interrupts(events.put):
             os.kill(os.getpid(), signal.SIGUSR1)
             os.kill(os.getpid(), signal.SIGTSTP)
-            assert events.get(timeout=10) == PauseToggled()
+            assert events.get(timeout=LIMIT_S) == PauseToggled()
         assert events.empty()
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -48,7 +50,7 @@ def test_handlers_wakeup_descriptor_and_thread_are_put_back() -> None:
         assert signal.getsignal(signal.SIGINT) != handlers[0]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)] == handlers
     assert signal.set_wakeup_fd(-1) == -1
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
 
 
 def test_outside_the_main_thread_nothing_is_touched() -> None:

@@ -19,8 +19,11 @@ from distrun_runtime.net.inproc import InprocNetwork
 from distrun_runtime.net.transport import Arrived, Down, Event, Heartbeat, Up, ZmqTransport
 
 HOST = "127.0.0.1"
-BEAT = Heartbeat(0.3, 1.5)
-DEADLINE_S = 20.0
+BEAT = Heartbeat(0.5, 4.0)
+"""Where somebody is to be lost; a healthy peer may still be slow for a while."""
+PATIENT = Heartbeat(0.5, 60.0)
+"""Where nobody is."""
+DEADLINE_S = 60.0
 
 Make = Callable[[], Any]
 
@@ -32,7 +35,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     made: list[Any] = []
 
     def one() -> Any:
-        made.append(ZmqTransport(BEAT) if request.param == "zmq" else network.transport())
+        made.append(ZmqTransport(PATIENT) if request.param == "zmq" else network.transport())
         return made[-1]
 
     yield one
@@ -164,7 +167,7 @@ def test_a_connection_that_we_close_is_seen_by_the_other_side_only(make: Make) -
 def test_what_was_sent_before_the_end_is_heard_before_the_end(make: Make) -> None:
     acceptor, opener, link = linked(make)
     acceptor.send(link, [b"last words", b""])
-    acceptor.close(linger_s=5)
+    acceptor.close(linger_s=60)
     events = until(opener, has(Down))
     assert [type(event) for event in events] == [Arrived, Down]
     assert frames_of(events[0])[0] == b"last words"
@@ -201,8 +204,8 @@ def test_a_wake_from_another_thread_ends_a_poll(make: Make) -> None:
     started = time.monotonic()
     timer = threading.Timer(0.1, transport.wake)
     timer.start()
-    assert transport.poll(30) == []
-    assert time.monotonic() - started < 10
+    assert transport.poll(60) == []
+    assert time.monotonic() - started < 30
     timer.join()
 
 
@@ -211,8 +214,8 @@ def test_a_wake_before_the_poll_is_not_lost(make: Make) -> None:
     transport.wake()
     transport.wake()
     started = time.monotonic()
-    transport.poll(30)
-    assert time.monotonic() - started < 10
+    transport.poll(60)
+    assert time.monotonic() - started < 30
     started = time.monotonic()
     transport.poll(0.05)  # both were heard
     assert time.monotonic() - started >= 0.04
@@ -241,7 +244,7 @@ def test_waiting_behind_a_late_message_costs_no_time_of_the_processor() -> None:
     for text in (b"slow", b"quick"):
         opener.send("s", [text, b""])
     before = time.thread_time()
-    assert len(acceptor.poll(5)) == 2
+    assert len(acceptor.poll(DEADLINE_S)) == 2
     assert time.thread_time() - before < 0.1
 
 
@@ -260,7 +263,7 @@ def test_a_cut_breaks_every_connection_of_one_node() -> None:
 PEER = """
 import sys, time
 from distrun_runtime.net.transport import Heartbeat, Up, ZmqTransport
-node = ZmqTransport(Heartbeat(0.3, 1.5))
+node = ZmqTransport(Heartbeat(0.5, 4.0))
 if sys.argv[1] == "open":
     node.connect("s", sys.argv[2])
     while not any(isinstance(event, Up) for event in node.poll(1)):
@@ -296,7 +299,14 @@ def peers() -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 @pytest.fixture
 def node() -> Iterator[ZmqTransport]:
-    transport = ZmqTransport(BEAT, frame_limit=1 << 20)
+    transport = ZmqTransport(BEAT)
+    yield transport
+    transport.close()
+
+
+@pytest.fixture
+def patient() -> Iterator[ZmqTransport]:
+    transport = ZmqTransport(PATIENT, frame_limit=1 << 20)
     yield transport
     transport.close()
 
@@ -309,8 +319,8 @@ def test_a_stopped_process_that_connected_to_us_is_lost_in_time(
     child.send_signal(signal.SIGSTOP)
     stopped = time.monotonic()
     [down] = until(node, has(Down))
-    assert down == Down(arrived.link, "its connection closed, or it was silent for 1.5 s")
-    assert time.monotonic() - stopped < 1.5 + 1.5  # the machine may be busy
+    assert down == Down(arrived.link, "its connection closed, or it was silent for 4 s")
+    assert time.monotonic() - stopped < 4 + 3  # the machine may be busy
 
 
 def test_a_stopped_process_that_we_connected_to_is_lost_in_time(
@@ -324,16 +334,16 @@ def test_a_stopped_process_that_we_connected_to_is_lost_in_time(
     stopped = time.monotonic()
     [down] = until(node, has(Down))
     assert down.link == "server-0"
-    assert time.monotonic() - stopped < 1.5 + 1.5
+    assert time.monotonic() - stopped < 4 + 3
 
 
-def test_a_killed_process_is_lost_at_once(peers: Callable[..., subprocess.Popen[str]], node: ZmqTransport) -> None:
-    child = peers("open", endpoint(node.bind(HOST)))
-    until(node, has(Arrived))
+def test_a_killed_process_is_lost_at_once(peers: Callable[..., subprocess.Popen[str]], patient: ZmqTransport) -> None:
+    child = peers("open", endpoint(patient.bind(HOST)))
+    until(patient, has(Arrived))
     child.kill()
     killed = time.monotonic()
-    until(node, has(Down))
-    assert time.monotonic() - killed < 2.5
+    until(patient, has(Down))
+    assert time.monotonic() - killed < 10  # by its silence it would be after 60 s
 
 
 def test_a_process_that_holds_the_interpreters_lock_is_alive(
@@ -342,15 +352,16 @@ def test_a_process_that_holds_the_interpreters_lock_is_alive(
     """libzmq's own thread beats."""
     peers("open", endpoint(node.bind(HOST)), "hold")
     until(node, has(Arrived))
-    end = time.monotonic() + 4
+    end = time.monotonic() + 7
     while time.monotonic() < end:
         assert not has(Down)(node.poll(0.2))
 
 
-def test_a_frame_over_the_limit_never_arrives_and_the_node_lives(node: ZmqTransport) -> None:
+def test_a_frame_over_the_limit_never_arrives_and_the_node_lives(patient: ZmqTransport) -> None:
     """MAXMSGSIZE: libzmq cuts the connection before it would allocate."""
+    node = patient
     port = node.bind(HOST)
-    rude, polite = ZmqTransport(BEAT), ZmqTransport(BEAT)
+    rude, polite = ZmqTransport(PATIENT), ZmqTransport(PATIENT)
     try:
         for opener in (rude, polite):
             opener.connect("s", endpoint(port))
@@ -365,12 +376,13 @@ def test_a_frame_over_the_limit_never_arrives_and_the_node_lives(node: ZmqTransp
         polite.close()
 
 
-def test_bytes_of_another_protocol_do_no_harm(node: ZmqTransport) -> None:
+def test_bytes_of_another_protocol_do_no_harm(patient: ZmqTransport) -> None:
+    node = patient
     port = node.bind(HOST)
     with socket.create_connection((HOST, port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + os.urandom(4096))
         node.poll(0.2)
-    good = ZmqTransport(BEAT)
+    good = ZmqTransport(PATIENT)
     try:
         good.connect("s", endpoint(port))
         until(good, has(Up), node)
