@@ -35,7 +35,8 @@ def _keys(text: str) -> list[int]:
 
 def _note(key: int, params: Sequence[Parameter], text: str) -> str:
     if key < len(params):
-        return "key %d is parameter %r" % (key, params[key].name)
+        name = params[key].name
+        return "" if name == str(key) else "key %d is parameter %r" % (key, name)
     if key == len(params) and "int64" in text:
         return (
             "key %d counts the workers where trainers update by themselves: is update_on_kvstore the same on all"

@@ -65,7 +65,9 @@ class Parameter:
         self.name = name
         datas = list(data) if isinstance(data, (list, tuple)) else [data]
         grads = list(grad) if isinstance(grad, (list, tuple)) else [grad] * len(datas) if grad is None else [grad]
-        if not datas or len(datas) != len(grads):
+        if not datas:
+            raise KVError("parameter %r is an array, or a list of one for each device, not an empty list" % name)
+        if len(datas) != len(grads):
             raise KVError("parameter %r: %d arrays and %d gradients" % (name, len(datas), len(grads)))
         self.replicas: list[Replica] = [replica_of(one, its) for one, its in zip(datas, grads, strict=True)]
         self._lr_mult, self._wd_mult = _multiplier("lr_mult", lr_mult), _multiplier("wd_mult", wd_mult)

@@ -27,6 +27,8 @@ def test_devices_must_agree_on_shape_and_dtype() -> None:
 def test_every_device_has_a_gradient_of_its_own() -> None:
     with pytest.raises(KVError, match="2 arrays and 1 gradients"):
         Parameter([ones(2), ones(2)], ones(2))
+    with pytest.raises(KVError, match="'w' is an array, or a list of one for each device, not an empty list"):
+        Parameter([], name="w")
 
 
 def test_a_weight_that_cannot_be_written_is_refused() -> None:
