@@ -49,6 +49,27 @@ def test_fit_of_the_page_trains_alike_on_two_workers_of_a_job(tmp_path: Path) ->
     assert sorted(done.stdout.splitlines()) == ["0", "1", "1.0", "1.0"]
 
 
+def test_the_store_of_ones_own_on_the_stores_page_is_enough_for_a_trainer() -> None:
+    page = (ROOT / "docs" / "kvstore.md").read_text("utf-8")
+    found = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (block,) = (block for block in found if "KVStoreBase.register" in block)
+    program = """\
+import numpy as np
+from distrun_runtime import kvstore
+from distrun_runtime.trainer import Parameter, Trainer
+
+%s
+for devices in (1, 2):
+    weight = Parameter([np.zeros(2) for _ in range(devices)], [np.ones(2) for _ in range(devices)])
+    Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore="summing").step(1)
+    print([list(one) for one in weight.list_data()])
+"""
+    assert run(sys.executable, program % block).splitlines()[1:] == [
+        "[[-1.0, -1.0]]",
+        "[[-2.0, -2.0], [-2.0, -2.0]]",
+    ]
+
+
 def test_the_page_has_every_call_and_argument() -> None:
     names = [name for name in dir(Trainer) if not name.startswith("_") and name not in OWN]
     for function in (Trainer.__init__, Parameter.__init__, fit):
