@@ -111,13 +111,13 @@ def test_an_agent_that_dies_leaves_its_last_words(code: str, words: list[str]) -
     events: queue.Queue[Event] = queue.Queue()
     channel = local.ChildChannel("here", (sys.executable, "-c", "import sys; sys.stdin.readline(); " + code))
     channel.start(events.put)
-    event = events.get(timeout=30)
+    event = events.get(timeout=60)
     assert isinstance(event, AgentLost)
     for word in words:
         assert word in event.reason
     channel.close()
     channel.kill()
-    channel.join(5)
+    channel.join(60)
 
 
 def test_sweeping_a_job_that_never_was_finds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

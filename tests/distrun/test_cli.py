@@ -300,7 +300,7 @@ def test_a_watched_list_says_how_it_ends_and_leaves_the_screen_clean(distrun: Di
                 data += b"\x03"
             shown += data
     os.close(ours)
-    assert child.wait(30) == 0
+    assert child.wait(60) == 0
     _, _, after = shown.partition(b"\x1b[?1049l")  # back from the second screen
     assert b"^C" not in after
     assert b"ends this" not in after

@@ -11,6 +11,8 @@ import pytest
 from distrun.cli import writer
 from distrun.cli.console import Console, wants_colour
 
+LIMIT_S = 60.0
+
 
 class Reader:
     """Two pipes; their ends are read when told to."""
@@ -36,7 +38,7 @@ class Reader:
         os.close(self.out)
         os.close(self.err)
         for thread in self._threads:
-            thread.join(10)
+            thread.join(LIMIT_S)
         return self.got
 
 
@@ -91,7 +93,7 @@ def test_a_reader_that_sleeps_stalls_nobody_and_loses_nothing(
             file.write(data)
             printer.output("worker-0", "h", stream, data, at)
             expected[stream] += data
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < LIMIT_S
     reader.start()
     assert reader.finish(printer) == expected
 
@@ -131,7 +133,7 @@ def test_a_reader_that_goes_away_ends_the_printing_there_only(reader: Reader) ->
     printer.close()
     os.close(reader.out)
     os.close(reader.err)
-    thread.join(10)
+    thread.join(LIMIT_S)
     assert reader.got["err"] == b"distrun: still here\n"
 
 
@@ -211,8 +213,8 @@ def test_a_stuck_terminal_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     printer.output("worker-0", "h", "out", b"x\n" * 200_000, None)
     begun = time.monotonic()
     printer.close()
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
     os.close(main)  # the printing thread still sits in a write; now that fails
-    printer._out._thread.join(10)
+    printer._out._thread.join(LIMIT_S)
     assert not printer._out._thread.is_alive()
     os.close(terminal)

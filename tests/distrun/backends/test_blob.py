@@ -44,7 +44,7 @@ def interpreter(version: str) -> str:
     siblings = sorted(Path(found).parent.parent.glob("versions/%s.*/bin/python" % version))
     for candidate in [found, *map(str, siblings)]:
         question = [candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
-        answer = subprocess.run(question, capture_output=True, text=True, timeout=30, check=False)
+        answer = subprocess.run(question, capture_output=True, text=True, timeout=60, check=False)
         if answer.returncode == 0 and answer.stdout.strip() == version:
             return candidate
     return ""
@@ -180,14 +180,14 @@ def test_agent_ends_its_tasks_under_every_python_that_is_here(version: str) -> N
 @pytest.mark.parametrize("version", TOO_OLD)
 def test_python_that_is_too_old_is_named_with_the_fix(version: str) -> None:
     command = blob.command(need(version))
-    done = subprocess.run(command, input=blob.build(), capture_output=True, timeout=30, check=False)
+    done = subprocess.run(command, input=blob.build(), capture_output=True, timeout=60, check=False)
     assert done.returncode == 1
     assert b"the agent needs 3.8 or newer" in done.stderr
     assert done.stdout == b""
 
 
 def test_input_that_ends_too_early_is_said_plainly() -> None:
-    done = subprocess.run(blob.command(sys.executable), input=b"abc", capture_output=True, timeout=30, check=False)
+    done = subprocess.run(blob.command(sys.executable), input=b"abc", capture_output=True, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stderr.strip() == b"distrun: standard input ended before the agent had arrived"
 
@@ -215,7 +215,7 @@ def with_importer(old: str, new: str) -> bytes:
 def test_traceback_of_the_agent_names_file_and_line_of_the_checkout() -> None:
     failing = "from distrun_runtime.contract import wire\nwire.encode({'type': 'x', 'bad': {1, 2}})\n"
     line = with_importer(MAIN, failing)
-    done = subprocess.run(blob.command(sys.executable), input=line, capture_output=True, timeout=30, check=False)
+    done = subprocess.run(blob.command(sys.executable), input=line, capture_output=True, timeout=60, check=False)
     found = re.search(r'File "<distrun agent>/distrun_runtime/contract/wire.py", line (\d+)', done.stderr.decode())
     assert found
     source = next(path for path in sources() if path.name == "wire.py").read_text("utf-8")
@@ -252,7 +252,7 @@ def test_the_first_agent_keeps_its_modules_compiled_for_the_next(tmp_path: Path)
     file.write_bytes(marshal.dumps(codes))
     environment = dict(os.environ, XDG_CACHE_HOME=str(tmp_path))
     command = blob.command(sys.executable)
-    done = subprocess.run(command, input=blob.build(), capture_output=True, timeout=30, check=False, env=environment)
+    done = subprocess.run(command, input=blob.build(), capture_output=True, timeout=60, check=False, env=environment)
     assert (done.returncode, done.stdout) == (5, b"kept\n"), "it was used"
     codes["distrun_runtime.agent.__main__"] = b"broken"
     file.write_bytes(marshal.dumps(codes))
@@ -305,6 +305,6 @@ def test_agent_starts_fast() -> None:
     line = with_importer(MAIN, timing)
     command = blob.command(sys.executable)
     times = [
-        float(subprocess.run(command, input=line, capture_output=True, timeout=30, check=True).stdout) for _ in range(5)
+        float(subprocess.run(command, input=line, capture_output=True, timeout=60, check=True).stdout) for _ in range(5)
     ]
     assert min(times) < 0.15, times

@@ -98,7 +98,7 @@ def test_a_signal_is_128_and_its_number() -> None:
 
 
 def test_what_takes_too_long_is_ended_and_says_so() -> None:
-    found = run("echo begun; [ $DISTRUN_HOST = a ] || sleep 600", limit_s=2.0)
+    found = run("echo begun; [ $DISTRUN_HOST = a ] || sleep 600", limit_s=5.0)
     assert ran(found).code == 0
     assert (ran(found, "b").code, ran(found, "b").is_late, bytes(ran(found, "b").out)) == (124, True, b"begun\n")
 
@@ -212,7 +212,7 @@ def test_a_host_that_is_lost_before_all_output_came_is_told() -> None:
 def test_who_reads_slowly_is_no_reason_to_lose_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distrun.fleet.talk.PING_S", 0.05)
     monkeypatch.setattr("distrun.fleet.relay.ROOM", 1)
-    monkeypatch.setattr(running, "SETTLE_S", 0.1)
+    monkeypatch.setattr(running, "SETTLE_S", 1.0)
     pings, taken, enough = [], [], threading.Event()
 
     def reply(header: dict[str, Any]) -> Sequence[events.Event]:
@@ -223,12 +223,12 @@ def test_who_reads_slowly_is_no_reason_to_lose_a_host(monkeypatch: pytest.Monkey
             return [piece(2, b"cd")]
         if header["type"] == "ping":
             pings.append(header)
-            if len(pings) > 5:
+            if len(pings) > 40:  # 2 s
                 enough.set()
         return []
 
     def read(host: str, stream: str, data: bytes) -> None:
-        taken.append(data if enough.wait(30) else b"nobody was pinged meanwhile")
+        taken.append(data if enough.wait(60) else b"nobody was pinged meanwhile")
 
     assert scripted(reply, on_output=read).problem is None
     assert taken == [b"ab", b"cd"]

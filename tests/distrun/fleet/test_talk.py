@@ -71,7 +71,7 @@ def answering(host: str, value: object) -> Scripted:
     return Scripted(host, [events.AgentHello(host)], reply)
 
 
-def ask(*channels: Scripted, limit_s: float = 5.0) -> dict[str, Answer | Problem]:
+def ask(*channels: Scripted, limit_s: float = 60.0) -> dict[str, Answer | Problem]:
     hosts = [Host(channel.host) for channel in channels]
     return fleet.ask(Backend(*channels), hosts, "survey", {"x": 1}, limit_s)  # type: ignore[arg-type]
 
@@ -102,18 +102,18 @@ def test_an_agent_that_is_lost_before_it_answers_is_a_problem() -> None:
 
 
 def test_an_agent_that_does_not_answer_in_time_is_named() -> None:
-    found = ask(Scripted("a", [events.AgentHello("a")]), answering("b", 2), limit_s=0.05)
+    found = ask(Scripted("a", [events.AgentHello("a")]), answering("b", 2), limit_s=1.0)
     assert found["b"] == Answer(2)
-    assert found["a"] == Problem("a", "timeout", "its agent did not answer 'survey' within 0.05 s")
+    assert found["a"] == Problem("a", "timeout", "its agent did not answer 'survey' within 1 s")
 
 
 def test_a_host_that_says_nothing_at_all_is_given_up_and_not_asked_again() -> None:
     silent = Scripted("a", [])
     with Fleet(Backend(silent), [Host("a")], hello_s=0.05) as talk:  # type: ignore[arg-type]
-        first = talk.ask("survey", {}, 5.0)
+        first = talk.ask("survey", {}, 60.0)
         began = time.monotonic()
-        second = talk.ask("survey", {}, 5.0)
-        assert time.monotonic() - began < 4.0
+        second = talk.ask("survey", {}, 60.0)
+        assert time.monotonic() - began < 30.0
     assert first == second == {"a": Problem("a", "timeout", "no agent answered within 0.05 s")}
     assert silent.heard == []
 
@@ -136,13 +136,13 @@ def test_an_answer_that_comes_late_is_not_taken_for_the_next_one() -> None:
     channel = Scripted("a", [events.AgentHello("a")], reply)
     with Fleet(Backend(channel), [Host("a")]) as talk:  # type: ignore[arg-type]
         assert isinstance(talk.ask("survey", {}, 0.05)["a"], Problem)
-        assert talk.ask("survey", {}, 5.0) == {"a": Answer("right")}
+        assert talk.ask("survey", {}, 60.0) == {"a": Answer("right")}
 
 
 def test_arguments_may_differ_by_host_and_only_some_may_be_asked() -> None:
     channels = answering("a", 1), answering("b", 2)
     with Fleet(Backend(*channels), HOSTS[:2]) as talk:  # type: ignore[arg-type]
-        assert talk.ask("survey", lambda host: {"me": host}, 5.0, ["b"]) == {"b": Answer(2)}
+        assert talk.ask("survey", lambda host: {"me": host}, 60.0, ["b"]) == {"b": Answer(2)}
     assert [header["type"] for header in channels[0].heard] == ["end"]
     assert channels[1].heard[0]["args"] == {"me": "b"}
 
@@ -150,7 +150,7 @@ def test_arguments_may_differ_by_host_and_only_some_may_be_asked() -> None:
 def test_ctrl_c_closes_every_channel() -> None:
     channel = answering("a", 1)
     with pytest.raises(KeyboardInterrupt), Fleet(Backend(channel), [Host("a")]) as talk:  # type: ignore[arg-type]
-        talk.ask("survey", {}, 5.0)
+        talk.ask("survey", {}, 60.0)
         raise KeyboardInterrupt
     assert channel.is_killed
 
@@ -171,12 +171,12 @@ class Local:
 
 def test_real_agents_answer_and_refuse_what_they_do_not_know() -> None:
     with Fleet(Local(), HOSTS) as talk:  # type: ignore[arg-type]
-        for each in talk.ask("survey", {}, 30.0).values():
+        for each in talk.ask("survey", {}, 60.0).values():
             assert isinstance(each, Answer)
             assert set(each.value) == {"jobs", "uid", "hostname"}
-        unknown = talk.ask("nonsense", {}, 30.0)["a"]
+        unknown = talk.ask("nonsense", {}, 60.0)["a"]
         assert isinstance(unknown, Problem)
         assert "no tool 'nonsense'" in unknown.text
-        malformed = talk.ask("match", {"regex": "("}, 30.0)["b"]
+        malformed = talk.ask("match", {"regex": "("}, 60.0)["b"]
         assert isinstance(malformed, Problem)
         assert "no regular expression" in malformed.text

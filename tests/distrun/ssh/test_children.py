@@ -18,7 +18,7 @@ from distrun.ssh.openssh import OpensshLink
 from distrun.ssh.resolve import Resolved
 from distrun.ssh.target import Target
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 
 
 def wait(condition: Callable[[], object], what: str) -> None:

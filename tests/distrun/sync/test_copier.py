@@ -18,7 +18,7 @@ from fakehosts import FakeHosts, Sink, living, tree, write
 
 from distrun.errors import UsageError
 from distrun.ssh.target import Target
-from distrun.sync import Copier, Rules, error, make_rules
+from distrun.sync import Copier, Rules, error, make_rules, transfer
 from distrun.sync.result import Result, told
 from distrun_runtime.coordinator.events import Prepared, PrepareFailed
 
@@ -304,6 +304,14 @@ def test_a_disk_that_cannot_hold_it_is_said_before_anything_is_sent(bench: Bench
     assert bench.there("d1") == {}
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a host does after a copy that failed is waited for as long as a busy machine takes."""
+    monkeypatch.setattr(transfer, "LAST_WORDS_S", LIMIT_S)
+    monkeypatch.setattr(transfer, "KILL_AFTER_S", LIMIT_S)
+
+
+@pytest.mark.usefixtures("patient")
 def test_a_full_disk_leaves_the_old_tree_and_nothing_half(bench: Bench) -> None:
     bench.copy("d1")
     write(bench.source, **{"train.py": "new", "big": "x" * 400_000})
@@ -344,6 +352,7 @@ def test_what_is_not_another_copys_doing_fails_at_once(bench: Bench) -> None:
     assert len(_lines(bench.hosts.root / "runs")) == 1
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_copy_that_is_cancelled_leaves_nothing_half_and_takes_away_what_a_killed_one_left(bench: Bench) -> None:
     bench.copy("d1")
     job = bench.hosts.home("d1") / "job"
