@@ -176,7 +176,7 @@ class Postoffice:
     def _hear(self, link: str, arrived: Message) -> None:
         try:
             actions = self._role.handle(role.Heard(link, arrived), self._clock())
-        except (LookupError, TypeError, ValueError, AttributeError) as err:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as err:
             # A body that lacks or garbles a member is its sender's mistake: this node lives and says no.
             where = traceback.format_exc()
             self._trace.log("ERROR", "event=malformed link=%s kind=%s %s" % (link, arrived.kind.name, where))

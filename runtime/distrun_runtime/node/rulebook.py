@@ -78,7 +78,7 @@ class Rulebook:
             except KVError as err:
                 actions += change.then(Answers(errors=[str(err)]))
                 continue
-            except (LookupError, TypeError, ValueError, AttributeError) as err:
+            except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as err:
                 # Its sender's mistake; it may be another's message that we are handling now.
                 actions += change.then(Answers(errors=["RULE is malformed: %s: %s" % (type(err).__name__, err)]))
                 continue

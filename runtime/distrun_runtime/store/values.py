@@ -170,7 +170,8 @@ def output_of(key: Key, out: object) -> Array:
         raise KVError("key %r: the output is read-only; give an array that can be written, or a copy" % key)
     if not out.dtype.isnative:
         raise KVError("key %r: the output's byte order is foreign (%s); give a native one" % (key, out.dtype.str))
-    return _own_bfloat16(out)
+    # A view of a class derived from it, such as numpy.matrix: that need not behave as an array does.
+    return _own_bfloat16(np.asarray(out))
 
 
 def _memory(value: object) -> Array:

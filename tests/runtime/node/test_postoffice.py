@@ -43,7 +43,7 @@ class Echo:
             return [role.Finish(0)]
         if isinstance(event, role.Heard):
             answer = Message(event.message.kind, Flag.REPLY, request=event.message.request)
-            return [role.Send(event.link, answer)] if event.message.body["must"] else []
+            return [role.Send(event.link, answer)] if int(event.message.body["must"]) else []
         return []
 
     def tick(self, now: float) -> list[role.Action]:
@@ -148,9 +148,11 @@ def test_a_body_that_lacks_a_member_is_refused_and_the_node_lives(office: Office
     assert answer.is_error
     assert answer.request == 6
     assert answer.body["reason"] == "KEYS is malformed: KeyError: 'must'"
+    answer = wire.say(Message(Kind.KEYS, request=8, body={"must": float("inf")}))
+    assert answer.body["reason"] == "KEYS is malformed: OverflowError: cannot convert float infinity to integer"
     assert wire.say(Message(Kind.BARRIER, request=7, body={"must": 1})).request == 7
     assert "event=malformed" in office.out.getvalue()
-    assert office.out.getvalue().count("\n") == 1
+    assert office.out.getvalue().count("\n") == 2
 
 
 @pytest.mark.parametrize("body", [{"rank": float("inf")}, {"nonce": "\ud800"}, {"version": [1]}, {"role": None}])

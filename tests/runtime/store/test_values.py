@@ -200,6 +200,18 @@ def test_an_output_is_a_writable_numpy_array() -> None:
             output_of("w", given)
 
 
+def test_an_output_of_a_class_of_its_own_is_filled_as_the_array_that_it_is() -> None:
+    """A numpy.matrix stays of two dimensions when it is flattened: pieces after the first went nowhere."""
+
+    class Matrix(np.ndarray):
+        """As numpy's, which warns."""
+
+    matrix = np.zeros((2, 3)).view(Matrix)
+    out = output_of("w", matrix)
+    assert type(out) is np.ndarray
+    assert np.shares_memory(out, matrix)
+
+
 def test_one_key_or_a_list_is_a_list_with_each_key_once() -> None:
     assert keys_of("w") == ["w"]
     assert keys_of(np.int8(3)) == [3]
