@@ -62,7 +62,7 @@ from distrun_runtime.trainer import Parameter, Trainer
 for devices in (1, 2):
     weight = Parameter([np.zeros(2) for _ in range(devices)], [np.ones(2) for _ in range(devices)])
     Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore="summing").step(1)
-    print([list(one) for one in weight.list_data()])
+    print([one.tolist() for one in weight.list_data()])
 """
     assert run(sys.executable, program % block).splitlines()[1:] == [
         "[[-1.0, -1.0]]",
