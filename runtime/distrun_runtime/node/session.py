@@ -8,6 +8,7 @@ and the exit handlers do nothing.
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import re
 import sys
@@ -48,7 +49,7 @@ class Session:
         self._trace = Trace(config.verbose, lambda: self.worker.me)
         self._office = Postoffice(self._transport, self.worker, config.token, self._trace, publish=publish)
         self._thread = threading.Thread(target=self._run, name="distrun-node", daemon=True)
-        self._stores = 0
+        self._numbers = itertools.count(1)
         self._flushers: list[Callable[[], None]] = []
         self._crash: BaseException | None = None
         self._is_over = False
@@ -81,8 +82,7 @@ class Session:
 
     def next_store(self) -> int:
         """Return the number of a new store: stores are numbered in order of creation, alike on all workers."""
-        self._stores += 1
-        return self._stores
+        return next(self._numbers)
 
     def ask(
         self,
@@ -121,6 +121,10 @@ class Session:
         """Call `flush` before BYE."""
         self._flushers.append(flush)
 
+    def not_before_end(self, flush: Callable[[], None]) -> None:
+        """Take back a `before_end`: its store is closed."""
+        self._flushers.remove(flush)
+
     def note_crash(self, error: BaseException) -> None:
         """The script failed: the end will be an ABORT that names `error`."""
         if self._crash is None:
@@ -146,7 +150,7 @@ class Session:
 
     def _flush(self) -> BaseException | None:
         errors: list[BaseException] = []
-        for flush in self._flushers:
+        for flush in list(self._flushers):
             try:
                 flush()
             except Exception as err:

@@ -220,6 +220,8 @@ def write_manifest(folder: str, manifest: Mapping[str, Any], host: str) -> None:
         os.replace(temporary, path)
         _settle_folder(path.parent)
     except OSError as err:
+        with suppress(OSError):
+            temporary.unlink()
         raise KVError("the manifest %s cannot be written on host %s: %s" % (path, host, err)) from err
     for other in path.parent.glob(DATA + "*"):
         # The folder is the user's: only names that `new_part` makes are ours to remove.

@@ -265,7 +265,11 @@ class DistStore(KVStore):
         self._link.scheduler("leave", Kind.LEFT, {})
 
     def _close(self) -> None:
-        self._settle()
+        try:
+            self._settle()
+        finally:
+            # Nothing is left to flush, and what the store holds may go.
+            self._node.not_before_end(self._flush_at_end)
 
     def _abort(self, error: BaseException) -> None:
         self._node.note_crash(error)

@@ -150,6 +150,13 @@ def test_a_manifest_comes_back(tmp_path: Path) -> None:
     assert statefile.read_manifest(str(tmp_path), "d1") == manifest("data-1")
 
 
+def test_a_manifest_that_cannot_be_put_in_its_place_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").mkdir()
+    with pytest.raises(KVError, match=r"the manifest .*manifest\.json cannot be written on host d1: "):
+        statefile.write_manifest(str(tmp_path), manifest("data-1"), "d1")
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
 def test_data_of_earlier_saves_is_removed_once_the_new_manifest_is_there(tmp_path: Path) -> None:
     parts = [statefile.new_part() for _ in range(2)]
     for part in parts:

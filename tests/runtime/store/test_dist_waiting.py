@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from distrun_runtime.errors import KVError, PeerLost, RuleError, StoreClosed, TimedOut
 from distrun_runtime.net.inproc import InprocNetwork
+from distrun_runtime.node.session import Session
 from distrun_runtime.store.dist import DistStore
 from distrun_runtime.store.pieces import Target
 
@@ -309,6 +312,23 @@ def test_a_store_that_another_thread_closes_meanwhile_takes_no_push() -> None:
 
     with Cluster(1, 1, over="inproc") as job:
         job.run(script)
+
+
+def test_what_a_closed_store_held_is_free() -> None:
+    """The session kept every store of a script until its end."""
+
+    def script(session: Session) -> None:
+        kv = DistStore("dist_sync", session)
+        kv.init("w", full(0))
+        kv.push("w", full(1), wait=False)
+        kv.close()
+        held = weakref.ref(kv)
+        del kv
+        gc.collect()
+        assert held() is None
+
+    with Cluster(1, 1, over="inproc") as job:
+        job.run_sessions(script)
 
 
 def test_a_barrier_that_is_not_reached_by_all_times_out_with_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
