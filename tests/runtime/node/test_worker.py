@@ -25,7 +25,7 @@ class Rig:
 
     def __init__(self, *, is_ready: bool = True) -> None:
         self.ready = Pending("registration")
-        self.worker = Worker(config("worker", root_port=9), "tcp://127.0.0.1:7", self.ready)
+        self.worker = Worker(config("worker", root_port=9, start_timeout_s=20.0), "tcp://127.0.0.1:7", self.ready)
         self.do(self.worker.start(0))
         if is_ready:
             self.welcome("scheduler")
