@@ -90,31 +90,14 @@ def read(role: str, env: Mapping[str, str] | None = None) -> Config:
     Raises:
         ContractError: a variable is missing or wrong: which, what was found, what would be right.
     """
-    if not environ.text("DMLC_NUM_WORKER", env):
-        raise ContractError(
-            "a dist store needs a job: DMLC_NUM_WORKER is not set. Start the program with"
-            " `distrun launch -n 2 -s 2 python ...`, or set DMLC_ROLE, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT,"
-            " DMLC_NUM_WORKER and DMLC_NUM_SERVER by hand; `local` needs none of them"
-        )
-    servers = environ.need("DMLC_NUM_SERVER", env)
-    if servers == 0:
-        raise ContractError(
-            "this job has no servers (DMLC_NUM_SERVER=0), and a dist store needs at least one: launch with -s 1 or more"
-        )
+    workers, servers = _counts(env)
     publishes = role == "scheduler" and not environ.text("DMLC_PS_ROOT_PORT", env)
     root = "" if publishes else str(environ.need("DMLC_PS_ROOT_URI", env))
-    beat_s = environ.read("PS_HEARTBEAT_INTERVAL", env)
-    timeout_s = environ.read("PS_HEARTBEAT_TIMEOUT", env)
-    if timeout_s <= beat_s:
-        raise ContractError(
-            "PS_HEARTBEAT_TIMEOUT=%g is not longer than PS_HEARTBEAT_INTERVAL=%g on host %s: expected several intervals"
-            % (timeout_s, beat_s, socket.gethostname())
-        )
     return Config(
         role=role,
         rank=-1 if role == "scheduler" else _rank(role, env),
         job=environ.text("DISTRUN_JOB_ID", env) or OPEN_JOB,
-        workers=environ.need("DMLC_NUM_WORKER", env),
+        workers=workers,
         servers=servers,
         root=address.resolve_host(root) if root and role != "scheduler" else root,
         root_port=0 if publishes else environ.need("DMLC_PS_ROOT_PORT", env),
@@ -122,7 +105,7 @@ def read(role: str, env: Mapping[str, str] | None = None) -> Config:
         host=environ.text("DISTRUN_HOST", env) or socket.gethostname(),
         token=_token(env),
         incarnation=environ.read("DISTRUN_RESTART", env),
-        heartbeat=Heartbeat(beat_s, timeout_s),
+        heartbeat=_heartbeat(env),
         start_timeout_s=environ.read("DISTRUN_START_TIMEOUT", env),
         op_timeout_s=environ.read("DISTRUN_OP_TIMEOUT", env),
         bigarray_bound=environ.read("MXNET_KVSTORE_BIGARRAY_BOUND", env),
@@ -147,6 +130,32 @@ def port_range(text: str) -> tuple[int, ...]:
     if not (dash and low.isdigit() and high.isdigit() and 0 < int(low) <= int(high) < 65536):
         raise ContractError("DISTRUN_PORT_RANGE=%r: expected A-B with 1 <= A <= B <= 65535, such as 20000-20100" % text)
     return tuple(range(int(low), int(high) + 1))
+
+
+def _counts(env: Mapping[str, str] | None) -> tuple[int, int]:
+    """Return how many workers and servers the job has."""
+    if not environ.text("DMLC_NUM_WORKER", env):
+        raise ContractError(
+            "a dist store needs a job: DMLC_NUM_WORKER is not set. Start the program with"
+            " `distrun launch -n 2 -s 2 python ...`, or set DMLC_ROLE, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT,"
+            " DMLC_NUM_WORKER and DMLC_NUM_SERVER by hand; `local` needs none of them"
+        )
+    servers = environ.need("DMLC_NUM_SERVER", env)
+    if servers == 0:
+        raise ContractError(
+            "this job has no servers (DMLC_NUM_SERVER=0), and a dist store needs at least one: launch with -s 1 or more"
+        )
+    return environ.need("DMLC_NUM_WORKER", env), servers
+
+
+def _heartbeat(env: Mapping[str, str] | None) -> Heartbeat:
+    interval_s, timeout_s = environ.read("PS_HEARTBEAT_INTERVAL", env), environ.read("PS_HEARTBEAT_TIMEOUT", env)
+    if timeout_s <= interval_s:
+        raise ContractError(
+            "PS_HEARTBEAT_TIMEOUT=%g is not longer than PS_HEARTBEAT_INTERVAL=%g on host %s: expected several intervals"
+            % (timeout_s, interval_s, socket.gethostname())
+        )
+    return Heartbeat(interval_s, timeout_s)
 
 
 def _names(text: str) -> tuple[str, ...]:
