@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from distrun_runtime.errors import KVError
 from distrun_runtime.net.handshake import Identity
 from distrun_runtime.net.message import Kind, Message
 from distrun_runtime.node import role, statefile, work
 from distrun_runtime.node.counters import Counters
 from distrun_runtime.node.profile import Recorder
-from distrun_runtime.node.replies import answer, refusal
+from distrun_runtime.node.replies import answer, failed, refusal
 from distrun_runtime.node.slots import Slot, Store
 
 Stores = dict[int, Store]
@@ -65,7 +64,7 @@ class Control:
         if not isinstance(what, (work.TryRule, work.SetRule, work.Save, work.Load)):
             return None
         if event.error is not None:
-            return [role.Send(role.SCHEDULER_LINK, _refusal(what.message, event))]
+            return [role.Send(role.SCHEDULER_LINK, failed(what.message, event))]
         body: dict[str, Any] = {}
         if isinstance(what, work.SetRule):
             stores.setdefault(what.store, Store(what.store)).has_rule = what.spec is not None
@@ -118,15 +117,6 @@ class Control:
         if not self._recorder.is_on:
             return refusal(message, "%s on host %s is not being profiled" % (me.name, me.host))
         return answer(message, {"events": self._recorder.stop("%s@%s" % (me.name, me.host))})
-
-
-def _refusal(request: Message, event: role.Done) -> Message:
-    assert event.error is not None
-    if isinstance(event.error, KVError):
-        return refusal(request, str(event.error))
-    # A user's class or function, most likely; where it failed is only known here.
-    reason = "%s: %s" % (type(event.error).__name__, event.error)
-    return refusal(request, reason, "RuleError", event.traceback)
 
 
 def _open_round(store: Store, message: Message, workers: int) -> str:

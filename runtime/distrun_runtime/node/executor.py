@@ -12,9 +12,9 @@ from typing import Any, Optional, cast
 
 from distrun_runtime.algo import rows as rowcodec
 from distrun_runtime.algo import rules
-from distrun_runtime.device.dtypes import narrow
+from distrun_runtime.device.dtypes import Array, narrow
 from distrun_runtime.errors import KVError
-from distrun_runtime.net.message import Entry, Kind, Message
+from distrun_runtime.net.message import DTYPES, Entry, Kind, Message
 from distrun_runtime.node import checks, lending, role, states, work
 from distrun_runtime.node.counters import Counters
 from distrun_runtime.node.profile import Recorder
@@ -70,6 +70,15 @@ class Executor:
     def _fill(self, what: work.Fill) -> None:
         weight = elements(what.payload, what.dtype).copy()
         self.shelves[what.slot] = Shelf(weight, what.key, what.shape, what.row_size)
+
+    def _tryfill(self, what: work.TryFill) -> None:
+        message = what.message
+        rule, names = self.rules[message.store], dict(message.body.get("names", ()))
+        for entry, payload in zip(message.entries, message.payloads, strict=True):
+            try:
+                _take(rule, elements(payload, DTYPES[entry.dtype]))
+            except KVError as err:
+                raise KVError("key %r: %s" % (names.get(entry.key, entry.key), err)) from None
 
     def _assign(self, what: work.Assign) -> None:
         shelf = self.shelves[what.slot]
@@ -205,15 +214,16 @@ class Executor:
             return
         spec = rules.RuleSpec.from_json(what.spec)
         rule = self._made(what.store, spec)
-        if spec.name not in rules.RULES:
-            # A user's rule may not like a weight, and is to say so before any server has it.
-            for shelf in self._of_store(what.store).values():
-                rule.new_state(shelf.weight)
+        for shelf in self._of_store(what.store).values():
+            _take(rule, shelf.weight)
 
     def _made(self, store: int, spec: rules.RuleSpec) -> rules.Rule:
         rule = rules.rule_of(spec, self._imports)
         for shelf in self._of_store(store).values():
-            rule.check(shelf.weight.dtype)
+            try:
+                rule.check(shelf.weight.dtype)
+            except KVError as err:
+                raise KVError("key %r: %s" % (shelf.key, err)) from None
         return rule
 
     def _setrule(self, what: work.SetRule) -> bool:
@@ -253,3 +263,11 @@ class Executor:
 
     def _of_store(self, store: int) -> dict[SlotId, Shelf]:
         return {slot: shelf for slot, shelf in self.shelves.items() if slot.store == store}
+
+
+def _take(rule: rules.Rule, weight: Array) -> None:
+    """Return if a rule takes a weight; else raise what it says."""
+    rule.check(weight.dtype)
+    if rule.name not in rules.RULES:
+        # A user's rule may not like a weight, and is to say so before any server has it.
+        rule.new_state(weight)

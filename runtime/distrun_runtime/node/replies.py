@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from distrun_runtime.errors import KVError
 from distrun_runtime.net.message import Flag, Message
+from distrun_runtime.node import role
 
 
 def answer(request: Message, body: Mapping[str, Any] | None = None) -> Message:
@@ -23,3 +25,13 @@ def refusal(request: Message, reason: str, error: str = "KVError", traceback: st
     body = {"reason": reason, "error": error, **more}
     flags = Flag.REPLY | Flag.ERROR
     return Message(request.kind, flags, store=request.store, request=request.request, body=body)
+
+
+def failed(request: Message, event: role.Done) -> Message:
+    """Return the refusal of a request whose work failed."""
+    assert event.error is not None
+    if isinstance(event.error, KVError):
+        return refusal(request, str(event.error))
+    # A user's class or function, most likely; where it failed is only known here.
+    reason = "%s: %s" % (type(event.error).__name__, event.error)
+    return refusal(request, reason, "RuleError", event.traceback)

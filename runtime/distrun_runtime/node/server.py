@@ -16,7 +16,7 @@ from distrun_runtime.node.counters import Counters
 from distrun_runtime.node.neighbours import Neighbours
 from distrun_runtime.node.profile import Recorder
 from distrun_runtime.node.pulls import Pulls
-from distrun_runtime.node.replies import answer, refusal
+from distrun_runtime.node.replies import answer, failed, refusal
 from distrun_runtime.node.roster import from_json
 from distrun_runtime.node.rounds import Rounds
 from distrun_runtime.node.slots import Slot, Store
@@ -213,12 +213,18 @@ class Server:
         wrong = checks.against_init(store, message)
         if wrong:
             return [self._refuse(link, message, wrong)]
-        actions: list[role.Action] = []
         if message.body.get("assign"):
+            actions: list[role.Action] = []
             for entry, payload in zip(message.entries, message.payloads, strict=True):
                 store.slot(entry).is_fresh = True
                 actions.append(role.Work(work.Assign(store.id_of(entry), payload, DTYPES[entry.dtype])))
             return [*actions, role.Send(link, answer(message))]
+        if store.has_rule:
+            return [role.Work(work.TryFill(link, message), True)]
+        return self._fill(link, store, message)
+
+    def _fill(self, link: str, store: Store, message: Message) -> list[role.Action]:
+        actions: list[role.Action] = []
         store.is_sync = "async" not in str(message.body.get("type", ""))
         store.staleness = message.body.get("staleness")
         for entry, payload in zip(message.entries, message.payloads, strict=True):
@@ -247,6 +253,10 @@ class Server:
                 store, wrong = self._stores[what.message.store], checks.server_error(event.error)
                 return self._refuse_data(what.link, what.rank, store, what.message, wrong)
             return self._accept(what.link, what.rank, self._stores[what.message.store], what.message)
+        if isinstance(what, work.TryFill):
+            if event.error is not None:
+                return [role.Send(what.link, failed(what.message, event))]
+            return self._fill(what.link, self._store(what.message.store), what.message)
         if isinstance(what, work.Steps):
             return self._rounds.stepped(self._stores[what.message.store], event)
         assert isinstance(what, work.Finish)

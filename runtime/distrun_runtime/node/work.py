@@ -63,6 +63,14 @@ class Fill:
 
 
 @dataclass(frozen=True)
+class TryFill:
+    """Find out whether the store's rule takes the values of an INIT, and change nothing."""
+
+    link: str
+    message: Message
+
+
+@dataclass(frozen=True)
 class Assign:
     """Another value for the slot; the rule's state and rounds go on."""
 

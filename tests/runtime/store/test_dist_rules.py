@@ -10,6 +10,7 @@ import pytest
 from cluster import Cluster
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rules_of_users import Choosy
 
 from distrun_runtime.algo import rules, schedule
 from distrun_runtime.device import dtypes
@@ -69,6 +70,36 @@ def test_a_learning_rate_changed_while_running_reaches_all_servers_before_the_ca
 
     with Cluster(over="inproc", bigarray_bound=BOUND) as job:
         job.run(script)
+
+
+@pytest.mark.parametrize("type_name", ["dist_sync", "dist_async"])
+def test_init_refuses_values_that_the_rule_does_not_take(type_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a local store does. They were taken, each push of them failed, and no rule could be changed any more."""
+    monkeypatch.setattr(Choosy, "refused", 5)
+
+    def script(kv: DistStore) -> None:
+        kv.init("w", full(0))
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        kv.barrier()
+        with pytest.raises(KVError, match="key 'i': rule 'sgd' updates float weights, not int64"):
+            kv.init(["v", "i"], [full(0), np.zeros(3, np.int64)])
+        kv.set_learning_rate(0.5)
+        kv.init("i", full(0))
+        kv.pushpull("i", full(1), full(0))
+        kv.barrier()
+        kv.set_optimizer("rules_of_users:Choosy", replace=True)
+        with pytest.raises(RuleError if kv.rank == 0 else KVError, match="ValueError: 5 elements are too many"):
+            kv.init("five", np.zeros(5))
+        with pytest.raises(KVError, match="'five' was never initialised"):
+            kv.push("five", np.zeros(5))
+        kv.init("six", np.zeros(6))
+        kv.set_updater(None)
+        kv.init("n", np.zeros(3, np.int64))
+        with pytest.raises(KVError, match="key 'n': rule 'adam' updates float weights, not int64"):
+            kv.set_optimizer("adam")
+
+    with Cluster(2, 1, over="inproc", imports=("rules_of_users",)) as job:
+        job.run(script, type_name)
 
 
 def test_a_change_without_a_rule_or_of_an_unknown_parameter_is_refused() -> None:
