@@ -15,6 +15,10 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
 
+# How wide and how colourful a screen is, is what a test says, not who runs it.
+for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE"):
+    os.environ.pop(name, None)
+
 # The same examples in every run, so that none fails by luck, and no example is too slow on a busy machine. To look for
 # new ones: --hypothesis-profile=default
 settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -117,21 +117,21 @@ def test_a_launcher_that_is_ended_midway_leaves_no_process_and_the_tree_of_befor
 
 def test_a_job_runs_what_was_just_copied_and_a_failed_copy_starts_nothing(lab: Site) -> None:
     write(lab.work, **{"train.py": "import os; print('one', os.getcwd())"})
-    command = ("launch", "-n", "2", "-s", "0", "--hosts", "h1,h2", "--sync-dst-dir", "/tmp/mxnet_job/")
+    command = ("launch", "-n", "2", "-s", "0", "--hosts", "h1,h2", "--sync-dst-dir", "/tmp/sync_job/")
     done = lab.distrun(*command, "python3", "train.py")
     err = of(done)
-    assert done.out.count("one /tmp/mxnet_job") == 2
-    assert "rsync %s/ -> h1:/tmp/mxnet_job/" % lab.work in err
+    assert done.out.count("one /tmp/sync_job") == 2
+    assert "rsync %s/ -> h1:/tmp/sync_job/" % lab.work in err
     write(lab.work, **{"train.py": "print('and two')"})
     assert lab.distrun(*command, "python3", "train.py").out.count("and two") == 2
     # A host on which a file cannot be replaced: no task runs, anywhere.
     write(lab.work, **{"train.py": "print('and three')"})
-    lab["h2"].exec("sh", "-c", "cd /tmp/mxnet_job && rm train.py && mkdir train.py && touch train.py/mine")
+    lab["h2"].exec("sh", "-c", "cd /tmp/sync_job && rm train.py && mkdir train.py && touch train.py/mine")
     done = lab.distrun(*command, "python3", "train.py")
     err = of(done, 4)
     assert "three" not in done.out
     assert "h2: rsync: some files were not copied (code 23): " in err
-    assert on_host(lab, "h2", "/tmp/mxnet_job") == {"train.py/mine": ""}
+    assert on_host(lab, "h2", "/tmp/sync_job") == {"train.py/mine": ""}
 
 
 def test_what_makes_the_environment_may_come_with_the_files(lab: Site) -> None:

@@ -17,8 +17,6 @@ PYTHON = sys.executable
 TIMEOUT_S = 100.0
 AGENT = b"\0-I\0-c\0exec("
 """Part of the command line of agents and guards."""
-LOOKS = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE")
-"""Variables of whoever runs the tests: how wide and how colourful a screen is, is what the test says."""
 
 
 class Distrun:
@@ -30,8 +28,7 @@ class Distrun:
         self.work.mkdir()
         ours = {"DMLC_", "DISTRUN_", "PS_", "MXNET_", "SLURM_", "OMPI_"}
         outer = {k: v for k, v in os.environ.items() if not any(k.startswith(prefix) for prefix in ours)}
-        for name in ("DEEPLEARNING_WORKERS_PATH", *LOOKS):
-            outer.pop(name, None)
+        outer.pop("DEEPLEARNING_WORKERS_PATH", None)
         self.env = {
             **outer,
             "XDG_STATE_HOME": str(home / "state"),

@@ -28,7 +28,6 @@ from hostlab import Lab, Process, Unavailable
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 100.0
 OURS = ("DMLC_", "DISTRUN_", "PS_", "MXNET_", "SLURM_", "OMPI_", "PE_", "DEEPLEARNING_")
-LOOKS = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE")
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ class Site(Lab):
 
     def env(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
         """The launcher's variables, with a job store and caches of this test's own."""
-        outer = {name: value for name, value in os.environ.items() if not name.startswith(OURS) and name not in LOOKS}
+        outer = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
         here = {
             "XDG_STATE_HOME": str(self.home_folder / "state"),
             "XDG_CACHE_HOME": str(self.home_folder / "cache"),
