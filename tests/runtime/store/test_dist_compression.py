@@ -251,6 +251,7 @@ def test_other_codecs_on_the_way_back_are_refused_under_a_rule_and_before_the_fi
         kv.set_gradient_compression({"type": "2bit", "two_way": True})
         kv.init("wide", full(0.3, WIDE))
         assert (pulled(kv, "wide") == np.float32(0.3)).all()
+        kv.barrier()
         kv.set_optimizer("test", rescale_grad=1)
         kv.push("wide", full(0.5, WIDE))
         with pytest.raises(KVError, match="fp16, not as 2bit"):
