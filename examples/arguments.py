@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 
 from distrun_runtime.errors import RuntimeFault
 
@@ -26,7 +27,14 @@ def gpus(text: str) -> str:
 
 def run(main: Callable[[], None]) -> None:
     """Run a program: what its user can mend (a missing folder, a store without a job) is a line, no traceback."""
-    try:
-        main()
-    except (RuntimeFault, OSError, ValueError) as error:
-        sys.exit("%s: %s" % (Path(sys.argv[0]).name, error))
+    name, usual = Path(sys.argv[0]).name, sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        if isinstance(error, (RuntimeFault, OSError, ValueError)):
+            print("%s: %s" % (name, error), file=sys.stderr, flush=True)
+        else:
+            usual(kind, error, where)
+
+    # Not by sys.exit: a store that is open tells the others what failed, if the error itself ends the program.
+    sys.excepthook = tell
+    main()

@@ -229,6 +229,29 @@ def test_what_a_user_can_mend_is_said_in_a_line(
     assert "Traceback" not in said
 
 
+def test_a_worker_that_fails_so_is_a_failure_to_the_others(tmp_path: Path) -> None:
+    """cifar10_dist leaves its store open: the error itself has to get to the interpreter's hook."""
+    text = """\
+import os, runpy, sys
+sys.path.insert(0, %r)
+import datasets
+made = datasets.cifar10
+
+def cifar10(*options):
+    if os.environ["DMLC_RANK"] == "1":
+        raise FileNotFoundError("there is no data here")
+    return made(*options)
+
+datasets.cifar10 = cifar10
+runpy.run_path(%r, run_name="__main__")
+""" % (str(ROOT / "examples"), str(ROOT / "examples" / "cifar10_dist.py"))
+    launch = [sys.executable, "-m", "distrun", "launch", "-n", "2", "-s", "1", "--launcher", "local"]
+    output, said = run([*launch, python_of("torch"), "-c", text, *CIFAR, "--epochs", "1"], tmp_path, code=1)
+    assert "Traceback" not in output + said
+    assert re.search(r"^worker-1@\S+ \| cifar10_dist\.py: there is no data here$", said, re.MULTILINE)
+    assert re.search(r"worker-1 on \S+ failed with exit code 1: FileNotFoundError: there is no data here", said)
+
+
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_option_that_does_not_fit_ends_an_example_without_a_traceback(tmp_path: Path, example: str) -> None:
     _, said = alone(tmp_path, example, "--kv-store", "dist_synk", code=2)
