@@ -40,11 +40,23 @@ class KVStoreBase(ABC):
 
     @abstractmethod
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> Any:
-        """Give keys their value, rank 0's, and write it into `out` on every worker."""
+        """Give keys their value, rank 0's, and write it into `out` on every worker.
+
+        Arguments:
+            key: an int or str; a Trainer gives ints.
+            value: an array.
+            out: an array, or a list of arrays, one for each device; a Trainer gives a list.
+            priority: higher goes first, if there is a choice.
+        """
 
     @abstractmethod
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> Any:
-        """Write the sum of all workers' and devices' values into `out`; without `out`, into the values."""
+        """Write the sum of all workers' and devices' values into `out`; without `out`, into the values.
+
+        Arguments:
+            key, priority: as for `broadcast`.
+            value, out: an array, or a list of arrays, one for each device; a Trainer gives lists.
+        """
 
     @abstractmethod
     def is_capable(self, capability: str) -> bool:
