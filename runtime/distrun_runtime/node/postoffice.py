@@ -108,6 +108,11 @@ class Postoffice:
         self._asked.append(role.Asked(wish))
         self._transport.wake()
 
+    def unheard(self) -> list[object]:
+        """Return the wishes that came too late. Call it when `run` has ended."""
+        left, self._asked = self._asked, deque()
+        return [event.wish for event in left if isinstance(event, role.Asked)]
+
     def tell(self, signal: int) -> None:
         """Hand in a signal. Threads: any, also from a signal handler."""
         self._asked.append(role.Told(signal))

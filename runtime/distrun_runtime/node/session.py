@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import cast
 
 from distrun_runtime.errors import PeerLost, RuntimeFault, StoreClosed
 from distrun_runtime.net.message import Message
@@ -53,6 +54,8 @@ class Session:
         self._flushers: list[Callable[[], None]] = []
         self._crash: BaseException | None = None
         self._is_over = False
+        self._is_deaf = False
+        """The node's thread hears no more wishes."""
 
     def open(self) -> None:
         """Register and wait until all nodes are here and all servers are connected.
@@ -97,7 +100,7 @@ class Session:
 
         def send() -> None:
             self._office.ask(Request(pending, messages))
-            if not self._thread.is_alive():
+            if self._is_deaf or not self._thread.is_alive():
                 pending.resolve((), self._dead())
 
         when_done(after, send)
@@ -166,12 +169,18 @@ class Session:
         except BaseException as err:
             # Whoever waits must not wait for a thread that died.
             self._crash = err
-            error = self._dead()
-            for action in self.worker.fail(error):
-                action.pending.resolve((), action.error)
             raise
+        finally:
+            # First: who asks from now on sees it, or is found here.
+            self._is_deaf = True
+            for action in self.worker.fail(self._dead()):
+                action.pending.resolve((), action.error)
+            for wish in self._office.unheard():
+                cast("Request | Goodbye", wish).pending.resolve((), self._dead())
 
     def _dead(self) -> RuntimeFault:
+        if self._is_over:
+            return StoreClosed("this worker has left the job%s" % (": %r" % self._crash if self._crash else ""))
         return StoreClosed("the node's thread has ended%s" % (": %r" % self._crash if self._crash else ""))
 
 

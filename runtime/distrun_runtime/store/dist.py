@@ -273,6 +273,8 @@ class DistStore(KVStore):
 
     def _abort(self, error: BaseException) -> None:
         self._node.note_crash(error)
+        # Now: the script may catch the error and go on for long, and the others wait.
+        self._node.end()
 
     def _drain(self) -> None:
         """Wait until the servers have all that was pushed; raise what they have against it."""

@@ -314,6 +314,30 @@ def test_a_store_that_another_thread_closes_meanwhile_takes_no_push() -> None:
         job.run(script)
 
 
+def test_an_error_that_leaves_the_block_is_told_to_the_others_at_once() -> None:
+    """Not when the script ends: it may have caught the error, and go on for hours."""
+    told = threading.Event()
+
+    def script(kv: DistStore) -> None:
+        kv.init("w", full(0))
+        if kv.rank == 1:
+            pending = kv.barrier(wait=False)
+            with pytest.raises(ZeroDivisionError), kv:
+                raise ZeroDivisionError("mine")
+            assert told.wait(50)
+            with pytest.raises(StoreClosed, match="this worker has left the job: ZeroDivisionError"):
+                pending.wait()
+            with pytest.raises(StoreClosed):
+                DistStore("dist_sync", kv._node)
+            return
+        with pytest.raises(PeerLost, match=r"worker-1.* failed: ZeroDivisionError: mine"):
+            kv.pushpull("w", full(1), full(0))
+        told.set()
+
+    with Cluster(over="inproc") as job:
+        job.run(script)
+
+
 def test_what_a_closed_store_held_is_free() -> None:
     """The session kept every store of a script until its end."""
 
