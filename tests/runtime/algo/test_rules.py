@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distrun_runtime.algo import rules
+from distrun_runtime.algo.rules.rule import spread
 from distrun_runtime.device.dtypes import BFLOAT16, narrow, parse, widen
 from distrun_runtime.errors import KVError
 
@@ -164,6 +165,34 @@ def test_without_lazy_update_other_rows_have_a_gradient_of_0() -> None:
     weight = np.ones((3, 1))
     rule.step(weight, np.ones((1, 1)), rule.new_state(weight), rows=np.array([1]))
     assert weight.tolist() == [[0.75], [0.25], [0.75]]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("multi", [False, True])
+@pytest.mark.parametrize("name", ["sgd", "adam", "lamb", "lars"])
+def test_rows_that_step_the_whole_value_may_have_a_flat_state(name: str, dtype: str, multi: bool) -> None:
+    """Stores keep it so. The momentum of rows did not fit the table, and every push of them failed."""
+    more = {"lamb": {"lr": 0.5}, "lars": {"lr": 500, "momentum": 0.9}}.get(name, {"lazy_update": False})
+    rule = rules.make(name, {**FULL.get(name, {}), **more, "multi_precision": multi})
+    one, other = ones((6, 5), dtype), ones((6, 5), dtype)
+    flat, state = rule.new_state(one.reshape(-1)), rule.new_state(other)
+    rows = np.array([4, 1, 2])
+    for grad in gradients():
+        given_ = narrow(grad.astype(widen(one).dtype), parse(dtype))
+        dense = spread(other, given_, rows)
+        rule.step(one, given_, flat, rows=rows)
+        rule.step(other, dense, state)
+    assert np.array_equal(one, other)
+    assert all(np.array_equal(flat[key], np.reshape(value, -1)) for key, value in state.items() if key != "updates")
+
+
+def test_a_rule_may_put_another_array_into_the_state_of_rows() -> None:
+    rule = rules.make("rules_of_users:Free", {"steps": [1.0], "lazy_update": False}, ["rules_of_users"])
+    weight = np.zeros((3, 2))
+    state = rule.new_state(weight.reshape(-1))
+    rule.step(weight, np.full((1, 2), 7.0), state, rows=np.array([1]))
+    assert isinstance(state["last"], np.ndarray)
+    assert state["last"].tolist() == [0, 0, 7, 7, 0, 0]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -213,6 +213,28 @@ def test_async_pushes_of_rows_are_applied_on_arrival_and_empty_ones_change_nothi
         job.run(script, "dist_async")
 
 
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [("lamb", {}), ("lars", {"momentum": 0.5}), ("sgd", {"momentum": 0.5, "lazy_update": False})],
+)
+def test_a_rule_that_steps_all_rows_does_what_the_dense_gradient_does(name: str, params: dict[str, Any]) -> None:
+    """With lazy_update=False every push of rows failed."""
+
+    def script(kv: DistStore) -> None:
+        kv.init(["rows", "whole"], [ones(WIDE), np.ones(WIDE, "float32")])
+        kv.set_optimizer(name, learning_rate=0.5, wd=0.1, **params)
+        for rows in ([1, 100], [], [kv.rank]):
+            pushed = some(WIDE, rows)
+            kv.push(["rows", "whole"], [pushed, pushed.to_dense()])
+        outs = [np.zeros(WIDE, "float32"), np.zeros(WIDE, "float32")]
+        kv.pull(["rows", "whole"], outs)
+        assert np.allclose(outs[0], outs[1], rtol=1e-6)
+        assert (outs[0] != 1).all()
+
+    with Cluster(over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)
+
+
 def test_workers_that_disagree_about_the_kind_of_a_key_are_told() -> None:
     def script(kv: DistStore) -> None:
         with pytest.raises(KVError, match="row_sparse"):

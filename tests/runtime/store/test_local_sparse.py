@@ -134,6 +134,22 @@ def test_a_rule_touches_only_the_rows_that_were_pushed(kv: KVStore) -> None:
     assert np.allclose(weight[:, 0], [1, 0.45 - 0.275 - 0.5225, 1, 0.45], rtol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [("lamb", {}), ("lars", {"momentum": 0.5}), ("sgd", {"momentum": 0.5, "lazy_update": False})],
+)
+def test_a_rule_that_steps_all_rows_does_what_the_dense_gradient_does(
+    kv: KVStore, name: str, params: dict[str, Any]
+) -> None:
+    """Such rules failed with every push of rows."""
+    kv.init(["a", "b"], [RowSparse.from_dense(np.ones(SHAPE)), np.ones(SHAPE)])
+    kv.set_optimizer(name, learning_rate=0.5, wd=0.1, **params)
+    for rows in ([1], [3, 1], []):
+        kv.push(["a", "b"], [ones(rows), ones(rows).to_dense()])
+    assert np.array_equal(dense(kv, "a"), dense(kv, "b"))
+    assert not np.array_equal(dense(kv, "a"), np.ones(SHAPE))
+
+
 def test_an_array_pushed_to_a_row_sparse_key_touches_all_rows(kv: KVStore) -> None:
     kv.init("a", RowSparse.from_dense(np.ones(SHAPE)))
     kv.set_optimizer("sgd", learning_rate=0.5, wd=0.2)

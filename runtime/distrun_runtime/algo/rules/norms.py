@@ -27,8 +27,8 @@ from distrun_runtime.algo.rules.rule import (
     Rule,
     State,
     learning_rate,
+    shaped,
     spread,
-    with_axis,
     work_of,
 )
 from distrun_runtime.device.dtypes import Array, narrow, widen
@@ -69,11 +69,11 @@ class NormRule(Rule):
         """
         with np.errstate(all="ignore"):
             rates = self.rates(state, knobs)
-            work = work_of(weight, state)
+            shape = weight.shape or (1,)
+            work = work_of(weight, state).reshape(shape)
             given = spread(weight, grad, rows) if rows is not None else widen(grad)
-            given = given.astype(work.dtype, copy=False)
-            work = np.atleast_1d(work)
-            direction, squares = self.direction(work, given.reshape(work.shape), with_axis(state), rates)
+            given = given.astype(work.dtype, copy=False).reshape(shape)
+            direction, squares = self.direction(work, given, shaped(state, shape), rates)
         return Prepared(direction.reshape(weight.shape), squares, rates)
 
     def finish(
@@ -86,11 +86,12 @@ class NormRule(Rule):
             totals: the sums of the squares of all slices of the value.
         """
         with np.errstate(all="ignore"):
+            shape = weight.shape or (1,)
             work = work_of(weight, state)
-            direction = np.atleast_1d(prepared.direction)
-            self.move(np.atleast_1d(work), direction, totals, with_axis(state), prepared.rates)
+            direction = prepared.direction.reshape(shape)
+            self.move(work.reshape(shape), direction, totals, shaped(state, shape), prepared.rates)
             if work is not weight:
-                weight[...] = narrow(work, weight.dtype)
+                weight[...] = narrow(work.reshape(weight.shape), weight.dtype)
 
     @abstractmethod
     def direction(self, weight: Array, grad: Array, state: State, rates: Rates) -> tuple[Array, tuple[float, ...]]:

@@ -12,6 +12,7 @@ schedule is asked for the number of updates of the weight itself (there: of the 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -157,7 +158,7 @@ class Rule(ABC):
             elif self.params.get("lazy_update", True):
                 self._step_rows(weight, grad, state, rates, rows)
             else:
-                self._step_whole(weight, spread(weight, grad, rows), state, rates)
+                self._step_spread(weight, spread(weight, grad, rows), state, rates)
 
     # --- what a rule defines
 
@@ -212,6 +213,16 @@ class Rule(ABC):
         if work is not weight:
             weight[...] = narrow(work, weight.dtype)
 
+    def _step_spread(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
+        given = shaped(state, weight.shape)
+        parts = dict(given)
+        self._step_whole(weight, grad, parts, rates)
+        for name, part in parts.items():
+            if part is not given.get(name):  # the rule has put another in its place
+                whole = state.get(name)
+                is_array = isinstance(whole, np.ndarray) and isinstance(part, np.ndarray)
+                state[name] = cast(Array, part).reshape(cast(Array, whole).shape) if is_array else part
+
     def _step_rows(self, weight: Array, grad: Array, state: State, rates: Rates, rows: Array) -> None:
         parts: State = {}
         for name, whole in state.items():
@@ -232,6 +243,12 @@ def work_of(weight: Array, state: State) -> Array:
     """Return what a step calculates on: the master if there is one, else the weight in its work dtype."""
     master = state.get("master")
     return master if isinstance(master, np.ndarray) else widen(weight)
+
+
+def shaped(state: State, shape: tuple[int, ...]) -> State:
+    """Return views of the state's arrays, which may be flat, that have a shape; those of another size as they are."""
+    size = math.prod(shape)
+    return {name: x.reshape(shape) if isinstance(x, np.ndarray) and x.size == size else x for name, x in state.items()}
 
 
 def with_axis(state: State) -> State:
