@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from hostlab import Lab, LabError, Options, Process, Unavailable
+from hostlab import Lab, LabError, Options, Process, Unavailable, cgroups
 from lab import ROOT, Site, shared_folders, wait_until
 
 LIMIT_S = 60.0
@@ -373,7 +373,7 @@ def test_two_labs_are_up_at_once_and_leave_nothing() -> None:
         one["h1"].stop()
         two["h2"].mem(100)
         assert (Path("/etc/hosts").read_text(), socket.gethostname()) == hosts
-        assert groups_of(one)
+        assert groups_of(one) or not cgroups.unified(cgroups.MACHINE), "only in a chroot they are out of sight"
         with kept_space(one) as first, kept_space(two) as second:
             one.down()
             two.down()
