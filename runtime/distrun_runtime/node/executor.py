@@ -76,7 +76,9 @@ class Executor:
         rule, names = self.rules[message.store], dict(message.body.get("names", ()))
         for entry, payload in zip(message.entries, message.payloads, strict=True):
             try:
-                _take(rule, elements(payload, DTYPES[entry.dtype]))
+                weight = elements(payload, DTYPES[entry.dtype])
+                rule.check(weight.dtype)
+                _try(rule, weight)
             except KVError as err:
                 raise KVError("key %r: %s" % (names.get(entry.key, entry.key), err)) from None
 
@@ -215,15 +217,11 @@ class Executor:
         spec = rules.RuleSpec.from_json(what.spec)
         rule = self._made(what.store, spec)
         for shelf in self._of_store(what.store).values():
-            _take(rule, shelf.weight)
+            _try(rule, shelf.weight)
 
     def _made(self, store: int, spec: rules.RuleSpec) -> rules.Rule:
         rule = rules.rule_of(spec, self._imports)
-        for shelf in self._of_store(store).values():
-            try:
-                rule.check(shelf.weight.dtype)
-            except KVError as err:
-                raise KVError("key %r: %s" % (shelf.key, err)) from None
+        rules.check_keys(rule, ((shelf.key, shelf.weight.dtype) for shelf in self._of_store(store).values()))
         return rule
 
     def _setrule(self, what: work.SetRule) -> bool:
@@ -265,9 +263,8 @@ class Executor:
         return {slot: shelf for slot, shelf in self.shelves.items() if slot.store == store}
 
 
-def _take(rule: rules.Rule, weight: Array) -> None:
-    """Return if a rule takes a weight; else raise what it says."""
-    rule.check(weight.dtype)
+def _try(rule: rules.Rule, weight: Array) -> None:
+    """Return if a rule that takes the weight's dtype takes the weight too; else raise what it says."""
     if rule.name not in rules.RULES:
         # A user's rule may not like a weight, and is to say so before any server has it.
         rule.new_state(weight)

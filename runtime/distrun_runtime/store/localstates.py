@@ -70,13 +70,14 @@ def load(folder: str, records: Collection[Record], weights: Weights) -> dict[Key
         raise KVError("states in %s: %s" % (folder, wrong))
     saved = keys.saved_as(manifest["keys"])
     shelves = _shelves(keys, weights)
-    wish = rule if weights.spec is None and not weights.has_updater else None
-    chosen = weights.rule if wish is None else weights.made(wish)
+    has_own = weights.spec is not None or weights.has_updater
+    fresh = None if rule is None or has_own else (rule, weights.made(rule))
+    chosen = weights.rule if fresh is None else fresh[1]
     states.stage({"folder": folder, "host": host, "manifest": manifest, "numbers": saved}, shelves, chosen)
     sizes = {record.key: record.size for record in records}
     residuals = _residuals(folder, manifest, host, {old: (key, sizes[key]) for _, old, key in saved})
-    if wish is not None:
-        weights.install(wish)
+    if fresh is not None:
+        weights.install(*fresh)
     states.commit(shelves)
     for shelf in shelves.values():
         weights.values[shelf.key] = shelf.weight.reshape(weights.values[shelf.key].shape)

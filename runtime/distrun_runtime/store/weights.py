@@ -84,13 +84,8 @@ class Weights:
             KVError: it does not; the key is named.
         """
         chosen = rule or self.rule
-        if chosen is None:
-            return
-        for key, dtype in items:
-            try:
-                chosen.check(dtype)
-            except KVError as err:
-                raise KVError("key %r: %s" % (key, err)) from None
+        if chosen is not None:
+            rules.check_keys(chosen, items)
 
     def set_rule(self, spec: RuleSpec, replace: bool) -> None:
         """Install a rule; an equal one changes nothing."""
@@ -99,17 +94,17 @@ class Weights:
         if not replace and (self.spec is not None or self.has_updater):
             there = "an updater" if self.spec is None else rules.difference(self.spec, spec)
             raise KVError("this store already has %s; to change it, call set_optimizer with replace=True" % there)
-        self.install(spec)
+        self.install(spec, self.made(spec))
 
     def change_rule(self, change: Mapping[str, Any]) -> None:
         """Change parameters or multipliers of the rule."""
         if self.spec is None:
             raise KVError("this store has no rule to change; call set_optimizer first")
-        self.install(self.spec.changed(change))
+        spec = self.spec.changed(change)
+        self.install(spec, self.made(spec))
 
-    def install(self, spec: RuleSpec) -> None:
-        """Put a rule in place of what is there; what state both know goes on."""
-        rule = self.made(spec)
+    def install(self, spec: RuleSpec, rule: rules.Rule) -> None:
+        """Put a rule that was `made` in place of what is there; what state both know goes on."""
         self.states = {
             key: rules.carry_state(rule, self.values[key].reshape(-1), state) for key, state in self.states.items()
         }

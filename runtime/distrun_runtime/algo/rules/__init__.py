@@ -17,6 +17,7 @@ from distrun_runtime.algo.rules.rule import (
     Rates,
     Rule,
     State,
+    check_keys,
     learning_rate,
 )
 from distrun_runtime.algo.rules.spec import RuleSpec, change_of, difference, rule_of, same, spec_of
@@ -44,6 +45,7 @@ __all__ = [
     "State",
     "carry_state",
     "change_of",
+    "check_keys",
     "difference",
     "learning_rate",
     "make",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Dict, Union, cast
 
@@ -207,7 +207,7 @@ class Rule(ABC):
         if work.ndim:
             self.update(work, given, state, rates)
         else:  # numpy makes scalars of what is calculated with arrays of no axis; before numpy 2, of another dtype
-            parts = with_axis(state)
+            parts = shaped(state, (1,))
             self.update(work.reshape(1), given.reshape(1), parts, rates)
             state.update({name: x.reshape(()) if isinstance(x, np.ndarray) else x for name, x in parts.items()})
         if work is not weight:
@@ -251,9 +251,17 @@ def shaped(state: State, shape: tuple[int, ...]) -> State:
     return {name: x.reshape(shape) if isinstance(x, np.ndarray) and x.size == size else x for name, x in state.items()}
 
 
-def with_axis(state: State) -> State:
-    """Return views of the state's arrays that have an axis at least."""
-    return {name: np.atleast_1d(x) if isinstance(x, np.ndarray) else x for name, x in state.items()}
+def check_keys(rule: Rule, items: Iterable[tuple[Key, np.dtype[Any]]]) -> None:
+    """Return if a rule can update weights of all these keys, which have these dtypes.
+
+    Raises:
+        KVError: it cannot; the key is named.
+    """
+    for key, dtype in items:
+        try:
+            rule.check(dtype)
+        except KVError as err:
+            raise KVError("key %r: %s" % (key, err)) from None
 
 
 def spread(weight: Array, grad: Array, rows: Array) -> Array:
