@@ -93,7 +93,12 @@ def against(store: Store, message: Message, server: str) -> str:
         return "a contribution is scaled by a finite number, not by %.80r" % (scale,)
     seen = set()
     is_push = message.kind is Kind.PUSH
-    usual = Payload.FRAME if is_push else Payload.NONE
+    skips = is_push and "skip" in message.body
+    if skips and not isinstance(message.body["skip"], Mapping):
+        return "a skipped round has a note that is an object, not %.80r" % (message.body["skip"],)
+    if skips and not store.is_sync:
+        return "a round cannot be skipped in a dist_async store: it has no rounds"
+    usual = Payload.FRAME if is_push and not skips else Payload.NONE
     is_plain = scale == 1
     for entry, payload in zip(message.entries, payloads_of(message), strict=True):
         slot = store.slots.get(store.id_of(entry))
@@ -104,7 +109,9 @@ def against(store: Store, message: Message, server: str) -> str:
         seen.add(slot.id)
         if is_plain and not entry.codec and entry.payload is usual and _fits(slot, entry):
             continue  # what follows finds nothing wrong with it, for the most frequent case
-        wrong = _size(store, slot, entry, server) or _codec(store, slot, message, entry, payload)
+        if skips and (entry.codec or entry.payload is not usual):
+            return "key %r: a skipped round brings no value" % (store.name(entry),)
+        wrong = _size(store, slot, entry, server) or ("" if skips else _codec(store, slot, message, entry, payload))
         if not wrong and scale != 1 and not is_float(DTYPES[slot.dtype]):
             wrong = "key %r: only float values are scaled, not %s" % (store.name(entry), name_of(DTYPES[slot.dtype]))
         if wrong:

@@ -70,7 +70,7 @@ class Control:
             stores.setdefault(what.store, Store(what.store)).has_rule = what.spec is not None
         elif isinstance(what, work.Save):
             store = stores.get(what.store)
-            body = {**event.value, "rounds": store.rounds() if store is not None and store.is_sync else []}
+            body = {**event.value, "rounds": store.updates() if store is not None and store.is_sync else []}
         elif isinstance(what, work.Load) and what.message.body["action"] == "commit":
             _set_rounds(stores.get(what.store), what.message.body)
         return [role.Send(role.SCHEDULER_LINK, answer(what.message, body))]
@@ -101,7 +101,7 @@ class Control:
             "host": self._me().host,
             "keys": len({slot.id.key for slot in slots}),
             "pieces": len(slots),
-            "rounds": max((slot.round for slot in slots), default=0),
+            "rounds": max((slot.updates for slot in slots), default=0),
             "queue": _waiting(slots),
             **self._counters.to_json(),
         }
@@ -140,8 +140,9 @@ def _set_rounds(store: Store | None, body: Mapping[str, Any]) -> None:
         slot.is_fresh = True
         if slot.id.key in rounds:
             slot.round = slot.ordered = rounds[slot.id.key]
-            slot.open.clear()
-            slot.failed.clear()
+            slot.skips = 0
+            for left in (slot.open, slot.failed, slot.skipping, slot.skipped):
+                left.clear()
         slot.late.clear()
 
 

@@ -126,6 +126,9 @@ class Executor:
 
     def _apply(self, what: work.Apply) -> tuple[float, ...] | None:
         shelf = self.shelves[what.slot]
+        if what.skip:
+            shelf.sums.pop(what.round, None)
+            return None
         total = shelf.sums.pop(what.round).total()
         if what.slot.store in self.rules:
             return self._step(what.slot, total, (SYNC, what.round))
@@ -191,7 +194,7 @@ class Executor:
         lent = self._lent.pop(what.ticket, {})
         for each in lent.values():
             lending.give_back(self.shelves[each.slot], each)
-        reply = lending.reply(what.message, lent)
+        reply = lending.reply(what.message, lent, what.skipped)
         self._counters.sent(sum(memoryview(payload).nbytes for payload in reply.payloads))
         if reply.is_error:
             return reply, []

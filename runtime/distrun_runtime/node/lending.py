@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,8 +51,12 @@ def give_back(shelf: Shelf, lent: Lent) -> None:
         shelf.tickets -= 1
 
 
-def reply(message: Message, lent: Mapping[int, Lent]) -> Message:
-    """Return the answer to a pull, or why there is none."""
+def reply(message: Message, lent: Mapping[int, Lent], skipped: Mapping[int, work.Notes] | None = None) -> Message:
+    """Return the answer to a pull, or why there is none.
+
+    Arguments:
+        skipped: key number to the notes of its round, for the keys whose round was skipped.
+    """
     entries = []
     payloads: list[Buffer] = []
     for number, entry in enumerate(message.entries):
@@ -62,13 +66,18 @@ def reply(message: Message, lent: Mapping[int, Lent]) -> Message:
         about = (entry.key, entry.offset, entry.length, entry.round, entry.dtype)
         entries.append(Entry(*about, codec=each.codec, payload=Payload.FRAME))
         payloads.append(each.payload)
+    body: dict[str, Any] = {"codec": dict(message.body["codec"])} if "codec" in message.body else {}
+    if skipped:
+        body["skipped"] = {
+            str(key): {str(rank): note for rank, note in notes.items()} for key, notes in skipped.items()
+        }
     return Message(
         message.kind,
         Flag.REPLY,
         store=message.store,
         request=message.request,
         entries=tuple(entries),
-        body={"codec": dict(message.body["codec"])} if "codec" in message.body else {},
+        body=body,
         payloads=payloads,
     )
 

@@ -50,7 +50,7 @@ class Pulls:
                 return [*actions, *self._fail(store, pull, failure)]
             actions.append(_lend(pull, number, slot))
         if not pull.owed:
-            return [*actions, role.Work(work.Deliver(pull.ticket, link, message))]
+            return [*actions, role.Work(work.Deliver(pull.ticket, link, message, pull.skipped))]
         self._open[pull.ticket] = pull
         return [*actions, *self._refuse_hopeless(store, pull)]
 
@@ -72,7 +72,7 @@ class Pulls:
             actions.append(_lend(pull, number, slot))
             if not pull.owed:
                 del self._open[pull.ticket]
-                actions.append(role.Work(work.Deliver(pull.ticket, pull.link, pull.message)))
+                actions.append(role.Work(work.Deliver(pull.ticket, pull.link, pull.message, pull.skipped)))
         return actions
 
     def all_advanced(self, store: Store) -> list[role.Action]:
@@ -184,6 +184,8 @@ def _lend(pull: Pull, number: int, slot: Slot) -> role.Action:
     if slot.clock.pushed:
         slot.clock.pull(pull.rank)
     entry = pull.message.entries[number]
+    if entry.round in slot.skipped:
+        pull.skipped[entry.key] = slot.skipped[entry.round]
     codec = entry.codec
     if codec not in (codecs.NONE, codecs.ROWS, checks.HALF) and slot.is_fresh:
         codec = codecs.NONE  # The first value is never compressed.

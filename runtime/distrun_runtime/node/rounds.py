@@ -44,6 +44,12 @@ class Rounds:
         if not store.is_sync:
             return [role.Work(work.Steps(link, message, tuple(slot.id for slot in slots), rank), True)]
         actions: list[role.Action] = []
+        skip = message.body.get("skip")
+        if skip is not None:
+            for slot, entry in zip(slots, message.entries, strict=True):
+                if slot.contribute(rank, entry.round, skip):
+                    actions += self.complete(store, slot)
+            return [*actions, role.Send(link, answer(message))]
         for slot, entry, payload in zip(slots, message.entries, message.payloads, strict=True):
             if slot.contribute(rank, entry.round):
                 how = checks.how(message, entry.codec)
@@ -69,7 +75,7 @@ class Rounds:
     def complete(self, store: Store, slot: Slot) -> list[role.Action]:
         """Order the rounds of a slot that are complete now."""
         complete = slot.complete(self._everybody, store.excused(), store.needs_norms)
-        return [role.Work(work.Apply(slot.id, number), True) for number in complete]
+        return [role.Work(work.Apply(slot.id, number, number in slot.skipped), True) for number in complete]
 
     def complete_all(self, store: Store) -> list[role.Action]:
         """Order the rounds of a store that are complete now: somebody was excused."""
@@ -130,11 +136,16 @@ class Rounds:
         return self._go_on(store, slot)
 
     def _note(self, slot: Slot, turn: Turn, failure: Failure | None) -> None:
-        slot.is_fresh = slot.is_halfway = False
         if turn.rank == SYNC:
             slot.round = turn.round
-            # Whoever pushed this round will not ask for one before the last.
+            # A worker that pushed this round will not ask for one before the last.
             slot.failed = {number: each for number, each in slot.failed.items() if number >= turn.round - 1}
+            slot.skipped = {number: each for number, each in slot.skipped.items() if number >= turn.round - 1}
+            if turn.round in slot.skipped:
+                slot.skips += 1  # The value is as it was: nothing is counted.
+                return
+        slot.is_fresh = slot.is_halfway = False
+        if turn.rank == SYNC:
             if failure is not None:
                 slot.failed[turn.round] = failure
                 # Who pushes on without asking in between is told by its next pull, whichever round that asks for.

@@ -6,7 +6,7 @@ A slot is one piece of one value of one store. Contributions are ranks here, nev
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from distrun_runtime.net.message import Buffer, Entry, Message
 from distrun_runtime.node.clocks import Clock
 from distrun_runtime.node.norms import Failure
 from distrun_runtime.node.role import Patience
-from distrun_runtime.node.work import SlotId
+from distrun_runtime.node.work import Notes, SlotId
 
 
 @dataclass(eq=False)
@@ -32,6 +32,8 @@ class Pull:
     """For each entry the payload that says which rows are pulled."""
     before: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
     """For each entry in async the pushes that waited for norms when it came: what was pushed before is in its value."""
+    skipped: dict[int, Notes] = field(default_factory=dict)
+    """Key number to the notes of the round that is pulled, if that was skipped."""
 
 
 @dataclass(eq=False)
@@ -51,6 +53,12 @@ class Slot:
     """Round to the ranks that contributed."""
     failed: dict[int, Failure] = field(default_factory=dict)
     """Round to the reason and traceback why its update failed."""
+    skipping: dict[int, dict[int, Mapping[str, Any]]] = field(default_factory=dict)
+    """Open round to the workers that skip it, each with its note."""
+    skipped: dict[int, Notes] = field(default_factory=dict)
+    """Round that was skipped to the notes of its workers; only as long as it may be pulled."""
+    skips: int = 0
+    """How many rounds were skipped."""
     late: dict[int, Failure] = field(default_factory=dict)
     """Worker to why an update of its pushes failed that was acknowledged; its next pull says so."""
     waiting: list[tuple[Pull, int]] = field(default_factory=list)
@@ -62,11 +70,22 @@ class Slot:
     is_fresh: bool = True
     """No round was applied since it was given its value, which is answered in full."""
 
-    def contribute(self, rank: int, number: int) -> bool:
-        """Count a worker's contribution to a round; False: it is a repeat, the first one counted."""
+    @property
+    def updates(self) -> int:
+        """Rounds that changed the value: those that were not skipped."""
+        return self.round - self.skips
+
+    def contribute(self, rank: int, number: int, skip: Mapping[str, Any] | None = None) -> bool:
+        """Count a worker's contribution to a round; False: it is a repeat, the first one counted.
+
+        Arguments:
+            skip: the worker skips the round, and says this.
+        """
         if number <= self.ordered or rank in self.open.get(number, ()):
             return False
         self.open.setdefault(number, set()).add(rank)
+        if skip is not None:
+            self.skipping.setdefault(number, {})[rank] = skip
         return True
 
     def complete(self, everybody: set[int], excused: set[int], one_at_a_time: bool = False) -> list[int]:
@@ -80,7 +99,9 @@ class Slot:
             if self.is_halfway or (one_at_a_time and self.ordered > self.round):
                 break
             self.ordered += 1
-            del self.open[self.ordered]
+            ranks, said = self.open.pop(self.ordered), self.skipping.pop(self.ordered, None)
+            if said is not None:
+                self.skipped[self.ordered] = {rank: said.get(rank) for rank in sorted(ranks)}
             complete.append(self.ordered)
         return complete
 
@@ -157,8 +178,15 @@ class Store:
         return slot.clock.behind(number - self.staleness, counted)
 
     def rounds(self) -> list[tuple[int, int]]:
-        """Return (key number, rounds applied) of every key that has a piece here."""
-        rounds: dict[int, int] = {}
+        """Return (key number, rounds that are over) of every key that has a piece here."""
+        return self._most(lambda slot: slot.round)
+
+    def updates(self) -> list[tuple[int, int]]:
+        """Return (key number, rounds that changed the value) of every key that has a piece here."""
+        return self._most(lambda slot: slot.updates)
+
+    def _most(self, count: Callable[[Slot], int]) -> list[tuple[int, int]]:
+        found: dict[int, int] = {}
         for slot in self.slots.values():
-            rounds[slot.id.key] = max(rounds.get(slot.id.key, 0), slot.round)
-        return sorted(rounds.items())
+            found[slot.id.key] = max(found.get(slot.id.key, 0), count(slot))
+        return sorted(found.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
@@ -19,6 +19,10 @@ class SlotId(NamedTuple):
     store: int
     key: int
     offset: int
+
+
+Notes = Mapping[int, Optional[Mapping[str, Any]]]
+"""By rank, what the workers of a skipped round said: the note of one that skipped it, None of one that contributed."""
 
 
 SYNC = -1
@@ -109,6 +113,8 @@ class Apply:
 
     slot: SlotId
     round: int
+    skip: bool = False
+    """A worker skipped the round: forget its sum and leave the value as it is."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +168,8 @@ class Deliver:
     ticket: int
     link: str
     message: Message
+    skipped: Mapping[int, Notes] = field(default_factory=dict)
+    """Key number to the notes of its round, for the keys whose round was skipped."""
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Union
+from typing import Any, Union
 
 from distrun_runtime.device import dtypes
 from distrun_runtime.device.dtypes import Array
@@ -160,6 +160,34 @@ class KVStore(Keyed, KVStoreBase):
             return Settled("pushpull of no keys")
         sums, call = self._reduced(items, call)
         return self._awaited(self._pushpull([(record, total, targets[record]) for record, total in sums], call), wait)
+
+    def skip_round(self, key: Keys, note: Mapping[str, Any], *, wait: bool = True) -> Pending:
+        """Contribute nothing to the next round of keys, and have all workers skip it: the values stay as they are.
+
+        For trainers. It is done when the round is over. This call, and each worker's `pushpull` of that round, tells
+        what the workers said (`Pending.skipped`), and writes nothing into outputs. Without rounds (one process, or
+        dist_async) nothing happens.
+
+        Arguments:
+            note: JSON, for the other workers.
+        """
+        self._ready()
+        records = [self._record(name) for name in values.keys_of(key)]
+        return self._awaited(self._skip(records, note), wait) if records else Settled("skip_round of no keys")
+
+    def check_push(self, key: Keys, value: object) -> None:
+        """Return if compression would take what is to be pushed; nothing is sent. For trainers, which push in parts.
+
+        Raises:
+            KVError: a gradient has an element that is not finite; names key and element.
+        """
+        self._ready()
+        if self._compresses:
+            self._check(self._fitting(values.contributions(key, value)))
+
+    def companion(self) -> KVStore:
+        """Return another store of the same workers, with rounds and without a rule. All call it. For trainers."""
+        raise KVError("a %r store has no other workers" % self.type)
 
     def row_sparse_pull(
         self, key: Keys, out: object, priority: int = 0, row_ids: object = None, *, wait: bool = True

@@ -118,6 +118,11 @@ class Compressor:
             if self.setting(held[0]).type == "none":
                 del self._residuals[held]
 
+    @property
+    def is_on(self) -> bool:
+        """Whether any key's values may be compressed."""
+        return any(setting.type != "none" for setting in (self._default, *self._settings.values()))
+
     def setting(self, key: Key) -> Setting:
         """Return the setting of a key."""
         return self._settings.get(key, self._default)

@@ -27,10 +27,10 @@ from distrun_runtime.store import declaring, kinds, saving, tracing
 from distrun_runtime.store.base import KVStore
 from distrun_runtime.store.compress import Compressor, Setting
 from distrun_runtime.store.hooks import Call, RowsItem, Updater, Value
-from distrun_runtime.store.keyed import named
+from distrun_runtime.store.keyed import Contribution, named
 from distrun_runtime.store.link import Link
 from distrun_runtime.store.outcome import Both, Sent
-from distrun_runtime.store.pending import Pending
+from distrun_runtime.store.pending import Notes, Pending
 from distrun_runtime.store.pieces import Layout, Part, RowTarget, Target, contribution, wanted, wanted_rows
 from distrun_runtime.store.record import Record
 from distrun_runtime.store.requests import Packed, pack, values_of
@@ -88,6 +88,10 @@ class DistStore(KVStore):
         """Number of workers of the job."""
         return self._link.workers
 
+    def companion(self) -> DistStore:
+        """Return another store of the same job, with rounds and without a rule. All workers call it."""
+        return DistStore("dist_sync", self._node)
+
     # Data
 
     def _reserve(self) -> int:
@@ -126,7 +130,26 @@ class DistStore(KVStore):
         # The pull follows its push on the same connections and asks for its round.
         with self._lock, self._link.span("pushpull", keys=len(items)):
             push = self._push_now([(record, value) for record, value, _ in items], call)
-            return Both(what, push, self._pull_now([(record, arrays) for record, _, arrays in items], call))
+            return Both(what, push, self._pull_now([(record, arrays) for record, _, arrays in items], call, own=True))
+
+    def _skip(self, records: list[Record], note: Mapping[str, Any]) -> Pending:
+        if kinds.is_async(self.type):
+            return super()._skip(records, note)
+        what = "skip_round of %s" % named(record.key for record in records)
+        with self._lock, self._link.span("skip_round", keys=len(records)):
+            self._alive()
+            layouts = {record: self._layouts[record.key] for record in records}
+            parts = [Part(record, its.number, piece) for record, its in layouts.items() for piece in its.pieces]
+            push = self._contribute(what, records, parts, {"skip": dict(note)}, 0)
+            # Any key tells what the workers said; the smallest costs least.
+            first = min(records, key=lambda record: (record.is_sparse, record.size))
+            return Both(what, push, self._pull_now([(first, [])], Call(), own=True))
+
+    def _check(self, items: list[Contribution]) -> None:
+        compressed = [item for item in items if self._compressor.of(item[0]) is not None]
+        for (record, _), total in zip(compressed, self._reducer.reduce(compressed), strict=True):
+            if not isinstance(total, RowSparse):
+                self._compressor.check(record, total.reshape(-1))
 
     def _push_now(self, items: list[tuple[Record, Value]], call: Call) -> Pending:
         """Send a push. Call with the lock held."""
@@ -140,28 +163,45 @@ class DistStore(KVStore):
             for record, value in items
             for part in contribution(record, self._layouts[record.key], value, self._compressor, lent=call.lent)
         ]
-        for record, _ in items:
-            self._rounds[record.key] += 1
         scale = {} if call.scale == 1.0 else {"scale": call.scale}
-        packed = pack(Kind.PUSH, self._link.store, parts, self._rounds, priority=call.priority, body_of=lambda _: scale)
-        request = self._link.send("push of %s" % named(record.key for record, _ in items), packed)
+        what = "push of %s" % named(record.key for record, _ in items)
+        return self._contribute(what, [record for record, _ in items], parts, scale, call.priority)
+
+    def _contribute(
+        self, what: str, records: list[Record], parts: list[Part], body: dict[str, Any], priority: int
+    ) -> Sent:
+        """Send what is this worker's part of the next round of keys. Call with the lock held."""
+        for record in records:
+            self._rounds[record.key] += 1
+        packed = pack(Kind.PUSH, self._link.store, parts, self._rounds, priority=priority, body_of=lambda _: body)
+        request = self._link.send(what, packed)
         self._open = [*(old for old in self._open if not old.is_done), request]
         sent = Sent(request, self._link, self._late)
         sent.watch()
         return sent
 
-    def _pull_now(self, items: list[tuple[Record, list[Array]]], call: Call) -> Pending:
-        """Send a pull. Call with the lock held."""
+    def _pull_now(self, items: list[tuple[Record, list[Array]]], call: Call, own: bool = False) -> Pending:
+        """Send a pull. Call with the lock held.
+
+        Arguments:
+            own: it belongs to the push before it: outputs of keys whose round was skipped stay as they are.
+        """
         parts = [part for record, _ in items for part in wanted(record, self._layouts[record.key], self._compressor)]
         packed = pack(Kind.PULL, self._link.store, parts, self._rounds, priority=call.priority)
         request = self._link.send("pull of %s" % named(record.key for record, _ in items), packed)
 
-        def take(replies: tuple[Message, ...]) -> None:
-            outs = {record.key: Target(arrays) for record, arrays in items}
+        def take(replies: tuple[Message, ...]) -> Notes:
+            skipped = _skipped(replies)
+            outs: dict[Key, Target] = {}
+            arrays_of = {record.key: arrays for record, arrays in items}
             for part, values in _answers(packed, replies):
-                outs[part.record.key].write(part.piece, values)
+                if own and part.number in skipped:
+                    continue
+                key = part.record.key
+                outs.setdefault(key, Target(arrays_of[key])).write(part.piece, values)
             for target in outs.values():
                 target.finish()
+            return _said(skipped)
 
         return Sent(request, self._link, self._late, take)
 
@@ -172,7 +212,7 @@ class DistStore(KVStore):
             packed = pack(Kind.PULL, self._link.store, parts, self._rounds, priority=call.priority)
             request = self._link.send("row_sparse_pull of %s" % named(record.key for record, _, _ in items), packed)
 
-        def take(replies: tuple[Message, ...]) -> None:
+        def take(replies: tuple[Message, ...]) -> Notes:
             targets = [RowTarget(record, len(rows)) for _, record, rows in held]
             # By the part itself: a key may be asked for several times, with other rows each time.
             where = {id(part): target for (found, _, _), target in zip(held, targets, strict=True) for part in found}
@@ -181,6 +221,7 @@ class DistStore(KVStore):
                 where[id(part)].write(part.rows, values)
             for (_, _, give), target in zip(items, targets, strict=True):
                 give(target.values)
+            return _said(_skipped(replies))
 
         return Sent(request, self._link, self._late, take)
 
@@ -199,6 +240,10 @@ class DistStore(KVStore):
         self._drain()
         spec = None if updater is None else RuleSpec("updater", {"function": importable(updater)}).to_json()
         self._link.scheduler("set_updater", Kind.RULE, {"spec": spec, "replace": True})
+
+    @property
+    def _compresses(self) -> bool:
+        return self._compressor.is_on
 
     def _compress(self, setting: Setting, keys: list[Key] | None) -> None:
         with self._lock:
@@ -243,7 +288,7 @@ class DistStore(KVStore):
             number, pushes = self._link.next_call(), [request for request in self._open if not request.is_done]
         # The scheduler hears of it when the servers have all that was pushed.
         request = self._link.call("barrier", Kind.BARRIER, {"number": number}, after=pushes)
-        sent = Sent(request, self._link, self._late, lambda replies: None)
+        sent = Sent(request, self._link, self._late, lambda replies: {})
         sent.watch()
         return sent
 
@@ -296,6 +341,19 @@ class DistStore(KVStore):
         if not self._ended:
             self._line.finish()
             self._drain()
+
+
+def _skipped(replies: tuple[Message, ...]) -> dict[int, Notes]:
+    """Return the notes of the rounds that were skipped, by number of the key."""
+    return {
+        int(number): {int(rank): note for rank, note in notes.items()}
+        for reply in replies
+        for number, notes in reply.body.get("skipped", {}).items()
+    }
+
+
+def _said(skipped: Mapping[int, Notes]) -> Notes:
+    return next(iter(skipped.values()), {})
 
 
 def _answers(packed: list[Packed], replies: tuple[Message, ...]) -> Iterator[tuple[Part, Array]]:

@@ -11,7 +11,7 @@ from typing import Any, Union
 from distrun_runtime.algo.rules import RuleSpec
 from distrun_runtime.device.dtypes import Array
 from distrun_runtime.store.compress import Setting
-from distrun_runtime.store.pending import Pending
+from distrun_runtime.store.pending import Pending, Settled
 from distrun_runtime.store.record import Record
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
@@ -89,6 +89,18 @@ class Hooks(ABC):
     @abstractmethod
     def _pushpull(self, items: list[tuple[Record, Value, list[Array]]], call: Call) -> Pending:
         """Push, then write the result into the outputs, which may share memory with the value."""
+
+    def _skip(self, records: list[Record], note: Mapping[str, Any]) -> Pending:
+        """Have the next round of keys skipped. Where there are no rounds, nobody waits: nothing is to be done."""
+        return Settled("skip_round")
+
+    @property
+    def _compresses(self) -> bool:
+        """Whether anything that is pushed may be compressed."""
+        return False
+
+    def _check(self, items: list[tuple[Record, list[Value]]]) -> None:  # noqa: B027  # most compress nothing
+        """Return if `_push` would compress the sums of these values; else raise KVError and change nothing."""
 
     # --- what a push does
 

@@ -17,7 +17,7 @@ from distrun_runtime.node import profile
 from distrun_runtime.node.counters import Counters
 from distrun_runtime.store.base import Call, KVStore, Record, RowsItem, Updater, Value
 from distrun_runtime.store.compress import Compressor, Setting
-from distrun_runtime.store.keyed import named
+from distrun_runtime.store.keyed import Contribution, named
 from distrun_runtime.store.pending import Pending, Settled
 from distrun_runtime.store.reducer import DeviceReducer
 from distrun_runtime.store.values import Key
@@ -152,6 +152,14 @@ class LocalStore(KVStore):
         if setting.two_way:
             raise KVError("a %r store compresses one way only: two_way is for stores on servers" % self.type)
         compressor.set(setting, keys)
+
+    @property
+    def _compresses(self) -> bool:
+        compressor = self._compressor()
+        return compressor is not None and compressor.is_on
+
+    def _check(self, items: list[Contribution]) -> None:
+        self._reducer.check(items)
 
     def _compressor(self) -> Compressor | None:
         return self._reducer.compressor if isinstance(self._reducer, DeviceReducer) else None

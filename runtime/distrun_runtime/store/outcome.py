@@ -10,10 +10,10 @@ from collections.abc import Callable
 from distrun_runtime.net.message import Message
 from distrun_runtime.node.pending import Pending as Request
 from distrun_runtime.store.link import Link
-from distrun_runtime.store.pending import Late, Pending, check_process, check_seconds
+from distrun_runtime.store.pending import Late, Notes, Pending, check_process, check_seconds
 
-Take = Callable[["tuple[Message, ...]"], None]
-"""Takes the replies in: fills the outputs."""
+Take = Callable[["tuple[Message, ...]"], Notes]
+"""Takes the replies in: fills the outputs, and returns what is to be known of a skipped round."""
 
 
 class Sent(Pending):
@@ -56,7 +56,7 @@ class Sent(Pending):
         self._late.raise_first()
         with self._lock:
             if self._take is not None:
-                self._take(replies)
+                self.skipped = self._take(replies)
             # Last: one that was interrupted is to be waited for again.
             self._take = None
 
@@ -80,3 +80,4 @@ class Both(Pending):
         started = time.monotonic()
         self._push.wait(timeout_s)
         self._then.wait(None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - started)))
+        self.skipped = self._then.skipped

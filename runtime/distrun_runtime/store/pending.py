@@ -11,13 +11,18 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
+from types import MappingProxyType
+from typing import Any, Union
 
 from distrun_runtime.errors import KVError, StoreClosed, TimedOut
 
-__all__ = ["Late", "Line", "Pending", "Settled", "Task", "check_process", "check_seconds"]
+__all__ = ["Late", "Line", "Notes", "Pending", "Settled", "Task", "check_process", "check_seconds"]
+
+Notes = Mapping[int, Union[Mapping[str, Any], None]]
+"""By rank, what the workers of a skipped round said; None: the worker contributed."""
 
 
 class Pending(ABC):
@@ -29,6 +34,9 @@ class Pending(ABC):
 
     what: str
     """The call, for people: `pull of key 'w'`."""
+    skipped: Notes = MappingProxyType({})
+    """Of a `pushpull` or `skip_round` that is done: empty unless a worker skipped the round. Then, by rank, what its
+    workers said: the note of one that skipped it, None of one that contributed."""
 
     def __repr__(self) -> str:
         return "<Pending %s%s>" % (self.what, ": done" if self.is_done else "")

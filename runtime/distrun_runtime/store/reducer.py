@@ -55,6 +55,13 @@ class Reducer:
         """
         return [self._sum(record, values) for record, values in items]
 
+    def check(self, items: Sequence[tuple[Record, Sequence[Value]]]) -> None:
+        """Return if `reduce` would take these values; nothing is changed.
+
+        Raises:
+            KVError: a value cannot be compressed.
+        """
+
     def _sum(self, record: Record, values: Sequence[Value]) -> Value:
         rows = [value for value in values if isinstance(value, RowSparse)]
         if rows:
@@ -91,14 +98,19 @@ class DeviceReducer(Reducer):
         """Return the sum of each key's values."""
         if self.compressor is None:
             return super().reduce(items)
-        # A device's residual belongs to one contribution at a time; and all is checked before any residual changes.
-        with self._lock:
-            flats = [(record, [_flat(value) for value in values]) for record, values in items]
-            for record, arrays in flats:
-                for device, flat in enumerate(arrays):
-                    if flat is not None:
-                        self.compressor.check(record, flat, device)
+        self.check(items)  # All of them, before any residual changes.
         return [self._sum(record, self._compressed(record, values)) for record, values in items]
+
+    def check(self, items: Sequence[tuple[Record, Sequence[Value]]]) -> None:
+        """Return if `reduce` would take these values; nothing is changed."""
+        if self.compressor is None:
+            return
+        # A device's residual belongs to one contribution at a time.
+        with self._lock:
+            for record, values in items:
+                for device, value in enumerate(values):
+                    if not isinstance(value, RowSparse):
+                        self.compressor.check(record, value.reshape(-1), device)
 
     def _compressed(self, record: Record, values: Sequence[Value]) -> Sequence[Value]:
         assert self.compressor is not None
@@ -146,7 +158,3 @@ def place(sizes: Mapping[Key, int], devices: int, before: Mapping[Key, int] | No
             places[key] = load.index(min(load))
             load[places[key]] += sizes[key]
     return places
-
-
-def _flat(value: Value) -> Array | None:
-    return None if isinstance(value, RowSparse) else value.reshape(-1)
