@@ -16,7 +16,7 @@ from distrun_runtime.data.images import ImageRecords, pack_image, unpack_image
 from distrun_runtime.data.mnist import MNIST, mnist_files, read_idx
 from distrun_runtime.data.reader import Arrays, Reader
 from distrun_runtime.data.recordio import IRHeader, RecordFile, RecordWriter, pack, unpack
-from distrun_runtime.data.sampler import SplitSampler
+from distrun_runtime.data.sampler import GlobalShuffleSampler, SplitSampler
 from distrun_runtime.data.split import split_and_load, split_data, split_input_slice
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "MNIST",
     "Arrays",
     "Epochs",
+    "GlobalShuffleSampler",
     "IRHeader",
     "ImageRecords",
     "Reader",

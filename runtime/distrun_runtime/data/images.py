@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,9 @@ class ImageRecords:
         resize: first bring the image's shorter side to so many pixels; 0: leave it.
         random_crop: cut anywhere instead of in the middle.
         random_mirror: exchange left and right in about every second image.
-        seed: of the two; None: each run has its own.
+        seed: of the two; None: each run has its own. What is drawn for an image follows from the seed, the epoch (see
+            `set_epoch`), how often the image was read in it, the worker process of a torch DataLoader, and the place
+            of the record in the file. So no two images and no two epochs share their numbers, in any process.
         label_width: labels of an image. Those of the data set are float32 (n,) for 1, otherwise (n, label_width).
 
     Raises:
@@ -96,7 +99,11 @@ class ImageRecords:
         self._shape = (3, whole(shape[1], "rows", least=1), whole(shape[2], "columns", least=1))
         self._resize, self._label_width = whole(resize, "resize", least=0), whole(label_width, "label_width", least=1)
         self._crop, self._mirror = random_crop, random_mirror
-        self._chance = np.random.default_rng(None if seed is None else whole(seed, "seed", least=0))
+        drawn = seed is None
+        self._seed = int(np.random.default_rng().integers(1 << 62)) if drawn else whole(seed, "seed", least=0)
+        self._epoch = 0
+        self._reads: NDArray[np.uint32] | None = None
+        """How often each image was read in this epoch, by this process."""
 
     def __len__(self) -> int:
         return len(self.records)
@@ -110,7 +117,16 @@ class ImageRecords:
         """Return a part, cut by bytes as `RecordFile.cut` does it."""
         part = copy.copy(self)
         part.records = self.records.cut(num_parts, part_index)
+        part._reads = None
         return part
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the random numbers of epoch number `epoch`, from 0: to go on with a run that was stopped.
+
+        A `Reader` calls it for each pass. Without it, an image that is read again draws other numbers all the same. In
+        a DataLoader call it before the epoch's iteration; processes of `persistent_workers` do not hear of it.
+        """
+        self._epoch, self._reads = whole(epoch, "epoch", least=0), None
 
     def read(self, positions: Positions) -> Batch:
         """Return images, float32 (n, 3, rows, columns), and labels, float32 (n,) or (n, label_width).
@@ -126,7 +142,7 @@ class ImageRecords:
             try:
                 header, content = unpack(record)
                 label[i] = self._labels(header)
-                data[i] = self._example(_decode(content))
+                data[i] = self._example(_decode(content), position)
             except DataError as error:
                 place = int(self.records.offsets[position])
                 raise DataError("%s, record at offset %d: %s" % (self.records.path, place, error)) from error
@@ -139,7 +155,17 @@ class ImageRecords:
             raise DataError("expected %d labels, found %d" % (self._label_width, found))
         return header.label
 
-    def _example(self, image: Image) -> NDArray[np.uint8]:
+    def _chance(self, position: int) -> np.random.Generator:
+        """Return the random numbers of one reading of one image."""
+        if self._reads is None:
+            self._reads = np.zeros(len(self.records), np.uint32)
+        count = int(self._reads[position])
+        self._reads[position] += 1
+        # The place in the file: parts of one file, cut by bytes, have positions of their own.
+        place = int(self.records.offsets[position])
+        return np.random.default_rng((self._seed, self._epoch, *_loader(), place, count))
+
+    def _example(self, image: Image, position: int) -> NDArray[np.uint8]:
         """Return an image cut to the shape, colours first."""
         _, rows, columns = self._shape
         width, height = image.size
@@ -148,14 +174,26 @@ class ImageRecords:
             width, height = max(columns, round(width * scale)), max(rows, round(height * scale))
             image = image.resize((width, height))
         left, top = (width - columns) // 2, (height - rows) // 2
-        if self._crop:
-            left = int(self._chance.integers(width - columns + 1))
-            top = int(self._chance.integers(height - rows + 1))
+        chance = self._chance(position) if self._crop or self._mirror else None
+        if chance is not None and self._crop:
+            left = int(chance.integers(width - columns + 1))
+            top = int(chance.integers(height - rows + 1))
         pixels: NDArray[np.uint8] = np.asarray(image)[top : top + rows, left : left + columns]
-        if self._mirror and self._chance.integers(2):
+        if chance is not None and self._mirror and chance.integers(2):
             pixels = pixels[:, ::-1]
         planes: NDArray[np.uint8] = pixels.transpose(2, 0, 1)
         return planes
+
+
+def _loader() -> tuple[int, int]:
+    """Return which worker process of a torch DataLoader this is, and the seed of its epoch; zeros if it is none.
+
+    Such a process is a copy of the one that made the data set, new in each epoch: what it counts is soon forgotten.
+    torch gives each a seed, which follows from torch's own (`torch.manual_seed`).
+    """
+    loading = sys.modules.get("torch.utils.data")  # a process of a DataLoader has it
+    info = None if loading is None else loading.get_worker_info()
+    return (0, 0) if info is None else (int(info.id) + 1, int(info.seed) % (1 << 64))
 
 
 def _pillow() -> ModuleType:

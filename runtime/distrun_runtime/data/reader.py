@@ -1,4 +1,4 @@
-"""Readers: a data set's examples in batches, for one part of several."""
+"""Readers: the examples of a data set in batches, for one part of several."""
 
 from __future__ import annotations
 
@@ -33,6 +33,15 @@ class Cuttable(Protocol):
 
     def cut(self, num_parts: int, part_index: int) -> Dataset:
         """Return the examples of one part."""
+        ...
+
+
+@runtime_checkable
+class Drawing(Protocol):
+    """A data set that draws numbers, other ones in each epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draw the numbers of this epoch from now on."""
         ...
 
 
@@ -83,7 +92,10 @@ class Reader:
             num_parts-th of the file's bytes, as MXNet does it, so their numbers of examples differ.
         epoch_size: batches of an epoch: exactly so many, starting again when the part is exhausted and going on in
             the next epoch where this one stopped. None: an epoch is the part, once.
-        shuffle: another order, within the part, for each pass.
+        shuffle: True: another order, within the part, for each pass. "global": for each pass all examples of the data
+            set are shuffled before they are cut into parts, so that each part has other examples then; all workers
+            give the same seed. With `epoch_size`, use a `remainder` that makes the parts equal: so all workers begin
+            each pass together.
         seed: of the orders. None: each run has its own.
         last_batch: `keep` a last batch of fewer examples, or `discard` it.
 
@@ -105,7 +117,7 @@ class Reader:
         remainder: str = "spread",
         by: str = "count",
         epoch_size: int | None = None,
-        shuffle: bool = False,
+        shuffle: bool | str = False,
         seed: int | None = None,
         last_batch: str = "keep",
     ) -> None:
@@ -121,6 +133,13 @@ class Reader:
             raise ValueError("unknown last_batch %r; known are keep and discard" % last_batch)
         if by not in ("count", "bytes"):
             raise ValueError("unknown way to cut, by=%r; known are count and bytes" % by)
+        if shuffle not in (False, True, "global"):
+            raise ValueError("unknown shuffle %r; known are False, True and 'global'" % (shuffle,))
+        is_global = shuffle == "global"
+        if is_global and by == "bytes":
+            raise ValueError("a file that is cut by='bytes' cannot be shuffled as a whole; cut it by='count'")
+        if is_global and seed is None and num_parts != 1:
+            raise ValueError("shuffle='global' needs a seed, the same on all workers, such as seed=0")
         if by == "bytes":
             if not isinstance(dataset, Cuttable):
                 raise ValueError("%s is no file of records; cut it by='count'" % type(dataset).__name__)
@@ -130,13 +149,21 @@ class Reader:
             num_parts, part_index = 1, 0
         self._dataset = dataset
         self._positions = part(len(dataset), num_parts, part_index, remainder)
-        self._order = Order(shuffle, seed)
+        self._order = Order(bool(shuffle), seed, len(dataset) if is_global else None)
         self._batch_size = batch_size
         self._discard = last_batch == "discard"
         if not self._batches():
             raise ValueError("the part's %d examples are less than a batch of %d" % (self.num_examples, batch_size))
         self._epoch_size = epoch_size
         self._epochs = Epochs(_Passes(self._pass), epoch_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration begin with pass number `epoch`, from 0: to go on with a run that was stopped.
+
+        A pass is an epoch unless there is an `epoch_size`.
+        """
+        self._order.epoch = whole(epoch, "epoch", least=0)
+        self._epochs = Epochs(_Passes(self._pass), self._epoch_size)
 
     @property
     def num_examples(self) -> int:
@@ -155,6 +182,8 @@ class Reader:
 
     def _pass(self) -> Iterator[Batch]:
         """Yield the part's batches once."""
+        if isinstance(self._dataset, Drawing):
+            self._dataset.set_epoch(self._order.epoch)
         positions = self._order.next(self._positions)
         for i in range(self._batches()):
             yield self._dataset.read(positions[i * self._batch_size : (i + 1) * self._batch_size])

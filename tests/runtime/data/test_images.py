@@ -100,6 +100,108 @@ def test_random_cuts_and_mirrors_follow_the_seed(tmp_path: Path) -> None:
     assert {draw.tobytes() for draw in draws(1)} <= possible
 
 
+def cuts(dataset: ImageRecords, positions: list[int]) -> list[bytes]:
+    return [example.tobytes() for example in dataset.read(np.array(positions))[0]]
+
+
+def test_every_image_draws_its_own_numbers_and_other_ones_each_time(tmp_path: Path) -> None:
+    (picture,) = images(1, 40, 40)
+    file = write(tmp_path, [picture] * 6)
+    for seed in (None, 7):
+        dataset = ImageRecords(file, (3, 8, 8), random_crop=True, seed=seed)
+        # 33 * 33 places: that two of 12 cuts are alike is less than one in ten, but these are fixed by the seed.
+        found = cuts(dataset, list(range(6)) * 2)
+        assert len(set(found)) > 10, "the same cut came twice"
+        if seed is not None:
+            assert cuts(ImageRecords(file, (3, 8, 8), random_crop=True, seed=seed), list(range(6)) * 2) == found
+
+
+def test_numbers_do_not_depend_on_the_order_in_which_images_are_read(tmp_path: Path) -> None:
+    (picture,) = images(1, 40, 40)
+    file = write(tmp_path, [picture] * 6)
+
+    def dataset() -> ImageRecords:
+        return ImageRecords(file, (3, 8, 8), random_crop=True, random_mirror=True, seed=7)
+
+    straight = cuts(dataset(), [0, 1, 2, 3, 4, 5])
+    assert cuts(dataset(), [5, 4, 3, 2, 1, 0]) == straight[::-1]
+    # Parts of the file, cut by bytes, have positions of their own: their images are still other images.
+    first, second = (cuts(dataset().cut(2, part), [0, 1, 2]) for part in range(2))
+    assert first + second == straight
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_numbers_of_its_epoch(tmp_path: Path) -> None:
+    (picture,) = images(1, 40, 40)
+    file = write(tmp_path, [picture] * 4)
+
+    def reader() -> Reader:
+        dataset = ImageRecords(file, (3, 8, 8), random_crop=True, seed=7)
+        return Reader(dataset, 2, shuffle=True, seed=1)
+
+    def epoch(batches: Reader) -> list[bytes]:
+        return [data.tobytes() for data, _ in batches]
+
+    whole = reader()
+    epochs = [epoch(whole) for _ in range(3)]
+    assert len({cut for one in epochs for cut in one}) == 6
+    again = reader()
+    again.set_epoch(2)
+    assert epoch(again) == epochs[2]
+    with pytest.raises(ValueError, match="epoch is a number from 0, not -1"):
+        again.set_epoch(-1)
+    with pytest.raises(ValueError, match="epoch is a number from 0, not -2"):
+        ImageRecords(file, (3, 8, 8)).set_epoch(-2)
+
+
+LOADERS = """\
+import sys
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+from distrun_runtime.data import ImageRecords, RecordFile
+
+for persistent, seed, start in ((False, None, "fork"), (False, 3, "fork"), (True, 3, "fork"), (True, None, "spawn")):
+    torch.manual_seed(0)
+    dataset = ImageRecords(RecordFile("a.rec"), (3, 8, 8), random_crop=True, random_mirror=True, seed=seed)
+    loader = DataLoader(
+        dataset, batch_size=2, num_workers=2, persistent_workers=persistent, multiprocessing_context=start
+    )
+    found = [image.numpy().tobytes() for _ in range(3) for data, _ in loader for image in data]
+    del loader
+    print(len(found), len(set(found)))
+"""
+
+
+def test_processes_of_a_data_loader_draw_different_numbers_in_each_epoch(tmp_path: Path, peer: Any) -> None:
+    (picture,) = images(1, 64, 64)
+    write(tmp_path, [picture] * 8)
+    for line in peer("torch", 'if __name__ == "__main__":\n    exec(%r)' % LOADERS).splitlines():
+        # 24 cuts out of 2 * 57 * 57: two or three of them may be alike, but not a process's or an epoch's.
+        total, different = map(int, line.split())
+        assert total == 24
+        assert different >= 21
+
+
+def test_a_data_loader_draws_the_same_numbers_again_with_both_seeds(tmp_path: Path, peer: Any) -> None:
+    (picture,) = images(1, 64, 64)
+    write(tmp_path, [picture] * 8)
+    text = """\
+import torch
+from torch.utils.data import DataLoader
+from distrun_runtime.data import ImageRecords, RecordFile
+
+seen = []
+for torchs, ours, epoch in ((0, 3, 0), (0, 3, 0), (1, 3, 0), (0, 4, 0), (0, 3, 1)):
+    torch.manual_seed(torchs)
+    dataset = ImageRecords(RecordFile("a.rec"), (3, 8, 8), random_crop=True, seed=ours)
+    dataset.set_epoch(epoch)
+    loader = DataLoader(dataset, batch_size=2, num_workers=2, multiprocessing_context="fork")
+    seen.append(b"".join(data.numpy().tobytes() for data, _ in loader))
+print([one == seen[0] for one in seen])
+"""
+    assert peer("torch", text) == "[True, True, False, False, False]\n"
+
+
 def test_several_labels_an_image(tmp_path: Path) -> None:
     (picture,) = images(1)
     with RecordWriter(tmp_path / "a.rec") as file:

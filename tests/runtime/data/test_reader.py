@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,3 +117,58 @@ def test_records_are_cut_by_bytes_if_asked_to(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no record begins in part 1 of 9; use fewer parts"):
         Reader(dataset, 9, num_parts=9, part_index=1, by="bytes")
     assert [Reader(dataset, 9, num_parts=2, part_index=i).num_examples for i in range(2)] == [4, 5]
+
+
+def labels_of(reader: Reader) -> list[int]:
+    return [int(each) for _, label in reader for each in label]
+
+
+@pytest.mark.parametrize("remainder", ["spread", "drop", "pad", "wrap"])
+def test_a_global_shuffle_gives_each_part_other_examples_in_each_pass(remainder: str) -> None:
+    dataset = Arrays(np.arange(30.0), np.arange(30))
+    options = {"num_parts": 3, "remainder": remainder, "shuffle": "global", "seed": 4}
+    readers = [Reader(dataset, 4, part_index=rank, **options) for rank in range(3)]
+    passes = [[labels_of(reader) for reader in readers] for _ in range(2)]
+    for parts in passes:
+        assert sorted(label for part in parts for label in part) == list(range(30))
+    assert all(set(one) != set(other) for one, other in zip(*passes, strict=True))
+
+
+def test_with_epochs_of_full_batches_all_parts_begin_each_pass_together() -> None:
+    dataset = Arrays(np.arange(22.0), np.arange(22))
+    size = 22 // (5 * 2)
+    options = {"num_parts": 2, "remainder": "drop", "shuffle": "global", "seed": 4, "last_batch": "discard"}
+    readers = [Reader(dataset, 5, part_index=rank, epoch_size=size, **options) for rank in range(2)]
+    for _ in range(3):
+        seen = [label for reader in readers for label in labels_of(reader)]
+        assert len(seen) == len(set(seen)) == 20
+
+
+def test_a_reader_goes_on_at_an_epoch() -> None:
+    def reader(shuffle: bool | str) -> Reader:
+        return Reader(Arrays(np.arange(9.0), np.arange(9)), 4, shuffle=shuffle, seed=1, epoch_size=2)
+
+    for shuffle in (True, "global"):
+        first, second = reader(shuffle), reader(shuffle)
+        passes = [labels_of(first) for _ in range(4)]
+        second.set_epoch(0)
+        assert labels_of(second) == passes[0]
+        second.set_epoch(0)  # what was left of the pass is not gone on with
+        assert labels_of(second) == passes[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"shuffle": "all"}, "unknown shuffle 'all'; known are False, True and 'global'"),
+        (
+            {"shuffle": "global", "num_parts": 2},
+            "shuffle='global' needs a seed, the same on all workers, such as seed=0",
+        ),
+        ({"shuffle": "global", "by": "bytes", "seed": 0}, "cut by='bytes' cannot be shuffled as a whole"),
+    ],
+    ids=str,
+)
+def test_a_shuffle_that_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Reader(Arrays(np.arange(9.0), np.arange(9)), 4, **options)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from distrun_runtime.data.sampler import SplitSampler, part
+from distrun_runtime.data.sampler import GlobalShuffleSampler, SplitSampler, part
 
 
 def parts(length: int, num: int, remainder: str) -> list[list[int]]:
@@ -80,6 +80,56 @@ def test_a_seed_and_an_epoch_are_numbers_from_0() -> None:
         SplitSampler(10).set_epoch(-1)
 
 
+@settings(deadline=None)
+@given(st.integers(1, 200), st.integers(1, 9), st.sampled_from(["drop", "pad", "wrap"]), st.integers(0, 5))
+def test_a_global_shuffle_deals_all_examples_anew_in_each_epoch(
+    length: int, num: int, remainder: str, seed: int
+) -> None:
+    assume(length >= num or remainder != "drop")
+    samplers = [GlobalShuffleSampler(length, num, rank, remainder, seed=seed) for rank in range(num)]
+    for _ in range(2):
+        dealt = [list(sampler) for sampler in samplers]
+        assert {len(positions) for positions in dealt} == {len(samplers[0])}
+        # As many of each as the remainder has it for parts of neighbours; only which ones is another matter.
+        counts = np.bincount([position for positions in dealt for position in positions], minlength=length)
+        plain = np.bincount(
+            np.concatenate([part(length, num, rank, remainder) for rank in range(num)]), minlength=length
+        )
+        assert sorted(counts) == sorted(plain)
+
+
+def test_workers_see_all_classes_of_sorted_data_only_by_a_global_shuffle() -> None:
+    labels = np.repeat(np.arange(10), 100)
+
+    def classes(sampler: SplitSampler | GlobalShuffleSampler) -> set[int]:
+        return set(labels[list(sampler)].tolist())
+
+    split = [SplitSampler(1000, 5, rank, seed=0) for rank in range(5)]
+    assert [classes(one) for one in split] == [classes(one) for one in split] == [{2 * r, 2 * r + 1} for r in range(5)]
+    for rank in range(5):
+        assert classes(GlobalShuffleSampler(1000, 5, rank)) == set(range(10))
+
+
+def test_a_global_shuffle_follows_its_seed_and_epoch() -> None:
+    first, second = GlobalShuffleSampler(100, 2, 1, seed=5), GlobalShuffleSampler(100, 2, 1, seed=5)
+    epochs = [list(first) for _ in range(3)]
+    assert [list(second) for _ in range(3)] == epochs
+    assert set(epochs[0]) != set(epochs[1]), "other examples, not only another order"
+    assert list(GlobalShuffleSampler(100, 2, 1, seed=6)) != epochs[0]
+    second.set_epoch(1)
+    assert list(second) == epochs[1]
+    assert all(type(position) is int for position in epochs[0])
+
+
+def test_a_global_shuffle_needs_a_seed_that_all_workers_have() -> None:
+    with pytest.raises(TypeError, match="seed is a whole number, not None; all workers give the same, such as 0"):
+        GlobalShuffleSampler(10, 2, 0, seed=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unequal length; use drop, pad or wrap"):
+        GlobalShuffleSampler(10, 3, 0, "spread")
+    with pytest.raises(ValueError, match="part 3 of 3"):
+        GlobalShuffleSampler(10, 3, 3)
+
+
 def test_positions_are_plain_ints_and_in_order_without_shuffle() -> None:
     sampler = SplitSampler(5, 2, 1, "wrap", shuffle=False)
     assert list(sampler) == [3, 4, 0]
@@ -96,8 +146,16 @@ for rank in range(2):
     sampler = SplitSampler(len(dataset), 2, rank, seed=1)
     loader = torch.utils.data.DataLoader(dataset, batch_size=3, sampler=sampler)
     print(len(loader), sorted(int(i) for _, label in loader for i in label))
+from distrun_runtime.data import GlobalShuffleSampler
+samplers = [GlobalShuffleSampler(len(dataset), 2, rank, seed=1) for rank in range(2)]
+loaders = [torch.utils.data.DataLoader(dataset, batch_size=3, num_workers=1, sampler=one) for one in samplers]
+for epoch in range(2):
+    print(sorted(int(i) for loader in loaders for _, label in loader for i in label))
 """
-    assert peer("torch", text).splitlines() == ["2 [0, 1, 2, 3, 4]", "2 [5, 6, 7, 8, 9]"]  # type: ignore[operator]
+    assert peer("torch", text).splitlines() == [  # type: ignore[operator]
+        *("2 [0, 1, 2, 3, 4]", "2 [5, 6, 7, 8, 9]"),
+        *["[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]"] * 2,
+    ]
 
 
 def test_no_module_of_data_imports_torch_or_pillow() -> None:
