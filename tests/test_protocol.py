@@ -138,6 +138,13 @@ def test_golden_push_of_rows() -> None:
     assert (found.tolist(), given.tolist()) == ([0, 3], values.tolist())
 
 
+def test_golden_push_that_skips_a_round() -> None:
+    entries = (Entry(4, 0, 5, 59, 0, 0, Payload.NONE),)
+    sent = Message(Kind.PUSH, store=1, role=3, rank=1, request=10, entries=entries, body={"skip": {"skip": True}})
+    golden = [bytes.fromhex(part) for part in parts("push_skip")]
+    assert [bytes(frame) for frame in message.encode(sent)] == golden
+
+
 def body(name: str) -> bytes:
     return GOLDEN[name].replace("\n", "").encode()
 

@@ -285,8 +285,9 @@ def total_of(name: str, values: Array, residual: Array | None) -> Array:
         at = int(np.argmin(finite))
         raise KVError(
             "compression %r: element %d is %g, and %g with what was left out before; only finite values can be"
-            " compressed: leave such a step out, or turn compression of this key off"
-            % (name, at, values[at], total[at])
+            " compressed. fix: push zeros instead (a push that is left out would put this worker one round behind the"
+            " others for good), with a trainer call trainer.skip_step() instead of step, or turn compression of this"
+            " key off" % (name, at, values[at], total[at])
         )
     return total
 

@@ -132,7 +132,7 @@ def test_a_push_can_be_checked_before_any_part_of_it_is_sent() -> None:
         kv.check_push(["a", "b"], bad[::-1])
         # On two devices: it is their sum that is compressed.
         kv.check_push("b", [bad[0], bad[0]])
-        with pytest.raises(KVError, match="key 'b': .* element 0 is nan"):
+        with pytest.raises(KVError, match=r"key 'b': .* element 0 is nan"):
             kv.check_push("b", [bad[0], bad[1]])
         with pytest.raises(KVError) as caught:
             kv.check_push(["a", "b"], bad)
@@ -143,6 +143,26 @@ def test_a_push_can_be_checked_before_any_part_of_it_is_sent() -> None:
 
     with Cluster(2, over="inproc") as job:
         assert all("key 'b': compression '2bit': element 0 is nan" in said for said in job.run(script))
+
+
+def test_a_worker_whose_gradient_is_refused_pushes_zeros_and_stays_in_its_round() -> None:
+    def script(kv: DistStore) -> list[float]:
+        kv.set_gradient_compression({"type": "2bit", "threshold": 1.0, "min_size": 0})
+        kv.init("w", np.zeros(4, np.float32))
+        seen, out = [], np.zeros(4, np.float32)
+        for step in range(3):
+            gradient = np.ones(4, np.float32)
+            if kv.rank and step == 1:
+                gradient[2] = np.nan
+                with pytest.raises(KVError, match="fix: push zeros instead"):
+                    kv.push("w", gradient)
+                gradient = np.zeros(4, np.float32)
+            kv.pushpull("w", gradient, out=out)
+            seen.append(float(out[0]))
+        return seen
+
+    with Cluster(2, over="inproc") as job:
+        assert job.run(script) == [[2, 1, 2]] * 2
 
 
 def test_a_companion_sums_beside_the_rule() -> None:
