@@ -40,10 +40,10 @@ def parse() -> argparse.Namespace:
 
 
 def forward_backward(nets: list[torch.nn.Module], images: list[torch.Tensor], labels: list[torch.Tensor]) -> None:
-    """Compute the gradients of the summed losses on all GPUs."""
+    """Compute the gradients of the mean loss on each GPU."""
     for net, x, y in zip(nets, images, labels, strict=True):
         net.zero_grad()
-        functional.cross_entropy(net(x), y, reduction="sum").backward()
+        functional.cross_entropy(net(x), y).backward()
 
 
 def main() -> None:
@@ -60,15 +60,13 @@ def main() -> None:
 
     train_set, test_set = datasets.cifar10(options.data_dir, options.train_size)
     sampler = SplitSampler(len(train_set), store.num_workers, store.rank)  # 3
-    train = DataLoader(train_set, options.batch_size * len(devices), sampler=sampler)
+    train = DataLoader(train_set, options.batch_size * len(devices), sampler=sampler, drop_last=True)
     test = DataLoader(test_set, 256)
 
     for epoch in range(options.epochs):
         for data, label in train:
-            images = split_and_load(data, devices, even_split=False)
-            labels = split_and_load(label, devices, even_split=False)
-            forward_backward(nets, images, labels)
-            trainer.step(len(data) * store.num_workers)
+            forward_backward(nets, split_and_load(data, devices), split_and_load(label, devices))
+            trainer.step()
         print("Epoch %d: Test_acc %f" % (epoch, networks.accuracy(nets[0], test)), flush=True)
     store.close()
 

@@ -68,23 +68,23 @@ def main() -> None:
             options.batch_size,
             num_parts=kv.num_workers,
             part_index=kv.rank,
+            remainder="drop",
             epoch_size=epoch_size(len(train_set), options.batch_size, kv.num_workers),
-            shuffle=True,
+            shuffle="global",
             seed=0,
+            last_batch="discard",
         )
         nets, params = networks.replicas_of(network(options), devices)
         rule = {"learning_rate": options.lr, "momentum": options.momentum, "wd": options.wd}
         trainer = Trainer(params, "sgd", rule, kvstore=kv)
-        # A synchronous step adds up the gradients of all workers, an asynchronous one has those of one.
-        workers = 1 if "async" in options.kvstore else kv.num_workers
         for epoch in range(options.epochs):
             for data, label in train:
-                images = split_and_load(torch.from_numpy(data), devices, even_split=False)
-                labels = split_and_load(torch.from_numpy(label), devices, even_split=False)
+                images = split_and_load(torch.from_numpy(data), devices)
+                labels = split_and_load(torch.from_numpy(label), devices)
                 for net, x, y in zip(nets, images, labels, strict=True):
                     net.zero_grad()
-                    functional.cross_entropy(net(x), y, reduction="sum").backward()
-                trainer.step(len(data) * workers)
+                    functional.cross_entropy(net(x), y).backward()  # the mean over the batch
+                trainer.step()
             print("Epoch %d: Test_acc %f" % (epoch, networks.accuracy(nets[0], Reader(test_set, 256))), flush=True)
 
 

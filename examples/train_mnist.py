@@ -46,27 +46,26 @@ def main() -> None:
         print("Total number of workers: %d" % kv.num_workers, flush=True)
         print("This worker's rank: %d" % kv.rank, flush=True)
 
-        # Each worker reads its part of the data, and all make the same number of steps.
+        # In each epoch all examples are dealt anew; all workers make the same number of steps, with full batches.
         train_set, test_set = datasets.mnist(options.data_dir, options.train_size)
         size = epoch_size(len(train_set), options.batch_size, kv.num_workers)
-        part = {"num_parts": kv.num_workers, "part_index": kv.rank}
-        train = Reader(train_set, options.batch_size, **part, epoch_size=size, shuffle=True, seed=0)
+        part = {"num_parts": kv.num_workers, "part_index": kv.rank, "remainder": "drop"}
+        rest = {"shuffle": "global", "seed": 0, "last_batch": "discard"}
+        train = Reader(train_set, options.batch_size, **part, epoch_size=size, **rest)
         test = Reader(test_set, 256)
 
         torch.manual_seed(0)
         net = {"mlp": networks.mlp, "lenet": networks.lenet}[options.network]()
         nets, params = networks.replicas_of(net, devices)
         trainer = Trainer(params, "sgd", {"learning_rate": options.lr, "momentum": options.momentum}, kvstore=kv)
-        # A synchronous step adds up the gradients of all workers, an asynchronous one has those of one.
-        workers = 1 if "async" in options.kv_store else kv.num_workers
         for epoch in range(options.epochs):
             for data, label in train:
-                images = split_and_load(torch.from_numpy(data), devices, even_split=False)
-                labels = split_and_load(torch.from_numpy(label), devices, even_split=False)
+                images = split_and_load(torch.from_numpy(data), devices)
+                labels = split_and_load(torch.from_numpy(label), devices)
                 for replica, x, y in zip(nets, images, labels, strict=True):
                     replica.zero_grad()
-                    functional.cross_entropy(replica(x), y, reduction="sum").backward()
-                trainer.step(len(data) * workers)
+                    functional.cross_entropy(replica(x), y).backward()  # the mean over the batch
+                trainer.step()
             print("Epoch %d: Test_acc %f" % (epoch, networks.accuracy(nets[0], test)), flush=True)
 
 

@@ -2,8 +2,8 @@
 
 trainer = Trainer(net.named_parameters(), "sgd", {"learning_rate": 0.1}, kvstore="dist_sync")
 ...
-loss.backward()
-trainer.step(batch_size * trainer.kvstore.num_workers)
+loss.backward()  # of the mean over the batch
+trainer.step()
 """
 
 from distrun_runtime.trainer.loop import fit

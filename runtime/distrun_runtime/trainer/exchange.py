@@ -8,23 +8,31 @@ another one in every step and on every worker, and a compression's threshold mea
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, Union
+from types import MappingProxyType
+from typing import Any, NamedTuple, Union
 from weakref import WeakSet
 
 import numpy as np
 
+from distrun_runtime.device import dtypes
 from distrun_runtime.device.dtypes import Array
 from distrun_runtime.errors import KVError
+from distrun_runtime.store import kinds
 from distrun_runtime.store.base import KVStore
-from distrun_runtime.store.pending import Pending
+from distrun_runtime.store.pending import Notes, Pending
 from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.trainer.buffers import Buffers
 from distrun_runtime.trainer.naming import naming
 from distrun_runtime.trainer.parameter import Parameter
 from distrun_runtime.trainer.replica import Gradient, place_of
 
-__all__ = ["Exchange", "Found", "Item", "Sum", "Workers", "finish", "grouped"]
+__all__ = ["Exchange", "Found", "Item", "Reduced", "Sum", "Workers", "finish", "grouped"]
+
+COUNTED = 7
+"""Elements of the key under which workers are counted: see `Exchange.reduce`."""
 
 GROUP_BYTES = 1024 * 1024
 """Parameters up to so many bytes together share a call. 100 parameters of 4 KB took 241 ms a step one by one, 67 ms
@@ -52,8 +60,20 @@ class Workers(NamedTuple):
     """They divide by their batch size only after the sum (`Trainer.update`)."""
 
 
+class Reduced(NamedTuple):
+    """What came of a step's gradients where the trainers update."""
+
+    sums: list[Sum]
+    workers: Workers
+    """The sum of what all workers count as."""
+    is_alike: bool = True
+    """Whether all workers gave the same fingerprint."""
+    skipped: Notes = MappingProxyType({})
+    """What the workers said, if one skipped the step. Then there are no sums."""
+
+
 class Exchange:
-    """Parameters in a store of ours.
+    """Parameters in a store of ours, and the buffers of the module that they come from.
 
     Arguments:
         updates: the store updates weights; else it sums gradients.
@@ -63,13 +83,18 @@ class Exchange:
         KVError: the store has another trainer's parameters.
     """
 
-    def __init__(self, store: KVStore, params: list[Parameter], updates: bool, has_rounds: bool) -> None:
+    def __init__(
+        self, store: KVStore, params: list[Parameter], buffers: Buffers, updates: bool, has_rounds: bool
+    ) -> None:
         if store in _TAKEN:
             raise KVError(
                 "this %r store has the parameters of another trainer already, under the keys 0, 1, ...: make another"
                 " store for this trainer, or one trainer for all parameters" % store.type
             )
-        self._store, self._params = store, params
+        self._store, self._params, self._buffers = store, params, buffers
+        self._buffer_keys = [len(params) + 1 + index for index in range(len(buffers.names))]
+        self._companion: KVStore | None = None
+        """A store for sums of buffers: in the first one a rule may update whatever is pushed."""
         self._updates = updates
         self._has_rounds = has_rounds
         self._counter = len(params) if has_rounds and not updates else None
@@ -80,32 +105,99 @@ class Exchange:
         """Give all parameters rank 0's values, on all workers. Collective."""
         keys, values = list(range(len(self._params))), [self._initial(one) for one in self._params]
         if self._counter is not None:
-            keys, values = [*keys, self._counter], [*values, np.zeros(2, np.int64)]
-        with naming(self._params):
-            self._store.init(keys, values)
+            keys, values = [*keys, self._counter], [*values, np.zeros(COUNTED, np.int64)]
+        if self._buffers and kinds.is_dist(self._store.type):
+            # They must come back as they are, whatever the store was told for all its keys.
+            self._store.set_gradient_compression({"type": "none"}, self._buffer_keys)
+        with self._naming():
+            self._store.init([*keys, *self._buffer_keys], [*values, *self._buffers.floats()])
         _TAKEN.add(self._store)
         self.pull()
+        self.pull_buffers()
+
+    def _naming(self) -> AbstractContextManager[None]:
+        return naming(self._params, self._buffers.names)
+
+    def close(self, error: BaseException | None) -> None:
+        """Close the store that was made here; after an error without waiting for other workers."""
+        if self._companion is not None:
+            self._companion.__exit__(None if error is None else type(error), error, None)
 
     def pull(self) -> None:
         """Bring all weights up to date, except those that are row-sparse."""
         self._pulled([index for index, one in enumerate(self._params) if one.stype == "default"])
 
-    def pull_rows(self, index: int, ids: Array) -> None:
-        """Bring rows of a row-sparse weight up to date; others stay as they are."""
+    def pull_rows(self, index: int, ids: Array) -> Notes:
+        """Bring rows of a row-sparse weight up to date; others stay as they are.
+
+        Returns:
+            What the workers said, if one skipped the last step: `update` waits for no row-sparse weight.
+        """
         parameter = self._params[index]
         some = RowSparse.empty(parameter.shape, parameter.dtype)
-        with naming(self._params):
-            self._store.row_sparse_pull(index, out=some, priority=-index, row_ids=ids)
+        with self._naming():
+            pending = self._store.row_sparse_pull(index, out=some, priority=-index, row_ids=ids)
         for replica in parameter.replicas:
             weight = replica.weight()
             weight[some.rows] = some.values
             replica.written(weight)
+        return pending.skipped
 
     def assign(self, indices: Sequence[int]) -> None:
         """Give the store rank 0's present weights, and all workers what is stored then. Collective."""
-        with naming(self._params):
+        with self._naming():
             self._store.assign(list(indices), [self._params[index].replicas[0].weight() for index in indices])
-        self._pulled(indices)
+        dense = [index for index in indices if self._params[index].stype == "default"]
+        self._pulled(dense)
+        for index in indices:
+            if index not in dense:
+                self.pull_rows(index, np.arange(self._params[index].shape[0]))
+
+    def stored(self, indices: Sequence[int]) -> list[Array]:
+        """Return copies of what the store has of some weights; they are not row-sparse."""
+        found = [np.empty(self._params[index].shape, self._params[index].dtype) for index in indices]
+        if found:
+            with self._naming():
+                self._store.pull(list(indices), out=found)
+        return found
+
+    # --- buffers
+
+    def store_buffers(self) -> None:
+        """Give the store rank 0's buffers. Collective."""
+        if self._buffers:
+            with self._naming():
+                self._store.assign(self._buffer_keys, self._buffers.floats())
+
+    def pull_buffers(self) -> None:
+        """Take the buffers that the store has."""
+        if self._buffers:
+            found = [np.empty_like(array) for array in self._buffers.floats()]
+            with self._naming():
+                self._store.pull(self._buffer_keys, out=found)
+            self._buffers.take_floats(found)
+
+    def average_buffers(self) -> None:
+        """Replace the buffers of float types by their mean over all workers. Collective."""
+        if self._store.num_workers == 1:
+            return
+        try:
+            self._store.barrier()
+        except KVError as err:  # A worker that has joined will not come, and nobody is to wait for it.
+            raise KVError("average_buffers: all workers call it together: %s" % err) from err
+        arrays = dict(zip(self._buffers.names, self._buffers.arrays(), strict=True))
+        floats = {name: array for name, array in arrays.items() if dtypes.is_float(array.dtype)}
+        if not floats:
+            return
+        names, values = list(floats), list(floats.values())
+        if self._companion is None:
+            self._companion = self._store.companion()
+            self._companion.init(names, values)
+        means = [np.empty_like(array) for array in values]
+        self._companion.pushpull(names, values, out=means, scale=1.0 / self._store.num_workers)
+        self._buffers.write(dict(zip(names, means, strict=True)))
+
+    # --- steps
 
     def rounds(self) -> int:
         """Return how many rounds the store's servers have seen, of the key that has most."""
@@ -115,8 +207,30 @@ class Exchange:
         """Give the store a weight that was replaced; of a store that nobody shares."""
         self._store.assign(index, self._params[index].replicas[0].weight())
 
-    def update(self, found: Sequence[Found], scale: float) -> None:
-        """Push gradients times `scale`, and bring the weights that come of them into all devices."""
+    def skip(self, indices: Iterable[int], note: Mapping[str, Any]) -> Notes:
+        """Have all workers skip this step of the parameters that it would update; return what each of them said."""
+        own = [] if self._counter is None else [self._counter]
+        return self._skipped([*indices, *own], note)
+
+    def tell(self, note: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+        """Exchange notes, where the trainers update; all workers call it. Return each worker's, by rank."""
+        assert self._counter is not None
+        said = self._skipped([self._counter], note)
+        return {rank: each or {} for rank, each in said.items()}
+
+    def _skipped(self, keys: Sequence[int], note: Mapping[str, Any]) -> Notes:
+        with self._naming():
+            return self._store.skip_round(keys, note).skipped
+
+    def update(self, found: Sequence[Found], scale: float) -> Notes:
+        """Push gradients times `scale`, and bring the weights that come of them into all devices.
+
+        Returns:
+            What the workers said, if one skipped the step; then nothing was written.
+
+        Raises:
+            KVError: a gradient that compression cannot take. Nothing was sent.
+        """
         items = []
         for index, grads in found:
             parameter = self._params[index]
@@ -125,29 +239,31 @@ class Exchange:
             rooms = [] if parameter.stype == "row_sparse" else [replica.room() for replica in parameter.replicas]
             if grads is not None or rooms:  # Without rounds nobody waits for a push of ours.
                 items.append(Item(index, grads and self._pushable(parameter, grads), rooms, parameter.size_bytes))
-        with naming(self._params):
-            finish(self._sent(items, scale))
-        for item in items:
+        with self._naming():
+            self._check(items)
+            skipped = finish(self._sent(items, scale))
+        for item in [] if skipped else items:
             for replica, room in zip(self._params[item.index].replicas, item.outs, strict=False):
                 replica.written(room)
+        return skipped
 
-    def reduce(self, found: Sequence[Found], scale: float, me: Workers) -> tuple[list[Sum], Workers]:
+    def reduce(self, found: Sequence[Found], scale: float, me: Workers, mark: tuple[int, int]) -> Reduced:
         """Sum gradients times `scale` over devices and workers, into the gradients of all devices.
 
         Arguments:
             me: 1 or 0 each: what this worker counts as.
-
-        Returns:
-            What came of it, and the sum of what all workers count as.
+            mark: the `fingerprint` of what has to be alike on all workers.
 
         Raises:
-            KVError: two parameters' gradients are one array. Nothing was sent.
+            KVError: two parameters' gradients are one array, or compression cannot take one. Nothing was sent.
         """
         calls: list[Pending] = []
         result: list[Sum] = []
         items = []
         owners: dict[tuple[str, int], int] = {}
-        own, counted = np.array(me, np.int64), np.array(me, np.int64)
+        # Numbers are all equal if and only if n times the sum of their squares is the square of their sum.
+        own = np.array([1, *me, *mark, *(each * each for each in mark)], np.int64)
+        counted = own.copy()
         for index, grads in found:
             parameter = self._params[index]
             if grads is None and not self._has_rounds:
@@ -167,14 +283,25 @@ class Exchange:
                     )
             items.append(Item(index, grads, targets, parameter.size_bytes))
             result.append((index, targets[0], 1.0))
-        with naming(self._params):
+        with self._naming():
+            self._check(items)
             if self._counter is not None:
                 calls.append(self._store.pushpull(self._counter, own, out=counted, wait=False))
-            finish([*calls, *self._sent(items, scale)])
+            skipped = finish([*calls, *self._sent(items, scale)])
+        if skipped:
+            return Reduced([], me, skipped=skipped)
         for item in items:
             for replica, target in zip(self._params[item.index].replicas, item.outs, strict=True):
                 replica.reduced(target)
-        return result, Workers(*counted.tolist())
+        n, active, unscaled, *marks = counted.tolist()
+        is_alike = all(n * square == total * total for total, square in zip(marks[:2], marks[2:], strict=True))
+        return Reduced(result, Workers(active, unscaled), is_alike)
+
+    def _check(self, items: Sequence[Item]) -> None:
+        """Return if compression takes all gradients: none is sent if one cannot be."""
+        pushed = [item for item in items if item.grads is not None]
+        if pushed:
+            self._store.check_push([item.index for item in pushed], [item.grads for item in pushed])
 
     def _sent(self, items: Sequence[Item], scale: float) -> list[Pending]:
         """Make calls for all items, each with some; return what to wait for."""
@@ -200,7 +327,7 @@ class Exchange:
     def _pulled(self, indices: Sequence[int]) -> None:
         rooms = [[replica.room() for replica in self._params[index].replicas] for index in indices]
         if rooms:
-            with naming(self._params):
+            with self._naming():
                 self._store.pull(list(indices), out=rooms)
         for index, those in zip(indices, rooms, strict=True):
             for replica, room in zip(self._params[index].replicas, those, strict=True):
@@ -251,16 +378,23 @@ def grouped(items: Sequence[Item]) -> list[list[Item]]:
     return groups
 
 
-def finish(calls: Sequence[Pending]) -> None:
-    """Wait for all calls; raise the first error after the last call, when nothing is lent any more."""
+def finish(calls: Sequence[Pending]) -> Notes:
+    """Wait for all calls; raise the first error after the last call, when nothing is lent any more.
+
+    Returns:
+        What the workers said, if one skipped the round.
+    """
     error: Exception | None = None
+    skipped: Notes = {}
     for call in calls:
         try:
             call.wait()
+            skipped = skipped or call.skipped
         except Exception as err:
             error = error or err
     if error is not None:
         raise error
+    return skipped
 
 
 def _rows(grads: list[Gradient]) -> list[RowSparse]:

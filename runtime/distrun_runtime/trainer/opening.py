@@ -9,6 +9,7 @@ from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.base import KVStore
 from distrun_runtime.store.contract import KVStoreBase
+from distrun_runtime.trainer.buffers import Buffers
 from distrun_runtime.trainer.decide import Case, decide, wants_store
 from distrun_runtime.trainer.exchange import Exchange
 from distrun_runtime.trainer.foreign import ForeignExchange
@@ -34,10 +35,11 @@ class Opened:
     """Several workers make every step together."""
 
 
-def open_store(params: list[Parameter], given: str | AnyStore | None, asked: bool | None) -> Opened:
+def open_store(params: list[Parameter], buffers: Buffers, given: str | AnyStore | None, asked: bool | None) -> Opened:
     """Return the store that parameters are to be trained with, and how.
 
     Arguments:
+        buffers: of the module that the parameters come from.
         given, asked: the trainer's `kvstore` and `update_on_kvstore`.
 
     Raises:
@@ -52,7 +54,7 @@ def open_store(params: list[Parameter], given: str | AnyStore | None, asked: boo
         decide(case)
     store: AnyStore = stores.create(given) if isinstance(given, str) else given  # type: ignore[assignment]
     try:
-        return _opened(params, store, replace(case, kind=store.type), isinstance(given, str))
+        return _opened(params, buffers, store, replace(case, kind=store.type), isinstance(given, str))
     except BaseException as err:
         if isinstance(given, str):
             leave(store, err)
@@ -67,13 +69,14 @@ def leave(store: AnyStore, error: BaseException | None) -> None:
         store.close()
 
 
-def _opened(params: list[Parameter], store: AnyStore, case: Case, is_own: bool) -> Opened:
+def _opened(params: list[Parameter], buffers: Buffers, store: AnyStore, case: Case, is_own: bool) -> Opened:
     if not isinstance(store, KVStore):
         decision = decide(replace(case, is_custom=True, has_optimizer=False))
-        return Opened(store, is_own, ForeignExchange(store, params), decision.update_on_kvstore, store.num_workers > 1)
+        foreign = ForeignExchange(store, params, buffers)
+        return Opened(store, is_own, foreign, decision.update_on_kvstore, store.num_workers > 1)
     decision = decide(replace(case, has_optimizer=store.is_capable("optimizer")))
     has_rounds = case.is_dist and not case.is_async
-    exchange = Exchange(store, params, decision.update_on_kvstore, has_rounds)
+    exchange = Exchange(store, params, buffers, decision.update_on_kvstore, has_rounds)
     return Opened(store, is_own, exchange, decision.update_on_kvstore, has_rounds)
 
 

@@ -187,6 +187,15 @@ class Parameter:
                 np.copyto(room, array)
             replica.written(room)
 
+    def written_devices(self) -> list[int]:
+        """Return the devices whose weight was written by anybody but the trainer, as far as that can be noticed."""
+        return [index for index, replica in enumerate(self.replicas) if replica.is_written]
+
+    def remember(self) -> None:
+        """Take the weights as they are now for those that the trainer knows."""
+        for replica in self.replicas:
+            replica.remember()
+
     def zero_grad(self) -> None:
         """Forget the gradients; a buffer is filled with zeros."""
         for replica in self.replicas:

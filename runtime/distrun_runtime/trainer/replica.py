@@ -28,6 +28,8 @@ class ArrayReplica:
 
     trains = True
     """Whether it has a gradient at all."""
+    is_written = False
+    """Whether the user wrote the weight; an array of numpy cannot tell."""
 
     def __init__(self, data: Array, grad: object = None) -> None:
         self.source: object = data
@@ -63,6 +65,9 @@ class ArrayReplica:
     def written(self, array: Array) -> None:
         """Take what was written into `weight()` or `room()`."""
 
+    def remember(self) -> None:
+        """Do nothing: an array does not tell whether it was written."""
+
     def gradient(self) -> Gradient | None:
         """Return the gradient as it is."""
         return self._grad
@@ -95,6 +100,8 @@ class TensorReplica:
         self.source: object = tensor
         self._tensor = tensor
         self._host: Any = None
+        self._seen: object = None
+        """The tensor's mark when the trainer knew its value last."""
 
     @property
     def trains(self) -> bool:
@@ -136,6 +143,16 @@ class TensorReplica:
         elif hasattr(self._tensor, "_version"):
             # torch did not see it: it is told by a write of nothing, so that it refuses a backward through old weights.
             self._tensor.detach().unsqueeze(0)[:0].zero_()
+        self.remember()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether anybody but the trainer has written the tensor, or given it other memory, since `remember`."""
+        return bool(self._seen != self._mark())
+
+    def remember(self) -> None:
+        """Take the weight as it is now for the one that the trainer knows; `written` does so too."""
+        self._seen = self._mark()
 
     def gradient(self) -> Gradient | None:
         """Return `.grad` as an array of the same memory, or as RowSparse; from a GPU, a copy."""
@@ -169,6 +186,11 @@ class TensorReplica:
     def zero_grad(self) -> None:
         """Forget the gradient, as torch's optimizers do."""
         self._tensor.grad = None
+
+    def _mark(self) -> object:
+        # `.data = other` changes the memory, and in some versions of torch nothing else.
+        address = getattr(self._tensor, "data_ptr", None)
+        return getattr(self._tensor, "_version", 0), address() if address is not None else 0
 
     def _on_host(self) -> bool:
         return str(self._tensor.device) == "cpu"

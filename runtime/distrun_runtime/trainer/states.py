@@ -1,10 +1,12 @@
 """States of a trainer that updates the weights itself, in one file; and what a store's folder says of its rule.
 
 The file is numpy's npz, without pickles: `manifest` is JSON as bytes, `INDEX.DEVICE.weight` and
-`INDEX.DEVICE.state.NAME` are arrays, bfloat16 ones as uint16. Counters of the rule stand in the manifest:
+`INDEX.DEVICE.state.NAME` are arrays, and so is `buffer.INDEX`; bfloat16 ones as uint16. Counters of the rule stand in
+the manifest:
 
     {"format": 1, "rule": {...}, "steps": 10, "parameters": [
-        {"name": "w", "shape": [2, 3], "dtype": "float32", "devices": [{"updates": 10}]}, ...]}
+        {"name": "w", "shape": [2, 3], "dtype": "float32", "devices": [{"updates": 10}]}, ...],
+     "buffers": [{"name": "1.running_mean", "shape": [3], "dtype": "float32"}, ...]}
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from distrun_runtime.algo.rules import State
 from distrun_runtime.device import dtypes
 from distrun_runtime.device.dtypes import Array
 from distrun_runtime.errors import KVError
+from distrun_runtime.trainer.buffers import Buffers
 from distrun_runtime.trainer.parameter import Parameter
 from distrun_runtime.trainer.updates import Updates
 
@@ -35,8 +38,8 @@ Rule = tuple[Mapping[str, Any], int]
 """A rule as JSON, and the steps that were made."""
 
 
-def save(path: str, updates: Updates, params: list[Parameter], steps: int) -> None:
-    """Write weights, rule and states into a file; what was there is replaced when the new one is whole.
+def save(path: str, updates: Updates, params: list[Parameter], buffers: Buffers, steps: int) -> None:
+    """Write weights, buffers, rule and states into a file; what was there is replaced when the new one is whole.
 
     Several processes may write the same file at the same time, as the workers of one host do.
 
@@ -58,7 +61,12 @@ def save(path: str, updates: Updates, params: list[Parameter], steps: int) -> No
             arrays.update({"%d.%d.state.%s" % (index, device, name): part for name, part in parts.items()})
             counters.append({name: int(part) for name, part in state.items() if name not in parts})
         described.append({**_described(parameter), "devices": counters})
-    manifest = {"format": FORMAT, "rule": updates.spec.to_json(), "steps": steps, "parameters": described}
+    held = dict(zip(buffers.names, buffers.arrays(), strict=True))
+    arrays.update({"buffer.%d" % index: array for index, array in enumerate(held.values())})
+    manifest = {
+        **{"format": FORMAT, "rule": updates.spec.to_json(), "steps": steps, "parameters": described},
+        "buffers": [_facts(name, array.shape, array.dtype) for name, array in held.items()],
+    }
     plain = {name: array.view(np.uint16) if array.dtype == dtypes.BFLOAT16 else array for name, array in arrays.items()}
     text = np.frombuffer(json.dumps(manifest).encode("utf-8"), np.uint8)
     new = "%s.%s.new" % (path, uuid.uuid4().hex)
@@ -76,11 +84,11 @@ def save(path: str, updates: Updates, params: list[Parameter], steps: int) -> No
         raise
 
 
-def load(path: str, updates: Updates, params: list[Parameter]) -> Rule:
-    """Write saved weights into parameters and take up the states; return the rule, for the trainer to take.
+def load(path: str, updates: Updates, params: list[Parameter], buffers: Buffers) -> Rule:
+    """Write saved weights and buffers and take up the states; return the rule, for the trainer to take.
 
     Raises:
-        KVError: no whole file of this format, or other parameters' or another rule's. Nothing was changed.
+        KVError: no whole file of this format, or other parameters', buffers' or another rule's. Nothing was changed.
         OSError: it cannot be read.
     """
     _no_folder(path)
@@ -97,6 +105,7 @@ def load(path: str, updates: Updates, params: list[Parameter]) -> Rule:
             raise KVError("%s has format %s, this version reads %d" % (path, manifest["format"], FORMAT))
         _fit(path, manifest["parameters"], params)
         weights, kept = _parts(arrays, manifest["parameters"], params)
+        held = _held(path, arrays, manifest.get("buffers", []), buffers)
         rule, steps = manifest["rule"], int(manifest["steps"])
         # Made here, so that one that cannot be is refused before a weight is written.
         spec = rules.RuleSpec.from_json(rule)
@@ -113,6 +122,7 @@ def load(path: str, updates: Updates, params: list[Parameter]) -> Rule:
             room = replica.room()
             np.copyto(room, weights.get((index, device), weights[index, 0]))
             replica.written(room)
+    buffers.write(held)
     updates.states.clear()
     updates.states.update(kept)
     return rule, steps
@@ -156,10 +166,35 @@ def _parts(
     return weights, kept
 
 
+def _held(
+    path: str, arrays: Mapping[str, Array], described: list[dict[str, Any]], buffers: Buffers
+) -> dict[str, Array]:
+    """Return the saved buffers by name."""
+    own = [_facts(name, array.shape, array.dtype) for name, array in zip(buffers.names, buffers.arrays(), strict=True)]
+    if described != own:
+        raise KVError(
+            "%s has the buffers %s, the trainer %s; fix: make the trainer of the same module as when the states were"
+            " saved, or of named_parameters() if it was made of these" % (path, _shown(described), _shown(own))
+        )
+    return {
+        name: _as(arrays["buffer.%d" % index], mine.dtype, mine.shape, "buffer %r" % name)
+        for index, (name, mine) in enumerate(zip(buffers.names, buffers.arrays(), strict=True))
+    }
+
+
+def _shown(buffers: list[dict[str, Any]]) -> str:
+    names = ["%r (%s, %s)" % (each["name"], tuple(each["shape"]), each["dtype"]) for each in buffers[:3]]
+    return ", ".join([*names, *(["... (%d)" % len(buffers)] if len(buffers) > 3 else [])]) or "none"
+
+
 def _typed(array: Array, parameter: Parameter) -> Array:
-    typed = array.view(dtypes.BFLOAT16) if parameter.dtype == dtypes.BFLOAT16 else array
-    if typed.shape != parameter.shape or typed.dtype != parameter.dtype:
-        raise ValueError("the weight of parameter %r has shape %s and dtype %s" % (parameter.name, *_form(typed)))
+    return _as(array, parameter.dtype, parameter.shape, "the weight of parameter %r" % parameter.name)
+
+
+def _as(array: Array, dtype: np.dtype[Any], shape: tuple[int, ...], what: str) -> Array:
+    typed = array.view(dtypes.BFLOAT16) if dtype == dtypes.BFLOAT16 else array
+    if typed.shape != shape or typed.dtype != dtype:
+        raise ValueError("%s has shape %s and dtype %s" % (what, *_form(typed)))
     return typed
 
 
@@ -168,7 +203,11 @@ def _form(array: Array) -> tuple[tuple[int, ...], str]:
 
 
 def _described(parameter: Parameter) -> dict[str, Any]:
-    return {"name": parameter.name, "shape": list(parameter.shape), "dtype": dtypes.name_of(parameter.dtype)}
+    return _facts(parameter.name, parameter.shape, parameter.dtype)
+
+
+def _facts(name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> dict[str, Any]:
+    return {"name": name, "shape": list(shape), "dtype": dtypes.name_of(dtype)}
 
 
 def _fit(path: str, described: list[dict[str, Any]], params: list[Parameter]) -> None:

@@ -12,9 +12,11 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.store.base import KVStore
 from distrun_runtime.store.compress import Setting
 from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.trainer.agreement import NO_MARK, UpdateRule
+from distrun_runtime.trainer.buffers import Buffers
+from distrun_runtime.trainer.changes import SKIP, STORE_HARM, Changed, chosen, is_skip
 from distrun_runtime.trainer.collect import collect
-from distrun_runtime.trainer.exchange import Exchange, Found, Sum, Workers
-from distrun_runtime.trainer.foreign import ForeignExchange
+from distrun_runtime.trainer.exchange import Exchange, Found, Reduced, Sum, Workers
 from distrun_runtime.trainer.keeping import Keeping
 from distrun_runtime.trainer.opening import AnyStore, open_store
 from distrun_runtime.trainer.replica import Gradient
@@ -27,9 +29,12 @@ class Trainer(Keeping):
     """Parameters, an optimizer and a store: `step` makes one update of all weights.
 
     With a distributed store all workers make a trainer of the same parameters, in the same order; making it is
-    collective, and gives every worker rank 0's weights. Gradients are those of the sum of the examples' losses; all
-    workers' are added up and divided by nothing but the `batch_size` of `step`: for n workers with batches of b that
-    is n * b (`b * kv.num_workers`), and the same weights come out as of one process with batches of n * b.
+    collective, and gives every worker rank 0's weights, and its buffers if `params` is a torch module.
+
+    A step adds up the gradients of all devices and workers, and divides the sum. For a loss that is the mean over the
+    batch, call `step()`: it divides by the number of gradients. For the sum of the examples' losses, call
+    `step(batch_size)` with the number of examples in all gradients: n * b for n workers with batches of b. Both train
+    as one process does with batches of n * b.
 
     Arguments:
         params: a list or dict of `Parameter` or of torch tensors, `net.named_parameters()`, a torch module; see
@@ -68,9 +73,12 @@ class Trainer(Keeping):
             )
         spec = rules.spec_of(optimizer, named)
         check(spec, collected)
-        opened = open_store(collected, kvstore, update_on_kvstore)
+        buffers = Buffers(params)
+        opened = open_store(collected, buffers, kvstore, update_on_kvstore)
         # Not made where the store updates: a rule of the user's own is then imported by servers only.
-        super().__init__(collected, spec, opened, None if opened.updates else Updates(spec, collected))
+        super().__init__(collected, buffers, spec, opened, None if opened.updates else Updates(spec, collected))
+        self._was_skipped = False
+        """`allreduce_grads` found that a worker skips the step; `update` has nothing to do."""
         self._reduced: dict[int, Sum] | None = None
         self._left: float | None = None  # what the sums of `allreduce_grads` were still multiplied by
         try:
@@ -93,30 +101,64 @@ class Trainer(Keeping):
 
     # --- steps
 
-    def step(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
-        """Update all weights by the gradients divided by `batch_size`, which may be another one in every step.
+    def step(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> bool:
+        """Update all weights by the sum of all gradients, divided.
 
         Arguments:
-            batch_size: number of examples in the gradients of all workers.
+            batch_size: what the sum is divided by, for gradients of a sum of losses: the number of examples in the
+                gradients of all workers, which may be another one in every step. None, for gradients of a mean: the
+                number of gradients, which is the number of devices times that of the workers that step together
+                (those that have joined count too, as they contribute zero).
             ignore_stale_grad: a parameter without a new gradient is no error, but contributes nothing: zeros where
                 other workers take part in the round, else it is not updated.
 
+        Returns:
+            True; False if a worker called `skip_step` instead: then no weight was updated on any worker.
+
         Raises:
-            KVError: a parameter has no new gradient (named), or one that does not fit; nothing was sent.
+            KVError: a parameter has no new gradient (named), or one that does not fit or that compression does not
+                take; nothing was sent. Weights were changed outside of steps by only some workers, or the rules of
+                the workers' trainers differ: all workers raise this, in the same step, and no weight was updated.
+                Where the trainer updates, the gradients are used up then.
         """
         scale, found = self._scale_of(batch_size), self._found(ignore_stale_grad)
         self._tell()
-        if self._exchange is not None and self.update_on_kvstore:
-            self._exchange.update(found, scale)
-        elif self._exchange is not None:
-            # The store's sums are scaled already: so all workers make one update, whatever batch each had.
-            self._update(self._exchange.reduce(found, scale, Workers(1, 0))[0], 1.0)
-        else:
+        if self._exchange is None:
+            self._accept_here()
             self._update_apart(found, scale)
+        elif self.update_on_kvstore:
+            if not self._update_in_store(found, scale):
+                return self._forget(found)
+        else:
+            # The store's sums are scaled already: so all workers make one update, whatever batch each had.
+            reduced = self._reduce(found, scale, Workers(1, 0))
+            if reduced.skipped:
+                return self._forget(found)
+            self._update(reduced.sums, 1.0)
         self._stepped(found)
+        return True
 
-    def allreduce_grads(self, ignore_stale_grad: bool = False) -> None:
+    def skip_step(self) -> None:
+        """Have all workers skip this step, in place of `step` or `allreduce_grads`: no weight is updated.
+
+        For gradients that must not be used, such as those that are not finite. So this worker stays in the same round
+        as the others, whose gradients of this step are dropped too: their `step` returns False. Without rounds (one
+        process, or dist_async) nobody waits for this worker, and only its own gradients are dropped.
+
+        Raises:
+            KVError: a store of another maker, which cannot.
+        """
+        self._needs_open()
+        found: list[Found] = [(index, None) for index, one in enumerate(self._params) if one.trains]
+        if self._exchange is not None and self._opened.has_rounds:
+            self._exchange.skip([index for index, _ in found], SKIP)
+        self._forget(found)
+
+    def allreduce_grads(self, ignore_stale_grad: bool = False) -> bool:
         """Replace all gradients by their sums over devices and workers. You may change them, and then call `update`.
+
+        Returns:
+            True; False if a worker called `skip_step` instead: then `update` does nothing.
 
         Raises:
             KVError: the store updates the weights; or as `step`.
@@ -124,28 +166,45 @@ class Trainer(Keeping):
         self._needs_own_updates("allreduce_grads")
         found = self._found(ignore_stale_grad)
         if self._exchange is not None:
-            self._reduced = {one[0]: one for one in self._exchange.reduce(found, 1.0, Workers(1, 1))[0]}
+            reduced = self._reduce(found, 1.0, Workers(1, 1))
+            if reduced.skipped:
+                return self._forget(found)
+            self._reduced = {one[0]: one for one in reduced.sums}
+        self._was_skipped = False
+        return True
 
-    def update(self, batch_size: float, ignore_stale_grad: bool = False) -> None:
-        """Update all weights by what `allreduce_grads` left in the gradients, divided by `batch_size`.
+    def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> bool:
+        """Update all weights by what `allreduce_grads` left in the gradients, divided as `step` does it.
 
         Distributed: all workers with the same batch size.
+
+        Returns:
+            True; False if the step is skipped.
 
         Raises:
             KVError: the store updates the weights; `allreduce_grads` was left out; or as `step`.
         """
         self._needs_own_updates("update")
+        if self._was_skipped:
+            self._was_skipped = False
+            return False
         if self._exchange is not None and self._reduced is None:
             raise KVError("update: the gradients are not summed yet; call allreduce_grads first, or step for both")
         scale = self._scale_of(batch_size)
         found = self._found(ignore_stale_grad)
         self._tell()
         if self._reduced is None:
+            self._accept_here()
             self._update_apart(found, scale)
         else:
+            # Weights that were changed since the sum are used as they are; the next sum shows whether on all workers.
+            suspects = self._changes.suspects()
+            self._accept(suspects)
+            self._changes.mark(suspects)
             self._update(self._reduced.values(), scale)
             self._left = scale
         self._stepped(found)
+        return True
 
     # --- weights
 
@@ -168,7 +227,7 @@ class Trainer(Keeping):
         if isinstance(self.kvstore, KVStore):
             self.kvstore.join()
         elif self._exchange is not None and self._opened.has_rounds:
-            self._follow(self._exchange)
+            self._follow()
 
     # --- parts
 
@@ -176,26 +235,29 @@ class Trainer(Keeping):
         """Make the store's `join`."""
         exchange = cast(Exchange, self._exchange)
         if self.update_on_kvstore:
+            self._settle("join would undo it")
             join()
             exchange.pull()
             if self._spec.params.get("lr_scheduler") is not None:  # Its steps are those of all, without ours too.
                 self._steps = max(self._steps, exchange.rounds())
         elif self._opened.has_rounds:
-            self._follow(exchange)
+            self._follow()
 
-    def _follow(self, exchange: Exchange | ForeignExchange) -> None:
+    def _follow(self) -> None:
         """Make the updates of the workers that have data, until none has."""
         nothing: list[Found] = [(index, None) for index, one in enumerate(self._params) if one.trains]
         while True:
-            sums, workers = exchange.reduce(nothing, 1.0, Workers(0, 0))
-            if not workers.active:
+            reduced = self._reduce(nothing, 1.0, Workers(0, 0))
+            if reduced.skipped:
+                continue
+            if not reduced.workers.active:
                 return
-            if workers.unscaled and self._left is None:
+            if reduced.workers.unscaled and self._left is None:
                 raise KVError(
                     "join: the other workers call allreduce_grads and update, and what they divide by is not known"
                     " here, where no update was made yet; let them call step, or give every worker a batch"
                 )
-            self._update(sums, cast(float, self._left) if workers.unscaled else 1.0)
+            self._update(reduced.sums, cast(float, self._left) if reduced.workers.unscaled else 1.0)
             self._stepped(nothing)
 
     def _begin(self, compression_params: Mapping[str, object] | None) -> None:
@@ -204,6 +266,7 @@ class Trainer(Keeping):
             if compression_params:
                 Setting.of(compression_params)  # nothing is sent here; what a job would refuse is refused alone, too
             self._tell()
+            self._changes.accept()
             return
         if compression_params:
             if isinstance(store, KVStore):
@@ -214,7 +277,72 @@ class Trainer(Keeping):
             # Before the values: with multi_precision, servers then make the masters of all of them.
             store.set_optimizer(self._spec.name, **cast(Dict[str, Any], self._spec.params))
         self._exchange.start()
+        self._changes.accept()
         self._tell()
+
+    def _update_in_store(self, found: Sequence[Found], scale: float) -> bool:
+        """Push gradients and bring the new weights; return whether the step was made. Where the store updates."""
+        exchange = cast(Exchange, self._exchange)
+        while True:
+            changed = self._changed()
+            if changed and not (self._opened.has_rounds and self._workers() > 1):
+                self._settle(STORE_HARM)
+                changed = Changed()
+            if changed:
+                skipped = exchange.skip([index for index, _ in found], changed.to_json())
+            else:
+                skipped = exchange.update(found, scale)
+            if not skipped or is_skip(skipped):
+                return not skipped
+            # All workers are here, in the same round, with the same notes; or all of them raise.
+            taken = chosen(skipped, range(self._workers()), self._names(), STORE_HARM)
+            exchange.assign(taken)
+            self._changes.accept(taken)
+
+    def _reduce(self, found: Sequence[Found], scale: float, me: Workers) -> Reduced:
+        """Sum gradients, and see to it that all workers will make the same update. Where the trainer updates."""
+        exchange = cast(Exchange, self._exchange)
+        changed = self._changes.here()
+        if self._agreement is None:
+            if changed.wrong:
+                raise KVError(changed.wrong)
+            reduced = exchange.reduce(found, scale, me, NO_MARK)
+            self._accept(changed.indices)
+            return reduced
+        rule = UpdateRule(self._spec, self._divided)
+        reduced = exchange.reduce(found, scale, me, self._agreement.mark(rule, changed))
+        if reduced.skipped:
+            return reduced
+        try:
+            if 0 < reduced.workers.unscaled < reduced.workers.active:
+                raise KVError(
+                    "%d of %d workers call allreduce_grads and update, the others call step; fix: call the same on all"
+                    " workers" % (reduced.workers.unscaled, reduced.workers.active)
+                )
+            if not reduced.is_alike:
+                self._accept(self._agreement.compare(rule, changed))
+        except KVError:
+            self._forget(found)  # Sums have taken the gradients' place.
+            self._was_skipped = False
+            raise
+        self._accept(changed.indices)
+        self._agreement.reached()
+        return reduced
+
+    def _accept_here(self) -> None:
+        """Take weights that were changed; there is no store."""
+        suspects = self._changes.suspects()
+        wrong = self._changes.misfit(suspects)
+        if wrong:
+            raise KVError(wrong)
+        self._accept(suspects)
+
+    def _forget(self, found: Sequence[Found]) -> bool:
+        """Note that the gradients are of no use any more, and no step was made; return False."""
+        for index, _ in found:
+            self._params[index].used()
+        self._reduced, self._was_skipped = None, True
+        return False
 
     def _found(self, ignore_stale_grad: bool) -> list[Found]:
         self._needs_open()
@@ -226,8 +354,8 @@ class Trainer(Keeping):
             if len(grads) < len(one.replicas) and not ignore_stale_grad:
                 raise KVError(
                     "parameter %r has no new gradient since the last step on %d of its %d devices: a part of the model"
-                    " was not used; if that is on purpose, call step with ignore_stale_grad=True"
-                    % (one.name, len(one.replicas) - len(grads), len(one.replicas))
+                    " was not used, or the model has another tensor in its place; if that is on purpose, call step"
+                    " with ignore_stale_grad=True" % (one.name, len(one.replicas) - len(grads), len(one.replicas))
                 )
             result.append((index, grads or None))
         if not result:
@@ -236,6 +364,7 @@ class Trainer(Keeping):
 
     def _update(self, sums: Iterable[Sum], scale: float) -> None:
         """Update the parameters by sums of gradients, alike on all devices."""
+        self._divided = scale
         for index, given, left in sums:
             grad: Gradient | None = given
             if not isinstance(given, RowSparse):
@@ -251,10 +380,12 @@ class Trainer(Keeping):
     def _stepped(self, found: Sequence[Found]) -> None:
         for index, _ in found:
             self._params[index].used()
-        self._reduced = None
+        self._reduced, self._was_skipped = None, False
         self._steps += 1
 
     def _scale_of(self, batch_size: object) -> float:
+        if batch_size is None:
+            return 1.0 / self._gradients()
         if isinstance(batch_size, bool) or not isinstance(batch_size, numbers.Real):
             raise KVError("batch_size is a number of examples, not %.60r" % (batch_size,))
         try:
@@ -264,6 +395,12 @@ class Trainer(Keeping):
         if not 0 < size < math.inf:
             raise KVError("batch_size is a number above 0, not %g" % size)
         return 1.0 / size
+
+    def _gradients(self) -> int:
+        """Return how many gradients of a parameter are added up in a step."""
+        if self._exchange is None:
+            return 1  # Each device trains by itself.
+        return len(self._params[0].replicas) * (self._workers() if self._opened.has_rounds else 1)
 
     def _needs_own_updates(self, call: str) -> None:
         self._needs_open()

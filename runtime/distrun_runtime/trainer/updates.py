@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 
 from distrun_runtime.algo import rules
@@ -10,6 +12,7 @@ from distrun_runtime.device import dtypes
 from distrun_runtime.device.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.trainer.changes import digest
 from distrun_runtime.trainer.parameter import Parameter
 from distrun_runtime.trainer.replica import Gradient, Replica
 
@@ -55,10 +58,27 @@ class Updates:
                 self._step(index, device, replica, grad, scale)
 
     def replaced(self, index: int) -> None:
-        """Note that a weight was written by other means: its float32 master, if there is one, follows."""
+        """Note that a weight was written by other means: its float32 master, if there is one, follows.
+
+        Elements that are what their master rounds to were not changed, and keep it.
+        """
         for device, replica in enumerate(self._params[index].replicas):
-            if (index, device) in self.states:
-                rules.renew_master(replica.weight(), self.states[index, device])
+            master = self.states.get((index, device), {}).get("master")
+            if isinstance(master, np.ndarray):
+                weight = replica.weight()
+                kept = _halves(dtypes.narrow(master, weight.dtype)) == _halves(weight)
+                np.copyto(master, dtypes.widen(weight), where=~kept)
+
+    def digest(self) -> str:
+        """Return a digest of all weights and states, to compare workers by."""
+        arrays = [one.replicas[0].weight() for one in self._params]
+        counters: dict[str, object] = {}
+        for place, state in sorted(self.states.items()):
+            for name, part in sorted(state.items()):
+                if isinstance(part, np.ndarray):
+                    arrays.append(part)
+                counters["%d.%d.%s" % (*place, name)] = None if isinstance(part, np.ndarray) else str(part)
+        return digest(arrays) + json.dumps(counters, sort_keys=True)
 
     def _step(self, index: int, device: int, replica: Replica, grad: Gradient, scale: float) -> Array:
         weight = replica.weight()
@@ -92,6 +112,11 @@ def check(spec: RuleSpec, params: list[Parameter]) -> None:
             rule.check(parameter.dtype)
         except KVError as err:
             raise KVError("parameter %r: %s" % (parameter.name, err)) from None
+
+
+def _halves(weight: Array) -> Array:
+    """Return the bits of 16-bit floats."""
+    return np.ascontiguousarray(weight).view(np.uint16).reshape(weight.shape)
 
 
 def _scaled(grad: Array, scale: float) -> Array:

@@ -34,7 +34,7 @@ class Call:
     """A Pending that has failed, or not."""
 
     def __init__(self, error: str = "") -> None:
-        self.error, self.waited = error, False
+        self.error, self.waited, self.skipped = error, False, {}
 
     def wait(self) -> None:
         self.waited = True

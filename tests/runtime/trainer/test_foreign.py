@@ -110,6 +110,74 @@ def test_unequal_data_and_rows_are_beyond_its_contract() -> None:
     assert run(script) == [None, None]
 
 
+class Tensor:
+    """As much of a torch tensor as a buffer needs."""
+
+    device = "cpu"
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array, self.dtype = array, "torch.%s" % array.dtype
+
+    def detach(self) -> Tensor:
+        return self
+
+    def cpu(self) -> Tensor:
+        return self
+
+    def numpy(self) -> np.ndarray:
+        return self.array
+
+
+class Module:
+    """As much of a torch module as a trainer needs."""
+
+    def __init__(self, mean: float, count: int) -> None:
+        self.weight = Parameter(np.zeros(2), name="weight")
+        self.buffers = {"mean": Tensor(np.full(2, mean)), "count": Tensor(np.array(count))}
+
+    def named_parameters(self) -> list[tuple[str, Parameter]]:
+        return [("weight", self.weight)]
+
+    def named_buffers(self) -> list[tuple[str, Tensor]]:
+        return list(self.buffers.items())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.buffers
+
+
+def test_buffers_are_rank_0s_and_can_be_averaged() -> None:
+    def script(store: Shared) -> list[float]:
+        net = Module(1.0 + store.rank, 5 + store.rank)
+        trainer = Trainer(net, "sgd", {"learning_rate": 1.0}, kvstore=store)
+        found = [float(net.buffers["mean"].array[0]), int(net.buffers["count"].array)]
+        net.buffers["mean"].array[...] = store.rank
+        net.buffers["count"].array[...] = store.rank
+        trainer.average_buffers()
+        return [*found, float(net.buffers["mean"].array[0]), int(net.buffers["count"].array)]
+
+    assert run(script) == [[1, 5, 0.5, 0], [1, 5, 0.5, 1]]
+
+
+def test_it_cannot_skip_a_step() -> None:
+    def script(store: Shared) -> None:
+        trainer = Trainer([Parameter(np.zeros(2), name="x")], "sgd", {"learning_rate": 1.0}, kvstore=store)
+        with pytest.raises(KVError, match="store 'shared' cannot have the other workers skip a step; let all of them"):
+            trainer.skip_step()
+
+    assert run(script) == [None, None]
+
+
+def test_a_mean_is_divided_by_its_workers_and_devices() -> None:
+    def script(store: Shared) -> float:
+        one = Parameter([np.zeros(2), np.zeros(2)], name="x")
+        trainer = Trainer([one], "sgd", {"learning_rate": 1.0}, kvstore=store)
+        one.grad = [np.full(2, 1.0 + store.rank), np.full(2, 3.0 + store.rank)]
+        trainer.step()
+        return float(one.data[0])
+
+    assert run(script) == [-2.5, -2.5]
+
+
 def test_fit_takes_it_with_epoch_size() -> None:
     def script(store: Shared) -> float:
         one = Parameter(np.zeros(2), name="x")

@@ -1,0 +1,243 @@
+"""What trainers that update must have alike on all workers: a difference is an error to all, which names the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster import Cluster
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distrun_runtime.errors import KVError
+from distrun_runtime.store.dist import DistStore
+from distrun_runtime.trainer import Parameter, Trainer
+from distrun_runtime.trainer.agreement import fingerprint, rules_differ
+from distrun_runtime.trainer.changes import chosen
+
+RATE = {"learning_rate": 1.0}
+
+
+def run(script: Any, workers: int = 2, **changes: object) -> list[Any]:
+    """Run script(kv, parameter, trainer) in every worker of a job whose trainers update."""
+
+    def work(kv: DistStore) -> Any:
+        one = Parameter(np.zeros(3), np.ones(3), name="x")
+        return script(kv, one, Trainer([one], "sgd", RATE, kvstore=kv, update_on_kvstore=False))
+
+    with Cluster(workers, over="inproc", **changes) as job:
+        return job.run(work)
+
+
+def refused(act: Any) -> str:
+    with pytest.raises(KVError) as caught:
+        act()
+    return str(caught.value)
+
+
+def test_another_learning_rate_is_refused_by_rank_and_nothing_is_updated() -> None:
+    def script(kv: DistStore, one: Parameter, trainer: Trainer) -> tuple[str, float]:
+        trainer.step(3)
+        trainer.set_learning_rate(0.5 if kv.rank == 1 else 0.25)
+        said = refused(lambda: trainer.step(3))
+        assert refused(lambda: trainer.step(3)) == said, "as long as they differ"
+        assert (one.data == -1).all()
+        trainer.set_learning_rate(2.0)
+        assert trainer.step(3)
+        return said, float(one.data[0])
+
+    found = run(script, workers=3)
+    assert found == [found[0]] * 3
+    said, weight = found[0]
+    assert weight == -3
+    assert "learning_rate is 0.25 on worker-0, worker-2, 0.5 on worker-1" in said
+    assert "fix: make the same changes (set_learning_rate, " in said
+
+
+def test_trainers_that_were_made_with_different_rates_are_told_in_their_first_step() -> None:
+    def script(kv: DistStore) -> str:
+        one = Parameter(np.zeros(3), np.ones(3), name="x")
+        rule = {"learning_rate": 1.0 + kv.rank, "momentum": 0.5 * kv.rank, "wd": 0.1}
+        trainer = Trainer([one], "sgd", rule, kvstore=kv, update_on_kvstore=False)
+        return refused(lambda: trainer.step(1))
+
+    with Cluster(2, over="inproc") as job:
+        for said in job.run(script):
+            assert "learning_rate is 1.0 on worker-0, 2.0 on worker-1" in said
+            assert "momentum is 0.0 on worker-0, 0.5 on worker-1" in said
+            assert "wd" not in said.partition("fix:")[0]
+
+
+def test_a_multiplier_of_one_worker_is_refused_with_the_parameters_name() -> None:
+    def script(kv: DistStore, one: Parameter, trainer: Trainer) -> str:
+        one.lr_mult = 1.0 + kv.rank
+        return refused(lambda: trainer.step(1))
+
+    for said in run(script):
+        assert "lr_mult of parameter 'x' is not set on worker-0, 2.0 on worker-1" in said
+
+
+def test_other_batch_sizes_in_update_are_refused_by_the_next_step() -> None:
+    def script(kv: DistStore, one: Parameter, trainer: Trainer) -> tuple[str, float]:
+        trainer.allreduce_grads()
+        trainer.update(2 + 2 * kv.rank)
+        one.grad = np.ones(3)
+        said = refused(trainer.allreduce_grads)
+        trainer.assign()
+        one.grad = np.ones(3)
+        assert trainer.allreduce_grads()
+        trainer.update(2)
+        return said, float(one.data[0])
+
+    for said, weight in run(script):
+        assert "the batch_size of the last update is 2 on worker-0, 4 on worker-1" in said
+        assert "call trainer.assign() on all workers" in said
+        assert weight == -2
+
+
+def test_workers_that_step_in_different_ways_are_refused() -> None:
+    def script(kv: DistStore, one: Parameter, trainer: Trainer) -> str:
+        return refused(trainer.allreduce_grads if kv.rank else lambda: trainer.step(1))
+
+    for said in run(script, workers=3):
+        assert "2 of 3 workers call allreduce_grads and update, the others call step" in said
+
+
+def test_a_worker_out_of_data_compares_too() -> None:
+    def script(kv: DistStore, one: Parameter, trainer: Trainer) -> str:
+        if kv.rank == 0:
+            return refused(trainer.join)
+        trainer.set_learning_rate(0.5)
+        return refused(lambda: trainer.step(1))
+
+    for said in run(script):
+        assert "learning_rate is 1.0 on worker-0, 0.5 on worker-1" in said
+
+
+def test_a_weight_that_one_worker_sets_is_refused_on_all() -> None:
+    def script(kv: DistStore, one: Parameter, trainer: Trainer) -> tuple[str, float]:
+        if kv.rank:
+            one.set_data(np.full(3, 5.0))
+        said = refused(lambda: trainer.step(1))
+        if not kv.rank:
+            one.set_data(np.full(3, 5.0))
+        one.grad[...] = 1  # the refused step has left its sum there
+        assert trainer.step(2)
+        return said, float(one.data[0])
+
+    for said, weight in run(script):
+        assert "parameter 'x' on worker-1 and not on worker-0" in said
+        assert "Each worker updates its own weights, so they would differ from now on" in said
+        assert weight == 4
+
+
+def test_states_that_one_worker_loads_are_refused_on_all(tmp_path: Any) -> None:
+    def script(kv: DistStore, one: Parameter, trainer: Trainer) -> tuple[str, float]:
+        trainer.set_optimizer_params(momentum=0.5)
+        trainer.step(2)
+        path = tmp_path / ("states-%d" % kv.rank)
+        trainer.save_states(path)
+        trainer.step(2)
+        if kv.rank:
+            trainer.load_states(path)
+        said = refused(lambda: trainer.step(2))
+        if not kv.rank:
+            trainer.load_states(path)
+        assert trainer.step(2)
+        return said, float(one.data[0])
+
+    for said, weight in run(script):
+        assert "weights or states of the optimizer differ after load_states on worker-1" in said
+        assert "fix: call load_states on all workers" in said
+        assert weight == -2.5
+
+
+def test_only_the_momentum_may_differ_after_a_load(tmp_path: Any) -> None:
+    """The weights are alike: the states are compared too."""
+
+    def script(kv: DistStore, one: Parameter, trainer: Trainer) -> str:
+        trainer.set_optimizer_params(momentum=0.5)
+        trainer.save_states(tmp_path / ("states-%d" % kv.rank))
+        trainer.step(2)
+        if kv.rank:
+            weight = one.data.copy()
+            trainer.load_states(tmp_path / "states-1")
+            one.set_data(weight)
+        return refused(lambda: trainer.step(2))
+
+    for said in run(script):
+        assert "weights or states of the optimizer differ after load_states on worker-1" in said
+
+
+def test_states_that_all_load_are_no_difference(tmp_path: Any) -> None:
+    def script(kv: DistStore, one: Parameter, trainer: Trainer) -> float:
+        trainer.step(2)
+        trainer.save_states(tmp_path / ("states-%d" % kv.rank))
+        trainer.step(2)
+        trainer.load_states(tmp_path / ("states-%d" % kv.rank))
+        assert trainer.step(2)
+        assert trainer.step(2)
+        return float(one.data[0])
+
+    assert run(script) == [-3, -3]
+
+
+def test_nothing_more_is_sent_while_all_is_alike() -> None:
+    """Ten steps of a parameter and the counter: 20 pushes and 20 pulls of each worker, and no other round."""
+
+    def script(kv: DistStore, one: Parameter, trainer: Trainer) -> int:
+        for _ in range(10):
+            trainer.step(2)
+        kv.barrier()
+        return int(max(each["rounds"] for each in kv.stats()))
+
+    assert run(script) == [10, 10]
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(range(4)), min_size=1, max_size=9))
+def test_the_sums_of_fingerprints_and_of_their_squares_show_any_difference(facts: list[int]) -> None:
+    marks = [fingerprint({"fact": fact}) for fact in facts]
+    assert all(0 <= part < 2**24 for mark in marks for part in mark)
+    alike = all(
+        len(facts) * sum(mark[place] ** 2 for mark in marks) == sum(mark[place] for mark in marks) ** 2
+        for place in range(2)
+    )
+    assert alike is (len(set(facts)) == 1)
+
+
+def test_squares_of_fingerprints_of_any_job_fit_into_64_bits() -> None:
+    assert 2**15 * (2**24 - 1) ** 2 < 2**63
+
+
+def test_a_message_names_three_differences_and_counts_the_rest() -> None:
+    def note(value: int) -> dict[str, Any]:
+        params = dict.fromkeys("abcde", value)
+        return {"rule": {"name": "sgd", "params": params, "lr_mult": [], "wd_mult": []}, "divided": None}
+
+    said = rules_differ({0: note(1), 1: note(2)}, [])
+    assert said == "; ".join("%s is 1 on worker-0, 2 on worker-1" % name for name in "abc") + "; and 2 more"
+    assert rules_differ({0: note(1), 1: note(1)}, []) == ""
+    changed = {0: {"changed": list(range(5))}, 1: None}
+    with pytest.raises(KVError, match=r"'c' on worker-0 and not on worker-1 and 2 more\. It hurts\. fix: "):
+        chosen(changed, range(2), list("abcde"), "It hurts")
+
+
+@pytest.mark.parametrize(
+    ("notes", "expected"),
+    [
+        ({0: {"changed": [2, 0]}, 1: {"changed": [0, 2]}}, [0, 2]),
+        ({0: {"changed": []}, 1: {"changed": []}}, []),
+        ({0: {"changed": [1]}, 1: {"changed": []}}, "parameter 'b' on worker-0 and not on worker-1"),
+        ({0: None, 1: {"changed": [0, 1]}}, "parameter 'a' on worker-1 and not on worker-0; parameter 'b' on worker-1"),
+        ({1: {"changed": [0]}}, r"parameter 'a' on worker-1; worker-0 takes no part in steps now \(it has joined or"),
+        ({0: {"changed": [0]}, 1: {"changed": [0], "wrong": "another shape"}}, "worker-1: another shape"),
+    ],
+)
+def test_weights_of_rank_0_are_taken_if_all_workers_changed_them(notes: Any, expected: Any) -> None:
+    if isinstance(expected, list):
+        assert chosen(notes, range(2), ["a", "b", "c"], "") == expected
+    else:
+        with pytest.raises(KVError, match=expected):
+            chosen(notes, range(2), ["a", "b", "c"], "")
