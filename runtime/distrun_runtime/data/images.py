@@ -72,7 +72,7 @@ class ImageRecords:
         random_mirror: exchange left and right in about every second image.
         seed: of the two; None: each run has its own. What is drawn for an image follows from the seed, the epoch (see
             `set_epoch`), how often the image was read in it, the worker process of a torch DataLoader, and the place
-            of the record in the file. So no two images and no two epochs share their numbers, in any process.
+            of the record in the file. So the images of a file, epochs, and processes of a DataLoader share no numbers.
         label_width: labels of an image. Those of the data set are float32 (n,) for 1, otherwise (n, label_width).
 
     Raises:

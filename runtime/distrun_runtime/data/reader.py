@@ -37,7 +37,7 @@ class Cuttable(Protocol):
 
 
 @runtime_checkable
-class Drawing(Protocol):
+class HasEpochs(Protocol):
     """A data set that draws numbers, other ones in each epoch."""
 
     def set_epoch(self, epoch: int) -> None:
@@ -182,7 +182,7 @@ class Reader:
 
     def _pass(self) -> Iterator[Batch]:
         """Yield the part's batches once."""
-        if isinstance(self._dataset, Drawing):
+        if isinstance(self._dataset, HasEpochs):
             self._dataset.set_epoch(self._order.epoch)
         positions = self._order.next(self._positions)
         for i in range(self._batches()):

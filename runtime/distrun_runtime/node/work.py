@@ -24,7 +24,6 @@ class SlotId(NamedTuple):
 Notes = Mapping[int, Optional[Mapping[str, Any]]]
 """By rank, what the workers of a skipped round said: the note of one that skipped it, None of one that contributed."""
 
-
 SYNC = -1
 """In place of a rank: an update that is a round of all workers."""
 

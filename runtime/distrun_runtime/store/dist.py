@@ -23,6 +23,7 @@ from distrun_runtime.node import config as configs
 from distrun_runtime.node import session
 from distrun_runtime.node.pending import Pending as Request
 from distrun_runtime.node.serve import serve
+from distrun_runtime.node.work import Notes
 from distrun_runtime.store import declaring, kinds, saving, tracing
 from distrun_runtime.store.base import KVStore
 from distrun_runtime.store.compress import Compressor, Setting
@@ -30,7 +31,7 @@ from distrun_runtime.store.hooks import Call, RowsItem, Updater, Value
 from distrun_runtime.store.keyed import Contribution, named
 from distrun_runtime.store.link import Link
 from distrun_runtime.store.outcome import Both, Sent
-from distrun_runtime.store.pending import Notes, Pending
+from distrun_runtime.store.pending import Pending
 from distrun_runtime.store.pieces import Layout, Part, RowTarget, Target, contribution, wanted, wanted_rows
 from distrun_runtime.store.record import Record
 from distrun_runtime.store.requests import Packed, pack, values_of

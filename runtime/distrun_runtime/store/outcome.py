@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 from distrun_runtime.net.message import Message
 from distrun_runtime.node.pending import Pending as Request
+from distrun_runtime.node.work import Notes
 from distrun_runtime.store.link import Link
-from distrun_runtime.store.pending import Late, Notes, Pending, check_process, check_seconds
+from distrun_runtime.store.pending import Late, Pending, check_process, check_seconds
 
 Take = Callable[["tuple[Message, ...]"], Notes]
 """Takes the replies in: fills the outputs, and returns what is to be known of a skipped round."""

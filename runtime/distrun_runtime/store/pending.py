@@ -11,18 +11,15 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Real
 from types import MappingProxyType
-from typing import Any, Union
 
 from distrun_runtime.errors import KVError, StoreClosed, TimedOut
+from distrun_runtime.node.work import Notes
 
-__all__ = ["Late", "Line", "Notes", "Pending", "Settled", "Task", "check_process", "check_seconds"]
-
-Notes = Mapping[int, Union[Mapping[str, Any], None]]
-"""By rank, what the workers of a skipped round said; None: the worker contributed."""
+__all__ = ["Late", "Line", "Pending", "Settled", "Task", "check_process", "check_seconds"]
 
 
 class Pending(ABC):

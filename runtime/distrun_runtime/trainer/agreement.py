@@ -20,7 +20,7 @@ from distrun_runtime.trainer.updates import Updates
 
 __all__ = ["NO_MARK", "Agreement", "Mark", "UpdateRule", "fingerprint", "rules_differ"]
 
-Notes = Mapping[int, Mapping[str, Any]]
+Answers = Mapping[int, Mapping[str, Any]]
 """By rank, what each worker said."""
 
 Mark = tuple[int, int]
@@ -131,7 +131,7 @@ def fingerprint(facts: Mapping[str, Any]) -> tuple[int, int]:
     return int.from_bytes(found[:3], "little"), int.from_bytes(found[3:], "little")
 
 
-def rules_differ(notes: Notes, names: Sequence[str]) -> str:
+def rules_differ(notes: Answers, names: Sequence[str]) -> str:
     """Return how the rules of trainers differ, by rank, in words; empty: they are alike. No side effects.
 
     Arguments:

@@ -20,9 +20,10 @@ import numpy as np
 from distrun_runtime.device import dtypes
 from distrun_runtime.device.dtypes import Array
 from distrun_runtime.errors import KVError
+from distrun_runtime.node.work import Notes
 from distrun_runtime.store import kinds
 from distrun_runtime.store.base import KVStore
-from distrun_runtime.store.pending import Notes, Pending
+from distrun_runtime.store.pending import Pending
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.trainer.buffers import Buffers
 from distrun_runtime.trainer.naming import naming
@@ -118,10 +119,10 @@ class Exchange:
     def _naming(self) -> AbstractContextManager[None]:
         return naming(self._params, self._buffers.names)
 
-    def close(self, error: BaseException | None) -> None:
-        """Close the store that was made here; after an error without waiting for other workers."""
+    def close(self) -> None:
+        """Close the store that was made here."""
         if self._companion is not None:
-            self._companion.__exit__(None if error is None else type(error), error, None)
+            self._companion.close()
 
     def pull(self) -> None:
         """Bring all weights up to date, except those that are row-sparse."""

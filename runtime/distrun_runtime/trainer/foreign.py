@@ -10,8 +10,8 @@ import numpy as np
 from distrun_runtime.device import dtypes
 from distrun_runtime.device.dtypes import Array
 from distrun_runtime.errors import KVError
+from distrun_runtime.node.work import Notes
 from distrun_runtime.store.contract import KVStoreBase
-from distrun_runtime.store.pending import Notes
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.trainer.buffers import Buffers
 from distrun_runtime.trainer.exchange import Found, Reduced, Sum, Workers
@@ -40,7 +40,7 @@ class ForeignExchange:
             values[index] = room
         self._buffers.take_floats(values)
 
-    def close(self, error: BaseException | None) -> None:
+    def close(self) -> None:
         """Do nothing: no store was made here."""
 
     def store_buffers(self) -> None:

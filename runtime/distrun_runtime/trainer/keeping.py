@@ -170,8 +170,8 @@ class Keeping(Settings):
                 parameter.owner = None
         if isinstance(self.kvstore, KVStore):
             self.kvstore.joins_by(None)
-        if self._exchange is not None:
-            self._exchange.close(error)
+        if self._exchange is not None and error is None:
+            self._exchange.close()
         if self._opened.is_own and self.kvstore is not None:
             leave(self.kvstore, error)
 
