@@ -76,6 +76,30 @@ def test_a_launch_is_measured_on_hosts_beside_the_ssh_program() -> None:
     assert "failed" not in result.stdout
 
 
+def test_float16_is_measured_beside_numpys_casts_and_beside_no_compression() -> None:
+    command = [sys.executable, str(BENCHMARKS / "halves.py"), "--runs", "1", "--rounds", "1", "--magnitudes", "1e-6"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "| magnitude | numpy to float16 | to float16 | numpy to float32 | to float32 |"
+    assert [line.split()[1] for line in lines[2:6]] == ["1", "0.001", "0.0001", "1e-06"]
+    assert lines[6] == "| magnitude | none | fp16 |"
+    assert lines[8].startswith("| 1e-06 |")
+    assert "failed" not in result.stdout
+
+
+def test_the_ratios_of_float16_are_ours_divided_by_numpys_and_fp16_divided_by_none() -> None:
+    bench = load("halves.py")
+    casts = {(1.0, "numpy to float16"): 0.004, (1.0, "to float16"): 0.001}
+    casts.update({(1.0, "numpy to float32"): 0.002, (1.0, "to float32"): 0.003})
+    assert bench.cast_table(casts).splitlines()[-1] == "| 1 | 4.00 | 1.00 (0.25) | 2.00 | 3.00 (1.50) |"
+    rounds = {(1.0, "none"): 0.2, (1.0, "fp16"): 0.1, (1e-6, "none"): 0.2}
+    assert bench.round_table([1.0, 1e-6], rounds).splitlines()[2:] == [
+        "| 1 | 200.0 | 100.0 (0.50) |",
+        "| 1e-06 | 200.0 | failed |",
+    ]
+
+
 def test_a_section_of_the_page_is_replaced_and_the_others_stay() -> None:
     page = load("page.py")
     first = page.with_section("", "One", "old\n")

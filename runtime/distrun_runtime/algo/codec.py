@@ -23,7 +23,7 @@ from typing import ClassVar, Dict, Union
 import numpy as np
 
 from distrun_runtime.algo import quantize
-from distrun_runtime.device.dtypes import Array
+from distrun_runtime.device.dtypes import Array, narrow, widen
 from distrun_runtime.errors import KVError
 
 Buffer = Union[bytes, bytearray, memoryview]
@@ -197,11 +197,10 @@ class Half(Codec):
         return self._write(values, params)
 
     def _write(self, total: Array, params: Params) -> Buffer:
-        with np.errstate(over="ignore", invalid="ignore"):
-            return total.astype("<f2").tobytes()
+        return narrow(total, np.dtype(np.float16)).astype("<f2", copy=False).view(np.uint8).data
 
     def _read(self, payload: Array, n: int, params: Params) -> Array:
-        return payload.view("<f2").astype(np.float32)
+        return widen(payload.view("<f2").astype(np.float16, copy=False))
 
 
 class TopK(Codec):
