@@ -20,7 +20,7 @@ from distrun_runtime.store import values
 from distrun_runtime.store.contract import KVStoreBase
 from distrun_runtime.store.hooks import Call, RowsItem, Updater, Value
 from distrun_runtime.store.keyed import Contribution, Keyed, named
-from distrun_runtime.store.lookup import Lookup, wanted
+from distrun_runtime.store.lookup import Lookup, apart, wanted
 from distrun_runtime.store.pending import Pending, Settled
 from distrun_runtime.store.record import Record
 from distrun_runtime.store.sparse import RowSparse
@@ -135,6 +135,9 @@ class KVStore(Keyed, KVStoreBase):
         """Write the stored value of each key into all its outputs.
 
         After pushes of this worker it includes them (synchronous: exactly the round of the last one).
+
+        Raises:
+            KVError: an output does not fit, or the outputs of two keys share memory.
         """
         self._ready()
         items = self._targets(values.outputs(key, out))
@@ -202,13 +205,14 @@ class KVStore(Keyed, KVStoreBase):
                 in any order, also repeated or none, for all outputs; or a list of these in the form of `out`.
 
         Raises:
-            KVError: a key is not row-sparse, a row is out of range, or an output does not fit.
+            KVError: a key is not row-sparse, a row is out of range, an output does not fit, or outputs share memory.
         """
         self._ready()
         lookups = [
             (record, Lookup(record, pairs))
             for record, pairs in ((self._record(name), pairs) for name, pairs in wanted(key, out, row_ids))
         ]
+        apart([(record.key, lookup) for record, lookup in lookups])
         items: list[RowsItem] = [(record, lookup.rows, lookup.take) for record, lookup in lookups]
         call = _call((), priority, wait)
         return self._awaited(self._pull_rows(items, call), wait) if items else Settled("pull of no rows")

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import numpy as np
 
+from distrun_runtime.device import dtypes
 from distrun_runtime.device.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.store import values
@@ -105,8 +106,12 @@ class Keyed(Controls):
         """
         items = [(self._record(name), each) for name, each in given]
         for record, each in items:
-            for value in each:
-                record.fit(value, noun)
+            try:
+                for value in each:
+                    record.fit(value, noun)
+            except KVError as err:
+                hint = values.list_hint(each, dtypes.name_of(record.dtype)) if record.shape else ""
+                raise KVError("%s%s" % (err, hint)) from None
         return [(record, [_stored_as(record, value) for value in each]) for record, each in items]
 
     def _targets(self, outs: list[tuple[Key, list[Array]]]) -> list[tuple[Record, list[Array]]]:

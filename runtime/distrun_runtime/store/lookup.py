@@ -18,7 +18,7 @@ from distrun_runtime.store.record import Record
 from distrun_runtime.store.sparse import RowSparse, row_numbers
 from distrun_runtime.store.values import Key
 
-__all__ = ["Lookup", "Wanted", "wanted"]
+__all__ = ["Lookup", "Wanted", "apart", "wanted"]
 
 Output = Union[Array, RowSparse]
 
@@ -54,6 +54,32 @@ def wanted(key: object, out: object, row_ids: object) -> Wanted:
     return result
 
 
+def apart(lookups: Sequence[tuple[Key, Lookup]]) -> None:
+    """Return if no output of a call would overwrite another.
+
+    Raises:
+        KVError: two outputs are one RowSparse, or share memory; names the keys.
+    """
+    if sum(len(lookup.outputs) for _, lookup in lookups) == 1:
+        return
+    arrays: list[tuple[Key, object, Array]] = []
+    sparse: dict[int, tuple[Key, Array]] = {}
+    for key, lookup in lookups:
+        for out, numbers in lookup.outputs:
+            if not isinstance(out, RowSparse):
+                arrays.append((key, numbers.tobytes(), out))
+                continue
+            other, rows = sparse.setdefault(id(out), (key, numbers))
+            if other != key or not np.array_equal(rows, numbers):
+                whose = "keys %r and %r have" % (other, key) if other != key else "key %r has" % (key,)
+                raise KVError(
+                    "%s one RowSparse as output for different rows, so one result would replace the other; fix: give"
+                    " each a RowSparse of its own" % whose
+                )
+    if arrays:
+        values.apart(arrays)
+
+
 class Lookup:
     """One key's row pull: the rows to ask for, and the outputs that take them.
 
@@ -74,6 +100,11 @@ class Lookup:
         self._pairs = [_checked(record, out, ids) for out, ids in pairs]
         self.rows: Array = np.unique(np.concatenate([numbers for _, numbers in self._pairs]))
         """What to ask for: int64, ascending, each once."""
+
+    @property
+    def outputs(self) -> list[tuple[Output, Array]]:
+        """The outputs, each with its row numbers."""
+        return list(self._pairs)
 
     def take(self, found: Array) -> None:
         """Fill the outputs; `found` (n, *shape[1:]) has the values of `rows` and is ours."""

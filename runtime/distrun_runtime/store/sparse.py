@@ -12,7 +12,7 @@ from distrun_runtime.device import dtypes
 from distrun_runtime.device.dtypes import Array
 from distrun_runtime.errors import KVError
 
-__all__ = ["RowSparse", "row_numbers"]
+__all__ = ["RowSparse", "refuse_mask", "row_numbers"]
 
 
 class RowSparse:
@@ -31,6 +31,7 @@ class RowSparse:
         self.shape: tuple[int, ...] = _shape(shape)
         if not self.shape or min(self.shape) < 0:
             raise KVError("a RowSparse has a shape of at least one dimension, found %s" % (self.shape,))
+        refuse_mask(values, "the values of a RowSparse")
         self.values: Array = np.asarray(values)
         self.rows: Array = row_numbers(rows, self.shape[0], "RowSparse")
         expected = (len(self.rows), *self.shape[1:])
@@ -67,8 +68,9 @@ class RowSparse:
         """Return the rows of an array that are not all zero, as a copy.
 
         Raises:
-            KVError: an array of no dimension.
+            KVError: an array of no dimension, or a masked array.
         """
+        refuse_mask(array, "the array of a RowSparse")
         dense = np.asarray(array)
         if not dense.ndim:
             raise KVError("a RowSparse has a shape of at least one dimension, found ()")
@@ -155,6 +157,19 @@ class RowSparse:
         self.values, self.rows = values, row_numbers(rows, self.shape[0], "RowSparse")
 
 
+def refuse_mask(value: object, what: str) -> None:
+    """Return unless the value is a masked array; `what` is its name in the message.
+
+    Raises:
+        KVError: it is one. numpy would give its masked elements as if they were not masked.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise KVError(
+            "%s: found a masked array, expected an array without a mask, as no mask is stored or sent; fix: give"
+            " array.filled(0) to use 0 for the masked elements, or array.data to ignore the mask" % what
+        )
+
+
 def row_numbers(rows: object, count: int, what: str) -> Array:
     """Return row numbers as an int64 array of one dimension, in the order given; not copied where possible.
 
@@ -166,6 +181,7 @@ def row_numbers(rows: object, count: int, what: str) -> Array:
     Raises:
         KVError: numbers that are not whole, below 0, or not below `count`; names the first such.
     """
+    refuse_mask(rows, "%s: the row numbers" % what)
     array = np.asarray(rows)
     if not array.size:
         return np.empty(0, np.int64)

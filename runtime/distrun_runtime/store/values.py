@@ -21,7 +21,7 @@ import numpy as np
 from distrun_runtime.device import dtypes
 from distrun_runtime.device.dtypes import Array
 from distrun_runtime.errors import KVError
-from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.sparse import RowSparse, refuse_mask
 
 Key = Union[int, str]
 """A key, as stores keep it."""
@@ -99,7 +99,8 @@ def initial(key: object, value: object) -> list[tuple[Key, Value]]:
     for name, arrays in contributions(key, value):
         if len(arrays) != 1:
             raise KVError(
-                "key %r has %d values in one init, expected one: a key is initialised once" % (name, len(arrays))
+                "key %r has %d values in one init, expected one: a key is initialised once%s"
+                % (name, len(arrays), list_hint(arrays))
             )
         result.append((name, arrays[0]))
     return result
@@ -109,9 +110,91 @@ def outputs(key: object, out: object) -> list[tuple[Key, list[Array]]]:
     """Return each key once with all arrays that its value is to be written to.
 
     Raises:
-        KVError: a key of another kind, another number of outputs than keys, or an output that cannot be written.
+        KVError: a key of another kind, another number of outputs than keys, an output that cannot be written, or
+            outputs that share memory.
     """
-    return [(name, [output_of(name, item) for item in items]) for name, items in grouped(key, out, "output")]
+    found = [(name, [output_of(name, item) for item in items]) for name, items in grouped(key, out, "output")]
+    apart([(name, None, array) for name, arrays in found for array in arrays])
+    return found
+
+
+def apart(outs: Sequence[tuple[Key, object, Array]]) -> None:
+    """Return if no output would overwrite another.
+
+    Arguments:
+        outs: key, content and array of each. Outputs of one key and one content may be the same array.
+
+    Raises:
+        KVError: two outputs share memory, or an output does with itself; names the keys.
+    """
+    if len(outs) == 1 and outs[0][2].flags.c_contiguous:
+        return
+    spans = sorted((_span(key, array), number) for number, (key, _, array) in enumerate(outs) if array.size)
+    reached: list[tuple[int, int]] = []
+    for (start, end), number in spans:
+        # Those that end before this one starts cannot meet any that follows.
+        reached = [pair for pair in reached if pair[0] > start]
+        for _, other in reached:
+            _apart(outs[min(other, number)], outs[max(other, number)])
+        reached.append((end, number))
+
+
+def _apart(one: tuple[Key, object, Array], other: tuple[Key, object, Array]) -> None:
+    is_same = one[:2] == other[:2] and one[2].strides == other[2].strides and _address(one[2]) == _address(other[2])
+    if is_same or not np.shares_memory(one[2], other[2]):
+        return
+    if one[0] != other[0]:
+        raise KVError(
+            "keys %r and %r: their outputs share memory, so one value would overwrite the other; fix: give each key an"
+            " array of its own" % (one[0], other[0])
+        )
+    raise KVError(
+        "key %r: two of its outputs share memory, so one would overwrite the other; fix: give each an array of its own"
+        % (one[0],)
+    )
+
+
+def _span(key: Key, array: Array) -> tuple[int, int]:
+    """Return the addresses of an array's first byte and behind its last one.
+
+    Raises:
+        KVError: some of its elements share memory.
+    """
+    start = _address(array)
+    if array.flags.c_contiguous:
+        return start, start + array.nbytes
+    end = start + array.itemsize
+    extent = array.itemsize
+    for step, length in sorted((abs(step), length) for step, length in zip(array.strides, array.shape, strict=True)):
+        if length > 1 and step < extent:
+            raise KVError(
+                "key %r: elements of the output share memory (shape %s, strides %s), as in a broadcast or expanded"
+                " array; fix: give an array without repeats, such as np.empty(%s)"
+                % (key, array.shape, array.strides, array.shape)
+            )
+        extent += step * (length - 1)
+    for step, length in zip(array.strides, array.shape, strict=True):
+        start, end = start + min(step * (length - 1), 0), end + max(step * (length - 1), 0)
+    return start, end
+
+
+def _address(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def list_hint(found: Sequence[Value], dtype: str = "") -> str:
+    """Return what to say of a key's values where one array was expected and a list of numbers may have been given.
+
+    Arguments:
+        found: the key's values, one for each device.
+        dtype: of the array that was expected.
+    """
+    if any(value.shape != () for value in found):
+        return ""
+    shown = ", ".join([str(value) for value in found[:3]] + ["..."] * (len(found) > 3))
+    text = "; a list has one value for each device, and each is a single number here; fix: give one array, np.array(%s)"
+    return text % ("[%s]" % shown + (", np.%s" % dtype if dtype and dtype != "bfloat16" else ""))
 
 
 def value_of(key: Key, value: object) -> Value:
@@ -136,6 +219,7 @@ def array_of(key: Key, value: object) -> Array:
     Raises:
         KVError: numpy cannot see it, or its dtype is none of `dtypes.NAMES`.
     """
+    refuse_mask(value, "key %r" % (key,))
     try:
         array = _memory(value)
     # Whatever a foreign array raises when asked for its memory: on a device, needs a gradient, ...
@@ -166,6 +250,7 @@ def output_of(key: Key, out: object) -> Array:
             "key %r: an output is a numpy array that can be written or a torch tensor in host memory, not %s"
             % (key, _kind(out))
         )
+    refuse_mask(out, "key %r: the output" % (key,))
     if not out.flags.writeable:
         raise KVError("key %r: the output is read-only; give an array that can be written, or a copy" % key)
     if not out.dtype.isnative:
@@ -232,7 +317,10 @@ def _devices(key: Key, given: object, noun: str) -> list[object]:
     if not given:
         raise KVError("key %r: an empty list, expected at least one %s" % (key, noun))
     if any(isinstance(item, (list, tuple)) for item in given):
-        raise KVError("key %r: a list in a list; expected an array, or a list of arrays, one for each device" % key)
+        raise KVError(
+            "key %r: a list in a list; expected an array, or a list of arrays, one for each device; fix: give"
+            " np.array(...) for an array of numbers" % (key,)
+        )
     return list(given)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from distrun_runtime.device import dtypes
 from distrun_runtime.device.dtypes import Array
 from distrun_runtime.errors import KVError
+from distrun_runtime.store.sparse import refuse_mask
 from distrun_runtime.trainer.replica import ArrayReplica, Gradient, Replica, array_of, is_tensor, replica_of
 
 __all__ = ["Owner", "Parameter"]
@@ -162,9 +163,10 @@ class Parameter:
         """Write a new weight into all devices, and into the trainer's store if that is not shared with others.
 
         Raises:
-            KVError: another shape.
+            KVError: another shape, or a masked array.
             RuntimeError: its trainer updates it on a distributed store; see `Trainer.assign`.
         """
+        refuse_mask(value, "parameter %r" % self.name)
         array = array_of(value.detach().cpu()) if is_tensor(value) else np.asarray(value)  # type: ignore[attr-defined]
         if array.shape != self.shape:
             raise KVError("parameter %r has shape %s, not %s" % (self.name, self.shape, array.shape))

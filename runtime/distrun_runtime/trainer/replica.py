@@ -13,7 +13,7 @@ import numpy as np
 from distrun_runtime.device import dtypes
 from distrun_runtime.device.dtypes import Array
 from distrun_runtime.errors import KVError
-from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.sparse import RowSparse, refuse_mask
 
 __all__ = ["ArrayReplica", "Gradient", "Replica", "TensorReplica", "is_tensor", "place_of", "replica_of"]
 
@@ -216,6 +216,7 @@ def replica_of(data: object, grad: object = None) -> Replica:
         return TensorReplica(data)
     if not isinstance(data, np.ndarray):
         raise KVError("a parameter's data is a numpy array or a torch tensor, not %s" % type(data).__name__)
+    refuse_mask(data, "a parameter's data")
     if not data.flags.writeable:
         raise KVError("a parameter's array of shape %s is read-only; give one that can be written" % (data.shape,))
     result = ArrayReplica(data, grad)
@@ -236,7 +237,12 @@ def place_of(source: Any) -> tuple[str, int]:
 
 
 def gradient_of(value: object) -> Gradient:
-    """Return a gradient as RowSparse or as an array, the same memory where that is possible."""
+    """Return a gradient as RowSparse or as an array, the same memory where that is possible.
+
+    Raises:
+        KVError: a masked array.
+    """
+    refuse_mask(value, "a gradient")
     sparse = RowSparse.of(value)
     return np.asarray(value) if sparse is None else sparse
 

@@ -151,3 +151,19 @@ def test_a_parameter_belongs_to_one_trainer_until_that_is_closed() -> None:
     with Trainer([one], "sgd", kvstore=None), pytest.raises(KVError, match="'w' belongs to a trainer already"):
         Trainer([one], "sgd", kvstore=None)
     Trainer([one], "sgd", kvstore=None)
+
+
+def test_masked_arrays_are_refused_as_weight_and_as_gradient() -> None:
+    """numpy would have given their masked elements as numbers."""
+    masked = np.ma.masked_array(np.ones(2, np.float32), [0, 1])
+    one = Parameter(np.ones(2, np.float32), name="x")
+    for call in (
+        lambda: Parameter(masked),
+        lambda: Parameter(np.ones(2, np.float32), masked),
+        lambda: setattr(one, "grad", masked),
+        lambda: one.set_data(masked),
+    ):
+        with pytest.raises(KVError, match=r"found a masked array, expected .* fix: give array.filled"):
+            call()
+    assert one.data.tolist() == [1, 1]
+    assert one.grad is None
