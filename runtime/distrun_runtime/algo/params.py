@@ -18,6 +18,10 @@ Json = Union[None, bool, int, float, str, List["Json"], Dict[str, "Json"]]
 """What a parameter of any kind is, so that it can travel."""
 
 
+PAIR, PAIRED = "betas", ("beta1", "beta2")
+"""torch's name of a pair of parameters, and MXNet's names of the two."""
+
+
 @dataclass(frozen=True)
 class Param:
     """One parameter. A bool default makes it a switch; a None default lets it be None.
@@ -84,7 +88,7 @@ def complete(rule: str, table: Iterable[Param], given: Mapping[str, object]) -> 
         except KVError as err:
             raise KVError("rule %r: %s" % (rule, err)) from None
         except (ValueError, OverflowError):
-            written = next(word for word in given if word in (name, params[name].alias))
+            written = next((word for word in given if word in (name, params[name].alias)), name)
             text = "rule %r: %s=%r: expected %s"
             raise KVError(text % (rule, written, value, params[name].range_text())) from None
     return result
@@ -93,23 +97,33 @@ def complete(rule: str, table: Iterable[Param], given: Mapping[str, object]) -> 
 def canonical(rule: str, table: Iterable[Param], given: Mapping[str, object]) -> dict[str, object]:
     """Return the given values by the names of the table instead of their aliases; the values are not looked at.
 
+    `betas`, as torch has it, is understood as the pair of `beta1` and `beta2` where the table has these.
+
     Raises:
-        KVError: a name that is not in the table, or a name given twice (by its alias).
+        KVError: a name that is not in the table, or a name given twice (by its alias); betas that are no pair.
     """
-    by_name = {name: param for param in table for name in (param.name, param.alias) if name}
+    by_name = {name: param.name for param in table for name in (param.name, param.alias) if name}
+    pairs = {PAIR: PAIRED} if all(name in by_name for name in PAIRED) else {}
     result: dict[str, object] = {}
     seen: dict[str, str] = {}
-    for name, value in given.items():
-        param = by_name.get(name)
-        if param is None:
+    for word, value in given.items():
+        if word in pairs:
+            if not isinstance(value, (list, tuple)) or len(value) != len(PAIRED):
+                raise KVError("rule %r: %s=%r: expected a pair of numbers, such as (0.9, 0.999)" % (rule, word, value))
+            items = list(zip(pairs[word], value, strict=True))
+        elif word in by_name:
+            items = [(by_name[word], value)]
+        else:
+            known = [*by_name, *pairs]
             raise KVError(
                 "rule %r has no parameter %r%s; it has %s"
-                % (rule, name, did_you_mean(name, by_name), ", ".join(sorted(by_name)))
+                % (rule, word, did_you_mean(word, known), ", ".join(sorted(known)))
             )
-        if param.name in seen:
-            raise KVError("rule %r: %s and %s are one parameter; give one" % (rule, seen[param.name], name))
-        seen[param.name] = name
-        result[param.name] = value
+        for name, each in items:
+            if name in seen:
+                raise KVError("rule %r: %s and %s are one parameter; give one" % (rule, seen[name], word))
+            seen[name] = word
+            result[name] = each
     return result
 
 

@@ -157,7 +157,7 @@ class Executor:
     def _step(self, slot: SlotId, given: Contribution, turn: tuple[int, int]) -> tuple[float, ...] | None:
         """Do one update of a slot; with a rule that needs norms, the first half of it."""
         shelf, rule = self.shelves[slot], self.rules[slot.store]
-        knobs = self.specs[slot.store].knobs(shelf.key)
+        knobs = self.specs[slot.store].knobs(shelf.key, slot.offset)
         if shelf.state is None:
             shelf.state = rule.new_state(shelf.weight)
         if isinstance(rule, rules.NormRule):

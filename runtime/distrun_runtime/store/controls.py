@@ -32,7 +32,8 @@ class Controls(Lifetime):
 
         Arguments:
             name: a rule of `distrun_runtime.algo.rules` (`sgd`, `adam`, ...), or `module:Class` for one of yours.
-            params: the rule's parameters by name, for instance learning_rate=0.1, momentum=0.9.
+            params: the rule's parameters by name, for instance learning_rate=0.1, momentum=0.9. torch's names are
+                understood as well: lr, weight_decay, betas, eps.
 
         Raises:
             KVError: unknown name or parameter; a different rule, or an updater, is in place and `replace` is False.

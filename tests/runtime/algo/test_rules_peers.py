@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ import numpy as np
 def array(values):
     return mx.nd.array(np.array([float.fromhex(x) for x in values]), dtype="float32")
 
+# sgld's noise is another one in every process: without it, its step is compared.
+mx.optimizer.optimizer.normal = lambda *_, **__: 0
 cases = []
 for name, params, weight, grads in json.load(sys.stdin):
     scheduler = params.pop("lr_scheduler", None)
@@ -45,6 +48,8 @@ json.dump(cases, sys.stdout)
 TORCH = """\
 import json, sys
 import torch
+
+torch.set_default_dtype(torch.float64)  # of what an optimizer keeps besides: NAdam's product
 
 def tensor(values):
     return torch.tensor([float.fromhex(x) for x in values], dtype=torch.float64)
@@ -73,14 +78,25 @@ MXNET_CASES: list[tuple[str, dict[str, Any]]] = [
     *[("lamb", {"learning_rate": 0.01, **more}) for more in ({}, {"bias_correction": False, **ALL})],
     *[("lamb", {"learning_rate": 0.01, **more, **ALL}) for more in ({"lower_bound": 10.0}, {"upper_bound": 0.5})],
     *[("lars", more) for more in ({"learning_rate": 1.0}, {"momentum": 0.9, "eta": 0.1, "eps": 0.01, **ALL})],
+    *[("signum", more) for more in ({}, {"learning_rate": 0.1, "momentum": 0.5, "wd_lh": 0.3, **ALL})],
+    *[("signum", {"learning_rate": 0.1, "momentum": 0.0, **more}) for more in ({}, ALL)],
+    *[("dcasgd", {"learning_rate": 0.1, **more}) for more in ({}, {"lamda": 0.5, **ALL}, {"lamda": 0.0, "wd": 0.1})],
+    *[("adadelta", more) for more in ({}, {"rho": 0.5, "epsilon": 1e-3, **ALL}, {"rho": 0.99, "wd": 0.01})],
+    *[("adamax", more) for more in ({}, {"learning_rate": 0.01, "beta1": 0.5, "beta2": 0.9, **ALL})],
+    *[("nadam", more) for more in ({}, {"learning_rate": 0.01, "beta1": 0.5, "beta2": 0.9, "epsilon": 1e-3, **ALL})],
+    ("nadam", {"learning_rate": 0.01, "schedule_decay": 2.0, "wd": 0.1}),
+    *[("ftml", more) for more in ({}, {"learning_rate": 0.1, "beta1": 0.5, "beta2": 0.9, "epsilon": 1e-3, **ALL})],
     ("test", {"rescale_grad": 0.5}),
 ]
+# Of these the difference of two walks is compared, with gradients and without: the noise of both is the same.
+NOISY: list[tuple[str, dict[str, Any]]] = [("sgld", more) for more in ({}, {"learning_rate": 0.1, **ALL})]
 SCHEDULED: list[tuple[str, dict[str, Any]]] = [
     ("FactorScheduler", {"step": 2, "factor": 0.5, "base_lr": 0.3}),
     ("MultiFactorScheduler", {"step": [2, 5], "factor": 0.1, "base_lr": 0.3, "warmup_steps": 3}),
     ("PolyScheduler", {"max_update": 8, "base_lr": 0.3, "pwr": 2, "warmup_steps": 2, "warmup_begin_lr": 0.1}),
     ("CosineScheduler", {"max_update": 9, "base_lr": 0.3, "final_lr": 0.1, "warmup_steps": 2}),
 ]
+TORCHS = {"betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.3}
 # The arithmetic of both is the same where their epsilons, which stand at different places, are 0.
 TORCH_CASES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("sgd", {"lr": 0.1, "wd": 0.1}, "SGD", {"lr": 0.1, "weight_decay": 0.1}),
@@ -97,6 +113,16 @@ TORCH_CASES: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
         *("RMSprop", {"lr": 0.01, "alpha": 0.9, "eps": 0, "centered": True, "momentum": 0.5, "weight_decay": 0.1}),
     ),
     ("adagrad", {"lr": 0.1, "eps": 0}, "Adagrad", {"lr": 0.1, "eps": 0}),
+    # The same arithmetic, epsilon included; torch's own names of the parameters are taken too.
+    ("torch_adamw", {}, "AdamW", {}),
+    *(("torch_adamw", more, "AdamW", more) for more in ({"lr": 0.1, **TORCHS}, {"lr": 0.01, "weight_decay": 0.0})),
+    ("adamax", {}, "Adamax", {}),
+    ("adamax", TORCHS, "Adamax", TORCHS),
+    ("nadam", {"lr": 0.002}, "NAdam", {}),
+    *(("nadam", {"lr": 0.01, **more}, "NAdam", {"lr": 0.01, **more}) for more in (TORCHS, {"betas": (0.99, 0.9)})),
+    *(("nadam", more, "NAdam", more) for more in ({"lr": 0.01, "momentum_decay": 2.0, **TORCHS},)),
+    ("adadelta", {"eps": 1e-6}, "Adadelta", {}),
+    *(("adadelta", more, "Adadelta", more) for more in ({"lr": 0.5, "rho": 0.5, "eps": 1e-3},)),
 ]
 
 
@@ -121,12 +147,18 @@ def hexes(values: Any) -> list[str]:
     return [float(x).hex() for x in values]
 
 
-def compare(name: str, params: dict[str, Any], steps: list[list[float]], dtype: str, tolerance: float) -> None:
-    first, grads = ([float.fromhex(x) for x in start()[0]], start()[1])
-    rule, weight = rules.make(name, params), np.array(first, dtype)
+def walk(name: str, params: dict[str, Any], dtype: str, size: float = 1.0) -> Iterator[Any]:
+    """Yield our weight after each step; from weights and gradients times `size`."""
+    numbers = [[float.fromhex(x) * size for x in given] for given in (start()[0], *start()[1])]
+    rule, weight = rules.make(name, params), np.array(numbers[0], dtype)
     state = rule.new_state(weight)
-    for number, (grad, right) in enumerate(zip(grads, steps, strict=True)):
-        rule.step(weight, np.array([float.fromhex(x) for x in grad], dtype), state)
+    for grad in numbers[1:]:
+        rule.step(weight, np.array(grad, dtype), state)
+        yield weight
+
+
+def compare(name: str, params: dict[str, Any], steps: list[list[float]], dtype: str, tolerance: float) -> None:
+    for number, (weight, right) in enumerate(zip(walk(name, params, dtype), steps, strict=True)):
         text = "%s %s, step %d" % (name, params, number + 1)
         np.testing.assert_allclose(weight, right, rtol=tolerance, atol=tolerance, err_msg=text)
 
@@ -140,6 +172,14 @@ def test_rules_and_schedules_are_mxnets() -> None:
     walks = walked_by("mxnet", MXNET, [[name, params, *start()] for name, params in theirs])
     for (name, params), steps in zip(ours, walks, strict=True):
         compare(name, params, steps, "float32", 1e-5)
+
+
+def test_the_step_of_sgld_without_its_noise_is_mxnets() -> None:
+    walks = walked_by("mxnet", MXNET, [[name, params, *start()] for name, params in NOISY])
+    for (name, params), steps in zip(NOISY, walks, strict=True):
+        noisy, noise = walk(name, params, "float64"), walk(name, params, "float64", size=0.0)
+        for one, other, right in zip(noisy, noise, steps, strict=True):
+            np.testing.assert_allclose(one - other, right, rtol=1e-5, atol=1e-5, err_msg=str(params))
 
 
 def test_rules_whose_arithmetic_is_torchs_give_what_torch_gives() -> None:

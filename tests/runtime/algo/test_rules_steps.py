@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -84,6 +86,40 @@ def adamw(p: dict[str, Any]) -> Walk:
         yield w
 
 
+def torch_adamw(p: dict[str, Any]) -> Walk:
+    w, m, v = start(), np.zeros(SIZE), np.zeros(SIZE)
+    b1, b2, wd = p.get("beta1", 0.9), p.get("beta2", 0.999), p["wd"] or 0.01
+    for t, g in enumerate(gradients(), 1):
+        slope = cut(p["rescale_grad"] * g, p["clip_gradient"])
+        m, v = b1 * m + (1 - b1) * slope, b2 * v + (1 - b2) * slope**2
+        w = w - p["learning_rate"] * wd * w
+        w = w - p["learning_rate"] * (m / (1 - b1**t)) / ((v / (1 - b2**t)) ** 0.5 + p.get("epsilon", 1e-8))
+        yield w
+
+
+def adamax(p: dict[str, Any]) -> Walk:
+    w, m, u = start(), np.zeros(SIZE), np.zeros(SIZE)
+    b1, b2 = p.get("beta1", 0.9), p.get("beta2", 0.999)
+    for t, g in enumerate(gradients(), 1):
+        slope = cut(p["rescale_grad"] * g + p["wd"] * w, p["clip_gradient"])
+        m, u = b1 * m + (1 - b1) * slope, np.maximum(b2 * u, np.abs(slope) + p.get("epsilon", 1e-8))
+        w = w - p["learning_rate"] / (1 - b1**t) * m / u
+        yield w
+
+
+def nadam(p: dict[str, Any]) -> Walk:
+    w, m, v = start(), np.zeros(SIZE), np.zeros(SIZE)
+    b1, b2, decay = p.get("beta1", 0.9), p.get("beta2", 0.999), p.get("schedule_decay", 0.004)
+    mu = [b1 * (1 - 0.5 * 0.96 ** (t * decay)) for t in range(STEPS + 2)]
+    for t, g in enumerate(gradients(), 1):
+        slope = cut(p["rescale_grad"] * g + p["wd"] * w, p["clip_gradient"])
+        m, v = b1 * m + (1 - b1) * slope, b2 * v + (1 - b2) * slope**2
+        product = np.prod(mu[1 : t + 1])
+        ahead = (1 - mu[t]) * slope / (1 - product) + mu[t + 1] * m / (1 - product * mu[t + 1])
+        w = w - p["learning_rate"] * ahead / ((v / (1 - b2**t)) ** 0.5 + p.get("epsilon", 1e-8))
+        yield w
+
+
 def rmsprop(p: dict[str, Any]) -> Walk:
     w, n, a, d = start(), np.zeros(SIZE), np.zeros(SIZE), np.zeros(SIZE)
     g1, g2, eps = p.get("gamma1", 0.9), p.get("gamma2", 0.9), p.get("epsilon", 1e-8)
@@ -106,6 +142,30 @@ def adagrad(p: dict[str, Any]) -> Walk:
         slope = cut(p["rescale_grad"] * g, p["clip_gradient"])
         h = h + slope**2
         w = w - p["learning_rate"] * (slope / (h + p.get("eps", 1e-7)) ** 0.5 + p["wd"] * w)
+        yield w
+
+
+def adadelta(p: dict[str, Any]) -> Walk:
+    w, n, d = start(), np.zeros(SIZE), np.zeros(SIZE)
+    rho, eps = p.get("rho", 0.9), p.get("epsilon", 1e-5)
+    for g in gradients():
+        slope = cut(p["rescale_grad"] * g, p["clip_gradient"])
+        n = rho * n + (1 - rho) * slope**2
+        step = (d + eps) ** 0.5 / (n + eps) ** 0.5 * slope
+        d = rho * d + (1 - rho) * step**2
+        w = w - p["learning_rate"] * (step + p["wd"] * w)
+        yield w
+
+
+def ftml(p: dict[str, Any]) -> Walk:
+    w, v, d, z = start(), np.zeros(SIZE), np.zeros(SIZE), np.zeros(SIZE)
+    b1, b2, eps = p.get("beta1", 0.6), p.get("beta2", 0.999), p.get("epsilon", 1e-8)
+    for t, g in enumerate(gradients(), 1):
+        slope = cut(p["rescale_grad"] * g + p["wd"] * w, p["clip_gradient"])
+        v = b2 * v + (1 - b2) * slope**2
+        now = (1 - b1**t) / p["learning_rate"] * ((v / (1 - b2**t)) ** 0.5 + eps)
+        z = b1 * z + (1 - b1) * slope - (now - b1 * d) * w
+        w, d = -z / now, now
         yield w
 
 
@@ -141,6 +201,51 @@ def lars(p: dict[str, Any]) -> Walk:
         v = p.get("momentum", 0) * v - rate * (cut(p["rescale_grad"] * g, p["clip_gradient"]) + p["wd"] * w)
         w = w + v
         yield w
+
+
+def signum(p: dict[str, Any]) -> Walk:
+    w, m = start(), np.zeros(SIZE)
+    mu, lr, decay = p.get("momentum", 0.9), p["learning_rate"], p.get("wd_lh", 0)
+    for g in gradients():
+        if mu:
+            m = mu * m + (1 - mu) * (cut(p["rescale_grad"] * g, p["clip_gradient"]) + p["wd"] * w)
+            w = (1 - lr * decay) * w - lr * np.sign(m)
+        else:
+            w = (1 - lr * (p["wd"] + decay)) * w - lr * np.sign(g)
+        yield w
+
+
+def dcasgd(p: dict[str, Any]) -> Walk:
+    w, v = start(), np.zeros(SIZE)
+    previous = w
+    for g in gradients():
+        slope = cut(p["rescale_grad"] * g, p["clip_gradient"])
+        slope = slope + p["wd"] * w + p.get("lamda", 0.04) * slope**2 * (w - previous)
+        v = p.get("momentum", 0) * v - p["learning_rate"] * slope
+        previous, w = w, w + v
+        yield w
+
+
+def sgld(p: dict[str, Any]) -> Walk:
+    w, lr = start(), p["learning_rate"]
+    for t, g in enumerate(gradients(), 1):
+        slope = cut(p["rescale_grad"] * g, p["clip_gradient"]) + p["wd"] * w
+        w = w - lr / 2 * slope + lr**0.5 * noise(p.get("seed", 0), "null", t)
+        yield w
+
+
+def noise(seed: int, key: str, update: int) -> Array:
+    """The noise of sgld as its text has it, number by number; `key` as JSON."""
+    text = "[%d, %s, %d]" % (seed, key, update)
+    state, result = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"), []
+    for _ in range(SIZE):
+        state = (state + 0x9E3779B97F4A7C15) % 2**64
+        bits = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB % 2**64
+        bits ^= bits >> 31
+        first, second = ((bits >> 32) + 0.5) / 2**32, (bits % 2**32) / 2**32
+        result.append(math.sqrt(-2 * math.log(first)) * math.cos(2 * math.pi * second))
+    return np.array(result)
 
 
 def test(p: dict[str, Any]) -> Walk:
@@ -179,6 +284,23 @@ CASES: list[tuple[Callable[[dict[str, Any]], Walk], dict[str, Any]]] = [
     (lars, {"learning_rate": 10.0}),
     (lars, {"learning_rate": 1.0, "eta": 0.1, "eps": 0.01, "momentum": 0.9, **ALL}),
     (lars, {"learning_rate": 1.0, "eta": 0.1, "momentum": 0.9, "momentum_correction": False, **ALL}),
+    (signum, {"learning_rate": 0.1}),
+    (signum, {"learning_rate": 0.1, "momentum": 0.5, "wd_lh": 0.3, **ALL}),
+    (signum, {"learning_rate": 0.1, "momentum": 0.0, "wd_lh": 0.3, **ALL}),
+    (dcasgd, {"learning_rate": 0.1}),
+    (dcasgd, {"learning_rate": 0.1, "momentum": 0.9, "lamda": 0.5, **ALL}),
+    (sgld, {"learning_rate": 0.1}),
+    (sgld, {"learning_rate": 0.1, "seed": 2**62 + 1, **ALL}),
+    (torch_adamw, {"learning_rate": 0.01}),
+    (torch_adamw, {"learning_rate": 0.1, "beta1": 0.5, "beta2": 0.9, "epsilon": 1e-3, **ALL}),
+    (adamax, {"learning_rate": 0.01}),
+    (adamax, {"learning_rate": 0.01, "beta1": 0.5, "beta2": 0.9, "epsilon": 1e-3, **ALL}),
+    (nadam, {"learning_rate": 0.01}),
+    (nadam, {"learning_rate": 0.01, "beta1": 0.5, "beta2": 0.9, "epsilon": 1e-3, "schedule_decay": 2.0, **ALL}),
+    (adadelta, {"learning_rate": 1.0}),
+    (adadelta, {"learning_rate": 0.5, "rho": 0.5, "epsilon": 1e-3, **ALL}),
+    (ftml, {"learning_rate": 0.01}),
+    (ftml, {"learning_rate": 0.01, "beta1": 0.5, "beta2": 0.9, "epsilon": 1e-3, **ALL}),
     (test, {"rescale_grad": 0.5}),
 ]
 

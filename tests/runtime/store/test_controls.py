@@ -29,7 +29,7 @@ def test_set_optimizer_hands_over_the_complete_parameters(kv: Noting) -> None:
 
 
 def test_an_unknown_rule_or_parameter_or_updater_reaches_no_hook(kv: Noting) -> None:
-    with pytest.raises(KVError, match="unknown rule 'lion'; known are adagrad, adam, "):
+    with pytest.raises(KVError, match="unknown rule 'lion'; known are adadelta, adagrad, adam, "):
         kv.set_optimizer("lion")
     with pytest.raises(KVError, match="did you mean 'momentum'"):
         kv.set_optimizer("sgd", momemtum=0.9)

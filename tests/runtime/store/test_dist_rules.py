@@ -12,10 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rules_of_users import Choosy
 
+from distrun_runtime import kvstore
 from distrun_runtime.algo import rules, schedule
 from distrun_runtime.device import dtypes
 from distrun_runtime.errors import KVError, RuleError
+from distrun_runtime.store.base import KVStore
 from distrun_runtime.store.dist import DistStore
+from distrun_runtime.store.sparse import RowSparse
 
 SHAPE = (2, 3)
 WIDE = (40, 40)
@@ -405,3 +408,57 @@ def test_workers_that_bound_staleness_differently_are_told() -> None:
 
     with Cluster(over="inproc") as job:
         job.run_sessions(script)
+
+
+# What makes a rule use all of its state, and moves float32 weights within a few steps.
+EVERY: dict[str, dict[str, Any]] = {
+    **{name: {"lr": 0.1} for name in sorted(set(rules.RULES) - {"test", "lamb", "lars"})},
+    **{name: {"lr": 0.1, "momentum": 0.9} for name in ("sgd", "nag", "dcasgd")},
+    "rmsprop": {"lr": 0.1, "centered": True},
+}
+
+
+@pytest.mark.parametrize("name", sorted(EVERY))
+def test_a_rule_gives_the_same_weights_whatever_the_number_of_servers_and_in_a_local_store(name: str) -> None:
+    """Dense values and rows, bit for bit; also the noise of sgld."""
+    random = np.random.default_rng(5)
+    grads = [random.normal(size=(2, *WIDE)).astype(np.float32) for _ in range(3)]
+    rows = [np.unique(random.integers(0, 40, 9)) for _ in range(3)]
+
+    def train(kv: KVStore, parts: list[int]) -> Any:
+        kv.init(["w", "e"], [full(1, WIDE), RowSparse.from_dense(full(1, WIDE))])
+        kv.set_optimizer(name, **EVERY[name])
+        for grad, some in zip(grads, rows, strict=True):
+            kv.push("w", [grad[part] for part in parts])
+            kv.push("e", [RowSparse(grad[part][some], some, WIDE) for part in parts])
+        return np.stack([pulled(kv, "w", WIDE), pulled(kv, "e", WIDE)])
+
+    with kvstore.create("local") as kv:
+        expected = train(kv, [0, 1])
+    assert np.isfinite(expected).all()
+    assert (expected != 1).any(axis=(1, 2)).all()
+    for servers in (1, 3):
+        with Cluster(2, servers, over="inproc", bigarray_bound=BOUND) as job:
+            for found in job.run(lambda kv: train(kv, [kv.rank])):
+                assert np.array_equal(found, expected), servers
+
+
+def test_torchs_names_of_parameters_work_in_every_call_of_a_store() -> None:
+    def script(kv: DistStore) -> Any:
+        kv.init("w", full(1))
+        kv.set_optimizer("adam", lr=0.5, betas=(0.0, 0.0), eps=1.0, weight_decay=0.0)
+        kv.set_optimizer("adam", learning_rate=0.5, beta1=0, beta2=0, epsilon=1, wd=0)  # an equal repeat
+        kv.push("w", full(0.5))
+        first = pulled(kv, "w")[0, 0]
+        kv.barrier()
+        kv.set_optimizer_params(eps=0.0, weight_decay=1.0)
+        with pytest.raises(KVError, match="wd and weight_decay are one parameter; give one"):
+            kv.set_optimizer_params(wd=0, weight_decay=0)
+        with pytest.raises(KVError, match=r"betas=\[0.5\]: expected a pair of numbers"):
+            kv.set_optimizer_params(betas=[0.5])
+        kv.barrier()
+        kv.push("w", full(0.5))
+        return first, pulled(kv, "w")[0, 0]
+
+    with Cluster(2, 2, over="inproc") as job:
+        assert job.run(script) == [(0.75, 0.25)] * 2

@@ -7,6 +7,7 @@ import pytest
 from linear import RATE, Linear, examples, trained
 
 from distrun_runtime import kvstore
+from distrun_runtime.algo import rules
 from distrun_runtime.algo.schedule import Factor
 from distrun_runtime.data import split_input_slice
 from distrun_runtime.device.dtypes import BFLOAT16, narrow, widen
@@ -208,7 +209,7 @@ def test_without_a_store_every_device_trains_alone() -> None:
 
 
 @pytest.mark.parametrize("update_on_kvstore", [True, False])
-@pytest.mark.parametrize("name", ["sgd", "nag", "adam", "adamw", "rmsprop", "adagrad", "ftrl", "lamb", "lars"])
+@pytest.mark.parametrize("name", sorted(set(rules.RULES) - {"test"}))
 def test_every_rule_updates_alike_in_the_store_and_in_the_trainer(name: str, update_on_kvstore: bool) -> None:
     x, y = examples(40)
     results = []

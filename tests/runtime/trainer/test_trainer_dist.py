@@ -422,3 +422,29 @@ def test_pushes_and_pulls_of_big_parameters_may_share_memory() -> None:
 
     with Cluster(2, over="zmq", bigarray_bound=50_000) as job:
         job.run(script)
+
+
+@UPDATES
+def test_the_noise_of_sgld_is_alike_on_all_workers_and_wherever_the_weights_are_updated(
+    update_on_kvstore: bool,
+) -> None:
+    def script(kv: DistStore) -> np.ndarray:
+        names = ["x", "y"]
+        params = [Parameter(ones(5, 4), name=name) for name in names]
+        trainer = Trainer(params, "sgld", {"seed": 3}, kvstore=kv, update_on_kvstore=update_on_kvstore)
+        for _ in range(3):
+            for one in params:
+                one.grad = ones(5, 4)
+            trainer.step(2)
+        return np.stack([one.data for one in params])
+
+    found = run(script, servers=2, bigarray_bound=4)
+    assert np.array_equal(found[0], found[1])
+    alone = [Parameter(ones(5, 4), name=name) for name in ("x", "y")]
+    trainer = Trainer(alone, "sgld", {"seed": 3}, kvstore=None)
+    for _ in range(3):
+        for one in alone:
+            one.grad = ones(5, 4)
+        trainer.step(1)
+    np.testing.assert_allclose(found[0], np.stack([one.data for one in alone]), rtol=1e-6)
+    assert len(np.unique(found[0])) == found[0].size

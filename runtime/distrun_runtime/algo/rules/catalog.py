@@ -7,15 +7,31 @@ from typing import Type, Union
 
 from distrun_runtime.algo import params as parameters
 from distrun_runtime.algo.params import Json, did_you_mean
-from distrun_runtime.algo.rules.adaptive import AdaGrad, Adam, AdamW, Ftrl, RmsProp
-from distrun_runtime.algo.rules.descent import Nag, Sgd, Test
+from distrun_runtime.algo.rules.adaptive import (
+    AdaDelta,
+    AdaGrad,
+    Adam,
+    Adamax,
+    AdamW,
+    Ftml,
+    Ftrl,
+    Nadam,
+    RmsProp,
+    TorchAdamW,
+)
+from distrun_runtime.algo.rules.descent import Dcasgd, Nag, Sgd, Sgld, Signum, Test
 from distrun_runtime.algo.rules.norms import Lamb, Lars
 from distrun_runtime.algo.rules.rule import Rule, State, work_of
 from distrun_runtime.device.dtypes import Array
 from distrun_runtime.errors import KVError
 
 RULES: dict[str, Type[Rule]] = {
-    rule.name: rule for rule in (Sgd, Nag, Adam, AdamW, RmsProp, AdaGrad, Ftrl, Lamb, Lars, Test)
+    rule.name: rule
+    for rule in (
+        *(Sgd, Nag, Signum, Dcasgd, Sgld),
+        *(Adam, AdamW, TorchAdamW, Adamax, Nadam, RmsProp, AdaGrad, AdaDelta, Ftrl, Ftml),
+        *(Lamb, Lars, Test),
+    )
 }
 """The built-in rules by name."""
 

@@ -1,17 +1,30 @@
-"""Rules that follow the gradient itself: sgd, nag and test."""
+"""Rules that follow the gradient itself: sgd, nag, signum, dcasgd, sgld and test."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from distrun_runtime.algo.params import Param
+from distrun_runtime.algo.params import Json, Param
 from distrun_runtime.algo.rules.rule import COMMON, LAZY, MULTI, RESCALE, Rates, Rule, State, learning_rate
 from distrun_runtime.device.dtypes import Array, name_of
 from distrun_runtime.errors import KVError
 
 MOMENTUM = Param("momentum", 0.0, low=0.0, high=1.0)
+CHUNK = 1 << 15
+"""So many numbers of `noise` are made at once: their intermediate results stay in the processor's cache."""
+
+
+def _seed(value: object) -> Json:
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not is_number or not 0 <= cast(float, value) < 2**63 or value != int(cast(float, value)):
+        raise KVError("seed=%r: expected a whole number from 0 to 2**63 - 1" % (value,))
+    return int(cast(float, value))
 
 
 class Sgd(Rule):
@@ -73,6 +86,143 @@ class Nag(Sgd):
         weight -= step
         np.multiply(velocity, self.number("momentum"), out=step)
         weight += step
+
+
+class Signum(Rule):
+    """g' = clip(rescale_grad g) + wd w; m = momentum m + (1 - momentum) g'; w -= learning_rate (sign(m) + wd_lh w).
+
+    Without momentum (signSGD): w -= learning_rate (sign(rescale_grad g) + (wd + wd_lh) w).
+
+    Source: MXNet's `Signum` (`signum_update`, `signsgd_update`); Bernstein et al., 2018. We differ: without momentum
+    MXNet refuses wd_lh.
+    """
+
+    name = "signum"
+    table = (learning_rate(0.01), replace(MOMENTUM, default=0.9), Param("wd_lh", 0.0, low=0.0), *COMMON)
+
+    def start(self, weight: Array) -> State:
+        """Return the momentum m, if there is any."""
+        return {"momentum": np.zeros_like(weight)} if self.params["momentum"] else {}
+
+    def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
+        """Update in place."""
+        step, decay = self.rescaled(grad), self.number("wd_lh")
+        mean = state.get("momentum")
+        if isinstance(mean, np.ndarray):
+            self.clip(step)
+            if rates.wd:
+                step += rates.wd * weight
+            mean *= self.number("momentum")
+            step *= 1.0 - self.number("momentum")
+            mean += step
+            np.sign(mean, out=step)
+        else:
+            decay += rates.wd
+            np.sign(step, out=step)
+        if decay:
+            weight *= 1.0 - rates.learning_rate * decay
+        step *= rates.learning_rate
+        weight -= step
+
+
+class Dcasgd(Rule):
+    """Asynchronous descent that corrects the delay of gradients. g' = clip(rescale_grad g), and with p for previous:
+
+    v = momentum v - learning_rate (g' + wd w + lamda g' g' (w - p)); p = w; w += v.
+
+    Source: MXNet's `DCASGD`; Zheng et al., 2017. As in MXNet, p is the weight before its last update by any worker; in
+    the paper it is the weight that the gradient's worker had pulled. We differ: MXNet fails with a momentum.
+    """
+
+    name = "dcasgd"
+    table = (learning_rate(0.01), MOMENTUM, Param("lamda", 0.04, low=0.0), *COMMON)
+
+    def start(self, weight: Array) -> State:
+        """Return p, and v if there is a momentum."""
+        state: State = {"previous": weight.copy()}
+        if self.params["momentum"]:
+            state["momentum"] = np.zeros_like(weight)
+        return state
+
+    def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
+        """Update in place."""
+        given, previous = self.rescaled(grad), cast(Array, state["previous"])
+        self.clip(given)
+        step = np.subtract(weight, previous)
+        step *= given
+        step *= given
+        step *= self.number("lamda")
+        step += given
+        if rates.wd:
+            step += rates.wd * weight
+        step *= rates.learning_rate
+        previous[...] = weight
+        velocity = state.get("momentum")
+        if isinstance(velocity, np.ndarray):
+            velocity *= self.number("momentum")
+            velocity -= step
+            weight += velocity
+        else:
+            weight -= step
+
+
+class Sgld(Rule):
+    """Langevin dynamics. g' = clip(rescale_grad g); w += -learning_rate / 2 (g' + wd w) + sqrt(learning_rate) x.
+
+    x is noise of the standard normal distribution. It is a function of the seed, the key, the number of the update and
+    the element's place in the key's value, and of nothing else (`noise`). So it is the same however a value is cut over
+    servers, and on all workers where each trainer updates its own copy. Of a row-sparse gradient only its rows move.
+
+    Source: MXNet's `SGLD`; Welling and Teh, 2011. We differ in where the noise comes from: there from the server's own
+    generator, which no seed of the job sets.
+    """
+
+    name = "sgld"
+    table = (learning_rate(0.01), Param("seed", 0.0, reader=_seed), *COMMON)
+
+    def start(self, weight: Array) -> State:
+        """Return no state."""
+        return {}
+
+    def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
+        """Update in place."""
+        step = self.rescaled(grad)
+        self.clip(step)
+        if rates.wd:
+            step += rates.wd * weight
+        step *= rates.learning_rate / 2
+        weight -= step
+        stream = json.dumps([int(cast(float, self.params["seed"])), rates.key, rates.updates])
+        step = noise(stream, weight.shape, rates).astype(weight.dtype, copy=False)
+        step *= math.sqrt(rates.learning_rate)
+        weight += step
+
+
+def noise(stream: str, shape: tuple[int, ...], rates: Rates) -> Array:
+    """Return standard normal numbers of a shape, float64: one for each element, by its place in the key's value.
+
+    The stream's start s is the first 8 bytes of the BLAKE2b digest of its text, little-endian. Place i has the number
+    i + 1 of the SplitMix64 generator that starts with s; its upper 32 bits a and lower 32 bits b become
+    sqrt(-2 ln((a + 1/2) / 2^32)) cos(2 pi b / 2^32) (Box and Muller).
+
+    Arguments:
+        stream: which numbers; another text gives others.
+        rates: of the step: `offset` and `rows` say which places the elements have.
+    """
+    start = np.uint64(int.from_bytes(hashlib.blake2b(stream.encode(), digest_size=8).digest(), "little"))
+    count, row_size = math.prod(shape), max(1, math.prod(shape[1:]))
+    result = np.empty(count)
+    for first in range(0, count, CHUNK):
+        places = np.arange(first, min(first + CHUNK, count))
+        if rates.rows is not None:
+            places = rates.rows[places // row_size] * row_size + places % row_size
+        bits = (places + (rates.offset + 1)).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + start
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        bits ^= bits >> np.uint64(31)
+        radius = np.sqrt(-2.0 * np.log(((bits >> np.uint64(32)) + 0.5) / 2.0**32))
+        result[first : first + CHUNK] = radius * np.cos((bits & np.uint64(0xFFFFFFFF)) * (2 * math.pi / 2.0**32))
+    return result.reshape(shape)
 
 
 class Test(Rule):

@@ -17,7 +17,7 @@ from typing import cast
 import numpy as np
 
 from distrun_runtime.algo.params import Param
-from distrun_runtime.algo.rules.adaptive import BETAS
+from distrun_runtime.algo.rules.adaptive import BETAS, epsilon
 from distrun_runtime.algo.rules.descent import MOMENTUM
 from distrun_runtime.algo.rules.rule import (
     COMMON,
@@ -126,7 +126,7 @@ class Lamb(NormRule):
     table = (
         learning_rate(0.001),
         *BETAS,
-        Param("epsilon", 1e-6, low=0.0),
+        epsilon(1e-6),
         Param("lower_bound", None, low=0.0, open_low=True),
         Param("upper_bound", None, low=0.0, open_low=True),
         Param("bias_correction", True),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Dict, Union, cast
 
 import numpy as np
@@ -32,7 +32,7 @@ Key = Union[int, str]
 
 RESCALE = Param("rescale_grad", 1.0, alias="rescale")
 CLIP = Param("clip_gradient", None, low=0.0, open_low=True)
-DECAY = Param("wd", 0.0, low=0.0)
+DECAY = Param("wd", 0.0, low=0.0, alias="weight_decay")
 MULTI = Param("multi_precision", False)
 LAZY = Param("lazy_update", True)
 
@@ -54,11 +54,15 @@ def learning_rate(default: float) -> Param:
 
 @dataclass(frozen=True)
 class Knobs:
-    """What one key has for itself: multipliers of the learning rate and of the weight decay, and its name."""
+    """What one key has for itself: multipliers of the learning rate and of the weight decay, and its name.
+
+    `offset` is the place of the weight's first element in the key's value, where the weight is a slice of it.
+    """
 
     lr_mult: float = 1.0
     wd_mult: float = 1.0
     key: Key | None = None
+    offset: int = 0
 
 
 PLAIN = Knobs()
@@ -70,7 +74,8 @@ class Rates:
     """The numbers of one step: schedule and multipliers are in them.
 
     `updates` counts the updates of this weight, this one included; `base_rate` is the learning rate without the
-    multiplier.
+    multiplier. `offset` is that of the `Knobs`; `rows` are the numbers of the weight's rows within the slice, if the
+    step is one of some rows (int64 of shape (k,)).
     """
 
     learning_rate: float
@@ -78,6 +83,8 @@ class Rates:
     updates: int
     base_rate: float
     key: Key | None = None
+    offset: int = 0
+    rows: Array | None = None
 
 
 class Rule(ABC):
@@ -197,7 +204,7 @@ class Rule(ABC):
         state["updates"] = updates
         base = self._schedule(updates) if self._schedule else cast(float, self.params.get("learning_rate") or 0.0)
         decay = cast(float, self.params.get("wd") or 0.0)
-        return Rates(base * knobs.lr_mult, decay * knobs.wd_mult, updates, base, knobs.key)
+        return Rates(base * knobs.lr_mult, decay * knobs.wd_mult, updates, base, knobs.key, knobs.offset)
 
     # --- half precision, rows and scalars
 
@@ -229,7 +236,7 @@ class Rule(ABC):
             parts[name] = whole.reshape(weight.shape)[rows] if isinstance(whole, np.ndarray) else whole
         master = parts.get("master")
         work = master if isinstance(master, np.ndarray) else widen(weight[rows])
-        self.update(work, widen(grad).astype(work.dtype, copy=False), parts, rates)
+        self.update(work, widen(grad).astype(work.dtype, copy=False), parts, replace(rates, rows=rows))
         weight[rows] = narrow(work, weight.dtype)
         for name, part in parts.items():
             whole = state.get(name, 0)

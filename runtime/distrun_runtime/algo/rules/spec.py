@@ -64,10 +64,14 @@ class RuleSpec:
             raise KVError("not a rule: %r" % (value,))
         return RuleSpec.of(value.get("name", ""), value["params"], value.get("lr_mult", ()), value.get("wd_mult", ()))
 
-    def knobs(self, key: Key) -> Knobs:
-        """Return what this key has for itself."""
+    def knobs(self, key: Key, offset: int = 0) -> Knobs:
+        """Return what this key has for itself.
+
+        Arguments:
+            offset: place of the first element in the key's value, of a weight that is a slice of it.
+        """
         lr_mult, wd_mult = self._by_key
-        return Knobs(lr_mult.get(key, 1.0), wd_mult.get(key, 1.0), key)
+        return Knobs(lr_mult.get(key, 1.0), wd_mult.get(key, 1.0), key, offset)
 
     def changed(self, change: Mapping[str, Any]) -> RuleSpec:
         """Return the spec after a change: the given parameters and multipliers replace those of the same name or key.
