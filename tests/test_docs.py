@@ -186,7 +186,7 @@ def test_python_of_the_states_page_puts_weights_together_that_several_servers_sa
 
 def test_store_page_has_every_call_rule_and_parameter() -> None:
     # What a maker of stores calls, and what a trainer does.
-    others = ("register", "joins_by", "skip_round", "check_push", "companion")
+    others = ("register", "joins_by", "skip_round", "check_push", "companion", "give_up")
     calls = [name for name in dir(KVStore) if name.islower() and not name.startswith("_") and name not in others]
     parameters = {param.name for rule in rules.RULES.values() for param in rule.table or ()}
     for name in [*calls, *kvstore.TYPES, *rules.RULES, *parameters]:
@@ -200,6 +200,7 @@ teststore init push pull pushpull broadcast row_sparse_pull set_optimizer _set_u
 set_gradient_compression save_optimizer_states load_optimizer_states _barrier _send_command_to_servers rank
 num_workers type is_capable num_dead_node set_barrier_before_exit MXInitPSEnv MXKVStoreGetNumDeadNode KVStoreServer
 profiler KVStoreBase.register waitall NDArray local_rank MXNetError AssertionError UserWarning set_learning_rate
+Signum DCASGD SGLD Adamax Nadam AdaDelta FTML ccSGD LBSGD GroupAdaGrad AdaBelief LANS
 lr_scheduler lr_mult wd_mult optimizer.Optimizer multi_precision gluon.Trainer collect_params compression_params
 update_on_kvstore step allreduce_grads update ignore_stale_grad save_states load_states row_sparse_data
 row_sparse_array FactorScheduler module.Module model.FeedForward.create epoch_size context mx.gpu mx.cpu

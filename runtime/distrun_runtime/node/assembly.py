@@ -1,7 +1,11 @@
 """What all workers do together in the stores of a job: open, declare keys, save, wait for each other, leave. Pure.
 
 Call i of a store is gathered until every worker that has not left the store has made it; the first difference is
-the error of all of them.
+the error of all of them. A worker that fails at a call, or does not go on with one that it has made, says so by a call
+of that number with an `error`, which is the error of all, too.
+
+A worker may start over, as when a notebook cell is run again: it creates another store instead of using the one it has
+just created, where the others wait for it. It is told to use that one.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from dataclasses import dataclass, field
 from distrun_runtime.net.message import Kind, Message
 from distrun_runtime.node import role
 from distrun_runtime.node.checkpoint import Checkpoints, Subject
-from distrun_runtime.node.collective import Call, Gathering, difference, verb
+from distrun_runtime.node.collective import Call, Gathering, difference, opened, verb
 from distrun_runtime.node.errands import Errands
 from distrun_runtime.node.keys import Keys
 from distrun_runtime.node.replies import answer, refusal
@@ -35,6 +39,10 @@ class _Store:
     awaited: set[int]
     """Workers that make calls: they have neither left the store nor ended."""
     type: str = ""
+    opened: str = ""
+    """What was created, in words: kind and bound."""
+    passed: int = 0
+    """The highest number of a call that all have made, or that failed."""
     keys: Keys = field(default_factory=Keys)
     gatherings: dict[int, Gathering] = field(default_factory=dict)
     filling: dict[int, Gathering] = field(default_factory=dict)
@@ -86,14 +94,17 @@ class Assembly:
     def gather(self, call: Call) -> list[role.Action]:
         """Take in one worker's OPEN, KEYS, BARRIER, SAVE or LOAD.
 
-        One with an `error`, what the worker found before it came here, fails for all.
+        One with an `error` fails for all: the worker found it before it came here, or gives up a call of this number.
         """
         store = self._store(call)
         refused = store.told(call.number, call.rank)
         if refused:
             return [_refuse(call, refused)]
+        if call.message.body.get("error"):
+            return self._failed(store, call)
         # First: what raises here, since the message lacks something, must not count as a call.
         against = _against(store, call)
+        self._awaiting(call.rank, call.message)
         gathering = store.gatherings.setdefault(call.number, Gathering())
         # A worker that has joined waits for all others to join: it will never make this call.
         elsewhere = [part for part in store.joined.values() if part.number == call.number]
@@ -105,7 +116,46 @@ class Assembly:
         missing = [member for member in gone if member.who.rank not in {*gathering.calls, *store.left}]
         if missing:
             return _fail(store, call.number, _gone(missing[0], call.message))
-        return self._complete(store, call.number)
+        return self._complete(store, call.number) or self._started_over()
+
+    def _failed(self, store: _Store, call: Call) -> list[role.Action]:
+        """A worker fails at a call, or takes back one that it has made: it fails for all, unless all have made it."""
+        number = call.number
+        if number in store.filling and call.rank == 0:
+            return self.inited(call)  # Its values will never come.
+        if number not in store.gatherings and number <= store.passed:
+            return [role.Send(call.link, answer(call.message))]
+        gathering = store.gatherings.setdefault(number, Gathering())
+        before = gathering.calls.get(call.rank)
+        gathering.calls[call.rank] = call
+        reason = "worker-%d failed at %s: %s" % (call.rank, verb(call.message), call.message.body["error"])
+        return [*([_refuse(before, reason)] if before is not None else []), *_fail(store, number, reason)]
+
+    def _started_over(self) -> list[role.Action]:
+        """Tell workers that create another store to use one that they have created and the others wait for them in."""
+        actions: list[role.Action] = []
+        for store in self._stores.values():
+            for number, gathering in list(store.gatherings.items()):
+                for rank, part in list(gathering.calls.items()):
+                    there = self._awaiting(rank, part.message)
+                    if there is not None:
+                        del gathering.calls[rank]
+                        actions.append(role.Send(part.link, answer(part.message, {"instead": there})))
+                if not gathering.calls:
+                    del store.gatherings[number]
+        return actions
+
+    def _awaiting(self, rank: int, message: Message) -> int | None:
+        """Return the store in which others wait for a worker that creates another like it; None: there is none."""
+        if message.kind is not Kind.OPEN:
+            return None
+        for number in message.body.get("unused", ()):
+            there = self._stores.get(int(number))
+            if there is None or there.opened != opened(message.body):
+                continue
+            if any(rank not in gathering.calls for gathering in there.gatherings.values()):
+                return int(number)
+        return None
 
     def inited(self, call: Call) -> list[role.Action]:
         """Rank 0 has sent the first values to the servers (INIT), or could not: tell the others."""
@@ -195,9 +245,10 @@ class Assembly:
         if len(gathering.calls) < self._workers - len(store.left - set(gathering.calls)):
             return []
         del store.gatherings[number]
+        store.passed = max(store.passed, number)
         call = next(iter(gathering.calls.values())).message
         if call.kind is Kind.OPEN:
-            store.type = str(call.body.get("type", ""))
+            store.type, store.opened = str(call.body.get("type", "")), opened(call.body)
         if call.kind in (Kind.OPEN, Kind.BARRIER):
             return [role.Send(part.link, answer(part.message)) for part in gathering.calls.values()]
         if 0 not in gathering.calls:
@@ -257,8 +308,6 @@ def _unfilled(store: _Store, gone: Member) -> list[role.Action]:
 
 def _against(store: _Store, call: Call) -> str:
     body = call.message.body
-    if body.get("error"):
-        return "worker-%d failed at %s: %s" % (call.rank, verb(call.message), body["error"])
     if call.message.kind is not Kind.KEYS:
         return ""
     return store.keys.against(body["records"], bool(body.get("assign")))
@@ -269,6 +318,7 @@ def _fail(store: _Store, number: int, reason: str) -> list[role.Action]:
 
 
 def _refuse_all(store: _Store, number: int, gathering: Gathering, reason: str) -> list[role.Action]:
+    store.passed = max(store.passed, number)
     store.refuse(number, reason, gathering.calls)
     return [_refuse(part, reason) for part in gathering.calls.values()]
 

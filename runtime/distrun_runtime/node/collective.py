@@ -52,12 +52,12 @@ def difference(one: Call, other: Call) -> str:
             one.number,
         )
     mine, theirs = one.message.body, other.message.body
-    if one.message.kind is Kind.OPEN and mine != theirs:
+    if one.message.kind is Kind.OPEN and opened(mine) != opened(theirs):
         return "worker-%d creates %s where worker-%d creates %s" % (
             one.rank,
-            _opened(mine),
+            opened(mine),
             other.rank,
-            _opened(theirs),
+            opened(theirs),
         )
     if one.message.kind in (Kind.SAVE, Kind.LOAD) and mine.get("folder") != theirs.get("folder"):
         return "worker-%d calls %s(%r) where worker-%d gives %r" % (
@@ -68,7 +68,8 @@ def difference(one: Call, other: Call) -> str:
     return ""
 
 
-def _opened(body: Mapping[str, Any]) -> str:
+def opened(body: Mapping[str, Any]) -> str:
+    """Return what an OPEN creates, in words; alike where it is the same."""
     bound = body.get("staleness")
     return "a %r store" % body.get("type") + ("" if bound is None else " with staleness=%s" % bound)
 

@@ -8,7 +8,6 @@ and the exit handlers do nothing.
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import re
 import sys
@@ -50,9 +49,13 @@ class Session:
         self._trace = Trace(config.verbose, lambda: self.worker.me)
         self._office = Postoffice(self._transport, self.worker, config.token, self._trace, publish=publish)
         self._thread = threading.Thread(target=self._run, name="distrun-node", daemon=True)
-        self._numbers = itertools.count(1)
+        self._stores = 0
+        self.stores: object = None
+        """What the store layer keeps of this process's stores (`store.link`)."""
         self._flushers: list[Callable[[], None]] = []
         self._crash: BaseException | None = None
+        self.is_open = False
+        """Whether `open` has returned: this process is in the job."""
         self._is_over = False
         self._is_deaf = False
         """The node's thread hears no more wishes."""
@@ -60,14 +63,29 @@ class Session:
     def open(self) -> None:
         """Register and wait until all nodes are here and all servers are connected.
 
+        One that was interrupted may be called again: it goes on waiting.
+
         Raises:
             Refused, TimedOut, PeerLost: why it did not come about.
         """
-        if not self.config.token:
-            self._trace.log("WARNING", "this job runs open: DISTRUN_TOKEN_FILE is not set")
-        self._thread.start()
+        if self._thread.ident is None:
+            if not self.config.token:
+                self._trace.log("WARNING", "this job runs open: DISTRUN_TOKEN_FILE is not set")
+            self._thread.start()
         # The deadlines are the scheduler's and the worker's own; this one only guards against a dead thread.
         self._ready.wait(self.config.start_timeout_s * 2 + 60)
+        self.is_open = True
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether registration has ended with an error."""
+        if self.is_open or not self._ready.is_done:
+            return False
+        try:
+            self._ready.wait(0)
+        except RuntimeFault:
+            return True
+        return False
 
     @property
     def rank(self) -> int:
@@ -85,7 +103,13 @@ class Session:
 
     def next_store(self) -> int:
         """Return the number of a new store: stores are numbered in order of creation, alike on all workers."""
-        return next(self._numbers)
+        self._stores += 1
+        return self._stores
+
+    def take_back_store(self, number: int) -> None:
+        """Take back the number of a store that was not made, if it is the last one."""
+        if number == self._stores:
+            self._stores -= 1
 
     def ask(
         self,
@@ -125,8 +149,9 @@ class Session:
         self._flushers.append(flush)
 
     def not_before_end(self, flush: Callable[[], None]) -> None:
-        """Take back a `before_end`: its store is closed."""
-        self._flushers.remove(flush)
+        """Take back a `before_end`, if there is one: its store is closed."""
+        if flush in self._flushers:
+            self._flushers.remove(flush)
 
     def note_crash(self, error: BaseException) -> None:
         """The script failed: the end will be an ABORT that names `error`."""
@@ -190,6 +215,8 @@ class _Process:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.session: Session | None = None
+        self.is_watched = False
+        """Whether the end of the process, and an exception that ends it, reach the session."""
 
 
 _process = _Process()
@@ -198,28 +225,49 @@ _process = _Process()
 def current(make_config: Callable[[], Config]) -> Session:
     """Return this process's session, opening it the first time.
 
+    After a failure it may be called again: a registration that was interrupted goes on, one that failed is made anew.
+
     Raises:
         StoreClosed: this process was forked from one that has a session.
         ContractError, Refused, TimedOut, PeerLost: why it could not be opened.
     """
     with _process.lock:
-        if _process.session is None:
-            session = Session(make_config())
-            _process.session = session
-            atexit.register(_end_process, session)
-            _watch_for_crash(session)
+        session = _process.session
+        if session is None or session.has_failed:
+            config = make_config()
+            if session is not None:
+                session.end()
+            session = _process.session = Session(config)
+            _watch()
+        session.check()
+        if not session.is_open:
             session.open()
-        _process.session.check()
-        return _process.session
+        return session
 
 
-def _end_process(session: Session) -> None:
+def _watch() -> None:
+    """Have the process's end, and an exception that ends it, reach its session."""
+    if _process.is_watched:
+        return
+    _process.is_watched = True
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        if _process.session is not None:
+            _process.session.note_crash(error)
+        before(kind, error, where)
+
+    sys.excepthook = hook
+    atexit.register(_end_process)
+
+
+def _end_process() -> None:
     """End the session at the end of the process.
 
     A push that failed and that nobody waited for makes the exit code 1: the script ended as if all were well, and an
     exit handler has no gentler way to say otherwise.
     """
-    if session.end() is not None:
+    if _process.session is not None and _process.session.end() is not None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -241,13 +289,3 @@ def _meaning(error: BaseException) -> dict[str, str]:
         chain.append(cause)
         cause = cause.__cause__ or cause.__context__
     return {"failed": "%s: %s" % (type(error).__name__, error)}
-
-
-def _watch_for_crash(session: Session) -> None:
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        session.note_crash(error)
-        before(kind, error, where)
-
-    sys.excepthook = hook

@@ -22,35 +22,35 @@ Placed = tuple[Record, Layout]
 
 def declare(
     link: Link, what: str, number: int, items: Sequence[tuple[Key, Value]], compressor: Compressor
-) -> list[Placed]:
+) -> tuple[int, list[Placed]]:
     """Declare new keys and return what the workers agreed on: each key's record, and where its pieces are.
 
-    Returns to rank 0 before the servers have the values, to the others after.
+    Returns to rank 0 before the servers have the values, to the others after. The call's number comes first (`agree`).
 
     Raises:
         KVError: the workers differ; names key, workers and what each has.
     """
     records = [Record.of(key, 0, value) for key, value in items]
-    body = {"number": number, "records": [_described(record, compressor) for record in records]}
-    reply = link.scheduler(what, Kind.KEYS, body)
+    body = {"records": [_described(record, compressor) for record in records]}
+    made, reply = link.agree(what, Kind.KEYS, number, body)
     places = {
         _text(key): (int(pair[0]), int(pair[1]))
         for key, pair in zip(reply["keys"], reply["numbers"], strict=True)
     }  # fmt: skip
-    return [
+    return made, [
         _placed(link, Record.of(key, places[_text(key)][1], value), places[_text(key)][0], compressor)
         for key, value in items
     ]
 
 
-def declare_again(link: Link, what: str, number: int, records: Sequence[Record], compressor: Compressor) -> None:
-    """Declare that keys which exist are given another value.
+def declare_again(link: Link, what: str, number: int, records: Sequence[Record], compressor: Compressor) -> int:
+    """Declare that keys which exist are given another value; return the call's number.
 
     Raises:
         KVError: the workers differ.
     """
     described = [_described(record, compressor) for record in records]
-    link.scheduler(what, Kind.KEYS, {"number": number, "records": described, "assign": True})
+    return link.agree(what, Kind.KEYS, number, {"records": described, "assign": True})[0]
 
 
 def fill(

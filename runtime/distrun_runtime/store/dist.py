@@ -29,11 +29,12 @@ from distrun_runtime.store.base import KVStore
 from distrun_runtime.store.compress import Compressor, Setting
 from distrun_runtime.store.hooks import Call, RowsItem, Updater, Value
 from distrun_runtime.store.keyed import Contribution, named
-from distrun_runtime.store.link import Link
+from distrun_runtime.store.link import close_link, open_link
 from distrun_runtime.store.outcome import Both, Sent
 from distrun_runtime.store.pending import Pending
 from distrun_runtime.store.pieces import Layout, Part, RowTarget, Target, contribution, wanted, wanted_rows
 from distrun_runtime.store.record import Record
+from distrun_runtime.store.reducer import reducer_for
 from distrun_runtime.store.requests import Packed, pack, values_of
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
@@ -52,6 +53,7 @@ def create_dist(type_name: str, staleness: int | None = None) -> KVStore:
     role = configs.role_of()
     if role in ("server", "scheduler"):
         raise SystemExit(serve(role))
+    reducer_for(type_name)  # Reads the environment: what is wrong there is said before this process joins the job.
     return DistStore(type_name, session.current(lambda: configs.read("worker")), staleness)
 
 
@@ -64,7 +66,6 @@ class DistStore(KVStore):
     def __init__(self, type_name: str, node: session.Session, staleness: int | None = None) -> None:
         super().__init__(type_name)
         self._node = node
-        self._link = Link(node)
         self._lock = threading.Lock()
         """Guards what follows; who sends data holds it, so that rounds are sent in their order."""
         self._layouts: dict[Key, Layout] = {}
@@ -76,8 +77,9 @@ class DistStore(KVStore):
         bound = {} if staleness is None else {"staleness": staleness}
         self._facts = {"type": kinds.canonical(type_name), **bound}
         """What all workers and servers must know alike."""
+        self._link = open_link(node, "create(%r)" % type_name, self._facts)
+        self._link.replaced = self._replaced
         node.before_end(self._flush_at_end)
-        self._link.together("create(%r)" % type_name, Kind.OPEN, **self._facts)
 
     @property
     def rank(self) -> int:
@@ -100,23 +102,24 @@ class DistStore(KVStore):
 
     def _init(self, items: list[tuple[Key, Value]], ticket: int) -> list[Record]:
         what = "init of %s" % named(key for key, _ in items)
-        placed = declaring.declare(self._link, what, ticket, items, self._compressor)
+        number, placed = declaring.declare(self._link, what, ticket, items, self._compressor)
         with self._lock:
             self._layouts.update((record.key, layout) for record, layout in placed)
             self._rounds.update((record.key, 0) for record, _ in placed)
         if self.rank == 0:
             values = [(record, layout, value) for (record, layout), (_, value) in zip(placed, items, strict=True)]
-            declaring.fill(self._link, what, ticket, values, self._facts)
+            declaring.fill(self._link, what, number, values, self._facts)
         return [record for record, _ in placed]
 
     def _assign(self, items: list[tuple[Record, Array]], ticket: int) -> None:
         what = "assign to %s" % named(record.key for record, _ in items)
         # What was pushed before comes before: here by waiting, on this connection by its order.
         self._settle()
-        declaring.declare_again(self._link, what, ticket, [record for record, _ in items], self._compressor)
+        records = [record for record, _ in items]
+        number = declaring.declare_again(self._link, what, ticket, records, self._compressor)
         if self.rank == 0:
             values = [(record, self._layouts[record.key], value) for record, value in items]
-            declaring.fill(self._link, what, ticket, values, {**self._facts, "assign": True})
+            declaring.fill(self._link, what, number, values, {**self._facts, "assign": True})
 
     def _push(self, items: list[tuple[Record, Value]], call: Call) -> Pending:
         with self._lock, self._link.span("push", keys=len(items)):
@@ -288,8 +291,9 @@ class DistStore(KVStore):
         with self._lock:
             number, pushes = self._link.next_call(), [request for request in self._open if not request.is_done]
         # The scheduler hears of it when the servers have all that was pushed.
-        request = self._link.call("barrier", Kind.BARRIER, {"number": number}, after=pushes)
-        sent = Sent(request, self._link, self._late, lambda replies: {})
+        call = self._link.begin("barrier", Kind.BARRIER, number, {}, after=pushes)
+        assert call.request is not None
+        sent = Sent(call.request, self._link, self._late, lambda replies: {}, lambda: self._link.hold(call))
         sent.watch()
         return sent
 
@@ -308,14 +312,28 @@ class DistStore(KVStore):
 
     def _leave(self) -> None:
         self._drain()
+        close_link(self._link)
         self._link.scheduler("leave", Kind.LEFT, {})
 
     def _close(self) -> None:
+        close_link(self._link)
         try:
             self._settle()
         finally:
             # Nothing is left to flush, and what the store holds may go.
             self._node.not_before_end(self._flush_at_end)
+
+    def _give_up(self, error: BaseException) -> None:
+        self._node.not_before_end(self._flush_at_end)
+        # One that is unused stays as it is: the next `create` takes its place, if others wait here.
+        if not self._link.is_unused:
+            close_link(self._link)
+            self._link.give_up("%s: %s" % (type(error).__name__, error))
+
+    def _replaced(self) -> None:
+        """A later `create` has taken the place of this store, which was not used."""
+        self._ended = self._ended or "was replaced by a later create, as it was not used before"
+        self._node.not_before_end(self._flush_at_end)
 
     def _abort(self, error: BaseException) -> None:
         self._node.note_crash(error)

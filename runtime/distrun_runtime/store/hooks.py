@@ -163,3 +163,7 @@ class Hooks(ABC):
     def _abort(self, error: BaseException) -> None:
         """Close because `error` left the `with` block: say so to the others, wait for nothing."""
         self._close()
+
+    def _give_up(self, error: BaseException) -> None:
+        """Close because `error` came before the store could be used: say so to those who wait for this worker."""
+        self._close()

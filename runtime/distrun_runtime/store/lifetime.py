@@ -92,9 +92,22 @@ class Lifetime(Hooks):
         elif self._end():
             self._abort(error)
 
+    def give_up(self, error: BaseException) -> None:
+        """Close a store that cannot be used, because of `error`; the process stays in the job.
+
+        The next call that all workers make together raises the error on the others. Then all may make another store.
+        """
+        if os.getpid() == self._pid and self._end():
+            self._give_up(error)
+
     def _awaited(self, pending: Pending, wait: bool) -> Pending:
         if wait:
-            pending.wait()
+            try:
+                pending.wait()
+            except BaseException:
+                if not pending.is_done:
+                    pending.left_waiting()
+                raise
         return pending
 
     def _ready(self) -> None:

@@ -1,12 +1,23 @@
-"""One store's side of this process's connection to the job: what it asks of the scheduler and of the servers."""
+"""One store's side of this process's connection to the job: what it asks of the scheduler and of the servers.
+
+Calls that all workers make together are numbered, and call i of all workers must be the same. So a call that fails must
+fail for all of them, or it can be made again under its number:
+
+* A call whose caller stopped waiting (Ctrl-C, time limit) goes on when the same call is made again. Another call
+  withdraws it first: it fails for all workers, with the reason.
+* A `create` is answered with a store that this process created before if it has not used that one and the other workers
+  wait for it there: the process has started over, as when a notebook cell is run again.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
+from distrun_runtime.errors import KVError, RuntimeFault
 from distrun_runtime.net.message import Kind, Message
 from distrun_runtime.node.pending import Pending as Request
 from distrun_runtime.node.role import SCHEDULER_LINK
@@ -14,18 +25,39 @@ from distrun_runtime.node.session import Session
 from distrun_runtime.store.requests import Packed
 
 
+@dataclass(frozen=True)
+class Together:
+    """A call that all workers make together."""
+
+    kind: Kind
+    number: int
+    body: Mapping[str, Any]
+    request: Request | None = None
+    """None: this worker has not made it."""
+
+
 class Link:
     """Asks in the name of one store.
+
+    Arguments:
+        facts: what `create` says of the store, alike on all workers.
+        unused: numbers of the stores that this process has created before and not used.
 
     Threads: any.
     """
 
-    def __init__(self, node: Session) -> None:
+    def __init__(self, node: Session, facts: Mapping[str, Any], unused: Sequence[int] = ()) -> None:
         self.node = node
+        self.facts = facts
+        self.unused = list(unused)
         self.store = node.next_store()
         """The store's number in messages."""
+        self.replaced: Callable[[], None] = lambda: None
+        """Told when a later `create` takes the store's place."""
         self._lock = threading.Lock()
         self._calls = 0
+        self._held: Together | None = None
+        """A call whose caller has stopped waiting for it."""
 
     @property
     def rank(self) -> int:
@@ -45,6 +77,16 @@ class Link:
     def span(self, name: str, **args: object) -> AbstractContextManager[None]:
         """Return what records how long a block takes, while the store is profiled."""
         return self.node.recorder.span(name, "store", **args)
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether this process has called nothing here that all workers make together, but `create`."""
+        return self._calls <= 1
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the last call that all workers make together was left waiting."""
+        return self._held is not None
 
     def next_call(self) -> int:
         """Return the number of this worker's next call that all workers of the store make together."""
@@ -68,7 +110,58 @@ class Link:
 
     def together(self, what: str, kind: Kind, **body: object) -> dict[str, Any]:
         """Make a call that all workers make, and return what the scheduler answers to all."""
-        return self.scheduler(what, kind, {"number": self.next_call(), **body})
+        return self.agree(what, kind, self.next_call(), body)[1]
+
+    def agree(self, what: str, kind: Kind, number: int, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Make the call that all workers make; return its number, and what the scheduler answers.
+
+        Arguments:
+            number: as `next_call` gave it. It is taken back if the same call was left waiting, which then goes on.
+        """
+        with self.span(what):
+            call = self.begin(what, kind, number, body)
+            assert call.request is not None
+            try:
+                (reply,) = call.request.wait(self.limit_s)
+            except BaseException:
+                self.hold(call)
+                raise
+        return call.number, dict(reply.body)
+
+    def begin(
+        self, what: str, kind: Kind, number: int, body: Mapping[str, Any], after: Sequence[Request] = ()
+    ) -> Together:
+        """As `agree`, but without waiting for the answer; a new call is made once `after` are done."""
+        with self._lock:
+            held = self._held
+            goes_on = held is not None and (held.kind, held.body) == (kind, body) and number == self._calls
+            is_join = held is not None and held.kind is Kind.JOIN and not goes_on
+            if (goes_on or is_join) and number == self._calls:
+                self._calls -= 1
+            if is_join:
+                raise KVError("join was left waiting and cannot be taken back, as others count on it; call join again")
+            self._held = None
+        if held is not None and goes_on:
+            return held
+        if held is not None:
+            self._withdraw(held, "it was left waiting, and %s was called instead" % what)
+        return Together(kind, number, body, self.call(what, kind, {**body, "number": number}, after))
+
+    def hold(self, call: Together) -> None:
+        """Note that the caller has stopped waiting for a call that `begin` made."""
+        if call.request is not None and not call.request.is_done:
+            self._held = call
+
+    def give_up(self, reason: str) -> None:
+        """Fail the call that was left waiting, or else the next one, on all workers: this one will not make it."""
+        held = self._held or Together(Kind.KEYS, self.next_call(), {})
+        self._held = None
+        # The process may have left the job: then all are told anyway.
+        with suppress(RuntimeFault):
+            self._withdraw(held, reason)
+
+    def _withdraw(self, call: Together, reason: str) -> None:
+        self.call("withdrawal", call.kind, {"number": call.number, "error": reason[:2000]})
 
     def servers(
         self, what: str, kind: Kind, body: dict[str, Any] | None = None, ranks: Iterable[int] | None = None
@@ -78,3 +171,49 @@ class Link:
         links = ["server-%d" % rank for rank in (range(self.node.num_servers) if ranks is None else ranks)]
         replies = self.node.ask(what, [(link, message) for link in links]).wait(self.limit_s)
         return [dict(reply.body) for reply in replies]
+
+
+@dataclass
+class _Made:
+    """The links of a process."""
+
+    open: dict[int, Link] = field(default_factory=dict)
+    """Those of its stores that are not closed, by number."""
+    opening: Link | None = None
+    """That of a store whose `create` was left waiting."""
+
+
+def open_link(node: Session, what: str, facts: Mapping[str, Any]) -> Link:
+    """Make the call `create` with all workers, and return the link of the store.
+
+    Arguments:
+        facts: what all workers must say alike.
+    """
+    made = _made(node)
+    link, made.opening = made.opening, None
+    if link is not None and link.facts != facts:
+        link.give_up("it was left waiting, and %s was called instead" % what)
+        link = None
+    link = link or Link(node, facts, [number for number, one in made.open.items() if one.is_unused])
+    try:
+        reply = link.together(what, Kind.OPEN, **link.facts, unused=link.unused)
+    except BaseException:
+        made.opening = link if link.is_held else None
+        raise
+    if "instead" in reply:
+        node.take_back_store(link.store)
+        link = made.open[int(reply["instead"])]
+        link.replaced()
+    made.open[link.store] = link
+    return link
+
+
+def close_link(link: Link) -> None:
+    """Note that a store is closed: no later `create` takes its place."""
+    _made(link.node).open.pop(link.store, None)
+
+
+def _made(node: Session) -> _Made:
+    if not isinstance(node.stores, _Made):
+        node.stores = _Made()
+    return node.stores

@@ -18,14 +18,26 @@ Take = Callable[["tuple[Message, ...]"], Notes]
 
 
 class Sent(Pending):
-    """A request of a store. Outputs are filled by the first `wait` that finds all replies there."""
+    """A request of a store. Outputs are filled by the first `wait` that finds all replies there.
 
-    def __init__(self, request: Request, link: Link, late: Late, take: Take | None = None) -> None:
+    Arguments:
+        left: called by `left_waiting`.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        link: Link,
+        late: Late,
+        take: Take | None = None,
+        left: Callable[[], None] = lambda: None,
+    ) -> None:
         self.what = request.what
         self._request = request
         self._link = link
         self._late = late
         self._take = take
+        self._left = left
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
@@ -33,6 +45,10 @@ class Sent(Pending):
     def is_done(self) -> bool:
         """Whether all replies are there, or an error is."""
         return self._request.is_done
+
+    def left_waiting(self) -> None:
+        """Note that the call which made it has stopped waiting, before it was done."""
+        self._left()
 
     def watch(self) -> None:
         """Let the store's next call raise its error, unless `wait` does before."""

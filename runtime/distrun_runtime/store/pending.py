@@ -57,6 +57,9 @@ class Pending(ABC):
             RuntimeFault: what went wrong with the call. Having been raised here, it is not raised by a later call.
         """
 
+    def left_waiting(self) -> None:  # noqa: B027  # most calls have nothing to note
+        """Note that the call which made it has stopped waiting, before it was done. Not for users."""
+
 
 class Late:
     """Errors of calls that nobody has waited for. Any thread may use it."""

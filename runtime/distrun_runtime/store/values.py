@@ -29,6 +29,9 @@ Key = Union[int, str]
 Value = Union[Array, RowSparse]
 """What is given for one key from one device."""
 
+KEY_BYTES = 4096
+"""The longest str key in UTF-8; a message holds many of them."""
+
 NO_LISTS = (str, bytes, bytearray, memoryview)
 """Sequences that are no lists of keys."""
 
@@ -37,13 +40,15 @@ def key_of(key: object) -> Key:
     """Return one key as int or str.
 
     Raises:
-        KVError: it is neither, or an int of more than 64 bits, or a str that is not valid Unicode.
+        KVError: it is neither, or an int of more than 64 bits, or a str that is too long or not valid Unicode.
     """
     if isinstance(key, str):
         try:
-            key.encode("utf-8")
+            size = len(key.encode("utf-8"))
         except UnicodeEncodeError:
             raise KVError("key %r holds a surrogate and cannot be sent; use valid Unicode" % key) from None
+        if size > KEY_BYTES:
+            raise KVError("key %.60r... has %d bytes, expected at most %d" % (key, size, KEY_BYTES))
         return str(key)
     if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
         if not -(2**63) <= int(key) < 2**63:

@@ -10,7 +10,7 @@ from distrun_runtime.data.whole import whole
 from distrun_runtime.errors import KVError
 from distrun_runtime.store import kinds
 from distrun_runtime.trainer.opening import AnyStore
-from distrun_runtime.trainer.trainer import Trainer
+from distrun_runtime.trainer.trainer import Trainer, scale_of
 
 __all__ = ["fit"]
 
@@ -65,6 +65,11 @@ def fit(  # noqa: PLR0917  # as the trainer
         raise KVError("epochs is a number from 0, not %d" % epochs)
     if epochs > 1 and epoch_size is None and isinstance(data, Iterator):
         raise KVError("%d epochs need data that can be iterated again, not a %s" % (epochs, type(data).__name__))
+    # Here, not in the first step: in a job, a trainer is made by all workers.
+    if batch_size is not None:
+        scale_of(batch_size)
+    if after_epoch is not None and not callable(after_epoch):
+        raise KVError("after_epoch is a function of an epoch and the trainer, not %.60r" % (after_epoch,))
     batches = Epochs(data, epoch_size)
     trainer = Trainer(params, optimizer, optimizer_params, kvstore, compression_params, update_on_kvstore)
     try:

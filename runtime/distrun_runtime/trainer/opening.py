@@ -15,7 +15,7 @@ from distrun_runtime.trainer.exchange import Exchange
 from distrun_runtime.trainer.foreign import ForeignExchange
 from distrun_runtime.trainer.parameter import Parameter
 
-__all__ = ["AnyStore", "Opened", "open_store"]
+__all__ = ["AnyStore", "Opened", "give_up", "leave", "open_store", "updates_itself"]
 
 AnyStore = KVStoreBase
 """Ours, or one of another maker."""
@@ -33,6 +33,20 @@ class Opened:
     """The store updates the weights."""
     has_rounds: bool
     """Several workers make every step together."""
+
+
+def updates_itself(params: list[Parameter], given: str | AnyStore | None, asked: bool | None) -> bool | None:
+    """Return whether the trainer updates the weights, not the store; None: that depends on the store itself.
+
+    Raises:
+        KVError: as `open_store`.
+    """
+    case = _case(params, given, asked)
+    if not wants_store(case):
+        return True
+    if case.kind not in stores.TYPES:
+        return None
+    return not decide(case).update_on_kvstore
 
 
 def open_store(params: list[Parameter], buffers: Buffers, given: str | AnyStore | None, asked: bool | None) -> Opened:
@@ -57,8 +71,16 @@ def open_store(params: list[Parameter], buffers: Buffers, given: str | AnyStore 
         return _opened(params, buffers, store, replace(case, kind=store.type), isinstance(given, str))
     except BaseException as err:
         if isinstance(given, str):
-            leave(store, err)
+            give_up(store, err)
         raise
+
+
+def give_up(store: AnyStore, error: BaseException) -> None:
+    """Close a store that was made for a trainer which could not be made; this process stays in the job."""
+    if isinstance(store, KVStore):
+        store.give_up(error)
+    else:
+        store.close()
 
 
 def leave(store: AnyStore, error: BaseException | None) -> None:

@@ -18,11 +18,11 @@ from distrun_runtime.trainer.changes import SKIP, STORE_HARM, Changed, chosen, i
 from distrun_runtime.trainer.collect import collect
 from distrun_runtime.trainer.exchange import Exchange, Found, Reduced, Sum, Workers
 from distrun_runtime.trainer.keeping import Keeping
-from distrun_runtime.trainer.opening import AnyStore, open_store
+from distrun_runtime.trainer.opening import AnyStore, give_up, open_store, updates_itself
 from distrun_runtime.trainer.replica import Gradient
 from distrun_runtime.trainer.updates import Updates, check
 
-__all__ = ["Trainer"]
+__all__ = ["Trainer", "scale_of"]
 
 
 class Trainer(Keeping):
@@ -71,20 +71,28 @@ class Trainer(Keeping):
             raise KVError(
                 "optimizer_params is a dictionary such as {'learning_rate': 0.1}, not %.60r" % (optimizer_params,)
             )
+        # All that can be wrong here is found before a store is made: in a job that is a call of all workers.
         spec = rules.spec_of(optimizer, named)
         check(spec, collected)
+        if compression_params:
+            Setting.of(compression_params)
         buffers = Buffers(params)
-        opened = open_store(collected, buffers, kvstore, update_on_kvstore)
         # Not made where the store updates: a rule of the user's own is then imported by servers only.
-        super().__init__(collected, buffers, spec, opened, None if opened.updates else Updates(spec, collected))
-        self._was_skipped = False
-        """`allreduce_grads` found that a worker skips the step; `update` has nothing to do."""
-        self._reduced: dict[int, Sum] | None = None
-        self._left: float | None = None  # what the sums of `allreduce_grads` were still multiplied by
+        own = Updates(spec, collected) if updates_itself(collected, kvstore, update_on_kvstore) else None
+        opened = open_store(collected, buffers, kvstore, update_on_kvstore)
         try:
+            updates = None if opened.updates else own or Updates(spec, collected)
+            super().__init__(collected, buffers, spec, opened, updates)
+            self._was_skipped = False
+            """`allreduce_grads` found that a worker skips the step; `update` has nothing to do."""
+            self._reduced: dict[int, Sum] | None = None
+            self._left: float | None = None  # what the sums of `allreduce_grads` were still multiplied by
             self._begin(compression_params)
         except BaseException as err:
-            self.__exit__(type(err), err, err.__traceback__)
+            # Not as `__exit__`, which ends this process's part in the job: the trainer may be made again.
+            self._is_closed = True
+            if opened.is_own and opened.store is not None:
+                give_up(opened.store, err)
             raise
         for parameter in collected:
             parameter.owner = self
@@ -263,8 +271,6 @@ class Trainer(Keeping):
     def _begin(self, compression_params: Mapping[str, object] | None) -> None:
         store, keys = self.kvstore, list(range(len(self._params)))
         if store is None or self._exchange is None:
-            if compression_params:
-                Setting.of(compression_params)  # nothing is sent here; what a job would refuse is refused alone, too
             self._tell()
             self._changes.accept()
             return
@@ -383,18 +389,8 @@ class Trainer(Keeping):
         self._reduced, self._was_skipped = None, False
         self._steps += 1
 
-    def _scale_of(self, batch_size: object) -> float:
-        if batch_size is None:
-            return 1.0 / self._gradients()
-        if isinstance(batch_size, bool) or not isinstance(batch_size, numbers.Real):
-            raise KVError("batch_size is a number of examples, not %.60r" % (batch_size,))
-        try:
-            size = float(batch_size)
-        except OverflowError:
-            size = math.inf
-        if not 0 < size < math.inf:
-            raise KVError("batch_size is a number above 0, not %g" % size)
-        return 1.0 / size
+    def _scale_of(self, batch_size: float | None) -> float:
+        return 1.0 / self._gradients() if batch_size is None else scale_of(batch_size)
 
     def _gradients(self) -> int:
         """Return how many gradients of a parameter are added up in a step."""
@@ -406,3 +402,20 @@ class Trainer(Keeping):
         self._needs_open()
         if self.update_on_kvstore:
             raise KVError("%s: the store updates the weights; make the trainer with update_on_kvstore=False" % call)
+
+
+def scale_of(batch_size: object) -> float:
+    """Return what gradients of so many examples are multiplied by.
+
+    Raises:
+        KVError: it is not a finite number above 0.
+    """
+    if isinstance(batch_size, bool) or not isinstance(batch_size, numbers.Real):
+        raise KVError("batch_size is a number of examples, not %.60r" % (batch_size,))
+    try:
+        size = float(batch_size)
+    except OverflowError:
+        size = math.inf
+    if not 0 < size < math.inf:
+        raise KVError("batch_size is a number above 0, not %g" % size)
+    return 1.0 / size

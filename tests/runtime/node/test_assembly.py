@@ -201,3 +201,109 @@ def test_a_worker_that_joined_instead_has_no_call_that_failed_to_hear_of() -> No
     job.hear("w1", Kind.BARRIER, number=1)
     job.hear("w2", Kind.BARRIER, number=1)
     assert not job.scheduler._assembly._stores[1].refused
+
+
+# Calls that are given up
+
+
+def test_a_call_that_a_worker_gives_up_fails_for_all_and_the_next_one_is_made_by_all() -> None:
+    job = Job(3)
+    job.hear("w0", Kind.KEYS, number=2, records=[record("a")], request=7)
+    job.hear("w1", Kind.KEYS, number=2, records=[record("a")])
+    actions = job.hear("w0", Kind.KEYS, number=2, error="it was left waiting")
+    text = "worker-0 failed at init: it was left waiting"
+    assert reasons(actions) == {"w0": text, "w1": text}
+    assert next(sent.request for link, sent in sends(actions) if link == "w0") == 7
+    assert reasons(job.hear("w2", Kind.KEYS, number=2, records=[record("a")])) == {"w2": text}
+    assert to(init(job, 3, "a")) == [("w0", "INIT"), ("w1", "KEYS"), ("w2", "KEYS")]
+
+
+def test_a_call_that_is_over_cannot_be_given_up() -> None:
+    job = Job()
+    for link in ("w0", "w1"):
+        job.hear(link, Kind.BARRIER, number=1)
+    assert to(job.hear("w0", Kind.BARRIER, number=1, error="too late")) == [("w0", "BARRIER")]
+    assert to(job.hear("w1", Kind.BARRIER, number=2)) == []
+    assert to(job.hear("w0", Kind.BARRIER, number=2)) == [("w1", "BARRIER"), ("w0", "BARRIER")]
+
+
+def test_worker_0_may_give_up_an_init_whose_values_the_others_wait_for() -> None:
+    job = Job()
+    for link in ("w0", "w1"):
+        job.hear(link, Kind.KEYS, number=1, records=[record("a")])
+    actions = job.hear("w0", Kind.KEYS, number=1, error="it was left waiting")
+    assert reasons(actions) == {"w1": "it was left waiting"}
+    assert to(init(job, 2, "a")) == [("w0", "INIT"), ("w1", "KEYS")]
+
+
+def test_a_worker_that_is_not_there_yet_hears_why_a_call_was_given_up() -> None:
+    job = Job()
+    assert reasons(job.hear("w0", Kind.KEYS, number=1, error="KVError: x")) == {
+        "w0": "worker-0 failed at init: KVError: x"
+    }
+    actions = job.hear("w1", Kind.BARRIER, number=1)
+    assert reasons(actions) == {"w1": "worker-0 failed at init: KVError: x"}
+
+
+# Workers that start over
+
+
+def opened(job: Job, link: str, store: int, unused: Any = (), **more: Any) -> list[role.Action]:
+    return job.hear(link, Kind.OPEN, store=store, number=1, type="dist_sync", unused=list(unused), **more)
+
+
+def told(actions: list[role.Action]) -> list[tuple[str, Any]]:
+    return [(link, sent.body.get("instead")) for link, sent in sends(actions)]
+
+
+def test_a_worker_that_creates_again_is_given_the_store_in_which_the_others_wait_for_it() -> None:
+    job = Job(3)
+    for rank in range(3):
+        opened(job, "w%d" % rank, 1)
+    job.hear("w1", Kind.KEYS, number=2, records=[record("a")])
+    assert told(opened(job, "w0", 2, unused=[1])) == [("w0", 1)]
+    # The same where the others come to wait only then; and its number is free again.
+    assert told(opened(job, "w2", 2, unused=[1])) == [("w2", 1)]
+    for rank in (0, 2):
+        job.hear("w%d" % rank, Kind.KEYS, number=2, records=[record("a")])
+    assert to(job.hear("w0", Kind.INIT, number=2)) == [("w0", "INIT"), ("w1", "KEYS"), ("w2", "KEYS")]
+    assert to([each for rank in range(3) for each in opened(job, "w%d" % rank, 2)]) == [
+        ("w0", "OPEN"),
+        ("w1", "OPEN"),
+        ("w2", "OPEN"),
+    ]
+
+
+def test_a_worker_that_creates_again_waits_until_the_others_do_so_or_wait_for_it() -> None:
+    job = Job()
+    for rank in range(2):
+        opened(job, "w%d" % rank, 1)
+    assert told(opened(job, "w0", 2, unused=[1])) == []
+    assert told(job.hear("w1", Kind.BARRIER, number=2)) == [("w0", 1)]
+    assert to(job.hear("w0", Kind.BARRIER, number=2)) == [("w1", "BARRIER"), ("w0", "BARRIER")]
+
+
+def test_two_stores_that_all_create_before_they_use_them_are_two() -> None:
+    job = Job()
+    for store, unused in ((1, []), (2, [1])):
+        assert told(opened(job, "w0", store, unused)) == []
+        assert told(opened(job, "w1", store, unused)) == [("w0", None), ("w1", None)]
+
+
+@pytest.mark.parametrize(
+    ("second", "unused"), [({"staleness": 1}, [1]), ({}, []), ({}, [7])], ids=["another kind", "used", "unknown"]
+)
+def test_a_store_that_is_used_or_of_another_kind_is_not_given_instead(second: Any, unused: list[int]) -> None:
+    job = Job()
+    for rank in range(2):
+        opened(job, "w%d" % rank, 1)
+    job.hear("w1", Kind.BARRIER, number=2)
+    assert told(opened(job, "w0", 2, unused, **second)) == []
+
+
+def test_a_create_whose_unused_stores_are_no_numbers_does_not_count() -> None:
+    job = Job()
+    with pytest.raises(TypeError):
+        opened(job, "w0", 1, unused=[[1]])
+    opened(job, "w0", 1)
+    assert told(opened(job, "w1", 1)) == [("w0", None), ("w1", None)]

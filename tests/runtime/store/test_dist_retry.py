@@ -1,0 +1,417 @@
+"""Calls that failed, or that were left waiting, can be made again, with the other workers waiting or trying again too.
+
+A script in a notebook is run cell by cell: what fails there must not cost the process its place in the job.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster import DEADLINE_S, Cluster
+
+from distrun_runtime.errors import KVError, StoreClosed, TimedOut
+from distrun_runtime.node.session import Session
+from distrun_runtime.store.dist import DistStore
+
+SHORT_S = 0.2
+
+
+def ones(*shape: int) -> Any:
+    return np.ones(shape or (2,), np.float32)
+
+
+def trained(kv: DistStore, key: str = "w") -> float:
+    out = ones()
+    kv.push(key, ones())
+    kv.pull(key, out=out)
+    return float(out[0])
+
+
+def run(script: Callable[[Session], Any], workers: int = 2) -> list[Any]:
+    with Cluster(workers, 1, over="inproc") as job:
+        return job.run_sessions(script)
+
+
+def times_out(session: Session, call: Callable[[], object]) -> None:
+    """Make a call that the others do not make meanwhile: it is left waiting."""
+    usual, session.config = session.config, replace(session.config, op_timeout_s=SHORT_S)
+    try:
+        with pytest.raises(TimedOut):
+            call()
+    finally:
+        session.config = usual
+
+
+def refused(job: Cluster, store: int) -> object:
+    """Return the calls of a store that failed and that some worker is still to hear of."""
+    stores = job.scheduler._assembly._stores
+    return stores[store].refused if store in stores else None
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+class Turn:
+    """Lets the other workers wait until worker 0 has done its part."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def done(self) -> None:
+        self._event.set()
+
+    def wait(self) -> None:
+        assert self._event.wait(DEADLINE_S)
+
+
+# --- calls that were left waiting
+
+
+def test_a_create_that_was_left_waiting_goes_on_when_it_is_called_again() -> None:
+    turn = Turn()
+
+    def script(session: Session) -> float:
+        if session.rank == 0:
+            times_out(session, lambda: DistStore("dist_sync", session))
+            turn.done()
+        else:
+            turn.wait()
+        kv = DistStore("dist_sync", session)
+        kv.init("w", ones())
+        return trained(kv)
+
+    assert run(script) == [2, 2]
+
+
+def test_a_create_that_was_left_waiting_goes_on_also_when_the_others_have_made_it_meanwhile() -> None:
+    first, second = Turn(), Turn()
+
+    def script(session: Session) -> float:
+        if session.rank == 0:
+            times_out(session, lambda: DistStore("dist_sync", session))
+            first.done()
+            second.wait()
+        else:
+            first.wait()
+        kv = DistStore("dist_sync", session)
+        second.done()
+        kv.init("w", ones())
+        return trained(kv)
+
+    assert run(script) == [2, 2]
+
+
+@pytest.mark.parametrize("changed", [("dist_async", None), ("dist_sync", None)])
+def test_another_create_after_one_that_was_left_waiting_fails_that_for_all(changed: tuple[str, int | None]) -> None:
+    """All are in step again then: the next create of each is one store."""
+    kind, bound = changed
+    before = ("dist_sync", None) if kind == "dist_async" else ("dist_async", 3)
+
+    def script(session: Session) -> str:
+        if session.rank == 0:
+            times_out(session, lambda: DistStore(before[0], session, before[1]))
+        else:
+            until(lambda: bool(refused(job, 1)))
+            with pytest.raises(
+                KVError, match=r"worker-0 failed at create: it was left waiting, and create\('%s'\)" % kind
+            ):
+                DistStore(kind, session, bound)
+        kv = DistStore(kind, session, bound)
+        kv.init("w", ones())
+        return kv.type
+
+    with Cluster(2, 1, over="inproc") as job:
+        assert job.run_sessions(script) == [kind, kind]
+
+
+def test_an_init_that_was_left_waiting_goes_on_when_it_is_called_again() -> None:
+    """It had used up its number: the workers were never in step again."""
+    turn = Turn()
+
+    def script(session: Session) -> float:
+        kv = DistStore("dist_sync", session)
+        if session.rank == 0:
+            times_out(session, lambda: kv.init("w", ones()))
+            times_out(session, lambda: kv.init("w", ones()))
+            turn.done()
+        else:
+            turn.wait()
+        kv.init("w", 3 * ones() if session.rank == 0 else ones())
+        out = ones()
+        kv.pull("w", out=out)
+        assert out.tolist() == [3, 3], "worker 0's values of the last try"
+        kv.barrier()
+        return trained(kv)
+
+    assert run(script) == [2, 2]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_another_init_after_one_that_was_left_waiting_fails_that_for_all(who: int) -> None:
+
+    def script(session: Session) -> float:
+        kv = DistStore("dist_sync", session)
+        if session.rank == who:
+            times_out(session, lambda: kv.init("w", ones(3)))
+        else:
+            until(lambda: bool(refused(job, 1)))
+            text = "worker-%d failed at init: it was left waiting, and init of key 'w' was called instead" % who
+            with pytest.raises(KVError, match=text):
+                kv.init("w", ones(2))
+        kv.init("w", ones(2))
+        return trained(kv)
+
+    with Cluster(2, 1, over="inproc") as job:
+        assert job.run_sessions(script) == [2, 2]
+
+
+def test_a_barrier_that_was_left_waiting_goes_on_when_it_is_called_again() -> None:
+    turn = Turn()
+
+    def script(session: Session) -> float:
+        kv = DistStore("dist_sync", session)
+        kv.init("w", ones())
+        if session.rank == 0:
+            times_out(session, kv.barrier)
+            turn.done()
+        else:
+            turn.wait()
+        kv.barrier()
+        kv.init("v", ones())
+        return trained(kv, "v")
+
+    assert run(script) == [2, 2]
+
+
+def test_two_barriers_that_nobody_waits_for_are_two() -> None:
+    def script(session: Session) -> None:
+        kv = DistStore("dist_sync", session)
+        one, other = kv.barrier(wait=False), kv.barrier(wait=False)
+        one.wait()
+        other.wait()
+        kv.barrier()
+
+    run(script, workers=3)
+
+
+def test_a_join_that_was_left_waiting_goes_on_and_no_other_call_can_come_between() -> None:
+    turn = Turn()
+
+    def script(session: Session) -> float:
+        kv = DistStore("dist_sync", session)
+        kv.init("w", ones())
+        if session.rank == 0:
+            times_out(session, kv.join)
+            with pytest.raises(KVError, match=r"join was left waiting and cannot be taken back.*; call join again"):
+                kv.barrier()
+            turn.done()
+        else:
+            turn.wait()
+            trained(kv)
+        kv.join()
+        kv.barrier()
+        return trained(kv)
+
+    assert run(script) == [2, 2]
+
+
+def test_a_save_that_was_left_waiting_can_be_made_again(tmp_path: Path) -> None:
+    turn = Turn()
+
+    def script(session: Session) -> float:
+        kv = DistStore("dist_sync", session)
+        kv.init("w", ones())
+        folder = tmp_path / "saved"
+        if session.rank == 1:
+            times_out(session, lambda: kv.save_states(folder))
+            turn.done()
+        else:
+            turn.wait()
+        kv.save_states(folder)
+        kv.load_states(folder)
+        return trained(kv)
+
+    assert run(script) == [2, 2]
+
+
+# --- calls that failed for all workers
+
+
+def test_every_call_that_failed_for_all_workers_can_be_made_again(tmp_path: Path) -> None:
+    """With what was wrong put right; nothing in between."""
+    (tmp_path / "file").write_text("no folder")
+
+    def script(session: Session) -> float:
+        odd = session.rank == 1
+        with pytest.raises(KVError, match="creates a 'dist_async' store"):
+            DistStore("dist_async" if odd else "dist_sync", session)
+        with pytest.raises(KVError, match="with staleness"):
+            DistStore("dist_async", session, 1 if odd else 2)
+        kv = DistStore("dist_sync", session)
+        with pytest.raises(KVError, match="worker-0 has shape"):
+            kv.init("w", ones(3 if odd else 2))
+        kv.set_gradient_compression({"type": "2bit", "threshold": 1 + session.rank, "min_size": 0})
+        with pytest.raises(KVError, match="codec 2bit"):
+            kv.init("w", ones())
+        kv.set_gradient_compression({"type": "none"})
+        kv.init("w", ones())
+        with pytest.raises(KVError, match=r"worker-. declares key '[uv]'"):
+            kv.broadcast("u" if odd else "v", ones(), out=ones())
+        kv.broadcast("v", ones(), out=ones())
+        with pytest.raises(KVError, match="declares key"):
+            kv.assign("v" if odd else "w", ones())
+        kv.assign("w", ones())
+        for folder in (tmp_path / "file" / "x", tmp_path / ("one" if odd else "other")):
+            with pytest.raises(KVError, match="save_states"):
+                kv.save_states(folder)
+        kv.save_states(tmp_path / "saved")
+        with pytest.raises(KVError, match="no saved states in"):
+            kv.load_states(tmp_path / "missing")
+        kv.load_states(tmp_path / "saved")
+        kv.barrier()
+        return trained(kv)
+
+    with Cluster(2, 1, over="inproc") as job:
+        assert sorted(job.run_sessions(script)) == [2, 2]
+
+
+# --- calls that are refused for their arguments, by one worker
+
+
+def wrong_calls(kv: DistStore) -> list[Callable[[], object]]:
+    return [
+        lambda: kv.set_gradient_compression({"typ": "2bit"}),
+        lambda: kv.set_gradient_compression({"type": "2bit"}, keys=[1.5]),
+        lambda: kv.init("w", "text"),
+        lambda: kv.init(["w", 1], [ones(), ones()]),
+        lambda: kv.init("w" * 5000, ones()),
+        lambda: kv.broadcast("w", ones(), out=ones(3)),
+        lambda: kv.push("w", ones()),
+        lambda: kv.set_optimizer("sdg"),
+        lambda: kv.set_optimizer("sgd", learning_rat=1),
+        lambda: kv.set_optimizer("no_module:Rule"),
+        lambda: kv.set_optimizer_params(lr=1),
+        lambda: kv.set_multipliers(lr={"w": -1}),
+        lambda: kv.set_updater(lambda key, received, stored: None),
+        lambda: kv.save_states(5),  # type: ignore[arg-type]
+        lambda: kv.load_states(""),
+        lambda: kv.profile(5),  # type: ignore[arg-type]
+        lambda: kv.num_dead_node(9),
+    ]
+
+
+def test_arguments_that_one_worker_gets_wrong_keep_nobody_from_going_on() -> None:
+    turn = Turn()
+
+    def script(session: Session) -> float:
+        kv = DistStore("dist_sync", session)
+        if session.rank == 0:
+            for call in wrong_calls(kv):
+                with pytest.raises(KVError):
+                    call()
+            turn.done()
+        kv.init("w", ones())
+        return trained(kv)
+
+    assert run(script) == [2, 2]
+
+
+def test_a_key_of_more_than_4096_bytes_is_refused() -> None:
+    """A key of 70 MB ended the job: no message may be so long."""
+    with pytest.raises(KVError, match=r"key 'ééé.* has 4098 bytes, expected at most 4096"):
+        DistStore.init.__globals__["values"].key_of("é" * 2049)
+
+
+# --- scripts that start over: a cell of a notebook that makes a store is run again
+
+
+@pytest.mark.parametrize("number", range(len(wrong_calls(None))))  # type: ignore[arg-type]
+@pytest.mark.parametrize("who", ["one", "both"])
+def test_a_cell_that_makes_a_store_and_then_fails_can_be_run_again(number: int, who: str) -> None:
+    def script(session: Session) -> float:
+        def cell(wrong: bool) -> float:
+            kv = DistStore("dist_sync", session)
+            if wrong:
+                wrong_calls(kv)[number]()
+            kv.init("w", ones())
+            return trained(kv)
+
+        if session.rank == 0 or who == "both":
+            with pytest.raises(KVError):
+                cell(True)
+        return cell(False)
+
+    assert run(script) == [2, 2]
+
+
+def test_the_store_that_a_later_create_replaced_says_so_and_the_numbers_stay_in_step() -> None:
+    def script(session: Session) -> list[float]:
+        if session.rank == 0:
+            old = DistStore("dist_sync", session)
+            kv = DistStore("dist_sync", session)
+            with pytest.raises(StoreClosed, match="was replaced by a later create, as it was not used before"):
+                old.barrier()
+        else:
+            kv = DistStore("dist_sync", session)
+        kv.init("w", ones())
+        other = DistStore("dist_sync", session)
+        other.init("w", ones())
+        found = [trained(kv), trained(other)]
+        kv.close()
+        other.close()
+        return found
+
+    assert run(script) == [[2, 2], [2, 2]]
+
+
+def test_a_store_that_was_closed_unused_is_not_taken_for_one_to_start_over_with() -> None:
+    def script(session: Session) -> float:
+        first = DistStore("dist_sync", session)
+        if session.rank == 0:
+            first.close()
+        kv = DistStore("dist_sync", session)
+        kv.init("w", ones())
+        return trained(kv)
+
+    assert run(script) == [2, 2]
+
+
+def test_two_stores_that_are_made_before_they_are_used_are_two() -> None:
+    def script(session: Session) -> list[float]:
+        stores = [DistStore("dist_sync", session) for _ in range(3)]
+        for number, kv in enumerate(stores):
+            kv.init("w", number * ones())
+        out = ones()
+        return [float(out[0]) for kv in stores if kv.pull("w", out=out)]
+
+    assert run(script, workers=3) == [[0, 1, 2]] * 3
+
+
+def test_a_store_that_is_given_up_fails_the_next_call_of_the_others_and_all_can_make_another() -> None:
+    def script(session: Session) -> float:
+        kv = DistStore("dist_sync", session)
+        kv.init("w", ones())
+        if session.rank == 0:
+            kv.give_up(ValueError("no room"))
+            kv.give_up(ValueError("the second time it does nothing"))
+            with pytest.raises(StoreClosed):
+                kv.barrier()
+        else:
+            with pytest.raises(KVError, match="worker-0 failed at init: ValueError: no room"):
+                kv.init("v", ones())
+        kv = DistStore("dist_sync", session)
+        kv.init("w", ones())
+        return trained(kv)
+
+    assert run(script) == [2, 2]
