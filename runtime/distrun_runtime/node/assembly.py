@@ -1,8 +1,8 @@
 """What all workers do together in the stores of a job: open, declare keys, save, wait for each other, leave. Pure.
 
 Call i of a store is gathered until every worker that has not left the store has made it; the first difference is
-the error of all of them. A worker that fails at a call, or does not go on with one that it has made, says so by a call
-of that number with an `error`, which is the error of all, too.
+the error of all of them. A worker that fails at a call says so by a call of that number with an `error`, which is the
+error of all, too. One that stops waiting for the others may take its call back.
 
 A worker may start over, as when a notebook cell is run again: it creates another store instead of using the one it has
 just created, where the others wait for it. It is told to use that one.
@@ -41,8 +41,6 @@ class _Store:
     type: str = ""
     opened: str = ""
     """What was created, in words: kind and bound."""
-    passed: int = 0
-    """The highest number of a call that all have made, or that failed."""
     keys: Keys = field(default_factory=Keys)
     gatherings: dict[int, Gathering] = field(default_factory=dict)
     filling: dict[int, Gathering] = field(default_factory=dict)
@@ -94,9 +92,11 @@ class Assembly:
     def gather(self, call: Call) -> list[role.Action]:
         """Take in one worker's OPEN, KEYS, BARRIER, SAVE or LOAD.
 
-        One with an `error` fails for all: the worker found it before it came here, or gives up a call of this number.
+        One with an `error`, what the worker found before it came here, fails for all.
         """
         store = self._store(call)
+        if call.message.body.get("take_back"):
+            return self._taken_back(store, call)
         refused = store.told(call.number, call.rank)
         if refused:
             return [_refuse(call, refused)]
@@ -119,17 +119,25 @@ class Assembly:
         return self._complete(store, call.number) or self._started_over()
 
     def _failed(self, store: _Store, call: Call) -> list[role.Action]:
-        """A worker fails at a call, or takes back one that it has made: it fails for all, unless all have made it."""
-        number = call.number
-        if number in store.filling and call.rank == 0:
-            return self.inited(call)  # Its values will never come.
-        if number not in store.gatherings and number <= store.passed:
-            return [role.Send(call.link, answer(call.message))]
-        gathering = store.gatherings.setdefault(number, Gathering())
-        before = gathering.calls.get(call.rank)
+        """A worker fails at a call: it fails for all."""
+        gathering = store.gatherings.setdefault(call.number, Gathering())
         gathering.calls[call.rank] = call
         reason = "worker-%d failed at %s: %s" % (call.rank, verb(call.message), call.message.body["error"])
-        return [*([_refuse(before, reason)] if before is not None else []), *_fail(store, number, reason)]
+        return _fail(store, call.number, reason)
+
+    def _taken_back(self, store: _Store, call: Call) -> list[role.Action]:
+        """A worker takes back its call of this number, unless all have made theirs."""
+        gathering = store.gatherings.get(call.number)
+        before = gathering.calls.pop(call.rank, None) if gathering is not None else None
+        actions: list[role.Action] = []
+        if before is not None:
+            actions.append(_refuse(before, "it was taken back"))
+        elif call.rank == 0 and call.number in store.filling:
+            reason = "worker-0 has stopped waiting for %s and does not send the values" % verb(call.message)
+            actions += self._unfilled(store, call.number, reason)
+        if gathering is not None and not gathering.calls:
+            del store.gatherings[call.number]
+        return [*actions, role.Send(call.link, answer(call.message, {"is_taken": before is not None}))]
 
     def _started_over(self) -> list[role.Action]:
         """Tell workers that create another store to use one that they have created and the others wait for them in."""
@@ -160,18 +168,24 @@ class Assembly:
     def inited(self, call: Call) -> list[role.Action]:
         """Rank 0 has sent the first values to the servers (INIT), or could not: tell the others."""
         store = self._store(call)
-        gathering = store.filling.pop(call.number, None)
-        if gathering is None:
+        if call.number not in store.filling:
             return [_refuse(call, "INIT without KEYS")]
+        answered = role.Send(call.link, answer(call.message))
         error = str(call.message.body.get("error", ""))
+        if error:
+            return [answered, *self._unfilled(store, call.number, error)]
+        gathering = store.filling.pop(call.number)
         body = store.keys.told(gathering.calls[0].message.body["records"])
-        if error and not gathering.calls[0].message.body.get("assign"):
-            store.keys.take_back(body["keys"])
-        actions: list[role.Action] = [role.Send(call.link, answer(call.message))]
-        for part in gathering.calls.values():
-            if part.rank != call.rank:
-                actions.append(_refuse(part, error) if error else role.Send(part.link, answer(part.message, body)))
-        return actions
+        others = [part for part in gathering.calls.values() if part.rank != call.rank]
+        return [answered, *(role.Send(part.link, answer(part.message, body)) for part in others)]
+
+    def _unfilled(self, store: _Store, number: int, reason: str) -> list[role.Action]:
+        """The values of declared keys will not come from rank 0: tell the others."""
+        gathering = store.filling.pop(number)
+        first = gathering.calls.pop(0).message
+        if not first.body.get("assign"):
+            store.keys.take_back([record["key"] for record in first.body["records"]])
+        return [_refuse(part, reason) for part in gathering.calls.values()]
 
     def join(self, call: Call) -> list[role.Action]:
         """A worker contributes zero to every round from here on, until all have joined."""
@@ -207,8 +221,10 @@ class Assembly:
                 if gone.who.rank not in {*gathering.calls, *store.left}:
                     part = next(iter(gathering.calls.values()))
                     actions += _fail(store, at, _gone(gone, part.message))
-            if gone.who.rank == 0:
-                actions += _unfilled(store, gone)
+            for at in list(store.filling) if gone.who.rank == 0 else ():
+                what = verb(store.filling[at].calls[0].message)
+                text = "%s has ended (BYE) and will never send the values of %s" % (gone.who, what)
+                actions += self._unfilled(store, at, text)
             actions += self._all_joined(number, store)
         return actions
 
@@ -245,7 +261,6 @@ class Assembly:
         if len(gathering.calls) < self._workers - len(store.left - set(gathering.calls)):
             return []
         del store.gatherings[number]
-        store.passed = max(store.passed, number)
         call = next(iter(gathering.calls.values())).message
         if call.kind is Kind.OPEN:
             store.type, store.opened = str(call.body.get("type", "")), opened(call.body)
@@ -293,19 +308,6 @@ def _declare(store: _Store, gathering: Gathering) -> list[role.Action]:
     return [role.Send(gathering.calls[0].link, answer(first, body))]
 
 
-def _unfilled(store: _Store, gone: Member) -> list[role.Action]:
-    """Worker 0 ended between KEYS and INIT: what it was to fill will not be."""
-    filling, store.filling = store.filling, {}
-    actions: list[role.Action] = []
-    for number, gathering in filling.items():
-        first = gathering.calls.pop(0).message
-        if not first.body.get("assign"):
-            store.keys.take_back([record["key"] for record in first.body["records"]])
-        text = "%s has ended (BYE) and will never send the values of %s" % (gone.who, verb(first))
-        actions += _refuse_all(store, number, gathering, text)
-    return actions
-
-
 def _against(store: _Store, call: Call) -> str:
     body = call.message.body
     if call.message.kind is not Kind.KEYS:
@@ -318,7 +320,6 @@ def _fail(store: _Store, number: int, reason: str) -> list[role.Action]:
 
 
 def _refuse_all(store: _Store, number: int, gathering: Gathering, reason: str) -> list[role.Action]:
-    store.passed = max(store.passed, number)
     store.refuse(number, reason, gathering.calls)
     return [_refuse(part, reason) for part in gathering.calls.values()]
 

@@ -1,19 +1,19 @@
 """One store's side of this process's connection to the job: what it asks of the scheduler and of the servers.
 
-Calls that all workers make together are numbered, and call i of all workers must be the same. So a call that fails must
-fail for all of them, or it can be made again under its number:
+Calls that all workers make together are numbered, and call i of all workers must be the same. So a number must not be
+used up by a call that was not made in the end:
 
-* A call whose caller stopped waiting (Ctrl-C, time limit) goes on when the same call is made again. Another call
-  withdraws it first: it fails for all workers, with the reason.
-* A `create` is answered with a store that this process created before if it has not used that one and the other workers
-  wait for it there: the process has started over, as when a notebook cell is run again.
+* A call whose caller stopped waiting (Ctrl-C, time limit) goes on when the same call is made again. Another call takes
+  it back first, and has its number.
+* A `create` is answered with a store that this process created before if no call has succeeded in that one yet and the
+  other workers wait there: the process has started over, as when a notebook cell is run again.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,8 +32,7 @@ class Together:
     kind: Kind
     number: int
     body: Mapping[str, Any]
-    request: Request | None = None
-    """None: this worker has not made it."""
+    request: Request
 
 
 class Link:
@@ -56,6 +55,9 @@ class Link:
         """Told when a later `create` takes the store's place."""
         self._lock = threading.Lock()
         self._calls = 0
+        self._failed: set[int] = set()
+        """Numbers of calls that failed for all workers."""
+        self._is_used = False
         self._held: Together | None = None
         """A call whose caller has stopped waiting for it."""
 
@@ -80,8 +82,9 @@ class Link:
 
     @property
     def is_unused(self) -> bool:
-        """Whether this process has called nothing here that all workers make together, but `create`."""
-        return self._calls <= 1
+        """Whether no call that all workers make together has succeeded here or is under way, but for `create`."""
+        with self._lock:
+            return not self._is_used and self._calls == 1 + len(self._failed)
 
     @property
     def is_held(self) -> bool:
@@ -120,7 +123,6 @@ class Link:
         """
         with self.span(what):
             call = self.begin(what, kind, number, body)
-            assert call.request is not None
             try:
                 (reply,) = call.request.wait(self.limit_s)
             except BaseException:
@@ -134,34 +136,61 @@ class Link:
         """As `agree`, but without waiting for the answer; a new call is made once `after` are done."""
         with self._lock:
             held = self._held
-            goes_on = held is not None and (held.kind, held.body) == (kind, body) and number == self._calls
-            is_join = held is not None and held.kind is Kind.JOIN and not goes_on
-            if (goes_on or is_join) and number == self._calls:
+            if held is not None and (held.kind, held.body) == (kind, body) and number == self._calls:
                 self._calls -= 1
-            if is_join:
+                self._held = None
+                return held
+            if held is not None and held.kind is Kind.JOIN:
+                self._calls -= number == self._calls
                 raise KVError("join was left waiting and cannot be taken back, as others count on it; call join again")
-            self._held = None
-        if held is not None and goes_on:
-            return held
-        if held is not None:
-            self._withdraw(held, "it was left waiting, and %s was called instead" % what)
-        return Together(kind, number, body, self.call(what, kind, {**body, "number": number}, after))
+        if held is not None and self.take_back(number):
+            number = held.number
+        request = self.call(what, kind, {**body, "number": number}, after)
+        request.then(lambda error: self._over(kind, number, error))
+        return Together(kind, number, body, request)
 
     def hold(self, call: Together) -> None:
         """Note that the caller has stopped waiting for a call that `begin` made."""
-        if call.request is not None and not call.request.is_done:
+        if not call.request.is_done:
             self._held = call
 
-    def give_up(self, reason: str) -> None:
-        """Fail the call that was left waiting, or else the next one, on all workers: this one will not make it."""
-        held = self._held or Together(Kind.KEYS, self.next_call(), {})
-        self._held = None
-        # The process may have left the job: then all are told anyway.
-        with suppress(RuntimeFault):
-            self._withdraw(held, reason)
+    def take_back(self, instead: int | None = None) -> bool:
+        """Take back the call that was left waiting, if there is one; tell whether its number is free again.
 
-    def _withdraw(self, call: Together, reason: str) -> None:
-        self.call("withdrawal", call.kind, {"number": call.number, "error": reason[:2000]})
+        It is not if all workers have made the call meanwhile, or if this one has made others since.
+
+        Arguments:
+            instead: number of the call that is to be made in its place; the last one that `next_call` gave.
+        """
+        held = self._held
+        if held is None or held.kind is Kind.JOIN:
+            return False
+        (reply,) = self.call("taking back a call", held.kind, {"number": held.number, "take_back": True}).wait(
+            self.limit_s
+        )
+        self._held = None
+        with self._lock:
+            if reply.body.get("is_taken") and self._calls == held.number + (instead is not None):
+                self._calls = held.number if instead is not None else held.number - 1
+                self._failed.discard(held.number)
+                return True
+        if reply.body.get("is_taken"):
+            self._fail(held.kind, held.number, "it was left waiting, and other calls were made since")
+        return False
+
+    def give_up(self, reason: str) -> None:
+        """Fail the next call on all workers: this one will not make it."""
+        self._fail(Kind.KEYS, self.next_call(), reason)
+
+    def _fail(self, kind: Kind, number: int, reason: str) -> None:
+        self.call("giving up a call", kind, {"number": number, "error": reason[:2000]})
+
+    def _over(self, kind: Kind, number: int, error: RuntimeFault | None) -> None:
+        with self._lock:
+            if error is not None:
+                self._failed.add(number)
+            elif kind is not Kind.OPEN:
+                self._is_used = True
 
     def servers(
         self, what: str, kind: Kind, body: dict[str, Any] | None = None, ranks: Iterable[int] | None = None
@@ -192,9 +221,15 @@ def open_link(node: Session, what: str, facts: Mapping[str, Any]) -> Link:
     made = _made(node)
     link, made.opening = made.opening, None
     if link is not None and link.facts != facts:
-        link.give_up("it was left waiting, and %s was called instead" % what)
+        if link.take_back():
+            node.take_back_store(link.store)
+        else:
+            link.give_up("%s was called instead" % what)
         link = None
-    link = link or Link(node, facts, [number for number, one in made.open.items() if one.is_unused])
+    if link is None:
+        for one in made.open.values():
+            one.take_back()
+        link = Link(node, facts, [number for number, one in made.open.items() if one.is_unused])
     try:
         reply = link.together(what, Kind.OPEN, **link.facts, unused=link.unused)
     except BaseException:

@@ -38,6 +38,7 @@ class Sent(Pending):
         self._late = late
         self._take = take
         self._left = left
+        self._is_left = False
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
@@ -47,12 +48,13 @@ class Sent(Pending):
         return self._request.is_done
 
     def left_waiting(self) -> None:
-        """Note that the call which made it has stopped waiting, before it was done."""
+        """Note that the call which made it has stopped waiting before it was done; no later call raises its error."""
+        self._is_left = True
         self._left()
 
     def watch(self) -> None:
         """Let the store's next call raise its error, unless `wait` does before."""
-        self._request.then(lambda error: None if error is None else self._late.add(self, error))
+        self._request.then(lambda error: None if error is None or self._is_left else self._late.add(self, error))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when it is done; raise what went wrong, with this call or with an earlier push of the store."""

@@ -176,6 +176,15 @@ def test_a_call_that_lacks_something_does_not_count() -> None:
 # Calls that failed
 
 
+def test_a_worker_that_is_not_there_yet_hears_why_a_call_failed_whatever_it_calls() -> None:
+    job = Job()
+    assert reasons(job.hear("w0", Kind.KEYS, number=1, error="KVError: x")) == {
+        "w0": "worker-0 failed at init: KVError: x"
+    }
+    actions = job.hear("w1", Kind.BARRIER, number=1)
+    assert reasons(actions) == {"w1": "worker-0 failed at init: KVError: x"}
+
+
 @pytest.mark.parametrize("goes", [Kind.BARRIER, Kind.LEFT, Kind.BYE])
 def test_a_call_that_failed_is_remembered_until_every_worker_has_heard_of_it(goes: Kind) -> None:
     """They piled up as long as the job went on."""
@@ -203,46 +212,52 @@ def test_a_worker_that_joined_instead_has_no_call_that_failed_to_hear_of() -> No
     assert not job.scheduler._assembly._stores[1].refused
 
 
-# Calls that are given up
+# Calls that are taken back
 
 
-def test_a_call_that_a_worker_gives_up_fails_for_all_and_the_next_one_is_made_by_all() -> None:
+def taken(actions: list[role.Action], link: str) -> Any:
+    """Return what a worker hears of a call that it takes back."""
+    return next(sent.body["is_taken"] for to, sent in sends(actions) if to == link and not sent.is_error)
+
+
+def test_a_worker_may_take_back_a_call_that_others_have_not_made_and_make_another_of_that_number() -> None:
     job = Job(3)
-    job.hear("w0", Kind.KEYS, number=2, records=[record("a")], request=7)
-    job.hear("w1", Kind.KEYS, number=2, records=[record("a")])
-    actions = job.hear("w0", Kind.KEYS, number=2, error="it was left waiting")
-    text = "worker-0 failed at init: it was left waiting"
-    assert reasons(actions) == {"w0": text, "w1": text}
-    assert next(sent.request for link, sent in sends(actions) if link == "w0") == 7
-    assert reasons(job.hear("w2", Kind.KEYS, number=2, records=[record("a")])) == {"w2": text}
-    assert to(init(job, 3, "a")) == [("w0", "INIT"), ("w1", "KEYS"), ("w2", "KEYS")]
+    job.hear("w0", Kind.KEYS, number=2, records=[record("b")], request=7)
+    actions = job.hear("w0", Kind.KEYS, number=2, take_back=True)
+    assert taken(actions, "w0")
+    assert [(sent.request, sent.is_error) for _, sent in sends(actions)] == [(7, True), (2, False)]
+    assert to(init(job, 2, "a")) == [("w0", "INIT"), ("w1", "KEYS"), ("w2", "KEYS")]
 
 
-def test_a_call_that_is_over_cannot_be_given_up() -> None:
-    job = Job()
-    for link in ("w0", "w1"):
+def test_those_who_have_made_a_call_that_one_takes_back_go_on_waiting() -> None:
+    job = Job(3)
+    job.hear("w1", Kind.BARRIER, number=2)
+    job.hear("w0", Kind.BARRIER, number=2)
+    assert to(job.hear("w0", Kind.BARRIER, number=2, take_back=True)) == [("w0", "BARRIER!"), ("w0", "BARRIER")]
+    assert to(job.hear("w2", Kind.BARRIER, number=2)) == []
+    assert to(job.hear("w0", Kind.BARRIER, number=2)) == [("w1", "BARRIER"), ("w2", "BARRIER"), ("w0", "BARRIER")]
+
+
+def test_a_call_that_all_have_made_or_that_failed_cannot_be_taken_back() -> None:
+    job = Job(3)
+    for link in ("w0", "w1", "w2"):
         job.hear(link, Kind.BARRIER, number=1)
-    assert to(job.hear("w0", Kind.BARRIER, number=1, error="too late")) == [("w0", "BARRIER")]
-    assert to(job.hear("w1", Kind.BARRIER, number=2)) == []
-    assert to(job.hear("w0", Kind.BARRIER, number=2)) == [("w1", "BARRIER"), ("w0", "BARRIER")]
+    assert not taken(job.hear("w0", Kind.BARRIER, number=1, take_back=True), "w0")
+    job.hear("w0", Kind.BARRIER, number=2)
+    job.hear("w1", Kind.KEYS, number=2, records=[record("a")])
+    assert not taken(job.hear("w0", Kind.BARRIER, number=2, take_back=True), "w0")
+    assert "worker-0 calls barrier" in reasons(job.hear("w2", Kind.BARRIER, number=2))["w2"]
 
 
-def test_worker_0_may_give_up_an_init_whose_values_the_others_wait_for() -> None:
+def test_worker_0_that_stops_waiting_for_an_init_fails_it_if_the_others_wait_for_its_values() -> None:
     job = Job()
     for link in ("w0", "w1"):
         job.hear(link, Kind.KEYS, number=1, records=[record("a")])
-    actions = job.hear("w0", Kind.KEYS, number=1, error="it was left waiting")
-    assert reasons(actions) == {"w1": "it was left waiting"}
+    assert not taken(job.hear("w1", Kind.KEYS, number=1, take_back=True), "w1")
+    actions = job.hear("w0", Kind.KEYS, number=1, take_back=True)
+    assert not taken(actions, "w0")
+    assert reasons(actions) == {"w1": "worker-0 has stopped waiting for init and does not send the values"}
     assert to(init(job, 2, "a")) == [("w0", "INIT"), ("w1", "KEYS")]
-
-
-def test_a_worker_that_is_not_there_yet_hears_why_a_call_was_given_up() -> None:
-    job = Job()
-    assert reasons(job.hear("w0", Kind.KEYS, number=1, error="KVError: x")) == {
-        "w0": "worker-0 failed at init: KVError: x"
-    }
-    actions = job.hear("w1", Kind.BARRIER, number=1)
-    assert reasons(actions) == {"w1": "worker-0 failed at init: KVError: x"}
 
 
 # Workers that start over
