@@ -134,7 +134,8 @@ class Assembly:
             actions.append(_refuse(before, "it was taken back"))
         elif call.rank == 0 and call.number in store.filling:
             reason = "worker-0 has stopped waiting for %s and does not send the values" % verb(call.message)
-            actions += self._unfilled(store, call.number, reason)
+            unfilled = self._unfilled(store, call.number, reason)
+            return [*unfilled, role.Send(call.link, answer(call.message, {"is_taken": False, "failed": True}))]
         if gathering is not None and not gathering.calls:
             del store.gatherings[call.number]
         return [*actions, role.Send(call.link, answer(call.message, {"is_taken": before is not None}))]

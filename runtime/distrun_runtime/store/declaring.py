@@ -79,6 +79,7 @@ def fill(
         error = str(err)
         raise
     finally:
+        link.settled(number, not error)
         link.scheduler(what, Kind.INIT, {"number": number, "error": error})
 
 

@@ -292,7 +292,7 @@ class DistStore(KVStore):
             number, pushes = self._link.next_call(), [request for request in self._open if not request.is_done]
         # The scheduler hears of it when the servers have all that was pushed.
         call = self._link.begin("barrier", Kind.BARRIER, number, {}, after=pushes)
-        sent = Sent(call.request, self._link, self._late, lambda replies: {}, lambda: self._link.hold(call))
+        sent = Sent(call.request, self._link, self._late, lambda replies: {}, lambda: self._link.leave(call))
         sent.watch()
         return sent
 
@@ -324,12 +324,11 @@ class DistStore(KVStore):
 
     def _give_up(self, error: BaseException) -> None:
         self._node.not_before_end(self._flush_at_end)
-        # The process may have lost the job: then all are told anyway.
-        with suppress(RuntimeFault):
-            self._link.take_back()
-            # One that is unused stays as it is: the next `create` takes its place, if others wait here.
-            if not self._link.is_unused:
-                close_link(self._link)
+        # One that is unused stays as it is: the next `create` takes its place, if others wait here.
+        if not self._link.is_unused:
+            close_link(self._link)
+            # The process may have lost the job: then all are told anyway.
+            with suppress(RuntimeFault):
                 self._link.give_up("%s: %s" % (type(error).__name__, error))
 
     def _replaced(self) -> None:

@@ -3,8 +3,8 @@
 Calls that all workers make together are numbered, and call i of all workers must be the same. So a number must not be
 used up by a call that was not made in the end:
 
-* A call whose caller stopped waiting (Ctrl-C, time limit) goes on when the same call is made again. Another call takes
-  it back first, and has its number.
+* A call whose caller stops waiting (Ctrl-C, time limit) is taken back, and the next one has its number. If it is too
+  late for that, since all have made the call, the same call made again has its result.
 * A `create` is answered with a store that this process created before if no call has succeeded in that one yet and the
   other workers wait there: the process has started over, as when a notebook cell is run again.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,9 @@ from distrun_runtime.node.pending import Pending as Request
 from distrun_runtime.node.role import SCHEDULER_LINK
 from distrun_runtime.node.session import Session
 from distrun_runtime.store.requests import Packed
+
+TAKE_BACK_S = 10.0
+"""How long a call that is left waiting for the other workers waits for the scheduler's word that it is taken back."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Link:
         """Numbers of calls that failed for all workers."""
         self._is_used = False
         self._held: Together | None = None
-        """A call whose caller has stopped waiting for it."""
+        """A call whose caller has stopped waiting for it, and which could not be taken back."""
 
     @property
     def rank(self) -> int:
@@ -87,8 +90,13 @@ class Link:
             return not self._is_used and self._calls == 1 + len(self._failed)
 
     @property
+    def is_new(self) -> bool:
+        """Whether not even `create` was called here, or it was taken back."""
+        return self._calls == 0
+
+    @property
     def is_held(self) -> bool:
-        """Whether the last call that all workers make together was left waiting."""
+        """Whether the last call was left waiting and could not be taken back."""
         return self._held is not None
 
     def next_call(self) -> int:
@@ -119,78 +127,83 @@ class Link:
         """Make the call that all workers make; return its number, and what the scheduler answers.
 
         Arguments:
-            number: as `next_call` gave it. It is taken back if the same call was left waiting, which then goes on.
+            number: as `next_call` gave it.
         """
         with self.span(what):
             call = self.begin(what, kind, number, body)
             try:
                 (reply,) = call.request.wait(self.limit_s)
             except BaseException:
-                self.hold(call)
+                self.leave(call)
                 raise
         return call.number, dict(reply.body)
 
     def begin(
         self, what: str, kind: Kind, number: int, body: Mapping[str, Any], after: Sequence[Request] = ()
     ) -> Together:
-        """As `agree`, but without waiting for the answer; a new call is made once `after` are done."""
+        """As `agree`, but without waiting for the answer; the call is made once `after` are done."""
         with self._lock:
-            held = self._held
-            if held is not None and (held.kind, held.body) == (kind, body) and number == self._calls:
-                self._calls -= 1
-                self._held = None
-                return held
-            if held is not None and held.kind is Kind.JOIN:
+            held, self._held = self._held, None
+            is_same = held is not None and (held.kind, held.body) == (kind, body)
+            is_join = held is not None and held.kind is Kind.JOIN
+            if held is not None and (is_same or is_join):
                 self._calls -= number == self._calls
+            if held is not None and is_same:
+                return held
+            if is_join:
+                self._held = held
                 raise KVError("join was left waiting and cannot be taken back, as others count on it; call join again")
-        if held is not None and self.take_back(number):
-            number = held.number
         request = self.call(what, kind, {**body, "number": number}, after)
-        request.then(lambda error: self._over(kind, number, error))
+        request.then(lambda error: self._answered(kind, number, error))
         return Together(kind, number, body, request)
 
-    def hold(self, call: Together) -> None:
-        """Note that the caller has stopped waiting for a call that `begin` made."""
-        if not call.request.is_done:
-            self._held = call
+    def leave(self, call: Together) -> None:
+        """Take back a call whose caller stops waiting, if that can be."""
+        if call.number in self._failed:
+            return
+        self._held = call
+        if call.kind is Kind.JOIN:
+            return
+        # The process may have lost the job: then nobody waits for it any more.
+        with suppress(RuntimeFault):
+            request = self.call("taking back a call", call.kind, {"number": call.number, "take_back": True})
+            (reply,) = request.wait(TAKE_BACK_S)
+            if reply.body.get("failed"):
+                self._held = None
+                self.settled(call.number, False)
+            elif reply.body.get("is_taken"):
+                self._held = None
+                self._free(call)
 
-    def take_back(self, instead: int | None = None) -> bool:
-        """Take back the call that was left waiting, if there is one; tell whether its number is free again.
-
-        It is not if all workers have made the call meanwhile, or if this one has made others since.
-
-        Arguments:
-            instead: number of the call that is to be made in its place; the last one that `next_call` gave.
-        """
-        held = self._held
-        if held is None or held.kind is Kind.JOIN:
-            return False
-        (reply,) = self.call("taking back a call", held.kind, {"number": held.number, "take_back": True}).wait(
-            self.limit_s
-        )
-        self._held = None
+    def _free(self, call: Together) -> None:
+        """Give the number of a call that was taken back to the next one, if no other call has had one since."""
         with self._lock:
-            if reply.body.get("is_taken") and self._calls == held.number + (instead is not None):
-                self._calls = held.number if instead is not None else held.number - 1
-                self._failed.discard(held.number)
-                return True
-        if reply.body.get("is_taken"):
-            self._fail(held.kind, held.number, "it was left waiting, and other calls were made since")
-        return False
+            is_last = self._calls == call.number
+            if is_last:
+                self._calls -= 1
+                self._failed.discard(call.number)
+        if not is_last:
+            self._fail(call.kind, call.number, "it was left waiting, and other calls were made since")
 
     def give_up(self, reason: str) -> None:
         """Fail the next call on all workers: this one will not make it."""
         self._fail(Kind.KEYS, self.next_call(), reason)
 
+    def settled(self, number: int, is_good: bool) -> None:
+        """Note that a call has succeeded, or failed for all workers."""
+        with self._lock:
+            if is_good:
+                self._is_used = True
+            else:
+                self._failed.add(number)
+
     def _fail(self, kind: Kind, number: int, reason: str) -> None:
         self.call("giving up a call", kind, {"number": number, "error": reason[:2000]})
 
-    def _over(self, kind: Kind, number: int, error: RuntimeFault | None) -> None:
-        with self._lock:
-            if error is not None:
-                self._failed.add(number)
-            elif kind is not Kind.OPEN:
-                self._is_used = True
+    def _answered(self, kind: Kind, number: int, error: RuntimeFault | None) -> None:
+        # `create` uses nothing. Keys are declared when the servers have rank 0's values, which it still has to send.
+        if error is not None or not (kind is Kind.OPEN or (kind is Kind.KEYS and self.rank == 0)):
+            self.settled(number, error is None)
 
     def servers(
         self, what: str, kind: Kind, body: dict[str, Any] | None = None, ranks: Iterable[int] | None = None
@@ -209,7 +222,7 @@ class _Made:
     open: dict[int, Link] = field(default_factory=dict)
     """Those of its stores that are not closed, by number."""
     opening: Link | None = None
-    """That of a store whose `create` was left waiting."""
+    """That of a store whose `create` was left waiting, and could not be taken back."""
 
 
 def open_link(node: Session, what: str, facts: Mapping[str, Any]) -> Link:
@@ -221,18 +234,15 @@ def open_link(node: Session, what: str, facts: Mapping[str, Any]) -> Link:
     made = _made(node)
     link, made.opening = made.opening, None
     if link is not None and link.facts != facts:
-        if link.take_back():
-            node.take_back_store(link.store)
-        else:
-            link.give_up("%s was called instead" % what)
+        link.give_up("%s was called instead" % what)
         link = None
     if link is None:
-        for one in made.open.values():
-            one.take_back()
         link = Link(node, facts, [number for number, one in made.open.items() if one.is_unused])
     try:
         reply = link.together(what, Kind.OPEN, **link.facts, unused=link.unused)
     except BaseException:
+        if link.is_new:
+            node.take_back_store(link.store)
         made.opening = link if link.is_held else None
         raise
     if "instead" in reply:

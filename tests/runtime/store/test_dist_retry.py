@@ -19,6 +19,7 @@ from cluster import DEADLINE_S, Cluster
 from distrun_runtime.errors import KVError, StoreClosed, TimedOut
 from distrun_runtime.node.session import Session
 from distrun_runtime.store.dist import DistStore
+from distrun_runtime.store.link import Link, Together
 
 SHORT_S = 0.2
 
@@ -55,6 +56,11 @@ def gathered(job: Cluster, store: int, number: int, rank: int = 0) -> Mapping[st
     gathering = stores[store].gatherings.get(number) if store in stores else None
     call = gathering.calls.get(rank) if gathering is not None else None
     return call.message.body if call is not None else {}
+
+
+def filling(job: Cluster, store: int) -> object:
+    """Return the calls whose values worker 0 is to send."""
+    return job.scheduler._assembly._stores[store].filling
 
 
 def refused(job: Cluster, store: int) -> object:
@@ -96,24 +102,6 @@ def test_a_create_that_was_left_waiting_goes_on_when_it_is_called_again() -> Non
         else:
             turn.wait()
         kv = DistStore("dist_sync", session)
-        kv.init("w", ones())
-        return trained(kv)
-
-    assert run(script) == [2, 2]
-
-
-def test_a_create_that_was_left_waiting_goes_on_also_when_the_others_have_made_it_meanwhile() -> None:
-    first, second = Turn(), Turn()
-
-    def script(session: Session) -> float:
-        if session.rank == 0:
-            times_out(session, lambda: DistStore("dist_sync", session))
-            first.done()
-            second.wait()
-        else:
-            first.wait()
-        kv = DistStore("dist_sync", session)
-        second.done()
         kv.init("w", ones())
         return trained(kv)
 
@@ -178,28 +166,6 @@ def test_another_init_takes_the_place_of_one_that_was_left_waiting(who: int) -> 
         assert job.run_sessions(script) == [2, 2]
 
 
-def test_a_call_that_was_left_waiting_and_failed_then_is_out_of_the_way() -> None:
-    """The other worker called something else meanwhile."""
-    first, second = Turn(), Turn()
-
-    def script(session: Session) -> float:
-        kv = DistStore("dist_sync", session)
-        if session.rank == 0:
-            times_out(session, lambda: kv.init("w", ones(3)))
-            first.done()
-            second.wait()
-        else:
-            first.wait()
-            with pytest.raises(KVError, match="worker-0 has shape"):
-                kv.init("w", ones(2))
-            second.done()
-        kv.init("w", ones(2))
-        kv.barrier()
-        return trained(kv)
-
-    assert run(script) == [2, 2]
-
-
 def test_a_call_after_others_that_are_under_way_fails_the_one_that_was_left_waiting() -> None:
     """Its number cannot be given again: one worker would be out of step."""
 
@@ -207,14 +173,84 @@ def test_a_call_after_others_that_are_under_way_fails_the_one_that_was_left_wait
         kv = DistStore("dist_sync", session)
         kv.init("w", ones())
         if session.rank == 0:
+            before = kv._link.next_call
+            # As if another thread had taken a number meanwhile, for a call that it is about to make.
+            kv._link.next_call = lambda: before() + 0 * before()
             times_out(session, kv.barrier)
+            kv._link.next_call = before
         else:
             until(lambda: bool(refused(job, 1)))
             with pytest.raises(KVError, match="worker-0 failed at barrier: it was left waiting, and other calls were"):
                 kv.barrier()
-        kv._link.next_call()  # As a call has it that another thread is about to make.
+            kv._link.next_call()
         kv.init("v", ones())
         return trained(kv, "v")
+
+    with Cluster(2, 1, over="inproc") as job:
+        assert job.run_sessions(script) == [2, 2]
+
+
+class Late:
+    """Lets calls be left only when the others have made them: too late to take them back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self.turn = Turn(), Turn()
+        leave = Link.leave
+
+        def later(link: Link, call: Together) -> None:
+            self.entered.done()
+            self.turn.wait()
+            leave(link, call)
+
+        monkeypatch.setattr(Link, "leave", later)
+
+
+@pytest.mark.parametrize("call", ["create", "barrier", "init"])
+def test_a_call_that_all_have_made_when_it_is_left_has_its_result_when_it_is_made_again(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late, who = Late(monkeypatch), 1 if call == "init" else 0
+
+    def script(session: Session) -> float:
+        kv = DistStore("dist_sync", session) if call != "create" else None
+        calls: dict[str, Callable[[], Any]] = {
+            "create": lambda: DistStore("dist_sync", session),
+            "barrier": lambda: kv and kv.barrier(),
+            "init": lambda: kv and kv.init("v", ones()),
+        }
+        if session.rank == who:
+            times_out(session, calls[call])
+            found = calls[call]()
+        else:
+            late.entered.wait()
+            found = calls[call]()
+            late.turn.done()
+        kv = kv or found
+        assert kv is not None
+        kv.init("w", ones())
+        kv.barrier()
+        return trained(kv, "v" if call == "init" else "w")
+
+    assert run(script) == [2, 2]
+
+
+def test_worker_0_that_leaves_an_init_when_the_others_wait_for_its_values_fails_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late = Late(monkeypatch)
+
+    def script(session: Session) -> float:
+        kv = DistStore("dist_sync", session)
+        if session.rank == 0:
+            times_out(session, lambda: kv.init("w", ones()))
+        else:
+            late.entered.wait()
+            threading.Thread(target=lambda: (until(lambda: bool(filling(job, 1))), late.turn.done())).start()
+            with pytest.raises(KVError, match="worker-0 has stopped waiting for init and does not send the values"):
+                kv.init("w", ones())
+        kv = DistStore("dist_sync", session) if session.rank == 0 else kv  # The store counts as unused.
+        kv.init("w", ones())
+        return trained(kv)
 
     with Cluster(2, 1, over="inproc") as job:
         assert job.run_sessions(script) == [2, 2]

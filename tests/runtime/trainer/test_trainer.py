@@ -243,6 +243,16 @@ def test_small_steps_of_half_precision_are_not_lost_with_multi_precision(dtype: 
     assert (widen(one.data) == widen(expected)).all()
 
 
+@pytest.mark.parametrize("update_on_kvstore", [True, False])
+def test_torchs_names_of_parameters_are_taken(update_on_kvstore: bool) -> None:
+    options = {"lr": 0.5, "betas": (0.5, 0.25), "eps": 1e-3, "weight_decay": 0.1}
+    trainer = Trainer([zeros_on(2)], "adam", options, kvstore="local", update_on_kvstore=update_on_kvstore)
+    trainer.set_optimizer_params(betas=(0.5, 0.75))
+    found = trainer.optimizer_params
+    assert [found[name] for name in ("learning_rate", "beta1", "beta2", "epsilon", "wd")] == [0.5, 0.5, 0.75, 1e-3, 0.1]
+    trainer.step(1)
+
+
 def test_a_rule_that_does_not_fit_is_refused_with_the_parameter() -> None:
     with pytest.raises(KVError, match="parameter 'w': rule 'sgd' updates float weights, not int32"):
         Trainer([Parameter(np.ones(2, np.int32), name="w")], "sgd", kvstore=None)
