@@ -103,22 +103,21 @@ def canonical(rule: str, table: Iterable[Param], given: Mapping[str, object]) ->
         KVError: a name that is not in the table, or a name given twice (by its alias); betas that are no pair.
     """
     by_name = {name: param.name for param in table for name in (param.name, param.alias) if name}
-    pairs = {PAIR: PAIRED} if all(name in by_name for name in PAIRED) else {}
+    known = [*by_name, *([PAIR] if all(name in by_name for name in PAIRED) else [])]
     result: dict[str, object] = {}
     seen: dict[str, str] = {}
     for word, value in given.items():
-        if word in pairs:
-            if not isinstance(value, (list, tuple)) or len(value) != len(PAIRED):
-                raise KVError("rule %r: %s=%r: expected a pair of numbers, such as (0.9, 0.999)" % (rule, word, value))
-            items = list(zip(pairs[word], value, strict=True))
-        elif word in by_name:
-            items = [(by_name[word], value)]
-        else:
-            known = [*by_name, *pairs]
+        if word not in known:
             raise KVError(
                 "rule %r has no parameter %r%s; it has %s"
                 % (rule, word, did_you_mean(word, known), ", ".join(sorted(known)))
             )
+        if word in by_name:
+            items = [(by_name[word], value)]
+        elif isinstance(value, (list, tuple)) and len(value) == len(PAIRED):
+            items = list(zip(PAIRED, value, strict=True))
+        else:
+            raise KVError("rule %r: %s=%r: expected a pair of numbers, such as (0.9, 0.999)" % (rule, word, value))
         for name, each in items:
             if name in seen:
                 raise KVError("rule %r: %s and %s are one parameter; give one" % (rule, seen[name], word))

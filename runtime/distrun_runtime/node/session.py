@@ -49,7 +49,7 @@ class Session:
         self._trace = Trace(config.verbose, lambda: self.worker.me)
         self._office = Postoffice(self._transport, self.worker, config.token, self._trace, publish=publish)
         self._thread = threading.Thread(target=self._run, name="distrun-node", daemon=True)
-        self._stores = 0
+        self._last_store = 0
         self.stores: object = None
         """What the store layer keeps of this process's stores (`store.link`)."""
         self._flushers: list[Callable[[], None]] = []
@@ -103,13 +103,13 @@ class Session:
 
     def next_store(self) -> int:
         """Return the number of a new store: stores are numbered in order of creation, alike on all workers."""
-        self._stores += 1
-        return self._stores
+        self._last_store += 1
+        return self._last_store
 
     def take_back_store(self, number: int) -> None:
         """Take back the number of a store that was not made, if it is the last one."""
-        if number == self._stores:
-            self._stores -= 1
+        if number == self._last_store:
+            self._last_store -= 1
 
     def ask(
         self,

@@ -64,15 +64,15 @@ def fill(
     Raises:
         RuntimeFault: a server refused them (KVError), or they did not get there; the other workers are told.
     """
-    parts = [
-        part
-        for record, layout, value in placed
-        for part in whole(record, layout, value.to_dense() if isinstance(value, RowSparse) else value)
-    ]
-    rounds = dict.fromkeys((part.record.key for part in parts), 0)
-    packed = pack(Kind.INIT, link.store, parts, rounds, body_of=lambda held: {**facts, **_facts_of(held)})
     error = "worker-0 was interrupted before the servers had the values"
     try:
+        parts = [
+            part
+            for record, layout, value in placed
+            for part in whole(record, layout, value.to_dense() if isinstance(value, RowSparse) else value)
+        ]
+        rounds = dict.fromkeys((part.record.key for part in parts), 0)
+        packed = pack(Kind.INIT, link.store, parts, rounds, body_of=lambda held: {**facts, **_facts_of(held)})
         link.send(what, packed).wait(link.limit_s)
         error = ""
     except RuntimeFault as err:

@@ -114,7 +114,11 @@ class DistStore(KVStore):
     def _assign(self, items: list[tuple[Record, Array]], ticket: int) -> None:
         what = "assign to %s" % named(record.key for record, _ in items)
         # What was pushed before comes before: here by waiting, on this connection by its order.
-        self._settle()
+        try:
+            self._settle()
+        except BaseException:
+            self._link.free(Kind.KEYS, ticket)
+            raise
         records = [record for record, _ in items]
         number = declaring.declare_again(self._link, what, ticket, records, self._compressor)
         if self.rank == 0:

@@ -173,17 +173,17 @@ class Link:
                 self.settled(call.number, False)
             elif reply.body.get("is_taken"):
                 self._held = None
-                self._free(call)
+                self.free(call.kind, call.number)
 
-    def _free(self, call: Together) -> None:
-        """Give the number of a call that was taken back to the next one, if no other call has had one since."""
+    def free(self, kind: Kind, number: int) -> None:
+        """Give the number of a call that is not made to the next one; if that has another, fail it for all workers."""
         with self._lock:
-            is_last = self._calls == call.number
+            is_last = self._calls == number
             if is_last:
                 self._calls -= 1
-                self._failed.discard(call.number)
+                self._failed.discard(number)
         if not is_last:
-            self._fail(call.kind, call.number, "it was left waiting, and other calls were made since")
+            self._fail(kind, number, "it was left waiting, and other calls were made since")
 
     def give_up(self, reason: str) -> None:
         """Fail the next call on all workers: this one will not make it."""

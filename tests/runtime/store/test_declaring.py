@@ -25,6 +25,9 @@ def test_the_others_never_hear_that_values_are_there_which_did_not_arrive(error:
         def wait(self, limit_s: float) -> None:
             raise error
 
+        def settled(self, number: int, is_good: bool) -> None:
+            assert (number, is_good) == (3, False)
+
         def scheduler(self, what: str, kind: Kind, body: dict[str, Any]) -> None:
             told.append(body)
 

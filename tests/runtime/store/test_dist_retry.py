@@ -306,6 +306,31 @@ def test_a_join_that_was_left_waiting_goes_on_and_no_other_call_can_come_between
     assert run(script) == [2, 2]
 
 
+def test_an_assign_that_times_out_before_its_push_has_arrived_can_be_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It had a number already, and others would have waited for it."""
+    settle = DistStore._settle
+
+    def script(session: Session) -> float:
+        kv = DistStore("dist_sync", session)
+        kv.init("w", ones())
+        if session.rank == 0:
+            monkeypatch.setattr(DistStore, "_settle", lambda store: (_ for _ in ()).throw(TimedOut("push of key 'w'")))
+            with pytest.raises(TimedOut, match="push of key 'w'"):
+                kv.assign("w", ones())
+            monkeypatch.setattr(DistStore, "_settle", settle)
+            turn.done()
+        else:
+            turn.wait()
+        kv.assign("w", ones())
+        kv.barrier()
+        return trained(kv)
+
+    turn = Turn()
+    assert run(script) == [2, 2]
+
+
 def test_a_save_that_was_left_waiting_can_be_made_again(tmp_path: Path) -> None:
     turn = Turn()
 
