@@ -233,6 +233,10 @@ def _references(job: Job, slot: Slot, slots: Sequence[Slot]) -> dict[str, str]:
     elif job.has_servers and slot.role != SCHEDULER:
         # The bundled scheduler takes a free port itself and tells it; so it is given none.
         refs.update(DMLC_PS_ROOT_URI="{scheduler.address}", DMLC_PS_ROOT_PORT="{scheduler.port}")
+    elif job.has_servers:
+        # It tells a program of this job that speaks another protocol from a stranger.
+        hosts = dict.fromkeys(other.host for other in slots)
+        refs["DISTRUN_HOST_ADDRESSES"] = ",".join("{host:%s.address}" % host for host in hosts)
     if slot.role == WORKER:
         first = _only(slots, WORKER).host
         refs.update(

@@ -22,6 +22,7 @@ from distrun_runtime.contract.plan import Host, Plan, Runtime, Secrets, Sync, Ta
 from distrun_runtime.coordinator import actions, frames
 from distrun_runtime.device.dtypes import name_of
 from distrun_runtime.net import message
+from distrun_runtime.net.admission import credentials
 from distrun_runtime.net.handshake import Acceptor, Identity, Opener
 from distrun_runtime.net.message import DTYPES, Entry, Kind, Message, Payload
 from distrun_runtime.node import publish
@@ -147,6 +148,11 @@ def test_golden_push_that_skips_a_round() -> None:
 
 def body(name: str) -> bytes:
     return GOLDEN[name].replace("\n", "").encode()
+
+
+def test_golden_password() -> None:
+    user, password = credentials(TOKEN)
+    assert parts("password") == ["%s %s" % (user.decode(), password.decode())]
 
 
 def test_golden_hello() -> None:

@@ -38,6 +38,30 @@ def environment(distrun: Distrun, task: str) -> dict[str, str]:
     return value
 
 
+# ---------------------------------------------------------------- foreign programs
+
+PS_LITE = """
+import os, zmq
+peer = zmq.Context().socket(zmq.DEALER)  # as ps-lite makes it
+peer.connect("tcp://%s:%s" % (os.environ["DMLC_PS_ROOT_URI"], os.environ["DMLC_PS_ROOT_PORT"]))
+peer.send(b"ADD_NODE")
+peer.recv()
+"""
+
+
+def test_a_foreign_parameter_server_program_is_recognised_and_ends_at_the_start_deadline(distrun: Distrun) -> None:
+    """It hung for ever."""
+    (distrun.work / "train.py").write_text(PS_LITE)
+    result = distrun.launch("-n", "2", "-s", "1", "--start-timeout", "6", sys.executable, "train.py")
+    assert result.returncode == 1
+    words = result.stderr.decode()
+    assert words.count("this looks like ps-lite (MXNet, BytePS)") >= 1
+    last = words.splitlines()[-1]
+    assert last.startswith("distrun: error: scheduler on ")
+    assert "no worker has opened a store for 6 s, and a program at " in last
+    assert last.endswith("fix: distrun launch --ps command ...")
+
+
 # ---------------------------------------------------------------- exit codes
 
 

@@ -64,6 +64,16 @@ def test_an_unmodified_mxnet_program_adds_through_its_own_servers(lab: Site) -> 
     assert {line.split(" ")[0].split("@")[1] for line in done.out.splitlines() if "rank" in line} == {"h1", "h2"}
 
 
+def test_an_mxnet_program_without_servers_of_its_own_is_recognised_and_ends(lab: Site) -> None:
+    """It hung for ever: ours are no servers for it, and nobody said so."""
+    python = python_of("mxnet")
+    done = run(lab, MXNET, "-n", "2", "-s", "1", "--start-timeout", "10", "--python", python_of("torch"), python)
+    assert done.code == 1, done.out + done.err
+    assert "scheduler on h1 failed with exit code 1: no worker has opened a store for 10 s" in done.err
+    assert "this looks like ps-lite (MXNet, BytePS)" in done.err
+    assert "fix: distrun launch --ps command" in done.err
+
+
 def test_mxnet_speaks_of_its_nodes_when_ps_verbose_is_exported(lab: Site) -> None:
     """Seeds export it before launch.py; there only the scheduler saw it. Nodes are at addresses of the hosts."""
     python = python_of("mxnet")

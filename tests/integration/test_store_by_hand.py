@@ -365,6 +365,48 @@ def test_a_forked_child_cannot_use_the_store_and_ends_quietly() -> None:
         assert set(job.wait()) == {0}, job.report()
 
 
+def test_a_scheduler_that_nobody_joins_ends_at_its_deadline_with_what_it_saw() -> None:
+    """All who came had another job in mind: here, three workers."""
+    with ManualJob(2, 1, DISTRUN_START_TIMEOUT="8") as job:
+        job.start("scheduler")
+        job.start("server", DMLC_NUM_WORKER="3")
+        assert job.wait("scheduler-0", "server-0") == [1, 1]
+        for name in ("scheduler-0", "server-0"):
+            assert "expects 3 workers and 1 server; the scheduler was started for 2 and 1" in job.err(name)
+        words = job.err("scheduler-0")
+        assert "registration ended after 8 s, waiting for 2 of 2 workers: have none; 1 of 1 servers: have none" in words
+        assert "turned away: server@" in words
+
+
+def test_servers_say_who_was_missing_when_registration_failed() -> None:
+    with ManualJob(2, 1, DISTRUN_START_TIMEOUT="5") as job:
+        job.start("scheduler")
+        job.start("server")
+        job.start("worker", job.script(TRAIN))
+        assert job.wait() == [1, 1, 1], job.report()
+        for name in ("scheduler-0", "server-0", "worker-0"):
+            assert "registration ended after 5 s, waiting for 1 of 2 workers: have worker" in job.err(name)
+        assert "is lost" not in job.err("server-0")
+
+
+@pytest.mark.parametrize("root", ["192.0.2.77", "2001:db8::77"])
+def test_a_scheduler_whose_address_is_not_this_hosts_says_where_it_listens(root: str) -> None:
+    with ManualJob(1, 1, DMLC_PS_ROOT_URI=root, DMLC_NODE_HOST="127.0.0.1", PS_VERBOSE="1") as job:
+        job.start("scheduler")
+        job.until("scheduler-0", "event=listening")
+        words = job.err("scheduler-0")
+        assert "warning: DMLC_PS_ROOT_URI=%s is no address of host " % root in words
+        own = "::1" if ":" in root else "127.0.0.1"
+        assert re.search(r"listens on port %d of all its addresses \(.*%s.*\)" % (job.port, own), words)
+        assert "event=listening endpoint=tcp://127.0.0.1:%d" % job.port in words
+        assert root not in words.partition("event=listening")[2]
+        if ":" not in root:
+            script = job.script(TRAIN.replace("== 3", "== 1"))
+            for role in ("server", "worker"):
+                job.start(role, *([script] if role == "worker" else []), DMLC_PS_ROOT_URI="127.0.0.1")
+            assert set(job.wait()) == {0}, job.report()
+
+
 def test_garbage_on_a_port_of_the_job_harms_nobody() -> None:
     with ManualJob(1, 1, PS_VERBOSE="1") as job:
         script = job.script(
@@ -401,11 +443,14 @@ def _send_junk_messages(port: int) -> None:
     import zmq
 
     context = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.connect("tcp://127.0.0.1:%d" % port)
     for junk in ([b"x"], [b"DRKV" + b"\xff" * 60, b""], [os.urandom(80), b"{}", b"p"], [b"", b""]):
-        dealer.send_multipart(junk)
-    dealer.close(500)
+        for password in (b"", b"open"):
+            dealer = context.socket(zmq.DEALER)
+            if password:
+                dealer.plain_username = dealer.plain_password = password
+            dealer.connect("tcp://127.0.0.1:%d" % port)
+            dealer.send_multipart(junk)
+            dealer.close(500 if password else 0)
     context.term()
 
 

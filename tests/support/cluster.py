@@ -145,7 +145,8 @@ class Cluster:
         assert not any(thread.is_alive() for thread in self._threads)
 
     def _transport(self, node: Config) -> Any:
-        return wrapped(ZmqTransport(node.heartbeat) if self._over == "zmq" else self.network.transport(), node)
+        over_zmq = self._over == "zmq"
+        return wrapped(ZmqTransport(node.heartbeat, node.token) if over_zmq else self.network.transport(), node)
 
     def _start(self, name: str, transport: Any, node: Any, executor: Executor | None) -> None:
         trace = Trace(0, lambda: node.me)

@@ -27,6 +27,7 @@ class Job:
         self.scheduler = Scheduler(config("scheduler", **self.counts, **changes), "tcp://127.0.0.1:9")
         self.now = 0.0
         self.requests = 0
+        self.scheduler.start(0)
         if is_open:
             for rank in range(servers):
                 self.register("s%d" % rank, "server", rank)

@@ -80,6 +80,12 @@ TABLE: Tuple[Variable, ...] = (
     _row("DISTRUN_NUM_NODES", "distrun", GIVEN, "Number of hosts of the job.", type=INT, low=1),
     _row("DISTRUN_HOST", "distrun", BOTH, "What the job calls this host (as in the output's prefixes)."),
     _row("DISTRUN_ADDR", "distrun", GIVEN, "This host's address for data: an IP address."),
+    _row(
+        "DISTRUN_HOST_ADDRESSES",
+        "distrun",
+        BOTH,
+        "Addresses of all hosts of the job, separated by commas; for the bundled scheduler.",
+    ),
     _row("DISTRUN_RESTART", "distrun", BOTH, "How often this task was started before.", type=INT, low=0, default=0),
     _row(
         "DISTRUN_RUN_DIR",
@@ -315,8 +321,8 @@ TABLE: Tuple[Variable, ...] = (
         "DISTRUN_START_TIMEOUT",
         "tuning",
         READ,
-        "Seconds from the first worker's HELLO until all nodes must have registered; for other"
-        " nodes, until the scheduler must answer.",
+        "Seconds from the first worker's HELLO until all nodes must have registered; a scheduler that was started by"
+        " hand counts from its own start as well. For other nodes: until the scheduler must answer.",
         type=FLOAT,
         low=0.1,
         default=120.0,

@@ -15,15 +15,22 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from distrun_runtime.errors import WireError
-from distrun_runtime.net.message import VERSION, Kind, Message
+from distrun_runtime.net.message import VERSION, Buffer, Kind, Message
 
 TOKEN = "token"
 OPEN = "open"
+
+SIZE_LIMIT = 8192
+"""Bytes of a message of a node that has proven nothing."""
+_TEXT_LIMIT = 256
+"""Characters of a name in HELLO: of a job, host, endpoint."""
+_REASON_LIMIT = 500
+"""Characters of a reason."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +109,10 @@ class Acceptor:
     def challenge(self, hello: Message) -> Message:
         """Return CHALLENGE for a HELLO, or REFUSED."""
         if hello.body.get("version") != VERSION:
-            return refused("protocol version %r; %s speaks %d" % (hello.body.get("version"), self._me.name, VERSION))
+            return refused("protocol version %.80r; %s speaks %d" % (hello.body.get("version"), self._me.name, VERSION))
         try:
             self.peer = _identity(hello.body)
-            self._theirs = str(hello.body["nonce"])
+            self._theirs = _text(hello.body, "nonce")
         except (KeyError, TypeError, ValueError, OverflowError) as err:
             return refused("HELLO lacks or garbles a field: %s" % err)
         reason = _auth_reason(self._token, hello.body.get("auth"), str(self.peer)) or _resend_reason(
@@ -132,7 +139,7 @@ class Acceptor:
 
 def refused(reason: str) -> Message:
     """Return the message that turns a node away."""
-    return Message(Kind.REFUSED, body={"reason": reason})
+    return Message(Kind.REFUSED, body={"reason": reason[:_REASON_LIMIT]})
 
 
 def _auth_reason(token: bytes, theirs: object, who: str) -> str:
@@ -156,20 +163,34 @@ def _resend_reason(me: Identity, peer: Identity) -> str:
 
 def _identity(body: Mapping[str, Any]) -> Identity:
     who = Identity(
-        job=str(body["job"]),
-        role=str(body["role"]),
-        rank=int(body["rank"]),
-        incarnation=int(body["incarnation"]),
-        host=str(body["host"]),
-        pid=int(body["pid"]),
-        endpoint=str(body["endpoint"]),
-        workers=int(body["workers"]),
-        servers=int(body["servers"]),
+        job=_text(body, "job"),
+        role=_text(body, "role"),
+        rank=_whole(body, "rank", low=-1),
+        incarnation=_whole(body, "incarnation"),
+        host=_text(body, "host"),
+        pid=_whole(body, "pid"),
+        endpoint=_text(body, "endpoint"),
+        workers=_whole(body, "workers"),
+        servers=_whole(body, "servers"),
         resends=bool(body.get("resends", False)),
     )
     if who.role not in ("scheduler", "server", "worker"):
         raise ValueError("role %r" % who.role)
     return who
+
+
+def _text(body: Mapping[str, Any], name: str) -> str:
+    value = body[name]
+    if not isinstance(value, str) or len(value) > _TEXT_LIMIT or not (value.isprintable()):
+        raise ValueError("%s is not a text of at most %d printable characters: %.80r" % (name, _TEXT_LIMIT, value))
+    return value
+
+
+def _whole(body: Mapping[str, Any], name: str, low: int = 0) -> int:
+    value = body[name]
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**31:
+        raise ValueError("%s is not a number from %d to %d: %.80r" % (name, low, 2**31 - 1, value))
+    return value
 
 
 def _proof(token: bytes, label: str, opener: str, acceptor: Mapping[str, Any], who: Identity) -> str:
@@ -181,6 +202,19 @@ def _proof(token: bytes, label: str, opener: str, acceptor: Mapping[str, Any], w
 
 def _is_same(found: object, proof: str) -> bool:
     return isinstance(found, str) and hmac.compare_digest(found.encode("utf-8", "replace"), proof.encode())
+
+
+def check_size(frames: Sequence[Buffer]) -> None:
+    """Refuse what is too large for a message of the handshake, before it is read.
+
+    Raises:
+        WireError: it is.
+    """
+    size = sum(memoryview(frame).nbytes for frame in frames)
+    if len(frames) > 2 or size > SIZE_LIMIT:
+        raise WireError(
+            "a message of %d frames and %d bytes before WELCOME; at most 2 and %d" % (len(frames), size, SIZE_LIMIT)
+        )
 
 
 def check_first(message: Message) -> None:

@@ -116,6 +116,12 @@ class InprocTransport:
         for wire in closed:
             wire.acceptor.put(Down(wire.link_in, "its connection closed"))
 
+    def proven(self, link: str) -> None:
+        """Nothing: connections inside a process have no limits."""
+
+    def refused(self, link: str) -> None:
+        """Nothing: who was refused closes its connection."""
+
     def send(self, link: str, frames: Sequence[Buffer]) -> Lease:
         """Deliver a copy of the frames.
 
@@ -172,6 +178,6 @@ class InprocTransport:
             self._is_woken = True
             self._changed.notify()
 
-    def close(self, linger_s: float = 0.0, last: str | None = None) -> None:
+    def close(self, linger_s: float = 0.0) -> None:
         """Close everything."""
         self._network.cut(self, "its connection closed")

@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from distrun_runtime.net.admission import Stranger
 from distrun_runtime.net.envelope import ACK, DATA, HANDSHAKE, Envelope, kind_of, read
 from distrun_runtime.net.message import Buffer, Kind
 from distrun_runtime.net.transport import Arrived, Down, Event, Lease, Link
@@ -117,18 +118,18 @@ class Resending(Wrapper):
         self._acknowledge()
         return events + self._repeat(self._clock())
 
-    def close(self, linger_s: float = 0.0, last: Link | None = None) -> None:
-        """Close everything; what was sent (on the connection `last`, if one is named) has so long to arrive."""
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close everything; what was sent has so long to arrive."""
         now = self._clock()
         end = now + linger_s
-        streams = [stream for link, stream in self._streams.items() if last in (None, link)]
+        streams = list(self._streams.values())
         for stream in streams:
             stream.out.hasten(now, linger_s / 20)
         while now < end and any(not stream.out.is_empty for stream in streams):
             # What still comes in is acknowledged and dropped: there is nobody to hear it.
             self.poll(min(end - now, 0.05))
             now = self._clock()
-        self._inner.close(linger_s, last)
+        self._inner.close(linger_s)
 
     def _end(self, link: Link) -> None:
         """Give up what was not acknowledged: its buffers are lent no longer."""
@@ -143,6 +144,8 @@ class Resending(Wrapper):
 
     def _taken(self, event: Event) -> list[Event]:
         """Return what an event of the inner transport means to whoever polls us."""
+        if isinstance(event, Stranger):
+            return [event]
         if not isinstance(event, Arrived):
             self._end(event.link)
             is_known = isinstance(event, Down) and event.link in self._given_up

@@ -5,6 +5,8 @@ the request went out on. Liveness is libzmq's own heartbeat (ZMTP 3.1 PING/PONG,
 Python holds the GIL. The death of a peer we connected to comes from the socket's monitor; the death of one that
 connected to us shows when the ROUTER cannot route to it any more (ROUTER_MANDATORY), which is tried every second.
 
+Connections that come in are limited until their other side is proven: `net.admission`.
+
 Threads: everything belongs to the thread that polls, except `wake`.
 """
 
@@ -20,6 +22,7 @@ from typing import Union
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from distrun_runtime.net.admission import Admission, Stranger, refusal
 from distrun_runtime.net.message import FRAME_LIMIT, Buffer
 
 PROBE_S = 1.0
@@ -55,7 +58,15 @@ class Arrived:
     frames: Sequence[Buffer]
 
 
-Event = Union[Up, Down, Arrived]
+@dataclass(frozen=True)
+class Rejected:
+    """The other side does not accept our credentials: a connection that we opened is closed, and not tried again."""
+
+    link: Link
+    reason: str
+
+
+Event = Union[Up, Down, Arrived, Rejected, Stranger]
 
 
 @dataclass(frozen=True)
@@ -81,11 +92,14 @@ class Lease:
 class ZmqTransport:
     """ROUTER, DEALERs and their monitors, polled together."""
 
-    def __init__(self, heartbeat: Heartbeat | None = None, *, frame_limit: int = FRAME_LIMIT) -> None:
+    def __init__(
+        self, heartbeat: Heartbeat | None = None, token: bytes = b"", *, frame_limit: int = FRAME_LIMIT
+    ) -> None:
         # pyzmq's collector of lent buffers starts with the first one, and stops in an exit handler. Started here, it
         # stops after ours: a worker that ends can still send what it pushed.
         zmq.Frame(bytearray(ZERO_COPY_BYTES), copy=False, track=True)
         self._heartbeat = heartbeat or Heartbeat()
+        self._token = token
         self._frame_limit = frame_limit
         self._context = zmq.Context()
         self._context.max_sockets = 65535 if zmq.zmq_version_info() >= (4, 0) else 1023
@@ -94,12 +108,15 @@ class ZmqTransport:
         self._dealers: dict[Link, zmq.Socket[bytes]] = {}
         self._monitors: dict[zmq.Socket[bytes], Link] = {}
         self._inbound: set[Link] = set()
+        self._unproven: dict[Link, int] = {}
+        """Connections in whose other side has proven nothing yet, and libzmq's descriptors of them."""
         self._next_probe = 0.0
         # A plain socket pair: a thread may write to it while another polls, which no ZeroMQ socket allows.
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._poller.register(self._wake_in, zmq.POLLIN)
+        self._admission = Admission(self._context, token, self.wake)
 
     def bind(self, address: str, ports: Sequence[int] = ()) -> int:
         """Listen on `address` and return the port: the first of `ports` that is free, any free one when empty.
@@ -109,24 +126,30 @@ class ZmqTransport:
         """
         router = self._socket(zmq.ROUTER)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._admission.acceptor(router)
         try:
             if not ports:
                 router.bind(endpoint(address, "*"))
             else:
                 _bind_first(router, address, ports)
         except zmq.ZMQError as err:
+            self._admission.abandon()
             router.close(0)
             where = "port %d" % ports[0] if len(ports) == 1 else "any of %d ports" % len(ports) if ports else "a port"
             raise OSError(err.errno, "cannot listen on %s, %s: %s" % (address, where, err)) from err
         self._router = router
         self._poller.register(router, zmq.POLLIN)
-        bound = router.getsockopt_string(zmq.LAST_ENDPOINT)
-        return int(bound.rpartition(":")[2])
+        port = int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._admission.start(port)
+        return port
 
     def connect(self, link: Link, endpoint: str) -> None:
-        """Open a connection to `endpoint`; `Up` follows when it stands. It is tried until `disconnect`."""
+        """Open a connection to `endpoint`; `Up` follows when it stands. It is tried until then, or until `Rejected`."""
         dealer = self._socket(zmq.DEALER)
-        monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._admission.opener(dealer)
+        monitor = dealer.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
+        )
         self._dealers[link] = dealer
         self._monitors[monitor] = link
         self._poller.register(dealer, zmq.POLLIN)
@@ -134,8 +157,9 @@ class ZmqTransport:
         dealer.connect(endpoint)
 
     def disconnect(self, link: Link, linger_s: float = 0.0) -> None:
-        """Close a connection that we opened, or forget one that came in."""
+        """Close a connection that we opened; forget one that came in."""
         self._inbound.discard(link)
+        self._unproven.pop(link, None)
         dealer = self._dealers.pop(link, None)
         if dealer is None:
             return
@@ -147,6 +171,18 @@ class ZmqTransport:
                 monitor.close(0)
         self._poller.unregister(dealer)
         dealer.close(int(linger_s * 1000))
+
+    def proven(self, link: Link) -> None:
+        """The other side of a connection that came in has proven itself: no limit holds any more."""
+        fd = self._unproven.pop(link, None)
+        if fd is not None:
+            self._admission.proven(fd)
+
+    def refused(self, link: Link) -> None:
+        """The other side of a connection that came in was told why it is refused: close it in a moment."""
+        fd = self._unproven.pop(link, None)
+        if fd is not None:
+            self._admission.refused(fd)
 
     def send(self, link: Link, frames: Sequence[Buffer]) -> Lease:
         """Send frames; big ones are lent to ZeroMQ until the lease is over.
@@ -191,30 +227,30 @@ class ZmqTransport:
                         pass
         for link, dealer in list(self._dealers.items()):
             if dealer in ready:
-                events += [Arrived(link, frames) for frames in _receive_all(dealer)]
+                events += _arrived(link, dealer)
         for monitor, link in list(self._monitors.items()):
             if monitor in ready:
                 events += self._monitored(monitor, link)
-        return events + self._probe()
+        return [*events, *self._probe(), *self._admission.strangers()]
 
     def wake(self) -> None:
         """End a running or the next `poll` early. Threads: may be called from any, and from a signal handler."""
         with contextlib.suppress(OSError):
             self._wake_out.send(b"w")
 
-    def close(self, linger_s: float = 0.0, last: Link | None = None) -> None:
+    def close(self, linger_s: float = 0.0) -> None:
         """Close everything; what was sent has so long to leave.
 
-        Arguments:
-            last: the one connection, opened by us, for which that counts; None: all. libzmq 4.3.5 aborts the process
-                if a peer dies on a connection that lingers and is not read any more, at the next heartbeat: so
-                nothing should linger that nobody needs.
+        What was sent to a peer that has gone is waited for in vain on connections that we opened. And libzmq 4.3.5
+        aborts the process if a peer dies on a connection that lingers and is not read any more, at the next heartbeat.
+        So a node asks for an answer to its last words instead, and lingers only where it cannot.
         """
+        self._admission.close()
         for link in list(self._dealers):
-            self.disconnect(link, linger_s if last in (None, link) else 0.0)
+            self.disconnect(link, linger_s)
         if self._router is not None:
             self._poller.unregister(self._router)
-            self._router.close(int(linger_s * 1000) if last is None else 0)
+            self._router.close(int(linger_s * 1000))
             self._router = None
         self._wake_in.close()
         self._wake_out.close()
@@ -245,23 +281,28 @@ class ZmqTransport:
         assert self._router is not None
         events: list[Event] = []
         for frames in _receive_all(self._router):
-            link = "in:" + bytes(frames[0]).hex()
-            self._inbound.add(link)
+            link = "in:" + bytes(frames[0].buffer).hex()
             if len(frames) > 1:
-                events.append(Arrived(link, frames[1:]))
+                if link not in self._inbound:
+                    self._inbound.add(link)
+                    self._unproven[link] = int(frames[1].get(zmq.SRCFD))
+                events.append(Arrived(link, [frame.buffer for frame in frames[1:]]))
         return events
 
     def _monitored(self, monitor: zmq.Socket[bytes], link: Link) -> list[Event]:
         events: list[Event] = []
         while monitor.poll(0):
-            what = recv_monitor_message(monitor)["event"]
+            message = recv_monitor_message(monitor)
+            what = message["event"]
             if what == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 events.append(Up(link))
             elif what == zmq.EVENT_DISCONNECTED:
                 # What arrived just before the end is still in the socket: hear it first.
-                dealer = self._dealers[link]
-                events += [Arrived(link, frames) for frames in _receive_all(dealer)]
+                events += _arrived(link, self._dealers[link])
                 events.append(self._down(link))
+            elif what == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self.disconnect(link)
+                return [*events, Rejected(link, refusal(self._token, message["value"]))]
         return events
 
     def _down(self, link: Link) -> Down:
@@ -280,6 +321,7 @@ class ZmqTransport:
             except zmq.ZMQError as err:
                 if err.errno == zmq.EHOSTUNREACH:
                     self._inbound.discard(link)
+                    self._unproven.pop(link, None)
                     events.append(self._down(link))
         return events
 
@@ -300,8 +342,12 @@ def _bind_first(router: zmq.Socket[bytes], address: str, ports: Sequence[int]) -
             return
 
 
-def _receive_all(source: zmq.Socket[bytes], limit: int = 256) -> list[list[Buffer]]:
-    messages: list[list[Buffer]] = []
+def _arrived(link: Link, dealer: zmq.Socket[bytes]) -> list[Event]:
+    return [Arrived(link, [frame.buffer for frame in frames]) for frames in _receive_all(dealer)]
+
+
+def _receive_all(source: zmq.Socket[bytes], limit: int = 256) -> list[list[zmq.Frame]]:
+    messages: list[list[zmq.Frame]] = []
     while len(messages) < limit:
         try:
             frames = source.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -309,5 +355,5 @@ def _receive_all(source: zmq.Socket[bytes], limit: int = 256) -> list[list[Buffe
             break
         if len(frames) == 1 and not len(frames[0].buffer):
             continue  # a probe
-        messages.append([frame.buffer for frame in frames])
+        messages.append(frames)
     return messages

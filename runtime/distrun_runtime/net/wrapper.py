@@ -24,6 +24,14 @@ class Inner(Protocol):
         """Close a connection."""
         ...
 
+    def proven(self, link: Link) -> None:
+        """Lift the limits of a connection that came in."""
+        ...
+
+    def refused(self, link: Link) -> None:
+        """Close a connection that came in, in a moment."""
+        ...
+
     def send(self, link: Link, frames: Sequence[Buffer]) -> Lease:
         """Send frames."""
         ...
@@ -36,7 +44,7 @@ class Inner(Protocol):
         """End a poll early."""
         ...
 
-    def close(self, linger_s: float = 0.0, last: Link | None = None) -> None:
+    def close(self, linger_s: float = 0.0) -> None:
         """Close everything."""
         ...
 
@@ -62,6 +70,14 @@ class Wrapper:
         """Close a connection."""
         self._inner.disconnect(link, linger_s)
 
+    def proven(self, link: Link) -> None:
+        """Lift the limits of a connection that came in."""
+        self._inner.proven(link)
+
+    def refused(self, link: Link) -> None:
+        """Close a connection that came in, in a moment."""
+        self._inner.refused(link)
+
     def send(self, link: Link, frames: Sequence[Buffer]) -> Lease:
         """Send frames.
 
@@ -78,6 +94,6 @@ class Wrapper:
         """End a running or the next `poll` early. Threads: any."""
         self._inner.wake()
 
-    def close(self, linger_s: float = 0.0, last: Link | None = None) -> None:
+    def close(self, linger_s: float = 0.0) -> None:
         """Close everything."""
-        self._inner.close(linger_s, last)
+        self._inner.close(linger_s)

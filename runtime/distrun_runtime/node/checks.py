@@ -116,6 +116,9 @@ def against(store: Store, message: Message, server: str) -> str:
             wrong = "key %r: only float values are scaled, not %s" % (store.name(entry), name_of(DTYPES[slot.dtype]))
         if wrong:
             return wrong
+    # No entry may use it, and yet the answer repeats it.
+    if not isinstance(message.body.get("codec", {}), Mapping):
+        return "the parameters of a codec are an object, not %.80r" % (message.body["codec"],)
     return ""
 
 

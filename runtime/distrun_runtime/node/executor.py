@@ -18,6 +18,7 @@ from distrun_runtime.net.message import DTYPES, Entry, Kind, Message
 from distrun_runtime.node import checks, lending, role, states, work
 from distrun_runtime.node.counters import Counters
 from distrun_runtime.node.profile import Recorder
+from distrun_runtime.node.replies import failed
 from distrun_runtime.node.shelf import Half, Lease, Shelf, elements
 from distrun_runtime.node.sums import Contribution, Dense, Sum, read, spread
 from distrun_runtime.node.work import SYNC, SlotId
@@ -190,11 +191,17 @@ class Executor:
         self._lent.setdefault(what.ticket, {})[what.number] = lent
 
     def deliver(self, what: work.Deliver) -> tuple[Message, list[SlotId]]:
-        """Return the reply to a pull, its payloads still on the shelves, and the slots it lends."""
+        """Return the reply to a pull, its payloads still on the shelves, and the slots it lends.
+
+        Whatever is wrong with the pull is said in the reply, and nothing raised.
+        """
         lent = self._lent.pop(what.ticket, {})
-        for each in lent.values():
-            lending.give_back(self.shelves[each.slot], each)
-        reply = lending.reply(what.message, lent, what.skipped)
+        try:
+            for each in lent.values():
+                lending.give_back(self.shelves[each.slot], each)
+            reply = lending.reply(what.message, lent, what.skipped)
+        except Exception as err:
+            return failed(what.message, role.Done(what, err, traceback.format_exc())), []
         self._counters.sent(sum(memoryview(payload).nbytes for payload in reply.payloads))
         if reply.is_error:
             return reply, []

@@ -18,6 +18,7 @@ from typing import Protocol
 from distrun_runtime.errors import WireError
 from distrun_runtime.net import handshake, message
 from distrun_runtime.net import transport as net
+from distrun_runtime.net.admission import Stranger
 from distrun_runtime.net.message import Buffer, Kind, Message
 from distrun_runtime.node import role, work
 from distrun_runtime.node.executor import Executor
@@ -31,7 +32,7 @@ ROLE_CODES = {"scheduler": 1, "server": 2, "worker": 3}
 
 TICK_S = 0.25
 LINGER_S = 2.0
-"""How long the last words have to leave."""
+"""How long the scheduler's last words have to leave."""
 STRANGER_S = 10.0
 """How long a connection in may stay without proof."""
 
@@ -47,6 +48,14 @@ class Transport(Protocol):
         """Close a connection."""
         ...
 
+    def proven(self, link: str) -> None:
+        """Lift the limits of a connection that came in."""
+        ...
+
+    def refused(self, link: str) -> None:
+        """Close a connection that came in, in a moment."""
+        ...
+
     def send(self, link: str, frames: Sequence[Buffer]) -> net.Lease:
         """Send frames."""
         ...
@@ -59,7 +68,7 @@ class Transport(Protocol):
         """End a poll early."""
         ...
 
-    def close(self, linger_s: float = 0.0, last: str | None = None) -> None:
+    def close(self, linger_s: float = 0.0) -> None:
         """Close everything."""
         ...
 
@@ -71,6 +80,8 @@ class _Gate:
     opener: handshake.Opener | None = None
     acceptor: handshake.Acceptor | None = None
     is_open: bool = False
+    is_refused: bool = False
+    """The other side was told why; nothing more is heard on it."""
     since: float = 0.0
     held: list[Message] = field(default_factory=list)
 
@@ -128,9 +139,8 @@ class Postoffice:
                 self._decide(self._asked.popleft())
             self._perform(self._role.tick(self._clock()))
             self._drop_strangers()
-        # Only the scheduler is told anything at the end, and tells it; what was asked of others nobody waits for.
-        is_scheduler = self._role.me.role == "scheduler"
-        self._transport.close(linger_s=LINGER_S, last=None if is_scheduler else role.SCHEDULER_LINK)
+        # The others have had an answer to their last words, or know that there will be none.
+        self._transport.close(linger_s=LINGER_S if self._role.me.role == "scheduler" else 0.0)
         return self._finish
 
     # Connections
@@ -140,6 +150,10 @@ class Postoffice:
             self._say_hello(event.link)
         elif isinstance(event, net.Down):
             self._ended(event.link, event.reason)
+        elif isinstance(event, net.Rejected):
+            self._turned_away(event.link, event.reason)
+        elif isinstance(event, Stranger):
+            self._deny(role.Denied(event.reason, event.address, event.is_foreign, event.is_same_user))
         else:
             self._received(event.link, event.frames)
 
@@ -161,7 +175,11 @@ class Postoffice:
 
     def _received(self, link: str, frames: Sequence[Buffer]) -> None:
         gate = self._gates.setdefault(link, _Gate(since=self._clock()))
+        if gate.is_refused:
+            return
         try:
+            if gate.opener is None and not gate.is_open:
+                handshake.check_size(frames)
             arrived = message.decode(frames)
             if not gate.is_open:
                 if gate.opener is None:
@@ -170,26 +188,33 @@ class Postoffice:
                 return
         except WireError as err:
             # Bad bytes end the connection they came on, never the node.
-            self._trace.log("WARNING", "event=bad-bytes link=%s reason=%s" % (link, err))
+            self._trace.stranger("event=bad-bytes reason=%s" % err)
             if gate.opener is None and not gate.is_open:
-                self._transmit(link, handshake.refused(str(err)))
-                self._forget(link)
+                self._refuse(link, gate, handshake.refused(str(err)))
             return
         self._trace.received(link, arrived)
         self._hear(link, arrived)
 
     def _hear(self, link: str, arrived: Message) -> None:
+        """Act on a message of a proven node. Whatever is wrong with it, this node lives."""
         try:
             actions = self._role.handle(role.Heard(link, arrived), self._clock())
-        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as err:
-            # A body that lacks or garbles a member is its sender's mistake: this node lives and says no.
-            where = traceback.format_exc()
-            self._trace.log("ERROR", "event=malformed link=%s kind=%s %s" % (link, arrived.kind.name, where))
-            if not arrived.is_reply:
-                reason = "%s is malformed: %s: %s" % (arrived.kind.name, type(err).__name__, err)
-                self._transmit(link, refusal(arrived, reason))
+        except Exception as err:
+            # A body that lacks or garbles a member is its sender's mistake.
+            self._malformed(link, arrived, err)
             return
-        self._perform(actions)
+        self._perform(actions, link, arrived)
+
+    def _malformed(self, link: str, arrived: Message, err: Exception) -> None:
+        reason = "%s is malformed: %s: %s" % (arrived.kind.name, type(err).__name__, err)
+        self._trace.log("ERROR", "event=malformed link=%s %s %s" % (link, reason, traceback.format_exc()))
+        if not arrived.is_reply:
+            self._transmit(link, refusal(arrived, reason))
+            return
+        # Who asked would wait for ever: a node that answers so is as good as lost.
+        self._forget(link)
+        self._transport.disconnect(link)
+        self._decide(role.Broken(link, "its answer to %s" % reason))
 
     def _shake(self, link: str, gate: _Gate, arrived: Message) -> None:
         self._trace.received(link, arrived)
@@ -221,13 +246,26 @@ class Postoffice:
         else:
             acceptor = gate.acceptor or handshake.Acceptor(self._role.me, self._token, "")
             answer = acceptor.verdict(arrived, self._role.admit)
-        self._transmit(link, answer)
         if answer.kind is Kind.REFUSED:
-            self._trace.log("WARNING", "event=refused link=%s reason=%s" % (link, answer.body["reason"]))
-            self._forget(link)
-        elif answer.kind is Kind.WELCOME and gate.acceptor is not None:
+            self._refuse(link, gate, answer)
+            self._deny(role.Denied(str(answer.body["reason"])))
+            return
+        if answer.kind is Kind.WELCOME:
+            self._transport.proven(link)
+        self._transmit(link, answer)
+        if answer.kind is Kind.WELCOME and gate.acceptor is not None:
             gate.is_open = True
             self._decide(role.Welcomed(link, gate.acceptor.peer))
+
+    def _refuse(self, link: str, gate: _Gate, answer: Message) -> None:
+        self._transmit(link, answer)
+        gate.is_refused = True
+        self._transport.refused(link)
+
+    def _deny(self, denied: role.Denied) -> None:
+        where = " address=%s" % denied.address if denied.address else ""
+        self._trace.stranger("event=denied%s reason=%s" % (where, denied.reason))
+        self._decide(denied)
 
     def _turned_away(self, link: str, reason: str) -> None:
         self._transport.disconnect(link)
@@ -248,19 +286,29 @@ class Postoffice:
     def _decide(self, event: role.Event) -> None:
         self._perform(self._role.handle(event, self._clock()))
 
-    def _perform(self, actions: list[role.Action]) -> None:
+    def _perform(self, actions: list[role.Action], link: str | None = None, cause: Message | None = None) -> None:
+        """Do what was decided, in order. What fails of what follows from a message, `cause`, is refused, not raised."""
         queue = deque(actions)
         while queue:
             action = queue.popleft()
-            if isinstance(action, role.Work):
+            try:
                 # What follows from this work comes before the work after it: rounds apply in their order.
-                queue.extendleft(reversed(self._work(action)))
-            elif isinstance(action, role.Send):
-                self._send(action.link, action.message)
-            elif isinstance(action, role.Resolve):
-                action.pending.resolve(action.replies, action.error)
-            else:
-                self._perform_rest(action)
+                queue.extendleft(reversed(self._act(action)))
+            except Exception as err:
+                if link is None or cause is None:
+                    raise
+                self._malformed(link, cause, err)
+
+    def _act(self, action: role.Action) -> list[role.Action]:
+        if isinstance(action, role.Work):
+            return self._work(action)
+        if isinstance(action, role.Send):
+            self._send(action.link, action.message)
+        elif isinstance(action, role.Resolve):
+            action.pending.resolve(action.replies, action.error)
+        else:
+            self._perform_rest(action)
+        return []
 
     def _perform_rest(self, action: role.Action) -> None:
         if isinstance(action, role.Connect):

@@ -37,6 +37,19 @@ class TurnedAway:
 
 
 @dataclass(frozen=True)
+class Denied:
+    """Somebody who wanted to join was turned away, by this node."""
+
+    reason: str
+    address: str = ""
+    """Where from; empty: `reason` says who it was."""
+    is_foreign: bool = False
+    """It speaks ZeroMQ, but another protocol: ps-lite, most likely."""
+    is_same_user: bool | None = None
+    """Whether it is a process of this user on this machine; None: not known, or another machine."""
+
+
+@dataclass(frozen=True)
 class Broken:
     """A proven connection ended."""
 
@@ -76,7 +89,7 @@ class Told:
     signal: int
 
 
-Event = Union[Welcomed, TurnedAway, Broken, Heard, Asked, Done, Told]
+Event = Union[Welcomed, TurnedAway, Denied, Broken, Heard, Asked, Done, Told]
 
 
 @dataclass(frozen=True)

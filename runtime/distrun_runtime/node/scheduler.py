@@ -8,7 +8,7 @@ forget everything instead and waits for the workers of the job's next script, un
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distrun_runtime.net.handshake import Identity
@@ -25,6 +25,13 @@ from distrun_runtime.node.rulebook import Rulebook
 
 REPORT_S = 5.0
 """How often the scheduler says whom it waits for."""
+DENIED_KEPT = 4
+"""How many reasons for turning somebody away are remembered, for the error at the deadline."""
+
+FOREIGN = (
+    "a program at %s speaks ZeroMQ, but not as a node of distrun does: this looks like ps-lite (MXNet, BytePS), which"
+    " runs its own servers and scheduler. fix: distrun launch --ps command ..."
+)
 
 
 class Scheduler:
@@ -42,6 +49,11 @@ class Scheduler:
         self._is_clearing = False
         self._broken = ""
         self._finished = False
+        self._denied: list[str] = []
+        """Why others were turned away: the first few reasons."""
+        self._foreign = ""
+        """What to say of a foreign program of this job's; empty: none was seen."""
+        self._foreign_deadline = role.Deadline()
         self._now = 0.0
         self._errands = Errands()
         self._forget()
@@ -57,6 +69,7 @@ class Scheduler:
     def start(self, now: float) -> list[role.Action]:
         """Publish the address for the launcher, and say what is expected."""
         host, _, port = self.me.endpoint.removeprefix("tcp://").rpartition(":")
+        self._wait_anew(now)
         return [
             role.Publish({"address": host.strip("[]"), "port": port}),
             role.Log("INFO", "event=listening endpoint=%s workers=%d servers=%d" % (self.me.endpoint, *self._counts)),
@@ -84,6 +97,8 @@ class Scheduler:
             return self._register(event.link, event.peer, now)
         if isinstance(event, role.Broken):
             return self._ended(event.link, event.reason)
+        if isinstance(event, role.Denied):
+            return self._note_denied(event, now)
         if isinstance(event, role.Told):
             # Servers first: they would take our end for a death.
             return [*self._stop_servers(0, "signal %d" % event.signal), *self._finish(0, "signal %d" % event.signal)]
@@ -96,18 +111,53 @@ class Scheduler:
         """Say whom we wait for; give up on the roster at its deadline."""
         if self._is_open and not self._finished:
             return self._assembly.remind(now)
-        if self._finished or not self._roster.members:
+        if self._finished:
             return []
         if self._deadline.is_due(now):
-            reason = "registration ended after %g s, %s" % (
-                *(self._config.start_timeout_s, self._roster.waiting_text()),
-            )
-            return [*self._tell_all(Kind.LOST, {"reason": reason, "who": "job"}), *self._finish(1, reason)]
+            reason = "registration ended after %g s, %s" % (self._config.start_timeout_s, self._roster.waiting_text())
+            return self._give_up("; turned away: ".join([reason, *self._denied[:1]]), self._denied[1:])
+        if self._foreign_deadline.is_due(now) and not self._roster.of_role("worker"):
+            waited = "no worker has opened a store for %g s, and " % self._config.start_timeout_s
+            return self._give_up(waited + self._foreign)
         if self._report.is_due(now) and self._roster.of_role("worker"):
             return [role.Log("WARNING", self._roster.waiting_text())]
         return []
 
+    # Who was turned away
+
+    def _note_denied(self, denied: role.Denied, now: float) -> list[role.Action]:
+        is_ours = denied.is_foreign and self._is_ours(denied)
+        text = FOREIGN % denied.address if is_ours else denied.reason
+        if denied.address and not is_ours:
+            text = "%s: %s" % (denied.address, text)
+        if text not in self._denied and len(self._denied) < DENIED_KEPT:
+            self._denied.append(text)
+        if not is_ours or self._foreign:
+            return []
+        self._foreign = text
+        if self._config.stays:
+            self._foreign_deadline.set(now + self._config.start_timeout_s)
+        return [role.Log("WARNING", text)]
+
+    def _is_ours(self, denied: role.Denied) -> bool:
+        """Whether a foreign program is one of this job, as far as can be known: strangers must not end a job.
+
+        On this host it has to be a process of the same user; elsewhere, to be on a host of the job. A scheduler that
+        was started by hand knows no hosts, and ends at its deadline in any case.
+        """
+        if denied.is_same_user is not None:
+            return denied.is_same_user
+        return not self._config.stays or denied.address in self._config.addresses
+
     # Registration
+
+    def _wait_anew(self, now: float) -> None:
+        """Nobody has registered: by when somebody must.
+
+        Under an agent, nobody must: a job whose script opens no store is none of the scheduler's business, and the
+        clock starts with the first worker. One that was started by hand would wait for ever.
+        """
+        self._deadline.at = None if self._config.stays else now + self._config.start_timeout_s
 
     def _is_successor(self, peer: Identity) -> bool:
         """Whether the worker of that rank has ended its script, so that this is the rank's next one."""
@@ -120,9 +170,8 @@ class Scheduler:
             return [role.Log("INFO", "event=early node=%s pid=%d" % (peer.name, peer.pid))]
         self._roster.add(link, peer)
         actions: list[role.Action] = [_line("registered", peer)]
-        if peer.role == "worker":
-            # The clock starts with the first worker: a job whose script opens no store waits for nobody.
-            self._deadline.set(now + self._config.start_timeout_s)
+        if peer.role == "worker" and len(self._roster.of_role("worker")) == 1:
+            self._deadline.at = now + self._config.start_timeout_s
         return [*actions, *self._open_when_complete()]
 
     def _open_when_complete(self) -> list[role.Action]:
@@ -150,7 +199,7 @@ class Scheduler:
         if not self._is_open and not (self._config.stays and member.who.role == "server"):
             self._roster.remove(link)
             if not self._roster.of_role("worker"):
-                self._deadline.at = None  # the next first worker has the whole time again
+                self._wait_anew(self._now)  # the next first worker has the whole time again
             return [role.Log("WARNING", "%s went away before all had registered: %s" % (member.who, reason))]
         return self._lose(member, "%s is lost: %s" % (member.who, reason))
 
@@ -205,6 +254,15 @@ class Scheduler:
         # All of them may have come while the servers were still forgetting.
         return [*actions, *self._open_when_complete()]
 
+    def _give_up(self, reason: str, more: Sequence[str] = ()) -> list[role.Action]:
+        """Registration failed: tell those who are here, and end."""
+        reason = "; ".join([reason, *more])
+        return [
+            role.Publish({"failed": reason}),
+            *self._tell_all(Kind.LOST, {"reason": reason, "who": "job"}),
+            *self._finish(1, reason),
+        ]
+
     def _finish(self, code: int, reason: str) -> list[role.Action]:
         self._finished = True
         return [role.Finish(code, reason)]
@@ -222,7 +280,8 @@ class Scheduler:
         if message.kind is Kind.BYE:
             return [role.Send(member.link, answer(message)), *self._leave(member)]
         if message.kind is Kind.ABORT:
-            return self._lose(member, "%s failed: %s" % (member.who, message.body.get("reason", "no reason given")))
+            reason = "%s failed: %s" % (member.who, message.body.get("reason", "no reason given"))
+            return [role.Send(member.link, answer(message)), *self._lose(member, reason)]
         if member.who.role != "worker":
             return [role.Log("WARNING", "%s sent %s, which only workers send" % (member.who, message.kind.name))]
         if self._broken:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Protocol
@@ -41,14 +41,18 @@ def serve(role: str) -> int:
     config = configs.read(role)
     # Before anything is bound: nobody waits for a server that cannot serve.
     import_all(config.server_imports, config.host)
-    transport = wrapped(ZmqTransport(config.heartbeat), config)
-    endpoint = bind(transport, config)
+    transport = wrapped(ZmqTransport(config.heartbeat, config.token), config)
+    warnings: list[str] = []
+    endpoint = bind(transport, config, warnings.append)
     counters, recorder = Counters(), Recorder()
     node = Scheduler(config, endpoint) if role == "scheduler" else Server(config, endpoint, counters, recorder)
     trace = Trace(config.verbose, lambda: node.me)
     if not config.token:
-        trace.log("WARNING", "this job runs open: DISTRUN_TOKEN_FILE is not set, so any process that reaches"
-                  " %s can join it" % endpoint)  # fmt: skip
+        warnings.append(
+            "this job runs open: DISTRUN_TOKEN_FILE is not set, so any process that reaches %s can join it" % endpoint
+        )
+    for text in warnings:
+        trace.log("WARNING", text)
     trace.log("INFO", "event=bound endpoint=%s host=%s" % (endpoint, config.host))
     executor = Executor(counters, recorder, config.server_imports) if role == "server" else None
     office = Postoffice(transport, node, config.token, trace, executor=executor, publish=publish)
@@ -85,30 +89,51 @@ def wrapped(transport: Bindable, config: Config) -> Bindable:
     return Resending(transport, config.resend_s, config.incarnation) if config.resend_s else transport
 
 
-def bind(transport: Bindable, config: Config) -> str:
+def bind(transport: Bindable, config: Config, warn: Callable[[str], None] = lambda text: None) -> str:
     """Bind the node's port and return its endpoint, `tcp://address:port`.
 
     A scheduler with DMLC_PS_ROOT_PORT binds exactly that port. When DMLC_PS_ROOT_URI is no address of this host
-    (a service name of a container platform, say) it listens on all of them.
+    (a service name of a container platform, say) it listens on all of them, and `warn` is told which.
 
     Raises:
         OSError: the port is taken or may not be bound; names address and port.
     """
     if config.role == "scheduler" and config.root_port:
-        root = address.resolve_host(config.root)
-        try:
-            port = transport.bind(root, (config.root_port,))
-        except OSError as err:
-            if err.errno in {errno.EADDRNOTAVAIL, errno.ENODEV}:
-                port = transport.bind("0.0.0.0", (config.root_port,))
-            else:
-                raise OSError(
-                    err.errno,
-                    "the scheduler cannot bind DMLC_PS_ROOT_URI=%s DMLC_PS_ROOT_PORT=%d on host %s: %s."
-                    " Choose another port, or end the process that holds it (ss -ltnp)"
-                    % (config.root, config.root_port, config.host, err.strerror),
-                ) from err
-        return endpoint_of(root, port)
+        return _bind_root(transport, config, warn)
     if not config.address:
         raise ContractError("host %s has no address to bind; set DMLC_NODE_HOST" % config.host)
     return endpoint_of(config.address, transport.bind(config.address, config.ports))
+
+
+def _bind_root(transport: Bindable, config: Config, warn: Callable[[str], None]) -> str:
+    root, number = address.resolve_host(config.root), config.root_port
+    try:
+        return endpoint_of(root, transport.bind(root, (number,)))
+    except OSError as err:
+        if err.errno not in {errno.EADDRNOTAVAIL, errno.ENODEV}:
+            raise _cannot_bind(config, err) from err
+    is_six = ":" in root
+    try:
+        transport.bind("::" if is_six else "0.0.0.0", (number,))
+    except OSError as err:
+        raise _cannot_bind(config, err) from err
+    own = [each.ip for each in address.interfaces() if (":" in each.ip) == is_six]
+    found = ", ".join(own) or "unknown"
+    warn(
+        "DMLC_PS_ROOT_URI=%s%s is no address of host %s: the scheduler listens on port %d of all its addresses (%s)."
+        " That is right if %s leads here (a service name, a forwarded port); if not, fix: DMLC_PS_ROOT_URI=%s"
+        % (
+            *(config.root, "" if root == config.root else " (%s)" % root, config.host, number, found),
+            *(config.root, (own or ["ADDRESS"])[0]),
+        )
+    )
+    return endpoint_of(config.address or (own or [root])[0], number)
+
+
+def _cannot_bind(config: Config, err: OSError) -> OSError:
+    return OSError(
+        err.errno,
+        "the scheduler cannot bind DMLC_PS_ROOT_URI=%s DMLC_PS_ROOT_PORT=%d on host %s: %s."
+        " Choose another port, or end the process that holds it (ss -ltnp)"
+        % (config.root, config.root_port, config.host, err.strerror),
+    )

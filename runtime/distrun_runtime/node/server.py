@@ -21,6 +21,9 @@ from distrun_runtime.node.roster import from_json
 from distrun_runtime.node.rounds import Rounds
 from distrun_runtime.node.slots import Slot, Store
 
+BYE_S = 2.0
+"""How long a server that was told to stop waits for the scheduler's answer. The scheduler may be frozen."""
+
 
 class Server:
     """A server's decisions."""
@@ -42,8 +45,10 @@ class Server:
         self._pulls = Pulls(config.workers, lambda: self.me.name)
         self._rounds = Rounds(config.workers, lambda: self.me.name, self._counters, self._pulls, self._neighbours)
         self._now = 0.0
+        self._is_registered = False
         self._is_stopping = False
         self._deadline = role.Deadline()
+        self._farewell = role.Deadline()
 
     def start(self, now: float) -> list[role.Action]:
         """Register with the scheduler."""
@@ -70,8 +75,7 @@ class Server:
         if isinstance(event, role.Broken):
             return self._broken(event)
         if isinstance(event, role.Told):
-            goodbye = role.Send(role.SCHEDULER_LINK, Message(Kind.BYE))
-            return [goodbye, role.Finish(0, "signal %d" % event.signal)]
+            return self._leave("signal %d" % event.signal, now)
         if isinstance(event, role.Done):
             return self._done(event)
         if isinstance(event, role.Heard):
@@ -82,6 +86,8 @@ class Server:
 
     def tick(self, now: float) -> list[role.Action]:
         """Tell workers whom their pulls wait for."""
+        if self._farewell.is_due(now):
+            return [role.Finish(0, "the scheduler did not answer BYE for %g s" % BYE_S)]
         if self._deadline.is_due(now):
             text = "the scheduler at %s did not answer for %g s"
             return [role.Finish(1, text % (self._config.root_endpoint, self._config.start_timeout_s))]
@@ -92,6 +98,7 @@ class Server:
     def _welcomed(self, event: role.Welcomed) -> list[role.Action]:
         if event.link == role.SCHEDULER_LINK:
             self._deadline.at = None
+            self._is_registered = True
             return [role.Log("INFO", "event=registered scheduler=%s" % self._config.root_endpoint)]
         if event.peer is None:
             return []  # a server that we called
@@ -119,6 +126,8 @@ class Server:
         return [role.Log("INFO", "event=lost-neighbour %s" % text), *self._rounds.lost(self._stores, text)]
 
     def _from_scheduler(self, message: Message) -> list[role.Action]:
+        if message.kind is Kind.BYE and message.is_reply:
+            return [role.Finish(0, "told to stop")]
         if message.kind is Kind.ROSTER:
             nodes = from_json(message.body["nodes"])
             self._nodes = {(node.role, node.rank) for node in nodes}
@@ -143,8 +152,10 @@ class Server:
             ]
         if message.kind is Kind.LOST:
             reason = str(message.body["reason"])
-            self._rounds.forget()
             told = role.Publish({"lost_peer": message.body["who"], "message": reason})
+            if message.body["who"] == "job":
+                return [told, role.Finish(1, reason)]  # registration failed; the reason says who was missing
+            self._rounds.forget()
             return [told, *self._pulls.drop_all(self._stores, reason, str(message.body["who"]))]
         if message.kind is Kind.STOP and message.body.get("stay"):
             forgotten = self._pulls.drop_all(self._stores)
@@ -157,6 +168,14 @@ class Server:
             self._is_stopping = True
             return [role.Finish(int(message.body.get("code", 0)), str(message.body.get("reason", "")))]
         return []
+
+    def _leave(self, reason: str, now: float) -> list[role.Action]:
+        """Say BYE, and end when the scheduler has answered: it must not take our end for a death."""
+        if self._is_stopping or not self._is_registered:
+            return [role.Finish(0, reason)]
+        self._is_stopping = True
+        self._farewell.set(now + BYE_S)
+        return [role.Send(role.SCHEDULER_LINK, Message(Kind.BYE))]
 
     # Requests of workers and other servers
 

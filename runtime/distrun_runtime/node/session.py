@@ -26,10 +26,10 @@ from distrun_runtime.node.profile import Recorder
 from distrun_runtime.node.publish import publish
 from distrun_runtime.node.serve import Bindable, bind, wrapped
 from distrun_runtime.node.trace import Trace
-from distrun_runtime.node.worker import Goodbye, Request, Worker
+from distrun_runtime.node.worker import BYE_S, Goodbye, Request, Worker
 
-GOODBYE_S = 5.0
-"""How long a worker that ends waits for the scheduler to take its BYE."""
+GOODBYE_S = BYE_S + 1.0
+"""How long a process that ends waits for its node's thread."""
 
 
 class Session:
@@ -41,7 +41,7 @@ class Session:
     def __init__(self, config: Config, transport: Bindable | None = None) -> None:
         self.config = config
         self._pid = os.getpid()
-        self._transport = transport or wrapped(ZmqTransport(config.heartbeat), config)
+        self._transport = transport or wrapped(ZmqTransport(config.heartbeat, config.token), config)
         self.recorder = Recorder()
         """What the stores of this process do, while one is profiled."""
         self._ready = Pending("registration")

@@ -13,6 +13,12 @@ from distrun_runtime.net.message import DTYPES, Message
 
 _ALWAYS = ("WARNING", "ERROR")
 
+STRANGER_LINES = 10
+STRANGER_PERIOD_S = 60.0
+"""So many different lines in so much time are written about peers that have proven nothing."""
+_LINE_LIMIT = 8000
+"""Characters of a line."""
+
 
 class Trace:
     """Writes a node's lines, each with its role and rank."""
@@ -21,12 +27,30 @@ class Trace:
         self._verbose = verbose
         self._me = me
         self._out = out
+        self._stranger_lines: set[str] = set()
+        self._left_out = 0
+        self._period_from = 0.0
 
     def log(self, level: str, text: str) -> None:
         """Write a line; INFO and DEBUG only from PS_VERBOSE=1 on."""
         if self._verbose or level in _ALWAYS:
             prefix = "" if level == "INFO" else level.lower() + ": "
             self._write(prefix + text)
+
+    def stranger(self, text: str) -> None:
+        """Write a warning about a peer that has proven nothing, unless there were too many lately, or the same one."""
+        now = time.monotonic()
+        more = ""
+        if now - self._period_from >= STRANGER_PERIOD_S:
+            if self._left_out:
+                more = " (%d lines like this one were left out before it)" % self._left_out
+            self._period_from, self._left_out = now, 0
+            self._stranger_lines.clear()
+        if text in self._stranger_lines or len(self._stranger_lines) == STRANGER_LINES:
+            self._left_out += 1
+            return
+        self._stranger_lines.add(text)
+        self.log("WARNING", text + more)
 
     def sent(self, link: str, message: Message) -> None:
         """Write a line for a message that goes out, at PS_VERBOSE=2."""
@@ -41,11 +65,22 @@ class Trace:
     def _write(self, text: str) -> None:
         me = self._me()
         rank = "" if me.rank < 0 else " rank=%d" % me.rank
-        text = text.replace("\r", "\\r").replace("\n", "\\n")  # a stranger's words are in some of them
+        text = printable(text, _LINE_LIMIT)  # a stranger's words are in some of them
         # One write a line: several threads and processes share the stream.
         out = self._out or sys.stderr
         out.write("distrun role=%s%s time=%.3f %s\n" % (me.role, rank, time.time(), text))
         out.flush()
+
+
+def printable(text: str, limit: int) -> str:
+    """Return a text in one line of at most about `limit` characters, without any that a terminal would obey; pure."""
+    if len(text) > limit:
+        text = "%s... (%d characters left out)" % (text[:limit], len(text) - limit)
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode("ascii") for each in text
+    )
 
 
 def describe(message: Message) -> str:

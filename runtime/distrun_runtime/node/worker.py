@@ -16,6 +16,9 @@ from distrun_runtime.node.roster import from_json
 
 REPORT_S = 5.0
 """How often a worker says that it waits for the scheduler."""
+BYE_S = 5.0
+ABORT_S = 2.0
+"""How long a worker waits for the scheduler to answer its last words. The scheduler may be frozen."""
 SLACK_S = 5.0
 """How much longer than the scheduler a worker waits for the roster: the scheduler's reason is the better one."""
 
@@ -69,6 +72,7 @@ class Worker:
         """Names of the nodes that are known to be lost."""
         self._lost: RuntimeFault | None = None
         self._goodbye: Goodbye | None = None
+        self._farewell = role.Deadline()
 
     def start(self, now: float) -> list[role.Action]:
         """Register with the scheduler."""
@@ -82,7 +86,7 @@ class Worker:
     def handle(self, event: role.Event, now: float) -> list[role.Action]:
         """Take in one event."""
         if isinstance(event, role.Asked):
-            return self._asked(event.wish)
+            return self._asked(event.wish, now)
         if isinstance(event, role.Heard):
             return self._heard(event.link, event.message, now)
         if isinstance(event, role.Welcomed) and event.peer is None:
@@ -90,13 +94,15 @@ class Worker:
         if isinstance(event, role.TurnedAway):
             return self._fail(Refused("%s refused this process: %s" % (self._name(event.link), event.reason)))
         if isinstance(event, role.Broken) and self._is_ours(event.link):
-            if self._goodbye is not None:
-                return self._gone()
+            if self._goodbye is not None:  # only the scheduler's answer counts now
+                return self._gone() if event.link == role.SCHEDULER_LINK else []
             return self._lose(event.link, "%s is lost: %s" % (self._name(event.link), event.reason))
         return []
 
     def tick(self, now: float) -> list[role.Action]:
-        """Give up on registration at its deadline."""
+        """Give up on registration, and on an answer to the last words, at their deadlines."""
+        if self._farewell.is_due(now):
+            return self._gone()
         if self._ready.is_done:
             return []
         if not self._deadline.is_due(now):
@@ -135,9 +141,9 @@ class Worker:
 
     # Requests
 
-    def _asked(self, wish: Request | Goodbye) -> list[role.Action]:
+    def _asked(self, wish: Request | Goodbye, now: float) -> list[role.Action]:
         if isinstance(wish, Goodbye):
-            return self._leave(wish)
+            return self._leave(wish, now)
         if self._lost is not None:
             return [role.Resolve(wish.pending, error=self._lost)]
         entry = _Open(wish.pending, {}, any(message.kind is Kind.PUSH for _, message in wish.messages))
@@ -164,7 +170,7 @@ class Worker:
             return self._roster(message, now)
         if message.kind is Kind.LOST and link == role.SCHEDULER_LINK:
             return self._lose(str(message.body["who"]), str(message.body["reason"]))
-        if message.kind is Kind.BYE and message.is_reply and self._goodbye is not None:
+        if message.kind in (Kind.BYE, Kind.ABORT) and message.is_reply and self._goodbye is not None:
             return self._gone()
         entry = self._open.get(message.request)
         if entry is None:
@@ -196,14 +202,13 @@ class Worker:
 
     # The end
 
-    def _leave(self, wish: Goodbye) -> list[role.Action]:
+    def _leave(self, wish: Goodbye, now: float) -> list[role.Action]:
         self._goodbye = wish
         if role.SCHEDULER_LINK not in self._welcomes or self._lost is not None:
             return self._gone()
-        if wish.abort:
-            abort = Message(Kind.ABORT, body={"reason": wish.abort})
-            return [role.Send(role.SCHEDULER_LINK, abort), *self._gone()]
-        return [role.Send(role.SCHEDULER_LINK, Message(Kind.BYE))]
+        self._farewell.set(now + (ABORT_S if wish.abort else BYE_S))
+        last = Message(Kind.ABORT, body={"reason": wish.abort}) if wish.abort else Message(Kind.BYE)
+        return [role.Send(role.SCHEDULER_LINK, last)]
 
     def _gone(self) -> list[role.Action]:
         assert self._goodbye is not None

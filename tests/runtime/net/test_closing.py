@@ -10,6 +10,7 @@ import sys, zmq
 peer = zmq.Context().socket(zmq.DEALER)
 peer.setsockopt(zmq.RCVHWM, 1)
 peer.setsockopt(zmq.SNDHWM, 0)
+peer.plain_username = peer.plain_password = b"open"
 peer.connect(sys.argv[1])
 while True:
     peer.send(b"x" * 1000)
@@ -26,10 +27,11 @@ peer = subprocess.Popen([sys.executable, "-c", sys.argv[1], "tcp://127.0.0.1:%d"
 arrived = []
 while not arrived:
     arrived = [event for event in node.poll(1.0) if isinstance(event, Arrived)]
+node.proven(arrived[0].link)
 for _ in range(20):
     node.send(arrived[0].link, [bytes(6_000_000)])
 threading.Timer(0.3, peer.kill).start()
-node.close(linger_s=2.0, last="scheduler")
+node.close()
 peer.wait()
 """
 

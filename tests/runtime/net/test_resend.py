@@ -202,14 +202,14 @@ def test_closing_waits_until_all_has_arrived_but_not_longer_than_it_may() -> Non
     assert len(envelopes(script)) >= 3
 
 
-@pytest.mark.parametrize(("last", "waits"), [(None, True), ("server-0", True), ("scheduler", False)])
-def test_closing_waits_for_the_connection_that_is_named_only(last: str | None, waits: bool) -> None:
+@pytest.mark.parametrize(("linger_s", "waits"), [(2.0, True), (0.0, False)])
+def test_closing_waits_as_long_as_it_is_told_for_what_has_not_arrived(linger_s: float, waits: bool) -> None:
     made, script = welcomed()
     made.send("server-0", plain(1))
     polled = len(script.waits)
     times = iter(range(1000))
     made._clock = lambda: next(times) * 0.05
-    made.close(2.0, last)
+    made.close(linger_s)
     assert (len(script.waits) > polled) is waits
 
 

@@ -75,6 +75,7 @@ def linked(make: Make) -> tuple[Any, Any, str]:
     opener.send("server-0", [b"hello", b""])
     arrived = until(acceptor, has(Arrived), opener)[0]
     assert frames_of(arrived) == [b"hello", b""]
+    acceptor.proven(arrived.link)
     return acceptor, opener, arrived.link
 
 

@@ -30,6 +30,8 @@ class Echo:
     def __init__(self) -> None:
         self.me = config("server", rank=0).identity("tcp://127.0.0.1:1")
         self.events: list[role.Event] = []
+        self.follow: list[role.Action] = []
+        """What follows from every message, too."""
 
     def start(self, now: float) -> list[role.Action]:
         return []
@@ -43,7 +45,7 @@ class Echo:
             return [role.Finish(0)]
         if isinstance(event, role.Heard):
             answer = Message(event.message.kind, Flag.REPLY, request=event.message.request)
-            return [role.Send(event.link, answer)] if int(event.message.body["must"]) else []
+            return [*self.follow, *([role.Send(event.link, answer)] if int(event.message.body["must"]) else [])]
         return []
 
     def tick(self, now: float) -> list[role.Action]:
@@ -159,8 +161,13 @@ def test_a_body_that_lacks_a_member_is_refused_and_the_node_lives(office: Office
 def test_a_garbled_hello_never_ends_the_node(office: Office, body: dict[str, Any]) -> None:
     wire = office.wire()
     hello = Opener(config("worker").identity("", 1), TOKEN, "aa").hello()
-    answer = wire.say(Message(Kind.HELLO, body={**hello.body, **body}))
-    assert answer.kind in (Kind.REFUSED, Kind.CHALLENGE)
+    assert wire.say(Message(Kind.HELLO, body={**hello.body, **body})).kind is Kind.REFUSED
+    assert office.wire().enter().kind is Kind.WELCOME
+
+
+def test_a_garbled_proof_never_ends_the_node(office: Office) -> None:
+    wire = office.wire()
+    wire.say(Opener(config("worker").identity("", 1), TOKEN, "aa").hello())
     assert wire.say(Message(Kind.PROOF, body={"proof": "\ud800"})).kind is Kind.REFUSED
     assert office.wire().enter().kind is Kind.WELCOME
 
@@ -168,8 +175,66 @@ def test_a_garbled_hello_never_ends_the_node(office: Office, body: dict[str, Any
 def test_the_reason_of_a_refusal_is_said_on_both_sides(office: Office) -> None:
     assert office.wire().enter(rank=9).body == {"reason": "no rank 9 here"}
     office.settle()
-    assert "event=refused link=in:" in office.out.getvalue()
-    assert "reason=no rank 9 here" in office.out.getvalue()
+    assert "event=denied reason=no rank 9 here" in office.out.getvalue()
+    assert role.Denied("no rank 9 here") in office.role.events
+
+
+def test_who_was_refused_gets_no_second_answer(office: Office) -> None:
+    wire = office.wire()
+    wire.say(Message(Kind.HELLO, body={"version": 9}))
+    for _ in range(100):
+        wire.transport.send("office", message.encode(Message(Kind.HELLO, body={"version": 9})))
+    office.settle()
+    assert wire.transport.poll(0) == []
+
+
+def test_a_stranger_fills_neither_log_nor_terminal(office: Office) -> None:
+    """A name of 30 MB came back in the refusal and in the log, with what a terminal obeys in it."""
+    evil = "\x1b]0;gotcha\x07" * 1000
+    hello = Opener(config("worker").identity("", 1), TOKEN, "aa").hello().body
+    for body in [
+        {"version": evil},
+        {**hello, "host": "\x1b[2J"},
+        {**hello, "role": "\x07"},
+        {**hello, "job": evil},
+    ] * 10:
+        wire = office.wire()
+        answer = wire.say(Message(Kind.HELLO, body=body))
+        assert answer.kind is Kind.REFUSED
+        assert len(answer.body["reason"]) <= 500
+    office.settle()
+    log = office.out.getvalue()
+    assert log.replace("\n", "").isprintable()
+    assert len(log) < 10_000
+    assert 1 <= log.count("event=") <= 10
+
+
+def test_a_message_of_many_megabytes_is_not_read_before_welcome(office: Office) -> None:
+    answer = office.wire().say(Message(Kind.HELLO, body={"version": "x" * 30_000_000}))
+    assert "before WELCOME; at most" in answer.body["reason"]
+
+
+def test_what_follows_from_a_message_does_not_end_the_node(office: Office) -> None:
+    """Not only the decision may fail on it, also what is done then; here there is no executor."""
+    office.role.follow = [role.Work(object()), role.Log("INFO", "went on")]
+    wire = office.wire()
+    wire.enter()
+    answer = wire.say(Message(Kind.PULL, request=5, body={"must": 0}))
+    assert answer.is_error
+    assert answer.request == 5
+    assert "PULL is malformed: AssertionError" in answer.body["reason"]
+    office.role.follow = []
+    assert wire.say(Message(Kind.BARRIER, request=7, body={"must": 1})).request == 7
+
+
+def test_an_answer_that_cannot_be_read_is_the_end_of_its_connection(office: Office) -> None:
+    """Whoever waits for it would wait for ever."""
+    wire = office.wire()
+    wire.enter()
+    wire.transport.send("office", message.encode(Message(Kind.STATS, Flag.REPLY, request=3)))
+    office.settle()
+    [broken] = [event for event in office.role.events if isinstance(event, role.Broken)]
+    assert broken.reason == "its answer to STATS is malformed: KeyError: 'must'"
 
 
 def test_the_end_of_a_proven_connection_is_told_and_of_a_strangers_is_not(office: Office) -> None:

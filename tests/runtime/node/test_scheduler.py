@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,12 +59,84 @@ def test_a_node_of_another_job_is_refused() -> None:
     )
 
 
-def test_it_waits_for_ever_while_only_servers_are_here() -> None:
+def test_under_an_agent_it_waits_for_ever_while_only_servers_are_here() -> None:
     """A job that opens no store is none of the servers' business."""
-    job = Job(is_open=False, start_timeout_s=20)
+    job = Job(is_open=False, start_timeout_s=20, stays=True)
     job.register("s0", "server", 0)
     for now in (1, 30, 1000, 100000):
         assert job.tick(now) == []
+
+
+def test_started_by_hand_it_ends_when_nobody_has_come_in_time() -> None:
+    job = Job(is_open=False, start_timeout_s=20)
+    assert job.tick(19.9) == []
+    actions = job.tick(20)
+    reason = "registration ended after 20 s, waiting for 2 of 2 workers: have none; 1 of 1 servers: have none"
+    assert finish(actions) == role.Finish(1, reason)
+
+
+def test_started_by_hand_it_says_whom_it_turned_away() -> None:
+    job = Job(is_open=False, start_timeout_s=20)
+    for number in range(9):
+        for _ in range(3):
+            job.scheduler.handle(role.Denied("reason %d" % number, "10.0.0.7"), number)
+    reason = finish(job.tick(20)).reason
+    assert reason.endswith(
+        "have none; turned away: 10.0.0.7: reason 0; 10.0.0.7: reason 1; 10.0.0.7: reason 2; 10.0.0.7: reason 3"
+    )
+
+
+def test_started_by_hand_its_deadline_starts_anew_with_the_first_worker() -> None:
+    job = Job(is_open=False, start_timeout_s=20)
+    job.now = 15
+    job.register("w0", "worker", 0)
+    assert finish(job.tick(34)) is None
+    assert finish(job.tick(35)) is not None
+
+
+PS_LITE = role.Denied("it speaks ZeroMQ", "10.0.0.7", is_foreign=True)
+
+
+@pytest.mark.parametrize(
+    ("denied", "is_ours"),
+    [
+        (PS_LITE, True),
+        (replace(PS_LITE, address="10.0.0.8"), False),
+        (replace(PS_LITE, is_same_user=True), True),
+        (replace(PS_LITE, address="127.0.0.1", is_same_user=True), True),
+        (replace(PS_LITE, is_same_user=False), False),
+        (replace(PS_LITE, address=""), False),
+        (replace(PS_LITE, is_foreign=False), False),
+    ],
+)
+def test_a_program_of_this_job_with_another_protocol_ends_it_and_a_stranger_does_not(
+    denied: role.Denied, is_ours: bool
+) -> None:
+    job = Job(is_open=False, start_timeout_s=20, stays=True, addresses=("10.0.0.6", "10.0.0.7"))
+    job.register("s0", "server", 0)
+    said = logs(job.scheduler.handle(denied, 100))
+    actions = job.tick(120)
+    if not is_ours:
+        assert (said, actions) == ([], [])
+        return
+    assert "this looks like ps-lite (MXNet, BytePS)" in said[0]
+    assert "fix: distrun launch --ps command" in said[0]
+    reason = "no worker has opened a store for 20 s, and " + said[0]
+    assert finish(actions) == role.Finish(1, reason)
+    assert role.Publish({"failed": reason}) in actions
+    assert to(actions) == [("s0", "LOST")]
+
+
+def test_a_program_with_another_protocol_is_said_once_and_harms_no_job_that_has_workers() -> None:
+    job = Job(is_open=False, start_timeout_s=20, stays=True, addresses=("10.0.0.7",))
+    assert logs(job.scheduler.handle(PS_LITE, 1)) != []
+    assert logs(job.scheduler.handle(PS_LITE, 2)) == []
+    job.register("w0", "worker", 0)
+    job.now = 15
+    job.register("w1", "worker", 1)
+    job.register("s0", "server", 0)
+    for now in (21, 1000):
+        assert finish(job.tick(now)) is None
 
 
 def test_the_deadline_runs_from_the_first_workers_hello() -> None:

@@ -71,6 +71,28 @@ def test_words_of_others_stay_on_one_line() -> None:
     assert "\\r\\nforged" in out.getvalue()
 
 
+def test_strangers_get_ten_lines_a_minute_and_each_line_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("distrun_runtime.node.trace.time.monotonic", lambda: now)
+    trace, out = traced(0)
+    for number in range(100):
+        trace.stranger("event=denied reason=%d" % number)
+        trace.stranger("event=denied reason=%d" % number)
+    assert [line.split()[-1] for line in out.getvalue().splitlines()] == ["reason=%d" % each for each in range(10)]
+    now = 1061.0
+    trace.stranger("event=denied reason=7")
+    assert out.getvalue().splitlines()[-1].endswith("reason=7 (190 lines like this one were left out before it)")
+
+
+def test_what_a_terminal_obeys_is_escaped_and_long_lines_are_cut() -> None:
+    trace, out = traced(0)
+    trace.log("ERROR", "reason=\x1b]0;title\x07 \x9b2J \u202e ü \ud800" + "x" * 20_000)
+    [line] = out.getvalue().splitlines()
+    assert "reason=\\x1b]0;title\\x07 \\x9b2J \\u202e ü \\ud800xxx" in line
+    assert line.endswith("characters left out)")
+    assert len(line) < 8200
+
+
 def test_neither_values_nor_token_nor_proofs_are_shown() -> None:
     token = b"the-token-of-this-job"
     trace, out = traced(2)

@@ -278,12 +278,31 @@ def test_a_connection_that_ends_after_bye_is_the_end_not_a_loss() -> None:
     assert not any(isinstance(action, role.Publish) for action in actions)
 
 
-def test_abort_waits_for_nothing() -> None:
+def test_a_server_that_goes_first_at_the_end_is_no_loss() -> None:
+    rig = Rig()
+    rig.do(rig.worker.handle(role.Asked(Goodbye(Pending("goodbye"))), 0))
+    assert rig.broken("server-0") == []
+    assert role.Finish(0) in rig.hear("scheduler", Message(Kind.BYE, Flag.REPLY))
+
+
+def test_abort_names_the_reason_and_ends_when_the_scheduler_has_it() -> None:
     rig = Rig()
     pending = Pending("goodbye")
     actions = rig.do(rig.worker.handle(role.Asked(Goodbye(pending, "ValueError: x")), 0))
     [(link, message)] = sends(actions)
     assert (link, message.kind, message.body) == ("scheduler", Kind.ABORT, {"reason": "ValueError: x"})
+    assert not pending.is_done
+    assert role.Finish(0) in rig.hear("scheduler", Message(Kind.ABORT, Flag.REPLY))
+    assert pending.is_done
+
+
+@pytest.mark.parametrize(("abort", "limit_s"), [("", 5.0), ("ValueError: x", 2.0)])
+def test_last_words_that_a_frozen_scheduler_does_not_answer_are_not_waited_for_long(abort: str, limit_s: float) -> None:
+    rig = Rig()
+    pending = Pending("goodbye")
+    rig.do(rig.worker.handle(role.Asked(Goodbye(pending, abort)), 100))
+    assert rig.worker.tick(100 + limit_s - 0.1) == []
+    actions = rig.do(rig.worker.tick(100 + limit_s))
     assert role.Finish(0) in actions
     assert pending.is_done
 
