@@ -17,7 +17,7 @@ from distrun.cli.console import Console
 from distrun.cli.folder import current_folder
 from distrun.cli.options import collect_env, launch_options
 from distrun.errors import UsageError
-from distrun.job import Job
+from distrun.job import Job, Setting
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.plan import ROLES, Limits
 
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
     from distrun_runtime.coordinator.outcome import Outcome
 
-TAIL_LINES = 20
 NOT_FOUND = 127
+FULL_TRACEBACKS = 2
+"""From this verbosity on workers print whole tracebacks."""
 LEASE = 1.5
 """An agent goes on without a word from us for so many times --lost-after: by then we have given its host up."""
 
@@ -114,6 +115,8 @@ def _job(
     if not options["no_forward"] and not backends.load(launcher).inherits_env:
         # First: what the user gives by name wins.
         settings = (*forward.forwarded(env), *settings)
+    if options["verbosity"] >= FULL_TRACEBACKS:
+        settings = (Setting("DISTRUN_TRACEBACK", "full"), *settings)
     given = {setting.name: setting.value for setting in settings if not setting.role}
     return Job(
         command=command,
@@ -275,7 +278,7 @@ def _report(outcome: Outcome, folder: JobFolder, as_json: bool, console: Console
 
     if outcome.exit_code:
         task = outcome.culprit.task if outcome.culprit else ""
-        tail = folder.tail(task, TAIL_LINES) if task else []
+        tail = folder.tail(task, report.READ_LINES) if task else []
         text = report.failure(outcome, tail, str(folder.log_path(task)) if task else "")
         console.write_err(text + "\n" if text else "")
         console.write_err("distrun: error: %s\n" % outcome.message)

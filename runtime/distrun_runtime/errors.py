@@ -23,6 +23,9 @@ from __future__ import annotations
 class RuntimeFault(Exception):
     """The root of every error that the cluster side raises on purpose."""
 
+    lost_peer: str = ""
+    """Name of the node (`server-0`) that is the reason, because it is lost or did not answer; empty: none is."""
+
 
 class ContractError(RuntimeFault, ValueError):
     """A variable, plan or frame is missing or malformed: which, what was found, what would be right."""
@@ -38,6 +41,8 @@ class Refused(RuntimeFault, ConnectionError):
 
 class PeerLost(RuntimeFault, ConnectionError):
     """A node of the job died or fell silent; the message names role, rank, host and what was seen."""
+
+    lost_peer = "a peer"
 
 
 class TimedOut(RuntimeFault, TimeoutError):
@@ -72,3 +77,10 @@ class JobStoreError(RuntimeFault, OSError):
 
 class NoSuchJob(RuntimeFault, LookupError):
     """No job, or more than one, has that id, beginning of an id, or name; the message lists what there is."""
+
+
+def because_of(error: RuntimeFault, peer: str) -> RuntimeFault:
+    """Return `error`, whose reason is the node `peer` (empty: not known)."""
+    if peer:
+        error.lost_peer = peer
+    return error

@@ -64,6 +64,7 @@ def create(name: str = "local", *, staleness: int | None = None) -> Any:
         KVError: no such kind of store, or staleness is not for it.
         ContractError: the variables of a job (DMLC_...) are missing or wrong, for a distributed store.
     """
+    _report_crashes(name)
     if not isinstance(name, str):
         raise TypeError("a store is created by name (%s), not by %s" % (", ".join(TYPES), type(name).__name__))
     kind = name.lower()
@@ -83,6 +84,14 @@ def create(name: str = "local", *, staleness: int | None = None) -> Any:
     from distrun_runtime.store.local import LocalStore
 
     return LocalStore(kind)
+
+
+def _report_crashes(name: object) -> None:
+    """Have the agent, and the job's other nodes, told why the script ends; also if the store cannot be created."""
+    if environ.text("DISTRUN_PUBLISH_FD") or (isinstance(name, str) and kinds.is_dist(name.lower())):
+        from distrun_runtime.node import crash
+
+        crash.watch()
 
 
 def _staleness(kind: str, staleness: object) -> dict[str, Any]:

@@ -71,6 +71,11 @@ class Distrun:
         """Start `distrun launch --launcher local WORDS`."""
         return self.start("launch", "--launcher", "local", *words, **more)
 
+    def job_host(self) -> str:
+        """Return what the newest job calls this machine."""
+        plan = json.loads((self.job / "plan.json").read_text())
+        return str(plan["hosts"][0]["name"])
+
     @property
     def jobs(self) -> list[Path]:
         """Folders of the jobs that are whole, the oldest first."""

@@ -101,7 +101,7 @@ class Agent:
 
     def _tick(self, now: float) -> None:
         if not self._is_leaving and now >= self._lease_end():
-            self._warn("no word from the coordinator for %.1f s: ending all tasks" % (now - self._heard_at))
+            self._say_ending("it heard nothing from the coordinator for %.1f s" % (now - self._heard_at))
             self._leave(self._gentle(), TERMINATED)
         if self._opening is not None and now >= self._opening.deadline:
             self._opening.expire()
@@ -189,13 +189,15 @@ class Agent:
             if self._guard_link.recv(64):
                 return
         self._selector.unregister(self._guard_link)
-        self._warn("the agent's guard died: ending all tasks")
+        self._say_ending("its guard died")
         grace_s = min(self._grace_s(), GUARD_LOST_GRACE_S)
         self._leave(ladder.gentle(grace_s, time.monotonic()), TERMINATED)
 
     def _on_signals(self) -> None:
         if int(signal.SIGTERM) in self._wakeup.read():
-            self._warn("the agent was asked to end (SIGTERM): ending all tasks")
+            by_user = self._share is not None and record.is_killed(self._share.folder)
+            why = "distrun kill asked for it" if by_user else "it got SIGTERM, as when that machine is shut down"
+            self._say_ending(why, by_user)
             self._leave(self._gentle(), TERMINATED)
 
     def _begin(self, header: Dict[str, Any]) -> None:
@@ -390,6 +392,11 @@ class Agent:
             },
             "time": time.time(),
         }
+
+    def _say_ending(self, reason: str, by_user: bool = False) -> None:
+        """Say that all tasks are ended here, unless the coordinator asked for it or was told before."""
+        if not self._is_leaving:
+            self._send("ending", reason=reason, by_user=by_user, time=time.time())
 
     def _warn(self, text: str) -> None:
         self._send("warning", text=text)

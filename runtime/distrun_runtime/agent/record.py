@@ -1,6 +1,6 @@
 """A job's private folder on one host: token, spool, and the record of what was started.
 
-    HOSTDIR/JOB/HOST/{token, agent.json, spool/}
+    HOSTDIR/JOB/HOST/{token, agent.json, spool/, killed}
 
 HOSTDIR is $XDG_RUNTIME_DIR/distrun or, without one, /tmp/distrun-UID: mode 0700, owned by the user, no link.
 HOST is there because several hosts of a job may be one machine (a test, containers that share /tmp).
@@ -25,6 +25,8 @@ from distrun_runtime.errors import ContractError
 VERSION = 1
 TOKEN = "token"
 RECORD = "agent.json"
+KILLED = "killed"
+"""File that says: `distrun kill` on this host ended the job."""
 ROOM_BYTES = 1024 * 1024
 ROOM_FILES = 16
 """What must be free where the folder is."""
@@ -167,6 +169,17 @@ def touch(folder: str) -> None:
     """Note that the agent is alive and was heard from, without writing the record again. Errors are no matter."""
     with contextlib.suppress(OSError):
         os.utime(os.path.join(folder, RECORD))
+
+
+def note_kill(folder: str) -> None:
+    """Note that `distrun kill` ends the job here, before its agent gets a signal. Errors are no matter."""
+    with contextlib.suppress(OSError):  # it is for a message only
+        write(os.path.join(folder, KILLED), b"")
+
+
+def is_killed(folder: str) -> bool:
+    """Return whether `note_kill` was called for this folder."""
+    return os.path.exists(os.path.join(folder, KILLED))
 
 
 def load(folder: str) -> Record:

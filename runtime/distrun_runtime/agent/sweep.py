@@ -47,6 +47,8 @@ def sweep(job: str, grace_s: Optional[float]) -> Report:
         grace_s = max((found.grace_s for found in records), default=Limits().grace_s)
     ended: Dict[Identity, str] = {}
     agents = [found.agent for found in records if process.is_alive(found.agent)]
+    for folder in folders:
+        record.note_kill(folder)
     for agent in agents:
         ended[agent] = process.command_of(agent.pid)
         _send(agent, signal.SIGTERM)

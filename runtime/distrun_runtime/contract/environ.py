@@ -252,6 +252,16 @@ TABLE: Tuple[Variable, ...] = (
         default=0,
     ),
     _row(
+        "DISTRUN_TRACEBACK",
+        "tuning",
+        READ,
+        "What a worker prints of the exception that ends its script. short: of the loss of a peer one line, else a"
+        " traceback without the frames of distrun_runtime; full: what Python prints (also with PS_VERBOSE=1 and"
+        " `distrun launch -vv`).",
+        choices=("short", "full"),
+        default="short",
+    ),
+    _row(
         "PS_RESEND",
         "tuning",
         READ,

@@ -173,8 +173,7 @@ class AgentWatch:
         if missing:
             self._say("the last lines of %s were lost with %s" % (verdict.listed(missing), event.host), WARNING)
         if live or (pending and not is_asked):
-            lease_s = self.plan.limits.lease_s if live else None
-            self._blame(verdict.host_lost(event.host, event.reason, event.time, lease_s))
+            self._blame(verdict.host_lost(event.host, event.reason, event.time))
         elif not host.was_ended:
             self._say("%s is gone (%s); all its tasks had ended" % (event.host, event.reason), WARNING)
         elif host.greeted and not host.cleared and self.roster.on_host(event.host):
@@ -187,6 +186,14 @@ class AgentWatch:
             text = "pid %d (%s) on %s" % (pid, command, event.host)
             if text not in self.roster.survivors:
                 self.roster.survivors.append(text)
+
+    def _on_agent_ending(self, event: events.AgentEnding) -> None:
+        host = self.roster.hosts[event.host]
+        if host.was_ended or self.phase not in UNDECIDED:
+            return
+        self._say("%s: its agent ends all tasks there: %s" % (host.name, event.reason), WARNING)
+        if event.by_user or any(not task.is_over for task in self.roster.on_host(event.host)):
+            self._blame(verdict.agent_ended(event.host, event.reason, event.by_user, event.time + host.skew_s))
 
     def _on_bye(self, event: events.Bye) -> None:
         host = self.roster.hosts[event.host]
@@ -201,16 +208,17 @@ class AgentWatch:
             silence = self._now - host.last_seen
             if not host.greeted or host.is_gone:
                 continue
+            if host.silence_s:
+                host.silence_s = max(host.silence_s, silence)
+            shown = verdict.seconds(silence)
             if silence >= limits.lost_s:
-                self._on_lost(events.AgentLost(host.name, "silent for %s s" % _short(silence), event.time - silence))
+                self._on_lost(events.AgentLost(host.name, "silent for %s s" % shown, event.time - silence))
             elif silence >= limits.suspect_s and not host.is_suspect:
                 host.is_suspect = True
+                if host.silence_s:
+                    continue  # the job is being stopped for it: that was said
                 text = "%s has been silent for %s s (suspect); it counts as lost after %g s"
-                self._say(text % (host.name, _short(silence), limits.lost_s), WARNING)
+                self._say(text % (host.name, shown, limits.lost_s), WARNING)
 
     def _wall_of(self, host: HostState) -> float:
         return max((task.ended or task.started or 0.0 for task in self.roster.on_host(host.name)), default=0.0)
-
-
-def _short(seconds: float) -> str:
-    return "%.0f" % seconds if seconds >= 1 else "%.1f" % seconds

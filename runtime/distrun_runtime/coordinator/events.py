@@ -163,6 +163,18 @@ class Warned:
 
 
 @dataclass(frozen=True)
+class AgentEnding:
+    """An agent ends all its tasks without being told to by us."""
+
+    host: str
+    reason: str
+    """Why, in words."""
+    time: float = 0.0
+    by_user: bool = False
+    """`distrun kill` on that host asked it to."""
+
+
+@dataclass(frozen=True)
 class Pong:
     """An agent answered a ping."""
 
@@ -221,6 +233,7 @@ Event = Union[
     Exited,
     Cleared,
     Warned,
+    AgentEnding,
     Pong,
     Bye,
     AgentLost,

@@ -73,6 +73,11 @@ def _ready(host: str, header: Mapping[str, Any], body: bytes, arrived: float) ->
     return events.AgentReady(host, str(header["address"]), ports, python)
 
 
+def _ending(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
+    time, by_user = float(header.get("time", arrived)), bool(header.get("by_user", False))
+    return events.AgentEnding(host, str(header["reason"]), time, by_user)
+
+
 def _settled(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
     return events.Settled(host, {str(name): str(text) for name, text in header.get("python", {}).items()})
 
@@ -101,6 +106,7 @@ _EVENTS: Dict[str, Callable[[str, Mapping[str, Any], bytes, float], events.Event
     "exited": _exited,
     "cleared": _cleared,
     "warning": lambda host, header, body, arrived: events.Warned(host, str(header["text"])),
+    "ending": _ending,
     "pong": lambda host, header, body, arrived: events.Pong(host, int(header.get("n", 0))),
     "refused": _refused,
     "need": lambda host, header, body, arrived: events.Needed(host, str(header["digest"])),

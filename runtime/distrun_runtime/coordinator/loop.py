@@ -279,6 +279,7 @@ _RECORDED = {
     events.Exited: "exited",
     events.Cleared: "cleared",
     events.Warned: "warning",
+    events.AgentEnding: "ending",
     events.Bye: "bye",
     events.AgentLost: "lost",
     events.Interrupt: "interrupt",

@@ -140,6 +140,8 @@ class Culprit:
     consequence: bool = False
     """It died of a lost peer; nothing else is known to have failed."""
     lost_peer: str = ""
+    missing: bool = False
+    """It did not fail; others lost it, or waited for it in vain."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The failure report: what failed first, where, how, its last lines, and what followed from it. Pure text.
+"""The failure report: what followed from the first failure, then that failure itself: where, how, its last lines.
 
 Of hosts that cannot be used it is a table: host, kind, what was found, what to type.
 """
@@ -13,6 +13,11 @@ from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator.outcome import Culprit, Outcome, Problem, TaskResult
 
 TAIL_LINES = 20
+"""Lines of a log that are shown, unless they end within a traceback."""
+READ_LINES = 100
+"""Lines from the end of a log among which its last traceback is looked for."""
+TRACEBACK_LINES = 60
+"""Lines of a traceback that are shown at most."""
 _LINE_LIMIT = 1000
 _NAME_LIMIT = 5
 _COLUMN = 40
@@ -31,6 +36,11 @@ _SIGNALS = {
     "XCPU": "it used up its CPU time (ulimit -t)",
 }
 _CODES = {126: "the command cannot be executed", 127: "the command was not found"}
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAINED = (
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
 _HOSTS = {ends.HOST_LOST: "was lost", ends.PREFLIGHT: "cannot be used", ends.SYNC: "did not get the files"}
 
 
@@ -39,12 +49,12 @@ def failure(outcome: Outcome, tail: Sequence[str] = (), log: str = "") -> str:
 
     Arguments:
         outcome: how the job ended. `outcome.message` is its one line for `distrun: error: ...`.
-        tail: the last lines of the culprit's log, as `JobFolder.tail(task, TAIL_LINES)` gives them.
+        tail: the last lines of the culprit's log, as `JobFolder.tail(task, READ_LINES)` gives them.
         log: path of that log.
     """
     if outcome.reason == ends.SUCCEEDED:
         return ""
-    lines: List[str] = []
+    lines: List[str] = _later(outcome)
     culprit = outcome.culprit
     if culprit is not None and culprit.task:
         lines.append("first failure: %s on %s: %s" % (culprit.task, culprit.host, _how(culprit)))
@@ -60,7 +70,6 @@ def failure(outcome: Outcome, tail: Sequence[str] = (), log: str = "") -> str:
         lines.append("first failure: %s %s" % (culprit.host or "a host", _HOSTS.get(outcome.reason, "did not start")))
         if "\n" in culprit.reason:
             lines += ["    | " + _cut(line) for line in culprit.reason.splitlines()[-TAIL_LINES:]]
-    lines += _later(outcome)
     if outcome.survivors:
         lines.append("may still run: %s" % ", ".join(outcome.survivors))
     if culprit is not None and culprit.task and outcome.job:
@@ -85,6 +94,8 @@ def _how(culprit: Culprit) -> str:
         text = "signal %s" % culprit.signal
     elif culprit.code == 0:
         text = "exit code 0, while workers still ran"
+    elif culprit.missing:
+        text = "it ran, but did not answer the other tasks"
     elif culprit.code is None:
         text = "it said that it fails"
     else:
@@ -96,9 +107,29 @@ def _how(culprit: Culprit) -> str:
 def _tail(tail: Sequence[str], log: str) -> List[str]:
     if not tail:
         return ["  It wrote nothing. Log: %s" % log] if log else []
-    last = tail[-TAIL_LINES:]
+    last = excerpt(tail)
     head = "  Its last line%s" % ("" if len(last) == 1 else "s")
     return [head + (" (all of them: %s):" % log if log else ":")] + ["    | " + _cut(line) for line in last]
+
+
+def excerpt(lines: Sequence[str]) -> List[str]:
+    """Return the last lines of a log: 20, or as many as its last traceback has, with what that came from.
+
+    No side effects.
+    """
+    first = len(lines)
+    for number in range(len(lines) - 1, -1, -1):
+        if lines[number].startswith(_TRACEBACK):
+            first = number
+            above = [line for line in lines[:number] if line.strip()][-1:]
+            if not above or above[0] not in _CHAINED:
+                break
+    shown = list(lines[min(first, max(0, len(lines) - TAIL_LINES)) :])
+    left_out = len(shown) - TRACEBACK_LINES
+    if left_out <= 0:
+        return shown
+    head = TRACEBACK_LINES - TAIL_LINES
+    return [*shown[:head], "[... %d lines]" % left_out, *shown[-TAIL_LINES:]]
 
 
 def _table(problems: Sequence[Problem]) -> List[str]:
@@ -148,7 +179,7 @@ def _later(outcome: Outcome) -> List[str]:
     named = ", ".join("%s (%s)" % (task.name, _short(task)) for task in failed[:_NAME_LIMIT])
     more = " and %d more" % (len(failed) - _NAME_LIMIT) if len(failed) > _NAME_LIMIT else ""
     what = "1 other task" if len(failed) == 1 else "%d other tasks" % len(failed)
-    return ["%s failed after it: %s%s" % (what, named, more)]
+    return ["%s failed later: %s%s" % (what, named, more)]
 
 
 def _short(task: TaskResult) -> str:

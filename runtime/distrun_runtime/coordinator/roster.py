@@ -16,6 +16,9 @@ SKEW_S = 1.0
 SKEW_LIMIT_S = 300.0
 """One that is off by more is none that can be relied on: files look older than they are, certificates expired."""
 
+LOST_WITH_HOST = "lost with its host"
+"""Reason of a task whose host was lost."""
+
 
 @dataclass
 class HostState:
@@ -29,6 +32,8 @@ class HostState:
     last_seen: float = 0.0
     """`now` of its last event."""
     is_suspect: bool = False
+    silence_s: float = 0.0
+    """For how long it was silent, at most, when tasks elsewhere had lost those on it; 0: nothing was lost so."""
     skew_s: float = 0.0
     """Added to its stamps."""
     told_to_stop: bool = False
@@ -81,7 +86,7 @@ class Roster:
         self.hosts[host].is_gone = True
         live = [task for task in self.on_host(host) if not task.is_over]
         for task in live:
-            self.change(task.name, state=state, ended=time, reason="lost with its host")
+            self.change(task.name, state=state, ended=time, reason=LOST_WITH_HOST)
             self.survivors.append("%s (pid %s) on %s" % (task.name, task.pid or "unknown", host))
         return bool(live)
 
@@ -98,6 +103,11 @@ class Roster:
             and not self.hosts[task.host].is_gone
             and references(task) <= self.facts.keys()
         ]
+
+    @property
+    def silent(self) -> Dict[str, float]:
+        """The hosts whose silence explains what tasks elsewhere lost, and how many seconds it lasted."""
+        return {host.name: host.silence_s for host in self.hosts.values() if host.silence_s}
 
     @property
     def all_started(self) -> bool:
@@ -132,6 +142,23 @@ class Roster:
                 what = "%s on %s" % (task.name, task.host)
                 texts.append("%s (which waits for %s)" % (what, ", ".join(needs)) if needs else what)
         return texts
+
+    def unfinished(self) -> List[str]:
+        """Return the workers that have not ended, or, when all have, the other tasks; a few words each."""
+        left = [task for task in self.tasks.values() if not task.is_over]
+        workers = [task for task in left if task.role == WORKER]
+        return ["%s on %s" % (task.name, task.host) for task in workers or left]
+
+    def settle(self) -> None:
+        """Bring every task that was spawned to its last state: the job is over, and nobody will hear of its end."""
+        for name in self.spawned:
+            task = self.tasks[name]
+            if task.is_over:
+                continue
+            if self.hosts[task.host].silence_s:
+                self.change(name, state=ends.FAILED, reason=LOST_WITH_HOST)
+            else:
+                self.change(name, state=ends.STOPPED, reason=task.reason or "its end was not reported")
 
     def expect(self, task: str, out: int, err: int) -> None:
         """Remember how much a task that was reaped had written."""

@@ -103,7 +103,7 @@ class Supervisor(AgentWatch):
             due.append(self._preflight.until)
         if self._early_until is not None:
             due.append(self._early_until)
-        if self._bereaved_at is not None:
+        if self._bereaved_at is not None and self._cause_until(self._bereaved_at) > self._now:
             due.append(self._cause_until(self._bereaved_at))
         return max(0.0, min(due) - self._now)
 
@@ -121,15 +121,19 @@ class Supervisor(AgentWatch):
             for name in ("address", "port"):
                 if name in event.values:
                     self.roster.facts["scheduler.%s" % name] = str(event.values[name])
-        if task.is_over or task.own_failure:
-            return  # what it loses on its way out is no cause of its end
+        if task.is_over or task.own_failure or task.lost_peer or event.stopped:
+            return  # what it says or loses on its way out is no cause of its end
+        time = event.time + self.roster.hosts[event.host].skew_s
         if event.values.get("lost_peer"):
             message = str(event.values.get("message", ""))
             self.roster.change(event.task, lost_peer=str(event.values["lost_peer"]), reason=message)
-        elif event.values.get("failed") and not task.lost_peer and not event.stopped:
+            self._inquest.hear_loss(event.task, time)
+        elif event.values.get("failed"):
             why = str(event.values["failed"])
             self.roster.change(event.task, own_failure=why, reason=why)
-            self._inquest.hear_failing(event.task, event.time + self.roster.hosts[event.host].skew_s)
+            self._inquest.hear_failing(event.task, time)
+        elif event.values.get("told"):
+            self.roster.change(event.task, reason="it was asked to end by %s, not by distrun" % event.values["told"])
 
     def _on_output(self, event: events.Output) -> None:
         self.roster.received(event)
@@ -158,7 +162,7 @@ class Supervisor(AgentWatch):
         if state == ends.FAILED:
             self._on_failure(task)
         elif state == ends.STOPPED and self.phase in (STARTING, RUNNING):
-            why = "its agent was told to stop, or heard nothing from us, and ended %s" % task.name
+            why = "its agent ended %s without being told to, and did not say why" % task.name
             self._blame(verdict.host_lost(event.host, why, task.ended or 0.0))
         elif state == ends.EXITED and task.role != WORKER and self.phase in (STARTING, RUNNING):
             self._inquest.background.append(verdict.ended_early(task))
@@ -171,16 +175,9 @@ class Supervisor(AgentWatch):
         if self.phase == DRAINING:
             self._say("%s on %s ended after the workers were done: %s" % (task.name, task.host, _how(task)), WARNING)
             return
-        if task.lost_peer:
-            silent_s = min(SILENT_S, self.plan.limits.suspect_s)
-            self._inquest.background += [
-                verdict.host_lost(host.name, "silent for %.0f s" % (self._now - host.last_seen), task.ended or 0.0)
-                for host in self.roster.hosts.values()
-                if host.greeted and not host.is_gone and self._now - host.last_seen > silent_s
-            ]
         cause = verdict.task_failed(task)
-        if task.lost_peer and not self._inquest.background and self.phase in (STARTING, RUNNING):
-            # Stopped now, the true culprit, still on its way out, would end by our signal.
+        if task.lost_peer and self.phase in (STARTING, RUNNING):
+            # Stopped now, the true culprit, still on its way out, would end by our signal. `_await_cause` goes on.
             self._inquest.hear(cause, self._now)
             if self._bereaved_at is None:
                 self._bereaved_at = self._now
@@ -196,10 +193,27 @@ class Supervisor(AgentWatch):
         """Stop the job for a consequence, when its cause is known or not to be expected any more."""
         if self._bereaved_at is None:
             return
-        if self._inquest.background or self.roster.all_over or self._now >= self._cause_until(self._bereaved_at):
-            cause = self._inquest.choose(self.roster.tasks)
-            if cause is not None:
-                self._end(cause, closing.ASK_ALL)
+        self._note_silence()
+        cause = self._inquest.choose(self.roster.tasks, self.roster.silent)
+        if cause is None:
+            return
+        is_known = cause.reason == ends.HOST_LOST or cause in self._inquest.background
+        is_late = self._now >= self._cause_until(self._bereaved_at) and not self._is_in_doubt(self._bereaved_at)
+        if is_known or self.roster.all_over or is_late:
+            self._end(cause, closing.ASK_ALL)
+
+    def _note_silence(self) -> None:
+        """Note which hosts have been silent for so long that they explain what tasks elsewhere lost."""
+        limit_s = min(SILENT_S, self.plan.limits.suspect_s)
+        for host in self.roster.hosts.values():
+            silence_s = self._now - host.last_seen
+            if host.greeted and not host.is_gone and silence_s >= limit_s:
+                host.silence_s = silence_s
+
+    def _is_in_doubt(self, since: float) -> bool:
+        """Whether a host that has tasks which others lost has not been heard since: it may be lost itself."""
+        hosts = {self.roster.tasks[name].host for name in self._inquest.roots(self.roster.tasks)}
+        return any(self.roster.hosts[name].last_seen < since and not self.roster.hosts[name].is_gone for name in hosts)
 
     # ------------------------------------------------------------------ ends
 
@@ -246,7 +260,9 @@ class Supervisor(AgentWatch):
         if self.phase not in UNDECIDED:
             return
         if limits.timeout_s is not None and passed >= limits.timeout_s:
-            self._blame(verdict.timed_out(limits.timeout_s, event.time))
+            is_running = self.phase == RUNNING
+            names = self.roster.unfinished() if is_running else self.roster.missing()
+            self._blame(verdict.timed_out(limits.timeout_s, event.time, names, is_running))
         elif self._early_until is not None and self._now >= self._early_until:
             self._blame(self._inquest.background[0])
         elif self.phase not in (*ASKING, STARTING):
@@ -264,6 +280,10 @@ class Supervisor(AgentWatch):
             self._settle()
             self._start_from = self._now
             self._comment_at = self._now + PATIENCE_S
+
+    def _outcome(self) -> ends.Outcome:
+        roster = self.roster
+        return self._inquest.outcome(self.plan.job, roster.tasks, roster.survivors, roster.silent)
 
     def _advance(self) -> None:
         roster = self.roster
@@ -287,7 +307,8 @@ class Supervisor(AgentWatch):
             self._actions += self._closing.advance(self._now)
             if self._closing.is_over:
                 self.phase = OVER
-                self._actions.append(Finish(self._inquest.outcome(self.plan.job, roster.tasks, roster.survivors)))
+                roster.settle()
+                self._actions.append(Finish(self._outcome()))
 
 
 def _how(task: ends.TaskResult) -> str:
@@ -308,6 +329,7 @@ _HANDLERS: Dict[type, Callable[[Supervisor, Any], None]] = {
     events.Exited: Supervisor._on_exited,
     events.Cleared: Supervisor._on_cleared,
     events.Warned: lambda supervisor, event: supervisor._say("%s: %s" % (event.host, event.text), WARNING),
+    events.AgentEnding: Supervisor._on_agent_ending,
     events.Bye: Supervisor._on_bye,
     events.AgentLost: Supervisor._on_lost,
     events.Interrupt: Supervisor._on_interrupt,

@@ -1,9 +1,14 @@
-"""Which of several misfortunes ended the job: the first in time, but no consequence beside a cause. Pure."""
+"""Failure analysis: decides which failure ended the job.
+
+The first failure in time counts, but never a consequence beside its cause. Where only consequences are known, the
+chain of who lost whom leads to the cause: a silent host, a server or scheduler that ended early, or a task that ran
+and did not answer. No side effects.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 from distrun_runtime.contract.plan import WORKER
@@ -34,6 +39,8 @@ class Cause:
     signal: Optional[str] = None
     detail: str = ""
     problems: Tuple[Problem, ...] = ()
+    is_missing: bool = False
+    """The task did not fail; others lost it, or waited for it in vain."""
 
     @property
     def is_failure(self) -> bool:
@@ -72,6 +79,8 @@ def task_failing(task: TaskResult, time: float) -> Cause:
 def ended_early(task: TaskResult) -> Cause:
     """Return the cause that a server or scheduler is which ended with 0 while workers went on."""
     text = "%s on %s ended before the workers did (it said 0; the job's exit code is 1)" % (task.name, task.host)
+    if task.reason and not task.lost_peer:
+        text += ": " + _one_line(task.reason)
     return _of_task(task, 1, text, "%s on %s ended before the workers did" % (task.name, task.host))
 
 
@@ -90,15 +99,49 @@ def _of_task(task: TaskResult, code: int, text: str, short: str) -> Cause:
     )
 
 
-def host_lost(host: str, why: str, time: float, lease_s: Optional[float] = None) -> Cause:
-    """Return the cause that a host is which can no longer be heard.
+def missing(task: TaskResult, consequence: Cause, why: str) -> Cause:
+    """Return the failure of a task that did not fail by itself, but was missing.
 
-    `lease_s`: tasks run there, perhaps, and its agent lets them go on for so long without a word from us.
+    Arguments:
+        task: what others lost or waited for. It still ran, or had ended with 0.
+        consequence: the first task that failed because of it; its exit code becomes the job's.
+        why: what that task, or another, said about the loss, and which one.
     """
+    where = "%s on %s" % (task.name, task.host)
+    if task.state == ends.EXITED:
+        text, code = "%s ended with 0 while others still needed it" % where, task.code
+    elif task.state in (ends.PENDING, ends.STARTING):
+        text, code = "%s had not started" % where, None
+    else:
+        text = "%s did not answer the other tasks, although it ran (frozen, or cut off from them?)" % where
+        code = None
+    short = "%s does not answer the other tasks" % where
+    cause = dataclasses.replace(_of_task(task, consequence.exit_code, text + ": " + _one_line(why), short))
+    return dataclasses.replace(cause, time=consequence.time, code=code, signal=None, detail=why, is_missing=True)
+
+
+def host_lost(host: str, why: str, time: float) -> Cause:
+    """Return the failure of a host that can no longer be heard."""
     text = "lost %s: %s" % (host, _one_line(why))
-    if lease_s is not None:
-        text += "; if that machine still runs, its own agent ends the tasks there within %g s" % lease_s
     return Cause(ends.HOST_LOST, ends.EXIT_HOST_LOST, time, text, "lost %s" % host, host=host, detail=why)
+
+
+def host_silent(host: str, silence_s: float, time: float) -> Cause:
+    """Return the failure of a host that has been silent for `silence_s` while tasks elsewhere lost those on it."""
+    cause = host_lost(host, "silent for %s s" % seconds(silence_s), time)
+    short = "%s has been silent for %s s, and tasks on other hosts lost those on it" % (host, seconds(silence_s))
+    return dataclasses.replace(cause, short=short)
+
+
+def agent_ended(host: str, why: str, by_user: bool, time: float) -> Cause:
+    """Return why a job ends whose agent on `host` began to end its tasks without being told by us.
+
+    `by_user`: `distrun kill -H` (or `--stale`) on that host asked it to.
+    """
+    if not by_user:
+        return host_lost(host, why, time)
+    text = "stopped by distrun kill on %s" % host
+    return Cause(ends.TERMINATED, ends.exit_code(None, "TERM"), time, text, text)
 
 
 def no_agent(host: str, why: str, time: float) -> Cause:
@@ -138,10 +181,16 @@ def start_too_slow(limit_s: float, missing: Sequence[str], time: float) -> Cause
     return Cause(ends.START_FAILED, ends.EXIT_START_FAILED, time, text, "the start took too long")
 
 
-def timed_out(limit_s: float, time: float) -> Cause:
-    """Return the cause that the whole job's time limit is."""
-    text = "the job was not done within %g s (--timeout)" % limit_s
-    return Cause(ends.TIMEOUT, ends.EXIT_TIMEOUT, time, text)
+def timed_out(limit_s: float, time: float, unfinished: Sequence[str], is_running: bool) -> Cause:
+    """Return the cause that the whole job's time limit is.
+
+    Arguments:
+        unfinished: what had not ended or, unless `is_running`, what had not started; a few words each.
+    """
+    short = "the job was not done within %g s (--timeout)" % limit_s
+    what = "had not ended" if is_running else "had not started"
+    text = "%s: %s %s" % (short, listed(unfinished), what) if unfinished else short
+    return Cause(ends.TIMEOUT, ends.EXIT_TIMEOUT, time, text, short)
 
 
 def interrupted(signal: str, time: float) -> Cause:
@@ -162,36 +211,92 @@ def workers_done(tasks: Iterable[TaskResult]) -> Optional[float]:
     return max((task.ended or 0.0 for task in workers), default=None)
 
 
-def choose(
-    causes: Sequence[Cause], tasks: Mapping[str, TaskResult], background: Sequence[Cause] = ()
-) -> Optional[Cause]:
+def root_of(name: str, tasks: Mapping[str, TaskResult], lost_at: Mapping[str, float]) -> str:
+    """Return where the chain of losses that begins at `name` ends: the task that itself lost nobody.
+
+    Where the chain runs in a circle, as with two tasks that lost each other, its first loss in time counts.
+
+    Arguments:
+        name: of a task that lost a peer.
+        tasks: each with the peer that it lost.
+        lost_at: when each of them said so, by its name; wall clock, seconds.
+    """
+    path: List[str] = []
+    while name in tasks and tasks[name].lost_peer:
+        if name in path:
+            circle = path[path.index(name) :]
+            first = min(circle, key=lambda each: lost_at.get(each, 0.0))
+            return tasks[first].lost_peer
+        path.append(name)
+        name = tasks[name].lost_peer
+    return name
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known beside the failures themselves."""
+
+    background: Sequence[Cause] = ()
+    """What is no failure by itself, but a better explanation than a consequence: a server that ended early with 0."""
+    lost_at: Mapping[str, float] = field(default_factory=dict)
+    """When tasks said that they lost a peer, by name; wall clock, seconds."""
+    silent: Mapping[str, float] = field(default_factory=dict)
+    """Hosts that were silent when consequences came, and for how many seconds at most."""
+
+
+def choose(causes: Sequence[Cause], tasks: Mapping[str, TaskResult], known: Evidence) -> Optional[Cause]:
     """Return what ended the job, or None: it succeeded.
 
-    The earliest by stamp. A task that died of a lost peer counts only when nothing else failed; then `background`
-    (a server that ended early with 0, a host that has been silent) is believed before it. What came after all
-    workers had ended with 0 changes nothing any more.
+    The earliest by stamp. A task that died of a lost peer counts only if nothing else failed; then what it lost is
+    followed to its cause. What came after all workers had ended with 0 changes nothing any more.
     """
     done = workers_done(tasks.values())
     if done is not None:
         causes = [cause for cause in causes if cause.time <= done]
     roots = [cause for cause in causes if not is_consequence(cause, tasks)]
     if not any(cause.is_failure for cause in roots):
-        consequences = [cause for cause in causes if is_consequence(cause, tasks)]
+        consequences = sorted((cause for cause in causes if is_consequence(cause, tasks)), key=_when)
         if consequences:
-            roots.append(min(background or consequences, key=_when))
+            roots.append(_explain(consequences, tasks, known))
     return min(roots, key=_when, default=None)
 
 
+def _explain(consequences: Sequence[Cause], tasks: Mapping[str, TaskResult], known: Evidence) -> Cause:
+    """Return what consequences, in the order of time, come from; the first of them if that is not known."""
+    first = consequences[0]
+    names = [root_of(cause.task, tasks, known.lost_at) for cause in consequences]
+    roots = [tasks[name] for name in names if name in tasks]
+    early = [cause for cause in known.background if not is_consequence(cause, tasks)]
+    hosts = [task.host for task in roots if task.host in known.silent]
+    if not hosts and early:
+        return min(early, key=_when)
+    if known.silent:
+        # Silence is a fact, whichever of its tasks was lost first.
+        host = (hosts or list(known.silent))[0]
+        return host_silent(host, known.silent[host], first.time)
+    if not roots:
+        return first
+    root = roots[0]
+    if root.state == ends.FAILED and not root.lost_peer:
+        return task_failed(root)  # it was told too late to count by itself
+    lost_it = [task for task in tasks.values() if task.lost_peer == root.name and task.reason]
+    witness = min(lost_it, key=lambda task: known.lost_at.get(task.name, 0.0), default=None)
+    if witness is None:
+        return missing(root, first, "%s on %s lost it" % (first.task, first.host))
+    return missing(root, first, "%s on %s says: %s" % (witness.name, witness.host, witness.reason))
+
+
 class Inquest:
-    """Collects what may have ended a job, until the verdict is due."""
+    """Collects what may have ended a job, and decides what did."""
 
     def __init__(self, verdict_s: float) -> None:
         self._verdict_s = verdict_s
         self._until: Optional[float] = None
         self._causes: List[Cause] = []
         self._said: Dict[str, float] = {}
+        self._lost_at: Dict[str, float] = {}
         self.background: List[Cause] = []
-        """What is no failure yet, but better believed than a consequence: see `choose`."""
+        """As in `Evidence`."""
 
     def hear(self, cause: Cause, now: float) -> None:
         """Add a cause, unless `close` was called and the time for reports of earlier stamp is over."""
@@ -203,6 +308,16 @@ class Inquest:
         """Note when a task said that it fails: that counts like its end, whatever becomes of it."""
         self._said.setdefault(task, time)
 
+    def hear_loss(self, task: str, time: float) -> None:
+        """Note when a task said that it lost a peer."""
+        self._lost_at.setdefault(task, time)
+
+    def roots(self, tasks: Mapping[str, TaskResult]) -> Sequence[str]:
+        """Return the tasks that are at the root of what failed tasks lost, as far as is known now."""
+        names = [cause.task for cause in self._causes if is_consequence(cause, tasks)]
+        found = dict.fromkeys(root_of(name, tasks, self._lost_at) for name in names)
+        return [name for name in found if name in tasks]
+
     def hear_recanted(self, task: TaskResult) -> None:
         """Note that a task which said that it fails ended with 0."""
         self.background.append(task_failing(task, self._said[task.name]))
@@ -212,24 +327,26 @@ class Inquest:
         if self._until is None:
             self._until = now + self._verdict_s
 
-    def choose(self, tasks: Mapping[str, TaskResult]) -> Optional[Cause]:
-        """Return what ended the job as far as is known now."""
+    def choose(self, tasks: Mapping[str, TaskResult], silent: Mapping[str, float]) -> Optional[Cause]:
+        """Return what ended the job as far as is known now. `silent`: as in `Evidence`."""
         told = {cause.task for cause in self._causes}
         failing = [
             task_failing(tasks[name], time)
             for name, time in self._said.items()
             if name not in told and tasks[name].state != ends.EXITED and workers_done(tasks.values()) is None
         ]
-        return choose(self._causes + failing, tasks, self.background)
+        return choose(self._causes + failing, tasks, Evidence(self.background, self._lost_at, silent))
 
-    def outcome(self, job: str, tasks: Mapping[str, TaskResult], survivors: Sequence[str]) -> Outcome:
-        """Return the verdict."""
-        return dataclasses.replace(outcome_of(self.choose(tasks), tasks, survivors), job=job)
+    def outcome(
+        self, job: str, tasks: Mapping[str, TaskResult], survivors: Sequence[str], silent: Mapping[str, float]
+    ) -> Outcome:
+        """Return how the job ended. `silent`: as in `Evidence`."""
+        return dataclasses.replace(outcome_of(self.choose(tasks, silent), tasks, survivors), job=job)
 
 
 def is_consequence(cause: Cause, tasks: Mapping[str, TaskResult]) -> bool:
     """Whether the cause is a task that said, before it died, that it lost a peer."""
-    return bool(cause.task) and bool(tasks[cause.task].lost_peer)
+    return bool(cause.task) and not cause.is_missing and bool(tasks[cause.task].lost_peer)
 
 
 def outcome_of(cause: Optional[Cause], tasks: Mapping[str, TaskResult], survivors: Sequence[str]) -> Outcome:
@@ -253,6 +370,7 @@ def outcome_of(cause: Optional[Cause], tasks: Mapping[str, TaskResult], survivor
             reason=cause.detail,
             consequence=consequence,
             lost_peer=peer,
+            missing=cause.is_missing,
         )
     return Outcome(cause.exit_code, cause.reason, text, culprit, results, tuple(survivors), problems=cause.problems)
 
@@ -261,6 +379,11 @@ def listed(names: Sequence[str]) -> str:
     """Return names with commas between them, and no more of them than a line should have."""
     more = " and %d more" % (len(names) - _NAMED) if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
+
+
+def seconds(time_s: float) -> str:
+    """Return a number of seconds as it is shown: whole ones, or tenths below 1."""
+    return "%.0f" % time_s if time_s >= 1 else "%.1f" % time_s
 
 
 def _one_line(text: str) -> str:

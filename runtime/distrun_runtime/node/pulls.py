@@ -145,19 +145,22 @@ class Pulls:
         return "waiting for %s, key %s, round %d" % (who or self._server(), name, slot.ordered + 1)
 
     def _refuse_hopeless(self, store: Store, pull: Pull) -> list[role.Action]:
-        reason = self._hopeless(store, pull) if self.gone else ""
-        return [*self._forget(store, pull), self._refuse(pull, reason, "PeerLost")] if reason else []
+        reason, who = self._hopeless(store, pull) if self.gone else ("", "")
+        if not reason:
+            return []
+        return [*self._forget(store, pull), role.Send(pull.link, refusal(pull.message, reason, "PeerLost", who=who))]
 
-    def _hopeless(self, store: Store, pull: Pull) -> str:
-        """Return why a pull will never be answered: it waits for a worker that is gone; empty: it may be."""
+    def _hopeless(self, store: Store, pull: Pull) -> tuple[str, str]:
+        """Return why a pull will never be answered, and the worker that is gone; empty texts: it may be."""
         for _, slot, turn in self._owed(store, pull):
             for rank in store.missing(slot, len(self._workers)) if store.is_sync and turn > slot.ordered else ():
                 if rank in self.gone:
-                    return (
+                    reason = (
                         "%s has ended (BYE) without pushing round %d of key %r;"
                         " a worker that runs out of data calls kv.join()"
                     ) % (self.gone[rank], slot.ordered + 1, store.names.get(slot.id.key))
-        return ""
+                    return reason, "worker-%d" % rank
+        return "", ""
 
     def _fail(self, store: Store, pull: Pull, failure: Failure) -> list[role.Action]:
         for entry in pull.message.entries:

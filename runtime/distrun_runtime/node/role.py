@@ -6,6 +6,7 @@ them. None of this touches a socket, a clock or an array.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Union
@@ -17,6 +18,14 @@ from distrun_runtime.net.message import Message
 Link = str
 
 SCHEDULER_LINK = "scheduler"
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, `SIGTERM`; its number where it has none. Pure."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "signal %d" % number
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,14 @@ class Roster:
         """Return all members for a ROSTER message."""
         return [asdict(member.who) for member in self.members.values()]
 
+    def missing(self) -> list[str]:
+        """Return the names of the nodes that have not registered; [] if a node has no rank yet: nobody knows then."""
+        if any(member.who.rank < 0 for member in self.members.values()):
+            return []
+        present = {member.who.name for member in self.members.values()}
+        every = ["%s-%d" % (role, rank) for role, count in self.expected.items() for rank in range(count)]
+        return [name for name in every if name not in present]
+
     def waiting_text(self) -> str:
         """Return who is missing, for people: `waiting for 1 of 2 workers: have worker-0@d1`."""
         parts = []

@@ -8,7 +8,7 @@ forget everything instead and waits for the workers of the job's next script, un
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from distrun_runtime.net.handshake import Identity
@@ -48,6 +48,8 @@ class Scheduler:
         """Workers of the job's next script, which came while others still run the present one."""
         self._is_clearing = False
         self._broken = ""
+        self._broken_by = ""
+        """Name of the node that was lost first."""
         self._finished = False
         self._denied: list[str] = []
         """Why others were turned away: the first few reasons."""
@@ -101,7 +103,9 @@ class Scheduler:
             return self._note_denied(event, now)
         if isinstance(event, role.Told):
             # Servers first: they would take our end for a death.
-            return [*self._stop_servers(0, "signal %d" % event.signal), *self._finish(0, "signal %d" % event.signal)]
+            name = role.signal_name(event.signal)
+            stops = self._stop_servers(0, "the scheduler was told to end by %s" % name, self.me.name)
+            return [role.Publish({"told": name}), *stops, *self._finish(0, "signal %d" % event.signal)]
         if isinstance(event, role.Heard):
             member = self._roster.members.get(event.link)
             return self._heard(member, event.message) if member is not None else []
@@ -115,10 +119,11 @@ class Scheduler:
             return []
         if self._deadline.is_due(now):
             reason = "registration ended after %g s, %s" % (self._config.start_timeout_s, self._roster.waiting_text())
-            return self._give_up("; turned away: ".join([reason, *self._denied[:1]]), self._denied[1:])
+            reason = "; ".join(["; turned away: ".join([reason, *self._denied[:1]]), *self._denied[1:]])
+            return self._give_up(reason, next(iter(self._roster.missing()), "job"))
         if self._foreign_deadline.is_due(now) and not self._roster.of_role("worker"):
             waited = "no worker has opened a store for %g s, and " % self._config.start_timeout_s
-            return self._give_up(waited + self._foreign)
+            return self._give_up(waited + self._foreign, "job")
         if self._report.is_due(now) and self._roster.of_role("worker"):
             return [role.Log("WARNING", self._roster.waiting_text())]
         return []
@@ -205,9 +210,11 @@ class Scheduler:
 
     def _lose(self, member: Member, reason: str) -> list[role.Action]:
         member.state = LOST
-        self._broken = self._broken or reason
+        # What is lost after the first is, most likely, its consequence.
+        level = "INFO" if self._broken else "ERROR"
+        self._broken, self._broken_by = self._broken or reason, self._broken_by or member.who.name
         return [
-            role.Log("ERROR", reason),
+            role.Log(level, reason),
             role.Publish({"lost_peer": member.who.name, "message": reason}),
             *self._tell_all(Kind.LOST, {"who": member.who.name, "host": member.who.host, "reason": reason}),
             *self._finish_when_done(),
@@ -233,8 +240,9 @@ class Scheduler:
         code, reason = (1, self._broken) if self._broken else (0, "all workers have ended")
         return [*self._stop_servers(code, reason), *self._finish(code, reason)]
 
-    def _stop_servers(self, code: int, reason: str) -> list[role.Action]:
-        stop = Message(Kind.STOP, body={"code": code, "reason": reason})
+    def _stop_servers(self, code: int, reason: str, who: str = "") -> list[role.Action]:
+        """Tell the servers to end. `who`: the node that is the reason, where that comes before the job's end."""
+        stop = Message(Kind.STOP, body={"code": code, "reason": reason, **({"who": who} if who else {})})
         return [role.Send(server.link, stop) for server in self._roster.alive("server")]
 
     def _begin_anew(self) -> list[role.Action]:
@@ -254,14 +262,11 @@ class Scheduler:
         # All of them may have come while the servers were still forgetting.
         return [*actions, *self._open_when_complete()]
 
-    def _give_up(self, reason: str, more: Sequence[str] = ()) -> list[role.Action]:
-        """Registration failed: tell those who are here, and end."""
-        reason = "; ".join([reason, *more])
-        return [
-            role.Publish({"failed": reason}),
-            *self._tell_all(Kind.LOST, {"reason": reason, "who": "job"}),
-            *self._finish(1, reason),
-        ]
+    def _give_up(self, reason: str, who: str) -> list[role.Action]:
+        """Registration failed because of `who`, or of the job as a whole: tell those who are here, and end."""
+        facts = {"failed": reason} if who == "job" else {"lost_peer": who, "message": reason}
+        lost = {"reason": reason, "who": who}
+        return [role.Publish(facts), *self._tell_all(Kind.LOST, lost), *self._finish(1, reason)]
 
     def _finish(self, code: int, reason: str) -> list[role.Action]:
         self._finished = True
@@ -285,7 +290,7 @@ class Scheduler:
         if member.who.role != "worker":
             return [role.Log("WARNING", "%s sent %s, which only workers send" % (member.who, message.kind.name))]
         if self._broken:
-            return [role.Send(call.link, refusal(message, self._broken, "PeerLost"))]
+            return [role.Send(call.link, refusal(message, self._broken, "PeerLost", who=self._broken_by))]
         if message.kind in (Kind.OPEN, Kind.KEYS, Kind.BARRIER, Kind.SAVE, Kind.LOAD):
             return self._assembly.gather(call)
         if message.kind is Kind.INIT:

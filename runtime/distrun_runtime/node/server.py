@@ -75,7 +75,8 @@ class Server:
         if isinstance(event, role.Broken):
             return self._broken(event)
         if isinstance(event, role.Told):
-            return self._leave("signal %d" % event.signal, now)
+            name = role.signal_name(event.signal)
+            return [role.Publish({"told": name}), *self._leave("signal %d" % event.signal, now)]
         if isinstance(event, role.Done):
             return self._done(event)
         if isinstance(event, role.Heard):
@@ -153,7 +154,7 @@ class Server:
         if message.kind is Kind.LOST:
             reason = str(message.body["reason"])
             told = role.Publish({"lost_peer": message.body["who"], "message": reason})
-            if message.body["who"] == "job":
+            if not self._nodes:
                 return [told, role.Finish(1, reason)]  # registration failed; the reason says who was missing
             self._rounds.forget()
             return [told, *self._pulls.drop_all(self._stores, reason, str(message.body["who"]))]
@@ -166,7 +167,9 @@ class Server:
             return [*forgotten, role.Work(work.Clear()), role.Send(role.SCHEDULER_LINK, answer(message))]
         if message.kind is Kind.STOP:
             self._is_stopping = True
-            return [role.Finish(int(message.body.get("code", 0)), str(message.body.get("reason", "")))]
+            who, reason = str(message.body.get("who", "")), str(message.body.get("reason", ""))
+            early = [role.Publish({"lost_peer": who, "message": reason})] if who else []
+            return [*early, role.Finish(int(message.body.get("code", 0)), reason)]
         return []
 
     def _leave(self, reason: str, now: float) -> list[role.Action]:

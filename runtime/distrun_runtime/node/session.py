@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import cast
 
-from distrun_runtime.errors import PeerLost, RuntimeFault, StoreClosed
+from distrun_runtime.errors import RuntimeFault, StoreClosed
 from distrun_runtime.net.message import Message
 from distrun_runtime.net.transport import ZmqTransport
+from distrun_runtime.node import crash
 from distrun_runtime.node.config import Config
 from distrun_runtime.node.pending import Pending, when_done
 from distrun_runtime.node.postoffice import Postoffice
@@ -157,7 +156,7 @@ class Session:
         """The script failed: the end will be an ABORT that names `error`."""
         if self._crash is None:
             # Now, not at the end: the others hear of our ABORT and may be gone before we are.
-            publish(_meaning(error))
+            publish(crash.meaning(error))
         self._crash = self._crash or error
 
     def end(self) -> BaseException | None:
@@ -250,15 +249,13 @@ def _watch() -> None:
     if _process.is_watched:
         return
     _process.is_watched = True
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        if _process.session is not None:
-            _process.session.note_crash(error)
-        before(kind, error, where)
-
-    sys.excepthook = hook
     atexit.register(_end_process)
+    crash.watch(_note_crash)
+
+
+def _note_crash(error: BaseException) -> None:
+    if _process.session is not None:
+        _process.session.note_crash(error)
 
 
 def _end_process() -> None:
@@ -267,25 +264,8 @@ def _end_process() -> None:
     A push that failed and that nobody waited for makes the exit code 1: the script ended as if all were well, and an
     exit handler has no gentler way to say otherwise.
     """
+    crash.catch_up()
     if _process.session is not None and _process.session.end() is not None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-
-
-def _meaning(error: BaseException) -> dict[str, str]:
-    """Return what an exception that ends the script means to whoever looks for the culprit. Pure.
-
-    One that comes of a lost peer is a consequence; a Ctrl-C is nobody's fault.
-    """
-    chain: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in chain:
-        if isinstance(cause, PeerLost):
-            lost = re.search(r"\b(?:worker|server)-\d+|\bscheduler\b", str(cause))
-            return {"lost_peer": lost.group() if lost else "a peer", "message": str(cause)}
-        if isinstance(cause, (KeyboardInterrupt, SystemExit)):
-            return {}
-        chain.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    return {"failed": "%s: %s" % (type(error).__name__, error)}

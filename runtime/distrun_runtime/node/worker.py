@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from distrun_runtime.errors import KVError, PeerLost, Refused, RuleError, RuntimeFault, TimedOut
+from distrun_runtime.errors import KVError, PeerLost, Refused, RuleError, RuntimeFault, TimedOut, because_of
 from distrun_runtime.net.handshake import Identity
 from distrun_runtime.net.message import Kind, Message
 from distrun_runtime.node import role
@@ -110,11 +110,11 @@ class Worker:
             return [role.Log("WARNING", "waiting for the scheduler at %s" % self._root)] if is_late else []
         if role.SCHEDULER_LINK not in self._welcomes:
             text = "no scheduler answered at %s for %g s: is it running, and reachable from host %s?"
-            return self._fail(TimedOut(text % (self._root, self._config.start_timeout_s, self.me.host)))
-        absent = [self._name("server-%d" % server.rank) for server in self.servers]
-        absent = [name for name in absent if name.partition("@")[0] not in self._welcomes]
-        text = "%s waited for %s" % (self.me.name, ", ".join(absent) or "the other nodes to register")
-        return self._fail(TimedOut(text))
+            return self._miss("scheduler", text % (self._root, self._config.start_timeout_s, self.me.host))
+        absent = [server.name for server in self.servers if server.name not in self._welcomes]
+        names = ", ".join(self._name(name) for name in absent)
+        text = "%s waited for %s" % (self.me.name, names or "the other nodes to register")
+        return self._miss(absent[0] if absent else "", text)
 
     # Registration
 
@@ -219,7 +219,14 @@ class Worker:
         if self._lost is not None:
             return []
         told = role.Publish({"lost_peer": who, "message": reason})
-        return [told, role.Log("ERROR", reason), *self._fail(PeerLost(reason))]
+        # Under an agent the error that ends the script says it, in one line.
+        level = "INFO" if self._config.stays else "ERROR"
+        return [told, role.Log(level, reason), *self._fail(because_of(PeerLost(reason), who))]
+
+    def _miss(self, who: str, reason: str) -> list[role.Action]:
+        """Give up on a node that did not come."""
+        told = [role.Publish({"lost_peer": who, "message": reason})] if who else []
+        return [*told, *self._fail(because_of(TimedOut(reason), who))]
 
     def _fail(self, error: RuntimeFault) -> list[role.Action]:
         return [*self.fail(error)]
@@ -253,9 +260,9 @@ def _error(pending: Pending, message: Message) -> RuntimeFault:
     if name == "RuleError":
         return RuleError(reason, str(message.body.get("traceback", "")))
     if name == "PeerLost":
-        return PeerLost(reason)
+        return because_of(PeerLost(reason), str(message.body.get("who", "")))
     return KVError(reason)
 
 
 def _about(error: RuntimeFault, pending: Pending) -> RuntimeFault:
-    return type(error)("%s: %s" % (pending.what, error))
+    return because_of(type(error)("%s: %s" % (pending.what, error)), error.lost_peer)

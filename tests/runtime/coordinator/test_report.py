@@ -17,11 +17,11 @@ def test_the_report_names_task_host_code_last_lines_log_and_what_followed() -> N
     outcome = Outcome(3, "task_failed", "worker-1 on d2 failed with exit code 3", Culprit("worker-1", "d2", 3), tasks)
     text = report.failure(outcome, ["Traceback", "ValueError: no"], "/jobs/x/logs/worker-1.log")
     assert text.splitlines() == [
+        "1 other task failed later: worker-0 (lost worker-1)",
         "first failure: worker-1 on d2: exit code 3",
         "  Its last lines (all of them: /jobs/x/logs/worker-1.log):",
         "    | Traceback",
         "    | ValueError: no",
-        "1 other task failed after it: worker-0 (lost worker-1)",
     ]
 
 
@@ -32,6 +32,44 @@ def test_only_20_lines_are_shown_and_long_ones_are_cut() -> None:
     assert "    | 9\n" not in text
     assert text.endswith("x [...]")
     assert len(text) < 2000
+
+
+def traceback_of(depth: int, error: str) -> list[str]:
+    frames = [line for number in range(depth) for line in ('  File "t.py", line %d, in f' % number, "    f()")]
+    return ["Traceback (most recent call last):", *frames, error]
+
+
+def test_a_traceback_at_the_end_of_a_log_is_shown_from_its_first_line() -> None:
+    lines = ["step %d" % number for number in range(50)] + traceback_of(15, "ValueError: my bug")
+    assert report.excerpt(lines) == lines[50:]
+
+
+def test_a_traceback_is_shown_with_the_one_that_it_came_from() -> None:
+    joint = ["", "The above exception was the direct cause of the following exception:", ""]
+    lines = ["step", *traceback_of(12, "KeyError: 'w'"), *joint, *traceback_of(8, "ValueError: my bug")]
+    assert report.excerpt(lines) == lines[1:]
+
+
+def test_of_a_long_traceback_the_beginning_and_the_end_are_shown() -> None:
+    lines = traceback_of(45, "ValueError: my bug")
+    shown = report.excerpt(lines)
+    assert len(shown) == report.TRACEBACK_LINES + 1
+    assert shown[:40] == lines[:40]
+    assert shown[40:] == ["[... 32 lines]", *lines[-20:]]
+
+
+def test_lines_after_a_traceback_are_shown_too() -> None:
+    lines = [*traceback_of(2, "ValueError: my bug"), *("after %d" % number for number in range(3))]
+    assert report.excerpt(["before"] * 9 + lines) == ["before"] * 9 + lines
+    assert report.excerpt(["before"] * 30 + lines) == ["before"] * 11 + lines
+
+
+def test_a_task_that_was_missing_is_named_with_what_was_said_about_it() -> None:
+    culprit = Culprit("worker-1", "d2", reason="registration ended after 8 s", missing=True)
+    assert report.failure(Outcome(1, "task_failed", "", culprit)).splitlines() == [
+        "first failure: worker-1 on d2: it ran, but did not answer the other tasks",
+        "  registration ended after 8 s",
+    ]
 
 
 def test_a_signal_is_explained() -> None:
@@ -92,5 +130,5 @@ def test_the_report_ends_with_the_command_that_shows_the_culprits_log() -> None:
 def test_many_later_failures_are_summed_up() -> None:
     tasks = tuple(TaskResult("worker-%d" % rank, "worker", rank, "d1", "failed", code=1) for rank in range(9))
     text = report.failure(Outcome(1, "task_failed", "", Culprit("worker-0", "d1", 1), tasks))
-    assert text.splitlines()[-1].startswith("8 other tasks failed after it: worker-1 (exit code 1)")
-    assert text.endswith("and 3 more")
+    assert text.splitlines()[0].startswith("8 other tasks failed later: worker-1 (exit code 1)")
+    assert text.splitlines()[0].endswith("and 3 more")

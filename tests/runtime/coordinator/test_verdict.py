@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from history import WALL, History
 from sample_plan import sample_plan
 
 from distrun_runtime.coordinator.actions import StopTasks
+
+MISSING = "%s did not answer the other tasks, although it ran (frozen, or cut off from them?): "
 
 
 def running(workers: int = 2, **more: bool) -> History:
@@ -34,16 +38,17 @@ def test_a_consequence_that_stays_alone_stops_the_job_after_a_second_and_says_wh
     history = running().loses("worker-0", "worker-1")
     assert history.supervisor.wake_s() <= 1.0
     history.beat_to(6)
-    assert "worker-0 on d1: exit code 1 (it lost worker-1); stopping the job" in history.said()
+    assert "worker-1 on d1 does not answer the other tasks; stopping the job" in history.said()
     outcome = history.end()
     assert outcome.exit_code == 1
-    assert outcome.message.startswith("worker-0 on d1 ended with code 1 after it lost worker-1")
-    assert "could not run" not in outcome.message
+    assert outcome.message == MISSING % "worker-1 on d1" + "worker-0 on d1 says: worker-1 is lost"
 
 
 def test_a_consequence_that_a_signal_ended_says_so() -> None:
-    history = running().publish("worker-0", lost_peer="server-0").killed("worker-0", "ABRT")
-    assert "was ended by signal ABRT after it lost server-0" in history.end().message
+    history = running().publish("worker-0", lost_peer="a peer").killed("worker-0", "ABRT")
+    assert "was ended by signal ABRT after it lost a peer" in history.end().message
+    named = running().publish("worker-0", lost_peer="server-0").killed("worker-0", "ABRT").end()
+    assert (named.exit_code, named.culprit and named.culprit.task) == (134, "server-0")
 
 
 def test_who_said_that_it_fails_has_5_seconds_to_end() -> None:
@@ -84,7 +89,7 @@ def test_the_word_may_come_after_the_stop_if_no_signal_had_reached_the_task() ->
 def test_what_a_task_says_once_we_have_signalled_it_is_no_failure_of_its_own() -> None:
     history = running(obedient=False).loses("worker-0", "server-0").beat_to(6)
     history.fails("worker-1", "SystemExit", stopped=True).exited("worker-1", 1, stopped=True)
-    assert culprit(history) == "worker-0"
+    assert culprit(history) == "server-0"
 
 
 def test_the_exit_first_and_the_consequence_later_stop_at_once() -> None:
@@ -188,3 +193,98 @@ def test_the_stamp_of_the_word_is_corrected_for_the_clock_of_its_host() -> None:
 def test_workers_are_stopped_first_then_servers_then_the_scheduler() -> None:
     history = running().exited("worker-0", 1)
     assert history.stops()[0][0] == ("worker-0", "worker-1", "server-0", "scheduler")
+
+
+# ---------------------------------------------------------------------- who was lost first
+
+
+def on_hosts(*names: str, **limits: float) -> History:
+    """Scheduler and server-0 on the first host, worker N on host N."""
+    return History(sample_plan(workers=len(names), hosts=names, **limits), obedient=False).start().beat_to(5)
+
+
+def test_a_healthy_server_that_lost_the_scheduler_is_not_named_but_the_scheduler() -> None:
+    history = on_hosts("d1", "d2").loses("server-0", "scheduler").loses("worker-1", "server-0").beat_to(8)
+    outcome = history.end()
+    assert outcome.culprit is not None
+    assert (outcome.culprit.task, outcome.culprit.host, outcome.culprit.missing) == ("scheduler", "d1", True)
+    assert (outcome.culprit.code, outcome.culprit.signal, outcome.exit_code) == (None, None, 1)
+    assert outcome.message == MISSING % "scheduler on d1" + "server-0 on d1 says: scheduler is lost"
+
+
+@pytest.mark.parametrize("frozen_s", [2.0, 5.0, 9.0, 20.0])
+def test_tasks_that_were_lost_on_a_silent_host_are_explained_by_it_however_early_that_is_noticed(
+    frozen_s: float,
+) -> None:
+    """With a short heartbeat tasks give up on their peers long before a host is suspect."""
+    plan = sample_plan(workers=2, hosts=("d1", "d2"))
+    history = History(plan, obedient=False).start().beat_to(5).beat_to(5 + frozen_s, "d2")
+    history.loses("worker-1", "server-0").beat_to(100, "d2")
+    outcome = history.end()
+    assert (outcome.exit_code, outcome.reason) == (7, "host_lost")
+    assert outcome.culprit is not None
+    assert (outcome.culprit.task, outcome.culprit.host) == ("", "d1")
+
+
+def test_a_host_that_answers_after_all_explains_nothing() -> None:
+    history = on_hosts("d1", "d2").beat_to(11, "d2").loses("worker-1", "server-0").beat_to(12.5, "d2")
+    assert history.did(StopTasks) == []
+    history.beat_to(14)
+    assert culprit(history) == "server-0"
+
+
+def test_the_silence_that_is_told_at_the_end_is_the_longest() -> None:
+    history = on_hosts("d1", "d2").beat_to(15, "d2").loses("worker-1", "server-0").beat_to(60, "d2")
+    outcome = history.end()
+    told = [int(seconds) for seconds in re.findall(r"silent for (\d+) s", history.said() + outcome.message)]
+    assert told == sorted(told)
+    assert outcome.message == "lost d1: silent for %d s" % told[-1]
+    assert "it counts as lost" not in history.said()
+    assert {task.state for task in outcome.tasks if task.host == "d1"} == {"failed"}
+
+
+def test_two_tasks_that_lost_each_other_are_told_apart_by_who_was_lost_first() -> None:
+    history = on_hosts("d1", "d2").publish("worker-0", lost_peer="worker-1", message="silent for 10 s").beat_to(6)
+    history.loses("worker-1", "worker-0").exited("worker-0", 1).beat_to(9)
+    assert culprit(history) == "worker-1"
+
+
+def test_a_server_that_the_scheduler_stopped_before_the_end_is_a_consequence_of_the_scheduler() -> None:
+    history = on_hosts("d1", "d2").publish("scheduler", told="SIGTERM").loses("server-0", "scheduler", 0)
+    history.exited("scheduler", 0).loses("worker-1", "server-0").loses("worker-0", "scheduler")
+    outcome = history.end()
+    assert outcome.culprit is not None
+    assert (outcome.culprit.task, outcome.culprit.missing) == ("scheduler", False)
+    assert outcome.message.startswith("scheduler on d1 ended before the workers did")
+    assert outcome.message.endswith("it was asked to end by SIGTERM, not by distrun")
+
+
+def test_a_worker_that_ended_with_0_while_others_waited_for_it_is_named() -> None:
+    history = on_hosts("d1", "d2").exited("worker-1", 0)
+    history.publish("worker-0", lost_peer="worker-1", message="worker-1@d2 has ended (BYE) without pushing round 3")
+    outcome = history.exited("worker-0", 1).beat_to(9).end()
+    assert outcome.culprit is not None
+    assert (outcome.culprit.task, outcome.culprit.code, outcome.exit_code) == ("worker-1", 0, 1)
+    assert outcome.message.startswith("worker-1 on d2 ended with 0 while others still needed it: worker-0 on d1 says")
+
+
+def test_a_task_whose_failure_is_told_much_later_is_named_all_the_same() -> None:
+    history = on_hosts("d1", "d2").loses("worker-0", "worker-1").beat_to(9).exited("worker-1", 9)
+    outcome = history.end()
+    assert (outcome.exit_code, outcome.culprit and outcome.culprit.task) == (9, "worker-1")
+
+
+def test_no_task_is_left_running_in_the_outcome_of_a_job() -> None:
+    history = on_hosts("d1", "d2").beat_to(6, "d1").exited("worker-0", 3).beat_to(100, "d1")
+    assert {task.name: task.state for task in history.end().tasks} == {
+        "scheduler": "stopped",
+        "server-0": "stopped",
+        "worker-0": "failed",
+        "worker-1": "stopped",
+    }
+
+
+def test_a_loss_is_waited_out_without_asking_all_the_time() -> None:
+    history = on_hosts("d1", "d2").beat_to(7, "d2").loses("worker-1", "server-0").beat_to(9, "d2")
+    assert history.did(StopTasks) == []
+    assert history.supervisor.wake_s() >= 0.1

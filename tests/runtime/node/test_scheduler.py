@@ -150,7 +150,26 @@ def test_the_deadline_runs_from_the_first_workers_hello() -> None:
     assert to(actions) == [("s0", "LOST"), ("w0", "LOST")]
     assert set(reasons(actions).values()) == {reason}
     assert finish(actions) == role.Finish(1, reason)
+    assert role.Publish({"lost_peer": "worker-1", "message": reason}) in actions
+    assert {sent.body["who"] for _, sent in sends(actions)} == {"worker-1"}
     assert job.tick(1021) == []
+
+
+def test_who_did_not_register_is_not_named_where_ranks_are_not_known_yet() -> None:
+    job = Job(is_open=False, start_timeout_s=20)
+    job.register("w0", "worker", -1)
+    actions = job.tick(20)
+    assert [action for action in actions if isinstance(action, role.Publish)] == []
+    assert {sent.body["who"] for _, sent in sends(actions)} == {"job"}
+
+
+def test_only_the_first_loss_is_an_error_in_the_log() -> None:
+    job = Job(3)
+    levels = [
+        [action.level for action in job.scheduler.handle(role.Broken(link, "gone"), 1) if isinstance(action, role.Log)]
+        for link in ("w1", "w2")
+    ]
+    assert levels == [["ERROR"], ["INFO"]]
 
 
 def test_the_deadline_starts_anew_when_the_only_worker_went_away() -> None:
@@ -426,7 +445,7 @@ def test_after_a_loss_calls_are_refused_and_nobody_may_join() -> None:
     job = Job()
     job.scheduler.handle(role.Broken("s0", "gone"), 1)
     [(_, sent)] = sends(job.hear("w0", Kind.BARRIER, number=1))
-    assert sent.body == {"reason": "server-0@d1 (pid 1) is lost: gone", "error": "PeerLost"}
+    assert sent.body == {"reason": "server-0@d1 (pid 1) is lost: gone", "error": "PeerLost", "who": "server-0"}
     assert job.scheduler.admit(node("worker", 0)) == "the job is ending: server-0@d1 (pid 1) is lost: gone"
 
 
@@ -533,7 +552,9 @@ def test_a_barrier_that_takes_long_is_told_whom_it_waits_for() -> None:
 
 def test_a_signal_stops_the_servers_before_the_scheduler_goes() -> None:
     """They would take its end for a death."""
-    *stops, finish = Job().scheduler.handle(role.Told(15), 1)
+    told, *stops, finish = Job().scheduler.handle(role.Told(15), 1)
+    assert told == role.Publish({"told": "SIGTERM"})
     assert [(each.message.kind, each.message.body["code"]) for each in stops] == [(Kind.STOP, 0)] * len(stops)
     assert stops
+    assert {each.message.body["who"] for each in stops} == {"scheduler"}
     assert finish == role.Finish(0, "signal 15")

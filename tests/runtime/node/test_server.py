@@ -476,10 +476,13 @@ def test_a_stop_that_lets_it_stay_makes_it_forget_everything() -> None:
     assert kinds(rig.init()) == [("w0", "INIT")]
 
 
+TOLD = role.Publish({"told": "SIGTERM"})
+
+
 def test_a_signal_ends_it_well() -> None:
     """It says BYE, so that nobody takes its end for a death, and ends when that has arrived."""
     server = Rig().server
-    assert server.handle(role.Told(15), 1) == [role.Send(role.SCHEDULER_LINK, Message(Kind.BYE))]
+    assert server.handle(role.Told(15), 1) == [TOLD, role.Send(role.SCHEDULER_LINK, Message(Kind.BYE))]
     answered = role.Heard(role.SCHEDULER_LINK, Message(Kind.BYE, Flag.REPLY))
     assert server.handle(answered, 1) == [role.Finish(0, "told to stop")]
 
@@ -500,10 +503,10 @@ def test_a_server_that_is_told_to_stop_waits_two_seconds_for_a_frozen_scheduler(
 def test_a_second_signal_ends_a_server_at_once() -> None:
     server = Rig().server
     server.handle(role.Told(15), 1)
-    assert server.handle(role.Told(15), 1) == [role.Finish(0, "signal 15")]
+    assert server.handle(role.Told(15), 1) == [TOLD, role.Finish(0, "signal 15")]
 
 
 def test_a_server_that_has_not_registered_ends_at_once_when_it_is_told_to() -> None:
     server = Server(config("server"), "tcp://127.0.0.1:7")
     server.start(0)
-    assert server.handle(role.Told(15), 1) == [role.Finish(0, "signal 15")]
+    assert server.handle(role.Told(15), 1) == [TOLD, role.Finish(0, "signal 15")]

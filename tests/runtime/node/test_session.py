@@ -8,7 +8,7 @@ import os
 import pytest
 from cluster import Cluster, config
 
-from distrun_runtime.errors import KVError, PeerLost, TimedOut
+from distrun_runtime.errors import KVError, PeerLost, TimedOut, because_of
 from distrun_runtime.net.inproc import InprocNetwork
 from distrun_runtime.node.session import Session
 
@@ -27,9 +27,11 @@ def chained(cause: BaseException) -> BaseException:
     ("error", "said"),
     [
         (ValueError("my bug"), [{"failed": "ValueError: my bug"}]),
-        (PeerLost("pull of key 'w': worker-1@d1 (pid 7) failed: ValueError: x"), ["worker-1"]),
-        (PeerLost("the scheduler at tcp://10.0.0.1:9 is lost"), ["scheduler"]),
-        (chained(PeerLost("push: server-12@d2 is lost")), ["server-12"]),
+        (because_of(PeerLost("pull: worker-1@d1 failed"), "worker-1"), ["worker-1"]),
+        (because_of(PeerLost("have worker-0@d1, worker-2@d2; waiting for 1 of 3"), "worker-1"), ["worker-1"]),
+        (chained(because_of(PeerLost("push: server-12@d2 is lost"), "server-12")), ["server-12"]),
+        (because_of(TimedOut("no scheduler answered for 120 s"), "scheduler"), ["scheduler"]),
+        (PeerLost("somebody is gone"), ["a peer"]),
         (chained(KeyboardInterrupt()), []),
         (TimedOut("pull: no answer"), [{"failed": "TimedOut: pull: no answer"}]),
     ],
