@@ -11,11 +11,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distrun import archive, backends, ship
 from distrun.backends.base import Backend, Rendered, Swept
@@ -26,19 +26,25 @@ from distrun.placement import hosts_of, place
 from distrun.plan import Site, check_ports, make_plan
 from distrun_runtime.contract import process
 from distrun_runtime.contract.folder import identity
-from distrun_runtime.contract.plan import SERVER, Plan, Runtime, Secrets, Sync
+from distrun_runtime.contract.plan import SERVER, Limits, Plan, Runtime, Secrets, Sync
 from distrun_runtime.coordinator import loop
+from distrun_runtime.coordinator.jobfolder import DAMAGED
 from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
-from distrun_runtime.coordinator.outcome import EXIT_INTERNAL, INTERNAL, INTERRUPTED, Outcome, TaskResult
+from distrun_runtime.coordinator.outcome import EXIT_INTERNAL, HOST_LOST, INTERNAL, INTERRUPTED, Outcome, TaskResult
 from distrun_runtime.coordinator.sink import Sink
+from distrun_runtime.coordinator.verdict import listed
+from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
     from distrun.sync import Copier, Rules, Tree
+    from distrun_runtime.coordinator.channel import Channel
 
 DRY_RUN_ID = "dry-run"
 OVER = ("succeeded", "failed", "killed")
 """States that a job does not leave."""
 POLL_S = 0.05
+SHOWN = 60
+"""Characters of a process that was ended which are shown."""
 RELEASE_S = 3.0
 """How long, past the grace time, the end of agents on this machine is waited for. They need milliseconds, unless one
 was killed: then its guard ends the tasks first."""
@@ -168,7 +174,7 @@ def launch(ready: Prepared, folder: JobFolder, sink: Sink, verbosity: int = 0) -
     except BaseException as err:
         _note_fault(ready, folder, err)
         raise
-    swept_too = with_swept(outcome, swept)
+    swept_too = with_swept(outcome, swept, ready.plan.limits.lease_s)
     if swept_too != outcome:
         with contextlib.suppress(OSError):  # the loop has said that its folder cannot be written
             folder.finish(swept_too)
@@ -176,7 +182,7 @@ def launch(ready: Prepared, folder: JobFolder, sink: Sink, verbosity: int = 0) -
 
 
 def _run(ready: Prepared, folder: JobFolder, sink: Sink, verbosity: int) -> tuple[Outcome, Mapping[str, Swept]]:
-    channels = ready.backend.connect(ready.plan.hosts)
+    channels = ready.backend.connect(ready.plan.hosts, ready.plan.job)
     copier = _copier(ready, sink)
     try:
         outcome = loop.run(
@@ -192,8 +198,33 @@ def _run(ready: Prepared, folder: JobFolder, sink: Sink, verbosity: int) -> tupl
     finally:
         if copier:
             copier.cancel()
-        swept = ready.backend.release(ready.plan, channels, ready.plan.limits.grace_s + RELEASE_S)
+        swept = _clear_up(ready, channels, sink)
     return outcome, swept
+
+
+def _clear_up(ready: Prepared, channels: Sequence[Channel], sink: Sink) -> Mapping[str, Swept]:
+    """Wait for the ends of agents and guards; end what is left on hosts where that is not known. Ctrl-C ends it."""
+    plan = ready.plan
+    left: tuple[str, ...] = ()
+    try:
+        left = ready.backend.release(channels, plan.limits.grace_s + RELEASE_S)
+        if not left:
+            return {}
+        sink.say("ending what may be left on %s" % listed(left), "info")
+        swept = ready.backend.sweep(plan, plan.limits.grace_s, left)
+    except KeyboardInterrupt:
+        swept = {host: Swept(problem="interrupted") for host in left}
+    for host, each in swept.items():
+        for line in each.told_problem + each.told_left:
+            sink.say("%s: %s" % (host, line), "warning")
+        if not each.problem:
+            ended = "ended %s" % listed([_cut(text) for text in each.ended]) if each.ended else "nothing was left"
+            sink.say("%s: %s" % (host, ended), "info")
+    return swept
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
 def _note_fault(ready: Prepared, folder: JobFolder, err: BaseException) -> None:
@@ -210,12 +241,23 @@ def _note_fault(ready: Prepared, folder: JobFolder, err: BaseException) -> None:
         folder.finish(outcome)
 
 
-def with_swept(outcome: Outcome, swept: Mapping[str, Swept]) -> Outcome:
-    """Return an outcome that does not fear for processes which a sweep after the job has found ended. Pure."""
+def with_swept(outcome: Outcome, swept: Mapping[str, Swept], lease_s: float) -> Outcome:
+    """Return an outcome that tells what a sweep after the job has done. No side effects.
+
+    `lease_s`: how long the agent of a lost host goes on without us.
+    """
     known = {host: each for host, each in swept.items() if not each.problem}
     survivors = [text for text in outcome.survivors if text.rpartition(" on ")[2] not in known]
     survivors += ["%s on %s" % (left, host) for host, each in known.items() for left in each.left]
-    return dataclasses.replace(outcome, survivors=tuple(survivors))
+    message = outcome.message
+    lost = outcome.culprit.host if outcome.reason == HOST_LOST and outcome.culprit is not None else ""
+    if lost in swept:
+        message += "; " + swept[lost].short
+        if swept[lost].problem:
+            text = ": if that machine still runs, its agent, unless it is frozen, ends the tasks there within %g s"
+            message += text % lease_s
+            message += "; to make sure: distrun kill %s" % outcome.job
+    return dataclasses.replace(outcome, message=message, survivors=tuple(survivors))
 
 
 def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) -> Killed:
@@ -225,25 +267,27 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
     recorded and by the job's mark, and ended. Never by name. A job that had lost its launcher is then `killed`,
     unless a host could not be asked: it stays `lost`, so that this can be tried again.
 
+    A job whose files are damaged is ended as far as they can be read.
+
     Raises:
-        UsageError: the job was launched on another machine.
+        UsageError: the job was launched on another machine, or its plan cannot be read.
     """
-    state = str(folder.state()["state"])
+    state = folder.standing()
     if state in OVER:
         # Its end may have left something that would not die then.
         swept = backends.load(folder.plan().backend).sweep(folder.plan(), grace_s or 0.0)
         return Killed(("is over already: %s" % state,), swept, is_quiet=True)
-    plan, launcher = folder.plan(), folder.launcher()
+    plan, launcher, done = _read(folder)
     here = socket.gethostname()
     if launcher.get("host", here) != here:
         raise UsageError(
             "job %s was launched on %s" % (folder.id, launcher["host"]),
             "type this command there; or name the job's hosts: distrun kill -H FILE %s" % folder.id,
         )
-    grace_s = plan.limits.grace_s if grace_s is None else grace_s
-    done: list[str] = []
-    who = process.Identity(int(launcher["pid"]), str(launcher["start"]))
-    if process.is_alive(who):
+    if grace_s is None:
+        grace_s = Limits().grace_s if plan is None else plan.limits.grace_s
+    who = process.Identity(launcher.get("pid", 0), launcher.get("start", ""))
+    if launcher and process.is_alive(who):
         with contextlib.suppress(OSError):  # it is for a message only
             folder.ask_to_end()
         process.send_signal(who, signal.SIGTERM)
@@ -254,15 +298,37 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
             process.send_signal(who, signal.SIGKILL)
             _wait_gone(who, wait_s)
             done.append("killed the launcher, which had not ended after %g s" % (grace_s + wait_s))
-    else:
+    elif launcher:
         done.append("its launcher (pid %d) is gone" % who.pid)
+    if plan is None:
+        raise UsageError(
+            "job %s: %s" % (folder.id, "; ".join(done)),
+            "what may be left of it ends with: distrun kill -H FILE %s, where FILE names its hosts (without -H and with"
+            " --stale: this machine)" % folder.id,
+        )
     swept = backends.load(plan.backend).sweep(plan, grace_s)
-    if not any(each.problem for each in swept.values()):
+    if state != DAMAGED and not any(each.problem for each in swept.values()):
         try:
             folder.bury(tuple(left for each in swept.values() for left in each.left))
         except OSError as err:
             done.append("its end could not be noted: %s" % err)
     return Killed(tuple(done), swept)
+
+
+def _read(folder: JobFolder) -> tuple[Plan | None, dict[str, Any], list[str]]:
+    """Return a job's plan and launcher, None or empty where they cannot be read, and what is wrong, a line each."""
+    plan: Plan | None = None
+    launcher: dict[str, Any] = {}
+    wrong = []
+    try:
+        plan = folder.plan()
+    except JobStoreError as err:
+        wrong.append(str(err))
+    try:
+        launcher = folder.launcher()
+    except JobStoreError as err:
+        wrong.append(str(err))
+    return plan, launcher, wrong
 
 
 def _runtime(backend: Backend, env: Mapping[str, str], dry_run: bool) -> tuple[Runtime, bytes]:

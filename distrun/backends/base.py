@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from distrun.ssh.ask import Asker
 
 
+GUARD_S = 5.0
+"""How long the end of a guard that has nothing to do any more is waited for; it needs milliseconds."""
+
+
 @dataclass(frozen=True)
 class Rendered:
     """Exactly what a backend executes to start the agents; the dry run shows it."""
@@ -45,10 +49,25 @@ class Swept:
         """What to tell the user of a host that did not answer; empty if it did."""
         return ["cannot be asked: %s" % self.problem] if self.problem else []
 
+    @property
+    def short(self) -> str:
+        """What became of the host, in a few words."""
+        if self.problem:
+            return "it cannot be reached again"
+        if self.left:
+            return "%s there did not end" % _count(len(self.left))
+        if not self.ended:
+            return "nothing was left there"
+        return "%s left there %s ended" % (_count(len(self.ended)), "was" if len(self.ended) == 1 else "were")
+
     def lines(self) -> list[str]:
         """Return what to tell the user, a line each."""
         lines = ["ended %s" % each for each in self.ended] + self.told_left + self.told_problem
         return lines if self.left or self.problem else [*lines, "all its processes have ended"]
+
+
+def _count(number: int) -> str:
+    return "%d process%s" % (number, "" if number == 1 else "es")
 
 
 class Backend(ABC):
@@ -84,17 +103,28 @@ class Backend(ABC):
         """Return what would be executed. No effects."""
 
     @abstractmethod
-    def connect(self, hosts: Sequence[Host]) -> tuple[Channel, ...]:
-        """Return one channel for each host. Nothing is started before a channel's own `start`."""
+    def connect(self, hosts: Sequence[Host], job: str = "") -> tuple[Channel, ...]:
+        """Return one channel for each host. Nothing is started before a channel's own `start`.
 
-    @abstractmethod
-    def release(self, plan: Plan, channels: Sequence[Channel], limit_s: float) -> Mapping[str, Swept]:
-        """Wait, at most so long, until what `connect` started has gone; then end what has not.
-
-        The job is over. An agent that froze, or that died together with its guard, is this method's business. Returns
-        what became of the hosts that had to be swept.
+        `job`: the job whose agents they are. Agents and guards carry its marks (`marks`), as its tasks do. Empty: none.
         """
 
     @abstractmethod
-    def sweep(self, plan: Plan, grace_s: float) -> Mapping[str, Swept]:
-        """End whatever is left of a job whose agents are gone, on all its hosts; nothing left is no error."""
+    def release(self, channels: Sequence[Channel], limit_s: float) -> tuple[str, ...]:
+        """Wait until what `connect` started has gone, at most so long where tasks are still being ended.
+
+        The job is over. Returns the hosts on which something may be left: agent or guard froze, or both were killed, or
+        the connection was lost. `sweep` ends it.
+        """
+
+    @abstractmethod
+    def sweep(self, plan: Plan, grace_s: float, hosts: Sequence[str] | None = None) -> Mapping[str, Swept]:
+        """End whatever is left of a job whose agents are gone; nothing left is no error.
+
+        `hosts`: on these only, which were lost and may not be reachable; None: on all.
+        """
+
+
+def marks(job: str, host: str) -> dict[str, str]:
+    """Return the variables by which processes of a job on a host are found; none without a job. Pure."""
+    return {"DISTRUN_JOB_ID": job, "DISTRUN_HOST": host} if job else {}

@@ -11,12 +11,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import IO
 
 from distrun.backends import blob
-from distrun.backends.base import Backend, Rendered, Swept
+from distrun.backends.base import GUARD_S, Backend, Rendered, Swept, marks
 from distrun.hosts import Inventory
 from distrun.hosts import local as this_machine
+from distrun_runtime.contract import environ
 from distrun_runtime.contract.plan import Host, Plan
 from distrun_runtime.coordinator.channel import Channel, Put, StreamChannel
 from distrun_runtime.coordinator.events import StartFailed
@@ -48,19 +50,16 @@ class Local(Backend):
         """Return the agent's command."""
         return Rendered({host.name: _argv() for host in plan.hosts}, "the agent's modules, then frames")
 
-    def connect(self, hosts: Sequence[Host]) -> tuple[Channel, ...]:
+    def connect(self, hosts: Sequence[Host], job: str = "") -> tuple[Channel, ...]:
         """Return the channel to the one agent."""
-        return tuple(ChildChannel(host.name, _argv()) for host in hosts)
+        return tuple(ChildChannel(host.name, _argv(), marks(job, host.name)) for host in hosts)
 
-    def release(self, plan: Plan, channels: Sequence[Channel], limit_s: float) -> Mapping[str, Swept]:
-        """Wait for the agent's end, so that nothing of a job is left when its launcher has ended.
+    def release(self, channels: Sequence[Channel], limit_s: float) -> tuple[str, ...]:
+        """Wait for the end of agent and guard, so that nothing of a job is left when its launcher has ended."""
+        ours = [channel for channel in channels if isinstance(channel, ChildChannel)]
+        return tuple(channel.host for channel in ours if channel.join(_wait_s(channel, limit_s)) not in WELL)
 
-        One that does not end by itself, or not as one that has seen to its tasks, leaves them to a sweep.
-        """
-        ends = [channel.join(limit_s) for channel in channels if isinstance(channel, ChildChannel)]
-        return {} if all(code in WELL for code in ends) else self.sweep(plan, plan.limits.grace_s)
-
-    def sweep(self, plan: Plan, grace_s: float) -> Mapping[str, Swept]:
+    def sweep(self, plan: Plan, grace_s: float, hosts: Sequence[str] | None = None) -> Mapping[str, Swept]:
         """End the job's processes on this machine."""
         from distrun_runtime.agent import sweep
 
@@ -72,9 +71,11 @@ class Local(Backend):
 class ChildChannel:
     """A channel to an agent that is our child process, started by `start`."""
 
-    def __init__(self, host: str, argv: tuple[str, ...]) -> None:
+    def __init__(self, host: str, argv: tuple[str, ...], env: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`env`: variables that are added to ours."""
         self._host = host
         self._argv = argv
+        self._env = env
         self._inner: StreamChannel | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._words: deque[str] = deque(maxlen=LAST_WORDS)
@@ -89,7 +90,12 @@ class ChildChannel:
         """Start the agent and send it its own modules."""
         try:
             child = subprocess.Popen(
-                self._argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+                self._argv,
+                env={**environ.snapshot(), **self._env},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
             )
         except OSError as err:
             put(StartFailed(self._host, "cannot start %s: %s" % (self._argv[0], err.strerror), time.time()))
@@ -106,6 +112,16 @@ class ChildChannel:
         inner.start(put)
         inner.send(blob.build(with_origin=True))
         self._inner = inner
+
+    @property
+    def said_bye(self) -> bool:
+        """Whether the agent's last frame has come."""
+        return self._inner is not None and self._inner.said_bye
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the agent has closed its end."""
+        return self._inner is None or self._inner.is_over
 
     def send(self, data: bytes) -> None:
         """Queue bytes for the agent."""
@@ -148,6 +164,15 @@ class ChildChannel:
         else:
             how = "it was ended by signal %d" % -code if code < 0 else "it ended with code %d" % code
         return "\n".join([how, *self._words])
+
+
+def _wait_s(channel: ChildChannel, limit_s: float) -> float:
+    """Return how long to wait for the end of an agent and its guard.
+
+    Only a guard whose agent was killed has tasks to end. One whose agent has said `bye` has nothing left to do, and
+    one whose agent still holds the channel, which we have closed, was given up because it froze.
+    """
+    return limit_s if channel.is_over and not channel.said_bye else GUARD_S
 
 
 def short_name(hostname: str) -> str:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from distrun.backends import blob
-from distrun.backends.base import Backend, Rendered, Swept
+from distrun.backends.base import GUARD_S, Backend, Rendered, Swept, marks
 from distrun.errors import UsageError
 from distrun.fleet import Answer, Fleet, Problem
 from distrun.hosts import HostSpec, Inventory
@@ -18,7 +18,9 @@ from distrun_runtime.contract.plan import Host, Plan
 from distrun_runtime.coordinator.channel import Channel
 
 SWEEP_S = 20.0
-"""How long, past the grace time, a host may take to be reached again and swept."""
+"""How long a host may take to be swept, beyond the two grace times that this takes at most."""
+REACH_S = 15.0
+"""How long a host that was lost may take to be reached again."""
 
 
 class Ssh(Backend):
@@ -55,40 +57,39 @@ class Ssh(Backend):
         commands = {}
         for host in plan.hosts:
             target = _target(host)
-            argv = [*program.arguments(target, {}, target.connect_s), "--", target.host, _command(target)]
+            command = _command(target, plan.job, host.name)
+            argv = [*program.arguments(target, {}, target.connect_s), "--", target.host, command]
             commands[host.name] = tuple(argv)
         return Rendered(commands, "the agent's modules, then frames")
 
-    def connect(self, hosts: Sequence[Host]) -> tuple[Channel, ...]:
+    def connect(self, hosts: Sequence[Host], job: str = "") -> tuple[Channel, ...]:
         """Return one channel for each host."""
         agent = blob.build()
         targets = [(host.name, _target(host)) for host in hosts]
-        return tuple(SshChannel(name, each, _command(each), agent, self._connector) for name, each in targets)
+        return tuple(
+            SshChannel(name, target, _command(target, job, name), agent, self._connector) for name, target in targets
+        )
 
-    def release(self, plan: Plan, channels: Sequence[Channel], limit_s: float) -> Mapping[str, Swept]:
-        """Wait for the ends of the connections; sweep hosts whose agent and guard were both killed."""
-        until = time.monotonic() + limit_s
+    def release(self, channels: Sequence[Channel], limit_s: float) -> tuple[str, ...]:
+        """Wait for the ends of the connections, which come when agent and guard have ended."""
+        until = time.monotonic() + GUARD_S
         ours = [channel for channel in channels if isinstance(channel, SshChannel)]
         for channel in ours:
-            channel.join(until - limit_s / 2 - time.monotonic())
-        cut = {channel.host for channel in ours if channel.was_cut}
-        stray = [host for host in plan.hosts if host.name in cut]
-        swept = self._sweep(plan, stray, plan.limits.grace_s, until - time.monotonic()) if stray else {}
+            channel.join(until - time.monotonic())
         for channel in ours:
             channel.kill()
         self._connector.close()
-        return swept
+        return tuple(channel.host for channel in ours if not channel.ended_well)
 
-    def sweep(self, plan: Plan, grace_s: float) -> Mapping[str, Swept]:
+    def sweep(self, plan: Plan, grace_s: float, hosts: Sequence[str] | None = None) -> Mapping[str, Swept]:
         """End the job's processes on its hosts, over new connections."""
+        chosen = [host for host in plan.hosts if hosts is None or host.name in hosts]
+        limit_s = 2 * grace_s + SWEEP_S
         try:
-            return self._sweep(plan, plan.hosts, grace_s, grace_s + SWEEP_S)
+            with Fleet(self, chosen, limit_s if hosts is None else REACH_S) as fleet:
+                found = fleet.ask("sweep", {"job": plan.job, "grace_s": grace_s}, limit_s)
         finally:
             self._connector.close()
-
-    def _sweep(self, plan: Plan, hosts: Sequence[Host], grace_s: float, limit_s: float) -> dict[str, Swept]:
-        with Fleet(self, hosts, limit_s) as fleet:
-            found = fleet.ask("sweep", {"job": plan.job, "grace_s": grace_s}, limit_s)
         return {name: _swept(answer) for name, answer in found.items()}
 
 
@@ -103,5 +104,5 @@ def _target(host: Host) -> Target:
     return Target.from_reach({"host": host.name, **host.reach})
 
 
-def _command(target: Target) -> str:
-    return remote.command(blob.BOOT, target.python)
+def _command(target: Target, job: str, host: str) -> str:
+    return remote.command(blob.BOOT, target.python, marks(job, host))

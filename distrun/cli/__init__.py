@@ -114,7 +114,10 @@ def _other(err: Exception, settings: Settings) -> int:
 
     if isinstance(err, NoSuchJob):
         return _fail(str(err), "distrun status lists the jobs", EXIT_USAGE, settings)
-    if isinstance(err, (RuntimeFault, JobStoreError)):
+    if isinstance(err, JobStoreError):
+        hint = "distrun status lists the jobs; a folder that is damaged, and of no job that runs, can go: rm -r"
+        return _fail(str(err), hint, EXIT_USAGE, settings)
+    if isinstance(err, RuntimeFault):
         return _fail(str(err), "", EXIT_INTERNAL, settings)
     text = "%s: %s" % (type(err).__name__, err)
     return _fail("internal error: " + text, "please report it, with what -vv prints", EXIT_INTERNAL, settings)

@@ -79,7 +79,7 @@ def preview(folders: Sequence[JobFolder], options: Mapping[str, Any]) -> int:
     """Show what is there of jobs that were launched here, on all their hosts; return the exit code."""
     code, told = 0, []
     for folder in folders:
-        plan, state = folder.plan(), folder.state()["state"]
+        plan, state = folder.plan(), folder.standing()
         with Fleet(backends.load(plan.backend), plan.hosts) as fleet:
             found = fleet.ask("survey", {}, SURVEY_S)
         chosen = [each for each in _choose(found, (), False) if each.job == plan.job]

@@ -274,7 +274,7 @@ def _show(ready: Prepared, as_json: bool, console: Console) -> None:
 
 
 def _report(outcome: Outcome, folder: JobFolder, as_json: bool, console: Console) -> None:
-    from distrun_runtime.coordinator import report
+    from distrun import report
 
     if outcome.exit_code:
         task = outcome.culprit.task if outcome.culprit else ""

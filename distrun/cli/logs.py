@@ -16,7 +16,9 @@ from distrun.cli.console import copy_out
 from distrun.cli.find import find
 from distrun.cli.lines import Feed
 from distrun.cli.status import LIVE
+from distrun.cli.writer import encode
 from distrun.errors import UsageError
+from distrun_runtime.coordinator import stored
 
 POLL_S = 0.1
 READ_SIZE = 256 * 1024
@@ -49,7 +51,7 @@ def logs(job: str, task: str | None, follow: bool, lines: int | None) -> int:
     for row in chosen:
         prefix = "" if len(chosen) == 1 else "%s@%s | " % (row["name"], row["host"])
         path = folder.log_path(row["name"])
-        shown.append(_Log(path, Feed(prefix.encode()), 0 if lines is None else tail_offset(path, lines)))
+        shown.append(_Log(path, Feed(encode(prefix)), 0 if lines is None else tail_offset(path, lines)))
     _show(shown, (lambda: folder.state()["state"] in LIVE) if follow else lambda: False)
     return 0
 
@@ -71,7 +73,7 @@ def choose(tasks: Sequence[Mapping[str, Any]], wanted: str | None) -> list[Mappi
 def tail_offset(path: Path, lines: int) -> int:
     """Return where the last `lines` lines of a file begin; 0 if it is not there."""
     try:
-        with path.open("rb") as file:
+        with stored.opened(path) as file:
             end = position = file.seek(0, os.SEEK_END)
             found = 0
             while position:
@@ -87,7 +89,7 @@ def tail_offset(path: Path, lines: int) -> int:
                     if found == lines:
                         return position + index + 1
             return 0
-    except OSError:
+    except FileNotFoundError:
         return 0
 
 
@@ -107,7 +109,7 @@ def _show(shown: Sequence[_Log], goes_on: Callable[[], bool]) -> None:
 
 def _copy(log: _Log) -> bool:
     try:
-        with log.path.open("rb") as file:
+        with stored.opened(log.path) as file:
             file.seek(log.offset)
             while data := file.read(READ_SIZE):
                 log.offset += len(data)

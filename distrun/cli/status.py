@@ -38,6 +38,7 @@ _STYLES = {
     "exited": "green",
     "failed": "red",
     "lost": "red",
+    "damaged": "red",
 }
 
 
@@ -49,7 +50,7 @@ _STYLES = {
 def status(job: str | None, watch: bool, everything: bool, as_json: bool) -> int:
     """Show my jobs, the newest first; or the tasks of JOB (an id, the beginning of one, or a name).
 
-    With JOB the exit code is 1 if it failed, was killed or lost, else 0.
+    With JOB the exit code is 1 if it failed, was killed or lost, 2 if its files cannot be read, else 0.
     """
     from distrun_runtime.coordinator.jobstore import JobStore
 
@@ -85,10 +86,10 @@ def jobs_table(states: Sequence[Mapping[str, Any]], now: float, columns: int = W
             str(state["id"]),
             str(state["state"]),
             _code(state["exit_code"], None),
-            _count(state["tasks"]),
-            duration(state["created"], state["finished"] or _until(state), now),
-            time.strftime("%m-%d %H:%M", time.localtime(_seconds(state["created"]))),
-            shell.join(state["command"]),
+            "" if _is_damaged(state) else _count(state["tasks"]),
+            "" if _is_damaged(state) else duration(state["created"], state["finished"] or _until(state), now),
+            time.strftime("%m-%d %H:%M", time.localtime(_seconds(state["created"]))) if state["created"] else "",
+            str(state["message"]) if _is_damaged(state) else shell.join(state["command"]),
         )
         for state in states
     ]
@@ -155,7 +156,12 @@ def duration(start: str | None, end: str | None, now: float) -> str:
 
 def _jobs(store: JobStore, everything: bool) -> list[dict[str, Any]]:
     folders = store.list()
-    return [folder.state() for folder in (folders if everything else folders[:SHOWN])]
+    return [folder.shown() for folder in (folders if everything else folders[:SHOWN])]
+
+
+def _is_damaged(state: Mapping[str, Any]) -> bool:
+    """Whether nothing is known of a job but what is wrong with its folder."""
+    return bool(state["state"] == "damaged")
 
 
 def _until(state: Mapping[str, Any]) -> str | None:

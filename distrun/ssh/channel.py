@@ -48,7 +48,8 @@ class SshChannel:
         self._outbox = Outbox()
         self._changed = self._outbox.changed
         self._killed = False
-        self._cut = False
+        self._was_used = False
+        self._ended = False
         self._reader: threading.Thread | None = None
 
     @property
@@ -57,9 +58,12 @@ class SshChannel:
         return self._host
 
     @property
-    def was_cut(self) -> bool:
-        """There was an agent, and its connection ended without its word or our doing."""
-        return self._cut
+    def ended_well(self) -> bool:
+        """Nothing can be left on the host: no agent was given work there, or agent and guard have ended by themselves.
+
+        What tells is the end of the connection: the guard holds it open until it has ended.
+        """
+        return not (self._inlet.greeted and self._was_used) or self._ended
 
     def start(self, put: Put) -> None:
         """Connect, in a thread of its own."""
@@ -69,6 +73,7 @@ class SshChannel:
 
     def send(self, data: bytes) -> None:
         """Queue bytes for the agent. Past WRITE_LIMIT it is given up."""
+        self._was_used = True
         if self._outbox.put(data):
             self._put(AgentLost(self._host, "it does not read what we send", time.time()))
             self.kill()
@@ -183,7 +188,7 @@ class SshChannel:
             if was_ours:
                 raise Aborted
             raise link.explain(words, self._inlet.noise)
-        self._cut = not was_ours and not self._inlet.said_bye
+        self._ended = self._inlet.is_leaving and (not was_ours or not self._inlet.said_bye)
         self._outbox.close()
         self._put(AgentLost(self._host, "%s: %s" % (reason, words) if words else reason, now))
 

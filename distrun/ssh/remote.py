@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
+from types import MappingProxyType
 
 PLACES = (
     "python3",
@@ -21,20 +23,23 @@ PLACES = (
 # -S: the agent needs nothing of what site adds, and it is a tenth of its start.
 # No single quote, no newline and no `!`: whatever the login shell is, it hands this on to /bin/sh as it stands.
 _SEARCH = (
-    'p=$2; case $p in "~/"*) p=$HOME/${p#??};; esac; for p in ${p:+"$p"} %s; do '
-    'if command -v "$p" >/dev/null 2>&1; then exec "$p" -I -S -c "$1"; fi; done; '
-    'echo "distrun: there is no python3 on this host${2:+, nor $2} (looked along PATH=$PATH and in the usual places)" '
+    'b=$1; n=$2; p=$2; shift 2; for m in "$@"; do export "$m"; done; '
+    'case $p in "~/"*) p=$HOME/${p#??};; esac; for p in ${p:+"$p"} %s; do '
+    'if command -v "$p" >/dev/null 2>&1; then exec "$p" -I -S -c "$b"; fi; done; '
+    'echo "distrun: there is no python3 on this host${n:+, nor $n} (looked along PATH=$PATH and in the usual places)" '
     ">&2; exit 127"
 )
 
 
-def command(boot: str, python: str = "") -> str:
+def command(boot: str, python: str = "", env: Mapping[str, str] = MappingProxyType({})) -> str:
     """Return the command for a login shell of any kind: sh, csh and fish read it alike.
 
     Args:
         boot: the one line of Python that reads the agent from standard input.
         python: an interpreter to try first. Servers may find it only once the environment is activated, so the usual
             ones do for the agent where it is not there yet.
+        env: variables that it is started with.
     """
     search = _SEARCH % " ".join('"%s"' % place for place in PLACES)
-    return "exec " + shlex.join(["/bin/sh", "-c", search, "distrun", boot, *([python] if python else [])])
+    added = ["%s=%s" % pair for pair in env.items()]
+    return "exec " + shlex.join(["/bin/sh", "-c", search, "distrun", boot, python, *added])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ from distrun.job import Job
 from distrun_runtime.contract import process
 from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
-from distrun_runtime.coordinator.outcome import Outcome
+from distrun_runtime.coordinator.outcome import Culprit, Outcome
 
 
 @pytest.fixture
@@ -214,14 +215,36 @@ def test_what_a_sweep_after_the_job_found_ended_is_not_said_to_run() -> None:
     fears = ("worker-0 (pid 7) on d1", "worker-1 (pid 8) on d2", "the agent on d2", "worker-2 (pid 9) on d3")
     outcome = Outcome(7, "host_lost", "d2 is lost", survivors=fears)
     swept = {"d1": Swept(problem="no route"), "d2": Swept(("pid 8 (sleep)",)), "d3": Swept((), ("pid 9 (stuck)",))}
-    assert driver.with_swept(outcome, {}) == outcome
-    assert driver.with_swept(outcome, swept).survivors == ("worker-0 (pid 7) on d1", "pid 9 (stuck) on d3")
+    assert driver.with_swept(outcome, {}, 45.0) == outcome
+    assert driver.with_swept(outcome, swept, 45.0).survivors == ("worker-0 (pid 7) on d1", "pid 9 (stuck) on d3")
+
+
+@pytest.mark.parametrize(
+    ("swept", "told"),
+    [
+        (Swept(("pid 7 (sleep)", "pid 8 (distrun's agent)")), "; 2 processes left there were ended"),
+        (Swept(("pid 7 (sleep)",)), "; 1 process left there was ended"),
+        (Swept(), "; nothing was left there"),
+        (Swept(("pid 7 (sleep)",), ("pid 9 (stuck)",)), "; 1 process there did not end"),
+        (
+            Swept(problem="no route"),
+            "; it cannot be reached again: if that machine still runs, its agent, unless it is frozen, ends the tasks"
+            " there within 45 s; to make sure: distrun kill calm-otter-7f3",
+        ),
+    ],
+)
+def test_the_last_line_about_a_lost_host_says_what_was_done_there(swept: Swept, told: str) -> None:
+    outcome = Outcome(7, "host_lost", "lost d2: silent for 30 s", Culprit("", "d2"), job="calm-otter-7f3")
+    assert driver.with_swept(outcome, {"d2": swept}, 45.0).message == "lost d2: silent for 30 s" + told
+    assert driver.with_swept(outcome, {"d1": swept}, 45.0).message == "lost d2: silent for 30 s"
+    failed = dataclasses.replace(outcome, reason="task_failed")
+    assert driver.with_swept(failed, {"d2": swept}, 45.0).message == failed.message
 
 
 def test_a_job_that_we_failed_to_run_is_not_lost(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = prepare(store)
     folder = store.create(ready.plan)
-    monkeypatch.setattr(type(ready.backend), "connect", lambda self, hosts: 1 / 0)
+    monkeypatch.setattr(type(ready.backend), "connect", lambda self, hosts, job: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         driver.launch(ready, folder, None)  # type: ignore[arg-type]  # it does not come to that
     state = folder.state()

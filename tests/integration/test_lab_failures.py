@@ -28,8 +28,10 @@ ESCAPES = (
     "(setsid bash -c 'nohup sleep 301 >/dev/null 2>&1 & disown') ; "
     "env -i $(command -v setsid) $(command -v sleep) 302 & " + OBEYS
 )
-SHORT = ("--suspect-after", "2", "--lost-after", "6")
+SHORT = ("--suspect-after", "2", "--lost-after", "6", "--connect-timeout", "3")
 """A host is lost after 6 s of silence; its own tasks end 9 s after they last heard of the launcher."""
+AGENT = b"import binascii,json,os,sys,zlib"
+"""Part of the command line of agents and guards."""
 LIMIT_S = 60.0
 """For what takes some seconds on a machine that has nothing else to do."""
 WHEN_TOLD = "until [ -e /tmp/go ]; do sleep 0.05; done; rm /tmp/go; "
@@ -93,6 +95,10 @@ class Job:
             if leads and (len(mark) == 1 or env.get(b"DISTRUN_RANK") == mark[1].encode()):
                 return process
         raise AssertionError("no process of %s among: %s" % (name, "; ".join(map(str, self.lab.marked()))))
+
+    def pid(self, name: str) -> int:
+        """The process id that the outcome tells of a task."""
+        return int(next(task["pid"] for task in self.outcome["tasks"] if task["name"] == name))
 
     def go(self, *hosts: str) -> None:
         """Let the tasks of some hosts go on that wait for it."""
@@ -384,6 +390,48 @@ def test_a_worker_that_is_killed_is_the_culprit_though_others_fail_of_its_loss(l
     nothing_stays(lab)
 
 
+def test_a_frozen_host_of_the_scheduler_is_the_culprit_and_not_a_healthy_server(lab: Site) -> None:
+    hosts = ["h1", "h2", "h3", "h4"]
+    job = Job(lab, STORE, "--scheduler-host", "h4", *WITH_SERVER, workers=2, hosts=hosts)
+    lab["h4"].stop()
+    assert job.running.wait(2 * LIMIT_S) == 7, job.err
+    assert job.outcome["message"].startswith("lost h4: silent for ")
+    silences = [int(seconds) for seconds in re.findall(r"silent for (\d+) s(?: \(suspect\)|, and|;)", job.err)]
+    assert silences == sorted(silences), job.err
+    assert "running" not in {task["state"] for task in job.outcome["tasks"]}
+    assert "running" not in lab.distrun("status", job.id).out
+    lab["h4"].cont()
+    nothing_stays(lab)
+
+
+@pytest.mark.parametrize("name", ["scheduler", "server-0", "worker-1"])
+def test_a_frozen_task_is_named_though_its_host_answers(name: str, lab: Site) -> None:
+    job = Job(lab, STORE, *WITH_SERVER, workers=3, hosts=["h1", "h2", "h3", "h4"])
+    os.kill(job.task(name).pid, signal.SIGSTOP)
+    assert job.ends() == 1, job.err
+    assert job.culprit == name + ("@h3" if name == "worker-1" else "@h1")
+    assert "although it ran" in job.outcome["message"]
+    nothing_stays(lab)
+
+
+def test_a_scheduler_that_is_told_to_end_is_named_and_no_server(lab: Site) -> None:
+    job = Job(lab, STORE, *WITH_SERVER, workers=3, hosts=["h1", "h2", "h3", "h4"])
+    os.kill(job.task("scheduler").pid, signal.SIGTERM)
+    assert job.ends() == 1, job.err
+    assert job.culprit == "scheduler@h1"
+    assert job.outcome["message"].endswith("it was asked to end by SIGTERM, not by distrun")
+
+
+def test_a_task_that_never_registers_is_named_and_not_the_scheduler(lab: Site) -> None:
+    freezes = "import os; print('up', flush=True); os.environ['RANK'] == '1' and os.kill(os.getpid(), 19); "
+    job = Job(
+        lab, freezes + STORE.replace("print('up', flush=True);", ""), "--start-timeout", "5", *WITH_SERVER, workers=2
+    )
+    assert job.ends() == 1, job.err
+    assert job.culprit == "worker-1@%s" % next(t["host"] for t in job.outcome["tasks"] if t["name"] == "worker-1")
+    assert "registration ended after 5 s" in job.outcome["message"]
+
+
 def test_a_silent_host_is_the_culprit_though_tasks_elsewhere_fail_of_its_loss_first(lab: Site) -> None:
     """The store's heartbeat gives up after some seconds, long before the host counts as lost."""
     words = ("--suspect-after", "3", "--lost-after", "60")
@@ -431,10 +479,7 @@ def test_sshd_may_restart_while_a_job_runs(lab: Site) -> None:
 
 def agents(lab: Site, host: str) -> list[Process]:
     """Guard and agent of a host, in this order: each starts the next."""
-    found = [
-        process for process in lab.strangers() if process.host == host and b"DISTRUN_JOB_ID" not in process.environ()
-    ]
-    found = [process for process in found if process.name.startswith("python")]
+    found = [process for process in lab.strangers() if process.host == host and AGENT in process.command]
     pids = {process.pid for process in found}
     return sorted(found, key=lambda process: process.parent in pids)
 
@@ -454,6 +499,74 @@ def test_an_agent_that_is_killed_leaves_nothing(which: str, lab: Site) -> None:
         assert all(process.command.startswith(b"/usr/bin/sleep\x00302") for process in unmarked)
         for process in unmarked:
             os.kill(process.pid, signal.SIGKILL)
+    nothing_stays(lab)
+
+
+# Agents and guards that froze: nothing ends by itself there.
+
+
+def freeze(lab: Site, host: str, *, agent: int = 0, guard: int = 0) -> None:
+    """Send signals to the agent and the guard of a host, the guard first."""
+    found = agents(lab, host)
+    assert len(found) == 2, [str(process) for process in lab.strangers()]
+    for process, number in zip(found, (guard, agent), strict=True):
+        if number:
+            os.kill(process.pid, number)
+
+
+@pytest.mark.parametrize(
+    ("agent", "guard", "transport"),
+    [
+        (signal.SIGSTOP, 0, "fabric"),
+        (signal.SIGSTOP, signal.SIGSTOP, "openssh"),
+        (signal.SIGKILL, signal.SIGSTOP, "fabric"),
+        (signal.SIGSTOP, signal.SIGKILL, "openssh"),
+    ],
+)
+def test_a_host_whose_agent_froze_is_swept_and_that_is_said(agent: int, guard: int, transport: str, lab: Site) -> None:
+    job = Job(lab, OBEYS, *SHORT, "--transport", transport)
+    freeze(lab, "h2", agent=agent, guard=guard)
+    assert job.ends() == 7, job.err
+    nothing_stays(lab)
+    assert re.search(r"lost h2: .*; \d+ process(es)? left there w(ere|as) ended$", job.outcome["message"]), job.outcome
+    assert job.outcome["survivors"] == []
+    assert re.search(r"distrun: h2: ended .*pid \d+ \(distrun's (agent|guard)\)", job.err), job.err
+    assert "its own agent ends" not in job.err
+
+
+@pytest.mark.parametrize(("how", "transport"), [("well", "fabric"), ("badly", "openssh"), ("terminated", "fabric")])
+def test_a_guard_that_froze_does_not_stay_behind(how: str, transport: str, lab: Site) -> None:
+    job = Job(lab, "echo up; %sexit %d" % (WHEN_TOLD, how == "badly"), "--transport", transport)
+    freeze(lab, "h2", guard=signal.SIGSTOP)
+    if how == "terminated":
+        job.running.signal(signal.SIGTERM)
+    else:
+        job.go("h1", "h2")
+    assert job.ends() == {"well": 0, "badly": 1, "terminated": 143}[how], job.err
+    assert re.search(r"distrun: h2: ended pid \d+ \(distrun's guard\)$", job.err, re.M), job.err
+    nothing_stays(lab)
+
+
+def test_a_lost_host_that_cannot_be_reached_again_is_said_to_be_so_with_what_to_do(lab: Site) -> None:
+    job = Job(lab, OBEYS, *SHORT)
+    lab["h2"].poweroff()
+    assert job.running.wait(LIMIT_S) == 7, job.err
+    fix = "; to make sure: distrun kill " + job.id
+    assert "it cannot be reached again: if that machine still runs" in job.outcome["message"]
+    assert job.outcome["message"].endswith("ends the tasks there within 9 s" + fix)
+    assert job.outcome["survivors"] == ["worker-1 (pid %d) on h2" % job.pid("worker-1")]
+    assert {task["state"] for task in job.outcome["tasks"]} == {"stopped", "failed"}
+
+
+def test_a_job_that_distrun_kill_ends_on_its_hosts_is_killed_and_no_host_is_lost(lab: Site) -> None:
+    job = Job(lab, OBEYS)
+    done = lab.distrun("kill", "-H", lab.hosts_file("h2"), "-y")
+    assert done.code == 0, done.err
+    assert job.ends() == 143, job.err
+    assert (job.outcome["reason"], job.outcome["message"]) == ("terminated", "stopped by distrun kill on h2")
+    assert "lost h2" not in job.err
+    shown = lab.distrun("status", job.id).out
+    assert re.search(r"^%s +killed " % job.id, shown), shown
     nothing_stays(lab)
 
 

@@ -14,11 +14,13 @@ import pytest
 from agentkit import new_job, poll, shell
 from sshd import Sshd, running
 
+from distrun.backends import ssh
 from distrun.backends.ssh import Ssh
 from distrun.ssh.abort import Abort
 from distrun.ssh.channel import SshChannel
 from distrun.ssh.connector import Connector
 from distrun.ssh.target import TRANSPORTS, Target
+from distrun_runtime.agent import record, survey
 from distrun_runtime.contract import process
 from distrun_runtime.contract.plan import Host, Limits, Plan, Secrets
 from distrun_runtime.contract.process import Identity
@@ -42,12 +44,18 @@ def wait(found: queue.SimpleQueue[events.Event], kind: type) -> Any:
         assert not isinstance(event, (events.StartFailed, events.AgentLost)), event
 
 
-def begin(sshd: Sshd, backend: Ssh, script: str) -> tuple[Plan, SshChannel, Any, Any]:
-    """Start a job of one task; return its plan, channel, hello and Started."""
-    host = Host("here", "127.0.0.1", reach={"host": "d1", "config": sshd.config()})
+def begin(
+    sshd: Sshd,
+    backend: Ssh,
+    script: str,
+    transport: str = TRANSPORTS[0],
+    found: queue.SimpleQueue[events.Event] | None = None,
+) -> tuple[Plan, SshChannel, Any, Any]:
+    """Start a job of one task; return its plan, channel, hello and Started. What comes then is put into `found`."""
+    host = Host("here", "127.0.0.1", reach={"host": "d1", "config": sshd.config(), "transport": transport})
     plan = Plan(new_job(), "", "ssh", ("true",), "/", (host,), (shell(script),), Limits(grace_s=2.0))
-    (channel,) = backend.connect(plan.hosts)
-    found: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+    (channel,) = backend.connect(plan.hosts, plan.job)
+    found = queue.SimpleQueue() if found is None else found
     channel.start(found.put)
     hello = wait(found, events.AgentHello)
     channel.send(frames.begin(plan, Secrets(token="ab"), "here"))
@@ -67,9 +75,12 @@ def test_a_host_whose_agent_and_guard_were_killed_is_swept_when_the_job_is_over(
     for who in ("guard", "agent"):
         os.kill(int(hello.facts[who]["pid"]), signal.SIGKILL)
     # The task holds none of the connection's pipes, so that it ends with the agent.
-    poll(lambda: channel.was_cut, "the connection's end is seen")
+    assert channel.join(WAIT_S)
     assert process.is_alive(task)
-    backend.release(plan, (channel,), WAIT_S)
+    left = backend.release((channel,), WAIT_S)
+    assert left == ("here",)
+    swept = backend.sweep(plan, 1.0, left)["here"]
+    assert any("trap" in text for text in swept.ended)
     assert not process.is_alive(task)
 
 
@@ -103,8 +114,75 @@ def test_cutting_the_connection_ends_the_tasks(sshd: Sshd) -> None:
     channel.kill()
     assert channel.join(WAIT_S)
     poll(lambda: not process.is_alive(Identity(started.pid, started.start)), "the task has ended")
-    backend.release(plan, (channel,), WAIT_S)
-    assert not channel.was_cut
+    assert backend.release((channel,), WAIT_S) == ("here",)  # nobody has seen that it did
+    assert backend.sweep(plan, 1.0, ["here"])["here"].short == "nothing was left there"
+
+
+def test_agent_and_guard_carry_the_marks_of_their_job(sshd: Sshd) -> None:
+    plan, channel, hello, _ = begin(sshd, Ssh(), "sleep 1000")
+    for who in ("guard", "agent"):
+        env = process.environ_of(int(hello.facts[who]["pid"]))
+        assert (env["DISTRUN_JOB_ID"], env["DISTRUN_HOST"]) == (plan.job, "here")
+    channel.kill()
+    assert channel.join(WAIT_S)
+
+
+def finish(channel: SshChannel, found: queue.SimpleQueue[events.Event]) -> None:
+    """End a job well, as the loop does."""
+    channel.send(frames.end(actions.EndAgent("here")))
+    wait(found, events.Bye)
+    channel.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_guard_that_is_frozen_when_the_job_is_over_is_noticed_and_ended(
+    transport: str, sshd: Sshd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh, "GUARD_S", 0.5)
+    backend = Ssh()
+    found: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+    plan, channel, hello, _ = begin(sshd, backend, "sleep 1000", transport, found)
+    guard = Identity(**hello.facts["guard"])
+    os.kill(guard.pid, signal.SIGSTOP)
+    finish(channel, found)
+    left = backend.release((channel,), WAIT_S)
+    assert left == ("here",)
+    assert process.is_alive(guard)
+    (job,) = [each for each in survey.survey()["jobs"] if each["job"] == plan.job]
+    assert (job["agent"], job["guard"]) == ("dead", "stopped")
+    assert [row["task"] for row in job["processes"]] == ["guard"]
+    swept = backend.sweep(plan, 1.0, left)["here"]
+    assert swept.ended == ("pid %d (distrun's guard)" % guard.pid,)
+    assert not process.is_alive(guard)
+    assert record.folders(plan.job) == []
+
+
+def test_a_frozen_guard_whose_record_is_lost_is_found_by_its_marks(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh, "GUARD_S", 0.5)
+    backend = Ssh()
+    found: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+    plan, channel, hello, _ = begin(sshd, backend, "sleep 1000", found=found)
+    guard = Identity(**hello.facts["guard"])
+    os.kill(guard.pid, signal.SIGSTOP)
+    finish(channel, found)
+    left = backend.release((channel,), WAIT_S)
+    for folder in record.folders(plan.job):
+        record.remove(folder)  # as when somebody tidies up
+    assert [each["job"] for each in survey.survey()["jobs"]].count(plan.job) == 1
+    swept = backend.sweep(plan, 1.0, left)["here"]
+    assert swept.ended == ("pid %d (distrun's agent or distrun's guard)" % guard.pid,)
+    assert not process.is_alive(guard)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_job_that_ends_well_leaves_nothing_to_a_sweep(transport: str, sshd: Sshd) -> None:
+    backend = Ssh()
+    found: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+    plan, channel, hello, _ = begin(sshd, backend, "sleep 1000", transport, found)
+    finish(channel, found)
+    assert backend.release((channel,), WAIT_S) == ()
+    assert not process.is_alive(Identity(**hello.facts["guard"]))
+    assert record.folders(plan.job) == []
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -133,7 +133,7 @@ class Agent:
         self._hand_over(output=True)
         self._crew.close()
         if self._share is not None:
-            self._share.close()
+            self._share.close(process.is_alive(self._guard))
         self._send("bye")
         self._hand_over(output=False)
         return self._code

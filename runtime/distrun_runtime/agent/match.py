@@ -60,7 +60,7 @@ def matching(rows: List[Process], pattern: Pattern[str], spare: Set[Identity]) -
     found = []
     for each in process.mine(candidates):
         command = process.command_of(each.pid, _WHOLE)
-        if survey.AGENT not in command and not is_daemon(command) and pattern.search(command):
+        if sweep.AGENT not in command and not is_daemon(command) and pattern.search(command):
             found.append(each)
     return found
 

@@ -160,6 +160,14 @@ def remove(folder: str) -> None:
         os.rmdir(os.path.dirname(folder))
 
 
+def strip(folder: str) -> None:
+    """Remove what is in the folder of a job on this host, but for the record. Errors are no matter."""
+    _empty(os.path.join(folder, "spool"))
+    for name in (TOKEN, KILLED):
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(folder, name))
+
+
 def save(folder: str, record: Record) -> None:
     """Write the record. Raises OSError."""
     write(os.path.join(folder, RECORD), json.dumps(record.to_json()).encode("utf-8", "surrogateescape"))

@@ -81,11 +81,14 @@ class Share:
         """Return the numbers of the held ports by label."""
         return {label: ports.number(held) for label, held in self.held.items()}
 
-    def close(self) -> None:
-        """Let the ports go and remove the folder."""
+    def close(self, has_guard: bool = False) -> None:
+        """Let the ports go and remove the folder; a guard that lives removes it after us, and is in the record."""
         for held in self.held.values():
             held.close()
-        record.remove(self.folder)
+        if has_guard:
+            record.strip(self.folder)
+        else:
+            record.remove(self.folder)
 
 
 def take(header: Mapping[str, Any]) -> Share:

@@ -23,9 +23,6 @@ DEAD = "dead"
 STOPPED = "stopped"
 NONE = "none"
 """No record names it, and none is above the tasks: only marks tell of the job."""
-AGENT = "import binascii,json,os,sys,zlib"
-"""Stands in the command line of every agent and guard: how their program begins."""
-
 Key = Tuple[str, str]
 """A job and what it calls this host."""
 
@@ -137,7 +134,7 @@ def _above(members: List[Process]) -> Tuple[Optional[Identity], Optional[Identit
     for each in members:
         above = rows.get(each.ppid)
         while above is not None and above.pid > 1:
-            if AGENT in process.command_of(above.pid, len(AGENT) + 1000):
+            if sweep.is_ours(above.pid):
                 guard = rows.get(above.ppid)
                 return above.identity, guard.identity if guard else None
             above = rows.get(above.ppid)

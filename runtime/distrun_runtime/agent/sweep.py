@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import time
-from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 
 from distrun_runtime.agent import record
 from distrun_runtime.agent.ladder import GIVE_UP_S
@@ -21,6 +21,10 @@ from distrun_runtime.contract.process import Identity, Process
 from distrun_runtime.errors import ContractError
 
 POLL_S = 0.05
+AGENT = "import binascii,json,os,sys,zlib"
+"""Stands in the command line of every agent and guard: how their program begins."""
+NAMES = ("distrun's agent", "distrun's guard")
+"""What the two are called in a report: their command lines say nothing to a reader."""
 
 
 class Report(NamedTuple):
@@ -28,6 +32,7 @@ class Report(NamedTuple):
 
     job: str
     ended: Tuple[Tuple[int, str], ...]
+    """What was there and is no more."""
     left: Tuple[Tuple[int, str], ...]
     """What would not die, or is not ours to signal."""
     folders: Tuple[str, ...]
@@ -37,30 +42,32 @@ class Report(NamedTuple):
 def sweep(job: str, grace_s: Optional[float]) -> Report:
     """End every process of a job of the calling user on this machine, and remove its private folders.
 
-    A living agent is asked to do it (SIGTERM) and has `grace_s` and two seconds; then, or without one, everything
-    recorded or marked gets TERM, `grace_s`, KILL. Nothing to end is no error. Waits until it is over.
+    A living agent is asked to do it (SIGTERM, and SIGCONT in case it is frozen) and has `grace_s` and two seconds;
+    then, or without one, everything recorded or marked gets TERM, `grace_s`, KILL. Nothing to end is no error. Waits
+    until it is over.
     Without a `grace_s` it is the job's own, as recorded.
     """
     folders = record.folders(job)
     records = [found for found in map(_load, folders) if found is not None]
     if grace_s is None:
         grace_s = max((found.grace_s for found in records), default=Limits().grace_s)
-    ended: Dict[Identity, str] = {}
-    agents = [found.agent for found in records if process.is_alive(found.agent)]
-    for folder in folders:
-        record.note_kill(folder)
-    for agent in agents:
-        ended[agent] = process.command_of(agent.pid)
-        _send(agent, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s + 2.0
-    while any(process.is_alive(agent) for agent in agents) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+    ours = {who: name for found in records for who, name in zip((found.agent, found.guard), NAMES)}
 
     def find() -> List[Process]:
         return process.mine(belongings(records, {"DISTRUN_JOB_ID": job}))
 
+    there = {row.identity: _named(row.identity, ours) for row in find()}
+    for folder in folders:
+        record.note_kill(folder)
+    agents = [found.agent for found in records if process.is_alive(found.agent)]
+    for agent in agents:
+        _send(agent, signal.SIGTERM)
+        _send(agent, signal.SIGCONT)
+    deadline = time.monotonic() + grace_s + 2.0
+    while any(process.is_alive(agent) for agent in agents) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
     more, left = end_all(find, grace_s)
-    ended.update(more)
+    there.update((who, command) for who, command in more.items() if who not in there)
     guards = [found.guard for found in records if process.is_alive(found.guard)]
     deadline = time.monotonic() + 1.0
     while any(process.is_alive(guard) for guard in guards) and time.monotonic() < deadline:
@@ -69,10 +76,9 @@ def sweep(job: str, grace_s: Optional[float]) -> Report:
     for folder in gone:
         record.remove(folder)
     remaining = tuple((row.pid, process.command_of(row.pid)) for row in left)
-    stuck = {pid for pid, _ in remaining}
-    return Report(
-        job, tuple((who.pid, text) for who, text in ended.items() if who.pid not in stuck), remaining, tuple(gone)
-    )
+    stuck = {row.identity for row in left}
+    ended = tuple((who.pid, text) for who, text in there.items() if who not in stuck)
+    return Report(job, ended, remaining, tuple(gone))
 
 
 def belongings(
@@ -129,6 +135,16 @@ def end_all(
                 _send(row.identity, signal.SIGTERM)
                 _send(row.identity, signal.SIGCONT)
         time.sleep(POLL_S)
+
+
+def is_ours(pid: int) -> bool:
+    """Return whether a process is an agent or a guard."""
+    return AGENT in process.command_of(pid, len(AGENT) + 1000)
+
+
+def _named(who: Identity, ours: Mapping[Identity, str]) -> str:
+    """Return what a process is called in a report; `ours`: agents and guards by their records."""
+    return ours.get(who) or (" or ".join(NAMES) if is_ours(who.pid) else process.command_of(who.pid))
 
 
 def _send(who: Identity, number: int) -> None:

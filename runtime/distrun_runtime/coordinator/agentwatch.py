@@ -197,6 +197,7 @@ class AgentWatch:
 
     def _on_bye(self, event: events.Bye) -> None:
         host = self.roster.hosts[event.host]
+        host.said_bye = True
         if not host.was_ended:
             self._on_lost(events.AgentLost(event.host, "its agent left", self._wall_of(host)))
             return

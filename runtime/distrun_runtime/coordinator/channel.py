@@ -17,7 +17,7 @@ from typing import Callable, Deque, List, Optional, Protocol
 
 from distrun_runtime.contract import wire
 from distrun_runtime.coordinator import frames
-from distrun_runtime.coordinator.events import AgentLost, Bye, Event, Warned
+from distrun_runtime.coordinator.events import AgentLost, Bye, Event, StartFailed, Warned
 from distrun_runtime.errors import RuntimeFault, WireError
 
 Put = Callable[[Event], None]
@@ -53,7 +53,11 @@ class Channel(Protocol):
         """Let the agent see the end of its input once everything sent before is written. May be repeated."""
 
     def kill(self) -> None:
-        """Free everything that the channel holds, at once. The agent, if it lives, sees the end of its input."""
+        """Free everything that the channel holds, at once. The agent, if it lives, sees the end of its input.
+
+        The loop leaves alone the channels of agents that said `bye`: their end, which is the guard's, is waited for by
+        whoever made the channel.
+        """
 
 
 class Greeting:
@@ -106,6 +110,8 @@ class Inlet:
         """The agent's first line has come: there is an agent."""
         self.said_bye = False
         """Its last frame has come: the end of the stream is no loss."""
+        self.is_leaving = False
+        """It said that it ends by itself: `bye`, or `refused`."""
         self._host = host
         self._greeting = Greeting()
         self._decoder = wire.Decoder()
@@ -131,6 +137,8 @@ class Inlet:
                 found.append(Warned(self._host, "its shell printed before the agent: %s" % self.noise))
         found += [frames.to_event(self._host, frame, now) for frame in self._decoder.feed(data)]
         self.said_bye = self.said_bye or any(isinstance(event, Bye) for event in found)
+        refused = any(isinstance(event, StartFailed) for event in found)
+        self.is_leaving = self.is_leaving or self.said_bye or refused
         return found
 
 
@@ -207,11 +215,19 @@ class StreamChannel:
         self._put: Put = lambda event: None
         self._outbox = Outbox()
         self._killed = False
+        self._inlet = Inlet(host)
+        self.is_over = False
+        """The other side has closed its end, or was given up because of what it sent."""
 
     @property
     def host(self) -> str:
         """`Host.name` of the plan."""
         return self._host
+
+    @property
+    def said_bye(self) -> bool:
+        """Whether the agent's last frame has come."""
+        return self._inlet.said_bye
 
     def start(self, put: Put) -> None:
         """Start the two threads."""
@@ -243,7 +259,7 @@ class StreamChannel:
         try:
             self._read_frames()
         except (RuntimeFault, OSError) as err:
-            reason = str(err)
+            reason, self.is_over = str(err), True
             self.kill()
         os.close(self._read_fd)
         when = time.time()
@@ -251,15 +267,15 @@ class StreamChannel:
         self._put(AgentLost(self._host, "%s: %s" % (reason, more) if more else reason, when))
 
     def _read_frames(self) -> None:
-        inlet = Inlet(self._host)
         while True:
             while not _is_ready(self._read_fd, select.POLLIN):
                 if self._killed:
                     return
             data = os.read(self._read_fd, READ_SIZE)
             if not data:
+                self.is_over = True
                 return
-            for event in inlet.feed(data, time.time()):
+            for event in self._inlet.feed(data, time.time()):
                 self._put(event)
 
     def _write(self) -> None:

@@ -4,6 +4,7 @@
     state.json     how the job and its tasks stand             outcome.json    how it ended; absent before
     events.jsonl   what happened, one object a line            logs/TASK.log   what the tasks wrote
     kill.json      `distrun kill` asked for its end; absent before
+    reserve        room for outcome.json, should the disk be full at the end; absent afterwards
 
 Every JSON file is replaced as a whole by a rename, so that a reader sees the old or the new one; each carries
 "version". No secret is in any of them.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import errno
 import json
 import os
 import socket
@@ -25,9 +27,9 @@ from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract import process
 from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator import outcome as ends
-from distrun_runtime.coordinator import spool
+from distrun_runtime.coordinator import spool, stored
 from distrun_runtime.coordinator.outcome import Outcome, TaskResult
-from distrun_runtime.errors import JobStoreError
+from distrun_runtime.errors import ContractError, JobStoreError
 
 VERSION = 1
 SCHEMA = "distrun.job/1"
@@ -35,6 +37,12 @@ OUTCOME_SCHEMA = "distrun.outcome/1"
 
 LIVE = (ends.STARTING, ends.RUNNING, ends.STOPPING)
 """States of a job that a launcher runs."""
+DAMAGED = "damaged"
+"""Stands for the state of a job whose files cannot be read."""
+RESERVE = "reserve"
+_RESERVE_BYTES = 32 * 1024
+_RESERVE_A_TASK = 3 * 1024
+"""What outcome.json may need: two reasons of a task have 1000 characters each."""
 _UNFINISHED = (ends.PENDING, ends.STARTING, ends.RUNNING, ends.LOST)
 
 
@@ -56,16 +64,21 @@ class JobFolder:
         folder._created = rfc3339(time.time())
         folder.logs.mkdir()
         who = process.identity(os.getpid())
-        _replace(path / "plan.json", plans.to_json(plan))
+        # First: a folder without state.json whose launcher lives is not damaged, but being made.
         launcher = {"version": VERSION, "pid": who.pid, "start": who.start, "host": socket.gethostname()}
         _replace(path / "launcher.json", launcher)
+        _replace(path / "plan.json", plans.to_json(plan))
+        with open(str(path / RESERVE), "wb") as file:
+            file.write(bytes(_RESERVE_BYTES + _RESERVE_A_TASK * len(plan.tasks)))
         tasks = [TaskResult(task.name, task.role, task.rank, task.host) for task in plan.tasks]
         folder.write_state(ends.STARTING, tasks)
         return folder
 
     def exists(self) -> bool:
-        """Whether there is a whole job here."""
-        return os.path.exists(str(self.path / "state.json"))
+        """Whether there is a job here, whole or damaged; not whether one is being made."""
+        names = ("state.json", "plan.json")
+        state, plan = (os.path.lexists(str(self.path / name)) for name in names)
+        return state or (plan and not self.has_launcher())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, JobFolder) and self.path == other.path
@@ -107,10 +120,31 @@ class JobFolder:
         return (self.path / "outcome.json").exists()
 
     def finish(self, outcome: Outcome) -> None:
-        """Write the end: outcome.json, then state.json. The loop does; raises OSError."""
+        """Write the end: outcome.json, also to a full disk, then state.json. The loop does; raises OSError."""
         outcome = self.explained(outcome)
-        _replace(self.path / "outcome.json", self.outcome_json(outcome))
+        reserve = self.path / RESERVE
+        try:
+            _replace(self.path / "outcome.json", self.outcome_json(outcome))
+        except OSError as err:
+            if err.errno not in (errno.ENOSPC, errno.EDQUOT) or not reserve.exists():
+                raise
+            self._finish_in_reserve(outcome, reserve)
+        with contextlib.suppress(OSError):
+            os.unlink(str(reserve))
         self.write_state(outcome.job_state, outcome.tasks, outcome)
+
+    def _finish_in_reserve(self, outcome: Outcome, reserve: Path) -> None:
+        """Write outcome.json into the blocks of a file that is there already: the disk has no others."""
+        room = reserve.stat().st_size
+        bare = tuple(dataclasses.replace(task, reason="", own_failure="") for task in outcome.tasks)
+        for tasks in (outcome.tasks, bare, ()):
+            text = _text(self.outcome_json(dataclasses.replace(outcome, tasks=tasks))).encode("utf-8")
+            if len(text) <= room:
+                break
+        with open(str(reserve), "r+b") as file:
+            file.write(text)
+            file.truncate()
+        os.replace(str(reserve), str(self.path / "outcome.json"))
 
     def touch(self) -> None:
         """Note that the job lives, while nothing of it changes: state.json gets a new time. Raises OSError."""
@@ -185,49 +219,114 @@ class JobFolder:
         return spool.tail(self.log_path(task), lines)
 
     def plan(self) -> Plan:
-        """Read plan.json. Raises JobStoreError, ContractError."""
+        """Read plan.json. Raises JobStoreError."""
         if self._plan is None:
-            self._plan = plans.from_json(_load(self.path / "plan.json", plans.VERSION))
+            path = self.path / "plan.json"
+            value = stored.load(path, plans.VERSION)
+            stored.check_plan(path, value)
+            self._is_mine(path, value["job"])
+            try:
+                self._plan = plans.from_json(value)
+            except ContractError as err:
+                raise stored.damaged(path, str(err)) from err
         return self._plan
 
     def state(self) -> Dict[str, Any]:
         """Read state.json; "state" is "lost" when the launcher died before the job was finished.
 
         Then tasks that had not ended are "lost" as well, and "heard" says when anything of the job was last written.
+        A job whose end is only in outcome.json, because the disk was full, has ended as that says.
 
         Raises:
-            JobStoreError: it cannot be read.
+            JobStoreError: it cannot be read, or is damaged.
         """
-        value = _load(self.path / "state.json")
-        if value.get("state") in LIVE and not self.has_launcher():
+        value = self._read_state()
+        if value["state"] in LIVE and not self.has_launcher():
             # It may have finished between the two looks.
-            value = _load(self.path / "state.json")
-            if value.get("state") in LIVE:
+            value = self._read_state()
+            if value["state"] in LIVE and not self._take_outcome(value):
                 value["state"] = ends.LOST
-                value["heard"] = self._heard(str(value["updated"]))
+                value["heard"] = self._heard(value["updated"])
                 for task in value["tasks"]:
                     if task["state"] in _UNFINISHED:
                         task["state"] = ends.LOST
         return value
 
+    def standing(self) -> str:
+        """Return the job's state, `damaged` if it cannot be read."""
+        try:
+            return str(self.state()["state"])
+        except JobStoreError:
+            return DAMAGED
+
+    def shown(self) -> Dict[str, Any]:
+        """Return what `state` does or, for a damaged job, the same members without content, and what is wrong."""
+        try:
+            return self.state()
+        except JobStoreError as err:
+            nothing: Dict[str, Any] = dict.fromkeys(("finished", "exit_code", "reason"))
+            created = self.created()
+            times = {"created": created, "updated": created}
+            who = {"schema": SCHEMA, "version": VERSION, "id": self.id, "name": self.name(), "state": DAMAGED}
+            return {**who, **times, **nothing, "message": str(err), "command": [], "hosts": [], "tasks": []}
+
+    def _read_state(self) -> Dict[str, Any]:
+        path = self.path / "state.json"
+        value = stored.load(path, VERSION)
+        stored.check(path, value, stored.STATE)
+        stored.check_list(path, value, "tasks", stored.TASK)
+        self._is_mine(path, value["id"])
+        return value
+
+    def _is_mine(self, path: Path, job: str) -> None:
+        if job != self.id:
+            raise stored.damaged(path, "it is of job %s" % job)
+
+    def _take_outcome(self, state: Dict[str, Any]) -> bool:
+        """Bring a state up to date with outcome.json; return whether there is one that can be read."""
+        try:
+            found = self.outcome()
+        except JobStoreError:
+            return False
+        if found is None:
+            return False
+        outcome = Outcome(found["exit_code"], found["reason"], found["message"])
+        finished = rfc3339(os.stat(str(self.path / "outcome.json")).st_mtime)
+        state.update(state=outcome.job_state, finished=finished, message=outcome.message)
+        state.update(exit_code=outcome.exit_code, reason=outcome.reason)
+        if found["tasks"]:
+            state["tasks"] = found["tasks"]
+        return True
+
     def outcome(self) -> Optional[Dict[str, Any]]:
         """Read outcome.json; None while the job is not over. Raises JobStoreError."""
         path = self.path / "outcome.json"
-        return _load(path) if path.exists() else None
+        if not os.path.lexists(str(path)):
+            return None
+        value = stored.load(path, VERSION)
+        stored.check(path, value, stored.OUTCOME)
+        stored.check_list(path, value, "tasks", stored.TASK)
+        self._is_mine(path, value["id"])
+        return value
 
     def launcher(self) -> Dict[str, Any]:
         """Read launcher.json: {"pid", "start", "host", "version"}. Raises JobStoreError."""
-        return _load(self.path / "launcher.json")
+        path = self.path / "launcher.json"
+        value = stored.load(path, VERSION)
+        stored.check(path, value, stored.LAUNCHER)
+        if value["pid"] <= 0:
+            raise stored.damaged(path, "pid: expected one from 1, found %d" % value["pid"])
+        return value
 
     def has_launcher(self) -> bool:
         """Whether the launcher still runs, as far as this machine can know (yes, if it is another's)."""
         try:
             who = self.launcher()
-            if who["host"] != socket.gethostname():
-                return True
-            return process.is_alive(process.Identity(int(who["pid"]), str(who["start"])))
-        except (JobStoreError, KeyError, ValueError):
+        except JobStoreError:
             return False
+        if who["host"] != socket.gethostname():
+            return True
+        return process.is_alive(process.Identity(who["pid"], who["start"]))
 
     def _heard(self, updated: str) -> str:
         """Return when the state was last written or touched, or an event or a task's output written (RFC 3339)."""
@@ -238,20 +337,25 @@ class JobFolder:
         return max(times)
 
     def created(self) -> str:
-        """Return when it was created (RFC 3339), "" where that cannot be read."""
+        """Return when it was created (RFC 3339); of a damaged job when its folder last changed, "" if that is gone."""
         if not self._created:
-            self._created = self._text("created")
+            self._created = self._member("created", stored.TIME)
+        if not self._created:
+            with contextlib.suppress(OSError):
+                return rfc3339(os.stat(str(self.path)).st_mtime)
         return self._created
 
     def name(self) -> str:
         """Return what the user called it; may be empty."""
-        return self._text("name")
+        return self._member("name", stored.TEXT)
 
-    def _text(self, member: str) -> str:
+    def _member(self, member: str, kind: stored.Kind) -> str:
+        """Return a text of state.json, "" where that cannot be read."""
         try:
-            return str(_load(self.path / "state.json").get(member) or "")
+            value = stored.load(self.path / "state.json", VERSION).get(member)
         except JobStoreError:
             return ""
+        return str(value) if kind.fits(value) else ""
 
 
 def rfc3339(when: float) -> str:
@@ -260,17 +364,11 @@ def rfc3339(when: float) -> str:
     return moment.strftime("%Y-%m-%dT%H:%M:%S.") + "%03dZ" % (moment.microsecond // 1000)
 
 
-def _seconds(text: Optional[str]) -> Optional[float]:
-    if text is None:
-        return None
-    moment = datetime.datetime.strptime(text, "%Y-%m-%dT%H:%M:%S.%fZ")
-    return moment.replace(tzinfo=datetime.timezone.utc).timestamp()
-
-
 def _result(task: Mapping[str, Any]) -> TaskResult:
     """Return a task of state.json as the value that it was written from."""
     members = {each.name: task[each.name] for each in dataclasses.fields(TaskResult) if each.name in task}
-    return TaskResult(**dict(members, started=_seconds(task["started"]), ended=_seconds(task["ended"])))
+    times = {name: None if task[name] is None else stored.seconds(task[name]) for name in ("started", "ended")}
+    return TaskResult(**dict(members, **times))
 
 
 def _stopped(task: TaskResult, now: float) -> TaskResult:
@@ -303,17 +401,3 @@ def _text(value: Mapping[str, Any]) -> str:
             text = "[\n  %s\n ]" % ",\n  ".join(json.dumps(each) for each in member)
         lines.append(" %s: %s" % (json.dumps(key), text))
     return "{\n%s\n}\n" % ",\n".join(lines)
-
-
-def _load(path: Path, version: int = VERSION) -> Dict[str, Any]:
-    try:
-        with open(str(path), encoding="utf-8") as file:
-            value = json.load(file)
-    except OSError as err:
-        raise JobStoreError("cannot read %s: %s" % (path, err.strerror or err)) from err
-    except ValueError as err:
-        raise JobStoreError("%s is no JSON of ours: %s" % (path, err)) from err
-    if not isinstance(value, dict) or value.get("version") != version:
-        found = value.get("version") if isinstance(value, dict) else value
-        raise JobStoreError("%s has version %.40r; this program knows version %d" % (path, found, version))
-    return value

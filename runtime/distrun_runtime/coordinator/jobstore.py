@@ -70,7 +70,7 @@ class JobStore:
         return folder
 
     def list(self) -> List[JobFolder]:
-        """Return all jobs, newest first. A folder that is being made or removed is left out."""
+        """Return all jobs, newest first, damaged ones too. A folder that is being made is left out."""
         try:
             names = os.listdir(str(self.jobs))
         except OSError:
@@ -89,14 +89,14 @@ class JobStore:
         return found[0] if found[0].name() == wanted else _only(found, wanted)
 
     def find_living(self, wanted: str) -> JobFolder:
-        """Return what `find` would, where jobs that run, and then lost ones, come before those that are over.
+        """Return what `find` would, where jobs that run, then lost and damaged ones, come before those that are over.
 
         Raises:
             NoSuchJob: there is none; or several of the same standing, and not all of them are over.
         """
         found = self._matches(wanted)
-        states = [job.state()["state"] for job in found]
-        for standing in (jobfolder.LIVE, (ends.LOST,)):
+        states = [job.standing() for job in found]
+        for standing in (jobfolder.LIVE, (ends.LOST, jobfolder.DAMAGED)):
             chosen = [job for job, state in zip(found, states) if state in standing]
             if chosen:
                 return _only(chosen, wanted)

@@ -50,7 +50,7 @@ def run(
 
     Called in the main thread it takes over INT, TERM, HUP and TSTP and gives them back; a signal that was ignored
     stays ignored. `verbosity` >= 2 says every frame at level debug. The outcome is also in the folder
-    (state.json, outcome.json); the failure report is `report.failure(outcome, tail, log)`.
+    (state.json, outcome.json).
 
     `runtime()` returns the archive (a zip) whose digest the plan names; it is called when the first agent asks for it.
     `prepare(put)` is called once, when every host is ready, and before any task is spawned: it begins, in a thread of
@@ -118,9 +118,9 @@ class _Loop:
             self._give_up(err)
             raise
         finally:
-            for channel in self._channels.values():
+            for name, channel in self._channels.items():
                 channel.close()
-                channel.kill()
+                self._drop(name)
             self._spool.close()
         self._try(lambda: self._folder.finish(outcome))
         self._record("finished", exit_code=outcome.exit_code, reason=outcome.reason, message=outcome.message)
@@ -214,9 +214,14 @@ class _Loop:
         elif isinstance(action, actions.EndAgent):
             self._send(action.host, frames.end(action))
         elif isinstance(action, actions.Drop):
-            self._channels[action.host].kill()
+            self._drop(action.host)
         else:
             self._outcome = action.outcome
+
+    def _drop(self, host: str) -> None:
+        """Cut a host's channel, unless its agent said `bye`: then it ends by itself, and its end tells something."""
+        if not self._supervisor.roster.hosts[host].said_bye:
+            self._channels[host].kill()
 
     def _send(self, host: str, data: bytes) -> None:
         try:

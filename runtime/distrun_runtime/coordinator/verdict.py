@@ -113,7 +113,7 @@ def missing(task: TaskResult, consequence: Cause, why: str) -> Cause:
     elif task.state in (ends.PENDING, ends.STARTING):
         text, code = "%s had not started" % where, None
     else:
-        text = "%s did not answer the other tasks, although it ran (frozen, or cut off from them?)" % where
+        text = "%s did not answer the other tasks, although it ran (frozen, still busy, or cut off from them?)" % where
         code = None
     short = "%s does not answer the other tasks" % where
     cause = dataclasses.replace(_of_task(task, consequence.exit_code, text + ": " + _one_line(why), short))

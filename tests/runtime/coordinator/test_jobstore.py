@@ -314,7 +314,7 @@ def test_a_write_that_fails_leaves_the_old_state(tmp_path: Path, monkeypatch: py
     with pytest.raises(OSError, match="No space"):
         folder.write_state("running", [])
     assert folder.state()["state"] == "starting"
-    assert sorted(os.listdir(folder.path)) == ["launcher.json", "logs", "plan.json", "state.json"]
+    assert sorted(os.listdir(folder.path)) == ["launcher.json", "logs", "plan.json", "reserve", "state.json"]
 
 
 def test_events_are_one_object_a_line(tmp_path: Path) -> None:

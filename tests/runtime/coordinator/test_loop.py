@@ -16,9 +16,10 @@ import pytest
 from sample_plan import sample_plan
 from scripted_agent import Script, ScriptedAgent
 
+from distrun import report
 from distrun_runtime.contract import wire
 from distrun_runtime.contract.plan import Plan, Runtime, Secrets
-from distrun_runtime.coordinator import events, loop, report
+from distrun_runtime.coordinator import events, loop
 from distrun_runtime.coordinator.channel import Put
 from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
 from distrun_runtime.coordinator.outcome import Outcome

@@ -8,8 +8,9 @@ import pytest
 from history import WALL, History
 from sample_plan import sample_plan
 
+from distrun import report
 from distrun_runtime.contract.plan import Sync
-from distrun_runtime.coordinator import events, report
+from distrun_runtime.coordinator import events
 from distrun_runtime.coordinator.actions import Begin, Drop, EndAgent, Prepare, SendRuntime, Settle, Spawn
 from distrun_runtime.coordinator.outcome import Problem
 

@@ -10,7 +10,7 @@ from sample_plan import sample_plan
 
 from distrun_runtime.coordinator.actions import StopTasks
 
-MISSING = "%s did not answer the other tasks, although it ran (frozen, or cut off from them?): "
+MISSING = "%s did not answer the other tasks, although it ran (frozen, still busy, or cut off from them?): "
 
 
 def running(workers: int = 2, **more: bool) -> History:

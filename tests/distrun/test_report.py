@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from distrun_runtime.coordinator import report
+from distrun import report
 from distrun_runtime.coordinator.outcome import Culprit, Outcome, TaskResult
 
 

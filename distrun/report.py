@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import signal as signals
-from typing import Dict, List, Optional, Sequence, Tuple
+from collections.abc import Sequence
 
 from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator.outcome import Culprit, Outcome, Problem, TaskResult
@@ -54,7 +54,7 @@ def failure(outcome: Outcome, tail: Sequence[str] = (), log: str = "") -> str:
     """
     if outcome.reason == ends.SUCCEEDED:
         return ""
-    lines: List[str] = _later(outcome)
+    lines: list[str] = _later(outcome)
     culprit = outcome.culprit
     if culprit is not None and culprit.task:
         lines.append("first failure: %s on %s: %s" % (culprit.task, culprit.host, _how(culprit)))
@@ -77,7 +77,7 @@ def failure(outcome: Outcome, tail: Sequence[str] = (), log: str = "") -> str:
     return "\n".join(lines)
 
 
-def meaning(code: Optional[int], signal: Optional[str]) -> str:
+def meaning(code: int | None, signal: str | None) -> str:
     """Return what a code or signal usually means; empty where nothing can be said."""
     if signal is not None:
         return _SIGNALS.get(signal[3:] if signal.startswith("SIG") else signal, "")
@@ -104,7 +104,7 @@ def _how(culprit: Culprit) -> str:
     return "%s (%s)" % (text, more) if more else text
 
 
-def _tail(tail: Sequence[str], log: str) -> List[str]:
+def _tail(tail: Sequence[str], log: str) -> list[str]:
     if not tail:
         return ["  It wrote nothing. Log: %s" % log] if log else []
     last = excerpt(tail)
@@ -112,7 +112,7 @@ def _tail(tail: Sequence[str], log: str) -> List[str]:
     return [head + (" (all of them: %s):" % log if log else ":")] + ["    | " + _cut(line) for line in last]
 
 
-def excerpt(lines: Sequence[str]) -> List[str]:
+def excerpt(lines: Sequence[str]) -> list[str]:
     """Return the last lines of a log: 20, or as many as its last traceback has, with what that came from.
 
     No side effects.
@@ -132,16 +132,16 @@ def excerpt(lines: Sequence[str]) -> List[str]:
     return [*shown[:head], "[... %d lines]" % left_out, *shown[-TAIL_LINES:]]
 
 
-def _table(problems: Sequence[Problem]) -> List[str]:
+def _table(problems: Sequence[Problem]) -> list[str]:
     """Return a row for each problem, what is the same on several hosts together: hosts, kind, what was found.
 
     Their own names in it make no difference; where there are several, HOST stands for them.
     """
-    alike: Dict[Tuple[str, str, str], List[Problem]] = {}
+    alike: dict[tuple[str, str, str], list[Problem]] = {}
     for problem in problems:
         key = (problem.kind, _without(problem.host, problem.text), _without(problem.host, problem.fix))
         alike.setdefault(key, []).append(problem)
-    same: Dict[Tuple[str, str, str], List[str]] = {}
+    same: dict[tuple[str, str, str], list[str]] = {}
     for key, each in alike.items():
         equal = len({(problem.text, problem.fix) for problem in each}) == 1
         row = (each[0].kind, each[0].text, each[0].fix) if equal else key
@@ -151,7 +151,7 @@ def _table(problems: Sequence[Problem]) -> List[str]:
     first = max([len("host")] + [len(name) for name in names if len(name) <= _COLUMN])
     second = max([len("kind")] + [len(kind) for kind, _, _ in same])
     lines = ["%-*s  %-*s  what was found" % (first, "host", second, "kind")]
-    for name, (kind, text, fix) in zip(names, same):
+    for name, (kind, text, fix) in zip(names, same, strict=True):
         if len(name) > first:
             lines.append(name)
             name = ""
@@ -171,7 +171,7 @@ def _cut(line: str) -> str:
     return line if len(line) <= _LINE_LIMIT else line[:_LINE_LIMIT] + " [...]"
 
 
-def _later(outcome: Outcome) -> List[str]:
+def _later(outcome: Outcome) -> list[str]:
     first = outcome.culprit.task if outcome.culprit is not None else ""
     failed = [task for task in outcome.tasks if task.state == ends.FAILED and task.name != first]
     if not failed:

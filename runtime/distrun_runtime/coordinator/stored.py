@@ -1,0 +1,235 @@
+"""Reads the JSON files of a job's folder, and checks them: a damaged file is an error that names file and member.
+
+A folder is written by one version of distrun and read by others, after crashes, full disks and people. What a reader
+needs must be there and of its type; other members are ignored.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import reprlib
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO, Callable, Dict, Mapping, NamedTuple
+
+from distrun_runtime.contract import plan as plans
+from distrun_runtime.coordinator import outcome as ends
+from distrun_runtime.errors import JobStoreError
+
+SIZE_LIMIT = 256 * 1024 * 1024
+"""Bytes of a file that is read; ten thousand tasks need a hundredth of it."""
+_NUMBER_LIMIT = 1e15
+_TIME = "%Y-%m-%dT%H:%M:%S.%fZ"
+
+
+class Kind(NamedTuple):
+    """What a member has to be."""
+
+    words: str
+    fits: Callable[[Any], bool]
+
+
+def _is_text(value: Any) -> bool:
+    if not isinstance(value, str) or "\0" in value:
+        return False
+    try:
+        value.encode("utf-8", "surrogateescape")  # as paths and words of a command are printed
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _NUMBER_LIMIT
+
+
+def _is_time(value: Any) -> bool:
+    try:
+        return _is_text(value) and seconds(value) >= 0
+    except ValueError:
+        return False
+
+
+def optional(kind: Kind) -> Kind:
+    """Return the kind that may also be null."""
+    return Kind(kind.words + " or null", lambda value: value is None or kind.fits(value))
+
+
+def several(kind: Kind) -> Kind:
+    """Return the kind of a list of such members."""
+    return Kind("a list, each %s" % kind.words, lambda value: isinstance(value, list) and all(map(kind.fits, value)))
+
+
+def one_of(*words: str) -> Kind:
+    """Return the kind of a word among `words`."""
+    return Kind("one of %s" % ", ".join(words), lambda value: isinstance(value, str) and value in words)
+
+
+TEXT = Kind("a text", _is_text)
+COUNT = Kind("a whole number", lambda value: isinstance(value, int) and _is_number(value))
+NUMBER = Kind("a number", _is_number)
+TIME = Kind("a time (RFC 3339)", _is_time)
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+TEXTS = several(TEXT)
+PAIRS = Kind(
+    "an object of texts",
+    lambda value: isinstance(value, dict) and all(_is_text(each) for pair in value.items() for each in pair),
+)
+NAME = Kind(
+    "the name of a task",
+    lambda value: isinstance(value, str) and bool(re.fullmatch(r"scheduler|[a-z]+-\d{1,9}", value)),
+)
+ANY = Kind("anything", lambda value: True)
+
+Members = Mapping[str, Kind]
+
+LAUNCHER: Members = {"pid": COUNT, "start": TEXT, "host": TEXT}
+TASK: Members = {
+    "name": NAME,
+    "role": one_of(*plans.ROLES),
+    "rank": COUNT,
+    "host": TEXT,
+    "state": one_of(*ends.TASK_STATES),
+    "pid": optional(COUNT),
+    "code": optional(COUNT),
+    "signal": optional(TEXT),
+    "started": optional(TIME),
+    "ended": optional(TIME),
+    "reason": TEXT,
+    "own_failure": TEXT,
+    "lost_peer": TEXT,
+    "max_rss_kb": COUNT,
+    "cpu_s": NUMBER,
+}
+STATE: Members = {
+    "id": TEXT,
+    "name": TEXT,
+    "state": one_of(*ends.JOB_STATES),
+    "command": TEXTS,
+    "hosts": TEXTS,
+    "created": TIME,
+    "updated": TIME,
+    "finished": optional(TIME),
+    "exit_code": optional(COUNT),
+    "reason": optional(one_of(*ends.REASONS)),
+    "message": optional(TEXT),
+}
+OUTCOME: Members = {"id": TEXT, "exit_code": COUNT, "reason": one_of(*ends.REASONS), "message": TEXT}
+PLAN: Members = {
+    **dict.fromkeys(("job", "name", "backend", "cwd", "on_eof", "interface", "subnet", "activate"), TEXT),
+    "command": TEXTS,
+    "unset": TEXTS,
+}
+PLAN_HOST: Members = {"name": TEXT, "address": TEXT, "ports": TEXTS, "reach": PAIRS, "interface": TEXT}
+PLAN_TASK: Members = {
+    **{"name": NAME, "role": one_of(*plans.ROLES), "rank": COUNT, "host": TEXT, "argv": TEXTS, "cwd": TEXT},
+    **{"env": PAIRS, "refs": PAIRS, "secret_env": TEXTS, "needs": TEXTS},
+}
+PLAN_SYNC: Members = {"source": TEXT, "size": COUNT, "files": COUNT, "delete": FLAG, "identity": TEXT}
+
+
+def seconds(text: str) -> float:
+    """Return an RFC 3339 time, as we write it, in seconds since 1970. Raises ValueError."""
+    return datetime.datetime.strptime(text, _TIME).replace(tzinfo=datetime.timezone.utc).timestamp()
+
+
+def damaged(path: Path, what: str) -> JobStoreError:
+    """Return the error that says that a file of a job's folder is damaged."""
+    return JobStoreError("%s is damaged: %s" % (path, what))
+
+
+def opened(path: Path) -> BinaryIO:
+    """Open a file of a job's folder for reading; never waits, as opening a pipe would.
+
+    Raises:
+        FileNotFoundError: there is none.
+        JobStoreError: it cannot be opened, or is a folder, a pipe, a device.
+    """
+    try:
+        descriptor = os.open(str(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as err:
+        raise JobStoreError("cannot read %s: %s" % (path, err.strerror or err)) from err
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise damaged(path, "it is no file")
+
+
+def load(path: Path, version: int) -> Dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        JobStoreError: it cannot be read, or holds no object of that version.
+    """
+    try:
+        with opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > SIZE_LIMIT:
+                raise damaged(path, "it has %d bytes" % size)
+            value = json.loads(file.read().decode("utf-8"))
+    except JobStoreError:
+        raise
+    except OSError as err:
+        raise JobStoreError("cannot read %s: %s" % (path, err.strerror or err)) from err
+    except (RecursionError, ValueError) as err:
+        why = "it is nested too deep" if isinstance(err, RecursionError) else "it is no JSON: %s" % err
+        raise damaged(path, why) from None
+    if not isinstance(value, dict):
+        raise damaged(path, "expected an object, found %s" % reprlib.repr(value))
+    if value.get("version") != version or isinstance(value["version"], bool):
+        found = reprlib.repr(value.get("version"))
+        raise JobStoreError("%s has version %s; this program knows version %d" % (path, found, version))
+    return value
+
+
+def check(path: Path, value: Any, members: Members, where: str = "") -> None:
+    """Check the members of an object of the file `path`; `where`: which object it is, such as `tasks[3].`.
+
+    Raises:
+        JobStoreError: one is missing, or not of its kind.
+    """
+    if not isinstance(value, dict):
+        raise damaged(
+            path, "%s: expected an object, found %s" % (where.rstrip(".") or "all of it", reprlib.repr(value))
+        )
+    for name, kind in members.items():
+        if name not in value:
+            raise damaged(path, "%s%s is missing" % (where, name))
+        if not kind.fits(value[name]):
+            found = reprlib.repr(value[name])
+            raise damaged(path, "%s%s: expected %s, found %s" % (where, name, kind.words, found))
+
+
+def check_list(path: Path, value: Mapping[str, Any], name: str, members: Members) -> None:
+    """Check the objects in the list `name`, which must have different names. Raises JobStoreError."""
+    if not isinstance(value.get(name), list):
+        raise damaged(path, "%s: expected a list, found %s" % (name, reprlib.repr(value.get(name))))
+    seen = set()
+    for number, each in enumerate(value[name]):
+        check(path, each, members, "%s[%d]." % (name, number))
+        if each["name"] in seen:
+            raise damaged(path, "%s[%d].name: %s is there twice" % (name, number, each["name"]))
+        seen.add(each["name"])
+
+
+def check_plan(path: Path, value: Mapping[str, Any]) -> None:
+    """Check what JSON of a plan says, as far as a reader relies on it. Raises JobStoreError."""
+    check(path, value, PLAN)
+    check_list(path, value, "hosts", PLAN_HOST)
+    check_list(path, value, "tasks", PLAN_TASK)
+    hosts = {host["name"] for host in value["hosts"]}
+    stray = [task["name"] for task in value["tasks"] if task["host"] not in hosts]
+    if not hosts or stray:
+        raise damaged(path, "no host %s" % ("is there" if not hosts else "of hosts has task %s" % stray[0]))
+    limits = value.get("limits")
+    if not isinstance(limits, dict) or not all(
+        each is None or (_is_number(each) and each >= 0) for each in limits.values()
+    ):
+        raise damaged(path, "limits: expected numbers from 0, found %s" % reprlib.repr(limits))
+    if value.get("sync") is not None:
+        check(path, value["sync"], PLAN_SYNC, "sync.")
