@@ -193,7 +193,11 @@ def is_killed(folder: str) -> bool:
 def load(folder: str) -> Record:
     """Return the record of a folder. Raises OSError if there is none, ContractError if it is not ours."""
     with open(os.path.join(folder, RECORD), "rb") as file:
-        return from_json(json.loads(file.read().decode("utf-8", "surrogateescape")))
+        text = file.read().decode("utf-8", "surrogateescape")
+    try:
+        return from_json(json.loads(text))
+    except (RecursionError, OverflowError) as err:
+        raise ContractError("this is no agent record: %r" % err) from None
 
 
 def folders(job: str) -> List[str]:

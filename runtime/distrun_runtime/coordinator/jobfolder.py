@@ -128,7 +128,11 @@ class JobFolder:
         except OSError as err:
             if err.errno not in (errno.ENOSPC, errno.EDQUOT) or not reserve.exists():
                 raise
-            self._finish_in_reserve(outcome, reserve)
+            try:
+                self._finish_in_reserve(outcome, reserve)
+            except OSError:  # a file system that writes elsewhere what is written again: then its room is free now
+                os.unlink(str(reserve))
+                _replace(self.path / "outcome.json", self.outcome_json(outcome))
         with contextlib.suppress(OSError):
             os.unlink(str(reserve))
         self.write_state(outcome.job_state, outcome.tasks, outcome)

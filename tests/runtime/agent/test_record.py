@@ -102,3 +102,10 @@ def test_living_agent_of_the_same_job_and_host_is_not_pushed_aside() -> None:
 )
 def test_names_become_one_component_of_a_path(name: str, safe: str) -> None:
     assert record.safe_name(name) == safe
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000 + "]" * 100_000, '{"version": 1, "grace_s": 1e999}', "[]", "1", "{"])
+def test_a_record_that_is_none_is_said_to_be_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / record.RECORD).write_text(text)
+    with pytest.raises((ContractError, ValueError)):
+        record.load(str(tmp_path))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -302,6 +303,52 @@ def test_a_reader_never_sees_half_a_state(tmp_path: Path) -> None:
         stop.set()
         writer.join()
     assert [name for name in os.listdir(folder.path) if name.endswith(".tmp")] == []
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file can be written any more, but for those that are there."""
+
+    def replace(path: Path, value: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(jobfolder, "_replace", replace)
+
+
+def test_on_a_full_disk_the_outcome_goes_where_room_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = store(tmp_path, "a-1").find("a-1")
+    orphan(folder)
+    folder.write_state("running", [TaskResult("worker-0", "worker", 0, "d1", "running", 7)])
+    full_disk(monkeypatch)
+    ended = TaskResult("worker-0", "worker", 0, "d1", "failed", 7, 3, reason="x" * 1000, own_failure="y" * 1000)
+    with pytest.raises(OSError, match="No space"):  # state.json: told to the user
+        folder.finish(Outcome(3, "task_failed", "worker-0 failed", Culprit("worker-0", "d1", 3), (ended,), job="a-1"))
+    assert "reserve" not in os.listdir(folder.path)
+    state = folder.state()
+    assert (state["state"], state["exit_code"], state["message"]) == ("failed", 3, "worker-0 failed")
+    assert [(task["state"], task["code"], task["reason"]) for task in state["tasks"]] == [("failed", 3, "x" * 1000)]
+    assert [(job.id, job.standing()) for job in JobStore(tmp_path / "state").list()] == [("a-1", "failed")]
+
+
+def test_an_outcome_that_is_too_long_for_the_room_is_kept_without_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = JobStore(tmp_path / "state")
+    folder = jobs.create(sample_plan(workers=40, job="a-1"))
+    tasks = [TaskResult("worker-%d" % rank, "worker", rank, "d1", "failed", reason="x" * 9000) for rank in range(40)]
+    orphan(folder)
+    full_disk(monkeypatch)
+    with pytest.raises(OSError, match="No space"):
+        folder.finish(Outcome(1, "task_failed", "many failed", tasks=tuple(tasks)))
+    found = jobs.find("a-1").outcome()
+    assert found is not None
+    assert [task["reason"] for task in found["tasks"]] == [""] * 40
+
+
+def test_the_room_is_given_back_when_a_job_ends_well(tmp_path: Path) -> None:
+    jobs = store(tmp_path, "a-1")
+    assert (jobs.find("a-1").path / "reserve").stat().st_size > 32 * 1024
+    end(jobs, "a-1")
+    assert "reserve" not in os.listdir(jobs.find("a-1").path)
 
 
 def test_a_write_that_fails_leaves_the_old_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
