@@ -264,7 +264,7 @@ class Supervisor(AgentWatch):
             names = self.roster.unfinished() if is_running else self.roster.missing()
             self._blame(verdict.timed_out(limits.timeout_s, event.time, names, is_running))
         elif self._early_until is not None and self._now >= self._early_until:
-            self._blame(self._inquest.background[0])
+            self._blame(self._inquest.first_early(self.roster.tasks))
         elif self.phase not in (*ASKING, STARTING):
             return
         elif starting >= limits.start_s and self._preflight.is_clean:

@@ -253,7 +253,7 @@ def choose(causes: Sequence[Cause], tasks: Mapping[str, TaskResult], known: Evid
     done = workers_done(tasks.values())
     if done is not None:
         causes = [cause for cause in causes if cause.time <= done]
-    roots = [cause for cause in causes if not is_consequence(cause, tasks)]
+    roots = _causes_of(causes, tasks)
     if not any(cause.is_failure for cause in roots):
         consequences = sorted((cause for cause in causes if is_consequence(cause, tasks)), key=_when)
         if consequences:
@@ -266,7 +266,7 @@ def _explain(consequences: Sequence[Cause], tasks: Mapping[str, TaskResult], kno
     first = consequences[0]
     names = [root_of(cause.task, tasks, known.lost_at) for cause in consequences]
     roots = [tasks[name] for name in names if name in tasks]
-    early = [cause for cause in known.background if not is_consequence(cause, tasks)]
+    early = _causes_of(known.background, tasks)
     hosts = [task.host for task in roots if task.host in known.silent]
     if not hosts and early:
         return min(early, key=_when)
@@ -284,6 +284,11 @@ def _explain(consequences: Sequence[Cause], tasks: Mapping[str, TaskResult], kno
     if witness is None:
         return missing(root, first, "%s on %s lost it" % (first.task, first.host))
     return missing(root, first, "%s on %s says: %s" % (witness.name, witness.host, witness.reason))
+
+
+def _causes_of(causes: Sequence[Cause], tasks: Mapping[str, TaskResult]) -> List[Cause]:
+    """Return the causes that are no consequences."""
+    return [cause for cause in causes if not is_consequence(cause, tasks)]
 
 
 class Inquest:
@@ -317,6 +322,10 @@ class Inquest:
         names = [cause.task for cause in self._causes if is_consequence(cause, tasks)]
         found = dict.fromkeys(root_of(name, tasks, self._lost_at) for name in names)
         return [name for name in found if name in tasks]
+
+    def first_early(self, tasks: Mapping[str, TaskResult]) -> Cause:
+        """Return the first of `background`, of which there is one; a cause rather than its consequence."""
+        return (_causes_of(self.background, tasks) or self.background)[0]
 
     def hear_recanted(self, task: TaskResult) -> None:
         """Note that a task which said that it fails ended with 0."""

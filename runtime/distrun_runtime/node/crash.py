@@ -37,11 +37,13 @@ class _Hook:
     def __init__(self) -> None:
         self.listeners: list[Listener] = []
         self._before: Any = None
+        self._pid = 0
 
     def install(self) -> None:
         """Take the place, unless it is taken already; whoever is there is called afterwards."""
         if sys.excepthook is not self and self._before is None:
             self._before, sys.excepthook = sys.excepthook, self
+            self._pid = os.getpid()
 
     @property
     def was_replaced(self) -> bool:
@@ -49,8 +51,11 @@ class _Hook:
         return self._before is not None and sys.excepthook is not self
 
     def __call__(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        if os.getpid() != self._pid:  # a forked child: its end is not the script's
+            self._before(kind, error, where)
+            return
         self.tell(error)
-        if self._before is not sys.__excepthook__ or _is_full():
+        if self._before is not sys.__excepthook__ or sys.stderr is None or _is_full():
             self._before(kind, error, where)
             return
         try:
@@ -81,7 +86,7 @@ def watch(listener: Listener | None = None) -> None:
 
 def catch_up() -> None:
     """Report, at the end of the process, an exception that went to a hook which took our place."""
-    error = getattr(sys, "last_value", None)
+    error = getattr(sys, "last_value", None)  # what the interpreter gave to the hook
     if _hook.was_replaced and isinstance(error, BaseException) and not hasattr(sys, "ps1"):
         _hook.tell(error)
 

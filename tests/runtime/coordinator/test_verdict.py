@@ -259,6 +259,13 @@ def test_a_server_that_the_scheduler_stopped_before_the_end_is_a_consequence_of_
     assert outcome.message.endswith("it was asked to end by SIGTERM, not by distrun")
 
 
+def test_a_scheduler_that_stopped_its_servers_is_named_also_when_no_worker_has_noticed() -> None:
+    history = on_hosts("d1", "d2").publish("scheduler", told="SIGTERM").loses("server-0", "scheduler", 0)
+    history.exited("scheduler", 0).beat_to(16)
+    assert "scheduler on d1 ended before the workers did; stopping the job" in history.said()
+    assert culprit(history) == "scheduler"
+
+
 def test_a_worker_that_ended_with_0_while_others_waited_for_it_is_named() -> None:
     history = on_hosts("d1", "d2").exited("worker-1", 0)
     history.publish("worker-0", lost_peer="worker-1", message="worker-1@d2 has ended (BYE) without pushing round 3")

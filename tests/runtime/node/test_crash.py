@@ -196,6 +196,16 @@ def test_an_excepthook_that_is_set_later_prints_too_and_the_agent_is_told(tmp_pa
     assert len(told) == 1
 
 
+def test_the_end_of_a_forked_child_is_not_the_scripts(tmp_path: Path) -> None:
+    before = (
+        "import os\nfrom distrun_runtime.node import crash\ncrash.watch()\n"
+        "if os.fork() == 0:\n    raise ValueError('in the child')\nos.wait()"
+    )
+    text, told = run(tmp_path, before=before)
+    assert "ValueError: in the child" in text
+    assert [fact["failed"].partition(":")[0] for fact in told] == ["KVError"]
+
+
 def test_a_local_store_outside_a_job_leaves_the_excepthook_alone() -> None:
     code = (
         "import sys; from distrun_runtime import kvstore; kvstore.create('local'); "
