@@ -115,7 +115,7 @@ def printed(error: BaseException) -> str:
 
 
 def _line(error: BaseException, lost: RuntimeFault) -> str:
-    text = "distrun: ended by the loss of %s: %s" % (lost.lost_peer, _flat(lost))
+    text = "distrun: ended by the loss of %s: %s: %s" % (lost.lost_peer, type(lost).__name__, _flat(lost))
     if error is not lost:
         text += "; the script made of it %s: %s" % (type(error).__name__, _flat(error))
     frames: dict[str, None] = {}

@@ -38,7 +38,7 @@ def fail() -> None:
 def test_the_loss_of_a_peer_is_one_line_with_the_frames_of_the_script() -> None:
     text = crash.printed(raised(fail))
     (line,) = text.splitlines()
-    assert line.startswith("distrun: ended by the loss of worker-3: " + LOST)
+    assert line.startswith("distrun: ended by the loss of worker-3: PeerLost: " + LOST)
     here = os.path.relpath(__file__)
     assert "%s:%d in fail" % (here, fail.__code__.co_firstlineno + 1) in line
     assert "in raised" in line
