@@ -31,6 +31,8 @@ LIMIT = 96 * 1024
 PACKAGE = "distrun_runtime"
 ROOMS = ("contract", "agent", "coordinator")
 FILES = ("__init__.py", "errors.py")
+LEFT_OUT = ("jobid.py", "jobstore.py")
+"""Files of the coordinator that stay at home: naming and finding jobs is for the machine that launches them."""
 
 BOOT = (
     'exec("import binascii,json,os,sys,zlib\\n'
@@ -191,7 +193,8 @@ def _files() -> dict[str, Path]:
     root = Path(distrun_runtime.__file__).parent
     found = [(PACKAGE, root / name) for name in FILES]
     for room in ROOMS:
-        found += [("%s.%s" % (PACKAGE, room), file) for file in sorted((root / room).glob("*.py"))]
+        files = sorted((root / room).glob("*.py"))
+        found += [("%s.%s" % (PACKAGE, room), file) for file in files if file.name not in LEFT_OUT]
     return {package if file.name == "__init__.py" else "%s.%s" % (package, file.stem): file for package, file in found}
 
 

@@ -64,7 +64,7 @@ def test_blob_is_one_line_within_its_limit() -> None:
         assert line.endswith(b"\n")
 
 
-def test_blob_holds_every_module_of_its_rooms_and_names_no_place_unless_asked() -> None:
+def test_blob_holds_every_module_of_its_rooms_but_for_those_that_stay_at_home() -> None:
     parts = unpack(blob.build())
     root = Path(str(importlib.resources.files("distrun_runtime")))
     expected = {"distrun_runtime", "distrun_runtime.errors"}
@@ -72,7 +72,23 @@ def test_blob_holds_every_module_of_its_rooms_and_names_no_place_unless_asked() 
         for file in (root / room).glob("*.py"):
             name = "distrun_runtime.%s.%s" % (room, file.stem)
             expected.add(name.removesuffix(".__init__"))
-    assert set(parts["modules"]) == expected
+    left_out = {"distrun_runtime.coordinator." + name.removesuffix(".py") for name in blob.LEFT_OUT}
+    assert left_out < expected
+    assert set(parts["modules"]) == expected - left_out
+
+
+def test_no_module_of_the_blob_imports_what_stays_at_home() -> None:
+    names = [name.removesuffix(".py") for name in blob.LEFT_OUT]
+    for name, source in unpack(blob.build())["modules"].items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom):
+                found = [(node.module or "").rpartition(".")[2], *(each.name for each in node.names)]
+                assert not set(found) & set(names), name
+
+
+def test_blob_names_no_place_unless_asked() -> None:
+    parts = unpack(blob.build())
+    root = Path(str(importlib.resources.files("distrun_runtime")))
     assert parts["origin"] == {}
     assert str(root) not in json.dumps(parts)
     origin = unpack(blob.build(with_origin=True))["origin"]
