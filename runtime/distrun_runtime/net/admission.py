@@ -40,6 +40,7 @@ UNPROVEN_S = 10.0
 """How long a connection may stay unproven."""
 UNPROVEN_CONNECTIONS = 256
 """How many unproven connections are kept; the oldest is closed when one more comes."""
+_TOO_MANY = "more than %d connections had proven nothing" % UNPROVEN_CONNECTIONS
 LAST_WORDS_S = 1.0
 """How long an answer (REFUSED) has to leave before its connection is closed."""
 
@@ -283,13 +284,13 @@ class Admission:
             self._disconnected(value)
 
     def _accepted(self, fd: int) -> None:
+        entry = _look(fd, self._port, time.monotonic())
         with self._lock:
             if fd in self._ahead:
                 self._ahead.discard(fd)
-                return
-        entry = _look(fd, self._port, time.monotonic())
-        with self._lock:
-            self._unproven[fd] = entry
+                _release(entry)
+            else:
+                self._unproven[fd] = entry
 
     def _disconnected(self, fd: int) -> None:
         is_foreign, is_broken = self._is_foreign, self._is_broken
@@ -310,28 +311,18 @@ class Admission:
 
     def _scan(self, now: float) -> None:
         """Close what exceeds a limit."""
+        closed: list[Stranger] = []
         with self._lock:
-            entries = list(self._unproven.values())
-            surplus = len(entries) - UNPROVEN_CONNECTIONS
-        for number, entry in enumerate(entries):
-            if entry.held is None:
-                continue
-            reason = ""
-            if _received(entry.held) > UNPROVEN_BYTES:
-                reason = "it sent more than %d bytes before it had proven anything" % UNPROVEN_BYTES
-            elif number < surplus:
-                reason = "more than %d connections had proven nothing" % UNPROVEN_CONNECTIONS
-            elif now >= entry.cut_at:
-                reason = "it had proven nothing for %g s" % UNPROVEN_S
-            if reason:
-                with contextlib.suppress(OSError):
-                    if not entry.is_refused:  # Reset it: its other side may never stop sending.
-                        entry.held.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    entry.held.shutdown(socket.SHUT_RDWR)
-                entry.held.close()
-                entry.held = None  # libzmq reports the end, and the entry goes then
-                if not entry.is_refused:
-                    self._tell(Stranger(entry.address, reason))
+            surplus = len(self._unproven) - UNPROVEN_CONNECTIONS
+            for number, entry in enumerate(self._unproven.values()):
+                reason = _excess(entry, now) or (_TOO_MANY if number < surplus else "")
+                if reason and entry.held is not None:
+                    _cut(entry.held, resets=not entry.is_refused)
+                    entry.held = None  # libzmq reports the end, and the entry goes then
+                    if not entry.is_refused:
+                        closed.append(Stranger(entry.address, reason))
+        for stranger in closed:
+            self._tell(stranger)
 
     def _tell(self, stranger: Stranger) -> None:
         with self._lock:
@@ -345,9 +336,14 @@ def _look(fd: int, port: int, now: float) -> _Unproven:
     """Return what is known of an accepted connection, keep it by a descriptor of our own, and let it go on."""
     nothing = _Unproven(None, "", None, now, now + UNPROVEN_S)
     try:
-        held = socket.socket(fileno=os.dup(fd))
+        own_fd = os.dup(fd)
     except OSError:
         _cork(fd, False)
+        return nothing
+    try:
+        held = socket.socket(fileno=own_fd)
+    except OSError:
+        os.close(own_fd)
         return nothing
     try:
         here, there = held.getsockname(), held.getpeername()
@@ -371,6 +367,21 @@ def _cork(fd: int, is_on: bool) -> None:
                 named.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, int(is_on))
             finally:
                 named.detach()
+
+
+def _excess(entry: _Unproven, now: float) -> str:
+    """Return which limit of a connection is exceeded, in words; empty: none."""
+    if entry.held is not None and _received(entry.held) > UNPROVEN_BYTES:
+        return "it sent more than %d bytes before it had proven anything" % UNPROVEN_BYTES
+    return "it had proven nothing for %g s" % UNPROVEN_S if now >= entry.cut_at else ""
+
+
+def _cut(connection: socket.socket, resets: bool) -> None:
+    with contextlib.suppress(OSError):
+        if resets:  # its other side may never stop sending
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
 def _release(entry: _Unproven) -> None:
