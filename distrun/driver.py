@@ -355,7 +355,15 @@ def _copier(ready: Prepared, sink: Sink) -> Copier | None:
 
     targets = {host.name: Target.from_reach(host.reach) for host in ready.plan.hosts}
     return Copier(
-        targets, sync.source, ready.plan.cwd, ready.rules, sync.delete, sink, size=sync.size, asker=ready.backend.asker
+        targets,
+        sync.source,
+        ready.plan.cwd,
+        ready.rules,
+        sync.delete,
+        sink,
+        size=sync.size,
+        files=sync.files,
+        asker=ready.backend.asker,
     )
 
 

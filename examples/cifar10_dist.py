@@ -1,6 +1,6 @@
 """Train ResNet-18 on CIFAR-10 on several machines, each with several GPUs.
 
-    distrun launch -n 2 -s 2 -H hosts --sync-dst-dir /tmp/cifar10_dist "python examples/cifar10_dist.py --gpus 0,1,2,3"
+    distrun launch -n 2 -s 2 -H hosts --sync-dst-dir '~/cifar10' "python examples/cifar10_dist.py --gpus 0,1,2,3"
 
 What distributed training adds to a program for one machine: a store (1), a trainer that uses it (2), and a sampler that
 gives each worker its part of the data (3).

@@ -105,4 +105,4 @@ def _target(host: Host) -> Target:
 
 
 def _command(target: Target, job: str, host: str) -> str:
-    return remote.command(blob.BOOT, target.python, marks(job, host))
+    return remote.command(blob.BOOT, target.python, env=marks(job, host))

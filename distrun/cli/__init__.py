@@ -53,7 +53,7 @@ def cli(ctx: click.Context) -> None:
     \b
     Examples:
       distrun launch -n 2 python train.py --kv-store dist_sync
-      distrun launch -n 2 -H hosts --sync-dst-dir /tmp/job python3 train.py --kv-store dist_sync
+      distrun launch -n 2 -H hosts --sync-dst-dir '~/job' python3 train.py --kv-store dist_sync
       distrun launch -n 2 -s 0 python ddp.py       # no parameter servers
       distrun launch -n 2 --dry-run python train.py
       distrun status

@@ -45,7 +45,7 @@ def doctor(**options: Any) -> int:
     \b
     Examples:
       distrun doctor -H hosts
-      distrun doctor -H hosts --sync-dst-dir /tmp/job --port-range 40000-40100
+      distrun doctor -H hosts --sync-dst-dir '~/job' --port-range 40000-40100
 
     Without hosts it checks this machine. Nothing is changed anywhere. Each ✗ ends with what mends it. The exit code is
     3 if there is a ✗, else 0.

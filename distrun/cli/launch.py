@@ -46,7 +46,7 @@ def launch(ctx: click.Context, /, command: tuple[str, ...], **options: Any) -> i
     Examples:
       distrun launch -n 2 python train.py --kv-store dist_sync
       distrun launch -n 2 -s 2 -H hosts python train.py --kv-store dist_sync
-      distrun launch -n 4 -s 2 -H hosts --sync-dst-dir /tmp/job python train.py
+      distrun launch -n 4 -s 2 -H hosts --sync-dst-dir '~/job' python train.py
       distrun launch -n 2 -s 0 "python ddp.py > out-\\$RANK.txt"
 
     Options of distrun end at the first word of COMMAND. Several words are executed exactly, without a shell; a

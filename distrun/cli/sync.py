@@ -43,8 +43,8 @@ def sync(**options: Any) -> int:
 
     \b
     Examples:
-      distrun sync -H hosts --sync-dst-dir /tmp/job
-      distrun sync --hosts gpu[01-08] --sync-dst-dir ~/job --sync-exclude '*.ckpt'
+      distrun sync -H hosts --sync-dst-dir '~/job'
+      distrun sync --hosts gpu[01-08] --sync-dst-dir '~/job' --sync-exclude '*.ckpt'
 
     It is the copy that `distrun launch --sync-dst-dir DIR` makes: files that only a host has are kept, and nothing is
     replaced before all files have arrived. .git, __pycache__, environments and caches stay here, and what the patterns
@@ -78,6 +78,7 @@ def sync(**options: Any) -> int:
         options["delete"],
         screen,
         size=tree.size,
+        files=tree.files,
         keep_going=True,
         asker=Asker(),
         may_ask=True,

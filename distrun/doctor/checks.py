@@ -138,7 +138,9 @@ def folders(patient: Patient, wish: Wish) -> Iterator[Row]:
     found = patient.facts["folders"]
     if wish.dst:
         place = found["dst"]
-        if place["is_folder"] and place["writable"]:
+        if place["fault"]:
+            yield Row(patient.name, "sync folder", BAD, place["fault"], place["fix"])
+        elif place["is_folder"] and place["writable"]:
             how = "there" if place["exists"] else "can be made"
             yield _space(patient.name, "sync folder", place, "%s %s" % (place["path"], how))
         else:

@@ -79,6 +79,7 @@ class Copier:
         sink: Says,
         *,
         size: int = 0,
+        files: int = 0,
         keep_going: bool = False,
         window: int = WINDOW,
         stall_s: float = STALL_S,
@@ -98,6 +99,7 @@ class Copier:
         self._delete = delete
         self._sink = sink
         self._size = size
+        self._files = files
         self._keep_going = keep_going
         self._window = window
         self._stall_s = stall_s
@@ -118,6 +120,7 @@ class Copier:
         self._past = Progress()
         """What the runs that have ended have brought."""
         self._results: list[Result] = []
+        self._notes: set[str] = set()
         self._thread: threading.Thread | None = None
 
     def start(self, put: Put) -> None:
@@ -170,6 +173,7 @@ class Copier:
                 scratch,
                 delete=self._delete,
                 size=self._size,
+                files=self._files,
                 stall_s=self._stall_s,
             )
             if not self._dst.startswith(("/", "~")):
@@ -266,24 +270,34 @@ class Copier:
                 races -= 1
                 continue
             runs.pop(0)
+            self._tell_note(host, ended.says.get(remote.NOTE, ""))
             if remote.SAME in ended.says:
                 ended.code, same = 0, True
             files, size = files + ended.files, size + ended.size
-            reason, fix = result.failure(
-                ended, host, order.dst, size=order.size, answer_s=self._answer_s, stall_s=order.stall_s
-            )
+            reason, fix = result.failure(ended, host, answer_s=self._answer_s, stall_s=order.stall_s)
             made = Result(host, names, files, size, time.monotonic() - begun, same and not files)
             if ended.cancelled and ended.code:
                 return replace(made, cancelled=True)
+            # What rsync says of a host that refused the folder would only mislead.
+            words = () if remote.UNFIT in ended.says else tuple(ended.words)
             if unreached is not None:
                 reason, fix = unreached.text, unreached.fix
             if reason:
-                return replace(made, code=ended.code, reason=reason, fix=fix, words=tuple(ended.words))
+                return replace(made, code=ended.code, reason=reason, fix=fix, words=words)
         return made
+
+    def _tell_note(self, host: str, note: str) -> None:
+        """Tell what a host says of its folder; what others have said before is not repeated."""
+        with self._lock:
+            is_new = note not in self._notes
+            self._notes.add(note)
+        if note and is_new:
+            self._sink.say("%s: %s" % (host, note), "warning")
 
     def _runs(self, order: Order, host: str, way: Way) -> list[list[str]]:
         with self._making_links:
-            return order.runs(self._targets[host].host, way.shell)
+            target = self._targets[host]
+            return order.runs(target.host, way.shell, target.python)
 
     def _reach(self, host: str, argv: list[str], way: Way) -> tuple[Ended, SshFailure | None]:
         """Run rsync, again if the host takes no more connections just now; return why ssh did not get there, if so."""

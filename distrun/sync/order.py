@@ -29,16 +29,26 @@ class Order:
     """A folder of ours, for that file and for links to extras."""
     delete: bool
     size: int
+    files: int
     stall_s: float
     run: str
     """What tells this copy from any other into the same folder."""
 
-    def runs(self, host: str, shell: Sequence[str]) -> list[list[str]]:
-        """Return the command lines for a host, in order. Makes links in `scratch`."""
+    def runs(self, host: str, shell: Sequence[str], python: str = "") -> list[list[str]]:
+        """Return the command lines for a host, in order. Makes links in `scratch`.
+
+        `python` is an interpreter there to try first.
+        """
         # Hosts may share the folder too.
         partial = "%s%s-%s" % (rules.PARTIAL, self.run, sha256(os.fsencode(host)).hexdigest()[:8])
         there = remote.rsync_path(
-            self.dst, size=self.size, source=identity(self.source), delete=self.delete, partial=partial
+            self.dst,
+            size=self.size,
+            files=self.files,
+            source=identity(self.source),
+            delete=self.delete,
+            partial=partial,
+            python=python,
         )
         argv = options.sending(
             self.program,
@@ -63,7 +73,7 @@ class Order:
                 os.path.join(source, ""),
                 host,
                 shell=shell,
-                rsync_path=remote.rsync_path(os.path.join(self.dst, below), extra=True, partial=partial),
+                rsync_path=remote.rsync_path(os.path.join(self.dst, below), extra=True, partial=partial, python=python),
                 partial=partial,
                 stall_s=self.stall_s,
                 follow=not is_folder,
@@ -81,7 +91,9 @@ class Order:
         return folder
 
 
-def make_order(source: str, dst: str, wanted: Rules, scratch: str, *, delete: bool, size: int, stall_s: float) -> Order:
+def make_order(
+    source: str, dst: str, wanted: Rules, scratch: str, *, delete: bool, size: int, files: int, stall_s: float
+) -> Order:
     """Return the copy of `source` to `dst`. Asks rsync what it can do, and reads the rules of the source.
 
     Raises:
@@ -90,12 +102,12 @@ def make_order(source: str, dst: str, wanted: Rules, scratch: str, *, delete: bo
     """
     program = tool.find()
     filters = rules.filters(wanted, source)
-    files = listing.chosen(program, wanted, filters, source)
+    chosen = listing.chosen(program, wanted, filters, source)
     files_from = ""
-    if files is not None:
+    if chosen is not None:
         files_from = os.path.join(scratch, "files")
         with open(files_from, "wb") as file:
-            file.write(b"\0".join(files))
+            file.write(b"\0".join(chosen))
     return Order(
         program=program,
         source=source,
@@ -106,6 +118,7 @@ def make_order(source: str, dst: str, wanted: Rules, scratch: str, *, delete: bo
         scratch=scratch,
         delete=delete,
         size=size,
+        files=files,
         stall_s=stall_s,
         run=secrets.token_hex(4),
     )

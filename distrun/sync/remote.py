@@ -1,86 +1,93 @@
-"""What happens on a host before its rsync starts: one shell text, which rsync runs there in place of `rsync`. Pure.
+"""The command that rsync runs on a host in place of `rsync`: it finds a python3 and hands it `receiver.py`.
 
-It makes the folder, changes into it, checks what can be checked without the agent (why the agent has the same rules is
-said in distrun_runtime/agent/places.py), and says what it finds in lines
-`distrun-sync: WORD DETAIL` on stderr. rsync is then told to write to `./`, so that no path of the user's is ever
-parsed by a shell: the folder travels as an argument of the text, in octal where it is not plain.
+The program and its options travel as words of the command, compressed and in base64: the connection's input is
+rsync's, and no login shell finds anything in them to change.
 """
 
 from __future__ import annotations
 
+import binascii
+import functools
+import json
 import os
 import re
+import zlib
+from pathlib import Path
 
 from distrun.errors import UsageError
+from distrun.ssh import remote
+from distrun.sync import receiver
+from distrun.sync.receiver import NO_RSYNC, NOTE, SAME, SAYS, UNFIT
 from distrun.sync.rules import PARTIAL
-from distrun_runtime.contract.folder import MARKER
+from distrun_runtime.contract import folder as contract
 
-SAYS = "distrun-sync: "
+__all__ = ["BEGIN", "NOTE", "NO_PYTHON", "NO_RSYNC", "SAME", "SAYS", "UNFIT", "check_folder", "rsync_path"]
 
 BEGIN = "begin"
-SAME = "same"
-NO_RSYNC = "norsync"
-NO_USER = "nouser"
-NO_FOLDER = "nofolder"
-NOT_WRITABLE = "notwritable"
-UNMARKED = "unmarked"
-FULL = "full"
+NO_PYTHON = "nopython"
 
-# No single quote, exclamation mark, backslash or newline: the user's login shell (also csh and fish) reads this
-# between single quotes. $1 folder, $2 KiB needed, $3 identity of the source, $4 1: delete, x: an extra, $5 name of
-# partial folders. Each run has its own, so that two runs into one folder do not take each other's files. While a run
-# lasts, there is a folder of that name and ".on"; one that is older than a day tells of a run that was killed.
-_TEXT = (
-    'say() { echo "%(says)s$*" >&2; }; say %(begin)s; '
-    'd=$(printf %%b "$1"; echo x); d=${d%%x}; need=$2; source=$3; delete=$4; part=$5; shift 5; '
-    'case $d in "~") d=$HOME;; "~/"*) d=$HOME/${d#"~/"};; '
-    '"~"*) u=${d%%%%/*}; eval "h=$u"; case $h in /*) ;; *) say %(nouser)s "$u"; exit 3;; esac; d=$h${d#"$u"};; '
-    "/*) ;; *) d=$HOME/$d;; esac; "
-    '[ -d "$d" ] || mkdir -p -- "$d" || { say %(nofolder)s "$d"; exit 11; }; '
-    'cd -- "$d" || { say %(nofolder)s "$d"; exit 11; }; '
-    'if [ -n "$source" ]; then '
-    'i="$(stat -c %%d:%%i . 2>/dev/null) $(cat /proc/sys/kernel/random/boot_id 2>/dev/null)"; '
-    '[ "$i" = "$source" ] && { say %(same)s; exit 0; }; fi; '
-    "PATH=$PATH:/usr/local/bin:/opt/homebrew/bin; "
-    "command -v rsync >/dev/null 2>&1 || { say %(norsync)s; exit 127; }; "
-    '[ -w . ] || { say %(notwritable)s "$d"; exit 11; }; '
-    'if [ -z "$(ls -A)" ]; then '
-    "k=$(df -Pk . 2>/dev/null | { read -r x; read -r a b c k x; echo $k; }); "
-    '[ "$k" -ge 0 ] 2>/dev/null && { [ "$k" -ge "$need" ] || { say %(full)s "$k" "$d"; exit 11; }; }; '
-    "case $delete in x) ;; *) : >%(marker)s || exit 11;; esac; fi; "
-    'if [ "$delete" = 1 ]; then [ -e %(marker)s ] || { say %(unmarked)s "$d"; exit 4; }; fi; '
-    'for o in %(partial)s*.on; do [ -d "$o" ] && [ -n "$(find "$o" -prune -mtime +0)" ] && '
-    '{ find . -type d -name "${o%%%%.on}" -prune -exec rm -rf {} +; rmdir "$o"; }; done 2>/dev/null; '
-    # Whatever signal ends rsync: what has arrived of a copy that failed is not left there.
-    'trap : HUP INT TERM; mkdir "$part.on" 2>/dev/null; rsync "$@"; c=$?; '
-    '[ $c = 0 ] || find . -type d -name "$part" -prune -exec rm -rf {} +; rmdir "$part.on" 2>/dev/null; exit $c'
-) % {
-    "says": SAYS,
-    "begin": BEGIN,
-    "same": SAME,
-    "norsync": NO_RSYNC,
-    "nouser": NO_USER,
-    "nofolder": NO_FOLDER,
-    "notwritable": NOT_WRITABLE,
-    "unmarked": UNMARKED,
-    "full": FULL,
-    "marker": MARKER,
-    "partial": PARTIAL,
-}
+# No quote of either kind and nothing that a shell would touch within single quotes.
+_BOOT = "import binascii,sys,zlib;exec(zlib.decompress(binascii.a2b_base64(sys.argv[1])))"
+# Nothing newer than Python 2.7 before the version is known.
+_PROGRAM = """\
+if sys.version_info < (3, 8):
+    sys.stderr.write("%(says)s%(nopython)s %%s is Python %%s\\n" %% (sys.executable, sys.version.split()[0]))
+    sys.exit(127)
+def module(name, text):
+    made = sys.modules[name] = type(sys)(name)
+    exec(compile(text, "<distrun>/" + name, "exec", dont_inherit=True), made.__dict__)
+    return made
+module("distrun_runtime.contract.folder", %(folder)r)
+options = binascii.a2b_base64(sys.argv[2]).decode()
+sys.exit(module("distrun.sync.receiver", %(receiver)r).main([options] + sys.argv[3:]))
+"""
 
 
 def rsync_path(
-    folder: str, *, size: int = 0, source: str = "", delete: bool = False, extra: bool = False, partial: str = "-"
+    folder: str,
+    *,
+    size: int = 0,
+    files: int = 0,
+    source: str = "",
+    delete: bool = False,
+    extra: bool = False,
+    partial: str = "-",
+    python: str = "",
 ) -> str:
-    """Return the value of --rsync-path.
+    """Return the value of --rsync-path for a copy into `folder`.
 
-    `folder` is the destination: `~` and `~user` are the host's, another relative path is below the home folder.
-    `size` (bytes) has to be free if the folder is empty. `source` is `folder.identity()` of what is copied; empty: no
-    look whether it is the same folder. `delete`: only with the marker. `extra`: a folder below the destination, which
-    gets no marker.
+    An empty folder needs room for `files` files and `size` bytes; `source` is what makes the source's folder the same
+    as one on the host, `partial` the name of folders for what has not arrived whole. With `delete` the folder must have
+    our marker, or be empty. With `extra` something is added below a folder that was copied to: it gets no marker.
+    `python` is an interpreter there to try first.
     """
-    words = [encode(folder), str((size + 1023) // 1024), source, "x" if extra else "1" if delete else "0", partial]
-    return "sh -c '%s' distrun-sync %s" % (_TEXT, " ".join("'%s'" % word for word in words))
+    options = {
+        "folder": os.fsencode(folder).hex(),
+        "size": size,
+        "files": files,
+        "source": source,
+        "delete": delete,
+        "marks": not extra,
+        "partial": partial,
+        "beginning": PARTIAL,
+    }
+    words = (_program(), _base64(json.dumps(options).encode("ascii")))
+    return remote.command(_BOOT, python, words, begin=SAYS + BEGIN, missing=SAYS + NO_PYTHON)
+
+
+@functools.lru_cache(maxsize=1)
+def _program() -> str:
+    """Return the program as one word."""
+    sources = {name: Path(str(each.__file__)).read_text("utf-8") for name, each in _MODULES.items()}
+    text = _PROGRAM % {"says": SAYS, "nopython": NO_PYTHON, **sources}
+    return _base64(zlib.compress(text.encode("utf-8"), 9))
+
+
+_MODULES = {"folder": contract, "receiver": receiver}
+
+
+def _base64(data: bytes) -> str:
+    return binascii.b2a_base64(data, newline=False).decode("ascii")
 
 
 def check_folder(folder: str, option: str = "--sync-dst-dir") -> None:
@@ -98,11 +105,4 @@ def check_folder(folder: str, option: str = "--sync-dst-dir") -> None:
         fix = "write %s" % home if home != folder else "./%s is a name" % folder
         raise UsageError("%s: variables are not expanded on the hosts: %r" % (option, folder), fix)
     if not folder.strip("/."):
-        raise UsageError("%s: %r is no directory for copies" % (option, folder), "name one of its own, like /tmp/job")
-
-
-def encode(folder: str) -> str:
-    """Return a path as `printf %b` reads it: plain characters as they are, all others in octal. Pure."""
-    plain = re.compile(rb"[A-Za-z0-9_./~+,:@=-]")
-    parts = [bytes([byte]) for byte in os.fsencode(folder)]
-    return "".join(part.decode() if plain.match(part) else "\\0%03o" % part[0] for part in parts)
+        raise UsageError("%s: %r is no directory for copies" % (option, folder), "name one of its own, like ~/job")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distrun.errors import SyncError
-from distrun.shell import quote
 from distrun.sync import remote, tool
 from distrun.sync.transfer import Ended
 from distrun.sync.units import count, size_text
-from distrun_runtime.contract.folder import MARKER
 
 _FULL = ("No space left on device", "Disk quota exceeded", "File too large")
 _SUMS = ("rsync error:", "rsync: connection unexpectedly closed", "rsync warning:")
@@ -18,6 +17,7 @@ _RACES = ("File exists", "No such file or directory", "file has vanished", "Dire
 TIMEOUTS = (30, 35)
 PARTLY = (23, 24)
 INTERRUPTED = "the copy was interrupted; the hosts that were not done have what they had before"
+PYTHON = "install one there, or name it by python=PATH in the hosts file"
 ROOM = "make room there, or give another directory"
 
 
@@ -65,40 +65,21 @@ class Result:
         return [self.line(), *("    " + word for word in words), *(["    fix: " + self.fix] if self.fix else [])]
 
 
-def failure(
-    ended: Ended, host: str, folder: str, *, size: int = 0, answer_s: float = 0.0, stall_s: float = 0.0
-) -> tuple[str, str]:
+def failure(ended: Ended, host: str, *, answer_s: float = 0.0, stall_s: float = 0.0) -> tuple[str, str]:
     """Return why a run failed, and what to do about it; two empty texts if it did not. Pure."""
     says, meaning = ended.says, tool.meaning(ended.code)
     last = _telling(ended.words)
-    shown = quote(folder)
     if ended.code == 0:
         return "", ""
     if ended.overdue:
         return "it has not answered within %g s" % answer_s, "distrun doctor --hosts %s" % host
     if remote.NO_RSYNC in says:
         return "there is no rsync on it", "on that host: " + tool.INSTALL
-    if remote.NO_USER in says:
-        return "there is no user %s on it" % says[remote.NO_USER], "give a directory of a user that all hosts have"
-    if remote.NO_FOLDER in says:
-        why = ended.words[0] if ended.words else ""
-        return "the directory %s cannot be made or entered: %s" % (shown, why), "give one that you may write to"
-    if remote.NOT_WRITABLE in says:
-        return "the directory %s cannot be written to" % shown, "give one of your own, or on that host: chown it"
-    if remote.UNMARKED in says:
-        at = says[remote.UNMARKED]
-        return (
-            "--delete: the directory %s has content, and no file %s that says it is distrun's" % (at, MARKER),
-            "if nothing else is kept there, on that host: touch %s" % quote("%s/%s" % (at, MARKER)),
-        )
-    if remote.FULL in says:
-        free = says[remote.FULL].partition(" ")[0]
-        text = "its disk has %s free below %s, and %s are needed"
-        return text % (
-            size_text(int(free) * 1024),
-            shown,
-            size_text(size),
-        ), "make room there, or give another directory"
+    if remote.NO_PYTHON in says:
+        return "a python3 of 3.8 or newer is needed there: %s" % says[remote.NO_PYTHON], PYTHON
+    if remote.UNFIT in says:
+        text, fix = json.loads(says[remote.UNFIT])
+        return str(text), str(fix)
     if ended.code in TIMEOUTS:
         return "nothing has moved for %g s: %s" % (stall_s, meaning), "look at the network, or at the disk of that host"
     if not says:

@@ -23,12 +23,12 @@ def distrun(tmp_path: Path) -> Distrun:
 def test_a_dry_run_says_how_much_and_where_to(distrun: Distrun) -> None:
     write(distrun.work, **{"a.py": "123", ".git/x": "no"})
     (distrun.home / "hosts").write_text("d1\nd2 slots=4\n")
-    done = distrun.run("sync", "-H", str(distrun.home / "hosts"), "--sync-dst-dir", "/tmp/job", "--dry-run")
+    done = distrun.run("sync", "-H", str(distrun.home / "hosts"), "--sync-dst-dir", "~/job", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert done.stderr.decode().splitlines() == [
         "distrun: 1 file, 3 B to copy to each of 2 hosts",
-        "distrun: rsync %s/ -> d1:/tmp/job" % distrun.work,
-        "distrun: rsync %s/ -> d2:/tmp/job" % distrun.work,
+        "distrun: rsync %s/ -> d1:~/job" % distrun.work,
+        "distrun: rsync %s/ -> d2:~/job" % distrun.work,
     ]
     done = distrun.run("sync", "--hosts", "d1", "--sync-dst-dir", "~/x", "--dry-run", "--json")
     assert json.loads(done.stdout) == {

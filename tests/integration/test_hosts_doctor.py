@@ -123,13 +123,13 @@ def test_a_folder_that_is_not_there_proposes_to_copy(lab: Site) -> None:
     value = json.loads(done.out)
     assert found(value, "bad") == [("h1", "folder"), ("h2", "folder")]
     assert "--sync-dst-dir" in row(value, "h1", "folder")["fix"]
-    assert doctor(lab, "--sync-dst-dir", "/tmp/job")["exit_code"] == 0
+    assert doctor(lab, "--sync-dst-dir", "~/job")["exit_code"] == 0
 
 
 def test_what_the_hosts_file_says_of_a_host_is_looked_at(lab: Site) -> None:
     given = lab.hosts_file("h1", "h2 iface=nosuch0", "h3 workdir=/nope")
     words = ("doctor", "-H", given, "--json", "--no-servers", *TIMES)
-    for more in ((), ("--sync-dst-dir", "/tmp/job")):
+    for more in ((), ("--sync-dst-dir", "~/job")):
         value = json.loads(lab.distrun(*words, *more, cwd=ROOT).out)
         assert found(value, "bad") == [("h2", "address"), ("h3", "folder")]
         assert "nosuch0" in row(value, "h2", "address")["text"]
@@ -147,7 +147,7 @@ def test_a_shell_that_prints_and_a_missing_rsync_are_faults_where_files_are_copi
     value = doctor(lab)
     assert {check for host, check in found(value, "warn") if host == "h2"} >= {"shell", "rsync"}
     assert "welcome" in row(value, "h2", "shell")["text"]
-    copied = doctor(lab, "--sync-dst-dir", "/tmp/job")
+    copied = doctor(lab, "--sync-dst-dir", "~/job")
     assert set(found(copied, "bad")) == {("h2", "shell"), ("h2", "rsync")}
 
 

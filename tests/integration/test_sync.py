@@ -69,7 +69,7 @@ def test_a_failed_host_is_exit_code_4_and_the_others_have_it(lab: Site) -> None:
     lab["h2"].exec("sh", "-c", "mkdir -p /tmp/at && touch /tmp/at/job")
     err = of(lab.distrun("sync", "--hosts", "h1,h2,h3", "--sync-dst-dir", "/tmp/at/job"), 4)
     assert "the files did not reach 1 of 3 hosts" in err
-    assert "h2: the directory /tmp/at/job cannot be made or entered: mkdir" in err
+    assert "h2: cannot make /tmp/at/job: /tmp/at/job: Not a directory" in err
     for host in ("h1", "h3"):
         assert on_host(lab, host, "/tmp/at/job") == {"x": "1"}
 
@@ -77,22 +77,23 @@ def test_a_failed_host_is_exit_code_4_and_the_others_have_it(lab: Site) -> None:
 def test_a_disk_that_gets_full_leaves_the_tree_of_before(lab: Site) -> None:
     lab["h2"].disk(8, "/tmp")
     write(lab.work, **{"train.py": "1"})
-    command = ("sync", "--hosts", "h1,h2", "--sync-dst-dir", "/tmp/job")
+    command = ("sync", "--hosts", "h1,h2", "--sync-dst-dir", "/tmp/full")
     of(lab.distrun(*command))
     write(lab.work, **{"train.py": "22"})
     noise(lab.work / "data", 12 * MIB)
     err = of(lab.distrun(*command), 4)
     assert "h2: its disk is full: " in err
     assert "No space left on device" in err
-    assert on_host(lab, "h2", "/tmp/job") == {"train.py": "1"}
-    assert lab["h2"].exec("find", "/tmp/job", "-name", ".distrun-part-*") == ""
+    assert on_host(lab, "h2", "/tmp/full") == {"train.py": "1"}
+    assert lab["h2"].exec("find", "/tmp/full", "-name", ".distrun-part-*") == ""
     (lab.work / "data").unlink()
     of(lab.distrun(*command))
-    assert on_host(lab, "h2", "/tmp/job") == {"train.py": "22"}
+    assert on_host(lab, "h2", "/tmp/full") == {"train.py": "22"}
     # An empty folder is known to be too small before anything is sent.
     noise(lab.work / "data", 12 * MIB)
     err = of(lab.distrun("sync", "--hosts", "h2", "--sync-dst-dir", "/tmp/new"), 4)
-    assert "free below /tmp/new, and 12.0 MiB are needed" in err
+    assert "too little room in /tmp/new: " in err
+    assert "free, 12 MiB needed" in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -190,6 +191,77 @@ def test_a_host_whose_network_goes_silent_midway_is_named(lab: Site) -> None:
     lab["h2"].undrop("launcher")
     wait_until(lambda: not lab.leftovers(), 90, "nothing is left")
     assert on_host(lab, "h2", "/tmp/silent") == {"train.py": "1"}
+
+
+THEIRS = """
+mkdir -p %(at)s; chmod %(mode)s %(at)s
+echo 'open("/root/bob-was-here", "w")' >%(at)s/numpy.py
+chown -R -h bob:bob %(at)s
+"""
+"""What bob prepares on a host, with a module of his that a job would import."""
+
+
+@pytest.mark.parametrize(
+    ("given", "prepared", "said"),
+    [
+        ("/tmp/bobs", THEIRS % {"at": "/tmp/bobs", "mode": "755"}, "/tmp/bobs{on} is owned by bob"),
+        (
+            "/tmp/bobs-link/job",
+            "mkdir -p /root/inner/job; ln -s /root/inner /tmp/bobs-link; chown -h bob:bob /tmp/bobs-link",
+            "/tmp/bobs-link/job{on}: the link /tmp/bobs-link is owned by bob",
+        ),
+        (
+            "/tmp/bobs-open/a/job",
+            THEIRS % {"at": "/tmp/bobs-open", "mode": "777"},
+            "/tmp/bobs-open/a/job{on}: /tmp/bobs-open is owned by bob",
+        ),
+        (
+            "/srv/open/job",
+            "mkdir -p /srv/open; chmod 777 /srv/open",
+            "/srv/open/job{on}: /srv/open is writable by everyone (mode 0777)",
+        ),
+        (
+            "/root/with-bobs",
+            THEIRS % {"at": "/root/with-bobs", "mode": "755"} + "chown root:root /root/with-bobs",
+            "/root/with-bobs{on} has files that others own or can change, and the job could run them: "
+            "numpy.py (owned by bob)",
+        ),
+        ("~bob/job", "", "~bob/job{on}: /home/bob is owned by bob"),
+    ],
+)
+def test_a_folder_in_which_another_user_has_a_hand_takes_no_job(
+    lab: Site, given: str, prepared: str, said: str
+) -> None:
+    write(lab.work, **{"train.py": "import numpy"})
+    lab["h2"].exec("sh", "-c", prepared)
+    err = of(lab.distrun("sync", "--hosts", "h2", "--sync-dst-dir", given), 4)
+    assert "h2: " + said.format(on="") in err
+    assert "fix: " in err
+    job = ("launch", "-n", "1", "-s", "0", "--hosts", "h2", "--sync-dst-dir", given, "/usr/bin/python3", "train.py")
+    err = of(lab.distrun(*job), 3)
+    assert said.format(on=" on h2") in err
+    assert "such as --sync-dst-dir '~/job'" in err
+    lines = lab.distrun("doctor", "--hosts", "h2", "--sync-dst-dir", given).out.splitlines()
+    assert any("sync folder" in line and said.format(on="") in line for line in lines), lines
+    assert lab["h2"].exec("sh", "-c", "ls /root/bob-was-here /root/inner/job/train.py 2>/dev/null; true") == ""
+
+
+def test_a_folder_of_the_users_own_at_home_takes_a_job(lab: Site) -> None:
+    write(lab.work, **{"train.py": "import os; print('in', os.getcwd())"})
+    words = ("-n", "2", "-s", "0", "--hosts", "h1,alice@h2", "--sync-dst-dir", "~/a job")
+    done = lab.distrun("launch", *words, "/usr/bin/python3", "train.py")
+    of(done)
+    assert "in /root/a job" in done.out
+    assert "in /home/alice/a job" in done.out
+
+
+def test_a_group_that_the_user_belongs_to_may_write_and_that_is_said(lab: Site) -> None:
+    write(lab.work, x="1")
+    lab["h1"].exec("sh", "-c", "mkdir /srv/proj; chgrp users /srv/proj; chmod 2775 /srv/proj; usermod -aG users alice")
+    err = of(lab.distrun("sync", "--hosts", "alice@h1", "--sync-dst-dir", "/srv/proj/job"))
+    assert "warning: h1: /srv/proj/job: the members of your group users can change /srv/proj\n" in err
+    err = of(lab.distrun("sync", "--hosts", "h1", "--sync-dst-dir", "/srv/proj/job2"), 4)
+    assert "/srv/proj is writable by the group users (mode 2775)" in err
 
 
 def sync(*words: str, cwd: Path, env: dict[str, str] | None = None) -> Done:

@@ -17,6 +17,7 @@ import time
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from distrun_runtime.contract import address, environ
+from distrun_runtime.contract import folder as destination
 from distrun_runtime.errors import ContractError
 
 PROGRAM_S = 10.0
@@ -48,7 +49,7 @@ def probe(args: Mapping[str, Any]) -> Dict[str, Any]:
         "agent_python": {"version": sys.version.split()[0], "path": sys.executable},
         "python": python(str(args.get("python") or "python3")),
         "rsync": _first_line(["rsync", "--version"]),
-        "folders": {name: folder(str(args[name])) for name in ("cwd", "dst") if args.get(name)},
+        "folders": {name: folder(str(args[name]), name == "dst") for name in ("cwd", "dst") if args.get(name)},
         "tmp": folder(tempfile.gettempdir()),
         "limits": {"nofile": limit(resource.RLIMIT_NOFILE), "memlock": limit(resource.RLIMIT_MEMLOCK)},
         "shm": space("/dev/shm"),
@@ -72,14 +73,30 @@ def python(name: str) -> Dict[str, Any]:
     return {"error": "%s ended with code %d: %s" % (name, code, _last(err or out))}
 
 
-def folder(path: str) -> Dict[str, Any]:
-    """Return whether a folder is there and can be written, and what is free; else the nearest one above it."""
+def folder(path: str, is_destination: bool = False) -> Dict[str, Any]:
+    """Return whether a folder is there and can be written, and what is free; else the nearest one above it.
+
+    Of a destination of files also why it cannot be one: `fault` and `fix`, empty if it can.
+    """
+    fault = dict(zip(("fault", "fix"), unfit(path))) if is_destination else {}
     path = os.path.expanduser(path)
     near = path
     while not os.path.exists(near) and os.path.dirname(near) != near:
         near = os.path.dirname(near)
     facts = {"path": path, "exists": os.path.exists(path), "is_folder": os.path.isdir(near), "near": near}
-    return dict(facts, writable=os.access(near, os.W_OK | os.X_OK), **space(near))
+    return dict(facts, writable=os.access(near, os.W_OK | os.X_OK), **space(near), **fault)
+
+
+def unfit(path: str) -> Tuple[str, str]:
+    """Return why no files may be copied to a folder, and what to do about it; empty if they may."""
+    try:
+        found, notes = destination.follow(destination.expand(path), path)
+        destination.own(found, path, notes)
+    except destination.Unfit as err:
+        return str(err), err.fix
+    except OSError:  # it is missing, or `folder` says what is wrong with it
+        pass
+    return "", ""
 
 
 def space(path: str) -> Dict[str, Optional[int]]:

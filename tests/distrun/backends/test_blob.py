@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ast
 import binascii
-import functools
 import importlib.resources
 import json
 import marshal
 import os
 import re
-import shutil
 import subprocess
 import sys
 import zlib
@@ -21,40 +19,17 @@ import pytest
 from agentkit import agent, shell
 from hypothesis import given
 from hypothesis import strategies as st
+from pythons import TOO_OLD, VERSIONS, need
 
 from distrun.backends import blob
 from distrun_runtime.agent import cache
 
-VERSIONS = ["3.%d" % minor for minor in range(8, 16)]
 MAIN = "sys.exit(main(r, keep))"
-TOO_OLD = ["3.5", "3.6", "3.7"]
 
 
 def unpack(line: bytes) -> dict[str, dict[str, str]]:
     unpacked: dict[str, dict[str, str]] = json.loads(zlib.decompress(binascii.a2b_base64(line)))
     return unpacked
-
-
-@functools.cache
-def interpreter(version: str) -> str:
-    """Return the true path of python3.X, as found on PATH (behind a version manager's shim, too); empty if none."""
-    found = shutil.which("python" + version)
-    if not found:
-        return ""
-    siblings = sorted(Path(found).parent.parent.glob("versions/%s.*/bin/python" % version))
-    for candidate in [found, *map(str, siblings)]:
-        question = [candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
-        answer = subprocess.run(question, capture_output=True, text=True, timeout=60, check=False)
-        if answer.returncode == 0 and answer.stdout.strip() == version:
-            return candidate
-    return ""
-
-
-def need(version: str) -> str:
-    found = interpreter(version)
-    if not found:
-        pytest.skip("needs python%s on PATH" % version)
-    return found
 
 
 def test_blob_is_one_line_within_its_limit() -> None:

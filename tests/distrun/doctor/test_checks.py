@@ -26,7 +26,7 @@ FACTS: dict[str, Any] = {
     "agent_python": {"version": "3.9.2", "path": "/usr/bin/python3"},
     "python": {"version": "3.11.2", "path": "/usr/bin/python3", "numpy": "2.0", "zmq": "27.0"},
     "rsync": {"version": "rsync  version 3.2.7  protocol version 31", "error": ""},
-    "folders": {"cwd": PLACE, "dst": PLACE},
+    "folders": {"cwd": PLACE, "dst": {**PLACE, "fault": "", "fix": ""}},
     "tmp": {**PLACE, "path": "/tmp"},
     "limits": {"nofile": [65536, 65536], "memlock": [None, None]},
     "shm": {"free": 4 << 30, "size": 8 << 30},
@@ -180,7 +180,7 @@ def test_what_copying_files_needs_is_a_fault_only_if_files_are_copied() -> None:
 
 
 def test_the_folder_of_copies_need_not_be_there_but_must_be_possible() -> None:
-    new = {**PLACE, "exists": False, "near": "/"}
+    new = {**PLACE, "exists": False, "near": "/", "fault": "", "fix": ""}
     assert [row.text for row in rows(DST, folders__dst=new) if row.check == "sync folder"] == [
         "/x can be made, 9.0 GiB free"
     ]

@@ -137,7 +137,7 @@ def test_an_absolute_path_and_a_users_home_are_what_they_say(bench: Bench, tmp_p
     assert bench.copy("d1", dst=str(tmp_path / "at"))[0].ok
     assert tree(tmp_path / "at")["train.py"] == "one"
     (result,) = bench.copy("d1", dst="~no_such_user_here/x")
-    assert result.reason == "there is no user ~no_such_user_here on it"
+    assert result.reason == "there is no user ~no_such_user_here"
     with pytest.raises(UsageError, match="~USER/DIR"):
         bench.copy("d1", dst="~$(id)/x")
     with pytest.raises(UsageError, match="expected a directory"):
@@ -157,8 +157,45 @@ def test_nothing_of_a_folder_that_cannot_be_made_is_a_riddle(bench: Bench) -> No
     problem = error(results)
     assert problem is not None
     assert problem.exit_code == 4
-    assert "the directory file/below cannot be made or entered" in str(problem)
-    assert "mkdir" in str(problem)
+    assert "cannot make file/below: %s: Not a directory" % (bench.hosts.home("d1") / "file") in str(problem)
+    assert "rsync" not in str(problem), "what it says of a folder that was refused only misleads"
+
+
+def test_a_folder_that_others_can_write_gets_no_file_and_is_named(bench: Bench) -> None:
+    bench.hosts.add("d1", "d2")
+    (bench.hosts.home("d1") / "open").mkdir(mode=0o777)
+    (bench.hosts.home("d1") / "open").chmod(0o777)
+    bad, good = bench.copy("d1", "d2", dst="open/job", keep_going=True)
+    text = "open/job: %s/open is writable by everyone (mode 0777), so others could change what the job runs"
+    assert bad.reason == text % bench.hosts.home("d1")
+    assert bad.fix.startswith("on that host: chmod go-w %s/open; " % bench.hosts.home("d1"))
+    assert bad.words == ()
+    assert list((bench.hosts.home("d1") / "open").iterdir()) == []
+    assert good.ok
+
+
+def test_an_extra_gets_into_no_folder_that_others_can_write(bench: Bench, tmp_path: Path) -> None:
+    """Also not by a link of the user's own that leads there."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    elsewhere.chmod(0o777)
+    library = write(tmp_path / "built", **{"libmxnet.so": "so"})
+    rules = make_rules(extra=["%s/libmxnet.so:lib/libmxnet.so" % library], cwd=str(tmp_path))
+    shutil.rmtree(bench.source / "lib")
+    bench.hosts.add("d1")
+    (bench.hosts.home("d1") / "job").mkdir()
+    (bench.hosts.home("d1") / "job" / "lib").symlink_to(elsewhere)
+    (result,) = bench.copy("d1", rules=rules)
+    assert "job/lib: %s is writable by everyone" % elsewhere in result.reason
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_what_hosts_say_of_their_folders_is_said_once(bench: Bench) -> None:
+    bench.hosts.add("d1", "d2", "d3")
+    for name in ("d1", "d2", "d3"):
+        bench.hosts.before(name, "echo 'distrun-sync: note %s' >&2" % ("~/job: " + ("x" if name == "d3" else "y")))
+    assert all(each.ok for each in bench.copy("d1", "d2", "d3", window=1))
+    assert bench.sink.texts("warning") == ["d1: ~/job: y", "d3: ~/job: x"]
 
 
 def test_the_ignore_file_patterns_and_gits_list_are_kept_to(bench: Bench) -> None:
@@ -206,8 +243,8 @@ def test_deleting_is_for_folders_that_are_ours(bench: Bench) -> None:
     bench.hosts.add("d1", "d2")
     write(bench.hosts.home("d1") / "job", precious="data")
     (result,) = bench.copy("d1", delete=True)
-    assert "has content, and no file .distrun-sync" in result.reason
-    assert result.fix.startswith("if nothing else is kept there, on that host: touch ")
+    assert "job has files, and not from distrun (no .distrun-sync in it)" in result.reason
+    assert result.fix.endswith("on that host: touch %s/job/.distrun-sync" % bench.hosts.home("d1"))
     assert bench.there("d1") == {"precious": "data"}
     # A copy without deleting does not make it ours either.
     assert bench.copy("d1")[0].ok
@@ -300,7 +337,8 @@ def test_a_host_without_rsync_is_said_with_what_to_do(bench: Bench) -> None:
 
 def test_a_disk_that_cannot_hold_it_is_said_before_anything_is_sent(bench: Bench) -> None:
     (result,) = bench.copy("d1", size=1 << 60)
-    assert "free below job, and 1048576.0 TiB are needed" in result.reason
+    assert "too little room in job: " in result.reason
+    assert "free, 1.05e+06 TiB needed" in result.reason
     assert bench.there("d1") == {}
 
 

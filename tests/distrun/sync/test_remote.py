@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import ast
+import subprocess
+from pathlib import Path
+
 import pytest
+from pythons import TOO_OLD, VERSIONS, need
 
 from distrun.errors import UsageError
-from distrun.sync import check_folder
+from distrun.sync import check_folder, receiver, remote
 
 
 @pytest.mark.parametrize(
@@ -14,7 +19,7 @@ from distrun.sync import check_folder
         ("$HOME/x", "variables are not expanded on the hosts", "write ~/x"),
         ("${HOME}", "variables are not expanded", "write ~"),
         ("$SCRATCH/x", "variables are not expanded", "./$SCRATCH/x is a name"),
-        ("/", "is no directory for copies", "like /tmp/job"),
+        ("/", "is no directory for copies", "like ~/job"),
         ("//.", "is no directory for copies", ""),
         ("..", "is no directory for copies", ""),
     ],
@@ -25,6 +30,48 @@ def test_a_destination_that_cannot_be_meant_is_refused(folder: str, words: str, 
     assert hint in caught.value.hint
 
 
-@pytest.mark.parametrize("folder", ["/tmp/job", "job", "./$x", "~/job", "~ann/job", "/a b/ü", "../job", "-x"])
+@pytest.mark.parametrize("folder", ["/srv/job", "job", "./$x", "~/job", "~ann/job", "/a b/ü", "../job", "-x"])
 def test_other_destinations_are_taken(folder: str) -> None:
     check_folder(folder)
+
+
+def run(command: str, home: Path) -> subprocess.CompletedProcess[str]:
+    env = {"HOME": str(home), "PATH": "%s:/usr/bin:/bin" % home}
+    return subprocess.run(
+        ["sh", "-c", command], env=env, cwd=home, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_program_on_the_host_runs_under_every_python_that_is_here(version: str, tmp_path: Path) -> None:
+    rsync = tmp_path / "rsync"
+    rsync.write_text('#!/bin/sh\npwd; echo "$@"; exit 7\n')
+    rsync.chmod(0o755)
+    done = run(remote.rsync_path("~/a 'b'", partial="p", python=need(version)) + " --server . ./", tmp_path)
+    assert (done.returncode, done.stdout) == (7, "%s/a 'b'\n--server . ./\n" % tmp_path)
+    assert done.stderr == "distrun-sync: begin\n"
+    assert [path.name for path in (tmp_path / "a 'b'").iterdir()] == [".distrun-sync"]
+
+
+@pytest.mark.parametrize("version", TOO_OLD)
+def test_a_python_that_is_too_old_is_named(version: str, tmp_path: Path) -> None:
+    done = run(remote.rsync_path("~/job", python=need(version)), tmp_path)
+    assert done.returncode == 127
+    assert "distrun-sync: nopython " in done.stderr
+    assert " is Python %s." % version in done.stderr
+
+
+def test_a_host_without_python_is_said(tmp_path: Path) -> None:
+    command = remote.rsync_path("~/job").replace("python3", "no-such-python")
+    done = run(command, tmp_path)
+    assert done.returncode == 127
+    assert "distrun-sync: nopython there is no " in done.stderr
+
+
+def test_the_program_on_the_host_keeps_to_python_3_8_and_imports_only_what_is_sent() -> None:
+    tree = ast.parse(Path(receiver.__file__).read_text("utf-8"), feature_version=(3, 8))
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name for name in imported if str(name).startswith("distrun")} == {"distrun_runtime.contract.folder"}
+    contract = ast.parse(Path(remote.contract.__file__).read_text("utf-8"), feature_version=(3, 8))
+    imported = {node.module for node in ast.walk(contract) if isinstance(node, ast.ImportFrom)}
+    assert not any(str(name).startswith("distrun") for name in imported)

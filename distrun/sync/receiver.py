@@ -1,0 +1,121 @@
+"""Runs on a host in place of rsync: makes and checks the folder, then runs the host's rsync in it.
+
+This file is sent to the host with `contract/folder.py` (remote.py says how) and keeps to Python 3.8 and the standard
+library. What it finds it says in lines `distrun-sync: WORD DETAIL` on stderr. rsync is told to write to `./`, so that
+no path of the user's is ever parsed by a shell. Standard input and output are rsync's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from typing import List, Sequence
+
+from distrun_runtime.contract.folder import Unfit, prepare
+
+SAYS = "distrun-sync: "
+SAME = "same"
+UNFIT = "unfit"
+NOTE = "note"
+NO_RSYNC = "norsync"
+
+STALE_S = 86400.0
+"""What a copy that was killed has left here goes after so long."""
+NOT_FOUND = 127
+IO_ERROR = 11
+"""rsync's code for a file that cannot be read or written."""
+MORE_FOLDERS = ("/usr/local/bin", "/opt/homebrew/bin")
+"""Where rsync may be, beyond the PATH of a login without a terminal."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run with options as JSON, then rsync's own arguments; return the exit code."""
+    options = json.loads(argv[0])
+    try:
+        place = prepare(
+            os.fsdecode(bytes.fromhex(options["folder"])),
+            size=options["size"],
+            files=options["files"],
+            delete=options["delete"],
+            source=options["source"],
+            marks=options["marks"],
+        )
+        os.chdir(place.path)
+        for note in place.notes:
+            _say(NOTE, note)
+        if place.is_source:
+            _say(SAME)
+            return 0
+        return _copy(options["partial"], options["beginning"], argv[1:])
+    except Unfit as err:
+        _say(UNFIT, json.dumps([str(err), err.fix]))
+    except OSError as err:
+        _say(UNFIT, json.dumps(["the folder cannot be used: %s" % err, ""]))
+    return IO_ERROR
+
+
+def _copy(partial: str, beginning: str, argv: Sequence[str]) -> int:
+    """Run rsync. While it lasts there is a folder `PARTIAL.on`; what has arrived of a copy that failed goes."""
+    _forget(beginning)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)  # it is for rsync, whose end is waited for
+    with contextlib.suppress(OSError):
+        os.mkdir(partial + ".on")
+    code = _run(["rsync", *argv])
+    if code:
+        _remove(partial)
+    with contextlib.suppress(OSError):
+        os.rmdir(partial + ".on")
+    return code
+
+
+def _run(argv: List[str]) -> int:
+    places = [os.path.join(each, argv[0]) for each in (*os.get_exec_path(), *MORE_FOLDERS)]
+    found = [path for path in places if os.path.isfile(path) and os.access(path, os.X_OK)]
+    if not found:
+        _say(NO_RSYNC)
+        return NOT_FOUND
+    child = os.fork()
+    if not child:
+        try:
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and rsync would inherit that
+                signal.signal(number, signal.SIG_DFL)
+            os.execv(found[0], argv)
+        finally:
+            os._exit(NOT_FOUND)
+    _, status = os.waitpid(child, 0)
+    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+
+
+def _forget(beginning: str) -> None:
+    """Remove what copies have left that were killed here a day ago or earlier."""
+    for name in os.listdir("."):
+        if name.startswith(beginning) and name.endswith(".on"):
+            with contextlib.suppress(OSError):
+                if os.lstat(name).st_mtime < time.time() - STALE_S:
+                    _remove(name[: -len(".on")])
+                    os.rmdir(name)
+
+
+def _remove(name: str) -> None:
+    """Remove all folders of that name from here down."""
+    import shutil
+
+    for at, folders, _ in os.walk("."):
+        if name in folders:
+            folders.remove(name)
+            shutil.rmtree(os.path.join(at, name), ignore_errors=True)
+
+
+def _say(word: str, detail: str = "") -> None:
+    line = "%s%s %s" % (SAYS, word, detail)
+    os.write(2, line.rstrip().replace("\n", " ").encode("utf-8", "surrogateescape") + b"\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
