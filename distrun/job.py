@@ -18,6 +18,11 @@ COMMAND = "command"
 """`--ps command`: the user's command in every role, as launch.py did."""
 PS_CHOICES = (BUNDLED, COMMAND)
 
+MOST = 65_536
+"""Workers, or servers, of a job at most: as many as a job may have hosts."""
+SHOWN = 40
+"""Characters of a wrong number that a message shows."""
+
 _MERGED = ("PYTHONPATH", "PYTHONUNBUFFERED")
 """Variables that distrun sets with the user's value in mind, so that giving them is no mistake."""
 
@@ -78,16 +83,18 @@ class Job:
             raise UsageError(
                 "there is no command to run", "distrun launch -n %d python train.py" % max(1, self.workers)
             )
-        _at_least("-n/--num-workers", self.workers, 1)
-        _at_least("-s/--num-servers", self.servers, 0)
+        count("-n/--num-workers", self.workers, 1)
+        count("-s/--num-servers", self.servers, 0)
         if self.ps not in PS_CHOICES:
             raise UsageError("--ps: expected %s, found %r" % (" or ".join(PS_CHOICES), self.ps))
-        _seconds("--grace", self.limits.grace_s, zero=True)
-        _seconds("--timeout", self.limits.timeout_s)
-        _seconds("--start-timeout", self.limits.start_s)
-        _seconds("--op-timeout", self.op_timeout_s)
-        _seconds("--suspect-after", self.limits.suspect_s)
-        _seconds("--lost-after", self.limits.lost_s)
+        seconds("--grace", self.limits.grace_s, 0)
+        seconds("--start-timeout", self.limits.start_s, environ.BY_NAME["DISTRUN_START_TIMEOUT"].low)
+        seconds("--suspect-after", self.limits.suspect_s)
+        seconds("--lost-after", self.limits.lost_s)
+        if self.limits.timeout_s is not None:
+            seconds("--timeout", self.limits.timeout_s)
+        if self.op_timeout_s is not None:
+            seconds("--op-timeout", self.op_timeout_s, environ.BY_NAME["DISTRUN_OP_TIMEOUT"].low)
         if self.limits.lost_s < self.limits.suspect_s:
             raise UsageError(
                 "--lost-after %g is less than --suspect-after %g" % (self.limits.lost_s, self.limits.suspect_s),
@@ -276,15 +283,45 @@ def _check_subnet(text: str) -> None:
         raise UsageError("--subnet: expected a network such as 10.0.0.0/8 or fd00::/8, found %r" % text) from err
 
 
-def _at_least(option: str, value: int, low: int) -> None:
-    if value < low:
-        raise UsageError("%s: expected a number of at least %d, found %d" % (option, low, value))
+def count(option: str, value: str | int, low: int, high: int = MOST) -> int:
+    """Return a whole number from `low` to `high`. Pure.
+
+    Raises:
+        UsageError: it is none, or out of that range.
+    """
+    try:
+        number = int(value)
+    except ValueError:  # also one of thousands of digits
+        number = low - 1
+    if not low <= number <= high:
+        raise UsageError("%s: expected a whole number from %d to %d, found %s" % (option, low, high, _shown(value)))
+    return number
 
 
-def _seconds(option: str, value: float | None, zero: bool = False) -> None:
-    if value is None:
-        return
-    if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+def seconds(option: str, value: str | float, low: float | None = None) -> float:
+    """Return a time in seconds, from `low` (more than 0 if it is None) to a year. Pure.
+
+    Raises:
+        UsageError: it is none, or out of that range.
+    """
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not (number > 0 if low is None else low <= number) or not number <= environ.LONGEST_S:
+        least = "more than 0, at most" if low is None else "from %g to" % low
         raise UsageError(
-            "%s: expected a time in seconds, %s, found %g" % (option, "0 or more" if zero else "more than 0", value)
+            "%s: expected a time in seconds, %s %d (a year), found %s"
+            % (option, least, environ.LONGEST_S, _shown(value))
         )
+    return number
+
+
+def exact(number: float) -> str:
+    """Return a number as text that gives the same number back, without a needless point. Pure."""
+    return "%d" % number if number == int(number) else repr(number)
+
+
+def _shown(value: str | float) -> str:
+    text = value if isinstance(value, str) else "%g" % value if isinstance(value, float) else str(value)
+    return repr(text) if len(text) <= SHOWN else repr(text[:SHOWN]) + "..."

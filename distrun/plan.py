@@ -71,16 +71,16 @@ def make_plan(job: Job, slots: Sequence[Slot], site: Site) -> tuple[Plan, Secret
     Raises:
         UsageError: one hidden variable has different values for two roles.
     """
-    hosts = hosts_of(slots, site.hosts.order)
+    layout = _Layout.of(slots, site)
     users = {role: wish.given(job.settings, role) for role in (SCHEDULER, SERVER, WORKER)}
-    tasks = tuple(_task(job, slot, slots, site, users[slot.role]) for slot in slots)
+    tasks = tuple(_task(job, slot, layout, site, users[slot.role]) for slot in slots)
     plan = Plan(
         job=site.job_id,
         name=job.name,
         backend=site.backend,
         command=job.command,
         cwd=job.sync_dst_dir or job.cwd,
-        hosts=tuple(_host(job, slots, site, name) for name in hosts),
+        hosts=tuple(_host(job, layout, site, name) for name in layout.nodes),
         tasks=tasks,
         limits=job.limits,
         interface=job.interface,
@@ -125,21 +125,45 @@ def check_ports(job: Job, plan: Plan) -> None:
             )
 
 
-def _host(job: Job, slots: Sequence[Slot], site: Site, name: str) -> Host:
+@dataclass(frozen=True)
+class _Layout:
+    """What a task's variables say of the other tasks: worked out once, since a job may have many."""
+
+    nodes: Mapping[str, int]
+    """Hosts that have a task, and their index."""
+    groups: Mapping[str, int]
+    """Hosts that have a worker, and their index."""
+    sizes: Mapping[str, int]
+    """Tasks of each role."""
+    first: Mapping[str, str]
+    """Host of each role's first task."""
+
+    @staticmethod
+    def of(slots: Sequence[Slot], site: Site) -> _Layout:
+        roles = [slot.role for slot in slots]
+        return _Layout(
+            nodes={name: index for index, name in enumerate(hosts_of(slots, site.hosts.order))},
+            groups={name: index for index, name in enumerate(worker_hosts(slots))},
+            sizes={role: roles.count(role) for role in ROLES},
+            first={slot.role: slot.host for slot in reversed(slots)},
+        )
+
+
+def _host(job: Job, layout: _Layout, site: Site, name: str) -> Host:
     spec = site.hosts.spec(name)
     return Host(
         name=name,
         address=spec.addr or ("" if spec.iface else site.addresses.get(name, "")),
-        ports=_ports(job, slots, name),
+        ports=_ports(job, layout, name),
         reach=site.reach.get(name, {}),
         interface=spec.iface,
     )
 
 
-def _task(job: Job, slot: Slot, slots: Sequence[Slot], site: Site, users: Mapping[str, wish.Setting]) -> Task:
+def _task(job: Job, slot: Slot, layout: _Layout, site: Site, users: Mapping[str, wish.Setting]) -> Task:
     spec = site.hosts.spec(slot.host)
     env = {
-        **_identity(slot, slots, site),
+        **_identity(slot, layout, site),
         **_parameter_server(job, slot, site),
         **_unbuffered(site, users),
         **_tuning(job),
@@ -147,10 +171,10 @@ def _task(job: Job, slot: Slot, slots: Sequence[Slot], site: Site, users: Mappin
     is_ours = slot.role != WORKER and job.ps == wish.BUNDLED
     if is_ours and slot.role == SERVER and job.server_imports:
         env["DISTRUN_SERVER_IMPORT"] = ",".join(job.server_imports)
-    refs = _references(job, slot, slots)
+    refs = _references(job, slot, layout)
     if slot.role == WORKER:
-        env.update(_torch(slot, slots, site))
-        env.update(_jax(slot, slots))
+        env.update(_torch(slot, layout, site))
+        env.update(_jax(slot, layout))
         if spec.gpus and DEVICES not in users:
             env[DEVICES] = _devices(spec, slot)
     shown = {name: s.value for name, s in users.items() if not s.hidden and name not in env}
@@ -189,17 +213,16 @@ def _devices(spec: HostSpec, slot: Slot) -> str:
     return ",".join(ids[slot.local_rank * size : (slot.local_rank + 1) * size])
 
 
-def _identity(slot: Slot, slots: Sequence[Slot], site: Site) -> dict[str, str]:
-    hosts = hosts_of(slots, site.hosts.order)
+def _identity(slot: Slot, layout: _Layout, site: Site) -> dict[str, str]:
     return {
         "DISTRUN_JOB_ID": site.job_id,
         "DISTRUN_ROLE": slot.role,
         "DISTRUN_RANK": str(slot.rank),
-        "DISTRUN_WORLD_SIZE": str(_count(slots, slot.role)),
+        "DISTRUN_WORLD_SIZE": str(layout.sizes[slot.role]),
         "DISTRUN_LOCAL_RANK": str(slot.local_rank),
         "DISTRUN_LOCAL_SIZE": str(slot.local_size),
-        "DISTRUN_NODE_RANK": str(hosts.index(slot.host)),
-        "DISTRUN_NUM_NODES": str(len(hosts)),
+        "DISTRUN_NODE_RANK": str(layout.nodes[slot.host]),
+        "DISTRUN_NUM_NODES": str(len(layout.nodes)),
         "DISTRUN_HOST": slot.host,
         "DISTRUN_RESTART": "0",
         "DISTRUN_RUN_DIR": site.run_dir,
@@ -223,12 +246,12 @@ def _parameter_server(job: Job, slot: Slot, site: Site) -> dict[str, str]:
     return env
 
 
-def _references(job: Job, slot: Slot, slots: Sequence[Slot]) -> dict[str, str]:
+def _references(job: Job, slot: Slot, layout: _Layout) -> dict[str, str]:
     address = "{host:%s.address}" % slot.host
     refs = {"DISTRUN_ADDR": address, "DMLC_NODE_HOST": address}
     if job.has_servers and job.ps == wish.COMMAND:
         # A foreign scheduler publishes nothing: its port is one that the agent of its host holds.
-        root = _only(slots, SCHEDULER).host
+        root = layout.first[SCHEDULER]
         refs.update(DMLC_PS_ROOT_URI="{host:%s.address}" % root, DMLC_PS_ROOT_PORT="{%s/port:%s}" % (root, PS_PORT))
     elif job.has_servers and slot.role != SCHEDULER:
         # The bundled scheduler takes a free port itself and tells it; so it is given none.
@@ -238,7 +261,7 @@ def _references(job: Job, slot: Slot, slots: Sequence[Slot]) -> dict[str, str]:
         hosts = dict.fromkeys(other.host for other in slots)
         refs["DISTRUN_HOST_ADDRESSES"] = ",".join("{host:%s.address}" % host for host in hosts)
     if slot.role == WORKER:
-        first = _only(slots, WORKER).host
+        first = layout.first[WORKER]
         refs.update(
             MASTER_ADDR="{host:%s.address}" % first,
             MASTER_PORT="{%s/port:%s}" % (first, MASTER_PORT),
@@ -247,16 +270,15 @@ def _references(job: Job, slot: Slot, slots: Sequence[Slot]) -> dict[str, str]:
     return refs
 
 
-def _torch(slot: Slot, slots: Sequence[Slot], site: Site) -> dict[str, str]:
-    groups = worker_hosts(slots)
-    rank, size, group = str(slot.rank), str(_count(slots, WORKER)), str(groups.index(slot.host))
+def _torch(slot: Slot, layout: _Layout, site: Site) -> dict[str, str]:
+    rank, size, group = str(slot.rank), str(layout.sizes[WORKER]), str(layout.groups[slot.host])
     return {
         "RANK": rank,
         "WORLD_SIZE": size,
         "LOCAL_RANK": str(slot.local_rank),
         "LOCAL_WORLD_SIZE": str(slot.local_size),
         "GROUP_RANK": group,
-        "GROUP_WORLD_SIZE": str(len(groups)),
+        "GROUP_WORLD_SIZE": str(len(layout.groups)),
         "NODE_RANK": group,
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": size,
@@ -267,8 +289,8 @@ def _torch(slot: Slot, slots: Sequence[Slot], site: Site) -> dict[str, str]:
     }
 
 
-def _jax(slot: Slot, slots: Sequence[Slot]) -> dict[str, str]:
-    return {"JAX_NUM_PROCESSES": str(_count(slots, WORKER)), "JAX_PROCESS_ID": str(slot.rank)}
+def _jax(slot: Slot, layout: _Layout) -> dict[str, str]:
+    return {"JAX_NUM_PROCESSES": str(layout.sizes[WORKER]), "JAX_PROCESS_ID": str(slot.rank)}
 
 
 def _unbuffered(site: Site, users: Mapping[str, wish.Setting]) -> dict[str, str]:
@@ -279,19 +301,19 @@ def _unbuffered(site: Site, users: Mapping[str, wish.Setting]) -> dict[str, str]
 def _tuning(job: Job) -> dict[str, str]:
     env = {}
     if job.op_timeout_s is not None:
-        env["DISTRUN_OP_TIMEOUT"] = "%g" % job.op_timeout_s
+        env["DISTRUN_OP_TIMEOUT"] = wish.exact(job.op_timeout_s)
     if job.start_timeout_s is not None:
-        env["DISTRUN_START_TIMEOUT"] = "%g" % job.start_timeout_s
+        env["DISTRUN_START_TIMEOUT"] = wish.exact(job.start_timeout_s)
     if job.port_range:
         env["DISTRUN_PORT_RANGE"] = job.port_range
     return env
 
 
-def _ports(job: Job, slots: Sequence[Slot], host: str) -> tuple[str, ...]:
+def _ports(job: Job, layout: _Layout, host: str) -> tuple[str, ...]:
     labels: tuple[str, ...] = ()
-    if host == _only(slots, WORKER).host:
+    if host == layout.first[WORKER]:
         labels += (JAX_PORT, MASTER_PORT)
-    if job.has_servers and job.ps == wish.COMMAND and host == _only(slots, SCHEDULER).host:
+    if job.has_servers and job.ps == wish.COMMAND and host == layout.first[SCHEDULER]:
         labels += (PS_PORT,)
     return labels
 
@@ -306,11 +328,3 @@ def _hidden(slots: Sequence[Slot], users: Mapping[str, Mapping[str, wish.Setting
                     "give it under two names, or the same value to all with --env",
                 )
     return values
-
-
-def _count(slots: Sequence[Slot], role: str) -> int:
-    return sum(slot.role == role for slot in slots)
-
-
-def _only(slots: Sequence[Slot], role: str) -> Slot:
-    return next(slot for slot in slots if slot.role == role)

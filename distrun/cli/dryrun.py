@@ -70,9 +70,11 @@ def as_text(plan: Plan, rendered: Rendered) -> str:
         lines += ["run once on each host, for the environment that it leaves:"]
         lines += ["  " + line for line in plan.activate.splitlines()]
     if len(plan.hosts) > 1:
+        names: dict[str, list[str]] = {}
+        for task in plan.tasks:
+            names.setdefault(task.host, []).append(task.name)
         lines += ["", "placement:"]
-        for host in plan.hosts:
-            lines.append("  %s: %s" % (host.name, " ".join(task.name for task in plan.tasks if task.host == host.name)))
+        lines += ["  %s: %s" % (host.name, " ".join(names.get(host.name, ()))) for host in plan.hosts]
     shown: dict[tuple[str, ...], str] = {}
     for host in plan.hosts:
         lines += ["", "host %s (data address: %s)" % (host.name, host.address or "found by its agent")]

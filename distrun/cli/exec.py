@@ -12,6 +12,7 @@ from distrun import shell
 from distrun.cli.console import copy_out, print_err, print_out
 from distrun.cli.options import LauncherOption
 from distrun.cli.reach import host_options, hosts_of
+from distrun.cli.values import seconds
 from distrun.errors import UsageError
 from distrun.fleet import Problem, Ran, fold, run
 from distrun.fleet.running import KEPT
@@ -26,9 +27,7 @@ EXIT_PROBLEM = 3
 @click.option("--launcher", "--backend", "launcher", default="", metavar="NAME", cls=LauncherOption)
 @click.option("--cwd", default="", metavar="DIR", help="Run it there. [default: the home directory]")
 @click.option("--shell/--no-shell", "shell", default=None, help="Run the command by bash -c, or never do.")
-@click.option(
-    "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="S", help="End it after so many seconds."
-)
+@seconds("--timeout", help="End it after so many seconds.")
 @click.option("--no-fold", is_flag=True, help="Print lines as they come, each with its host.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)

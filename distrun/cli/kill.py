@@ -11,6 +11,7 @@ import click
 from distrun.cli.consent import EXIT_LEFT, EXIT_PROBLEM, SCHEMA, agree
 from distrun.cli.console import print_out
 from distrun.cli.reach import host_options
+from distrun.cli.values import seconds
 from distrun.errors import UsageError
 
 
@@ -22,7 +23,7 @@ from distrun.errors import UsageError
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be ended, and end nothing.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-@click.option("--grace", type=click.FloatRange(min=0), metavar="S", help="Seconds before killing. [default: the job's]")
+@seconds("--grace", low=0, help="Seconds before killing. [default: the job's]")
 @click.option("--match", metavar="REGEX", help="With --any-process: whatever of mine has such a command line.")
 @click.option("--any-process", is_flag=True, help="With --match: also what no job started. Look at what it shows.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")

@@ -10,7 +10,7 @@ from typing import Any
 
 from distrun.cli import tables
 from distrun.cli.consent import SCHEMA, agree, exit_code, tell_problems
-from distrun.cli.console import print_out
+from distrun.cli.console import print_err, print_out
 from distrun.cli.killhosts import SLACK_S, SURVEY_S, Found
 from distrun.cli.reach import hosts_of
 from distrun.fleet import Answer, Fleet, Problem, jobs
@@ -22,7 +22,9 @@ HEADINGS = ("HOST", "PID", "AGE", "COMMAND")
 
 def by_match(options: Mapping[str, Any]) -> int:
     """End what matches on the hosts that the options name, on this machine if they name none; return the exit code."""
-    _, backend, hosts = hosts_of(options, {})
+    inventory, backend, hosts = hosts_of(options, {})
+    for warning in inventory.warnings:
+        print_err("distrun: warning: %s\n" % warning)
     grace_s = Limits().grace_s if options["grace"] is None else options["grace"]
     asked = {"regex": options["match"], "kill": False, "spare": spared()}
     with Fleet(backend, hosts) as fleet:

@@ -67,6 +67,10 @@ def _launch(command: tuple[str, ...], options: Mapping[str, Any], env: Mapping[s
     from distrun_runtime.coordinator.jobstore import JobStore
 
     launcher, found = _launcher(options, env, console)
+    for warning in found.warnings if found else ():
+        console.say(warning, "warning")  # before anything else can fail: it may be why
+    for note in placement.notes(found, options["placement"]) if found else ():
+        console.say(note)
     job = _job(command, launcher, options, env, console)
     store, run_dir = JobStore(), options["run_dir"]
     ready = driver.prepare(
@@ -81,10 +85,6 @@ def _launch(command: tuple[str, ...], options: Mapping[str, Any], env: Mapping[s
         run_dir=run_dir,
         dry_run=options["dry_run"],
     )
-    for warning in found.warnings if found else ():
-        console.say(warning, "warning")
-    for note in placement.notes(found, job.placement) if found else ():
-        console.say(note)
     for note in _unused(found, ready):
         console.say(note)
     if ready.tree is not None:

@@ -16,12 +16,14 @@ from distrun.cli.console import copy_out
 from distrun.cli.find import find
 from distrun.cli.lines import Feed
 from distrun.cli.status import LIVE
+from distrun.cli.values import count
 from distrun.cli.writer import encode
 from distrun.errors import UsageError
 from distrun_runtime.coordinator import stored
 
 POLL_S = 0.1
 READ_SIZE = 256 * 1024
+MOST_LINES = 1_000_000_000
 
 
 @dataclass
@@ -37,7 +39,7 @@ class _Log:
 @click.argument("job")
 @click.argument("task", required=False)
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job is over.")
-@click.option("-n", "--lines", type=click.IntRange(min=0), metavar="N", help="Only the last N lines of each task.")
+@count("-n", "--lines", low=0, high=MOST_LINES, help="Only the last N lines of each task.")
 def logs(job: str, task: str | None, follow: bool, lines: int | None) -> int:
     """Show what JOB's tasks printed, stdout and stderr together.
 

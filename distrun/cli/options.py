@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from distrun.cli.reach import HOST_OPTIONS
+from distrun.cli.values import count, seconds
 from distrun.errors import UsageError
 from distrun.job import BUNDLED, Setting, parse_env, parse_env_file, parse_role_env
 from distrun.placement import POLICIES
@@ -37,10 +38,8 @@ def _path(**more: Any) -> click.Path:
 
 _OPTIONS: tuple[Callable[[Function], Function], ...] = (
     # Size
-    click.option("-n", "--num-workers", "workers", type=int, required=True, metavar="N", help="Number of workers."),
-    click.option(
-        "-s", "--num-servers", "servers", type=int, metavar="N", help="Number of servers; 0: none. [default: as -n]"
-    ),
+    count("-n", "--num-workers", "workers", low=1, required=True, help="Number of workers."),
+    count("-s", "--num-servers", "servers", low=0, help="Number of servers; 0: none. [default: as -n]"),
     # Where
     click.option("--launcher", "--backend", "launcher", metavar="NAME", cls=LauncherOption),
     *HOST_OPTIONS,
@@ -101,33 +100,36 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
     click.option("--subnet", default="", metavar="CIDR", help="Network for data, found on each host."),
     click.option("--port-range", default="", metavar="A-B", help="Ports that scheduler, servers and workers may bind."),
     # Time
-    click.option(
+    seconds(
         "--grace",
-        type=float,
+        low=0,
         default=_LIMITS.grace_s,
         show_default=True,
-        metavar="S",
         help="Seconds between asking a task to end and killing it.",
     ),
-    click.option("--timeout", type=float, metavar="S", help="End the job after so many seconds (exit code 124)."),
-    click.option("--start-timeout", type=float, metavar="S", help="Seconds until all have started. [default: 120]"),
-    click.option(
+    seconds("--timeout", help="End the job after so many seconds (exit code 124)."),
+    seconds(
+        "--start-timeout",
+        variable="DISTRUN_START_TIMEOUT",
+        help="Seconds until all have started. [default: 120]",
+    ),
+    seconds(
         "--suspect-after",
-        type=float,
         default=_LIMITS.suspect_s,
         show_default=True,
-        metavar="S",
         help="Silence after which a host is reported as suspect.",
     ),
-    click.option(
+    seconds(
         "--lost-after",
-        type=float,
         default=_LIMITS.lost_s,
         show_default=True,
-        metavar="S",
         help="Silence after which a host is lost (exit code 7); its own tasks end half as long after.",
     ),
-    click.option("--op-timeout", type=float, metavar="S", help="Seconds that one store call may take. [default: 1800]"),
+    seconds(
+        "--op-timeout",
+        variable="DISTRUN_OP_TIMEOUT",
+        help="Seconds that one store call may take. [default: 1800]",
+    ),
     # Output
     click.option("--name", default="", help="A name for the job."),
     click.option("--run-dir", type=_path(), metavar="DIR", help="Keep the job's folder below DIR."),

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from distrun.cli.values import seconds
+from distrun.job import exact
 from distrun.ssh.target import CONNECT_S, TRANSPORTS
 
 if TYPE_CHECKING:
@@ -31,12 +33,10 @@ HOST_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     click.option("--strict-host-keys", is_flag=True, help="Refuse hosts whose key is not known yet."),
     click.option("--ssh-config", default="", metavar="FILE", help="ssh configuration. [default: ~/.ssh/config]"),
-    click.option(
+    seconds(
         "--connect-timeout",
-        type=click.FloatRange(min=0, min_open=True),
         default=CONNECT_S,
         show_default=True,
-        metavar="S",
         help="Seconds that one connection may take.",
     ),
 )
@@ -55,7 +55,7 @@ def reach_options(options: Mapping[str, Any]) -> dict[str, str]:
         "transport": str(options["transport"]),
         "strict": "yes" if options["strict_host_keys"] else "",
         "config": str(options["ssh_config"] or ""),
-        "connect_s": "%g" % options["connect_timeout"],
+        "connect_s": exact(options["connect_timeout"]),
     }
     return {name: value for name, value in found.items() if value}
 

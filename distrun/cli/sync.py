@@ -57,9 +57,11 @@ def sync(**options: Any) -> int:
         options["excludes"], options["gitignore"], options["extra"], cwd=source, delete=options["delete"]
     )
     inventory, _, hosts = hosts_of(options, environ.snapshot(), "ssh")
-    tree = copying.scan(source, rules)
     screen = _Screen(is_quiet=options["quiet"] or options["as_json"])
-    for warning in (*inventory.warnings, *tree.warnings()):
+    for warning in inventory.warnings:
+        screen.say(warning, "warning")
+    tree = copying.scan(source, rules)
+    for warning in tree.warnings():
         screen.say(warning, "warning")
     screen.say("%s to copy to each of %d hosts" % (tree.text(), len(hosts)))
     names = [host.name for host in hosts]

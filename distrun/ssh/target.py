@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from distrun.errors import UsageError
+from distrun.job import exact
 
 if TYPE_CHECKING:
     from distrun.hosts import HostSpec
@@ -68,7 +69,7 @@ class Target:
         for each in fields(self):
             value = getattr(self, each.name)
             if value != getattr(plain, each.name):
-                found[each.name] = YES if value is True else "%g" % value if isinstance(value, float) else str(value)
+                found[each.name] = YES if value is True else exact(value) if isinstance(value, float) else str(value)
         return found
 
     @staticmethod

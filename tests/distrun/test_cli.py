@@ -15,6 +15,7 @@ import termios
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from distrun_cli import Distrun
 
@@ -126,14 +127,14 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
         (("launch", "-n", "2", "--hosts", "a,b!", "true"), ["E102: invalid host name 'b!'"]),
         (("launch", "-n", "2", "-H", "/dev/null", "true"), ["E101: no hosts in file"]),
         (("launch", "-n", "2", "--hosts", "a", "--sync-delete", "true"), ["without --sync-dst-dir", "add --sync-dst"]),
-        (("launch", "-n", "2", "--lost-after", "0", "true"), ["--suspect-after: expected a time in seconds"]),
+        (("launch", "-n", "2", "--lost-after", "0", "true"), ["--lost-after: expected a time in seconds, more than 0"]),
         (("launch", "-n", "2", "--activate", "venv:", "true"), ["--activate"]),
         (("launch", "-n", "2", "--python", "/nope", "true"), ["--python: there is no program '/nope'"]),
         (("launch", "-n", "2", "--port-range", "70-71", "true"), ["has 2 ports", "needs 7: 1 scheduler + 2 servers"]),
-        (("launch", "-n", "0", "true"), ["-n/--num-workers: expected a number of at least 1, found 0"]),
-        (("launch", "-n", "-3", "true"), ["found -3"]),
-        (("launch", "-n", "two", "true"), ["'two' is not a valid integer"]),
-        (("launch", "-n", "1", "-s", "-1", "true"), ["-s/--num-servers", "found -1"]),
+        (("launch", "-n", "0", "true"), ["-n/--num-workers: expected a whole number from 1 to 65536, found '0'"]),
+        (("launch", "-n", "-3", "true"), ["found '-3'"]),
+        (("launch", "-n", "two", "true"), ["expected a whole number", "found 'two'"]),
+        (("launch", "-n", "1", "-s", "-1", "true"), ["-s/--num-servers", "found '-1'"]),
         (("launch", "true"), ["Missing option '-n'"]),
         (("launch", "-n", "2"), ["no command"]),
         (("launch", "-n", "2", "--sync-dir", "/x", "true"), ["--sync-dir", "Did you mean --sync-dst-dir?"]),
@@ -164,6 +165,70 @@ def test_hosts_named_by_the_environment_mean_ssh(name: str, distrun: Distrun) ->
     text = error(distrun.run("launch", "-n", "1", "true", env={name: "/nowhere/hosts"}))
     assert "E100: hosts file not found: '/nowhere/hosts'" in text
     assert "the file is named by the variable %s" % name in text
+
+
+def numeric_options() -> list[tuple[str, str]]:
+    """Every option of every command that takes a number: the command and the option."""
+    group = click.Context(cli.cli)
+    found = []
+    for name in cli.cli.list_commands(group):
+        command = cli.cli.get_command(group, name)
+        assert command is not None
+        for option in command.params:
+            is_number = option.type.name in ("integer", "float", "integer range", "float range")
+            assert not is_number or getattr(option, "count", False), "cli/values.py makes options for numbers"
+            if option.metavar in ("N", "S"):
+                found.append((name, option.opts[-1]))
+    return found
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan", "-1", "1e300", "9" * 20, "9" * 6000, "x", ""])
+def test_a_number_out_of_range_is_a_usage_error_that_says_the_range(
+    value: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = numeric_options()
+    assert len(options) >= 14
+    for command, option in options:
+        needed = ["-n", "1"] if command == "launch" and option != "--num-workers" else []
+        rest = {"launch": ["true"], "exec": ["true"], "logs": ["no-job"]}.get(command, [])
+        assert cli.run([command, *needed, option, value, *rest]) == 2, (command, option)
+        err = capfd.readouterr().err
+        assert re.search(r"%s: expected a (whole number|time in seconds).* \d.*, found '" % option, err), err
+        assert len(err) < 300
+        assert err.count("\n") == 1
+
+
+def test_a_number_at_the_end_of_its_range_is_taken(distrun: Distrun) -> None:
+    year = "31536000"
+    times = [word for name in ("grace", "timeout", "start-timeout", "op-timeout", "suspect-after", "lost-after")
+             for word in ("--" + name, year)]  # fmt: skip
+    result = distrun.launch("-n", "2", "-s", "1", *times, "sh", "-c", "echo $DISTRUN_OP_TIMEOUT")
+    assert (result.returncode, result.stdout.count(b" | 31536000\n")) == (0, 2), result.stderr
+    result = distrun.run("launch", "-n", "65536", "-s", "0", "--dry-run", "--hosts", "h1,h2", "true")
+    assert result.returncode == 0
+    assert b"\nworker-65535@h2\n" in result.stdout
+    result = distrun.run("launch", "-n", "1", "-s", "1", "--op-timeout", "1234567.25", "--dry-run", "true")
+    assert b"DISTRUN_OP_TIMEOUT=1234567.25\n" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("launch", "-n", "9", "--placement", "pack", "true"),
+        ("launch", "-n", "1", "--python", "~/x", "--scheduler-host", "mars", "true"),
+        ("launch", "-n", "1", "--env", "RANK=3", "true"),
+        ("launch", "-n", "1", "--sync-dst-dir", "job", "--sync-extra", "/nowhere/x", "true"),
+        ("sync", "--sync-dst-dir", "job", "--sync-extra", "/nowhere/x"),
+    ],
+)
+def test_what_is_odd_in_the_hosts_file_is_said_even_if_something_else_is_wrong(
+    words: tuple[str, ...], distrun: Distrun
+) -> None:
+    (distrun.home / "hosts").write_text("d1\nd2\nd1\n")
+    text = error(distrun.run(words[0], "-H", str(distrun.home / "hosts"), *words[1:]))
+    assert "hosts:3:1: W120: duplicate host 'd1' (line 1): slots added, now 2\n" in text
+    if "pack" in words:
+        assert "no slots= for d2: taken as 1" in text
 
 
 def test_a_usage_error_is_all_that_is_said(distrun: Distrun) -> None:

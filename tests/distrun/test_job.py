@@ -16,14 +16,14 @@ def make(**more: object) -> Job:
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ({"workers": 0}, "-n/--num-workers: expected a number of at least 1, found 0"),
-        ({"workers": -2}, "found -2"),
-        ({"servers": -1}, "-s/--num-servers: expected a number of at least 0, found -1"),
+        ({"workers": 0}, "-n/--num-workers: expected a whole number from 1 to 65536, found '0'"),
+        ({"workers": -2}, "found '-2'"),
+        ({"servers": -1}, "-s/--num-servers: expected a whole number from 0 to 65536, found '-1'"),
         ({"command": ()}, "no command"),
         ({"command": ("",)}, "no command"),
         ({"command": ("a\0b",)}, "NUL"),
         ({"ps": "both"}, "--ps: expected bundled or command, found 'both'"),
-        ({"limits": Limits(grace_s=-1)}, "--grace: expected a time in seconds, 0 or more, found -1"),
+        ({"limits": Limits(grace_s=-1)}, "--grace: expected a time in seconds, from 0 to 31536000"),
         ({"limits": Limits(timeout_s=0)}, "--timeout: .* more than 0"),
         ({"limits": Limits(timeout_s=float("nan"))}, "--timeout"),
         ({"limits": Limits(start_s=-1)}, "--start-timeout"),

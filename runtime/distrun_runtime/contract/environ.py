@@ -19,6 +19,9 @@ FLOAT = "number"
 BOOL = "0 or 1"
 TEXT = "text"
 
+LONGEST_S = 31_536_000
+"""Seconds that a user may ask for at most: a year. Every wait takes it, on every system."""
+
 GIVEN = "given"
 """distrun gives it to tasks; a value of an outer job is removed first."""
 READ = "read"
@@ -325,6 +328,7 @@ TABLE: Tuple[Variable, ...] = (
         "Seconds that one store call may take while its peers are alive.",
         type=FLOAT,
         low=0.1,
+        high=LONGEST_S,
         default=1800.0,
     ),
     _row(
@@ -335,6 +339,7 @@ TABLE: Tuple[Variable, ...] = (
         " hand counts from its own start as well. For other nodes: until the scheduler must answer.",
         type=FLOAT,
         low=0.1,
+        high=LONGEST_S,
         default=120.0,
     ),
     _row(
