@@ -37,6 +37,8 @@ class Setting:
     """The role it is for; empty: every role."""
     hidden: bool = False
     """The value travels in `Secrets` and is never shown: a secret-looking name, a forwarded or a filed value."""
+    joins: bool = False
+    """It is a list of folders that is joined with what the host has."""
 
 
 @dataclass(frozen=True)

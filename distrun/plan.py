@@ -89,6 +89,7 @@ def make_plan(job: Job, slots: Sequence[Slot], site: Site) -> tuple[Plan, Secret
         runtime=site.runtime,
         activate=job.activate,
         sync=site.sync,
+        joined=tuple(sorted({s.name for each in users.values() for s in each.values() if s.joins})),
     )
     return plan, Secrets(token=site.token, env=_hidden(slots, users))
 

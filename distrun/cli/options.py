@@ -93,7 +93,9 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
         click.option("--env-" + role, multiple=True, metavar="K=V", help="Set a variable for the %s role only." % role)
         for role in reversed(ROLES)
     ),
-    click.option("--no-forward", is_flag=True, help="Do not forward DMLC_*, PS_*, MXNET_*, NCCL_*, OMP_* ... (ssh)."),
+    click.option(
+        "--no-forward", is_flag=True, help="Do not forward DMLC_*, PS_*, OMP_*, LD_LIBRARY_PATH, AWS keys ... (ssh)."
+    ),
     click.option("--keep-outer-env", is_flag=True, help="Keep variables of an outer job (SLURM_*, OMPI_*, RANK ...)."),
     # Network
     click.option("--interface", default="", metavar="NAME", help="Network interface for data, found on each host."),

@@ -32,18 +32,31 @@ def test_every_tuning_row_of_the_table_is_forwarded() -> None:
     [
         "PATH",
         "HOME",
-        "LD_LIBRARY_PATH",
         "PYTHONPATH",
-        "AWS_ACCESS_KEY_ID",
-        "AWS_SECRET_ACCESS_KEY",
         "AWS_REGION",
+        "AWS_PROFILE",
         "PS1",
         "MY_NCCL_DEBUG",
         "XDG_CACHE_HOME",
     ],
 )
-def test_places_of_this_machine_and_clouds_keys_stay_here(name: str) -> None:
+def test_places_of_this_machine_stay_here(name: str) -> None:
     assert not is_forwarded(name)
+
+
+def test_what_launch_py_gave_over_ssh_goes_along_and_is_hidden() -> None:
+    launch_py = ("OMP_NUM_THREADS", "KMP_AFFINITY", "LD_LIBRARY_PATH", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    settings = forwarded(dict.fromkeys([*launch_py, "DMLC_INTERFACE", "AWS_SESSION_TOKEN"], "x"))
+    assert {setting.name for setting in settings} == {*launch_py, "DMLC_INTERFACE", "AWS_SESSION_TOKEN"}
+    assert all(setting.hidden for setting in settings)
+    assert [setting.name for setting in settings if setting.joins] == ["LD_LIBRARY_PATH"]
+
+
+def test_a_path_that_the_user_names_replaces_the_hosts() -> None:
+    outer = {"LD_LIBRARY_PATH": "/here"}
+    for words in (["LD_LIBRARY_PATH=/x"], ["LD_LIBRARY_PATH"]):
+        own, _ = parse_env(words, outer)
+        assert not given([*forwarded(outer), *own], "worker")["LD_LIBRARY_PATH"].joins
 
 
 @pytest.mark.parametrize("name", ["DMLC_TOKEN", "JAX_API_KEY", "MXNET_my_password", "TORCH_Secret_X"])

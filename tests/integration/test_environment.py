@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 
 from lab import Site, wait_until
 
 SHOW = "import os, sys; print(*('%s=%s' % (n, os.environ.get(n)) for n in sys.argv[1:]))"
+
+
+KEYS = {"AWS_ACCESS_KEY_ID": "AKIA-4711", "AWS_SECRET_ACCESS_KEY": "aws-4711", "AWS_SESSION_TOKEN": "session-4711"}
 
 
 def test_tuning_variables_go_along_and_secrets_and_places_do_not(lab: Site) -> None:
@@ -35,7 +39,7 @@ def test_tuning_variables_go_along_and_secrets_and_places_do_not(lab: Site) -> N
     script.write_text(SHOW)
     done = lab.distrun(
         "launch", *words, "--sync-dst-dir", "/tmp/environment", "python3", "show.py", *names, "TORCH_Y",
-        env={**env, "LD_LIBRARY_PATH": "/nowhere"},
+        env=env,
     )  # fmt: skip
     assert done.code == 0, done.err
     assert done.out == (
@@ -44,10 +48,31 @@ def test_tuning_variables_go_along_and_secrets_and_places_do_not(lab: Site) -> N
     )
 
 
-def test_forwarded_values_are_on_no_command_line(lab: Site) -> None:
+def test_what_launch_py_gave_its_tasks_arrives(lab: Site) -> None:
+    (lab.work / "show.py").write_text(SHOW)
+    words = ("launch", "-n", "1", "-s", "0", "--hosts", "h1", "--no-prefix", "--sync-dst-dir", "~/environment")
+    show = ("python3", "show.py", *KEYS, "LD_LIBRARY_PATH")
+    env = {**KEYS, "LD_LIBRARY_PATH": "/mine/lib:/opt/cuda/lib64:"}
+    arrived = " ".join("%s=%s" % pair for pair in KEYS.items())
+    done = lab.distrun(*words, *show, env=env)
+    assert (done.code, done.out) == (0, arrived + " LD_LIBRARY_PATH=/mine/lib:/opt/cuda/lib64\n"), done.err
+    # What the host's own activation sets comes first; what it does not touch comes last.
+    activate = ("--activate", "export LD_LIBRARY_PATH=/venv/lib:/opt/cuda/lib64")
+    done = lab.distrun(*words, *activate, *show, env=env)
+    assert done.out == arrived + " LD_LIBRARY_PATH=/venv/lib:/opt/cuda/lib64:/mine/lib\n", done.err
+    done = lab.distrun(*words, "--env", "LD_LIBRARY_PATH=/only", *activate, *show, env=env)
+    assert done.out == arrived + " LD_LIBRARY_PATH=/only\n", done.err
+    done = lab.distrun(*words, "--no-forward", *show, env=env)
+    assert done.out == " ".join("%s=None" % name for name in (*KEYS, "LD_LIBRARY_PATH")) + "\n", done.err
+    done = lab.distrun(*words, "--dry-run", *show, env=env)
+    assert "env: AWS_SECRET_ACCESS_KEY=***\n" in done.out
+    assert "-4711" not in done.out + done.err
+
+
+def test_forwarded_values_are_on_no_command_line_and_in_no_file(lab: Site) -> None:
     words = ("-n", "1", "-s", "0", "--hosts", "h1", "--env", "MY_PASSWORD")
     (lab.work / "wait.py").write_text("import time; print('up', flush=True); time.sleep(60)")
-    env = {"PS_SOMETHING": "value-4711", "MY_PASSWORD": "secret-4711"}
+    env = {"PS_SOMETHING": "value-4711", "MY_PASSWORD": "secret-4711", **KEYS}
     running = lab.start("launch", *words, "--sync-dst-dir", "/tmp/environment", "python3", "wait.py", env=env)
     wait_until(lambda: "up" in running.out, 60, "the worker is up")
     for entry in os.listdir("/proc"):
@@ -58,8 +83,13 @@ def test_forwarded_values_are_on_no_command_line(lab: Site) -> None:
             except OSError:
                 continue
             assert b"-4711" not in line, line
+    written = "find /tmp /var/tmp /run /root /home /dev/shm -xdev -type f -exec grep -l -e -4711 {} +"
+    assert lab["h1"].exec("sh", "-c", written, check=False) == ""
+    found = subprocess.run(["grep", "-rl", "-e", "-4711", str(lab.home_folder)], capture_output=True, check=False)
+    assert found.stdout == b""
     running.signal(2)
     assert running.wait() == 130
+    assert "-4711" not in running.out + running.err
 
 
 def test_what_activation_leaves_is_what_tasks_start_from(lab: Site) -> None:

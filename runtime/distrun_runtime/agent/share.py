@@ -60,6 +60,7 @@ class Share:
         secrets = {name: self.secret_env[name] for name in task.secret_env if name in self.secret_env}
         # Last, so that nothing overrides what a leftover process is known by.
         last = dict(self.marks, DISTRUN_TOKEN_FILE=self.token_file) if self.token_file else self.marks
+        secrets.update((name, self._joined(name, secrets[name])) for name in self.plan.joined if name in secrets)
         env = tasks.environment(self.base, (), who, secrets, sent, last)
         if not os.path.isdir(env.get(b"DISTRUN_RUN_DIR", b"")):
             env.pop(b"DISTRUN_RUN_DIR", None)  # the job's folder is on the launching machine; only a shared one is here
@@ -71,6 +72,15 @@ class Share:
             if self._asked_for:
                 env.setdefault(b"NCCL_SOCKET_IFNAME", tasks.exact(self.interface))
         return env
+
+    def _joined(self, name: str, sent: str) -> str:
+        """Return the folders that were sent and those that this host has: in front of them if activation set them."""
+        here = self.base.get(tasks.exact(name), b"")
+        is_activated = here != environ.snapshot_bytes().get(tasks.exact(name), b"")
+        lists = [here.decode("utf-8", "surrogateescape"), sent]
+        # An empty entry would mean the current directory.
+        folders = [entry for each in (lists if is_activated else lists[::-1]) for entry in each.split(":") if entry]
+        return ":".join(dict.fromkeys(folders))
 
     @property
     def _asked_for(self) -> str:

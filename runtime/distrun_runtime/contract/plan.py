@@ -144,6 +144,8 @@ class Plan:
     activate: str = ""
     """Shell text that `bash -l` runs once on each host; the environment it leaves is what tasks start from."""
     sync: Optional[Sync] = None
+    joined: Tuple[str, ...] = ()
+    """Variables of `Task.secret_env` that are lists of folders and do not replace what a host has for its tasks."""
     version: int = VERSION
 
     def task(self, name: str) -> Task:
@@ -247,7 +249,7 @@ def from_json(value: Mapping[str, Any]) -> Plan:
         members["limits"] = Limits(**value["limits"])
         members["runtime"] = Runtime(**value["runtime"])
         members["sync"] = Sync(**value["sync"]) if value["sync"] is not None else None
-        return Plan(**_tuples(members, "command", "unset"))
+        return Plan(**_tuples(members, "command", "unset", "joined"))
     except (KeyError, TypeError) as err:
         raise ContractError("this is no plan of ours: %s" % err) from err
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -54,6 +55,37 @@ def test_marks_and_secrets_are_in_the_environment_and_cannot_be_overridden() -> 
     assert env[b"DISTRUN_RANK"] == b"7"
     assert env[b"KEY"] == b"s"
     assert env[b"DISTRUN_TOKEN_FILE"] == os.fsencode(share.token_file)
+    share.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "login", "activated", "expected"),
+    [
+        ("/a:/b", "", None, "/a:/b"),
+        ("/a:/b", "/host:/b", None, "/a:/b:/host"),
+        ("/a:/b", "/host", "/conda/lib:/host", "/conda/lib:/host:/a:/b"),
+        ("/a", "", "/conda/lib", "/conda/lib:/a"),
+        ("/a", "/host", "", "/a"),
+        ("/a::", ":/host", None, "/a:/host"),
+        ("/odd\udcff", "/host", None, "/odd\udcff:/host"),
+    ],
+)
+def test_lists_of_folders_are_joined_and_activation_comes_first(
+    monkeypatch: pytest.MonkeyPatch, sent: str, login: str, activated: str | None, expected: str
+) -> None:
+    name = "LD_LIBRARY_PATH"
+    monkeypatch.setenv(name, login)
+    share = shares.take(header())
+    task = dataclasses.replace(share.plan.task("worker-0"), secret_env=(name,))
+    share = dataclasses.replace(
+        share, plan=dataclasses.replace(share.plan, joined=(name,), tasks=(task,)), secret_env={name: sent}
+    )
+    if activated is not None:
+        share = dataclasses.replace(share, base={**share.base, name.encode(): os.fsencode(activated)})
+    env = share.environment(task, {})
+    assert env[name.encode()] == expected.encode("utf-8", "surrogateescape")
+    other = dataclasses.replace(task, secret_env=())
+    assert share.environment(other, {name: "/mine"})[name.encode()] == b"/mine", "what the user gave a role replaces it"
     share.close()
 
 
