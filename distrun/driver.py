@@ -361,8 +361,7 @@ def _copier(ready: Prepared, sink: Sink) -> Copier | None:
         ready.rules,
         sync.delete,
         sink,
-        size=sync.size,
-        files=sync.files,
+        tree=ready.tree,
         asker=ready.backend.asker,
     )
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 SCHEMA = "distrun.sync/1"
 REFRESH_S = 0.25
 """Between two states of the line of progress on a terminal."""
+WIDE = 80
+"""Columns of a terminal that does not say how many it has."""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -79,8 +81,7 @@ def sync(**options: Any) -> int:
         rules,
         options["delete"],
         screen,
-        size=tree.size,
-        files=tree.files,
+        tree=tree,
         keep_going=True,
         asker=Asker(),
         may_ask=True,
@@ -148,8 +149,16 @@ class _Screen:
             print_err("%sdistrun: %s%s\n" % (_CLEAR if self._shown else "", mark, text))
             self._shown = ""
 
+    @staticmethod
+    def _columns() -> int:
+        try:
+            return os.get_terminal_size(2).columns or WIDE
+        except OSError:
+            return WIDE
+
     def progress(self, text: str) -> None:
         """Replace the line of progress; empty: take it away."""
+        text = text[: max(0, self._columns() - 1)]
         if text != self._shown:
             print_err(_CLEAR + text if self._shown else text)
             self._shown = text

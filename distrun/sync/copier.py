@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 from distrun.errors import DistrunError
@@ -23,7 +24,8 @@ from distrun.sync import askpass, distinct, remote, result
 from distrun.sync.order import Order, make_order
 from distrun.sync.result import Result
 from distrun.sync.rules import Rules
-from distrun.sync.transfer import Ended, Progress, Transfer
+from distrun.sync.scan import Tree
+from distrun.sync.transfer import Ended, Progress, Rate, Transfer
 from distrun.sync.units import count, size_text
 from distrun.sync.ways import SshWays, Way, Ways, one
 from distrun_runtime.contract import environ
@@ -63,10 +65,10 @@ class Copier:
     """A copy that can be started once, and cancelled.
 
     `targets` is how each host is reached. `source` is a folder here, `dst` the folder there: `~` is the host's home,
-    where other relative paths begin too. With `keep_going` a failed host does not end the copy to others. `on_progress`
-    gets a line every `report_s` seconds; without it the sink does. `asker` knows what the user typed to get into the
-    hosts; with `may_ask` it is asked for more. `shell` gives the argv of another remote shell for rsync, `identity`
-    what is equal for two names of one host.
+    where other relative paths begin too. `tree` is what `scan` found. With `keep_going` a failed host does not end the
+    copy to others. `on_progress` gets a line every `report_s` seconds; without it the sink does. `asker` knows what the
+    user typed to get into the hosts; with `may_ask` it is asked for more. `shell` gives the argv of another remote
+    shell for rsync, `identity` what is equal for two names of one host.
     """
 
     def __init__(  # noqa: PLR0917
@@ -78,8 +80,7 @@ class Copier:
         delete: bool,
         sink: Says,
         *,
-        size: int = 0,
-        files: int = 0,
+        tree: Tree | None = None,
         keep_going: bool = False,
         window: int = WINDOW,
         stall_s: float = STALL_S,
@@ -98,8 +99,7 @@ class Copier:
         self._rules = rules
         self._delete = delete
         self._sink = sink
-        self._size = size
-        self._files = files
+        self._tree = tree or Tree()
         self._keep_going = keep_going
         self._window = window
         self._stall_s = stall_s
@@ -118,7 +118,14 @@ class Copier:
         self._waiting: deque[tuple[str, ...]] = deque()
         self._running: dict[str, Transfer] = {}
         self._past = Progress()
-        """What the runs that have ended have brought."""
+        """What the runs that have ended have sent."""
+        self._done: dict[str, int] = {}
+        """Of the tree's bytes, those of the runs that a host is done with."""
+        self._hosts = 0
+        """Distinct hosts that have not failed."""
+        self._tells = True
+        """Whether rsync says how far it is."""
+        self._rate = Rate()
         self._results: list[Result] = []
         self._notes: set[str] = set()
         self._thread: threading.Thread | None = None
@@ -147,12 +154,30 @@ class Copier:
         """Whether `cancel` was called."""
         return self._cancelled.is_set()
 
-    def progress(self) -> str:
-        """Return how far it is: `sync 3/5 (12 files, 4.5 MiB)`."""
-        arrived = self._arrived()
-        done = sum(len(each.names) for each in list(self._results) if each.ok)
-        what = (count(arrived.files, "file"), size_text(arrived.size))
-        return "sync %d/%d (%s, %s)" % (done, len(self._targets), *what)
+    def summary(self) -> str:
+        """Return what was copied: `sync 5/5 (60 files, 22.5 MiB)`."""
+        sent = self._sent()
+        return "%s (%s, %s)" % (self._ready(), count(sent.files, "file"), size_text(sent.size))
+
+    def line(self) -> str:
+        """Return how far it is: `sync 3/5: 64%, 38 files, 14.4 MiB sent, 1.2 MiB/s, 0:00:07 left`."""
+        if not self._tells:
+            return "%s; this rsync does not say how far it is" % self._ready()
+        sent = self._sent()
+        if not sent.size and not sent.files:
+            return "%s; nothing was sent so far" % self._ready()
+        total = self._tree.size * self._hosts
+        done = min(total, sent.done)
+        parts = ["%d%%" % min(99, 100 * done // total)] if total else []
+        parts += [count(sent.files, "file"), "%s sent" % size_text(sent.size)]
+        rate = self._rate.value()
+        if total and done == total:
+            parts.append("waiting for the hosts to finish")
+        elif rate is not None:
+            parts.append("%s/s" % size_text(rate))
+            if rate and total:
+                parts.append("%s left" % timedelta(seconds=round((total - done) / rate)))
+        return "%s: %s" % (self._ready(), ", ".join(parts))
 
     def copy(self) -> list[Result]:
         """Copy to all hosts; return one result for each distinct host, in the order of `targets`. Blocks.
@@ -172,13 +197,15 @@ class Copier:
                 self._rules,
                 scratch,
                 delete=self._delete,
-                size=self._size,
-                files=self._files,
+                size=self._tree.size,
+                files=self._tree.files,
                 stall_s=self._stall_s,
             )
             if not self._dst.startswith(("/", "~")):
                 self._sink.say("%s is below the home directory of each host" % self._dst, "info")
             groups = distinct.groups(self._targets, self._identity, is_cancelled=self._cancelled.is_set)
+            self._hosts = len(groups)
+            self._tells = order.program.has("--info")
             with self._lock:
                 self._waiting.extend(() if self._cancelled.is_set() else groups)
             threads = [
@@ -208,7 +235,6 @@ class Copier:
     def _wait(self, threads: Sequence[threading.Thread]) -> None:
         """Wait for the threads; say how far it is; after a failure give the others a moment."""
         begun = shown = time.monotonic()
-        sent_then = 0
         failed_at: float | None = None
         while any(thread.is_alive() for thread in threads):
             for thread in threads:
@@ -220,18 +246,23 @@ class Copier:
                     self._waiting.clear()
             if failed_at is not None and now > failed_at + MOMENT_S:
                 self.cancel()
+            self._rate.add(now, self._sent().size)
             if now > shown + self._report_s:
-                sent = self._arrived().size
-                rate = max(0, sent - sent_then) / (now - shown)
-                self._on_progress("%s, %s/s)" % (self.progress().rstrip(")"), size_text(rate)))
-                shown, sent_then = now, sent
+                self._on_progress(self.line())
+                shown = now
         if all(each.ok for each in self._results) and not self._cancelled.is_set():
-            self._sink.say("%s in %.1f s" % (self.progress(), time.monotonic() - begun), "info")
+            self._sink.say("%s in %.1f s" % (self.summary(), time.monotonic() - begun), "info")
 
-    def _arrived(self) -> Progress:
+    def _ready(self) -> str:
+        done = sum(len(each.names) for each in list(self._results) if each.ok)
+        return "sync %d/%d" % (done, len(self._targets))
+
+    def _sent(self) -> Progress:
         with self._lock:
-            parts = [self._past, *(each.progress for each in self._running.values())]
-        return Progress(sum(part.files for part in parts), sum(part.size for part in parts))
+            running = [each.progress for each in self._running.values()]
+            files = self._past.files + sum(each.files for each in running)
+            size = self._past.size + sum(each.size for each in running)
+            return Progress(files, size, sum(self._done.values()) + sum(each.done for each in running))
 
     def _drain(self, order: Order) -> None:
         while True:
@@ -245,6 +276,8 @@ class Copier:
                 ended = Result(names[0], names, code=-1, reason=_text(err), fix=getattr(err, "hint", ""))
             with self._lock:
                 self._results.append(ended)
+                self._done[names[0]] = self._tree.size if ended.ok else 0
+                self._hosts -= not ended.ok
             if not ended.ok and not ended.cancelled:
                 self._sink.say("sync to %s" % ended.line(), "warning")
 
@@ -260,7 +293,8 @@ class Copier:
         made = Result(host, names)
         races = RACES
         while runs:
-            ended, unreached = self._reach(host, runs[0], way)
+            sums = self._tree.sums[-len(runs)] if self._tree.sums else ()
+            ended, unreached = self._reach(host, runs[0], way, sums)
             if unreached is not None and unreached.kind == distinct.AUTH and not self._cancelled.is_set():
                 with contextlib.suppress(StopIteration):
                     way = ways.send(unreached)
@@ -299,10 +333,10 @@ class Copier:
             target = self._targets[host]
             return order.runs(target.host, way.shell, target.python)
 
-    def _reach(self, host: str, argv: list[str], way: Way) -> tuple[Ended, SshFailure | None]:
+    def _reach(self, host: str, argv: list[str], way: Way, sums: Sequence[int]) -> tuple[Ended, SshFailure | None]:
         """Run rsync, again if the host takes no more connections just now; return why ssh did not get there, if so."""
         for wait_s in (*AGAIN_S, None):
-            ended = self._run(host, argv, way)
+            ended = self._run(host, argv, way, sums)
             words = [word for word in ended.words if not word.startswith("rsync")]
             if ended.says or ended.overdue or ended.cancelled or not ended.code or not words:
                 break
@@ -313,19 +347,23 @@ class Copier:
                 return ended, failure
         return ended, None
 
-    def _run(self, host: str, argv: list[str], way: Way) -> Ended:
+    def _run(self, host: str, argv: list[str], way: Way, sums: Sequence[int]) -> Ended:
         # What the user's environment tells rsync (another shell, a partial folder) is not ours to guess about.
         env = {name: value for name, value in environ.snapshot().items() if not name.startswith("RSYNC_")}
-        transfer = Transfer(argv, {**env, **way.env, "LC_ALL": "C"}, answer_s=self._answer_s)
+        transfer = Transfer(argv, {**env, **way.env, "LC_ALL": "C"}, answer_s=self._answer_s, sums=sums)
         with self._lock:
             if self._cancelled.is_set():
                 transfer.cancel()
             self._running[host] = transfer
+        ended = Ended(-1)
         try:
-            return transfer.run()
+            ended = transfer.run()
+            return ended
         finally:
             with self._lock:
                 del self._running[host]
+                if not ended.code and sums:
+                    self._done[host] = self._done.get(host, 0) + sums[-1]
                 self._past.files += transfer.progress.files
                 self._past.size += transfer.progress.size
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import tempfile
+from array import array
 from collections.abc import Sequence
 
 from distrun.errors import SyncError
@@ -18,7 +19,7 @@ LIST_S = 600.0
 VANISHED = 24
 """The code for files that went away meanwhile, which is no harm to a list."""
 
-_LINE = re.compile(rb"(\d+) [<>c.h*]([fL])\S* (.*)")
+_LINE = re.compile(rb"(\d+) [<>c.h*]([fLd])\S* (.*)")
 _ESCAPED = re.compile(rb"\\#(\d{3})")
 
 
@@ -26,8 +27,20 @@ def entries(output: bytes) -> list[tuple[bytes, int]]:
     """Return path and bytes of each file and link (0 bytes) of a dry run. Pure."""
     found = []
     for match in map(_LINE.fullmatch, output.split(b"\n")):
-        if match is not None:
+        if match is not None and match.group(2) != b"d":
             found.append((_unescape(match.group(3)), int(match.group(1)) if match.group(2) == b"f" else 0))
+    return found
+
+
+def sums(output: bytes) -> array[int]:
+    """Return for each n the bytes of the first n entries of a dry run, in rsync's order, the folder itself first. Pure.
+
+    rsync says while it copies how many entries it has passed, and not how large those were that it did not send.
+    """
+    found = array("Q", [0, 0])
+    for match in map(_LINE.fullmatch, output.split(b"\n")):
+        if match is not None and match.group(3) != b"./":
+            found.append(found[-1] + (int(match.group(1)) if match.group(2) == b"f" else 0))
     return found
 
 

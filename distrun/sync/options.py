@@ -21,6 +21,8 @@ def base(tool: Tool) -> list[str]:
 def listing(tool: Tool, filters: Sequence[str], source: str, empty: str, files_from: str = "") -> list[str]:
     """Return the command that says what a copy of `source` into the folder `empty` would bring, and does nothing."""
     argv = [*base(tool), "--dry-run", *filters, *_from(files_from)]
+    # As for the copy: then rsync knows all entries before it begins, and takes them in the same order.
+    argv += _known(tool, "--delay-updates")
     argv.append("--out-format=%l %i %n" if tool.has("--out-format") else "--stats")
     return [*argv, "--", source, empty]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from distrun.errors import UsageError
 from distrun.sync import listing, rules, tool
@@ -30,6 +30,8 @@ class Tree:
     """Bytes."""
     biggest: tuple[tuple[str, int, int], ...] = ()
     """Folders (and files) of the source itself: name, files, bytes; those that matter most."""
+    sums: tuple[Sequence[int], ...] = field(default=(), repr=False, compare=False)
+    """`listing.sums` of the source and of each extra; empty: rsync does not list."""
 
     def text(self) -> str:
         """Return the size in words."""
@@ -64,15 +66,18 @@ def scan(source: str, wanted: Rules) -> Tree:
         if os.path.isdir(extra.source):
             more = summary(listing.run(program, rules.extra_filters(), extra.source))
         else:
-            more = Tree(1, os.path.getsize(extra.source))
+            size = os.path.getsize(extra.source)
+            more = Tree(1, size, sums=([0, 0, size],))
         named = (extra.name, more.files, more.size)
-        tree = Tree(tree.files + more.files, tree.size + more.size, _top([*tree.biggest, named]))
+        sums = (*tree.sums, *more.sums)
+        tree = Tree(tree.files + more.files, tree.size + more.size, _top([*tree.biggest, named]), sums)
     return tree
 
 
 def summary(output: bytes) -> Tree:
     """Return what rsync's listing says. Pure."""
     files = size = 0
+    sums: tuple[Sequence[int], ...] = (listing.sums(output),)
     tops: dict[bytes, tuple[int, int]] = {}
     for name, length in listing.entries(output):
         top = name.split(b"/", 1)[0]
@@ -81,9 +86,10 @@ def summary(output: bytes) -> Tree:
         files, size = files + 1, size + length
     if not files:
         # An rsync that cannot list itself gives its statistics only.
+        sums = ()
         found = [pattern.search(output) for pattern in _STATS]
         files, size = (int(re.sub(rb"\D", b"", each.group(1))) if each else 0 for each in found)
-    return Tree(files, size, _top([(os.fsdecode(name), *sizes) for name, sizes in tops.items()]))
+    return Tree(files, size, _top([(os.fsdecode(name), *sizes) for name, sizes in tops.items()]), sums)
 
 
 def _top(named: Sequence[tuple[str, int, int]]) -> tuple[tuple[str, int, int], ...]:

@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,10 @@ LAST_WORDS_S = 2.0
 """How long the host's words are waited for after a run that failed."""
 KILL_AFTER_S = 1.0
 """Between asking a run to end and killing it."""
+RATE_S = 6.0
+LEAST_S = 2.0
+"""Less than so long says little of a rate."""
+SAMPLE_S = 0.2
 WORDS = 8
 """Lines of rsync's last words that are kept."""
 
@@ -31,17 +36,42 @@ _GUARD = (
     'exec "$@" 3<&- </dev/null'
 )
 
-_PROGRESS = re.compile(rb"\s*([\d,.]+)\s+\d+%.*?(?:\(xfe?r#(\d+),.*)?")
+_PROGRESS = re.compile(rb"\s*([\d,.]+)\s+\d+%.*?(?:\(xfe?r#(\d+), (?:to|ir)-chk=(\d+)/(\d+)\)\s*)?")
 _FILES = re.compile(rb"Number of (?:regular )?files transferred: ([\d,.]+)")
 _BYTES = re.compile(rb"Total transferred file size: ([\d,.]+)")
 
 
 @dataclass
 class Progress:
-    """What has arrived so far."""
+    """What has been sent so far."""
 
     files: int = 0
     size: int = 0
+    """Bytes."""
+    done: int = 0
+    """Bytes of all files up to the present one, those included that the host had already."""
+
+
+class Rate:
+    """How fast a number grows, measured over the last RATE_S: rsync says only once a second what it has sent."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def add(self, now: float, number: int) -> None:
+        """Note the number at a moment (seconds, growing). What comes soon after the one before is left out."""
+        if not self._seen or now >= self._seen[-1][0] + SAMPLE_S:
+            self._seen.append((now, number))
+            while self._seen[0][0] < now - RATE_S:
+                self._seen.popleft()
+
+    def value(self) -> float | None:
+        """Return the growth in a second; None: it was not seen for long enough."""
+        grown = [each for each in self._seen if each[1]]
+        if not grown or grown[-1][0] < grown[0][0] + LEAST_S:
+            return None
+        (first, before), (last, after) = grown[0], grown[-1]
+        return max(0, after - before) / (last - first)
 
 
 @dataclass
@@ -65,7 +95,12 @@ class Ended:
 class Transfer:
     """A run. `run` is called once; `cancel` from any thread."""
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], *, answer_s: float) -> None:
+    def __init__(
+        self, argv: Sequence[str], env: Mapping[str, str], *, answer_s: float, sums: Sequence[int] = ()
+    ) -> None:
+        """`sums` are those of the tree (`listing.sums`), for `Progress.done`."""
+        self._sums = sums
+        self._passed = self._sent_then = 0
         self._argv = list(argv)
         self._env = env
         self._answer_s = answer_s
@@ -155,13 +190,22 @@ class Transfer:
         *lines, self._out = re.split(rb"[\r\n]", self._out + data)
         for line in lines:
             if match := _PROGRESS.fullmatch(line):
-                self.progress.size = _number(match.group(1))
-                if match.group(2):
-                    self.progress.files = int(match.group(2))
+                self._note_progress(match)
             elif match := _FILES.match(line):
                 self.progress.files = _number(match.group(1))
             elif match := _BYTES.match(line):
                 self.progress.size = _number(match.group(1))
+
+    def _note_progress(self, match: re.Match[bytes]) -> None:
+        progress = self.progress
+        progress.size = _number(match.group(1))
+        if match.group(2):
+            progress.files = int(match.group(2))
+            if self._sums:
+                entries = int(match.group(4)) - int(match.group(3))
+                self._passed = self._sums[min(entries, len(self._sums) - 1)]
+                self._sent_then = progress.size
+        progress.done = self._passed + progress.size - self._sent_then
 
     def _take_err(self, data: bytes) -> None:
         *lines, self._err = (self._err + data).split(b"\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from fakehosts import tree, write
 from lab import Done, Site, wait_until
 from sshd import USER, key, running
+from terminal import Terminal
 
 ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
@@ -94,6 +96,29 @@ def test_a_disk_that_gets_full_leaves_the_tree_of_before(lab: Site) -> None:
     err = of(lab.distrun("sync", "--hosts", "h2", "--sync-dst-dir", "/tmp/new"), 4)
     assert "too little room in /tmp/new: " in err
     assert "free, 12 MiB needed" in err
+
+
+SHOWN = re.compile(r"sync 0/2: \d+%, \d+ files?, [\d.]+ [KM]?i?B sent, [\d.]+ [KM]iB/s, 0:\d\d:\d\d left")
+
+
+def test_progress_of_many_files_is_shown_on_a_terminal(lab: Site, terminal: Terminal) -> None:
+    for number in range(1000):
+        noise(lab.work / str(number), 4 * MIB // 1000)
+    for host in ("h1", "h2"):
+        lab[host].rate(4000)
+    with open(terminal.path, "wb", buffering=0) as screen:
+        running = lab.start("sync", "--hosts", "h1,h2", "--sync-dst-dir", "~/many", stderr=screen)
+        wait_until(lambda: SHOWN.search(terminal.read_rest()), 90, "percent, rate and time on the terminal")
+        assert running.wait() == 0, terminal.read_rest()
+    assert "\r\x1b[K" in terminal.shown
+
+
+def test_progress_of_a_big_file_is_said_in_lines_where_there_is_no_terminal(lab: Site) -> None:
+    noise(lab.work / "big", 5 * MIB)
+    for host in ("h1", "h2"):
+        lab[host].rate(4000)
+    done = lab.distrun("launch", "-n", "2", "-s", "0", "--hosts", "h1,h2", "--sync-dst-dir", "~/big", "true")
+    assert SHOWN.search(of(done)), done.err
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])

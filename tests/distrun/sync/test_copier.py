@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from distrun.errors import UsageError
 from distrun.ssh.target import Target
 from distrun.sync import Copier, Rules, error, make_rules, transfer
 from distrun.sync.result import Result, told
+from distrun.sync.scan import Tree
 from distrun_runtime.coordinator.events import Prepared, PrepareFailed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -336,7 +338,7 @@ def test_a_host_without_rsync_is_said_with_what_to_do(bench: Bench) -> None:
 
 
 def test_a_disk_that_cannot_hold_it_is_said_before_anything_is_sent(bench: Bench) -> None:
-    (result,) = bench.copy("d1", size=1 << 60)
+    (result,) = bench.copy("d1", tree=Tree(size=1 << 60))
     assert "too little room in job: " in result.reason
     assert "free, 1.05e+06 TiB needed" in result.reason
     assert bench.there("d1") == {}
@@ -539,7 +541,61 @@ def test_progress_is_said_while_it_goes(bench: Bench) -> None:
     copier = bench.copier("d1", report_s=0.05)
     got: queue.SimpleQueue[object] = queue.SimpleQueue()
     copier.start(got.put)
-    wait(lambda: any(text.startswith("sync 0/1 (0 files, 0 B, 0 B/s)") for text in bench.sink.texts()), "a line")
+    wait(lambda: "sync 0/1; nothing was sent so far" in bench.sink.texts(), "a line")
+    gate.touch()
+    assert got.get(timeout=LIMIT_S) == Prepared()
+
+
+_SLOW = """#!/bin/sh
+# An rsync that sends 1,000 bytes a second, at last all that there is.
+case $1 in --version | --help) exec {rsync} "$1" ;; esac
+echo "distrun-sync: begin" >&2
+sent=0
+until [ -e '{gate}' ]; do
+    sent=$((sent + 1000))
+    printf '%s  12%%  1.00kB/s    0:00:00  \\r' $sent
+    sleep 1
+done
+printf '50000  12%%  1.00kB/s    0:00:00 (xfr#1, to-chk=0/2)\\r'
+until [ -e '{end}' ]; do sleep 0.05; done
+"""
+
+
+def test_progress_has_percent_rate_and_the_time_that_is_left(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, end, program = (bench.hosts.root / name for name in ("gate", "end", "rsync"))
+    program.write_text(_SLOW.format(rsync=shutil.which("rsync"), gate=gate, end=end))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", "%s:%s" % (program.parent, os.environ["PATH"]))
+    tree = Tree(1, 50000, sums=([0, 0, 50000],))
+    copier = bench.copier("d1", "d2", tree=tree, report_s=0.1)
+    got: queue.SimpleQueue[object] = queue.SimpleQueue()
+    copier.start(got.put)
+
+    def said(pattern: str) -> bool:
+        return any(re.fullmatch(pattern, text) for text in bench.sink.texts())
+
+    wait(lambda: said(r"sync 0/2: 2%, 0 files, 2\.0 KiB sent"), "what is sent; both hosts count")
+    wait(lambda: said(r"sync 0/2: \d+%, 0 files, .* sent, \d.*B/s, 0:\d\d:\d\d left"), "percent, rate, time left")
+    gate.touch()
+    wait(lambda: said(r"sync 0/2: 99%, 2 files, 97\.7 KiB sent, waiting for the hosts to finish"), "all is sent")
+    end.touch()
+    assert got.get(timeout=LIMIT_S) == Prepared()
+
+
+def test_where_rsync_does_not_say_how_far_it_is_no_rate_is_made_up(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tmp_path / "old" / "rsync"
+    old.parent.mkdir()
+    old.write_text(_OLD % shutil.which("rsync"))
+    old.chmod(0o755)
+    monkeypatch.setenv("PATH", "%s:%s" % (old.parent, os.environ["PATH"]))
+    bench.hosts.add("d1")
+    gate = bench.hosts.root / "gate"
+    bench.hosts.before("d1", "while [ ! -e '%s' ]; do sleep 0.05; done" % gate)
+    got: queue.SimpleQueue[object] = queue.SimpleQueue()
+    bench.copier("d1", report_s=0.05).start(got.put)
+    wait(lambda: "sync 0/1; this rsync does not say how far it is" in bench.sink.texts(), "a line")
     gate.touch()
     assert got.get(timeout=LIMIT_S) == Prepared()
 
