@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -138,6 +139,13 @@ def parse_env(words: Iterable[str], outer: Mapping[str, str]) -> tuple[list[Sett
     notes: list[str] = []
     for word in words:
         name, equals, value = word.partition("=")
+        pair = re.match(r"([A-Za-z_]\w*):(.*)\Z", word, re.DOTALL)
+        if pair and not equals and not fnmatch.filter(outer, name):
+            shown = "..." if is_secret(pair[1]) else pair[2]
+            raise UsageError(
+                "--env: expected NAME=VALUE, NAME or PREFIX*, found %r" % ("%s:%s" % (pair[1], shown)),
+                "type --env %s" % shlex.quote("%s=%s" % (pair[1], shown)),
+            )
         if equals:
             settings.append(setting("--env", name, value))
         elif "*" in name:

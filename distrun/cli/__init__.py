@@ -101,11 +101,13 @@ def _click_error(err: click.ClickException) -> int:
         hint = "%s -h shows the options" % err.ctx.command_path
     message = err.format_message()
     if isinstance(err, click.NoSuchOption) and err.ctx is not None:
-        known = [name for each in err.ctx.command.params for name in (*each.opts, *each.secondary_opts)]
-        import difflib  # for a mistake only
+        from distrun.cli import hints  # for a mistake only
 
-        near = difflib.get_close_matches(err.option_name, known, n=1)
-        message = "No such option %s.%s" % (err.option_name, " Did you mean %s?" % near[0] if near else "")
+        message = "No such option %s. %s" % (err.option_name, hints.no_such_option(err))
+    if isinstance(err, click.MissingParameter):
+        from distrun.cli import hints
+
+        hint = hints.missing(err) or hint
     return _fail(_one_line(message), hint, err.exit_code, Settings())
 
 

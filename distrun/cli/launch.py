@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun import activation, backends, forward, hosts, placement, shell
-from distrun.cli import reach
+from distrun import activation, backends, forward, hosts, placement
+from distrun.cli import hints, reach
 from distrun.cli.console import Console
 from distrun.cli.folder import current_folder
 from distrun.cli.options import collect_env, launch_options
@@ -28,14 +28,21 @@ if TYPE_CHECKING:
     from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
     from distrun_runtime.coordinator.outcome import Outcome
 
-NOT_FOUND = 127
 FULL_TRACEBACKS = 2
 """From this verbosity on workers print whole tracebacks."""
 LEASE = 1.5
 """An agent goes on without a word from us for so many times --lost-after: by then we have given its host up."""
 
 
-@click.command(context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
+class _Launch(click.Command):
+    """The command, which remembers its words for `hints.missing`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[hints.WORDS] = list(args)
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=_Launch, context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
 @launch_options
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
@@ -57,18 +64,23 @@ def launch(ctx: click.Context, /, command: tuple[str, ...], **options: Any) -> i
     env = environ.snapshot()
     console = Console(env, prefix=not options["no_prefix"], level=_level(options["quiet"], options["verbosity"]))
     try:
-        return _launch(command, options, env, console)
+        return _launch(ctx, command, options, env, console)
     finally:
         console.close()
 
 
-def _launch(command: tuple[str, ...], options: Mapping[str, Any], env: Mapping[str, str], console: Console) -> int:
+def _launch(
+    ctx: click.Context, command: tuple[str, ...], options: Mapping[str, Any], env: Mapping[str, str], console: Console
+) -> int:
     from distrun import driver
     from distrun_runtime.coordinator.jobstore import JobStore
 
     launcher, found = _launcher(options, env, console)
     for warning in found.warnings if found else ():
         console.say(warning, "warning")  # before anything else can fail: it may be why
+    misplaced = hints.misplaced(command, ctx, backends.names())
+    if misplaced:
+        console.say(misplaced)
     for note in placement.notes(found, options["placement"]) if found else ():
         console.say(note)
     job = _job(command, launcher, options, env, console)
@@ -99,9 +111,10 @@ def _launch(command: tuple[str, ...], options: Mapping[str, Any], env: Mapping[s
     console.say("job %s (%s)" % (folder.id, _where(ready, options["launcher"], found)))
     console.say("job %s: logs in %s" % (folder.id, folder.path / "logs"), "debug")
     outcome = driver.launch(ready, folder, console, options["verbosity"])
-    _report(outcome, folder, options["as_json"], console)
-    if outcome.exit_code == NOT_FOUND:
-        _hint_at_order(command, console)
+    tail = _report(outcome, folder, options["as_json"], console)
+    hint = hints.afterwards(command, outcome, tail, ctx)
+    if hint and not misplaced:
+        console.write_err("distrun: hint: %s\n" % hint)
     return outcome.exit_code
 
 
@@ -235,34 +248,6 @@ def _unused(found: Inventory | None, ready: Prepared) -> list[str]:
     return ["%s no task: %s" % (count, hosts.fold(names))]
 
 
-def misplaced(command: Sequence[str]) -> str:
-    """Return the first option of ours, with its value, behind a command that looks like shell text; or "". Pure."""
-    if " " not in command[0]:
-        return ""
-    takes = {
-        name: isinstance(option, click.Option) and not option.is_flag and not option.count
-        for option in launch.params
-        for name in (*option.opts, *option.secondary_opts)
-        if name.startswith("-")
-    }
-    for index, word in enumerate(command):
-        name, equals, _ = word.partition("=")
-        if index and name in takes:
-            return shell.join(command[index : index + (2 if takes[name] and not equals else 1)])
-    return ""
-
-
-def _hint_at_order(command: Sequence[str], console: Console) -> None:
-    found = misplaced(command)
-    if found:
-        console.write_err(
-            "distrun: hint: `%s` stands after the command and belongs to it; options of distrun come before it\n"
-            % found
-        )
-    elif command[0] in shell.BUILTINS:
-        console.write_err("distrun: hint: %s is the shell's own; give the command as one quoted word\n" % command[0])
-
-
 def _show(ready: Prepared, as_json: bool, console: Console) -> None:
     from distrun.cli import dryrun
 
@@ -273,9 +258,11 @@ def _show(ready: Prepared, as_json: bool, console: Console) -> None:
         console.write_out(dryrun.as_text(ready.plan, rendered))
 
 
-def _report(outcome: Outcome, folder: JobFolder, as_json: bool, console: Console) -> None:
+def _report(outcome: Outcome, folder: JobFolder, as_json: bool, console: Console) -> Sequence[str]:
+    """Say how the job ended; return the last lines of the task that ended it."""
     from distrun import report
 
+    tail: Sequence[str] = ()
     if outcome.exit_code:
         task = outcome.culprit.task if outcome.culprit else ""
         tail = folder.tail(task, report.READ_LINES) if task else []
@@ -284,6 +271,7 @@ def _report(outcome: Outcome, folder: JobFolder, as_json: bool, console: Console
         console.write_err("distrun: error: %s\n" % outcome.message)
     if as_json:
         console.write_out(json.dumps(folder.outcome_json(outcome)) + "\n")
+    return tail
 
 
 def _level(quiet: bool, verbosity: int) -> str:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from distrun import job
+from distrun.errors import UsageError
 from distrun_runtime.contract import environ
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -30,6 +31,8 @@ def count(*names: str, low: int, high: int = job.MOST, **more: Any) -> Callable[
     """Return an option for a whole number from `low` to `high`."""
 
     def convert(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+        if value == "p" and "-n" in param.opts:
+            raise UsageError("there is no option -np", "it is mpirun's; type -n N")
         return None if value is None else job.count("/".join(param.opts), value, low, high)
 
     return click.option(*names, type=str, callback=convert, metavar="N", **more)

@@ -522,4 +522,4 @@ def test_a_lost_job_is_shown_as_lost_and_killed_for_good(distrun: Distrun) -> No
 def test_options_behind_quoted_shell_text_are_pointed_at(distrun: Distrun) -> None:
     result = distrun.launch("-n", "1", "-s", "0", "echo a & echo b", "-s", "0")
     assert result.returncode == 127
-    assert b"hint: `-s 0` stands after the command and belongs to it" in result.stderr
+    assert b"hint: options of distrun come before the command: distrun launch " in result.stderr

@@ -114,7 +114,7 @@ def test_progress_of_many_files_is_shown_on_a_terminal(lab: Site, terminal: Term
 
 
 def test_progress_of_a_big_file_is_said_in_lines_where_there_is_no_terminal(lab: Site) -> None:
-    noise(lab.work / "big", 5 * MIB)
+    noise(lab.work / "big", 8 * MIB)
     for host in ("h1", "h2"):
         lab[host].rate(4000)
     done = lab.distrun("launch", "-n", "2", "-s", "0", "--hosts", "h1,h2", "--sync-dst-dir", "~/big", "true")

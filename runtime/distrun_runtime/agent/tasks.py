@@ -151,6 +151,8 @@ def _check(task: Task, argv: List[bytes], env: Mapping[bytes, bytes]) -> None:
     found = [path for path in found if os.path.exists(path)]
     if not found:
         where = "" if b"/" in argv[0] else " (in no folder of the task's PATH)"
+        if argv[0] == b"python" and any(os.path.exists(os.path.join(place, b"python3")) for place in folders):
+            where = " (in no folder of the task's PATH, but there is python3: type that)"
         raise CannotStart(NOT_FOUND, "command not found: %s%s" % (_text(argv[0]), where))
     if not any(os.path.isfile(path) and os.access(path, os.X_OK) for path in found):
         what = "is a folder" if os.path.isdir(found[0]) else "is not executable; chmod +x it or name its interpreter"

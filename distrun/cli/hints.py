@@ -1,0 +1,285 @@
+"""What to type instead, for typical mistakes on the command line. Each hint needs evidence: none may be wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import click
+
+from distrun import shell
+from distrun.job import is_secret
+
+if TYPE_CHECKING:
+    from distrun_runtime.coordinator.outcome import Outcome
+
+WORDS = "distrun.words"
+"""Member of a context's `meta`: the words that its command was given."""
+SOURCES = 300
+"""Files of a script's folder that are searched for the name of an option, at most."""
+SOURCE_SIZE = 1 << 20
+
+_HOSTS = "Did you mean --hosts A,B (names of hosts), or -H FILE (a hosts file)?"
+_FILE = "Did you mean -H FILE?"
+_LAUNCHER = "Did you mean --launcher NAME?"
+_WORKERS = "Did you mean -n N, the number of all workers?"
+_EXTRA = "Did you mean --sync-extra SRC[:DST], with --sync-dst-dir DIR?"
+_MASTER = "Leave it out: workers are given MASTER_ADDR and MASTER_PORT."
+
+FOREIGN: Mapping[str, tuple[str, str]] = {
+    "--p3": ("--num-servers", "Leave it out: every store sends by priority."),
+    "--host": ("--hosts", _HOSTS),
+    "--host-file": ("--hostfile", _FILE),
+    "--machinefile": ("--hostfile", _FILE),
+    "--machine-file": ("--hostfile", _FILE),
+    "--cluster": ("--launcher", _LAUNCHER),
+    "--mode": ("--launcher", _LAUNCHER),
+    "--jobname": ("--name", "Did you mean --name NAME?"),
+    "--job-name": ("--name", "Did you mean --name NAME?"),
+    "--np": ("--num-workers", "Did you mean -n N?"),
+    "--nproc_per_node": ("--num-workers", _WORKERS),
+    "--nproc-per-node": ("--num-workers", _WORKERS),
+    "--nnodes": ("--num-workers", _WORKERS),
+    "--num_nodes": ("--num-workers", _WORKERS),
+    "--host-ip": ("--interface", "Did you mean --interface NAME, or --subnet CIDR?"),
+    "--log-level": ("--verbose", "Did you mean -v, or -q?"),
+    "--files": ("--sync-extra", _EXTRA),
+    "--archives": ("--sync-extra", _EXTRA),
+    "--master_addr": ("--num-workers", _MASTER),
+    "--master_port": ("--num-workers", _MASTER),
+    "-x": ("--env", "Did you mean --env NAME?"),
+}
+"""Options of launch.py, dmlc-submit, mpirun and torchrun: the option of ours without which the hint would not fit, and
+the hint."""
+
+DISTINCT = (
+    "--sync-dst-dir",
+    "--sync-exclude",
+    "--sync-gitignore",
+    "--sync-extra",
+    "--sync-delete",
+    "--num-servers",
+    "--env-server",
+    "--env-worker",
+    "--scheduler-host",
+    "--server-import",
+    "--keep-outer-env",
+    "--no-forward",
+)
+"""Options of `launch` that hardly any script has. -H, --hostfile and --launcher count if their value is one of ours."""
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=", re.DOTALL)
+_INTERPRETER = re.compile(r"(?:.*/)?(?:python|pypy|bash|sh|zsh|dash)[\d.]*\Z")
+_UNKNOWN = re.compile(r"unrecognized arguments|[Nn]o such option|[Uu]nknown (?:command line )?(?:option|flag|argument)")
+
+
+class Behind(NamedTuple):
+    """An option of ours behind the command."""
+
+    name: str
+    text: str
+    """With its value, as it was typed."""
+    value: str
+    at: int
+    """Index of its word in the command."""
+    size: int
+    """Words: 2 with a value of its own."""
+
+
+def no_such_option(err: click.NoSuchOption) -> str:
+    """Return what may have been meant by an unknown option; empty if nothing is near."""
+    assert err.ctx is not None
+    known = [name for each in err.ctx.command.params for name in (*each.opts, *each.secondary_opts)]
+    needed, text = FOREIGN.get(err.option_name, ("", ""))
+    if needed in known:
+        return text
+    import difflib  # for a mistake only
+
+    bare = {name.lstrip("-"): name for name in known if name.startswith("--")}
+    near = difflib.get_close_matches(err.option_name.lstrip("-"), list(bare), n=1, cutoff=0.7)
+    return "Did you mean %s?" % bare[near[0]] if near else ""
+
+
+def missing(err: click.MissingParameter) -> str:
+    """Return what to type where a required option of `launch` stands behind the command; empty if it does not."""
+    ctx, param = err.ctx, err.param
+    if ctx is None or param is None or WORDS not in ctx.meta:
+        return ""
+    parsed = ctx.command.make_parser(ctx).parse_args(list(ctx.meta[WORDS]))[0].get("command")
+    command = list(parsed) if isinstance(parsed, (list, tuple)) else []
+    found = list(behind(command, ctx.command.params))
+    if not any(each.name in param.opts for each in found):
+        return ""
+    # Behind a quoted command everything is distrun's; else what is not missing may be the script's own.
+    return _reordered(ctx, command, [each for each in found if " " in command[0] or each.name in param.opts])
+
+
+def _reordered(ctx: click.Context, command: Sequence[str], moved: Sequence[Behind]) -> str:
+    words: list[str] = ctx.meta[WORDS]
+    before = words[: len(words) - len(command)]
+    taken = {index for each in moved for index in range(each.at, each.at + each.size)}
+    options = [command[index] for index in sorted(taken)]
+    rest = [word for index, word in enumerate(command) if index not in taken]
+    line = " ".join(map(_shown, ["distrun", "launch", *before, *options, *rest]))
+    return "options of distrun come before the command: %s" % line
+
+
+def behind(command: Sequence[str], params: Sequence[click.Parameter]) -> Iterator[Behind]:
+    """Yield the options of ours that stand behind the first word of a command. Pure."""
+    takes = {
+        name: isinstance(option, click.Option) and not option.is_flag and not option.count
+        for option in params
+        for name in (*option.opts, *option.secondary_opts)
+        if name.startswith("-")
+    }
+    at = 1
+    while at < len(command):
+        name, equals, value = command[at].partition("=")
+        size = 1
+        if name in takes:
+            if takes[name] and not equals:
+                size, value = 2, command[at + 1] if at + 1 < len(command) else ""
+            yield Behind(name, shell.join(command[at : at + size]), value, at, min(size, len(command) - at))
+        at += size
+
+
+def misplaced(command: Sequence[str], ctx: click.Context, launchers: Sequence[str]) -> str:
+    """Return a note on an option of ours that most probably was not meant for the script behind which it stands.
+
+    Only if the script, and what lies beside it, does not mention the option; if it was not also given before the
+    command; and if its name or its value can hardly be the script's. Reads the files.
+    """
+    script = _script(command)
+    if not script:
+        return ""
+    given = {
+        name
+        for each in ctx.command.params
+        if each.name and ctx.get_parameter_source(each.name) == click.core.ParameterSource.COMMANDLINE
+        for name in each.opts
+    }
+    ours = [each for each in behind(command, ctx.command.params) if each.name not in given]
+    ours = [each for each in ours if _is_ours(each, launchers) and not _is_mentioned(each.name, script)]
+    if not ours:
+        return ""
+    return "`%s` stands behind the command, so %s gets it; if it is meant for distrun, type it before %s" % (
+        " ".join(each.text for each in ours),
+        os.path.basename(script),
+        command[0],
+    )
+
+
+def afterwards(command: Sequence[str], outcome: Outcome, tail: Sequence[str], ctx: click.Context) -> str:
+    """Return a hint for a command that failed, from how it failed and its last lines; empty if nothing is known."""
+    culprit = outcome.culprit
+    if culprit is None or not culprit.task.startswith("worker"):
+        return ""
+    if culprit.reason.startswith("command not found"):
+        return _not_found(command, ctx)
+    text = "\n".join(tail)
+    if culprit.code == 127 and len(command) == 1 and re.search(r"\bpython: (command )?not found", text):
+        return "many systems have no python, only python3: type that in the command"
+    if culprit.code and _UNKNOWN.search(text):
+        for each in behind(command, ctx.command.params):
+            if re.search(r"(?<![\w-])%s(?![\w-])" % re.escape(each.name), text):
+                return "`%s` stands behind the command, which got it; if it is meant for distrun, type it before %s" % (
+                    each.text,
+                    command[0],
+                )
+    return ""
+
+
+def _not_found(command: Sequence[str], ctx: click.Context) -> str:
+    first = command[0]
+    if " " in first:
+        found = list(behind(command, ctx.command.params))
+        if found:
+            return _reordered(ctx, command, found)
+        return "%s is taken for one program with blanks in its name: give all words in one pair of quotes, or none" % (
+            shell.quote(first)
+        )
+    if first in shell.BUILTINS:
+        return "%s is the shell's own; give the command as one quoted word" % first
+    if _ASSIGNMENT.match(first):
+        given = [_shown(word) for word in _leading_assignments(command)]
+        return "%s is no program: to set variables, type %s before the command" % (
+            _shown(first),
+            " ".join("--env " + word for word in given),
+        )
+    if "/" not in first and os.path.isfile(first):
+        return "%s is a file of this directory, which is not searched for programs: type %s" % (first, _runs(first))
+    return ""
+
+
+def _leading_assignments(command: Sequence[str]) -> Iterator[str]:
+    for word in command:
+        if not _ASSIGNMENT.match(word):
+            return
+        yield word
+
+
+def _shown(word: str) -> str:
+    """Return a word for a message; of an assignment to a secret the value is left out."""
+    name, equals, _ = word.partition("=")
+    return name + "=..." if equals and is_secret(name) else shell.quote(word)
+
+
+def _runs(name: str) -> str:
+    """Return what runs a file of the current directory."""
+    path = shell.quote("./" + name)
+    if os.access(name, os.X_OK):
+        return path
+    programs = {".py": "python3", ".sh": "bash"}
+    program = programs.get(os.path.splitext(name)[1], "")
+    return "%s %s" % (program, shell.quote(name)) if program else "%s after chmod +x %s" % (path, shell.quote(name))
+
+
+def _script(command: Sequence[str]) -> str:
+    """Return the file that a command runs if it is an interpreter with a script, or a script; empty if it is neither.
+
+    Other programs, such as mpirun or docker, have options of their own that are called like ours.
+    """
+    if len(command) < 2:
+        return ""
+    first = command[0]
+    if _INTERPRETER.match(first):
+        words = [word for word in command[1:] if not word.startswith("-")]
+        return words[0] if words and os.path.isfile(words[0]) else ""
+    return first if first.endswith((".py", ".sh")) and os.path.isfile(first) else ""
+
+
+def _is_ours(each: Behind, launchers: Sequence[str]) -> bool:
+    if each.name in ("-H", "--hostfile"):
+        return os.path.isfile(each.value)
+    if each.name == "--launcher":
+        return each.value in launchers
+    return each.name in DISTINCT
+
+
+def _is_mentioned(option: str, script: str) -> bool:
+    """Whether the script, or a Python file in its folder or below, has the option's name in it."""
+    needle = re.compile(rb"(?<![\w-])%s(?![\w-])" % re.escape(os.fsencode(option)))
+    count = 0
+    for path in _sources(Path(script)):
+        count += 1
+        if count > SOURCES:
+            return True  # it cannot be known
+        try:
+            with path.open("rb") as file:
+                if needle.search(file.read(SOURCE_SIZE)):
+                    return True
+        except OSError:
+            continue
+    return False
+
+
+def _sources(script: Path) -> Iterator[Path]:
+    yield script
+    for at, folders, names in os.walk(script.parent):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if name.endswith(".py"):
+                yield Path(at, name)
