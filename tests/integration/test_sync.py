@@ -277,7 +277,7 @@ def test_a_folder_of_the_users_own_at_home_takes_a_job(lab: Site) -> None:
     done = lab.distrun("launch", *words, "/usr/bin/python3", "train.py")
     of(done)
     assert "in /root/a job" in done.out
-    assert "in /home/alice/a job" in done.out
+    assert "in %s/a job" % lab["h2"].exec("sh", "-c", "echo ~alice").strip() in done.out
 
 
 def test_a_group_that_the_user_belongs_to_may_write_and_that_is_said(lab: Site) -> None:
