@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import resource
+import shlex
 import socket
 import struct
 import subprocess
@@ -47,6 +48,7 @@ def mask(text: str, distrun: Distrun) -> str:
     root = str(Path(distrun_runtime.__file__).resolve().parent.parent)
     for found, shown in (
         (json.dumps(blob.BOOT)[1:-1], "BOOT"),
+        (shlex.quote(sys.executable), "PYTHON"),
         (sys.executable, "PYTHON"),
         (root, "RUNTIME"),
         (str(distrun.home), "HOME"),

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import io
 import os
+import shlex
 import signal
 import sys
 import time
@@ -198,7 +199,7 @@ def test_what_comes_with_the_files_is_activated_and_looked_at_once_they_are_ther
         ready = synced(driver, folder, activate="source ./env.sh").begin()
         assert (ready.type, ready.header["python"]) == ("ready", {})
         (folder / "env.sh").write_text("export A=$PWD\n")
-        (folder / "python").write_text('#!/bin/sh\nexec %s "$@"\n' % sys.executable)
+        (folder / "python").write_text('#!/bin/sh\nexec %s "$@"\n' % shlex.quote(sys.executable))
         (folder / "python").chmod(0o755)
         settled = settle(driver)
         assert set(settled.header["python"]) == {"./python"}
@@ -259,7 +260,7 @@ def test_missing_modules_are_named_with_host_interpreter_and_the_line_to_type() 
         assert "%s on here (Python 3." % sys.executable in str(header["reason"])
         assert "cannot import zmq_x, numpy_x" in str(header["reason"])
         assert "No module named 'zmq_x'" in str(header["reason"])
-        assert "on here: %s -m pip install zmq_x numpy_x" % sys.executable in str(header["fix"])
+        assert "on here: %s -m pip install zmq_x numpy_x" % shlex.quote(sys.executable) in str(header["fix"])
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,7 +108,7 @@ def python(lab: Site) -> Iterator[Site]:
     """The lab, where `python` on every host has numpy and pyzmq, as the tutorials take for granted."""
     place = "usr/local/bin/python"
     for host in lab.hosts.values():
-        (host.root / place).write_text('#!/bin/sh\nexec %s "$@"\n' % sys.executable)
+        (host.root / place).write_text('#!/bin/sh\nexec %s "$@"\n' % shlex.quote(sys.executable))
         (host.root / place).chmod(0o755)
     yield lab
     for host in lab.hosts.values():
@@ -116,7 +117,7 @@ def python(lab: Site) -> Iterator[Site]:
 
 def typed(lab: Site, line: str, **more: Any) -> Done:
     """Run what follows launch.py on a line, typed into a shell that has changed to the folder with the script."""
-    return lab.run("bash", "-c", "exec %s -m distrun launch %s" % (sys.executable, line), **more)
+    return lab.run("bash", "-c", "exec %s -m distrun launch %s" % (shlex.quote(sys.executable), line), **more)
 
 
 def said(done: Done) -> dict[str, str]:
@@ -195,7 +196,7 @@ def test_a_quoted_command_is_run_by_the_shell_of_each_host(python: Site) -> None
 def test_local_instead_of_ssh_just_works_with_the_hosts_file_left_there(lab: Site) -> None:
     (lab.work / "train_mnist.py").write_text(TRAIN)
     (lab.work / "hosts").write_text("172.30.0.172\n172.30.0.171\n")
-    done = typed(lab, "-n 2 --launcher local -H hosts " + MNIST.replace("python", sys.executable))
+    done = typed(lab, "-n 2 --launcher local -H hosts " + MNIST.replace("python", shlex.quote(sys.executable)))
     assert set(said(done).values()) == {"sum 3 of 2 in %s lenet" % lab.work}
     assert "is ignored" in done.err
     assert set(placed(lab).values()) == {"launcher"}
@@ -204,7 +205,7 @@ def test_local_instead_of_ssh_just_works_with_the_hosts_file_left_there(lab: Sit
 def test_the_quick_test_of_dmlc_local_runs(lab: Site) -> None:
     """`dmlc_local.py -n 2 -s 2 python train.py`"""
     (lab.work / "train.py").write_text(TRAIN)
-    found = said(typed(lab, "-n 2 -s 2 %s train.py" % sys.executable))
+    found = said(typed(lab, "-n 2 -s 2 %s train.py" % shlex.quote(sys.executable)))
     assert sorted(found) == ["worker-0@launcher", "worker-1@launcher"]
     assert sorted(placed(lab)) == ["scheduler", "server-0", "server-1", "worker-0", "worker-1"]
 

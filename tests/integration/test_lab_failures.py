@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -649,7 +650,7 @@ def test_two_jobs_with_servers_on_the_same_hosts_both_end_well(lab: Site) -> Non
         "kv.init('w', np.zeros(4)); print('up', flush=True); kv.push('w', np.ones(4)); out = np.zeros(4);"
         "kv.pull('w', out=out); assert out[0] == 2, out; kv.barrier()"
     )
-    script = "exec %s -c %s" % (sys.executable, '"%s"' % code)
+    script = "exec %s -c %s" % (shlex.quote(sys.executable), '"%s"' % code)
     jobs = [
         lab.start(
             *("launch", "-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "2", "--python", sys.executable, script),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -152,7 +153,7 @@ def test_an_interface_that_is_not_there_is_3_and_the_message_lists_those_that_ar
 
 
 def test_a_current_folder_that_is_gone_is_said(distrun: Distrun) -> None:
-    text = "rmdir $PWD; exec %s -m distrun launch --launcher local -n 1 true" % sys.executable
+    text = "rmdir $PWD; exec %s -m distrun launch --launcher local -n 1 true" % shlex.quote(sys.executable)
     gone = distrun.home / "gone"
     gone.mkdir()
     result = subprocess.run(
@@ -239,7 +240,7 @@ def test_a_reader_that_goes_away_does_not_end_the_job(distrun: Distrun) -> None:
     """`distrun launch ... | head -1`."""
     text = "for i in $(seq 2000); do echo $i; done; sleep 0.2; for i in $(seq 2000); do echo $i; done; touch done"
     piped = "%s | head -1; exit ${PIPESTATUS[0]}"
-    words = " ".join(distrun.argv("launch", "--launcher", "local", "-n", "1", "-s", "0", script(distrun, text)))
+    words = shlex.join(distrun.argv("launch", "--launcher", "local", "-n", "1", "-s", "0", script(distrun, text)))
     result = subprocess.run(
         ["bash", "-c", piped % words], env=distrun.env, cwd=distrun.work, capture_output=True, timeout=60, check=False
     )

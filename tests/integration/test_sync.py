@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -164,7 +165,7 @@ def test_what_makes_the_environment_may_come_with_the_files(lab: Site) -> None:
     """--activate and --python, or python= of the hosts file, name what is only in the tree that is copied."""
     train = "import os\nfrom distrun_runtime import kvstore\nkv = kvstore.create('dist_sync')\n"
     train += "print('A is', os.environ['A'], kv.num_workers)\n"
-    wrapper = '#!/bin/sh\necho "$2" >> /tmp/in-tree/used\nexec %s "$@"\n' % sys.executable
+    wrapper = '#!/bin/sh\necho "$2" >> /tmp/in-tree/used\nexec %s "$@"\n' % shlex.quote(sys.executable)
     write(lab.work, **{"train.py": train, "env.sh": "export A=$PWD PATH=$PWD/bin:$PATH\n", "bin/its-py": wrapper})
     (lab.work / "bin" / "its-py").chmod(0o755)
     (lab.work / "named").write_text("h1 python=its-py\nh2 python=its-py\n")

@@ -83,13 +83,16 @@ def judge(probe: Probe, done: Done, host: str) -> str:
         text = "%s on %s is Python %s; servers and scheduler need %s or newer" % (path or name, host, version, oldest)
         raise Refusal("python", text, other)
     if missing:
+        import shlex  # for what is typed only
+
+        program = shlex.quote(path or name)
         text = "%s on %s (Python %s) cannot import %s" % (path or name, host, version, ", ".join(missing))
         lines = ["%s: %s" % each for each in missing.items()]
         packages = " ".join(PACKAGES.get(module, module) for module in missing)
-        fix = "on %s: %s -m pip install %s" % (host, path or name, packages)
+        fix = "on %s: %s -m pip install %s" % (host, program, packages)
         # Many systems let pip write to virtual environments only (PEP 668).
         fix += "\nor there: %s -m venv ~/v && ~/v/bin/pip install %s   and then --activate venv:~/v" % (
-            path or name,
+            program,
             packages,
         )
         fix += "\nor " + other

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import select
+import shlex
 import signal
 import stat
 import subprocess
@@ -44,7 +45,7 @@ def boot_argv(host: str) -> list[str]:
         " unshare --mount --uts --ipc --pid={mine}/pid --fork --kill-child=KILL --propagation private"
         " sh {script} {lab} {host} </dev/null >>{mine}/log 2>&1"
     )
-    return ["sh", "-c", start.format(mine=mine, host=host, script=HERE / "host.sh", lab=layout.STATE)]
+    return ["sh", "-c", start.format(mine=mine, host=host, script=shlex.quote(str(HERE / "host.sh")), lab=layout.STATE)]
 
 
 def make_keys(hosts: list[str]) -> dict[str, str]:
