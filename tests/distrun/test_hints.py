@@ -78,7 +78,7 @@ def notes(result: subprocess.CompletedProcess[bytes]) -> list[str]:
             "`-H nowhere` stands behind the command, which got it; if it is meant for distrun, type it before %s"
             % sys.executable,
         ),
-        (("python; exit 127",), 127, ""),
+        (("exit 127 # now",), 127, ""),
         (("no-such-program",), 127, ""),
         (("./no-such-program",), 127, ""),
         ((sys.executable, "strict.py", "--rate", "1"), 2, ""),
