@@ -45,8 +45,8 @@ def main(argv: Sequence[str]) -> int:
             marks=options["marks"],
         )
         os.chdir(place.path)
-        for note in place.notes:
-            _say(NOTE, note)
+        if place.notes:
+            _say(NOTE, "; ".join(place.notes))
         if place.is_source:
             _say(SAME)
             return 0
