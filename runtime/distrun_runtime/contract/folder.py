@@ -165,7 +165,7 @@ def own(path: str, where: str, notes: Dict[str, None], limit_s: float = LOOK_S) 
                     info = entry.stat(follow_symlinks=False)
                 except OSError:
                     continue
-                fault, note = _fault(info, is_last=True)
+                fault, note = _fault(entry.path, info, is_last=True)
                 if fault:
                     found.append("%s (%s)" % (os.path.relpath(entry.path, path), fault))
                 elif stat.S_ISDIR(info.st_mode):
@@ -209,7 +209,7 @@ def _names(path: str) -> List[str]:
 def _judge(path: str, info: os.stat_result, where: str, notes: Dict[str, None], *, is_last: bool) -> None:
     if not stat.S_ISDIR(info.st_mode) and not stat.S_ISLNK(info.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-    fault, note = _fault(info, is_last)
+    fault, note = _fault(path, info, is_last)
     if fault:
         which = "the link " + path if stat.S_ISLNK(info.st_mode) else path
         named = where if (where + " ").startswith(path + " ") else "%s: %s" % (where, which)
@@ -223,7 +223,7 @@ def _judge(path: str, info: os.stat_result, where: str, notes: Dict[str, None], 
         notes["%s: %s %s" % (where, note, path)] = None
 
 
-def _fault(info: os.stat_result, is_last: bool) -> Tuple[str, str]:
+def _fault(path: str, info: os.stat_result, is_last: bool) -> Tuple[str, str]:
     """Return who else can change a file or folder, and a note if a group can that the user belongs to.
 
     In a folder with the sticky bit, such as /tmp, others can add files and not replace what is there: on the way
@@ -236,11 +236,24 @@ def _fault(info: os.stat_result, is_last: bool) -> Tuple[str, str]:
     mode = stat.S_IMODE(info.st_mode)
     if mode & stat.S_IWOTH:
         return "writable by everyone (mode %04o)" % mode, ""
-    if mode & stat.S_IWGRP and not _is_private(info.st_gid):
-        if os.geteuid() == 0 or info.st_gid not in (os.getegid(), *os.getgroups()):
-            return "writable by the group %s (mode %04o)" % (_group(info.st_gid), mode), ""
-        return "", "the members of your group %s can change" % _group(info.st_gid)
+    if mode & stat.S_IWGRP:
+        if _has_list(path):  # then these bits are the most that anybody in the list may do
+            if os.geteuid() == 0:
+                return "writable by users in its access list", ""
+            return "", "an access list lets others change"
+        if not _is_private(info.st_gid):
+            if os.geteuid() == 0 or info.st_gid not in (os.getegid(), *os.getgroups()):
+                return "writable by the group %s (mode %04o)" % (_group(info.st_gid), mode), ""
+            return "", "the members of your group %s can change" % _group(info.st_gid)
     return "", ""
+
+
+def _has_list(path: str) -> bool:
+    """Return whether a file has an access list (setfacl), as far as this system tells."""
+    try:
+        return bool(os.getxattr(path, "system.posix_acl_access"))
+    except (OSError, AttributeError):
+        return False
 
 
 def _is_private(gid: int) -> bool:

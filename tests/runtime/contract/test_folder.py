@@ -5,6 +5,7 @@ from __future__ import annotations
 import grp
 import os
 import pwd
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -274,6 +275,24 @@ def test_a_group_that_nobody_knows_is_no_private_one(
     users.mine = ()
     monkeypatch.setattr(folder.os, "getegid", lambda: -2)
     assert "is writable by the group %d" % users.own in str(refused(group_writable(tmp_path / "x")))
+
+
+def test_what_an_access_list_lets_others_write_is_not_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = made(tmp_path / "shared")
+    # Owner, user MALLORY, group, mask, others: tag, permissions, id.
+    entries = [(0x01, 7, -1), (0x02, 7, MALLORY), (0x04, 5, -1), (0x10, 7, -1), (0x20, 5, -1)]
+    packed = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", *entry) for entry in entries)
+    try:
+        os.setxattr(shared, "system.posix_acl_access", packed)
+    except (OSError, AttributeError):
+        pytest.skip("this file system has no access lists")
+    own = os.geteuid()
+    if own == 0:
+        assert "%s is writable by users in its access list" % shared in str(refused(shared / "job"))
+    monkeypatch.setattr(folder.os, "geteuid", lambda: own or MALLORY)
+    assert prepare(str(shared / "job")).notes == (
+        "%s: an access list lets others change %s" % (shared / "job", shared),
+    )
 
 
 def test_names_of_users_and_groups_are_told() -> None:
