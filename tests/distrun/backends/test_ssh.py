@@ -48,7 +48,7 @@ def test_the_dry_run_shows_an_ssh_command_for_each_host_and_nothing_of_the_users
     assert first[:3] == ("ssh", "-p", "2222")
     assert first[-3:-1] == ("--", "d1")
     assert first[-1].startswith("exec /bin/sh -c ")
-    assert first[-1].endswith(" /py DISTRUN_JOB_ID=calm-otter-7f3 DISTRUN_HOST=d1")
+    assert first[-1].endswith(" /py DISTRUN_JOB_ID=calm-otter-7f3 DISTRUN_HOST=d1 --")
     assert second[-2] == "d2"
     text = " ".join(first + second)
     assert not any(value in text for task in PLAN.tasks for value in task.env.values() if len(value) > 3)
