@@ -24,7 +24,7 @@ MOST = 65_536
 SHOWN = 40
 """Characters of a wrong number that a message shows."""
 
-_MERGED = ("PYTHONPATH", "PYTHONUNBUFFERED")
+_MERGED = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONUNBUFFERED")
 """Variables that distrun sets with the user's value in mind, so that giving them is no mistake."""
 
 

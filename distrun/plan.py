@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from distrun import job as wish
 from distrun import shell
 from distrun.errors import UsageError
-from distrun.hosts import HostSpec, Inventory
+from distrun.hosts import HostSpec, Inventory, fold
 from distrun.job import Job
 from distrun.placement import Slot, hosts_of, worker_hosts
 from distrun_runtime.contract import environ
@@ -35,7 +35,8 @@ JAX_PORT = "jax"
 PS_PORT = "ps"
 """Labels of the ports that agents hold for foreign programs."""
 DEVICES = "CUDA_VISIBLE_DEVICES"
-
+SHOWN = 8
+"""Tasks that are named in a warning, at most."""
 
 NEEDED = ("numpy", "zmq")
 """What the bundled servers and scheduler import, beyond the runtime that goes along."""
@@ -150,6 +151,30 @@ class _Layout:
         )
 
 
+def device_warnings(plan: Plan) -> list[str]:
+    """Return a warning for hosts that have more workers than the GPUs which these workers see. Pure.
+
+    A program that takes the device `cuda:LOCAL_RANK`, as scripts for torchrun do, fails in such a worker. It is no
+    error: workers may share a GPU, or use none. A value that hides all GPUs is taken as meant.
+    """
+    found: dict[str, dict[str, list[str]]] = {}
+    for task in plan.of_role(WORKER):
+        value = task.env.get(DEVICES, "").strip()
+        if value and value != "-1" and int(task.env["LOCAL_RANK"]) >= len(value.split(",")):
+            found.setdefault(value, {}).setdefault(task.host, []).append(task.name)
+    warnings = []
+    for value, hosts in found.items():
+        count = len(value.split(","))
+        names = [name for tasks in hosts.values() for name in tasks]
+        more = " and %d more" % (len(names) - SHOWN) if len(names) > SHOWN else ""
+        warnings.append(
+            "%s: more workers than GPUs: %s=%s shows %d GPU%s, and LOCAL_RANK is too large for cuda:LOCAL_RANK in %s%s."
+            " Place fewer workers there, or let the program take LOCAL_RANK modulo the number of GPUs"
+            % (fold(list(hosts)), DEVICES, value, count, "" if count == 1 else "s", ", ".join(names[:SHOWN]), more)
+        )
+    return warnings
+
+
 def _host(job: Job, layout: _Layout, site: Site, name: str) -> Host:
     spec = site.hosts.spec(name)
     return Host(
@@ -177,7 +202,7 @@ def _task(job: Job, slot: Slot, layout: _Layout, site: Site, users: Mapping[str,
         env.update(_torch(slot, layout, site))
         env.update(_jax(slot, layout))
         if spec.gpus and DEVICES not in users:
-            env[DEVICES] = _devices(spec, slot)
+            env[DEVICES] = _devices(spec)
     shown = {name: s.value for name, s in users.items() if not s.hidden and name not in env}
     return Task(
         name=slot.name,
@@ -205,13 +230,9 @@ def _interpreter(command: Sequence[str]) -> str:
     return first if _PYTHON.match(first) else "python3"
 
 
-def _devices(spec: HostSpec, slot: Slot) -> str:
-    """Return the share of a host's `gpus=` that a worker there gets: blocks in order; one GPU is shared when few."""
-    ids = [str(each) for each in range(int(spec.gpus))] if spec.gpus.isdigit() else spec.gpus.strip(",").split(",")
-    size = len(ids) // slot.local_size
-    if not size:
-        return ids[slot.local_rank % len(ids)]
-    return ",".join(ids[slot.local_rank * size : (slot.local_rank + 1) * size])
+def _devices(spec: HostSpec) -> str:
+    """Return the GPUs that every worker of a host sees: all of `gpus=`, so that `cuda:LOCAL_RANK` is one of them."""
+    return ",".join(map(str, range(int(spec.gpus)))) if spec.gpus.isdigit() else spec.gpus.strip(",")
 
 
 def _identity(slot: Slot, layout: _Layout, site: Site) -> dict[str, str]:

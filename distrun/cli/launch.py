@@ -18,6 +18,7 @@ from distrun.cli.folder import current_folder
 from distrun.cli.options import collect_env, launch_options
 from distrun.errors import UsageError
 from distrun.job import Job, Setting
+from distrun.plan import device_warnings
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.plan import ROLES, Limits
 
@@ -99,6 +100,8 @@ def _launch(
     )
     for note in _unused(found, ready):
         console.say(note)
+    for warning in device_warnings(ready.plan):
+        console.say(warning, "warning")
     if ready.tree is not None:
         console.say("to copy to each host: %s" % ready.tree.text())
         for warning in ready.tree.warnings():

@@ -52,6 +52,7 @@ def test_every_row_of_the_table_is_set_or_named() -> None:
     bundled, _ = make(port_range="5000-5010", op_timeout_s=1.0, start_timeout_s=1.0)
     foreign, _ = make(ps=wish.COMMAND)
     ours = {name for plan in (bundled, foreign) for task in plan.tasks for name in added(plan, task.name)}
+    ours |= set(make(hosts=parse("d1 gpus=2", "hosts"))[0].task("worker-0").env)
     rows = {row.name for row in environ.TABLE if row.use in (environ.GIVEN, environ.BOTH)}
     assert rows == (ours & rows) | set(plans.SET_ELSEWHERE)
     assert not ours & set(plans.SET_ELSEWHERE)
@@ -73,7 +74,7 @@ def test_every_role_gets_its_rows() -> None:
     groups = {row.name: row.group for row in environ.TABLE}
     for env in (server, scheduler):
         assert not [name for name in env if groups[name] in ("torch", "jax")]
-    theirs = {n for n, g in groups.items() if g == "torch"} - set(plans.SET_ELSEWHERE)
+    theirs = {n for n, g in groups.items() if g == "torch"} - set(plans.SET_ELSEWHERE) - {plans.DEVICES}
     assert {n for n in worker if groups[n] == "torch"} == theirs
     assert {n for n in worker if groups[n] == "jax"} == {n for n, g in groups.items() if g == "jax"}
 
@@ -176,16 +177,51 @@ def test_what_the_hosts_file_says_reaches_the_plan() -> None:
     assert added(plan, "worker-1")["CUDA_VISIBLE_DEVICES"] == "0,2"
 
 
-def test_workers_of_a_host_share_its_gpus_in_blocks_and_one_when_there_are_few() -> None:
-    def devices(gpus: str, workers: int) -> list[str]:
-        plan, _ = make(workers, 0, parse("d1 gpus=%s" % gpus, "hosts"))
-        return [task.env["CUDA_VISIBLE_DEVICES"] for task in plan.tasks]
+def devices(gpus: str, workers: int, **more: object) -> list[tuple[str, str]]:
+    plan, _ = make(workers, 0, parse("d1 gpus=%s" % gpus, "hosts"), **more)  # type: ignore[arg-type]
+    return [(task.env["LOCAL_RANK"], task.env["CUDA_VISIBLE_DEVICES"]) for task in plan.tasks]
 
-    assert devices("4", 2) == ["0,1", "2,3"]
-    assert devices("0,2,3", 2) == ["0", "2"]
-    assert devices("2", 3) == ["0", "1", "0"]
-    chosen, _ = make(1, 0, parse("d1 gpus=4", "hosts"), settings=(Setting("CUDA_VISIBLE_DEVICES", "3"),))
-    assert chosen.task("worker-0").env["CUDA_VISIBLE_DEVICES"] == "3"
+
+def test_every_worker_of_a_host_sees_all_its_gpus_so_that_its_local_rank_is_one_of_them() -> None:
+    assert devices("4", 2) == [("0", "0,1,2,3"), ("1", "0,1,2,3")]
+    assert devices("0,2,3", 2) == [("0", "0,2,3"), ("1", "0,2,3")]
+    assert devices("2,", 1) == [("0", "2")]
+    assert devices("0", 2) == [("0", ""), ("1", "")]
+    for gpus, workers in (("4", 4), ("1,3", 2), ("2,", 1)):
+        for local_rank, visible in devices(gpus, workers):
+            assert int(local_rank) < len(visible.split(","))
+
+
+def test_visible_gpus_that_the_user_chose_are_left_alone() -> None:
+    for role in ("", "worker"):
+        setting = Setting("CUDA_VISIBLE_DEVICES", "3", role)
+        assert devices("4", 2, settings=(setting,)) == [("0", "3"), ("1", "3")]
+
+
+def warnings(text: str, workers: int, **more: object) -> list[str]:
+    plan, _ = make(workers, 0, parse(text, "hosts"), **more)  # type: ignore[arg-type]
+    return plans.device_warnings(plan)
+
+
+def test_more_workers_than_gpus_are_warned_about_by_name() -> None:
+    assert warnings("d1 gpus=2\nd2 gpus=2\n", 4) == []
+    (one,) = warnings("d1 gpus=0,2\n", 3)
+    assert one.startswith("d1: more workers than GPUs: CUDA_VISIBLE_DEVICES=0,2 shows 2 GPUs, ")
+    assert "cuda:LOCAL_RANK in worker-2." in one
+    (several,) = warnings("d1 gpus=1\nd2 gpus=1\nd3\n", 9)
+    assert several.startswith("d[1-2]: more workers than GPUs: CUDA_VISIBLE_DEVICES=0 shows 1 GPU, ")
+    assert "cuda:LOCAL_RANK in worker-3, worker-6, worker-4, worker-7." in several
+    (many,) = warnings("d1 gpus=1\n", 20)
+    assert "worker-8 and 11 more." in many
+    given = (Setting("CUDA_VISIBLE_DEVICES", "5"),)
+    (chosen,) = warnings("d1 gpus=4\n", 2, settings=given)
+    assert "CUDA_VISIBLE_DEVICES=5 shows 1 GPU" in chosen
+
+
+@pytest.mark.parametrize("value", ["", "-1"])
+def test_gpus_that_are_hidden_on_purpose_are_not_warned_about(value: str) -> None:
+    assert warnings("d1 gpus=2\n", 3, settings=(Setting("CUDA_VISIBLE_DEVICES", value),)) == []
+    assert warnings("d1 gpus=0\n", 3) == []
 
 
 def test_tasks_start_in_the_folder_that_is_copied_to() -> None:

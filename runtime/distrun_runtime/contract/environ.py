@@ -196,6 +196,15 @@ TABLE: Tuple[Variable, ...] = (
         "The same, but only with --interface or --subnet: NCCL finds its interfaces itself.",
         stale=False,
     ),
+    _row(
+        "CUDA_VISIBLE_DEVICES",
+        "torch",
+        GIVEN,
+        "On a host with `gpus=` in the hosts file, unless you set it: all its GPUs, for each worker there. So"
+        " `cuda:LOCAL_RANK` is a GPU of the worker's own while a host has no more workers than GPUs; the launch warns"
+        " where it has more.",
+        stale=False,
+    ),
     # JAX. Workers only.
     _row(
         "JAX_COORDINATOR_ADDRESS",
