@@ -1,16 +1,30 @@
-"""What `--dry-run` shows of a plan, as text and as JSON. Pure; secrets are masked because a plan holds none."""
+"""What `--dry-run` shows of a plan, as text and as JSON. Pure; secrets are masked because a plan holds none.
+
+The text shows tasks that differ only by rank and host once, unless it is to show everything (-v).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distrun import shell
 from distrun.backends.base import Rendered
+from distrun.hosts import fold
 from distrun.plan import SET_ELSEWHERE
-from distrun_runtime.contract.plan import Plan, Task
+from distrun_runtime.contract.plan import Host, Plan, Task
 
 SCHEMA = "distrun.dry-run/1"
+RANK_LIKE = frozenset(
+    (
+        *("DISTRUN_ADDR", "DISTRUN_HOST", "DISTRUN_LOCAL_RANK", "DISTRUN_LOCAL_SIZE", "DISTRUN_NODE_RANK"),
+        *("DISTRUN_RANK", "DMLC_NODE_HOST", "DMLC_RANK", "DMLC_SERVER_ID", "DMLC_TASK_ID", "DMLC_WORKER_ID"),
+        *("GROUP_RANK", "JAX_PROCESS_ID", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "RANK", "ROLE_RANK"),
+    )
+)
+"""Variables that follow from a task's rank and host: tasks that differ in nothing else are shown once."""
 MASK = "***"
 PROGRAM_SHOWN = 60
 """Characters of an agent's program that the text shows; the JSON has all."""
@@ -59,8 +73,11 @@ def as_json(plan: Plan, rendered: Rendered) -> dict[str, Any]:
     }
 
 
-def as_text(plan: Plan, rendered: Rendered) -> str:
-    """Return the plan for a reader; commands and values are quoted so that bash reads them back."""
+def as_text(plan: Plan, rendered: Rendered, whole: bool = False) -> str:
+    """Return the plan for a reader; commands and values are quoted so that bash reads them back.
+
+    `whole`: every host and task by itself, whatever they have in common.
+    """
     lines = ["job %s on %d host%s, backend %s" % (plan.job, len(plan.hosts), _s(len(plan.hosts)), plan.backend)]
     lines.append("nothing is started; {...} is filled in when it is known")
     if plan.sync is not None:
@@ -75,29 +92,144 @@ def as_text(plan: Plan, rendered: Rendered) -> str:
             names.setdefault(task.host, []).append(task.name)
         lines += ["", "placement:"]
         lines += ["  %s: %s" % (host.name, " ".join(names.get(host.name, ()))) for host in plan.hosts]
-    shown: dict[tuple[str, ...], str] = {}
-    for host in plan.hosts:
-        lines += ["", "host %s (data address: %s)" % (host.name, host.address or "found by its agent")]
-        argv = rendered.commands[host.name]
-        like = shown.setdefault(tuple("HOST" if word == host.name else word for word in argv), host.name)
-        if like == host.name:
-            lines.append("  agent: %s" % shell.join(map(_short, argv)))
-            lines.append("  stdin: %s" % rendered.stdin)
-        else:
-            lines.append("  agent: as on %s, with %s in its place" % (like, host.name))
-        if host.ports:
-            lines.append("  ports held: %s" % ", ".join(host.ports))
+    lines += _hosts(plan, rendered, whole)
+    groups: dict[object, list[Task]] = {}
     for task in plan.tasks:
-        lines += ["", "%s@%s" % (task.name, task.host)]
-        lines.append("  run: %s" % shell.join(task.argv))
-        lines.append("  in:  %s" % shell.quote(task.cwd))
-        lines += ["  env: " + text for text in _assignments(task)]
+        groups.setdefault(task.name if whole else _kind(task), []).append(task)
+    for tasks in groups.values():
+        lines += ["", *_tasks(tasks)]
+    if any(len(tasks) > 1 for tasks in groups.values()):
+        lines += ["", "tasks that differ only by rank and host are shown once; -v shows each of them"]
     lines += ["", "and every task gets besides:"]
     lines += ["  %s: set by %s" % pair for pair in agent_env().items()]
     lines.append("  everything else in its agent's environment%s" % (", but for the names below" if plan.unset else ""))
     if plan.unset:
         lines.append("removed from that environment first: " + " ".join(plan.unset))
     return "\n".join(lines) + "\n"
+
+
+def _hosts(plan: Plan, rendered: Rendered, whole: bool) -> list[str]:
+    """Return the lines about hosts; those that are reached alike are shown once, unless `whole`."""
+    lines: list[str] = []
+    first: dict[tuple[str, ...], str] = {}
+    groups: dict[object, list[Host]] = {}
+    for host in plan.hosts:
+        like = first.setdefault(_generic(host.name, rendered), host.name)
+        is_alone = whole or like == host.name
+        groups.setdefault(host.name if is_alone else (like, host.ports, not host.address), []).append(host)
+    for hosts in groups.values():
+        names = [host.name for host in hosts]
+        argv = rendered.commands[names[0]]
+        like = first[_generic(names[0], rendered)]
+        if len(hosts) == 1:
+            lines += ["", "host %s (data address: %s)" % (names[0], hosts[0].address or "found by its agent")]
+        else:
+            where = ", ".join(host.address for host in hosts) if hosts[0].address else "found by their agents"
+            lines += ["", "hosts %s (data addresses: %s)" % (fold(names), where)]
+        if like == names[0]:
+            lines.append("  agent: %s" % shell.join(map(_short, argv)))
+            lines.append("  stdin: %s" % rendered.stdin)
+        else:
+            lines.append("  agent: as on %s, with %s in its place" % (like, "its own name" if names[1:] else names[0]))
+        if hosts[0].ports:
+            lines.append("  ports held: %s" % ", ".join(hosts[0].ports))
+    return lines
+
+
+def _generic(host: str, rendered: Rendered) -> tuple[str, ...]:
+    """Return the command that starts a host's agent, with HOST for its name."""
+    return tuple(_without(host, word) for word in rendered.commands[host])
+
+
+def _kind(task: Task) -> object:
+    """Return what tasks have in common that are shown as one."""
+    env, refs = (
+        tuple(sorted((name, "" if name in RANK_LIKE else value) for name, value in pairs.items()))
+        for pairs in (task.env, task.refs)
+    )
+    return task.role, task.argv, task.cwd, task.secret_env, env, refs
+
+
+def _tasks(tasks: Sequence[Task]) -> list[str]:
+    """Return the lines about tasks of one kind: what they share, then what differs, in the order of the tasks."""
+    first = tasks[0]
+    every = [_values(task) for task in tasks]
+    shared: list[str] = []
+    differing: dict[str, list[str]] = {}
+    for name, value in every[0].items():
+        if all(each[name] == value for each in every):
+            shared.append("%s=%s" % (name, value))
+            continue
+        general = _without(first.host, value)
+        if all(_without(task.host, each[name]) == general for task, each in zip(tasks, every, strict=True)):
+            shared.append("%s=%s" % (name, general))
+        else:
+            differing.setdefault(series([each[name] for each in every]), []).append(name)
+    hosts = list(dict.fromkeys(task.host for task in tasks))
+    if len(tasks) == 1:
+        head = "%s@%s" % (first.name, first.host)
+    else:
+        head = "%s@%s: %d tasks" % (fold([task.name for task in tasks]), fold(hosts), len(tasks))
+        head += "; HOST is the name of the task's host" if len(hosts) > 1 else ""
+    lines = [head, "  run: %s" % shell.join(first.argv), "  in:  %s" % shell.quote(first.cwd)]
+    lines += ["  env: " + text for text in sorted(shared)]
+    if differing:
+        lines.append("  env, by task in their order:")
+        lines += ["    %s: %s" % (" ".join(sorted(names)), text) for text, names in sorted(differing.items())]
+    return lines
+
+
+def _values(task: Task) -> dict[str, str]:
+    """Return the variables added to a task as they are shown: quoted, references as they stand, secrets masked."""
+    plain = {name: shell.quote(value) for name, value in task.env.items()}
+    return {**plain, **task.refs, **dict.fromkeys(task.secret_env, MASK)}
+
+
+def _without(host: str, text: str) -> str:
+    return re.sub(r"(?<![\w.-])%s(?![\w-])" % re.escape(host), "HOST", text) if host in text else text
+
+
+def series(values: Sequence[str]) -> str:
+    """Return a list of values, shortened. Pure.
+
+    Such as `0-9`, `0-3, repeated`, `0-9, each 2 times`, `2 (4 times), 1 (3 times)`.
+    """
+    count = len(values)
+    period = _period(values)
+    if 1 < period <= count // 2:
+        return series(values[:period]) + ", repeated"
+    times = len(list(itertools.takewhile(lambda value: value == values[0], values)))
+    alone = values[::times] if times else []
+    if 1 < times < len(alone) and list(values) == [value for value in alone for _ in range(times)]:
+        return series(alone) + ", each %d times" % times
+    runs: list[list[str]] = []
+    for value in values:
+        last = runs[-1] if runs else []
+        step = int(value) - int(last[-1]) if last and value.isdecimal() and last[-1].isdecimal() else None
+        is_next = step in (0, 1) and (len(last) == 1 or step == int(last[1]) - int(last[0]))
+        if last and (value == last[-1] == last[0] or is_next):
+            last.append(value)
+        else:
+            runs.append([value])
+    return ", ".join(_run(run) for run in runs)
+
+
+def _period(values: Sequence[str]) -> int:
+    """Return after how many values they repeat, in time that grows with their number only (Knuth, Morris, Pratt)."""
+    # Of each beginning of the list: how long the longest shorter list is that it begins and ends with.
+    borders = [0] * len(values)
+    for i in range(1, len(values)):
+        length = borders[i - 1]
+        while length and values[i] != values[length]:
+            length = borders[length - 1]
+        borders[i] = length + 1 if values[i] == values[length] else 0
+    return len(values) - borders[-1] if borders else 0
+
+
+def _run(run: Sequence[str]) -> str:
+    if run[0] != run[-1]:
+        return "%s-%s" % (run[0], run[-1]) if len(run) > 2 else ", ".join(run)
+    return "%s (%d times)" % (run[0], len(run)) if len(run) > 2 else ", ".join(run)
 
 
 def added(task: Task) -> Mapping[str, str]:
@@ -109,12 +241,6 @@ def added(task: Task) -> Mapping[str, str]:
 def agent_env() -> dict[str, str]:
     """Return the variables that the agent sets in every task, each with where its value comes from."""
     return {name: text for name, text in SET_ELSEWHERE.items() if text.startswith("the agent")}
-
-
-def _assignments(task: Task) -> list[str]:
-    plain = shell.assignments(task.env)
-    unknown = ["%s=%s" % pair for pair in task.refs.items()]
-    return sorted(plain + unknown + ["%s=%s" % (name, MASK) for name in task.secret_env])
 
 
 def _short(word: str) -> str:

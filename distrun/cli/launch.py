@@ -107,7 +107,7 @@ def _launch(
         for warning in ready.tree.warnings():
             console.say(warning, "warning")
     if options["dry_run"]:
-        _show(ready, options["as_json"], console)
+        _show(ready, options["as_json"], options["verbosity"] > 0, console)
         return 0
     folder = _create(store, ready, run_dir)
     console.attach(folder.log_path, folder.id)
@@ -251,14 +251,14 @@ def _unused(found: Inventory | None, ready: Prepared) -> list[str]:
     return ["%s no task: %s" % (count, hosts.fold(names))]
 
 
-def _show(ready: Prepared, as_json: bool, console: Console) -> None:
+def _show(ready: Prepared, as_json: bool, whole: bool, console: Console) -> None:
     from distrun.cli import dryrun
 
     rendered = ready.rendered()
     if as_json:
         console.write_out(json.dumps(dryrun.as_json(ready.plan, rendered), indent=2) + "\n")
     else:
-        console.write_out(dryrun.as_text(ready.plan, rendered))
+        console.write_out(dryrun.as_text(ready.plan, rendered, whole))
 
 
 def _report(outcome: Outcome, folder: JobFolder, as_json: bool, console: Console) -> Sequence[str]:

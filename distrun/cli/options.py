@@ -136,7 +136,7 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
     click.option("--name", default="", help="A name for the job."),
     click.option("--run-dir", type=_path(), metavar="DIR", help="Keep the job's folder below DIR."),
     click.option("--no-prefix", is_flag=True, help="Print tasks' output unchanged."),
-    click.option("--dry-run", is_flag=True, help="Show what would be started, and start nothing."),
+    click.option("--dry-run", is_flag=True, help="Show what would be started, and start nothing; -v shows each task."),
     click.option("--json", "as_json", is_flag=True, help="The dry run, or the outcome (last line), as JSON on stdout."),
     click.option("-q", "--quiet", is_flag=True, help="Print errors only, and the tasks' output."),
     click.option("-v", "--verbose", "verbosity", count=True, help="Say more; -vv: also every protocol message."),

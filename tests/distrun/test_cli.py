@@ -220,7 +220,7 @@ def test_a_number_at_the_end_of_its_range_is_taken(distrun: Distrun) -> None:
     assert (result.returncode, result.stdout.count(b" | 31536000\n")) == (0, 2), result.stderr
     result = distrun.run("launch", "-n", "65536", "-s", "0", "--dry-run", "--hosts", "h1,h2", "true")
     assert result.returncode == 0
-    assert b"\nworker-65535@h2\n" in result.stdout
+    assert b"\nworker-[0-65535]@h[1-2]: 65536 tasks" in result.stdout
     result = distrun.run("launch", "-n", "1", "-s", "1", "--op-timeout", "1234567.25", "--dry-run", "true")
     assert b"DISTRUN_OP_TIMEOUT=1234567.25\n" in result.stdout
 
