@@ -25,6 +25,7 @@ from distrun.job import BUNDLED, Job, check_tuning, given
 from distrun.placement import hosts_of, place
 from distrun.plan import Site, check_ports, make_plan
 from distrun_runtime.contract import process
+from distrun_runtime.contract.duration import duration
 from distrun_runtime.contract.folder import identity
 from distrun_runtime.contract.plan import SERVER, Limits, Plan, Runtime, Secrets, Sync
 from distrun_runtime.coordinator import loop
@@ -254,8 +255,8 @@ def with_swept(outcome: Outcome, swept: Mapping[str, Swept], lease_s: float) -> 
     if lost in swept:
         message += "; " + swept[lost].short
         if swept[lost].problem:
-            text = ": if that machine still runs, its agent, unless it is frozen, ends the tasks there within %g s"
-            message += text % lease_s
+            text = ": if that machine still runs, its agent, unless it is frozen, ends the tasks there within %s"
+            message += text % duration(lease_s)
             message += "; to make sure: distrun kill %s" % outcome.job
     return dataclasses.replace(outcome, message=message, survivors=tuple(survivors))
 
@@ -297,7 +298,7 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
         else:
             process.send_signal(who, signal.SIGKILL)
             _wait_gone(who, wait_s)
-            done.append("killed the launcher, which had not ended after %g s" % (grace_s + wait_s))
+            done.append("killed the launcher, which had not ended after %s" % duration(grace_s + wait_s))
     elif launcher:
         done.append("its launcher (pid %d) is gone" % who.pid)
     if plan is None:

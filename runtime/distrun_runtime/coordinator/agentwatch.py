@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import List
 
 from distrun_runtime.contract import wire
+from distrun_runtime.contract.duration import duration
 from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator import events, verdict
 from distrun_runtime.coordinator import outcome as ends
@@ -128,7 +129,7 @@ class AgentWatch:
             elif self._now >= until - WAIT_S + REMARK_S and not self._has_remarked:
                 self._has_remarked = True
                 short = self._preflight.verdict().short
-                self._say("%s; waiting up to %g s for word from %s" % (short, WAIT_S, verdict.listed(waiting)), WARNING)
+                self._say("%s; waiting up to %s for word from %s" % (short, duration(WAIT_S), verdict.listed(waiting)), WARNING)
         elif waiting:
             return
         elif self.phase == SETTLING:
@@ -211,15 +212,15 @@ class AgentWatch:
                 continue
             if host.silence_s:
                 host.silence_s = max(host.silence_s, silence)
-            shown = verdict.seconds(silence)
+            shown = verdict.rounded(silence)
             if silence >= limits.lost_s:
-                self._on_lost(events.AgentLost(host.name, "silent for %s s" % shown, event.time - silence))
+                self._on_lost(events.AgentLost(host.name, "silent for %s" % shown, event.time - silence))
             elif silence >= limits.suspect_s and not host.is_suspect:
                 host.is_suspect = True
                 if host.silence_s:
                     continue  # the job is being stopped for it: that was said
-                text = "%s has been silent for %s s (suspect); it counts as lost after %g s"
-                self._say(text % (host.name, shown, limits.lost_s), WARNING)
+                text = "%s has been silent for %s (suspect); it counts as lost after %s"
+                self._say(text % (host.name, shown, duration(limits.lost_s)), WARNING)
 
     def _wall_of(self, host: HostState) -> float:
         return max((task.ended or task.started or 0.0 for task in self.roster.on_host(host.name)), default=0.0)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, List, Optional
 
 from distrun_runtime.contract import plan as plans
+from distrun_runtime.contract.duration import duration
 from distrun_runtime.contract.plan import SCHEDULER, WORKER, Plan
 from distrun_runtime.coordinator import closing, events, verdict
 from distrun_runtime.coordinator import outcome as ends
@@ -227,8 +228,8 @@ class Supervisor(AgentWatch):
             self._say("killing what is left", WARNING)
             self._blame(cause, closing.KILL_ALL)
         elif event.signal == "INT":
-            grace = self.plan.limits.grace_s
-            self._say("%s: workers have %g s to end; Ctrl-C again kills them now" % (cause.text, grace), WARNING)
+            grace = duration(self.plan.limits.grace_s)
+            self._say("%s: workers have %s to end; Ctrl-C again kills them now" % (cause.text, grace), WARNING)
             self._blame(cause, closing.ASK_WORKERS)
         else:
             self._say("%s: stopping all tasks" % cause.text, WARNING)
@@ -273,7 +274,7 @@ class Supervisor(AgentWatch):
             self._condemn()
         elif self._now >= self._comment_at:
             self._comment_at = self._now + 2 * PATIENCE_S
-            self._say("waiting for %s (%.0f s)" % (verdict.listed(self.roster.missing()), starting))
+            self._say("waiting for %s (%s)" % (verdict.listed(self.roster.missing()), duration(round(starting))))
 
     def _on_prepared(self, event: events.Prepared) -> None:
         if self.phase == PREPARING:

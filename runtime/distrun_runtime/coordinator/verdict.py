@@ -11,6 +11,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
+from distrun_runtime.contract.duration import duration
 from distrun_runtime.contract.plan import WORKER
 from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator.outcome import Culprit, Outcome, Problem, TaskResult
@@ -128,8 +129,8 @@ def host_lost(host: str, why: str, time: float) -> Cause:
 
 def host_silent(host: str, silence_s: float, time: float) -> Cause:
     """Return the failure of a host that has been silent for `silence_s` while tasks elsewhere lost those on it."""
-    cause = host_lost(host, "silent for %s s" % seconds(silence_s), time)
-    short = "%s has been silent for %s s, and tasks on other hosts lost those on it" % (host, seconds(silence_s))
+    cause = host_lost(host, "silent for %s" % rounded(silence_s), time)
+    short = "%s has been silent for %s, and tasks on other hosts lost those on it" % (host, rounded(silence_s))
     return dataclasses.replace(cause, short=short)
 
 
@@ -177,7 +178,7 @@ def not_prepared(host: str, why: str, time: float, detail: str) -> Cause:
 
 def start_too_slow(limit_s: float, missing: Sequence[str], time: float) -> Cause:
     """Return the cause that agents or tasks are which did not start in time."""
-    text = "not started within %g s (--start-timeout): %s" % (limit_s, listed(missing))
+    text = "not started within %s (--start-timeout): %s" % (duration(limit_s), listed(missing))
     return Cause(ends.START_FAILED, ends.EXIT_START_FAILED, time, text, "the start took too long")
 
 
@@ -187,7 +188,7 @@ def timed_out(limit_s: float, time: float, unfinished: Sequence[str], is_running
     Arguments:
         unfinished: what had not ended or, unless `is_running`, what had not started; a few words each.
     """
-    short = "the job was not done within %g s (--timeout)" % limit_s
+    short = "the job was not done within %s (--timeout)" % duration(limit_s)
     what = "had not ended" if is_running else "had not started"
     text = "%s: %s %s" % (short, listed(unfinished), what) if unfinished else short
     return Cause(ends.TIMEOUT, ends.EXIT_TIMEOUT, time, text, short)
@@ -390,9 +391,9 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-def seconds(time_s: float) -> str:
-    """Return a number of seconds as it is shown: whole ones, or tenths below 1."""
-    return "%.0f" % time_s if time_s >= 1 else "%.1f" % time_s
+def rounded(time_s: float) -> str:
+    """Return a duration in whole seconds, or in tenths below 1."""
+    return duration(round(time_s, 0 if time_s >= 1 else 1))
 
 
 def _one_line(text: str) -> str:

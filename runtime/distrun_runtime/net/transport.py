@@ -22,6 +22,7 @@ from typing import Union
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from distrun_runtime.contract.duration import duration
 from distrun_runtime.net.admission import Admission, Stranger, refusal
 from distrun_runtime.net.message import FRAME_LIMIT, Buffer
 
@@ -306,7 +307,7 @@ class ZmqTransport:
         return events
 
     def _down(self, link: Link) -> Down:
-        return Down(link, "its connection closed, or it was silent for %g s" % self._heartbeat.timeout_s)
+        return Down(link, "its connection closed, or it was silent for %s" % duration(self._heartbeat.timeout_s))
 
     def _probe(self) -> list[Event]:
         now = time.monotonic()

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from distrun_runtime.contract.duration import duration
 from distrun_runtime.errors import RuntimeFault, TimedOut
 from distrun_runtime.net.message import Message
 
@@ -71,20 +72,17 @@ class Pending:
         started = time.monotonic()
         if not self._is_done.wait(min(timeout_s, threading.TIMEOUT_MAX)):
             waited_s = time.monotonic() - started
+            waited_s = round(waited_s, 1 if waited_s < 10 else 0)
             note = ", " + self.note if self.note else ""
             where = self._limit if limit is None else limit
             limit = " (%s)" % where if where else ""
             names = ", ".join(sorted(set(self.missing.copy().values())))
             whose = " from " + names if names else ""
-            raise TimedOut("%s: no answer%s for %s s%s%s" % (self.what, whose, _seconds(waited_s), note, limit))
+            raise TimedOut("%s: no answer%s for %s%s%s" % (self.what, whose, duration(waited_s), note, limit))
         if self._error is not None:
             # A fresh exception each time: several threads may raise it, and a traceback belongs to one.
             raise copy.copy(self._error)
         return self._replies
-
-
-def _seconds(waited_s: float) -> str:
-    return "%.0f" % waited_s if waited_s >= 10 else "%g" % round(waited_s, 1)
 
 
 def when_done(pendings: Sequence[Pending], act: Callable[[], None]) -> None:

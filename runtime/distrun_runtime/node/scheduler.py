@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from distrun_runtime.contract.duration import duration
 from distrun_runtime.net.handshake import Identity
 from distrun_runtime.net.message import Kind, Message
 from distrun_runtime.node import role
@@ -118,11 +119,12 @@ class Scheduler:
         if self._finished:
             return []
         if self._deadline.is_due(now):
-            reason = "registration ended after %g s, %s" % (self._config.start_timeout_s, self._roster.waiting_text())
+            after = duration(self._config.start_timeout_s)
+            reason = "registration ended after %s, %s" % (after, self._roster.waiting_text())
             reason = "; ".join(["; turned away: ".join([reason, *self._denied[:1]]), *self._denied[1:]])
             return self._give_up(reason, next(iter(self._roster.missing()), "job"))
         if self._foreign_deadline.is_due(now) and not self._roster.of_role("worker"):
-            waited = "no worker has opened a store for %g s, and " % self._config.start_timeout_s
+            waited = "no worker has opened a store for %s, and " % duration(self._config.start_timeout_s)
             return self._give_up(waited + self._foreign, "job")
         if self._report.is_due(now) and self._roster.of_role("worker"):
             return [role.Log("WARNING", self._roster.waiting_text())]

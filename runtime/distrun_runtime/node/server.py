@@ -7,6 +7,7 @@ when it is done the executor says so, and what waited for it goes on.
 
 from __future__ import annotations
 
+from distrun_runtime.contract.duration import duration
 from distrun_runtime.net.handshake import Identity
 from distrun_runtime.net.message import DTYPES, Kind, Message
 from distrun_runtime.node import checks, role, work
@@ -90,8 +91,8 @@ class Server:
         if self._farewell.is_due(now):
             return [role.Finish(0, "the scheduler did not answer BYE for %g s" % BYE_S)]
         if self._deadline.is_due(now):
-            text = "the scheduler at %s did not answer for %g s"
-            return [role.Finish(1, text % (self._config.root_endpoint, self._config.start_timeout_s))]
+            text = "the scheduler at %s did not answer for %s"
+            return [role.Finish(1, text % (self._config.root_endpoint, duration(self._config.start_timeout_s)))]
         return [*self._control.tick(self._stores), *self._pulls.remind(self._stores, now)]
 
     # The job

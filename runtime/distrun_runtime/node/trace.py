@@ -1,4 +1,7 @@
-"""What PS_VERBOSE asks for: addresses and ids at 1, every message at 2. One line each, `key=value`, on stderr."""
+"""What PS_VERBOSE asks for: addresses and ids at 1, every message at 2. One line each, `key=value`, on stderr.
+
+`time` is the local time of day.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from distrun_runtime.contract.duration import time_of_day
 from distrun_runtime.device.dtypes import name_of
 from distrun_runtime.net.handshake import Identity
 from distrun_runtime.net.message import DTYPES, Message
@@ -68,7 +72,7 @@ class Trace:
         text = printable(text, _LINE_LIMIT)  # a stranger's words are in some of them
         # One write a line: several threads and processes share the stream.
         out = self._out or sys.stderr
-        out.write("distrun role=%s%s time=%.3f %s\n" % (me.role, rank, time.time(), text))
+        out.write("distrun role=%s%s time=%s %s\n" % (me.role, rank, time_of_day(time.time()), text))
         out.flush()
 
 

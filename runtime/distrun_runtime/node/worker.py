@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from distrun_runtime.contract.duration import duration
 from distrun_runtime.errors import KVError, PeerLost, Refused, RuleError, RuntimeFault, TimedOut, because_of
 from distrun_runtime.net.handshake import Identity
 from distrun_runtime.net.message import Kind, Message
@@ -109,8 +110,8 @@ class Worker:
             is_late = role.SCHEDULER_LINK not in self._welcomes and self._report.is_due(now)
             return [role.Log("WARNING", "waiting for the scheduler at %s" % self._root)] if is_late else []
         if role.SCHEDULER_LINK not in self._welcomes:
-            text = "no scheduler answered at %s for %g s: is it running, and reachable from host %s?"
-            return self._miss("scheduler", text % (self._root, self._config.start_timeout_s, self.me.host))
+            text = "no scheduler answered at %s for %s: is it running, and reachable from host %s?"
+            return self._miss("scheduler", text % (self._root, duration(self._config.start_timeout_s), self.me.host))
         absent = [server.name for server in self.servers if server.name not in self._welcomes]
         names = ", ".join(self._name(name) for name in absent)
         text = "%s waited for %s" % (self.me.name, names or "the other nodes to register")
@@ -177,7 +178,7 @@ class Worker:
             return []
         if message.kind is Kind.WAITING:
             note = str(message.body.get("text", ""))
-            line = "%s (%.0f s)" % (note, float(message.body.get("seconds", 0)))
+            line = "%s (%s)" % (note, duration(round(float(message.body.get("seconds", 0)))))
             # Said aloud only when it takes long; the note is there for an error that comes sooner.
             is_long = float(message.body.get("seconds", 0)) >= role.WAITING_S
             return [role.Note(entry.pending, note), *([role.Log("WARNING", line)] if is_long else [])]

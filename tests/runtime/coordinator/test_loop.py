@@ -162,7 +162,7 @@ def test_a_host_that_was_suspect_and_answers_in_time_loses_no_line(tmp_path: Pat
 
     job = Job(tmp_path, one_worker(suspect_s=0.4, lost_s=60.0), script)
     assert job.run().exit_code == 0
-    assert " s (suspect); it counts as lost after 60 s" in job.sink.text
+    assert " s (suspect); it counts as lost after 1 min" in job.sink.text
     assert "d1 answers again" in job.sink.text
     assert (job.folder.logs / "worker-0.log").read_bytes() == whole
 

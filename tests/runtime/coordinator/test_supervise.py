@@ -360,6 +360,11 @@ def test_the_time_limit_names_what_had_not_started() -> None:
     assert history.end().message.endswith("(--timeout): the agent on d2 had not started")
 
 
+def test_long_limits_are_told_in_minutes_and_hours() -> None:
+    history = History(sample_plan(timeout_s=3600.0)).start()
+    assert "the job was not done within 1 h (--timeout)" in history.beat_to(3601.0).end().message
+
+
 # ---------------------------------------------------------------------- hosts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import time
 
 import pytest
 from cluster import config
@@ -12,7 +13,7 @@ from distrun_runtime.net.handshake import Acceptor, Opener
 from distrun_runtime.net.message import Entry, Flag, Kind, Message, Payload
 from distrun_runtime.node.trace import Trace, describe
 
-LINE = re.compile(r"distrun role=(worker|server|scheduler)( rank=\d+)? time=\d+\.\d{3} (\S+=\S*( |$))+")
+LINE = re.compile(r"distrun role=(worker|server|scheduler)( rank=\d+)? time=\d\d:\d\d:\d\d\.\d{3} (\S+=\S*( |$))+")
 
 
 def traced(verbose: int, rank: int = 1, role: str = "worker") -> tuple[Trace, io.StringIO]:
@@ -43,6 +44,14 @@ def test_a_message_is_one_line_of_pairs_with_role_and_rank() -> None:
         " dtype=float32 bytes=12"
     )
     assert second.endswith(" event=receive from=in:00ff kind=barrier store=1 request=3 reply=ok")
+
+
+def test_the_time_of_a_line_is_the_local_time_of_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distrun_runtime.node.trace.time.time", lambda: 1795357825.299)
+    trace, out = traced(0, rank=0)
+    trace.log("WARNING", "waiting for 1 of 2 workers")
+    at = time.strftime("%H:%M:%S", time.localtime(1795357825))
+    assert out.getvalue() == "distrun role=worker rank=0 time=%s.299 warning: waiting for 1 of 2 workers\n" % at
 
 
 @pytest.mark.parametrize(("verbose", "lines"), [(0, 2), (1, 4), (2, 5)])
