@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distrun.cli.lines import Feed
+from distrun.cli.lines import Feed, Live, prefix
 from distrun.cli.writer import Piece, Writer, encode
 
 if TYPE_CHECKING:
@@ -25,9 +25,6 @@ WIDE = 400
 """Columns of a table that is not shown on a terminal."""
 
 LEVELS = ("debug", "info", "warning", "error")
-
-_COLOURS = {"worker": b"\x1b[36m", "server": b"\x1b[35m", "scheduler": b"\x1b[33m"}
-_RESET = b"\x1b[0m"
 
 LogPath = Callable[[str], Path]
 
@@ -39,6 +36,11 @@ def wants_colour(fd: int, env: Mapping[str, str]) -> bool:
     if env.get("FORCE_COLOR") or env.get("CLICOLOR_FORCE", "0") not in ("", "0"):
         return True
     return os.isatty(fd) and env.get("TERM") != "dumb"
+
+
+def can_draw(fd: int, env: Mapping[str, str]) -> bool:
+    """Return whether `fd` is a terminal on which lines can be drawn again in place."""
+    return os.isatty(fd) and env.get("TERM", "dumb") not in ("", "dumb", "unknown")
 
 
 class Console:
@@ -56,12 +58,17 @@ class Console:
         self._level = LEVELS.index(level)
         self._out_fd, self._err_fd = out_fd, err_fd
         self._log_path: LogPath | None = None
-        make = _Feeds(prefix, {fd: wants_colour(fd, env) for fd in (out_fd, err_fd)})
+        live = {fd: prefix and can_draw(fd, env) for fd in (out_fd, err_fd)}
+        make = _Feeds(prefix, {fd: wants_colour(fd, env) for fd in (out_fd, err_fd)}, live)
         self._job = ""
         self._is_closing = False
-        self._err = Writer(make.make, self._find_log, self._on_broken)
+
+        def writer(fd: int) -> Writer:
+            return Writer(make.make, self._find_log, self._on_broken, Live() if live[fd] else None)
+
+        self._err = writer(err_fd)
         # One thread when both are one place: what was written first is shown first.
-        self._out = self._err if _same_file(out_fd, err_fd) else Writer(make.make, self._find_log, self._on_broken)
+        self._out = self._err if _same_file(out_fd, err_fd) else writer(out_fd)
 
     def attach(self, log_path: LogPath, job: str = "") -> None:
         """Say where a task's log file is, and which job it is."""
@@ -98,6 +105,11 @@ class Console:
             with contextlib.suppress(OSError):
                 os.write(self._err_fd, b"distrun: printing is paused, the job goes on; Ctrl-Z again to go on\n")
 
+    def end_output(self) -> None:
+        """Take note that all tasks have ended: their last words come before what is said of their end."""
+        for writer in {self._out, self._err}:
+            writer.put(Piece(self._err_fd, ends_output=True))
+
     def close(self) -> None:
         """Print what is left and stop. A stuck terminal, or Ctrl-C, ends the wait."""
         self._is_closing = True
@@ -122,18 +134,16 @@ class Console:
 class _Feeds:
     """Makes the feed of a task's stream."""
 
-    def __init__(self, prefix: bool, coloured: Mapping[int, bool]) -> None:
-        self._prefix = prefix
+    def __init__(self, has_prefix: bool, coloured: Mapping[int, bool], live: Mapping[int, bool]) -> None:
+        self._has_prefix = has_prefix
         self._coloured = coloured
+        self._live = live
 
     def make(self, piece: Piece) -> Feed:
-        prefix = b""
-        if self._prefix:
-            prefix = encode("%s@%s | " % (piece.task, piece.host))
-            colour = _COLOURS.get(piece.task.partition("-")[0], b"")
-            if self._coloured[piece.fd] and colour:
-                prefix = colour + prefix + _RESET
-        return Feed(prefix, terminal=os.isatty(piece.fd))
+        before = b""
+        if self._has_prefix:
+            before = prefix(piece.task, piece.host, piece.stream == "err", self._coloured[piece.fd])
+        return Feed(before, terminal=os.isatty(piece.fd), live=self._live[piece.fd])
 
 
 def print_out(text: str) -> None:

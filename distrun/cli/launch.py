@@ -114,6 +114,7 @@ def _launch(
     console.say("job %s (%s)" % (folder.id, _where(ready, options["launcher"], found)))
     console.say("job %s: logs in %s" % (folder.id, folder.path / "logs"), "debug")
     outcome = driver.launch(ready, folder, console, options["verbosity"])
+    console.end_output()
     tail = _report(outcome, folder, options["as_json"], console)
     hint = hints.afterwards(command, outcome, tail, ctx)
     if hint and not misplaced:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,13 @@ from typing import Any
 
 import click
 
-from distrun.cli.console import copy_out
+from distrun.cli.console import can_draw, copy_out, is_terminal, wants_colour
 from distrun.cli.find import find
-from distrun.cli.lines import Feed
+from distrun.cli.lines import Feed, Live, prefix
 from distrun.cli.status import LIVE
 from distrun.cli.values import count
-from distrun.cli.writer import encode
 from distrun.errors import UsageError
+from distrun_runtime.contract import environ
 from distrun_runtime.coordinator import stored
 
 POLL_S = 0.1
@@ -49,12 +50,15 @@ def logs(job: str, task: str | None, follow: bool, lines: int | None) -> int:
 
     folder = find(JobStore(), job)
     chosen = choose(folder.state()["tasks"], task)
+    env = environ.snapshot()
+    live = Live() if follow and len(chosen) > 1 and can_draw(1, env) else None
     shown = []
     for row in chosen:
-        prefix = "" if len(chosen) == 1 else "%s@%s | " % (row["name"], row["host"])
+        before = b"" if len(chosen) == 1 else prefix(row["name"], row["host"], coloured=wants_colour(1, env))
+        feed = Feed(before, terminal=is_terminal(), live=live is not None)
         path = folder.log_path(row["name"])
-        shown.append(_Log(path, Feed(encode(prefix)), 0 if lines is None else tail_offset(path, lines)))
-    _show(shown, (lambda: folder.state()["state"] in LIVE) if follow else lambda: False)
+        shown.append(_Log(path, feed, 0 if lines is None else tail_offset(path, lines)))
+    _show(shown, (lambda: folder.state()["state"] in LIVE) if follow else lambda: False, live)
     return 0
 
 
@@ -95,28 +99,37 @@ def tail_offset(path: Path, lines: int) -> int:
         return 0
 
 
-def _show(shown: Sequence[_Log], goes_on: Callable[[], bool]) -> None:
+def _show(shown: Sequence[_Log], goes_on: Callable[[], bool], live: Live | None) -> None:
     while True:
         # Asked before reading: what was written before the end is then shown.
         last = not goes_on()
         for log in shown:
-            if not _copy(log):
+            if not _copy(log, live):
                 return
         if last:
             break
+        if live is not None:
+            now = time.monotonic()
+            copy_out(live.draw([bar for log in shown for bar in log.feed.bars(now)], *shutil.get_terminal_size()))
         time.sleep(POLL_S)
     for log in shown:
-        copy_out(log.feed.flush())
+        _print(log.feed.flush(), live)
 
 
-def _copy(log: _Log) -> bool:
+def _copy(log: _Log, live: Live | None) -> bool:
     try:
         with stored.opened(log.path) as file:
             file.seek(log.offset)
             while data := file.read(READ_SIZE):
                 log.offset += len(data)
-                if not copy_out(log.feed.feed(data, time.monotonic())):
+                if not _print(log.feed.feed(data, time.monotonic()), live):
                     return False
     except FileNotFoundError:
         return True
-    return copy_out(log.feed.due(time.monotonic()))
+    return _print(log.feed.due(time.monotonic()), live)
+
+
+def _print(data: bytes, live: Live | None) -> bool:
+    if data and live is not None:
+        data = live.erase() + data
+    return copy_out(data)

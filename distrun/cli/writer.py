@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from distrun.cli.lines import Feed
+from distrun.cli.lines import DRAW_S, Feed, Live
 
 QUEUE_LIMIT = 8 * 1024 * 1024
 UNLOGGED_LIMIT = 64 * 1024 * 1024
@@ -23,6 +23,8 @@ UNLOGGED_LIMIT = 64 * 1024 * 1024
 STUCK_S = 10.0
 """At the end, a terminal that takes nothing for so long is given up."""
 READ_SIZE = 256 * 1024
+LOOK_S = 0.1
+"""While output comes without a pause, it is looked so often for what other tasks have to show."""
 
 
 @dataclass
@@ -36,6 +38,8 @@ class Piece:
     stream: str = ""
     at: int | None = None
     length: int = 0
+    ends_output: bool = False
+    """Tasks will write nothing more: what they did not end with a newline is printed now."""
 
 
 class Writer:
@@ -46,7 +50,13 @@ class Writer:
         make_feed: Callable[[Piece], Feed],
         find_log: Callable[[str], Path | None],
         on_broken: Callable[[int], None] = lambda fd: None,
+        live: Live | None = None,
     ) -> None:
+        """`live`: draws progress bars in place, where this writes to a terminal that can."""
+        self._live = live
+        self._live_fd = -1
+        self._is_drawn_late = self._must_forget = False
+        self._drawn_at = self._looked_at = float("-inf")
         self._make_feed = make_feed
         self._on_broken = on_broken
         self._find_log = find_log
@@ -84,6 +94,7 @@ class Writer:
         """Pause or go on; return whether it is paused now."""
         with self._changed:
             self._paused = not self._paused
+            self._must_forget = True  # others write to the terminal meanwhile
             self._changed.notify()
             return self._paused
 
@@ -135,6 +146,8 @@ class Writer:
                 over = piece is None and self._ending
             if piece is not None:
                 self._print(piece)
+                if time.monotonic() >= self._looked_at + LOOK_S:
+                    self._print_due()
             elif over:
                 self._finish()
                 return
@@ -144,13 +157,38 @@ class Writer:
     def _next_due(self) -> float | None:
         now = time.monotonic()
         waits = [wait_s for wait_s in (feed.wait_s(now) for feed in self._feeds.values()) if wait_s is not None]
+        if self._is_drawn_late:
+            waits.append(max(0.0, self._drawn_at + DRAW_S - now))
         return min(waits, default=None)
 
     def _print_due(self) -> None:
+        self._looked_at = now = time.monotonic()
         for (fd, _, _), feed in self._feeds.items():
-            self._write(fd, feed.due(time.monotonic()))
+            self._write(fd, feed.due(now))
+        self._draw(now)
+
+    def _draw(self, now: float) -> None:
+        """Show the progress bars in place, unless that was done a moment ago."""
+        if self._live is None or self._live_fd < 0:
+            return
+        self._is_drawn_late = now < self._drawn_at + DRAW_S
+        if self._is_drawn_late:
+            return
+        self._drawn_at = now
+        if self._must_forget:
+            self._must_forget = False
+            self._live.forget()
+        bars = [bar for _, feed in sorted(self._feeds.items(), key=_in_order) for bar in feed.bars(now)]
+        try:
+            columns, rows = os.get_terminal_size(self._live_fd)
+        except OSError:
+            columns, rows = 0, 0
+        self._send(self._live_fd, self._live.draw(bars, columns or 80, rows or 24))
 
     def _print(self, piece: Piece) -> None:
+        if piece.ends_output:
+            self._flush_feeds()
+            return
         if not piece.task:
             self._write(piece.fd, piece.data)
             return
@@ -158,6 +196,8 @@ class Writer:
         feed = self._feeds.get(key)
         if feed is None:
             feed = self._feeds[key] = self._make_feed(piece)
+        if feed.live:
+            self._live_fd, self._is_drawn_late = piece.fd, True
         if piece.data or piece.at is None:
             self._write(piece.fd, feed.feed(piece.data, time.monotonic()))
         else:
@@ -179,13 +219,27 @@ class Writer:
         except (OSError, EOFError) as err:
             self._write(piece.fd, encode("distrun: warning: %d bytes not shown: %s: %s\n" % (left, path, err)))
 
-    def _finish(self) -> None:
-        for (fd, _, _), feed in self._feeds.items():
+    def _flush_feeds(self) -> None:
+        if self._live is not None and self._live_fd >= 0 and not self._must_forget:
+            self._send(self._live_fd, self._live.erase())
+        for (fd, _, _), feed in sorted(self._feeds.items(), key=_in_order):
             self._write(fd, feed.flush())
+
+    def _finish(self) -> None:
+        self._flush_feeds()
         if self._skipped:
             self._write(2, encode("distrun: warning: %d bytes of output were not shown\n" % self._skipped))
 
     def _write(self, fd: int, data: bytes) -> None:
+        if not data:
+            return
+        if self._live is not None and not self._must_forget:
+            erase = self._live.erase()
+            self._is_drawn_late = self._is_drawn_late or bool(erase)
+            data = erase + data
+        self._send(fd, data)
+
+    def _send(self, fd: int, data: bytes) -> None:
         view = memoryview(data)
         self._writing = fd
         while view and fd not in self._broken:
@@ -199,6 +253,13 @@ class Writer:
                 # The reader is gone (`| head -1`), or the terminal: the job goes on, its logs are files.
                 self._broken.add(fd)
                 self._on_broken(fd)
+
+
+def _in_order(item: tuple[tuple[int, str, str], Feed]) -> tuple[str, int, str]:
+    """Order feeds by task: role, rank, stream."""
+    _, task, stream = item[0]
+    role, _, rank = task.partition("-")
+    return role, int(rank) if rank.isdecimal() else 0, stream
 
 
 def encode(text: str) -> bytes:

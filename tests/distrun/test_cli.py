@@ -259,6 +259,17 @@ def test_the_help_lists_the_launchers_there_are(distrun: Distrun) -> None:
     assert b"How tasks are started: local, ssh, mine." in shown
 
 
+def test_logs_have_the_same_coloured_prefixes_as_the_launch(distrun: Distrun) -> None:
+    env = {"FORCE_COLOR": "1"}
+    launched = distrun.launch("-q", "-n", "2", "-s", "0", "--name", "one", "sh", "-c", "echo $RANK", env=env).stdout
+    lines = sorted(launched.splitlines())
+    assert len({line.partition(b"w")[0] for line in lines}) == 2
+    assert all(line.startswith(b"\x1b[38;5;") for line in lines)
+    assert sorted(distrun.run("logs", "one", env=env).stdout.splitlines()) == lines
+    assert b"\x1b" not in distrun.run("logs", "one").stdout
+    assert b"\x1b" not in distrun.run("logs", "one", env={**env, "NO_COLOR": "1"}).stdout
+
+
 def test_of_several_jobs_of_a_name_the_newest_is_shown_and_named(distrun: Distrun) -> None:
     for word in ("first", "second"):
         assert distrun.launch("-q", "-n", "1", "-s", "0", "--name", "again", "echo", word).returncode == 0

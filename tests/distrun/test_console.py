@@ -188,7 +188,7 @@ def test_prefixes_are_coloured_by_role_when_wanted(reader: Reader) -> None:
     reader.start()
     printer = Console({"FORCE_COLOR": "1"}, out_fd=reader.out, err_fd=reader.err)
     printer.output("server-0", "h", "out", b"x\n", 0)
-    assert reader.finish(printer)["out"] == b"\x1b[35mserver-0@h | \x1b[0mx\n"
+    assert reader.finish(printer)["out"] == b"\x1b[38;5;67mserver-0@h\x1b[0m | x\n"
 
 
 def test_on_a_terminal_the_order_of_both_streams_is_kept() -> None:

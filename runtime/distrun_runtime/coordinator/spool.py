@@ -123,7 +123,8 @@ def log_path(folder: Path, task: str) -> Path:
 def tail(path: Path, lines: int) -> List[str]:
     r"""Return the last `lines` lines of a log, without newlines; what is not UTF-8 becomes \ufffd. [] without a file.
 
-    Reads at most 1 MiB from the end.
+    A line that was overwritten by carriage returns, as a progress bar, is given as a terminal would show it in the
+    end. Reads at most 1 MiB from the end.
     """
     try:
         with open(str(path), "rb") as file:
@@ -139,4 +140,8 @@ def tail(path: Path, lines: int) -> List[str]:
         return []
     text = data.decode("utf-8", "replace")
     found = text[:-1].split("\n") if text.endswith("\n") else text.split("\n")
-    return [] if not text else [line.rstrip("\r") for line in found[-lines:]] if lines > 0 else []
+    return [] if not text else [_overwritten(line) for line in found[-lines:]] if lines > 0 else []
+
+
+def _overwritten(line: str) -> str:
+    return next((part for part in reversed(line.split("\r")) if part), "")

@@ -93,6 +93,12 @@ def test_tail_gives_the_last_lines(tmp_path: Path) -> None:
     assert [int(line) for line in spool.tail(path, 2000)] == list(range(3000, 5000))
 
 
+def test_tail_gives_only_the_last_state_of_a_progress_bar(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    path.write_bytes(b"begin\n\r  0%\r 50%\r100%\nTraceback\r\n\r  1%\r  2%")
+    assert spool.tail(path, 9) == ["begin", "100%", "Traceback", "  2%"]
+
+
 def test_tail_of_a_file_without_line_ends_is_bounded(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     path.write_bytes(b"x" * 3_000_000)
