@@ -31,6 +31,8 @@ LIMIT = 96 * 1024
 PACKAGE = "distrun_runtime"
 ROOMS = ("contract", "agent", "coordinator")
 FILES = ("__init__.py", "errors.py")
+TABLE_ROW = "_row"
+"""What makes a row of `contract.environ.TABLE`; its fourth argument is for readers."""
 LEFT_OUT = ("jobid.py", "jobstore.py")
 """Files of the coordinator that stay at home: naming and finding jobs is for the machine that launches them."""
 
@@ -215,7 +217,10 @@ def _digest(value: object) -> str:
 
 
 def bare(source: str) -> str:
-    """Return Python source without comments, docstrings cut to a dot; every statement stays on its line. Pure."""
+    """Return Python source without comments; every statement stays on its line. Pure.
+
+    Documentation is cut to a dot: docstrings, and what the rows of `contract.environ.TABLE` say of a variable.
+    """
     import ast  # only needed for the first launch of a version
     import tokenize
 
@@ -230,4 +235,12 @@ def bare(source: str) -> str:
             # Something has to stay: it may be all there is in its block, and without any text dataclasses make one.
             lines[first] = lines[first][: node.col_offset] + '"."'
             lines[first + 1 : last + 1] = [""] * (last - first)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == TABLE_ROW:
+            doc = node.args[3]
+            first, last = doc.lineno - 1, (doc.end_lineno or doc.lineno) - 1
+            rest = lines[last].encode("utf-8")[doc.end_col_offset :].decode("utf-8")
+            lines[first] = lines[first][: doc.col_offset] + '"."' + (rest if first == last else "")
+            lines[first + 1 : last + 1] = [""] * (last - first)
+            if first < last:
+                lines[last] = rest
     return "\n".join(lines) + "\n"
