@@ -1,4 +1,4 @@
-"""Why a host cannot be reached: the kind, what was found, and the command that mends it. Pure."""
+"""Why a host cannot be reached: the kind, what was found, and how to fix it. Pure."""
 
 from __future__ import annotations
 
@@ -51,6 +51,14 @@ class Where:
     user: str = ""
     limit_s: float = 10.0
     """How long an answer was waited for."""
+    config: str = ""
+    """ssh -F."""
+    identity: str = ""
+    """Key file that the user named (ssh -i)."""
+    jump: str = ""
+    """ssh -J."""
+    has_key: bool = True
+    """There is a key file, or an ssh-agent that may hold a key."""
 
     @property
     def place(self) -> str:
@@ -63,9 +71,13 @@ class Where:
         return "%s@%s" % (self.user, self.host) if self.user else self.host
 
     def command(self, *words: str) -> str:
-        """Return a command of the ssh family for this host, with the port where it is not 22."""
-        port = ("-p", str(self.port)) if self.port != 22 else ()
-        return shlex.join((words[0], *port, *words[1:], self.login))
+        """Return a command of the ssh family for this host, with all that leads there."""
+        found = ["-F", self.config] if self.config else []
+        found += ["-p", str(self.port)] if self.port != 22 else []
+        found += ["-i", self.identity] if self.identity else []
+        if self.jump:
+            found += ["-J", self.jump] if words[0] == "ssh" else ["-o", "ProxyJump=" + self.jump]
+        return shlex.join((words[0], *found, *words[1:], self.login))
 
 
 def classify(found: BaseException | str, where: Where) -> SshFailure:
@@ -161,7 +173,13 @@ def no_auth(where: Where, tried: str, accepted: str = "", fix: str = "") -> SshF
     text = "%s does not let user %s in: %s" % (where.place, where.user or "?", tried)
     if accepted:
         text += "; it accepts %s" % accepted
-    return SshFailure(AUTH, text, fix or copy_id(where))
+    return SshFailure(AUTH, text, fix or let_in(where, accepted))
+
+
+def _denied(where: Where, accepted: str) -> SshFailure:
+    if not where.has_key:
+        return no_auth(where, "there was no key to offer", accepted, new_key(where, accepted))
+    return no_auth(where, "none of the keys that ssh offered, if any, will do", accepted)
 
 
 def too_many_keys(where: Where) -> SshFailure:
@@ -173,6 +191,22 @@ def too_many_keys(where: Where) -> SshFailure:
 def copy_id(where: Where) -> str:
     """Return the command that makes a host accept this user's key."""
     return where.command("ssh-copy-id")
+
+
+def new_key(where: Where, accepted: str) -> str:
+    """Return what a user does who has no key yet, a line each."""
+    named = ["-f", where.identity] if where.identity else []
+    return "first: %s\nthen: %s" % (shlex.join(["ssh-keygen", "-t", "ed25519", *named]), let_in(where, accepted))
+
+
+def let_in(where: Where, accepted: str) -> str:
+    """Return what makes a host accept this user's key. `accepted`: what it lets users in by; empty: not known."""
+    if not accepted or "password" in accepted or "keyboard-interactive" in accepted:
+        return copy_id(where)
+    return (
+        "have your public key (%s.pub) added to ~/.ssh/authorized_keys of user %s there: it takes no password, so"
+        " ssh-copy-id cannot do it" % (where.identity or "~/.ssh/id_ed25519", where.user or "?")
+    )
 
 
 def wrong_password(where: Where) -> SshFailure:
@@ -275,7 +309,7 @@ _STDERR: tuple[tuple[str, Callable[[Where, re.Match[str]], SshFailure]], ...] = 
     (r"Too many authentication failures", lambda where, found: too_many_keys(where)),
     (
         r"Permission denied \(([^)]*)\)",
-        lambda where, found: no_auth(where, "none of the keys that ssh offered will do", found[1]),
+        lambda where, found: _denied(where, found[1]),
     ),
     (
         r"kex_exchange_identification|Connection (?:closed|reset) by .* port|Connection reset by peer",

@@ -231,9 +231,15 @@ class Login:
             self._notes.append(text)
 
     def _refusal(self, held: int) -> SshFailure:
-        resolved = self._resolved
-        if not self._offered:
+        resolved, accepted = self._resolved, ", ".join(self._accepted)
+        fix = self._fix
+        if self._accepted and "publickey" not in self._accepted:
+            tried = "it accepts no keys"
+            fix = fix or "type the same on a terminal, where distrun can ask for the password"
+        elif not self._offered:
             tried = "there was no key to offer"
+            if not held and not any(os.path.exists(path) for path in resolved.identities):
+                fix = fix or failure.new_key(resolved.where, accepted)
         else:
             names = [path for path in resolved.identities if any(path == each.path for each in self._tried)]
             others = "%d of the ssh-agent" % held if held else ""
@@ -243,7 +249,7 @@ class Login:
                 ", ".join([*names, others] if others else names) or "none",
             )
         tried = "; ".join([tried, *dict.fromkeys(self._notes)])
-        return failure.no_auth(resolved.where, tried, ", ".join(self._accepted), self._fix)
+        return failure.no_auth(resolved.where, tried, accepted, fix)
 
 
 def strategy(login: Login) -> Any:

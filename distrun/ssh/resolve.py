@@ -67,7 +67,20 @@ class Resolved:
     @property
     def where(self) -> Where:
         """For messages."""
-        return Where(self.target.host, self.hostname, self.port, self.user, self.connect_s)
+        target = self.target
+        named = self.identities if self.is_explicit else ()
+        identity = next((path for path in named if os.path.exists(path)), named[0] if named else "")
+        return Where(
+            target.host,
+            self.hostname,
+            self.port,
+            self.user,
+            self.connect_s,
+            config=target.config,
+            identity=identity or target.identity,
+            jump=target.jump,
+            has_key=bool(self.agent) or any(os.path.exists(path) for path in self.identities),
+        )
 
     @property
     def has_named_key(self) -> bool:

@@ -103,16 +103,30 @@ def test_an_agent_full_of_wrong_keys_does_not_keep_the_right_one_out(
 
 
 @both
-def test_with_the_wrong_key_the_problem_names_the_command_that_mends_it(
-    sshd: Sshd, tmp_path: Path, transport: str
-) -> None:
+def test_with_the_wrong_key_the_problem_says_what_to_do(sshd: Sshd, tmp_path: Path, transport: str) -> None:
     wrong = key(tmp_path / "wrong")
     config = sshd.config("IdentityFile %s" % wrong, "IdentitiesOnly yes", "User me", identity=False)
     event = meet(Target("d1", config=config, transport=transport))
     assert isinstance(event, events.StartFailed)
     assert event.kind == "auth"
     assert "127.0.0.1 port %d does not let user me in" % sshd.port in event.reason
-    assert event.fix == "ssh-copy-id -p %d me@d1" % sshd.port
+    # The host accepts no password, so that ssh-copy-id could not log in either.
+    assert event.fix.startswith("have your public key (%s.pub) added to ~/.ssh/authorized_keys of user me" % wrong)
+
+
+@both
+def test_without_any_key_the_first_thing_to_do_is_to_make_one(
+    sshd: Sshd, tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    new = tmp_path / "new"
+    config = sshd.config("IdentityFile %s" % new, "IdentitiesOnly yes", "User me", identity=False)
+    event = meet(Target("d1", config=config, transport=transport))
+    assert event.kind == "auth"
+    assert "there was no key to offer" in event.reason
+    first, then = event.fix.splitlines()
+    assert first == "first: ssh-keygen -t ed25519 -f %s" % new
+    assert then.startswith("then: have your public key (%s.pub) added" % new)
 
 
 def test_a_key_file_that_is_not_there_is_named(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from dataclasses import replace
 
 import pytest
 from paramiko.ssh_exception import ChannelException, IncompatiblePeer, NoValidConnectionsError, SSHException
@@ -151,3 +152,22 @@ def test_commands_name_the_port_only_if_it_is_another_one_and_are_quoted() -> No
     assert failure.copy_id(WHERE) == "ssh-copy-id -p 2222 ubuntu@d2"
     assert failure.copy_id(Where("d2", user="me")) == "ssh-copy-id me@d2"
     assert failure.forget("d 2", "/a b") == "ssh-keygen -f '/a b' -R 'd 2'"
+
+
+def test_commands_go_the_same_way_to_a_host() -> None:
+    where = Where("d2", user="me", config="my/config", identity="/k", jump="gate")
+    assert where.command("ssh", "-v") == "ssh -F my/config -i /k -J gate -v me@d2"
+    assert failure.copy_id(where) == "ssh-copy-id -F my/config -i /k -o ProxyJump=gate me@d2"
+
+
+def test_a_user_without_a_key_makes_one_first() -> None:
+    denied = "ubuntu@10.0.0.3: Permission denied (publickey,password).\n"
+    known = classify(denied, replace(WHERE, has_key=False))
+    assert "there was no key to offer" in known.text
+    assert known.fix.splitlines() == ["first: ssh-keygen -t ed25519", "then: ssh-copy-id -p 2222 ubuntu@d2"]
+    assert "ssh-keygen" not in classify(denied, WHERE).fix
+
+
+def test_a_host_that_takes_no_password_cannot_be_given_a_key_by_ssh_copy_id() -> None:
+    fix = classify("ubuntu@10.0.0.3: Permission denied (publickey).\n", WHERE).fix
+    assert fix.startswith("have your public key (~/.ssh/id_ed25519.pub) added to ~/.ssh/authorized_keys of user ubuntu")
