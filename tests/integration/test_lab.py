@@ -422,7 +422,9 @@ def test_killing_its_maker_ends_a_lab() -> None:
 def test_the_command_makes_uses_and_ends_a_lab(tmp_path: Path) -> None:
     def command(*words: str) -> subprocess.CompletedProcess[str]:
         argv = [str(ROOT / "scripts" / "lab"), "--name", "test-%d" % os.getpid(), *words]
-        return subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+        # Without the environment of this checkout, as in a fresh shell.
+        env = {**os.environ, "PATH": "/usr/local/bin:/usr/bin:/bin"}
+        return subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=60)
 
     done = command("up", "2")
     if "lab needs" in done.stderr or "no lab can be made" in done.stderr:
@@ -430,6 +432,11 @@ def test_the_command_makes_uses_and_ends_a_lab(tmp_path: Path) -> None:
     try:
         assert done.returncode == 0, done.stderr
         assert "/run/distrun-lab/hosts" in done.stdout
+        # The line that it prints works as it stands.
+        (line,) = [line.split() for line in done.stdout.splitlines() if " distrun launch " in line]
+        launched = command(*line[line.index("shell") :])
+        assert launched.returncode == 0, launched.stderr
+        assert sorted(launched.stdout.split()[2::3]) == ["h1", "h1", "h2", "h2"]
         assert command("up", "2").returncode == 2
         assert command("shell", "sh", "-c", "pwd; ssh h2 hostname; exit 7").stdout.split() == [str(tmp_path), "h2"]
         assert command("shell", "sh", "-c", "exit 7").returncode == 7

@@ -144,7 +144,9 @@ def up(told: argparse.Namespace) -> None:
     print("lab: %d hosts, %s to %s, are up" % (told.count, first, last))
     print("hosts file (in the lab): %s" % (layout.STATE / "hosts"))
     print("as the launcher:  scripts/lab%s shell ssh h1 hostname" % more)
-    print("                  scripts/lab%s shell distrun launch -H %s/hosts -n 4 hostname" % (more, layout.STATE))
+    # Tasks start in the current directory, and hosts need not have the one in which this is typed.
+    launch = "distrun launch -H %s/hosts -n 4 -s 0 hostname" % layout.STATE
+    print("                  scripts/lab%s shell env -C / %s" % (more, launch))
     print("break and mend:   scripts/lab%s fault down h1   (scripts/lab help)" % more)
     print("end:              scripts/lab%s down      or kill process %d" % (more, lab.pid))
 
