@@ -33,11 +33,12 @@ def main(arguments: list[str]) -> int:
         print("distrun: error: %s" % err, file=sys.stderr)
         return 1
     except ImportError as err:
-        print(
-            "distrun: error: %s needs %s on this host: pip install numpy pyzmq (for %s)"
-            % (role, err.name, sys.executable),
-            file=sys.stderr,
-        )
+        print("distrun: error: %s: %s on this host has no %s" % (role, sys.executable, err.name), file=sys.stderr)
+        # Many systems let pip install into virtual environments only.
+        install = "-m pip install numpy pyzmq"
+        if sys.prefix == sys.base_prefix:
+            install = "-m venv ~/venv && ~/venv/bin/pip install numpy pyzmq, then use ~/venv/bin/python"
+        print("distrun: hint: %s %s" % (sys.executable, install), file=sys.stderr)
         return 1
 
 

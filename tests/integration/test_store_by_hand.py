@@ -9,9 +9,13 @@ import socket
 import subprocess
 import sys
 import time
+import venv
+from pathlib import Path
 
 import pytest
 from manual import ManualJob
+
+ROOT = Path(__file__).resolve().parents[2]
 
 TRAIN = """
     import numpy as np
@@ -464,3 +468,24 @@ def _waits_for_all(job: ManualJob) -> int:
     job.until("worker-0", "ready")
     job.until("worker-1", "ready")
     return 0 if "rank=0" in job.out("worker-0") else 1
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["environment", "system"])
+def test_a_python_without_numpy_is_told_how_to_get_it_and_never_by_bare_pip(tmp_path: Path, is_own: bool) -> None:
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = str(tmp_path / "venv" / "bin" / "python") if is_own else os.path.realpath(sys.executable)
+    code = "import sys; sys.path.insert(0, %r); from distrun_runtime.__main__ import main; sys.exit(main(['server']))"
+    done = subprocess.run(
+        # -S: without the packages of the system.
+        [python, "-I", *([] if is_own else ["-S"]), "-c", code % str(ROOT / "runtime")],
+        env={name: value for name, value in os.environ.items() if not name.startswith("DMLC_")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    error, hint = done.stderr.splitlines()
+    assert error.startswith("distrun: error: server: %s on this host has no " % python)
+    way = "-m pip install" if is_own else "-m venv ~/venv && ~/venv/bin/pip install"
+    assert hint.startswith("distrun: hint: %s %s numpy pyzmq" % (python, way))
