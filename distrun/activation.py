@@ -93,6 +93,23 @@ def script(words: Sequence[str], cwd: str = "") -> str:
     return _HEAD + "".join(_step(word, cwd) for word in words) + _TAIL
 
 
+def folders(words: Sequence[str]) -> tuple[str, ...] | None:
+    """Return the folders of environments that words of --activate name, as typed. Pure.
+
+    None: a word is shell text, so that nobody knows what it needs. Modules and conda's environments have names, and
+    are on a host before any file is copied there.
+    """
+    found: list[str] = []
+    for word in words:
+        kind, colon, value = word.partition(":")
+        if not colon or kind not in KINDS:
+            return None
+        value = value.strip()
+        if kind == "venv" or (kind == "conda" and ("/" in value or value == "~")):
+            found.append(value)
+    return tuple(found)
+
+
 def _step(word: str, cwd: str) -> str:
     if not word.strip() or "\0" in word:
         raise UsageError("--activate: expected %s or shell text, found %r" % (_forms(), word))

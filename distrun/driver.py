@@ -23,7 +23,7 @@ from distrun.errors import UsageError
 from distrun.hosts import Inventory
 from distrun.job import BUNDLED, Job, check_tuning, given
 from distrun.placement import hosts_of, place
-from distrun.plan import Site, check_ports, make_plan
+from distrun.plan import Site, check_ports, make_plan, may_bring
 from distrun_runtime.contract import process
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.contract.folder import identity
@@ -115,6 +115,7 @@ def prepare(
     reach: Mapping[str, str] = MappingProxyType({}),
     rules: Rules | None = None,
     delete: bool = False,
+    doctor: str = "",
     store: JobStore,
     run_dir: Path | None = None,
     dry_run: bool = False,
@@ -126,6 +127,7 @@ def prepare(
         reach: the user's options for getting there, as `Backend.reach` takes them.
         rules: what of `job.cwd` is copied, if `job.sync_dst_dir` is given.
         delete: what only a host has is deleted there.
+        doctor: what the user types to have these hosts examined, for messages.
 
     Raises:
         UsageError: anything that the user got wrong, before anything happened.
@@ -148,6 +150,7 @@ def prepare(
     job_id = DRY_RUN_ID if dry_run else store.new_id(job.name)
     runtime, data = _runtime(backend, env, dry_run)
     tree = _scan(job, rules)
+    reached = {name: backend.reach(hosts.spec(name), reach) for name in used}
     site = Site(
         job_id=job_id,
         backend=launcher,
@@ -155,10 +158,12 @@ def prepare(
         run_dir=os.path.abspath((run_dir or store.jobs) / job_id),
         runtime=runtime,
         python="" if backend.ships_runtime else sys.executable,
-        reach={name: backend.reach(hosts.spec(name), reach) for name in used},
+        reach=reached,
+        logins={name: backend.login(way) for name, way in reached.items()},
+        doctor=doctor,
         sync=None
-        if tree is None
-        else Sync(job.cwd, tree.size, tree.files, delete, "" if dry_run else identity(job.cwd)),
+        if tree is None or rules is None
+        else _sync(job, tree, delete, dry_run, may_bring(job, hosts.specs, _top(job, rules))),
         outer=env if backend.inherits_env else {},
         addresses={} if job.interface or job.subnet else backend.addresses(used),
         token="" if dry_run else secrets.token_hex(32),
@@ -345,6 +350,16 @@ def _scan(job: Job, rules: Rules | None) -> Tree | None:
     from distrun.sync import scan  # where it is used: it is not needed for jobs that copy nothing
 
     return scan(job.cwd, rules)
+
+
+def _sync(job: Job, tree: Tree, delete: bool, dry_run: bool, brings: bool) -> Sync:
+    source = "" if dry_run else identity(job.cwd)
+    return Sync(job.cwd, tree.size, tree.files, delete, source, brings=brings, activated=job.activated or ())
+
+
+def _top(job: Job, rules: Rules) -> list[str]:
+    """Return the names at the top of what is copied."""
+    return [*os.listdir(job.cwd), *(extra.name.partition("/")[0] for extra in rules.extra)]
 
 
 def _copier(ready: Prepared, sink: Sink) -> Copier | None:

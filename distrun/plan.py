@@ -7,7 +7,7 @@ here, set by the agent, or named in `SET_ELSEWHERE`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distrun import job as wish
@@ -58,6 +58,10 @@ class Site:
     """Interpreter of the bundled servers where nobody names one; empty: the command's own, else python3."""
     reach: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """How the backend gets to each host."""
+    logins: Mapping[str, str] = field(default_factory=dict)
+    """What a user types before a command to run it on a host, by host."""
+    doctor: str = ""
+    """What a user types to have the hosts examined."""
     sync: Sync | None = None
     outer: Mapping[str, str] = field(default_factory=dict)
     """The launcher's own environment, where tasks inherit it."""
@@ -91,6 +95,7 @@ def make_plan(job: Job, slots: Sequence[Slot], site: Site) -> tuple[Plan, Secret
         activate=job.activate,
         sync=site.sync,
         joined=tuple(sorted({s.name for each in users.values() for s in each.values() if s.joins})),
+        doctor=site.doctor,
     )
     return plan, Secrets(token=site.token, env=_hidden(slots, users))
 
@@ -151,6 +156,15 @@ class _Layout:
         )
 
 
+def may_bring(job: Job, hosts: Sequence[HostSpec], names: Iterable[str]) -> bool:
+    """Return whether what servers run by may be among the files that are copied, as far as can be said here. Pure.
+
+    `names`: of the files and folders at the top of what is copied. Paths are judged on the host.
+    """
+    has_modules = any(name.partition(".")[0] in NEEDED for name in names)
+    return job.activated is None or has_modules or any(spec.workdir for spec in hosts)
+
+
 def device_warnings(plan: Plan) -> list[str]:
     """Return a warning for hosts that have more workers than the GPUs which these workers see. Pure.
 
@@ -183,6 +197,7 @@ def _host(job: Job, layout: _Layout, site: Site, name: str) -> Host:
         ports=_ports(job, layout, name),
         reach=site.reach.get(name, {}),
         interface=spec.iface,
+        login=site.logins.get(name, ""),
     )
 
 

@@ -41,7 +41,7 @@ PLAN = Plan(
     backend="local",
     command=("python", "train.py"),
     cwd="/srv/code",
-    hosts=(Host("d1", "127.0.0.1", ("master",), {"user": "ann"}, "eth1"),),
+    hosts=(Host("d1", "127.0.0.1", ("master",), {"user": "ann"}, "eth1", "ssh -l ann d1"),),
     tasks=(
         Task(
             "worker-0",
@@ -59,8 +59,16 @@ PLAN = Plan(
     unset=("DMLC_ROLE", "SLURM_*"),
     runtime=Runtime(digest="9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"),
     activate=". /srv/venv/bin/activate",
-    sync=Sync("/srv/code", 123456, 12, identity="2049:131 5d1c0a3e-7f0b-4c53-9c77-0a5b8d6f2e11"),
+    sync=Sync(
+        "/srv/code",
+        123456,
+        12,
+        identity="2049:131 5d1c0a3e-7f0b-4c53-9c77-0a5b8d6f2e11",
+        brings=False,
+        activated=("/srv/venv",),
+    ),
     joined=("LD_LIBRARY_PATH",),
+    doctor="distrun doctor -H hosts",
 )
 
 

@@ -94,6 +94,10 @@ class Backend(ABC):
         """
         return {}
 
+    def login(self, reach: Mapping[str, str]) -> str:
+        """Return what a user types before a command to run it on a host that is reached so; empty: nothing. Pure."""
+        return ""
+
     @abstractmethod
     def addresses(self, hosts: Sequence[str]) -> Mapping[str, str]:
         """Return the data addresses that are known beforehand, by host; agents find the others."""

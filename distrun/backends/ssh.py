@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from distrun import shell
 from distrun.backends import blob
 from distrun.backends.base import GUARD_S, Backend, Rendered, Swept, marks
 from distrun.errors import UsageError
@@ -47,6 +48,11 @@ class Ssh(Backend):
     def reach(self, spec: HostSpec, options: Mapping[str, str]) -> Mapping[str, str]:
         """Return the host's `Target`, as text."""
         return Target.of(spec, **options).reach()
+
+    def login(self, reach: Mapping[str, str]) -> str:
+        """Return the `ssh` command for that host."""
+        target = Target.from_reach(reach)
+        return shell.join([program.PROGRAM, *program.flags(target), target.host])
 
     def addresses(self, hosts: Sequence[str]) -> Mapping[str, str]:
         """Return nothing: how ssh reaches a host says nothing about the address of its data."""

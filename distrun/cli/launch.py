@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun import activation, backends, forward, hosts, placement
+from distrun import activation, backends, forward, hosts, placement, shell
 from distrun.cli import hints, reach
 from distrun.cli.console import Console
 from distrun.cli.folder import current_folder
@@ -94,6 +94,7 @@ def _launch(
         reach=reach.reach_options(options),
         rules=_rules(options),
         delete=options["sync_delete"],
+        doctor=shell.join(["distrun", "doctor", *reach.typed(options, found), *reach.typed_python(options)]),
         store=store,
         run_dir=run_dir,
         dry_run=options["dry_run"],
@@ -157,6 +158,7 @@ def _job(
         placement=options["placement"],
         oversubscribe=options["oversubscribe"],
         activate=activation.script(options["activate"]),
+        activated=activation.folders(options["activate"]),
         sync_dst_dir="" if launcher == "local" else options["sync_dst_dir"],
     )
 

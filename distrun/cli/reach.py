@@ -60,6 +60,34 @@ def reach_options(options: Mapping[str, Any]) -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
+def typed(options: Mapping[str, Any], inventory: Inventory | None) -> list[str]:
+    """Return the words by which another command reaches the same hosts in the same way. Pure."""
+    words: list[str] = []
+    if options["hostfile"] == "-" and inventory is not None:
+        from distrun.hosts import fold
+
+        words += ["--hosts", fold(list(inventory.names))]  # what was on standard input has been read
+    elif options["hostfile"] is not None:
+        words += ["-H", options["hostfile"]]
+    elif options["hosts"] is not None:
+        words += ["--hosts", options["hosts"]]
+    for name, default in (("hostfile_format", "auto"), ("transport", TRANSPORTS[0]), ("ssh_config", "")):
+        if options[name] != default:
+            words += ["--" + name.replace("_", "-"), options[name]]
+    words += ["--strict-host-keys"] if options["strict_host_keys"] else []
+    if options["connect_timeout"] != CONNECT_S:
+        words += ["--connect-timeout", "%g" % options["connect_timeout"]]
+    return words + (["--launcher", options["launcher"]] if options.get("launcher") else [])
+
+
+def typed_python(options: Mapping[str, Any]) -> list[str]:
+    """Return the words by which another command looks at the same Python, activated in the same way. Pure."""
+    words = ["--python", options["python"]] if options["python"] else []
+    for word in options["activate"]:
+        words += ["--activate", word]
+    return words
+
+
 def find_hosts(options: Mapping[str, Any], env: Mapping[str, str]) -> Inventory | None:
     """Return the hosts that the options, or else the environment, name; None if nobody named any.
 
@@ -94,6 +122,8 @@ def hosts_for(inventory: Inventory, backend: Backend, options: Mapping[str, str]
     """Return each host once, with the way that the backend takes to it. Pure."""
     from distrun_runtime.contract.plan import Host
 
-    return [
-        Host(spec.name, spec.addr, reach=backend.reach(spec, options), interface=spec.iface) for spec in inventory.specs
-    ]
+    hosts = []
+    for spec in inventory.specs:
+        way = backend.reach(spec, options)
+        hosts.append(Host(spec.name, spec.addr, reach=way, interface=spec.iface, login=backend.login(way)))
+    return hosts

@@ -62,7 +62,11 @@ class Result:
     def lines(self) -> list[str]:
         """Return a failure in lines: the reason, the last words, what to do."""
         words = [word for word in self.words if word not in self.reason]
-        return [self.line(), *("    " + word for word in words), *(["    fix: " + self.fix] if self.fix else [])]
+        return [
+            self.line(),
+            *("    " + word for word in words),
+            *("    fix: " + line for line in self.fix.splitlines()),
+        ]
 
 
 def failure(ended: Ended, host: str, *, answer_s: float = 0.0, stall_s: float = 0.0) -> tuple[str, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distrun.activation import script
+from distrun.activation import folders, script
 from distrun.errors import UsageError
 
 
@@ -172,3 +172,19 @@ def test_a_typing_error_is_met_with_a_proposal() -> None:
     with pytest.raises(UsageError) as caught:
         script(["cnda:base"])
     assert caught.value.hint == "did you mean conda:base?"
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ([], ()),
+        (["venv:~/v", "module:cuda/12"], ("~/v",)),
+        (["conda:train", "conda:./env"], ("./env",)),
+        (["source x/bin/activate"], None),
+        (["venv:v", "PATH=/x:$PATH"], None),
+    ],
+)
+def test_folders_of_environments_are_known_unless_shell_text_may_name_others(
+    words: list[str], found: tuple[str, ...] | None
+) -> None:
+    assert folders(words) == found

@@ -270,3 +270,21 @@ def test_options_become_tuning_variables() -> None:
 def test_a_plan_survives_json() -> None:
     plan, _ = make(3, 3, FIVE)
     assert contract.from_json(json.loads(json.dumps(contract.to_json(plan)))) == plan
+
+
+@pytest.mark.parametrize(
+    ("activated", "hosts", "names", "brings"),
+    [
+        ((), "d1", ["train.py", "data"], False),
+        (("/opt/venv",), "d1", ["train.py"], False),
+        (None, "d1", [], True),
+        ((), "d1", ["numpy"], True),
+        ((), "d1", ["zmq.py"], True),
+        ((), "d1 workdir=/w", [], True),
+    ],
+)
+def test_interpreters_are_looked_at_before_the_copy_unless_they_may_come_with_it(
+    activated: tuple[str, ...] | None, hosts: str, names: list[str], brings: bool
+) -> None:
+    job = Job(command=("true",), workers=1, servers=1, cwd="/w", activated=activated)
+    assert plans.may_bring(job, parse(hosts, "hosts").specs, names) is brings

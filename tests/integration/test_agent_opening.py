@@ -181,9 +181,9 @@ def test_login_files_see_no_arguments_either(home: Path) -> None:
 # What comes with the files
 
 
-def synced(driver: AgentDriver, folder: Path, **members: Any) -> AgentDriver:
+def synced(driver: AgentDriver, folder: Path, *, brings: bool = True, **members: Any) -> AgentDriver:
     tasks = tuple(dataclasses.replace(each, cwd=str(folder)) for each in driver.plan.tasks)
-    sync = Sync("/nowhere", 1, 1)
+    sync = Sync("/nowhere", 1, 1, brings=brings, activated=members.pop("activated", ()))
     return change(driver, sync=sync, cwd=str(folder), tasks=tasks, **members)
 
 
@@ -223,6 +223,29 @@ def test_what_is_missing_among_the_files_is_refused(tmp_path: Path, members: dic
         assert driver.leftovers() == []
 
 
+def test_what_cannot_come_with_the_files_is_looked_at_before_they_are_copied(tmp_path: Path) -> None:
+    with agent(needing("zmq_x")) as driver:
+        assert refused(synced(driver, tmp_path / "job", brings=False))["kind"] == "module"
+    with agent(task([sys.executable, "-c", "import os; print(os.environ['A'])"], needs=["json"])) as driver:
+        ready = synced(driver, tmp_path / "job", brings=False, activate="echo x >> %s/runs; export A=5" % tmp_path)
+        assert set(ready.begin().header["python"]) == {sys.executable}
+        assert settle(driver).type == "settled"
+        assert run(driver) == "5\n"
+    assert (tmp_path / "runs").read_text() == "x\n", "and not once more"
+
+
+@pytest.mark.parametrize("how", ["interpreter", "relative", "activated", "PATH", "PYTHONPATH"])
+def test_what_lies_in_the_folder_of_the_files_is_looked_at_once_they_are_there(tmp_path: Path, how: str) -> None:
+    folder = tmp_path / "job"
+    argv0 = {"interpreter": str(folder / "python"), "relative": "./python"}.get(how, sys.executable)
+    # A list of folders is not empty without this one.
+    env = {how: "%s:%s" % (folder / "lib", os.environ.get(how, "/x"))} if how.isupper() else {}
+    members = {"activated": ("venv",), "activate": "true"} if how == "activated" else {}
+    with agent(needing("zmq_x", argv0=argv0), env=env) as driver:
+        assert synced(driver, folder, brings=False, **members).begin().type == "ready"
+        assert settle(driver).type == "refused"
+
+
 def test_an_agent_settles_after_it_got_ready_and_once() -> None:
     with agent(shell("true")) as driver:
         driver.say("settle")
@@ -260,7 +283,88 @@ def test_missing_modules_are_named_with_host_interpreter_and_the_line_to_type() 
         assert "%s on here (Python 3." % sys.executable in str(header["reason"])
         assert "cannot import zmq_x, numpy_x" in str(header["reason"])
         assert "No module named 'zmq_x'" in str(header["reason"])
-        assert "on here: %s -m pip install zmq_x numpy_x" % shlex.quote(sys.executable) in str(header["fix"])
+        without, install, other = str(header["fix"]).splitlines()
+        assert without == "add -s 0 if the command does not use the store"
+        assert install == "for servers and workers: %s -m pip install zmq_x numpy_x" % shlex.quote(sys.executable)
+        assert other.startswith("or name another interpreter")
+
+
+def test_the_advice_names_the_doctor_and_the_way_to_the_host_that_were_typed() -> None:
+    with agent(needing("zmq_x")) as driver:
+        change(driver, doctor="distrun doctor -H hosts", hosts=(Host(HOST, login="ssh -p 2222 h1"),))
+        lines = str(refused(driver)["fix"]).splitlines()
+        assert lines[1] == "for servers: distrun doctor -H hosts --fix"
+        script = "%s -m pip install zmq_x" % shlex.quote(sys.executable)
+        assert lines[2] == "for servers and workers: ssh -p 2222 h1 %s" % shlex.quote(script)
+
+
+def test_servers_that_import_the_users_rules_are_not_to_be_left_out() -> None:
+    program = dataclasses.replace(needing("zmq_x"), env={"DISTRUN_SERVER_IMPORT": "rules"})
+    with agent(program) as driver:
+        assert "-s 0" not in str(refused(driver)["fix"])
+
+
+# The environment that `distrun doctor --fix` makes
+
+
+MAJOR_MINOR = "%d.%d" % sys.version_info[:2]
+PLACE = "python%s-%s" % (MAJOR_MINOR, os.uname().machine)
+
+
+def environment_for_servers(data: Path, module: str, place: str = PLACE) -> Path:
+    """Make one in a user's data folder that has `module`; return its interpreter."""
+    python = data / "distrun" / "servers" / place / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    modules = python.parent / "modules"
+    modules.mkdir()
+    (modules / (module + ".py")).write_text("__version__ = '7'\n")
+    python.write_text("#!/bin/sh\nPYTHONPATH='%s' exec '%s' \"$@\"\n" % (modules, sys.executable))
+    python.chmod(0o755)
+    for folder in (data / "distrun", data / "distrun" / "servers", python.parent.parent):
+        folder.chmod(0o700)
+    return python
+
+
+def test_servers_run_by_the_environment_for_servers_where_their_interpreter_lacks_modules(tmp_path: Path) -> None:
+    python = environment_for_servers(tmp_path, "zmq_x")
+    code = "import zmq_x; print(zmq_x.__file__)"
+    server = task([sys.executable, "-c", code], "server-0", needs=["zmq_x"])
+    worker = task([sys.executable, "-c", "import importlib.util as u; print(u.find_spec('zmq_x'))"])
+    with agent(server, worker, env={"XDG_DATA_HOME": str(tmp_path)}) as driver:
+        ready = driver.begin()
+        assert ready.type == "ready"
+        version = ".".join(str(part) for part in sys.version_info[:3])
+        assert ready.header["python"] == {sys.executable: "%s %s" % (version, python)}
+        assert run(driver, "server-0") == "%s\n" % (python.parent / "modules" / "zmq_x.py")
+        assert run(driver) == "None\n", "workers keep their own"
+
+
+def test_it_is_found_in_the_home_and_one_of_another_python_will_do(home: Path) -> None:
+    python = environment_for_servers(home / ".local" / "share", "zmq_x", "python3.99-" + os.uname().machine)
+    with agent(needing("zmq_x")) as driver:
+        ready = driver.begin()
+        assert ready.type == "ready"
+        assert str(ready.header["python"][sys.executable]).endswith(str(python))
+
+
+def test_an_interpreter_that_has_the_modules_is_used_and_no_other(tmp_path: Path) -> None:
+    environment_for_servers(tmp_path, "json")
+    with agent(needing("json"), env={"XDG_DATA_HOME": str(tmp_path)}) as driver:
+        assert str(driver.begin().header["python"][sys.executable]).endswith(" " + sys.executable)
+
+
+@pytest.mark.parametrize("which", ["servers", "servers/" + PLACE])
+def test_an_environment_that_others_can_change_is_not_used(tmp_path: Path, which: str) -> None:
+    environment_for_servers(tmp_path, "zmq_x")
+    (tmp_path / "distrun" / which).chmod(0o777)
+    with agent(needing("zmq_x"), env={"XDG_DATA_HOME": str(tmp_path)}) as driver:
+        assert refused(driver)["kind"] == "module"
+
+
+def test_an_environment_that_does_not_work_is_passed_over(tmp_path: Path) -> None:
+    environment_for_servers(tmp_path, "zmq_x").write_text("#!/bin/sh\nexit 3\n")
+    with agent(needing("zmq_x"), env={"XDG_DATA_HOME": str(tmp_path)}) as driver:
+        assert "cannot import zmq_x" in str(refused(driver)["reason"])
 
 
 @pytest.mark.parametrize(
@@ -269,7 +373,7 @@ def test_missing_modules_are_named_with_host_interpreter_and_the_line_to_type() 
         (None, "there is no program mypython on here (in no folder of the tasks' PATH)"),
         ("#!/bin/sh\necho oh no >&2; exit 3\n", "mypython on here is no Python that works (exit code 3)\noh no"),
         (
-            '#!/bin/sh\neval "echo \'[\\"3.8.1\\", \\"/opt/py\\", []]\' >&$4"\n',
+            '#!/bin/sh\neval "echo \'{\\"version\\": \\"3.8.1\\", \\"path\\": \\"/opt/py\\"}\' >&$4"\n',
             "is Python 3.8.1; servers and scheduler",
         ),
     ],

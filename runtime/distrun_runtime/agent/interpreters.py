@@ -1,107 +1,236 @@
-"""The interpreters of tasks that need modules (bundled servers): found, new enough, and able to import them."""
+"""The interpreters of tasks that need modules (bundled servers): found, new enough, and able to import them.
+
+Where the chosen one cannot import them, servers run by the environment that `distrun doctor --fix` has made on the
+host, if there is one. Workers never do.
+
+    $XDG_DATA_HOME/distrun/servers/python3.11-x86_64   a link to an environment that is whole
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from typing import Dict, Iterator, List, NamedTuple, Tuple
+import os
+import re
+import stat
+from typing import Any, Dict, Generator, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from distrun_runtime.agent import tasks
 from distrun_runtime.agent.activation import folder
 from distrun_runtime.agent.errand import FD, NOT_FOUND, TIMED_OUT, Command, Done
 from distrun_runtime.agent.refusal import Refusal
 from distrun_runtime.agent.share import Share
+from distrun_runtime.contract import environ
+from distrun_runtime.contract.plan import Host
 
 OLDEST = (3, 10)
 LIMIT_S = 60.0
 PACKAGES = {"zmq": "pyzmq"}
 """What pip calls a module, where that differs."""
+WITHOUT = "add -s 0 if the command does not use the store"
+OTHER = "name another interpreter with --python, python= in the hosts file, or --activate"
 
 # Read by whatever Python is there: nothing in it is newer than 2.7.
 _PROBE = """\
 import json, os, sys
 fd, names = int(sys.argv[1]), sys.argv[2:]
-missing = []
+found = {"version": ".".join(str(part) for part in sys.version_info[:3]), "path": sys.executable or ""}
 if sys.version_info >= (3, 10):
+    from importlib.util import find_spec
+    found["is_own"] = sys.prefix != sys.base_prefix or os.path.isdir(os.path.join(sys.prefix, "conda-meta"))
+    found["lacks"] = [name for name in ("pip", "venv", "ensurepip") if find_spec(name) is None]
     for name in names:
         try:
-            __import__(name)
+            found[name] = str(getattr(__import__(name), "__version__", "?"))
         except BaseException as err:
-            missing.append([name, "%s: %s" % (type(err).__name__, err)])
-version = ".".join(str(part) for part in sys.version_info[:3])
-os.write(fd, json.dumps([version, sys.executable, missing]).encode("ascii"))
+            found[name], found[name + "_error"] = "", "%s: %s" % (type(err).__name__, err)
+os.write(fd, json.dumps(found).encode("ascii"))
 """
 
 
 class Probe(NamedTuple):
-    """One interpreter to look at."""
+    """One interpreter to look at, and the tasks that it is for."""
 
     name: str
     """argv[0] of the tasks."""
     command: Command
     needs: Tuple[str, ...]
+    tasks: Tuple[str, ...]
 
 
-def probes(share: Share) -> Iterator[Probe]:
-    """Yield a probe for each distinct interpreter (name, path it is looked for in, modules) of tasks with needs."""
-    seen = set()
-    for task in share.plan.tasks:
-        if not task.needs:
-            continue
-        env = share.environment(task, task.env)
-        key = (task.argv[0], task.needs, task.cwd, env.get(b"PATH"), env.get(b"PYTHONPATH"))
-        if key not in seen:
-            seen.add(key)
-            name, needs = tasks.words(task)[0], [tasks.exact(module) for module in task.needs]
-            argv = (name, b"-c", _PROBE.encode("ascii"), FD, *needs)
-            yield Probe(task.argv[0], Command(argv, env, tasks.exact(folder(task.cwd)), LIMIT_S), task.needs)
+def chosen(share: Share) -> Generator[Command, Done, Share]:
+    """Look at the interpreters of tasks with needs; return the share with those that will do.
 
-
-def judge(probe: Probe, done: Done, host: str) -> str:
-    """Return `VERSION PATH` of an interpreter that will do.
+    Yields what is to be run, and is sent how it ended.
 
     Raises:
         Refusal: kind python (not there, does not run, too old) or module (named, with what pip calls them).
     """
-    name, modules = probe.name, ", ".join(probe.needs)
-    other = "name another interpreter with --python, python= in the hosts file, or --activate"
+    found: Dict[str, str] = {}
+    instead: Dict[str, str] = {}
+    for probe in _probes(share):
+        look = told(probe.command, (yield probe.command), probe.name, share.host)
+        path = str(look["path"])
+        if not fits(look, probe.needs):
+            for path in environments(str(look["version"])):
+                command = probe.command._replace(argv=(os.fsencode(path), *probe.command.argv[1:]))
+                done = yield command
+                spare = _parsed(done)
+                if spare is not None and fits(spare, probe.needs):
+                    look = spare
+                    instead.update((name, path) for name in probe.tasks)
+                    break
+            else:
+                raise _refusal(share, probe, look)
+        found[probe.name] = "%s %s" % (look["version"], path)
+    plan = dataclasses.replace(
+        share.plan,
+        tasks=tuple(
+            dataclasses.replace(task, argv=(instead.get(task.name, task.argv[0]), *task.argv[1:]))
+            for task in share.plan.tasks
+        ),
+    )
+    return dataclasses.replace(share, python=found, plan=plan)
+
+
+def command(
+    name: bytes, needs: Sequence[str], env: Mapping[bytes, bytes], cwd: bytes, limit_s: float = LIMIT_S
+) -> Command:
+    """Return what looks at an interpreter: `told` reads what came of it."""
+    modules = [tasks.exact(module) for module in needs]
+    return Command((name, b"-c", _PROBE.encode("ascii"), FD, *modules), env, cwd, limit_s)
+
+
+def told(asked: Command, done: Done, name: str, host: str) -> Dict[str, Any]:
+    """Return what an interpreter told: `version`, `path`, and by module its version (with `MODULE_error` if empty).
+
+    Also `is_own`: it belongs to a virtual environment or to conda, so that pip may install there. `lacks`: which of
+    pip, venv and ensurepip it has not.
+
+    Raises:
+        Refusal: there is none, or it does not work.
+    """
+    found = _parsed(done)
+    if found is not None:
+        return found
+    other = OTHER
     if done.fault == NOT_FOUND:
         where = "" if "/" in name else " (in no folder of the tasks' PATH)"
         if name == "python":
             other = "type python3 in the command, if that is what this host has, or " + other
         raise Refusal("python", "there is no program %s on %s%s" % (name, host, where), other)
-    try:
-        version, path, missing = _parsed(done.result)
-    except ValueError:
-        if done.fault == TIMED_OUT:
-            what = "%s on %s did not import %s within %g s" % (name, host, modules, LIMIT_S)
-            raise Refusal("module", "\n".join([what, *done.last_lines.splitlines()]), other) from None
+    if done.fault == TIMED_OUT:
+        modules = ", ".join(os.fsdecode(each) for each in asked.argv[4:])
+        what, kind = "%s on %s did not import %s within %g s" % (name, host, modules, asked.limit_s), "module"
+    else:
         how = "" if done.code is None else " (exit code %d)" % done.code
-        what = "%s on %s is no Python that works%s" % (name, host, how)
-        raise Refusal("python", "\n".join([what, *done.last_lines.splitlines()]), other) from None
-    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
-        oldest = ".".join(str(part) for part in OLDEST)
-        text = "%s on %s is Python %s; servers and scheduler need %s or newer" % (path or name, host, version, oldest)
-        raise Refusal("python", text, other)
-    if missing:
-        import shlex  # for what is typed only
-
-        program = shlex.quote(path or name)
-        text = "%s on %s (Python %s) cannot import %s" % (path or name, host, version, ", ".join(missing))
-        lines = ["%s: %s" % each for each in missing.items()]
-        packages = " ".join(PACKAGES.get(module, module) for module in missing)
-        fix = "on %s: %s -m pip install %s" % (host, program, packages)
-        # Many systems let pip write to virtual environments only (PEP 668).
-        fix += "\nor there: %s -m venv ~/v && ~/v/bin/pip install %s   and then --activate venv:~/v" % (
-            program,
-            packages,
-        )
-        fix += "\nor " + other
-        raise Refusal("module", "\n".join([text, *lines]), fix)
-    return "%s %s" % (version, path)
+        what, kind = "%s on %s is no Python that works%s" % (name, host, how), "python"
+    raise Refusal(kind, "\n".join([what, *done.last_lines.splitlines()]), other)
 
 
-def _parsed(result: bytes) -> Tuple[str, str, Dict[str, str]]:
-    value: List[object] = json.loads(result.decode("ascii"))
-    version, path, missing = value
-    assert isinstance(missing, list)
-    return str(version), str(path or ""), {str(name): str(why) for name, why in missing}
+def fits(look: Mapping[str, Any], needs: Sequence[str]) -> bool:
+    """Return whether servers can run by an interpreter."""
+    return is_new(look) and not missing(look, needs)
+
+
+def is_new(look: Mapping[str, Any]) -> bool:
+    """Return whether an interpreter is new enough for servers."""
+    return tuple(int(part) for part in str(look["version"]).split(".")[:2]) >= OLDEST
+
+
+def missing(look: Mapping[str, Any], needs: Sequence[str]) -> List[str]:
+    """Return the modules that an interpreter cannot import."""
+    return [module for module in needs if not look.get(module)]
+
+
+def place(version: str) -> str:
+    """Return where the environment of servers is, or would be made, for a Python of that version."""
+    return os.path.join(_home(), "python%s-%s" % (".".join(version.split(".")[:2]), os.uname().machine))
+
+
+def environments(version: str) -> Iterator[str]:
+    """Yield the interpreters of the environments for servers: that version's first, then newer before older ones."""
+    first, machine = os.path.basename(place(version)), re.escape(os.uname().machine)
+    rows: List[Tuple[bool, int, int, str]] = []
+    try:
+        for name in os.listdir(_home()) if _is_private(os.lstat(_home())) else ():
+            match = re.fullmatch(r"python(\d+)\.(\d+)-" + machine, name)
+            if match is not None:
+                rows.append((name == first, int(match.group(1)), int(match.group(2)), name))
+    except OSError:
+        return
+    for _, _, _, name in sorted(rows, reverse=True):
+        path = os.path.join(_home(), name)
+        try:
+            if _is_private(os.stat(path)):
+                yield os.path.join(path, "bin", "python")
+        except OSError:  # a link to nothing
+            continue
+
+
+def how_to_install(look: Mapping[str, Any], modules: Sequence[str]) -> str:
+    """Return shell text that installs modules for servers and workers; empty where venv lacks what it needs.
+
+    Many systems let pip write to virtual environments only (PEP 668), so it does not install anywhere else.
+    """
+    import shlex  # for a message only
+
+    path, packages = shlex.quote(str(look["path"])), " ".join(PACKAGES.get(module, module) for module in modules)
+    if look["is_own"] and "pip" not in look["lacks"]:
+        return "%s -m pip install %s" % (path, packages)
+    if "ensurepip" in look["lacks"] or "venv" in look["lacks"]:
+        return ""
+    return "%s -m venv ~/venv && ~/venv/bin/pip install %s" % (path, packages)
+
+
+def _home() -> str:
+    named = environ.text("XDG_DATA_HOME")
+    data = named if os.path.isabs(named) else os.path.join(os.path.expanduser("~"), ".local", "share")
+    return os.path.join(data, "distrun", "servers")
+
+
+def _is_private(info: os.stat_result) -> bool:
+    """Whether it is a folder of this user's to which nobody else may write: what is in it will be executed."""
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o022
+
+
+def _probes(share: Share) -> Iterator[Probe]:
+    """Yield a probe for each distinct interpreter (name, path it is looked for in, modules) of tasks with needs."""
+    alike: Dict[Tuple[object, ...], List[str]] = {}
+    for task in share.plan.tasks:
+        if task.needs:
+            env = share.environment(task, task.env)
+            key = (task.argv[0], task.needs, task.cwd, env.get(b"PATH"), env.get(b"PYTHONPATH"))
+            alike.setdefault(key, []).append(task.name)
+    for names in alike.values():
+        task = share.plan.task(names[0])
+        env, cwd = share.environment(task, task.env), tasks.exact(folder(task.cwd))
+        asked = command(tasks.words(task)[0], task.needs, env, cwd)
+        yield Probe(task.argv[0], asked, task.needs, tuple(names))
+
+
+def _refusal(share: Share, probe: Probe, look: Mapping[str, Any]) -> Refusal:
+    """Return why servers cannot run by an interpreter that works, with all ways out."""
+    plan, path, version = share.plan, look["path"] or probe.name, look["version"]
+    host = next((each for each in plan.hosts if each.name == share.host), Host(share.host))
+    needs_store = any(task.env.get("DISTRUN_SERVER_IMPORT") for task in plan.tasks)
+    fixes = [] if needs_store else [WITHOUT]
+    if not is_new(look):
+        text = "%s on %s is Python %s; servers and scheduler need %d.%d or newer" % (path, share.host, version, *OLDEST)
+        return Refusal("python", text, "\n".join([*fixes, ("or " if fixes else "") + OTHER]))
+    modules = missing(look, probe.needs)
+    text = "%s on %s (Python %s) cannot import %s" % (path, share.host, version, ", ".join(modules))
+    lines = ["%s: %s" % (module, look[module + "_error"]) for module in modules]
+    fixes += ["for servers: %s --fix" % plan.doctor] if plan.doctor else []
+    script = how_to_install(look, modules)
+    then = ", then --activate venv:~/venv" if "~/venv" in script else ""
+    fixes += ["for servers and workers: %s%s" % (host.typed(script), then)] if script else []
+    return Refusal("module", "\n".join([text, *lines]), "\n".join([*fixes, "or " + OTHER]))
+
+
+def _parsed(done: Done) -> Optional[Dict[str, Any]]:
+    try:
+        value: Dict[str, Any] = json.loads(done.result.decode("ascii"))
+        return value if value["version"] and "path" in value else None
+    except (ValueError, LookupError, TypeError):
+        return None

@@ -1,7 +1,7 @@
 """What an agent does between `begin` and `ready`, and for `settle`, step by step, without ever waiting.
 
-What `--activate` names, and interpreters, may be among the files that are copied to the host. So where files are
-copied they are seen to afterwards: that is `settle`.
+What `--activate` names, and interpreters, may be among the files that are copied to the host. Then they are seen to
+after the copy: that is `settle`. Otherwise they are seen to before it, so that nothing is copied in vain.
 
 `steps` and `settle` are generators: each yields what it wants (a `Command` to be run, a runtime to be sent) and is sent
 what came of it. `Opening` does these things for the agent's loop. A step's module is imported when the plan asks for
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import selectors
 from typing import TYPE_CHECKING, Any, Callable, Generator, NamedTuple, Optional, Union
 
@@ -52,7 +53,7 @@ def steps(share: Share) -> Steps:
         if not folder:
             folder = cache.keep(plan.runtime.digest, (yield Need(plan.runtime.digest)), share.folder)
         share = dataclasses.replace(share, runtime=folder)
-    return share if plan.sync is not None else (yield from settle(share))
+    return share if _may_be_copied(share) else (yield from _environment(share))
 
 
 def settle(share: Share) -> Steps:
@@ -62,6 +63,31 @@ def settle(share: Share) -> Steps:
         from distrun_runtime.agent import places
 
         places.check_copied(plan, share.host)
+    return share if share.has_environment else (yield from _environment(share))
+
+
+def _may_be_copied(share: Share) -> bool:
+    """Return whether the environment of tasks, or an interpreter with its modules, may come with the files."""
+    plan = share.plan
+    if plan.sync is None or not (plan.activate or any(task.needs for task in plan.tasks)):
+        return False
+    if plan.sync.brings:
+        return True
+    from distrun_runtime.agent import places
+
+    found = [path for path in plan.sync.activated if places.is_copied(path, plan)]
+    for task in plan.tasks:
+        if task.needs:
+            env = share.environment(task, task.env)
+            lists = [env.get(name, b"").split(b":") for name in (b"PATH", b"PYTHONPATH")]
+            named = [os.fsdecode(path) for paths in lists for path in paths if path]
+            named += [task.argv[0]] if "/" in task.argv[0] else []
+            found += [path for path in named if places.is_copied(path, plan)]
+    return bool(found)
+
+
+def _environment(share: Share) -> Steps:
+    plan = share.plan
     if plan.activate:
         from distrun_runtime.agent import activation
 
@@ -70,11 +96,8 @@ def settle(share: Share) -> Steps:
     if any(task.needs for task in plan.tasks):
         from distrun_runtime.agent import interpreters
 
-        found = {}
-        for probe in interpreters.probes(share):
-            found[probe.name] = interpreters.judge(probe, (yield probe.command), share.host)
-        share = dataclasses.replace(share, python=found)
-    return share
+        share = yield from interpreters.chosen(share)
+    return dataclasses.replace(share, has_environment=True)
 
 
 class Opening:

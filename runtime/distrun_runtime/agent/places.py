@@ -23,21 +23,24 @@ def check(plan: Plan, host: str) -> None:
         except Unfit as err:
             raise Refusal(err.kind, str(err), err.fix) from None
     for cwd in dict.fromkeys(task.cwd for task in plan.tasks if task.cwd):
-        if not _is_copied(cwd, plan):
+        if not is_copied(cwd, plan):
             _must_be(cwd, plan, host)
 
 
 def check_copied(plan: Plan, host: str) -> None:
     """See to the folders of tasks that come with the files. Raises Refusal."""
     for cwd in dict.fromkeys(task.cwd for task in plan.tasks if task.cwd):
-        if _is_copied(cwd, plan):
+        if is_copied(cwd, plan):
             _must_be(cwd, plan, host)
 
 
-def _is_copied(cwd: str, plan: Plan) -> bool:
-    """Whether a folder is where files are copied to, or below it."""
+def is_copied(path: str, plan: Plan) -> bool:
+    """Return whether a path is where files are copied to, or below it; a relative one is seen from there."""
+    if plan.sync is None:
+        return False
     place = os.path.normpath(expand(plan.cwd))
-    return plan.sync is not None and (os.path.normpath(expand(cwd)) + os.sep).startswith(place.rstrip(os.sep) + os.sep)
+    path = os.path.normpath(os.path.join(place, expand(path)))
+    return (path + os.sep).startswith(place.rstrip(os.sep) + os.sep)
 
 
 def expand(folder: str) -> str:

@@ -38,6 +38,8 @@ class Share:
     """Folder that goes first on the tasks' PYTHONPATH; empty: none."""
     python: Mapping[str, str] = field(default_factory=dict)
     """`VERSION PATH` of the interpreters of tasks that need modules, by the name they are called by."""
+    has_environment: bool = False
+    """The environment was activated, and interpreters were looked at."""
 
     @property
     def cwd(self) -> str:

@@ -392,6 +392,13 @@ TABLE: Tuple[Variable, ...] = (
         "Where the bundled runtime is kept for tasks, in a folder of ours below it (default ~/.cache).",
     ),
     _row(
+        "XDG_DATA_HOME",
+        "launcher",
+        READ,
+        "Where `distrun doctor --fix` keeps a host's environment for servers, in a folder of ours below it (default"
+        " ~/.local/share).",
+    ),
+    _row(
         "SSH_CONNECTION",
         "launcher",
         READ,

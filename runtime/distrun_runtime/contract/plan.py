@@ -69,6 +69,17 @@ class Host:
     """How the backend gets there, in that backend's own words; nobody else reads it."""
     interface: str = ""
     """Takes the place of `Plan.interface` on this host."""
+    login: str = ""
+    """What a user types before a command to run it there, `ssh -p 2222 ann@d2`, for messages; empty: nothing."""
+
+    def typed(self, script: str, asks: bool = False) -> str:
+        """Return what a user types to run shell text on this host. `asks`: it may ask for a password, as sudo does."""
+        if not self.login:
+            return script
+        import shlex  # for a message only
+
+        login = "ssh -t" + self.login[3:] if asks and self.login.startswith("ssh ") else self.login
+        return "%s %s" % (login, shlex.quote(script))
 
 
 @dataclass(frozen=True)
@@ -116,6 +127,11 @@ class Sync:
     """Whether what only a host has is deleted there; then only in a folder that carries our marker."""
     identity: str = ""
     """`folder.identity` of the source: where `Plan.cwd` is that very folder, nothing is copied or deleted."""
+    brings: bool = True
+    """Whether the environment, an interpreter or its modules may be among the files: then agents look at them after
+    the copy, else before it."""
+    activated: Tuple[str, ...] = ()
+    """Folders of environments that are activated, as typed: one that is below `Plan.cwd` comes with the files."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +162,8 @@ class Plan:
     sync: Optional[Sync] = None
     joined: Tuple[str, ...] = ()
     """Variables of `Task.secret_env` that are lists of folders and do not replace what a host has for its tasks."""
+    doctor: str = ""
+    """What a user types to have these hosts examined, for messages: `distrun doctor -H hosts`."""
     version: int = VERSION
 
     def task(self, name: str) -> Task:
@@ -248,7 +266,7 @@ def from_json(value: Mapping[str, Any]) -> Plan:
         members["tasks"] = tuple(Task(**_tuples(task, "argv", "secret_env", "needs")) for task in value["tasks"])
         members["limits"] = Limits(**value["limits"])
         members["runtime"] = Runtime(**value["runtime"])
-        members["sync"] = Sync(**value["sync"]) if value["sync"] is not None else None
+        members["sync"] = Sync(**_tuples(value["sync"], "activated")) if value["sync"] is not None else None
         return Plan(**_tuples(members, "command", "unset", "joined"))
     except (KeyError, TypeError) as err:
         raise ContractError("this is no plan of ours: %s" % err) from err

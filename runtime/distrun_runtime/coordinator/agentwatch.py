@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List
+from typing import List, Mapping
 
 from distrun_runtime.contract import wire
 from distrun_runtime.contract.duration import duration
@@ -10,6 +10,7 @@ from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator import events, verdict
 from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator.actions import (
+    DEBUG,
     INFO,
     WARNING,
     Action,
@@ -81,7 +82,10 @@ class AgentWatch:
         if abs(skew) > SKEW_LIMIT_S:
             where = "behind" if skew > 0 else "ahead of"
             why = "the clock of %s is %.0f s %s that of this machine" % (host.name, abs(skew), where)
-            fix = "on %s: sudo chronyc makestep || sudo timedatectl set-ntp true" % host.name
+            of_plan = next(each for each in self.plan.hosts if each.name == host.name)
+            # Root needs no sudo, and often there is none.
+            script = "sudo=$(command -v sudo); $sudo chronyc makestep || $sudo timedatectl set-ntp true"
+            fix = of_plan.typed(script, asks=True)
             self._on_start_failed(events.StartFailed(event.host, why, event.arrived, True, "clock", fix))
             return
         host.greeted = True
@@ -96,9 +100,15 @@ class AgentWatch:
         self.roster.facts["host:%s.address" % event.host] = event.address
         for label, port in event.ports.items():
             self.roster.facts["%s/port:%s" % (event.host, label)] = str(port)
+        self._tell_python(event.host, event.python)
 
     def _on_settled(self, event: events.Settled) -> None:
         self.roster.hosts[event.host].is_ready = True
+        self._tell_python(event.host, event.python)
+
+    def _tell_python(self, host: str, found: Mapping[str, str]) -> None:
+        for text in found.values():
+            self._say("%s: servers run by Python %s" % (host, text), DEBUG)
 
     def _on_needed(self, event: events.Needed) -> None:
         if event.digest == self.plan.runtime.digest and not self.roster.hosts[event.host].was_ended:
@@ -129,7 +139,10 @@ class AgentWatch:
             elif self._now >= until - WAIT_S + REMARK_S and not self._has_remarked:
                 self._has_remarked = True
                 short = self._preflight.verdict().short
-                self._say("%s; waiting up to %s for word from %s" % (short, duration(WAIT_S), verdict.listed(waiting)), WARNING)
+                self._say(
+                    "%s; waiting up to %s for word from %s" % (short, duration(WAIT_S), verdict.listed(waiting)),
+                    WARNING,
+                )
         elif waiting:
             return
         elif self.phase == SETTLING:
