@@ -16,8 +16,8 @@ EXIT_LEFT = 1
 EXIT_PROBLEM = 3
 
 
-def agree(question: str, yes: bool, what: str) -> None:
-    """Ask on the terminal, unless `yes`.
+def agree(question: str, yes: bool, what: str, hint: str = "look first: --dry-run") -> None:
+    """Ask on the terminal, unless `yes`. `what`, `hint`: for the error where nobody can be asked.
 
     Raises:
         UsageError: nobody can be asked.
@@ -26,7 +26,7 @@ def agree(question: str, yes: bool, what: str) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise UsageError("%s only with -y where nobody can be asked" % what, "look first: --dry-run")
+        raise UsageError("%s only with -y where nobody can be asked" % what, hint)
     click.confirm(question, abort=True, err=True)
 
 
@@ -39,5 +39,5 @@ def tell_problems(problems: Mapping[str, Problem]) -> None:
     """Say which hosts did not answer, and what can be done about it."""
     for name, problem in problems.items():
         print_err("distrun: error: %s: %s\n" % (name, problem.text))
-        if problem.fix:
-            print_err("distrun: hint: %s\n" % problem.fix)
+        for line in problem.fix.splitlines():
+            print_err("distrun: hint: %s\n" % line)

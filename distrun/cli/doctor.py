@@ -5,23 +5,35 @@ from __future__ import annotations
 import json
 import locale
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from distrun import activation, shell
+from distrun.cli.consent import agree
 from distrun.cli.console import print_err, print_out, render
 from distrun.cli.folder import current_folder
 from distrun.cli.options import LauncherOption
-from distrun.cli.reach import host_options, hosts_of
+from distrun.cli.reach import host_options, hosts_of, typed, typed_python
+from distrun.doctor.row import Row, Ways
+from distrun.errors import UsageError
+from distrun.hosts import fold
 from distrun_runtime.contract import environ
 
 if TYPE_CHECKING:
-    from distrun.doctor.row import Row
+    from distrun.backends.base import Backend
+    from distrun.doctor.environments import Made, Wanted
+    from distrun.doctor.examine import Report
+    from distrun_runtime.contract.plan import Host
 
 SCHEMA = "distrun.doctor/1"
 EXIT_BAD = 3
+FOR_WORKERS = """\
+Servers and scheduler of `distrun launch` use it by themselves, workers do not. If workers use the store, give them a
+Python that has numpy and pyzmq, such as a virtual environment of your own: --activate venv:PATH.
+"""
 
 MARKS = {"ok": "✓", "warn": "!", "bad": "✗"}
 ASCII_MARKS = {"ok": "ok", "warn": "!", "bad": "X"}
@@ -33,10 +45,18 @@ STYLES = {"ok": "green", "warn": "yellow", "bad": "red"}
 @click.option("--launcher", "--backend", "launcher", default="", metavar="NAME", cls=LauncherOption)
 @click.option("--sync-dst-dir", "dst", default="", metavar="DIR", help="Check that folder, as launch would use it.")
 @click.option("--python", default="", metavar="PATH", help="Python of the bundled servers. [default: python3]")
+@click.option(
+    "--activate",
+    multiple=True,
+    metavar="WHAT",
+    help="venv:PATH, conda:ENV, module:NAME or shell text, as for launch. Repeatable.",
+)
 @click.option("--no-servers", is_flag=True, help="Do not check what bundled servers need.")
 @click.option("--interface", default="", metavar="NAME", help="Network interface for data.")
 @click.option("--subnet", default="", metavar="CIDR", help="Network for data.")
 @click.option("--port-range", default="", metavar="A-B", help="Ports to try between the hosts. [default: any]")
+@click.option("--fix", "is_fixing", is_flag=True, help="Make what bundled servers need, where it is missing.")
+@click.option("-y", "--yes", is_flag=True, help="With --fix: do not ask.")
 @click.option("-q", "--quiet", is_flag=True, help="Show only what is not in order.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, with all facts.")
 def doctor(**options: Any) -> int:
@@ -46,21 +66,36 @@ def doctor(**options: Any) -> int:
     Examples:
       distrun doctor -H hosts
       distrun doctor -H hosts --sync-dst-dir '~/job' --port-range 40000-40100
+      distrun doctor -H hosts --fix
 
-    Without hosts it checks this machine. Nothing is changed anywhere. Each ✗ ends with what mends it. The exit code is
-    3 if there is a ✗, else 0.
+    Without hosts it checks this machine. Each ✗ ends with how to fix it. The exit code is 3 if there is a ✗, else 0.
+
+    Nothing is changed anywhere without --fix. With it, each host whose Python lacks numpy or pyzmq gets a virtual
+    environment with them, in the user's data folder there (~/.local/share/distrun). It is for the bundled servers only:
+    they use it by themselves.
     """
     from distrun.doctor.checks import Wish
     from distrun.doctor.examine import Request, examine
 
     env = environ.snapshot()
+    if options["as_json"] and options["is_fixing"] and not options["yes"]:
+        raise UsageError("--fix with --json does not ask", "add -y, or leave --json out")
     inventory, backend, hosts = hosts_of(options, env, options["launcher"])
     for warning in inventory.warnings:
         print_err("distrun: warning: %s\n" % warning)
     dst = options["dst"] if backend.needs_hosts else ""
     python = options["python"] or ("" if backend.needs_hosts else sys.executable)
+    reached = typed(options, inventory)
+    activated = activation.folders(options["activate"])
     request = Request(
-        Wish(dst=dst, needs_servers=not options["no_servers"], count=len(hosts)),
+        Wish(
+            dst=dst,
+            needs_servers=not options["no_servers"],
+            count=len(hosts),
+            activate=activation.script(options["activate"]),
+            is_activated_later=activated is None or bool(activated),
+            doctor=shell.join(["distrun", "doctor", *reached, *typed_python(options)]),
+        ),
         cwd="" if dst else current_folder(),
         interface=options["interface"] or environ.text("DMLC_INTERFACE", env),
         subnet=options["subnet"],
@@ -69,15 +104,80 @@ def doctor(**options: Any) -> int:
         workdirs={spec.name: spec.workdir for spec in inventory.specs},
     )
     report = examine(backend, hosts, request)
-    code = EXIT_BAD if any(row.mark == "bad" for row in report.rows) else 0
+    ways = Ways({host.name: host for host in hosts}, shell.join(["distrun", "exec", *reached]))
+    if not options["as_json"]:
+        print_out(table(report.rows, marks(), ways, options["quiet"]))
+        print_out("%s\n" % summary(report.rows, len(hosts)))
+    made: list[Made] = []
+    if options["is_fixing"]:
+        wanted = _agreed(report, options)
+        made = _made(backend, hosts, wanted, request.wish.activate)
+        _tell_made(made, ways, options["as_json"])
+    fixed = {each.host for each in made if each.is_made}
+    bad = [row for row in report.rows if row.mark == "bad"]
+    code = EXIT_BAD if any(row.check != "server python" or row.host not in fixed for row in bad) else 0
     if options["as_json"]:
-        rows = [{**asdict(row), "fix": row.mend()} for row in report.rows]
-        told = {"schema": SCHEMA, "exit_code": code, "rows": rows, "facts": report.facts}
+        rows = [{**asdict(row), "fix": row.fix_text(ways)} for row in report.rows]
+        told: dict[str, Any] = {"schema": SCHEMA, "exit_code": code, "rows": rows, "facts": report.facts}
+        if options["is_fixing"]:
+            told["made"] = [{**asdict(each), "fix": _fix_text(each, [each.host], ways)} for each in made]
         print_out(json.dumps(told, indent=2, default=dict) + "\n")
-        return code
-    print_out(table(report.rows, marks(), options["quiet"]))
-    print_out("%s\n" % summary(report.rows, len(hosts)))
     return code
+
+
+def _agreed(report: Report, options: Mapping[str, Any]) -> list[Wanted]:
+    """Return the environments that are missing, if the user agrees that they are made."""
+    from distrun.doctor import environments
+
+    wanted = [] if options["no_servers"] else environments.wanted(report.patients)
+    say = print_err if options["as_json"] else print_out
+    if not wanted:
+        say("nothing to make: no host that was reached lacks only numpy or pyzmq for servers\n")
+        return []
+    for line in environments.told(wanted):
+        say("to do on %s\n" % line)
+    agree(
+        "Make %s?" % ("this environment" if len(wanted) == 1 else "these %d environments" % len(wanted)),
+        options["yes"],
+        "--fix makes environments on hosts",
+        "look first: leave --fix out",
+    )
+    return wanted
+
+
+def _made(backend: Backend, hosts: Sequence[Host], wanted: Sequence[Wanted], activate: str) -> list[Made]:
+    from distrun.doctor import environments
+
+    if not wanted:
+        return []
+    return environments.make(
+        backend,
+        hosts,
+        wanted,
+        activate=activate,
+        say=lambda host, line: print_err("%s: %s\n" % (host, line)),
+    )
+
+
+def _tell_made(made: Sequence[Made], ways: Ways, as_json: bool) -> None:
+    say = print_err if as_json else print_out
+    for names, each in _alike(made):
+        say("%smade on %s: %s\n" % ("" if each.is_made else "NOT ", fold(names), each.text))
+        say("".join("  fix: %s\n" % line for line in _fix_text(each, names, ways).splitlines()))
+    if any(each.is_made for each in made):
+        say(FOR_WORKERS)
+
+
+def _alike(made: Sequence[Made]) -> list[tuple[list[str], Made]]:
+    """Return what came out the same on several hosts once, with their names."""
+    alike: dict[tuple[str, bool, str, str], tuple[list[str], Made]] = {}
+    for each in made:
+        alike.setdefault((each.text, each.is_made, each.fix, each.script), ([], each))[0].append(each.host)
+    return list(alike.values())
+
+
+def _fix_text(made: Made, names: Sequence[str], ways: Ways) -> str:
+    return Row("", "", "", "", made.fix, made.script).fix_text(ways, names)
 
 
 def marks() -> dict[str, str]:
@@ -89,13 +189,12 @@ def marks() -> dict[str, str]:
     return MARKS
 
 
-def table(rows: Sequence[Row], signs: dict[str, str], quiet: bool = False) -> str:
+def table(rows: Sequence[Row], signs: dict[str, str], ways: Ways, quiet: bool = False) -> str:
     """Return the rows as text, those of several hosts folded."""
     from rich.markup import escape
     from rich.table import Table
 
     from distrun.doctor.row import HERE, folded
-    from distrun.hosts import fold
 
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("", "CHECK", "HOSTS"):
@@ -104,7 +203,8 @@ def table(rows: Sequence[Row], signs: dict[str, str], quiet: bool = False) -> st
     groups = [group for group in folded(rows) if group[0].mark != "ok" or not quiet]
     for row, names in groups:
         where = "" if names == [HERE] else fold(names) if any(names) else "all"
-        found = escape(row.text) + ("\n[bold]mend:[/] %s" % escape(row.mend(names)) if row.fix else "")
+        lines = row.fix_text(ways, names).splitlines()
+        found = escape(row.text) + "".join("\n[bold]fix:[/] %s" % escape(line) for line in lines)
         shown.add_row("[%s]%s[/]" % (STYLES[row.mark], signs[row.mark]), row.check, escape(where), found)
     return render(shown) if groups else ""
 

@@ -90,7 +90,7 @@ def remarks(found: Mapping[str, Ran | Problem]) -> list[str]:
         problem = each if isinstance(each, Problem) else each.problem
         if problem is not None:
             lines.append("error: %s: %s" % (name, problem.text))
-            lines += ["hint: %s" % problem.fix] if problem.fix else []
+            lines += ["hint: %s" % line for line in problem.fix.splitlines()]
         if isinstance(each, Ran) and each.code:
             late = "it took too long and was ended, code %d" % each.code
             text = late if each.is_late else "exit code %d" % each.code

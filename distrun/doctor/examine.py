@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 PROBE_S = 60.0
 """A probe runs a few programs that may each take up to ten seconds."""
+ACTIVATE_S = 60.0
+"""How long an activation may take besides."""
 LISTEN_S = 20.0
 CONNECT_S = 5.0
 """How long connections to all peers together may take."""
@@ -46,19 +48,21 @@ class Report:
     rows: tuple[Row, ...]
     facts: Mapping[str, Mapping[str, Any]]
     """By host, as its agent told them."""
+    patients: tuple[Patient, ...] = ()
 
 
 def examine(backend: Backend, hosts: Sequence[Host], request: Request) -> Report:
     """Examine all hosts at once. Nothing on them is changed."""
+    limit_s = PROBE_S + (ACTIVATE_S if request.wish.activate else 0.0)
     with Fleet(backend, hosts) as fleet:
-        probed = fleet.ask("probe", lambda name: questions(name, hosts, request), PROBE_S)
+        probed = fleet.ask("probe", lambda name: questions(name, hosts, request), limit_s)
         patients = [_patient(fleet, name, each, request) for name, each in probed.items()]
         ports = _ports(fleet, hosts, patients, request)
     rows = here.rows(backend.needs_hosts)
     for patient in patients:
         rows += checks.check(patient, request.wish)
     rows += ports + together.together(patients, request.wish)
-    return Report(tuple(rows), {patient.name: patient.facts for patient in patients})
+    return Report(tuple(rows), {patient.name: patient.facts for patient in patients}, tuple(patients))
 
 
 def questions(name: str, hosts: Sequence[Host], request: Request) -> dict[str, str]:
@@ -68,6 +72,7 @@ def questions(name: str, hosts: Sequence[Host], request: Request) -> dict[str, s
     interface = host.interface or request.interface
     asked = {
         "python": (request.pythons or {}).get(name, ""),
+        "activate": request.wish.activate,
         "cwd": request.workdirs.get(name, "") or request.cwd,
         "dst": request.wish.dst,
         "address": host.address,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
@@ -19,7 +20,8 @@ def rows(uses_ssh: bool) -> list[Row]:
     text = "distrun %s, python %s %s" % (__version__, platform.python_version(), sys.executable)
     found = [Row(HERE, "this machine", OK, text)]
     if uses_ssh:
-        install = "sudo apt-get install -y %s"
+        sudo = "" if os.geteuid() == 0 else "sudo "
+        install = "%sapt-get update && %sapt-get install -y %%s" % (sudo, sudo)
         for name, argv, need in (
             ("ssh", ["ssh", "-V"], "rsync, --transport openssh and parts of the ssh configuration need it"),
             ("rsync", ["rsync", "--version"], "--sync-dst-dir needs it"),

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,8 @@ LOST_S = Limits().lost_s
 GLANCE_S = 1.0
 SETTLE_S = 10.0
 """How long an agent may take to begin; and, when its command has ended, until more of the output comes."""
+ACTIVATE_S = 60.0
+"""How long an activation may take, as its agent has it."""
 KEPT = 16 * 1024 * 1024
 """Bytes of each stream of a host that are kept, unless the caller says otherwise."""
 IN_FOLDER = 'cd && cd -- "$0" && exec "$@"'
@@ -85,12 +87,13 @@ class Ran:
 def run(
     backend: Backend,
     hosts: Sequence[Host],
-    argv: Sequence[str],
+    argv: Sequence[str] | Mapping[str, Sequence[str]],
     *,
     cwd: str = "",
     limit_s: float | None = None,
     on_output: OnOutput | None = None,
     keep: int = KEPT,
+    activate: str = "",
 ) -> dict[str, Ran | Problem]:
     """Run a command once on each host, and return how it went by host, in their order.
 
@@ -99,33 +102,36 @@ def run(
     Args:
         backend: what reaches the hosts.
         hosts: which.
-        argv: executed exactly, without a shell.
+        argv: executed exactly, without a shell; the same on all hosts, or by host.
         cwd: folder, seen from the home directory; empty: that.
         limit_s: seconds after which it is ended; None: no limit.
         on_output: called with host, stream ("out" or "err") and bytes as they come, in a thread of its own. While it
             takes its time, no more is asked for, and the hosts go on.
         keep: bytes of each stream that are kept in what is returned.
+        activate: shell text that is run before; the command has the environment that it leaves.
 
     Raises:
         KeyboardInterrupt: after the command was asked to end everywhere, and killed if it did not.
     """
-    plan = plan_of(backend.name, hosts, argv, cwd)
+    plan = dataclasses.replace(plan_of(backend.name, hosts, argv, cwd), activate=activate)
     return _Running(backend, hosts, plan, limit_s=limit_s, on_output=on_output, keep=keep).run()
 
 
-def plan_of(backend: str, hosts: Sequence[Host], argv: Sequence[str], cwd: str) -> Plan:
+def plan_of(backend: str, hosts: Sequence[Host], argv: Sequence[str] | Mapping[str, Sequence[str]], cwd: str) -> Plan:
     """Return the plan: one task a host. Not pure: its id is random."""
-    words = ("sh", "-c", IN_FOLDER, cwd, *argv) if cwd else tuple(argv)
+    before = ("sh", "-c", IN_FOLDER, cwd) if cwd else ()
+    commands = argv if isinstance(argv, Mapping) else {host.name: argv for host in hosts}
+    words = {name: (*before, *command) for name, command in commands.items()}
     return Plan(
         job="exec-" + secrets.token_hex(4),
         name="exec",
         backend=backend,
-        command=tuple(argv),
+        command=tuple(next(iter(commands.values()), ())),
         cwd="/",
         # No peer will ask for an address, so that the agent need not look for one: also where `iface=` is wrong.
         hosts=tuple(dataclasses.replace(host, address=host.address or "127.0.0.1", interface="") for host in hosts),
         tasks=tuple(
-            Task(name="%s-%d" % (WORKER, rank), role=WORKER, rank=rank, host=host.name, argv=words, cwd="~")
+            Task(name="%s-%d" % (WORKER, rank), role=WORKER, rank=rank, host=host.name, argv=words[host.name], cwd="~")
             for rank, host in enumerate(hosts)
         ),
         limits=Limits(grace_s=GRACE_S),
@@ -183,7 +189,7 @@ class _Running:
         ran = self._ran[host]
         if isinstance(event, events.AgentHello):
             self._fleet.send(host, frames.begin(self._plan, Secrets(), host))
-            self._by[host] = now + SETTLE_S
+            self._by[host] = now + SETTLE_S + (ACTIVATE_S if self._plan.activate else 0.0)
         elif isinstance(event, events.AgentReady):
             self._spawned.add(host)
             self._fleet.send(host, frames.spawn(Spawn(host, self._tasks[host])))

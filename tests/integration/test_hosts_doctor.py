@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import wheels
 from lab import Site
 
 ROOT = Path("/")
@@ -55,7 +57,7 @@ def test_hosts_in_order_have_no_fault(lab: Site) -> None:
         assert value["facts"][host]["hostname"] == host
 
 
-def test_the_table_folds_hosts_and_ends_faults_with_what_mends_them(lab: Site) -> None:
+def test_the_table_folds_hosts_and_ends_faults_with_how_to_fix_them(lab: Site) -> None:
     lab["h2"].reject(22)
     done = lab.distrun("doctor", "--hosts", "h1,h2,h3", *TIMES, "--no-servers", cwd=ROOT, env={"LC_ALL": "C.UTF-8"})
     assert done.code == 3
@@ -63,7 +65,7 @@ def test_the_table_folds_hosts_and_ends_faults_with_what_mends_them(lab: Site) -
     assert any(line.split()[:3] == ["✓", "python", "h[1,3]"] for line in lines), done.out
     at = next(index for index, line in enumerate(lines) if line.startswith("✗"))
     assert lines[at].split()[1:3] == ["connection", "h2"]
-    assert lines[at + 1].strip().startswith("mend:")
+    assert lines[at + 1].strip().startswith("fix:")
     assert lines[-1].startswith("1 fault on 1 of 3 hosts")
 
 
@@ -114,7 +116,10 @@ def test_no_python_is_told(lab: Site) -> None:
 def test_modules_that_servers_need_are_asked_for_with_their_interpreter(lab: Site) -> None:
     done = lab.distrun("doctor", "--hosts", "h1", "--json", *TIMES, cwd=ROOT)
     assert done.code == 3
-    assert "pip install numpy pyzmq" in row(json.loads(done.out), "h1", "server python")["fix"]
+    fix = row(json.loads(done.out), "h1", "server python")["fix"].splitlines()
+    assert fix[0] == "for servers: distrun doctor --hosts h1 --connect-timeout 8 --fix"
+    # Debian lets pip install into virtual environments only.
+    assert "ssh h1 '/usr/bin/python3 -m venv ~/venv && ~/venv/bin/pip install numpy pyzmq'" in fix[1]
 
 
 def test_a_folder_that_is_not_there_proposes_to_copy(lab: Site) -> None:
@@ -175,3 +180,127 @@ def test_an_interface_that_only_some_have_is_told_where_it_is_missing(lab: Site)
         (h, "address") for h in ("h1", "h2", "h3")
     ]
     assert "eth0" in row(value, "h1", "address")["text"]
+
+
+# What servers need
+
+# Each worker adds its rank and 1 to a value, and sees the sum.
+WORKER = """\
+import os
+import numpy as np
+from distrun_runtime import kvstore
+kv = kvstore.create("dist_sync")
+kv.init("w", np.zeros(4))
+kv.push("w", np.full(4, kv.rank + 1.0))
+out = np.zeros(4)
+kv.pull("w", out=out)
+print("sum", out[0])
+"""
+
+
+def give_wheels(lab: Site, host: str) -> None:
+    """Let pip on a host, which has no network, find numpy and pyzmq."""
+    wheels.make(lab[host].root / "root" / "wheels")
+    config = lab[host].root / "root" / ".config" / "pip" / "pip.conf"
+    config.parent.mkdir(parents=True, exist_ok=True)
+    config.write_text("[install]\nno-index = true\nfind-links = /root/wheels\n")
+
+
+@pytest.fixture
+def fresh(lab: Site) -> Iterator[Site]:
+    """Hosts h1 and h2 have nothing of another test, and keep nothing of this one."""
+    yield lab
+    for name in ("h1", "h2"):
+        lab[name].kill()
+        lab[name].boot()
+
+
+def test_fix_makes_what_servers_need_and_a_launch_then_uses_it(fresh: Site) -> None:
+    lab = fresh
+    for host in ("h1", "h2"):
+        give_wheels(lab, host)
+    hosts = lab.hosts_file("h1", "h2")
+    launch = ("launch", "-H", hosts, "-n", "2", "-s", "2", "--python", "python3", "hostname")
+    refused = lab.distrun(*launch, cwd=ROOT)
+    assert refused.code == 3
+    # First that servers may not be needed at all, then how to install.
+    advice = [line.partition("-> ")[2] for line in refused.err.splitlines() if "-> " in line]
+    assert advice[0] == "add -s 0 if the command does not use the store"
+    assert advice[1] == "for servers: distrun doctor -H %s --python python3 --fix" % hosts
+    assert advice[2].startswith("for servers and workers: ssh HOST '/usr/bin/python3 -m venv ~/venv && ")
+
+    words = ("doctor", "-H", hosts, "--python", "python3", *TIMES)
+    asked = lab.distrun(*words, "--fix", cwd=ROOT)
+    assert asked.code == 2, "nobody can be asked"
+    assert not (lab["h1"].root / "root" / ".local").exists()
+    made = lab.distrun(*words, "--fix", "-y", cwd=ROOT)
+    assert made.code == 0, made
+    assert "made on h[1-2]: /root/.local/share/distrun/servers/python3." in made.out
+    assert "h1: installing numpy" in made.err
+
+    value = json.loads(lab.distrun(*words, "--json", cwd=ROOT).out)
+    assert row(value, "h1", "server python")["mark"] == "ok"
+    assert "no numpy, no zmq; servers use" in row(value, "h1", "server python")["text"]
+    assert value["exit_code"] == 0
+    again = lab.distrun(*words, "--fix", cwd=ROOT)
+    assert (again.code, "nothing to make" in again.out) == (0, True)
+    assert lab.distrun(*launch, cwd=ROOT).code == 0
+    # The servers of the bundled store run by it, and workers by a Python of their own.
+    (lab.work / "worker.py").write_text(WORKER)
+    store = ("launch", "-v", "-H", hosts, "-n", "2", "-s", "2", "--python", "python3", "--sync-dst-dir", "~/job")
+    done = lab.distrun(*store, sys.executable, "worker.py")
+    assert (done.code, done.out.count("sum 3.0")) == (0, 2), done
+    assert "h1: servers run by Python 3." in done.err
+    assert "/root/.local/share/distrun/servers/python3." in done.err
+
+
+def test_a_host_where_it_cannot_be_made_says_why_and_the_others_get_theirs(fresh: Site) -> None:
+    lab = fresh
+    give_wheels(lab, "h1")
+    give_wheels(lab, "h2")
+    for wheel in (lab["h2"].root / "root" / "wheels").iterdir():
+        wheel.unlink()
+    hosts = lab.hosts_file("h1", "h2")
+    done = lab.distrun("doctor", "-H", hosts, "--fix", "-y", "--json", *TIMES, cwd=ROOT)
+    assert done.code == 3
+    one, other = json.loads(done.out)["made"]
+    assert (one["host"], one["is_made"]) == ("h1", True)
+    assert (other["host"], other["is_made"]) == ("h2", False)
+    assert "pip failed:\nERROR: " in other["text"]
+    assert "package index" in other["fix"]
+    assert "ssh h2 '" in other["fix"]
+    assert list((lab["h2"].root / "root/.local/share/distrun/servers").iterdir()) == []
+
+
+def test_missing_modules_are_found_before_anything_is_copied(lab: Site) -> None:
+    (lab.work / "big").write_bytes(b"x" * 1000)
+    launch = ("launch", "-H", lab.hosts_file("h1", "h2"), "-n", "1", "--sync-dst-dir", "~/early", "python3", "-V")
+    done = lab.distrun(*launch)
+    assert done.code == 3
+    assert "cannot import numpy, zmq" in done.err
+    assert not (lab["h1"].root / "root" / "early" / "big").exists()
+    # An environment among the files can only be looked at when they are there.
+    done = lab.distrun(*launch[:-2], "--activate", "venv:env", "python3", "-V")
+    assert done.code == 3
+    assert (lab["h1"].root / "root" / "early" / "big").exists()
+
+
+def test_the_doctor_activates_what_a_launch_would(lab: Site) -> None:
+    venv = sys.prefix
+    value = json.loads(lab.distrun("doctor", "--hosts", "h1", "--json", "--activate", "venv:" + venv, *TIMES).out)
+    assert row(value, "h1", "activation")["mark"] == "ok"
+    assert row(value, "h1", "server python")["mark"] == "ok"
+    assert venv in row(value, "h1", "server python")["text"]
+    value = doctor(lab, "--activate", "venv:/nowhere")
+    assert [each for each in found(value, "bad") if each[0] == "h1"] == [("h1", "activation")]
+    assert "bash -l" in row(value, "h1", "activation")["fix"]
+
+
+def test_fixes_go_the_way_that_was_typed(lab: Site) -> None:
+    config = lab.home_folder / "config"
+    config.write_text("Host one\n  HostName h1\n")
+    done = lab.distrun("doctor", "--hosts", "one", "--ssh-config", str(config), "--json", *TIMES, cwd=ROOT)
+    value = json.loads(done.out)
+    fix = row(value, "one", "server python")["fix"]
+    assert "distrun doctor --hosts one --ssh-config %s --connect-timeout 8 --fix" % config in fix
+    assert "ssh -F %s one '" % config in fix

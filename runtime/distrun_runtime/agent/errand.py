@@ -11,7 +11,7 @@ import selectors
 import signal
 import subprocess
 import time
-from typing import Callable, Dict, Mapping, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 FD = b"@distrun-fd@"
 """In an argument of a command: the number of the pipe that its result goes to."""
@@ -24,6 +24,7 @@ TIMED_OUT = "timed out"
 RESULT_LIMIT = 8 * 1024 * 1024
 WORDS_LIMIT = 4096
 """Bytes of the last words that are kept."""
+GLANCE_S = 0.02
 _READ_BYTES = 64 * 1024
 
 
@@ -56,6 +57,22 @@ class Done(NamedTuple):
         """The last few lines of its words."""
         lines = [line.rstrip() for line in self.words.splitlines() if line.strip()]
         return "\n".join(lines[-10:])
+
+
+def run(command: Command) -> Done:
+    """Run a command and return how it ended. It blocks, at most as long as the command may take."""
+    found: List[Done] = []
+    with selectors.PollSelector() as selector:
+        errand = Errand(command, selector, found.append)
+        errand.start()
+        while not found:
+            for key, _ in selector.select(GLANCE_S):
+                key.data()
+            if time.monotonic() >= errand.deadline:
+                errand.expire()
+            else:
+                errand.look()
+    return found[0]
 
 
 class Errand:
@@ -123,6 +140,13 @@ class Errand:
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status)
         self._child.returncode = code  # Popen must not wait for it once more
         self._finish(code)
+
+    def look(self) -> None:
+        """Reap the child if it has ended, where no one else does."""
+        if self._child is not None:
+            pid, status = os.waitpid(self._child.pid, os.WNOHANG)
+            if pid:
+                self.reaped(pid, status)
 
     def expire(self) -> None:
         """Its time is over: end it and say so."""

@@ -16,38 +16,41 @@ import tempfile
 import time
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
+from distrun_runtime.agent import activation, errand, interpreters
+from distrun_runtime.agent.refusal import Refusal
 from distrun_runtime.contract import address, environ
 from distrun_runtime.contract import folder as destination
 from distrun_runtime.errors import ContractError
 
 PROGRAM_S = 10.0
 """How long a program may take to answer."""
-_LOOK = (
-    "import json,sys\n"
-    "found={'version':'%d.%d.%d'%sys.version_info[:3],'path':sys.executable}\n"
-    "for name in ('numpy','zmq'):\n"
-    "    try:\n"
-    "        found[name]=__import__(name).__version__\n"
-    "    except Exception as err:\n"
-    "        found[name]='';found[name+'_error']='%s: %s'%(type(err).__name__,err)\n"
-    "print(json.dumps(found))\n"
-)
+MODULES = ("numpy", "zmq")
+"""What servers need."""
 _LOGIND = ("/etc/systemd/logind.conf", "/etc/systemd/logind.conf.d", "/run/systemd/logind.conf.d")
 
 
 def probe(args: Mapping[str, Any]) -> Dict[str, Any]:
     """Return the facts. Each takes at most PROGRAM_S.
 
-    Arguments, all optional: `python`, interpreter of servers (python3); `cwd`, `dst`, folders; `address`, the one for
-    data if it is settled, else `interface`, `subnet`, `toward`, as a job's agent takes them.
+    Arguments, all optional: `python`, interpreter of servers (python3); `activate`, shell text that is run before, in
+    `dst` or `cwd` if these are there; `cwd`, `dst`, folders; `address`, the one for data if it is settled, else
+    `interface`, `subnet`, `toward`, as a job's agent takes them.
     """
+    base, error = None, ""
+    if args.get("activate"):
+        try:
+            base = activated(str(args["activate"]), str(args.get("dst") or args.get("cwd") or ""))
+        except Refusal as err:
+            error = str(err)
     return {
+        "activation": {"error": error},
         "time": time.time(),
         "hostname": socket.gethostname(),
+        "debian": os.path.exists("/etc/debian_version"),
         "uid": os.geteuid(),
         "user": _user(),
         "agent_python": {"version": sys.version.split()[0], "path": sys.executable},
-        "python": python(str(args.get("python") or "python3")),
+        "python": {"error": error} if error else python(str(args.get("python") or "python3"), base),
         "rsync": _first_line(["rsync", "--version"]),
         "folders": {name: folder(str(args[name]), name == "dst") for name in ("cwd", "dst") if args.get(name)},
         "tmp": folder(tempfile.gettempdir()),
@@ -60,17 +63,47 @@ def probe(args: Mapping[str, Any]) -> Dict[str, Any]:
     }
 
 
-def python(name: str) -> Dict[str, Any]:
-    """Return version, path, numpy's and zmq's versions of an interpreter ("" where one is missing), or `error`."""
-    code, out, err = run([os.path.expanduser(name), "-c", _LOOK])
-    if code is None:
-        return {"error": err}
-    with contextlib.suppress(ValueError, IndexError):
-        import json
+def python(name: str, base: Optional[Mapping[bytes, bytes]] = None) -> Dict[str, Any]:
+    """Return what is known of an interpreter of servers, looked for in the environment `base`; or `error`.
 
-        found: Dict[str, Any] = json.loads(out.strip().splitlines()[-1])
+    Besides what `interpreters.told` gives: `place`, where the environment for servers is or would be made;
+    `environment`, what is known of that one (empty: there is none that will do); `install`, shell text that installs
+    the modules for servers and workers, if that is possible.
+    """
+    env = environ.snapshot_bytes() if base is None else base
+    asked = interpreters.command(os.fsencode(os.path.expanduser(name)), MODULES, env, b"", PROGRAM_S)
+    try:
+        found = interpreters.told(asked, errand.run(asked), name, socket.gethostname())
+    except Refusal as err:
+        return {"error": str(err)}
+    if not interpreters.is_new(found):
         return found
-    return {"error": "%s ended with code %d: %s" % (name, code, _last(err or out))}
+    found.update(
+        place=interpreters.place(found["version"]),
+        environment=_environment(found["version"], env),
+        install=interpreters.how_to_install(found, interpreters.missing(found, MODULES)),
+    )
+    return found
+
+
+def _environment(version: str, env: Mapping[bytes, bytes]) -> Dict[str, Any]:
+    for path in interpreters.environments(version):
+        asked = interpreters.command(os.fsencode(path), MODULES, env, b"", PROGRAM_S)
+        with contextlib.suppress(Refusal):
+            found = interpreters.told(asked, errand.run(asked), path, "")
+            if interpreters.fits(found, MODULES):
+                return dict(found, path=path)
+    return {}
+
+
+def activated(script: str, cwd: str) -> Dict[bytes, bytes]:
+    """Return the environment that shell text leaves, as in a launch.
+
+    Raises:
+        Refusal: it failed.
+    """
+    asked = activation.command(script, environ.snapshot_bytes(), {}, activation.folder(cwd))
+    return activation.environment(errand.run(asked), asked, socket.gethostname())
 
 
 def folder(path: str, is_destination: bool = False) -> Dict[str, Any]:

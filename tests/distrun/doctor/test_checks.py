@@ -9,7 +9,7 @@ import pytest
 
 from distrun.doctor import checks, together
 from distrun.doctor.checks import Patient, Wish
-from distrun.doctor.row import BAD, OK, WARN, Row
+from distrun.doctor.row import BAD, OK, WARN, Row, Ways
 from distrun_runtime.coordinator.outcome import KINDS, Problem
 
 PLACE = {
@@ -21,10 +21,25 @@ PLACE = {
     "free": 9 << 30,
     "size": 9 << 31,
 }
+VENV = "/data/me/distrun/servers/python3.11-x86_64"
+INSTALL = "/usr/bin/python3 -m venv ~/venv && ~/venv/bin/pip install pyzmq"
 FACTS: dict[str, Any] = {
     "user": "me",
+    "uid": 1000,
+    "debian": True,
+    "activation": {"error": ""},
     "agent_python": {"version": "3.9.2", "path": "/usr/bin/python3"},
-    "python": {"version": "3.11.2", "path": "/usr/bin/python3", "numpy": "2.0", "zmq": "27.0"},
+    "python": {
+        "version": "3.11.2",
+        "path": "/usr/bin/python3",
+        "is_own": False,
+        "lacks": ["pip"],
+        "numpy": "2.0",
+        "zmq": "27.0",
+        "place": VENV,
+        "environment": {},
+        "install": "",
+    },
     "rsync": {"version": "rsync  version 3.2.7  protocol version 31", "error": ""},
     "folders": {"cwd": PLACE, "dst": {**PLACE, "fault": "", "fix": ""}},
     "tmp": {**PLACE, "path": "/tmp"},
@@ -39,6 +54,8 @@ FACTS: dict[str, Any] = {
     "gpus": {"gpus": [["X", "550", "80 GiB"]], "error": ""},
     "loose": [],
 }
+NO_ZMQ: dict[str, Any] = {"python__zmq": "", "python__zmq_error": "No module named 'zmq'", "python__install": INSTALL}
+WAYS = Ways()
 WISH = Wish(count=2)
 DST = Wish(dst="/x", count=2)
 
@@ -88,8 +105,8 @@ def test_a_folder_that_the_hosts_file_names_is_looked_at_whatever_is_copied(wish
     missing = facts(folders__cwd={**PLACE, "path": "/w", "exists": False})
     row = only(BAD, checks.check(Patient("gpu01", missing, is_met=True, offset_s=0.1, workdir="/w"), wish))
     assert (row.check, row.text) == ("folder", "/w does not exist")
-    assert "mkdir -p /w" in row.mend()
-    assert "sync" not in row.mend()
+    assert "mkdir -p /w" in row.fix_text(WAYS)
+    assert "sync" not in row.fix_text(WAYS)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +132,7 @@ def test_a_host_that_cannot_be_reached_says_how_far_we_came(kind: str, check: st
 def test_every_problem_is_a_fault_with_something_to_type(kind: str) -> None:
     row = checks.check(Patient("gpu01", problem=Problem("gpu01", kind, "why")), WISH)[-1]
     assert row.mark == BAD
-    assert "gpu01" in row.mend()
+    assert "gpu01" in row.fix_text(WAYS)
 
 
 def test_an_agent_that_was_there_and_did_not_answer_is_no_matter_of_reaching() -> None:
@@ -130,10 +147,10 @@ def test_an_agent_that_was_there_and_did_not_answer_is_no_matter_of_reaching() -
         ({"python": {"error": "python3: No such file"}}, "server python", "No such file", "--python PATH"),
         ({"python__version": "3.9.9"}, "server python", "3.10 or newer", "--python PATH"),
         (
-            {"python__zmq": "", "python__zmq_error": "ModuleNotFoundError: No module named 'zmq'"},
+            NO_ZMQ,
             "server python",
             "No module named 'zmq'",
-            "ssh gpu01 '/usr/bin/python3 -m pip install pyzmq'",
+            "for servers: distrun doctor --fix\nfor servers and workers: ",
         ),
         ({"folders__cwd": {**PLACE, "exists": False}}, "folder", "/x does not exist", "--sync-dst-dir"),
         ({"folders__cwd__free": 1 << 20}, "folder", "1.0 MiB free", "ssh gpu01 'df -h /x'"),
@@ -143,11 +160,11 @@ def test_an_agent_that_was_there_and_did_not_answer_is_no_matter_of_reaching() -
         ({"network__address": "10.9.9.9"}, "address", "on none of lo, eth0", "addr="),
     ],
 )
-def test_a_fault_says_what_mends_it(changes: dict[str, Any], check: str, text: str, fix: str) -> None:
+def test_a_fault_says_how_to_fix_it(changes: dict[str, Any], check: str, text: str, fix: str) -> None:
     row = only(BAD, rows(**changes))
     assert row.check == check
     assert text.replace("/x cannot", "/tmp cannot") in row.text
-    assert fix in row.mend()
+    assert fix in row.fix_text(WAYS)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +185,7 @@ def test_a_remark_is_no_fault(changes: dict[str, Any], check: str, text: str, fi
     row = only(WARN, found)
     assert (row.check, [each for each in found if each.mark == BAD]) == (check, [])
     assert text in row.text
-    assert fix in row.mend()
+    assert fix in row.fix_text(WAYS)
 
 
 def test_what_copying_files_needs_is_a_fault_only_if_files_are_copied() -> None:
@@ -184,8 +201,10 @@ def test_the_folder_of_copies_need_not_be_there_but_must_be_possible() -> None:
     assert [row.text for row in rows(DST, folders__dst=new) if row.check == "sync folder"] == [
         "/x can be made, 9.0 GiB free"
     ]
-    for wrong in ({"writable": False}, {"is_folder": False}):
-        assert "mkdir -p /x" in only(BAD, rows(DST, folders__dst={**new, **wrong})).mend()
+    fixed = only(BAD, rows(DST, folders__dst={**new, "writable": False})).fix_text(WAYS)
+    assert fixed.endswith("ssh -t gpu01 'sudo mkdir -p /x && sudo chown $(id -u) /x'")
+    fixed = only(BAD, rows(DST, folders__dst={**new, "is_folder": False})).fix_text(WAYS)
+    assert fixed.endswith("ssh gpu01 'ls -l /'")
 
 
 @pytest.mark.parametrize(("offset", "mark"), [(1.9, OK), (-1.9, OK), (2.1, BAD), (-90.0, BAD)])
@@ -218,3 +237,54 @@ def test_hosts_that_differ_are_remarked() -> None:
 def test_one_address_of_two_hosts_is_remarked() -> None:
     (row,) = together.together([Patient("h1", facts()), Patient("h2", facts())], WISH)
     assert (row.mark, row.text) == (WARN, "10.0.0.3 is the address of h[1-2]: are they one machine?")
+
+
+def test_missing_modules_are_installed_into_an_environment_and_never_by_bare_pip() -> None:
+    assert only(BAD, rows(**NO_ZMQ)).fix_text(WAYS).splitlines() == [
+        "for servers: distrun doctor --fix",
+        "for servers and workers: ssh gpu01 '%s', then --activate venv:~/venv" % INSTALL,
+    ]
+    inside = "/data/me/v/bin/python -m pip install pyzmq"
+    row = only(BAD, rows(Wish(doctor="distrun doctor -H h --python x"), **{**NO_ZMQ, "python__install": inside}))
+    assert row.fix_text(WAYS).splitlines() == [
+        "for servers: distrun doctor -H h --python x --fix",
+        "for servers and workers: ssh gpu01 '%s'" % inside,
+    ]
+
+
+@pytest.mark.parametrize(("uid", "sudo"), [(1000, "sudo "), (0, "")])
+def test_debian_without_venv_gets_its_package_first(uid: int, sudo: str) -> None:
+    row = only(BAD, rows(**{**NO_ZMQ, "python__lacks": ["ensurepip"], "python__install": ""}, uid=uid))
+    apt = "%sapt-get update && %sapt-get install -y python3.11-venv" % (sudo, sudo)
+    asks = "-t " if sudo else ""  # sudo asks for a password
+    assert row.fix_text(WAYS).splitlines() == ["ssh %sgpu01 '%s'" % (asks, apt), "then: distrun doctor --fix"]
+
+
+def test_what_is_not_debian_is_not_told_of_its_packages() -> None:
+    row = only(BAD, rows(**{**NO_ZMQ, "python__lacks": ["ensurepip"], "python__install": ""}, debian=False))
+    assert row.fix_text(WAYS) == "for servers: distrun doctor --fix"
+
+
+def test_an_environment_for_servers_makes_up_for_missing_modules() -> None:
+    there = {"version": "3.11.2", "path": VENV + "/bin/python", "numpy": "2.1", "zmq": "27.1"}
+    found = rows(**NO_ZMQ, python__environment=there)
+    assert {row.mark for row in found} == {OK}
+    (row,) = [row for row in found if row.check == "server python"]
+    assert row.text == "3.11.2 /usr/bin/python3: no zmq; servers use 3.11.2 %s/bin/python, numpy 2.1, zmq 27.1" % VENV
+
+
+def test_an_activation_that_fails_is_a_fault_unless_it_may_come_with_the_files() -> None:
+    broken = {"activation__error": "activation on gpu01 failed"}
+    text = "source x/bin/activate"
+    assert [row.check for row in rows(Wish(activate=text)) if row.check == "activation"] == ["activation"]
+    row = only(BAD, rows(Wish(activate=text), **broken))
+    assert (row.check, row.text) == ("activation", "activation on gpu01 failed")
+    assert "ssh -t gpu01 'bash -l'" in row.fix_text(WAYS)
+    later = Wish(activate=text, dst="/x", is_activated_later=True)
+    assert "may come with the files" in only(WARN, rows(later, **broken)).text
+
+
+def test_root_is_not_told_to_use_sudo() -> None:
+    wrong = {"tmp__writable": False, "logind__kill_user_processes": True, "shm": {"free": None, "size": None}}
+    assert "sudo" in "".join(row.fix_text(WAYS) for row in rows(**wrong))
+    assert "sudo" not in "".join(row.fix_text(WAYS) for row in rows(**wrong, uid=0))

@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 from distrun.doctor import pairs
-from distrun.doctor.row import BAD, OK, Row, folded
+from distrun.doctor.row import BAD, OK, Row, Ways, folded
+from distrun_runtime.contract.plan import Host
 
 NONCES = {("a", "b"): "n1", ("b", "a"): "n2", ("c", "b"): "n3"}
 PLACES = {"a": "10.0.0.1:1", "b": "10.0.0.2:2"}
@@ -70,7 +71,29 @@ def test_rows_that_say_the_same_are_folded_in_the_order_of_the_checks() -> None:
     ]
 
 
-def test_several_hosts_are_mended_by_one_line() -> None:
-    row = Row("h1", "one", BAD, "x", "{on} 'df -h'")
-    assert row.mend() == "ssh h1 'df -h'"
-    assert row.mend(["h1", "h2"]) == "distrun exec --hosts 'h[1-2]' 'df -h'"
+def test_several_hosts_are_fixed_by_one_line() -> None:
+    row = Row("h1", "one", BAD, "x", "look: {on}", "df -h")
+    assert row.fix_text(Ways()) == "look: ssh h1 'df -h'"
+    assert row.fix_text(Ways(), ["h1", "h2"]) == "look: distrun exec --hosts 'h[1-2]' 'df -h'"
+
+
+def test_hosts_are_fixed_over_the_connection_that_was_examined() -> None:
+    hosts = {name: Host(name, login="ssh -F my/config -p 2222 %s" % name) for name in ("h1", "h2", "h3")}
+    ways = Ways(hosts, "distrun exec -H hosts --ssh-config my/config")
+    row = Row("h1", "one", BAD, "x", "{on}", "df -h")
+    assert row.fix_text(ways) == "ssh -F my/config -p 2222 h1 'df -h'"
+    assert row.fix_text(ways, ["h1", "h2", "h3"]) == "distrun exec -H hosts --ssh-config my/config 'df -h'"
+    assert row.fix_text(ways, ["h1", "h2"]) == (
+        "ssh -F my/config -p 2222 h1 'df -h'; ssh -F my/config -p 2222 h2 'df -h'"
+    )
+
+
+def test_what_may_ask_for_a_password_gets_a_terminal() -> None:
+    row = Row("h1", "one", BAD, "x", "{on}", "sudo reboot")
+    assert row.fix_text(Ways()) == "ssh -t h1 'sudo reboot'"
+    assert row.fix_text(Ways(), ["h1", "h2"]) == "for host in h1 h2; do ssh -t $host 'sudo reboot'; done"
+
+
+def test_this_machine_is_fixed_without_ssh() -> None:
+    ways = Ways({"here": Host("here")})
+    assert Row("here", "one", BAD, "x", "{on}", "sudo df").fix_text(ways) == "sudo df"

@@ -267,3 +267,13 @@ def test_ctrl_c_ends_the_command_everywhere(tmp_path: Path) -> None:
     thread.join()
     pids = [int(path.read_text()) for path in tmp_path.glob("pid-*")]
     poll(lambda: all(row.is_dead for row in process.table(pids)), "both have ended")
+
+
+def test_each_host_may_have_a_command_of_its_own_and_an_environment_before_it() -> None:
+    commands = {"a": ("bash", "-c", "echo a$X"), "b": ("bash", "-c", "echo b$X")}
+    found = fleet.run(Local(), HOSTS, commands, activate="export X=5")  # type: ignore[arg-type]
+    assert [bytes(ran(found, host).out) for host in ("a", "b")] == [b"a5\n", b"b5\n"]
+    failed = fleet.run(Local(), HOSTS, commands, activate="echo no such module >&2; false")  # type: ignore[arg-type]
+    problem = failed["a"]
+    assert isinstance(problem, Problem)
+    assert "no such module" in problem.text

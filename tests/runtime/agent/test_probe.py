@@ -55,7 +55,7 @@ def test_what_a_program_that_hangs_has_started_is_ended_with_it(tmp_path: Path) 
 
 def test_a_program_that_is_not_there_is_told() -> None:
     assert probe.run(["no-such-program-here"])[0] is None
-    assert "No such file" in probe.python("/no/such/python")["error"]
+    assert "there is no program /no/such/python" in probe.python("/no/such/python")["error"]
 
 
 def test_an_interpreter_may_be_named_below_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,18 @@ def test_an_interpreter_may_be_named_below_the_home(tmp_path: Path, monkeypatch:
 
 
 def test_an_interpreter_that_is_none_is_told() -> None:
-    assert "ended with code" in probe.python("false")["error"]
+    assert "is no Python that works (exit code 1)" in probe.python("false")["error"]
+
+
+def test_an_interpreter_is_looked_for_in_the_environment_that_the_activation_left(tmp_path: Path) -> None:
+    (tmp_path / "mypython").symlink_to(sys.executable)
+    asked = {"python": "mypython", "activate": "export PATH=$PWD:$PATH", "cwd": str(tmp_path)}
+    facts = tools.answer("probe", asked)
+    assert facts["activation"] == {"error": ""}
+    assert facts["python"]["path"].startswith(str(tmp_path))
+    failed = tools.answer("probe", {**asked, "activate": "echo no such thing >&2; false"})
+    assert "no such thing" in failed["activation"]["error"]
+    assert failed["python"] == failed["activation"]
 
 
 def test_a_file_in_place_of_a_folder_is_told(tmp_path: Path) -> None:
@@ -90,3 +101,10 @@ def test_what_others_may_write_is_told(tmp_path: Path) -> None:
     keys.chmod(0o664)
     tmp_path.chmod(0o755)
     assert probe.loose(str(tmp_path)) == [str(keys)]
+
+
+def test_an_interpreter_that_hangs_is_ended_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "PROGRAM_S", 0.3)
+    (tmp_path / "py").write_text("#!/bin/sh\nsleep 600\n")
+    (tmp_path / "py").chmod(0o755)
+    assert "did not import numpy, zmq within 0.3 s" in probe.python(str(tmp_path / "py"))["error"]

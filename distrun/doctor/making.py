@@ -1,0 +1,144 @@
+"""Makes the environment for servers; runs on a host, whose Python is given the text of this file (`environments`).
+
+    python3 -I -c TEXT PLACE REQUIREMENT...
+
+PLACE becomes a link to a virtual environment that is whole: one that is half made has another name, and goes when this
+ends, or the next time. What was done is told as one line of JSON on stdout; stderr says what goes on. Standard library
+only, Python 3.10.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+
+STALE_S = 86400.0
+"""What was begun so long ago and is no environment's was given up."""
+KEPT_LINES = 12
+_CHECK = "import json, sys, numpy, zmq; print(json.dumps([sys.version.split()[0], numpy.__version__, zmq.__version__]))"
+
+
+class Failed(Exception):
+    """A step failed: its name (folder, venv, pip or check), and the last lines that it wrote."""
+
+    def __init__(self, step: str, words: str) -> None:
+        super().__init__(words)
+        self.step = step
+        self.words = words
+
+
+def main(argv: list[str]) -> int:
+    """Make the environment and tell what came of it."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        told = make(argv[0], argv[1:])
+    except Failed as err:
+        told = {"step": err.step, "words": err.words}
+    except OSError as err:
+        told = {"step": "folder", "words": "%s: %s" % (err.filename or argv[0], err.strerror or err)}
+    print(json.dumps(told), flush=True)
+    return 0 if "path" in told else 1
+
+
+def make(place: str, requirements: list[str]) -> dict[str, str]:
+    """Make the environment, unless there is one that works; return its path and versions.
+
+    Raises:
+        Failed: a step failed; nothing of it is left.
+        OSError: the folder cannot be written.
+    """
+    home = os.path.dirname(place)
+    os.makedirs(home, mode=0o700, exist_ok=True)
+    info = os.lstat(home)
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
+        raise Failed("folder", "%s is not a folder of this user's" % home)
+    os.chmod(home, stat.S_IMODE(info.st_mode) & ~0o022)
+    _remove_stale(home)
+    if os.path.islink(place):
+        with contextlib.suppress(Failed):
+            return _told(place, place)
+    fresh = tempfile.mkdtemp(prefix=os.path.basename(place) + ".", dir=home)
+    try:
+        say("making a virtual environment in %s" % fresh)
+        run("venv", sys.executable, "-I", "-m", "venv", fresh)
+        say("installing %s" % ", ".join(requirements))
+        pip = [os.path.join(fresh, "bin", "python"), "-I", "-m", "pip"]
+        run("pip", *pip, "install", "--disable-pip-version-check", "--no-input", *requirements)
+        told = _told(fresh, place)
+        _link(fresh, place)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
+    return told
+
+
+def run(step: str, *argv: str) -> str:
+    """Run a program and return its stdout.
+
+    Raises:
+        Failed: it could not be started, or did not end with 0.
+    """
+    try:
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+        )
+    except OSError as err:
+        raise Failed(step, "%s: %s" % (argv[0], err.strerror)) from None
+    text = done.stdout.decode("utf-8", "replace")
+    if done.returncode:
+        lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+        raise Failed(step, "\n".join(lines[-KEPT_LINES:]) or "%s ended with code %d" % (argv[0], done.returncode))
+    return text
+
+
+def say(text: str) -> None:
+    """Say what goes on."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _told(folder: str, place: str) -> dict[str, str]:
+    """Return what is known of an environment, if it works."""
+    line = run("check", os.path.join(folder, "bin", "python"), "-I", "-c", _CHECK)
+    version, numpy, zmq = json.loads(line.strip().splitlines()[-1])
+    return {"path": place, "version": version, "numpy": numpy, "zmq": zmq}
+
+
+def _link(fresh: str, place: str) -> None:
+    """Make `place` mean the new environment, in one step; the one before goes."""
+    before = os.readlink(place) if os.path.islink(place) else ""
+    link = fresh + ".link"
+    os.symlink(os.path.basename(fresh), link)
+    try:
+        os.replace(link, place)
+    except OSError:
+        os.unlink(link)
+        raise
+    if before and before == os.path.basename(before) and before != os.path.basename(fresh):
+        shutil.rmtree(os.path.join(os.path.dirname(place), before), ignore_errors=True)
+
+
+def _remove_stale(home: str) -> None:
+    """Remove what was begun long ago and no link means: its maker was killed."""
+    names = os.listdir(home)
+    used = {os.readlink(os.path.join(home, name)) for name in names if os.path.islink(os.path.join(home, name))}
+    for name in names:
+        path = os.path.join(home, name)
+        with contextlib.suppress(OSError):
+            if "." in name.partition("-")[2] and name not in used and os.lstat(path).st_mtime < time.time() - STALE_S:
+                if os.path.islink(path):
+                    os.unlink(path)
+                else:
+                    shutil.rmtree(path, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

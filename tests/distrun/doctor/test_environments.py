@@ -1,0 +1,162 @@
+"""What `distrun doctor --fix` makes on a host: the program that makes it, and what is said of how it went."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import wheels
+from distrun_cli import wait_until
+
+from distrun.doctor import environments, making
+from distrun.doctor.checks import Patient
+from distrun.doctor.environments import Wanted, outcome, wanted
+from distrun.fleet import Problem, Ran
+
+LIMIT_S = 120.0
+WANTED = Wanted("h1", "/usr/bin/python3", "3.11.2", "/data/distrun/servers/python3.11-x86_64")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "data" / "distrun" / "servers" / "python3.11-x86_64"
+
+
+def argv(place: Path, *requirements: str) -> list[str]:
+    return [sys.executable, "-I", "-c", Path(making.__file__).read_text(), str(place), *requirements]
+
+
+def env(tmp_path: Path, *names: str) -> dict[str, str]:
+    """The environment in which pip finds wheels of these (numpy and pyzmq without any) and nothing else."""
+    wheels.make(tmp_path / "wheels", *names)
+    return {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path / "wheels"), "HOME": str(tmp_path)}
+
+
+def make(tmp_path: Path, place: Path, *names: str) -> tuple[int, dict[str, str], str]:
+    """Make an environment; return exit code, what was told, and what was said meanwhile."""
+    done = subprocess.run(
+        argv(place, *environments.REQUIREMENTS),
+        env=env(tmp_path, *names),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    return done.returncode, json.loads(done.stdout), done.stderr
+
+
+def test_an_environment_has_what_servers_need_and_is_made_once(tmp_path: Path, place: Path) -> None:
+    code, told, said = make(tmp_path, place)
+    assert code == 0, told
+    assert told["path"] == str(place)
+    assert "making a virtual environment" in said
+    python = place / "bin" / "python"
+    shown = subprocess.check_output([python, "-I", "-c", "import numpy, zmq; print(numpy.__version__)"])
+    assert shown.decode().strip() == told["numpy"]
+    assert place.parent.stat().st_mode & 0o077 == 0
+    before = os.readlink(place)
+    code, again, said = make(tmp_path, place)
+    assert (code, again, said) == (0, told, "")
+    assert os.readlink(place) == before
+    # One that has come to harm is replaced.
+    python.unlink()
+    assert make(tmp_path, place)[:2] == (0, told)
+    assert sorted(os.listdir(place.parent)) == sorted([place.name, os.readlink(place)])
+
+
+def test_what_pip_cannot_find_is_told_and_nothing_is_left(tmp_path: Path, place: Path) -> None:
+    code, told, _ = make(tmp_path, place, "numpy")
+    assert (code, told["step"]) == (1, "pip")
+    assert "pyzmq" in told["words"]
+    assert os.listdir(place.parent) == []
+
+
+def test_a_folder_that_is_not_the_users_own_is_refused(tmp_path: Path, place: Path) -> None:
+    place.parent.parent.mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    place.parent.symlink_to(tmp_path / "other")
+    code, told, _ = make(tmp_path, place)
+    assert (code, told["step"]) == (1, "folder")
+    assert "is not a folder of this user" in told["words"]
+    assert os.listdir(tmp_path / "other") == []
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, place: Path) -> None:
+    (tmp_path / "data").write_text("a file")
+    code, told, _ = make(tmp_path, place)
+    assert (code, told["step"]) == (1, "folder")
+    assert str(tmp_path / "data") in told["words"]
+
+
+def test_one_that_is_ended_half_way_leaves_nothing_that_is_used(tmp_path: Path, place: Path) -> None:
+    child = subprocess.Popen(
+        argv(place, *environments.REQUIREMENTS), env=env(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    wait_until(lambda: place.parent.is_dir() and bool(os.listdir(place.parent)), LIMIT_S, "it has begun")
+    child.send_signal(signal.SIGTERM)
+    out = child.communicate(timeout=LIMIT_S)[0]
+    assert (child.returncode, out) == (128 + signal.SIGTERM, b"")
+    assert os.listdir(place.parent) == []
+
+
+def test_what_was_begun_long_ago_goes_the_next_time(tmp_path: Path, place: Path) -> None:
+    old = place.parent / (place.name + ".killed")
+    new = place.parent / (place.name + ".now")
+    for folder in (old, new):
+        folder.mkdir(parents=True)
+    os.utime(old, (1.0, 1.0))
+    assert make(tmp_path, place)[0] == 0
+    assert not old.exists()
+    assert new.exists(), "another may be making it"
+
+
+def patient(**changes: object) -> Patient:
+    python = {"version": "3.11.2", "path": "/usr/bin/python3", "numpy": "", "zmq": "", "lacks": [], "environment": {}}
+    facts = {"python": {**python, "place": WANTED.place, **changes}, "debian": True, "uid": 0}
+    return Patient("h1", facts, is_met=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_wanted"),
+    [
+        ({}, True),
+        ({"numpy": "2"}, True),
+        ({"numpy": "2", "zmq": "27"}, False),
+        ({"environment": {"path": "/x"}}, False),
+        ({"version": "3.9.2"}, False),
+        ({"error": "there is no program python3"}, False),
+        ({"lacks": ["ensurepip"]}, False),
+    ],
+)
+def test_an_environment_is_made_where_modules_are_missing_and_it_can_be(
+    changes: dict[str, object], is_wanted: bool
+) -> None:
+    assert wanted([patient(**changes), Patient("h2")]) == ([WANTED] if is_wanted else [])
+
+
+def test_how_it_went_is_told_with_what_to_do() -> None:
+    def told(**value: str) -> Ran:
+        return Ran(code=1, out=bytearray(json.dumps(value).encode()))
+
+    made = outcome(WANTED, told(path="/p", version="3.11.2", numpy="2", zmq="27"))
+    assert (made.is_made, made.text) == (True, "/p (Python 3.11.2, numpy 2, zmq 27)")
+    words = "WARNING: Retrying ([Errno -2] Name or service not known)\nERROR: No matching distribution found for numpy"
+    failed = outcome(WANTED, told(step="pip", words=words))
+    assert failed.text.splitlines() == [
+        "pip failed:",
+        "[Errno -2] Name or service not known",
+        "ERROR: No matching distribution found for numpy",
+    ]
+    assert "package index" in failed.fix
+    assert "python3 -m venv ~/try" in failed.script
+    assert "no space" in outcome(WANTED, told(step="venv", words="no space")).text
+    killed = outcome(WANTED, Ran(code=137, err=bytearray(b"installing\n")))
+    assert killed.text == "it did not come to its end (exit code 137)\ninstalling"
+    assert "15 min" in outcome(WANTED, Ran(code=124, is_late=True)).text
+    lost = outcome(WANTED, Problem("h1", "other", "lost h1"))
+    assert (lost.is_made, lost.text, lost.fix) == (False, "lost h1", "type the same again")
