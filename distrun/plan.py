@@ -295,7 +295,7 @@ def _references(job: Job, slot: Slot, layout: _Layout) -> dict[str, str]:
         refs.update(DMLC_PS_ROOT_URI="{scheduler.address}", DMLC_PS_ROOT_PORT="{scheduler.port}")
     elif job.has_servers:
         # It tells a program of this job that speaks another protocol from a stranger.
-        refs["DISTRUN_HOST_ADDRESSES"] = ",".join("{host:%s.address}" % host for host in layout.nodes)
+        refs["DISTRUN_WORKER_ADDRESSES"] = ",".join("{host:%s.address}" % host for host in layout.groups)
     if slot.role == WORKER:
         first = layout.first[WORKER]
         refs.update(

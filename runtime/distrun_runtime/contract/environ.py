@@ -84,10 +84,10 @@ TABLE: Tuple[Variable, ...] = (
     _row("DISTRUN_HOST", "distrun", BOTH, "What the job calls this host (as in the output's prefixes)."),
     _row("DISTRUN_ADDR", "distrun", GIVEN, "This host's address for data: an IP address."),
     _row(
-        "DISTRUN_HOST_ADDRESSES",
+        "DISTRUN_WORKER_ADDRESSES",
         "distrun",
         BOTH,
-        "Addresses of all hosts of the job, separated by commas; for the bundled scheduler.",
+        "Addresses of the hosts with workers, separated by commas; for the bundled scheduler.",
     ),
     _row("DISTRUN_RESTART", "distrun", BOTH, "How often this task was started before.", type=INT, low=0, default=0),
     _row(

@@ -49,8 +49,8 @@ class Config:
     and waits for others, so that one job can run several scripts after each other."""
     server_imports: tuple[str, ...] = ()
     """Modules that users' rules may come from (servers)."""
-    addresses: tuple[str, ...] = ()
-    """Addresses of the job's hosts (schedulers that a launcher started)."""
+    worker_addresses: tuple[str, ...] = ()
+    """Addresses of the hosts with workers (schedulers that a launcher started)."""
     resend_s: float = 0.0
     """How long an acknowledgement may take until a message is sent again; 0: none is expected."""
     faults: Faults = NO_FAULTS
@@ -115,7 +115,7 @@ def read(role: str, env: Mapping[str, str] | None = None) -> Config:
         ports=port_range(environ.text("DISTRUN_PORT_RANGE", env)),
         stays=environ.read("DISTRUN_PUBLISH_FD", env) is not None,
         server_imports=_names(environ.text("DISTRUN_SERVER_IMPORT", env)) if role == "server" else (),
-        addresses=_names(environ.text("DISTRUN_HOST_ADDRESSES", env)),
+        worker_addresses=_names(environ.text("DISTRUN_WORKER_ADDRESSES", env)),
         resend_s=environ.read("PS_RESEND_TIMEOUT", env) / 1000 if environ.read("PS_RESEND", env) else 0.0,
         faults=_faults(env),
     )

@@ -56,6 +56,8 @@ class Scheduler:
         """Why others were turned away: the first few reasons."""
         self._foreign = ""
         """What to say of a foreign program of this job's; empty: none was seen."""
+        self._foreign_hosts: set[str] = set()
+        """Addresses of hosts with workers from which such a program came."""
         self._foreign_deadline = role.Deadline()
         self._now = 0.0
         self._errands = Errands()
@@ -133,28 +135,33 @@ class Scheduler:
     # Who was turned away
 
     def _note_denied(self, denied: role.Denied, now: float) -> list[role.Action]:
-        is_ours = denied.is_foreign and self._is_ours(denied)
+        is_ours = denied.is_foreign and self._may_be_ours(denied)
         text = FOREIGN % denied.address if is_ours else denied.reason
         if denied.address and not is_ours:
             text = "%s: %s" % (denied.address, text)
         if text not in self._denied and len(self._denied) < DENIED_KEPT:
             self._denied.append(text)
-        if not is_ours or self._foreign:
+        if not is_ours:
+            return []
+        self._foreign_hosts.add(denied.address)
+        is_certain = denied.is_same_user or self._foreign_hosts.issuperset(self._config.worker_addresses)
+        if self._config.stays and is_certain:
+            self._foreign_deadline.set(now + self._config.start_timeout_s)
+        if self._foreign:
             return []
         self._foreign = text
-        if self._config.stays:
-            self._foreign_deadline.set(now + self._config.start_timeout_s)
         return [role.Log("WARNING", text)]
 
-    def _is_ours(self, denied: role.Denied) -> bool:
-        """Whether a foreign program is one of this job, as far as can be known: strangers must not end a job.
+    def _may_be_ours(self, denied: role.Denied) -> bool:
+        """Whether a foreign program can be one of this job's, which it warns of.
 
-        On this host it has to be a process of the same user; elsewhere, to be on a host of the job. A scheduler that
+        Strangers must not end a job. So it ends only if such a program runs on this host as the same user, which the
+        kernel knows, or came from every host with workers: of other hosts only the address is known. A scheduler that
         was started by hand knows no hosts, and ends at its deadline in any case.
         """
         if denied.is_same_user is not None:
             return denied.is_same_user
-        return not self._config.stays or denied.address in self._config.addresses
+        return not self._config.stays or denied.address in self._config.worker_addresses
 
     # Registration
 

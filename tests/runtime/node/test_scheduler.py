@@ -112,7 +112,7 @@ PS_LITE = role.Denied("it speaks ZeroMQ", "10.0.0.7", is_foreign=True)
 def test_a_program_of_this_job_with_another_protocol_ends_it_and_a_stranger_does_not(
     denied: role.Denied, is_ours: bool
 ) -> None:
-    job = Job(is_open=False, start_timeout_s=20, stays=True, addresses=("10.0.0.6", "10.0.0.7"))
+    job = Job(is_open=False, start_timeout_s=20, stays=True, worker_addresses=("10.0.0.7",))
     job.register("s0", "server", 0)
     said = logs(job.scheduler.handle(denied, 100))
     actions = job.tick(120)
@@ -127,8 +127,29 @@ def test_a_program_of_this_job_with_another_protocol_ends_it_and_a_stranger_does
     assert to(actions) == [("s0", "LOST")]
 
 
+def test_a_program_with_another_protocol_on_one_of_several_hosts_is_told_and_does_not_end_the_job() -> None:
+    """Any user of that host can send what such a program sends."""
+    job = Job(is_open=False, start_timeout_s=20, stays=True, worker_addresses=("10.0.0.7", "10.0.0.8"))
+    for now in (1, 2, 3):
+        said = logs(job.scheduler.handle(PS_LITE, now))
+        assert ["this looks like ps-lite" in text for text in said] == ([True] if now == 1 else [])
+    assert finish(job.tick(1000)) is None
+    assert logs(job.scheduler.handle(replace(PS_LITE, address="10.0.0.8"), 1000)) == []
+    assert finish(job.tick(1019)) is None
+    assert "at 10.0.0.7 speaks ZeroMQ" in finish(job.tick(1020)).reason
+
+
+def test_on_a_schedulers_own_host_only_its_users_programs_count() -> None:
+    job = Job(is_open=False, start_timeout_s=20, stays=True, worker_addresses=("10.0.0.6", "10.0.0.7"))
+    job.scheduler.handle(PS_LITE, 1)
+    job.scheduler.handle(replace(PS_LITE, address="10.0.0.6", is_same_user=False), 1)
+    assert finish(job.tick(1000)) is None
+    job.scheduler.handle(replace(PS_LITE, address="10.0.0.6", is_same_user=True), 1000)
+    assert finish(job.tick(1020)) is not None
+
+
 def test_a_program_with_another_protocol_is_said_once_and_harms_no_job_that_has_workers() -> None:
-    job = Job(is_open=False, start_timeout_s=20, stays=True, addresses=("10.0.0.7",))
+    job = Job(is_open=False, start_timeout_s=20, stays=True, worker_addresses=("10.0.0.7",))
     assert logs(job.scheduler.handle(PS_LITE, 1)) != []
     assert logs(job.scheduler.handle(PS_LITE, 2)) == []
     job.register("w0", "worker", 0)
