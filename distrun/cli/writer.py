@@ -263,5 +263,8 @@ def _in_order(item: tuple[tuple[int, str, str], Feed]) -> tuple[str, int, str]:
 
 
 def encode(text: str) -> bytes:
-    """Return the bytes that a word stood for (os.fsdecode made surrogates of what is no UTF-8)."""
-    return text.encode("utf-8", "surrogateescape")
+    """Return the bytes that a word stood for (os.fsdecode made surrogates of what is not UTF-8)."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # other surrogates stand for no bytes
+        return text.encode("utf-8", "backslashreplace")

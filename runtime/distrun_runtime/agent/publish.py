@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Dict, List, Optional, Tuple
 
 LINE_LIMIT = 64 * 1024
 _READ_BYTES = 64 * 1024
@@ -19,8 +19,8 @@ class Publisher:
         """Non-blocking; None once it is closed."""
         self._rest = b""
 
-    def read(self) -> Tuple[List[Dict[str, Any]], List[str]]:
-        """Return the objects that arrived, and what was wrong with lines that are none."""
+    def read(self) -> Tuple[List[Dict[str, str]], List[str]]:
+        """Return the objects that arrived, and what was wrong with other lines."""
         if self.descriptor is None:
             return [], []
         try:
@@ -43,7 +43,7 @@ class Publisher:
             if value is not None:
                 objects.append(value)
             elif line.strip():
-                wrong.append("%s published what is no JSON object: %.200r" % (self.task, line))
+                wrong.append("%s published a line that is not a JSON object of texts: %.200r" % (self.task, line))
         return objects, wrong
 
     def close(self) -> None:
@@ -53,9 +53,12 @@ class Publisher:
             self.descriptor = None
 
 
-def _object(line: bytes) -> Optional[Dict[str, Any]]:
+def _object(line: bytes) -> Optional[Dict[str, str]]:
     try:
         value = json.loads(line.decode("utf-8", "surrogateescape"))
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: brackets without end
         return None
-    return value if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+        return None
+    # JSON can name halves of a character, which no encoding can write. They are shown as the escapes that they were.
+    return {name: text.encode("utf-8", "backslashreplace").decode("utf-8") for name, text in value.items()}

@@ -10,6 +10,7 @@ Pure: nothing here reads or writes. `Decoder.feed` takes what arrived and gives 
 from __future__ import annotations
 
 import json
+import re
 import struct
 from typing import Any, Dict, Iterator, List, NamedTuple
 
@@ -22,6 +23,8 @@ HEADER_LIMIT = 16 * 1024 * 1024
 BODY_LIMIT = 16 * 1024 * 1024
 
 _LENGTH = struct.Struct(">I")
+_HALF_CHARACTER = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+"""Surrogates that stand for no byte: UTF-8 cannot write them, JSON can (as an escape)."""
 
 
 class Frame(NamedTuple):
@@ -42,7 +45,7 @@ def encode(header: Dict[str, Any], body: bytes = b"") -> bytes:
         header = dict(header, size=len(body))
     # Arguments and values may hold bytes that are not UTF-8; os.fsdecode made surrogates of them.
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
-    head = text.encode("utf-8", "surrogateescape")
+    head = _HALF_CHARACTER.sub(lambda found: "\\u%04x" % ord(found.group()), text).encode("utf-8", "surrogateescape")
     if len(head) > HEADER_LIMIT or len(body) > BODY_LIMIT:
         raise WireError("frame of %d + %d bytes is over the limit of %d" % (len(head), len(body), HEADER_LIMIT))
     return _LENGTH.pack(len(head)) + head + body

@@ -23,20 +23,37 @@ def pipe() -> Iterator[tuple[Publisher, int]]:
 
 def test_objects_come_whole_whatever_the_pieces(pipe: tuple[Publisher, int]) -> None:
     publisher, writing = pipe
-    os.write(writing, b'{"a": 1}\n{"b"')
-    assert publisher.read() == ([{"a": 1}], [])
+    os.write(writing, b'{"a": "1"}\n{"b"')
+    assert publisher.read() == ([{"a": "1"}], [])
     assert publisher.read() == ([], [])
-    os.write(writing, b": 2}\n\n")
-    assert publisher.read() == ([{"b": 2}], [])
+    os.write(writing, b': "2"}\n\n')
+    assert publisher.read() == ([{"b": "2"}], [])
 
 
 def test_nonsense_is_reported_and_skipped(pipe: tuple[Publisher, int]) -> None:
     publisher, writing = pipe
-    os.write(writing, b'[1]\nxx\n{"ok": 1}\n')
+    os.write(writing, b'[1]\nxx\n{"ok": "1"}\n')
     objects, wrong = publisher.read()
-    assert objects == [{"ok": 1}]
+    assert objects == [{"ok": "1"}]
     assert len(wrong) == 2
     assert "scheduler-0" in wrong[0]
+
+
+@pytest.mark.parametrize(
+    "line", [b"[" * 60_000, b'{"a": ' * 10_000, b'{"lost_peer": ["x"]}', b'{"port": 9}', b"\xff\xfe"]
+)
+def test_what_is_no_object_of_texts_is_reported_and_skipped(pipe: tuple[Publisher, int], line: bytes) -> None:
+    publisher, writing = pipe
+    os.write(writing, line + b"\n")
+    objects, wrong = publisher.read()
+    assert (objects, len(wrong)) == ([], 1)
+
+
+def test_half_a_character_is_shown_as_its_escape(pipe: tuple[Publisher, int]) -> None:
+    publisher, writing = pipe
+    os.write(writing, b'{"failed": "ValueError: hi \\ud83d, \\u00e9 \\udcff"}\n')
+    objects, wrong = publisher.read()
+    assert (objects, wrong) == ([{"failed": "ValueError: hi \\ud83d, \u00e9 \\udcff"}], [])
 
 
 def test_endless_line_is_dropped(pipe: tuple[Publisher, int]) -> None:

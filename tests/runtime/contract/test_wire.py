@@ -42,6 +42,11 @@ def test_bytes_that_are_no_utf8_travel_as_they_are() -> None:
     assert wire.Decoder().feed(data)[0].header["env"]["X"] == word
 
 
+@given(st.lists(st.characters(categories=("Cs", "Lu")), max_size=6).map("".join))
+def test_any_text_travels_as_it_is_halves_of_characters_too(text: str) -> None:
+    assert wire.Decoder().feed(wire.encode({"type": "t", "text": text}))[0].header["text"] == text
+
+
 @given(st.lists(frames, max_size=4), st.data())
 def test_frames_come_back_whatever_the_pieces(sent: list[tuple[dict[str, object], bytes]], data: st.DataObject) -> None:
     stream = b"".join(wire.encode(header, body) for header, body in sent)
