@@ -65,8 +65,9 @@ class AgentWatch:
         if host is None or isinstance(event, (events.AgentLost, events.StartFailed, events.PrepareFailed)):
             return
         host.last_seen = self._now
-        if host.is_suspect:
+        if host.is_suspect or host.silence_s:
             host.is_suspect = False
+            host.silence_s = 0.0
             self._say("%s answers again" % host.name)
 
     def _on_hello(self, event: events.AgentHello) -> None:

@@ -268,13 +268,13 @@ def _explain(consequences: Sequence[Cause], tasks: Mapping[str, TaskResult], kno
     names = [root_of(cause.task, tasks, known.lost_at) for cause in consequences]
     roots = [tasks[name] for name in names if name in tasks]
     early = _causes_of(known.background, tasks)
-    hosts = [task.host for task in roots if task.host in known.silent]
+    lost = [tasks[task.lost_peer] for task in tasks.values() if task.lost_peer in tasks]
+    hosts = [task.host for task in [*roots, *lost] if task.host in known.silent]
     if not hosts and early:
         return min(early, key=_when)
-    if known.silent:
+    if hosts:
         # Silence is a fact, whichever of its tasks was lost first.
-        host = (hosts or list(known.silent))[0]
-        return host_silent(host, known.silent[host], first.time)
+        return host_silent(hosts[0], known.silent[hosts[0]], first.time)
     if not roots:
         return first
     root = roots[0]

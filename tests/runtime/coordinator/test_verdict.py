@@ -233,6 +233,22 @@ def test_a_host_that_answers_after_all_explains_nothing() -> None:
     assert culprit(history) == "server-0"
 
 
+def test_a_silent_host_whose_tasks_nobody_lost_does_not_explain_a_frozen_task_elsewhere() -> None:
+    history = on_hosts("d1", "d2", "d3").beat_to(16, "d1", "d2")
+    history.loses("scheduler", "server-0").loses("worker-1", "server-0").beat_to(40, "d1", "d2")
+    outcome = history.end()
+    assert outcome.culprit is not None
+    assert (outcome.culprit.task, outcome.culprit.missing) == ("server-0", True)
+    assert "lost those on it" not in outcome.message
+
+
+def test_a_host_that_was_silent_and_answers_again_explains_nothing_later() -> None:
+    history = on_hosts("d1", "d2", "d3").beat_to(16, "d1", "d3").loses("worker-2", "worker-1").beat_to(16.5, "d1", "d3")
+    assert list(history.supervisor.roster.silent) == ["d2"]
+    history.beat_to(17)
+    assert history.supervisor.roster.silent == {}
+
+
 def test_the_silence_that_is_told_at_the_end_is_the_longest() -> None:
     history = on_hosts("d1", "d2").beat_to(15, "d2").loses("worker-1", "server-0").beat_to(60, "d2")
     outcome = history.end()
