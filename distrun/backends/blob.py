@@ -219,7 +219,8 @@ def _digest(value: object) -> str:
 def bare(source: str) -> str:
     """Return Python source without comments; every statement stays on its line. Pure.
 
-    Documentation is cut to a dot: docstrings, and what the rows of `contract.environ.TABLE` say of a variable.
+    Documentation is cut to a dot: docstrings, and what the rows of `contract.environ.TABLE` say of a variable. Lines
+    are indented by one blank for each level.
     """
     import ast  # only needed for the first launch of a version
     import tokenize
@@ -243,4 +244,30 @@ def bare(source: str) -> str:
             lines[first + 1 : last + 1] = [""] * (last - first)
             if first < last:
                 lines[last] = rest
-    return "\n".join(lines) + "\n"
+    return _narrow("\n".join(lines) + "\n")
+
+
+def _narrow(source: str) -> str:
+    """Return Python source without comments whose lines are indented as little as possible. Pure."""
+    import tokenize
+
+    level = 0
+    is_new = True
+    levels: dict[int, int] = {}
+    inside: set[int] = set()  # a string: its lines stay as they are
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in (tokenize.INDENT, tokenize.DEDENT):
+            level += 1 if token.type == tokenize.INDENT else -1
+        elif token.type not in (tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER):
+            if is_new:
+                levels[token.start[0] - 1] = level
+            inside.update(range(token.start[0], token.end[0]))
+        if token.type == tokenize.NEWLINE:
+            is_new = True
+        elif token.type not in (tokenize.NL, tokenize.INDENT, tokenize.DEDENT):
+            is_new = False
+    lines = source.splitlines()
+    return "".join(
+        (line if row in inside else " " * levels.get(row, 0) + line.lstrip(" ")) + "\n"
+        for row, line in enumerate(lines)
+    )

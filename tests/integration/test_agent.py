@@ -115,6 +115,7 @@ def test_signal_that_ends_a_task_arrives(way: Mapping[str, str], name: str) -> N
             "command not found: no-such-program-here (in no folder of the",
         ),
         (["/no/such/program"], "/", 127, "command not found: /no/such/program"),
+        (["AWS_SECRET_ACCESS_KEY=hunter2"], "/", 127, "command not found: AWS_SECRET_ACCESS_KEY=... (in no folder"),
         (["/etc/passwd"], "/", 126, "is not executable"),
         (["/etc"], "/", 126, "is a folder"),
     ],
@@ -366,7 +367,7 @@ def test_what_a_task_publishes_is_passed_on_and_nonsense_is_warned_of() -> None:
         driver.begin()
         driver.spawn()
         first = driver.wait("published").header
-        assert first["values"] == {"address": "10.0.0.1", "port": 4711}
+        assert first["values"] == {"address": "10.0.0.1", "port": "4711"}
         assert "rubbish" in str(driver.wait("warning").header["text"])
         assert driver.wait("published").header["values"] == {"no": "newline"}
         driver.exited()

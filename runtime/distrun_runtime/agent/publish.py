@@ -43,7 +43,9 @@ class Publisher:
             if value is not None:
                 objects.append(value)
             elif line.strip():
-                wrong.append("%s published a line that is not a JSON object of texts: %.200r" % (self.task, line))
+                wrong.append(
+                    "%s published a line that is not a JSON object of texts and numbers: %.200r" % (self.task, line)
+                )
         return objects, wrong
 
     def close(self) -> None:
@@ -58,7 +60,11 @@ def _object(line: bytes) -> Optional[Dict[str, str]]:
         value = json.loads(line.decode("utf-8", "surrogateescape"))
     except (ValueError, RecursionError):  # the latter: brackets without end
         return None
-    if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
+    if not isinstance(value, dict) or not all(isinstance(fact, (str, int, float)) for fact in value.values()):
         return None
-    # JSON can name halves of a character, which no encoding can write. They are shown as the escapes that they were.
-    return {name: text.encode("utf-8", "backslashreplace").decode("utf-8") for name, text in value.items()}
+    return {_text(name): _text(fact if isinstance(fact, str) else json.dumps(fact)) for name, fact in value.items()}
+
+
+def _text(text: str) -> str:
+    """Return text that can be written: JSON can name halves of a character, which are shown as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

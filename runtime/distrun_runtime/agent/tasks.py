@@ -153,7 +153,8 @@ def _check(task: Task, argv: List[bytes], env: Mapping[bytes, bytes]) -> None:
         where = "" if b"/" in argv[0] else " (in no folder of the task's PATH)"
         if argv[0] == b"python" and any(os.path.exists(os.path.join(place, b"python3")) for place in folders):
             where = " (in no folder of the task's PATH, but there is python3: type that)"
-        raise CannotStart(NOT_FOUND, "command not found: %s%s" % (_text(argv[0]), where))
+        word, equals, _ = _text(argv[0]).partition("=")  # of an assignment only the name: its value may be a secret
+        raise CannotStart(NOT_FOUND, "command not found: %s%s" % (word + "=..." if equals else word, where))
     if not any(os.path.isfile(path) and os.access(path, os.X_OK) for path in found):
         what = "is a folder" if os.path.isdir(found[0]) else "is not executable; chmod +x it or name its interpreter"
         raise CannotStart(NOT_EXECUTABLE, "%s %s" % (_text(found[0]), what))

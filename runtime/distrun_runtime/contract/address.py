@@ -100,9 +100,19 @@ def choose(interface: str = "", subnet: str = "", toward: str = "") -> str:
         source = _source(toward)
         if source:
             return source
-    rows = [row for row in _ipv4_first(interfaces()) if not ipaddress.ip_address(row.ip).is_loopback]
-    rows = [row for row in rows if not ipaddress.ip_address(row.ip).is_link_local]
+    rows = _reachable(_ipv4_first(interfaces()))
     return rows[0].ip if rows else "127.0.0.1"
+
+
+def reachable(is_six: bool) -> List[str]:
+    """Return this machine's addresses of IPv6 or IPv4 that other machines can use; without any, its loopback ones."""
+    rows = [row for row in interfaces() if (":" in row.ip) == is_six]
+    return [row.ip for row in _reachable(rows) or rows]
+
+
+def _reachable(rows: List[Interface]) -> List[Interface]:
+    found = [(row, ipaddress.ip_address(row.ip)) for row in rows]
+    return [row for row, ip in found if not ip.is_loopback and not ip.is_link_local]
 
 
 def reached_at(env: Mapping[str, str]) -> str:

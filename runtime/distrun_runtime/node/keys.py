@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,12 @@ class Keys:
         self._texts = 0
 
     def against(self, records: Sequence[Record], is_assign: bool) -> str:
-        """Return why these records cannot be declared, or given other values (`is_assign`); empty: they can."""
+        """Return why these records cannot be declared, or given other values (`is_assign`); empty: they can.
+
+        Raises:
+            ValueError: these are not records.
+        """
+        _check(records)
         for record in records:
             known = self._known.get(_text(record["key"]))
             if known is None:
@@ -112,3 +117,25 @@ class Keys:
 
 def _text(key: Any) -> str:
     return "%s:%s" % (type(key).__name__, key)
+
+
+def _check(records: Sequence[Record]) -> None:
+    """Refuse what a worker sent in the place of records, before anything of it is kept."""
+    if not isinstance(records, list):
+        raise ValueError("expected a list of records, found %.80r" % (records,))
+    for record in records:
+        if not isinstance(record, dict) or not all(_FITS[name](record.get(name)) for name in _FITS):
+            raise ValueError("expected a record with key, shape and dtype, found %.200r" % (record,))
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_FITS: Mapping[str, Callable[[Any], bool]] = {
+    "key": lambda value: isinstance(value, str) or _is_whole(value),
+    "shape": lambda value: isinstance(value, list) and all(_is_whole(size) and size >= 0 for size in value),
+    "dtype": lambda value: isinstance(value, str),
+    "stype": lambda value: value is None or isinstance(value, str),
+}
+"""What the members of a record must be."""

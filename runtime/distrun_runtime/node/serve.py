@@ -117,14 +117,14 @@ def _bind_root(transport: Bindable, config: Config, warn: Callable[[str], None])
         transport.bind("::" if is_six else "0.0.0.0", (number,))
     except OSError as err:
         raise _cannot_bind(config, err) from err
-    own = [each.ip for each in address.interfaces() if (":" in each.ip) == is_six]
+    own = address.reachable(is_six)
     found = ", ".join(own) or "unknown"
     warn(
         "DMLC_PS_ROOT_URI=%s%s is no address of host %s: the scheduler listens on port %d of all its addresses (%s)."
         " That is right if %s leads here (a service name, a forwarded port); if not, fix: DMLC_PS_ROOT_URI=%s"
         % (
             *(config.root, "" if root == config.root else " (%s)" % root, config.host, number, found),
-            *(config.root, (own or ["ADDRESS"])[0]),
+            *(config.root, config.address if config.address in own else (own or ["ADDRESS"])[0]),
         )
     )
     return endpoint_of(config.address or (own or [root])[0], number)

@@ -167,9 +167,10 @@ class Worker:
         return [role.Send(link, message) for link, outbox in self._outboxes.items() for message in outbox.take()]
 
     def _heard(self, link: str, message: Message, now: float) -> list[role.Action]:
-        if message.kind is Kind.ROSTER and link == role.SCHEDULER_LINK:
+        is_order = link == role.SCHEDULER_LINK and not message.is_reply
+        if message.kind is Kind.ROSTER and is_order:
             return self._roster(message, now)
-        if message.kind is Kind.LOST and link == role.SCHEDULER_LINK:
+        if message.kind is Kind.LOST and is_order:
             return self._lose(str(message.body["who"]), str(message.body["reason"]))
         if message.kind in (Kind.BYE, Kind.ABORT) and message.is_reply and self._goodbye is not None:
             return self._gone()

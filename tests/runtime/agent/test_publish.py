@@ -40,13 +40,19 @@ def test_nonsense_is_reported_and_skipped(pipe: tuple[Publisher, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [b"[" * 60_000, b'{"a": ' * 10_000, b'{"lost_peer": ["x"]}', b'{"port": 9}', b"\xff\xfe"]
+    "line", [b"[" * 60_000, b'{"a": ' * 10_000, b'{"lost_peer": ["x"]}', b'{"port": null}', b"\xff\xfe"]
 )
 def test_what_is_no_object_of_texts_is_reported_and_skipped(pipe: tuple[Publisher, int], line: bytes) -> None:
     publisher, writing = pipe
     os.write(writing, line + b"\n")
     objects, wrong = publisher.read()
     assert (objects, len(wrong)) == ([], 1)
+
+
+def test_numbers_become_texts(pipe: tuple[Publisher, int]) -> None:
+    publisher, writing = pipe
+    os.write(writing, b'{"port": 9, "is_ready": true, "\\ud83d": 0.5}\n')
+    assert publisher.read() == ([{"port": "9", "is_ready": "true", "\\ud83d": "0.5"}], [])
 
 
 def test_half_a_character_is_shown_as_its_escape(pipe: tuple[Publisher, int]) -> None:

@@ -88,3 +88,12 @@ def test_what_is_no_host_is_refused(name: str) -> None:
     """A host called 116 was once taken for 0.0.0.116."""
     with pytest.raises(ContractError):
         address.resolve_host(name)
+
+
+def test_what_other_machines_can_reach_leaves_out_loopback_and_link_local(monkeypatch: pytest.MonkeyPatch) -> None:
+    ips = ("127.0.0.1", "169.254.1.2", "10.0.0.1", "::1", "fe80::1", "fd00::1")
+    rows = [address.Interface("eth%d" % number, ip, 24) for number, ip in enumerate(ips)]
+    monkeypatch.setattr(address, "interfaces", lambda: rows)
+    assert (address.reachable(False), address.reachable(True)) == (["10.0.0.1"], ["fd00::1"])
+    monkeypatch.setattr(address, "interfaces", lambda: rows[:1])
+    assert (address.reachable(False), address.reachable(True)) == (["127.0.0.1"], [])

@@ -54,6 +54,30 @@ def test_storage_and_codec_of_a_key_are_compared(name: str, mine: str, theirs: s
     assert text in reasons(actions)["w0"]
 
 
+@pytest.mark.parametrize(
+    "records",
+    [
+        7,
+        [7],
+        [{"key": "w"}],
+        [{**record("w"), "key": None}],
+        [{**record("w"), "key": True}],
+        [{**record("w"), "shape": "xy"}],
+        [{**record("w"), "shape": [-1]}],
+        [{**record("w"), "shape": [float("nan")]}],
+        [{**record("w"), "dtype": 4}],
+        [{**record("w"), "stype": []}],
+    ],
+)
+def test_malformed_records_of_a_worker_harm_no_other_workers_call(records: Any) -> None:
+    job = Job()
+    with pytest.raises(ValueError, match=r"expected a (list of records|record with key, shape and dtype), found"):
+        job.hear("w1", Kind.KEYS, number=1, records=records)
+    assert job.hear("w0", Kind.KEYS, number=1, records=[record("w")]) == []
+    actions = job.hear("w1", Kind.KEYS, number=1, records=[record("w")])
+    assert (to(actions), reasons(actions)) == ([("w0", "KEYS")], {})
+
+
 # A failed init
 
 

@@ -225,6 +225,12 @@ def test_a_wait_that_is_too_short_names_who_has_not_answered() -> None:
         pending.wait(0)
 
 
+@pytest.mark.parametrize("kind", [Kind.LOST, Kind.ROSTER])
+def test_a_refusal_of_an_order_is_no_order(kind: Kind) -> None:
+    rig = Rig()
+    assert rig.hear("scheduler", Message(kind, flags=Flag.REPLY, body={"reason": "it is not for you"})) == []
+
+
 def test_a_lost_peer_ends_every_call_with_an_error_that_names_it() -> None:
     rig = Rig()
     one, _ = rig.ask(("server-0", PULL), ("server-1", PULL))
