@@ -162,8 +162,8 @@ TABLE: Tuple[Variable, ...] = (
         "torch",
         GIVEN,
         "A port for worker 0 to listen on. Its host's agent holds it bound with SO_REUSEADDR until the job ends, so"
-        " the program must set SO_REUSEADDR before it binds, as torch, JAX, ZeroMQ and Python's servers do; a bare"
-        " socket() without it gets 'Address already in use'.",
+        " the program must set SO_REUSEADDR before it binds, as torch, JAX, ZeroMQ and Python's servers do; XGBoost,"
+        " LightGBM and a bare socket() do not, and get 'Address already in use'.",
         **_PORT,
     ),
     _row("GROUP_RANK", "torch", GIVEN, "Index of this host among the hosts with workers.", type=INT, low=0),
