@@ -157,7 +157,7 @@ if os.environ["RANK"] == "0":
     assert re.search(r"Binding port \d+ failed", output), output
 
 
-def test_the_jax_program_of_the_page_hears_of_all_processes(tmp_path: Path) -> None:
+def test_the_jax_program_of_the_page_gathers_from_all_processes(tmp_path: Path) -> None:
     page = shown_for_jax()
     assert len(page.printed) == 2
     assert lines_of(launch_here(page, tmp_path), "process") == page.printed
@@ -168,9 +168,7 @@ def test_the_jax_program_of_the_page_runs_on_several_hosts(lab: Site) -> None:
     options = "-n 4 -s 0 -H hosts --sync-dst-dir ~/job --activate venv:~/venv python"
     done = launch_on_hosts(lab, page, ["distrun", "launch", *options.split(), page.script])
     lines = [line.partition(" | ") for line in done.out.splitlines() if " | process " in line]
-    assert sorted(text for _, _, text in lines) == [
-        "process %d of 4 has heard of [0 1 2 3]" % rank for rank in range(4)
-    ]
+    assert sorted(text for _, _, text in lines) == ["process %d of 4 gathered [0 1 2 3]" % rank for rank in range(4)]
     assert {who.partition("@")[2] for who, _, _ in lines} == {"h1", "h2"}
 
 
