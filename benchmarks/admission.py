@@ -133,7 +133,7 @@ ROWS: dict[str, tuple[str, Callable[[float], str]]] = {
 }
 HEADING = "Asking for a password"
 SECTION = """\
-Written by `benchmarks/admission.py --write`. What it costs that a node turns peers away in ZeroMQ's own handshake
+Measured by `benchmarks/admission.py`. What it costs that a node turns peers away in ZeroMQ's own handshake
 ([protocol.md](protocol.md#before-hello)): two processes of this machine and one connection. `null`: nobody is asked.
 `plain`: what distrun does. `curve`: ZeroMQ's other way, which also encrypts everything.
 

@@ -121,7 +121,7 @@ def round_table(magnitudes: list[float], found: Rounds) -> str:
 
 HEADING = "float16"
 SECTION = """\
-Written by `benchmarks/halves.py --write`. Values are normally distributed; the magnitude is their standard deviation.
+Measured by `benchmarks/halves.py`. Values are normally distributed; the magnitude is their standard deviation.
 
 Milliseconds to convert 1,000,000 elements, and in brackets distrun's time divided by that of numpy's cast.
 

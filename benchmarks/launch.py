@@ -237,7 +237,7 @@ def costs(columns: list[System], counts: list[int], found: dict[tuple[int, str],
 
 HEADING = "Starting and ending on many hosts"
 SECTION = """\
-Written by `benchmarks/launch.py --write`. One process on each host: python3 prints a line and sleeps until it is ended;
+Measured by `benchmarks/launch.py`. One process on each host: python3 prints a line and sleeps until it is ended;
 the same for every system. The hosts are the lab's (`scripts/lab`): each has an address, an sshd and processes of its
 own, and all share the cores of one machine, so what is measured is the processor time of both sides of ssh.
 

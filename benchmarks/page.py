@@ -12,10 +12,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "benchmarks.md"
 TITLE = """\
+<!-- Each section is written by the program that it names, with `--write`. Do not edit this page. -->
+
 # Benchmarks
 
-Each section is written by the program that it names, with `--write`; do not edit. No speed is promised by this page;
-it is here so that a change can be compared.
+These numbers are here so that a change can be compared. They promise no speed.
 """
 
 

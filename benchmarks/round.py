@@ -111,7 +111,7 @@ def table(columns: list[System], models: list[str], medians: dict[tuple[str, str
 
 HEADING = "A round of push and pull"
 SECTION = """\
-Written by `benchmarks/round.py --write`. A round moves every tensor of a model (float32) from every worker to the sum
+Measured by `benchmarks/round.py`. A round moves every tensor of a model (float32) from every worker to the sum
 and back: `resnet50` 161 tensors, 102 MB; `vgg16` 32 tensors, 553 MB; `one` a tensor of 67 MB; `small` 1,000 tensors
 of 1 KB. distrun and MXNet 1.9.1 (`dist_sync`, ps-lite) push and pull through servers; gloo (torch.distributed)
 reduces among the workers, tensor by tensor or in buckets of 25 MB. Every process runs on this one machine, and a

@@ -54,9 +54,10 @@ class Epochs(Generic[Batch]):
 
     Source: `epoch_size` of MXNet's FeedForward.
 
-    >>> epochs = Epochs("abc", size=2)
-    >>> list(epochs), list(epochs)
-    (['a', 'b'], ['c', 'a'])
+    Examples:
+        >>> epochs = Epochs("abc", size=2)
+        >>> list(epochs), list(epochs)
+        (['a', 'b'], ['c', 'a'])
     """
 
     def __init__(self, data: Iterable[Batch], size: int | None = None) -> None:

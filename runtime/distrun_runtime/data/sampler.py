@@ -130,8 +130,9 @@ class SplitSampler(_Sampler):
     Source: SplitSampler of MXNet's distributed training example, which always drops, and shuffles with the process's
     generator.
 
-    >>> list(SplitSampler(10, num_parts=4, part_index=3, remainder="wrap", shuffle=False))
-    [9, 0, 1]
+    Examples:
+        >>> list(SplitSampler(10, num_parts=4, part_index=3, remainder="wrap", shuffle=False))
+        [9, 0, 1]
     """
 
     def __init__(
@@ -170,9 +171,10 @@ class GlobalShuffleSampler(_Sampler):
 
     Source: DistributedSampler of torch does the same.
 
-    >>> parts = [GlobalShuffleSampler(6, num_parts=2, part_index=rank, seed=1) for rank in range(2)]
-    >>> [list(part) for part in parts], [list(part) for part in parts]
-    ([[4, 0, 2], [1, 5, 3]], [[1, 4, 0], [3, 2, 5]])
+    Examples:
+        >>> parts = [GlobalShuffleSampler(6, num_parts=2, part_index=rank, seed=1) for rank in range(2)]
+        >>> [list(part) for part in parts], [list(part) for part in parts]
+        ([[4, 0, 2], [1, 5, 3]], [[1, 4, 0], [3, 2, 5]])
     """
 
     def __init__(

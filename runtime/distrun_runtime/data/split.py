@@ -44,8 +44,9 @@ def split_data(data: Data, num_slice: int, batch_axis: int = 0, even_split: bool
         IndexError: the data has no such axis.
         TypeError: the data is no array, such as a list; a number that is no whole one.
 
-    >>> [len(part) for part in split_data(np.zeros(8), 3, even_split=False)]
-    [3, 3, 2]
+    Examples:
+        >>> [len(part) for part in split_data(np.zeros(8), 3, even_split=False)]
+        [3, 3, 2]
     """
     num_slice = whole(num_slice, "num_slice")
     if num_slice < 1:
@@ -109,8 +110,9 @@ def split_input_slice(batch_size: int, work_load_list: Sequence[float]) -> list[
         ValueError: a device would get no example, or a share is no number above 0.
         TypeError: shares that are no list; a batch size that is no whole number.
 
-    >>> split_input_slice(10, [3, 1])
-    [slice(0, 8, None), slice(8, 10, None)]
+    Examples:
+        >>> split_input_slice(10, [3, 1])
+        [slice(0, 8, None), slice(8, 10, None)]
     """
     batch_size, shares = whole(batch_size, "batch_size"), _shares(work_load_list)
     total = sum(shares)
