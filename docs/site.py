@@ -53,7 +53,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def on_page_content(markup: str, page: Any, config: MkDocsConfig, **_: Any) -> str:
     """Give the page its edit link, if the builder has set an address; keep names in code marks in one piece."""
     name = page.file.src_uri
-    source = WRITTEN.get(name, name if name in PAGES else "docs/" + name)
+    source = WRITTEN.get(name, "docs/" + name if (ROOT / "docs" / name).exists() else name)
     # The address is that of docs/.
     page.edit_url = urljoin(config.edit_uri, "../" + source) if config.edit_uri and source else None
     parts = re.split(r"(<pre\b.*?</pre>)", markup, flags=re.DOTALL)
@@ -72,11 +72,16 @@ def _unbroken(code: str) -> str:
 def _word(word: str) -> str:
     pieces = [word]
     if len(word) > LONGEST:
-        # After a separator, never within a word; not between two separators, nor for the last character alone.
-        pieces = re.split(r"(?<=[\w\])}][/,:=_.-])(?=\w\w)|(?<=::)(?=\w\w)|(?=[\[({])", word)
+        pieces = [
+            part for piece in _OUTER.split(word) for part in ([piece] if len(piece) <= LONGEST else _INNER.split(piece))
+        ]
     # Letters and digits have no place where a browser breaks.
     quoted = (html.escape(piece, quote=False) for piece in _joined(pieces))
     return "<wbr>".join(one if re.fullmatch(r"\w*", one) else '<span class="whole">%s</span>' % one for one in quoted)
+
+
+_OUTER = re.compile(r"(?<=\w[/,=])(?=\w)|(?<=::)(?=\w)|(?<=\w)(?=[\[({])")  # between names
+_INNER = re.compile(r"(?<=\w[_-])(?=\w)")  # between the words of a name, where the first is not enough
 
 
 def _joined(pieces: list[str]) -> list[str]:

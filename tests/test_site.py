@@ -154,7 +154,9 @@ def test_every_page_leads_to_the_previous_and_the_next(site: Path) -> None:
         assert len(before) == (page != start), page.name
         seen += len(before)
         page = (page.parent / following[0]).resolve() if following else None
-    assert set(chain) == {page.resolve() for page in pages(site)} and seen == len(chain) - 1
+    # The page of examples/ is reached by links only.
+    assert {page.resolve() for page in pages(site) if page.parent.name != "examples"} <= set(chain)
+    assert seen == len(chain) - 1
 
 
 def test_edit_links_lead_to_the_source_of_each_page(site: Path) -> None:

@@ -1,9 +1,11 @@
 """What a training script imports: `from distrun_runtime import kvstore`, then `kvstore.create(...)`.
 
-    with kvstore.create("dist_sync") as kv:
-        kv.init("w", weight)
-        kv.push("w", gradient)
-        kv.pull("w", out=weight)
+```python
+with kvstore.create("dist_sync") as kv:
+    kv.init("w", weight)
+    kv.push("w", gradient)
+    kv.pull("w", out=weight)
+```
 """
 
 from __future__ import annotations

@@ -37,10 +37,10 @@ class Trainer(Keeping):
     as one process does with batches of n * b.
 
     Arguments:
-        params: a list or dict of `Parameter` or of torch tensors, `net.named_parameters()`, a torch module; see
-            `collect.collect`. Their keys in the store are 0, 1, ... in order (of their names, if it is a dict).
+        params: a list or dict of `Parameter` or of torch tensors, `net.named_parameters()`, or a torch module. An item
+            may be a list, with one for each device. Keys in the store are 0, 1, ... in order (of names, if a dict).
         optimizer: name of a rule, such as "sgd" or "adam", or "module:Class" for one of yours.
-        optimizer_params: its parameters: {"learning_rate": 0.1, "momentum": 0.9, "lr_scheduler": Factor(...)}.
+        optimizer_params: its parameters: `{"learning_rate": 0.1, "momentum": 0.9, "lr_scheduler": Factor(...)}`.
         kvstore: name of a store, which the trainer makes and closes; an open store; or None. No store is made where
             there is one device and one machine.
         compression_params: as `KVStore.set_gradient_compression` takes them.
@@ -50,7 +50,7 @@ class Trainer(Keeping):
         KVError: parameters, rule or store do not fit together.
         ContractError: a distributed store without a job.
 
-    Threads: one at a time. Source: the class of this name in MXNet's gluon; docs/trainer.md says where we differ.
+    Threads: one at a time. Source: the class of this name in MXNet's gluon; `docs/trainer.md` says where we differ.
     """
 
     def __init__(  # noqa: PLR0917  # the order of the original
