@@ -9,7 +9,7 @@
       + KVError (ValueError)             a key, shape, dtype or rule that does not fit the store
           + RuleError                    a rule failed on a server; carries the server's traceback
       + StoreClosed (RuntimeError)       the store was closed, left, or inherited by a forked child
-      + DataError (ValueError)           a data file that is damaged or not of its format: file, offset, both sides
+      + DataError (ValueError)           a data file that is damaged or not of its format: file, offset
       + JobStoreError (OSError)          a job's folder cannot be made, read or written
       + NoSuchJob (LookupError)          no job, or several, of that id or name; lists near ones
 
