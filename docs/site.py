@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import html
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urljoin
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,8 +25,19 @@ WRITTEN = {"environment.md": "runtime/distrun_runtime/contract/environ.py", "ben
 
 LONGEST = 32
 """Characters of a name in code marks that stay together on a line; a longer one may break between its words."""
+SHORT = 22
+"""The same in titles, which are larger, and in the table of contents, which is narrow."""
 
 _LINK = re.compile(r"\]\((?!https?:|mailto:|#)([^)#\s]+)")
+
+
+def on_config(config: MkDocsConfig, **_: Any) -> None:
+    """Return if the address of edit links is one; raise PluginError if not."""
+    if config.edit_uri and not re.match(r"https?://[^/]+/", config.edit_uri):
+        raise PluginError(
+            "DOCS_EDIT_URL: expected the address that edits the folder docs/, such as"
+            " https://git.example.com/group/distrun/edit/main/docs/, found %r" % config.edit_uri
+        )
 
 
 def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
@@ -41,30 +54,44 @@ def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links to where the site has what they mean: the root's pages stand beside those of docs/."""
-    if page.file.src_uri in PAGES:
+def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, **_: Any) -> str:
+    """Give the page its edit link, and point links to where the site has what they mean."""
+    name = page.file.src_uri
+    page.edit_url = _edit_url(name, config.edit_uri)
+    if name in PAGES:
+        # The root's pages stand beside those of docs/.
         return _LINK.sub(lambda match: "](" + match.group(1).removeprefix("docs/"), markdown)
-    depth = page.file.src_uri.count("/")
+    depth = name.count("/")
     # In the checkout a page of docs/ reaches the root by one step more than on the site.
     return _LINK.sub(lambda match: "](" + _up(match.group(1), depth), markdown)
 
 
-def on_page_content(markup: str, page: Any, config: MkDocsConfig, **_: Any) -> str:
-    """Give the page its edit link, if the builder has set an address; keep names in code marks in one piece."""
-    name = page.file.src_uri
-    source = WRITTEN.get(name, "docs/" + name if (ROOT / "docs" / name).exists() else name)
-    # The address is that of docs/.
-    page.edit_url = urljoin(config.edit_uri, "../" + source) if config.edit_uri and source else None
+def on_page_content(markup: str, page: Any, **_: Any) -> str:
+    """Keep names in one piece: in code marks, in the page's title and in its table of contents."""
+    _mark_toc(page.toc)
+    markup = re.sub(r"(<h1\b[^>]*>)([^<]*)", lambda match: match.group(1) + _title(match.group(2)), markup)
     parts = re.split(r"(<pre\b.*?</pre>)", markup, flags=re.DOTALL)
-    parts[::2] = [_INLINE.sub(lambda match: "<code>%s</code>" % _unbroken(match.group(1)), part) for part in parts[::2]]
+    parts[::2] = [_INLINE.sub(lambda match: "<code>%s</code>" % _code(match.group(1)), part) for part in parts[::2]]
     return "".join(parts)
 
 
+def _edit_url(name: str, address: str | None) -> str | None:
+    """Return where a page is edited.
+
+    Arguments:
+        name: of the page on the site.
+        address: where the folder docs/ is edited, with "/" at the end; or None.
+    """
+    source = WRITTEN.get(name, "docs/" + name if (ROOT / "docs" / name).exists() else name)
+    return urljoin(address, "../" + source) if address and source else None
+
+
 _INLINE = re.compile(r"<code>([^<]*)</code>")
+_OUTER = re.compile(r"(?<=\w[/,=])(?=\w)|(?<=::)(?=\w)|(?<=\w)(?=[\[({])")  # between names
+_INNER = re.compile(r"(?<=\w[_.-])(?=\w)")  # between the words of a name, where the first is not enough
 
 
-def _unbroken(code: str) -> str:
+def _code(code: str) -> str:
     """Return the HTML of code with marks where browsers may break its lines: at blanks, and within long names."""
     return "".join(part if part.isspace() else _word(html.unescape(part)) for part in re.split(r"(\s+)", code))
 
@@ -72,16 +99,11 @@ def _unbroken(code: str) -> str:
 def _word(word: str) -> str:
     pieces = [word]
     if len(word) > LONGEST:
-        pieces = [
-            part for piece in _OUTER.split(word) for part in ([piece] if len(piece) <= LONGEST else _INNER.split(piece))
-        ]
-    # Letters and digits have no place where a browser breaks.
-    quoted = (html.escape(piece, quote=False) for piece in _joined(pieces))
+        names = _OUTER.split(word)
+        pieces = _joined([part for name in names for part in (_INNER.split(name) if len(name) > LONGEST else [name])])
+    # Letters, digits and underscores have no place where a browser breaks.
+    quoted = (html.escape(piece, quote=False) for piece in pieces)
     return "<wbr>".join(one if re.fullmatch(r"\w*", one) else '<span class="whole">%s</span>' % one for one in quoted)
-
-
-_OUTER = re.compile(r"(?<=\w[/,=])(?=\w)|(?<=::)(?=\w)|(?<=\w)(?=[\[({])")  # between names
-_INNER = re.compile(r"(?<=\w[_-])(?=\w)")  # between the words of a name, where the first is not enough
 
 
 def _joined(pieces: list[str]) -> list[str]:
@@ -92,6 +114,17 @@ def _joined(pieces: list[str]) -> list[str]:
             joined.append("")
         joined[-1] += piece
     return joined
+
+
+def _title(title: str) -> str:
+    """Return the HTML of a title whose long names may break between their words."""
+    return "".join("<wbr>".join(_INNER.split(one)) if len(one) > SHORT else one for one in re.split(r"(\s+)", title))
+
+
+def _mark_toc(entries: Iterable[Any]) -> None:
+    for entry in entries:
+        entry.title = _title(entry.title)
+        _mark_toc(entry.children)
 
 
 def _up(target: str, depth: int) -> str:

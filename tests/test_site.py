@@ -1,4 +1,4 @@
-"""The documentation site as built: code in blocks, signatures, names in one piece, palettes, and links between pages."""
+"""The documentation site as built: code blocks, signatures, names in one piece, palettes, links between pages."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ EDIT_URL = "https://git.example.com/group/distrun/edit/main/docs/"
 BUILD_SECONDS = 500
 
 
+def build(target: Path, edit_url: str) -> subprocess.CompletedProcess[str]:
+    """Build the site as scripts/docs does, into another folder."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(target)]
+    env = {**os.environ, "DOCS_EDIT_URL": edit_url, "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False
+    )
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the site as a builder makes it that sets the address of edit links."""
     target = tmp_path_factory.mktemp("docs") / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(target)]
-    env = {**os.environ, "DOCS_EDIT_URL": EDIT_URL, "NO_MKDOCS_2_WARNING": "1"}
-    result = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False
-    )
+    result = build(target, EDIT_URL)
     assert result.returncode == 0, result.stdout + result.stderr
     return target
 
@@ -179,7 +184,16 @@ def test_edit_links_lead_to_the_source_of_each_page(site: Path) -> None:
 def test_no_edit_links_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DOCS_EDIT_URL", raising=False)
     config = load_config(str(ROOT / "mkdocs.yml"))
-    assert config.edit_uri is None and config.repo_url is None
+    assert config.edit_uri is None
+    assert config.repo_url is None
+
+
+def test_an_address_of_edit_links_without_a_scheme_is_refused(tmp_path: Path) -> None:
+    result = build(tmp_path / "site", "git.example.com/group/distrun/")
+    assert result.returncode != 0
+    assert "DOCS_EDIT_URL: expected the address that edits the folder docs/" in result.stderr
+    assert "found 'git.example.com/group/distrun/'" in result.stderr
+    assert not (tmp_path / "site" / "index.html").exists()
 
 
 def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
@@ -191,7 +205,8 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
         assert len(fetched) >= 4, page.name
         assert [one for one in fetched if re.match(r"(?:https?:)?//", one)] == [], page.name
         # With this part the theme's script asks the repository's host for numbers of stars.
-        assert 'data-md-component="source"' not in text and 'class="mermaid"' not in text, page.name
+        assert 'data-md-component="source"' not in text, page.name
+        assert 'class="mermaid"' not in text, page.name
     for style in site.rglob("*.css"):
         assert not re.search(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", style.read_text("utf-8")), style.name
 
