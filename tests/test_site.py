@@ -119,6 +119,9 @@ def test_options_and_paths_in_code_marks_break_only_between_words(site: Path) ->
         for code in re.findall(r"<code>(.*?)</code>", outside_code_blocks(page), re.DOTALL):
             for piece in re.findall(r'<span class="whole">(.*?)</span>', code):
                 assert len(html.unescape(piece)) <= 60, "%s: %s would be cut off on a narrow page" % (page.name, piece)
+    assert re.search(
+        r"<h1[^>]*>distrun_<wbr>runtime\.<wbr>kvstore\.<wbr>schedule<", article(site / "api" / "schedule.html")
+    )
     style = (site / "site.css").read_text("utf-8")
     assert re.search(r"\.whole \{[^}]*white-space: nowrap", style)
     assert re.search(r"\.md-typeset code \{[^}]*word-break: normal", style)
