@@ -296,7 +296,7 @@ def test_an_error_that_nobody_waited_for_makes_the_exit_code_one() -> None:
 
             kv = kvstore.create("dist_async")
             kv.init("w", np.zeros(4, "float32"))
-            kv.push("w", np.zeros(4, "float32"))  # no rule: refused
+            kv.push("w", np.zeros(4, "float32"), wait=False)  # no rule: refused
             print("the script itself ends well", flush=True)
             """
         )
