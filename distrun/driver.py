@@ -303,13 +303,13 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
         else:
             process.send_signal(who, signal.SIGKILL)
             _wait_gone(who, wait_s)
-            done.append("killed the launcher, which had not ended after %s" % duration(grace_s + wait_s))
+            done.append("killed the launcher, which did not end within %s" % duration(grace_s + wait_s))
     elif launcher:
         done.append("its launcher (pid %d) is gone" % who.pid)
     if plan is None:
         raise UsageError(
             "job %s: %s" % (folder.id, "; ".join(done)),
-            "what may be left of it ends with: distrun kill -H FILE %s, where FILE names its hosts (without -H and with"
+            "to end what may be left of it: distrun kill -H FILE %s, where FILE names its hosts (without -H and with"
             " --stale: this machine)" % folder.id,
         )
     swept = backends.load(plan.backend).sweep(plan, grace_s)
@@ -317,7 +317,7 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
         try:
             folder.bury(tuple(left for each in swept.values() for left in each.left))
         except OSError as err:
-            done.append("its end could not be noted: %s" % err)
+            done.append("its end could not be recorded: %s" % err)
     return Killed(tuple(done), swept)
 
 

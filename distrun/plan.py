@@ -22,11 +22,11 @@ from distrun_runtime.contract.plan import ROLES, SCHEDULER, SERVER, WORKER, Host
 SET_ELSEWHERE: Mapping[str, str] = {
     "DISTRUN_TOKEN_FILE": "the agent, which writes that file",
     "DISTRUN_PUBLISH_FD": "the agent, which opens that pipe",
-    "PYTHONPATH": "the agent: the bundled runtime's folder, then what stands there already",
+    "PYTHONPATH": "the agent: the bundled runtime's folder, then the value that is already there",
     "GLOO_SOCKET_IFNAME": "the agent, which knows the interface",
     "NCCL_SOCKET_IFNAME": "the agent, which knows the interface",
-    "DMLC_TRACKER_URI": "nobody: only removed",
-    "DMLC_TRACKER_PORT": "nobody: only removed",
+    "DMLC_TRACKER_URI": "not set, only removed",
+    "DMLC_TRACKER_PORT": "not set, only removed",
 }
 """Rows of the table that are given, yet not here."""
 

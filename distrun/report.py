@@ -24,13 +24,13 @@ _COLUMN = 40
 
 _SIGNALS = {
     "ABRT": "it aborted itself, as after a failed assertion",
-    "BUS": "it touched memory that is not there, such as a truncated mapped file or a full /dev/shm",
+    "BUS": "it accessed memory that does not exist, such as a truncated mapped file or a full /dev/shm",
     "FPE": "an arithmetic fault",
-    "HUP": "its terminal went away",
+    "HUP": "its terminal was closed",
     "ILL": "its code does not fit this processor",
     "INT": "it was interrupted",
     "KILL": "it was killed, not by distrun; often the kernel's out-of-memory killer: see dmesg",
-    "PIPE": "it wrote to a pipe that nobody reads",
+    "PIPE": "it wrote to a pipe whose reader has ended",
     "SEGV": "a segmentation fault",
     "TERM": "it was asked to end, not by distrun",
     "XCPU": "it used up its CPU time (ulimit -t)",
@@ -59,7 +59,7 @@ def failure(outcome: Outcome, tail: Sequence[str] = (), log: str = "") -> str:
     if culprit is not None and culprit.task:
         lines.append("first failure: %s on %s: %s" % (culprit.task, culprit.host, _how(culprit)))
         if culprit.consequence:
-            lines.append("  It had lost %s: %s" % (culprit.lost_peer, culprit.reason or "no word why"))
+            lines.append("  It had lost %s: %s" % (culprit.lost_peer, culprit.reason or "no reason known"))
         elif culprit.reason and culprit.reason not in outcome.message:
             lines.append("  %s" % culprit.reason)
         lines += _tail(tail, log)

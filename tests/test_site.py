@@ -129,7 +129,7 @@ def test_options_and_paths_in_code_marks_break_only_between_words(site: Path) ->
 
 def test_marked_names_are_found_by_the_search_as_they_are_written(site: Path) -> None:
     index = (site / "search" / "search_index.json").read_text("utf-8")
-    assert "DISTRUN_HOST_ADDRESSES" in index
+    assert "DISTRUN_WORKER_ADDRESSES" in index
     assert "--sync-dst-dir" in index
 
 

@@ -49,7 +49,7 @@ def _registered() -> dict[str, str]:
 def _unknown(name: str) -> UsageError:
     if name in PLANNED:
         return UsageError(
-            "--launcher %s: this version does not have it; it has: %s" % (name, ", ".join(names())),
+            "--launcher %s: not implemented yet; this version has: %s" % (name, ", ".join(names())),
             "run on this machine with --launcher local",
         )
     import difflib

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 SCHEMA = "distrun.doctor/1"
 EXIT_BAD = 3
 FOR_WORKERS = """\
-Servers and scheduler of `distrun launch` use it by themselves, workers do not. If workers use the store, give them a
-Python that has numpy and pyzmq, such as a virtual environment of your own: --activate venv:PATH.
+The servers and the scheduler of `distrun launch` use it automatically; workers do not. If workers use the store, give
+them a Python that has numpy and pyzmq, such as a virtual environment of your own: --activate venv:PATH.
 """
 
 MARKS = {"ok": "✓", "warn": "!", "bad": "✗"}
@@ -57,10 +57,10 @@ STYLES = {"ok": "green", "warn": "yellow", "bad": "red"}
 @click.option("--port-range", default="", metavar="A-B", help="Ports to try between the hosts. [default: any]")
 @click.option("--fix", "is_fixing", is_flag=True, help="Make what bundled servers need, where it is missing.")
 @click.option("-y", "--yes", is_flag=True, help="With --fix: do not ask.")
-@click.option("-q", "--quiet", is_flag=True, help="Show only what is not in order.")
+@click.option("-q", "--quiet", is_flag=True, help="Show problems only.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object, with all facts.")
 def doctor(**options: Any) -> int:
-    """Check hosts: can they be reached, have they what a job needs, do they reach each other?
+    """Check hosts: can they be reached, do they have what a job needs, do they reach each other?
 
     \b
     Examples:
@@ -213,8 +213,8 @@ def summary(rows: Sequence[Row], hosts: int) -> str:
     """Return the last line. Pure."""
     bad = {row.host for row in rows if row.mark == "bad"}
     count = sum(row.mark == "bad" for row in rows)
-    remarks = sum(row.mark == "warn" for row in rows)
-    more = ", %d remark%s" % (remarks, "" if remarks == 1 else "s") if remarks else ""
+    warnings = sum(row.mark == "warn" for row in rows)
+    more = ", %d warning%s" % (warnings, "" if warnings == 1 else "s") if warnings else ""
     if not bad:
-        return "%d host%s in order%s" % (hosts, " is" if hosts == 1 else "s are", more)
-    return "%d fault%s on %d of %d hosts%s" % (count, "" if count == 1 else "s", len(bad), hosts, more)
+        return "%d host%s OK%s" % (hosts, "" if hosts == 1 else "s", more)
+    return "%d problem%s on %d of %d hosts%s" % (count, "" if count == 1 else "s", len(bad), hosts, more)

@@ -26,7 +26,7 @@ EXIT_PROBLEM = 3
 @host_options
 @click.option("--launcher", "--backend", "launcher", default="", metavar="NAME", cls=LauncherOption)
 @click.option("--cwd", default="", metavar="DIR", help="Run it there. [default: the home directory]")
-@click.option("--shell/--no-shell", "shell", default=None, help="Run the command by bash -c, or never do.")
+@click.option("--shell/--no-shell", "shell", default=None, help="Always or never run the command with bash -c.")
 @seconds("--timeout", help="End it after so many seconds.")
 @click.option("--no-fold", is_flag=True, help="Print lines as they come, each with its host.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
@@ -40,9 +40,9 @@ def execute(command: tuple[str, ...], **options: Any) -> int:
       distrun exec --hosts gpu[01-08] 'df -h /data | tail -n 1'
 
     Hosts that said the same are shown once. Several words are executed exactly; a single word with blanks or shell
-    characters is run by bash -c. Nothing of your environment goes along, and what the command leaves in the background
-    is ended with it. The exit code is the largest of all hosts, 124 for one that took longer than --timeout, 3 if a
-    host cannot be reached, or its output did not come whole, and no code is larger.
+    characters is run with bash -c. Your environment is not forwarded. Background processes that the command leaves are
+    ended. The exit code is the largest of all hosts: 124 for a host that took longer than --timeout, 3 for one that
+    cannot be reached or whose output did not arrive completely.
     """
     inventory, backend, hosts = hosts_of(options, environ.snapshot(), options["launcher"])
     if not backend.needs_hosts and not options["launcher"]:

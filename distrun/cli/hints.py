@@ -205,7 +205,7 @@ def _not_found(command: Sequence[str], ctx: click.Context) -> str:
         return "%s is the shell's own; give the command as one quoted word" % first
     if _ASSIGNMENT.match(first):
         given = [_shown(word) for word in _leading_assignments(command)]
-        return "%s is no program: to set variables, type %s before the command" % (
+        return "%s is not a program: to set variables, type %s before the command" % (
             _shown(first),
             " ".join("--env " + word for word in given),
         )

@@ -32,13 +32,13 @@ OTHERS = ("labels", "python", "workdir", "identity", "jump")
     default="auto",
     show_default=True,
     metavar="NAME",
-    help="Whose file it is: auto, dmlc, mpich, horovod, sge.",
+    help="Format of the file: auto, dmlc, mpich, horovod or sge.",
 )
 @click.option("--fold", "way", flag_value="fold", default="", help="Print node lists NODES... as one, folded.")
 @click.option("--expand", "way", flag_value="expand", default="", help="Print the names of node lists, one a line.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def hosts(what: tuple[str, ...], listed: str | None, form: str, way: str, as_json: bool) -> int:
-    """Show what was understood of FILE (`-`: stdin), of --hosts, or else of the environment.
+    """Show how distrun reads FILE (`-`: stdin), --hosts, or the environment if neither is given.
 
     All errors of a file are shown at once; the exit code is 2 then. With --fold or --expand the arguments are node
     lists, not files; `-` reads them from stdin.

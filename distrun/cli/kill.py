@@ -18,14 +18,12 @@ from distrun.errors import UsageError
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("jobs", metavar="[JOB]...", nargs=-1)
 @host_options
-@click.option(
-    "--stale", is_flag=True, help="Only jobs that nobody looks after: agent dead, stopped, or past its lease."
-)
+@click.option("--stale", is_flag=True, help="Only abandoned jobs: agent dead, stopped, or past its lease.")
 @click.option("--dry-run", is_flag=True, help="Show what would be ended, and end nothing.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @seconds("--grace", low=0, help="Seconds before killing. [default: the job's]")
-@click.option("--match", metavar="REGEX", help="With --any-process: whatever of mine has such a command line.")
-@click.option("--any-process", is_flag=True, help="With --match: also what no job started. Look at what it shows.")
+@click.option("--match", metavar="REGEX", help="With --any-process: end my processes with such a command line.")
+@click.option("--any-process", is_flag=True, help="With --match: also processes that no job started. Check the list!")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def kill(jobs: tuple[str, ...], **options: Any) -> int:
     """Stop JOB (an id, the beginning of one, or a name) and everything that it started.
@@ -37,10 +35,10 @@ def kill(jobs: tuple[str, ...], **options: Any) -> int:
       distrun kill -H hosts --stale -y        # what dead launchers left there
       distrun kill --stale --dry-run          # on this machine
 
-    Jobs that run come before jobs that are over. Its launcher is asked to stop it. If the launcher is gone, what is
-    left of the job is found by what was recorded of it, never by the names of programs, and never another user's.
-    It gets SIGTERM, and after the grace time SIGKILL. The exit code is 1 if a process would not end, 3 if a host cannot
-    be reached.
+    A running job is preferred to one that has ended. distrun asks the job's launcher to stop it. If the launcher is
+    gone, distrun finds the job's processes by what was recorded of them, never by program names, and never another
+    user's. They get SIGTERM, and SIGKILL after the grace time. The exit code is 1 if a process did not end, 3 if a host
+    cannot be reached.
     """
     is_elsewhere = options["hostfile"] is not None or options["hosts"] is not None
     if bool(options["match"]) != options["any_process"]:

@@ -127,7 +127,7 @@ def _show(found: Found, chosen: Sequence[HostJob]) -> None:
             rows.append((name, "", "", "", "", "", "cannot be asked: " + each.text))
         for job in chosen:
             if job.host == name:
-                rows += _rows(job) or [(name, job.job, job.state(), "", "", "", "nothing but its folder")]
+                rows += _rows(job) or [(name, job.job, job.state(), "", "", "", "only its folder is left")]
     if rows:
         print_out(tables.text(HEADINGS, rows))
 

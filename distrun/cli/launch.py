@@ -58,7 +58,7 @@ def launch(ctx: click.Context, /, command: tuple[str, ...], **options: Any) -> i
       distrun launch -n 2 -s 0 "python ddp.py > out-\\$RANK.txt"
 
     Options of distrun end at the first word of COMMAND. Several words are executed exactly, without a shell; a
-    single word with blanks or shell characters is run by bash -c. The exit code is 0 if all workers succeeded, else
+    single word with blanks or shell characters is run with bash -c. The exit code is 0 if all workers succeeded, else
     that of the first task that failed (128 + n for signal n).
     """
     ctx.obj.verbosity = options["verbosity"]
@@ -221,7 +221,7 @@ def _launcher(options: Mapping[str, Any], env: Mapping[str, str], console: Conso
     if found is None and backends.load(launcher).needs_hosts:
         raise UsageError("--launcher %s: no hosts are given" % launcher, "name some with -H FILE or --hosts A,B")
     if found is None and options["sync_dst_dir"]:
-        console.say("--sync-dst-dir is ignored: without hosts the job runs in the current directory")
+        console.say("--sync-dst-dir is ignored: without hosts, the job runs in the current directory")
     return launcher, found
 
 

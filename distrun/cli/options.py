@@ -57,15 +57,15 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
     click.option("--sync-exclude", multiple=True, metavar="PATTERN", help="Do not copy what matches. Repeatable."),
     click.option("--sync-gitignore", is_flag=True, help="Copy what git would add, and nothing else."),
     click.option("--sync-extra", multiple=True, metavar="SRC[:DST]", help="Copy this too, into DIR. Repeatable."),
-    click.option("--sync-delete", is_flag=True, help="Delete what only a host has, in a DIR that distrun made."),
+    click.option("--sync-delete", is_flag=True, help="Delete files that only a host has, in a DIR that distrun made."),
     # Command
-    click.option("--shell/--no-shell", "shell", default=None, help="Run the command by bash -c, or never do."),
+    click.option("--shell/--no-shell", "shell", default=None, help="Always or never run the command with bash -c."),
     click.option(
         "--ps",
         default=BUNDLED,
         show_default=True,
         metavar="bundled|command",
-        help="Who serves: our servers, or your command in every role (MXNet, ps-lite, BytePS).",
+        help="Who runs servers: distrun's own, or your command in every role (MXNet, ps-lite, BytePS).",
     ),
     click.option(
         "--python",

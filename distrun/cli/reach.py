@@ -29,7 +29,7 @@ HOST_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         type=click.Choice(TRANSPORTS),
         default=TRANSPORTS[0],
         show_default=True,
-        help="What speaks ssh: our library, or the ssh program (GSSAPI, FIDO keys, ControlMaster).",
+        help="SSH client: the built-in library, or the ssh program (GSSAPI, FIDO keys, ControlMaster).",
     ),
     click.option("--strict-host-keys", is_flag=True, help="Refuse hosts whose key is not known yet."),
     click.option("--ssh-config", default="", metavar="FILE", help="ssh configuration. [default: ~/.ssh/config]"),

@@ -35,9 +35,13 @@ WIDE = 80
 @click.option("--sync-gitignore", "gitignore", is_flag=True, help="Copy what git would add, and nothing else.")
 @click.option("--sync-extra", "extra", multiple=True, metavar="SRC[:DST]", help="Copy this too, into DIR.")
 @click.option(
-    "--delete", "--sync-delete", "delete", is_flag=True, help="Delete what only a host has, in a DIR of ours."
+    "--delete",
+    "--sync-delete",
+    "delete",
+    is_flag=True,
+    help="Delete files that only a host has, in a DIR that distrun made.",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would be copied, and do nothing.")
+@click.option("--dry-run", is_flag=True, help="Say what would be copied, and copy nothing.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
 def sync(**options: Any) -> int:

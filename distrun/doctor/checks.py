@@ -207,7 +207,7 @@ def _unusable(patient: Patient, check: str, place: Mapping[str, Any], what: str,
     """Return the row of a folder that is missing or not this user's to write to."""
     path = quote(place["path"])
     if not place["is_folder"]:
-        text = "%s: %s is no folder" % (place["path"], place["near"])
+        text = "%s: %s is not a folder" % (place["path"], place["near"])
         fix = "%ssee what it is: %s" % (other, ON)
         return Row(patient.name, check, BAD, text, fix, "ls -l %s" % quote(place["near"]))
     script = "mkdir -p %s" % path

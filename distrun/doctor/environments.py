@@ -31,7 +31,7 @@ REQUIREMENTS = ("numpy>=1.23", "pyzmq>=25")
 LIMIT_S = 900.0
 SEE = "see what it says there: %s" % ON
 STEPS = {
-    "folder": ("its folder cannot be used", "make it writable and this user's own, or set XDG_DATA_HOME there"),
+    "folder": ("its folder cannot be used", "make it writable for this user only, or set XDG_DATA_HOME there"),
     "venv": ("python -m venv failed", SEE),
     "pip": (
         "pip failed",
@@ -144,7 +144,7 @@ def outcome(row: Wanted, ran: Ran | Problem) -> Made:
     except (ValueError, IndexError):
         lines = [line for line in bytes(ran.err).decode("utf-8", "replace").splitlines() if line.strip()]
         how = ran.reason or "exit code %s" % ran.code
-        text = "\n".join(["it did not come to its end (%s)" % how, *lines[-3:]])
+        text = "\n".join(["it did not end well (%s)" % how, *lines[-3:]])
         return Made(row.host, text, fix=SEE, script=by_hand(row))
     if "path" in value:
         text = "%s (Python %s, numpy %s, zmq %s)" % tuple(value[name] for name in ("path", "version", *MODULES))

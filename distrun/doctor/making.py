@@ -60,7 +60,7 @@ def make(place: str, requirements: list[str]) -> dict[str, str]:
     os.makedirs(home, mode=0o700, exist_ok=True)
     info = os.lstat(home)
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
-        raise Failed("folder", "%s is not a folder of this user's" % home)
+        raise Failed("folder", "%s does not belong to this user" % home)
     os.chmod(home, stat.S_IMODE(info.st_mode) & ~0o022)
     _remove_stale(home)
     if os.path.islink(place):

@@ -103,7 +103,7 @@ def chosen(found: Iterable[HostJob], jobs: Sequence[str] = (), stale: bool = Fal
 
 def _meant(word: str, ids: Sequence[str]) -> list[str]:
     if not word.strip():
-        raise UsageError("%r is no job" % word, "leave it out to mean all of mine on these hosts, or type an id")
+        raise UsageError("there is no job %r" % word, "leave it out to mean all of mine on these hosts, or type an id")
     found = [word] if word in ids else [each for each in ids if each.startswith(word)]
     if len(found) > 1:
         raise UsageError("%r could be %s" % (word, ", ".join(found)), "type more of the id, or name each of them")

@@ -226,7 +226,7 @@ class _Running:
             elif now >= self._by[host]:
                 self._late(host, now)
             elif self._fleet.silence(host) >= LOST_S:
-                text = "it fell silent for %.0f s; its agent, unless it is frozen, ends the command after %.0f s"
+                text = "it was silent for %.0f s; its agent, unless it is frozen, ends the command after %.0f s"
                 text %= (LOST_S, Limits().lease_s)
                 self._fleet.give_up(Problem(host, "timeout", text, "distrun kill --hosts %s --stale" % quote(host)))
                 del self._by[host]

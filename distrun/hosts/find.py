@@ -102,7 +102,7 @@ def _decoded(file: BinaryIO, name: str) -> str:
     if len(data) > _LARGEST:
         raise _unreadable(name, "it is larger than %d MiB" % (_LARGEST // 2**20))
     if b"\0" in data:
-        raise _unreadable(name, "it is no text in UTF-8")
+        raise _unreadable(name, "it is not UTF-8 text")
     # Anything may stand in a comment; in a name, bytes that are no UTF-8 are refused where they stand.
     return data.decode("utf-8", "surrogateescape")
 

@@ -81,7 +81,7 @@ CODES = {
     "E113": "text after host is not key=value",
     "E116": "the value of an attribute, or a user, is wrong",
     "E117": "@include: no path, a circle, too deep; or another word with '@'",
-    "E118": "the file cannot be read, or is no text",
+    "E118": "the file cannot be read, or is not UTF-8 text",
     "W120": "duplicate host: slots added",
     "W121": "a variable of the queue is not understood and ignored",
 }

@@ -160,7 +160,7 @@ class _Jump:
                 try:
                     self._connection, self._sock, self._program = enter(resolve(self._target))
                 except SshFailure as err:
-                    text = "by way of %s: %s" % (self._target.host, err.text)
+                    text = "through %s: %s" % (self._target.host, err.text)
                     raise SshFailure(err.kind, text, err.fix, is_passing=err.is_passing) from err
             return self._connection
 

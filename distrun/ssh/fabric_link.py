@@ -160,7 +160,7 @@ def tunnel(jump: fabric.Connection, resolved: Resolved) -> Any:
         if not jump.transport.is_active():
             raise failure.unreachable(resolved.where, "the host in between is gone") from err
         why = getattr(err, "text", "") or str(err)
-        raise failure.unreachable(resolved.where, "%s, by way of %s" % (why.lower(), resolved.jump)) from err
+        raise failure.unreachable(resolved.where, "%s, through %s" % (why.lower(), resolved.jump)) from err
 
 
 class FabricLink:

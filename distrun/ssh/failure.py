@@ -137,8 +137,10 @@ def host_key_changed(where: Where, shown: str, recorded: str, fix: str) -> SshFa
         recorded: where the one is that it should be.
         fix: the command that forgets that one (`forget`).
     """
-    text = "%s shows another host key than %s: %s. Somebody may be listening, or it was set up anew"
-    return SshFailure(HOSTKEY, text % (where.place, recorded, shown), "if it was set up anew: %s" % fix)
+    text = "%s shows another host key than %s: %s. Someone may intercept this, or the host was reinstalled"
+    return SshFailure(
+        HOSTKEY, text % (where.place, recorded, shown), "if the host was reinstalled, remove the old key: %s" % fix
+    )
 
 
 def host_key_unknown(where: Where, kind: str, fingerprint: str) -> SshFailure:
@@ -179,13 +181,13 @@ def no_auth(where: Where, tried: str, accepted: str = "", fix: str = "") -> SshF
 def _denied(where: Where, accepted: str) -> SshFailure:
     if not where.has_key:
         return no_auth(where, "there was no key to offer", accepted, new_key(where, accepted))
-    return no_auth(where, "none of the keys that ssh offered, if any, will do", accepted)
+    return no_auth(where, "it accepts none of the keys that ssh offered, if any", accepted)
 
 
 def too_many_keys(where: Where) -> SshFailure:
     """Return the failure of a user whose right key, if there is one, comes too late."""
     fix = "name the right one: IdentityFile and IdentitiesOnly yes in ~/.ssh/config, or identity=KEY in the hosts file"
-    return no_auth(where, "it hangs up before all keys are tried", fix=fix)
+    return no_auth(where, "it disconnects before all keys are tried", fix=fix)
 
 
 def copy_id(where: Where) -> str:
@@ -227,7 +229,7 @@ def no_agent(where: Where, words: str, noise: str) -> SshFailure:
         if line.startswith("distrun: ") and "python" in line.lower():
             return no_python(where, line)
     told = " | ".join(line.strip() for line in words.splitlines() if line.strip()) or noise
-    text = "%s let user %s in, and then ran no agent" % (where.place, where.user or "?")
+    text = "%s let user %s in, but the agent did not start" % (where.place, where.user or "?")
     if told:
         text += "; it said: %s" % (told if len(told) < 400 else "..." + told[-400:])
     return SshFailure(OTHER, text, "does this print ok? %s true && echo ok" % where.command("ssh"))
@@ -259,7 +261,7 @@ def _of_exception(err: BaseException, where: Where) -> SshFailure:
         return SshFailure(OTHER, "%s and this program share no algorithm: %s" % (where.place, text), fix)
     if name == "ChannelException":
         told = getattr(err, "text", text)
-        return SshFailure(OTHER, "%s lets user %s run nothing: %s" % (where.place, where.user, told))
+        return SshFailure(OTHER, "%s does not let user %s run commands: %s" % (where.place, where.user, told))
     if "banner" in text and isinstance(err.__context__, TimeoutError):
         return timeout(where, "say a word of ssh")
     if "banner" in text or "Negotiation failed" in text or text in ("", "EOFError"):
@@ -277,7 +279,7 @@ def _of_stderr(text: str, where: Where) -> SshFailure:
         if found is not None:
             return make(where, found)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    last = lines[-1] if lines else "the ssh program ended without a word"
+    last = lines[-1] if lines else "the ssh program ended without a message"
     return SshFailure(OTHER, "%s: %s" % (where.place, last), "try: %s" % where.command("ssh", "-v"))
 
 

@@ -224,7 +224,7 @@ class Login:
         if not has_password and self._offer_password(transport):
             return True
         fix = "log in by hand once with ControlMaster and ControlPersist set, and use --transport openssh"
-        raise failure.no_auth(self._resolved.where, "it wants a further proof", " or ".join(more), fix)
+        raise failure.no_auth(self._resolved.where, "it asks for another proof of identity", " or ".join(more), fix)
 
     def _note(self, text: str) -> None:
         if text not in self._notes:
@@ -243,7 +243,7 @@ class Login:
         else:
             names = [path for path in resolved.identities if any(path == each.path for each in self._tried)]
             others = "%d of the ssh-agent" % held if held else ""
-            tried = "%d key%s will not do (%s)" % (
+            tried = "%d key%s cannot be used (%s)" % (
                 self._offered,
                 "" if self._offered == 1 else "s",
                 ", ".join([*names, others] if others else names) or "none",

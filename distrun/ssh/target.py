@@ -90,4 +90,4 @@ def _number(name: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise UsageError("%s: %r is no number" % (name, text)) from None
+        raise UsageError("%s: %r is not a number" % (name, text)) from None

@@ -105,4 +105,4 @@ def check_folder(folder: str, option: str = "--sync-dst-dir") -> None:
         fix = "write %s" % home if home != folder else "./%s is a name" % folder
         raise UsageError("%s: variables are not expanded on the hosts: %r" % (option, folder), fix)
     if not folder.strip("/."):
-        raise UsageError("%s: %r is no directory for copies" % (option, folder), "name one of its own, like ~/job")
+        raise UsageError("%s: %r cannot take copies" % (option, folder), "name one of its own, like ~/job")

@@ -50,7 +50,7 @@ def test_every_backend_connects_nothing_before_it_is_told_to(name: str) -> None:
 
 def test_planned_backends_are_told_of_registered_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_registered", lambda: {"mine": "distrun.backends.local:Local"})
-    with pytest.raises(UsageError, match="it has: local, ssh, mine"):
+    with pytest.raises(UsageError, match="this version has: local, ssh, mine"):
         backends.load("mpi")
 
 
@@ -64,7 +64,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 @pytest.mark.parametrize("name", backends.PLANNED)
 def test_a_planned_backend_says_so(name: str) -> None:
-    with pytest.raises(UsageError, match="this version does not have it; it has: local") as caught:
+    with pytest.raises(UsageError, match="not implemented yet; this version has: local") as caught:
         backends.load(name)
     assert "--launcher local" in caught.value.hint
 

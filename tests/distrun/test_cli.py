@@ -137,7 +137,7 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
         (("launch", "-n", "2", "--launcher", "locl", "true"), ["no launcher 'locl'", "did you mean local?"]),
         (("launch", "-n", "2", "--launcher", "zzz", "true"), ["no launcher 'zzz'; known: local"]),
         (("launch", "-n", "2", "--launcher", "ssh", "true"), ["--launcher ssh: no hosts are given", "-H FILE"]),
-        (("launch", "-n", "2", "--backend", "slurm", "true"), ["--launcher slurm: this version does not have it"]),
+        (("launch", "-n", "2", "--backend", "slurm", "true"), ["--launcher slurm: not implemented yet"]),
         (("launch", "-n", "2", "--hosts", "a,b!", "true"), ["E102: invalid host name 'b!'"]),
         (("launch", "-n", "2", "-H", "/dev/null", "true"), ["E101: no hosts in file"]),
         (("launch", "-n", "2", "--hosts", "a", "--sync-delete", "true"), ["without --sync-dst-dir", "add --sync-dst"]),

@@ -197,7 +197,7 @@ def test_a_job_whose_plan_is_damaged_is_killed_by_its_hosts(
     (jobs / JOBS[2] / "plan.json").write_text("{")
     code, _, err = run("kill", JOBS[2], capfd=capfdbinary)
     assert code == 2
-    assert "%s is damaged: it is no JSON" % (jobs / JOBS[2] / "plan.json") in err
+    assert "%s is damaged: it is not JSON" % (jobs / JOBS[2] / "plan.json") in err
     assert "distrun kill -H FILE %s" % JOBS[2] in err
 
 

@@ -119,7 +119,7 @@ def test_a_living_launcher_is_asked_and_one_that_does_not_end_is_killed(
     if obeys:
         assert done[1:] == ["the launcher has ended", *SWEPT]
     else:
-        assert done[1:] == ["killed the launcher, which had not ended after 0.5 s", *SWEPT]
+        assert done[1:] == ["killed the launcher, which did not end within 0.5 s", *SWEPT]
     assert len(calls) == 1
 
 

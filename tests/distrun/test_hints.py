@@ -37,12 +37,12 @@ def notes(result: subprocess.CompletedProcess[bytes]) -> list[str]:
         (
             ("FOO=1", "BAR=a b", "python3", "train.py"),
             127,
-            "FOO=1 is no program: to set variables, type --env FOO=1 --env 'BAR=a b' before the command",
+            "FOO=1 is not a program: to set variables, type --env FOO=1 --env 'BAR=a b' before the command",
         ),
         (
             ("MY_TOKEN=s3cret", "true"),
             127,
-            "MY_TOKEN=... is no program: to set variables, type --env MY_TOKEN=... before the command",
+            "MY_TOKEN=... is not a program: to set variables, type --env MY_TOKEN=... before the command",
         ),
         (("run.sh",), 127, "run.sh is a file of this directory, which is not searched for programs: type ./run.sh"),
         (

@@ -98,7 +98,7 @@ def test_a_folder_of_somebody_else_is_never_put_on_the_path(
     ship.runtime_root(env)
     other = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: other)
-    with pytest.raises(PreflightError, match="not a folder of this user's alone"):
+    with pytest.raises(PreflightError, match="not a folder that only this user can write"):
         ship.runtime_root(env)
 
 

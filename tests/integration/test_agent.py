@@ -130,7 +130,7 @@ def test_task_that_cannot_start_says_why(argv: list[str], cwd: str, code: int, r
         assert driver.finish() == 0
 
 
-@pytest.mark.parametrize(("is_file", "reason"), [(False, "does not exist"), (True, "is no folder")])
+@pytest.mark.parametrize(("is_file", "reason"), [(False, "does not exist"), (True, "is not a folder")])
 def test_task_whose_folder_went_away_after_the_start_says_so(tmp_path: Path, is_file: bool, reason: str) -> None:
     folder = tmp_path / "work"
     folder.mkdir()

@@ -371,7 +371,7 @@ def test_an_environment_that_does_not_work_is_passed_over(tmp_path: Path) -> Non
     ("text", "words"),
     [
         (None, "there is no program mypython on here (in no folder of the tasks' PATH)"),
-        ("#!/bin/sh\necho oh no >&2; exit 3\n", "mypython on here is no Python that works (exit code 3)\noh no"),
+        ("#!/bin/sh\necho oh no >&2; exit 3\n", "mypython on here is not a working Python (exit code 3)\noh no"),
         (
             '#!/bin/sh\neval "echo \'{\\"version\\": \\"3.8.1\\", \\"path\\": \\"/opt/py\\"}\' >&$4"\n',
             "is Python 3.8.1; servers and scheduler",

@@ -117,6 +117,6 @@ def test_the_time_limit_names_who_had_not_ended(distrun: Distrun) -> None:
     host = distrun.job_host()
     last = done.stderr.decode().splitlines()[-1]
     assert last == (
-        "distrun: error: the job was not done within 2 s (--timeout): worker-0 on %s, worker-2 on %s had not ended"
+        "distrun: error: the job did not end within 2 s (--timeout): worker-0 on %s, worker-2 on %s had not ended"
         % (host, host)
     )

@@ -66,7 +66,7 @@ def test_the_table_folds_hosts_and_ends_faults_with_how_to_fix_them(lab: Site) -
     at = next(index for index, line in enumerate(lines) if line.startswith("✗"))
     assert lines[at].split()[1:3] == ["connection", "h2"]
     assert lines[at + 1].strip().startswith("fix:")
-    assert lines[-1].startswith("1 fault on 1 of 3 hosts")
+    assert lines[-1].startswith("1 problem on 1 of 3 hosts")
 
 
 def test_marks_are_ascii_where_nothing_else_can_be_shown(lab: Site) -> None:

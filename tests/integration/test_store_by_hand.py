@@ -401,7 +401,7 @@ def test_a_scheduler_whose_address_is_not_this_hosts_says_where_it_listens(root:
         job.start("scheduler")
         job.until("scheduler-0", "event=listening")
         words = job.err("scheduler-0")
-        assert "warning: DMLC_PS_ROOT_URI=%s is no address of host " % root in words
+        assert "warning: DMLC_PS_ROOT_URI=%s is not an address of host " % root in words
         own = address.reachable(":" in root)
         assert "listens on port %d of all its addresses (%s)." % (job.port, ", ".join(own) or "unknown") in words
         assert "if not, fix: DMLC_PS_ROOT_URI=%s" % (own or ["ADDRESS"])[0] in words

@@ -56,7 +56,7 @@ def environment(done: Done, asked: Command, host: str) -> Dict[bytes, bytes]:
     if done.fault == NOT_FOUND:
         raise Refusal("activation", "--activate needs bash, and there is none on %s" % host)
     if done.code is None:
-        what = "was not done within %g s" % asked.limit_s if done.fault == TIMED_OUT else "cannot be run"
+        what = "did not end within %g s" % asked.limit_s if done.fault == TIMED_OUT else "cannot be run"
         raise Refusal("activation", "activation on %s %s%s" % (host, what, words), _fix(host))
     if done.code != 0:
         how = "exit code %d" % done.code if done.code > 0 else "signal %d" % -done.code

@@ -173,7 +173,7 @@ def _unpack(digest: str, archive: bytes, target: str) -> None:
         with open(os.path.join(target, LIST), "x", encoding="utf-8", newline="\n") as listed:
             listed.write("%s %d\n%s" % (digest, len(rows), "".join(rows)))
     except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as err:
-        raise Refusal("protocol", "the runtime that was sent is no archive: %s" % err) from None
+        raise Refusal("protocol", "the runtime that was sent is not an archive: %s" % err) from None
 
 
 def _is_whole(path: str, digest: str) -> bool:
@@ -209,7 +209,7 @@ def _mend(path: str) -> None:
     """See to it that nobody else may write to a folder. Raises OSError: it is none, or not this user's."""
     info = os.lstat(path)
     if not _is_ours(info):
-        raise OSError("%s is not a folder of this user's alone" % path)
+        raise OSError("%s is not a folder that only this user can write" % path)
     if info.st_mode & 0o022:
         os.chmod(path, stat.S_IMODE(info.st_mode) & ~0o022)
 

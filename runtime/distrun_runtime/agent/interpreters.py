@@ -124,7 +124,7 @@ def told(asked: Command, done: Done, name: str, host: str) -> Dict[str, Any]:
         what, kind = "%s on %s did not import %s within %g s" % (name, host, modules, asked.limit_s), "module"
     else:
         how = "" if done.code is None else " (exit code %d)" % done.code
-        what, kind = "%s on %s is no Python that works%s" % (name, host, how), "python"
+        what, kind = "%s on %s is not a working Python%s" % (name, host, how), "python"
     raise Refusal(kind, "\n".join([what, *done.last_lines.splitlines()]), other)
 
 

@@ -59,14 +59,14 @@ def make(steps: Iterable[Any], now: float) -> Ladder:
     """Return the ladder of `[["TERM", 10.0], ["KILL", 0]]`, beginning now.
 
     Raises:
-        ContractError: no step, an unknown signal, or a time that is no number of seconds.
+        ContractError: no step, an unknown signal, or a time that is not a number of seconds.
     """
     try:
         checked = tuple((signal_name(name), float(wait_s)) for name, wait_s in steps)
     except (TypeError, ValueError) as err:
-        raise ContractError("a ladder is [[SIGNAL, seconds], ...]: %s" % err) from err
+        raise ContractError("a stop sequence is [[SIGNAL, seconds], ...]: %s" % err) from err
     if not checked or any(not wait_s >= 0 for _, wait_s in checked):
-        raise ContractError("a ladder has at least one step and no negative time: %r" % (checked,))
+        raise ContractError("a stop sequence has at least one step and no negative time: %r" % (checked,))
     return Ladder(checked, now)
 
 

@@ -29,7 +29,7 @@ def match(args: Mapping[str, Any]) -> Dict[str, Any]:
     try:
         pattern = re.compile(str(args["regex"]))
     except re.error as err:
-        raise ContractError("--match %s: this is no regular expression: %s" % (args["regex"], err)) from None
+        raise ContractError("--match %s: this is not a regular expression: %s" % (args["regex"], err)) from None
     found = matching(process.table(), pattern, _identities(args.get("spare")))
     if args.get("only") is not None:
         only = _identities(args["only"])

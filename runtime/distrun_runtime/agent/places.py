@@ -60,7 +60,7 @@ def _must_be(cwd: str, plan: Plan, host: str) -> None:
     folder = _expanded(cwd, host)
     fix = "" if plan.backend == "local" else "copy it there with --sync-dst-dir DIR, or mount it"
     if not os.path.isdir(folder):
-        what = "is no folder" if os.path.lexists(folder) else "does not exist"
+        what = "is not a folder" if os.path.lexists(folder) else "does not exist"
         raise Refusal("folder", "%s %s on %s" % (cwd, what, host), fix)
     if not os.access(folder, os.X_OK):
-        raise Refusal("folder", "%s on %s may not be entered" % (cwd, host), fix)
+        raise Refusal("folder", "%s on %s cannot be entered: no permission" % (cwd, host), fix)

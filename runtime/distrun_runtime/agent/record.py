@@ -83,7 +83,7 @@ def from_json(value: Any) -> Record:
             lease_s=float(value["lease_s"]),
         )
     except (KeyError, TypeError, ValueError) as err:
-        raise ContractError("this is no agent record: %r" % err) from err
+        raise ContractError("this is not an agent record: %r" % err) from err
 
 
 def roots() -> List[str]:
@@ -197,7 +197,7 @@ def load(folder: str) -> Record:
     try:
         return from_json(json.loads(text))
     except (RecursionError, OverflowError) as err:
-        raise ContractError("this is no agent record: %r" % err) from None
+        raise ContractError("this is not an agent record: %r" % err) from None
 
 
 def folders(job: str) -> List[str]:
@@ -261,7 +261,7 @@ def _check(folder: str) -> None:
     """Refuse a folder that somebody else could have put there or can look into."""
     info = os.lstat(folder)
     if not stat.S_ISDIR(info.st_mode):
-        raise ContractError("%s is no folder (a link?); remove it" % folder)
+        raise ContractError("%s is not a folder (a link?); remove it" % folder)
     if info.st_uid != os.geteuid():
         raise ContractError("%s belongs to user %d, not to %d; remove it" % (folder, info.st_uid, os.geteuid()))
     if stat.S_IMODE(info.st_mode) & 0o077:

@@ -141,10 +141,10 @@ def _check(task: Task, argv: List[bytes], env: Mapping[bytes, bytes]) -> None:
         raise CannotStart(NOT_FOUND, "%s has an empty command" % task.name)
     cwd = os.path.expanduser(exact(task.cwd))
     if cwd and not os.path.isdir(cwd):
-        what = "is no folder" if os.path.exists(cwd) else "does not exist"
+        what = "is not a folder" if os.path.exists(cwd) else "does not exist"
         raise CannotStart(NOT_EXECUTABLE, "the working folder %s %s on this host" % (task.cwd, what))
     if cwd and not os.access(cwd, os.X_OK):
-        raise CannotStart(NOT_EXECUTABLE, "the working folder %s may not be entered" % task.cwd)
+        raise CannotStart(NOT_EXECUTABLE, "the working folder %s cannot be entered: no permission" % task.cwd)
     folders = env.get(b"PATH", os.fsencode(os.defpath)).split(b":")
     places = [b""] if b"/" in argv[0] else folders
     found = [os.path.join(cwd or b".", place, argv[0]) for place in places]

@@ -147,7 +147,7 @@ def to_json(value: object) -> Json:
     own = getattr(value, "to_json", None)
     if callable(own):
         return to_json(own())
-    raise ValueError("a %s is no JSON" % type(value).__name__)
+    raise ValueError("a %s cannot be written as JSON" % type(value).__name__)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -150,7 +150,7 @@ def resolve_host(name: str) -> str:
     """Return the IP address of a host, IPv4 if it has one; an IP address comes back as it is, without a zone id.
 
     Raises:
-        ContractError: the name is not known, or looks like a number but is no address.
+        ContractError: the name is not known, or looks like a number but is not an address.
     """
     text = name.strip().split("%")[0].strip("[]")
     try:

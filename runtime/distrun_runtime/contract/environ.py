@@ -94,7 +94,7 @@ TABLE: Tuple[Variable, ...] = (
         "DISTRUN_RUN_DIR",
         "distrun",
         GIVEN,
-        "The job's folder, which outlives it: logs, and whatever a task leaves there. Not set on a host that does not"
+        "The job's folder, which is kept after the job: logs and files of tasks. Not set on a host that does not"
         " have it.",
     ),
     _row("DISTRUN_TOKEN_FILE", "distrun", BOTH, "File (mode 0600) with the job's token; without it a job runs open."),
@@ -113,8 +113,8 @@ TABLE: Tuple[Variable, ...] = (
         "DMLC_PS_ROOT_PORT",
         "dmlc",
         BOTH,
-        "The scheduler's port. By hand, the scheduler binds exactly it; with --ps command it is held as MASTER_PORT is;"
-        " the bundled scheduler under the launcher gets none and takes a free one.",
+        "The scheduler's port. Started by hand, the scheduler binds exactly this port; with --ps command it is held as"
+        " MASTER_PORT is; the bundled scheduler under the launcher gets none and takes a free one.",
         **_PORT,
     ),
     _row("DMLC_NUM_WORKER", "dmlc", BOTH, "Number of workers.", type=INT, low=1),
@@ -216,7 +216,7 @@ TABLE: Tuple[Variable, ...] = (
     _row("JAX_NUM_PROCESSES", "jax", GIVEN, "Number of workers.", type=INT, low=1),
     _row("JAX_PROCESS_ID", "jax", GIVEN, "The worker's rank.", type=INT, low=0),
     _row("PYTHONUNBUFFERED", "python", GIVEN, "1, unless you set it: lines appear when they are printed.", stale=False),
-    _row("PYTHONPATH", "python", GIVEN, "The bundled runtime is put in front of yours.", stale=False),
+    _row("PYTHONPATH", "python", GIVEN, "The bundled runtime is put in front of your value.", stale=False),
     # Tuning: the seeds' names.
     _row(
         "MXNET_KVSTORE_BIGARRAY_BOUND",
@@ -363,7 +363,7 @@ TABLE: Tuple[Variable, ...] = (
         "DISTRUN_SERVER_IMPORT",
         "tuning",
         READ,
-        "Modules with update rules of yours, separated by commas, that servers import at their start;"
+        "Your modules with update rules, separated by commas, that servers import at their start;"
         " --server-import sets it.",
         default="",
     ),
@@ -389,14 +389,14 @@ TABLE: Tuple[Variable, ...] = (
         "XDG_CACHE_HOME",
         "launcher",
         READ,
-        "Where the bundled runtime is kept for tasks, in a folder of ours below it (default ~/.cache).",
+        "Where the bundled runtime is kept for tasks, in a folder of distrun's below it (default ~/.cache).",
     ),
     _row(
         "XDG_DATA_HOME",
         "launcher",
         READ,
-        "Where `distrun doctor --fix` keeps a host's environment for servers, in a folder of ours below it (default"
-        " ~/.local/share).",
+        "Where `distrun doctor --fix` keeps a host's environment for servers, in a folder of distrun's below it"
+        " (default ~/.local/share).",
     ),
     _row(
         "SSH_CONNECTION",

@@ -88,7 +88,7 @@ def prepare(
         elif delete and MARKER not in names:
             raise Unfit(
                 "folder",
-                "--sync-delete would remove files of yours: %s has files, and not from distrun (no %s in it)"
+                "--sync-delete would remove your own files: %s has files that distrun did not copy (no %s in it)"
                 % (where, MARKER),
                 "leave --sync-delete out, or give a new folder; if all in it may go, on that host: touch %s/%s"
                 % (path, MARKER),
@@ -114,7 +114,7 @@ def follow(path: str, where: str, make: bool = False) -> Tuple[str, Dict[str, No
 
     Raises:
         Unfit: somebody else could put another folder in its place, or files into it.
-        OSError: it is not there, cannot be made, or is no folder.
+        OSError: it is not there, cannot be made, or is not a folder.
     """
     notes: Dict[str, None] = {}
     at, todo, links = "/", _names(path), 0

@@ -269,7 +269,7 @@ def from_json(value: Mapping[str, Any]) -> Plan:
         members["sync"] = Sync(**_tuples(value["sync"], "activated")) if value["sync"] is not None else None
         return Plan(**_tuples(members, "command", "unset", "joined"))
     except (KeyError, TypeError) as err:
-        raise ContractError("this is no plan of ours: %s" % err) from err
+        raise ContractError("this is not a plan of distrun: %s" % err) from err
 
 
 def _tuples(value: Mapping[str, Any], *names: str) -> Dict[str, Any]:

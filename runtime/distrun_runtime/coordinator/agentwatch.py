@@ -141,7 +141,7 @@ class AgentWatch:
                 self._has_remarked = True
                 short = self._preflight.verdict().short
                 self._say(
-                    "%s; waiting up to %s for word from %s" % (short, duration(WAIT_S), verdict.listed(waiting)),
+                    "%s; waiting up to %s to hear from %s" % (short, duration(WAIT_S), verdict.listed(waiting)),
                     WARNING,
                 )
         elif waiting:

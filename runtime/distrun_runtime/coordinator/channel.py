@@ -99,7 +99,7 @@ class Greeting:
 
     def _check(self, waiting: int) -> None:
         if self._seen + waiting > NOISE_LIMIT:
-            raise WireError("more than %d bytes came that are no greeting of an agent" % NOISE_LIMIT)
+            raise WireError("more than %d bytes came that are not an agent's greeting" % NOISE_LIMIT)
 
 
 class Inlet:

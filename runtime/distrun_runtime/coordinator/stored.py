@@ -157,7 +157,7 @@ def opened(path: Path) -> BinaryIO:
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
-    raise damaged(path, "it is no file")
+    raise damaged(path, "it is not a file")
 
 
 def load(path: Path, version: int) -> Dict[str, Any]:
@@ -177,7 +177,7 @@ def load(path: Path, version: int) -> Dict[str, Any]:
     except OSError as err:
         raise JobStoreError("cannot read %s: %s" % (path, err.strerror or err)) from err
     except (RecursionError, ValueError) as err:
-        why = "it is nested too deep" if isinstance(err, RecursionError) else "it is no JSON: %s" % err
+        why = "it is nested too deep" if isinstance(err, RecursionError) else "it is not JSON: %s" % err
         raise damaged(path, why) from None
     if not isinstance(value, dict):
         raise damaged(path, "expected an object, found %s" % reprlib.repr(value))

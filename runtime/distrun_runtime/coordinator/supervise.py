@@ -87,7 +87,7 @@ class Supervisor(AgentWatch):
                 handler(self, event)
         else:
             what = (getattr(event, "host", "?"), type(event).__name__, getattr(event, "task", ""))
-            self._say("%s sent %s of %r, which is no task of it; ignored" % what, WARNING)
+            self._say("%s sent %s of %r, which is not a task of that host; ignored" % what, WARNING)
         self._advance()
         return self._actions
 

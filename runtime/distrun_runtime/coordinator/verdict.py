@@ -188,7 +188,7 @@ def timed_out(limit_s: float, time: float, unfinished: Sequence[str], is_running
     Arguments:
         unfinished: what had not ended or, unless `is_running`, what had not started; a few words each.
     """
-    short = "the job was not done within %s (--timeout)" % duration(limit_s)
+    short = "the job did not end within %s (--timeout)" % duration(limit_s)
     what = "had not ended" if is_running else "had not started"
     text = "%s: %s %s" % (short, listed(unfinished), what) if unfinished else short
     return Cause(ends.TIMEOUT, ends.EXIT_TIMEOUT, time, text, short)

@@ -50,7 +50,7 @@ class Epochs(Generic[Batch]):
 
     Raises:
         ValueError: the size is not at least 1; when iterated, data that gives no batch when it is started.
-        TypeError: a size that is no whole number, such as a quotient; data that cannot be iterated.
+        TypeError: a size that is not a whole number, such as a quotient; data that cannot be iterated.
 
     Source: `epoch_size` of MXNet's FeedForward.
 

@@ -46,7 +46,7 @@ def pack_image(header: IRHeader, image: NDArray[np.uint8], *, quality: int = 95,
     try:
         _pillow().fromarray(image).save(written, form, quality=quality)
     except KeyError:
-        raise ValueError("%r is no format that Pillow writes; JPEG and PNG are" % form) from None
+        raise ValueError("%r is not a format that Pillow writes; JPEG and PNG are" % form) from None
     return pack(header, written.getvalue())
 
 

@@ -142,7 +142,7 @@ class Reader:
             raise ValueError("shuffle='global' needs a seed, the same on all workers, such as seed=0")
         if by == "bytes":
             if not isinstance(dataset, Cuttable):
-                raise ValueError("%s is no file of records; cut it by='count'" % type(dataset).__name__)
+                raise ValueError("%s is not a file of records; cut it by='count'" % type(dataset).__name__)
             dataset = dataset.cut(num_parts, part_index)
             if not len(dataset):
                 raise ValueError("no record begins in part %d of %d; use fewer parts" % (part_index, num_parts))

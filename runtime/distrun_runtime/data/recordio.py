@@ -54,7 +54,7 @@ def pack(header: IRHeader, content: bytes) -> bytes:
 
     Raises:
         TypeError: a header that is no IRHeader, or content that is not bytes.
-        ValueError: an id that is no whole number of 8 bytes.
+        ValueError: an id that is not a whole number of 8 bytes.
     """
     if not isinstance(header, IRHeader):
         raise TypeError("pack: expected an IRHeader(flag, label, id, id2), found %s" % type(header).__name__)

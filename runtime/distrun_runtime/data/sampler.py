@@ -69,7 +69,7 @@ class Order:
             those of a part are shuffled.
 
     Raises:
-        TypeError, ValueError: the seed is no whole number from 0.
+        TypeError, ValueError: the seed is not a whole number from 0.
     """
 
     def __init__(self, shuffle: bool, seed: int | None, length: int | None = None) -> None:

@@ -107,8 +107,8 @@ def split_input_slice(batch_size: int, work_load_list: Sequence[float]) -> list[
     missing goes to the last device; what is too much is cut off the last ones. Pure.
 
     Raises:
-        ValueError: a device would get no example, or a share is no number above 0.
-        TypeError: shares that are no list; a batch size that is no whole number.
+        ValueError: a device would get no example, or a share is not a number above 0.
+        TypeError: shares that are no list; a batch size that is not a whole number.
 
     Examples:
         >>> split_input_slice(10, [3, 1])

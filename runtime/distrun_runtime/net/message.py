@@ -179,7 +179,7 @@ def decode(frames: Sequence[Buffer]) -> Message:
         raise WireError("a message has a head and a body; %d frames came" % len(frames))
     head = memoryview(frames[0]).cast("B")
     if len(head) < _HEAD.size or bytes(head[:4]) != MAGIC:
-        raise WireError("not a message of ours: it begins with %r" % bytes(head[:8]))
+        raise WireError("not a distrun message: it begins with %r" % bytes(head[:8]))
     _, version, kind, flags, store, role, epoch, rank, incarnation, priority, request, count = _HEAD.unpack_from(head)
     if version != VERSION:
         raise WireError("message version %d; this program speaks version %d" % (version, VERSION))

@@ -70,7 +70,7 @@ def against_init(store: Store, message: Message) -> str:
         shape_of(message, entry)  # raises here, where nothing has changed yet
         width = row_size_of(message, entry)
         if width < 0 or (width and (entry.offset % width or entry.length % width)):
-            return "key %r: %d elements from %d on are no whole rows of %d" % (name, entry.length, entry.offset, width)
+            return "key %r: %d elements from %d on are not whole rows of %d" % (name, entry.length, entry.offset, width)
         seen.add(slot)
     return ""
 

@@ -92,7 +92,7 @@ def wrapped(transport: Bindable, config: Config) -> Bindable:
 def bind(transport: Bindable, config: Config, warn: Callable[[str], None] = lambda text: None) -> str:
     """Bind the node's port and return its endpoint, `tcp://address:port`.
 
-    A scheduler with DMLC_PS_ROOT_PORT binds exactly that port. When DMLC_PS_ROOT_URI is no address of this host
+    A scheduler with DMLC_PS_ROOT_PORT binds exactly that port. When DMLC_PS_ROOT_URI is not an address of this host
     (a service name of a container platform, say) it listens on all of them, and `warn` is told which.
 
     Raises:
@@ -120,8 +120,8 @@ def _bind_root(transport: Bindable, config: Config, warn: Callable[[str], None])
     own = address.reachable(is_six)
     found = ", ".join(own) or "unknown"
     warn(
-        "DMLC_PS_ROOT_URI=%s%s is no address of host %s: the scheduler listens on port %d of all its addresses (%s)."
-        " That is right if %s leads here (a service name, a forwarded port); if not, fix: DMLC_PS_ROOT_URI=%s"
+        "DMLC_PS_ROOT_URI=%s%s is not an address of host %s: the scheduler listens on port %d of all its addresses"
+        " (%s). That is right if %s leads here (a service name, a forwarded port); if not, fix: DMLC_PS_ROOT_URI=%s"
         % (
             *(config.root, "" if root == config.root else " (%s)" % root, config.host, number, found),
             *(config.root, config.address if config.address in own else (own or ["ADDRESS"])[0]),

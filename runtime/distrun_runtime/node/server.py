@@ -125,7 +125,7 @@ class Server:
         if self._is_stopping or not self._neighbours.lost(event.link):
             return []
         text = "%s lost its connection to %s: %s" % (self.me.name, event.link, event.reason)
-        return [role.Log("INFO", "event=lost-neighbour %s" % text), *self._rounds.lost(self._stores, text)]
+        return [role.Log("INFO", "event=lost-peer %s" % text), *self._rounds.lost(self._stores, text)]
 
     def _from_scheduler(self, message: Message) -> list[role.Action]:
         if message.kind is Kind.BYE and message.is_reply:

@@ -246,7 +246,7 @@ def read_manifest(folder: str, host: str) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or not _is_part(manifest.get("data")):
         found = manifest.get("format") if isinstance(manifest, dict) else None
         raise KVError(
-            "%s on host %s is no manifest of format %d (format %r): were these states saved by another version?"
+            "%s on host %s is not a manifest of format %d (format %r): were these states saved by another version?"
             % (path, host, FORMAT, found)
         )
     wrong = manifests.against(manifest)
@@ -274,7 +274,7 @@ def _path(folder: str, part: str, name: str, host: str) -> Path:
         KVError: part or name is not one that a save has.
     """
     if not _is_part(part) or not (_NAME.fullmatch(name) and name.endswith(".npz")):
-        text = "states in %s on host %s: %r is no file of a save"
+        text = "states in %s on host %s: %r is not a file of a save"
         raise KVError(text % (folder, host, os.path.join(part, name)))
     return Path(folder, part, name)
 

@@ -51,7 +51,7 @@ class Pending(ABC):
             timeout_s: seconds; None waits as long as the store lets any call wait.
 
         Raises:
-            KVError: timeout_s is no number of seconds.
+            KVError: timeout_s is not a number of seconds.
             TimedOut: it took longer; the message says what was waited for. It may be waited for again.
             StoreClosed: in a forked child.
             RuntimeFault: what went wrong with the call. Having been raised here, it is not raised by a later call.

@@ -74,7 +74,9 @@ def decide(case: Case) -> Decision:
             raise KVError("please set update_on_kvstore=False when training with %r: it cannot update" % case.kind)
         update = False
     if has_store and case.sparse_grad and case.is_custom:
-        raise KVError("store %r is of another maker and takes no row-sparse gradients; use dense ones" % case.kind)
+        raise KVError(
+            "store %r comes from another package and takes no row-sparse gradients; use dense ones" % case.kind
+        )
     return Decision(has_store, update)
 
 

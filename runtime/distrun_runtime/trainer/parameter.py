@@ -231,7 +231,7 @@ class Parameter:
             raise KVError("parameter %r is on the device 'meta': it has no memory; materialise it first" % self.name)
         if not all(getattr(replica.source, "is_leaf", True) for replica in self.replicas):
             raise KVError(
-                "parameter %r is computed from other tensors (it is no leaf of torch's graph) and gets no gradient:"
+                "parameter %r is computed from other tensors (it is not a leaf of torch's graph) and gets no gradient:"
                 " give the tensors that it is computed from" % self.name
             )
         try:

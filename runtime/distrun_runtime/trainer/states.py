@@ -96,7 +96,7 @@ def load(path: str, updates: Updates, params: list[Parameter], buffers: Buffers)
         # Opened here: numpy leaves a file open that turns out to be no archive.
         with open(path, "rb") as raw:
             if not zipfile.is_zipfile(raw):  # of anything else, numpy says how to unpickle it
-                raise KVError("%s holds no whole states of a trainer: it is no npz file" % path)
+                raise KVError("%s does not hold complete states of a trainer: it is not an npz file" % path)
             raw.seek(0)
             with np.load(raw, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
@@ -116,7 +116,7 @@ def load(path: str, updates: Updates, params: list[Parameter], buffers: Buffers)
     except KVError:
         raise
     except (ValueError, LookupError, zipfile.BadZipFile, EOFError, TypeError, AttributeError) as err:
-        raise KVError("%s holds no whole states of a trainer: %s" % (path, err)) from err
+        raise KVError("%s does not hold complete states of a trainer: %s" % (path, err)) from err
     for index, parameter in enumerate(params):
         for device, replica in enumerate(parameter.replicas):
             room = replica.room()

@@ -82,7 +82,7 @@ def test_a_folder_that_is_not_the_users_own_is_refused(tmp_path: Path, place: Pa
     place.parent.symlink_to(tmp_path / "other")
     code, told, _ = make(tmp_path, place)
     assert (code, told["step"]) == (1, "folder")
-    assert "is not a folder of this user" in told["words"]
+    assert "does not belong to this user" in told["words"]
     assert os.listdir(tmp_path / "other") == []
 
 
@@ -156,7 +156,7 @@ def test_how_it_went_is_told_with_what_to_do() -> None:
     assert "python3 -m venv ~/try" in failed.script
     assert "no space" in outcome(WANTED, told(step="venv", words="no space")).text
     killed = outcome(WANTED, Ran(code=137, err=bytearray(b"installing\n")))
-    assert killed.text == "it did not come to its end (exit code 137)\ninstalling"
+    assert killed.text == "it did not end well (exit code 137)\ninstalling"
     assert "15 min" in outcome(WANTED, Ran(code=124, is_late=True)).text
     lost = outcome(WANTED, Problem("h1", "other", "lost h1"))
     assert (lost.is_made, lost.text, lost.fix) == (False, "lost h1", "type the same again")

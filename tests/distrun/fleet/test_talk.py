@@ -179,4 +179,4 @@ def test_real_agents_answer_and_refuse_what_they_do_not_know() -> None:
         assert "no tool 'nonsense'" in unknown.text
         malformed = talk.ask("match", {"regex": "("}, 60.0)["b"]
         assert isinstance(malformed, Problem)
-        assert "no regular expression" in malformed.text
+        assert "not a regular expression" in malformed.text

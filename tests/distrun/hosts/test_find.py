@@ -74,7 +74,7 @@ def test_a_file_that_is_not_there_is_e100_with_the_ways(folder: Path) -> None:
 
 def test_a_file_that_is_no_text_or_cannot_be_read_is_e118(folder: Path) -> None:
     (folder / "program").write_bytes(b"\x7fELF\0\0")
-    assert error("program", None) == "program:0:0: E118: cannot read the hosts file 'program': it is no text in UTF-8"
+    assert error("program", None) == "program:0:0: E118: cannot read the hosts file 'program': it is not UTF-8 text"
     assert error(".", None) == ".:0:0: E118: cannot read the hosts file '.': Is a directory"
     assert "larger than 16 MiB" in error("/dev/zero", None)
     assert "E118: cannot read the hosts file 'a\\x00b': embedded null byte" in error("a\0b", None)

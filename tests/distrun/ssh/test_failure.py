@@ -49,7 +49,7 @@ def banner(inner: Exception) -> Exception:
         (SSHException("Timeout opening channel."), "timeout", "10.0.0.3"),
         (EOFError(), "other", "before the key exchange"),
         (IncompatiblePeer("no acceptable host key"), "other", "share no algorithm: no acceptable host key"),
-        (ChannelException(1, "Administratively prohibited"), "other", "lets user ubuntu run nothing"),
+        (ChannelException(1, "Administratively prohibited"), "other", "does not let user ubuntu run commands"),
         (OSError(errno.EMFILE, "Too many open files"), "other", "Too many open files"),
         (SSHException("something else"), "other", "something else"),
     ],
@@ -112,7 +112,7 @@ Host key verification failed.
         ("kex_exchange_identification: read: Connection reset by peer\n", "other", "too many at a time", "MaxStart"),
         ("Connection closed by 10.0.0.3 port 2222\n", "other", "closed the connection", "MaxStartups"),
         ("/cfg: line 2: Bad configuration option: prot\n", "other", "Bad configuration option", "ssh -p 2222 -v"),
-        ("", "other", "without a word", "ssh -p 2222 -v ubuntu@d2"),
+        ("", "other", "without a message", "ssh -p 2222 -v ubuntu@d2"),
     ],
 )
 def test_the_words_of_the_ssh_program_are_told_apart(words: str, kind: str, text: str, fix: str) -> None:

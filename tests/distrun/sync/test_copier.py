@@ -245,7 +245,7 @@ def test_deleting_is_for_folders_that_are_ours(bench: Bench) -> None:
     bench.hosts.add("d1", "d2")
     write(bench.hosts.home("d1") / "job", precious="data")
     (result,) = bench.copy("d1", delete=True)
-    assert "job has files, and not from distrun (no .distrun-sync in it)" in result.reason
+    assert "job has files that distrun did not copy (no .distrun-sync in it)" in result.reason
     assert result.fix.endswith("on that host: touch %s/job/.distrun-sync" % bench.hosts.home("d1"))
     assert bench.there("d1") == {"precious": "data"}
     # A copy without deleting does not make it ours either.

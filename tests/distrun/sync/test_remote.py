@@ -19,9 +19,9 @@ from distrun.sync import check_folder, receiver, remote
         ("$HOME/x", "variables are not expanded on the hosts", "write ~/x"),
         ("${HOME}", "variables are not expanded", "write ~"),
         ("$SCRATCH/x", "variables are not expanded", "./$SCRATCH/x is a name"),
-        ("/", "is no directory for copies", "like ~/job"),
-        ("//.", "is no directory for copies", ""),
-        ("..", "is no directory for copies", ""),
+        ("/", "cannot take copies", "like ~/job"),
+        ("//.", "cannot take copies", ""),
+        ("..", "cannot take copies", ""),
     ],
 )
 def test_a_destination_that_cannot_be_meant_is_refused(folder: str, words: str, hint: str) -> None:

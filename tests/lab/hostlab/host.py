@@ -311,7 +311,7 @@ class Host:
     def disk(self, mb: int, path: str = "/tmp") -> None:
         """Leave so many MiB free in one of its file systems."""
         if path not in layout.DISKS:
-            raise LabError("%s is no file system of its own; those are: %s" % (path, " ".join(layout.DISKS)))
+            raise LabError("%s is not a file system of its own; those are: %s" % (path, " ".join(layout.DISKS)))
         self.touched = True
         disk = os.statvfs(self.root / path.lstrip("/"))
         used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize

@@ -37,7 +37,7 @@ def test_a_missing_folder_is_named_with_its_host_and_what_to_type(tmp_path: Path
     assert refusal.fix == "copy it there with --sync-dst-dir DIR, or mount it"
     assert refused(plan(tmp_path / "no", backend="local")).fix == ""
     (tmp_path / "file").write_text("")
-    assert "is no folder" in str(refused(plan(tmp_path / "file")))
+    assert "is not a folder" in str(refused(plan(tmp_path / "file")))
 
 
 def test_the_folder_of_a_copy_is_made_and_marked(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_folder_with_files_is_not_marked_and_never_deleted_from(tmp_path: Path
     assert os.listdir(tmp_path) == ["mine"]
     refusal = refused(plan(tmp_path, sync=Sync("/src", delete=True)))
     assert refusal.kind == "folder"
-    assert "has files, and not from distrun" in str(refusal)
+    assert "has files that distrun did not copy" in str(refusal)
     # The launching machine itself, and another one that has a folder by the same name.
     places.check(plan(tmp_path, sync=Sync("/else/where", delete=True, identity=folder.identity(str(tmp_path)))), "d2")
     assert refused(plan(tmp_path, sync=Sync(str(tmp_path), delete=True, identity="1:2 other"))).kind == "folder"

@@ -65,7 +65,7 @@ def test_an_interpreter_may_be_named_below_the_home(tmp_path: Path, monkeypatch:
 
 
 def test_an_interpreter_that_is_none_is_told() -> None:
-    assert "is no Python that works (exit code 1)" in probe.python("false")["error"]
+    assert "is not a working Python (exit code 1)" in probe.python("false")["error"]
 
 
 def test_an_interpreter_is_looked_for_in_the_environment_that_the_activation_left(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_no_usable_root_names_each_reason(runtime_dir: Path, monkeypatch: pytest
     blocker = runtime_dir / "file"
     blocker.write_text("")
     monkeypatch.setattr(record, "roots", lambda: [str(blocker), str(runtime_dir / "no" / "such")])
-    with pytest.raises(ContractError, match=r"is no folder .*No such file"):
+    with pytest.raises(ContractError, match=r"is not a folder .*No such file"):
         record.create("j1", "d1", "")
 
 

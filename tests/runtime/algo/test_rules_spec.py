@@ -102,7 +102,7 @@ def test_a_change_travels_as_json_whatever_numbers_it_is_made_of() -> None:
     assert spec == RuleSpec.of("sgd", {"lr": 0.5, "clip_gradient": 2}, {3: 2}, {"b": 0})
     scheduled = rules.change_of({"lr_scheduler": Factor(3, 0.5)})
     assert spec.changed(json.loads(json.dumps(scheduled))).params["lr_scheduler"] == Factor(3, 0.5).to_json()
-    with pytest.raises(KVError, match=r"parameter lr=.*: a object is no JSON"):
+    with pytest.raises(KVError, match=r"parameter lr=.*: a object cannot be written as JSON"):
         rules.change_of({"lr": object()})
     with pytest.raises(KVError, match="lr_mult: inf is not a finite number"):
         rules.change_of(lr_mult={"w": float("inf")})
@@ -119,8 +119,8 @@ def test_a_change_travels_as_json_whatever_numbers_it_is_made_of() -> None:
         ({"wd_mult": [["w", "1"]]}, "wd multiplier of key 'w': expected a finite number"),
         ({"lr_mult": [["w"]]}, "lr multipliers: expected pairs of key and number"),
         ({"lr_mult": 3}, "lr multipliers: expected pairs"),
-        ({"wd_mult": [[None, 1]]}, "wd multiplier: None is no key; keys are int or str"),
-        ({"wd_mult": [[True, 1]]}, "wd multiplier: True is no key"),
+        ({"wd_mult": [[None, 1]]}, "wd multiplier: None is not a key; keys are int or str"),
+        ({"wd_mult": [[True, 1]]}, "wd multiplier: True is not a key"),
     ],
 )
 def test_a_wrong_change_is_refused_and_says_what_would_be_right(change: Any, words: str) -> None:

@@ -104,7 +104,7 @@ def test_no_module_is_imported_that_was_not_named() -> None:
         ("updater", {}, """updater None: expected "module:name\""""),
         ("updater", {"function": "dumps"}, "updater 'dumps': expected"),
         ("updater", {"function": "rules_of_users:nothing"}, r"not a function \(key, received, stored\)"),
-        ("rules_of_users:Free", {"steps": {1}}, r"steps=\{1\}: a set is no JSON"),
+        ("rules_of_users:Free", {"steps": {1}}, r"steps=\{1\}: a set cannot be written as JSON"),
         ("rules_of_users:Free", {"steps": float("nan")}, "steps=nan: nan is not a finite number"),
     ],
 )

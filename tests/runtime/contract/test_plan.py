@@ -62,10 +62,10 @@ def test_plan_comes_back_from_its_json(value: Plan) -> None:
     ("change", "words"),
     [
         ({"version": 1}, "plan version 1"),
-        ({"tasks": [{"name": "x"}]}, "no plan of ours"),
-        ({"surprise": 1}, "no plan of ours"),
-        ({"limits": {"grace_h": 1}}, "no plan of ours"),
-        ({"hosts": 5}, "no plan of ours"),
+        ({"tasks": [{"name": "x"}]}, "not a plan of distrun"),
+        ({"surprise": 1}, "not a plan of distrun"),
+        ({"limits": {"grace_h": 1}}, "not a plan of distrun"),
+        ({"hosts": 5}, "not a plan of distrun"),
     ],
 )
 def test_json_that_is_no_plan_is_refused(change: dict[str, object], words: str) -> None:

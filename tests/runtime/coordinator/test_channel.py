@@ -67,7 +67,7 @@ def test_endless_noise_is_given_up(line: bytes) -> None:
         for _ in range(100_000):
             greeting.feed(line)
 
-    with pytest.raises(WireError, match="no greeting"):
+    with pytest.raises(WireError, match="not an agent's greeting"):
         feed()
 
 

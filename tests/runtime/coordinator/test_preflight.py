@@ -64,7 +64,7 @@ def test_the_other_hosts_are_waited_for_15_seconds_after_the_first_bad_one() -> 
     history = gathering().beat_to(3).bad("d2", "auth").hello("d1").ready("d1").hello("d3")
     assert "waiting" not in history.said()
     history.beat_to(4.5, "d1", "d3")
-    assert "d2 cannot be used; waiting up to 15 s for word from d3, d4, d5" in history.said()
+    assert "d2 cannot be used; waiting up to 15 s to hear from d3, d4, d5" in history.said()
     assert history.beat_to(17.5, "d1", "d3").outcome is None
     outcome = history.beat_to(22, "d1", "d3").end()
     assert history.now < 22
@@ -274,7 +274,7 @@ def test_without_anything_to_activate_or_to_import_no_host_is_asked_again() -> N
 
 def test_hosts_that_do_not_settle_are_told_together_and_nothing_was_started() -> None:
     history = settling().bad("d2", "activation", "it failed", refused=True).beat_to(203)
-    assert "d2 cannot be used; waiting up to 15 s for word from d1" in history.said()
+    assert "d2 cannot be used; waiting up to 15 s to hear from d1" in history.said()
     outcome = history.bad("d1", "module", "no zmq", fix="pip", refused=True).end()
     assert (outcome.exit_code, outcome.reason) == (3, "preflight")
     assert outcome.problems == (Problem("d1", "module", "no zmq", "pip"), Problem("d2", "activation", "it failed"))

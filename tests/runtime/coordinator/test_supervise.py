@@ -347,7 +347,7 @@ def test_the_time_limit_gives_124() -> None:
     outcome = history.beat_to(30.5).end()
     assert (outcome.exit_code, outcome.reason) == (124, "timeout")
     names = "worker-0 on d1, worker-1 on d1 had not ended"
-    assert outcome.message == "the job was not done within 30 s (--timeout): " + names
+    assert outcome.message == "the job did not end within 30 s (--timeout): " + names
 
 
 def test_the_time_limit_names_only_workers_that_had_not_ended() -> None:
@@ -362,7 +362,7 @@ def test_the_time_limit_names_what_had_not_started() -> None:
 
 def test_long_limits_are_told_in_minutes_and_hours() -> None:
     history = History(sample_plan(timeout_s=3600.0)).start()
-    assert "the job was not done within 1 h (--timeout)" in history.beat_to(3601.0).end().message
+    assert "the job did not end within 1 h (--timeout)" in history.beat_to(3601.0).end().message
 
 
 # ---------------------------------------------------------------------- hosts

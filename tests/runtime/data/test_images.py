@@ -250,7 +250,7 @@ def test_what_is_no_array_of_pixels_is_not_packed(image: Any) -> None:
 
 
 def test_a_format_that_pillow_does_not_have_is_named() -> None:
-    with pytest.raises(ValueError, match="'JPG2' is no format that Pillow writes"):
+    with pytest.raises(ValueError, match="'JPG2' is not a format that Pillow writes"):
         pack_image(IRHeader(0, 1.0, 0), images(1)[0], form="JPG2")
 
 

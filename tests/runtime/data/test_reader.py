@@ -86,7 +86,7 @@ def test_arguments_out_of_range_are_refused_with_the_words_that_are_known(tmp_pa
         Reader(numbers(3), 1, last_batch="roll")
     with pytest.raises(ValueError, match="by='size'; known are count and bytes"):
         Reader(numbers(3), 1, by="size")
-    with pytest.raises(ValueError, match="Arrays is no file of records; cut it by='count'"):
+    with pytest.raises(ValueError, match="Arrays is not a file of records; cut it by='count'"):
         Reader(numbers(3), 1, by="bytes")
     with pytest.raises(ValueError, match="3 examples, but 2 labels"):
         Arrays(np.zeros(3), np.zeros(2))

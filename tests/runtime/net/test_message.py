@@ -131,9 +131,9 @@ def changed(at: int, *values: int) -> list[bytes]:
     [
         ([], "0 frames came"),
         ([HEAD], "1 frames came"),
-        ([b"", b""], "not a message of ours"),
-        ([HEAD[:47], b""], "not a message of ours"),
-        (changed(0, 0x45), "not a message of ours"),
+        ([b"", b""], "not a distrun message"),
+        ([HEAD[:47], b""], "not a distrun message"),
+        (changed(0, 0x45), "not a distrun message"),
         (changed(4, 2), "message version 2; this program speaks version 1"),
         (changed(6, 99), "unknown kind"),
         (changed(7, 4), "unknown flags: 0x04"),

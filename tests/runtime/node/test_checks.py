@@ -79,7 +79,7 @@ def test_rows_must_be_whole_in_every_piece() -> None:
     rig = Rig()
     init = Message(Kind.INIT, body={"rows": {"5": 3}}, entries=(Entry(5, 0, 2, payload=Payload.FRAME),))
     init = Message(Kind.INIT, body=init.body, entries=init.entries, payloads=[VALUE])
-    assert reason(rig.hear("w0", init)) == "key 5: 2 elements from 0 on are no whole rows of 3"
+    assert reason(rig.hear("w0", init)) == "key 5: 2 elements from 0 on are not whole rows of 3"
     assert "no such piece" in reason(rig.pull(0, 0, 5))
 
 

@@ -139,7 +139,7 @@ def test_nothing_is_heard_before_welcome(office: Office) -> None:
 def test_bad_bytes_are_refused_and_do_no_harm(office: Office) -> None:
     wire = office.wire()
     wire.transport.send("office", [b"GET / HTTP/1.1", b""])
-    assert "not a message of ours" in wire.hear().body["reason"]
+    assert "not a distrun message" in wire.hear().body["reason"]
     assert office.wire().enter().kind is Kind.WELCOME
 
 

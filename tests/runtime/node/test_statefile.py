@@ -187,17 +187,17 @@ def test_data_that_the_manifest_names_is_not_discarded(tmp_path: Path) -> None:
 def test_a_folder_without_a_manifest_has_no_saved_states(tmp_path: Path) -> None:
     with pytest.raises(KVError) as caught:
         statefile.read_manifest(str(tmp_path), "d1")
-    assert str(caught.value) == "no saved states in %s on host d1: there is no manifest.json" % tmp_path
+    assert str(caught.value) == "no saved states in %s on host d1: there is not a manifest.json" % tmp_path
 
 
 @pytest.mark.parametrize(
     ("content", "text"),
     [
         ("{", "cannot be read"),
-        ("[]", "is no manifest of format 1"),
-        (json.dumps({"format": 2, "data": "data-1"}), r"is no manifest of format 1 \(format 2\)"),
-        (json.dumps({"format": 1, "data": "../elsewhere"}), "is no manifest"),
-        (json.dumps({"format": 1}), "is no manifest"),
+        ("[]", "is not a manifest of format 1"),
+        (json.dumps({"format": 2, "data": "data-1"}), r"is not a manifest of format 1 \(format 2\)"),
+        (json.dumps({"format": 1, "data": "../elsewhere"}), "is not a manifest"),
+        (json.dumps({"format": 1}), "is not a manifest"),
         ("\udcff", "cannot be read"),
     ],
 )
@@ -293,7 +293,7 @@ def test_folders_of_the_users_stay_whatever_they_are_called(tmp_path: Path) -> N
     ],
 )
 def test_no_message_and_no_manifest_leads_out_of_the_folder(tmp_path: Path, part: str, name: str) -> None:
-    with pytest.raises(KVError, match="is no file of a save"):
+    with pytest.raises(KVError, match="is not a file of a save"):
         statefile.read_all(str(tmp_path), part, name, {}, "d2")
-    with pytest.raises(KVError, match="is no file of a save"):
+    with pytest.raises(KVError, match="is not a file of a save"):
         statefile.write(str(tmp_path), part, name, {"0.0.weight": np.zeros(1)}, "d2")

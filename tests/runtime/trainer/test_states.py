@@ -115,7 +115,7 @@ def test_states_of_other_parameters_are_refused_and_nothing_is_changed(tmp_path:
 @pytest.mark.parametrize("content", [b"", b"no zip at all", b"PK\x03\x04 cut off"])
 def test_what_is_no_states_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "s").write_bytes(content)
-    with pytest.raises(KVError, match="holds no whole states of a trainer") as caught:
+    with pytest.raises(KVError, match="does not hold complete states of a trainer") as caught:
         Trainer([Parameter(np.zeros(2))], "sgd", kvstore=None).load_states(tmp_path / "s")
     assert "pickle" not in str(caught.value), "numpy's advice"
 

@@ -159,7 +159,7 @@ def _merged(present: Multipliers, word: str, given: object) -> Multipliers:
         if not is_number or not math.isfinite(number) or number < 0:
             raise KVError("%s multiplier of key %r: expected a finite number at least 0, not %r" % (word, key, number))
         if isinstance(key, bool) or not isinstance(key, (str, numbers.Integral)):
-            raise KVError("%s multiplier: %r is no key; keys are int or str" % (word, key))
+            raise KVError("%s multiplier: %r is not a key; keys are int or str" % (word, key))
         result[key if isinstance(key, str) else int(key)] = float(number)
     kept = [(key, number) for key, number in result.items() if number != 1.0]
     return tuple(sorted(kept, key=lambda pair: (isinstance(pair[0], str), pair[0])))
