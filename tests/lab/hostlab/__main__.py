@@ -147,7 +147,7 @@ def up(told: argparse.Namespace) -> None:
     # Tasks start in the current directory, and hosts need not have the one in which this is typed.
     launch = "distrun launch -H %s/hosts -n 4 -s 0 hostname" % layout.STATE
     print("                  scripts/lab%s shell env -C / %s" % (more, launch))
-    print("break and mend:   scripts/lab%s fault down h1   (scripts/lab help)" % more)
+    print("break and repair: scripts/lab%s fault down h1   (scripts/lab help)" % more)
     print("end:              scripts/lab%s down      or kill process %d" % (more, lab.pid))
 
 
