@@ -106,8 +106,8 @@ def tasks_table(state: Mapping[str, Any], now: float, columns: int = WIDE) -> Ta
             _code(task["code"], task["signal"]),
             "" if task["pid"] is None else str(task["pid"]),
             duration(task["started"], task["ended"] or _until(state), now),
-            "" if task["ended"] is None else "%.1f s" % task["cpu_s"],
-            "" if task["ended"] is None else "%.0f MB" % (task["max_rss_kb"] / 1024),
+            "%.1f s" % task["cpu_s"] if task["max_rss_kb"] else "",  # unknown: it runs, or was lost with its host
+            "%.0f MB" % (task["max_rss_kb"] / 1024) if task["max_rss_kb"] else "",
             str(task["host"]),
         )
         for task in state["tasks"]

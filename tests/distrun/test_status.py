@@ -42,6 +42,12 @@ def test_tasks_have_a_row_each() -> None:
     assert second.split() == ["worker-1", "failed", "KILL", "7", "0:00:00", "1.2", "s", "2", "MB", "d1"]
 
 
+def test_what_a_task_used_that_was_lost_with_its_host_is_not_shown_as_nothing() -> None:
+    lost = task("worker-1", state="failed", ended=START, reason="lost with its host")
+    *_, row = render(tasks_table(state(tasks=[lost]), NOW)).splitlines()
+    assert row.split() == ["worker-1", "failed", "7", "0:00:00", "d1"]
+
+
 def test_a_lost_job_took_as_long_as_it_was_heard_of() -> None:
     assert " 0:00:00 " in render(jobs_table([state(state="lost")], NOW)).splitlines()[1]
 
