@@ -181,7 +181,7 @@ def test_a_job_that_ends_well_leaves_nothing_to_a_sweep(transport: str, sshd: Ss
     plan, channel, hello, _ = begin(sshd, backend, "sleep 1000", transport, found)
     finish(channel, found)
     assert backend.release((channel,), WAIT_S) == ()
-    assert not process.is_alive(Identity(**hello.facts["guard"]))
+    poll(lambda: not process.is_alive(Identity(**hello.facts["guard"])), "the guard has ended", 5)
     assert record.folders(plan.job) == []
 
 
