@@ -58,16 +58,9 @@ class Updates:
                 self._step(index, device, replica, grad, scale)
 
     def replaced(self, index: int) -> None:
-        """Note that a weight was written by other means: its float32 master, if there is one, follows.
-
-        Elements that are what their master rounds to were not changed, and keep it.
-        """
+        """Note that a weight was written by other means: its float32 master, if there is one, follows."""
         for device, replica in enumerate(self._params[index].replicas):
-            master = self.states.get((index, device), {}).get("master")
-            if isinstance(master, np.ndarray):
-                weight = replica.weight()
-                kept = _halves(dtypes.narrow(master, weight.dtype)) == _halves(weight)
-                np.copyto(master, dtypes.widen(weight), where=~kept)
+            rules.renew_master(replica.weight(), self.states.get((index, device), {}))
 
     def digest(self) -> str:
         """Return a digest of all weights and states, to compare workers by."""
@@ -112,11 +105,6 @@ def check(spec: RuleSpec, params: list[Parameter]) -> None:
             rule.check(parameter.dtype)
         except KVError as err:
             raise KVError("parameter %r: %s" % (parameter.name, err)) from None
-
-
-def _halves(weight: Array) -> Array:
-    """Return the bits of 16-bit floats."""
-    return np.ascontiguousarray(weight).view(np.uint16).reshape(weight.shape)
 
 
 def _scaled(grad: Array, scale: float) -> Array:

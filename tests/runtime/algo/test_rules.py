@@ -313,6 +313,19 @@ def test_a_weight_that_was_assigned_goes_on_from_there_with_a_master() -> None:
     rules.renew_master(weight, {"updates": 0})
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_weight_that_was_assigned_as_it_was_keeps_what_small_steps_have_added_up(dtype: Any) -> None:
+    rule, weight = rules.make("sgd", {"lr": 1e-3, "multi_precision": True}), ones((2,), dtype)
+    state = rule.new_state(weight)
+    for number in range(8):
+        rule.step(weight, ones((2,), dtype), state)
+        weight[0] = ones((1,), dtype, number)[0]
+        rules.renew_master(weight, state)
+    master = state["master"]
+    assert isinstance(master, np.ndarray)
+    np.testing.assert_allclose(master, [7.0, 0.992], rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     "params",
     [

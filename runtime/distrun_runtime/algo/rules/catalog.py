@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Type, Union
 
+import numpy as np
+
 from distrun_runtime.algo import params as parameters
 from distrun_runtime.algo.params import Json, did_you_mean
 from distrun_runtime.algo.rules.adaptive import (
@@ -21,7 +23,8 @@ from distrun_runtime.algo.rules.adaptive import (
 )
 from distrun_runtime.algo.rules.descent import Dcasgd, Nag, Sgd, Sgld, Signum, Test
 from distrun_runtime.algo.rules.norms import Lamb, Lars
-from distrun_runtime.algo.rules.rule import Rule, State, work_of
+from distrun_runtime.algo.rules.rule import Rule, State
+from distrun_runtime.device import dtypes
 from distrun_runtime.device.dtypes import Array
 from distrun_runtime.errors import KVError
 
@@ -96,9 +99,19 @@ def carry_state(rule: Rule, weight: Array, old: State) -> State:
 
 
 def renew_master(weight: Array, state: State) -> None:
-    """Take a weight that was overwritten from outside (not by a step) into its float32 master, if it has one."""
-    if "master" in state:
-        work_of(weight, state)[...] = work_of(weight, {})
+    """Take a weight that was overwritten from outside (not by a step) into its float32 master, if it has one.
+
+    Elements that are what their master rounds to were not changed, and keep it: what many small steps have added up
+    there is not lost.
+    """
+    master = state.get("master")
+    if isinstance(master, np.ndarray):
+        kept = _bits(dtypes.narrow(master, weight.dtype)) == _bits(weight)
+        np.copyto(master, dtypes.widen(weight), where=~kept)
+
+
+def _bits(weight: Array) -> Array:
+    return np.ascontiguousarray(weight).view(np.uint16).reshape(weight.shape)
 
 
 def _builtin(name: object) -> Union[Type[Rule], None]:
