@@ -92,6 +92,19 @@ def test_the_log_has_the_bytes_as_they_came_and_is_followed_meanwhile(distrun: D
     assert distrun.run("logs", distrun.job.name, "worker-0").stdout == _log(distrun)
 
 
+def test_what_is_printed_after_a_bars_end_comes_after_it(distrun: Distrun) -> None:
+    """Both wait in their pipes when the agent looks."""
+    program = (
+        "import sys, time\n"
+        "for number in range(20):\n"
+        "    sys.stderr.write('\\rbar %d' % number); sys.stderr.flush(); time.sleep(0.05)\n"
+        "    sys.stderr.write('\\rlast %d\\n' % number); print('after', number, flush=True); time.sleep(0.05)\n"
+    )
+    assert distrun.run("launch", "-n", "1", "-s", "0", "python3", "-c", program).returncode == 0
+    log = _log(distrun).decode()
+    assert log == "".join("\rbar %d\rlast %d\nafter %d\n" % (number, number, number) for number in range(20))
+
+
 def _followed(distrun: Distrun, is_enough: Callable[[str], bool], *task: str) -> str:
     """What `logs -f` shows while the job runs, once it is enough."""
     shown = distrun.home / "shown"

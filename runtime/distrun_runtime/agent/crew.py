@@ -39,7 +39,7 @@ class Crew:
             return False
         self.running[task.name] = running
         for outlet in running.outlets:
-            self._watch(outlet)
+            self._watch(running, outlet)
         self._selector.register(
             running.publisher.descriptor or 0, selectors.EVENT_READ, lambda: self._on_publish(running)
         )
@@ -75,7 +75,7 @@ class Crew:
         if name in self.running:
             outlet = self.running[name].outlets[number]
             outlet.acknowledge(offset)
-            self._watch(outlet)
+            self._watch(self.running[name], outlet)
 
     def pump(self, whole: bool = False) -> bool:
         """Queue output as far as there is room, `whole`: also beyond the window; return whether all is queued."""
@@ -99,7 +99,7 @@ class Crew:
                 outlet.spool.close()
 
     def _on_end(self, running: Running, now: float, facts: Mapping[str, object]) -> None:
-        for outlet in running.outlets:
+        for outlet in sorted(running.outlets, key=lambda outlet: not outlet.is_mid_line):
             descriptor = outlet.descriptor
             outlet.drain()
             self._unwatch_if_closed(descriptor, outlet.descriptor)
@@ -109,7 +109,16 @@ class Crew:
         stopped = running.was_signalled
         self._say("exited", task=running.task.name, time=now, stopped=stopped, out=out, err=err, **facts)
 
-    def _on_output(self, outlet: Outlet) -> None:
+    def _on_output(self, running: Running, outlet: Outlet) -> None:
+        # A line that was begun goes on first, such as a progress bar on stderr: what came on stdout came after its end.
+        for other in running.outlets:
+            if other is not outlet and other.is_mid_line and not other.spool.is_full:
+                self._take(other)
+        if outlet.descriptor is not None:
+            self._take(outlet)
+
+    def _take(self, outlet: Outlet) -> None:
+        """Read once from a task's pipe and send it on."""
         descriptor = outlet.descriptor
         outlet.read()
         self._unwatch_if_closed(descriptor, outlet.descriptor)
@@ -133,11 +142,11 @@ class Crew:
             self._say("warning", text=text)
         self._unwatch_if_closed(descriptor, running.publisher.descriptor)
 
-    def _watch(self, outlet: Outlet) -> None:
+    def _watch(self, running: Running, outlet: Outlet) -> None:
         """Read from a task's pipe, for the first time or again."""
         readable = outlet.descriptor is not None and not outlet.spool.is_full
         if readable and outlet.descriptor not in self._selector.get_map():
-            self._selector.register(outlet.descriptor or 0, selectors.EVENT_READ, lambda: self._on_output(outlet))
+            self._selector.register(outlet.descriptor or 0, selectors.EVENT_READ, lambda: self._on_output(running, outlet))
 
     def _unwatch_if_closed(self, before: Optional[int], after: Optional[int]) -> None:
         # At once: the next pipe may be given the same number.

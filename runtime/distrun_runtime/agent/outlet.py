@@ -32,6 +32,8 @@ class Outlet:
         self.acked = 0
         self.is_paused = False
         """Not read from: the disk is full and memory at its bound."""
+        self.is_mid_line = False
+        """What was read last does not end a line."""
 
     @property
     def total(self) -> int:
@@ -57,6 +59,7 @@ class Outlet:
             self.close()
             return False
         self.spool.append(data)
+        self.is_mid_line = not data.endswith(b"\n")
         return True
 
     def drain(self) -> None:

@@ -54,6 +54,11 @@ class ArrayReplica:
         """Whether a gradient is there that no step has used. A buffer that was there from the start always is."""
         return self._is_buffer or self._is_new
 
+    @property
+    def is_anew(self) -> bool:
+        """Whether a gradient certainly came since a step used or skipped the last; of a buffer nobody can tell."""
+        return self._is_new
+
     def weight(self) -> Array:
         """Return the weight: the array itself."""
         return self._data
@@ -122,6 +127,11 @@ class TensorReplica:
         """Whether `.grad` is there and was written since a step used it."""
         grad = self._tensor.grad
         return grad is not None and getattr(grad, STAMP, None) != grad._version
+
+    @property
+    def is_anew(self) -> bool:
+        """Whether a gradient came since a step used or skipped the last."""
+        return self.is_fresh
 
     def weight(self) -> Array:
         """Return the weight: the tensor's memory, or a copy on the host of a GPU's."""

@@ -195,7 +195,9 @@ class Trainer(Keeping):
         self._needs_own_updates("update")
         if self._was_skipped:
             self._was_skipped = False
-            return False
+            # Where nothing is summed, `update` alone is a step, and new gradients belong to the next one.
+            if self._exchange is not None or not any(one.is_anew for each in self._params for one in each.replicas):
+                return False
         if self._exchange is not None and self._reduced is None:
             raise KVError("update: the gradients are not summed yet; call allreduce_grads first, or step for both")
         scale = self._scale_of(batch_size)

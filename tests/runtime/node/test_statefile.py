@@ -187,7 +187,7 @@ def test_data_that_the_manifest_names_is_not_discarded(tmp_path: Path) -> None:
 def test_a_folder_without_a_manifest_has_no_saved_states(tmp_path: Path) -> None:
     with pytest.raises(KVError) as caught:
         statefile.read_manifest(str(tmp_path), "d1")
-    assert str(caught.value) == "no saved states in %s on host d1: there is not a manifest.json" % tmp_path
+    assert str(caught.value) == "no saved states in %s on host d1: there is no manifest.json" % tmp_path
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,23 @@ def test_a_gradient_of_one_device_that_cannot_be_compressed_is_refused_before_an
     assert all((array == -1).all() for one in params for array in one.list_data())
 
 
+@pytest.mark.parametrize("sums_first", [False, True])
+def test_without_a_store_a_skipped_step_costs_no_other(sums_first: bool) -> None:
+    one = Parameter(np.zeros(3), name="x")
+    trainer = Trainer([one], "sgd", {"learning_rate": 1.0}, kvstore=None)
+    made: list[object] = []
+    for step in range(4):
+        one.grad = np.ones(3)
+        if step == 1:
+            trainer.skip_step()
+        elif sums_first:
+            trainer.allreduce_grads()
+        if step != 1 or sums_first:
+            made.append(trainer.update(1))
+    assert made == ([True, False, True, True] if sums_first else [True, True, True])
+    assert one.data.tolist() == [-3.0] * 3
+
+
 @UPDATES
 def test_a_worker_out_of_data_follows_steps_that_are_skipped(update_on_kvstore: bool) -> None:
     def script(kv: DistStore) -> tuple[float, float]:
