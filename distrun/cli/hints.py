@@ -62,6 +62,7 @@ DISTINCT = (
     "--sync-extra",
     "--sync-delete",
     "--num-servers",
+    "--dry-run",
     "--env-server",
     "--env-worker",
     "--scheduler-host",
@@ -114,7 +115,13 @@ def missing(err: click.MissingParameter) -> str:
     if not any(each.name in param.opts for each in found):
         return ""
     # Behind a quoted command everything is distrun's; else what is not missing may be the script's own.
-    return _reordered(ctx, command, [each for each in found if " " in command[0] or each.name in param.opts])
+    script = _script(command)
+    ours = [
+        each
+        for each in found
+        if " " in command[0] or each.name in param.opts or (script and not _is_mentioned(each.name, script))
+    ]
+    return _reordered(ctx, command, ours)
 
 
 def _reordered(ctx: click.Context, command: Sequence[str], moved: Sequence[Behind]) -> str:

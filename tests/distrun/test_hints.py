@@ -118,6 +118,7 @@ def test_python_is_missing_where_python3_is_there(distrun: Distrun, tmp_path: Pa
     [
         (("train.py", "-n", "2"), "distrun launch -n 2 train.py"),
         (("-v", "python", "a.py", "-n", "2", "--lr", "3", "-s", "1"), "distrun launch -v -n 2 python a.py --lr 3 -s 1"),
+        (("python", "train.py", "-n", "2", "-s", "0"), "distrun launch -n 2 -s 0 python train.py"),
         (("python a.py", "--num-workers=2", "-H", "hosts"), "distrun launch --num-workers=2 -H hosts 'python a.py'"),
         (("--env", "MY_TOKEN=x", "a b", "-n", "2"), "distrun launch --env MY_TOKEN=... -n 2 'a b'"),
         (("python", "train.py"), ""),
@@ -157,6 +158,11 @@ def test_options_that_the_script_gets_by_mistake_are_noted_once(
     if script == "run.sh":
         assert len(notes(distrun.launch("-n", "2", "-s", "0", *words))) == 1
     assert notes(distrun.launch("-q", "-n", "1", "-s", "0", "--dry-run", *words)) == []
+
+
+def test_a_dry_run_that_the_script_gets_by_mistake_is_noted(distrun: Distrun) -> None:
+    (note,) = notes(distrun.launch("-n", "1", "-s", "0", sys.executable, "train.py", "--dry-run"))
+    assert "`--dry-run` stands behind the command, so train.py gets it" in note
 
 
 def test_the_note_is_not_repeated_when_the_script_refuses_the_option(distrun: Distrun) -> None:

@@ -146,7 +146,9 @@ class Crew:
         """Read from a task's pipe, for the first time or again."""
         readable = outlet.descriptor is not None and not outlet.spool.is_full
         if readable and outlet.descriptor not in self._selector.get_map():
-            self._selector.register(outlet.descriptor or 0, selectors.EVENT_READ, lambda: self._on_output(running, outlet))
+            self._selector.register(
+                outlet.descriptor or 0, selectors.EVENT_READ, lambda: self._on_output(running, outlet)
+            )
 
     def _unwatch_if_closed(self, before: Optional[int], after: Optional[int]) -> None:
         # At once: the next pipe may be given the same number.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator, Protocol, runtime_checkable
 
@@ -147,7 +148,8 @@ class Reader:
             if not len(dataset):
                 raise ValueError("no record begins in part %d of %d; use fewer parts" % (part_index, num_parts))
             num_parts, part_index = 1, 0
-        self._dataset = dataset
+        # A data set that counts epochs is copied: another reader of it does not change this one's random numbers.
+        self._dataset = copy.copy(dataset) if isinstance(dataset, HasEpochs) else dataset
         self._positions = part(len(dataset), num_parts, part_index, remainder)
         self._order = Order(bool(shuffle), seed, len(dataset) if is_global else None)
         self._batch_size = batch_size

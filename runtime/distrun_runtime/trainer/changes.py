@@ -195,8 +195,12 @@ def chosen(
     gone = "; %s takes no part in steps now (it has joined or left)" % ranked(absent) if absent else ""
     raise KVError(
         "weights were changed outside of steps by only some workers: %s%s%s. %s. %s"
-        % ("; ".join(parts), more, gone, harm, ASSIGN)
+        % ("; ".join(parts), more, gone, harm, UNDO if absent else ASSIGN)
     )
+
+
+UNDO = "fix: undo the change; make it on all workers when all of them make steps again"
+"""What to do about weights that were changed while a worker takes no part in steps, nor in `assign`."""
 
 
 ASSIGN = (

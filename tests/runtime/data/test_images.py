@@ -130,6 +130,23 @@ def test_numbers_do_not_depend_on_the_order_in_which_images_are_read(tmp_path: P
     assert first + second == straight
 
 
+def test_another_reader_of_the_same_images_does_not_change_a_readers_numbers(tmp_path: Path) -> None:
+    (picture,) = images(1, 40, 40)
+    file = write(tmp_path, [picture] * 4)
+
+    def trained(is_tested_meanwhile: bool) -> list[bytes]:
+        dataset = ImageRecords(file, (3, 8, 8), random_crop=True, seed=7)
+        train, test = Reader(dataset, 1, epoch_size=3), Reader(dataset, 1)
+        found = []
+        for _ in range(4):  # an epoch of the training ends amidst a pass over the images
+            found += [data.tobytes() for data, _ in train]
+            if is_tested_meanwhile:
+                list(test)
+        return found
+
+    assert trained(True) == trained(False)
+
+
 def test_a_run_that_was_stopped_goes_on_with_the_numbers_of_its_epoch(tmp_path: Path) -> None:
     (picture,) = images(1, 40, 40)
     file = write(tmp_path, [picture] * 4)

@@ -232,6 +232,7 @@ def test_a_message_names_three_differences_and_counts_the_rest() -> None:
         ({0: {"changed": [1]}, 1: {"changed": []}}, "parameter 'b' on worker-0 and not on worker-1"),
         ({0: None, 1: {"changed": [0, 1]}}, "parameter 'a' on worker-1 and not on worker-0; parameter 'b' on worker-1"),
         ({1: {"changed": [0]}}, r"parameter 'a' on worker-1; worker-0 takes no part in steps now \(it has joined or"),
+        ({1: {"changed": [0]}}, r"fix: undo the change; make it on all workers when all of them make steps again"),
         ({0: {"changed": [0]}, 1: {"changed": [0], "wrong": "another shape"}}, "worker-1: another shape"),
     ],
 )
