@@ -904,15 +904,26 @@ def a_module_may_put_another_tensor_in_a_buffers_place() -> None:
         refused(lambda: trainer.save_states(Path(folder) / "s"), "has no buffer 'norm.running_mean' any more")
 
 
-def a_buffer_that_a_store_cannot_hold_is_named() -> None:
-    for value, words in (
-        (torch.zeros(2, dtype=torch.complex64), "buffer 'odd' has dtype complex64, which stores do not hold"),
-        (torch.tensor([2**62 + 1]), "buffer 'odd' holds integers beyond 2**53"),
-    ):
+def buffers_of_any_type_reach_all_workers_exactly() -> None:
+    def script(kv):
         net = nn.Linear(2, 2)
-        net.register_buffer("odd", value)
-        refused(lambda net=net: Trainer(net, "sgd", kvstore="local", update_on_kvstore=True), words)
-        Trainer(net, "sgd", kvstore=None)  # nothing is stored
+        net.register_buffer("complex", torch.full((3, 1), complex(kv.rank + 1, -2), dtype=torch.complex64))
+        net.register_buffer("large", torch.tensor([2**62 + kv.rank + 1, -5, 0]))
+        net.register_buffer("count", torch.tensor(7 + kv.rank))
+        net.register_buffer("bytes", torch.tensor([kv.rank, 255], dtype=torch.uint8))
+        Trainer(net, "sgd", kvstore=kv, update_on_kvstore=True)
+        return net.complex.tolist(), net.large.tolist(), net.count.tolist(), net.bytes.tolist()
+
+    with Cluster(2, over="inproc") as job:
+        assert job.run(script) == [([[1 - 2j]] * 3, [2**62 + 1, -5, 0], 7, [0, 255])] * 2
+
+
+def a_buffer_that_numpy_cannot_read_is_named() -> None:
+    net = nn.Linear(2, 2)
+    net.register_buffer("odd", torch.zeros(2).to(torch.float8_e5m2))
+    words = "buffer 'odd' cannot be read as an array"
+    refused(lambda: Trainer(net, "sgd", kvstore="local", update_on_kvstore=True), words)
+    Trainer(net, "sgd", kvstore=None)  # nothing is stored
 
 
 CASES = [

@@ -18,8 +18,8 @@ from distrun_runtime.trainer.replica import TensorReplica
 
 __all__ = ["Buffers"]
 
-_FLOATS = {1: np.float16, 2: np.float32, 4: np.float64, 8: np.float64}
-"""Bytes of an integer to a float type that has all its values; for 8 bytes, those up to 2**53."""
+_FLOATS = {1: np.float16, 2: np.float32, 4: np.float64}
+"""Bytes of an integer to a float type that has all its values."""
 
 
 class Buffers:
@@ -59,30 +59,15 @@ class Buffers:
                 replica.written(room)
 
     def floats(self) -> list[Array]:
-        """Return the buffers as arrays of float types, which a store with a rule takes: integers by their values.
-
-        Raises:
-            KVError: a buffer is of another kind, or holds an integer that no float is.
-        """
-        result = []
-        for name, array in zip(self.names, self.arrays(), strict=True):
-            if not dtypes.is_float(array.dtype) and array.dtype.kind not in "biu":
-                raise KVError(
-                    "buffer %r has dtype %s, which stores do not hold; give the trainer net.named_parameters() instead"
-                    " of the module, and look after its buffers yourself" % (name, dtypes.name_of(array.dtype))
-                )
-            wide = array if dtypes.is_float(array.dtype) else array.astype(_FLOATS[array.dtype.itemsize])
-            if wide is not array and not np.array_equal(wide.astype(array.dtype), array):
-                raise KVError("buffer %r holds integers beyond 2**53, which cannot be kept in a store" % name)
-            result.append(wide)
-        return result
+        """Return the buffers as arrays of float types, which a store with a rule takes: `_as_floats` of each."""
+        return [_as_floats(array) for array in self.arrays()]
 
     def take_floats(self, values: list[Array]) -> None:
         """Write what `floats` returned, or a store made of it."""
         own = self.arrays()
         self.write(
             {
-                name: value if value.dtype == mine.dtype else value.astype(mine.dtype)
+                name: _from_floats(value, mine.dtype).reshape(mine.shape)
                 for name, value, mine in zip(self.names, values, own, strict=True)
             }
         )
@@ -100,4 +85,29 @@ class Buffers:
         try:
             return TensorReplica(tensor).weight()
         except (TypeError, ValueError, RuntimeError) as err:
-            raise KVError("buffer %r cannot be read as an array: %s" % (name, err)) from err
+            raise KVError(
+                "buffer %r cannot be read as an array: %s; fix: give the trainer net.named_parameters() instead of the"
+                " module, and look after its buffers yourself" % (name, err)
+            ) from err
+
+
+def _as_floats(array: Array) -> Array:
+    """Return an array as floats: integers of up to 4 bytes by their values, other types by their bytes. Exact."""
+    if dtypes.is_float(array.dtype):
+        return array
+    if _has_values(array.dtype):
+        return array.astype(_FLOATS[array.dtype.itemsize])
+    return np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8).astype(np.float16)
+
+
+def _from_floats(value: Array, dtype: np.dtype[Any]) -> Array:
+    """Return what `_as_floats` took, flat if it went by its bytes."""
+    if value.dtype == dtype:
+        return value
+    if _has_values(dtype):
+        return value.astype(dtype)
+    return np.frombuffer(value.astype(np.uint8).tobytes(), dtype)
+
+
+def _has_values(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind in "biu" and dtype.itemsize in _FLOATS
