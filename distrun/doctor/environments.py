@@ -164,4 +164,4 @@ def pip_words(words: str) -> str:
 def by_hand(row: Wanted) -> str:
     """Return shell text that tries the same, for the user to see what happens. Pure."""
     names = " ".join(requirement.partition(">")[0] for requirement in REQUIREMENTS)
-    return "%s -m venv ~/try && ~/try/bin/pip install %s; rm -r ~/try" % (quote(row.python), names)
+    return 'at=$(mktemp -d) && %s -m venv "$at" && "$at"/bin/pip install %s; rm -r "$at"' % (quote(row.python), names)

@@ -153,7 +153,7 @@ def test_how_it_went_is_told_with_what_to_do() -> None:
         "ERROR: No matching distribution found for numpy",
     ]
     assert "package index" in failed.fix
-    assert "python3 -m venv ~/try" in failed.script
+    assert 'python3 -m venv "$at"' in failed.script
     assert "no space" in outcome(WANTED, told(step="venv", words="no space")).text
     killed = outcome(WANTED, Ran(code=137, err=bytearray(b"installing\n")))
     assert killed.text == "it did not end well (exit code 137)\ninstalling"
