@@ -126,9 +126,19 @@ def test_a_page_s_program_trains_on_several_hosts(name: str, lab: Site) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_worker_that_fails_in_training_ends_the_job_with_its_code(name: str, tmp_path: Path) -> None:
     page = shown(name)
-    train = re.search(r"^( *)model = .*train\(.*\)$", page.program, re.MULTILINE)
+    train = re.search(r"^( *)(model = .*train\(.*\))$", page.program, re.MULTILINE)
     assert train
-    fails = "%sif rank == 1:\n%s    os._exit(9)\n%s" % (train[1], train[1], train[0])
+    # The other worker's error comes at the same moment. Here it comes late, so that which one was first is known.
+    lines = (
+        "if rank == 1:",
+        "    os._exit(9)",
+        "try:",
+        "    " + train[2],
+        "except Exception:",
+        "    __import__('time').sleep(60)",
+        "    raise",
+    )
+    fails = "\n".join(train[1] + line for line in lines)
     output = launch_here(page, tmp_path, page.program.replace(train[0], fails), code=9)
     assert "worker-1" in output.splitlines()[-1]
     assert "exit code 9" in output.splitlines()[-1]
