@@ -110,7 +110,7 @@ class Errand:
         except (OSError, ValueError) as err:
             os.close(self._result)
             os.close(self._words)
-            fault = NOT_FOUND if isinstance(err, FileNotFoundError) else NOT_STARTED
+            fault = NOT_FOUND if is_missing(err, command.argv[0], command.env) else NOT_STARTED
             self._on_done(Done(None, words=str(err), fault=fault))
             return
         finally:
@@ -206,3 +206,14 @@ class Errand:
             if descriptor in self._selector.get_map():
                 self._selector.unregister(descriptor)
             os.close(descriptor)
+
+
+def is_missing(err: Exception, program: bytes, env: Mapping[bytes, bytes]) -> bool:
+    """Return whether a program could not be started because it is in no folder of PATH.
+
+    A folder of PATH that may not be entered makes the system say "permission denied" of a program that is nowhere.
+    """
+    if not isinstance(err, PermissionError) or b"/" in program:
+        return isinstance(err, FileNotFoundError)
+    folders = env.get(b"PATH", os.fsencode(os.defpath)).split(b":")
+    return not any(os.path.exists(os.path.join(folder, program)) for folder in folders)
