@@ -17,7 +17,19 @@ from distrun.hosts import HostSpec, Inventory, fold
 from distrun.job import Job
 from distrun.placement import Slot, hosts_of, worker_hosts
 from distrun_runtime.contract import environ
-from distrun_runtime.contract.plan import ROLES, SCHEDULER, SERVER, WORKER, Host, Plan, Runtime, Secrets, Sync, Task
+from distrun_runtime.contract.plan import (
+    ROLES,
+    SCHEDULER,
+    SERVER,
+    SERVER_MODULES,
+    WORKER,
+    Host,
+    Plan,
+    Runtime,
+    Secrets,
+    Sync,
+    Task,
+)
 
 SET_ELSEWHERE: Mapping[str, str] = {
     "DISTRUN_TOKEN_FILE": "the agent, which writes that file",
@@ -37,9 +49,6 @@ PS_PORT = "ps"
 DEVICES = "CUDA_VISIBLE_DEVICES"
 SHOWN = 8
 """Tasks that are named in a warning, at most."""
-
-NEEDED = ("numpy", "zmq")
-"""What the bundled servers and scheduler import, beyond the runtime that goes along."""
 
 _PYTHON = re.compile(r"(.*/)?(python|pypy)[\d.]*\Z")
 
@@ -161,7 +170,7 @@ def may_bring(job: Job, hosts: Sequence[HostSpec], names: Iterable[str]) -> bool
 
     `names`: of the files and folders at the top of what is copied. Paths are judged on the host.
     """
-    has_modules = any(name.partition(".")[0] in NEEDED for name in names)
+    has_modules = any(name.partition(".")[0] in SERVER_MODULES for name in names)
     return job.activated is None or has_modules or any(spec.workdir for spec in hosts)
 
 
@@ -229,7 +238,7 @@ def _task(job: Job, slot: Slot, layout: _Layout, site: Site, users: Mapping[str,
         env={**env, **shown},
         refs=refs,
         secret_env=tuple(sorted(name for name, s in users.items() if s.hidden and name not in env)),
-        needs=NEEDED if is_ours else (),
+        needs=SERVER_MODULES if is_ours else (),
     )
 
 

@@ -5,10 +5,10 @@ Of hosts that cannot be used it is a table: host, kind, what was found, what to 
 
 from __future__ import annotations
 
-import re
 import signal as signals
 from collections.abc import Sequence
 
+from distrun.hosts import generic
 from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator.outcome import Culprit, Outcome, Problem, TaskResult
 
@@ -139,7 +139,7 @@ def _table(problems: Sequence[Problem]) -> list[str]:
     """
     alike: dict[tuple[str, str, str], list[Problem]] = {}
     for problem in problems:
-        key = (problem.kind, _without(problem.host, problem.text), _without(problem.host, problem.fix))
+        key = (problem.kind, generic(problem.host, problem.text), generic(problem.host, problem.fix))
         alike.setdefault(key, []).append(problem)
     same: dict[tuple[str, str, str], list[str]] = {}
     for key, each in alike.items():
@@ -161,10 +161,6 @@ def _table(problems: Sequence[Problem]) -> list[str]:
         lines += [indent + line for line in found[1:]]
         lines += [indent + "-> " + line for line in fix.splitlines()]
     return lines
-
-
-def _without(host: str, text: str) -> str:
-    return re.sub(r"(?<![\w.-])%s(?![\w-])" % re.escape(host), "HOST", text)
 
 
 def _cut(line: str) -> str:

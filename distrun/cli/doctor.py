@@ -16,7 +16,7 @@ from distrun.cli.consent import agree
 from distrun.cli.console import print_err, print_out, render
 from distrun.cli.folder import current_folder
 from distrun.cli.options import LauncherOption
-from distrun.cli.reach import host_options, hosts_of, typed, typed_python
+from distrun.cli.reach import host_options, hosts_of, tell_warnings, typed, typed_python
 from distrun.doctor.row import Row, Ways
 from distrun.errors import UsageError
 from distrun.hosts import fold
@@ -81,8 +81,7 @@ def doctor(**options: Any) -> int:
     if options["as_json"] and options["is_fixing"] and not options["yes"]:
         raise UsageError("--fix with --json does not ask", "add -y, or leave --json out")
     inventory, backend, hosts = hosts_of(options, env, options["launcher"])
-    for warning in inventory.warnings:
-        print_err("distrun: warning: %s\n" % warning)
+    tell_warnings(inventory)
     dst = options["dst"] if backend.needs_hosts else ""
     python = options["python"] or ("" if backend.needs_hosts else sys.executable)
     reached = typed(options, inventory)

@@ -6,13 +6,12 @@ The text shows tasks that differ only by rank and host once, unless it is to sho
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distrun import shell
 from distrun.backends.base import Rendered
-from distrun.hosts import fold
+from distrun.hosts import fold, generic
 from distrun.plan import SET_ELSEWHERE
 from distrun_runtime.contract.plan import Host, Plan, Task
 
@@ -138,7 +137,7 @@ def _hosts(plan: Plan, rendered: Rendered, whole: bool) -> list[str]:
 
 def _generic(host: str, rendered: Rendered) -> tuple[str, ...]:
     """Return the command that starts a host's agent, with HOST for its name."""
-    return tuple(_without(host, word) for word in rendered.commands[host])
+    return tuple(generic(host, word) for word in rendered.commands[host])
 
 
 def _kind(task: Task) -> object:
@@ -160,8 +159,8 @@ def _tasks(tasks: Sequence[Task]) -> list[str]:
         if all(each[name] == value for each in every):
             shared.append("%s=%s" % (name, value))
             continue
-        general = _without(first.host, value)
-        if all(_without(task.host, each[name]) == general for task, each in zip(tasks, every, strict=True)):
+        general = generic(first.host, value)
+        if all(generic(task.host, each[name]) == general for task, each in zip(tasks, every, strict=True)):
             shared.append("%s=%s" % (name, general))
         else:
             differing.setdefault(series([each[name] for each in every]), []).append(name)
@@ -183,10 +182,6 @@ def _values(task: Task) -> dict[str, str]:
     """Return the variables added to a task as they are shown: quoted, references as they stand, secrets masked."""
     plain = {name: shell.quote(value) for name, value in task.env.items()}
     return {**plain, **task.refs, **dict.fromkeys(task.secret_env, MASK)}
-
-
-def _without(host: str, text: str) -> str:
-    return re.sub(r"(?<![\w.-])%s(?![\w-])" % re.escape(host), "HOST", text) if host in text else text
 
 
 def series(values: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ import click
 from distrun import shell
 from distrun.cli.console import copy_out, print_err, print_out
 from distrun.cli.options import LauncherOption
-from distrun.cli.reach import host_options, hosts_of
+from distrun.cli.reach import host_options, hosts_of, tell_warnings
 from distrun.cli.values import seconds
 from distrun.errors import UsageError
 from distrun.fleet import Problem, Ran, fold, run
@@ -47,8 +47,7 @@ def execute(command: tuple[str, ...], **options: Any) -> int:
     inventory, backend, hosts = hosts_of(options, environ.snapshot(), options["launcher"])
     if not backend.needs_hosts and not options["launcher"]:
         raise UsageError("no hosts are given", "distrun exec -H FILE COMMAND, or --hosts A,B")
-    for warning in inventory.warnings:
-        print_err("distrun: warning: %s\n" % warning)
+    tell_warnings(inventory)
     streams = _Streams() if options["no_fold"] and not options["as_json"] else None
     argv = shell.to_argv(command, options["shell"])
     found = run(

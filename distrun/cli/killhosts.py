@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from distrun import backends
 from distrun.cli import tables
 from distrun.cli.consent import SCHEMA, agree, exit_code, tell_problems
-from distrun.cli.console import print_err, print_out
-from distrun.cli.reach import hosts_of
+from distrun.cli.console import print_out
+from distrun.cli.reach import hosts_of, tell_warnings
 from distrun.fleet import Answer, Fleet, Problem, jobs
 from distrun.fleet.jobs import HostJob
 from distrun_runtime.contract.plan import Limits
@@ -58,8 +58,7 @@ def on_hosts(wanted: Sequence[str], options: Mapping[str, Any]) -> int:
     """End my jobs on the hosts that the options name, on this machine if they name none; return the exit code."""
     # Hosts of the environment are where jobs are launched, not where things are killed: that has to be said.
     inventory, backend, hosts = hosts_of(options, {})
-    for warning in inventory.warnings:
-        print_err("distrun: warning: %s\n" % warning)
+    tell_warnings(inventory)
     grace_s: float | None = options["grace"]
     with Fleet(backend, hosts) as fleet:
         found = fleet.ask("survey", {}, SURVEY_S)

@@ -10,9 +10,9 @@ from typing import Any
 
 from distrun.cli import tables
 from distrun.cli.consent import SCHEMA, agree, exit_code, tell_problems
-from distrun.cli.console import print_err, print_out
+from distrun.cli.console import print_out
 from distrun.cli.killhosts import SLACK_S, SURVEY_S, Found
-from distrun.cli.reach import hosts_of
+from distrun.cli.reach import hosts_of, tell_warnings
 from distrun.fleet import Answer, Fleet, Problem, jobs
 from distrun_runtime.contract import process
 from distrun_runtime.contract.plan import Limits
@@ -23,8 +23,7 @@ HEADINGS = ("HOST", "PID", "AGE", "COMMAND")
 def by_match(options: Mapping[str, Any]) -> int:
     """End what matches on the hosts that the options name, on this machine if they name none; return the exit code."""
     inventory, backend, hosts = hosts_of(options, {})
-    for warning in inventory.warnings:
-        print_err("distrun: warning: %s\n" % warning)
+    tell_warnings(inventory)
     grace_s = Limits().grace_s if options["grace"] is None else options["grace"]
     asked = {"regex": options["match"], "kill": False, "spare": spared()}
     with Fleet(backend, hosts) as fleet:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from distrun.cli.console import print_err
 from distrun.cli.values import seconds
 from distrun.job import exact
 from distrun.ssh.target import CONNECT_S, TRANSPORTS
@@ -86,6 +87,12 @@ def typed_python(options: Mapping[str, Any]) -> list[str]:
     for word in options["activate"]:
         words += ["--activate", word]
     return words
+
+
+def tell_warnings(inventory: Inventory) -> None:
+    """Print what is odd about the hosts that were named."""
+    for warning in inventory.warnings:
+        print_err("distrun: warning: %s\n" % warning)
 
 
 def find_hosts(options: Mapping[str, Any], env: Mapping[str, str]) -> Inventory | None:

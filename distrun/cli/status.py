@@ -13,6 +13,7 @@ import click
 from distrun import shell
 from distrun.cli.console import WIDE, is_terminal, live, print_out, render, width
 from distrun.cli.find import find
+from distrun_runtime.coordinator import stored
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -88,7 +89,7 @@ def jobs_table(states: Sequence[Mapping[str, Any]], now: float, columns: int = W
             _code(state["exit_code"], None),
             "" if _is_damaged(state) else _count(state["tasks"]),
             "" if _is_damaged(state) else duration(state["created"], state["finished"] or _until(state), now),
-            time.strftime("%m-%d %H:%M", time.localtime(_seconds(state["created"]))) if state["created"] else "",
+            time.strftime("%m-%d %H:%M", time.localtime(stored.seconds(state["created"]))) if state["created"] else "",
             str(state["message"]) if _is_damaged(state) else shell.join(state["command"]),
         )
         for state in states
@@ -150,7 +151,7 @@ def duration(start: str | None, end: str | None, now: float) -> str:
     """Return how long something took between two RFC 3339 times, or takes until `now`, as `1:02:03`. Pure."""
     if start is None:
         return ""
-    seconds = (now if end is None else _seconds(end)) - _seconds(start)
+    seconds = (now if end is None else stored.seconds(end)) - stored.seconds(start)
     return str(datetime.timedelta(seconds=max(0, int(seconds))))
 
 
@@ -167,10 +168,6 @@ def _is_damaged(state: Mapping[str, Any]) -> bool:
 def _until(state: Mapping[str, Any]) -> str | None:
     """Return when a job that has no end was last heard of, if its launcher is gone."""
     return None if state["state"] in LIVE else str(state.get("heard") or state["updated"])
-
-
-def _seconds(text: str) -> float:
-    return datetime.datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
 
 
 def _code(code: int | None, signal: str | None) -> str:

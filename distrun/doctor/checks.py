@@ -11,6 +11,7 @@ from typing import Any
 
 from distrun.doctor.row import BAD, OK, ON, WARN, Row
 from distrun.shell import join, quote
+from distrun_runtime.contract.plan import SERVER_MODULES
 from distrun_runtime.coordinator.outcome import Problem
 
 GIB = 1 << 30
@@ -24,7 +25,6 @@ SHM = GIB
 FREE = GIB
 """Bytes below which a folder's free space is remarked."""
 FREE_LEAST = 64 * MIB
-MODULES = ("numpy", "zmq")
 OTHER_PYTHON = "python=PATH in the hosts file, or --python PATH"
 
 STEPS = (
@@ -138,7 +138,7 @@ def _server_python(patient: Patient, wish: Wish) -> Row:
     if version(found["version"]) < SERVER_PYTHON:
         fix = "%s, of one that is 3.10 or newer" % OTHER_PYTHON
         return Row(patient.name, check, BAD, text + ": servers need 3.10 or newer", fix)
-    missing = [name for name in MODULES if not found.get(name)]
+    missing = [name for name in SERVER_MODULES if not found.get(name)]
     if not missing:
         return Row(patient.name, check, OK, "%s, numpy %s, zmq %s" % (text, found["numpy"], found["zmq"]))
     lacks = "%s: no %s" % (text, ", no ".join(missing))

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distrun.doctor import making
-from distrun.doctor.checks import MODULES, SERVER_PYTHON, needed_for_venv, version
+from distrun.doctor.checks import SERVER_PYTHON, needed_for_venv, version
 from distrun.doctor.row import ON
 from distrun.fleet import Problem, Ran, run
 from distrun.hosts import fold
 from distrun.shell import quote
 from distrun_runtime.contract.duration import duration
+from distrun_runtime.contract.plan import SERVER_MODULES
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 REQUIREMENTS = ("numpy>=1.23", "pyzmq>=25")
 """What pip is asked for, as in pyproject.toml. Which index it asks is its own configuration's business."""
+PACKAGES = tuple(requirement.partition(">")[0] for requirement in REQUIREMENTS)
 LIMIT_S = 900.0
 SEE = "see what it says there: %s" % ON
 STEPS = {
@@ -75,7 +77,7 @@ def wanted(patients: Sequence[Patient]) -> list[Wanted]:
         python = patient.facts.get("python", {})
         if not python or python.get("error") or version(python["version"]) < SERVER_PYTHON:
             continue
-        is_missing = not all(python.get(name) for name in MODULES) and not python["environment"]
+        is_missing = not all(python.get(name) for name in SERVER_MODULES) and not python["environment"]
         if is_missing and not needed_for_venv(patient):
             found.append(Wanted(patient.name, python["path"], python["version"], python["place"]))
     return found
@@ -86,9 +88,8 @@ def told(rows: Sequence[Wanted]) -> list[str]:
     alike: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         alike.setdefault((row.python, row.place), []).append(row.host)
-    names = ", ".join(requirement.partition(">")[0] for requirement in REQUIREMENTS)
     text = "%s: %s -m venv makes %s, and pip installs %s there"
-    return [text % (fold(hosts), python, place, names) for (python, place), hosts in alike.items()]
+    return [text % (fold(hosts), python, place, ", ".join(PACKAGES)) for (python, place), hosts in alike.items()]
 
 
 def make(
@@ -147,7 +148,7 @@ def outcome(row: Wanted, ran: Ran | Problem) -> Made:
         text = "\n".join(["it did not end well (%s)" % how, *lines[-3:]])
         return Made(row.host, text, fix=SEE, script=by_hand(row))
     if "path" in value:
-        text = "%s (Python %s, numpy %s, zmq %s)" % tuple(value[name] for name in ("path", "version", *MODULES))
+        text = "%s (Python %s, numpy %s, zmq %s)" % tuple(value[name] for name in ("path", "version", *SERVER_MODULES))
         return Made(row.host, text, is_made=True, facts=value)
     what, fix = STEPS[value["step"]]
     words = pip_words(value["words"]) if value["step"] == "pip" else value["words"]
@@ -163,5 +164,8 @@ def pip_words(words: str) -> str:
 
 def by_hand(row: Wanted) -> str:
     """Return shell text that tries the same, for the user to see what happens. Pure."""
-    names = " ".join(requirement.partition(">")[0] for requirement in REQUIREMENTS)
-    return 'at=$(mktemp -d) && %s -m venv "$at" && "$at"/bin/pip install %s; rm -r "$at"' % (quote(row.python), names)
+    packages = " ".join(PACKAGES)
+    return 'at=$(mktemp -d) && %s -m venv "$at" && "$at"/bin/pip install %s; rm -r "$at"' % (
+        quote(row.python),
+        packages,
+    )

@@ -12,6 +12,7 @@ from distrun.doctor.checks import Patient, Wish
 from distrun.doctor.pairs import Pair
 from distrun.doctor.row import BAD, Row
 from distrun.fleet import Answer, Fleet, Problem
+from distrun_runtime.contract.plan import ACTIVATE_S
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
 PROBE_S = 60.0
 """A probe runs a few programs that may each take up to ten seconds."""
-ACTIVATE_S = 60.0
-"""How long an activation may take besides."""
 LISTEN_S = 20.0
 CONNECT_S = 5.0
 """How long connections to all peers together may take."""

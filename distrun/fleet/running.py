@@ -14,7 +14,7 @@ from distrun.fleet.relay import OnOutput, Relay
 from distrun.fleet.talk import Fleet
 from distrun.shell import quote
 from distrun_runtime.contract import environ
-from distrun_runtime.contract.plan import WORKER, Host, Limits, Plan, Secrets, Task
+from distrun_runtime.contract.plan import ACTIVATE_S, WORKER, Host, Limits, Plan, Secrets, Task
 from distrun_runtime.coordinator import events, frames
 from distrun_runtime.coordinator.actions import Spawn, StopTasks
 from distrun_runtime.coordinator.outcome import EXIT_TIMEOUT, Problem, exit_code
@@ -29,8 +29,6 @@ LOST_S = Limits().lost_s
 GLANCE_S = 1.0
 SETTLE_S = 10.0
 """How long an agent may take to begin; and, when its command has ended, until more of the output comes."""
-ACTIVATE_S = 60.0
-"""How long an activation may take, as its agent has it."""
 KEPT = 16 * 1024 * 1024
 """Bytes of each stream of a host that are kept, unless the caller says otherwise."""
 IN_FOLDER = 'cd && cd -- "$0" && exec "$@"'

@@ -6,7 +6,7 @@
 from distrun.hosts.find import VARIABLES, WAYS, find, of_file, read
 from distrun.hosts.grammar import FORMATS
 from distrun.hosts.parse import parse, parse_list
-from distrun.hosts.ranges import expand, fold
+from distrun.hosts.ranges import expand, fold, generic
 from distrun.hosts.spec import HostSpec, Inventory, local, named, write
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "expand",
     "find",
     "fold",
+    "generic",
     "local",
     "named",
     "of_file",

@@ -225,3 +225,8 @@ def _written(field: _Field) -> str:
             runs.append([number])
         previous = width, value
     return "[%s]" % ",".join("-".join(run) for run in runs)
+
+
+def generic(host: str, text: str) -> str:
+    """Return a text about a host with HOST in place of its name, to compare it with that of another host. Pure."""
+    return re.sub(r"(?<![\w.-])%s(?![\w-])" % re.escape(host), "HOST", text) if host in text else text

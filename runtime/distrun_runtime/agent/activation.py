@@ -13,8 +13,8 @@ from typing import Dict, Mapping
 from distrun_runtime.agent.errand import FD, NOT_FOUND, SCRIPT, TIMED_OUT, Command, Done
 from distrun_runtime.agent.places import expand
 from distrun_runtime.agent.refusal import Refusal
+from distrun_runtime.contract.plan import ACTIVATE_S
 
-LIMIT_S = 60.0
 _END = b"distrun-end"
 _DUMP = (
     'import os\nwith os.fdopen(%(fd)s, "wb") as f:\n'
@@ -37,7 +37,7 @@ def command(script: str, base: Mapping[bytes, bytes], marks: Mapping[str, str], 
     env = dict(base)
     env.update((os.fsencode(name), os.fsencode(value)) for name, value in marks.items())
     argv = (b"bash", b"-l", b"/dev/fd/" + SCRIPT)
-    return Command(argv, env, os.fsencode(cwd), LIMIT_S, text.encode("utf-8", "surrogateescape"))
+    return Command(argv, env, os.fsencode(cwd), ACTIVATE_S, text.encode("utf-8", "surrogateescape"))
 
 
 def folder(cwd: str) -> str:

@@ -30,8 +30,6 @@ class Outlet:
         self.spool = spool
         self.sent = 0
         self.acked = 0
-        self.is_paused = False
-        """Not read from: the disk is full and memory at its bound."""
         self.is_mid_line = False
         """What was read last does not end a line."""
 

@@ -20,12 +20,11 @@ from distrun_runtime.agent import activation, errand, interpreters
 from distrun_runtime.agent.refusal import Refusal
 from distrun_runtime.contract import address, environ
 from distrun_runtime.contract import folder as destination
+from distrun_runtime.contract.plan import SERVER_MODULES
 from distrun_runtime.errors import ContractError
 
 PROGRAM_S = 10.0
 """How long a program may take to answer."""
-MODULES = ("numpy", "zmq")
-"""What servers need."""
 _LOGIND = ("/etc/systemd/logind.conf", "/etc/systemd/logind.conf.d", "/run/systemd/logind.conf.d")
 
 
@@ -71,7 +70,7 @@ def python(name: str, base: Optional[Mapping[bytes, bytes]] = None) -> Dict[str,
     the modules for servers and workers, if that is possible.
     """
     env = environ.snapshot_bytes() if base is None else base
-    asked = interpreters.command(os.fsencode(os.path.expanduser(name)), MODULES, env, b"", PROGRAM_S)
+    asked = interpreters.command(os.fsencode(os.path.expanduser(name)), SERVER_MODULES, env, b"", PROGRAM_S)
     try:
         found = interpreters.told(asked, errand.run(asked), name, socket.gethostname())
     except Refusal as err:
@@ -81,17 +80,17 @@ def python(name: str, base: Optional[Mapping[bytes, bytes]] = None) -> Dict[str,
     found.update(
         place=interpreters.place(found["version"]),
         environment=_environment(found["version"], env),
-        install=interpreters.how_to_install(found, interpreters.missing(found, MODULES)),
+        install=interpreters.how_to_install(found, interpreters.missing(found, SERVER_MODULES)),
     )
     return found
 
 
 def _environment(version: str, env: Mapping[bytes, bytes]) -> Dict[str, Any]:
     for path in interpreters.environments(version):
-        asked = interpreters.command(os.fsencode(path), MODULES, env, b"", PROGRAM_S)
+        asked = interpreters.command(os.fsencode(path), SERVER_MODULES, env, b"", PROGRAM_S)
         with contextlib.suppress(Refusal):
             found = interpreters.told(asked, errand.run(asked), path, "")
-            if interpreters.fits(found, MODULES):
+            if interpreters.fits(found, SERVER_MODULES):
                 return dict(found, path=path)
     return {}
 

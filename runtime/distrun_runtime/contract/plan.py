@@ -22,6 +22,10 @@ SCHEDULER = "scheduler"
 SERVER = "server"
 WORKER = "worker"
 ROLES = (SCHEDULER, SERVER, WORKER)
+SERVER_MODULES = ("numpy", "zmq")
+"""What the bundled servers and scheduler import, beyond the runtime that goes along."""
+ACTIVATE_S = 60.0
+"""How long the shell text of --activate may take on a host."""
 
 STOP = "stop"
 """`on_eof`: the end of the agent's input, or an expired lease, stops its tasks (attached jobs)."""

@@ -518,15 +518,20 @@ def test_a_launcher_that_is_killed_leaves_no_process(bench: Bench, tmp_path: Pat
     wait(lambda: not living(str(bench.hosts.root)), "no process left")
 
 
-def test_an_rsync_that_knows_few_options_is_enough(
-    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As openrsync, or one of many years ago."""
+def use_old_rsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have an rsync found that knows few options."""
     old = tmp_path / "old" / "rsync"
     old.parent.mkdir()
     old.write_text(_OLD % shutil.which("rsync"))
     old.chmod(0o755)
     monkeypatch.setenv("PATH", "%s:%s" % (old.parent, os.environ["PATH"]))
+
+
+def test_an_rsync_that_knows_few_options_is_enough(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As openrsync, or one of many years ago."""
+    use_old_rsync(tmp_path, monkeypatch)
     assert bench.copy("d1", dst="a 'b'")[0].ok
     write(bench.source, **{"train.py": "newer"})
     (bench.source / "lib" / "a.py").unlink()
@@ -585,11 +590,7 @@ def test_progress_has_percent_rate_and_the_time_that_is_left(bench: Bench, monke
 def test_where_rsync_does_not_say_how_far_it_is_no_rate_is_made_up(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old = tmp_path / "old" / "rsync"
-    old.parent.mkdir()
-    old.write_text(_OLD % shutil.which("rsync"))
-    old.chmod(0o755)
-    monkeypatch.setenv("PATH", "%s:%s" % (old.parent, os.environ["PATH"]))
+    use_old_rsync(tmp_path, monkeypatch)
     bench.hosts.add("d1")
     gate = bench.hosts.root / "gate"
     bench.hosts.before("d1", "while [ ! -e '%s' ]; do sleep 0.05; done" % gate)

@@ -27,6 +27,17 @@ def _seed(value: object) -> Json:
     return int(cast(float, value))
 
 
+def descend(weight: Array, step: Array, state: State, momentum: float) -> None:
+    """Take a step downwards in place: v = momentum v - step, w += v; without a v in the state, w -= step."""
+    velocity = state.get("momentum")
+    if isinstance(velocity, np.ndarray):
+        velocity *= momentum
+        velocity -= step
+        weight += velocity
+    else:
+        weight -= step
+
+
 class Sgd(Rule):
     """g' = clip(rescale_grad g) + wd w; v = momentum v - learning_rate g'; w += v.
 
@@ -44,13 +55,7 @@ class Sgd(Rule):
         """Update in place."""
         step = self.slope(weight, grad, rates)
         step *= rates.learning_rate
-        velocity = state.get("momentum")
-        if isinstance(velocity, np.ndarray):
-            velocity *= self.number("momentum")
-            velocity -= step
-            weight += velocity
-        else:
-            weight -= step
+        descend(weight, step, state, self.number("momentum"))
 
     def slope(self, weight: Array, grad: Array, rates: Rates) -> Array:
         """Return g' as a new array."""
@@ -157,13 +162,7 @@ class Dcasgd(Rule):
             step += rates.wd * weight
         step *= rates.learning_rate
         previous[...] = weight
-        velocity = state.get("momentum")
-        if isinstance(velocity, np.ndarray):
-            velocity *= self.number("momentum")
-            velocity -= step
-            weight += velocity
-        else:
-            weight -= step
+        descend(weight, step, state, self.number("momentum"))
 
 
 class Sgld(Rule):
