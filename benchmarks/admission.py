@@ -1,4 +1,4 @@
-"""What it costs that a node asks for a password before ZeroMQ hears a peer (`distrun_runtime.net.admission`).
+"""What it costs that a node asks for a password before ZeroMQ hears a peer (`distrun_runtime.transport.admission`).
 
 Two processes on this machine, one socket each, three ways: `null` asks for nothing, `plain` is what distrun does,
 `curve` would encrypt everything as well. They take turns; each figure is the median of the runs.
@@ -22,7 +22,7 @@ from typing import Any
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from distrun_runtime.net.transport import Arrived, Heartbeat, ZmqTransport
+from distrun_runtime.transport.zeromq import Arrived, Heartbeat, ZmqTransport
 
 TOKEN = b"2b7e151628aed2a6abf7158809cf4f3c"
 CONNECTIONS = 100
@@ -78,7 +78,7 @@ def dealer(way: str, keys: Keys, context: zmq.Context[Any], port: int) -> zmq.So
     made.linger = 0
     made.sndhwm = made.rcvhwm = 0
     if way == "plain":
-        from distrun_runtime.net.admission import credentials
+        from distrun_runtime.transport.admission import credentials
 
         made.plain_username, made.plain_password = credentials(TOKEN)
     elif way == "curve":

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from distrun_runtime.device.dtypes import narrow, widen
+from distrun_runtime.arrays.dtypes import narrow, widen
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "benchmarks" / "peers" / "compressed_round.py"

@@ -17,9 +17,9 @@ from cluster import Cluster
 
 from distrun.cli import COMMANDS
 from distrun_runtime import kvstore
-from distrun_runtime.algo import rules
-from distrun_runtime.device.dtypes import BFLOAT16
+from distrun_runtime.arrays.dtypes import BFLOAT16
 from distrun_runtime.kvstore import KVStore
+from distrun_runtime.ops import optimizers as rules
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

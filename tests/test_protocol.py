@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 
 from distrun_runtime.agent.agent import Agent
-from distrun_runtime.algo import rows as rowcodec
-from distrun_runtime.algo.codec import CODECS
+from distrun_runtime.arrays.dtypes import name_of
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract import wire
 from distrun_runtime.contract.plan import Host, Plan, Runtime, Secrets, Sync, Task
 from distrun_runtime.coordinator import actions, frames
-from distrun_runtime.device.dtypes import name_of
-from distrun_runtime.net import message
-from distrun_runtime.net.admission import credentials
-from distrun_runtime.net.handshake import Acceptor, Identity, Opener
-from distrun_runtime.net.message import DTYPES, Entry, Kind, Message, Payload
-from distrun_runtime.node import publish
+from distrun_runtime.ops import rows as rowcodec
+from distrun_runtime.ops.compression import CODECS
+from distrun_runtime.protocol import message
+from distrun_runtime.protocol.handshake import Acceptor, Identity, Opener
+from distrun_runtime.protocol.message import DTYPES, Entry, Kind, Message, Payload
+from distrun_runtime.ps import publish
+from distrun_runtime.transport.admission import credentials
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "protocol.md").read_text("utf-8")

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import Any, Literal, overload
 
-from distrun_runtime.algo import schedule
-from distrun_runtime.algo.params import did_you_mean
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError
+from distrun_runtime.ops import schedules as schedule
+from distrun_runtime.ops.params import did_you_mean
 from distrun_runtime.store import kinds, registry
 from distrun_runtime.store.base import KVStore
 from distrun_runtime.store.contract import KVStoreBase
@@ -91,7 +91,7 @@ def create(name: str = "local", *, staleness: int | None = None) -> Any:
 def _report_crashes(name: object) -> None:
     """Have the agent, and the job's other nodes, told why the script ends; also if the store cannot be created."""
     if environ.text("DISTRUN_PUBLISH_FD") or (isinstance(name, str) and kinds.is_dist(name.lower())):
-        from distrun_runtime.node import crash
+        from distrun_runtime.ps import crash
 
         crash.watch()
 

@@ -9,7 +9,7 @@ import pytest
 from distrun_cli import PYTHON, Distrun
 
 RULES = """
-from distrun_runtime.algo.rules import Param, Rule
+from distrun_runtime.ops.optimizers import Param, Rule
 
 class Half(Rule):
     '''w -= share * g.'''

@@ -7,19 +7,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from distrun_runtime.net.inproc import InprocNetwork
-from distrun_runtime.net.transport import Heartbeat, ZmqTransport
-from distrun_runtime.node.config import Config
-from distrun_runtime.node.counters import Counters
-from distrun_runtime.node.executor import Executor
-from distrun_runtime.node.postoffice import Postoffice
-from distrun_runtime.node.profile import Recorder
-from distrun_runtime.node.scheduler import Scheduler
-from distrun_runtime.node.serve import bind, wrapped
-from distrun_runtime.node.server import Server
-from distrun_runtime.node.session import Session
-from distrun_runtime.node.trace import Trace
+from distrun_runtime.ps.config import Config
+from distrun_runtime.ps.counters import Counters
+from distrun_runtime.ps.executor import Executor
+from distrun_runtime.ps.postoffice import Postoffice
+from distrun_runtime.ps.profile import Recorder
+from distrun_runtime.ps.scheduler import Scheduler
+from distrun_runtime.ps.serve import bind, wrapped
+from distrun_runtime.ps.server import Server
+from distrun_runtime.ps.session import Session
+from distrun_runtime.ps.trace import Trace
 from distrun_runtime.store.dist import DistStore
+from distrun_runtime.transport.inproc import InprocNetwork
+from distrun_runtime.transport.zeromq import Heartbeat, ZmqTransport
 
 DEADLINE_S = 100.0
 """Beyond every deadline that a test sets, and below that of the test itself, also on a slow machine."""

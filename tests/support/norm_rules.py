@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distrun_runtime.algo.rules import Array, NormRule, Param, Rates, State
+from distrun_runtime.ops.optimizers import Array, NormRule, Param, Rates, State
 
 
 class Picky(NormRule):

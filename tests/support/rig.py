@@ -8,14 +8,14 @@ from typing import Any
 
 from cluster import config
 
-from distrun_runtime.net.handshake import Identity
-from distrun_runtime.net.message import Entry, Flag, Kind, Message, Payload
-from distrun_runtime.node import role, work
-from distrun_runtime.node.counters import Counters
-from distrun_runtime.node.executor import Executor
-from distrun_runtime.node.profile import Recorder
-from distrun_runtime.node.server import Server
-from distrun_runtime.node.work import SlotId
+from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.message import Entry, Flag, Kind, Message, Payload
+from distrun_runtime.ps import role, work
+from distrun_runtime.ps.counters import Counters
+from distrun_runtime.ps.executor import Executor
+from distrun_runtime.ps.profile import Recorder
+from distrun_runtime.ps.server import Server
+from distrun_runtime.ps.work import SlotId
 
 A, B = SlotId(1, 0, 0), SlotId(1, 1, 0)
 VALUE = bytes(8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from distrun_runtime.algo.rules import RESCALE, Array, NormRule, Param, Rates, Rule, State, learning_rate
+from distrun_runtime.ops.optimizers import RESCALE, Array, NormRule, Param, Rates, Rule, State, learning_rate
 
 
 class Sign(Rule):

@@ -7,11 +7,11 @@ from typing import Any
 
 from cluster import config
 
-from distrun_runtime.algo.rules import RuleSpec
-from distrun_runtime.net.handshake import Identity
-from distrun_runtime.net.message import Flag, Kind, Message
-from distrun_runtime.node import role
-from distrun_runtime.node.scheduler import Scheduler
+from distrun_runtime.ops.optimizers import RuleSpec
+from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.message import Flag, Kind, Message
+from distrun_runtime.ps import role
+from distrun_runtime.ps.scheduler import Scheduler
 
 
 def node(kind: str, rank: int = -1, host: str = "d1", pid: int = 1, **changes: Any) -> Identity:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from distrun_runtime.net.message import Buffer
-from distrun_runtime.net.transport import Event, Lease
+from distrun_runtime.protocol.message import Buffer
+from distrun_runtime.transport.zeromq import Event, Lease
 
 
 class Script:

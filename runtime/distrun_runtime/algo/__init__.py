@@ -1,1 +1,1 @@
-"""Rules without sockets or clocks: how values are cut, summed and updated."""
+"""Import names of earlier versions; `distrun_runtime.ops` has the code."""

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Union
 
-from distrun_runtime.device import dtypes
-from distrun_runtime.device.dtypes import Array
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.store import values
 from distrun_runtime.store.contract import KVStoreBase
@@ -39,7 +39,7 @@ class KVStore(Keyed, KVStoreBase):
 
     Keys are int or str (one kind a store). Every data call takes one key with one array or a list of arrays (one for
     each device), or a list of keys with a list of as many of these; a key repeated in one call is one key with all
-    its arrays. Arrays have any shape, any strides, and a dtype of `device.dtypes.NAMES`; what is pulled into must be
+    its arrays. Arrays have any shape, any strides, and a dtype of `arrays.dtypes.NAMES`; what is pulled into must be
     a writable numpy array or a torch tensor in host memory. A key that `init` got a RowSparse for is row-sparse.
 
     Every data call returns a Pending. With wait=True (the default) the call is made when it returns, and the Pending

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from distrun_runtime.algo import codec
-from distrun_runtime.algo.codec import Buffer, Codec
-from distrun_runtime.algo.params import did_you_mean
-from distrun_runtime.algo.partition import Shard
-from distrun_runtime.device import dtypes
-from distrun_runtime.device.dtypes import Array
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
+from distrun_runtime.ops import compression as codec
+from distrun_runtime.ops.compression import Buffer, Codec
+from distrun_runtime.ops.params import did_you_mean
+from distrun_runtime.ops.partition import Shard
 from distrun_runtime.store.record import Record
 from distrun_runtime.store.values import Key
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Union
 
-from distrun_runtime.algo import rules
 from distrun_runtime.errors import KVError
+from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.store import values
 from distrun_runtime.store.compress import Setting
 from distrun_runtime.store.hooks import Updater
@@ -31,7 +31,7 @@ class Controls(Lifetime):
         `replace`, what state both rules know by the same name goes on - after a new learning rate the momentum stays.
 
         Arguments:
-            name: a rule of `distrun_runtime.algo.rules` (`sgd`, `adam`, ...), or `module:Class` for one of yours.
+            name: a rule of `distrun_runtime.ops.optimizers` (`sgd`, `adam`, ...), or `module:Class` for one of yours.
             params: the rule's parameters by name, for instance learning_rate=0.1, momentum=0.9. torch's names are
                 understood as well: lr, weight_decay, betas, eps.
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from distrun_runtime.device.dtypes import name_of
+from distrun_runtime.arrays.dtypes import name_of
 from distrun_runtime.errors import RuntimeFault
-from distrun_runtime.net.message import Kind
+from distrun_runtime.protocol.message import Kind
 from distrun_runtime.store.compress import Compressor, Setting
 from distrun_runtime.store.hooks import Value
 from distrun_runtime.store.link import Link

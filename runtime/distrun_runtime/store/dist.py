@@ -1,6 +1,6 @@
 """The stores of a job: values live on the servers, cut into pieces; workers push and pull them.
 
-A value is cut by `algo.partition`: its shards (one server each) and, within a shard, pieces of at most 4 MiB. A
+A value is cut by `ops.partition`: its shards (one server each) and, within a shard, pieces of at most 4 MiB. A
 piece is a slot on its server with rounds of its own. Here a call becomes messages - the pieces of its keys, by
 server - and replies become values. Waiting is for `Pending`; order, priorities and deaths are the node's.
 """
@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from distrun_runtime.algo.rules import RuleSpec
-from distrun_runtime.algo.userrule import importable
-from distrun_runtime.device.dtypes import Array
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import RuntimeFault
-from distrun_runtime.net.message import Kind, Message
-from distrun_runtime.node import config as configs
-from distrun_runtime.node import session
-from distrun_runtime.node.pending import Pending as Request
-from distrun_runtime.node.serve import serve
-from distrun_runtime.node.work import Notes
+from distrun_runtime.ops.optimizers import RuleSpec
+from distrun_runtime.ops.optimizers.custom import importable
+from distrun_runtime.protocol.message import Kind, Message
+from distrun_runtime.ps import config as configs
+from distrun_runtime.ps import session
+from distrun_runtime.ps.pending import Pending as Request
+from distrun_runtime.ps.serve import serve
+from distrun_runtime.ps.work import Notes
 from distrun_runtime.store import declaring, kinds, saving, tracing
 from distrun_runtime.store.base import KVStore
 from distrun_runtime.store.compress import Compressor, Setting

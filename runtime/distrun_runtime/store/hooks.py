@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Union
 
-from distrun_runtime.algo.rules import RuleSpec
-from distrun_runtime.device.dtypes import Array
+from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.store.compress import Setting
 from distrun_runtime.store.pending import Pending, Settled
 from distrun_runtime.store.record import Record

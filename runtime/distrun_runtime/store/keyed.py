@@ -7,8 +7,8 @@ from contextlib import nullcontext
 
 import numpy as np
 
-from distrun_runtime.device import dtypes
-from distrun_runtime.device.dtypes import Array
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.store import values
 from distrun_runtime.store.controls import Controls

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distrun_runtime.errors import KVError, RuntimeFault
-from distrun_runtime.net.message import Kind, Message
-from distrun_runtime.node.pending import Pending as Request
-from distrun_runtime.node.role import SCHEDULER_LINK
-from distrun_runtime.node.session import Session
+from distrun_runtime.protocol.message import Kind, Message
+from distrun_runtime.ps.pending import Pending as Request
+from distrun_runtime.ps.role import SCHEDULER_LINK
+from distrun_runtime.ps.session import Session
 from distrun_runtime.store.requests import Packed
 
 TAKE_BACK_S = 10.0

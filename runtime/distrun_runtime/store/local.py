@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from distrun_runtime.algo.rules import RuleSpec
-from distrun_runtime.device.dtypes import Array
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
-from distrun_runtime.node import profile
-from distrun_runtime.node.counters import Counters
+from distrun_runtime.ops.optimizers import RuleSpec
+from distrun_runtime.ps import profile
+from distrun_runtime.ps.counters import Counters
 from distrun_runtime.store.base import Call, KVStore, Record, RowsItem, Updater, Value
 from distrun_runtime.store.compress import Compressor, Setting
 from distrun_runtime.store.keyed import Contribution, named

@@ -11,14 +11,14 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from distrun_runtime.algo.rules import RuleSpec
-from distrun_runtime.device import dtypes
-from distrun_runtime.device.dtypes import Array
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
-from distrun_runtime.node import statefile, states
-from distrun_runtime.node.keys import Keys
-from distrun_runtime.node.shelf import Shelf
-from distrun_runtime.node.work import SlotId
+from distrun_runtime.ops.optimizers import RuleSpec
+from distrun_runtime.ps import statefile, states
+from distrun_runtime.ps.keys import Keys
+from distrun_runtime.ps.shelf import Shelf
+from distrun_runtime.ps.work import SlotId
 from distrun_runtime.store.record import Record
 from distrun_runtime.store.values import Key
 from distrun_runtime.store.weights import Weights

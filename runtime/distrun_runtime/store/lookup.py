@@ -10,8 +10,8 @@ from typing import Union
 
 import numpy as np
 
-from distrun_runtime.device import dtypes
-from distrun_runtime.device.dtypes import Array
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.store import values
 from distrun_runtime.store.record import Record

@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from distrun_runtime.net.message import Message
-from distrun_runtime.node.pending import Pending as Request
-from distrun_runtime.node.work import Notes
+from distrun_runtime.protocol.message import Message
+from distrun_runtime.ps.pending import Pending as Request
+from distrun_runtime.ps.work import Notes
 from distrun_runtime.store.link import Link
 from distrun_runtime.store.pending import Late, Pending, check_process, check_seconds
 

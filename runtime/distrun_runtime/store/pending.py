@@ -17,7 +17,7 @@ from numbers import Real
 from types import MappingProxyType
 
 from distrun_runtime.errors import KVError, StoreClosed, TimedOut
-from distrun_runtime.node.work import Notes
+from distrun_runtime.ps.work import Notes
 
 __all__ = ["Late", "Line", "Pending", "Settled", "Task", "check_process", "check_seconds"]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from distrun_runtime.algo import partition, rows
-from distrun_runtime.algo.partition import Shard
-from distrun_runtime.device.dtypes import Array
-from distrun_runtime.net.message import DTYPE_CODES, Buffer, Entry, Payload
+from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.ops import partition, rows
+from distrun_runtime.ops.partition import Shard
+from distrun_runtime.protocol.message import DTYPE_CODES, Buffer, Entry, Payload
 from distrun_runtime.store.compress import Compressor
 from distrun_runtime.store.hooks import Value
 from distrun_runtime.store.record import Record

@@ -12,11 +12,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 
+from distrun_runtime.arrays import find
+from distrun_runtime.arrays.cpu import Threads
+from distrun_runtime.arrays.device import Device
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract import environ
-from distrun_runtime.device import find
-from distrun_runtime.device.base import Device
-from distrun_runtime.device.cpu import Threads
-from distrun_runtime.device.dtypes import Array
 from distrun_runtime.store import kinds
 from distrun_runtime.store.compress import Compressor
 from distrun_runtime.store.hooks import Value

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from distrun_runtime.algo import codec as codecs
-from distrun_runtime.algo.codec import ROWS
-from distrun_runtime.device import dtypes
-from distrun_runtime.device.dtypes import Array
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
-from distrun_runtime.net.message import DTYPES, Buffer, Entry, Kind, Message
+from distrun_runtime.ops import compression as codecs
+from distrun_runtime.ops.compression import ROWS
+from distrun_runtime.protocol.message import DTYPES, Buffer, Entry, Kind, Message
 from distrun_runtime.store.pieces import Part
 from distrun_runtime.store.values import Key
 

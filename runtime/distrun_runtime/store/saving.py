@@ -11,10 +11,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from distrun_runtime.device.dtypes import Array
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
-from distrun_runtime.net.message import Kind
-from distrun_runtime.node import statefile
+from distrun_runtime.protocol.message import Kind
+from distrun_runtime.ps import statefile
 from distrun_runtime.store.link import Link
 from distrun_runtime.store.values import Key
 

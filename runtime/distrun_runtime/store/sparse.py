@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from distrun_runtime.device import dtypes
-from distrun_runtime.device.dtypes import Array
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 
 __all__ = ["RowSparse", "refuse_mask", "row_numbers"]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from distrun_runtime.errors import KVError
-from distrun_runtime.net.message import Kind
-from distrun_runtime.node.profile import prepare, write
+from distrun_runtime.protocol.message import Kind
+from distrun_runtime.ps.profile import prepare, write
 from distrun_runtime.store.link import Link
 
 __all__ = ["profile"]

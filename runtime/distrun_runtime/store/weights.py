@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from distrun_runtime.algo import rules
-from distrun_runtime.algo.rules import RuleSpec
-from distrun_runtime.device import dtypes
-from distrun_runtime.device.dtypes import Array
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
+from distrun_runtime.ops import optimizers as rules
+from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.store.hooks import Updater, Value
 from distrun_runtime.store.record import Record
 from distrun_runtime.store.sparse import RowSparse

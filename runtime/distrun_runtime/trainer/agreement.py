@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from distrun_runtime.algo.rules import RuleSpec
 from distrun_runtime.errors import KVError
+from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.trainer.changes import OWN_HARM, SHOWN, Changed, chosen, digest, ranked
 from distrun_runtime.trainer.exchange import Exchange
 from distrun_runtime.trainer.parameter import Parameter

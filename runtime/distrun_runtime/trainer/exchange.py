@@ -17,10 +17,10 @@ from weakref import WeakSet
 
 import numpy as np
 
-from distrun_runtime.device import dtypes
-from distrun_runtime.device.dtypes import Array
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
-from distrun_runtime.node.work import Notes
+from distrun_runtime.ps.work import Notes
 from distrun_runtime.store import kinds
 from distrun_runtime.store.base import KVStore
 from distrun_runtime.store.pending import Pending

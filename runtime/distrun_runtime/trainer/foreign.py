@@ -7,10 +7,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from distrun_runtime.device import dtypes
-from distrun_runtime.device.dtypes import Array
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
-from distrun_runtime.node.work import Notes
+from distrun_runtime.ps.work import Notes
 from distrun_runtime.store.contract import KVStoreBase
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.trainer.buffers import Buffers

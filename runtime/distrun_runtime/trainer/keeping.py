@@ -9,8 +9,8 @@ from typing import Type, Union, cast
 
 import numpy as np
 
-from distrun_runtime.algo.rules import RuleSpec
 from distrun_runtime.errors import KVError, StoreClosed
+from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.store.base import KVStore
 from distrun_runtime.store.sparse import row_numbers
 from distrun_runtime.trainer import states

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from distrun_runtime.device import dtypes
-from distrun_runtime.device.dtypes import Array
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.sparse import refuse_mask
 from distrun_runtime.trainer.replica import ArrayReplica, Gradient, Replica, array_of, is_tensor, replica_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Dict, cast
 
-from distrun_runtime.algo import schedule
-from distrun_runtime.algo.rules import RuleSpec
 from distrun_runtime.errors import KVError
+from distrun_runtime.ops import schedules as schedule
+from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.store.base import Key, KVStore
 from distrun_runtime.trainer.opening import AnyStore, Opened
 from distrun_runtime.trainer.parameter import Parameter

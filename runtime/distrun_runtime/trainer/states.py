@@ -21,11 +21,11 @@ from typing import Any
 
 import numpy as np
 
-from distrun_runtime.algo import rules
-from distrun_runtime.algo.rules import State
-from distrun_runtime.device import dtypes
-from distrun_runtime.device.dtypes import Array
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
+from distrun_runtime.ops import optimizers as rules
+from distrun_runtime.ops.optimizers import State
 from distrun_runtime.trainer.buffers import Buffers
 from distrun_runtime.trainer.parameter import Parameter
 from distrun_runtime.trainer.updates import Updates

@@ -7,8 +7,8 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Dict, cast
 
-from distrun_runtime.algo import rules
 from distrun_runtime.errors import KVError
+from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.store.base import KVStore
 from distrun_runtime.store.compress import Setting
 from distrun_runtime.store.sparse import RowSparse

@@ -6,11 +6,11 @@ import json
 
 import numpy as np
 
-from distrun_runtime.algo import rules
-from distrun_runtime.algo.rules import Rule, RuleSpec, State
-from distrun_runtime.device import dtypes
-from distrun_runtime.device.dtypes import Array
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
+from distrun_runtime.ops import optimizers as rules
+from distrun_runtime.ops.optimizers import Rule, RuleSpec, State
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.trainer.changes import digest
 from distrun_runtime.trainer.parameter import Parameter

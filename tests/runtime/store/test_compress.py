@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distrun_runtime.algo import codec
-from distrun_runtime.algo.partition import Shard, compressed_shards, pieces
-from distrun_runtime.device.dtypes import BFLOAT16, narrow
+from distrun_runtime.arrays.dtypes import BFLOAT16, narrow
 from distrun_runtime.errors import KVError
+from distrun_runtime.ops import compression as codec
+from distrun_runtime.ops.partition import Shard, compressed_shards, pieces
 from distrun_runtime.store.compress import MIN_SIZE, Compressor, Setting
 from distrun_runtime.store.record import Record
 from distrun_runtime.store.sparse import RowSparse

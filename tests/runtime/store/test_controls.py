@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from noting import Noting, noted
 
-from distrun_runtime.algo.rules import RuleSpec
-from distrun_runtime.algo.schedule import Factor
 from distrun_runtime.errors import KVError
+from distrun_runtime.ops.optimizers import RuleSpec
+from distrun_runtime.ops.schedules import Factor
 from distrun_runtime.store.compress import Setting
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from distrun_runtime.errors import TimedOut
-from distrun_runtime.net.message import Kind
+from distrun_runtime.protocol.message import Kind
 from distrun_runtime.store.declaring import fill
 from distrun_runtime.store.link import Link
 

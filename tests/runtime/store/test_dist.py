@@ -10,8 +10,8 @@ import pytest
 from cluster import DEADLINE_S, Cluster, config
 
 from distrun_runtime.errors import KVError, PeerLost, RuleError, StoreClosed, TimedOut
-from distrun_runtime.net.inproc import InprocNetwork
 from distrun_runtime.store.dist import DistStore
+from distrun_runtime.transport.inproc import InprocNetwork
 
 SHAPE = (2, 3)
 BIG = (1200, 1200)
@@ -493,7 +493,7 @@ def test_a_rule_that_does_not_fit_the_values_is_refused_by_the_servers() -> None
 
 
 def test_a_rule_that_fails_on_a_server_is_raised_with_the_servers_traceback(monkeypatch) -> None:
-    from distrun_runtime.algo.rules import descent
+    from distrun_runtime.ops.optimizers import sgd as descent
 
     def explode(self, *args):
         raise ZeroDivisionError("in the rule")
@@ -669,7 +669,7 @@ def test_a_workers_exception_reaches_the_others_with_its_words() -> None:
 
 
 def test_a_slow_round_reaches_the_deadline_of_the_call_and_says_for_whom(monkeypatch) -> None:
-    from distrun_runtime.node import role
+    from distrun_runtime.ps import role
 
     monkeypatch.setattr(role, "FIRST_NOTE_S", 0.3)
     late = threading.Event()
@@ -740,8 +740,8 @@ def test_registration_ends_at_its_deadline_and_names_who_is_missing() -> None:
 
 
 def test_a_missing_scheduler_is_named_with_its_address() -> None:
-    from distrun_runtime.net.inproc import InprocNetwork
-    from distrun_runtime.node.session import Session
+    from distrun_runtime.ps.session import Session
+    from distrun_runtime.transport.inproc import InprocNetwork
 
     session = Session(config("worker", root_port=9, start_timeout_s=0.5), InprocNetwork().transport())
     with pytest.raises(TimedOut, match=r"no scheduler answered at tcp://127\.0\.0\.1:9"):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from cluster import Cluster
 
-from distrun_runtime.algo import codec
 from distrun_runtime.errors import KVError
+from distrun_runtime.ops import compression as codec
 from distrun_runtime.store.compress import Compressor, Setting
 from distrun_runtime.store.dist import DistStore
 from distrun_runtime.store.record import Record
@@ -174,7 +174,7 @@ def test_small_values_other_types_and_rows_travel_as_they_are() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_other_float_types_are_compressed(dtype: str) -> None:
-    from distrun_runtime.device import dtypes
+    from distrun_runtime.arrays import dtypes
 
     kind = dtypes.parse(dtype)
 

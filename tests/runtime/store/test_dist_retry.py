@@ -17,7 +17,7 @@ import pytest
 from cluster import DEADLINE_S, Cluster
 
 from distrun_runtime.errors import KVError, StoreClosed, TimedOut
-from distrun_runtime.node.session import Session
+from distrun_runtime.ps.session import Session
 from distrun_runtime.store.dist import DistStore
 from distrun_runtime.store.link import Link, Together
 

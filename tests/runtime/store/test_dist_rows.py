@@ -183,7 +183,7 @@ def test_several_outputs_keys_and_devices_in_one_call() -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "int32"])
 def test_rows_of_other_element_types(dtype: str) -> None:
-    from distrun_runtime.device import dtypes
+    from distrun_runtime.arrays import dtypes
 
     def script(kv: DistStore) -> None:
         kind = dtypes.parse(dtype)

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from rules_of_users import Choosy
 
 from distrun_runtime import kvstore
-from distrun_runtime.algo import rules, schedule
-from distrun_runtime.device import dtypes
+from distrun_runtime.arrays import dtypes
 from distrun_runtime.errors import KVError, RuleError
+from distrun_runtime.ops import optimizers as rules
+from distrun_runtime.ops import schedules as schedule
 from distrun_runtime.store.base import KVStore
 from distrun_runtime.store.dist import DistStore
 from distrun_runtime.store.sparse import RowSparse

@@ -13,7 +13,7 @@ import pytest
 from cluster import Cluster
 from rules_of_users import Choosy
 
-from distrun_runtime.device import dtypes
+from distrun_runtime.arrays import dtypes
 from distrun_runtime.errors import KVError, RuleError
 from distrun_runtime.store.dist import DistStore
 from distrun_runtime.store.sparse import RowSparse

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distrun_runtime.errors import KVError, PeerLost, RuleError, StoreClosed, TimedOut
-from distrun_runtime.net.inproc import InprocNetwork
-from distrun_runtime.node.session import Session
+from distrun_runtime.ps.session import Session
 from distrun_runtime.store.dist import DistStore
 from distrun_runtime.store.pieces import Target
+from distrun_runtime.transport.inproc import InprocNetwork
 
 SHAPE = (2, 3)
 KEYS = ["a", "b", "c"]
@@ -182,7 +182,7 @@ def test_the_error_of_a_dropped_push_is_raised_by(end: str) -> None:
 
 
 def test_a_failed_round_is_the_error_of_the_pulls_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from distrun_runtime.algo.rules import descent
+    from distrun_runtime.ops.optimizers import sgd as descent
 
     def explode(self: Any, *args: Any) -> None:
         raise ZeroDivisionError("in the rule")
@@ -242,7 +242,7 @@ def test_a_barrier_is_passed_when_all_pushes_are_with_the_servers() -> None:
 
 
 def test_a_wait_ends_at_its_own_deadline_says_for_whom_and_may_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from distrun_runtime.node import role
+    from distrun_runtime.ps import role
 
     monkeypatch.setattr(role, "FIRST_NOTE_S", 0.1)
     released = threading.Event()
@@ -356,7 +356,7 @@ def test_what_a_closed_store_held_is_free() -> None:
 
 
 def test_a_barrier_that_is_not_reached_by_all_times_out_with_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    from distrun_runtime.node import role
+    from distrun_runtime.ps import role
 
     monkeypatch.setattr(role, "FIRST_NOTE_S", 0.1)
     released = threading.Event()

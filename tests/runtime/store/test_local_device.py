@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from distrun_runtime import kvstore
-from distrun_runtime.device import dtypes
-from distrun_runtime.device.dtypes import BFLOAT16, narrow, widen
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.dtypes import BFLOAT16, narrow, widen
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.base import KVStore
 

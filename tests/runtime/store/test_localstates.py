@@ -12,7 +12,7 @@ from cluster import Cluster
 from rules_of_users import Choosy
 
 from distrun_runtime import kvstore
-from distrun_runtime.device.dtypes import BFLOAT16, narrow
+from distrun_runtime.arrays.dtypes import BFLOAT16, narrow
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import RowSparse
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distrun_runtime.device.dtypes import Array
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.lookup import Lookup, wanted
 from distrun_runtime.store.record import Record

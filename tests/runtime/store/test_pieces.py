@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distrun_runtime.algo import rows
-from distrun_runtime.device import dtypes
+from distrun_runtime.arrays import dtypes
 from distrun_runtime.errors import KVError
-from distrun_runtime.net.message import DTYPE_CODES, Entry, Kind, Payload
+from distrun_runtime.ops import rows
+from distrun_runtime.protocol.message import DTYPE_CODES, Entry, Kind, Payload
 from distrun_runtime.store import pieces, requests
 from distrun_runtime.store.compress import Compressor, Setting
 from distrun_runtime.store.pieces import Layout, RowTarget, Target

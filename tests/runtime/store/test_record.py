@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from distrun_runtime.device.dtypes import BFLOAT16
+from distrun_runtime.arrays.dtypes import BFLOAT16
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.record import Record, missing, twice
 from distrun_runtime.store.sparse import RowSparse

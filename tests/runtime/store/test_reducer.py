@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrun_runtime.device import dtypes
-from distrun_runtime.device.cpu import Threads
-from distrun_runtime.device.dtypes import narrow, widen
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.cpu import Threads
+from distrun_runtime.arrays.dtypes import narrow, widen
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.compress import Setting
 from distrun_runtime.store.record import Record

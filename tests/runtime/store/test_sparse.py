@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peers import python_of
 
-from distrun_runtime.device.dtypes import BFLOAT16, narrow
+from distrun_runtime.arrays.dtypes import BFLOAT16, narrow
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.sparse import RowSparse, row_numbers
 

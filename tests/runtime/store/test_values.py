@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from distrun_runtime.device import dtypes
+from distrun_runtime.arrays import dtypes
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import (

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distrun_runtime.device.dtypes import BFLOAT16, narrow
+from distrun_runtime.arrays.dtypes import BFLOAT16, narrow
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.trainer import Parameter, Trainer

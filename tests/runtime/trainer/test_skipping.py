@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from cluster import Cluster
 
-from distrun_runtime.algo.schedule import Factor
 from distrun_runtime.errors import KVError
+from distrun_runtime.ops.schedules import Factor
 from distrun_runtime.store.dist import DistStore
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.trainer import Parameter, Trainer

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from linear import Linear, examples
 
-from distrun_runtime.algo import rules
-from distrun_runtime.algo.schedule import Factor
-from distrun_runtime.device.dtypes import BFLOAT16, narrow
+from distrun_runtime.arrays.dtypes import BFLOAT16, narrow
 from distrun_runtime.errors import KVError
+from distrun_runtime.ops import optimizers as rules
+from distrun_runtime.ops.schedules import Factor
 from distrun_runtime.trainer import Parameter, Trainer
 
 X, Y = examples(60)

@@ -7,12 +7,12 @@ import pytest
 from linear import RATE, Linear, examples, trained
 
 from distrun_runtime import kvstore
-from distrun_runtime.algo import rules
-from distrun_runtime.algo.schedule import Factor
+from distrun_runtime.arrays.dtypes import BFLOAT16, narrow, widen
 from distrun_runtime.data import split_input_slice
-from distrun_runtime.device.dtypes import BFLOAT16, narrow, widen
 from distrun_runtime.errors import ContractError, KVError, StoreClosed
 from distrun_runtime.kvstore import KVStoreBase
+from distrun_runtime.ops import optimizers as rules
+from distrun_runtime.ops.schedules import Factor
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.trainer import Parameter, Trainer
 

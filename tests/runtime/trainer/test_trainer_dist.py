@@ -7,9 +7,9 @@ import pytest
 from cluster import Cluster
 from linear import RATE, Linear, examples, trained
 
-from distrun_runtime.algo.schedule import Factor
 from distrun_runtime.errors import KVError, PeerLost
-from distrun_runtime.node.session import Session
+from distrun_runtime.ops.schedules import Factor
+from distrun_runtime.ps.session import Session
 from distrun_runtime.store.dist import DistStore
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.trainer import Parameter, Trainer

@@ -1,0 +1,119 @@
+"""Devices in the host's memory: cpu:0, cpu:1 ... have separate buffers and share the processors.
+
+With several of them, everything that a worker with several GPUs does can be run, and tested, without one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.dtypes import Array, DType
+
+__all__ = ["CpuDevice", "Threads"]
+
+CHUNK = 1 << 16
+"""Elements that are added up before the next: a chunk of the sum stays in the processor's cache."""
+
+
+class Threads:
+    """Who shares the work on large arrays: `count` threads, for arrays of at least `bound` elements.
+
+    The threads start with the first such array. Every element is calculated alike whoever does it.
+    """
+
+    def __init__(self, count: int = 1, bound: int = 1000000) -> None:
+        self.count = count
+        self.bound = bound
+        self._pool: ThreadPoolExecutor | None = None
+
+    def split(self, size: int, work: Callable[[slice], None]) -> None:
+        """Call `work` with slices that make up range(size), in parallel if there are enough elements."""
+        if self.count < 2 or size < self.bound:
+            work(slice(0, size))
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.count, thread_name_prefix="distrun-reduce")
+        ends = [size * part // self.count for part in range(self.count + 1)]
+        runs = [slice(start, end) for start, end in itertools.pairwise(ends)]
+        # list: what a thread raised is raised here.
+        list(self._pool.map(work, runs))
+
+
+class CpuDevice:
+    """One set of buffers in host memory; its arrays are numpy's."""
+
+    def __init__(self, index: int = 0, threads: Threads | None = None) -> None:
+        self.name = "cpu:%d" % index
+        self._threads = threads or Threads()
+
+    def __repr__(self) -> str:
+        return "<CpuDevice %s>" % self.name
+
+    def empty(self, shape: Sequence[int], dtype: DType) -> Array:
+        """Return a new array of undefined content."""
+        return np.empty(tuple(shape), dtype)
+
+    def put(self, array: Array) -> Array:
+        """Return a C-contiguous copy."""
+        return np.array(array, order="C", copy=True)
+
+    def total(self, arrays: Sequence[Array]) -> Array:
+        """Return the sum of at least one array as a new array, added from first to last.
+
+        Integers wrap around as numpy's do; floats become inf.
+        """
+        first = arrays[0]
+        result = np.empty(first.shape, first.dtype)
+        flats = [array.reshape(-1) for array in arrays]  # Views of contiguous arrays, copies of others.
+        out = result.reshape(-1)
+        self._threads.split(first.size, lambda run: _sum_into(out, flats, run))
+        return result
+
+    def add(self, into: Array, array: Array) -> None:
+        """Add an array of the same shape and dtype to one of this device."""
+        flat, other = into.reshape(-1), array.reshape(-1)
+        self._threads.split(into.size, lambda run: _sum_into(flat, [flat, other], run))
+
+    def scale(self, array: Array, factor: float) -> None:
+        """Multiply an array of this device."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            wide = dtypes.widen(array)
+            array[...] = dtypes.narrow(np.multiply(wide, wide.dtype.type(factor)), array.dtype)
+
+    def host(self, array: Array) -> Array:
+        """Return the array itself: it is in host memory."""
+        return array
+
+    def read(self, array: Array, out: Array) -> None:
+        """Copy an array of this device into another."""
+        np.copyto(out, array)
+
+
+def _sum_into(out: Array, flats: Sequence[Array], run: slice) -> None:
+    add = _add_halves if out.dtype.itemsize == 2 and dtypes.is_float(out.dtype) else _add
+    # An overflowing half-precision gradient is the training's affair (loss scaling looks for inf): no warning here.
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(run.start, run.stop, CHUNK):
+            part = slice(start, min(start + CHUNK, run.stop))
+            add(out[part], [flat[part] for flat in flats])
+
+
+def _add(out: Array, parts: Sequence[Array]) -> None:
+    if len(parts) == 1:
+        out[...] = parts[0]
+        return
+    np.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        np.add(out, part, out=out)
+
+
+def _add_halves(out: Array, parts: Sequence[Array]) -> None:
+    wide = dtypes.widen(parts[0])
+    for part in parts[1:]:
+        wide += dtypes.widen(part)
+    out[...] = dtypes.narrow(wide, out.dtype)

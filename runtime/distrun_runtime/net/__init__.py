@@ -1,1 +1,0 @@
-"""Messages between the nodes of a job and the sockets that carry them."""

@@ -1,0 +1,1 @@
+"""Arithmetic without sockets or clocks: how values are cut, compressed, summed and updated."""

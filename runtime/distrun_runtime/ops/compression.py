@@ -1,0 +1,295 @@
+"""Codecs: how the float elements of one piece become fewer bytes, and come back. By name, number and JSON parameters.
+
+A codec keeps nothing itself. What it could not send stays in a residual that its caller holds for each value and
+hands in with the next one (error feedback): the decoded values of all payloads and the residual add up to what was
+put in, but for float32's rounding. Decoding needs no state.
+
+The numbers are those of the wire (an entry's `codec`); none is ever used again for another codec. The formats are
+fixed byte by byte in `docs/compression.md`, and golden bytes are tests.
+
+Source: `1bit` and `2bit` are those of MXNet's gradient compression; the others are ours (`algo.quantize`).
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar, Dict, Union
+
+import numpy as np
+
+from distrun_runtime.arrays.dtypes import Array, narrow, widen
+from distrun_runtime.errors import KVError
+from distrun_runtime.ops import quantize
+
+Buffer = Union[bytes, bytearray, memoryview]
+"""A payload."""
+
+Params = Dict[str, float]
+"""A codec's parameters, complete and checked; JSON."""
+
+NONE = 0
+"""The number of an entry whose payload is the elements themselves."""
+ROWS = 16
+"""The number of an entry whose payload is rows (`algo.rows`)."""
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One parameter: a finite number above `above` (or any) and at most `most`."""
+
+    default: float
+    above: float = -math.inf
+    most: float = math.inf
+
+    def read(self, value: object) -> float:
+        """Return the value as float.
+
+        Raises:
+            ValueError: it is no finite number of the range.
+        """
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise ValueError(value)
+        number = float(value)
+        # As float32, in which it is compared, it must not become another kind of number.
+        narrow = abs(number) <= float(np.finfo(np.float32).max) and np.float32(number) > np.float32(self.above)
+        if not narrow or not self.above < number <= self.most:
+            raise ValueError(value)
+        return number
+
+    def text(self) -> str:
+        """Return what values are right, in words."""
+        bounds = []
+        if self.above > -math.inf:
+            bounds.append("above %g" % self.above)
+        if self.most < math.inf:
+            bounds.append("at most %g" % self.most)
+        return " ".join(["a finite number (float32)", " and ".join(bounds)]).strip()
+
+
+class Codec(ABC):
+    """One way to write float32 elements; it holds no state.
+
+    Threads: any may call, as long as no two share a residual.
+    """
+
+    name: ClassVar[str]
+    number: ClassVar[int]
+    """Its number in messages."""
+    has_residual: ClassVar[bool] = True
+    """Whether it leaves something out, which a residual must keep."""
+    factor: ClassVar[int] = 1
+    """Elements in one 4-byte word for the codecs whose big values MXNet cuts by words; 1 for all others."""
+    knobs: ClassVar[Mapping[str, Knob]] = MappingProxyType({})
+
+    def check(self, params: Mapping[str, object]) -> Params:
+        """Return every parameter, as given or else by default.
+
+        Raises:
+            KVError: one that the codec does not have, or a value that is not right; says what is.
+        """
+        for name in params:
+            if name not in self.knobs:
+                has = ", ".join(sorted(self.knobs)) or "none"
+                raise KVError("compression %r has no parameter %r; it has %s" % (self.name, name, has))
+        result = {}
+        for name, knob in self.knobs.items():
+            value = params.get(name, knob.default)
+            try:
+                result[name] = knob.read(value)
+            except (ValueError, OverflowError):
+                raise KVError("compression %r: %s=%r: expected %s" % (self.name, name, value, knob.text())) from None
+        return result
+
+    @abstractmethod
+    def size(self, n: int, params: Params) -> int:
+        """Return how many bytes `n` elements become."""
+
+    def encode(self, values: Array, residual: Array | None, params: Params) -> Buffer:
+        """Return the payload of `values`.
+
+        Arguments:
+            values: float32 of shape (n,), only read.
+            residual: float32 of shape (n,), what former payloads left out; it is added to the values, and replaced
+                in place by what this payload leaves out. None: nothing before, nothing kept.
+            params: as `check` returned them.
+
+        Raises:
+            KVError: a value, or its sum with the residual, is not finite; the residual is as it was.
+        """
+        total = total_of(self.name, values, residual)
+        payload = self._write(total, params)
+        if residual is not None:
+            residual[...] = total
+        return payload
+
+    def decode(self, payload: Buffer, n: int, params: Params) -> Array:
+        """Return the `n` elements of a payload as a new float32 array.
+
+        Raises:
+            KVError: it is not a payload of `n` elements; says what was expected.
+        """
+        expected, found = self.size(n, params), memoryview(payload).nbytes
+        if found != expected:
+            raise KVError(
+                "compression %r: expected %d bytes for %d elements, found %d bytes" % (self.name, expected, n, found)
+            )
+        return self._read(np.frombuffer(payload, np.uint8) if found else np.empty(0, np.uint8), n, params)
+
+    @abstractmethod
+    def _write(self, total: Array, params: Params) -> Buffer:
+        """Return the payload of `total`, a new float32 array, and leave in it what the payload leaves out."""
+
+    @abstractmethod
+    def _read(self, payload: Array, n: int, params: Params) -> Array:
+        """Return the elements of a payload (uint8) of the right size."""
+
+
+class TwoBit(Codec):
+    """+threshold, -threshold or 0: a sixteenth of the bytes. At most one threshold an element and payload."""
+
+    name, number, factor = "2bit", 1, 16
+    knobs: ClassVar[Mapping[str, Knob]] = MappingProxyType({"threshold": Knob(0.5, above=0.0)})
+
+    def size(self, n: int, params: Params) -> int:
+        """Return how many bytes `n` elements become."""
+        return quantize.words_size(n, self.factor)
+
+    def _write(self, total: Array, params: Params) -> Buffer:
+        return quantize.two_bit_encode(total, params["threshold"])
+
+    def _read(self, payload: Array, n: int, params: Params) -> Array:
+        return quantize.two_bit_decode(payload, n, params["threshold"])
+
+
+class OneBit(Codec):
+    """+1 or -1, whatever the threshold: a thirty-second of the bytes. Every element moves with each payload."""
+
+    name, number, factor = "1bit", 2, 32
+    knobs: ClassVar[Mapping[str, Knob]] = MappingProxyType({"threshold": Knob(0.5)})
+
+    def size(self, n: int, params: Params) -> int:
+        """Return how many bytes `n` elements become."""
+        return quantize.words_size(n, self.factor)
+
+    def _write(self, total: Array, params: Params) -> Buffer:
+        return quantize.one_bit_encode(total, params["threshold"])
+
+    def _read(self, payload: Array, n: int, params: Params) -> Array:
+        return quantize.one_bit_decode(payload, n)
+
+
+class Half(Codec):
+    """float16, rounded to nearest even: half of the bytes. What is too large becomes infinite: loss scaling sees it."""
+
+    name, number, has_residual = "fp16", 3, False
+
+    def size(self, n: int, params: Params) -> int:
+        """Return how many bytes `n` elements become."""
+        return 2 * n
+
+    def encode(self, values: Array, residual: Array | None, params: Params) -> Buffer:
+        """Return the payload of `values`; a residual is neither added nor changed."""
+        return self._write(values, params)
+
+    def _write(self, total: Array, params: Params) -> Buffer:
+        return narrow(total, np.dtype(np.float16)).astype("<f2", copy=False).view(np.uint8).data
+
+    def _read(self, payload: Array, n: int, params: Params) -> Array:
+        return widen(payload.view("<f2").astype(np.float16, copy=False))
+
+
+class TopK(Codec):
+    """The elements of largest magnitude, `ratio` of all, with their places: 8 bytes each."""
+
+    name, number = "topk", 4
+    knobs: ClassVar[Mapping[str, Knob]] = MappingProxyType({"ratio": Knob(0.01, above=0.0, most=1.0)})
+
+    def size(self, n: int, params: Params) -> int:
+        """Return how many bytes `n` elements become."""
+        return 8 * quantize.top_count(n, params["ratio"])
+
+    def _write(self, total: Array, params: Params) -> Buffer:
+        return quantize.top_encode(total, quantize.top_count(len(total), params["ratio"]))
+
+    def _read(self, payload: Array, n: int, params: Params) -> Array:
+        places = quantize.top_places(payload)
+        if len(places) and (int(places[-1]) >= n or not (places[1:] > places[:-1]).all()):
+            raise KVError("compression 'topk': expected ascending places below %d, found %s" % (n, _shown(places)))
+        return quantize.top_decode(payload, n)
+
+
+class ScaledOneBit(Codec):
+    """+scale or -scale, where scale is the piece's mean magnitude: a thirty-second of the bytes, and four more."""
+
+    name, number = "1bit_scaled", 5
+
+    def size(self, n: int, params: Params) -> int:
+        """Return how many bytes `n` elements become."""
+        return 4 + quantize.words_size(n, 32)
+
+    def _write(self, total: Array, params: Params) -> Buffer:
+        return quantize.scaled_encode(total)
+
+    def _read(self, payload: Array, n: int, params: Params) -> Array:
+        return quantize.scaled_decode(payload, n)
+
+
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (TwoBit(), OneBit(), Half(), TopK(), ScaledOneBit())}
+"""The codecs by name."""
+
+BY_NUMBER: dict[int, Codec] = {codec.number: codec for codec in CODECS.values()}
+"""The same by their number on the wire."""
+
+
+def named(name: object) -> Codec:
+    """Return the codec of this name.
+
+    Raises:
+        KVError: there is none; lists those that there are.
+    """
+    codec = CODECS.get(name) if isinstance(name, str) else None
+    if codec is None:
+        raise KVError("unknown compression type %r; known are none, %s" % (name, ", ".join(sorted(CODECS))))
+    return codec
+
+
+def numbered(number: int) -> Codec:
+    """Return the codec of this number on the wire.
+
+    Raises:
+        KVError: there is none; lists those that there are.
+    """
+    codec = BY_NUMBER.get(number)
+    if codec is None:
+        known = ", ".join("%d (%s)" % pair for pair in sorted((n, c.name) for n, c in BY_NUMBER.items()))
+        raise KVError("unknown codec number %d; known are %s" % (number, known))
+    return codec
+
+
+def total_of(name: str, values: Array, residual: Array | None) -> Array:
+    """Return values + residual as a new float32 array; `name` is the codec's.
+
+    Raises:
+        KVError: an element is not finite. A residual would keep it for ever, and the training not learn of it.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        total: Array = np.add(values, np.float32(0) if residual is None else residual, dtype=np.float32)
+    finite = np.isfinite(total)
+    if not finite.all():
+        at = int(np.argmin(finite))
+        raise KVError(
+            "compression %r: element %d is %g, and %g with what was left out before; only finite values can be"
+            " compressed. fix: push zeros instead (a push that is left out would put this worker one round behind the"
+            " others for good), with a trainer call trainer.skip_step() instead of step, or turn compression of this"
+            " key off" % (name, at, values[at], total[at])
+        )
+    return total
+
+
+def _shown(places: Array) -> str:
+    return np.array2string(places, threshold=8, separator=", ")

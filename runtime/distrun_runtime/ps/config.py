@@ -1,0 +1,205 @@
+"""What a node knows before it says anything: read from the environment once, checked, and passed in."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from distrun_runtime.contract import address, environ
+from distrun_runtime.errors import ContractError
+from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.transport.faults import NO_FAULTS, Faults
+from distrun_runtime.transport.zeromq import Heartbeat, endpoint
+
+OPEN_JOB = "by-hand"
+"""Job id of a job that was started by hand."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One node's start conditions."""
+
+    role: str
+    rank: int
+    """-1: the scheduler gives one."""
+    job: str
+    workers: int
+    servers: int
+    root: str
+    """The scheduler's address; empty for a scheduler that publishes its own."""
+    root_port: int
+    """0 for a scheduler that binds any port."""
+    address: str
+    """The address this node binds and tells its peers."""
+    host: str
+    token: bytes
+    incarnation: int
+    heartbeat: Heartbeat
+    start_timeout_s: float
+    op_timeout_s: float
+    bigarray_bound: int
+    """Elements from which a value is cut over all servers."""
+    verbose: int
+    ports: tuple[int, ...] = ()
+    """Ports that may be bound; empty: any."""
+    stays: bool = False
+    """Whoever started this scheduler or server also stops it (an agent): when all workers have ended it forgets them
+    and waits for others, so that one job can run several scripts after each other."""
+    server_imports: tuple[str, ...] = ()
+    """Modules that users' rules may come from (servers)."""
+    worker_addresses: tuple[str, ...] = ()
+    """Addresses of the hosts with workers (schedulers that a launcher started)."""
+    resend_s: float = 0.0
+    """How long an acknowledgement may take until a message is sent again; 0: none is expected."""
+    faults: Faults = NO_FAULTS
+    """What is to go wrong on purpose with what this node receives."""
+
+    @property
+    def root_endpoint(self) -> str:
+        """Where the scheduler listens, `tcp://address:port`."""
+        return endpoint(self.root, self.root_port)
+
+    def identity(self, endpoint: str, rank: int | None = None) -> Identity:
+        """Return how this node introduces itself."""
+        return Identity(
+            job=self.job,
+            role=self.role,
+            rank=self.rank if rank is None else rank,
+            incarnation=self.incarnation,
+            host=self.host,
+            pid=os.getpid(),
+            endpoint=endpoint,
+            workers=self.workers,
+            servers=self.servers,
+            resends=self.resend_s > 0,
+        )
+
+
+def role_of(env: Mapping[str, str] | None = None) -> str:
+    """Return DMLC_ROLE, empty when unset.
+
+    Raises:
+        ContractError: it is no role.
+    """
+    return str(environ.read("DMLC_ROLE", env) or "")
+
+
+def read(role: str, env: Mapping[str, str] | None = None) -> Config:
+    """Return the configuration of this process as `role`.
+
+    Raises:
+        ContractError: a variable is missing or wrong: which, what was found, what would be right.
+    """
+    workers, servers = _counts(env)
+    publishes = role == "scheduler" and not environ.text("DMLC_PS_ROOT_PORT", env)
+    root = "" if publishes else str(environ.need("DMLC_PS_ROOT_URI", env))
+    return Config(
+        role=role,
+        rank=-1 if role == "scheduler" else _rank(role, env),
+        job=environ.text("DISTRUN_JOB_ID", env) or OPEN_JOB,
+        workers=workers,
+        servers=servers,
+        root=address.resolve_host(root) if root and role != "scheduler" else root,
+        root_port=0 if publishes else environ.need("DMLC_PS_ROOT_PORT", env),
+        address=_address(root, env),
+        host=environ.text("DISTRUN_HOST", env) or socket.gethostname(),
+        token=_token(env),
+        incarnation=environ.read("DISTRUN_RESTART", env),
+        heartbeat=_heartbeat(env),
+        start_timeout_s=environ.read("DISTRUN_START_TIMEOUT", env),
+        op_timeout_s=environ.read("DISTRUN_OP_TIMEOUT", env),
+        bigarray_bound=environ.read("MXNET_KVSTORE_BIGARRAY_BOUND", env),
+        verbose=environ.read("PS_VERBOSE", env),
+        ports=port_range(environ.text("DISTRUN_PORT_RANGE", env)),
+        stays=environ.read("DISTRUN_PUBLISH_FD", env) is not None,
+        server_imports=_names(environ.text("DISTRUN_SERVER_IMPORT", env)) if role == "server" else (),
+        worker_addresses=_names(environ.text("DISTRUN_WORKER_ADDRESSES", env)),
+        resend_s=environ.read("PS_RESEND_TIMEOUT", env) / 1000 if environ.read("PS_RESEND", env) else 0.0,
+        faults=_faults(env),
+    )
+
+
+def port_range(text: str) -> tuple[int, ...]:
+    """Return the ports of `A-B`; empty for an empty text.
+
+    Raises:
+        ContractError: it is no range of ports.
+    """
+    if not text:
+        return ()
+    low, dash, high = text.partition("-")
+    if not (dash and low.isdigit() and high.isdigit() and 0 < int(low) <= int(high) < 65536):
+        raise ContractError("DISTRUN_PORT_RANGE=%r: expected A-B with 1 <= A <= B <= 65535, such as 20000-20100" % text)
+    return tuple(range(int(low), int(high) + 1))
+
+
+def _counts(env: Mapping[str, str] | None) -> tuple[int, int]:
+    """Return how many workers and servers the job has."""
+    if not environ.text("DMLC_NUM_WORKER", env):
+        raise ContractError(
+            "a dist store needs a job: DMLC_NUM_WORKER is not set. Start the program with"
+            " `distrun launch -n 2 -s 2 python ...`, or set DMLC_ROLE, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT,"
+            " DMLC_NUM_WORKER and DMLC_NUM_SERVER by hand; `local` needs none of them"
+        )
+    servers = environ.need("DMLC_NUM_SERVER", env)
+    if servers == 0:
+        raise ContractError(
+            "this job has no servers (DMLC_NUM_SERVER=0), and a dist store needs at least one: launch with -s 1 or more"
+        )
+    return environ.need("DMLC_NUM_WORKER", env), servers
+
+
+def _heartbeat(env: Mapping[str, str] | None) -> Heartbeat:
+    interval_s, timeout_s = environ.read("PS_HEARTBEAT_INTERVAL", env), environ.read("PS_HEARTBEAT_TIMEOUT", env)
+    if timeout_s <= interval_s:
+        raise ContractError(
+            "PS_HEARTBEAT_TIMEOUT=%g is not longer than PS_HEARTBEAT_INTERVAL=%g on host %s: expected several intervals"
+            % (timeout_s, interval_s, socket.gethostname())
+        )
+    return Heartbeat(interval_s, timeout_s)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _rank(role: str, env: Mapping[str, str] | None) -> int:
+    own = "DMLC_WORKER_ID" if role == "worker" else "DMLC_SERVER_ID"
+    for name in ("DMLC_RANK", own):
+        value = environ.read(name, env)
+        if value is not None:
+            return int(value)
+    return -1
+
+
+def _address(root: str, env: Mapping[str, str] | None) -> str:
+    given = environ.text("DMLC_NODE_HOST", env)
+    if given:
+        return address.resolve_host(given)
+    return address.choose(interface=environ.text("DMLC_INTERFACE", env), toward=root)
+
+
+def _faults(env: Mapping[str, str] | None) -> Faults:
+    text = environ.text("DISTRUN_FAULTS", env)
+    try:
+        return Faults.parse(text, drop=environ.read("PS_DROP_MSG", env))
+    except ValueError as err:
+        raise ContractError("DISTRUN_FAULTS=%r on host %s: %s" % (text, socket.gethostname(), err)) from err
+
+
+def _token(env: Mapping[str, str] | None) -> bytes:
+    path = environ.text("DISTRUN_TOKEN_FILE", env)
+    if not path:
+        return b""
+    try:
+        with open(path, "rb") as file:
+            token = file.read().strip()
+    except OSError as err:
+        raise ContractError(
+            "DISTRUN_TOKEN_FILE=%r cannot be read on host %s: %s" % (path, socket.gethostname(), err.strerror)
+        ) from err
+    if not token:
+        raise ContractError("DISTRUN_TOKEN_FILE=%r is empty on host %s" % (path, socket.gethostname()))
+    return token

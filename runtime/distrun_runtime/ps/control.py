@@ -1,0 +1,154 @@
+"""What a server is asked that is no push and no pull: rules, saved states, counters, profiles. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.message import Kind, Message
+from distrun_runtime.ps import role, statefile, work
+from distrun_runtime.ps.counters import Counters
+from distrun_runtime.ps.profile import Recorder
+from distrun_runtime.ps.replies import answer, failed, refusal
+from distrun_runtime.ps.slots import Slot, Store
+
+Stores = dict[int, Store]
+
+
+class Control:
+    """Answers these requests; None: it is not one of them."""
+
+    def __init__(self, me: Callable[[], Identity], counters: Counters, recorder: Recorder) -> None:
+        self._me = me
+        self._counters = counters
+        self._recorder = recorder
+        self._held: list[Message] = []
+        """Requests that wait until no update of their store is under way."""
+
+    def from_scheduler(self, message: Message, stores: Stores) -> list[role.Action] | None:
+        """Take in a request of the scheduler."""
+        if message.kind is Kind.RULE:
+            kind = work.TryRule if message.body.get("check") else work.SetRule
+            return [role.Work(kind(message.store, message.body["spec"], message), True)]
+        if message.kind is Kind.LOAD and message.body["action"] != "stage":
+            return [role.Work(work.Load(message.store, message), True)]
+        if message.kind in (Kind.SAVE, Kind.LOAD):
+            return self._states(message, stores)
+        return None
+
+    def from_worker(self, link: role.Link, rank: int, message: Message, stores: Stores) -> list[role.Action] | None:
+        """Take in a request of a worker."""
+        if message.kind is Kind.STATS:
+            return [role.Send(link, answer(message, self._stats(stores.get(message.store))))]
+        if message.kind is Kind.PROFILE:
+            return [role.Send(link, self._profile(message))]
+        return None
+
+    def tick(self, stores: Stores) -> list[role.Action]:
+        """Go on with what waited for updates."""
+        held, self._held = self._held, []
+        return [action for message in held for action in self._states(message, stores)]
+
+    def forget(self) -> None:
+        """The job's next script begins: nobody waits any more, and nothing was counted."""
+        self._held.clear()
+        self._counters.reset()
+        if self._recorder.is_on:
+            self._recorder.stop("")
+
+    def done(self, event: role.Done, stores: Stores) -> list[role.Action] | None:
+        """The executor has done work that was asked for here."""
+        what = event.work
+        if not isinstance(what, (work.TryRule, work.SetRule, work.Save, work.Load)):
+            return None
+        if event.error is not None:
+            return [role.Send(role.SCHEDULER_LINK, failed(what.message, event))]
+        body: dict[str, Any] = {}
+        if isinstance(what, work.SetRule):
+            stores.setdefault(what.store, Store(what.store)).has_rule = what.spec is not None
+        elif isinstance(what, work.Save):
+            store = stores.get(what.store)
+            body = {**event.value, "rounds": store.updates() if store is not None and store.is_sync else []}
+        elif isinstance(what, work.Load) and what.message.body["action"] == "commit":
+            _set_rounds(stores.get(what.store), what.message.body)
+        return [role.Send(role.SCHEDULER_LINK, answer(what.message, body))]
+
+    # Saved states
+
+    def _states(self, message: Message, stores: Stores) -> list[role.Action]:
+        store = stores.get(message.store)
+        slots = list(store.slots.values()) if store is not None else []
+        if any(slot.ordered > slot.round or slot.clock.pending for slot in slots):
+            # An update waits for norms of other servers; they are on their way.
+            self._held.append(message)
+            return []
+        wrong = _open_round(store, message, self._me().workers) if store is not None and store.is_sync else ""
+        if wrong:
+            return [role.Send(role.SCHEDULER_LINK, refusal(message, wrong))]
+        me = self._me()
+        body = {**message.body, "file": statefile.server_file(me.rank), "host": me.host}
+        kind = work.Save if message.kind is Kind.SAVE else work.Load
+        return [role.Work(kind(message.store, replace(message, body=body)), True)]
+
+    # Counters and profiles
+
+    def _stats(self, store: Store | None) -> dict[str, object]:
+        slots = list(store.slots.values()) if store is not None else []
+        return {
+            "server": self._me().name,
+            "host": self._me().host,
+            "keys": len({slot.id.key for slot in slots}),
+            "pieces": len(slots),
+            "rounds": max((slot.updates for slot in slots), default=0),
+            "queue": _waiting(slots),
+            **self._counters.to_json(),
+        }
+
+    def _profile(self, message: Message) -> Message:
+        me = self._me()
+        action = message.body["action"]
+        if action == "start":
+            if self._recorder.is_on:
+                return refusal(message, "%s on host %s is being profiled already" % (me.name, me.host))
+            self._recorder.start()
+            return answer(message)
+        if not self._recorder.is_on:
+            return refusal(message, "%s on host %s is not being profiled" % (me.name, me.host))
+        return answer(message, {"events": self._recorder.stop("%s@%s" % (me.name, me.host))})
+
+
+def _open_round(store: Store, message: Message, workers: int) -> str:
+    """Return that a round is open, in words: some workers pushed more often than others; empty: none is."""
+    body = message.body
+    names = {int(pair[0]): pair[-1] for pair in body["names" if message.kind is Kind.SAVE else "numbers"]}
+    for slot in store.slots.values():
+        if slot.open and slot.id.key in names:
+            pushed = _names(slot.open.get(slot.ordered + 1, ()))
+            missing = _names(store.missing(slot, workers))
+            return (
+                "round %d of key %r is open: %s pushed it, %s did not; states are saved and loaded when all workers"
+                " have pushed equally often"
+            ) % (slot.ordered + 1, names[slot.id.key], pushed or "nobody", missing)
+    return ""
+
+
+def _set_rounds(store: Store | None, body: Mapping[str, Any]) -> None:
+    rounds = {int(number): int(done) for number, done in body.get("rounds", ())}
+    for slot in store.slots.values() if store is not None else ():
+        slot.is_fresh = True
+        if slot.id.key in rounds:
+            slot.round = slot.ordered = rounds[slot.id.key]
+            slot.skips = 0
+            for left in (slot.open, slot.failed, slot.skipping, slot.skipped):
+                left.clear()
+        slot.late.clear()
+
+
+def _waiting(slots: Iterable[Slot]) -> int:
+    return len({id(pull) for slot in slots for pull, _ in slot.waiting})
+
+
+def _names(ranks: Iterable[int]) -> str:
+    return ", ".join("worker-%d" % rank for rank in sorted(ranks))

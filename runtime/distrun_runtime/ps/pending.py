@@ -1,0 +1,104 @@
+"""A request in flight: a thread of the user waits for it, the node's thread completes it."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from distrun_runtime.contract.duration import duration
+from distrun_runtime.errors import RuntimeFault, TimedOut
+from distrun_runtime.protocol.message import Message
+
+
+class Pending:
+    """The outcome of one request, when it is there.
+
+    Threads: any may wait; the node's thread resolves, once.
+    """
+
+    def __init__(self, what: str, on_error: Callable[[RuntimeFault], None] | None = None, limit: str = "") -> None:
+        self._limit = limit
+        """Where its deadline comes from, for people."""
+        self.what = what
+        """What was asked, for people: `pull of key 'w'`."""
+        self.note = ""
+        """What it waits for, as the other side last said."""
+        self.missing: dict[int, str] = {}
+        """Its messages that are not answered, by their numbers, and to whom each went. The node's thread's."""
+        self._lock = threading.Lock()
+        self._followers: list[Callable[[RuntimeFault | None], None]] | None = []
+        """What to call when it is done; None once that was done."""
+        if on_error is not None:
+            self.then(lambda error: None if error is None else on_error(error))
+        self._is_done = threading.Event()
+        self._replies: tuple[Message, ...] = ()
+        self._error: RuntimeFault | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._is_done.is_set()
+
+    def resolve(self, replies: tuple[Message, ...], error: RuntimeFault | None) -> None:
+        """Complete it with its replies, or with what went wrong."""
+        with self._lock:
+            self._replies, self._error = replies, error
+            followers, self._followers = self._followers or [], None
+        for follow in followers:
+            follow(error)
+        # Last: who has waited for it finds what followed done.
+        self._is_done.set()
+
+    def then(self, follow: Callable[[RuntimeFault | None], None]) -> None:
+        """Call `follow` with the error, or None, when it is done: now, or in the thread that resolves it."""
+        with self._lock:
+            if self._followers is not None:
+                self._followers.append(follow)
+                return
+        follow(self._error)
+
+    def wait(self, timeout_s: float, limit: str | None = None) -> tuple[Message, ...]:
+        """Return the replies.
+
+        Arguments:
+            limit: where this deadline comes from, for people, if it is not the request's own.
+
+        Raises:
+            TimedOut: not done after `timeout_s` seconds; the message says who has not answered, and what for.
+            RuntimeFault: what went wrong, of its own class (KVError, PeerLost ...).
+        """
+        started = time.monotonic()
+        if not self._is_done.wait(min(timeout_s, threading.TIMEOUT_MAX)):
+            waited_s = time.monotonic() - started
+            waited_s = round(waited_s, 1 if waited_s < 10 else 0)
+            note = ", " + self.note if self.note else ""
+            where = self._limit if limit is None else limit
+            limit = " (%s)" % where if where else ""
+            names = ", ".join(sorted(set(self.missing.copy().values())))
+            whose = " from " + names if names else ""
+            raise TimedOut("%s: no answer%s for %s%s%s" % (self.what, whose, duration(waited_s), note, limit))
+        if self._error is not None:
+            # A fresh exception each time: several threads may raise it, and a traceback belongs to one.
+            raise copy.copy(self._error)
+        return self._replies
+
+
+def when_done(pendings: Sequence[Pending], act: Callable[[], None]) -> None:
+    """Call `act` once all of these are done, well or not: now, or in the thread that resolves the last one."""
+    missing = len(pendings)
+    lock = threading.Lock()
+
+    def one_less(error: RuntimeFault | None) -> None:
+        nonlocal missing
+        with lock:
+            missing -= 1
+            is_last = missing == 0
+        if is_last:
+            act()
+
+    if not pendings:
+        act()
+    for pending in pendings:
+        pending.then(one_less)

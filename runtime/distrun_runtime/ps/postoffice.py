@@ -1,0 +1,356 @@
+"""THE loop of a node: receive, let the role decide, act. One per process, passed in, never global.
+
+It owns the transport, proves connections (HELLO) before any role hears of them, drives the executor of a server,
+and traces what PS_VERBOSE asks for. Nothing is sent on a connection before it is welcome.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from distrun_runtime.errors import WireError
+from distrun_runtime.protocol import handshake, message
+from distrun_runtime.protocol.message import Buffer, Kind, Message
+from distrun_runtime.ps import role, work
+from distrun_runtime.ps.executor import Executor
+from distrun_runtime.ps.replies import refusal
+from distrun_runtime.ps.trace import Trace
+from distrun_runtime.transport import zeromq as net
+from distrun_runtime.transport.admission import Stranger
+
+logger = logging.getLogger(__name__)
+
+ROLE_CODES = {"scheduler": 1, "server": 2, "worker": 3}
+"""Roles in a message's head."""
+
+TICK_S = 0.25
+LINGER_S = 2.0
+"""How long the scheduler's last words have to leave."""
+STRANGER_S = 10.0
+"""How long a connection in may stay without proof."""
+
+
+class Transport(Protocol):
+    """What the loop needs of a transport; `ZmqTransport` says what each method does."""
+
+    def connect(self, link: str, endpoint: str) -> None:
+        """Open a connection."""
+        ...
+
+    def disconnect(self, link: str, linger_s: float = 0.0) -> None:
+        """Close a connection."""
+        ...
+
+    def proven(self, link: str) -> None:
+        """Lift the limits of a connection that came in."""
+        ...
+
+    def refused(self, link: str) -> None:
+        """Close a connection that came in, in a moment."""
+        ...
+
+    def send(self, link: str, frames: Sequence[Buffer]) -> net.Lease:
+        """Send frames."""
+        ...
+
+    def poll(self, timeout_s: float) -> list[net.Event]:
+        """Return what happened."""
+        ...
+
+    def wake(self) -> None:
+        """End a poll early."""
+        ...
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close everything."""
+        ...
+
+
+@dataclass
+class _Gate:
+    """A connection on its way to being welcome."""
+
+    opener: handshake.Opener | None = None
+    acceptor: handshake.Acceptor | None = None
+    is_open: bool = False
+    is_refused: bool = False
+    """The other side was told why; nothing more is heard on it."""
+    since: float = 0.0
+    held: list[Message] = field(default_factory=list)
+
+
+class Postoffice:
+    """Runs one role over one transport.
+
+    Threads: everything but `ask` and `tell` belongs to the thread that calls `run`.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        role_: role.Role,
+        token: bytes,
+        trace: Trace,
+        *,
+        executor: Executor | None = None,
+        publish: Callable[[Mapping[str, str]], None] = lambda facts: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._transport = transport
+        self._role = role_
+        self._token = token
+        self._trace = trace
+        self._executor = executor
+        self._publish = publish
+        self._clock = clock
+        self._gates: dict[str, _Gate] = {}
+        self._asked: deque[role.Event] = deque()
+        self._finish: role.Finish | None = None
+
+    def ask(self, wish: object) -> None:
+        """Hand in a wish of the process's own threads. Threads: any."""
+        self._asked.append(role.Asked(wish))
+        self._transport.wake()
+
+    def unheard(self) -> list[object]:
+        """Return the wishes that came too late. Call it when `run` has ended."""
+        left, self._asked = self._asked, deque()
+        return [event.wish for event in left if isinstance(event, role.Asked)]
+
+    def tell(self, signal: int) -> None:
+        """Hand in a signal. Threads: any, also from a signal handler."""
+        self._asked.append(role.Told(signal))
+        self._transport.wake()
+
+    def run(self) -> role.Finish:
+        """Loop until the role finishes; return how. What was sent has a moment to leave."""
+        self._perform(self._role.start(self._clock()))
+        while self._finish is None:
+            for event in self._transport.poll(TICK_S):
+                self._arrived(event)
+            while self._asked:
+                self._decide(self._asked.popleft())
+            self._perform(self._role.tick(self._clock()))
+            self._drop_strangers()
+        # The others have had an answer to their last words, or know that there will be none.
+        self._transport.close(linger_s=LINGER_S if self._role.me.role == "scheduler" else 0.0)
+        return self._finish
+
+    # Connections
+
+    def _arrived(self, event: net.Event) -> None:
+        if isinstance(event, net.Up):
+            self._say_hello(event.link)
+        elif isinstance(event, net.Down):
+            self._ended(event.link, event.reason)
+        elif isinstance(event, net.Rejected):
+            self._turned_away(event.link, event.reason)
+        elif isinstance(event, Stranger):
+            self._deny(role.Denied(event.reason, event.address, event.is_foreign, event.is_same_user))
+        else:
+            self._received(event.link, event.frames)
+
+    def _say_hello(self, link: str) -> None:
+        opener = handshake.Opener(self._role.me, self._token, secrets.token_hex(16), calls=link)
+        gate = self._gates.setdefault(link, _Gate())
+        gate.opener, gate.is_open = opener, False
+        self._transmit(link, opener.hello())
+
+    def _ended(self, link: str, reason: str) -> None:
+        gate = self._gates.get(link)
+        if gate is None or (gate.opener is not None and not gate.is_open):
+            return  # Not proven yet: the transport tries again, and `Up` says HELLO again.
+        self._forget(link)
+        if gate.opener is not None:
+            self._transport.disconnect(link)
+        if gate.is_open:
+            self._decide(role.Broken(link, reason))
+
+    def _received(self, link: str, frames: Sequence[Buffer]) -> None:
+        gate = self._gates.setdefault(link, _Gate(since=self._clock()))
+        if gate.is_refused:
+            return
+        try:
+            if gate.opener is None and not gate.is_open:
+                handshake.check_size(frames)
+            arrived = message.decode(frames)
+            if not gate.is_open:
+                if gate.opener is None:
+                    handshake.check_first(arrived)
+                self._shake(link, gate, arrived)
+                return
+        except WireError as err:
+            # Bad bytes end the connection they came on, never the node.
+            self._trace.stranger("event=bad-bytes reason=%s" % err)
+            if gate.opener is None and not gate.is_open:
+                self._refuse(link, gate, handshake.refused(str(err)))
+            return
+        self._trace.received(link, arrived)
+        self._hear(link, arrived)
+
+    def _hear(self, link: str, arrived: Message) -> None:
+        """Act on a message of a proven node. Whatever is wrong with it, this node lives."""
+        try:
+            actions = self._role.handle(role.Heard(link, arrived), self._clock())
+        except Exception as err:
+            # A body that lacks or garbles a member is its sender's mistake.
+            self._malformed(link, arrived, err)
+            return
+        self._perform(actions, link, arrived)
+
+    def _malformed(self, link: str, arrived: Message, err: Exception) -> None:
+        reason = "%s is malformed: %s: %s" % (arrived.kind.name, type(err).__name__, err)
+        self._trace.log("ERROR", "event=malformed link=%s %s %s" % (link, reason, traceback.format_exc()))
+        if not arrived.is_reply:
+            self._transmit(link, refusal(arrived, reason))
+            return
+        # Who asked would wait for ever: a node that answers so is as good as lost.
+        self._forget(link)
+        self._transport.disconnect(link)
+        self._decide(role.Broken(link, "its answer to %s" % reason))
+
+    def _shake(self, link: str, gate: _Gate, arrived: Message) -> None:
+        self._trace.received(link, arrived)
+        if gate.opener is not None:
+            self._shake_out(link, gate, gate.opener, arrived)
+        else:
+            self._shake_in(link, gate, arrived)
+
+    def _shake_out(self, link: str, gate: _Gate, opener: handshake.Opener, arrived: Message) -> None:
+        if arrived.kind is Kind.CHALLENGE:
+            answer = opener.answer(arrived)
+            if isinstance(answer, str):
+                self._turned_away(link, answer)
+            else:
+                self._transmit(link, answer)
+        elif arrived.kind is Kind.WELCOME:
+            gate.is_open = True
+            held, gate.held = gate.held, []
+            self._decide(role.Welcomed(link, None))
+            for waiting in held:
+                self._transmit(link, waiting)
+        elif arrived.kind is Kind.REFUSED:
+            self._turned_away(link, str(arrived.body.get("reason", "no reason given")))
+
+    def _shake_in(self, link: str, gate: _Gate, arrived: Message) -> None:
+        if arrived.kind is Kind.HELLO:
+            gate.acceptor = handshake.Acceptor(self._role.me, self._token, secrets.token_hex(16))
+            answer = gate.acceptor.challenge(arrived)
+        else:
+            acceptor = gate.acceptor or handshake.Acceptor(self._role.me, self._token, "")
+            answer = acceptor.verdict(arrived, self._role.admit)
+        if answer.kind is Kind.REFUSED:
+            self._refuse(link, gate, answer)
+            self._deny(role.Denied(str(answer.body["reason"])))
+            return
+        if answer.kind is Kind.WELCOME:
+            self._transport.proven(link)
+        self._transmit(link, answer)
+        if answer.kind is Kind.WELCOME and gate.acceptor is not None:
+            gate.is_open = True
+            self._decide(role.Welcomed(link, gate.acceptor.peer))
+
+    def _refuse(self, link: str, gate: _Gate, answer: Message) -> None:
+        self._transmit(link, answer)
+        gate.is_refused = True
+        self._transport.refused(link)
+
+    def _deny(self, denied: role.Denied) -> None:
+        where = " address=%s" % denied.address if denied.address else ""
+        self._trace.stranger("event=denied%s reason=%s" % (where, denied.reason))
+        self._decide(denied)
+
+    def _turned_away(self, link: str, reason: str) -> None:
+        self._transport.disconnect(link)
+        self._gates.pop(link, None)
+        self._decide(role.TurnedAway(link, reason))
+
+    def _forget(self, link: str) -> None:
+        self._gates.pop(link, None)
+
+    def _drop_strangers(self) -> None:
+        limit = self._clock() - STRANGER_S
+        for link, gate in list(self._gates.items()):
+            if gate.opener is None and not gate.is_open and gate.since < limit:
+                self._forget(link)
+
+    # Acting
+
+    def _decide(self, event: role.Event) -> None:
+        self._perform(self._role.handle(event, self._clock()))
+
+    def _perform(self, actions: list[role.Action], link: str | None = None, cause: Message | None = None) -> None:
+        """Do what was decided, in order. What fails of what follows from a message, `cause`, is refused, not raised."""
+        queue = deque(actions)
+        while queue:
+            action = queue.popleft()
+            try:
+                # What follows from this work comes before the work after it: rounds apply in their order.
+                queue.extendleft(reversed(self._act(action)))
+            except Exception as err:
+                if link is None or cause is None:
+                    raise
+                self._malformed(link, cause, err)
+
+    def _act(self, action: role.Action) -> list[role.Action]:
+        if isinstance(action, role.Work):
+            return self._work(action)
+        if isinstance(action, role.Send):
+            self._send(action.link, action.message)
+        elif isinstance(action, role.Resolve):
+            action.pending.resolve(action.replies, action.error)
+        else:
+            self._perform_rest(action)
+        return []
+
+    def _perform_rest(self, action: role.Action) -> None:
+        if isinstance(action, role.Connect):
+            self._gates[action.link] = _Gate(opener=handshake.Opener(self._role.me, self._token, ""))
+            self._transport.connect(action.link, action.endpoint)
+        elif isinstance(action, role.Log):
+            self._trace.log(action.level, action.text)
+        elif isinstance(action, role.Publish):
+            self._publish(action.facts)
+        elif isinstance(action, role.Note):
+            action.pending.note = action.text
+        elif isinstance(action, role.Finish) and self._finish is None:
+            self._finish = action
+
+    def _work(self, action: role.Work) -> list[role.Action]:
+        assert self._executor is not None
+        if isinstance(action.what, work.Deliver):
+            reply, slots = self._executor.deliver(action.what)
+            lease = self._send(action.what.link, reply)
+            if lease is not None:
+                self._executor.lend(slots, lease)
+            return []
+        done = self._executor.do(action.what)
+        if done.error is not None and not action.reports:
+            self._trace.log("ERROR", "event=work-failed work=%s error=%s" % (type(action.what).__name__, done.error))
+        return self._role.handle(done, self._clock()) if action.reports else []
+
+    def _send(self, link: str, out: Message) -> net.Lease | None:
+        gate = self._gates.get(link)
+        if gate is None:
+            return None  # It broke or was refused; whoever waits for the answer hears of that.
+        if not gate.is_open:
+            gate.held.append(out)
+            return None
+        return self._transmit(link, out)
+
+    def _transmit(self, link: str, out: Message) -> net.Lease | None:
+        me = self._role.me
+        out = replace(out, role=ROLE_CODES[me.role], rank=me.rank, incarnation=me.incarnation)
+        self._trace.sent(link, out)
+        try:
+            return self._transport.send(link, message.encode(out))
+        except ConnectionError as err:
+            logger.debug("send to %s failed: %s", link, err)
+            return None

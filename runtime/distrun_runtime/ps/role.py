@@ -1,0 +1,252 @@
+"""What the three roles share: the events they are told and the actions they answer with.
+
+A role decides and never acts: `handle(event, now)` and `tick(now)` return actions, the post office performs
+them. None of this touches a socket, a clock or an array.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Union
+
+from distrun_runtime.errors import RuntimeFault
+from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.message import Message
+
+Link = str
+
+SCHEDULER_LINK = "scheduler"
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, `SIGTERM`; its number where it has none. Pure."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "signal %d" % number
+
+
+@dataclass(frozen=True)
+class Welcomed:
+    """A connection is proven: `peer` is who is there."""
+
+    link: Link
+    peer: Identity | None
+    """None on a connection that we opened: we knew whom we called."""
+
+
+@dataclass(frozen=True)
+class TurnedAway:
+    """The other side refused us, or could not prove itself; the connection is closed."""
+
+    link: Link
+    reason: str
+
+
+@dataclass(frozen=True)
+class Denied:
+    """Somebody who wanted to join was turned away, by this node."""
+
+    reason: str
+    address: str = ""
+    """Where from; empty: `reason` says who it was."""
+    is_foreign: bool = False
+    """It speaks ZeroMQ, but another protocol: ps-lite, most likely."""
+    is_same_user: bool | None = None
+    """Whether it is a process of this user on this machine; None: not known, or another machine."""
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A proven connection ended."""
+
+    link: Link
+    reason: str
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A message came in on a proven connection."""
+
+    link: Link
+    message: Message
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The process's own threads want something (workers only)."""
+
+    wish: Any
+
+
+@dataclass(frozen=True)
+class Done:
+    """The executor finished `work`; `error` is what it raised, else `value` what it returned."""
+
+    work: Any
+    error: BaseException | None = None
+    traceback: str = ""
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Told:
+    """The process was told to stop, by a signal."""
+
+    signal: int
+
+
+Event = Union[Welcomed, TurnedAway, Denied, Broken, Heard, Asked, Done, Told]
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Open a connection and prove ourselves on it; `Welcomed` or `TurnedAway` follows."""
+
+    link: Link
+    endpoint: str
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a message on a proven connection."""
+
+    link: Link
+    message: Message
+
+
+@dataclass(frozen=True)
+class Log:
+    """One line for whoever watches; `level` is a name of the logging module."""
+
+    level: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Publish:
+    """Tell the agent facts about this task."""
+
+    facts: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something for the executor: it touches arrays. `Done` follows when `reports` is set."""
+
+    what: Any
+    reports: bool = False
+
+
+@dataclass(frozen=True)
+class Resolve:
+    """A wish came true or failed: `pending` is given `replies`, or raises `error`."""
+
+    pending: Any
+    replies: tuple[Message, ...] = ()
+    error: RuntimeFault | None = None
+
+
+@dataclass(frozen=True)
+class Note:
+    """Tell a wish what it waits for."""
+
+    pending: Any
+    text: str
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The role's part is over; the process ends with this code once what was sent has left."""
+
+    code: int
+    reason: str = ""
+
+
+Action = Union[Connect, Send, Log, Publish, Work, Resolve, Note, Finish]
+
+
+class Role(Protocol):
+    """A scheduler, server or worker as the post office sees it."""
+
+    @property
+    def me(self) -> Identity:
+        """Who this node is; its rank may become known later."""
+        ...
+
+    def start(self, now: float) -> list[Action]:
+        """Return what to do first."""
+        ...
+
+    def admit(self, peer: Identity) -> str:
+        """Return why a proven peer may not come in; empty: it may."""
+        ...
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take in one event at time `now` (seconds, any epoch) and return what follows from it."""
+        ...
+
+    def tick(self, now: float) -> list[Action]:
+        """Return what the passing of time demands; called at least every second."""
+        ...
+
+
+@dataclass
+class Deadline:
+    """A moment that, once set, is due exactly once."""
+
+    at: float | None = None
+
+    def set(self, at: float) -> None:
+        """Be due at `at`, unless it is set already."""
+        if self.at is None:
+            self.at = at
+
+    def is_due(self, now: float) -> bool:
+        """Whether it passed; true once."""
+        if self.at is None or now < self.at:
+            return False
+        self.at = None
+        return True
+
+
+FIRST_NOTE_S = 2.0
+"""How long a wait lasts until whoever waits is told, quietly, what for."""
+WAITING_S = 30.0
+"""How often it is told so from then on, and says it."""
+
+
+@dataclass
+class Patience:
+    """When somebody who waits is to be told what for."""
+
+    since: float
+    told: float | None = None
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time; true once in every period."""
+        last, wait_s = (self.since, FIRST_NOTE_S) if self.told is None else (self.told, WAITING_S)
+        if now - last < wait_s:
+            return False
+        self.told = now
+        return True
+
+
+@dataclass
+class Cadence:
+    """Something to do every `every_s` seconds, first that long after the first asking."""
+
+    every_s: float
+    next: float | None = field(default=None)
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time; true once in every period."""
+        if self.next is None:
+            self.next = now + self.every_s
+            return False
+        if now < self.next:
+            return False
+        self.next = now + self.every_s
+        return True

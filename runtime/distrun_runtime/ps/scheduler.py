@@ -1,0 +1,318 @@
+"""The scheduler: who is in the job, what all workers agree on, and who died. Pure.
+
+It never sees a value. It collects the nodes (roster), sees to what the workers do together (assembly), hands a
+store's rule to the servers one at a time, and tells everybody when a node is lost or has left. When all workers
+have ended it tells the servers to stop and ends itself; one that an agent started (`Config.stays`) has the servers
+forget everything instead and waits for the workers of the job's next script, until the agent stops it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from distrun_runtime.contract.duration import duration
+from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.message import Kind, Message
+from distrun_runtime.ps import role
+from distrun_runtime.ps.assembly import Assembly
+from distrun_runtime.ps.checkpoint import Checkpoints
+from distrun_runtime.ps.collective import Call
+from distrun_runtime.ps.config import Config
+from distrun_runtime.ps.errands import Errands
+from distrun_runtime.ps.replies import answer, refusal
+from distrun_runtime.ps.roster import ALIVE, LEFT, LOST, Member, Roster
+from distrun_runtime.ps.rulebook import Rulebook
+
+REPORT_S = 5.0
+"""How often the scheduler says whom it waits for."""
+DENIED_KEPT = 4
+"""How many reasons for turning somebody away are remembered, for the error at the deadline."""
+
+FOREIGN = (
+    "a program at %s speaks ZeroMQ, but not as a node of distrun does: this looks like ps-lite (MXNet, BytePS), which"
+    " runs its own servers and scheduler. fix: distrun launch --ps command ..."
+)
+
+
+class Scheduler:
+    """The scheduler's decisions."""
+
+    def __init__(self, config: Config, endpoint: str) -> None:
+        self.me = config.identity(endpoint)
+        self._config = config
+        self._counts = (config.workers, config.servers)
+        self._roster = Roster(config.workers, config.servers)
+        self._deadline = role.Deadline()
+        self._report = role.Cadence(REPORT_S)
+        self._early: list[tuple[str, Identity]] = []
+        """Workers of the job's next script, which came while others still run the present one."""
+        self._is_clearing = False
+        self._broken = ""
+        self._broken_by = ""
+        """Name of the node that was lost first."""
+        self._finished = False
+        self._denied: list[str] = []
+        """Why others were turned away: the first few reasons."""
+        self._foreign = ""
+        """What to say of a foreign program of this job's; empty: none was seen."""
+        self._foreign_hosts: set[str] = set()
+        """Addresses of hosts with workers from which such a program came."""
+        self._foreign_deadline = role.Deadline()
+        self._now = 0.0
+        self._errands = Errands()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._is_open = False
+        self._deadline.at = None
+        self._errands.forget()
+        self._rulebook = Rulebook(self._roster, self._errands)
+        checkpoints = Checkpoints(self._roster, self._errands, self._rulebook)
+        self._assembly = Assembly(self._config.workers, self._roster, self._errands, checkpoints)
+
+    def start(self, now: float) -> list[role.Action]:
+        """Publish the address for the launcher, and say what is expected."""
+        host, _, port = self.me.endpoint.removeprefix("tcp://").rpartition(":")
+        self._wait_anew(now)
+        return [
+            role.Publish({"address": host.strip("[]"), "port": port}),
+            role.Log("INFO", "event=listening endpoint=%s workers=%d servers=%d" % (self.me.endpoint, *self._counts)),
+        ]
+
+    def admit(self, peer: Identity) -> str:
+        """Return why `peer` may not join the job."""
+        if self._broken:
+            return "the job is ending: %s" % self._broken
+        if peer.job != self.me.job:
+            return "%s belongs to job %r, this is job %r" % (peer, peer.job, self.me.job)
+        early = [other for _, other in self._early if other.rank == peer.rank and peer.role == "worker"]
+        if early:
+            return "rank %d is taken: %s registered as %s, for the next script" % (peer.rank, early[0], early[0].name)
+        if self._is_successor(peer):
+            return ""
+        return self._roster.against(peer)
+
+    def handle(self, event: role.Event, now: float) -> list[role.Action]:
+        """Take in one event."""
+        self._now = now
+        if self._finished:
+            return []
+        if isinstance(event, role.Welcomed) and event.peer is not None:
+            return self._register(event.link, event.peer, now)
+        if isinstance(event, role.Broken):
+            return self._ended(event.link, event.reason)
+        if isinstance(event, role.Denied):
+            return self._note_denied(event, now)
+        if isinstance(event, role.Told):
+            # Servers first: they would take our end for a death.
+            name = role.signal_name(event.signal)
+            stops = self._stop_servers(0, "the scheduler was told to end by %s" % name, self.me.name)
+            return [role.Publish({"told": name}), *stops, *self._finish(0, "signal %d" % event.signal)]
+        if isinstance(event, role.Heard):
+            member = self._roster.members.get(event.link)
+            return self._heard(member, event.message) if member is not None else []
+        return []
+
+    def tick(self, now: float) -> list[role.Action]:
+        """Say whom we wait for; give up on the roster at its deadline."""
+        if self._is_open and not self._finished:
+            return self._assembly.remind(now)
+        if self._finished:
+            return []
+        if self._deadline.is_due(now):
+            after = duration(self._config.start_timeout_s)
+            reason = "registration ended after %s, %s" % (after, self._roster.waiting_text())
+            reason = "; ".join(["; turned away: ".join([reason, *self._denied[:1]]), *self._denied[1:]])
+            return self._give_up(reason, next(iter(self._roster.missing()), "job"))
+        if self._foreign_deadline.is_due(now) and not self._roster.of_role("worker"):
+            waited = "no worker has opened a store for %s, and " % duration(self._config.start_timeout_s)
+            return self._give_up(waited + self._foreign, "job")
+        if self._report.is_due(now) and self._roster.of_role("worker"):
+            return [role.Log("WARNING", self._roster.waiting_text())]
+        return []
+
+    # Who was turned away
+
+    def _note_denied(self, denied: role.Denied, now: float) -> list[role.Action]:
+        is_ours = denied.is_foreign and self._may_be_ours(denied)
+        text = FOREIGN % denied.address if is_ours else denied.reason
+        if denied.address and not is_ours:
+            text = "%s: %s" % (denied.address, text)
+        if text not in self._denied and len(self._denied) < DENIED_KEPT:
+            self._denied.append(text)
+        if not is_ours:
+            return []
+        self._foreign_hosts.add(denied.address)
+        is_certain = denied.is_same_user or self._foreign_hosts.issuperset(self._config.worker_addresses)
+        if self._config.stays and is_certain:
+            self._foreign_deadline.set(now + self._config.start_timeout_s)
+        if self._foreign:
+            return []
+        self._foreign = text
+        return [role.Log("WARNING", text)]
+
+    def _may_be_ours(self, denied: role.Denied) -> bool:
+        """Whether a foreign program can be one of this job's, which it warns of.
+
+        Strangers must not end a job. So it ends only if such a program runs on this host as the same user, which the
+        kernel knows, or came from every host with workers: of other hosts only the address is known. A scheduler that
+        was started by hand knows no hosts, and ends at its deadline in any case.
+        """
+        if denied.is_same_user is not None:
+            return denied.is_same_user
+        return not self._config.stays or denied.address in self._config.worker_addresses
+
+    # Registration
+
+    def _wait_anew(self, now: float) -> None:
+        """Nobody has registered: by when somebody must.
+
+        Under an agent, nobody must: a job whose script opens no store is none of the scheduler's business, and the
+        clock starts with the first worker. One that was started by hand would wait for ever.
+        """
+        self._deadline.at = None if self._config.stays else now + self._config.start_timeout_s
+
+    def _is_successor(self, peer: Identity) -> bool:
+        """Whether the worker of that rank has ended its script, so that this is the rank's next one."""
+        ended = [member.who.rank for member in self._roster.of_role("worker") if member.state == LEFT]
+        return self._config.stays and peer.role == "worker" and peer.rank in ended
+
+    def _register(self, link: str, peer: Identity, now: float) -> list[role.Action]:
+        if self._is_successor(peer):
+            self._early.append((link, peer))
+            return [role.Log("INFO", "event=early node=%s pid=%d" % (peer.name, peer.pid))]
+        self._roster.add(link, peer)
+        actions: list[role.Action] = [_line("registered", peer)]
+        if peer.role == "worker" and len(self._roster.of_role("worker")) == 1:
+            self._deadline.at = now + self._config.start_timeout_s
+        return [*actions, *self._open_when_complete()]
+
+    def _open_when_complete(self) -> list[role.Action]:
+        if self._is_open or self._is_clearing or not self._roster.is_complete:
+            return []
+        self._roster.assign()
+        self._is_open = True
+        actions: list[role.Action] = []
+        actions.append(role.Log("INFO", "event=complete workers=%d servers=%d" % self._counts))
+        nodes = self._roster.to_json()
+        # Servers first: a worker's HELLO then finds a server that knows it.
+        for member in [*self._roster.of_role("server"), *self._roster.of_role("worker")]:
+            body = {"nodes": nodes, "rank": member.who.rank}
+            actions.append(role.Send(member.link, Message(Kind.ROSTER, body=body)))
+            actions.append(_line("assigned", member.who))
+        return actions
+
+    # Leaving and dying
+
+    def _ended(self, link: str, reason: str) -> list[role.Action]:
+        self._early = [(other, peer) for other, peer in self._early if other != link]
+        member = self._roster.members.get(link)
+        if member is None or member.state != ALIVE:
+            return []
+        if not self._is_open and not (self._config.stays and member.who.role == "server"):
+            self._roster.remove(link)
+            if not self._roster.of_role("worker"):
+                self._wait_anew(self._now)  # the next first worker has the whole time again
+            return [role.Log("WARNING", "%s went away before all had registered: %s" % (member.who, reason))]
+        return self._lose(member, "%s is lost: %s" % (member.who, reason))
+
+    def _lose(self, member: Member, reason: str) -> list[role.Action]:
+        member.state = LOST
+        # What is lost after the first is, most likely, its consequence.
+        level = "INFO" if self._broken else "ERROR"
+        self._broken, self._broken_by = self._broken or reason, self._broken_by or member.who.name
+        return [
+            role.Log(level, reason),
+            role.Publish({"lost_peer": member.who.name, "message": reason}),
+            *self._tell_all(Kind.LOST, {"who": member.who.name, "host": member.who.host, "reason": reason}),
+            *self._finish_when_done(),
+        ]
+
+    def _leave(self, member: Member) -> list[role.Action]:
+        member.state = LEFT
+        actions: list[role.Action] = [role.Log("INFO", "event=bye node=%s" % member.who.name)]
+        if member.who.role == "worker":
+            body = {"rank": member.who.rank, "who": str(member.who)}
+            actions += [
+                role.Send(server.link, Message(Kind.LEFT, body=body)) for server in self._roster.alive("server")
+            ]
+            actions += self._assembly.ended(member)
+        return [*actions, *self._finish_when_done()]
+
+    def _finish_when_done(self) -> list[role.Action]:
+        if self._roster.alive("worker") or not self._is_open:
+            return []
+        if self._config.stays:
+            # Broken: the agent knows more of who died than we do, and stops us; an exit of ours would only confuse.
+            return [] if self._broken else self._begin_anew()
+        code, reason = (1, self._broken) if self._broken else (0, "all workers have ended")
+        return [*self._stop_servers(code, reason), *self._finish(code, reason)]
+
+    def _stop_servers(self, code: int, reason: str, who: str = "") -> list[role.Action]:
+        """Tell the servers to end. `who`: the node that is the reason, where that comes before the job's end."""
+        stop = Message(Kind.STOP, body={"code": code, "reason": reason, **({"who": who} if who else {})})
+        return [role.Send(server.link, stop) for server in self._roster.alive("server")]
+
+    def _begin_anew(self) -> list[role.Action]:
+        for member in self._roster.of_role("worker"):
+            self._roster.remove(member.link)
+        self._forget()
+        # No worker of the next script hears of the servers before they have forgotten the last one.
+        self._is_clearing = True
+        told = Message(Kind.STOP, body={"stay": True})
+        log = role.Log("INFO", "event=anew reason=all workers have ended their script")
+        return [log, *self._errands.send(told, self._roster.alive("server"), lambda _: self._cleared())]
+
+    def _cleared(self) -> list[role.Action]:
+        self._is_clearing = False
+        early, self._early = self._early, []
+        actions = [action for link, peer in early for action in self._register(link, peer, self._now)]
+        # All of them may have come while the servers were still forgetting.
+        return [*actions, *self._open_when_complete()]
+
+    def _give_up(self, reason: str, who: str) -> list[role.Action]:
+        """Registration failed because of `who`, or of the job as a whole: tell those who are here, and end."""
+        facts = {"failed": reason} if who == "job" else {"lost_peer": who, "message": reason}
+        lost = {"reason": reason, "who": who}
+        return [role.Publish(facts), *self._tell_all(Kind.LOST, lost), *self._finish(1, reason)]
+
+    def _finish(self, code: int, reason: str) -> list[role.Action]:
+        self._finished = True
+        return [role.Finish(code, reason)]
+
+    def _tell_all(self, kind: Kind, body: Mapping[str, Any]) -> list[role.Action]:
+        everybody = [member for member in self._roster.members.values() if member.state == ALIVE]
+        return [role.Send(member.link, Message(kind, body=body)) for member in everybody]
+
+    # Messages
+
+    def _heard(self, member: Member, message: Message) -> list[role.Action]:
+        call = Call(member.who.rank, member.link, message)
+        if message.is_reply:
+            return self._errands.answered(member, message)
+        if message.kind is Kind.BYE:
+            return [role.Send(member.link, answer(message)), *self._leave(member)]
+        if message.kind is Kind.ABORT:
+            reason = "%s failed: %s" % (member.who, message.body.get("reason", "no reason given"))
+            return [role.Send(member.link, answer(message)), *self._lose(member, reason)]
+        if member.who.role != "worker":
+            return [role.Log("WARNING", "%s sent %s, which only workers send" % (member.who, message.kind.name))]
+        if self._broken:
+            return [role.Send(call.link, refusal(message, self._broken, "PeerLost", who=self._broken_by))]
+        if message.kind in (Kind.OPEN, Kind.KEYS, Kind.BARRIER, Kind.SAVE, Kind.LOAD):
+            return self._assembly.gather(call)
+        if message.kind is Kind.INIT:
+            return self._assembly.inited(call)
+        if message.kind is Kind.RULE:
+            return self._rulebook.ask(call)
+        if message.kind is Kind.JOIN:
+            return self._assembly.join(call)
+        if message.kind is Kind.LEFT:
+            return self._assembly.leave(call)
+        return [role.Send(call.link, refusal(message, "the scheduler knows no %s" % message.kind.name))]
+
+
+def _line(event: str, who: Identity) -> role.Action:
+    fields = (event, who.name, who.host, who.pid, who.endpoint)
+    return role.Log("INFO", "event=%s node=%s host=%s pid=%d endpoint=%s" % fields)

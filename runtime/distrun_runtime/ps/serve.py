@@ -1,0 +1,139 @@
+"""Scheduler and server as processes: bind, run the loop until the job is over, give the exit code."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Protocol
+
+from distrun_runtime.contract import address
+from distrun_runtime.errors import ContractError
+from distrun_runtime.ps import config as configs
+from distrun_runtime.ps.config import Config
+from distrun_runtime.ps.counters import Counters
+from distrun_runtime.ps.executor import Executor
+from distrun_runtime.ps.imports import import_all
+from distrun_runtime.ps.postoffice import Postoffice, Transport
+from distrun_runtime.ps.profile import Recorder
+from distrun_runtime.ps.publish import publish
+from distrun_runtime.ps.scheduler import Scheduler
+from distrun_runtime.ps.server import Server
+from distrun_runtime.ps.trace import Trace
+from distrun_runtime.transport.faults import Faulty
+from distrun_runtime.transport.resend import Resending
+from distrun_runtime.transport.zeromq import ZmqTransport
+from distrun_runtime.transport.zeromq import endpoint as endpoint_of
+
+
+def serve(role: str) -> int:
+    """Be the job's scheduler or one of its servers until the job ends; return the exit code: 0 when it ended well.
+
+    SIGTERM and SIGINT end it early: with 0, since whoever starts servers also stops them.
+
+    Raises:
+        ContractError: the environment lacks or garbles what a node needs, or a module of the user's cannot be imported.
+        OSError: the port cannot be bound.
+    """
+    config = configs.read(role)
+    # Before anything is bound: nobody waits for a server that cannot serve.
+    import_all(config.server_imports, config.host)
+    transport = wrapped(ZmqTransport(config.heartbeat, config.token), config)
+    warnings: list[str] = []
+    endpoint = bind(transport, config, warnings.append)
+    counters, recorder = Counters(), Recorder()
+    node = Scheduler(config, endpoint) if role == "scheduler" else Server(config, endpoint, counters, recorder)
+    trace = Trace(config.verbose, lambda: node.me)
+    if not config.token:
+        warnings.append(
+            "this job runs open: DISTRUN_TOKEN_FILE is not set, so any process that reaches %s can join it" % endpoint
+        )
+    for text in warnings:
+        trace.log("WARNING", text)
+    trace.log("INFO", "event=bound endpoint=%s host=%s" % (endpoint, config.host))
+    executor = Executor(counters, recorder, config.server_imports) if role == "server" else None
+    office = Postoffice(transport, node, config.token, trace, executor=executor, publish=publish)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        office.tell(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        finish = office.run()
+    finally:
+        for number, handler in before.items():
+            with suppress(TypeError):  # None: a handler that Python did not install
+                signal.signal(number, handler)
+    trace.log("ERROR" if finish.code else "INFO", "event=finished reason=%s" % (finish.reason or "done"))
+    return finish.code
+
+
+class Bindable(Transport, Protocol):
+    """A transport that can listen."""
+
+    def bind(self, address: str, ports: Sequence[int] = ()) -> int:
+        """Listen on an address; return the port."""
+        ...
+
+
+def wrapped(transport: Bindable, config: Config) -> Bindable:
+    """Return the transport with what PS_RESEND, PS_DROP_MSG and DISTRUN_FAULTS ask for around it; mostly itself."""
+    if not config.faults.is_none:
+        # One that gets its rank later has no name yet; its chances must still be its own.
+        name = config.role if config.rank < 0 else "%s-%d" % (config.role, config.rank)
+        name += " %d" % os.getpid() if config.rank < 0 and config.role != "scheduler" else ""
+        transport = Faulty(transport, config.faults, name, keeps_order=not config.resend_s)
+    return Resending(transport, config.resend_s, config.incarnation) if config.resend_s else transport
+
+
+def bind(transport: Bindable, config: Config, warn: Callable[[str], None] = lambda text: None) -> str:
+    """Bind the node's port and return its endpoint, `tcp://address:port`.
+
+    A scheduler with DMLC_PS_ROOT_PORT binds exactly that port. When DMLC_PS_ROOT_URI is not an address of this host
+    (a service name of a container platform, say) it listens on all of them, and `warn` is told which.
+
+    Raises:
+        OSError: the port is taken or may not be bound; names address and port.
+    """
+    if config.role == "scheduler" and config.root_port:
+        return _bind_root(transport, config, warn)
+    if not config.address:
+        raise ContractError("host %s has no address to bind; set DMLC_NODE_HOST" % config.host)
+    return endpoint_of(config.address, transport.bind(config.address, config.ports))
+
+
+def _bind_root(transport: Bindable, config: Config, warn: Callable[[str], None]) -> str:
+    root, number = address.resolve_host(config.root), config.root_port
+    try:
+        return endpoint_of(root, transport.bind(root, (number,)))
+    except OSError as err:
+        if err.errno not in {errno.EADDRNOTAVAIL, errno.ENODEV}:
+            raise _cannot_bind(config, err) from err
+    is_six = ":" in root
+    try:
+        transport.bind("::" if is_six else "0.0.0.0", (number,))
+    except OSError as err:
+        raise _cannot_bind(config, err) from err
+    own = address.reachable(is_six)
+    found = ", ".join(own) or "unknown"
+    warn(
+        "DMLC_PS_ROOT_URI=%s%s is not an address of host %s: the scheduler listens on port %d of all its addresses"
+        " (%s). That is right if %s leads here (a service name, a forwarded port); if not, fix: DMLC_PS_ROOT_URI=%s"
+        % (
+            *(config.root, "" if root == config.root else " (%s)" % root, config.host, number, found),
+            *(config.root, config.address if config.address in own else (own or ["ADDRESS"])[0]),
+        )
+    )
+    return endpoint_of(config.address or (own or [root])[0], number)
+
+
+def _cannot_bind(config: Config, err: OSError) -> OSError:
+    return OSError(
+        err.errno,
+        "the scheduler cannot bind DMLC_PS_ROOT_URI=%s DMLC_PS_ROOT_PORT=%d on host %s: %s."
+        " Choose another port, or end the process that holds it (ss -ltnp)"
+        % (config.root, config.root_port, config.host, err.strerror),
+    )

@@ -1,0 +1,271 @@
+"""A worker process's node: its thread, and what happens when the process ends.
+
+One node a process, shared by its stores; `current` opens it with the first dist store. A clean end of
+the script flushes and says BYE, an exception says ABORT and waits for nothing. In a forked child every call raises
+and the exit handlers do nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from distrun_runtime.errors import RuntimeFault, StoreClosed
+from distrun_runtime.protocol.message import Message
+from distrun_runtime.ps import crash
+from distrun_runtime.ps.config import Config
+from distrun_runtime.ps.pending import Pending, when_done
+from distrun_runtime.ps.postoffice import Postoffice
+from distrun_runtime.ps.profile import Recorder
+from distrun_runtime.ps.publish import publish
+from distrun_runtime.ps.serve import Bindable, bind, wrapped
+from distrun_runtime.ps.trace import Trace
+from distrun_runtime.ps.worker import BYE_S, Goodbye, Request, Worker
+from distrun_runtime.transport.zeromq import ZmqTransport
+
+GOODBYE_S = BYE_S + 1.0
+"""How long a process that ends waits for its node's thread."""
+
+
+class Session:
+    """The connection of this process to the job.
+
+    Threads: any may call; the node's own thread does all input and output.
+    """
+
+    def __init__(self, config: Config, transport: Bindable | None = None) -> None:
+        self.config = config
+        self._pid = os.getpid()
+        self._transport = transport or wrapped(ZmqTransport(config.heartbeat, config.token), config)
+        self.recorder = Recorder()
+        """What the stores of this process do, while one is profiled."""
+        self._ready = Pending("registration")
+        self.worker = Worker(config, bind(self._transport, config), self._ready)
+        self._trace = Trace(config.verbose, lambda: self.worker.me)
+        self._office = Postoffice(self._transport, self.worker, config.token, self._trace, publish=publish)
+        self._thread = threading.Thread(target=self._run, name="distrun-node", daemon=True)
+        self._last_store = 0
+        self.stores: object = None
+        """What the store layer keeps of this process's stores (`store.link`)."""
+        self._flushers: list[Callable[[], None]] = []
+        self._crash: BaseException | None = None
+        self.is_open = False
+        """Whether `open` has returned: this process is in the job."""
+        self._is_over = False
+        self._is_deaf = False
+        """The node's thread hears no more wishes."""
+
+    def open(self) -> None:
+        """Register and wait until all nodes are here and all servers are connected.
+
+        One that was interrupted may be called again: it goes on waiting.
+
+        Raises:
+            Refused, TimedOut, PeerLost: why it did not come about.
+        """
+        if self._thread.ident is None:
+            if not self.config.token:
+                self._trace.log("WARNING", "this job runs open: DISTRUN_TOKEN_FILE is not set")
+            self._thread.start()
+        # The deadlines are the scheduler's and the worker's own; this one only guards against a dead thread.
+        self._ready.wait(self.config.start_timeout_s * 2 + 60)
+        self.is_open = True
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether registration has ended with an error."""
+        if self.is_open or not self._ready.is_done:
+            return False
+        try:
+            self._ready.wait(0)
+        except RuntimeFault:
+            return True
+        return False
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank."""
+        return self.worker.me.rank
+
+    @property
+    def num_servers(self) -> int:
+        """Number of servers."""
+        return len(self.worker.servers)
+
+    def num_dead(self, roles: Sequence[str]) -> int:
+        """Return how many nodes of these roles are known to be lost."""
+        return sum(name.partition("-")[0] in roles for name in list(self.worker.dead))
+
+    def next_store(self) -> int:
+        """Return the number of a new store: stores are numbered in order of creation, alike on all workers."""
+        self._last_store += 1
+        return self._last_store
+
+    def take_back_store(self, number: int) -> None:
+        """Take back the number of a store that was not made, if it is the last one."""
+        if number == self._last_store:
+            self._last_store -= 1
+
+    def ask(
+        self,
+        what: str,
+        messages: Sequence[tuple[str, Message]],
+        on_error: Callable[[RuntimeFault], None] | None = None,
+        after: Sequence[Pending] = (),
+    ) -> Pending:
+        """Send messages, once `after` are done, and return what will hold their replies, in the order of `messages`."""
+        self.check()
+        pending = Pending(what, on_error, "the limit is --op-timeout or DISTRUN_OP_TIMEOUT")
+
+        def send() -> None:
+            self._office.ask(Request(pending, messages))
+            if self._is_deaf or not self._thread.is_alive():
+                pending.resolve((), self._dead())
+
+        when_done(after, send)
+        return pending
+
+    def check(self) -> None:
+        """Raise StoreClosed where nothing can be asked any more.
+
+        Raises:
+            StoreClosed: in a forked child, or after the end.
+        """
+        if os.getpid() != self._pid:
+            raise StoreClosed(
+                "this process was forked from pid %d after the store was created, and a store cannot be shared with"
+                " a child: create the store in the child, or start it with the 'spawn' method" % self._pid
+            )
+        if self._is_over:
+            raise StoreClosed("this worker has left the job")
+
+    def before_end(self, flush: Callable[[], None]) -> None:
+        """Call `flush` before BYE."""
+        self._flushers.append(flush)
+
+    def not_before_end(self, flush: Callable[[], None]) -> None:
+        """Take back a `before_end`, if there is one: its store is closed."""
+        if flush in self._flushers:
+            self._flushers.remove(flush)
+
+    def note_crash(self, error: BaseException) -> None:
+        """The script failed: the end will be an ABORT that names `error`."""
+        if self._crash is None:
+            # Now, not at the end: the others hear of our ABORT and may be gone before we are.
+            publish(crash.meaning(error))
+        self._crash = self._crash or error
+
+    def end(self) -> BaseException | None:
+        """Flush and say BYE, or say ABORT; then close. Does nothing the second time, or in a forked child.
+
+        Returns what went wrong while flushing: a push whose error nobody waited for.
+        """
+        if self._is_over or os.getpid() != self._pid:
+            return None
+        flushed = None if self._crash else self._flush()
+        error = self._crash or flushed
+        self._is_over = True
+        goodbye = Pending("goodbye")
+        reason = "" if error is None else "%s: %s" % (type(error).__name__, error)
+        self._office.ask(Goodbye(goodbye, reason[:2000]))
+        self._thread.join(GOODBYE_S)
+        return flushed
+
+    def _flush(self) -> BaseException | None:
+        errors: list[BaseException] = []
+        for flush in list(self._flushers):
+            try:
+                flush()
+            except Exception as err:
+                # Whatever it is, the other stores are flushed too, and the job hears of our end.
+                errors.append(err)
+                for text in (err, *getattr(err, "__notes__", ())):
+                    print("distrun: error: at exit: %s" % text, file=sys.stderr)
+        return errors[0] if errors else None
+
+    def _run(self) -> None:
+        try:
+            self._office.run()
+        except BaseException as err:
+            # Whoever waits must not wait for a thread that died.
+            self._crash = err
+            raise
+        finally:
+            # First: who asks from now on sees it, or is found here.
+            self._is_deaf = True
+            for action in self.worker.fail(self._dead()):
+                action.pending.resolve((), action.error)
+            for wish in self._office.unheard():
+                cast("Request | Goodbye", wish).pending.resolve((), self._dead())
+
+    def _dead(self) -> RuntimeFault:
+        if self._is_over:
+            return StoreClosed("this worker has left the job%s" % (": %r" % self._crash if self._crash else ""))
+        return StoreClosed("the node's thread has ended%s" % (": %r" % self._crash if self._crash else ""))
+
+
+class _Process:
+    """The one session of this process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.session: Session | None = None
+        self.is_watched = False
+        """Whether the end of the process, and an exception that ends it, reach the session."""
+
+
+_process = _Process()
+
+
+def current(make_config: Callable[[], Config]) -> Session:
+    """Return this process's session, opening it the first time.
+
+    After a failure it may be called again: a registration that was interrupted goes on, one that failed is made anew.
+
+    Raises:
+        StoreClosed: this process was forked from one that has a session.
+        ContractError, Refused, TimedOut, PeerLost: why it could not be opened.
+    """
+    with _process.lock:
+        session = _process.session
+        if session is None or session.has_failed:
+            config = make_config()
+            if session is not None:
+                session.end()
+            session = _process.session = Session(config)
+            _watch()
+        session.check()
+        if not session.is_open:
+            session.open()
+        return session
+
+
+def _watch() -> None:
+    """Have the process's end, and an exception that ends it, reach its session."""
+    if _process.is_watched:
+        return
+    _process.is_watched = True
+    atexit.register(_end_process)
+    crash.watch(_note_crash)
+
+
+def _note_crash(error: BaseException) -> None:
+    if _process.session is not None:
+        _process.session.note_crash(error)
+
+
+def _end_process() -> None:
+    """End the session at the end of the process.
+
+    A push that failed and that nobody waited for makes the exit code 1: the script ended as if all were well, and an
+    exit handler has no gentler way to say otherwise.
+    """
+    crash.catch_up()
+    if _process.session is not None and _process.session.end() is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

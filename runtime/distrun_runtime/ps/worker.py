@@ -1,0 +1,270 @@
+"""A worker's node: registration, requests in flight, and what a death means for them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from distrun_runtime.contract.duration import duration
+from distrun_runtime.errors import KVError, PeerLost, Refused, RuleError, RuntimeFault, TimedOut, because_of
+from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.message import Kind, Message
+from distrun_runtime.ps import role
+from distrun_runtime.ps.config import Config
+from distrun_runtime.ps.outbox import Outbox
+from distrun_runtime.ps.pending import Pending
+from distrun_runtime.ps.roster import from_json
+
+REPORT_S = 5.0
+"""How often a worker says that it waits for the scheduler."""
+BYE_S = 5.0
+ABORT_S = 2.0
+"""How long a worker waits for the scheduler to answer its last words. The scheduler may be frozen."""
+SLACK_S = 5.0
+"""How much longer than the scheduler a worker waits for the roster: the scheduler's reason is the better one."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A wish: these messages out, all replies back. Links are `scheduler` and `server-I`."""
+
+    pending: Pending
+    messages: Sequence[tuple[str, Message]]
+
+
+@dataclass(frozen=True)
+class Goodbye:
+    """The last wish: BYE, or ABORT with a reason."""
+
+    pending: Pending
+    abort: str = ""
+
+
+@dataclass
+class _Open:
+    """A request that is not complete."""
+
+    pending: Pending
+    missing: dict[int, str]
+    """Numbers of the messages that are not answered, and their links."""
+    is_push: bool = False
+    """Its arrays are lent until the last server has them: a refusal of one server waits for the others' replies."""
+    replies: dict[int, Message] = field(default_factory=dict)
+    error: RuntimeFault | None = None
+
+
+class Worker:
+    """A worker's decisions."""
+
+    def __init__(self, config: Config, endpoint: str, ready: Pending) -> None:
+        self.me = config.identity(endpoint)
+        self.servers: list[Identity] = []
+        """By rank; known when `ready` is resolved."""
+        self._config = config
+        self._ready = ready
+        self._root = config.root_endpoint
+        self._deadline = role.Deadline()
+        self._report = role.Cadence(REPORT_S)
+        self._welcomes: set[str] = set()
+        self._outboxes: dict[str, Outbox] = {}
+        self._numbers = 0
+        self._open: dict[int, _Open] = {}
+        self.dead: set[str] = set()
+        """Names of the nodes that are known to be lost."""
+        self._lost: RuntimeFault | None = None
+        self._goodbye: Goodbye | None = None
+        self._farewell = role.Deadline()
+
+    def start(self, now: float) -> list[role.Action]:
+        """Register with the scheduler."""
+        self._deadline.set(now + self._config.start_timeout_s)
+        return [role.Connect(role.SCHEDULER_LINK, self._root)]
+
+    def admit(self, peer: Identity) -> str:
+        """Return why `peer` may not connect."""
+        return "" if peer.job == self.me.job else "%s belongs to job %r" % (peer, peer.job)
+
+    def handle(self, event: role.Event, now: float) -> list[role.Action]:
+        """Take in one event."""
+        if isinstance(event, role.Asked):
+            return self._asked(event.wish, now)
+        if isinstance(event, role.Heard):
+            return self._heard(event.link, event.message, now)
+        if isinstance(event, role.Welcomed) and event.peer is None:
+            return self._welcomed(event.link, now)
+        if isinstance(event, role.TurnedAway):
+            return self._fail(Refused("%s refused this process: %s" % (self._name(event.link), event.reason)))
+        if isinstance(event, role.Broken) and self._is_ours(event.link):
+            if self._goodbye is not None:  # only the scheduler's answer counts now
+                return self._gone() if event.link == role.SCHEDULER_LINK else []
+            return self._lose(event.link, "%s is lost: %s" % (self._name(event.link), event.reason))
+        return []
+
+    def tick(self, now: float) -> list[role.Action]:
+        """Give up on registration, and on an answer to the last words, at their deadlines."""
+        if self._farewell.is_due(now):
+            return self._gone()
+        if self._ready.is_done:
+            return []
+        if not self._deadline.is_due(now):
+            is_late = role.SCHEDULER_LINK not in self._welcomes and self._report.is_due(now)
+            return [role.Log("WARNING", "waiting for the scheduler at %s" % self._root)] if is_late else []
+        if role.SCHEDULER_LINK not in self._welcomes:
+            text = "no scheduler answered at %s for %s: is it running, and reachable from host %s?"
+            return self._miss("scheduler", text % (self._root, duration(self._config.start_timeout_s), self.me.host))
+        absent = [server.name for server in self.servers if server.name not in self._welcomes]
+        names = ", ".join(self._name(name) for name in absent)
+        text = "%s waited for %s" % (self.me.name, names or "the other nodes to register")
+        return self._miss(absent[0] if absent else "", text)
+
+    # Registration
+
+    def _welcomed(self, link: str, now: float) -> list[role.Action]:
+        self._welcomes.add(link)
+        if link == role.SCHEDULER_LINK:
+            self._deadline.at = now + self._config.start_timeout_s + SLACK_S
+            return [role.Log("INFO", "event=registered scheduler=%s" % self._root)]
+        if self.servers and len(self._welcomes) == len(self.servers) + 1:
+            self._deadline.at = None
+            return [role.Log("INFO", "event=ready servers=%d" % len(self.servers)), role.Resolve(self._ready)]
+        return []
+
+    def _roster(self, message: Message, now: float) -> list[role.Action]:
+        nodes = from_json(message.body["nodes"])
+        self.me = self._config.identity(self.me.endpoint, message.body["rank"])
+        servers = [node for node in nodes if node.role == "server"]
+        self.servers = sorted(servers, key=lambda node: node.rank)
+        self._outboxes = {node.name: Outbox() for node in self.servers}
+        self._deadline.at = now + self._config.heartbeat.timeout_s + SLACK_S
+        lines = ["event=roster node=%s host=%s endpoint=%s" % (node.name, node.host, node.endpoint) for node in nodes]
+        actions: list[role.Action] = [role.Log("INFO", line) for line in lines]
+        return actions + [role.Connect(node.name, node.endpoint) for node in self.servers]
+
+    # Requests
+
+    def _asked(self, wish: Request | Goodbye, now: float) -> list[role.Action]:
+        if isinstance(wish, Goodbye):
+            return self._leave(wish, now)
+        if self._lost is not None:
+            return [role.Resolve(wish.pending, error=self._lost)]
+        entry = _Open(wish.pending, {}, any(message.kind is Kind.PUSH for _, message in wish.messages))
+        wish.pending.missing = entry.missing
+        actions: list[role.Action] = []
+        for link, message in wish.messages:
+            self._numbers += 1
+            entry.missing[self._numbers] = link
+            self._open[self._numbers] = entry
+            numbered = replace(message, request=self._numbers)
+            if link in self._outboxes:
+                self._outboxes[link].put(numbered)
+            else:
+                actions.append(role.Send(link, numbered))
+        if not entry.missing:
+            return [role.Resolve(wish.pending)]
+        return [*actions, *self._flush()]
+
+    def _flush(self) -> list[role.Action]:
+        return [role.Send(link, message) for link, outbox in self._outboxes.items() for message in outbox.take()]
+
+    def _heard(self, link: str, message: Message, now: float) -> list[role.Action]:
+        is_order = link == role.SCHEDULER_LINK and not message.is_reply
+        if message.kind is Kind.ROSTER and is_order:
+            return self._roster(message, now)
+        if message.kind is Kind.LOST and is_order:
+            return self._lose(str(message.body["who"]), str(message.body["reason"]))
+        if message.kind in (Kind.BYE, Kind.ABORT) and message.is_reply and self._goodbye is not None:
+            return self._gone()
+        entry = self._open.get(message.request)
+        if entry is None:
+            return []
+        if message.kind is Kind.WAITING:
+            note = str(message.body.get("text", ""))
+            line = "%s (%s)" % (note, duration(round(float(message.body.get("seconds", 0)))))
+            # Said aloud only when it takes long; the note is there for an error that comes sooner.
+            is_long = float(message.body.get("seconds", 0)) >= role.WAITING_S
+            return [role.Note(entry.pending, note), *([role.Log("WARNING", line)] if is_long else [])]
+        if not message.is_reply:
+            return []
+        return [*self._answered(link, entry, message), *self._flush()]
+
+    def _answered(self, link: str, entry: _Open, message: Message) -> list[role.Action]:
+        del self._open[message.request]
+        entry.missing.pop(message.request, None)
+        if link in self._outboxes:
+            self._outboxes[link].answered(message.request)
+        if message.is_error:
+            entry.error = entry.error or _error(entry.pending, message)
+            self.dead.update([str(message.body["who"])] if "who" in message.body else [])
+        entry.replies[message.request] = message
+        if entry.pending.is_done or (entry.missing and (entry.is_push or entry.error is None)):
+            return []
+        if entry.error is not None:
+            return [role.Resolve(entry.pending, error=entry.error)]
+        return [role.Resolve(entry.pending, tuple(entry.replies[number] for number in sorted(entry.replies)))]
+
+    # The end
+
+    def _leave(self, wish: Goodbye, now: float) -> list[role.Action]:
+        self._goodbye = wish
+        if role.SCHEDULER_LINK not in self._welcomes or self._lost is not None:
+            return self._gone()
+        self._farewell.set(now + (ABORT_S if wish.abort else BYE_S))
+        last = Message(Kind.ABORT, body={"reason": wish.abort}) if wish.abort else Message(Kind.BYE)
+        return [role.Send(role.SCHEDULER_LINK, last)]
+
+    def _gone(self) -> list[role.Action]:
+        assert self._goodbye is not None
+        return [role.Resolve(self._goodbye.pending), role.Finish(0)]
+
+    def _lose(self, who: str, reason: str) -> list[role.Action]:
+        self.dead.add(who)
+        if self._lost is not None:
+            return []
+        told = role.Publish({"lost_peer": who, "message": reason})
+        # Under an agent the error that ends the script says it, in one line.
+        level = "INFO" if self._config.stays else "ERROR"
+        return [told, role.Log(level, reason), *self._fail(because_of(PeerLost(reason), who))]
+
+    def _miss(self, who: str, reason: str) -> list[role.Action]:
+        """Give up on a node that did not come."""
+        told = [role.Publish({"lost_peer": who, "message": reason})] if who else []
+        return [*told, *self._fail(because_of(TimedOut(reason), who))]
+
+    def _fail(self, error: RuntimeFault) -> list[role.Action]:
+        return [*self.fail(error)]
+
+    def fail(self, error: RuntimeFault) -> list[role.Resolve]:
+        """Return the end of everything that waits: `error`."""
+        self._lost = self._lost or error
+        actions: list[role.Resolve] = []
+        if not self._ready.is_done:
+            actions.append(role.Resolve(self._ready, error=error))
+        seen: list[Pending] = []
+        for entry in self._open.values():
+            if not any(entry.pending is other for other in seen) and not entry.pending.is_done:
+                seen.append(entry.pending)
+        self._open.clear()
+        return actions + [role.Resolve(pending, error=_about(error, pending)) for pending in seen]
+
+    def _is_ours(self, link: str) -> bool:
+        return link == role.SCHEDULER_LINK or link in self._outboxes
+
+    def _name(self, link: str) -> str:
+        for server in self.servers:
+            if server.name == link:
+                return "%s@%s (pid %d, %s)" % (link, server.host, server.pid, server.endpoint)
+        return "the scheduler at %s" % self._root if link == role.SCHEDULER_LINK else link
+
+
+def _error(pending: Pending, message: Message) -> RuntimeFault:
+    reason = "%s: %s" % (pending.what, message.body.get("reason", "the other side gave no reason"))
+    name = message.body.get("error")
+    if name == "RuleError":
+        return RuleError(reason, str(message.body.get("traceback", "")))
+    if name == "PeerLost":
+        return because_of(PeerLost(reason), str(message.body.get("who", "")))
+    return KVError(reason)
+
+
+def _about(error: RuntimeFault, pending: Pending) -> RuntimeFault:
+    return because_of(type(error)("%s: %s" % (pending.what, error)), error.lost_peer)

@@ -1,0 +1,112 @@
+"""Devices of host memory: sums have one order and one precision, whoever makes them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.cpu import CHUNK, CpuDevice, Threads
+from distrun_runtime.arrays.dtypes import BFLOAT16, Array, narrow, widen
+
+
+def total(arrays: list[Array], threads: Threads | None = None) -> Array:
+    return CpuDevice(0, threads).total(arrays)
+
+
+def filled(shape: tuple[int, ...], number: float, dtype: str) -> Array:
+    kind = dtypes.parse(dtype)
+    return narrow(np.full(shape, number, dtypes.work_dtype(kind)), kind)
+
+
+@pytest.mark.parametrize("dtype", dtypes.NAMES)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 3)])
+def test_the_sum_has_the_shape_and_dtype_of_its_parts(dtype: str, shape: tuple[int, ...]) -> None:
+    result = total([filled(shape, n, dtype) for n in (1, 2, 3)])
+    assert isinstance(result, np.ndarray)
+    assert (result.shape, result.dtype) == (shape, dtypes.parse(dtype))
+    assert np.array_equal(result, filled(shape, 6, dtype))
+
+
+def test_the_sum_shares_memory_with_none_of_its_parts_and_leaves_them_alone() -> None:
+    parts = [np.ones(4), np.full(4, 2.0)]
+    for given in (parts, parts[:1]):
+        result = total(given)
+        assert not any(np.shares_memory(result, part) for part in parts)
+    assert parts[0].tolist() == [1.0] * 4
+    assert parts[1].tolist() == [2.0] * 4
+
+
+def test_integers_wrap_around() -> None:
+    assert total([np.array([200, 1], np.uint8), np.array([100, 1], np.uint8)]).tolist() == [44, 2]
+    assert total([np.array([100], np.int8), np.array([100], np.int8)]).tolist() == [-56]
+
+
+def test_half_precision_overflows_to_inf_without_a_warning() -> None:
+    assert np.isinf(total([np.array([6e4], np.float16)] * 2)).all()
+    largest = narrow(np.array([3.38e38], np.float32), BFLOAT16)
+    assert np.isinf(widen(total([largest, largest]))).all()
+
+
+@pytest.mark.parametrize(("dtype", "small"), [("float16", 2.0**-11), ("bfloat16", 2.0**-8)])
+def test_sixteen_bit_floats_are_added_in_float32_and_rounded_once(dtype: str, small: float) -> None:
+    parts = [filled((1,), 1.0, dtype), *[filled((1,), small, dtype)] * 4]
+    # Each of the small ones alone would be rounded away.
+    assert widen(total(parts)).tolist() == [1.0 + 4 * small]
+
+
+def test_any_memory_order_may_be_summed() -> None:
+    whole = np.arange(24.0).reshape(4, 6)
+    parts = [whole[::2, ::3], np.asfortranarray(whole[:2, :2]), whole[3:1:-1, 5:3:-1]]
+    result = total(parts)
+    assert result.flags.c_contiguous
+    assert np.array_equal(result, parts[0] + parts[1] + parts[2])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int32"])
+def test_threads_give_the_same_bits_as_one(dtype: str) -> None:
+    random = np.random.default_rng(3)
+    size = 2 * CHUNK + 12345
+    parts = [(random.normal(size=size) * 1000).astype(dtype) for _ in range(3)]
+    alone = total(parts)
+    assert np.array_equal(total(parts, Threads(4, bound=size)), alone)
+    assert np.array_equal(total(parts, Threads(3, bound=1)), alone)
+    assert np.array_equal(total([parts[0][:2]] * 2, Threads(5, bound=1)), total([parts[0][:2]] * 2))
+
+
+def test_only_arrays_as_large_as_the_bound_are_split() -> None:
+    runs: list[slice] = []
+    threads = Threads(2, bound=10)
+    threads.split(9, runs.append)
+    assert runs == [slice(0, 9)]
+    runs.clear()
+    threads.split(10, runs.append)
+    assert sorted(runs, key=lambda run: run.start) == [slice(0, 5), slice(5, 10)]
+
+
+def test_what_goes_wrong_in_a_thread_is_raised() -> None:
+    def fail(run: slice) -> None:
+        raise ZeroDivisionError(run.start)
+
+    with pytest.raises(ZeroDivisionError):
+        Threads(2, bound=1).split(4, fail)
+
+
+def test_a_device_keeps_copies_and_adds_scales_and_reads_them() -> None:
+    device = CpuDevice(3)
+    assert device.name == "cpu:3"
+    given = np.arange(6.0).reshape(2, 3).T
+    mine = device.put(given)
+    assert not np.shares_memory(mine, given)
+    device.add(mine, given)
+    device.scale(mine, 0.5)
+    assert np.array_equal(device.host(mine), given)
+    canvas = np.zeros((3, 4))
+    device.read(mine, canvas[:, ::2])
+    assert np.array_equal(canvas[:, ::2], given)
+    assert not canvas[:, 1::2].any()
+    assert device.empty((2, 1), np.dtype(np.int8)).shape == (2, 1)
+    half = filled((2,), 3.0, "bfloat16")
+    device.scale(half, 0.5)
+    device.add(half, half.copy())
+    assert widen(half).tolist() == [3.0, 3.0]

@@ -1,0 +1,317 @@
+"""No message of a member ends a scheduler or a server: messages of every kind, damaged in every way."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster import config
+from rig import node
+
+from distrun_runtime.protocol import message
+from distrun_runtime.protocol.handshake import Opener
+from distrun_runtime.protocol.message import Entry, Flag, Kind, Message, Payload
+from distrun_runtime.ps import role
+from distrun_runtime.ps.executor import Executor
+from distrun_runtime.ps.postoffice import Postoffice
+from distrun_runtime.ps.scheduler import Scheduler
+from distrun_runtime.ps.server import Server
+from distrun_runtime.ps.trace import Trace
+from distrun_runtime.transport.inproc import InprocNetwork
+from distrun_runtime.transport.zeromq import Arrived, Down, Up
+
+TOKEN = config("x").token
+LIMIT_S = 60.0
+MESSAGES = 1500
+"""Damaged ones, for each seed."""
+
+VALUE = np.ones(2, np.float32).tobytes()
+WIDE = np.ones(12, np.float32).tobytes()
+JUNK: list[Any] = [
+    *(None, True, 0, -1, 1.5, 2**70, float("inf"), float("nan"), "", "x", "\ud800", "\x1b[2J", "worker-0"),
+    *([], [1], [[]], [None], {}, {"x": 1}, {"": []}, {"0": "x"}),
+]
+
+TO_SERVER = [
+    Message(Kind.PUSH, entries=(Entry(0, 0, 2, 1, payload=Payload.FRAME),), payloads=[VALUE], body={"scale": 0.5}),
+    Message(
+        Kind.PUSH,
+        entries=(Entry(0, 0, 2, 1, codec=1, payload=Payload.FRAME), Entry(1, 0, 2, 1, payload=Payload.FRAME)),
+        payloads=[bytes(4), VALUE],
+        body={"codec": {"threshold": 0.5}},
+    ),
+    Message(Kind.PUSH, entries=(Entry(2, 0, 12, 1, codec=4, payload=Payload.FRAME),), payloads=[bytes(16)]),
+    Message(Kind.PUSH, entries=(Entry(0, 0, 2, 1),), body={"skip": {"why": [1]}}),
+    Message(Kind.PULL, entries=(Entry(0, 0, 2, 0), Entry(1, 0, 2, 1)), body={"codec": {"threshold": 0.5}}),
+    Message(Kind.PULL, entries=(Entry(0, 0, 2, 0),), body={"codec": "x"}),
+    Message(Kind.PULL, entries=(Entry(2, 0, 12, 0, codec=16, payload=Payload.FRAME),), payloads=[bytes(16)]),
+    Message(
+        Kind.INIT,
+        entries=(Entry(3, 0, 12, payload=Payload.FRAME),),
+        payloads=[WIDE],
+        body={"type": "dist_sync", "names": [[3, "c"]], "shapes": {"3": [6, 2]}, "rows": {"3": 2}, "staleness": 1},
+    ),
+    Message(Kind.INIT, entries=(Entry(0, 0, 2, payload=Payload.FRAME),), payloads=[VALUE], body={"assign": True}),
+    Message(Kind.ROUNDS),
+    Message(Kind.STATS),
+    Message(Kind.PROFILE, body={"action": "start"}),
+    Message(Kind.NORMS, body={"script": 0, "key": 0, "rank": -1, "round": 1, "parts": [[0, [1.0]]]}),
+    Message(Kind.BARRIER, body={"number": 1}),
+]
+SPEC = {"name": "sgd", "params": {"learning_rate": 0.1}, "lr_mult": {}, "wd_mult": {}}
+RECORD = {"key": "a", "shape": [2], "dtype": "float32", "stype": "default", "codec": None}
+FROM_SCHEDULER = [
+    Message(Kind.RULE, request=1, body={"spec": SPEC, "check": True}),
+    Message(Kind.RULE, request=1, body={"spec": SPEC}),
+    Message(Kind.JOIN, request=1, body={"rank": 1}),
+    Message(Kind.LEFT, request=1, body={"rank": 1}),
+    Message(Kind.LEFT, body={"rank": 1, "who": "worker-1@d1"}),
+    Message(Kind.LOAD, request=1, body={"action": "drop"}),
+]
+TO_SCHEDULER = [
+    Message(Kind.OPEN, body={"number": 1, "type": "dist_sync", "staleness": 2, "unused": [1]}),
+    Message(Kind.BARRIER, body={"number": 1, "take_back": True}),
+    Message(Kind.KEYS, body={"number": 2, "records": [RECORD]}),
+    Message(Kind.KEYS, body={"number": 2, "records": [RECORD], "assign": True}),
+    Message(Kind.INIT, body={"number": 2, "error": ""}),
+    Message(Kind.BARRIER, body={"number": 3, "error": "no"}),
+    Message(Kind.RULE, body={"spec": SPEC, "replace": True}),
+    Message(Kind.RULE, body={"change": {"params": {"learning_rate": 0.2}, "lr_mult": {"a": 2.0}, "wd_mult": {}}}),
+    Message(Kind.SAVE, body={"number": 4, "folder": "/nowhere/at/all", "residuals": False, "part": "p"}),
+    Message(Kind.LOAD, body={"number": 5, "folder": "/nowhere/at/all", "manifest": {"keys": []}, "look": True}),
+    Message(Kind.JOIN, body={"number": 6}),
+    Message(Kind.LEFT, body={}),
+    Message(Kind.STATS),
+    Message(Kind.RULE, Flag.REPLY, body={}),
+]
+
+
+def spoil(value: Any, chance: random.Random) -> Any:
+    """Return a JSON value with one thing in it changed."""
+    if not isinstance(value, (dict, list)) or not value or chance.random() < 0.2:
+        return copy.deepcopy(chance.choice(JUNK))
+    value = copy.copy(value)
+    at = chance.choice(list(value)) if isinstance(value, dict) else chance.randrange(len(value))
+    what = chance.random()
+    if what < 0.2:
+        del value[at]
+    elif what < 0.3 and isinstance(value, list):
+        value.append(copy.deepcopy(chance.choice(JUNK)))
+    else:
+        value[at] = spoil(value[at], chance)
+    return value
+
+
+def spoil_entry(entry: Entry, chance: random.Random) -> Entry:
+    numbers = [0, 1, 2, 3, 7, 12, 2**31, 2**63]
+    name = chance.choice(["key", "offset", "length", "round", "dtype", "codec"])
+    if name == "key":
+        return replace(entry, key=chance.choice([0, 1, 2, 3, 99, 2**32 - 1]))
+    if name in ("dtype", "codec"):
+        return replace(entry, **{name: chance.choice([0, 1, 2, 3, 4, 5, 11, 16])})
+    return replace(entry, **{name: chance.choice(numbers)})
+
+
+def damaged(good: Message, chance: random.Random, request: int) -> list[message.Buffer]:
+    """Return the frames of a message with something wrong in it."""
+    body: Any = dict(good.body)
+    entries, payloads = list(good.entries), list(good.payloads)
+    for _ in range(chance.choice([0, 1, 1, 2])):
+        if body and chance.random() < 0.7:
+            body = spoil(body, chance)
+        else:
+            extra = chance.choice(
+                ["codec", "scale", "names", "staleness", "number", "rows", "shapes", "action", "skip"]
+            )
+            body = {**(body if isinstance(body, Mapping) else {}), extra: copy.deepcopy(chance.choice(JUNK))}
+    if entries and chance.random() < 0.5:
+        at = chance.randrange(len(entries))
+        entries[at] = spoil_entry(entries[at], chance)
+        if chance.random() < 0.3:
+            entries.append(entries[at])
+    if payloads and chance.random() < 0.4:
+        at = chance.randrange(len(payloads))
+        payloads[at] = chance.randbytes(chance.choice([0, 1, 4, 8, 16, 48]))
+    if not isinstance(body, Mapping):
+        body = {}
+    number = chance.choice([request, request, 0])
+    made = replace(good, store=chance.choice([1, 1, 1, 0, 2]), request=number, body=body, entries=tuple(entries))
+    frames = message.encode(replace(made, payloads=payloads))
+    if chance.random() < 0.02:
+        frames[1] = chance.choice([b"[]", b"{", b"null", b'{"a":' * 2000, b"\xff"])
+    return frames
+
+
+class Member:
+    """A node that is proven, and sends what it likes."""
+
+    def __init__(self, network: InprocNetwork, endpoint: str, kind: str, rank: int) -> None:
+        self.network, self.endpoint, self.kind, self.rank = network, endpoint, kind, rank
+        self.enter()
+
+    def enter(self) -> None:
+        self.transport = self.network.transport()
+        self.transport.connect("node", self.endpoint)
+        me = replace(node(self.kind, self.rank), workers=2, servers=1)
+        opener = Opener(me, TOKEN, "aa")
+        assert isinstance(self.event(), Up)
+        self.transport.send("node", message.encode(opener.hello()))
+        proof = opener.answer(self.hear())
+        assert isinstance(proof, Message)
+        self.transport.send("node", message.encode(proof))
+        assert self.hear().kind is Kind.WELCOME
+
+    def event(self) -> Any:
+        deadline = time.monotonic() + LIMIT_S
+        self.got = getattr(self, "got", [])
+        while not self.got:
+            assert time.monotonic() < deadline, "nothing came"
+            self.got += self.transport.poll(0.5)
+        return self.got.pop(0)
+
+    def hear(self) -> Message:
+        event = self.event()
+        assert isinstance(event, Arrived), event
+        return message.decode(event.frames)
+
+    def answer_to(self, sent: Message) -> Message:
+        self.transport.send("node", message.encode(sent))
+        while True:
+            heard = self.hear()
+            if heard.is_reply and heard.request == sent.request:
+                return heard
+
+    def throw_away(self) -> bool:
+        """Forget what came; return whether the connection stands."""
+        self.got += self.transport.poll(0)
+        events, self.got = self.got, []
+        return not any(isinstance(event, Down) for event in events)
+
+
+class Node:
+    """A scheduler or server with its loop in a thread."""
+
+    def __init__(self, make: Any, executor: Executor | None = None) -> None:
+        self.network = InprocNetwork()
+        transport = self.network.transport()
+        self.endpoint = "tcp://127.0.0.1:%d" % transport.bind("127.0.0.1")
+        self.role = make(self.endpoint)
+        self.log = io.StringIO()
+        self.office = Postoffice(
+            transport, self.role, TOKEN, Trace(0, lambda: self.role.me, self.log), executor=executor
+        )
+        self.finish: role.Finish | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        self.finish = self.office.run()
+
+    def end(self) -> None:
+        self.office.tell(15)
+        self.office.tell(15)
+        self.thread.join(LIMIT_S)
+        assert not self.thread.is_alive()
+        assert self.finish is not None
+        assert self.finish.code == 0, self.finish
+
+
+@pytest.fixture
+def scheduler() -> Iterator[Node]:
+    made = Node(lambda endpoint: Scheduler(config("scheduler", workers=2, servers=1), endpoint))
+    made.thread.start()
+    yield made
+    made.end()
+
+
+class Root:
+    """The scheduler of a server that is tested: another node, driven by hand."""
+
+    def __init__(self, network: InprocNetwork) -> None:
+        self.transport = network.transport()
+        self.port = self.transport.bind("127.0.0.1")
+        self.link = ""
+
+    def welcome(self) -> None:
+        from distrun_runtime.protocol.handshake import Acceptor
+
+        acceptor = Acceptor(config("scheduler").identity(""), TOKEN, "bb")
+        deadline = time.monotonic() + LIMIT_S
+        while not self.link:
+            assert time.monotonic() < deadline
+            for event in self.transport.poll(0.5):
+                assert isinstance(event, Arrived)
+                came = message.decode(event.frames)
+                answer = (
+                    acceptor.challenge(came) if came.kind is Kind.HELLO else acceptor.verdict(came, lambda peer: "")
+                )
+                self.transport.send(event.link, message.encode(answer))
+                self.link = event.link if came.kind is Kind.PROOF else ""
+
+    def send(self, frames: list[message.Buffer]) -> None:
+        self.transport.send(self.link, frames)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("type_name", ["dist_sync", "dist_async"])
+def test_no_message_of_a_member_ends_a_server(seed: int, type_name: str, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    made: list[Root] = []
+
+    def make(endpoint: str) -> Server:
+        made.append(Root(server.network))
+        changes = {"workers": 2, "servers": 1, "root_port": made[0].port}
+        return Server(config("server", rank=0, **changes), endpoint)
+
+    server = Node.__new__(Node)
+    Node.__init__(server, make, Executor())
+    server.thread.start()
+    [root] = made
+    root.welcome()
+    nodes = [asdict(node("server", 0)), *(asdict(node("worker", rank)) for rank in range(2))]
+    root.send(message.encode(Message(Kind.ROSTER, body={"nodes": nodes, "rank": 0})))
+    good, bad = (Member(server.network, server.endpoint, "worker", rank) for rank in range(2))
+    entries = (Entry(0, 0, 2, payload=Payload.FRAME), Entry(1, 0, 2, payload=Payload.FRAME))
+    wide = (Entry(2, 0, 12, payload=Payload.FRAME),)
+    body = {"type": type_name, "names": [[0, "a"], [1, "b"], [2, "e"]], "shapes": {"2": [6, 2]}, "rows": {"2": 2}}
+    init = Message(Kind.INIT, store=1, request=1, body=body, entries=entries + wide, payloads=[VALUE, VALUE, WIDE])
+    assert not good.answer_to(init).is_error
+    for number in range(MESSAGES):
+        if chance.random() < 0.1:
+            root.send(damaged(chance.choice(FROM_SCHEDULER), chance, number))
+        else:
+            bad.transport.send("node", damaged(chance.choice(TO_SERVER), chance, 1000 + number))
+        if number % 50 == 0:
+            assert good.answer_to(Message(Kind.STATS, store=0, request=10 + number)).kind is Kind.STATS
+            if not bad.throw_away():
+                bad.enter()
+            root.transport.poll(0)
+    # Started anew it serves as ever, after all of this.
+    root.send(message.encode(Message(Kind.STOP, request=1, body={"stay": True})))
+    assert not good.answer_to(replace(init, request=7)).is_error
+    pull = Message(Kind.PULL, store=1, request=8, entries=(Entry(0, 0, 2, 0),))
+    assert bytes(good.answer_to(pull).payloads[0]) == VALUE
+    server.end()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_message_of_a_member_ends_the_scheduler(scheduler: Node, seed: int) -> None:
+    chance = random.Random(seed)
+    server = Member(scheduler.network, scheduler.endpoint, "server", 0)
+    good, bad = (Member(scheduler.network, scheduler.endpoint, "worker", rank) for rank in range(2))
+    for number in range(MESSAGES):
+        sender = server if chance.random() < 0.1 else bad
+        sender.transport.send("node", damaged(chance.choice(TO_SCHEDULER), chance, 1000 + number))
+        if number % 50 == 0:
+            good.answer_to(Message(Kind.STATS, request=10 + number))
+            if not (bad.throw_away() and server.throw_away()):
+                break  # an answer that cannot be read is the end of its connection, and so of the job
+    assert scheduler.thread.is_alive()

@@ -1,0 +1,348 @@
+"""What all workers do together, by scripted histories of the scheduler: keys, stores, errors of one for all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from schedulerhistory import Job, init, reasons, record, sends, to
+
+from distrun_runtime.protocol.message import Kind
+from distrun_runtime.ps import role
+
+
+def keys(job: Job, number: int, *records: Any, **more: Any) -> list[role.Action]:
+    """Declare keys in all workers; return what follows from the last one's call."""
+    actions: list[role.Action] = []
+    for rank in range(job.counts["workers"]):
+        actions = job.hear("w%d" % rank, Kind.KEYS, number=number, records=list(records), **more)
+    return actions
+
+
+# Stores
+
+
+def test_stores_of_different_staleness_are_an_error_that_names_both() -> None:
+    job = Job()
+    job.hear("w0", Kind.OPEN, number=1, type="dist_async", staleness=2)
+    actions = job.hear("w1", Kind.OPEN, number=1, type="dist_async", staleness=None)
+    text = "worker-0 creates a 'dist_async' store with staleness=2 where worker-1 creates a 'dist_async' store"
+    assert reasons(actions) == {"w0": text, "w1": text}
+
+
+def test_stores_of_equal_staleness_are_one() -> None:
+    job = Job()
+    job.hear("w0", Kind.OPEN, number=1, type="dist_async", staleness=0)
+    assert to(job.hear("w1", Kind.OPEN, number=1, type="dist_async", staleness=0)) == [("w0", "OPEN"), ("w1", "OPEN")]
+
+
+# Records
+
+
+@pytest.mark.parametrize(
+    ("name", "mine", "theirs", "text"),
+    [
+        ("stype", "default", "row_sparse", "shape (2, 3) float32, worker-1 has shape (2, 3) float32, row_sparse"),
+        ("codec", "2bit", "", "shape (2, 3) float32, codec 2bit, worker-1 has shape (2, 3) float32"),
+        ("codec", "1bit", "2bit", "codec 1bit, worker-1 has shape (2, 3) float32, codec 2bit"),
+    ],
+)
+def test_storage_and_codec_of_a_key_are_compared(name: str, mine: str, theirs: str, text: str) -> None:
+    job = Job()
+    job.hear("w0", Kind.KEYS, number=1, records=[{**record("w"), name: mine}])
+    actions = job.hear("w1", Kind.KEYS, number=1, records=[{**record("w"), name: theirs}])
+    assert text in reasons(actions)["w0"]
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        7,
+        [7],
+        [{"key": "w"}],
+        [{**record("w"), "key": None}],
+        [{**record("w"), "key": True}],
+        [{**record("w"), "shape": "xy"}],
+        [{**record("w"), "shape": [-1]}],
+        [{**record("w"), "shape": [float("nan")]}],
+        [{**record("w"), "dtype": 4}],
+        [{**record("w"), "stype": []}],
+    ],
+)
+def test_malformed_records_of_a_worker_harm_no_other_workers_call(records: Any) -> None:
+    job = Job()
+    with pytest.raises(ValueError, match=r"expected a (list of records|record with key, shape and dtype), found"):
+        job.hear("w1", Kind.KEYS, number=1, records=records)
+    assert job.hear("w0", Kind.KEYS, number=1, records=[record("w")]) == []
+    actions = job.hear("w1", Kind.KEYS, number=1, records=[record("w")])
+    assert (to(actions), reasons(actions)) == ([("w0", "KEYS")], {})
+
+
+# A failed init
+
+
+def test_a_key_whose_values_did_not_reach_the_servers_can_be_initialised_again() -> None:
+    """It was "initialised before" for ever."""
+    job = Job()
+    keys(job, 1, record("w"))
+    job.hear("w0", Kind.INIT, number=1, error="no room")
+    assert to(keys(job, 2, record("w"))) == [("w0", "KEYS")]
+    assert to(job.hear("w0", Kind.INIT, number=2)) == [("w0", "INIT"), ("w1", "KEYS")]
+    assert reasons(job.hear("w0", Kind.KEYS, number=3, records=[record("w")])) == {
+        "w0": "key 'w' was initialised before"
+    }
+
+
+def test_the_number_of_a_key_whose_init_failed_is_not_given_again() -> None:
+    """A server may hold pieces under it."""
+    job = Job(1)
+    keys(job, 1, record("a"), record("w"))
+    job.hear("w0", Kind.INIT, number=1, error="no room")
+    [(_, told)] = sends(keys(job, 2, record("w")))
+    assert [number for number, _ in told.body["numbers"]] == [2]
+
+
+def test_other_keys_of_the_store_stay_when_an_init_fails() -> None:
+    job = Job()
+    init(job, 1, "a")
+    keys(job, 2, record("b"))
+    job.hear("w0", Kind.INIT, number=2, error="no room")
+    assert "key 'a' was initialised before" in reasons(job.hear("w0", Kind.KEYS, number=3, records=[record("a")]))["w0"]
+
+
+# Assign
+
+
+def test_assign_keeps_a_keys_number_and_the_others_wait_for_the_value() -> None:
+    job = Job(1)
+    init(job, 1, "a", "b")
+    [(_, told)] = sends(keys(job, 2, record("b"), assign=True))
+    assert told.body == {"keys": ["b"], "numbers": [[1, 1]]}
+    job = Job(2)
+    init(job, 1, "a")
+    keys(job, 2, record("a"), assign=True)
+    assert to(job.hear("w0", Kind.INIT, number=2)) == [("w0", "INIT"), ("w1", "KEYS")]
+
+
+def test_assign_to_a_key_that_does_not_exist_is_an_error() -> None:
+    actions = Job().hear("w0", Kind.KEYS, number=1, records=[record("x")], assign=True)
+    assert reasons(actions) == {"w0": "key 'x' doesn't exist. Did you init?"}
+
+
+@pytest.mark.parametrize(
+    ("given", "text"), [(record("a", (3,)), "shape (3,) float32"), (record("a", dtype="int8"), "shape (2, 3) int8")]
+)
+def test_assign_of_another_shape_or_type_is_an_error_that_shows_both(given: Any, text: str) -> None:
+    job = Job(1)
+    init(job, 1, "a")
+    assert reasons(keys(job, 2, given, assign=True)) == {
+        "w0": "key 'a': the store has shape (2, 3) float32, assign was given %s" % text
+    }
+
+
+def test_an_assign_that_failed_leaves_the_key_as_it_was() -> None:
+    job = Job()
+    init(job, 1, "a")
+    keys(job, 2, record("a"), assign=True)
+    assert reasons(job.hear("w0", Kind.INIT, number=2, error="no room")) == {"w1": "no room"}
+    assert to(keys(job, 3, record("a"), assign=True)) == [("w0", "KEYS")]
+    assert to(job.hear("w0", Kind.INIT, number=3)) == [("w0", "INIT"), ("w1", "KEYS")]
+
+
+def test_init_in_one_worker_and_assign_in_another_is_an_error_that_names_both() -> None:
+    job = Job()
+    init(job, 1, "a")
+    job.hear("w0", Kind.KEYS, number=2, records=[record("a")], assign=True)
+    actions = job.hear("w1", Kind.KEYS, number=2, records=[record("a")])
+    assert "worker-0 calls assign where worker-1 calls init" in reasons(actions)["w0"]
+
+
+# Errors of one worker
+
+
+def test_a_worker_that_cannot_make_its_call_fails_it_for_all() -> None:
+    job = Job()
+    job.hear("w0", Kind.BARRIER, number=1)
+    actions = job.hear("w1", Kind.BARRIER, number=1, error="no room on /data")
+    text = "worker-1 failed at barrier: no room on /data"
+    assert reasons(actions) == {"w0": text, "w1": text}
+
+
+def test_who_comes_after_a_worker_that_could_not_hears_why() -> None:
+    job = Job()
+    job.hear("w0", Kind.LOAD, number=1, folder="/data", error="no manifest")
+    actions = job.hear("w1", Kind.LOAD, number=1, folder="/data")
+    assert reasons(actions) == {"w1": "worker-0 failed at load_states: no manifest"}
+
+
+@pytest.mark.parametrize("kind", ["init", "assign"])
+def test_a_worker_0_that_ends_before_it_has_sent_the_values_is_not_waited_for(kind: str) -> None:
+    job = Job()
+    more = {}
+    if kind == "assign":
+        init(job, 0, "a")
+        more["assign"] = True
+    for rank in range(2):
+        job.hear("w%d" % rank, Kind.KEYS, number=1, records=[record("a")], **more)
+    told = job.hear("w0", Kind.BYE)
+    assert "ended (BYE)" in reasons(told)["w1"]
+    assert "and will never send the values of %s" % kind in reasons(told)["w1"]
+
+
+def test_a_call_that_lacks_something_does_not_count() -> None:
+    job = Job()
+    job.hear("w0", Kind.KEYS, number=1, records=[record("a")])
+    with pytest.raises(KeyError):
+        job.hear("w1", Kind.KEYS, number=1)
+    assert "ended (BYE) and will never call init" in reasons(job.hear("w1", Kind.BYE))["w0"]
+
+
+# Calls that failed
+
+
+def test_a_worker_that_is_not_there_yet_hears_why_a_call_failed_whatever_it_calls() -> None:
+    job = Job()
+    assert reasons(job.hear("w0", Kind.KEYS, number=1, error="KVError: x")) == {
+        "w0": "worker-0 failed at init: KVError: x"
+    }
+    actions = job.hear("w1", Kind.BARRIER, number=1)
+    assert reasons(actions) == {"w1": "worker-0 failed at init: KVError: x"}
+
+
+@pytest.mark.parametrize("goes", [Kind.BARRIER, Kind.LEFT, Kind.BYE])
+def test_a_call_that_failed_is_remembered_until_every_worker_has_heard_of_it(goes: Kind) -> None:
+    """They piled up as long as the job went on."""
+    job = Job(4)
+    store = job.scheduler._assembly._stores
+    for number in range(1, 4):
+        job.hear("w0", Kind.KEYS, number=number, records=[record("w")])
+        job.hear("w1", Kind.BARRIER, number=number)
+        assert (
+            "worker-0 calls init where worker-1 calls barrier"
+            in reasons(job.hear("w2", Kind.BARRIER, number=number))["w2"]
+        )
+        assert list(store[1].refused) == [number]
+        job.hear("w3", goes, number=number)
+        assert not store[1].refused
+        if goes is not Kind.BARRIER:
+            break
+
+
+def test_a_worker_that_joined_instead_has_no_call_that_failed_to_hear_of() -> None:
+    job = Job(3)
+    job.hear("w0", Kind.JOIN, number=1)
+    job.hear("w1", Kind.BARRIER, number=1)
+    job.hear("w2", Kind.BARRIER, number=1)
+    assert not job.scheduler._assembly._stores[1].refused
+
+
+# Calls that are taken back
+
+
+def taken(actions: list[role.Action], link: str) -> Any:
+    """Return what a worker hears of a call that it takes back."""
+    return next(sent.body["is_taken"] for to, sent in sends(actions) if to == link and not sent.is_error)
+
+
+def test_a_worker_may_take_back_a_call_that_others_have_not_made_and_make_another_of_that_number() -> None:
+    job = Job(3)
+    job.hear("w0", Kind.KEYS, number=2, records=[record("b")], request=7)
+    actions = job.hear("w0", Kind.KEYS, number=2, take_back=True)
+    assert taken(actions, "w0")
+    assert [(sent.request, sent.is_error) for _, sent in sends(actions)] == [(7, True), (2, False)]
+    assert to(init(job, 2, "a")) == [("w0", "INIT"), ("w1", "KEYS"), ("w2", "KEYS")]
+
+
+def test_those_who_have_made_a_call_that_one_takes_back_go_on_waiting() -> None:
+    job = Job(3)
+    job.hear("w1", Kind.BARRIER, number=2)
+    job.hear("w0", Kind.BARRIER, number=2)
+    assert to(job.hear("w0", Kind.BARRIER, number=2, take_back=True)) == [("w0", "BARRIER!"), ("w0", "BARRIER")]
+    assert to(job.hear("w2", Kind.BARRIER, number=2)) == []
+    assert to(job.hear("w0", Kind.BARRIER, number=2)) == [("w1", "BARRIER"), ("w2", "BARRIER"), ("w0", "BARRIER")]
+
+
+def test_a_call_that_all_have_made_or_that_failed_cannot_be_taken_back() -> None:
+    job = Job(3)
+    for link in ("w0", "w1", "w2"):
+        job.hear(link, Kind.BARRIER, number=1)
+    assert not taken(job.hear("w0", Kind.BARRIER, number=1, take_back=True), "w0")
+    job.hear("w0", Kind.BARRIER, number=2)
+    job.hear("w1", Kind.KEYS, number=2, records=[record("a")])
+    assert not taken(job.hear("w0", Kind.BARRIER, number=2, take_back=True), "w0")
+    assert "worker-0 calls barrier" in reasons(job.hear("w2", Kind.BARRIER, number=2))["w2"]
+
+
+def test_worker_0_that_stops_waiting_for_an_init_fails_it_if_the_others_wait_for_its_values() -> None:
+    job = Job()
+    for link in ("w0", "w1"):
+        job.hear(link, Kind.KEYS, number=1, records=[record("a")])
+    assert not taken(job.hear("w1", Kind.KEYS, number=1, take_back=True), "w1")
+    actions = job.hear("w0", Kind.KEYS, number=1, take_back=True)
+    assert not taken(actions, "w0")
+    assert reasons(actions) == {"w1": "worker-0 has stopped waiting for init and does not send the values"}
+    assert to(init(job, 2, "a")) == [("w0", "INIT"), ("w1", "KEYS")]
+
+
+# Workers that start over
+
+
+def opened(job: Job, link: str, store: int, unused: Any = (), **more: Any) -> list[role.Action]:
+    return job.hear(link, Kind.OPEN, store=store, number=1, type="dist_sync", unused=list(unused), **more)
+
+
+def told(actions: list[role.Action]) -> list[tuple[str, Any]]:
+    return [(link, sent.body.get("instead")) for link, sent in sends(actions)]
+
+
+def test_a_worker_that_creates_again_is_given_the_store_in_which_the_others_wait_for_it() -> None:
+    job = Job(3)
+    for rank in range(3):
+        opened(job, "w%d" % rank, 1)
+    job.hear("w1", Kind.KEYS, number=2, records=[record("a")])
+    assert told(opened(job, "w0", 2, unused=[1])) == [("w0", 1)]
+    # The same where the others come to wait only then; and its number is free again.
+    assert told(opened(job, "w2", 2, unused=[1])) == [("w2", 1)]
+    for rank in (0, 2):
+        job.hear("w%d" % rank, Kind.KEYS, number=2, records=[record("a")])
+    assert to(job.hear("w0", Kind.INIT, number=2)) == [("w0", "INIT"), ("w1", "KEYS"), ("w2", "KEYS")]
+    assert to([each for rank in range(3) for each in opened(job, "w%d" % rank, 2)]) == [
+        ("w0", "OPEN"),
+        ("w1", "OPEN"),
+        ("w2", "OPEN"),
+    ]
+
+
+def test_a_worker_that_creates_again_waits_until_the_others_do_so_or_wait_for_it() -> None:
+    job = Job()
+    for rank in range(2):
+        opened(job, "w%d" % rank, 1)
+    assert told(opened(job, "w0", 2, unused=[1])) == []
+    assert told(job.hear("w1", Kind.BARRIER, number=2)) == [("w0", 1)]
+    assert to(job.hear("w0", Kind.BARRIER, number=2)) == [("w1", "BARRIER"), ("w0", "BARRIER")]
+
+
+def test_two_stores_that_all_create_before_they_use_them_are_two() -> None:
+    job = Job()
+    for store, unused in ((1, []), (2, [1])):
+        assert told(opened(job, "w0", store, unused)) == []
+        assert told(opened(job, "w1", store, unused)) == [("w0", None), ("w1", None)]
+
+
+@pytest.mark.parametrize(
+    ("second", "unused"), [({"staleness": 1}, [1]), ({}, []), ({}, [7])], ids=["another kind", "used", "unknown"]
+)
+def test_a_store_that_is_used_or_of_another_kind_is_not_given_instead(second: Any, unused: list[int]) -> None:
+    job = Job()
+    for rank in range(2):
+        opened(job, "w%d" % rank, 1)
+    job.hear("w1", Kind.BARRIER, number=2)
+    assert told(opened(job, "w0", 2, unused, **second)) == []
+
+
+def test_a_create_whose_unused_stores_are_no_numbers_does_not_count() -> None:
+    job = Job()
+    with pytest.raises(TypeError):
+        opened(job, "w0", 1, unused=[[1]])
+    opened(job, "w0", 1)
+    assert told(opened(job, "w1", 1)) == [("w0", None), ("w1", None)]

@@ -1,0 +1,189 @@
+"""What a node reads from its environment: every variable missing and every one wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distrun_runtime.errors import ContractError
+from distrun_runtime.ps import config
+from distrun_runtime.transport.zeromq import Heartbeat
+
+BASE = {
+    "DMLC_NUM_WORKER": "2",
+    "DMLC_NUM_SERVER": "3",
+    "DMLC_PS_ROOT_URI": "127.0.0.1",
+    "DMLC_PS_ROOT_PORT": "9091",
+    "DMLC_NODE_HOST": "127.0.0.1",
+}
+
+
+def without(name: str) -> dict[str, str]:
+    return {key: value for key, value in BASE.items() if key != name}
+
+
+def test_the_seeds_variables_are_enough() -> None:
+    """The manual start sets only the DMLC_* ones."""
+    read = config.read("worker", BASE)
+    assert (read.role, read.rank, read.job, read.token) == ("worker", -1, config.OPEN_JOB, b"")
+    assert (read.workers, read.servers, read.root, read.root_port) == (2, 3, "127.0.0.1", 9091)
+    assert (read.address, read.root_endpoint) == ("127.0.0.1", "tcp://127.0.0.1:9091")
+    assert (read.heartbeat, read.start_timeout_s, read.op_timeout_s) == (Heartbeat(2, 10), 120, 1800)
+    assert (read.bigarray_bound, read.verbose, read.ports, read.incarnation) == (1_000_000, 0, (), 0)
+
+
+def test_all_that_the_launcher_gives_is_read(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_bytes(b"abc\n")
+    more = {
+        "DISTRUN_JOB_ID": "calm-otter-7f3",
+        "DISTRUN_HOST": "d7",
+        "DISTRUN_TOKEN_FILE": str(token),
+        "DISTRUN_RESTART": "2",
+        "DMLC_RANK": "1",
+        "PS_HEARTBEAT_INTERVAL": "0.5",
+        "PS_HEARTBEAT_TIMEOUT": "3",
+        "DISTRUN_START_TIMEOUT": "7",
+        "DISTRUN_OP_TIMEOUT": "8",
+        "MXNET_KVSTORE_BIGARRAY_BOUND": "10",
+        "PS_VERBOSE": "2",
+        "DISTRUN_PORT_RANGE": "20000-20002",
+    }
+    read = config.read("worker", {**BASE, **more})
+    assert (read.job, read.host, read.token, read.incarnation, read.rank) == ("calm-otter-7f3", "d7", b"abc", 2, 1)
+    assert (read.heartbeat, read.start_timeout_s, read.op_timeout_s) == (Heartbeat(0.5, 3), 7, 8)
+    assert (read.bigarray_bound, read.verbose, read.ports) == (10, 2, (20000, 20001, 20002))
+
+
+def test_modules_of_users_rules_are_the_servers_business() -> None:
+    env = {**BASE, "DISTRUN_SERVER_IMPORT": "my_rules, more.rules,"}
+    assert config.read("server", env).server_imports == ("my_rules", "more.rules")
+    assert config.read("worker", env).server_imports == ()
+    assert config.read("server", BASE).server_imports == ()
+
+
+@pytest.mark.parametrize("name", ["DMLC_NUM_SERVER", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"])
+def test_a_variable_that_is_missing_is_named(name: str) -> None:
+    with pytest.raises(ContractError, match="%s is not set on host " % name):
+        config.read("worker", without(name))
+
+
+def test_without_a_job_the_way_to_one_is_shown() -> None:
+    with pytest.raises(ContractError, match="a dist store needs a job: DMLC_NUM_WORKER is not set") as caught:
+        config.read("worker", {})
+    assert "distrun launch -n 2 -s 2" in str(caught.value)
+    assert "`local` needs none" in str(caught.value)
+
+
+def test_a_job_without_servers_is_an_error_that_says_how_to_have_some() -> None:
+    with pytest.raises(ContractError, match="at least one: launch with -s 1 or more"):
+        config.read("worker", {**BASE, "DMLC_NUM_SERVER": "0"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("DMLC_NUM_WORKER", "two"),
+        ("DMLC_NUM_WORKER", "0"),
+        ("DMLC_NUM_WORKER", "-1"),
+        ("DMLC_NUM_SERVER", "1.5"),
+        ("DMLC_NUM_SERVER", "-1"),
+        ("DMLC_PS_ROOT_PORT", "0"),
+        ("DMLC_PS_ROOT_PORT", "65536"),
+        ("DMLC_PS_ROOT_PORT", "http"),
+        ("DMLC_RANK", "-1"),
+        ("DMLC_RANK", "x"),
+        ("DMLC_WORKER_ID", "x"),
+        ("DISTRUN_RESTART", "-1"),
+        ("PS_HEARTBEAT_INTERVAL", "0"),
+        ("PS_HEARTBEAT_TIMEOUT", "nan"),
+        ("DISTRUN_START_TIMEOUT", "soon"),
+        ("DISTRUN_OP_TIMEOUT", "0"),
+        ("MXNET_KVSTORE_BIGARRAY_BOUND", "0"),
+        ("PS_VERBOSE", "3"),
+        ("DISTRUN_PORT_RANGE", "20000"),
+        ("DISTRUN_PORT_RANGE", "20001-20000"),
+        ("DISTRUN_PORT_RANGE", "0-10"),
+        ("DISTRUN_PORT_RANGE", "1-65536"),
+        ("DISTRUN_PORT_RANGE", "a-b"),
+        ("DISTRUN_PORT_RANGE", "-5"),
+    ],
+)
+def test_a_wrong_value_is_named_with_the_variable_and_what_would_be_right(name: str, value: str) -> None:
+    with pytest.raises(ContractError) as caught:
+        config.read("worker", {**BASE, name: value})
+    assert "%s=%r" % (name, value) in str(caught.value)
+    assert "expected" in str(caught.value)
+
+
+def test_a_timeout_that_is_not_longer_than_the_interval_is_an_error() -> None:
+    env = {**BASE, "PS_HEARTBEAT_INTERVAL": "5", "PS_HEARTBEAT_TIMEOUT": "5"}
+    with pytest.raises(ContractError, match="PS_HEARTBEAT_TIMEOUT=5 is not longer than PS_HEARTBEAT_INTERVAL=5"):
+        config.read("worker", env)
+
+
+@pytest.mark.parametrize(
+    ("role", "given", "rank"),
+    [
+        ("worker", {"DMLC_WORKER_ID": "1"}, 1),
+        ("server", {"DMLC_SERVER_ID": "2"}, 2),
+        ("worker", {"DMLC_SERVER_ID": "2"}, -1),
+        ("worker", {"DMLC_RANK": "0", "DMLC_WORKER_ID": "1"}, 0),
+        ("scheduler", {"DMLC_RANK": "1"}, -1),
+        ("worker", {"DMLC_RANK": ""}, -1),
+    ],
+)
+def test_the_rank_is_the_launchers_index_or_none(role: str, given: dict[str, str], rank: int) -> None:
+    assert config.read(role, {**BASE, **given}).rank == rank
+
+
+def test_a_scheduler_without_a_port_publishes_one_and_needs_no_address_of_itself() -> None:
+    env = {key: value for key, value in BASE.items() if "ROOT" not in key}
+    read = config.read("scheduler", env)
+    assert (read.root, read.root_port, read.address) == ("", 0, "127.0.0.1")
+    with pytest.raises(ContractError, match="DMLC_PS_ROOT_URI is not set"):
+        config.read("scheduler", without("DMLC_PS_ROOT_URI"))
+
+
+def test_a_token_file_that_cannot_be_read_or_is_empty_is_an_error(tmp_path: Path) -> None:
+    missing, empty = tmp_path / "missing", tmp_path / "empty"
+    empty.write_text(" \n")
+    for path, words in ((missing, "cannot be read on host .*No such file"), (empty, "is empty on host")):
+        with pytest.raises(ContractError, match=words):
+            config.read("worker", {**BASE, "DISTRUN_TOKEN_FILE": str(path)})
+
+
+def test_an_interface_that_does_not_exist_is_an_error() -> None:
+    env = {**without("DMLC_NODE_HOST"), "DMLC_INTERFACE": "no-such-if0"}
+    with pytest.raises(ContractError, match="no-such-if0"):
+        config.read("worker", env)
+
+
+def test_the_role_is_checked() -> None:
+    assert config.role_of({}) == ""
+    assert config.role_of({"DMLC_ROLE": "server"}) == "server"
+    with pytest.raises(ContractError, match="DMLC_ROLE='boss'"):
+        config.role_of({"DMLC_ROLE": "boss"})
+
+
+def test_an_ipv6_scheduler_is_bracketed() -> None:
+    assert config.read("worker", {**BASE, "DMLC_PS_ROOT_URI": "::1"}).root_endpoint == "tcp://[::1]:9091"
+
+
+def test_a_node_introduces_itself_by_what_it_read() -> None:
+    who = config.read("server", {**BASE, "DISTRUN_HOST": "d7"}).identity("tcp://10.0.0.7:1", 2)
+    assert (who.name, who.host, who.endpoint, who.workers, who.servers) == ("server-2", "d7", "tcp://10.0.0.7:1", 2, 3)
+
+
+def test_resending_and_faults_are_off_unless_asked_for() -> None:
+    quiet = config.read("worker", {**BASE, "PS_RESEND_TIMEOUT": "500"})
+    assert (quiet.resend_s, quiet.faults.is_none, quiet.identity("").resends) == (0.0, True, False)
+    bad = config.read("worker", {**BASE, "PS_RESEND": "1", "PS_DROP_MSG": "5", "DISTRUN_FAULTS": "reorder=2,seed=7"})
+    assert (bad.resend_s, bad.identity("").resends) == (1.0, True)
+    assert (bad.faults.drop, bad.faults.reorder, bad.faults.seed) == (5.0, 2.0, 7)
+
+
+def test_faults_of_another_form_are_an_error_with_the_form() -> None:
+    with pytest.raises(ContractError, match=r"DISTRUN_FAULTS='lose=1' on host .*: 'lose=1' is none of drop=PERCENT"):
+        config.read("worker", {**BASE, "DISTRUN_FAULTS": "lose=1"})

@@ -1,0 +1,135 @@
+"""What a worker sends first: priority, a window for pushes, and the order of each key's requests."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distrun_runtime.protocol.message import Entry, Kind, Message
+from distrun_runtime.ps.outbox import Outbox
+
+
+def push(request: int, *keys: int, priority: int = 0, length: int = 1) -> Message:
+    entries = tuple(Entry(key, 0, length, dtype=3) for key in keys)  # uint8: a byte each
+    return Message(Kind.PUSH, request=request, priority=priority, entries=entries)
+
+
+def pull(request: int, *keys: int, priority: int = 0) -> Message:
+    return Message(Kind.PULL, request=request, priority=priority, entries=tuple(Entry(key, 0, 1) for key in keys))
+
+
+def taken(outbox: Outbox) -> list[int]:
+    return [message.request for message in outbox.take()]
+
+
+def test_without_priorities_messages_leave_in_their_order() -> None:
+    outbox = Outbox()
+    for number in range(5):
+        outbox.put(push(number, number))
+    assert taken(outbox) == [0, 1, 2, 3, 4]
+    assert taken(outbox) == []
+
+
+def test_higher_priority_goes_first() -> None:
+    outbox = Outbox()
+    for number, priority in enumerate((-5, 0, 7, 0)):
+        outbox.put(push(number, number, priority=priority))
+    assert taken(outbox) == [2, 1, 3, 0]
+
+
+def test_a_request_never_overtakes_an_earlier_one_on_the_same_key() -> None:
+    outbox = Outbox()
+    outbox.put(push(1, 7, priority=-3))
+    outbox.put(pull(2, 7, priority=9))
+    outbox.put(push(3, 8))
+    assert taken(outbox) == [3, 1, 2]
+
+
+def test_the_window_holds_back_pushes_until_earlier_ones_are_answered() -> None:
+    outbox = Outbox(window_bytes=10)
+    for number in (1, 2, 3):
+        outbox.put(push(number, number, length=5))
+    assert taken(outbox) == [1, 2]
+    outbox.answered(1)
+    assert taken(outbox) == [3]
+
+
+def test_a_later_push_of_higher_priority_overtakes_what_waits_for_the_window() -> None:
+    outbox = Outbox(window_bytes=5)
+    for number in (1, 2):
+        outbox.put(push(number, number, length=5))
+    assert taken(outbox) == [1]
+    outbox.put(push(3, 3, priority=1, length=5))
+    outbox.answered(1)
+    assert taken(outbox) == [3]
+
+
+def test_a_push_larger_than_the_window_goes_alone() -> None:
+    outbox = Outbox(window_bytes=10)
+    outbox.put(push(1, 1, length=1))
+    outbox.put(push(2, 2, length=100))
+    assert taken(outbox) == [1]
+    outbox.answered(1)
+    assert taken(outbox) == [2]
+
+
+def test_pulls_take_no_room_in_the_window() -> None:
+    outbox = Outbox(window_bytes=1)
+    outbox.put(push(1, 1, length=1))
+    outbox.put(pull(2, 2))
+    outbox.put(pull(3, 3))
+    assert taken(outbox) == [1, 2, 3]
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("put"),
+            st.booleans(),
+            st.lists(st.integers(0, 3), min_size=1, max_size=3, unique=True),
+            st.integers(-3, 3),
+            st.integers(1, 8),
+        ),
+        st.just(("take",)),
+        st.just(("answer",)),
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS)
+def test_requests_of_one_key_keep_their_order_and_none_is_lost(steps: list[tuple[object, ...]]) -> None:
+    outbox = Outbox(window_bytes=8)
+    put: list[Message] = []
+    out: list[Message] = []
+    open_: list[int] = []
+
+    def take() -> None:
+        for message in outbox.take():
+            out.append(message)
+            if message.kind is Kind.PUSH:
+                open_.append(message.request)
+        sizes = {message.request: sum(entry.length for entry in message.entries) for message in put}
+        assert len(open_) <= 1 or sum(sizes[request] for request in open_) <= 8
+
+    for step in steps:
+        if step[0] == "put":
+            _, is_push, keys, priority, length = step
+            make = push if is_push else pull
+            extra = {"length": length} if is_push else {}
+            put.append(make(len(put) + 1, *keys, priority=priority, **extra))  # type: ignore[operator]
+            outbox.put(put[-1])
+        elif step[0] == "take":
+            take()
+        elif open_:
+            outbox.answered(open_.pop(0))
+    while len(out) < len(put):
+        while open_:
+            outbox.answered(open_.pop())
+        before = len(out)
+        take()
+        assert len(out) > before, "nothing moves though the window is empty"
+    for key in range(4):
+        sent = [message.request for message in out if any(entry.key == key for entry in message.entries)]
+        assert sent == sorted(sent)
+    assert sorted(message.request for message in out) == [message.request for message in put]

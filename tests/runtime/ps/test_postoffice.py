@@ -1,0 +1,284 @@
+"""The loop: who is heard, what bad bytes and bad bodies do, what is sent before WELCOME."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from cluster import config
+
+from distrun_runtime.protocol import message
+from distrun_runtime.protocol.handshake import Acceptor, Identity, Opener
+from distrun_runtime.protocol.message import Flag, Kind, Message
+from distrun_runtime.ps import role
+from distrun_runtime.ps.postoffice import Postoffice
+from distrun_runtime.ps.trace import Trace
+from distrun_runtime.transport.inproc import InprocNetwork, InprocTransport
+from distrun_runtime.transport.zeromq import Arrived, Event, Up
+
+TOKEN = config("x").token
+LIMIT_S = 60.0
+
+
+class Echo:
+    """A role that answers every message and fails where it is told to."""
+
+    def __init__(self) -> None:
+        self.me = config("server", rank=0).identity("tcp://127.0.0.1:1")
+        self.events: list[role.Event] = []
+        self.follow: list[role.Action] = []
+        """What follows from every message, too."""
+
+    def start(self, now: float) -> list[role.Action]:
+        return []
+
+    def admit(self, peer: Identity) -> str:
+        return "no rank 9 here" if peer.rank == 9 else ""
+
+    def handle(self, event: role.Event, now: float) -> list[role.Action]:
+        self.events.append(event)
+        if isinstance(event, role.Told):
+            return [role.Finish(0)]
+        if isinstance(event, role.Heard):
+            answer = Message(event.message.kind, Flag.REPLY, request=event.message.request)
+            return [*self.follow, *([role.Send(event.link, answer)] if int(event.message.body["must"]) else [])]
+        return []
+
+    def tick(self, now: float) -> list[role.Action]:
+        return []
+
+
+class Wire:
+    """A stranger's end of a connection to the office."""
+
+    def __init__(self, network: InprocNetwork, endpoint: str) -> None:
+        self.transport: InprocTransport = network.transport()
+        self.transport.connect("office", endpoint)
+        self.got: list[Event] = []
+        self.wait_for(Up)
+
+    def wait_for(self, kind: type[Any]) -> Any:
+        until = time.monotonic() + LIMIT_S
+        while time.monotonic() < until:
+            for number, event in enumerate(self.got):
+                if isinstance(event, kind):
+                    return self.got.pop(number)
+            self.got += self.transport.poll(0.1)
+        raise AssertionError("no %s came" % kind.__name__)
+
+    def say(self, sent: Message) -> Message:
+        """Send a message and return the next that comes."""
+        self.transport.send("office", message.encode(sent))
+        return self.hear()
+
+    def hear(self) -> Message:
+        return message.decode(self.wait_for(Arrived).frames)
+
+    def enter(self, rank: int = 1) -> Message:
+        """Go through the handshake; return the verdict."""
+        opener = Opener(config("worker").identity("", rank), TOKEN, "aa")
+        proof = opener.answer(self.say(opener.hello()))
+        assert isinstance(proof, Message)
+        return self.say(proof)
+
+
+class Office:
+    """A post office in a thread."""
+
+    def __init__(self) -> None:
+        self.network = InprocNetwork()
+        transport = self.network.transport()
+        self.endpoint = "tcp://127.0.0.1:%d" % transport.bind("127.0.0.1")
+        self.role = Echo()
+        self.out = io.StringIO()
+        self.office = Postoffice(transport, self.role, TOKEN, Trace(0, lambda: self.role.me, self.out))
+        self.thread = threading.Thread(target=self.office.run, daemon=True)
+        self.thread.start()
+
+    def wire(self) -> Wire:
+        return Wire(self.network, self.endpoint)
+
+    def settle(self) -> None:
+        """Return when what it does after its answers, until now, is done."""
+        self.wire().enter()
+
+    def heard(self) -> list[Message]:
+        return [event.message for event in self.role.events if isinstance(event, role.Heard)]
+
+
+@pytest.fixture
+def office() -> Iterator[Office]:
+    made = Office()
+    yield made
+    made.office.tell(15)
+    made.thread.join(LIMIT_S)
+    assert not made.thread.is_alive()
+
+
+def test_a_proven_node_is_heard_and_answered(office: Office) -> None:
+    wire = office.wire()
+    assert wire.enter().kind is Kind.WELCOME
+    assert wire.say(Message(Kind.BARRIER, request=5, body={"must": 1})).request == 5
+    welcomed = office.role.events[0]
+    assert isinstance(welcomed, role.Welcomed)
+    assert welcomed.peer is not None
+    assert welcomed.peer.name == "worker-1"
+
+
+def test_nothing_is_heard_before_welcome(office: Office) -> None:
+    wire = office.wire()
+    answer = wire.say(Message(Kind.PUSH, request=5, body={"must": 1}))
+    assert (answer.kind, answer.body) == (Kind.REFUSED, {"reason": "PUSH before WELCOME"})
+    assert office.heard() == []
+
+
+def test_bad_bytes_are_refused_and_do_no_harm(office: Office) -> None:
+    wire = office.wire()
+    wire.transport.send("office", [b"GET / HTTP/1.1", b""])
+    assert "not a distrun message" in wire.hear().body["reason"]
+    assert office.wire().enter().kind is Kind.WELCOME
+
+
+def test_a_body_that_lacks_a_member_is_refused_and_the_node_lives(office: Office) -> None:
+    wire = office.wire()
+    wire.enter()
+    answer = wire.say(Message(Kind.KEYS, request=6, body={}))
+    assert answer.is_error
+    assert answer.request == 6
+    assert answer.body["reason"] == "KEYS is malformed: KeyError: 'must'"
+    answer = wire.say(Message(Kind.KEYS, request=8, body={"must": float("inf")}))
+    assert answer.body["reason"] == "KEYS is malformed: OverflowError: cannot convert float infinity to integer"
+    assert wire.say(Message(Kind.BARRIER, request=7, body={"must": 1})).request == 7
+    assert "event=malformed" in office.out.getvalue()
+    assert office.out.getvalue().count("\n") == 2
+
+
+@pytest.mark.parametrize("body", [{"rank": float("inf")}, {"nonce": "\ud800"}, {"version": [1]}, {"role": None}])
+def test_a_garbled_hello_never_ends_the_node(office: Office, body: dict[str, Any]) -> None:
+    wire = office.wire()
+    hello = Opener(config("worker").identity("", 1), TOKEN, "aa").hello()
+    assert wire.say(Message(Kind.HELLO, body={**hello.body, **body})).kind is Kind.REFUSED
+    assert office.wire().enter().kind is Kind.WELCOME
+
+
+def test_a_garbled_proof_never_ends_the_node(office: Office) -> None:
+    wire = office.wire()
+    wire.say(Opener(config("worker").identity("", 1), TOKEN, "aa").hello())
+    assert wire.say(Message(Kind.PROOF, body={"proof": "\ud800"})).kind is Kind.REFUSED
+    assert office.wire().enter().kind is Kind.WELCOME
+
+
+def test_the_reason_of_a_refusal_is_said_on_both_sides(office: Office) -> None:
+    assert office.wire().enter(rank=9).body == {"reason": "no rank 9 here"}
+    office.settle()
+    assert "event=denied reason=no rank 9 here" in office.out.getvalue()
+    assert role.Denied("no rank 9 here") in office.role.events
+
+
+def test_who_was_refused_gets_no_second_answer(office: Office) -> None:
+    wire = office.wire()
+    wire.say(Message(Kind.HELLO, body={"version": 9}))
+    for _ in range(100):
+        wire.transport.send("office", message.encode(Message(Kind.HELLO, body={"version": 9})))
+    office.settle()
+    assert wire.transport.poll(0) == []
+
+
+def test_a_stranger_fills_neither_log_nor_terminal(office: Office) -> None:
+    """A name of 30 MB came back in the refusal and in the log, with what a terminal obeys in it."""
+    evil = "\x1b]0;gotcha\x07" * 1000
+    hello = Opener(config("worker").identity("", 1), TOKEN, "aa").hello().body
+    for body in [
+        {"version": evil},
+        {**hello, "host": "\x1b[2J"},
+        {**hello, "role": "\x07"},
+        {**hello, "job": evil},
+    ] * 10:
+        wire = office.wire()
+        answer = wire.say(Message(Kind.HELLO, body=body))
+        assert answer.kind is Kind.REFUSED
+        assert len(answer.body["reason"]) <= 500
+    office.settle()
+    log = office.out.getvalue()
+    assert log.replace("\n", "").isprintable()
+    assert len(log) < 10_000
+    assert 1 <= log.count("event=") <= 10
+
+
+def test_a_message_of_many_megabytes_is_not_read_before_welcome(office: Office) -> None:
+    answer = office.wire().say(Message(Kind.HELLO, body={"version": "x" * 30_000_000}))
+    assert "before WELCOME; at most" in answer.body["reason"]
+
+
+def test_what_follows_from_a_message_does_not_end_the_node(office: Office) -> None:
+    """Not only the decision may fail on it, also what is done then; here there is no executor."""
+    office.role.follow = [role.Work(object()), role.Log("INFO", "went on")]
+    wire = office.wire()
+    wire.enter()
+    answer = wire.say(Message(Kind.PULL, request=5, body={"must": 0}))
+    assert answer.is_error
+    assert answer.request == 5
+    assert "PULL is malformed: AssertionError" in answer.body["reason"]
+    office.role.follow = []
+    assert wire.say(Message(Kind.BARRIER, request=7, body={"must": 1})).request == 7
+
+
+def test_an_answer_that_cannot_be_read_is_the_end_of_its_connection(office: Office) -> None:
+    """Whoever waits for it would wait for ever."""
+    wire = office.wire()
+    wire.enter()
+    wire.transport.send("office", message.encode(Message(Kind.STATS, Flag.REPLY, request=3)))
+    office.settle()
+    [broken] = [event for event in office.role.events if isinstance(event, role.Broken)]
+    assert broken.reason == "its answer to STATS is malformed: KeyError: 'must'"
+
+
+def test_the_end_of_a_proven_connection_is_told_and_of_a_strangers_is_not(office: Office) -> None:
+    stranger, known = office.wire(), office.wire()
+    stranger.transport.disconnect("office")
+    known.enter()
+    known.transport.disconnect("office")
+    last = office.wire()
+    last.enter()
+    last.say(Message(Kind.BARRIER, request=1, body={"must": 1}))
+    kinds = [role.Welcomed, role.Broken, role.Welcomed, role.Heard]
+    assert [type(event) for event in office.role.events] == kinds
+
+
+class Caller(Echo):
+    """A role that connects and sends at once."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__()
+        self.endpoint = endpoint
+
+    def start(self, now: float) -> list[role.Action]:
+        return [role.Connect("server-0", self.endpoint), role.Send("server-0", Message(Kind.BARRIER, request=1))]
+
+
+def test_what_is_sent_before_welcome_is_held_back_and_sent_then() -> None:
+    network = InprocNetwork()
+    server, client = network.transport(), network.transport()
+    caller = Caller("tcp://127.0.0.1:%d" % server.bind("127.0.0.1"))
+    office = Postoffice(client, caller, TOKEN, Trace(0, lambda: caller.me, io.StringIO()))
+    thread = threading.Thread(target=office.run, daemon=True)
+    thread.start()
+    acceptor = Acceptor(config("server", rank=0).identity(""), TOKEN, "bb")
+    seen: list[Kind] = []
+    while len(seen) < 3:
+        for event in server.poll(LIMIT_S):
+            assert isinstance(event, Arrived)
+            arrived = message.decode(event.frames)
+            seen.append(arrived.kind)
+            if arrived.kind is Kind.HELLO:
+                server.send(event.link, message.encode(acceptor.challenge(arrived)))
+            elif arrived.kind is Kind.PROOF:
+                server.send(event.link, message.encode(acceptor.verdict(arrived, lambda peer: "")))
+    assert seen == [Kind.HELLO, Kind.PROOF, Kind.BARRIER]
+    office.tell(15)
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()

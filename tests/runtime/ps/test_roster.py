@@ -1,0 +1,99 @@
+"""Who may join, in which order ranks are given, and the words about who is missing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.ps.roster import LEFT, LOST, Roster, from_json
+
+WORKER = Identity("j", "worker", 0, 0, "d1", 10, "tcp://10.0.0.1:1", 2, 1)
+
+
+def worker(rank: int, host: str = "d1", **changes: int) -> Identity:
+    return replace(WORKER, rank=rank, host=host, **changes)
+
+
+def server(rank: int) -> Identity:
+    return replace(WORKER, role="server", rank=rank)
+
+
+@pytest.mark.parametrize(
+    ("peer", "reason"),
+    [
+        (replace(WORKER, role="scheduler"), "scheduler@d1 (pid 10): this job has its scheduler already"),
+        (
+            replace(WORKER, workers=3),
+            "worker-0@d1 (pid 10) expects 3 workers and 1 server; the scheduler was started for 2 and 1",
+        ),
+        (
+            replace(WORKER, servers=4),
+            "worker-0@d1 (pid 10) expects 2 workers and 4 servers; the scheduler was started for 2 and 1",
+        ),
+        (worker(2), "worker-2@d1 (pid 10): ranks of workers go from 0 to 1"),
+        (server(1), "server-1@d1 (pid 10): ranks of servers go from 0 to 0"),
+        (worker(1, "d9"), "rank 1 is taken: worker-1@d2 (pid 10) registered as worker-1"),
+        (worker(0), ""),
+        (worker(-1), ""),
+        (server(0), ""),
+    ],
+)
+def test_every_reason_against_a_node(peer: Identity, reason: str) -> None:
+    roster = Roster(2, 1)
+    roster.add("a", worker(1, "d2"))
+    assert roster.against(peer) == reason
+
+
+def test_nobody_joins_a_role_that_is_full() -> None:
+    roster = Roster(2, 1)
+    roster.add("a", worker(-1, "d1"))
+    roster.add("b", worker(1, "d2"))
+    assert roster.against(worker(-1)) == "all 2 workers have registered: worker-1@d2, worker@d1"
+
+
+def test_the_words_about_who_is_missing() -> None:
+    roster = Roster(2, 1)
+    assert roster.waiting_text() == "waiting for 2 of 2 workers: have none; 1 of 1 servers: have none"
+    roster.add("s", server(0))
+    roster.add("a", worker(0, "d1"))
+    assert roster.waiting_text() == "waiting for 1 of 2 workers: have worker-0@d1"
+    assert not roster.is_complete
+    roster.add("b", worker(-1))
+    assert roster.is_complete
+
+
+def test_ranks_fill_the_gaps_in_the_order_of_registration() -> None:
+    roster = Roster(4, 0)
+    for link, rank in (("a", -1), ("b", 2), ("c", 0), ("d", -1)):
+        roster.add(link, worker(rank))
+    roster.assign()
+    assert {link: member.who.rank for link, member in roster.members.items()} == {"a": 1, "b": 2, "c": 0, "d": 3}
+    assert [member.link for member in roster.of_role("worker")] == ["c", "a", "b", "d"]
+
+
+def test_a_node_that_was_struck_out_leaves_its_place() -> None:
+    roster = Roster(2, 1)
+    roster.add("a", worker(0))
+    roster.remove("a")
+    roster.remove("a")
+    assert roster.against(worker(0)) == ""
+
+
+def test_the_living_are_those_who_neither_left_nor_were_lost() -> None:
+    roster = Roster(3, 0)
+    for rank in range(3):
+        roster.add("w%d" % rank, worker(rank))
+    roster.members["w0"].state = LEFT
+    roster.members["w2"].state = LOST
+    assert [member.link for member in roster.alive("worker")] == ["w1"]
+    assert len(roster.of_role("worker")) == 3
+
+
+def test_a_roster_travels_as_json() -> None:
+    roster = Roster(2, 1)
+    roster.add("s", server(0))
+    roster.add("a", worker(1))
+    nodes = [{**node, "from": "a later version"} for node in roster.to_json()]
+    assert from_json(nodes) == [server(0), worker(1)]

@@ -1,0 +1,84 @@
+"""What a worker tells its agent when its script fails."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from cluster import Cluster, config
+
+from distrun_runtime.errors import KVError, PeerLost, TimedOut, because_of
+from distrun_runtime.ps.session import Session
+from distrun_runtime.transport.inproc import InprocNetwork
+
+
+def chained(cause: BaseException) -> BaseException:
+    try:
+        try:
+            raise cause
+        except BaseException as err:
+            raise RuntimeError("while saving") from err
+    except RuntimeError as err:
+        return err
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("my bug"), [{"failed": "ValueError: my bug"}]),
+        (because_of(PeerLost("pull: worker-1@d1 failed"), "worker-1"), ["worker-1"]),
+        (because_of(PeerLost("have worker-0@d1, worker-2@d2; waiting for 1 of 3"), "worker-1"), ["worker-1"]),
+        (chained(because_of(PeerLost("push: server-12@d2 is lost"), "server-12")), ["server-12"]),
+        (because_of(TimedOut("no scheduler answered for 120 s"), "scheduler"), ["scheduler"]),
+        (PeerLost("somebody is gone"), ["a peer"]),
+        (chained(KeyboardInterrupt()), []),
+        (TimedOut("pull: no answer"), [{"failed": "TimedOut: pull: no answer"}]),
+    ],
+)
+def test_the_cause_of_a_failure_reaches_the_agent(
+    error: BaseException, said: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    monkeypatch.setenv("DISTRUN_PUBLISH_FD", str(writer))
+    session = Session(config("worker", root_port=9), InprocNetwork().transport())
+    session.note_crash(error)
+    session.note_crash(ValueError("only the first counts"))
+    os.close(writer)
+    with os.fdopen(reader) as lines:
+        facts = [json.loads(line) for line in lines]
+    assert [fact if "failed" in fact else fact["lost_peer"] for fact in facts] == said
+
+
+def test_at_the_end_every_store_is_flushed_and_every_error_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first store's error left the second one's pushes where they were."""
+    with Cluster(1, 1, over="inproc") as cluster:
+        session = cluster.session(0)
+        session.open()
+        first = KVError("push of key 'a': no room")
+        vars(first)["__notes__"] = ["and also: push of key 'b': no room"]
+
+        def fail() -> None:
+            raise first
+
+        def crash() -> None:
+            raise ZeroDivisionError("in a thread of ours")
+
+        flushed: list[str] = []
+        for flush in (fail, crash, lambda: flushed.append("yes")):
+            session.before_end(flush)
+        assert session.end() is first
+        assert flushed == ["yes"]
+    assert [line for line in capsys.readouterr().err.splitlines() if "at exit" in line] == [
+        "distrun: error: at exit: push of key 'a': no room",
+        "distrun: error: at exit: and also: push of key 'b': no room",
+        "distrun: error: at exit: in a thread of ours",
+    ]
+
+
+def test_lost_nodes_are_counted_by_role_without_asking_anybody() -> None:
+    session = Session(config("worker", root_port=9), InprocNetwork().transport())
+    session.worker.dead |= {"worker-1", "server-0", "server-1"}
+    assert [session.num_dead(roles) for roles in (["worker"], ["server"], ["scheduler"], ["server", "worker"])] == [
+        *(1, 2, 0, 3)
+    ]

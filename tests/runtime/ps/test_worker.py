@@ -1,0 +1,335 @@
+"""A worker's decisions, by scripted histories: registration, requests, deaths."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from cluster import config
+
+from distrun_runtime.errors import KVError, PeerLost, Refused, RuleError, RuntimeFault, TimedOut
+from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.message import Entry, Flag, Kind, Message
+from distrun_runtime.ps import role
+from distrun_runtime.ps.pending import Pending
+from distrun_runtime.ps.worker import Goodbye, Request, Worker
+
+
+def node(kind: str, rank: int) -> Identity:
+    return Identity("test-job", kind, rank, 0, "d%d" % rank, 5, "tcp://10.0.0.%d:1" % rank, 2, 2)
+
+
+class Rig:
+    """A worker; `is_ready`: registered as rank 1 and connected to two servers."""
+
+    def __init__(self, *, is_ready: bool = True) -> None:
+        self.ready = Pending("registration")
+        self.worker = Worker(config("worker", root_port=9, start_timeout_s=20.0), "tcp://127.0.0.1:7", self.ready)
+        self.do(self.worker.start(0))
+        if is_ready:
+            self.welcome("scheduler")
+            self.roster()
+            self.welcome("server-0")
+            self.welcome("server-1")
+
+    def do(self, actions: list[role.Action]) -> list[role.Action]:
+        """Resolve what is resolved, as the post office does."""
+        for action in actions:
+            if isinstance(action, role.Resolve):
+                action.pending.resolve(action.replies, action.error)
+            elif isinstance(action, role.Note):
+                action.pending.note = action.text
+        return actions
+
+    def welcome(self, link: str, now: float = 0) -> list[role.Action]:
+        return self.do(self.worker.handle(role.Welcomed(link, None), now))
+
+    def roster(self) -> list[role.Action]:
+        nodes = [asdict(each) for each in (node("server", 1), node("worker", 0), node("server", 0), node("worker", 1))]
+        return self.hear("scheduler", Message(Kind.ROSTER, body={"nodes": nodes, "rank": 1}))
+
+    def hear(self, link: str, message: Message, now: float = 0) -> list[role.Action]:
+        return self.do(self.worker.handle(role.Heard(link, message), now))
+
+    def broken(self, link: str) -> list[role.Action]:
+        return self.do(self.worker.handle(role.Broken(link, "its connection closed"), 0))
+
+    def ask(self, *messages: tuple[str, Message], what: str = "pull of key 'w'") -> tuple[Pending, list[role.Action]]:
+        pending = Pending(what)
+        return pending, self.do(self.worker.handle(role.Asked(Request(pending, messages)), 0))
+
+    def reply(self, link: str, request: int, flags: Flag = Flag.NONE, **body: Any) -> list[role.Action]:
+        return self.hear(link, Message(Kind.PULL, Flag.REPLY | flags, request=request, body=body))
+
+
+def sends(actions: list[role.Action]) -> list[tuple[str, Message]]:
+    return [(action.link, action.message) for action in actions if isinstance(action, role.Send)]
+
+
+def error_of(pending: Pending) -> RuntimeFault:
+    with pytest.raises(RuntimeFault) as caught:
+        pending.wait(0)
+    return caught.value
+
+
+PULL = Message(Kind.PULL, store=1, entries=(Entry(0, 0, 1),))
+
+
+def test_it_registers_meets_the_servers_and_is_ready() -> None:
+    rig = Rig(is_ready=False)
+    rig.welcome("scheduler")
+    actions = rig.roster()
+    assert [action for action in actions if isinstance(action, role.Connect)] == [
+        role.Connect("server-0", "tcp://10.0.0.0:1"),
+        role.Connect("server-1", "tcp://10.0.0.1:1"),
+    ]
+    assert rig.worker.me.rank == 1
+    assert [server.rank for server in rig.worker.servers] == [0, 1]
+    rig.welcome("server-1")
+    assert not rig.ready.is_done
+    rig.welcome("server-0")
+    assert rig.ready.wait(0) == ()
+
+
+def test_a_refusal_is_the_error_and_names_who_refused() -> None:
+    rig = Rig(is_ready=False)
+    rig.do(rig.worker.handle(role.TurnedAway("scheduler", "rank 1 is taken"), 1))
+    error = error_of(rig.ready)
+    assert isinstance(error, Refused)
+    assert "the scheduler at tcp://127.0.0.1:9 refused this process" in str(error)
+    assert str(error).endswith(": rank 1 is taken")
+
+
+def test_without_a_scheduler_it_gives_up_at_the_deadline() -> None:
+    rig = Rig(is_ready=False)
+    assert rig.worker.tick(19.9) == []
+    rig.do(rig.worker.tick(20))
+    error = error_of(rig.ready)
+    assert isinstance(error, TimedOut)
+    assert "no scheduler answered at tcp://127.0.0.1:9 for 20 s" in str(error)
+
+
+def test_it_waits_for_the_roster_a_little_longer_than_the_scheduler() -> None:
+    rig = Rig(is_ready=False)
+    rig.welcome("scheduler", 10)
+    assert rig.worker.tick(34) == []
+    rig.do(rig.worker.tick(35))
+    assert "waited for the other nodes to register" in str(error_of(rig.ready))
+
+
+def test_a_server_that_does_not_answer_is_named() -> None:
+    rig = Rig(is_ready=False)
+    rig.welcome("scheduler")
+    rig.roster()
+    rig.welcome("server-0")
+    rig.do(rig.worker.tick(1000))
+    assert "worker-1 waited for server-1@d1 (pid 5, tcp://10.0.0.1:1)" in str(error_of(rig.ready))
+
+
+def test_once_ready_time_does_not_matter() -> None:
+    assert Rig().worker.tick(10**9) == []
+
+
+def test_a_request_is_complete_when_all_replies_are_there_in_the_order_of_its_messages() -> None:
+    rig = Rig()
+    pending, actions = rig.ask(("server-1", PULL), ("server-0", PULL))
+    numbers = {link: message.request for link, message in sends(actions)}
+    assert set(numbers) == {"server-0", "server-1"}
+    rig.reply("server-0", numbers["server-0"], who=0)
+    assert not pending.is_done
+    rig.reply("server-1", numbers["server-1"], who=1)
+    assert [reply.body["who"] for reply in pending.wait(0)] == [1, 0]
+
+
+def test_a_request_of_no_messages_is_complete_at_once() -> None:
+    pending, _ = Rig().ask()
+    assert pending.wait(0) == ()
+
+
+def test_requests_to_the_scheduler_do_not_wait_in_a_servers_queue() -> None:
+    _, actions = Rig().ask(("scheduler", Message(Kind.BARRIER)))
+    assert [link for link, _ in sends(actions)] == ["scheduler"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("KVError", KVError), ("RuleError", RuleError), ("PeerLost", PeerLost), ("SystemExit", KVError)]
+)
+def test_a_refused_request_raises_what_the_other_side_says(name: str, kind: type[RuntimeFault]) -> None:
+    rig = Rig()
+    pending, actions = rig.ask(("server-0", PULL))
+    [(_, message)] = sends(actions)
+    rig.reply("server-0", message.request, Flag.ERROR, reason="no such piece", error=name, traceback="theirs")
+    error = error_of(pending)
+    assert type(error) is kind
+    assert str(error) == "pull of key 'w': no such piece"
+    if isinstance(error, RuleError):
+        assert error.server_traceback == "theirs"
+
+
+def test_one_refusal_ends_the_request_and_later_replies_do_no_harm() -> None:
+    rig = Rig()
+    pending, actions = rig.ask(("server-0", PULL), ("server-1", PULL))
+    (_, one), (_, other) = sends(actions)
+    rig.reply("server-0", one.request, Flag.ERROR, reason="no")
+    assert pending.is_done
+    assert rig.reply("server-1", other.request) == []
+    assert rig.reply("server-1", 12345) == []
+
+
+def test_a_refused_push_is_over_when_all_servers_have_answered() -> None:
+    """Until then its arrays may still be on their way: who lent them must not write."""
+    rig = Rig()
+    push = Message(Kind.PUSH)
+    pending, actions = rig.ask(("server-0", push), ("server-1", push), what="push of key 'w'")
+    (_, one), (_, other) = sends(actions)
+    assert rig.reply("server-0", one.request, Flag.ERROR, reason="no") == []
+    assert not pending.is_done
+    rig.reply("server-1", other.request)
+    with pytest.raises(KVError, match="push of key 'w': no"):
+        pending.wait(0)
+
+
+def test_waiting_is_noted_on_the_request_and_said() -> None:
+    rig = Rig()
+    pending, actions = rig.ask(("server-0", PULL))
+    [(_, message)] = sends(actions)
+    body = {"text": "waiting for worker-1, key w, round 57", "seconds": 30.2}
+    actions = rig.hear("server-0", Message(Kind.WAITING, request=message.request, body=body))
+    assert role.Log("WARNING", "waiting for worker-1, key w, round 57 (30 s)") in actions
+    with pytest.raises(
+        TimedOut, match=r"pull of key 'w': no answer from server-0 for 0 s, waiting for worker-1, key w, round 57"
+    ):  # fmt: skip
+        pending.wait(0)
+
+
+def test_a_node_that_a_server_says_is_lost_counts_as_lost() -> None:
+    """A server's refusal came before the scheduler's word: there was a PeerLost, and nobody was dead."""
+    rig = Rig()
+    pending, actions = rig.ask(("server-0", PULL))
+    rig.reply("server-0", sends(actions)[0][1].request, Flag.ERROR, error="PeerLost", reason="gone", who="worker-1")
+    assert isinstance(error_of(pending), PeerLost)
+    assert rig.worker.dead == {"worker-1"}
+
+
+def test_a_wait_that_is_too_short_names_who_has_not_answered() -> None:
+    """Whom the servers wait for is only said after a while."""
+    rig = Rig()
+    pending, actions = rig.ask(("server-1", PULL), ("server-0", PULL), ("server-0", PULL))
+    with pytest.raises(TimedOut, match=r"no answer from server-0, server-1 for 0 s"):
+        pending.wait(0)
+    for link, message in sends(actions):
+        if link == "server-0":
+            rig.reply(link, message.request)
+    with pytest.raises(TimedOut, match=r"no answer from server-1 for 0 s"):
+        pending.wait(0)
+
+
+@pytest.mark.parametrize("kind", [Kind.LOST, Kind.ROSTER])
+def test_a_refusal_of_an_order_is_no_order(kind: Kind) -> None:
+    rig = Rig()
+    assert rig.hear("scheduler", Message(kind, flags=Flag.REPLY, body={"reason": "it is not for you"})) == []
+
+
+def test_a_lost_peer_ends_every_call_with_an_error_that_names_it() -> None:
+    rig = Rig()
+    one, _ = rig.ask(("server-0", PULL), ("server-1", PULL))
+    two, _ = rig.ask(("scheduler", Message(Kind.BARRIER)), what="barrier")
+    actions = rig.hear("scheduler", Message(Kind.LOST, body={"who": "worker-0", "reason": "worker-0@d0 is lost: x"}))
+    assert role.Publish({"lost_peer": "worker-0", "message": "worker-0@d0 is lost: x"}) in actions
+    for pending, what in ((one, "pull of key 'w'"), (two, "barrier")):
+        error = error_of(pending)
+        assert isinstance(error, PeerLost)
+        assert str(error) == what + ": worker-0@d0 is lost: x"
+    later, _ = rig.ask(("server-0", PULL))
+    assert isinstance(error_of(later), PeerLost)
+
+
+@pytest.mark.parametrize(
+    ("link", "words"),
+    [
+        ("server-1", "server-1@d1 (pid 5, tcp://10.0.0.1:1) is lost: its connection closed"),
+        ("scheduler", "the scheduler at tcp://127.0.0.1:9 is lost: its connection closed"),
+    ],
+)
+def test_a_broken_connection_is_a_loss_that_names_who_was_there(link: str, words: str) -> None:
+    rig = Rig()
+    pending, _ = rig.ask(("server-0", PULL))
+    actions = rig.broken(link)
+    assert role.Publish({"lost_peer": link, "message": words}) in actions
+    assert str(error_of(pending)) == "pull of key 'w': " + words
+    assert rig.broken("server-0") == [], "the first loss is the one that counts"
+
+
+def test_a_connection_that_is_none_of_ours_does_not_matter() -> None:
+    assert Rig().broken("in:ff") == []
+
+
+def test_bye_is_answered_and_ends_the_node() -> None:
+    rig = Rig()
+    pending = Pending("goodbye")
+    actions = rig.do(rig.worker.handle(role.Asked(Goodbye(pending)), 0))
+    assert [(link, message.kind) for link, message in sends(actions)] == [("scheduler", Kind.BYE)]
+    assert not pending.is_done
+    actions = rig.hear("scheduler", Message(Kind.BYE, Flag.REPLY))
+    assert role.Finish(0) in actions
+    assert pending.is_done
+
+
+def test_a_connection_that_ends_after_bye_is_the_end_not_a_loss() -> None:
+    rig = Rig()
+    rig.do(rig.worker.handle(role.Asked(Goodbye(Pending("goodbye"))), 0))
+    actions = rig.broken("scheduler")
+    assert role.Finish(0) in actions
+    assert not any(isinstance(action, role.Publish) for action in actions)
+
+
+def test_a_server_that_goes_first_at_the_end_is_no_loss() -> None:
+    rig = Rig()
+    rig.do(rig.worker.handle(role.Asked(Goodbye(Pending("goodbye"))), 0))
+    assert rig.broken("server-0") == []
+    assert role.Finish(0) in rig.hear("scheduler", Message(Kind.BYE, Flag.REPLY))
+
+
+def test_abort_names_the_reason_and_ends_when_the_scheduler_has_it() -> None:
+    rig = Rig()
+    pending = Pending("goodbye")
+    actions = rig.do(rig.worker.handle(role.Asked(Goodbye(pending, "ValueError: x")), 0))
+    [(link, message)] = sends(actions)
+    assert (link, message.kind, message.body) == ("scheduler", Kind.ABORT, {"reason": "ValueError: x"})
+    assert not pending.is_done
+    assert role.Finish(0) in rig.hear("scheduler", Message(Kind.ABORT, Flag.REPLY))
+    assert pending.is_done
+
+
+@pytest.mark.parametrize(("abort", "limit_s"), [("", 5.0), ("ValueError: x", 2.0)])
+def test_last_words_that_a_frozen_scheduler_does_not_answer_are_not_waited_for_long(abort: str, limit_s: float) -> None:
+    rig = Rig()
+    pending = Pending("goodbye")
+    rig.do(rig.worker.handle(role.Asked(Goodbye(pending, abort)), 100))
+    assert rig.worker.tick(100 + limit_s - 0.1) == []
+    actions = rig.do(rig.worker.tick(100 + limit_s))
+    assert role.Finish(0) in actions
+    assert pending.is_done
+
+
+@pytest.mark.parametrize("state", ["unregistered", "lost"])
+def test_a_goodbye_that_nobody_can_hear_ends_at_once(state: str) -> None:
+    rig = Rig(is_ready=state == "lost")
+    if state == "lost":
+        rig.broken("scheduler")
+    pending = Pending("goodbye")
+    actions = rig.do(rig.worker.handle(role.Asked(Goodbye(pending)), 0))
+    assert sends(actions) == []
+    assert pending.is_done
+
+
+def test_a_stray_answer_to_bye_does_no_harm() -> None:
+    assert Rig().hear("server-0", Message(Kind.BYE, Flag.REPLY)) == []
+
+
+def test_only_nodes_of_the_job_may_connect() -> None:
+    worker = Rig().worker
+    assert worker.admit(node("worker", 0)) == ""
+    stranger = Identity("other", "worker", 0, 0, "d", 1, "", 2, 2)
+    assert worker.admit(stranger) == "worker-0@d (pid 1) belongs to job 'other'"
