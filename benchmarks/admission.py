@@ -22,7 +22,8 @@ from typing import Any
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from distrun_runtime.transport.zeromq import Arrived, Heartbeat, ZmqTransport
+from distrun_runtime.transport.base import Arrived, Heartbeat
+from distrun_runtime.transport.zeromq import ZmqTransport
 
 TOKEN = b"2b7e151628aed2a6abf7158809cf4f3c"
 CONNECTIONS = 100

@@ -178,7 +178,7 @@ def test_python_of_the_states_page_puts_weights_together_that_several_servers_sa
         kv.init(["w", "half"], [value, halves.view(BFLOAT16)])
         kv.save_states(tmp_path / "states")
 
-    with Cluster(2, servers=3, over="inproc", bigarray_bound=4) as job:
+    with Cluster(2, servers=3, over="inproc", bigarray_bound=4, partition="mxnet") as job:
         job.run(script)
     assert np.array_equal(names["weights"](str(tmp_path / "states"), "w"), value)
     assert np.array_equal(names["weights"](str(tmp_path / "states"), "half"), halves)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import hmac
+import itertools
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,12 @@ from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract import wire
 from distrun_runtime.contract.plan import Host, Plan, Runtime, Secrets, Sync, Task
 from distrun_runtime.coordinator import actions, frames
+from distrun_runtime.errors import WireError
 from distrun_runtime.ops import rows as rowcodec
 from distrun_runtime.ops.compression import CODECS
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.handshake import Acceptor, Identity, Opener
-from distrun_runtime.protocol.message import DTYPES, Entry, Kind, Message, Payload
+from distrun_runtime.protocol.message import DTYPES, Entry, Kind, Message, Payload, entries_of, payloads_of, rows_of
 from distrun_runtime.ps import publish
 from distrun_runtime.transport.admission import credentials
 
@@ -89,70 +92,94 @@ def rows(title: str) -> list[list[str]]:
 
 def test_every_golden_block_is_compared() -> None:
     """One that is added needs a test here."""
-    named = set(re.findall(r"GOLDEN\[\"(\w+)\"\]|(?:parts|body)\(\"(\w+)\"\)", Path(__file__).read_text("utf-8")))
+    named = set(re.findall(r"GOLDEN\[\"(\w+)\"\]|(?:parts|body|check)\(\"(\w+)\"", Path(__file__).read_text("utf-8")))
     assert {one or other for one, other in named} == set(GOLDEN)
     assert PAGE.count("<!-- golden") == len(GOLDEN)
 
 
-def test_golden_push() -> None:
-    sent = Message(
-        Kind.PUSH,
-        store=1,
-        role=3,
-        rank=1,
-        priority=-2,
-        request=7,
-        entries=(
-            Entry(4, 1000, 2, 57, 0, 0, Payload.FRAME),
-            Entry(5, 0, 1, 57, 1, 0, Payload.FRAME),
-        ),
-        payloads=[np.array([1, 2], "<f4").tobytes(), np.array([1], "<f8").tobytes()],
-    )
-    golden = [bytes.fromhex(part) for part in parts("push")]
+def check(name: str, sent: Message) -> Message:
+    """Check that a message is the golden one, and that the golden one is read as this message; return what is read."""
+    golden = [bytes.fromhex(part) for part in parts(name)]
     assert [bytes(frame) for frame in message.encode(sent)] == golden
-    assert message.decode(golden) == sent
+    heard = message.decode(golden)
+    assert rows_of(heard.entries) == rows_of(sent.entries)
+    assert [bytes(each) for each in heard.payloads] == [bytes(each) for each in sent.payloads]
+    fields = ("kind", "flags", "store", "role", "rank", "priority", "request", "bucket", "step", "body")
+    assert [getattr(heard, field) for field in fields] == [getattr(sent, field) for field in fields]
+    return heard
+
+
+def push(request: int, entries: Sequence[Entry], **more: Any) -> Message:
+    return Message(Kind.PUSH, store=1, role=3, rank=1, request=request, entries=entries_of(entries), **more)
+
+
+def test_golden_push() -> None:
+    entries = [Entry(4, 1000, 2, 57, 0, 0, Payload.FRAME), Entry(5, 0, 1, 57, 1, 0, Payload.FRAME)]
+    values = [np.array([1, 2], "<f4").tobytes(), np.array([1], "<f8").tobytes()]
+    check("push", push(7, entries, priority=-2, payloads=values))
+
+
+def test_golden_push_that_registers_a_bucket_and_the_next_one_of_it() -> None:
+    entries = [Entry(4, 0, 1, 57, 0, 0, Payload.PACKED), Entry(5, 0, 2, 57, 0, 0, Payload.PACKED)]
+    heard = check("push_bucket", push(11, entries, bucket=3, payloads=[np.array([1, 2, 3], "<f4").tobytes()]))
+    values = [np.frombuffer(each or b"", "<f4").tolist() for each in payloads_of(heard.entries, heard.payloads)]
+    assert values == [[1], [2, 3]]
+    check("push_step", push(12, [], bucket=3, step=1, payloads=[np.array([4, 5, 6], "<f4").tobytes()]))
+
+
+@pytest.mark.parametrize(
+    ("frames", "expected"),
+    [
+        ([12], [[1], [2, 3]]),
+        ([4, 8], [[1], [2, 3]]),
+        ([8, 4], "a frame ends within a packed entry"),
+        ([4, 4], "2 packed entries announce 12 bytes, their frames have 8"),
+        ([], "announce 12 bytes, their frames have 0"),
+    ],
+)
+def test_a_frame_holds_whole_packed_entries(frames: list[int], expected: Any) -> None:
+    entries = [Entry(4, 0, 1, 57, payload=Payload.PACKED), Entry(5, 0, 2, 57, payload=Payload.PACKED)]
+    edges = np.cumsum([0, *frames]).tolist()
+    data = np.array([1, 2, 3], "<f4").tobytes()
+    payloads = [data[one:other] for one, other in itertools.pairwise(edges)]
+    sent = [bytes(frame) for frame in message.encode(push(1, entries, payloads=payloads))]
+    if isinstance(expected, str):
+        with pytest.raises(WireError, match=expected):
+            message.decode(sent)
+        return
+    heard = message.decode(sent)
+    found = [np.frombuffer(each or b"", "<f4").tolist() for each in payloads_of(heard.entries, heard.payloads)]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "wrong", [Entry(5, 0, 2, 57), Entry(5, 0, 2, 57, codec=3, payload=Payload.PACKED), Entry(5, 0, 2, 57, payload=1)]
+)
+def test_packed_entries_share_no_message_with_others(wrong: Entry) -> None:
+    sent = push(1, [Entry(4, 0, 1, 57, payload=Payload.PACKED), wrong], payloads=[bytes(4), bytes(8)])
+    with pytest.raises(WireError, match="entries of another kind"):
+        message.decode([bytes(frame) for frame in message.encode(sent)])
 
 
 def test_golden_compressed_push() -> None:
     codec = CODECS["2bit"]
     values = np.array([0.6, -0.7, 0.1, 0.5, -0.5], np.float32)
-    sent = Message(
-        Kind.PUSH,
-        store=1,
-        role=3,
-        rank=1,
-        request=8,
-        entries=(Entry(4, 0, 5, 58, 0, codec.number, Payload.FRAME),),
-        body={"codec": {"threshold": 0.5}},
-        payloads=[codec.encode(values, None, codec.check({}))],
-    )
-    golden = [bytes.fromhex(part) for part in parts("push_2bit")]
-    assert [bytes(frame) for frame in message.encode(sent)] == golden
-    assert codec.decode(golden[2], 5, codec.check({})).tolist() == [0.5, -0.5, 0, 0.5, -0.5]
+    entries = [Entry(4, 0, 5, 58, 0, codec.number, Payload.FRAME)]
+    payloads = [codec.encode(values, None, codec.check({}))]
+    heard = check("push_2bit", push(8, entries, body={"codec": {"threshold": 0.5}}, payloads=payloads))
+    assert codec.decode(heard.payloads[0], 5, codec.check({})).tolist() == [0.5, -0.5, 0, 0.5, -0.5]
 
 
 def test_golden_push_of_rows() -> None:
     values = np.array([[1, 2], [3, 4]], np.float32)
-    sent = Message(
-        Kind.PUSH,
-        store=1,
-        role=3,
-        rank=1,
-        request=9,
-        entries=(Entry(6, 8, 8, 58, 0, rowcodec.ROWS, Payload.FRAME),),
-        payloads=[rowcodec.encode(np.array([0, 3]), values)],
-    )
-    golden = [bytes.fromhex(part) for part in parts("push_rows")]
-    assert [bytes(frame) for frame in message.encode(sent)] == golden
-    found, given = rowcodec.decode(golden[2], 4, 2, np.dtype(np.float32))
+    entries = [Entry(6, 8, 8, 58, 0, rowcodec.ROWS, Payload.FRAME)]
+    heard = check("push_rows", push(9, entries, payloads=[rowcodec.encode(np.array([0, 3]), values)]))
+    found, given = rowcodec.decode(heard.payloads[0], 4, 2, np.dtype(np.float32))
     assert (found.tolist(), given.tolist()) == ([0, 3], values.tolist())
 
 
 def test_golden_push_that_skips_a_round() -> None:
-    entries = (Entry(4, 0, 5, 59, 0, 0, Payload.NONE),)
-    sent = Message(Kind.PUSH, store=1, role=3, rank=1, request=10, entries=entries, body={"skip": {"skip": True}})
-    golden = [bytes.fromhex(part) for part in parts("push_skip")]
-    assert [bytes(frame) for frame in message.encode(sent)] == golden
+    check("push_skip", push(10, [Entry(4, 0, 5, 59, 0, 0, Payload.NONE)], body={"skip": {"skip": True}}))
 
 
 def body(name: str) -> bytes:

@@ -91,7 +91,7 @@ def test_trainer_page_shows_the_constructor_and_no_internal_class(site: Path) ->
         "update_on_kvstore",
     ):
         assert re.search(r"^ +%s: " % parameter, constructor, re.MULTILINE), constructor
-    assert "kvstore: str | AnyStore | None = 'dist_sync'" in constructor.replace('"', "'")
+    assert "kvstore: str | KVStoreBase | None = 'dist_sync'" in constructor.replace('"', "'")
     shown = text_of(article(page))
     assert [name for name in ("Keeping", "Settings", "Bases:") if name in shown] == []
 

@@ -1,4 +1,4 @@
-"""What a training script imports: `from distrun_runtime import kvstore`, then `kvstore.create(...)`.
+"""The key-value store of a training script: `from distrun_runtime import kvstore`, then `kvstore.create(...)`.
 
 ```python
 with kvstore.create("dist_sync") as kv:
@@ -8,23 +8,63 @@ with kvstore.create("dist_sync") as kv:
 ```
 """
 
+# All public calls of a store are in this file. Each brings its arguments to one form and checks them against what
+# `init` recorded; then the store's backend (`store.base.Backend`) does the work. If a check fails, nothing was changed.
+
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+import math
+import operator
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any, Literal, Type, Union, cast, overload
 
+import numpy as np
+
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract import environ
 from distrun_runtime.errors import KVError
+from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import schedules as schedule
 from distrun_runtime.ops.params import did_you_mean
-from distrun_runtime.store import kinds, registry
-from distrun_runtime.store.base import KVStore
-from distrun_runtime.store.contract import KVStoreBase
-from distrun_runtime.store.kinds import TYPES
-from distrun_runtime.store.pending import Pending
-from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store import kinds, values
+from distrun_runtime.store.base import (
+    Backend,
+    Call,
+    Contribution,
+    Record,
+    RowsItem,
+    Selection,
+    Updater,
+    Value,
+    missing,
+    named,
+    twice,
+)
+from distrun_runtime.store.compress import Setting
+from distrun_runtime.store.kinds import TYPES, KVStoreBase
+from distrun_runtime.store.pending import Pending, Settled, Task
+from distrun_runtime.store.sparse import Lookup, RowSparse
+from distrun_runtime.store.values import Key
 
 __all__ = ["TYPES", "KVStore", "KVStoreBase", "Pending", "RowSparse", "create", "schedule"]
 
+Keys = Union[Key, Sequence[Key]]
+"""One key, or a list of keys."""
+
+Folder = Union[str, "os.PathLike[str]"]
+
+Joiner = Callable[[Callable[[], None]], None]
+"""joiner(join): makes a worker join, where that takes more than the store's own `join`."""
+
+Item = tuple[Record, Value]
+
+SELECTED_KEYS = 1 << 20
+"""Selections of keys are forgotten when they have more keys than this together."""
 
 _BuiltIn = Literal[
     "local",
@@ -41,10 +81,10 @@ _BuiltIn = Literal[
 
 
 @overload
-def create(name: _BuiltIn = ..., *, staleness: int | None = ...) -> KVStore: ...
+def create(name: _BuiltIn = ..., *, staleness: int | None = ..., deterministic: bool = ...) -> KVStore: ...
 @overload
-def create(name: str, *, staleness: int | None = ...) -> Any: ...
-def create(name: str = "local", *, staleness: int | None = None) -> Any:
+def create(name: str, *, staleness: int | None = ..., deterministic: bool = ...) -> Any: ...
+def create(name: str = "local", *, staleness: int | None = None, deterministic: bool = False) -> Any:
     """Return a new store; a distributed one when all nodes of the job are there.
 
     In a process whose DMLC_ROLE is server or scheduler a `dist` store serves, then ends the process (SystemExit 0),
@@ -57,6 +97,9 @@ def create(name: str = "local", *, staleness: int | None = None) -> Any:
             Or the name of a registered store (`KVStoreBase`).
         staleness: for asynchronous stores: a pull waits until every other worker has pushed the key at most so many
             times less often than this one. None: no bound.
+        deterministic: for synchronous stores: sums are made in the order of ranks, not as contributions arrive. Equal
+            contributions then give bit-equal sums, at the price of memory for all of a round's contributions. All
+            workers say the same.
 
     Returns:
         A KVStore for the names above; a registered store is what its class makes, a KVStoreBase.
@@ -70,22 +113,22 @@ def create(name: str = "local", *, staleness: int | None = None) -> Any:
     if not isinstance(name, str):
         raise TypeError("a store is created by name (%s), not by %s" % (", ".join(TYPES), type(name).__name__))
     kind = name.lower()
-    found = None if kind in TYPES else registry.find(kind)
+    found = None if kind in TYPES else kinds.find(kind)
     if kind not in TYPES and found is None:
-        known = [*TYPES, *registry.names()]
+        known = [*TYPES, *kinds.names()]
         raise KVError("unknown store type %r%s; known are %s" % (name, did_you_mean(kind, known), ", ".join(known)))
-    bound = _staleness(kind, staleness)
+    bound = {**_staleness(kind, staleness), **_order(kind, deterministic)}
     # Imported here, each of them: only the kind that is asked for is loaded.
     if kinds.is_dist(kind) and found is None:
         from distrun_runtime.store.dist import create_dist
 
-        return create_dist(kind, **bound)
+        return KVStore(create_dist(kind, **bound))
     _only_on_workers(kind)
     if found is not None:
         return _foreign(kind, found)
-    from distrun_runtime.store.local import LocalStore
+    from distrun_runtime.store.local import LocalBackend
 
-    return LocalStore(kind)
+    return KVStore(LocalBackend(kind))
 
 
 def _report_crashes(name: object) -> None:
@@ -106,6 +149,15 @@ def _staleness(kind: str, staleness: object) -> dict[str, Any]:
     return {"staleness": staleness}
 
 
+def _order(kind: str, deterministic: object) -> dict[str, Any]:
+    if not isinstance(deterministic, bool):
+        raise KVError("deterministic is True or False, not %.60r" % (deterministic,))
+    if deterministic and (kind not in TYPES or kinds.is_async(kind)):
+        raise KVError("a %r store has no sums of rounds that deterministic=True could order" % kind)
+    # In one process sums are in the order of devices in any case.
+    return {"deterministic": True} if deterministic and kinds.is_dist(kind) else {}
+
+
 def _only_on_workers(kind: str) -> None:
     role = environ.text("DMLC_ROLE").strip()
     if role in ("server", "scheduler"):
@@ -119,3 +171,630 @@ def _foreign(kind: str, found: type[Any]) -> KVStoreBase:
     if not (isinstance(found, type) and issubclass(found, KVStoreBase)):
         raise KVError("store type %r is %r, which is not derived from KVStoreBase" % (kind, found))
     return found()
+
+
+class KVStore(KVStoreBase):
+    """Arrays by key, shared by the workers of a job: `push` adds up, `pull` reads. Made by `create`.
+
+    Keys are int or str (one kind a store). Every data call takes one key with one array or a list of arrays (one for
+    each device), or a list of keys with a list of as many of these; a key repeated in one call is one key with all
+    its arrays. Arrays have any shape, any strides, and a dtype of `arrays.dtypes.NAMES`; what is pulled into must be
+    a writable numpy array or a torch tensor in host memory. A key that `init` got a RowSparse for is row-sparse.
+
+    Every data call returns a Pending. With wait=True (the default) the call is made when it returns, and the Pending
+    is of no use; with wait=False it goes on, and the arrays are lent to the store until the Pending was waited for.
+
+    Every call raises KVError if its arguments do not fit, StoreClosed after `close` or `leave` or in a forked child,
+    and the error of an earlier call that nobody waited for. May be called from any thread. As a context manager it
+    closes itself.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._lifetime = backend.lifetime
+        self._lock = threading.Lock()
+        """Guards what follows."""
+        self._records: dict[Key, Record] = {}
+        self._starting: dict[Key, Task] = {}
+        """Keys whose init is under way, in order."""
+        self._joiner: Joiner | None = None
+        self._selections: dict[tuple[Key, ...], Selection] = {}
+        """Keys as they were given in one call to what is known of them; dense keys only."""
+        self._selected_keys = 0
+
+    def __repr__(self) -> str:
+        ended = ", closed" if self._lifetime.is_over else ""
+        return "<%s %r: %d keys%s>" % (type(self).__name__, self.type, len(self._records), ended)
+
+    @property
+    def type(self) -> str:
+        """The name that the store was created with, in lower case."""
+        return self._backend.type
+
+    @property
+    def rank(self) -> int:
+        """This worker's index, from 0."""
+        return self._backend.rank
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers that share the store."""
+        return self._backend.num_workers
+
+    # Data
+
+    def init(self, key: Keys, value: object, *, wait: bool = True) -> Pending:
+        """Give keys their first value, shape and dtype; the arrays are copied. Once a key.
+
+        Distributed: every worker calls it with the same keys, shapes and dtypes; rank 0's values are taken. It is
+        done when all workers have called it. One call with a list of keys costs one round trip, not one a key.
+
+        Arguments:
+            value: a RowSparse makes its key row-sparse; rows that it lacks are zero.
+
+        Raises:
+            KVError: the key was initialised before, or the workers disagree.
+        """
+        self._ready()
+        items = values.initial(key, value)
+        return self._begin(items, "init", wait) if items else Settled("init of no keys")
+
+    def broadcast(self, key: Keys, value: object, out: object, priority: int = 0, *, wait: bool = True) -> Pending:
+        """`init`, then `pull` into `out`: every worker ends with rank 0's value. Once a key."""
+        self._ready()
+        first = values.initial(key, value)
+        targets = values.outputs(key, out)
+        # Before anything is stored: what does not fit now could not be corrected, as init works once.
+        shapes = {name: Record.of(name, 0, array) for name, array in first}
+        for name, arrays in targets:
+            for array in arrays:
+                shapes[name].fit(array, "output")
+        call = Call(_numbers(priority)[0])
+
+        def hand_out() -> None:
+            keys = Selection(self._records[name] for name, _ in targets)
+            self._backend.pull(keys, [arrays for _, arrays in targets], call).wait()
+
+        return self._begin(first, "broadcast", wait, hand_out) if first else Settled("broadcast of no keys")
+
+    def assign(self, key: Keys, value: object, *, wait: bool = True) -> Pending:
+        """Replace what keys hold by rank 0's values: `init` for keys that exist. Rule state and rounds go on.
+
+        All workers call it, with the same keys.
+
+        Raises:
+            KVError: a key was never initialised, its shape or dtype is another, or the workers disagree.
+        """
+        self._ready()
+        given = [(name, [one]) for name, one in values.initial(key, value)]
+        items = [
+            (record, one.to_dense() if isinstance(one, RowSparse) else one)
+            for record, (one,) in self._fitting(given, "assigned value")
+        ]
+        if not items:
+            return Settled("assign of no keys")
+        what = "assign of %s" % named(record.key for record, _ in items)
+        return self._together(what, lambda ticket: self._backend.assign(items, ticket), wait)
+
+    def push(self, key: Keys, value: object, priority: int = 0, *, wait: bool = True, scale: float = 1.0) -> Pending:
+        """Contribute the sum of the given values of each key; they may be overwritten when this returns.
+
+        Without optimizer or updater the stored value becomes the sum (of all workers' sums, in a synchronous store);
+        with one, that sum is what it receives. The pushed arrays themselves are never written to.
+
+        Arguments:
+            value: an array or RowSparse for each device. A RowSparse for a dense key is its dense value; an array
+                for a row-sparse key has all rows.
+            priority: higher goes first, if there is a choice.
+            scale: what this contribution is multiplied by where it is summed.
+        """
+        self._ready()
+        number, factor = _numbers(priority, scale)
+        keys, given, own = self._given(key, value, factor)
+        call = Call(number, own or not wait, factor)
+        if not keys.records:
+            return Settled("push of no keys")
+        pending = self._backend.push(keys, given, call)
+        # Never waits for the others; but what is already known to be wrong is raised here.
+        return _awaited(pending, wait and pending.is_done)
+
+    def pull(self, key: Keys, out: object, priority: int = 0, *, wait: bool = True) -> Pending:
+        """Write the stored value of each key into all its outputs.
+
+        After pushes of this worker it includes them (synchronous: exactly the round of the last one).
+
+        Raises:
+            KVError: an output does not fit, or the outputs of two keys share memory.
+        """
+        self._ready()
+        keys, outs = self._outputs(key, out)
+        call = Call(_numbers(priority)[0], waits=wait)
+        return _awaited(self._backend.pull(keys, outs, call), wait) if keys.records else Settled("pull of no keys")
+
+    def pushpull(
+        self,
+        key: Keys,
+        value: object,
+        out: object = None,
+        priority: int = 0,
+        *,
+        wait: bool = True,
+        scale: float = 1.0,
+    ) -> Pending:
+        """Push, then pull the result into `out`; without `out`, into the pushed arrays themselves."""
+        self._ready()
+        number, factor = _numbers(priority, scale)
+        keys, given, _ = self._given(key, value, factor)
+        targets, outs = self._outputs(key, value if out is None else out)
+        if targets is not keys and targets.records != keys.records:
+            by_key = dict(zip((record.key for record in targets.records), outs, strict=True))
+            outs = [by_key[record.key] for record in keys.records]
+        # Lent also when it waits: it returns when the result is there.
+        call = Call(number, True, factor)
+        if not keys.records:
+            return Settled("pushpull of no keys")
+        return _awaited(self._backend.pushpull(keys, given, outs, call), wait)
+
+    def row_sparse_pull(
+        self, key: Keys, out: object, priority: int = 0, row_ids: object = None, *, wait: bool = True
+    ) -> Pending:
+        """Write some rows of row-sparse keys into outputs; only these travel.
+
+        Arguments:
+            out: a RowSparse of the key's shape, which gets the rows in ascending order, each once; or an array of
+                shape (*row_ids.shape, *shape[1:]) or (row_ids.size, *shape[1:]), which gets a row for each number.
+                As for `pull`, also lists of these.
+            row_ids: whole numbers from 0 to shape[0] - 1 in an array of any shape and dtype, or a list of numbers,
+                in any order, also repeated or none, for all outputs; or a list of these in the form of `out`.
+
+        Raises:
+            KVError: a key is not row-sparse, a row is out of range, an output does not fit, or outputs share memory.
+        """
+        self._ready()
+        asked = [(self._record(name), pairs) for name, pairs in values.wanted(key, out, row_ids)]
+        lookups = [(record, Lookup(record, pairs)) for record, pairs in asked]
+        values.apart_in_rows(
+            [(record.key, target, rows) for record, lookup in lookups for target, rows in lookup.outputs]
+        )
+        items: list[RowsItem] = [(record, lookup.rows, lookup.take) for record, lookup in lookups]
+        call = Call(_numbers(priority)[0])
+        return _awaited(self._backend.pull_rows(items, call), wait) if items else Settled("pull of no rows")
+
+    def skip_round(self, key: Keys, note: Mapping[str, Any], *, wait: bool = True) -> Pending:
+        """Contribute nothing to the next round of keys, and have all workers skip it: the values stay as they are.
+
+        For trainers. It is done when the round is over. This call, and each worker's `pushpull` of that round, tells
+        what the workers said (`Pending.skipped`), and writes nothing into outputs. Without rounds (one process, or
+        dist_async) nothing happens.
+
+        Arguments:
+            note: JSON, for the other workers.
+        """
+        self._ready()
+        records = [self._record(name) for name in values.keys_of(key)]
+        return _awaited(self._backend.skip(records, note), wait) if records else Settled("skip_round of no keys")
+
+    def check_push(self, key: Keys, value: object) -> None:
+        """Return if compression would take what is to be pushed; nothing is sent. For trainers, which push in parts.
+
+        Raises:
+            KVError: a gradient has an element that is not finite; names key and element.
+        """
+        self._ready()
+        if self._backend.compresses:
+            self._backend.check(self._fitting(values.contributions(key, value)))
+
+    def companion(self) -> KVStore:
+        """Return another store of the same workers, with rounds and without a rule. All call it. For trainers."""
+        return KVStore(self._backend.companion())
+
+    # What a push does
+
+    def set_optimizer(self, name: str, *, replace: bool = False, **params: object) -> None:
+        """Update weights where they are stored: a push is then a gradient, a pull reads the weight.
+
+        Any worker may call it. An equal repeat changes nothing and keeps the state (momentum, ...). With
+        `replace`, what state both rules know by the same name goes on - after a new learning rate the momentum stays.
+
+        Arguments:
+            name: a rule of `distrun_runtime.ops.optimizers` (`sgd`, `adam`, ...), or `module:Class` for one of yours.
+            params: the rule's parameters by name, for instance learning_rate=0.1, momentum=0.9. torch's names are
+                understood as well: lr, weight_decay, betas, eps.
+
+        Raises:
+            KVError: unknown name or parameter; a different rule, or an updater, is in place and `replace` is False.
+        """
+        self._ready()
+        self._backend.set_rule(rules.spec_of(name, params), bool(replace))
+
+    def set_optimizer_params(self, **params: object) -> None:
+        """Change parameters of the rule that is in place; its state stays. All servers have them when it returns.
+
+        Raises:
+            KVError: there is no rule, or it has no such parameter or range.
+        """
+        self._ready()
+        self._backend.change_rule(rules.change_of(params=params))
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Change the learning rate of the rule that is in place: `set_optimizer_params(learning_rate=lr)`."""
+        self.set_optimizer_params(learning_rate=lr)
+
+    def set_multipliers(self, lr: Mapping[Key, float] | None = None, wd: Mapping[Key, float] | None = None) -> None:
+        """Give keys factors of their own on the rule's learning rate and weight decay; other keys keep theirs.
+
+        Arguments:
+            lr, wd: key to factor, at least 0; 1 takes the factor back. The keys need no value yet.
+        """
+        self._ready()
+        for given in (lr, wd):
+            if not isinstance(given or {}, Mapping):
+                raise KVError("multipliers are a dict of key to number, not %s" % type(given).__name__)
+        factors = [{values.key_of(key): number for key, number in (given or {}).items()} for given in (lr, wd)]
+        self._backend.change_rule(rules.change_of({}, *factors))
+
+    def set_updater(self, updater: Updater | None) -> None:
+        """Let a function of yours update what is stored, in place of a rule; None removes either.
+
+        Arguments:
+            updater: `updater(key, received, stored)`, called with your own key for each key of a push; it changes
+                `stored` in place. `received` is its own to change or keep. What it raises, the push raises.
+                Distributed: a function that every server can import from a module named at launch.
+
+        Raises:
+            KVError: it cannot be called; or the servers cannot import it.
+        """
+        self._ready()
+        if updater is not None and not callable(updater):
+            raise KVError("an updater is a function (key, received, stored), not %s" % updater.__class__.__name__)
+        self._backend.set_updater(updater)
+
+    def set_gradient_compression(self, params: Mapping[str, object], keys: object = None) -> None:
+        """Compress what is sent from now on, with what was lost added to the next push (error feedback).
+
+        Call it before `init`, on all workers alike.
+
+        Arguments:
+            params: `{"type": "2bit", "threshold": 0.5}`; types, parameters, `min_size` and `two_way` are those of
+                docs/compression.md. `{"type": "none"}` ends it.
+            keys: a key or a list of keys; None means all that have no setting of their own.
+
+        Raises:
+            KVError: unknown type or parameter; or a `local` store, in which nothing is sent.
+        """
+        self._ready()
+        setting = Setting.of(params)
+        self._backend.compress(setting, None if keys is None else values.keys_of(keys))
+
+    def is_capable(self, capability: str) -> bool:
+        """Tell whether the store has a capability; the only one with a name is `optimizer`: True.
+
+        Raises:
+            KVError: a capability without a name here.
+        """
+        if capability != "optimizer":
+            raise KVError("no capability %r is known; there is 'optimizer'" % (capability,))
+        return True
+
+    # States and facts
+
+    def save_states(self, folder: Folder) -> None:
+        """Write weights, rule states, rounds and residuals into a folder, all or nothing. All workers call it.
+
+        Raises:
+            KVError: a round is open: some worker has pushed a key more often than others.
+        """
+        self._settled()
+        self._backend.save(_path(folder))
+
+    def load_states(self, folder: Folder) -> None:
+        """Take up what `save_states` wrote, also with another number of servers. All workers call it after `init`.
+
+        Raises:
+            KVError: the folder is not whole, or its keys do not fit the store's.
+        """
+        self._settled()
+        self._backend.load(_path(folder))
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Return counters since the start, one dict a server: bytes, keys, rounds, queue, updates, staleness."""
+        self._ready()
+        return self._backend.stats()
+
+    def profile(self, folder: Folder) -> AbstractContextManager[None]:
+        """Return a context manager that records what workers and servers do, as Chrome trace files in `folder`.
+
+        All workers enter and leave it.
+        """
+        self._ready()
+        return self._backend.profile(_path(folder))
+
+    def num_dead_node(self, node_id: int = 7, timeout: float = 60) -> int:
+        """Return the number of lost nodes among the roles of `node_id`: 1 scheduler + 2 servers + 4 workers.
+
+        Arguments:
+            timeout: taken for MXNet's sake; how long a node may be silent is PS_HEARTBEAT_TIMEOUT's to say.
+        """
+        self._ready()
+        mask = operator.index(node_id) if hasattr(node_id, "__index__") else 0
+        if not 0 < mask < 8:
+            raise KVError("node_id is a sum of 1 (scheduler), 2 (servers), 4 (workers), not %.60r" % (node_id,))
+        return self._backend.num_dead(mask)
+
+    # Membership
+
+    def barrier(self, *, wait: bool = True) -> Pending:
+        """Wait until all workers have called it; what this worker pushed has reached the servers before.
+
+        With wait=False the Pending is done then. Calls that all workers make together are finished first.
+        """
+        self._settled()
+        return _awaited(self._backend.barrier(), wait)
+
+    def join(self) -> None:
+        """Contribute nothing to all later rounds; return when all workers have joined. For a worker out of data.
+
+        The store of an open trainer does what `Trainer.join` does: its weights are those of all workers afterwards.
+        """
+        self._settled()
+        if self._joiner is None:
+            self._backend.join()
+        else:
+            self._joiner(self._backend.join)
+
+    def joins_by(self, joiner: Joiner | None) -> None:
+        """Have `join` made by whoever keeps weights in this store, a trainer; None: by the store alone."""
+        self._joiner = joiner
+
+    def leave(self) -> None:
+        """End this worker's membership: the others go on without it. Only `close` may follow."""
+        self._settled()
+        self._backend.leave()
+        self._lifetime.retire("was left")
+
+    def close(self) -> None:
+        """Finish what is under way and give everything back. A second close does nothing.
+
+        Raises:
+            RuntimeFault: what went wrong with a call that nobody waited for. The store is closed all the same.
+        """
+        self._lifetime.check_process()
+        # Before it counts as closed: what was begun may need the store as it is.
+        self._lifetime.line.finish()
+        if self._lifetime.close():
+            self._backend.close()
+            self._lifetime.late.raise_first()
+
+    def give_up(self, error: BaseException) -> None:
+        """Close a store that cannot be used, because of `error`; the process stays in the job.
+
+        The next call that all workers make together raises the error on the others. Then all may make another store.
+        """
+        if self._lifetime.is_own and self._lifetime.close():
+            self._backend.give_up(error)
+
+    def __enter__(self) -> KVStore:
+        """Return the store."""
+        self._ready()
+        return self
+
+    def __exit__(
+        self, kind: Type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        """Close; after an error, tell the other workers and wait for nothing. Nothing in a forked child."""
+        if not self._lifetime.is_own:
+            return
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
+        elif self._lifetime.close():
+            self._backend.abort(error)
+
+    # Whether a call may be made
+
+    def _ready(self) -> None:
+        """Return if the store can be used.
+
+        Raises:
+            StoreClosed: closed, left, or inherited by a forked child.
+            RuntimeFault: what went wrong with an earlier call that nobody waited for.
+        """
+        self._lifetime.check()
+        self._lifetime.late.raise_first()
+
+    def _settled(self) -> None:
+        """Return if the store can be used, when the collective calls that were begun are done."""
+        self._ready()
+        self._lifetime.line.finish()
+
+    # Collective calls
+
+    def _begin(
+        self, items: list[tuple[Key, Value]], call: str, wait: bool, then: Callable[[], None] | None = None
+    ) -> Pending:
+        """Initialise keys, then call `then`."""
+
+        def body(ticket: int) -> None:
+            self._start(items, ticket)
+            if then is not None:
+                then()
+
+        names = [name for name, _ in items]
+        return self._together("%s of %s" % (call, named(names)), body, wait, names)
+
+    def _together(self, what: str, body: Callable[[int], None], wait: bool, new: Sequence[Key] = ()) -> Pending:
+        """Make a call that all workers make in the same order; `new` are the keys that it initialises."""
+        line = self._lifetime.line
+        with self._backend.exclusive():
+            with self._lock:
+                self._check_new(new)
+                ticket = self._backend.reserve()
+                task = Task(what, lambda: body(ticket), self._lifetime.late)
+                self._starting.update(dict.fromkeys(new, task))
+                # Behind those that are under way, so that all workers make them in one order.
+                queued = self._backend.is_shared and not (wait and line.is_idle)
+                if queued:
+                    line.put(task)
+            if not queued:
+                with self._lifetime.late.told(task) if wait else nullcontext():
+                    task.run()
+            return _awaited(task, wait)
+
+    def _check_new(self, names: Sequence[Key]) -> None:
+        known = next(iter(self._records), next(iter(self._starting), None))
+        values.one_kind(names, known)
+        for name in names:
+            if name in self._records or name in self._starting:
+                raise KVError(twice(name, self._records.get(name)))
+
+    def _start(self, items: list[tuple[Key, Value]], ticket: int) -> None:
+        records: list[Record] = []
+        try:
+            records = self._backend.init(items, ticket)
+            self._backend.reducer.know(records)
+        finally:
+            with self._lock:
+                for name, _ in items:
+                    self._starting.pop(name, None)
+                self._records.update((record.key, record) for record in records)
+
+    # Whether values fit their keys
+
+    def _record(self, key: Key) -> Record:
+        """Return the record of a key; of one whose init is under way, when that is done."""
+        with self._lock:
+            record, starting = self._records.get(key), self._starting.get(key)
+            first = next(iter(self._records), None)
+        if record is None and starting is not None:
+            starting.wait()
+            record = self._records.get(key)
+        if record is None:
+            values.one_kind([key], first)
+            raise KVError(missing(key, self._records))
+        return record
+
+    def _fitting(self, given: Iterable[tuple[Key, list[Value]]], noun: str = "pushed value") -> list[Contribution]:
+        """Return each key's record with its values, of the key's storage kind.
+
+        Raises:
+            KVError: a key was never initialised, or a value has another shape or dtype; `noun` is what it is.
+        """
+        items = [(self._record(name), each) for name, each in given]
+        for record, each in items:
+            try:
+                for value in each:
+                    record.fit(value, noun)
+            except KVError as err:
+                hint = values.list_hint(each, dtypes.name_of(record.dtype)) if record.shape else ""
+                raise KVError("%s%s" % (err, hint)) from None
+        return [(record, [_stored_as(record, value) for value in each]) for record, each in items]
+
+    def _targets(self, outs: list[tuple[Key, list[Array]]]) -> list[tuple[Record, list[Array]]]:
+        items = [(self._record(name), arrays) for name, arrays in outs]
+        for record, arrays in items:
+            for array in arrays:
+                record.fit(array, "output")
+        return items
+
+    def _given(self, key: Keys, value: object, scale: float) -> tuple[Selection, Sequence[Value], bool]:
+        """Return the keys of a push, each one's sum over its devices, and whether these are the store's own arrays."""
+        known, given = self._known(key), _listed(key, value)
+        if known is not None and known.fits(given) and not self._backend.compresses:
+            _scalable(known.records, scale)
+            return known, given, False
+        items = self._fitting(values.contributions(key, value))
+        _scalable((record for record, _ in items), scale)
+        sums = self._backend.reducer.reduce(items)
+        own = all(total is not given for total, (_, each) in zip(sums, items, strict=True) for given in each)
+        return self._selected(key, [record for record, _ in items]), sums, own
+
+    def _outputs(self, key: Keys, out: object) -> tuple[Selection, Sequence[Sequence[Array]]]:
+        """Return the keys of a pull, and the outputs of each."""
+        known, given = self._known(key), _listed(key, out)
+        if known is not None and known.fits(given) and all(array.flags.writeable for array in given):
+            if any(array.base is not None for array in given) or len(set(map(id, given))) < len(given):
+                values.apart([(record.key, None, array) for record, array in zip(known.records, given, strict=True)])
+            return known, [(array,) for array in given]
+        items = self._targets(values.outputs(key, out))
+        return self._selected(key, [record for record, _ in items]), [arrays for _, arrays in items]
+
+    def _known(self, key: Keys) -> Selection | None:
+        """Return the selection of keys that were used before; None: they have to be looked at one by one."""
+        if type(key) is str or type(key) is int:
+            return self._selections.get((key,))
+        if type(key) is not list and type(key) is not tuple:
+            return None
+        names = tuple(key)
+        try:
+            found = self._selections.get(names)
+        except TypeError:  # Something that is no key.
+            return None
+        # Equal keys may be of other types: True, numpy's integers.
+        return found if found is not None and set(map(type, names)) == {type(found.records[0].key)} else None
+
+    def _selected(self, key: Keys, records: list[Record]) -> Selection:
+        """Return the selection of these records, and keep it if it is that of the keys as they were given."""
+        keys = Selection(records)
+        names = tuple(key) if isinstance(key, (list, tuple)) else (key,)
+        is_plain = bool(records) and not any(record.is_sparse for record in records)
+        if is_plain and len(names) == len(records) and set(map(type, names)) == {type(records[0].key)}:
+            with self._lock:
+                if self._selected_keys > SELECTED_KEYS:
+                    self._selections, self._selected_keys = {}, 0
+                keys = self._selections.setdefault(cast("tuple[Key, ...]", names), keys)
+                self._selected_keys += len(names)
+        return keys
+
+
+def _listed(key: Keys, given: object) -> Sequence[Any]:
+    """Return what was given for a list of keys, or for one key, as a list; empty: in no such form."""
+    if type(key) is str or type(key) is int:
+        return (given,)
+    return given if type(given) is list or type(given) is tuple else ()
+
+
+def _awaited(pending: Pending, wait: bool) -> Pending:
+    if wait:
+        try:
+            pending.wait()
+        except BaseException:
+            if not pending.is_done:
+                pending.left_waiting()
+            raise
+    return pending
+
+
+def _numbers(priority: int, scale: float = 1.0) -> tuple[int, float]:
+    """Return priority and scale of a call as numbers that can be used."""
+    try:
+        number = operator.index(priority)
+    except TypeError:
+        raise KVError("priority is an int, not %s" % type(priority).__name__) from None
+    try:
+        factor = operator.truediv(scale, 1)
+    except (TypeError, ValueError):
+        factor = math.nan
+    if not math.isfinite(factor):
+        raise KVError("scale is a finite number, not %.60r" % (scale,))
+    return number, factor
+
+
+def _scalable(records: Iterable[Record], scale: float) -> None:
+    """Return if values of all these records can be multiplied by a scale."""
+    for record in records if scale != 1 else ():
+        if not dtypes.is_float(record.dtype):
+            raise KVError(
+                "key %r: %s values are pushed with scale 1, not %g" % (record.key, dtypes.name_of(record.dtype), scale)
+            )
+
+
+def _path(folder: Folder) -> str:
+    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+        raise KVError("a folder is a path, such as 'states' or a pathlib.Path, not %.60r" % (folder,))
+    return os.fspath(folder)
+
+
+def _stored_as(record: Record, value: Value) -> Value:
+    """Return a value in the form in which the key's values are pushed."""
+    if record.is_sparse:
+        return value if isinstance(value, RowSparse) else RowSparse(value, np.arange(record.shape[0]), record.shape)
+    return value.to_dense() if isinstance(value, RowSparse) else value

@@ -9,7 +9,9 @@ import pytest
 from cluster import Cluster
 
 from distrun_runtime.errors import KVError
-from distrun_runtime.store.dist import DistStore
+from distrun_runtime.kvstore import KVStore
+
+pytestmark = pytest.mark.usefixtures("placement")
 
 SHAPE = (2, 3)
 WIDE = (40, 40)
@@ -21,7 +23,7 @@ def full(value: float, shape: tuple[int, ...] = SHAPE) -> Any:
     return np.full(shape, value, "float32")
 
 
-def pulled(kv: DistStore, key: Any, shape: tuple[int, ...] = SHAPE) -> Any:
+def pulled(kv: KVStore, key: Any, shape: tuple[int, ...] = SHAPE) -> Any:
     out = full(-1, shape)
     kv.pull(key, out)
     return out
@@ -31,7 +33,7 @@ def test_int_keys_that_agree_in_32_bits_are_two_keys() -> None:
     """There keys were C ints: 2 ** 32 + 2 was 2."""
     keys = [2, 2**32 + 2, 2**62, -7]
 
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init(keys, [full(number) for number in range(4)])
         kv.push(keys, [full(10 * number) for number in range(4)])
         assert [pulled(kv, key)[0, 0] for key in keys] == [0, 20, 40, 60]
@@ -45,7 +47,7 @@ def test_int_keys_that_agree_in_32_bits_are_two_keys() -> None:
 def test_a_second_init_of_an_int_key_is_an_error_and_no_gradient(workers: int, call: str) -> None:
     """There it was pushed as a gradient: one worker lost the weight, two waited for each other."""
 
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init([3, 4], [full(7), full(7, WIDE)])
         kv.set_optimizer("test", rescale_grad=1)
         for key, shape in ((3, SHAPE), (4, WIDE)):
@@ -66,7 +68,7 @@ def test_a_second_init_of_an_int_key_is_an_error_and_no_gradient(workers: int, c
 def test_an_int_key_that_was_never_initialised_takes_no_push_and_no_pull(kind: str) -> None:
     """There the first push became its value, and a pull ended the server."""
 
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init(1, full(0))
         kv.set_optimizer("test", rescale_grad=1)
         for call in (
@@ -90,7 +92,7 @@ def test_an_int_key_that_was_never_initialised_takes_no_push_and_no_pull(kind: s
 def test_a_pull_after_twenty_pushes_has_all_of_them(kind: str, wait: bool) -> None:
     """There it was ordered after the last push only, and gave a value with some of them."""
 
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init(["w", "wide"], [full(0), full(0, WIDE)])
         kv.set_optimizer("test", rescale_grad=1)
         kv.barrier()
@@ -113,7 +115,7 @@ def test_a_pull_after_twenty_pushes_has_all_of_them(kind: str, wait: bool) -> No
 def test_an_output_of_another_size_in_a_workers_first_pull_is_an_error_and_nobody_ends(out: Any) -> None:
     """There it aborted the process of every worker but the first."""
 
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init("w", full(3))
         with pytest.raises(KVError, match="'w'"):
             kv.pull("w", np.copy(out))
@@ -127,7 +129,7 @@ def test_an_output_of_another_size_in_a_workers_first_pull_is_an_error_and_nobod
 def test_a_hundred_commands_reach_all_servers_each_before_its_call_returns() -> None:
     """Row: ps-lite's test_simple_app, a hundred commands to all nodes; ours have names and answers."""
 
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init("wide", full(0, WIDE))
         kv.set_optimizer("sgd", learning_rate=1.0)
         value = 0.0
@@ -147,7 +149,7 @@ def test_a_hundred_commands_reach_all_servers_each_before_its_call_returns() -> 
 def test_a_job_starts_and_stops_again_and_again() -> None:
     """Row: ps-lite's test_connection; all its tests are run four times, with two workers and two servers."""
 
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init("w", full(0))
         kv.pushpull("w", full(1), out := full(0))
         assert (out == 2).all()
@@ -161,7 +163,7 @@ def test_a_job_starts_and_stops_again_and_again() -> None:
 def test_small_values_are_compressed_too_if_asked_and_the_setting_can_be_taken_away() -> None:
     """There four elements were always compressed, the setting came before init, and stayed."""
 
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init(["w", "v"], [full(0), full(0)])
         for setting, expected in (
             ({"type": "2bit", "threshold": 0.5}, 2 * 0.4),  # below the least size: as it is

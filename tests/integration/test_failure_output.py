@@ -77,7 +77,7 @@ def test_the_whole_tracebacks_are_shown_with_vv(distrun: Distrun) -> None:
     code, lines = launch(distrun, TRAIN, "-n", str(WORKERS), "-s", "1", "-vv")
     assert code == 1
     others = [line for worker in set(range(WORKERS)) - {3} for line in said_by(worker, lines)]
-    assert any("distrun_runtime/store/base.py" in line for line in others)
+    assert any("distrun_runtime/kvstore.py" in line for line in others)
     assert not any("ended by the loss" in line for line in others)
 
 

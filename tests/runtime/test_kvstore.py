@@ -8,7 +8,7 @@ import pytest
 
 from distrun_runtime import kvstore
 from distrun_runtime.errors import KVError
-from distrun_runtime.store.base import KVStore
+from distrun_runtime.kvstore import KVStore
 
 
 def test_the_public_names_are_these() -> None:

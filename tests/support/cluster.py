@@ -3,33 +3,48 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from distrun_runtime.arrays import find as devices
+from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ps.config import Config
-from distrun_runtime.ps.counters import Counters
-from distrun_runtime.ps.executor import Executor
+from distrun_runtime.ps.engine import Engine
 from distrun_runtime.ps.postoffice import Postoffice
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.scheduler import Scheduler
 from distrun_runtime.ps.serve import bind, wrapped
 from distrun_runtime.ps.server import Server
 from distrun_runtime.ps.session import Session
+from distrun_runtime.ps.stats import Counters
 from distrun_runtime.ps.trace import Trace
-from distrun_runtime.store.dist import DistStore
+from distrun_runtime.store.dist import DistBackend
+from distrun_runtime.transport.base import Heartbeat
 from distrun_runtime.transport.inproc import InprocNetwork
-from distrun_runtime.transport.zeromq import Heartbeat, ZmqTransport
+from distrun_runtime.transport.zeromq import ZmqTransport
 
 DEADLINE_S = 100.0
 """Beyond every deadline that a test sets, and below that of the test itself, also on a slow machine."""
 
+TOKEN = b"a secret of this job"
+
+PATHS = {"inproc": "inproc", "tcp": "zmq"}
+"""The ways that messages may take, and what `Cluster` calls them (`over`). A scenario has to pass on each."""
+
 END_S = 20.0
 """How long scheduler and servers have to end by themselves when the workers have."""
 
+PARTITION: str | None = None
+"""How values are placed where the fixture `placement` says so."""
+
 
 def config(role: str, **changes: Any) -> Config:
-    """Return a node's configuration on this machine; `changes` replace fields."""
+    """Return a node's configuration on this machine; `changes` replace fields.
+
+    With a `bigarray_bound` values lie where MXNet has them, unless `partition` says otherwise: small ones are cut, too.
+    """
+    usually = "mxnet" if "bigarray_bound" in changes else "size"
     usual = Config(
         role=role,
         rank=-1,
@@ -40,15 +55,37 @@ def config(role: str, **changes: Any) -> Config:
         root_port=0,
         address="127.0.0.1",
         host="here",
-        token=b"a secret of this job",
+        token=TOKEN,
         incarnation=0,
         heartbeat=Heartbeat(0.5, 30.0),
         start_timeout_s=60.0,
         op_timeout_s=60.0,
         bigarray_bound=1000000,
         verbose=0,
+        partition=PARTITION or usually,
     )
     return replace(usual, **changes)
+
+
+def open_store(type_name: str, session: Session, staleness: int | None = None) -> KVStore:
+    """Return a store of the job of an open session, as `kvstore.create` makes it in a worker process."""
+    return KVStore(DistBackend(type_name, session, staleness))
+
+
+def office_of(
+    node: Any, transport: Any, engine: Any = None, *, token: bytes = TOKEN, out: Any = None, **more: Any
+) -> Postoffice:
+    """Return the loop of a scheduler or server; `out` gets its log (stderr)."""
+    return Postoffice(transport, node, token, Trace(0, lambda: node.me, out), engine=engine, **more)
+
+
+def server_office(own: Config, transport: Any, endpoint: str, imports: Sequence[str] = (), **more: Any) -> Postoffice:
+    """Return the loop of a server with its arithmetic, as `ps.serve` puts them together; `more` is `office_of`'s."""
+    counters, recorder = Counters(), Recorder()
+    server = Server(own, endpoint, counters, recorder)
+    return office_of(
+        server, transport, engine=Engine(devices.get("cpu:0"), counters, recorder, imports), token=own.token, **more
+    )
 
 
 class Cluster:
@@ -73,18 +110,14 @@ class Cluster:
         endpoint = bind(root, config("scheduler", **self._changes))
         self.root_port = int(endpoint.rpartition(":")[2])
         self.scheduler = Scheduler(config("scheduler", **self._changes), endpoint)
-        self._start("scheduler", root, self.scheduler, None)
-        self.counters = [Counters() for _ in range(servers)]
-        self.recorders = [Recorder() for _ in range(servers)]
-        shared = zip(self.counters, self.recorders, strict=True)
-        self.executors = [Executor(counters, recorder, imports) for counters, recorder in shared]
+        self._offices: dict[threading.Thread, Postoffice] = {}
+        self._start("scheduler", office_of(self.scheduler, root, token=self._changes.get("token", TOKEN)))
         self.transports: dict[str, Any] = {"scheduler": root}
         for rank in range(servers):
             node = config("server", rank=rank, root_port=self.root_port, **self._changes)
             transport = self._transport(node)
             self.transports["server-%d" % rank] = transport
-            server = Server(node, bind(transport, node), self.counters[rank], self.recorders[rank])
-            self._start("server-%d" % rank, transport, server, self.executors[rank])
+            self._start("server-%d" % rank, server_office(node, transport, bind(transport, node), imports))
 
     def __enter__(self) -> Cluster:
         return self
@@ -98,12 +131,12 @@ class Cluster:
         return Session(node, self._transport(node))
 
     def run(
-        self, script: Callable[[DistStore], Any], type_name: str = "dist_sync", staleness: int | None = None
+        self, script: Callable[[KVStore], Any], type_name: str = "dist_sync", staleness: int | None = None
     ) -> list[Any]:
         """Run `script(kv)` in every worker; return what each returned, by rank. The first error is raised."""
 
         def work(session: Session) -> Any:
-            return script(DistStore(type_name, session, staleness))
+            return script(open_store(type_name, session, staleness))
 
         return self.run_sessions(work)
 
@@ -148,15 +181,23 @@ class Cluster:
         over_zmq = self._over == "zmq"
         return wrapped(ZmqTransport(node.heartbeat, node.token) if over_zmq else self.network.transport(), node)
 
-    def _start(self, name: str, transport: Any, node: Any, executor: Executor | None) -> None:
-        trace = Trace(0, lambda: node.me)
-        office = Postoffice(transport, node, self._changes.get("token", config("x").token), trace, executor=executor)
-
+    def _start(self, name: str, office: Postoffice) -> None:
         def body() -> None:
             self.codes[name] = office.run().code
 
         thread = threading.Thread(target=body, name=name, daemon=True)
-        self._offices = getattr(self, "_offices", {})
         self._offices[thread] = office
         self._threads.append(thread)
         thread.start()
+
+
+def shards_of(kv: Any, key: Any) -> tuple[Any, ...]:
+    """Return the shards of a key, as this worker knows them."""
+    found: tuple[Any, ...] = kv._backend._transfers.layouts[key].shards
+    return found
+
+
+def rounds_of(kv: Any) -> dict[Any, int]:
+    """Return the round of this worker's last push of each key."""
+    transfers = kv._backend._transfers
+    return {key: transfers.round_of(key) for key in transfers.layouts}

@@ -7,14 +7,14 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from cluster import config
+from distrun_runtime.ps.executor import Executor
 
 from distrun_runtime.protocol.handshake import Identity
 from distrun_runtime.protocol.message import Entry, Flag, Kind, Message, Payload
 from distrun_runtime.ps import role, work
-from distrun_runtime.ps.counters import Counters
-from distrun_runtime.ps.executor import Executor
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.server import Server
+from distrun_runtime.ps.stats import Counters
 from distrun_runtime.ps.work import SlotId
 
 A, B = SlotId(1, 0, 0), SlotId(1, 1, 0)

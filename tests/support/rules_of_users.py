@@ -52,6 +52,34 @@ class Failing(Sign):
         raise ArithmeticError("one of the user's own")
 
 
+class Fussy(Rule):
+    """w -= g, and what was seen last; raises for a gradient that begins with 13."""
+
+    table = (RESCALE,)
+
+    def start(self, weight: Array) -> State:
+        return {"last": np.zeros_like(weight)}
+
+    def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
+        if grad.size and grad.reshape(-1)[0] == 13:
+            raise ArithmeticError("a thirteen")
+        weight -= grad
+        state["last"][...] = grad
+
+
+class Remembering(Rule):
+    """w -= g; keeps a list, which cannot be saved."""
+
+    table = (RESCALE,)
+
+    def start(self, weight: Array) -> State:
+        return {"history": []}
+
+    def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
+        weight -= grad
+        state["history"].append(float(grad[0]))
+
+
 class Choosy(Rule):
     """Takes no weights of the length `refused`."""
 

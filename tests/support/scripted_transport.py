@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from distrun_runtime.protocol.message import Buffer
-from distrun_runtime.transport.zeromq import Event, Lease
+from distrun_runtime.transport.base import COPIED, Buffer, Event, Lease
+
+STEP_S = 60.0
+"""How long a step of a loop may take, on a busy machine."""
 
 
 class Script:
@@ -19,6 +23,10 @@ class Script:
         self.waits: list[float] = []
         self.gone: set[str] = set()
         self.closed: list[float] = []
+        self.calls: list[tuple[object, ...]] = []
+        """What else was called."""
+        self.lease: Lease = COPIED
+        """What `send` returns."""
 
     def poll(self, timeout_s: float) -> list[Event]:
         self.waits.append(timeout_s)
@@ -28,13 +36,104 @@ class Script:
         if link in self.gone:
             raise ConnectionError("%s is gone" % link)
         self.sent.append((link, list(frames)))
-        return Lease(())
+        return self.lease
 
-    def disconnect(self, link: str, linger_s: float = 0.0) -> None: ...
-    def connect(self, link: str, endpoint: str) -> None: ...
+    def disconnect(self, link: str, linger_s: float = 0.0) -> None:
+        self.calls.append(("disconnect", link, linger_s))
+
+    def connect(self, link: str, endpoint: str) -> None:
+        self.calls.append(("connect", link, endpoint))
+
+    def proven(self, link: str) -> None:
+        self.calls.append(("proven", link))
+
+    def refused(self, link: str) -> None:
+        self.calls.append(("refused", link))
+
     def bind(self, address: str, ports: Sequence[int] = ()) -> int:
+        self.calls.append(("bind", address, tuple(ports)))
         return 7
 
-    def wake(self) -> None: ...
-    def close(self, linger_s: float = 0.0, last: str | None = None) -> None:
+    def wake(self) -> None:
+        self.calls.append(("wake",))
+
+    def close(self, linger_s: float = 0.0) -> None:
         self.closed.append(linger_s)
+
+
+class Stepped(Script):
+    """Runs a loop step by step: the test gives events, the loop takes them in, and the test goes on when it is idle.
+
+    The loop runs in a thread of its own and is stopped in `poll` while the test runs. What a step sends is complete
+    when `step` returns: everything that follows from the events has been done, the tick of that turn included.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened: list[tuple[str, str]] = []
+        """Links that were opened, with their endpoints, in order."""
+        self.make_lease: Callable[[], Any] = lambda: COPIED
+        """What `send` returns."""
+        self._turn = threading.Condition()
+        self._given: list[Event] | None = None
+        self._is_woken = False
+        self._is_idle = False
+        self._has_ended = False
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        with self._turn:
+            if self._given is None and not self._is_woken:
+                self._is_idle = True
+                self._turn.notify_all()
+                self._turn.wait_for(lambda: self._given is not None or self._is_woken)
+                self._is_idle = False
+            given, self._given, self._is_woken = self._given or [], None, False
+            return given
+
+    def step(self, *events: Event) -> None:
+        """Let events happen (none: only time passes) and return when the loop waits again, or has ended."""
+        with self._turn:
+            if self._has_ended:
+                return
+            self._given, self._is_idle = list(events), False
+            self._turn.notify_all()
+            assert self._turn.wait_for(lambda: self._is_idle or self._has_ended, STEP_S), "the loop does not return"
+
+    def settle(self) -> None:
+        """Return when the loop waits or has ended."""
+        with self._turn:
+            assert self._turn.wait_for(self._is_settled, STEP_S), "the loop does not return"
+
+    def end(self) -> None:
+        """The loop has ended."""
+        with self._turn:
+            self._has_ended = True
+            self._turn.notify_all()
+
+    def _is_settled(self) -> bool:
+        return self._has_ended or (self._is_idle and not self._is_woken)
+
+    def send(self, link: str, frames: Sequence[Buffer]) -> Any:
+        lease = self.make_lease()
+        # Who does not read any more has its own copy: the memory may be written from now on.
+        is_over = getattr(lease, "is_over", True)
+        super().send(link, [bytes(frame) for frame in frames] if is_over else frames)
+        return lease
+
+    def connect(self, link: str, endpoint: str) -> None:
+        self.opened.append((link, endpoint))
+
+    def proven(self, link: str) -> None: ...
+    def refused(self, link: str) -> None: ...
+
+    def wake(self) -> None:
+        with self._turn:
+            self._is_woken = True
+            self._turn.notify_all()
+
+
+class Held:
+    """The lease of buffers that are in use until the test says otherwise."""
+
+    def __init__(self) -> None:
+        self.is_over = False

@@ -12,11 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array, DType
 
 __all__ = ["CpuDevice", "Threads"]
 
-CHUNK = 1 << 16
+CHUNK = 1 << 15
 """Elements that are added up before the next: a chunk of the sum stays in the processor's cache."""
 
 
@@ -71,13 +72,25 @@ class CpuDevice:
         result = np.empty(first.shape, first.dtype)
         flats = [array.reshape(-1) for array in arrays]  # Views of contiguous arrays, copies of others.
         out = result.reshape(-1)
-        self._threads.split(first.size, lambda run: _sum_into(out, flats, run))
+        self._threads.split(first.size, lambda run: _sum([flat[run] for flat in flats], out[run]))
         return result
 
     def add(self, into: Array, array: Array) -> None:
         """Add an array of the same shape and dtype to one of this device."""
         flat, other = into.reshape(-1), array.reshape(-1)
-        self._threads.split(into.size, lambda run: _sum_into(flat, [flat, other], run))
+        self._threads.split(into.size, lambda run: _sum([flat[run], other[run]], flat[run]))
+
+    def sum(self, parts: Sequence[Array], out: Array) -> None:
+        """Write the sum of flat arrays into `out`, added from first to last."""
+        _sum(parts, out)
+
+    def elements(self, frame: Buffer, dtype: DType) -> Array:
+        """Return the elements of bytes: a read-only view of them."""
+        return np.frombuffer(frame, dtype) if memoryview(frame).nbytes else np.empty(0, dtype)
+
+    def frame(self, array: Array) -> Buffer:
+        """Return the bytes of a flat array: a view of them."""
+        return array.view(np.uint8).data
 
     def scale(self, array: Array, factor: float) -> None:
         """Multiply an array of this device."""
@@ -94,26 +107,32 @@ class CpuDevice:
         np.copyto(out, array)
 
 
-def _sum_into(out: Array, flats: Sequence[Array], run: slice) -> None:
-    add = _add_halves if out.dtype.itemsize == 2 and dtypes.is_float(out.dtype) else _add
+def _sum(parts: Sequence[Array], out: Array) -> None:
     # An overflowing half-precision gradient is the training's affair (loss scaling looks for inf): no warning here.
     with np.errstate(over="ignore", invalid="ignore"):
-        for start in range(run.start, run.stop, CHUNK):
-            part = slice(start, min(start + CHUNK, run.stop))
-            add(out[part], [flat[part] for flat in flats])
+        is_plain = dtypes.work_dtype(out.dtype) == out.dtype and all(part.dtype == out.dtype for part in parts)
+        if is_plain and len(parts) == 1:
+            if parts[0] is not out:
+                out[...] = parts[0]
+        elif is_plain and len(parts) == 2:
+            np.add(parts[0], parts[1], out=out)
+        else:
+            add = _add if is_plain else _add_wide
+            for begin in range(0, len(out), CHUNK):
+                run = slice(begin, begin + CHUNK)
+                add([part[run] for part in parts], out[run])
 
 
-def _add(out: Array, parts: Sequence[Array]) -> None:
-    if len(parts) == 1:
-        out[...] = parts[0]
-        return
+def _add(parts: Sequence[Array], out: Array) -> None:
     np.add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         np.add(out, part, out=out)
 
 
-def _add_halves(out: Array, parts: Sequence[Array]) -> None:
+def _add_wide(parts: Sequence[Array], out: Array) -> None:
     wide = dtypes.widen(parts[0])
-    for part in parts[1:]:
-        wide += dtypes.widen(part)
+    if len(parts) > 1:
+        wide = np.add(wide, dtypes.widen(parts[1]))
+    for part in parts[2:]:
+        np.add(wide, dtypes.widen(part), out=wide)
     out[...] = dtypes.narrow(wide, out.dtype)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Union
 
 from distrun_runtime.arrays.dtypes import Array, DType
 
-__all__ = ["Device", "DeviceArray"]
+__all__ = ["Buffer", "Device", "DeviceArray"]
+
+Buffer = Union[bytes, bytearray, memoryview]
+"""Bytes in the host's memory."""
 
 DeviceArray = Any
 """An array in a device's memory: numpy's on cpu devices; what another library calls an array elsewhere."""
@@ -36,6 +39,21 @@ class Device(Protocol):
 
     def add(self, into: DeviceArray, array: DeviceArray) -> None:
         """Add an array of the same shape and dtype, which may be on another device, to one that is here."""
+
+    def sum(self, parts: Sequence[DeviceArray], out: DeviceArray) -> None:
+        """Write the sum of flat arrays of one length into `out`, all of them here, added from first to last.
+
+        Arguments:
+            parts: each in the dtype of `out`, or in its work dtype (float32 for 16-bit floats); only read.
+            out: may be one of the parts. 16-bit floats are added in float32, and the sum rounded once.
+        """
+
+    def elements(self, frame: Buffer, dtype: DType) -> DeviceArray:
+        """Return the elements of bytes that came from another process: flat, not to be written, valid as long as
+        the bytes are."""
+
+    def frame(self, array: DeviceArray) -> Buffer:
+        """Return the bytes of a flat array that is here, to be sent; they follow the array until it is written."""
 
     def scale(self, array: DeviceArray, factor: float) -> None:
         """Multiply an array that is here; 16-bit floats in float32, rounded once."""

@@ -222,7 +222,8 @@ TABLE: Tuple[Variable, ...] = (
         "MXNET_KVSTORE_BIGARRAY_BOUND",
         "tuning",
         READ,
-        "Values of at least so many elements are cut over all servers; smaller ones live on one.",
+        "With DISTRUN_PARTITION=mxnet, values of at least so many elements are cut over all servers; smaller ones live"
+        " on one.",
         type=INT,
         low=1,
         default=1000000,
@@ -301,6 +302,14 @@ TABLE: Tuple[Variable, ...] = (
         low=0,
         high=100,
         default=0.0,
+    ),
+    _row(
+        "DISTRUN_PARTITION",
+        "tuning",
+        READ,
+        "Where the scheduler places values: `size`, pieces of 1 MiB on the server with the fewest bytes; or `mxnet`.",
+        choices=("size", "mxnet"),
+        default="size",
     ),
     _row(
         "DISTRUN_FAULTS",

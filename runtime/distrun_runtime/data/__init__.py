@@ -10,19 +10,26 @@ for data, label in Reader(dataset, 32, num_parts=kv.num_workers, part_index=kv.r
 
 from __future__ import annotations
 
-from distrun_runtime.data.cifar import CIFAR10, cifar10_files
-from distrun_runtime.data.epoch import Epochs, epoch_size
+from distrun_runtime.data.datasets import CIFAR10, MNIST, cifar10_files, mnist_files, read_idx
 from distrun_runtime.data.images import ImageRecords, pack_image, unpack_image
-from distrun_runtime.data.mnist import MNIST, mnist_files, read_idx
-from distrun_runtime.data.reader import Arrays, Reader
+from distrun_runtime.data.reader import Arrays, Dataset, Reader
 from distrun_runtime.data.recordio import IRHeader, RecordFile, RecordWriter, pack, unpack
-from distrun_runtime.data.sampler import GlobalShuffleSampler, SplitSampler
-from distrun_runtime.data.split import split_and_load, split_data, split_input_slice
+from distrun_runtime.data.sampling import (
+    Epochs,
+    GlobalShuffleSampler,
+    SplitSampler,
+    epoch_size,
+    part,
+    split_and_load,
+    split_data,
+    split_input_slice,
+)
 
 __all__ = [
     "CIFAR10",
     "MNIST",
     "Arrays",
+    "Dataset",
     "Epochs",
     "GlobalShuffleSampler",
     "IRHeader",
@@ -36,6 +43,7 @@ __all__ = [
     "mnist_files",
     "pack",
     "pack_image",
+    "part",
     "read_idx",
     "split_and_load",
     "split_data",

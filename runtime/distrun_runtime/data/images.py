@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from distrun_runtime.data.reader import Batch
 from distrun_runtime.data.recordio import IRHeader, RecordFile, pack, unpack
-from distrun_runtime.data.sampler import Positions
-from distrun_runtime.data.whole import whole
+from distrun_runtime.data.sampling import Positions, whole
 from distrun_runtime.errors import DataError
 
 if TYPE_CHECKING:

@@ -8,9 +8,7 @@ from typing import Any, Callable, Iterator, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 
-from distrun_runtime.data.epoch import Epochs
-from distrun_runtime.data.sampler import Order, Positions, part
-from distrun_runtime.data.whole import whole
+from distrun_runtime.data.sampling import EpochOrder, Epochs, Positions, part, whole
 
 Batch = tuple[NDArray[Any], NDArray[Any]]
 
@@ -88,7 +86,7 @@ class Reader:
         dataset: an `Arrays`, `MNIST`, `CIFAR10`, `ImageRecords`, or an object of yours with `__len__` and `read`.
         batch_size: examples of a batch, at least 1.
         num_parts, part_index: the number of parts and which of them to read, from 0.
-        remainder: `spread` (parts differ by at most one example), `drop`, `pad` or `wrap`; see `sampler.part`.
+        remainder: `spread` (parts differ by at most one example), `drop`, `pad` or `wrap`; see `part`.
         by: `count`, or `bytes` for files of records: parts are cut at the first record after each
             num_parts-th of the file's bytes, as MXNet does it, so their numbers of examples differ.
         epoch_size: batches of an epoch: exactly so many, starting again when the part is exhausted and going on in
@@ -151,7 +149,7 @@ class Reader:
         # A data set that counts epochs is copied: another reader of it does not change this one's random numbers.
         self._dataset = copy.copy(dataset) if isinstance(dataset, HasEpochs) else dataset
         self._positions = part(len(dataset), num_parts, part_index, remainder)
-        self._order = Order(bool(shuffle), seed, len(dataset) if is_global else None)
+        self._order = EpochOrder(bool(shuffle), seed, len(dataset) if is_global else None)
         self._batch_size = batch_size
         self._discard = last_batch == "discard"
         if not self._batches():

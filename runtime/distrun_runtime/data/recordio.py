@@ -22,7 +22,7 @@ from typing import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from distrun_runtime.data.whole import whole
+from distrun_runtime.data.sampling import whole
 from distrun_runtime.errors import DataError
 
 MAGIC = 0xCED7230A
@@ -50,7 +50,7 @@ class IRHeader:
 
 
 def pack(header: IRHeader, content: bytes) -> bytes:
-    """Return the record of a header and an image file's bytes. The flag follows from the label. Pure.
+    """Return the record of a header and an image file's bytes. The flag follows from the label.
 
     Raises:
         TypeError: a header that is no IRHeader, or content that is not bytes.
@@ -68,7 +68,7 @@ def pack(header: IRHeader, content: bytes) -> bytes:
 
 
 def unpack(record: bytes) -> tuple[IRHeader, bytes]:
-    """Return a record's header and the bytes after it. Pure.
+    """Return a record's header and the bytes after it.
 
     Raises:
         DataError: the record is too short for its header.
@@ -91,7 +91,7 @@ def unpack(record: bytes) -> tuple[IRHeader, bytes]:
 
 
 def encode(record: bytes) -> bytes:
-    """Return a record as it stands in a file: its parts, with heads and padding. Pure.
+    """Return a record as it stands in a file: its parts, with heads and padding.
 
     Raises:
         TypeError: a record that is not bytes.

@@ -19,8 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.errors import WireError
-from distrun_runtime.protocol.message import VERSION, Buffer, Kind, Message
+from distrun_runtime.protocol.message import VERSION, Kind, Message
 
 TOKEN = "token"
 OPEN = "open"

@@ -1,37 +1,44 @@
 """Message <-> frames: what the nodes of a job say to each other.
 
 A message is a list of frames: the head (fixed fields, then `n` entries of 32 bytes), a body (JSON, empty for
-data) and one raw frame for each entry that carries a payload. `docs/protocol.md` fixes the layout and its
-golden bytes are tests; a later change comes with another version.
+data) and raw frames with the payloads of the entries. The entries are one structured array (`ENTRY`): what reads or
+writes them does so for all entries of a message at once. `docs/protocol.md` fixes the layout and its golden bytes are
+tests; a later change comes with another version.
 
-Pure: nothing here touches a socket or the contents of an array.
+Nothing here touches a socket or the contents of a value.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
-from typing import Any, Union
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.device import Buffer
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import WireError
 
-Buffer = Union[bytes, bytearray, memoryview]
-"""What a frame is made of."""
-
 MAGIC = b"DRKV"
-VERSION = 1
+VERSION = 2
 FRAME_LIMIT = 64 * 1024 * 1024
 """No frame is larger: values are cut into pieces far below it, so a stranger cannot make us allocate more."""
 ENTRY_LIMIT = 65536
 
-_HEAD = struct.Struct("<4sHBBHBxIiIiQI8x")
-_ENTRY = struct.Struct("<IBBBxQQQ")
+_HEAD = struct.Struct("<4sHBBHBxIiIiQIII")
+
+ENTRY = np.dtype(
+    [
+        *(("key", "<u4"), ("dtype", "u1"), ("codec", "u1"), ("payload", "u1"), ("reserved", "u1")),
+        *(("offset", "<u8"), ("length", "<u8"), ("round", "<u8")),
+    ]
+)
+"""One entry: `length` elements from element `offset` on of key number `key`, 32 bytes without padding."""
 
 
 class Kind(IntEnum):
@@ -83,9 +90,9 @@ class Payload(IntEnum):
     FRAME = 1
     SEGMENT = 2
     """In shared memory (reserved)."""
+    PACKED = 3
+    """In the frames of the message, end to end in the order of the entries; a frame holds whole entries."""
 
-
-_PLACES = {int(place): place for place in (Payload.NONE, Payload.FRAME)}
 
 DTYPES: tuple[np.dtype[Any], ...] = tuple(
     dtypes.parse(name)
@@ -99,9 +106,12 @@ DTYPES: tuple[np.dtype[Any], ...] = tuple(
 DTYPE_CODES: Mapping[np.dtype[Any], int] = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One piece of one value: `length` elements from element `offset` on, of key number `key`."""
+DTYPE_SIZES: Array = np.array([dtype.itemsize for dtype in DTYPES], np.int64)
+"""Bytes of an element by the code of its dtype."""
+
+
+class Entry(NamedTuple):
+    """One entry by itself, for tables and tests: `entries_of` makes the array of them."""
 
     key: int
     offset: int
@@ -110,17 +120,61 @@ class Entry:
     dtype: int = 0
     codec: int = 0
     """0: the payload is the elements themselves; else the number of a codec (`ops.compression`)."""
-    payload: Payload = Payload.NONE
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of its payload, uncompressed."""
-        return self.length * DTYPES[self.dtype].itemsize
+    payload: int = Payload.NONE
 
 
-@dataclass(frozen=True)
+def entries_of(rows: Iterable[Entry]) -> Array:
+    """Return the structured array of some entries."""
+    given = [
+        (key, dtype, codec, payload, 0, offset, length, turn)
+        for key, offset, length, turn, dtype, codec, payload in rows
+    ]
+    return np.array(given, ENTRY)
+
+
+def rows_of(entries: Array) -> list[Entry]:
+    """Return the entries of an array one by one, as Python numbers."""
+    return [
+        Entry(key, offset, length, turn, dtype, codec, payload)
+        for key, dtype, codec, payload, _, offset, length, turn in entries.tolist()
+    ]
+
+
+def sizes_of(entries: Array) -> Array:
+    """Return the bytes of each entry's elements, uncompressed: int64 of shape (n,)."""
+    sizes: Array = entries["length"].astype(np.int64) * DTYPE_SIZES[entries["dtype"]]
+    return sizes
+
+
+def payloads_of(entries: Array, payloads: Sequence[Buffer]) -> list[Buffer | None]:
+    """Return for each entry its payload, of the frames after the body; None where it has none."""
+    kinds = entries["payload"].tolist()
+    if Payload.PACKED not in kinds:
+        frames = iter(payloads)
+        return [next(frames) if kind == Payload.FRAME else None for kind in kinds]
+    result: list[Buffer | None] = []
+    number, at = 0, 0
+    views = [memoryview(frame).cast("B") if memoryview(frame).nbytes else memoryview(b"") for frame in payloads]
+    for size in sizes_of(entries).tolist():
+        while size and number < len(views) - 1 and at >= len(views[number]):
+            number, at = number + 1, 0
+        result.append(views[number][at : at + size] if views else b"")
+        at += size
+    return result
+
+
+NO_ENTRIES: Array = np.empty(0, ENTRY)
+NO_ENTRIES.flags.writeable = False
+
+
+@dataclass(frozen=True, eq=False)
 class Message:
-    """One message. `payloads` holds one buffer for each entry whose payload kind is FRAME, in order."""
+    """One message.
+
+    `payloads` holds the frames after the body: one for each entry whose payload kind is FRAME, or the frames that the
+    PACKED entries share. `bucket` names a list of entries that the receiver knows from an earlier message of this
+    sender (0: none); without entries of its own the message has those, `step` rounds later.
+    """
 
     kind: Kind
     flags: Flag = Flag.NONE
@@ -131,7 +185,9 @@ class Message:
     incarnation: int = 0
     priority: int = 0
     request: int = 0
-    entries: tuple[Entry, ...] = ()
+    bucket: int = 0
+    step: int = 0
+    entries: Array = field(default_factory=lambda: NO_ENTRIES)
     body: Mapping[str, Any] = field(default_factory=dict)
     payloads: Sequence[Buffer] = ()
 
@@ -159,14 +215,10 @@ def encode(message: Message) -> list[Buffer]:
     head = _HEAD.pack(
         *(MAGIC, VERSION, message.kind, message.flags, message.store, message.role),
         *(message.epoch, message.rank, message.incarnation, max(-(2**31), min(message.priority, 2**31 - 1))),
-        *(message.request & 0xFFFFFFFFFFFFFFFF, len(message.entries)),
-    )
-    entries = b"".join(
-        _ENTRY.pack(entry.key, entry.dtype, entry.codec, entry.payload, entry.offset, entry.length, entry.round)
-        for entry in message.entries
+        *(message.request & 0xFFFFFFFFFFFFFFFF, len(message.entries), message.bucket, message.step),
     )
     body = json.dumps(message.body, separators=(",", ":"), sort_keys=True).encode() if message.body else b""
-    return [head + entries, body, *message.payloads]
+    return [head + message.entries.tobytes() if len(message.entries) else head, body, *message.payloads]
 
 
 def decode(frames: Sequence[Buffer]) -> Message:
@@ -180,16 +232,17 @@ def decode(frames: Sequence[Buffer]) -> Message:
     head = memoryview(frames[0]).cast("B")
     if len(head) < _HEAD.size or bytes(head[:4]) != MAGIC:
         raise WireError("not a distrun message: it begins with %r" % bytes(head[:8]))
-    _, version, kind, flags, store, role, epoch, rank, incarnation, priority, request, count = _HEAD.unpack_from(head)
+    fields = _HEAD.unpack_from(head)
+    _, version, kind, flags, store, role, epoch, rank, incarnation, priority, request, count, bucket, step = fields
     if version != VERSION:
         raise WireError("message version %d; this program speaks version %d" % (version, VERSION))
-    if count > ENTRY_LIMIT or len(head) != _HEAD.size + count * _ENTRY.size:
+    if count > ENTRY_LIMIT or len(head) != _HEAD.size + count * ENTRY.itemsize:
         raise WireError("a head of %d bytes cannot hold %d entries" % (len(head), count))
     if flags & ~_FLAGS:
         # Checked here: IntFlag takes any bits (enum's KEEP boundary).
         raise WireError("message of unknown flags: 0x%02x" % flags)
     payloads = frames[2:]
-    entries = _entries(head, count, payloads)
+    entries = _entries(head, count, payloads, bucket)
     try:
         return Message(
             kind=Kind(kind),
@@ -201,6 +254,8 @@ def decode(frames: Sequence[Buffer]) -> Message:
             incarnation=incarnation,
             priority=priority,
             request=request,
+            bucket=bucket,
+            step=step,
             entries=entries,
             body=_body(frames[1]),
             payloads=payloads,
@@ -209,27 +264,62 @@ def decode(frames: Sequence[Buffer]) -> Message:
         raise WireError("message of unknown kind: %s" % err) from err
 
 
-def _entries(head: memoryview, count: int, payloads: Sequence[Buffer]) -> tuple[Entry, ...]:
-    entries = []
-    at = 0
-    for number in range(count):
-        key, dtype, codec, payload, offset, length, turn = _ENTRY.unpack_from(head, _HEAD.size + number * _ENTRY.size)
-        where = _PLACES.get(payload)
-        if dtype >= len(DTYPES) or where is None:
-            raise WireError("entry %d has dtype %d, codec %d, payload kind %d" % (number, dtype, codec, payload))
-        entry = Entry(key, offset, length, turn, dtype, codec, where)
-        if where is Payload.FRAME:
-            if at >= len(payloads):
-                raise WireError("entry %d announces a payload; only %d frames came" % (number, len(payloads)))
-            found = memoryview(payloads[at]).nbytes
-            # What a codec makes of the elements, whoever decodes it checks.
-            if codec == 0 and found != entry.size_bytes:
-                raise WireError("entry %d announces %d bytes, its frame has %d" % (number, entry.size_bytes, found))
-            at += 1
-        entries.append(entry)
-    if at != len(payloads):
-        raise WireError("%d payload frames for %d entries that announce one" % (len(payloads), at))
-    return tuple(entries)
+def _entries(head: memoryview, count: int, payloads: Sequence[Buffer], bucket: int) -> Array:
+    """Return the entries of a head, checked against the payload frames."""
+    if not count:
+        if payloads and not bucket:
+            raise WireError("%d payload frames for 0 entries that announce one" % len(payloads))
+        return NO_ENTRIES
+    entries = np.frombuffer(head, ENTRY, count, _HEAD.size)
+    wrong = (entries["dtype"] >= len(DTYPES)) | ~np.isin(entries["payload"], _KINDS)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        row = rows_of(entries[at : at + 1])[0]
+        raise WireError("entry %d has dtype %d, codec %d, payload kind %d" % (at, row.dtype, row.codec, row.payload))
+    if (entries["payload"] == Payload.PACKED).any():
+        check_packed(entries, payloads)
+    else:
+        _check_frames(entries, payloads)
+    return entries
+
+
+_KINDS = np.array([Payload.NONE, Payload.FRAME, Payload.PACKED], np.uint8)
+
+
+def _check_frames(entries: Array, payloads: Sequence[Buffer]) -> None:
+    """Raise WireError unless each entry that announces a frame has one, of the right size if it is not encoded."""
+    announced = np.flatnonzero(entries["payload"] == Payload.FRAME).tolist()
+    if len(announced) > len(payloads):
+        text = "entry %d announces a payload; only %d frames came"
+        raise WireError(text % (announced[len(payloads)], len(payloads)))
+    sizes, codecs = sizes_of(entries), entries["codec"]
+    for number, payload in zip(announced, payloads, strict=False):
+        found = memoryview(payload).nbytes
+        # What a codec makes of the elements is checked where it is decoded.
+        if codecs[number] == 0 and found != sizes[number]:
+            raise WireError("entry %d announces %d bytes, its frame has %d" % (number, sizes[number], found))
+    if len(announced) != len(payloads):
+        raise WireError("%d payload frames for %d entries that announce one" % (len(payloads), len(announced)))
+
+
+def check_packed(entries: Array, payloads: Sequence[Buffer]) -> None:
+    """Check that frames hold the elements of all entries end to end, of one dtype, and that no frame's end cuts one.
+
+    Raises:
+        WireError: they do not; says what was expected.
+    """
+    if (entries["payload"] != Payload.PACKED).any() or entries["codec"].any():
+        raise WireError("packed entries share their frames with entries of another kind")
+    if (entries["dtype"] != entries["dtype"][0]).any():
+        raise WireError("packed entries of several element types")
+    if (entries["length"] > FRAME_LIMIT).any():
+        raise WireError("an entry of %d elements; no frame can hold it" % int(entries["length"].max()))
+    ends = np.cumsum(sizes_of(entries))
+    found = np.cumsum([memoryview(payload).nbytes for payload in payloads]) if payloads else np.zeros(1, np.int64)
+    if found[-1] != ends[-1]:
+        raise WireError("%d packed entries announce %d bytes, their frames have %d" % (len(ends), ends[-1], found[-1]))
+    if not np.isin(found, ends).all():
+        raise WireError("a frame ends within a packed entry")
 
 
 def _body(frame: Buffer) -> Mapping[str, Any]:

@@ -1,8 +1,8 @@
-"""Saving and loading a store's states, as the scheduler sees to it when all workers have asked. Pure.
+"""The scheduler's part in saving and loading a store's states, when all workers have asked. No side effects.
 
-Save: every server writes its pieces to a file of its own and answers with what is in it; the sum of that is the
+Save: every server writes its shards to a file of its own and answers with what is in it; the sum of that is the
 manifest, which rank 0 writes last. Load: the workers are told first what is there (`look`), so that each reads its own
-file before anything changes. Then every server reads and checks what its pieces need (`stage`); only when all could,
+file before anything changes. Then every server reads and checks what its shards need (`stage`); only when all could,
 the store gets the saved rule if it has none, and the servers put the values in their places (`commit`). The formats
 are in docs/states.md.
 """
@@ -10,46 +10,25 @@ are in docs/states.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role
-from distrun_runtime.ps.collective import Call
-from distrun_runtime.ps.errands import Answers, Errands, Then
-from distrun_runtime.ps.keys import Keys
+from distrun_runtime.ps.agreement import Call, Rules, Subject
 from distrun_runtime.ps.replies import answer
-from distrun_runtime.ps.roster import Roster
-from distrun_runtime.ps.rulebook import Rulebook
-from distrun_runtime.ps.statefile import worker_file, worker_files
-
-FORMAT = 1
-"""Version of the manifest."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The store that is saved or loaded."""
-
-    number: int
-    type: str
-    keys: Keys
-
-    @property
-    def is_sync(self) -> bool:
-        """Whether its pushes make rounds."""
-        return "async" not in self.type
+from distrun_runtime.ps.roster import Answers, Queries, Roster, Then
+from distrun_runtime.ps.statefile import FORMAT, worker_file, worker_files
 
 
 class Checkpoints:
     """What is saved and loaded at the moment."""
 
-    def __init__(self, roster: Roster, errands: Errands, rulebook: Rulebook) -> None:
+    def __init__(self, roster: Roster, queries: Queries, rules: Rules) -> None:
         self._roster = roster
-        self._errands = errands
-        self._rulebook = rulebook
+        self._queries = queries
+        self._rules = rules
 
     def save(self, store: Subject, calls: Mapping[int, Call]) -> list[role.Action]:
         """Have all servers write their files, then tell the workers what they wrote."""
@@ -76,20 +55,20 @@ class Checkpoints:
         if calls[0].message.body.get("look"):
             return self._tell_workers(store, calls, manifest)
         saved = store.keys.saved_as(manifest["keys"])
-        wish = self._rulebook.spec(store.number) or _spec(manifest)
+        wanted = self._rules.spec(store.number) or _spec(manifest)
         body = {
             "action": "stage",
             "folder": calls[0].message.body["folder"],
             "manifest": manifest,
             "numbers": saved,
-            "spec": None if wish is None else dict(wish.to_json()),
+            "spec": None if wanted is None else dict(wanted.to_json()),
         }
         return self._tell(Kind.LOAD, store, body, lambda answers: self._staged(store, calls, manifest, answers))
 
     def _against(self, store: Subject, manifest: Mapping[str, Any]) -> str:
         if manifest.get("format") != FORMAT:
             return "saved states of format %r; this version reads %d" % (manifest.get("format"), FORMAT)
-        present, saved = self._rulebook.spec(store.number), _spec(manifest)
+        present, saved = self._rules.spec(store.number), _spec(manifest)
         if present is not None and saved is not None and present.name != saved.name:
             return "the states were saved under the rule %r, the store has %r" % (saved.name, present.name)
         wrong = store.keys.differ_from(manifest["keys"])
@@ -114,7 +93,7 @@ class Checkpoints:
 
         if answers.errors:
             return self._drop(store, calls, answers)
-        return self._rulebook.restore(store.number, _spec(manifest), ruled)
+        return self._rules.restore(store.number, _spec(manifest), ruled)
 
     def _drop(self, store: Subject, calls: Mapping[int, Call], answers: Answers) -> list[role.Action]:
         return self._tell(Kind.LOAD, store, {"action": "drop"}, lambda _: _refuse(calls, answers))
@@ -155,7 +134,7 @@ class Checkpoints:
         return [[number, rounds[old]] for number, old, _ in store.keys.saved_as(manifest["keys"]) if old in rounds]
 
     def _rule(self, store: Subject) -> dict[str, Any] | None:
-        spec = self._rulebook.spec(store.number)
+        spec = self._rules.spec(store.number)
         return None if spec is None else dict(spec.to_json())
 
     def _tell_workers(
@@ -165,7 +144,7 @@ class Checkpoints:
         return [role.Send(call.link, answer(call.message, facts)) for call in calls.values()]
 
     def _tell(self, kind: Kind, store: Subject, body: Mapping[str, Any], then: Then) -> list[role.Action]:
-        return self._errands.send(Message(kind, store=store.number, body=body), self._roster.alive("server"), then)
+        return self._queries.send(Message(kind, store=store.number, body=body), self._roster.alive("server"), then)
 
 
 def _spec(manifest: Mapping[str, Any]) -> RuleSpec | None:

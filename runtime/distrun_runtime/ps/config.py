@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
-from collections.abc import Mapping
+import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distrun_runtime.contract import address, environ
 from distrun_runtime.errors import ContractError
 from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.transport.base import Heartbeat, endpoint
 from distrun_runtime.transport.faults import NO_FAULTS, Faults
-from distrun_runtime.transport.zeromq import Heartbeat, endpoint
 
 OPEN_JOB = "by-hand"
 """Job id of a job that was started by hand."""
@@ -40,8 +42,10 @@ class Config:
     start_timeout_s: float
     op_timeout_s: float
     bigarray_bound: int
-    """Elements from which a value is cut over all servers."""
+    """Elements from which a value is cut over all servers, if they are placed as MXNet does."""
     verbose: int
+    partition: str = "size"
+    """How the scheduler places values: `size`, or `mxnet`."""
     ports: tuple[int, ...] = ()
     """Ports that may be bound; empty: any."""
     stays: bool = False
@@ -111,6 +115,7 @@ def read(role: str, env: Mapping[str, str] | None = None) -> Config:
         start_timeout_s=environ.read("DISTRUN_START_TIMEOUT", env),
         op_timeout_s=environ.read("DISTRUN_OP_TIMEOUT", env),
         bigarray_bound=environ.read("MXNET_KVSTORE_BIGARRAY_BOUND", env),
+        partition=environ.read("DISTRUN_PARTITION", env),
         verbose=environ.read("PS_VERBOSE", env),
         ports=port_range(environ.text("DISTRUN_PORT_RANGE", env)),
         stays=environ.read("DISTRUN_PUBLISH_FD", env) is not None,
@@ -203,3 +208,31 @@ def _token(env: Mapping[str, str] | None) -> bytes:
     if not token:
         raise ContractError("DISTRUN_TOKEN_FILE=%r is empty on host %s" % (path, socket.gethostname()))
     return token
+
+
+# Users' modules
+
+
+def import_all(modules: Sequence[str], host: str) -> None:
+    """Import the modules that users' rules come from.
+
+    Raises:
+        ContractError: one cannot be imported; names it, the host and what to do, with the traceback of what it raised.
+    """
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as err:
+            # A user's module may raise anything; the job cannot go on without it.
+            raise ContractError(_import_text(name, host, err)) from err
+
+
+def _import_text(name: str, host: str, err: Exception) -> str:
+    head = "DISTRUN_SERVER_IMPORT (--server-import) names module %s, which cannot be imported on host %s: %s: %s"
+    head %= (name, host, type(err).__name__, err)
+    if isinstance(err, ModuleNotFoundError) and err.name in {name, name.partition(".")[0]}:
+        return (
+            "%s. This server started in %s: have the module there, or its folder on PYTHONPATH (distrun launch --env"
+            " PYTHONPATH=DIR); --sync-dst-dir copies the current directory to other hosts" % (head, os.getcwd())
+        )
+    return "%s\n%s" % (head, traceback.format_exc().rstrip())

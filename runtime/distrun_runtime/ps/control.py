@@ -9,10 +9,10 @@ from typing import Any
 from distrun_runtime.protocol.handshake import Identity
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role, statefile, work
-from distrun_runtime.ps.counters import Counters
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.replies import answer, failed, refusal
-from distrun_runtime.ps.slots import Slot, Store
+from distrun_runtime.ps.shards import Store
+from distrun_runtime.ps.stats import Counters
 
 Stores = dict[int, Store]
 
@@ -38,10 +38,10 @@ class Control:
             return self._states(message, stores)
         return None
 
-    def from_worker(self, link: role.Link, rank: int, message: Message, stores: Stores) -> list[role.Action] | None:
-        """Take in a request of a worker."""
+    def from_worker(self, link: role.Link, message: Message, stores: Stores, waiting: int) -> list[role.Action] | None:
+        """Take in a request of a worker; `waiting`: how many pulls of the store wait."""
         if message.kind is Kind.STATS:
-            return [role.Send(link, answer(message, self._stats(stores.get(message.store))))]
+            return [role.Send(link, answer(message, self._stats(stores.get(message.store), waiting)))]
         if message.kind is Kind.PROFILE:
             return [role.Send(link, self._profile(message))]
         return None
@@ -67,10 +67,11 @@ class Control:
             return [role.Send(role.SCHEDULER_LINK, failed(what.message, event))]
         body: dict[str, Any] = {}
         if isinstance(what, work.SetRule):
-            stores.setdefault(what.store, Store(what.store)).has_rule = what.spec is not None
+            stores.setdefault(what.store, Store(what.store, self._me().workers)).has_rule = what.spec is not None
         elif isinstance(what, work.Save):
             store = stores.get(what.store)
-            body = {**event.value, "rounds": store.updates() if store is not None and store.is_sync else []}
+            is_sync = store is not None and store.is_sync
+            body = {**event.value, "rounds": store.rounds(store.changed_rounds()) if store and is_sync else []}
         elif isinstance(what, work.Load) and what.message.body["action"] == "commit":
             _set_rounds(stores.get(what.store), what.message.body)
         return [role.Send(role.SCHEDULER_LINK, answer(what.message, body))]
@@ -79,8 +80,7 @@ class Control:
 
     def _states(self, message: Message, stores: Stores) -> list[role.Action]:
         store = stores.get(message.store)
-        slots = list(store.slots.values()) if store is not None else []
-        if any(slot.ordered > slot.round or slot.clock.pending for slot in slots):
+        if store is not None and (store.pending or (store.ordered > store.done).any()):
             # An update waits for norms of other servers; they are on their way.
             self._held.append(message)
             return []
@@ -94,15 +94,15 @@ class Control:
 
     # Counters and profiles
 
-    def _stats(self, store: Store | None) -> dict[str, object]:
-        slots = list(store.slots.values()) if store is not None else []
+    def _stats(self, store: Store | None, waiting: int) -> dict[str, object]:
+        is_used = store is not None and store.count > 0
         return {
             "server": self._me().name,
             "host": self._me().host,
-            "keys": len({slot.id.key for slot in slots}),
-            "pieces": len(slots),
-            "rounds": max((slot.updates for slot in slots), default=0),
-            "queue": _waiting(slots),
+            "keys": len(store.by_key) if store is not None else 0,
+            "pieces": store.count if store is not None else 0,
+            "rounds": int(store.changed_rounds().max()) if store is not None and is_used else 0,
+            "queue": waiting,
             **self._counters.to_json(),
         }
 
@@ -123,31 +123,28 @@ def _open_round(store: Store, message: Message, workers: int) -> str:
     """Return that a round is open, in words: some workers pushed more often than others; empty: none is."""
     body = message.body
     names = {int(pair[0]): pair[-1] for pair in body["names" if message.kind is Kind.SAVE else "numbers"]}
-    for slot in store.slots.values():
-        if slot.open and slot.id.key in names:
-            pushed = _names(slot.open.get(slot.ordered + 1, ()))
-            missing = _names(store.missing(slot, workers))
+    for shard in range(store.count):
+        key = int(store.key[shard])
+        if key in names and store.is_open(shard):
+            number, gone = int(store.ordered[shard]) + 1, store.missing(shard)
+            pushed = _names(rank for rank in range(workers) if store.contributed(shard, rank, number))
             return (
                 "round %d of key %r is open: %s pushed it, %s did not; states are saved and loaded when all workers"
                 " have pushed equally often"
-            ) % (slot.ordered + 1, names[slot.id.key], pushed or "nobody", missing)
+            ) % (number, names[key], pushed or "nobody", _names(gone))
     return ""
 
 
 def _set_rounds(store: Store | None, body: Mapping[str, Any]) -> None:
+    if store is None:
+        return
     rounds = {int(number): int(done) for number, done in body.get("rounds", ())}
-    for slot in store.slots.values() if store is not None else ():
-        slot.is_fresh = True
-        if slot.id.key in rounds:
-            slot.round = slot.ordered = rounds[slot.id.key]
-            slot.skips = 0
-            for left in (slot.open, slot.failed, slot.skipping, slot.skipped):
-                left.clear()
-        slot.late.clear()
-
-
-def _waiting(slots: Iterable[Slot]) -> int:
-    return len({id(pull) for slot in slots for pull, _ in slot.waiting})
+    store.fresh[: store.count] = True
+    store.late.clear()
+    for shard in range(store.count):
+        number = rounds.get(int(store.key[shard]))
+        if number is not None:
+            store.set_round(shard, number)
 
 
 def _names(ranks: Iterable[int]) -> str:

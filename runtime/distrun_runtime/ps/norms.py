@@ -8,10 +8,14 @@ same totals. Parts, not elements, are what is known here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from distrun_runtime.ps.work import SlotId, Turn
+from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.message import Message
+from distrun_runtime.ps import role
+from distrun_runtime.ps.shards import Failure, Turn
 
 
 class Part(NamedTuple):
@@ -22,21 +26,14 @@ class Part(NamedTuple):
     squares: tuple[float, ...]
 
 
-class Failure(NamedTuple):
-    """Why an update failed: what callers are told, and a traceback of whoever failed."""
-
-    reason: str
-    traceback: str = ""
-
-
 @dataclass
 class _Exchange:
     """What is known of one update of one key."""
 
     parts: dict[int, Part] = field(default_factory=dict)
     """By offset, ours and others'."""
-    slots: list[SlotId] = field(default_factory=list)
-    """Ours that wait for the totals."""
+    shards: dict[int, int] = field(default_factory=dict)
+    """Ours that wait for the totals, with their offsets."""
     failure: Failure | None = None
 
 
@@ -49,13 +46,13 @@ class Norms:
     def __bool__(self) -> bool:
         return bool(self._open)
 
-    def mine(self, turn: Turn, slot: SlotId, length: int, squares: tuple[float, ...]) -> list[Part]:
-        """Enter a slot of ours that is ready for this turn; return our parts so far."""
+    def mine(self, turn: Turn, shard: int, offset: int, length: int, squares: tuple[float, ...]) -> list[Part]:
+        """Enter a shard of ours that is ready for this turn; return our parts so far."""
         exchange = self._open.setdefault(turn, _Exchange())
-        exchange.slots.append(slot)
-        exchange.parts[slot.offset] = Part(slot.offset, length, squares)
-        ours = {each.offset for each in exchange.slots}
-        return [part for offset, part in sorted(exchange.parts.items()) if offset in ours]
+        exchange.shards[shard] = offset
+        exchange.parts[offset] = Part(offset, length, squares)
+        ours = set(exchange.shards.values())
+        return [part for at, part in sorted(exchange.parts.items()) if at in ours]
 
     def theirs(self, turn: Turn, parts: list[Part]) -> None:
         """Enter the parts of another server."""
@@ -63,7 +60,7 @@ class Norms:
         exchange.parts.update((part.offset, part) for part in parts)
 
     def fail(self, turn: Turn, failure: Failure) -> None:
-        """The update of this turn fails, here and for slots that are not ready yet; the first reason counts."""
+        """The update of this turn fails, here and for shards that are not ready yet; the first reason counts."""
         exchange = self._open.setdefault(turn, _Exchange())
         exchange.failure = exchange.failure or failure
 
@@ -75,8 +72,8 @@ class Norms:
         """Return the turns that are under way."""
         return list(self._open)
 
-    def settled(self, turn: Turn, size: int) -> tuple[list[SlotId], tuple[float, ...] | Failure] | None:
-        """Return our slots that may go on, and with what: totals or a failure; None: parts are missing.
+    def settled(self, turn: Turn, size: int) -> tuple[list[int], tuple[float, ...] | Failure] | None:
+        """Return our shards that may go on, and with what: totals or a failure; None: parts are missing.
 
         Arguments:
             size: elements of the whole value.
@@ -85,21 +82,57 @@ class Norms:
         if exchange is None:
             return None
         parts = [part for _, part in sorted(exchange.parts.items())]
-        slots, exchange.slots = exchange.slots, []
+        waiting, exchange.shards = exchange.shards, {}
+        shards = list(waiting)
         if exchange.failure is not None:
-            return slots, exchange.failure
+            return shards, exchange.failure
         if sum(part.length for part in parts) < size:
-            exchange.slots = slots
+            exchange.shards = waiting
             return None
         if len({len(part.squares) for part in parts}) > 1:
             exchange.failure = Failure("the servers applied different rules")
-            return slots, exchange.failure
-        return slots, tuple(sum(column) for column in zip(*(part.squares for part in parts), strict=True))
+            return shards, exchange.failure
+        return shards, tuple(sum(column) for column in zip(*(part.squares for part in parts), strict=True))
 
     def close(self, turn: Turn) -> None:
-        """Forget a turn: all our slots are through."""
+        """Forget a turn: all our shards are through."""
         self._open.pop(turn, None)
 
     def clear(self) -> None:
         """Forget all."""
         self._open.clear()
+
+
+class Peers:
+    """The other servers of the job: connected to when there is something to tell them.
+
+    A connection carries messages one way, from the side that opened it; the other side opens its own.
+    """
+
+    def __init__(self) -> None:
+        self._endpoints: dict[str, str] = {}
+        self._called: set[str] = set()
+
+    def learn(self, nodes: Sequence[Identity], rank: int) -> None:
+        """Take in the job's roster; `rank` is ours."""
+        self._endpoints = {node.name: node.endpoint for node in nodes if node.role == "server" and node.rank != rank}
+
+    def __len__(self) -> int:
+        return len(self._endpoints)
+
+    def tell(self, message: Message) -> list[role.Action]:
+        """Send a message to all of them."""
+        actions: list[role.Action] = []
+        for name, endpoint in self._endpoints.items():
+            if name not in self._called:
+                # What is sent before its WELCOME waits at the post office.
+                self._called.add(name)
+                actions.append(role.Connect(name, endpoint))
+            actions.append(role.Send(name, message))
+        return actions
+
+    def lost(self, link: role.Link) -> bool:
+        """A connection ended or was refused; tell whether it was one of ours to another server."""
+        is_ours = link in self._called
+        self._called.discard(link)
+        return is_ours

@@ -1,6 +1,6 @@
 """THE loop of a node: receive, let the role decide, act. One per process, passed in, never global.
 
-It owns the transport, proves connections (HELLO) before any role hears of them, drives the executor of a server,
+It owns the transport, proves connections (HELLO) before any role hears of them, drives the engine of a server,
 and traces what PS_VERBOSE asks for. Nothing is sent on a connection before it is welcome.
 """
 
@@ -13,17 +13,16 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
+from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.errors import WireError
 from distrun_runtime.protocol import handshake, message
-from distrun_runtime.protocol.message import Buffer, Kind, Message
-from distrun_runtime.ps import role, work
-from distrun_runtime.ps.executor import Executor
+from distrun_runtime.protocol.message import Kind, Message
+from distrun_runtime.ps import role
+from distrun_runtime.ps.engine import Engine, Reply
 from distrun_runtime.ps.replies import refusal
 from distrun_runtime.ps.trace import Trace
-from distrun_runtime.transport import zeromq as net
-from distrun_runtime.transport.admission import Stranger
+from distrun_runtime.transport.base import Down, Event, Lease, Rejected, Released, Stranger, Transport, Up
 
 logger = logging.getLogger(__name__)
 
@@ -35,42 +34,6 @@ LINGER_S = 2.0
 """How long the scheduler's last words have to leave."""
 STRANGER_S = 10.0
 """How long a connection in may stay without proof."""
-
-
-class Transport(Protocol):
-    """What the loop needs of a transport; `ZmqTransport` says what each method does."""
-
-    def connect(self, link: str, endpoint: str) -> None:
-        """Open a connection."""
-        ...
-
-    def disconnect(self, link: str, linger_s: float = 0.0) -> None:
-        """Close a connection."""
-        ...
-
-    def proven(self, link: str) -> None:
-        """Lift the limits of a connection that came in."""
-        ...
-
-    def refused(self, link: str) -> None:
-        """Close a connection that came in, in a moment."""
-        ...
-
-    def send(self, link: str, frames: Sequence[Buffer]) -> net.Lease:
-        """Send frames."""
-        ...
-
-    def poll(self, timeout_s: float) -> list[net.Event]:
-        """Return what happened."""
-        ...
-
-    def wake(self) -> None:
-        """End a poll early."""
-        ...
-
-    def close(self, linger_s: float = 0.0) -> None:
-        """Close everything."""
-        ...
 
 
 @dataclass
@@ -99,7 +62,7 @@ class Postoffice:
         token: bytes,
         trace: Trace,
         *,
-        executor: Executor | None = None,
+        engine: Engine | None = None,
         publish: Callable[[Mapping[str, str]], None] = lambda facts: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -107,7 +70,7 @@ class Postoffice:
         self._role = role_
         self._token = token
         self._trace = trace
-        self._executor = executor
+        self._engine = engine
         self._publish = publish
         self._clock = clock
         self._gates: dict[str, _Gate] = {}
@@ -145,15 +108,18 @@ class Postoffice:
 
     # Connections
 
-    def _arrived(self, event: net.Event) -> None:
-        if isinstance(event, net.Up):
+    def _arrived(self, event: Event) -> None:
+        if isinstance(event, Up):
             self._say_hello(event.link)
-        elif isinstance(event, net.Down):
+        elif isinstance(event, Down):
             self._ended(event.link, event.reason)
-        elif isinstance(event, net.Rejected):
+        elif isinstance(event, Rejected):
             self._turned_away(event.link, event.reason)
         elif isinstance(event, Stranger):
             self._deny(role.Denied(event.reason, event.address, event.is_foreign, event.is_same_user))
+        elif isinstance(event, Released):
+            if self._engine is not None:
+                self._engine.released(event.lease)
         else:
             self._received(event.link, event.frames)
 
@@ -324,19 +290,17 @@ class Postoffice:
             self._finish = action
 
     def _work(self, action: role.Work) -> list[role.Action]:
-        assert self._executor is not None
-        if isinstance(action.what, work.Deliver):
-            reply, slots = self._executor.deliver(action.what)
-            lease = self._send(action.what.link, reply)
-            if lease is not None:
-                self._executor.lend(slots, lease)
-            return []
-        done = self._executor.do(action.what)
+        assert self._engine is not None
+        done = self._engine.do(action.what)
+        if isinstance(done.value, Reply):
+            lease = self._send(done.value.link, done.value.message)
+            if done.value.lease is not None:
+                self._engine.sent(done.value.lease, lease)
         if done.error is not None and not action.reports:
             self._trace.log("ERROR", "event=work-failed work=%s error=%s" % (type(action.what).__name__, done.error))
         return self._role.handle(done, self._clock()) if action.reports else []
 
-    def _send(self, link: str, out: Message) -> net.Lease | None:
+    def _send(self, link: str, out: Message) -> Lease | None:
         gate = self._gates.get(link)
         if gate is None:
             return None  # It broke or was refused; whoever waits for the answer hears of that.
@@ -345,7 +309,7 @@ class Postoffice:
             return None
         return self._transmit(link, out)
 
-    def _transmit(self, link: str, out: Message) -> net.Lease | None:
+    def _transmit(self, link: str, out: Message) -> Lease | None:
         me = self._role.me
         out = replace(out, role=ROLE_CODES[me.role], rank=me.rank, incarnation=me.incarnation)
         self._trace.sent(link, out)

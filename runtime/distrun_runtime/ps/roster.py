@@ -1,12 +1,18 @@
-"""Who is in the job, who is late, who is gone. Pure."""
+"""The nodes of a job as the scheduler knows them: who is here, who is late, who is gone; and queries to all servers.
+
+No side effects: what is to be sent is returned as actions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.message import Message
+from distrun_runtime.ps.replies import refusal
+from distrun_runtime.ps.role import Action, Send
 
 ALIVE = "alive"
 LEFT = "left"
@@ -24,7 +30,7 @@ class Member:
 
 
 class Roster:
-    """The scheduler's book of workers and servers."""
+    """The workers and servers of a job."""
 
     def __init__(self, workers: int, servers: int) -> None:
         self.expected = {"worker": workers, "server": servers}
@@ -52,11 +58,11 @@ class Roster:
         return ""
 
     def add(self, link: str, peer: Identity) -> None:
-        """Enter a node that `against` said nothing about."""
+        """Add a node that `against` said nothing about."""
         self.members[link] = Member(link, peer)
 
     def remove(self, link: str) -> None:
-        """Strike a node out, before the roster is complete."""
+        """Remove a node, before the roster is complete."""
         self.members.pop(link, None)
 
     @property
@@ -117,3 +123,87 @@ def from_json(value: Sequence[dict[str, Any]]) -> list[Identity]:
     """Return the nodes of a ROSTER message; members that we do not know are ignored."""
     names = [each.name for each in fields(Identity)]
     return [Identity(**{name: node[name] for name in names}) for node in value]
+
+
+# Queries to all servers
+
+
+@dataclass
+class Answers:
+    """What the servers said to one query."""
+
+    bodies: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Server's name to its reply, of those that did what was asked."""
+    errors: list[str] = field(default_factory=list)
+    """Why the others refused it, each with its name."""
+    error: str = "KVError"
+    """Class of the first of these, of distrun_runtime.errors."""
+    traceback: str = ""
+
+    def refusal(self, request: Message) -> Message:
+        """Return the refusal of the request that led to it: the reasons of all servers."""
+        return refusal(request, folded(self.errors), self.error, self.traceback)
+
+
+def folded(errors: Iterable[str]) -> str:
+    """Return errors `name: reason` as one text, in which each reason stands once, after all who gave it."""
+    names: dict[str, list[str]] = {}
+    for error in sorted(errors):
+        name, _, reason = error.partition(": ")
+        names.setdefault(reason, []).append(name)
+    return "; ".join(": ".join(filter(None, (", ".join(those), reason))) for reason, those in names.items())
+
+
+Then = Callable[[Answers], list[Action]]
+"""Returns what follows."""
+
+
+@dataclass
+class _Query:
+    """One message to several servers."""
+
+    waiting: set[str]
+    then: Then
+    answers: Answers = field(default_factory=Answers)
+
+
+class Queries:
+    """The queries that are under way."""
+
+    def __init__(self) -> None:
+        self._queries: dict[int, _Query] = {}
+        self._count = 0
+
+    def send(self, message: Message, servers: Iterable[Member], then: Then) -> list[Action]:
+        """Send `message` to all servers; `then` gives what follows when all have answered."""
+        self._count += 1
+        links = [server.link for server in servers]
+        self._queries[self._count] = _Query(set(links), then)
+        numbered = replace(message, request=self._count)
+        return [Send(link, numbered) for link in links]
+
+    def forget(self) -> None:
+        """Drop all queries. Numbers go on, so that a late answer does not count for a later query."""
+        self._queries.clear()
+
+    def answered(self, server: Member, reply: Message) -> list[Action]:
+        """Take in a server's reply and return what follows from it."""
+        query = self._queries.get(reply.request)
+        if query is None or server.link not in query.waiting:
+            return []
+        query.waiting.discard(server.link)
+        _note(query.answers, server.who.name, reply)
+        if query.waiting:
+            return []
+        del self._queries[reply.request]
+        return query.then(query.answers)
+
+
+def _note(answers: Answers, name: str, reply: Message) -> None:
+    if not reply.is_error:
+        answers.bodies[name] = reply.body
+        return
+    if not answers.errors:
+        answers.error = str(reply.body.get("error", "KVError"))
+        answers.traceback = str(reply.body.get("traceback", ""))
+    answers.errors.append("%s: %s" % (name, reply.body.get("reason")))

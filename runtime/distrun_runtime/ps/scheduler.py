@@ -1,9 +1,9 @@
-"""The scheduler: who is in the job, what all workers agree on, and who died. Pure.
+"""The scheduler's decisions: who is in the job and who died. No side effects.
 
-It never sees a value. It collects the nodes (roster), sees to what the workers do together (assembly), hands a
-store's rule to the servers one at a time, and tells everybody when a node is lost or has left. When all workers
-have ended it tells the servers to stop and ends itself; one that an agent started (`Config.stays`) has the servers
-forget everything instead and waits for the workers of the job's next script, until the agent stops it.
+The scheduler never sees a value. It collects the nodes (`roster`), passes on what the workers have to agree on
+(`agreement`, `checkpoint`), and tells all nodes when one is lost or has left. When all workers have ended, it tells the
+servers to stop, and ends. A scheduler that an agent started (`Config.stays`) has the servers forget everything instead
+and waits for the workers of the job's next script, until the agent stops it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ from distrun_runtime.contract.duration import duration
 from distrun_runtime.protocol.handshake import Identity
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role
-from distrun_runtime.ps.assembly import Assembly
+from distrun_runtime.ps.agreement import Call, CollectiveCalls, Rules
 from distrun_runtime.ps.checkpoint import Checkpoints
-from distrun_runtime.ps.collective import Call
 from distrun_runtime.ps.config import Config
-from distrun_runtime.ps.errands import Errands
 from distrun_runtime.ps.replies import answer, refusal
-from distrun_runtime.ps.roster import ALIVE, LEFT, LOST, Member, Roster
-from distrun_runtime.ps.rulebook import Rulebook
+from distrun_runtime.ps.roster import ALIVE, LEFT, LOST, Member, Queries, Roster
 
 REPORT_S = 5.0
 """How often the scheduler says whom it waits for."""
@@ -60,16 +57,18 @@ class Scheduler:
         """Addresses of hosts with workers from which such a program came."""
         self._foreign_deadline = role.Deadline()
         self._now = 0.0
-        self._errands = Errands()
+        self._queries = Queries()
         self._forget()
 
     def _forget(self) -> None:
         self._is_open = False
         self._deadline.at = None
-        self._errands.forget()
-        self._rulebook = Rulebook(self._roster, self._errands)
-        checkpoints = Checkpoints(self._roster, self._errands, self._rulebook)
-        self._assembly = Assembly(self._config.workers, self._roster, self._errands, checkpoints)
+        self._queries.forget()
+        self._rules = Rules(self._roster, self._queries)
+        checkpoints = Checkpoints(self._roster, self._queries, self._rules)
+        placed_on = self._config.servers if self._config.partition == "size" else 0
+        states = {Kind.SAVE: checkpoints.save, Kind.LOAD: checkpoints.load}
+        self._calls = CollectiveCalls(self._config.workers, self._roster, self._queries, states, placed_on)
 
     def start(self, now: float) -> list[role.Action]:
         """Publish the address for the launcher, and say what is expected."""
@@ -117,7 +116,7 @@ class Scheduler:
     def tick(self, now: float) -> list[role.Action]:
         """Say whom we wait for; give up on the roster at its deadline."""
         if self._is_open and not self._finished:
-            return self._assembly.remind(now)
+            return self._calls.remind(now)
         if self._finished:
             return []
         if self._deadline.is_due(now):
@@ -237,7 +236,7 @@ class Scheduler:
             actions += [
                 role.Send(server.link, Message(Kind.LEFT, body=body)) for server in self._roster.alive("server")
             ]
-            actions += self._assembly.ended(member)
+            actions += self._calls.ended(member)
         return [*actions, *self._finish_when_done()]
 
     def _finish_when_done(self) -> list[role.Action]:
@@ -262,7 +261,7 @@ class Scheduler:
         self._is_clearing = True
         told = Message(Kind.STOP, body={"stay": True})
         log = role.Log("INFO", "event=anew reason=all workers have ended their script")
-        return [log, *self._errands.send(told, self._roster.alive("server"), lambda _: self._cleared())]
+        return [log, *self._queries.send(told, self._roster.alive("server"), lambda _: self._cleared())]
 
     def _cleared(self) -> list[role.Action]:
         self._is_clearing = False
@@ -290,7 +289,7 @@ class Scheduler:
     def _heard(self, member: Member, message: Message) -> list[role.Action]:
         call = Call(member.who.rank, member.link, message)
         if message.is_reply:
-            return self._errands.answered(member, message)
+            return self._queries.answered(member, message)
         if message.kind is Kind.BYE:
             return [role.Send(member.link, answer(message)), *self._leave(member)]
         if message.kind is Kind.ABORT:
@@ -301,15 +300,15 @@ class Scheduler:
         if self._broken:
             return [role.Send(call.link, refusal(message, self._broken, "PeerLost", who=self._broken_by))]
         if message.kind in (Kind.OPEN, Kind.KEYS, Kind.BARRIER, Kind.SAVE, Kind.LOAD):
-            return self._assembly.gather(call)
+            return self._calls.gather(call)
         if message.kind is Kind.INIT:
-            return self._assembly.inited(call)
+            return self._calls.inited(call)
         if message.kind is Kind.RULE:
-            return self._rulebook.ask(call)
+            return self._rules.ask(call)
         if message.kind is Kind.JOIN:
-            return self._assembly.join(call)
+            return self._calls.join(call)
         if message.kind is Kind.LEFT:
-            return self._assembly.leave(call)
+            return self._calls.leave(call)
         return [role.Send(call.link, refusal(message, "the scheduler knows no %s" % message.kind.name))]
 
 

@@ -5,28 +5,28 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import Protocol
 
+from distrun_runtime.arrays import find as devices
 from distrun_runtime.contract import address
 from distrun_runtime.errors import ContractError
 from distrun_runtime.ps import config as configs
-from distrun_runtime.ps.config import Config
-from distrun_runtime.ps.counters import Counters
-from distrun_runtime.ps.executor import Executor
-from distrun_runtime.ps.imports import import_all
-from distrun_runtime.ps.postoffice import Postoffice, Transport
+from distrun_runtime.ps.config import Config, import_all
+from distrun_runtime.ps.engine import Engine
+from distrun_runtime.ps.postoffice import Postoffice
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.publish import publish
 from distrun_runtime.ps.scheduler import Scheduler
 from distrun_runtime.ps.server import Server
+from distrun_runtime.ps.stats import Counters
 from distrun_runtime.ps.trace import Trace
+from distrun_runtime.transport.base import Transport
+from distrun_runtime.transport.base import endpoint as endpoint_of
 from distrun_runtime.transport.faults import Faulty
 from distrun_runtime.transport.resend import Resending
-from distrun_runtime.transport.zeromq import ZmqTransport
-from distrun_runtime.transport.zeromq import endpoint as endpoint_of
+from distrun_runtime.transport.zeromq import ZmqTransport, keep_freed_memory
 
 
 def serve(role: str) -> int:
@@ -41,6 +41,8 @@ def serve(role: str) -> int:
     config = configs.read(role)
     # Before anything is bound: nobody waits for a server that cannot serve.
     import_all(config.server_imports, config.host)
+    if role == "server":
+        keep_freed_memory()
     transport = wrapped(ZmqTransport(config.heartbeat, config.token), config)
     warnings: list[str] = []
     endpoint = bind(transport, config, warnings.append)
@@ -54,8 +56,8 @@ def serve(role: str) -> int:
     for text in warnings:
         trace.log("WARNING", text)
     trace.log("INFO", "event=bound endpoint=%s host=%s" % (endpoint, config.host))
-    executor = Executor(counters, recorder, config.server_imports) if role == "server" else None
-    office = Postoffice(transport, node, config.token, trace, executor=executor, publish=publish)
+    engine = Engine(devices.get("cpu:0"), counters, recorder, config.server_imports) if role == "server" else None
+    office = Postoffice(transport, node, config.token, trace, engine=engine, publish=publish)
 
     def stop(number: int, frame: FrameType | None) -> None:
         office.tell(number)
@@ -71,15 +73,7 @@ def serve(role: str) -> int:
     return finish.code
 
 
-class Bindable(Transport, Protocol):
-    """A transport that can listen."""
-
-    def bind(self, address: str, ports: Sequence[int] = ()) -> int:
-        """Listen on an address; return the port."""
-        ...
-
-
-def wrapped(transport: Bindable, config: Config) -> Bindable:
+def wrapped(transport: Transport, config: Config) -> Transport:
     """Return the transport with what PS_RESEND, PS_DROP_MSG and DISTRUN_FAULTS ask for around it; mostly itself."""
     if not config.faults.is_none:
         # One that gets its rank later has no name yet; its chances must still be its own.
@@ -89,7 +83,7 @@ def wrapped(transport: Bindable, config: Config) -> Bindable:
     return Resending(transport, config.resend_s, config.incarnation) if config.resend_s else transport
 
 
-def bind(transport: Bindable, config: Config, warn: Callable[[str], None] = lambda text: None) -> str:
+def bind(transport: Transport, config: Config, warn: Callable[[str], None] = lambda text: None) -> str:
     """Bind the node's port and return its endpoint, `tcp://address:port`.
 
     A scheduler with DMLC_PS_ROOT_PORT binds exactly that port. When DMLC_PS_ROOT_URI is not an address of this host
@@ -105,7 +99,7 @@ def bind(transport: Bindable, config: Config, warn: Callable[[str], None] = lamb
     return endpoint_of(config.address, transport.bind(config.address, config.ports))
 
 
-def _bind_root(transport: Bindable, config: Config, warn: Callable[[str], None]) -> str:
+def _bind_root(transport: Transport, config: Config, warn: Callable[[str], None]) -> str:
     root, number = address.resolve_host(config.root), config.root_port
     try:
         return endpoint_of(root, transport.bind(root, (number,)))

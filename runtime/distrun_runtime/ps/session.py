@@ -22,9 +22,10 @@ from distrun_runtime.ps.pending import Pending, when_done
 from distrun_runtime.ps.postoffice import Postoffice
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.publish import publish
-from distrun_runtime.ps.serve import Bindable, bind, wrapped
+from distrun_runtime.ps.serve import bind, wrapped
 from distrun_runtime.ps.trace import Trace
 from distrun_runtime.ps.worker import BYE_S, Goodbye, Request, Worker
+from distrun_runtime.transport.base import Transport
 from distrun_runtime.transport.zeromq import ZmqTransport
 
 GOODBYE_S = BYE_S + 1.0
@@ -37,7 +38,7 @@ class Session:
     Threads: any may call; the node's own thread does all input and output.
     """
 
-    def __init__(self, config: Config, transport: Bindable | None = None) -> None:
+    def __init__(self, config: Config, transport: Transport | None = None) -> None:
         self.config = config
         self._pid = os.getpid()
         self._transport = transport or wrapped(ZmqTransport(config.heartbeat, config.token), config)

@@ -1,11 +1,15 @@
-"""Files of saved states: one npz for each server and worker, and the manifest that names them. docs/states.md.
+"""Saved states of a store: the files of a save, and how shards are written to and read from them. docs/states.md.
 
     FOLDER/manifest.json          what was saved; it names the folder of data that belongs to it
-    FOLDER/data-ID/server-0.npz   the pieces that server 0 held
+    FOLDER/data-ID/server-0.npz   the shards that server 0 held
     FOLDER/data-ID/worker-0.npz   what worker 0 keeps for itself
 
 A save makes a new data folder and replaces the manifest last, so that FOLDER is at every moment either what it was or
 what it is to be. Nothing in these files is ever unpickled. bfloat16 stands in them as uint16.
+
+Reading has two phases. `stage` reads and checks all that a server's shards need, and makes the rule's states of it.
+The caller keeps it beside the shards, and puts it in their places when all servers could read theirs. So a torn file,
+or a user's rule that dislikes a value, changes nothing on any server.
 """
 
 from __future__ import annotations
@@ -16,17 +20,19 @@ import re
 import shutil
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from distrun_runtime.arrays.dtypes import BFLOAT16, Array
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.dtypes import BFLOAT16, Array, name_of
 from distrun_runtime.errors import KVError
-from distrun_runtime.ops.optimizers import Key
-from distrun_runtime.ps import manifest as manifests
+from distrun_runtime.ops import optimizers as rules
+from distrun_runtime.ops.optimizers import Key, RuleSpec
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -208,7 +214,7 @@ def write_manifest(folder: str, manifest: Mapping[str, Any], host: str) -> None:
         KVError: it cannot be written, or not be read again; names file and host.
     """
     path = Path(folder, MANIFEST)
-    wrong = manifests.against(manifest)
+    wrong = _against_manifest(manifest)
     if wrong:
         raise KVError("the manifest %s cannot be written on host %s: %s" % (path, host, wrong))
     temporary = path.with_name(".%s.%d" % (MANIFEST, os.getpid()))
@@ -249,7 +255,7 @@ def read_manifest(folder: str, host: str) -> dict[str, Any]:
             "%s on host %s is not a manifest of format %d (format %r): were these states saved by another version?"
             % (path, host, FORMAT, found)
         )
-    wrong = manifests.against(manifest)
+    wrong = _against_manifest(manifest)
     if wrong:
         raise KVError("%s on host %s is malformed: %s" % (path, host, wrong))
     return manifest
@@ -291,3 +297,320 @@ def _settle_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# Shards
+
+_CACHE = 16
+"""Arrays that are kept while neighbouring shards read them."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One shard as it is saved; also where a value is read to."""
+
+    key: int
+    """Number of its key."""
+    offset: int
+    weight: Array
+    """Flat."""
+    state: Mapping[str, Any] | None = None
+    """What the rule remembers: arrays and numbers."""
+    residual: Array | None = None
+    """float32: what compressed answers left out so far."""
+
+
+@dataclass
+class Staged:
+    """What was read for one shard."""
+
+    weight: Array
+    parts: list[tuple[int, int, dict[str, Array]]] = field(default_factory=list)
+    """(Begin, end) within the shard to the state arrays of those elements; a part that was never updated has none."""
+    counters: dict[str, Any] = field(default_factory=dict)
+    residual: Array | None = None
+    state: dict[str, Any] | None = None
+    """What the rule makes of parts and counters, which are empty then."""
+
+
+def save(body: Mapping[str, Any], shards: Iterable[Saved]) -> dict[str, Any]:
+    """Write shards of one store and return what the manifest says of them.
+
+    Arguments:
+        body: folder, part, `names` ([number, key] of each key that is saved), file, host.
+
+    Raises:
+        KVError: the file cannot be written, or a rule's state has something else than arrays and numbers.
+    """
+    names = {int(number): key for number, key in body["names"]}
+    arrays: dict[str, Array] = {}
+    counters: dict[str, dict[str, Any]] = {}
+    pieces = []
+    for shard in sorted(shards, key=lambda each: (each.key, each.offset)):
+        if shard.key not in names:
+            continue
+        prefix = "%d.%d" % (shard.key, shard.offset)
+        pieces.append([shard.key, shard.offset, len(shard.weight)])
+        arrays[prefix + ".weight"] = shard.weight
+        if shard.residual is not None:
+            arrays[prefix + ".residual"] = shard.residual
+        for name, value in (shard.state or {}).items():
+            if isinstance(value, np.ndarray) and value.dtype != object:
+                arrays["%s.state.%s" % (prefix, name)] = value
+            else:
+                counters.setdefault(prefix, {})[name] = _counter(names[shard.key], name, value)
+    facts = write(body["folder"], body["part"], body["file"], arrays, body["host"])
+    return {"file": body["file"], "holds": {**facts, "pieces": pieces, "counters": counters}}
+
+
+def _counter(key: object, name: str, value: object) -> object:
+    plain = value.item() if isinstance(value, np.generic) else value
+    if plain is None or isinstance(plain, (bool, int, float, str)):
+        return plain
+    raise KVError(
+        "key %r: the rule's state %r is of type %s, which cannot be saved; arrays and numbers can"
+        % (key, name, type(value).__name__)
+    )
+
+
+def stage(body: Mapping[str, Any], shards: Sequence[Saved], rule: rules.Rule | None = None) -> list[Staged | None]:
+    """Return what was saved of some shards of one store; None for those whose key was not.
+
+    Arguments:
+        body: folder, host, manifest, and `numbers`: [number, number in the manifest, key] of each key.
+        rule: the one whose states they will be.
+
+    Raises:
+        KVError: a file is missing, torn, or of another save; it does not fit the shards: names file, key and host.
+    """
+    numbers = {int(number): (int(saved), key) for number, saved, key in body["numbers"]}
+    with _Source(body) as source:
+        staged = [
+            source.read(*numbers[shard.key], shard.offset, shard.weight) if shard.key in numbers else None
+            for shard in shards
+        ]
+    for shard, read in zip(shards, staged, strict=True):
+        if read is None:
+            continue
+        try:
+            read.state = _state(read, rule)
+        except _Unlike as err:
+            key = numbers[shard.key][1]
+            raise KVError("key %r of the states in %s: %s" % (key, body["folder"], err)) from None
+        read.parts, read.counters = [], {}
+    return staged
+
+
+class _Unlike(ValueError):
+    """What was saved is not of the kind that the rule has there."""
+
+
+def _state(staged: Staged, rule: rules.Rule | None) -> dict[str, Any] | None:
+    if rule is None or (not any(arrays for _, _, arrays in staged.parts) and not staged.counters):
+        return None
+    fresh = rule.new_state(staged.weight)
+    names = {name for _, _, arrays in staged.parts for name in arrays}
+    state: dict[str, Any] = dict(staged.counters)
+    for name in names:
+        like = next(arrays[name] for _, _, arrays in staged.parts if name in arrays)
+        base = fresh.get(name)
+        if isinstance(base, np.ndarray) and not np.can_cast(like.dtype, base.dtype, "same_kind"):
+            raise _Unlike("the rule's state %r is %s, saved was %s" % (name, base.dtype, like.dtype))
+        whole = np.array(base) if isinstance(base, np.ndarray) else np.zeros(len(staged.weight), like.dtype)
+        for begin, end, arrays in staged.parts:
+            if name in arrays:
+                whole.reshape(-1)[begin:end] = arrays[name]
+        state[name] = whole
+    for name, value in staged.counters.items():
+        if isinstance(fresh.get(name), np.ndarray):
+            raise _Unlike("the rule's state %r is an array, saved was %r" % (name, value))
+    return dict(rules.carry_state(rule, staged.weight, state))
+
+
+class _Piece(NamedTuple):
+    """One saved piece of one key; pieces sort by their offsets."""
+
+    offset: int
+    length: int
+    file: str
+    prefix: str
+    """What its arrays' names begin with."""
+
+
+class _Source:
+    """The files of one save, opened as they are needed."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._folder, self._host, manifest = str(body["folder"]), str(body["host"]), body["manifest"]
+        self._part = str(manifest["data"])
+        self._holds: Mapping[str, Mapping[str, Any]] = manifest["files"]
+        self._pieces: dict[int, list[_Piece]] = {}
+        for name, holds in self._holds.items():
+            for number, offset, length in holds.get("pieces", ()):
+                piece = _Piece(int(offset), int(length), name, "%d.%d" % (number, offset))
+                self._pieces.setdefault(int(number), []).append(piece)
+        self._files: dict[str, StateFile] = {}
+        self._cache: dict[tuple[str, str], Array] = {}
+
+    def __enter__(self) -> _Source:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def read(self, number: int, key: object, offset: int, weight: Array) -> Staged:
+        """Return what was saved of `len(weight)` elements of a key from `offset` on, from whatever pieces have it."""
+        staged = Staged(np.empty_like(weight))
+        at, end = offset, offset + len(weight)
+        for piece in sorted(self._pieces.get(number, ())):
+            if piece.offset <= at < min(end, piece.offset + piece.length):
+                upto = min(end, piece.offset + piece.length)
+                self._take(staged, piece, slice(at - offset, upto - offset), at - piece.offset, key)
+                at = upto
+        if at < end:
+            raise KVError(
+                "key %r: elements %d to %d are in none of the files of %s/%s on host %s"
+                % (key, at, end - 1, self._folder, self._part, self._host)
+            )
+        return staged
+
+    def _take(self, staged: Staged, piece: _Piece, target: slice, begin: int, key: object) -> None:
+        """Copy elements of one saved piece, from its element `begin` on, to their place in a shard."""
+        source = slice(begin, begin + target.stop - target.start)
+        saved = self._elements(piece, "weight", key)
+        if saved.dtype != staged.weight.dtype:
+            words = (key, name_of(saved.dtype), name_of(staged.weight.dtype))
+            raise self._file(piece.file).wrong("has key %r as %s; expected %s" % words)
+        staged.weight[target] = saved[source]
+        arrays: dict[str, Array] = {}
+        for member in self._file(piece.file).members(piece.prefix):
+            kind, _, name = member.partition(".")
+            if kind == "state":
+                arrays[name] = self._elements(piece, member, key)[source]
+            elif kind == "residual":
+                if staged.residual is None:
+                    staged.residual = np.zeros(len(staged.weight), np.float32)
+                staged.residual[target] = self._elements(piece, member, key)[source]
+        staged.parts.append((target.start, target.stop, arrays))
+        for name, value in self._holds[piece.file].get("counters", {}).get(piece.prefix, {}).items():
+            known = staged.counters.get(name)
+            staged.counters[name] = max(known, value) if isinstance(known, (int, float)) else value
+
+    def _elements(self, piece: _Piece, member: str, key: object) -> Array:
+        """Return one array of a piece, flat."""
+        found = self._array(piece.file, "%s.%s" % (piece.prefix, member)).reshape(-1)
+        if len(found) != piece.length:
+            words = (key, len(found), member, piece.length)
+            raise self._file(piece.file).wrong("has for key %r %d elements of its %s; expected %d" % words)
+        return found
+
+    def _file(self, name: str) -> StateFile:
+        if name not in self._files:
+            self._files[name] = StateFile(self._folder, self._part, name, self._holds[name], self._host)
+        return self._files[name]
+
+    def _array(self, name: str, member: str) -> Array:
+        if (name, member) not in self._cache:
+            if len(self._cache) >= _CACHE:
+                self._cache.clear()
+            self._cache[name, member] = self._file(name).array(member)
+        return self._cache[name, member]
+
+
+# What a manifest may say
+
+_MOST = 2**63 - 1
+"""What a number of rounds or of elements is at most: it has to fit into a message."""
+_STYPES = ("default", "row_sparse")
+
+
+def _against_manifest(manifest: Mapping[str, Any]) -> str:
+    """Return what is wrong with a manifest: member, what was expected, what was found; empty: nothing."""
+    for member, (is_right, expected) in _MEMBERS.items():
+        if member not in manifest:
+            return "it has no member %r" % member
+        if not is_right(manifest[member]):
+            return "%s: expected %s, found %.80r" % (member, expected, manifest[member])
+    numbers = [each["number"] for each in manifest["keys"]]
+    keys = [(type(each["key"]), each["key"]) for each in manifest["keys"]]
+    if len(set(numbers)) < len(numbers) or len(set(keys)) < len(keys):
+        return "keys: a key or number is there twice"
+    for name, holds in manifest["files"].items():
+        wrong = _against_file(holds)
+        if wrong:
+            return "files: %s: %s" % (name, wrong)
+    if manifest["rule"] is not None:
+        try:
+            RuleSpec.from_json(manifest["rule"])
+        except KVError as err:
+            return "rule: %s" % err
+    return ""
+
+
+def _against_file(holds: Mapping[str, Any]) -> str:
+    for member, (is_right, expected) in _HOLDS.items():
+        if member in holds and not is_right(holds[member]):
+            return "%s: expected %s, found %.80r" % (member, expected, holds[member])
+    for piece, counters in holds.get("counters", {}).items():
+        for name, value in counters.items():
+            if name == "updates" and not _is_whole(value):
+                return "counters of %s: updates=%.80r: expected a whole number, at least 0" % (piece, value)
+    return ""
+
+
+def _is_whole(value: object, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MOST
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _is_key(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and (isinstance(value.get("key"), str) or _is_whole(value.get("key"), -_MOST - 1))
+        and _is_whole(value.get("number"))
+        and _is_whole(value.get("index"), -_MOST - 1)
+        and _is_list(value.get("shape"), _is_whole)
+        and value.get("dtype") in dtypes.NAMES
+        and value.get("stype") in _STYPES
+    )
+
+
+def _is_list(value: object, is_right: Callable[[Any], bool], length: int | None = None) -> bool:
+    """Whether it is a list of such items; a tuple will be one in the file."""
+    return isinstance(value, (list, tuple)) and (length is None or len(value) == length) and all(map(is_right, value))
+
+
+def _is_dict(value: object, is_right: Callable[[Any], bool]) -> bool:
+    return isinstance(value, dict) and all(isinstance(name, str) and is_right(each) for name, each in value.items())
+
+
+def _lists_of(length: int) -> Callable[[object], bool]:
+    return lambda value: _is_list(value, lambda each: _is_list(each, _is_whole, length))
+
+
+_Form = tuple[Callable[[object], bool], str]
+"""Whether a value is right, and what is, in words."""
+
+_MEMBERS: dict[str, _Form] = {
+    "type": (lambda value: isinstance(value, str), "a type of store"),
+    "keys": (lambda value: _is_list(value, _is_key), "a list of keys with number, shape, dtype, stype and index"),
+    "rule": (lambda value: value is None or isinstance(value, dict), "a rule or null"),
+    "workers": (lambda value: _is_whole(value, 1), "a whole number, at least 1"),
+    "servers": (lambda value: _is_whole(value, 1), "a whole number, at least 1"),
+    "rounds": (_lists_of(2), "pairs of whole numbers, at least 0"),
+    "files": (lambda value: _is_dict(value, lambda holds: isinstance(holds, dict)), "names of files, each with facts"),
+}
+
+_HOLDS: dict[str, _Form] = {
+    "bytes": (_is_whole, "a whole number, at least 0"),
+    "bfloat16": (lambda value: _is_list(value, lambda name: isinstance(name, str)), "a list of names"),
+    "pieces": (_lists_of(3), "lists of key number, offset and length"),
+    "counters": (
+        lambda value: _is_dict(value, lambda names: _is_dict(names, _is_plain)),
+        "for each piece names with a number, text or null",
+    ),
+}

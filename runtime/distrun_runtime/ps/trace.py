@@ -13,7 +13,7 @@ from typing import TextIO
 from distrun_runtime.arrays.dtypes import name_of
 from distrun_runtime.contract.duration import time_of_day
 from distrun_runtime.protocol.handshake import Identity
-from distrun_runtime.protocol.message import DTYPES, Message
+from distrun_runtime.protocol.message import DTYPES, Message, rows_of
 
 _ALWAYS = ("WARNING", "ERROR")
 
@@ -94,9 +94,11 @@ def describe(message: Message) -> str:
         fields.append("reply=%s" % ("error" if message.is_error else "ok"))
     if message.priority:
         fields.append("priority=%d" % message.priority)
-    if message.entries:
+    if message.bucket:
+        fields.append("bucket=%d step=%d" % (message.bucket, message.step))
+    if len(message.entries):
         size = sum(memoryview(payload).nbytes for payload in message.payloads)
-        first = message.entries[0]
+        first = rows_of(message.entries[:1])[0]
         fields.append(
             "entries=%d key=%d offset=%d round=%d" % (len(message.entries), first.key, first.offset, first.round)
         )

@@ -1,71 +1,41 @@
-"""What a server asks of its executor: descriptors of array work, done in order for each slot."""
+"""What a server asks of its engine: descriptors of work on arrays, done in the order in which they are asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Optional
+from typing import Any, Union
 
-import numpy as np
-
-from distrun_runtime.protocol.message import Buffer, Message
-
-DType = np.dtype[Any]
-
-
-class SlotId(NamedTuple):
-    """Names one piece of one value."""
-
-    store: int
-    key: int
-    offset: int
+from distrun_runtime.arrays.device import Buffer
+from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.ops.reduce import PLAIN, How
+from distrun_runtime.protocol.message import Message
+from distrun_runtime.ps.shards import Notes, Store, Turn
 
 
-Notes = Mapping[int, Optional[Mapping[str, Any]]]
-"""By rank, what the workers of a skipped round said: the note of one that skipped it, None of one that contributed."""
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What one message brings to some shards of a store."""
 
-SYNC = -1
-"""In place of a rank: an update that is a round of all workers."""
-
-
-class Turn(NamedTuple):
-    """Names one update of one key: a round (rank SYNC), or in async a worker's push."""
-
-    store: int
-    key: int
-    rank: int
-    round: int
-
-
-@dataclass(frozen=True)
-class How:
-    """How a payload becomes elements, and by what these are multiplied."""
-
-    codec: int = 0
-    params: Mapping[str, float] = field(default_factory=dict)
-    scale: float = 1.0
+    store: Store
+    shards: Array
+    """int64, each once."""
+    message: Message
+    entries: Array
+    """Of the message, or those of the bucket that it names: one for each shard, unless `at` says which."""
+    how: How = PLAIN
+    at: Array | None = None
+    """Which entries are those of `shards`; None: all, in their order."""
 
 
-PLAIN = How()
-"""The payload is the elements."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fill:
-    """The slot's first value."""
+    """The first values of shards."""
 
-    slot: SlotId
-    payload: Buffer
-    dtype: DType
-    key: Any = None
-    """The user's key."""
-    shape: tuple[int, ...] = ()
-    """Of the whole value; for people."""
-    row_size: int = 0
-    """Elements of a row; 0: the value is not row-sparse."""
+    batch: Batch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TryFill:
     """Find out whether the store's rule takes the values of an INIT, and change nothing."""
 
@@ -73,117 +43,120 @@ class TryFill:
     message: Message
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Assign:
-    """Another value for the slot; the rule's state and rounds go on."""
+    """Other values for shards; the rule's state and rounds go on."""
 
-    slot: SlotId
-    payload: Buffer
-    dtype: DType
+    batch: Batch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Check:
     """Look whether the payloads of a push or pull can be read, before anything of it is done."""
 
     link: str
     rank: int
-    message: Message
-    slots: tuple[SlotId, ...]
+    batch: Batch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Add:
-    """Add a contribution to the sum of a round."""
+    """Add contributions to the sums of a round."""
 
-    slot: SlotId
+    rank: int
     round: int
-    payload: Buffer
-    dtype: DType
-    how: How = PLAIN
+    batch: Batch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Apply:
-    """A round is complete: apply the rule to its sum, or assign it where there is no rule.
+    """A round of some shards is complete: apply the rule to its sums, or assign them where there is no rule.
 
-    The result is None, or sums of squares: the rule waits for norms, and Finish or Drop follows.
+    The result is an `engine.Applied`: which shards failed, and which wait for norms (Finish or Drop follows).
     """
 
-    slot: SlotId
+    store: Store
     round: int
+    shards: Array
     skip: bool = False
-    """A worker skipped the round: forget its sum and leave the value as it is."""
+    """A worker skipped the round: forget the sums and leave the values as they are."""
+    rank: int = -1
+    last: Batch | None = None
+    """The last contributions, by worker `rank`, of just these shards; they are not in the sums yet."""
 
 
-@dataclass(frozen=True)
-class Steps:
-    """Apply the rule to each payload of an async push, one slot after the other.
+@dataclass(frozen=True, eq=False)
+class Step:
+    """Apply the rule to each payload of an async push, one shard after the other.
 
-    The result is a dict: for each slot that waits for norms its sums of squares.
+    The result is a dict: for each shard that waits for norms its sums of squares.
     """
 
     link: str
-    message: Message
-    slots: tuple[SlotId, ...]
-    rank: int = -1
+    rank: int
+    batch: Batch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Finish:
-    """The norms of a turn are known: finish the slot's update."""
+    """The norms of a turn are known: finish the shard's update."""
 
-    slot: SlotId
+    store: Store
+    shard: int
     turn: Turn
     totals: tuple[float, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Drop:
-    """The slot's update that waits for norms is not to be."""
+    """The shard's update that waits for norms is not to be."""
 
-    slot: SlotId
+    store: Store
+    shard: int
     turn: Turn
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lend:
-    """Keep the slot's present buffer for entry `number` of the pull `ticket`; later rounds go to another.
-
-    With `rows` (a payload of row numbers) or a codec, what is kept is made of it.
-    """
+    """Keep the present values of some shards for entries of the pull `ticket`; later rounds go to other buffers."""
 
     ticket: int
-    number: int
-    slot: SlotId
-    rows: Buffer | None = None
-    how: How = PLAIN
+    store: Store
+    shards: Array
+    at: Array
+    """The number of each shard's entry in the pull."""
+    codec: int = 0
+    """The codec that the values are answered in; a codec's or rows' values are made at once."""
+    params: Mapping[str, float] = field(default_factory=dict)
+    rows: tuple[Buffer, ...] = ()
+    """For each shard the payload that says which rows are wanted; empty: whole values."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Deliver:
-    """Answer the pull `ticket` with all that was lent to it."""
+    """Make the answer of the pull `ticket` from all that was lent to it; the result is an `engine.Reply`."""
 
     ticket: int
     link: str
     message: Message
+    entries: Array
     skipped: Mapping[int, Notes] = field(default_factory=dict)
     """Key number to the notes of its round, for the keys whose round was skipped."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Discard:
     """The pull `ticket` failed: give back what was lent to it."""
 
     ticket: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Clear:
-    """Forget all slots and rules: the job's next script begins anew."""
+    """Forget all shards and rules: the job's next script begins anew."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TryRule:
     """Find out whether the store could have the rule of `spec`, and change nothing."""
 
@@ -192,7 +165,7 @@ class TryRule:
     message: Message
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SetRule:
     """Make the rule of `spec` (JSON of an `ops.optimizers.RuleSpec`) the store's; None: it has none from now on."""
 
@@ -201,17 +174,39 @@ class SetRule:
     message: Message
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Save:
-    """Write the store's slots as `ps.states` does; the result is what the manifest says of them."""
+    """Write the store's shards as `ps.statefile` does; the result is what the manifest says of them."""
 
     store: int
     message: Message
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Load:
-    """Read the store's slots as `ps.states` does."""
+    """Read the store's shards as `ps.statefile` does."""
 
     store: int
     message: Message
+
+
+Work = Union[
+    Fill,
+    TryFill,
+    Assign,
+    Check,
+    Add,
+    Apply,
+    Step,
+    Finish,
+    Drop,
+    Lend,
+    Deliver,
+    Discard,
+    Clear,
+    TryRule,
+    SetRule,
+    Save,
+    Load,
+]
+"""What `Engine.do` takes."""

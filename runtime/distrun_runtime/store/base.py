@@ -1,249 +1,394 @@
-"""KVStore: what a training script calls, whatever kind of store is behind it.
+"""The interface between a KVStore and the kind of store behind it, and what they pass to each other.
 
-The public methods bring their arguments to one form, check them against what `init` recorded, and then call one
-hook of the subclass (`hooks.Hooks`), which does the work. A hook never sees a key or value that does not fit, a
-closed store or a forked child; nothing is changed when a check fails.
+`kvstore.KVStore` has the public calls. It brings arguments to one form, checks them against what `init` recorded, and
+calls its `Backend`, which does the work: `local.LocalBackend` in this process, `dist.DistBackend` on the servers.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
-import operator
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, Union
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Union
+
+import numpy as np
 
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.errors import KVError
-from distrun_runtime.store import values
-from distrun_runtime.store.contract import KVStoreBase
-from distrun_runtime.store.hooks import Call, RowsItem, Updater, Value
-from distrun_runtime.store.keyed import Contribution, Keyed, named
-from distrun_runtime.store.lookup import Lookup, apart, wanted
-from distrun_runtime.store.pending import Pending, Settled
-from distrun_runtime.store.record import Record
+from distrun_runtime.errors import KVError, StoreClosed
+from distrun_runtime.ops.optimizers import RuleSpec
+from distrun_runtime.store.pending import Late, Line, Pending, Settled
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
 
-__all__ = ["Array", "Call", "KVStore", "Key", "Keys", "Record", "RowsItem", "Updater", "Value"]
+if TYPE_CHECKING:  # Both import this module.
+    from distrun_runtime.store.compress import Setting
+    from distrun_runtime.store.reducer import Reducer
 
-Keys = Union[Key, Sequence[Key]]
-"""One key, or a list of keys."""
+__all__ = [
+    "Backend",
+    "Call",
+    "Contribution",
+    "Lifetime",
+    "Record",
+    "RowsItem",
+    "Updater",
+    "Value",
+    "missing",
+    "named",
+    "twice",
+]
 
-Item = tuple[Record, Value]
+DENSE, ROW_SPARSE = "default", "row_sparse"
+"""MXNet's names of the kinds of storage."""
 
 
-class KVStore(Keyed, KVStoreBase):
-    """Arrays by key, shared by the workers of a job: `push` adds up, `pull` reads.
+@dataclass(frozen=True)
+class Record:
+    """What a store knows of one key since its `init`."""
 
-    Keys are int or str (one kind a store). Every data call takes one key with one array or a list of arrays (one for
-    each device), or a list of keys with a list of as many of these; a key repeated in one call is one key with all
-    its arrays. Arrays have any shape, any strides, and a dtype of `arrays.dtypes.NAMES`; what is pulled into must be
-    a writable numpy array or a torch tensor in host memory. A key that `init` got a RowSparse for is row-sparse.
+    key: Key
+    index: int
+    """Placement number: an int key itself; a str key's position in the order of `init` (rank 0's, if distributed)."""
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    size: int
+    """Elements."""
+    stype: str = DENSE
+    """`default`, or `row_sparse`: it is pushed and pulled by rows, and cut between them."""
 
-    Every data call returns a Pending. With wait=True (the default) the call is made when it returns, and the Pending
-    is of no use; with wait=False it goes on, and the arrays are lent to the store until the Pending was waited for.
+    @classmethod
+    def of(cls, key: Key, index: int, value: Array | RowSparse) -> Record:
+        """Return the record of a value; a RowSparse makes the key row-sparse."""
+        stype = ROW_SPARSE if isinstance(value, RowSparse) else DENSE
+        size = math.prod(value.shape)
+        return cls(key=key, index=index, shape=value.shape, dtype=value.dtype, size=size, stype=stype)
 
-    Every call raises KVError if its arguments do not fit, StoreClosed after `close` or `leave` or in a forked child,
-    and the error of an earlier call that nobody waited for. May be called from any thread. As a context manager it
-    closes itself.
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the key is row-sparse."""
+        return self.stype == ROW_SPARSE
+
+    @property
+    def row_size(self) -> int:
+        """Elements of a row: all dimensions but the first."""
+        return math.prod(self.shape[1:])
+
+    def fit(self, array: Array | RowSparse, noun: str) -> None:
+        """Return if the value has the record's shape and dtype. `noun` is what it is, for the message.
+
+        Raises:
+            KVError: it has not; key, both shapes and both dtypes are named.
+        """
+        if array.shape != self.shape or array.dtype != self.dtype:
+            raise KVError(
+                "key %r: the %s has shape %s and dtype %s, but the key has shape %s and dtype %s since its init"
+                % (
+                    *(self.key, noun, array.shape, dtypes.name_of(array.dtype)),
+                    *(self.shape, dtypes.name_of(self.dtype)),
+                )
+            )
+
+
+Value = Union[Array, RowSparse]
+"""What is pushed to one key: a RowSparse for row-sparse keys, an array for the others."""
+
+Contribution = tuple[Record, list[Value]]
+"""A key's record and its values, one for each device: arrays, or RowSparse if the key is row-sparse."""
+
+RowsItem = tuple[Record, Array, Callable[[Array], None]]
+"""A record, the rows that are asked for (int64, ascending, each once), and what takes their values in that order."""
+
+Updater = Callable[[Any, Array, Array], object]
+"""updater(key, received, stored): changes `stored` in place."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a data call is to be made."""
+
+    priority: int = 0
+    """Higher goes first, if there is a choice."""
+    lent: bool = False
+    """The values stay as they are until the Pending is done: no copy has to be made before the call returns."""
+    scale: float = 1.0
+    """What a contribution is multiplied by where it is summed, after it was compressed."""
+    waits: bool = True
+    """Whether its outcome is waited for before the next call."""
+
+
+def named(keys: Iterable[Key]) -> str:
+    """Return keys for people: `key 'w'`, or the first three of several and their number."""
+    names = [repr(key) for key in keys]
+    shown = ", ".join(names[:3]) + (", ... (%d keys)" % len(names) if len(names) > 3 else "")
+    return "key %s" % shown if len(names) == 1 else "keys %s" % shown
+
+
+def twice(key: Key, record: Record | None) -> str:
+    """Return what is said of a second init; `record` is what the first one made, if it has ended."""
+    was = " with shape %s and dtype %s" % (record.shape, dtypes.name_of(record.dtype)) if record else ""
+    return "key %r was already initialised%s; init works once a key, push changes its value" % (key, was)
+
+
+def missing(key: Key, known: Iterable[Key]) -> str:
+    """Return what is said of a key that was never initialised; names the keys most like it."""
+    by_text = {str(name): name for name in known}
+    near = [repr(by_text[word]) for word in difflib.get_close_matches(str(key), list(by_text), n=3)]
+    return "key %r was never initialised in this store of %d keys%s; call init first" % (
+        key,
+        len(by_text),
+        " (near: %s)" % ", ".join(near) if near else "",
+    )
+
+
+class Lifetime:
+    """Whether a store may be used, and the calls of it that are under way. Shared by a KVStore and its backend.
+
+    Threads: any.
     """
 
-    def __repr__(self) -> str:
-        return "<%s %r: %d keys%s>" % (type(self).__name__, self._type, len(self._records), self._ended and ", closed")
+    def __init__(self, type_name: str) -> None:
+        self._type = type_name
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._ended = ""
+        self.late = Late()
+        """Errors of calls that nobody has waited for."""
+        self.line = Line("distrun-%s-calls" % type_name)
+        """Runs calls that wait for all workers, if the caller does not."""
 
-    def __enter__(self) -> KVStore:
-        """Return the store."""
-        self._ready()
-        return self
+    @property
+    def is_over(self) -> bool:
+        """Whether the store was closed, left, or replaced."""
+        return bool(self._ended)
 
-    def init(self, key: Keys, value: object, *, wait: bool = True) -> Pending:
-        """Give keys their first value, shape and dtype; the arrays are copied. Once a key.
+    @property
+    def is_own(self) -> bool:
+        """Whether this is the process that created the store, not a forked child."""
+        return os.getpid() == self._pid
 
-        Distributed: every worker calls it with the same keys, shapes and dtypes; rank 0's values are taken. It is
-        done when all workers have called it. One call with a list of keys costs one round trip, not one a key.
-
-        Arguments:
-            value: a RowSparse makes its key row-sparse; rows that it lacks are zero.
-
-        Raises:
-            KVError: the key was initialised before, or the workers disagree.
-        """
-        self._ready()
-        items = values.initial(key, value)
-        return self._begin(items, "init", wait) if items else Settled("init of no keys")
-
-    def broadcast(self, key: Keys, value: object, out: object, priority: int = 0, *, wait: bool = True) -> Pending:
-        """`init`, then `pull` into `out`: every worker ends with rank 0's value. Once a key."""
-        self._ready()
-        first = values.initial(key, value)
-        targets = values.outputs(key, out)
-        # Before anything is stored: what does not fit now could not be corrected, as init works once.
-        shapes = {name: Record.of(name, 0, array) for name, array in first}
-        for name, arrays in targets:
-            for array in arrays:
-                shapes[name].fit(array, "output")
-        call = _call((), priority, wait)
-
-        def hand_out() -> None:
-            self._pull([(self._records[name], arrays) for name, arrays in targets], call).wait()
-
-        return self._begin(first, "broadcast", wait, hand_out) if first else Settled("broadcast of no keys")
-
-    def assign(self, key: Keys, value: object, *, wait: bool = True) -> Pending:
-        """Replace what keys hold by rank 0's values: `init` for keys that exist. Rule state and rounds go on.
-
-        All workers call it, with the same keys.
+    def check(self) -> None:
+        """Return if the store can be used.
 
         Raises:
-            KVError: a key was never initialised, its shape or dtype is another, or the workers disagree.
+            StoreClosed: closed, left, replaced, or inherited by a forked child.
         """
-        self._ready()
-        given = [(name, [one]) for name, one in values.initial(key, value)]
-        items = [
-            (record, one.to_dense() if isinstance(one, RowSparse) else one)
-            for record, (one,) in self._fitting(given, "assigned value")
-        ]
-        if not items:
-            return Settled("assign of no keys")
-        return self._together(_what("assign", items), lambda ticket: self._assign(items, ticket), wait)
-
-    def push(self, key: Keys, value: object, priority: int = 0, *, wait: bool = True, scale: float = 1.0) -> Pending:
-        """Contribute the sum of the given values of each key; they may be overwritten when this returns.
-
-        Without optimizer or updater the stored value becomes the sum (of all workers' sums, in a synchronous store);
-        with one, that sum is what it receives. The pushed arrays themselves are never written to.
-
-        Arguments:
-            value: an array or RowSparse for each device. A RowSparse for a dense key is its dense value; an array
-                for a row-sparse key has all rows.
-            priority: higher goes first, if there is a choice.
-            scale: what this contribution is multiplied by where it is summed.
-        """
-        self._ready()
-        items = self._fitting(values.contributions(key, value))
-        call = _call(items, priority, wait, scale)
-        if not items:
-            return Settled("push of no keys")
-        sums, call = self._reduced(items, call)
-        pending = self._push(sums, call)
-        # Never waits for the others; but what is already known to be wrong is raised here.
-        return self._awaited(pending, wait and pending.is_done)
-
-    def pull(self, key: Keys, out: object, priority: int = 0, *, wait: bool = True) -> Pending:
-        """Write the stored value of each key into all its outputs.
-
-        After pushes of this worker it includes them (synchronous: exactly the round of the last one).
-
-        Raises:
-            KVError: an output does not fit, or the outputs of two keys share memory.
-        """
-        self._ready()
-        items = self._targets(values.outputs(key, out))
-        call = _call((), priority, wait)
-        return self._awaited(self._pull(items, call), wait) if items else Settled("pull of no keys")
-
-    def pushpull(
-        self,
-        key: Keys,
-        value: object,
-        out: object = None,
-        priority: int = 0,
-        *,
-        wait: bool = True,
-        scale: float = 1.0,
-    ) -> Pending:
-        """Push, then pull the result into `out`; without `out`, into the pushed arrays themselves."""
-        self._ready()
-        items = self._fitting(values.contributions(key, value))
-        targets = dict(self._targets(values.outputs(key, value if out is None else out)))
-        call = _call(items, priority, wait, scale)
-        if not items:
-            return Settled("pushpull of no keys")
-        sums, call = self._reduced(items, call)
-        return self._awaited(self._pushpull([(record, total, targets[record]) for record, total in sums], call), wait)
-
-    def skip_round(self, key: Keys, note: Mapping[str, Any], *, wait: bool = True) -> Pending:
-        """Contribute nothing to the next round of keys, and have all workers skip it: the values stay as they are.
-
-        For trainers. It is done when the round is over. This call, and each worker's `pushpull` of that round, tells
-        what the workers said (`Pending.skipped`), and writes nothing into outputs. Without rounds (one process, or
-        dist_async) nothing happens.
-
-        Arguments:
-            note: JSON, for the other workers.
-        """
-        self._ready()
-        records = [self._record(name) for name in values.keys_of(key)]
-        return self._awaited(self._skip(records, note), wait) if records else Settled("skip_round of no keys")
-
-    def check_push(self, key: Keys, value: object) -> None:
-        """Return if compression would take what is to be pushed; nothing is sent. For trainers, which push in parts.
-
-        Raises:
-            KVError: a gradient has an element that is not finite; names key and element.
-        """
-        self._ready()
-        if self._compresses:
-            self._check(self._fitting(values.contributions(key, value)))
-
-    def companion(self) -> KVStore:
-        """Return another store of the same workers, with rounds and without a rule. All call it. For trainers."""
-        raise KVError("a %r store has no other workers" % self.type)
-
-    def row_sparse_pull(
-        self, key: Keys, out: object, priority: int = 0, row_ids: object = None, *, wait: bool = True
-    ) -> Pending:
-        """Write some rows of row-sparse keys into outputs; only these travel.
-
-        Arguments:
-            out: a RowSparse of the key's shape, which gets the rows in ascending order, each once; or an array of
-                shape (*row_ids.shape, *shape[1:]) or (row_ids.size, *shape[1:]), which gets a row for each number.
-                As for `pull`, also lists of these.
-            row_ids: whole numbers from 0 to shape[0] - 1 in an array of any shape and dtype, or a list of numbers,
-                in any order, also repeated or none, for all outputs; or a list of these in the form of `out`.
-
-        Raises:
-            KVError: a key is not row-sparse, a row is out of range, an output does not fit, or outputs share memory.
-        """
-        self._ready()
-        lookups = [
-            (record, Lookup(record, pairs))
-            for record, pairs in ((self._record(name), pairs) for name, pairs in wanted(key, out, row_ids))
-        ]
-        apart([(record.key, lookup) for record, lookup in lookups])
-        items: list[RowsItem] = [(record, lookup.rows, lookup.take) for record, lookup in lookups]
-        call = _call((), priority, wait)
-        return self._awaited(self._pull_rows(items, call), wait) if items else Settled("pull of no rows")
-
-    def _reduced(self, items: list[Contribution], call: Call) -> tuple[list[Item], Call]:
-        """Return each key's sum over its devices, and the call to make with these sums."""
-        sums = self._reducer.reduce(items)
-        own = all(total is not given for total, (_, each) in zip(sums, items, strict=True) for given in each)
-        # Sums are the store's own, which nobody else will write: they need no further copy.
-        summed = [(record, total) for total, (record, _) in zip(sums, items, strict=True)]
-        return summed, replace(call, lent=call.lent or own)
-
-
-def _call(items: Iterable[Contribution], priority: int, wait: bool, scale: float = 1.0) -> Call:
-    try:
-        number = operator.index(priority)
-    except TypeError:
-        raise KVError("priority is an int, not %s" % type(priority).__name__) from None
-    try:
-        factor = operator.truediv(scale, 1)
-    except (TypeError, ValueError):
-        factor = math.nan
-    if not math.isfinite(factor):
-        raise KVError("scale is a finite number, not %.60r" % (scale,))
-    for record, _ in items:
-        if factor != 1 and not dtypes.is_float(record.dtype):
-            raise KVError(
-                "key %r: %s values are pushed with scale 1, not %g" % (record.key, dtypes.name_of(record.dtype), factor)
+        self.check_process()
+        if self._ended:
+            raise StoreClosed(
+                "the %r store %s; create another one with kvstore.create(%r)" % (self._type, self._ended, self._type)
             )
-    return Call(number, lent=not wait, scale=factor)
+
+    def check_process(self) -> None:
+        """Return if this is the process that created the store.
+
+        Raises:
+            StoreClosed: it is a forked child.
+        """
+        if not self.is_own:
+            raise StoreClosed(
+                "the %r store belongs to process %d, this is its forked child %d: use it in the parent, or start"
+                " children with the 'spawn' method and create a store there" % (self._type, self._pid, os.getpid())
+            )
+
+    def retire(self, how: str) -> None:
+        """Let no further call be made, except closing; `how` is for the error, such as "was left"."""
+        with self._lock:
+            self._ended = self._ended or how
+
+    def close(self) -> bool:
+        """Mark the store as closed. Return whether it was not closed before."""
+        with self._lock:
+            before, self._ended = self._ended, "was closed"
+        return before != self._ended
 
 
-def _what(call: str, items: Sequence[Item]) -> str:
-    return "%s of %s" % (call, named(record.key for record, _ in items))
+class Selection:
+    """The keys of a data call, in order, with what has to be looked at in every call.
+
+    Training calls with the same keys in every step: a store makes the selection of a list of keys once.
+    """
+
+    __slots__ = ("_dtypes", "_shapes", "has_rows", "kept", "named", "records", "size_bytes")
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self.records = tuple(records)
+        self.named = named(record.key for record in self.records)
+        """The keys, for people."""
+        self.size_bytes = sum(record.size * record.dtype.itemsize for record in self.records)
+        """Of all values."""
+        self.has_rows = any(record.is_sparse for record in self.records)
+        """Whether a key is row-sparse."""
+        self.kept: Any = None
+        """What the backend keeps of it."""
+        self._shapes = [record.shape for record in self.records]
+        self._dtypes = [record.dtype for record in self.records]
+
+    def fits(self, arrays: Sequence[object]) -> bool:
+        """Whether these are numpy arrays of the records' shapes and dtypes. If not, they may fit all the same."""
+        if len(arrays) != len(self.records):
+            return False
+        for array, shape, dtype in zip(arrays, self._shapes, self._dtypes, strict=True):
+            # The very type: a class derived from it need not behave as an array does.
+            if type(array) is not np.ndarray or array.shape != shape:
+                return False
+            if array.dtype is not dtype and array.dtype != dtype:
+                return False
+        return True
+
+
+class Backend(ABC):
+    """A kind of store, behind a KVStore. Arguments are checked and of one form; any thread may call.
+
+    A backend never sees a key or value that does not fit, or a forked child. The store may be closed by another thread
+    while it is called; `lifetime` tells.
+
+    A call that returns a Pending does not wait for other nodes; `wait` of that Pending does. A call raises at once only
+    what is known at once.
+    """
+
+    type: str
+    """The name that the store was created with, in lower case."""
+    lifetime: Lifetime
+    """What the backend shares with its KVStore."""
+    reducer: Reducer
+    """Sums the values of a worker's devices; `push` and `pushpull` get these sums."""
+    is_shared: bool = True
+    """Collective calls wait for other workers; else they are done when they return, also with wait=False."""
+
+    @property
+    @abstractmethod
+    def rank(self) -> int:
+        """This worker's index, from 0."""
+
+    @property
+    @abstractmethod
+    def num_workers(self) -> int:
+        """Number of workers that share the store."""
+
+    @abstractmethod
+    def companion(self) -> Backend:
+        """Return another store of the same workers, with rounds and without a rule. All workers call it."""
+
+    # Data
+
+    def exclusive(self) -> AbstractContextManager[object]:
+        """Return what is held around a collective call, if no other call of the process may be made meanwhile."""
+        return nullcontext()
+
+    def reserve(self) -> int:
+        """Take the next place in the order of collective calls; `init` and `assign` get it."""
+        return 0
+
+    @abstractmethod
+    def init(self, items: list[tuple[Key, Value]], ticket: int) -> list[Record]:
+        """Store a copy of each value (a RowSparse makes the key row-sparse); return the records, in that order.
+
+        Waits for all workers. May be called by a thread of the store's own, while other calls are made.
+        """
+
+    @abstractmethod
+    def assign(self, items: list[tuple[Record, Array]], ticket: int) -> None:
+        """Replace what is stored by rank 0's values; rule state and rounds go on. Waits for all workers."""
+
+    @abstractmethod
+    def push(self, keys: Selection, values: Sequence[Value], call: Call) -> Pending:
+        """Take one summed value for each key; never write to it. If not `call.lent`, copy it before returning."""
+
+    @abstractmethod
+    def pull(self, keys: Selection, outs: Sequence[Sequence[Array]], call: Call) -> Pending:
+        """Write each stored value into all its outputs: writable, of the record's shape and dtype, any strides."""
+
+    @abstractmethod
+    def pull_rows(self, items: list[RowsItem], call: Call) -> Pending:
+        """Hand the values (n, *shape[1:]) of each item's rows to its function, once; the function owns them."""
+
+    @abstractmethod
+    def pushpull(
+        self, keys: Selection, values: Sequence[Value], outs: Sequence[Sequence[Array]], call: Call
+    ) -> Pending:
+        """Push, then write the result into the outputs, which may share memory with the value."""
+
+    def skip(self, records: list[Record], note: Mapping[str, Any]) -> Pending:
+        """Have the next round of keys skipped. Does nothing in a store without rounds."""
+        return Settled("skip_round")
+
+    @property
+    def compresses(self) -> bool:
+        """Whether anything that is pushed may be compressed."""
+        return False
+
+    @abstractmethod
+    def check(self, items: list[Contribution]) -> None:
+        """Return if a push would compress the sums of these values; else raise KVError and change nothing."""
+
+    # What a push does
+
+    @abstractmethod
+    def set_rule(self, spec: RuleSpec, replace: bool) -> None:
+        """Install a rule. An equal repeat keeps all state."""
+
+    @abstractmethod
+    def change_rule(self, change: Mapping[str, Any]) -> None:
+        """Change parameters or multipliers of the installed rule, as `RuleSpec.changed` takes them."""
+
+    @abstractmethod
+    def set_updater(self, updater: Updater | None) -> None:
+        """Install the user's function, or remove it and any rule."""
+
+    @abstractmethod
+    def compress(self, setting: Setting, keys: list[Key] | None) -> None:
+        """Compress what these keys (None: all that have no setting of their own) send from now on."""
+
+    # States and facts
+
+    @abstractmethod
+    def save(self, folder: str) -> None:
+        """Write weights, rule states, rounds and residuals into the folder. All workers call it."""
+
+    @abstractmethod
+    def load(self, folder: str) -> None:
+        """Take up what `save` wrote. All workers call it."""
+
+    @abstractmethod
+    def stats(self) -> list[dict[str, Any]]:
+        """Return counters, one dict for each server."""
+
+    @abstractmethod
+    def profile(self, folder: str) -> AbstractContextManager[None]:
+        """Return what records a trace from its entry to its exit, and then writes it into the folder."""
+
+    @abstractmethod
+    def num_dead(self, mask: int) -> int:
+        """Return how many nodes of these roles (1 scheduler, 2 servers, 4 workers) are lost."""
+
+    # Membership
+
+    @abstractmethod
+    def barrier(self) -> Pending:
+        """Be done when all workers have called it."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """Count as a zero contribution to all later rounds; return when all workers have joined."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """End this worker's membership."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Flush, say goodbye, free. One of `close`, `abort` and `give_up` is called, once, never in a forked child."""
+
+    @abstractmethod
+    def abort(self, error: BaseException) -> None:
+        """Close because `error` left the `with` block: tell the others, wait for nothing."""
+
+    @abstractmethod
+    def give_up(self, error: BaseException) -> None:
+        """Close because `error` came before the store could be used: tell the workers that wait for this one."""

@@ -19,7 +19,7 @@ from distrun_runtime.ops import compression as codec
 from distrun_runtime.ops.compression import Buffer, Codec
 from distrun_runtime.ops.params import did_you_mean
 from distrun_runtime.ops.partition import Shard
-from distrun_runtime.store.record import Record
+from distrun_runtime.store.base import Record
 from distrun_runtime.store.values import Key
 
 __all__ = ["MIN_SIZE", "Compressor", "Setting"]

@@ -7,12 +7,13 @@ from typing import Any
 
 from distrun_runtime.arrays.dtypes import name_of
 from distrun_runtime.errors import RuntimeFault
+from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import Kind
+from distrun_runtime.ps.routing import Layout, Shape, cut, mxnet_layout
+from distrun_runtime.store.base import Record, Value
 from distrun_runtime.store.compress import Compressor, Setting
-from distrun_runtime.store.hooks import Value
 from distrun_runtime.store.link import Link
-from distrun_runtime.store.pieces import Layout, Part, whole
-from distrun_runtime.store.record import Record
+from distrun_runtime.store.pieces import Part, whole
 from distrun_runtime.store.requests import pack
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
@@ -33,14 +34,15 @@ def declare(
     records = [Record.of(key, 0, value) for key, value in items]
     body = {"records": [_described(record, compressor) for record in records]}
     made, reply = link.agree(what, Kind.KEYS, number, body)
-    places = {
-        _text(key): (int(pair[0]), int(pair[1]))
-        for key, pair in zip(reply["keys"], reply["numbers"], strict=True)
-    }  # fmt: skip
-    return made, [
-        _placed(link, Record.of(key, places[_text(key)][1], value), places[_text(key)][0], compressor)
-        for key, value in items
-    ]
+    servers = reply.get("servers") or [None] * len(reply["keys"])
+    told = zip(reply["keys"], reply["numbers"], servers, strict=True)
+    places = {_text(key): (int(pair[0]), int(pair[1]), where) for key, pair, where in told}
+    placed = []
+    for key, value in items:
+        number, index, where = places[_text(key)]
+        record = Record.of(key, index, value)
+        placed.append((record, _layout(link, record, number, where, compressor)))
+    return made, placed
 
 
 def declare_again(link: Link, what: str, number: int, records: Sequence[Record], compressor: Compressor) -> int:
@@ -71,7 +73,7 @@ def fill(
             for record, layout, value in placed
             for part in whole(record, layout, value.to_dense() if isinstance(value, RowSparse) else value)
         ]
-        rounds = dict.fromkeys((part.record.key for part in parts), 0)
+        rounds = [0] * (1 + max((part.number for part in parts), default=0))
         packed = pack(Kind.INIT, link.store, parts, rounds, body_of=lambda held: {**facts, **_facts_of(held)})
         link.send(what, packed).wait(link.limit_s)
         error = ""
@@ -83,11 +85,17 @@ def fill(
         link.scheduler(what, Kind.INIT, {"number": number, "error": error})
 
 
-def _placed(link: Link, record: Record, number: int, compressor: Compressor) -> Placed:
+def _layout(link: Link, record: Record, number: int, servers: Sequence[int] | None, compressor: Compressor) -> Layout:
+    """Return where a key's shards are: on the servers that the scheduler says, or where MXNet has them."""
+    row_size = record.row_size if record.is_sparse else 0
+    if servers is not None:
+        pieces = cut(record.size, record.dtype.itemsize, row_size)
+        return Layout(number, tuple(Shard(int(server), *piece) for server, piece in zip(servers, pieces, strict=True)))
     setting = compressor.of(record)
     factor = setting.codec.factor if setting is not None and setting.codec is not None else 1
-    servers, bound = link.node.num_servers, link.node.config.bigarray_bound
-    return record, Layout.of(number, record, servers, bound, factor)
+    shape = Shape(record.size, record.dtype.itemsize, row_size, record.shape[0] if record.is_sparse else 0)
+    count, bound = link.node.num_servers, link.node.config.bigarray_bound
+    return mxnet_layout(number, record.index, shape, servers=count, bound=bound, factor=factor)
 
 
 def _described(record: Record, compressor: Compressor) -> dict[str, Any]:

@@ -8,9 +8,9 @@ server - and replies become values. Waiting is for `Pending`; order, priorities 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -23,28 +23,37 @@ from distrun_runtime.ps import config as configs
 from distrun_runtime.ps import session
 from distrun_runtime.ps.pending import Pending as Request
 from distrun_runtime.ps.serve import serve
-from distrun_runtime.ps.work import Notes
+from distrun_runtime.ps.shards import Notes
 from distrun_runtime.store import declaring, kinds, saving, tracing
-from distrun_runtime.store.base import KVStore
+from distrun_runtime.store.base import (
+    Backend,
+    Call,
+    Contribution,
+    Lifetime,
+    Record,
+    RowsItem,
+    Selection,
+    Updater,
+    Value,
+    named,
+)
 from distrun_runtime.store.compress import Compressor, Setting
-from distrun_runtime.store.hooks import Call, RowsItem, Updater, Value
-from distrun_runtime.store.keyed import Contribution, named
+from distrun_runtime.store.gathering import Gathering, is_small
 from distrun_runtime.store.link import close_link, open_link
 from distrun_runtime.store.outcome import Both, Sent
 from distrun_runtime.store.pending import Pending
-from distrun_runtime.store.pieces import Layout, Part, RowTarget, Target, contribution, wanted, wanted_rows
-from distrun_runtime.store.record import Record
+from distrun_runtime.store.pieces import Part, RowTarget, contribution, wanted_rows
 from distrun_runtime.store.reducer import reducer_for
-from distrun_runtime.store.requests import Packed, pack, values_of
 from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.store.transfers import Transfers, answers, said, skipped_in
 from distrun_runtime.store.values import Key
 
 ROLES = {1: "scheduler", 2: "server", 4: "worker"}
 """MXNet's masks of roles."""
 
 
-def create_dist(type_name: str, staleness: int | None = None) -> KVStore:
-    """Return a store of this process's job; in a server or scheduler process, serve and then end.
+def create_dist(type_name: str, staleness: int | None = None, deterministic: bool = False) -> DistBackend:
+    """Return the backend of a store of this process's job; in a server or scheduler process, serve and then end.
 
     Raises:
         SystemExit: this process is a server or scheduler (DMLC_ROLE) and the job has ended: with its exit code.
@@ -54,31 +63,38 @@ def create_dist(type_name: str, staleness: int | None = None) -> KVStore:
     if role in ("server", "scheduler"):
         raise SystemExit(serve(role))
     reducer_for(type_name)  # Reads the environment: what is wrong there is said before this process joins the job.
-    return DistStore(type_name, session.current(lambda: configs.read("worker")), staleness)
+    return DistBackend(type_name, session.current(lambda: configs.read("worker")), staleness, deterministic)
 
 
-class DistStore(KVStore):
+class DistBackend(Backend):
     """A key-value store on the servers of the job.
 
     Threads: any may call; calls are ordered as they take the store's lock, which nobody holds while waiting.
     """
 
-    def __init__(self, type_name: str, node: session.Session, staleness: int | None = None) -> None:
-        super().__init__(type_name)
+    def __init__(
+        self, type_name: str, node: session.Session, staleness: int | None = None, deterministic: bool = False
+    ) -> None:
+        self.type = type_name
+        self.lifetime = Lifetime(type_name)
+        self.reducer = reducer_for(type_name)
         self._node = node
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         """Guards what follows; who sends data holds it, so that rounds are sent in their order."""
-        self._layouts: dict[Key, Layout] = {}
-        self._rounds: dict[Key, int] = {}
-        """Key to the number of this worker's pushes: the round of the last one."""
         self._compressor = Compressor()
         self._open: list[Request] = []
         """Pushes that servers have not acknowledged yet."""
+        self._asked: list[Request] = []
+        """Small pulls that are not answered yet."""
         bound = {} if staleness is None else {"staleness": staleness}
-        self._facts = {"type": kinds.canonical(type_name), **bound}
+        order = {"deterministic": True} if deterministic else {}
+        self._facts = {"type": kinds.canonical(type_name), **bound, **order}
         """What all workers and servers must know alike."""
         self._link = open_link(node, "create(%r)" % type_name, self._facts)
         self._link.replaced = self._replaced
+        self._transfers = Transfers(self._link, self._compressor)
+        self._gathering = Gathering(self._flush)
+        """Small calls that wait for others to be answered."""
         node.before_end(self._flush_at_end)
 
     @property
@@ -91,27 +107,27 @@ class DistStore(KVStore):
         """Number of workers of the job."""
         return self._link.workers
 
-    def companion(self) -> DistStore:
+    def companion(self) -> DistBackend:
         """Return another store of the same job, with rounds and without a rule. All workers call it."""
-        return DistStore("dist_sync", self._node)
+        return DistBackend("dist_sync", self._node)
 
     # Data
 
-    def _reserve(self) -> int:
+    def reserve(self) -> int:
         return self._link.next_call()
 
-    def _init(self, items: list[tuple[Key, Value]], ticket: int) -> list[Record]:
+    def init(self, items: list[tuple[Key, Value]], ticket: int) -> list[Record]:
         what = "init of %s" % named(key for key, _ in items)
         number, placed = declaring.declare(self._link, what, ticket, items, self._compressor)
         with self._lock:
-            self._layouts.update((record.key, layout) for record, layout in placed)
-            self._rounds.update((record.key, 0) for record, _ in placed)
+            for record, layout in placed:
+                self._transfers.add(record, layout)
         if self.rank == 0:
             values = [(record, layout, value) for (record, layout), (_, value) in zip(placed, items, strict=True)]
             declaring.fill(self._link, what, number, values, self._facts)
         return [record for record, _ in placed]
 
-    def _assign(self, items: list[tuple[Record, Array]], ticket: int) -> None:
+    def assign(self, items: list[tuple[Record, Array]], ticket: int) -> None:
         what = "assign to %s" % named(record.key for record, _ in items)
         # What was pushed before comes before: here by waiting, on this connection by its order.
         try:
@@ -122,203 +138,248 @@ class DistStore(KVStore):
         records = [record for record, _ in items]
         number = declaring.declare_again(self._link, what, ticket, records, self._compressor)
         if self.rank == 0:
-            values = [(record, self._layouts[record.key], value) for record, value in items]
+            values = [(record, self._transfers.layouts[record.key], value) for record, value in items]
             declaring.fill(self._link, what, number, values, {**self._facts, "assign": True})
 
-    def _push(self, items: list[tuple[Record, Value]], call: Call) -> Pending:
-        with self._lock, self._link.span("push", keys=len(items)):
-            return self._push_now(items, call)
+    def push(self, keys: Selection, values: Sequence[Value], call: Call) -> Pending:
+        with self._lock, self._link.span("push", keys=len(keys.records)):
+            # Another thread may have closed the store since the call began: what `close` does not see would be lost.
+            self.lifetime.check()
+            if self._gathers(keys, True):
+                gathered = self._gathering.push(keys, cast("Sequence[Array]", values), call)
+                if self._gathering.is_full:
+                    self._flush()
+                return gathered
+            self._flush()
+            return self._push_now(keys, values, call)
 
-    def _pull(self, items: list[tuple[Record, list[Array]]], call: Call) -> Pending:
-        with self._lock, self._link.span("pull", keys=len(items)):
-            return self._pull_now(items, call)
+    def pull(self, keys: Selection, outs: Sequence[Sequence[Array]], call: Call) -> Pending:
+        with self._lock, self._link.span("pull", keys=len(keys.records)):
+            if not call.waits and self._gathers(keys, False):
+                return self._gathering.pull(keys, outs, call)
+            self._flush()
+            return self._pull_now(keys, outs, call)
 
-    def _pushpull(self, items: list[tuple[Record, Value, list[Array]]], call: Call) -> Pending:
-        what = "pushpull of %s" % named(record.key for record, _, _ in items)
+    def pushpull(
+        self, keys: Selection, values: Sequence[Value], outs: Sequence[Sequence[Array]], call: Call
+    ) -> Pending:
         # The pull follows its push on the same connections and asks for its round.
-        with self._lock, self._link.span("pushpull", keys=len(items)):
-            push = self._push_now([(record, value) for record, value, _ in items], call)
-            return Both(what, push, self._pull_now([(record, arrays) for record, _, arrays in items], call, own=True))
+        with self._lock, self._link.span("pushpull", keys=len(keys.records)):
+            self.lifetime.check()
+            self._flush()
+            push = self._push_now(keys, values, call)
+            return Both("pushpull of %s" % keys.named, push, self._pull_now(keys, outs, call, own=True))
 
-    def _skip(self, records: list[Record], note: Mapping[str, Any]) -> Pending:
+    def _gathers(self, keys: Selection, is_push: bool) -> bool:
+        """Whether a call goes with others, later: it is small, and something is under way. Call with the lock held.
+
+        A push waits for pushes only, which servers acknowledge at once. A pull may wait for another worker, and that
+        one for this push.
+        """
+        if keys.has_rows or self.compresses or not is_small(keys):
+            return False
+        if any(not request.is_done for request in self._open):
+            return True
+        return not is_push and (bool(self._gathering) or any(not request.is_done for request in self._asked))
+
+    def _flush(self) -> None:
+        """Send the small calls that were kept."""
+        with self._lock:
+            for is_push, keys, arrays, call, waiting in self._gathering.take() if self._gathering else ():
+                sent = self._push_now(keys, arrays, call) if is_push else self._pull_now(keys, arrays, call)
+                for gathered in waiting:
+                    gathered.sent = sent
+
+    def _answered(self, error: RuntimeFault | None) -> None:
+        """A call was answered: send what was kept meanwhile. In the thread of the node."""
+        if not self._gathering:
+            return
+        try:
+            self._flush()
+        except Exception as err:
+            # The store was closed, or the process has lost the job: whoever calls next is told.
+            self.lifetime.late.add(self, err)
+
+    def skip(self, records: list[Record], note: Mapping[str, Any]) -> Pending:
         if kinds.is_async(self.type):
-            return super()._skip(records, note)
+            return super().skip(records, note)
         what = "skip_round of %s" % named(record.key for record in records)
         with self._lock, self._link.span("skip_round", keys=len(records)):
-            self._alive()
-            layouts = {record: self._layouts[record.key] for record in records}
-            parts = [Part(record, its.number, piece) for record, its in layouts.items() for piece in its.pieces]
+            self._flush()
+            self.lifetime.check()
+            layouts = {record: self._transfers.layouts[record.key] for record in records}
+            parts = [Part(record, its.number, piece) for record, its in layouts.items() for piece in its.shards]
             push = self._contribute(what, records, parts, {"skip": dict(note)}, 0)
             # Any key tells what the workers said; the smallest costs least.
             first = min(records, key=lambda record: (record.is_sparse, record.size))
-            return Both(what, push, self._pull_now([(first, [])], Call(), own=True))
+            return Both(what, push, self._pull_now(Selection([first]), [()], Call(), own=True))
 
-    def _check(self, items: list[Contribution]) -> None:
+    def check(self, items: list[Contribution]) -> None:
         compressed = [item for item in items if self._compressor.of(item[0]) is not None]
-        for (record, _), total in zip(compressed, self._reducer.reduce(compressed), strict=True):
+        for (record, _), total in zip(compressed, self.reducer.reduce(compressed), strict=True):
             if not isinstance(total, RowSparse):
                 self._compressor.check(record, total.reshape(-1))
 
-    def _push_now(self, items: list[tuple[Record, Value]], call: Call) -> Pending:
+    def _push_now(self, keys: Selection, values: Sequence[Value], call: Call) -> Pending:
         """Send a push. Call with the lock held."""
-        # Another thread may have closed the store since the call began: what `close` does not see would be lost.
-        self._alive()
-        for record, value in items:
+        scale = {} if call.scale == 1.0 else {"scale": call.scale}
+        what = "push of %s" % keys.named
+        if not self.compresses and not keys.has_rows:
+            arrays = cast("Sequence[Array]", values)
+            return self._sent(
+                self._transfers.push(what, keys, arrays, body=scale, priority=call.priority, lent=call.lent)
+            )
+        records, items = list(keys.records), list(zip(keys.records, values, strict=True))
+        for record, value in items if self.compresses else ():
             if not isinstance(value, RowSparse):
                 self._compressor.check(record, value.reshape(-1))
+        layouts = self._transfers.layouts
         parts = [
             part
             for record, value in items
-            for part in contribution(record, self._layouts[record.key], value, self._compressor, lent=call.lent)
+            for part in contribution(record, layouts[record.key], value, self._compressor, lent=call.lent)
         ]
-        scale = {} if call.scale == 1.0 else {"scale": call.scale}
-        what = "push of %s" % named(record.key for record, _ in items)
-        return self._contribute(what, [record for record, _ in items], parts, scale, call.priority)
+        return self._contribute(what, records, parts, scale, call.priority)
 
     def _contribute(
         self, what: str, records: list[Record], parts: list[Part], body: dict[str, Any], priority: int
     ) -> Sent:
         """Send what is this worker's part of the next round of keys. Call with the lock held."""
-        for record in records:
-            self._rounds[record.key] += 1
-        packed = pack(Kind.PUSH, self._link.store, parts, self._rounds, priority=priority, body_of=lambda _: body)
-        request = self._link.send(what, packed)
+        return self._sent(self._transfers.contribute(what, records, parts, body, priority))
+
+    def _sent(self, request: Request) -> Sent:
+        """Return the outcome of a push that was sent. Call with the lock held."""
         self._open = [*(old for old in self._open if not old.is_done), request]
-        sent = Sent(request, self._link, self._late)
+        request.then(self._answered)
+        sent = Sent(request, self._link, self.lifetime.late)
         sent.watch()
         return sent
 
-    def _pull_now(self, items: list[tuple[Record, list[Array]]], call: Call, own: bool = False) -> Pending:
+    def _pull_now(self, keys: Selection, outs: Sequence[Sequence[Array]], call: Call, own: bool = False) -> Pending:
         """Send a pull. Call with the lock held.
 
         Arguments:
             own: it belongs to the push before it: outputs of keys whose round was skipped stay as they are.
         """
-        parts = [part for record, _ in items for part in wanted(record, self._layouts[record.key], self._compressor)]
-        packed = pack(Kind.PULL, self._link.store, parts, self._rounds, priority=call.priority)
-        request = self._link.send("pull of %s" % named(record.key for record, _ in items), packed)
+        request, take = self._transfers.pull("pull of %s" % keys.named, keys, outs, priority=call.priority, own=own)
+        if is_small(keys):
+            self._asked = [*(old for old in self._asked if not old.is_done), request]
+            request.then(self._answered)
+        return Sent(request, self._link, self.lifetime.late, take)
 
-        def take(replies: tuple[Message, ...]) -> Notes:
-            skipped = _skipped(replies)
-            outs: dict[Key, Target] = {}
-            arrays_of = {record.key: arrays for record, arrays in items}
-            for part, values in _answers(packed, replies):
-                if own and part.number in skipped:
-                    continue
-                key = part.record.key
-                outs.setdefault(key, Target(arrays_of[key])).write(part.piece, values)
-            for target in outs.values():
-                target.finish()
-            return _said(skipped)
-
-        return Sent(request, self._link, self._late, take)
-
-    def _pull_rows(self, items: list[RowsItem], call: Call) -> Pending:
+    def pull_rows(self, items: list[RowsItem], call: Call) -> Pending:
         with self._lock, self._link.span("row_sparse_pull", keys=len(items)):
-            held = [(wanted_rows(record, self._layouts[record.key], rows), record, rows) for record, rows, _ in items]
+            self._flush()
+            held = [
+                (wanted_rows(record, self._transfers.layouts[record.key], rows), record, rows)
+                for record, rows, _ in items
+            ]
             parts = [part for found, _, _ in held for part in found]
-            packed = pack(Kind.PULL, self._link.store, parts, self._rounds, priority=call.priority)
+            packed = self._transfers.ask(parts, call.priority)
             request = self._link.send("row_sparse_pull of %s" % named(record.key for record, _, _ in items), packed)
 
         def take(replies: tuple[Message, ...]) -> Notes:
             targets = [RowTarget(record, len(rows)) for _, record, rows in held]
             # By the part itself: a key may be asked for several times, with other rows each time.
             where = {id(part): target for (found, _, _), target in zip(held, targets, strict=True) for part in found}
-            for part, values in _answers(packed, replies):
+            for part, values in answers(packed, replies):
                 assert part.rows is not None
                 where[id(part)].write(part.rows, values)
             for (_, _, give), target in zip(items, targets, strict=True):
                 give(target.values)
-            return _said(_skipped(replies))
+            return said(skipped_in(replies))
 
-        return Sent(request, self._link, self._late, take)
+        return Sent(request, self._link, self.lifetime.late, take)
 
     # What a push does
 
-    def _set_rule(self, spec: RuleSpec, replace: bool) -> None:
+    def set_rule(self, spec: RuleSpec, replace: bool) -> None:
         self._drain()
         body = {"spec": spec.to_json(), "replace": replace}
         self._link.scheduler("set_optimizer(%r)" % spec.name, Kind.RULE, body)
 
-    def _change_rule(self, change: Mapping[str, Any]) -> None:
+    def change_rule(self, change: Mapping[str, Any]) -> None:
         self._drain()
         self._link.scheduler("a change of the rule", Kind.RULE, {"change": dict(change)})
 
-    def _set_updater(self, updater: Updater | None) -> None:
+    def set_updater(self, updater: Updater | None) -> None:
         self._drain()
         spec = None if updater is None else RuleSpec("updater", {"function": importable(updater)}).to_json()
         self._link.scheduler("set_updater", Kind.RULE, {"spec": spec, "replace": True})
 
     @property
-    def _compresses(self) -> bool:
+    def compresses(self) -> bool:
         return self._compressor.is_on
 
-    def _compress(self, setting: Setting, keys: list[Key] | None) -> None:
+    def compress(self, setting: Setting, keys: list[Key] | None) -> None:
         with self._lock:
             self._compressor.set(setting, keys)
 
     # States and facts
 
-    def _save(self, folder: str) -> None:
+    def save(self, folder: str) -> None:
         self._drain()
         with self._lock:
             residuals, numbers = self._compressor.residuals(), self._numbers()
         saving.save(self._link, folder, residuals, numbers)
 
-    def _load(self, folder: str) -> None:
+    def load(self, folder: str) -> None:
         self._drain()
         with self._lock:
-            keys = {key: (layout.number, layout.size) for key, layout in self._layouts.items()}
+            keys = {key: (layout.number, layout.size) for key, layout in self._transfers.layouts.items()}
         residuals, rounds = saving.load(self._link, folder, keys)
         with self._lock:
             # One here, also of a store that compressed each device's part.
             whole = {key: np.atleast_2d(rows).sum(axis=0, dtype=np.float32) for key, rows in residuals.items()}
             self._compressor.restore(whole)
-            self._rounds.update(rounds)
+            for key, number in rounds.items():
+                self._transfers.set_round(key, number)
 
     def _numbers(self) -> dict[Key, int]:
         """Return each key's number in messages."""
-        return {key: layout.number for key, layout in self._layouts.items()}
+        return {key: layout.number for key, layout in self._transfers.layouts.items()}
 
-    def _stats(self) -> list[dict[str, Any]]:
+    def stats(self) -> list[dict[str, Any]]:
         return self._link.servers("stats", Kind.STATS)
 
-    def _profile(self, folder: str) -> AbstractContextManager[None]:
+    def profile(self, folder: str) -> AbstractContextManager[None]:
         return tracing.profile(self._link, folder)
 
-    def _num_dead(self, mask: int) -> int:
+    def num_dead(self, mask: int) -> int:
         return self._node.num_dead([role for bit, role in ROLES.items() if mask & bit])
 
     # Membership
 
-    def _barrier(self) -> Pending:
+    def barrier(self) -> Pending:
         with self._lock:
+            self._flush()
             number, pushes = self._link.next_call(), [request for request in self._open if not request.is_done]
         # The scheduler hears of it when the servers have all that was pushed.
         call = self._link.begin("barrier", Kind.BARRIER, number, {}, after=pushes)
-        sent = Sent(call.request, self._link, self._late, lambda replies: {}, lambda: self._link.leave(call))
+        sent = Sent(call.request, self._link, self.lifetime.late, lambda replies: {}, lambda: self._link.leave(call))
         sent.watch()
         return sent
 
-    def _join(self) -> None:
+    def join(self) -> None:
         self._drain()
         self._link.together("join", Kind.JOIN)
         # All have joined, so no round is open: the next push of everybody is the round after the last.
         by_number = {number: key for key, number in self._numbers().items()}
-        holders = {piece.server for layout in self._layouts.values() for piece in layout.pieces}
+        holders = {piece.server for layout in self._transfers.layouts.values() for piece in layout.shards}
         answers = self._link.servers("join", Kind.ROUNDS, ranks=sorted(holders))
         with self._lock:
             for number, done in (pair for answer in answers for pair in answer["rounds"]):
                 # A number that we do not know is of a key whose init failed.
                 if number in by_number:
-                    self._rounds[by_number[number]] = max(self._rounds[by_number[number]], done)
+                    key = by_number[number]
+                    self._transfers.set_round(key, max(self._transfers.round_of(key), done))
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         self._drain()
         close_link(self._link)
         self._link.scheduler("leave", Kind.LEFT, {})
 
-    def _close(self) -> None:
+    def close(self) -> None:
         close_link(self._link)
         try:
             self._settle()
@@ -326,7 +387,7 @@ class DistStore(KVStore):
             # Nothing is left to flush, and what the store holds may go.
             self._node.not_before_end(self._flush_at_end)
 
-    def _give_up(self, error: BaseException) -> None:
+    def give_up(self, error: BaseException) -> None:
         self._node.not_before_end(self._flush_at_end)
         # One that is unused stays as it is: the next `create` takes its place, if others wait here.
         if not self._link.is_unused:
@@ -337,10 +398,10 @@ class DistStore(KVStore):
 
     def _replaced(self) -> None:
         """A later `create` has taken the place of this store, which was not used."""
-        self._ended = self._ended or "was replaced by a later create, as it was not used before"
+        self.lifetime.retire("was replaced by a later create, as it was not used before")
         self._node.not_before_end(self._flush_at_end)
 
-    def _abort(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         self._node.note_crash(error)
         # Now: the script may catch the error and go on for long, and the others wait.
         self._node.end()
@@ -348,11 +409,12 @@ class DistStore(KVStore):
     def _drain(self) -> None:
         """Wait until the servers have all that was pushed; raise what they have against it."""
         self._settle()
-        self._late.raise_first()
+        self.lifetime.late.raise_first()
 
     def _settle(self) -> None:
         """Wait until the servers have answered all pushes, well or not."""
         with self._lock:
+            self._flush()
             pushes = list(self._open)
         for request in pushes:
             try:
@@ -362,27 +424,6 @@ class DistStore(KVStore):
                     raise  # It took too long.
 
     def _flush_at_end(self) -> None:
-        if not self._ended:
-            self._line.finish()
+        if not self.lifetime.is_over:
+            self.lifetime.line.finish()
             self._drain()
-
-
-def _skipped(replies: tuple[Message, ...]) -> dict[int, Notes]:
-    """Return the notes of the rounds that were skipped, by number of the key."""
-    return {
-        int(number): {int(rank): note for rank, note in notes.items()}
-        for reply in replies
-        for number, notes in reply.body.get("skipped", {}).items()
-    }
-
-
-def _said(skipped: Mapping[int, Notes]) -> Notes:
-    return next(iter(skipped.values()), {})
-
-
-def _answers(packed: list[Packed], replies: tuple[Message, ...]) -> Iterator[tuple[Part, Array]]:
-    """Yield each part with what came for it."""
-    for one, reply in zip(packed, replies, strict=True):
-        params = reply.body.get("codec") or one.message.body.get("codec") or {}
-        for part, entry, payload in zip(one.parts, reply.entries, reply.payloads, strict=True):
-            yield part, values_of(part, entry, payload, params)

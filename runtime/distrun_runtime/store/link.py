@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,9 @@ from distrun_runtime.store.requests import Packed
 
 TAKE_BACK_S = 10.0
 """How long a call that is left waiting for the other workers waits for the scheduler's word that it is taken back."""
+
+
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,8 @@ class Link:
 
     def span(self, name: str, **args: object) -> AbstractContextManager[None]:
         """Return what records how long a block takes, while the store is profiled."""
-        return self.node.recorder.span(name, "store", **args)
+        recorder = self.node.recorder
+        return recorder.span(name, "store", **args) if recorder.is_on else _NOTHING
 
     @property
     def is_unused(self) -> bool:

@@ -1,40 +1,56 @@
-"""LocalStore: a store in this process's memory, for one worker."""
+"""The store in this process's memory, for one worker: its values, and what updates them."""
 
 from __future__ import annotations
 
 import platform
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 
+from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
+from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.optimizers import RuleSpec
+from distrun_runtime.ops.update import update
 from distrun_runtime.ps import profile
-from distrun_runtime.ps.counters import Counters
-from distrun_runtime.store.base import Call, KVStore, Record, RowsItem, Updater, Value
+from distrun_runtime.ps.stats import Counters
+from distrun_runtime.store.base import (
+    Backend,
+    Call,
+    Contribution,
+    Lifetime,
+    Record,
+    RowsItem,
+    Selection,
+    Updater,
+    Value,
+    named,
+)
 from distrun_runtime.store.compress import Compressor, Setting
-from distrun_runtime.store.keyed import Contribution, named
 from distrun_runtime.store.pending import Pending, Settled
-from distrun_runtime.store.reducer import DeviceReducer
+from distrun_runtime.store.reducer import DeviceReducer, reducer_for
+from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
-from distrun_runtime.store.weights import Weights
 
 
-class LocalStore(KVStore):
-    """A store of one worker: a push sums over its devices. Threads take turns; a pull never sees half a push.
+class LocalBackend(Backend):
+    """The store of one worker: a push sums over its devices. Threads take turns; a pull never sees half a push.
 
     Every call is over when it returns, also with wait=False. An updater or rule that fails leaves the keys of the call
     before its own updated, its own as far as it came.
     """
 
-    _is_shared = False
+    is_shared = False
 
     def __init__(self, type_name: str = "local") -> None:
-        super().__init__(type_name)
+        self.type = type_name
+        self.lifetime = Lifetime(type_name)
+        self.reducer = reducer_for(type_name)
+        self._records: dict[Key, Record] = {}
         self._lock = threading.RLock()  # an updater may pull other keys
         self._weights = Weights()
         self._counters = Counters()
@@ -53,34 +69,35 @@ class LocalStore(KVStore):
 
     # Data
 
-    def _together(self, what: str, body: Callable[[int], None], wait: bool, new: Sequence[Key] = ()) -> Pending:
-        # A thread that may wait for the init of a key, an updater's, has the lock: so no init is under way without it.
-        with self._open():
-            return super()._together(what, body, wait, new)
+    def exclusive(self) -> AbstractContextManager[object]:
+        """Return what holds the lock: a thread in an updater holds it too, and may wait for the init of a key."""
+        return self._open()
 
-    def _init(self, items: list[tuple[Key, Value]], ticket: int) -> list[Record]:
+    def init(self, items: list[tuple[Key, Value]], ticket: int) -> list[Record]:
         with self._open():
             self._weights.check((key, value.dtype) for key, value in items)
             first = len(self._weights.values)
             for key, value in items:
                 self._weights.add(key, value)
-            return [
+            records = [
                 Record.of(key, key if isinstance(key, int) else first + place, value)
                 for place, (key, value) in enumerate(items)
             ]
+            self._records.update((record.key, record) for record in records)
+            return records
 
-    def _assign(self, items: list[tuple[Record, Array]], ticket: int) -> None:
+    def assign(self, items: list[tuple[Record, Array]], ticket: int) -> None:
         with self._open():
             for record, value in items:
                 self._weights.assign(record.key, value)
 
-    def _push(self, items: list[tuple[Record, Value]], call: Call) -> Pending:
-        return self._made("push", [record for record, _ in items], lambda: self._update(items, call.scale))
+    def push(self, keys: Selection, values: Sequence[Value], call: Call) -> Pending:
+        return self._made("push", keys.records, lambda: self._update(keys, values, call.scale))
 
-    def _pull(self, items: list[tuple[Record, list[Array]]], call: Call) -> Pending:
-        return self._made("pull", [record for record, _ in items], lambda: self._write(items))
+    def pull(self, keys: Selection, outs: Sequence[Sequence[Array]], call: Call) -> Pending:
+        return self._made("pull", keys.records, lambda: self._write(keys, outs))
 
-    def _pull_rows(self, items: list[RowsItem], call: Call) -> Pending:
+    def pull_rows(self, items: list[RowsItem], call: Call) -> Pending:
         def work() -> None:
             for record, rows, take in items:
                 found = self._weights.values[record.key][rows]
@@ -89,14 +106,16 @@ class LocalStore(KVStore):
 
         return self._made("row_sparse_pull", [record for record, _, _ in items], work)
 
-    def _pushpull(self, items: list[tuple[Record, Value, list[Array]]], call: Call) -> Pending:
+    def pushpull(
+        self, keys: Selection, values: Sequence[Value], outs: Sequence[Sequence[Array]], call: Call
+    ) -> Pending:
         def work() -> None:
-            self._update([(record, value) for record, value, _ in items], call.scale)
-            self._write([(record, outs) for record, _, outs in items])
+            self._update(keys, values, call.scale)
+            self._write(keys, outs)
 
-        return self._made("pushpull", [record for record, _, _ in items], work)
+        return self._made("pushpull", keys.records, work)
 
-    def _made(self, call: str, records: list[Record], work: Callable[[], None]) -> Pending:
+    def _made(self, call: str, records: Sequence[Record], work: Callable[[], None]) -> Pending:
         """Do the work of a call and return its outcome."""
         keys = [record.key for record in records]
         what = "%s of %s" % (call, named(keys))
@@ -105,25 +124,25 @@ class LocalStore(KVStore):
                 work()
         # Whatever the user's updater raises is for whoever waits.
         except Exception as err:
-            return Settled(what, err, self._late)
+            return Settled(what, err, self.lifetime.late)
         return Settled(what)
 
     @contextmanager
     def _open(self) -> Iterator[None]:
         """Hold the lock of a store that no other thread has closed meanwhile."""
         with self._lock:
-            self._alive()
+            self.lifetime.check()
             yield
 
-    def _write(self, items: list[tuple[Record, list[Array]]]) -> None:
-        for record, outs in items:
+    def _write(self, keys: Selection, outs: Sequence[Sequence[Array]]) -> None:
+        for record, arrays in zip(keys.records, outs, strict=True):
             value = self._weights.values[record.key]
-            for out in outs:
+            for out in arrays:
                 np.copyto(out, value)
                 self._counters.sent(value.nbytes)
 
-    def _update(self, items: list[tuple[Record, Value]], scale: float) -> None:
-        for record, value in items:
+    def _update(self, keys: Selection, values: Sequence[Value], scale: float) -> None:
+        for record, value in zip(keys.records, values, strict=True):
             self._weights.update(record, value, scale)
             self._counters.received(value.nbytes if isinstance(value, np.ndarray) else value.values.nbytes)
             self._counters.updates += 1
@@ -131,19 +150,19 @@ class LocalStore(KVStore):
 
     # What a push does
 
-    def _set_rule(self, spec: RuleSpec, replace: bool) -> None:
+    def set_rule(self, spec: RuleSpec, replace: bool) -> None:
         with self._open():
             self._weights.set_rule(spec, replace)
 
-    def _change_rule(self, change: Mapping[str, Any]) -> None:
+    def change_rule(self, change: Mapping[str, Any]) -> None:
         with self._open():
             self._weights.change_rule(change)
 
-    def _set_updater(self, updater: Updater | None) -> None:
+    def set_updater(self, updater: Updater | None) -> None:
         with self._open():
             self._weights.set_updater(updater)
 
-    def _compress(self, setting: Setting, keys: list[Key] | None) -> None:
+    def compress(self, setting: Setting, keys: list[Key] | None) -> None:
         compressor = self._compressor()
         if compressor is None:
             raise KVError(
@@ -154,19 +173,19 @@ class LocalStore(KVStore):
         compressor.set(setting, keys)
 
     @property
-    def _compresses(self) -> bool:
+    def compresses(self) -> bool:
         compressor = self._compressor()
         return compressor is not None and compressor.is_on
 
-    def _check(self, items: list[Contribution]) -> None:
-        self._reducer.check(items)
+    def check(self, items: list[Contribution]) -> None:
+        self.reducer.check(items)
 
     def _compressor(self) -> Compressor | None:
-        return self._reducer.compressor if isinstance(self._reducer, DeviceReducer) else None
+        return self.reducer.compressor if isinstance(self.reducer, DeviceReducer) else None
 
     # States and facts
 
-    def _save(self, folder: str) -> None:
+    def save(self, folder: str) -> None:
         # Imported here, as below: most scripts never save.
         from distrun_runtime.store import localstates
 
@@ -175,7 +194,7 @@ class LocalStore(KVStore):
             residuals = compressor.residuals() if compressor else {}
             localstates.save(folder, self.type, self._records.values(), self._weights, residuals)
 
-    def _load(self, folder: str) -> None:
+    def load(self, folder: str) -> None:
         from distrun_runtime.store import localstates
 
         compressor = self._compressor()
@@ -184,7 +203,7 @@ class LocalStore(KVStore):
             if compressor is not None:
                 compressor.restore(residuals)
 
-    def _stats(self) -> list[dict[str, Any]]:
+    def stats(self) -> list[dict[str, Any]]:
         with self._lock:
             keys = len(self._records)
             rounds = max(self._pushes.values(), default=0)
@@ -202,23 +221,173 @@ class LocalStore(KVStore):
         finally:
             profile.write(folder, "worker-0.json", self._recorder.stop("worker-0@%s" % platform.node()))
 
-    def _profile(self, folder: str) -> AbstractContextManager[None]:
+    def profile(self, folder: str) -> AbstractContextManager[None]:
         return self._recording(folder)
 
-    def _num_dead(self, mask: int) -> int:
+    def num_dead(self, mask: int) -> int:
         return 0
 
     # Membership
 
-    def _barrier(self) -> Pending:
+    def barrier(self) -> Pending:
         return Settled("barrier")
 
-    def _join(self) -> None:
+    def join(self) -> None:
         """Return at once: nobody else is there."""
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Do nothing: nobody else is there."""
 
-    def _close(self) -> None:
+    def close(self) -> None:
         with self._lock:
             self._weights.clear()
+
+    def abort(self, error: BaseException) -> None:
+        self.close()
+
+    def give_up(self, error: BaseException) -> None:
+        self.close()
+
+    def companion(self) -> Backend:
+        """Raise KVError: a local store is not shared."""
+        raise KVError("a %r store has no other workers" % self.type)
+
+
+class Weights:
+    """Values by key, and one way to update them: the sum itself, a rule, or a function of the user's.
+
+    Values are kept in the user's shape. Rules see them flat (of row-sparse keys: as rows), as they do on a server.
+    Threads: one at a time.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[Key, Array] = {}
+        """Each C-contiguous and ours alone."""
+        self.states: dict[Key, rules.State] = {}
+        """What the rule remembers of a key, in flat arrays; of keys that it has updated."""
+        self.spec: RuleSpec | None = None
+        self.rule: rules.Rule | None = None
+        self._updater: Updater | None = None
+
+    @property
+    def has_updater(self) -> bool:
+        """Whether a function of the user's updates the values."""
+        return self._updater is not None
+
+    def add(self, key: Key, value: Value) -> None:
+        """Keep a copy of a first value."""
+        self.values[key] = value.to_dense() if isinstance(value, RowSparse) else np.array(value, order="C", copy=True)
+
+    def assign(self, key: Key, value: Array) -> None:
+        """Overwrite a value; the rule's state goes on."""
+        np.copyto(self.values[key], value)
+        rules.renew_master(self.values[key].reshape(-1), self.states.get(key, {}))
+
+    def update(self, record: Record, value: Value, scale: float = 1.0) -> None:
+        """Take in the sum of a push, times `scale`; it is only read."""
+        if scale != 1:
+            value = _scaled(value, scale)
+        stored = self.values[record.key]
+        if self._updater is not None:
+            _call(self._updater, record.key, value, stored)
+        elif self.rule is not None:
+            self._step(self.rule, record, value)
+        elif isinstance(value, RowSparse):
+            stored[...] = np.zeros((), stored.dtype)
+            stored[value.rows] = value.values
+        else:
+            np.copyto(stored, value)
+
+    def _step(self, rule: rules.Rule, record: Record, value: Value) -> None:
+        assert self.spec is not None
+        knobs = self.spec.knobs(record.key)
+        flat = self.values[record.key].reshape(-1)
+        if record.key not in self.states:
+            self.states[record.key] = rule.new_state(flat)
+        state = self.states[record.key]
+        if isinstance(value, RowSparse):
+            table, grad = flat.reshape(record.shape[0], record.row_size), value.values
+            update(rule, table, grad.reshape(len(value.rows), record.row_size), state, knobs, rows=value.rows)
+        else:
+            update(rule, flat, value.reshape(-1), state, knobs)
+
+    # What updates
+
+    def check(self, items: Iterable[tuple[Key, np.dtype[Any]]], rule: rules.Rule | None = None) -> None:
+        """Return if the rule (the present one, if none is given) takes values of these dtypes.
+
+        Raises:
+            KVError: it does not; the key is named.
+        """
+        chosen = rule or self.rule
+        if chosen is not None:
+            rules.check_keys(chosen, items)
+
+    def set_rule(self, spec: RuleSpec, replace: bool) -> None:
+        """Install a rule; an equal one changes nothing."""
+        if self.spec is not None and rules.same(self.spec, spec):
+            return
+        if not replace and (self.spec is not None or self.has_updater):
+            there = "an updater" if self.spec is None else rules.difference(self.spec, spec)
+            raise KVError("this store already has %s; to change it, call set_optimizer with replace=True" % there)
+        self.install(spec, self.made(spec))
+
+    def change_rule(self, change: Mapping[str, Any]) -> None:
+        """Change parameters or multipliers of the rule."""
+        if self.spec is None:
+            raise KVError("this store has no rule to change; call set_optimizer first")
+        spec = self.spec.changed(change)
+        self.install(spec, self.made(spec))
+
+    def install(self, spec: RuleSpec, rule: rules.Rule) -> None:
+        """Put a rule that was `made` in place of what is there; what state both know goes on."""
+        self.states = {
+            key: rules.carry_state(rule, self.values[key].reshape(-1), state) for key, state in self.states.items()
+        }
+        self.spec, self.rule, self._updater = spec, rule, None
+
+    def made(self, spec: RuleSpec) -> rules.Rule:
+        """Return the rule of a spec, which takes all values that are here, and install nothing.
+
+        Raises:
+            KVError: there is no such rule, or it does not take a value.
+        """
+        # None: any module of the user's may be imported, as this is the user's own process.
+        rule = rules.rule_of(spec, None)
+        self.check(((key, value.dtype) for key, value in self.values.items()), rule)
+        return rule
+
+    def set_updater(self, updater: Updater | None) -> None:
+        """Put a function, or nothing, in place of what is there."""
+        self._updater, self.rule, self.spec = updater, None, None
+        self.states.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.values.clear()
+        self.set_updater(None)
+
+
+def _call(updater: Updater, key: Key, value: Value, stored: Array) -> None:
+    # A copy: the user's function may change or keep what it receives, and that may be the pushed array.
+    received = value.to_dense() if isinstance(value, RowSparse) else value.copy()
+    if stored.dtype != dtypes.BFLOAT16:
+        updater(key, received, stored)
+        return
+    # numpy cannot calculate with bfloat16: the function gets float32, as it would on a server.
+    wide = dtypes.widen(stored)
+    updater(key, dtypes.widen(received), wide)
+    stored[...] = dtypes.narrow(wide, stored.dtype)
+
+
+def _scaled(value: Value, scale: float) -> Value:
+    """Return a multiple of a value as a new one of its dtype."""
+    if isinstance(value, RowSparse):
+        return RowSparse(_scaled_array(value.values, scale), value.rows, value.shape)
+    return _scaled_array(value, scale)
+
+
+def _scaled_array(array: Array, scale: float) -> Array:
+    wide = dtypes.widen(array)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return dtypes.narrow(np.multiply(wide, wide.dtype.type(scale)), array.dtype)

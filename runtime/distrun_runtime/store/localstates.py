@@ -15,13 +15,11 @@ from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops.optimizers import RuleSpec
-from distrun_runtime.ps import statefile, states
-from distrun_runtime.ps.keys import Keys
-from distrun_runtime.ps.shelf import Shelf
-from distrun_runtime.ps.work import SlotId
-from distrun_runtime.store.record import Record
+from distrun_runtime.ps import statefile
+from distrun_runtime.ps.agreement import Keys
+from distrun_runtime.store.base import Record
+from distrun_runtime.store.local import Weights
 from distrun_runtime.store.values import Key
-from distrun_runtime.store.weights import Weights
 
 __all__ = ["load", "save"]
 
@@ -36,7 +34,7 @@ def save(folder: str, kind: str, records: Iterable[Record], weights: Weights, re
     folder = os.path.abspath(folder)
     body = {"folder": folder, "part": part, "names": keys.names, "file": statefile.server_file(0), "host": host}
     try:
-        saved = states.save(body, _shelves(keys, weights))
+        saved = statefile.save(body, _shards(keys, weights))
         files = {saved["file"]: saved["holds"]}
         arrays = {"%d.residual" % number: residuals[key] for number, key in keys.names if key in residuals}
         if arrays:
@@ -69,21 +67,21 @@ def load(folder: str, records: Collection[Record], weights: Weights) -> dict[Key
     if wrong:
         raise KVError("states in %s: %s" % (folder, wrong))
     saved = keys.saved_as(manifest["keys"])
-    shelves = _shelves(keys, weights)
     has_own = weights.spec is not None or weights.has_updater
     fresh = None if rule is None or has_own else (rule, weights.made(rule))
     chosen = weights.rule if fresh is None else fresh[1]
-    states.stage({"folder": folder, "host": host, "manifest": manifest, "numbers": saved}, shelves, chosen)
+    body = {"folder": folder, "host": host, "manifest": manifest, "numbers": saved}
+    staged = statefile.stage(body, _shards(keys, weights), chosen)
     sizes = {record.key: record.size for record in records}
     residuals = _residuals(folder, manifest, host, {old: (key, sizes[key]) for _, old, key in saved})
     if fresh is not None:
         weights.install(*fresh)
-    states.commit(shelves)
-    for shelf in shelves.values():
-        weights.values[shelf.key] = shelf.weight.reshape(weights.values[shelf.key].shape)
-        weights.states.pop(shelf.key, None)
-        if shelf.state is not None:
-            weights.states[shelf.key] = shelf.state
+    for (_, key), read in zip(keys.names, staged, strict=True):
+        if read is not None:
+            weights.values[key] = read.weight.reshape(weights.values[key].shape)
+            weights.states.pop(key, None)
+            if read.state is not None:
+                weights.states[key] = read.state
     return residuals
 
 
@@ -102,12 +100,12 @@ def _declared(records: Iterable[Record]) -> Keys:
     return keys
 
 
-def _shelves(keys: Keys, weights: Weights) -> dict[SlotId, Shelf]:
-    """Return each value as the one slot that a server would have of it."""
-    return {
-        SlotId(0, number, 0): Shelf(weights.values[key].reshape(-1), key=key, state=weights.states.get(key))
+def _shards(keys: Keys, weights: Weights) -> list[statefile.Saved]:
+    """Return each value as the one shard that a server would have of it."""
+    return [
+        statefile.Saved(number, 0, weights.values[key].reshape(-1), weights.states.get(key))
         for number, key in keys.names
-    }
+    ]
 
 
 def _residuals(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from distrun_runtime.protocol.message import Message
 from distrun_runtime.ps.pending import Pending as Request
-from distrun_runtime.ps.work import Notes
+from distrun_runtime.ps.shards import Notes
 from distrun_runtime.store.link import Link
 from distrun_runtime.store.pending import Late, Pending, check_process, check_seconds
 
@@ -39,6 +39,8 @@ class Sent(Pending):
         self._take = take
         self._left = left
         self._is_left = False
+        self._is_over = False
+        """Whether a `wait` has returned: there is nothing more to be told."""
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
@@ -59,7 +61,9 @@ class Sent(Pending):
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when it is done; raise what went wrong, with this call or with an earlier push of the store."""
         check_process(self._pid, self.what)
-        check_seconds(timeout_s)
+        timeout_s = check_seconds(timeout_s)
+        if self._is_over:
+            return
         with self._link.span("wait", call=self.what):
             with self._late.told(self):
                 if timeout_s is None:
@@ -67,6 +71,7 @@ class Sent(Pending):
                 else:
                     replies = self._request.wait(timeout_s, "as long as wait was to wait")
             self._finish(replies)
+        self._is_over = True
 
     def _finish(self, replies: tuple[Message, ...]) -> None:
         if self._take is None:
@@ -95,7 +100,7 @@ class Both(Pending):
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when both are done; raise the push's error rather than that of what followed."""
-        check_seconds(timeout_s)
+        timeout_s = check_seconds(timeout_s)
         started = time.monotonic()
         self._push.wait(timeout_s)
         self._then.wait(None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - started)))

@@ -17,7 +17,7 @@ from numbers import Real
 from types import MappingProxyType
 
 from distrun_runtime.errors import KVError, StoreClosed, TimedOut
-from distrun_runtime.ps.work import Notes
+from distrun_runtime.ps.shards import Notes
 
 __all__ = ["Late", "Line", "Pending", "Settled", "Task", "check_process", "check_seconds"]
 
@@ -172,7 +172,7 @@ class Task(Pending):
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the function has ended, or raise what it raised."""
         check_process(self._pid, self.what)
-        check_seconds(timeout_s)
+        timeout_s = check_seconds(timeout_s)
         started = time.monotonic()
         with self._late.told(self):
             if not self._over.wait(timeout_s):
@@ -217,10 +217,16 @@ class Line:
             self._tasks.get().run()
 
 
-def check_seconds(timeout_s: object) -> None:
-    """Raise KVError unless this is a number of seconds, or None."""
-    if timeout_s is None or (isinstance(timeout_s, Real) and not math.isnan(timeout_s)):
-        return
+def check_seconds(timeout_s: object) -> float | None:
+    """Return a time limit in seconds as a float that locks take; None for none.
+
+    Raises:
+        KVError: it is neither a number nor None.
+    """
+    if timeout_s is None:
+        return None
+    if isinstance(timeout_s, Real) and not math.isnan(timeout_s):
+        return min(float(timeout_s), threading.TIMEOUT_MAX)
     raise KVError("wait: timeout_s is a number of seconds or None, not %r" % (timeout_s,))
 
 

@@ -8,47 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.ops import partition, rows
+from distrun_runtime.ops import rows
 from distrun_runtime.ops.partition import Shard
-from distrun_runtime.protocol.message import DTYPE_CODES, Buffer, Entry, Payload
+from distrun_runtime.protocol.message import DTYPE_CODES, Entry, Payload
+from distrun_runtime.ps.routing import Layout
+from distrun_runtime.store.base import Record, Value
 from distrun_runtime.store.compress import Compressor
-from distrun_runtime.store.hooks import Value
-from distrun_runtime.store.record import Record
 from distrun_runtime.store.sparse import RowSparse
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the pieces of one key are."""
-
-    number: int
-    """The key's number in messages."""
-    pieces: tuple[Shard, ...]
-
-    @property
-    def size(self) -> int:
-        """Elements of the key."""
-        return sum(piece.length for piece in self.pieces)
-
-    @classmethod
-    def of(cls, number: int, record: Record, servers: int, bound: int, factor: int = 1) -> Layout:
-        """Return the layout of a key.
-
-        Arguments:
-            servers: number of servers.
-            bound: elements from which a value is cut over all servers.
-            factor: elements that its codec puts into a word, which is not cut.
-        """
-        itemsize = record.dtype.itemsize
-        if record.stype == "row_sparse":
-            shards = partition.row_shards(record.index, record.shape[0], record.row_size, servers, bound)
-            return cls(number, partition.pieces(shards, itemsize, unit=record.row_size))
-        if factor > 1:
-            shards = partition.compressed_shards(record.index, record.size, servers, bound, factor)
-        else:
-            shards = partition.shards(record.index, record.size, servers, bound)
-        return cls(number, partition.pieces(shards, itemsize))
 
 
 @dataclass(frozen=True)
@@ -97,11 +65,11 @@ def whole(record: Record, layout: Layout, value: Array, *, lent: bool = True) ->
     """
     flat = np.ascontiguousarray(value) if lent else np.array(value, order="C", copy=True)
     frame = flat.reshape(-1).view(np.uint8).data
-    if len(layout.pieces) == 1:
-        return [Part(record, layout.number, layout.pieces[0], frame)]
+    if len(layout.shards) == 1:
+        return [Part(record, layout.number, layout.shards[0], frame)]
     size = record.dtype.itemsize
     return [
-        Part(record, layout.number, piece, frame[piece.offset * size : piece.end * size]) for piece in layout.pieces
+        Part(record, layout.number, piece, frame[piece.offset * size : piece.end * size]) for piece in layout.shards
     ]
 
 
@@ -114,7 +82,7 @@ def contribution(record: Record, layout: Layout, value: Value, compressor: Compr
         return whole(record, layout, value, lent=lent)
     flat = np.ascontiguousarray(value).reshape(-1)
     parts = []
-    for piece in layout.pieces:
+    for piece in layout.shards:
         found = compressor.encode(record, piece, flat)
         assert found is not None
         parts.append(Part(record, layout.number, piece, found[1], found[0], setting.params))
@@ -125,13 +93,13 @@ def wanted(record: Record, layout: Layout, compressor: Compressor) -> list[Part]
     """Return all pieces of a key for a pull, compressed on the way back if its setting says so."""
     setting = compressor.of(record)
     codec, params = (setting.number, setting.params) if setting is not None and setting.two_way else (0, {})
-    return [Part(record, layout.number, piece, codec=codec, params=params) for piece in layout.pieces]
+    return [Part(record, layout.number, piece, codec=codec, params=params) for piece in layout.shards]
 
 
 def wanted_rows(record: Record, layout: Layout, numbers: Array) -> list[Part]:
     """Return the pieces that hold some of these rows (int64, ascending, each once), for a pull."""
     parts = []
-    for piece in layout.pieces if record.row_size else ():
+    for piece in layout.shards if record.row_size else ():
         first, count = _span(record, piece)
         here = rows.within(numbers, first, count)
         if here.stop > here.start:
@@ -146,7 +114,7 @@ def _rows_of(record: Record, layout: Layout, value: RowSparse) -> list[Part]:
         return whole(record, layout, value.to_dense())
     one = value.canonical()
     parts = []
-    for piece in layout.pieces:
+    for piece in layout.shards:
         first, count = _span(record, piece)
         here = rows.within(one.rows, first, count)
         payload = rows.encode(one.rows[here] - first, one.values[here])
@@ -157,27 +125,6 @@ def _rows_of(record: Record, layout: Layout, value: RowSparse) -> list[Part]:
 def _span(record: Record, piece: Shard) -> tuple[int, int]:
     """Return a piece's first row and its number of rows."""
     return piece.offset // record.row_size, piece.length // record.row_size
-
-
-class Target:
-    """The outputs of one key's pull, filled piece by piece."""
-
-    def __init__(self, arrays: list[Array]) -> None:
-        self._arrays = arrays
-        first = arrays[0]
-        # A view of contiguous outputs takes the pieces directly; any other is written at the end from a copy.
-        self._flat = first.reshape(-1) if first.flags.c_contiguous else np.empty(first.size, first.dtype)
-
-    def write(self, piece: Shard, values: Array) -> None:
-        """Take in one piece."""
-        self._flat[piece.offset : piece.end] = values
-
-    def finish(self) -> None:
-        """Write the outputs that are not filled yet."""
-        value = self._flat.reshape(self._arrays[0].shape)
-        for number, array in enumerate(self._arrays):
-            if number > 0 or not array.flags.c_contiguous:
-                array[...] = value
 
 
 class RowTarget:

@@ -18,9 +18,8 @@ from distrun_runtime.arrays.device import Device
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract import environ
 from distrun_runtime.store import kinds
+from distrun_runtime.store.base import Record, Value
 from distrun_runtime.store.compress import Compressor
-from distrun_runtime.store.hooks import Value
-from distrun_runtime.store.record import Record
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
 

@@ -10,17 +10,14 @@ from typing import Any
 import numpy as np
 
 from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.ops.compression import ROWS
-from distrun_runtime.protocol.message import DTYPES, Buffer, Entry, Kind, Message
+from distrun_runtime.protocol.message import DTYPES, Entry, Kind, Message, entries_of
+from distrun_runtime.ps.routing import MESSAGE_BYTES, MESSAGE_ENTRIES
 from distrun_runtime.store.pieces import Part
-from distrun_runtime.store.values import Key
-
-MESSAGE_BYTES = 4 * 1024 * 1024
-"""Small pieces to one server share a message up to so many bytes."""
-MESSAGE_ENTRIES = 512
 
 
 @dataclass(frozen=True)
@@ -51,28 +48,30 @@ def pack(
     kind: Kind,
     store: int,
     parts: Sequence[Part],
-    rounds: Mapping[Key, int],
+    rounds: Sequence[int] | Array,
     *,
     priority: int = 0,
+    body: Mapping[str, Any] | None = None,
     body_of: Callable[[list[Part]], dict[str, Any]] = lambda parts: {},
 ) -> list[Packed]:
     """Return the messages that carry `parts`.
 
     Arguments:
-        rounds: key to the round that its entries name.
-        body_of: what the body of a message with these parts has, besides the parameters of their codec.
+        rounds: the round that entries name, by number of their key.
+        body: what the body of all messages has.
+        body_of: what the body of a message with these parts has besides, but for the parameters of their codec.
     """
     packed = []
     for group in groups(parts):
-        body = body_of(group)
+        own = {**(body or {}), **body_of(group)}
         if 0 < group[0].codec < ROWS:
-            body = {**body, "codec": dict(group[0].params)}
+            own["codec"] = dict(group[0].params)
         message = Message(
             kind,
             store=store,
             priority=priority,
-            entries=tuple(part.entry(rounds[part.record.key]) for part in group),
-            body=body,
+            entries=entries_of(part.entry(int(rounds[part.number])) for part in group),
+            body=own,
             payloads=[part.buffer for part in group if part.buffer is not None],
         )
         packed.append(Packed("server-%d" % group[0].piece.server, message, group))

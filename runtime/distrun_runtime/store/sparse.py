@@ -1,18 +1,24 @@
-"""RowSparse: some rows of a value, by number. What an embedding's gradient is, and what `row_sparse_pull` returns."""
+"""Row-sparse values, and the row pulls of row-sparse keys.
+
+A RowSparse is some rows of a value, by number: the gradient of an embedding, or what `row_sparse_pull` returns.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 
-from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays import dtypes, interop
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 
-__all__ = ["RowSparse", "refuse_mask", "row_numbers"]
+if TYPE_CHECKING:  # It imports this module.
+    from distrun_runtime.store.base import Record
+
+__all__ = ["Lookup", "RowSparse", "refuse_mask", "row_numbers"]
 
 
 class RowSparse:
@@ -96,10 +102,10 @@ class RowSparse:
             table = table.to_sparse_coo()
         if table.sparse_dim() == 1:
             # Uncoalesced as it may be: rows named twice are ours to sum.
-            return cls(_numpy(table._values()), table._indices()[0].numpy(), table.shape)
+            return cls(interop.tensor_memory(table._values()), table._indices()[0].numpy(), table.shape)
         table = table.coalesce()
         rows, place = np.unique(table.indices()[0].numpy(), return_inverse=True)
-        found = _numpy(table.values())
+        found = interop.tensor_memory(table.values())
         values = np.zeros((len(rows), *table.shape[1:]), found.dtype)
         where = (place.reshape(-1), *(axis.numpy() for axis in table.indices()[1:]))
         values[where] = found
@@ -157,6 +163,61 @@ class RowSparse:
         self.values, self.rows = values, row_numbers(rows, self.shape[0], "RowSparse")
 
 
+class Lookup:
+    """The row pull of one key: the rows to ask for, and the outputs that take them.
+
+    The row numbers of an output are whole numbers in any order, also repeated. Each row travels once.
+
+    Arguments:
+        pairs: each output with its row numbers. A RowSparse gets its rows ascending, each once; an array of shape
+            (n, *shape[1:]) or (*row_ids.shape, *shape[1:]) gets one row for each of the n numbers, in their order.
+
+    Raises:
+        KVError: the key is not row-sparse, a row is out of range, or an output does not fit.
+    """
+
+    def __init__(self, record: Record, pairs: Sequence[tuple[Union[Array, RowSparse], Array]]) -> None:
+        if not record.is_sparse:
+            raise KVError(
+                "key %r is not row-sparse: pull it as a whole, or give init a RowSparse to make it so" % (record.key,)
+            )
+        self.outputs = [(out, _numbers_for(record, out, ids)) for out, ids in pairs]
+        """Each output with its row numbers: int64, of one dimension, in the order given."""
+        self.rows: Array = np.unique(np.concatenate([numbers for _, numbers in self.outputs]))
+        """What to ask for: int64, ascending, each once."""
+
+    def take(self, found: Array) -> None:
+        """Fill the outputs; `found` (n, *shape[1:]) has the values of `rows`. The outputs may keep it."""
+        for place, (out, numbers) in enumerate(self.outputs):
+            if isinstance(out, RowSparse):
+                rows = np.unique(numbers)
+                picked = found if len(rows) == len(self.rows) and place == 0 else found[self._at(rows)]
+                out.fill(picked, rows)
+            else:
+                out[...] = found[self._at(numbers)].reshape(out.shape)
+
+    def _at(self, rows: Array) -> Array:
+        return np.searchsorted(self.rows, rows)
+
+
+def _numbers_for(record: Record, out: Array | RowSparse, ids: Array) -> Array:
+    """Return row numbers in one dimension, if they and the output fit the key."""
+    numbers = row_numbers(dtypes.widen(ids), record.shape[0], "key %r" % (record.key,))
+    if isinstance(out, RowSparse):
+        record.fit(out, "output")
+        return numbers
+    tail = record.shape[1:]
+    if out.dtype != record.dtype or out.shape not in {(numbers.size, *tail), (*ids.shape, *tail)}:
+        raise KVError(
+            "key %r: the output has shape %s and dtype %s, but %d rows of it have shape %s and dtype %s"
+            % (
+                *(record.key, out.shape, dtypes.name_of(out.dtype), numbers.size),
+                *((numbers.size, *tail), dtypes.name_of(record.dtype)),
+            )
+        )
+    return numbers
+
+
 def refuse_mask(value: object, what: str) -> None:
     """Return unless the value is a masked array; `what` is its name in the message.
 
@@ -197,17 +258,6 @@ def row_numbers(rows: object, count: int, what: str) -> Array:
             % (what, flat[int(np.argmax(wrong))], count - 1, count)
         )
     return flat.astype(np.int64, copy=False)
-
-
-def _numpy(tensor: Any) -> Array:
-    """Return a torch tensor's memory as an array; bfloat16 ones too."""
-    if str(tensor.dtype) == "torch.bfloat16":
-        import torch  # it is there: the tensor is one of its
-
-        bits: Array = tensor.contiguous().view(torch.int16).numpy()
-        return bits.view(dtypes.BFLOAT16)
-    array: Array = tensor.numpy()
-    return array
 
 
 def _shape(value: object) -> tuple[int, ...]:

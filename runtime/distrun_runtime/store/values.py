@@ -12,13 +12,12 @@ are a RowSparse.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import Any, Union
+from typing import Union
 
 import numpy as np
 
-from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays import dtypes, interop
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.store.sparse import RowSparse, refuse_mask
@@ -28,6 +27,9 @@ Key = Union[int, str]
 
 Value = Union[Array, RowSparse]
 """What is given for one key from one device."""
+
+Output = Union[Array, RowSparse]
+"""What a row pull writes to."""
 
 KEY_BYTES = 4096
 """The longest str key in UTF-8; a message holds many of them."""
@@ -123,6 +125,56 @@ def outputs(key: object, out: object) -> list[tuple[Key, list[Array]]]:
     return found
 
 
+def wanted(key: object, out: object, row_ids: object) -> list[tuple[Key, list[tuple[Output, Array]]]]:
+    """Return each key of a row pull once, with its outputs and the row numbers of each: any shape, not checked.
+
+    Arguments:
+        key, out: as for `outputs`, but an output may be a RowSparse.
+        row_ids: an array or a list of ints, for all outputs; or a list in the form of `out` with one for each output.
+
+    Raises:
+        KVError: a key of another kind, another number of outputs or of row numbers than expected, an output that
+            cannot be written, or row numbers that are a mask or no array.
+    """
+    if out is None or row_ids is None:
+        raise KVError("row_sparse_pull needs out and row_ids")
+    outs = grouped(key, out, "output")
+    numbers = _arrays(row_ids)
+    if isinstance(numbers, list):
+        ids = [each for _, each in grouped(key, numbers, "row_id")]
+    else:
+        ids = [[numbers] for _ in outs]
+    result = []
+    for (name, items), each in zip(outs, ids, strict=True):
+        if len(each) not in (1, len(items)):
+            raise KVError(
+                "key %r: %d outputs, but %d row_ids: expected one for each, or one for all"
+                % (name, len(items), len(each))
+            )
+        targets = [item if isinstance(item, RowSparse) else output_of(name, item) for item in items]
+        given = [_row_ids(name, item) for item in each]
+        result.append((name, list(zip(targets, given * len(items) if len(given) == 1 else given, strict=True))))
+    return result
+
+
+def _arrays(row_ids: object) -> object:
+    """Return row numbers with every list of numbers as an array: a list that is left is one of several of them."""
+    if not isinstance(row_ids, (list, tuple)):
+        return row_ids
+    if all(isinstance(item, (int, float, np.integer, np.floating)) for item in row_ids):
+        return np.asarray(row_ids)
+    return [_arrays(item) for item in row_ids]
+
+
+def _row_ids(key: Key, ids: object) -> Array:
+    if isinstance(ids, (str, bytes)) or str(getattr(ids, "dtype", "")).endswith("bool"):
+        raise KVError(
+            "key %r: row_ids are whole numbers, not %s; for a mask give np.flatnonzero(mask)"
+            % (key, _kind(ids) if isinstance(ids, (str, bytes)) else "bool")
+        )
+    return array_of(key, ids)
+
+
 def apart(outs: Sequence[tuple[Key, object, Array]]) -> None:
     """Return if no output would overwrite another.
 
@@ -142,6 +194,33 @@ def apart(outs: Sequence[tuple[Key, object, Array]]) -> None:
         for _, other in reached:
             _apart(outs[min(other, number)], outs[max(other, number)])
         reached.append((end, number))
+
+
+def apart_in_rows(outs: Sequence[tuple[Key, Output, Array]]) -> None:
+    """Return if no output of a row pull would overwrite another.
+
+    Arguments:
+        outs: key, output and row numbers of each. One array or RowSparse may be given twice for the same rows.
+
+    Raises:
+        KVError: two outputs are one RowSparse, or share memory; names the keys.
+    """
+    if len(outs) == 1:
+        return
+    sparse: dict[int, tuple[Key, Array]] = {}
+    for key, out, numbers in outs:
+        if not isinstance(out, RowSparse):
+            continue
+        other, rows = sparse.setdefault(id(out), (key, numbers))
+        if other != key or not np.array_equal(rows, numbers):
+            whose = "keys %r and %r have" % (other, key) if other != key else "key %r has" % (key,)
+            raise KVError(
+                "%s one RowSparse as output for different rows, so one result would replace the other; fix: give"
+                " each a RowSparse of its own" % whose
+            )
+    arrays = [(key, numbers.tobytes(), out) for key, out, numbers in outs if not isinstance(out, RowSparse)]
+    if arrays:
+        apart(arrays)
 
 
 def _apart(one: tuple[Key, object, Array], other: tuple[Key, object, Array]) -> None:
@@ -226,7 +305,7 @@ def array_of(key: Key, value: object) -> Array:
     """
     refuse_mask(value, "key %r" % (key,))
     try:
-        array = _memory(value)
+        array = interop.memory_of(value)
     # Whatever a foreign array raises when asked for its memory: on a device, needs a gradient, ...
     except (TypeError, ValueError, RuntimeError, BufferError) as err:
         raise KVError(
@@ -246,7 +325,7 @@ def output_of(key: Key, out: object) -> Array:
     Raises:
         KVError: it is neither, read-only, or of foreign byte order.
     """
-    if _is_tensor(out):
+    if interop.is_tensor(out):
         return array_of(key, out)
     if not isinstance(out, np.ndarray):
         if RowSparse.of(out) is not None:
@@ -261,42 +340,7 @@ def output_of(key: Key, out: object) -> Array:
     if not out.dtype.isnative:
         raise KVError("key %r: the output's byte order is foreign (%s); give a native one" % (key, out.dtype.str))
     # A view of a class derived from it, such as numpy.matrix: that need not behave as an array does.
-    return _own_bfloat16(np.asarray(out))
-
-
-def _memory(value: object) -> Array:
-    """Return what numpy sees of a value."""
-    if _is_tensor(value):
-        return _tensor_memory(value)
-    if not hasattr(value, "__array__") and hasattr(value, "__dlpack__"):
-        shared: Array = np.from_dlpack(value)
-        return _own_bfloat16(shared)
-    return _own_bfloat16(np.asarray(value))
-
-
-def _own_bfloat16(array: Array) -> Array:
-    """Return an array of ml_dtypes' bfloat16 as one of ours, in the same memory; any other as it is."""
-    # Known by name and form: the package need not be there.
-    if array.dtype.kind == "V" and array.dtype.itemsize == 2 and array.dtype.name == "bfloat16":
-        return array.view(dtypes.BFLOAT16)
-    return array
-
-
-def _is_tensor(value: object) -> bool:
-    # A tensor can only have come from a module that is loaded; we never load it.
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
-def _tensor_memory(tensor: Any) -> Array:
-    """Return a dense torch tensor's host memory as an array; a parameter's too, without its gradient's history."""
-    torch = sys.modules["torch"]
-    plain = tensor.detach()
-    if plain.dtype is torch.bfloat16:
-        halves: Array = plain.view(torch.int16).numpy()
-        return halves.view(dtypes.BFLOAT16)
-    array: Array = plain.numpy()
-    return array
+    return interop.own_bfloat16(np.asarray(out))
 
 
 def grouped(key: object, given: object, noun: str) -> list[tuple[Key, list[object]]]:

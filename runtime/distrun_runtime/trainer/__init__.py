@@ -7,7 +7,7 @@ trainer.step()
 """
 
 from distrun_runtime.trainer.loop import fit
-from distrun_runtime.trainer.parameter import Parameter
+from distrun_runtime.trainer.parameters import Parameter
 from distrun_runtime.trainer.trainer import Trainer
 
 __all__ = ["Parameter", "Trainer", "fit"]

@@ -1,24 +1,242 @@
-"""What the trainers of all workers must have alike where they update the weights themselves.
+"""What all workers must have alike: their weights, and the rules of trainers that update by themselves.
 
-Each step adds up a fingerprint of it beside the gradients. If the sums show a difference, all workers see that in the
-same step, before anybody updates; then they tell each other the details, and all come to the same result.
+Weights may be changed outside of steps: by `load_state_dict`, in place, or through `.data`. `Changes` notices it. Where
+a store with several workers updates, the next step would undo such a change. The worker that notices it has the round
+of its step skipped, with a note that says what was changed: so all workers hear of it in this very step, and nothing is
+sent for it in any other. What follows from the notes is decided alike on every worker (`chosen`).
+
+Where the trainers update, each step adds up a fingerprint beside the gradients, of the rule and of what was changed. If
+the sums show a difference, all workers see that in the same step, before any of them updates; then they exchange the
+details, and all come to the same result (`Agreement`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops.optimizers import RuleSpec
-from distrun_runtime.trainer.changes import OWN_HARM, SHOWN, Changed, chosen, digest, ranked
-from distrun_runtime.trainer.exchange import Exchange
-from distrun_runtime.trainer.parameter import Parameter
-from distrun_runtime.trainer.updates import Updates
+from distrun_runtime.trainer.exchange import Notes, StoreExchange
+from distrun_runtime.trainer.parameters import Parameter
+from distrun_runtime.trainer.states import LocalRule, bits_of, digest
 
-__all__ = ["NO_MARK", "Agreement", "Mark", "UpdateRule", "fingerprint", "rules_differ"]
+__all__ = [
+    "NO_MARK",
+    "OWN_HARM",
+    "SKIP",
+    "STORE_HARM",
+    "Agreement",
+    "Changed",
+    "Changes",
+    "Mark",
+    "UpdateRule",
+    "change_refused",
+    "chosen",
+    "fingerprint",
+    "is_skip",
+]
+
+# --- weights that were changed outside of steps
+
+SHOWN = 3
+"""How many parameters or settings a message names."""
+
+
+@dataclass(frozen=True)
+class Changed:
+    """Weights of this worker that were changed outside of steps."""
+
+    indices: tuple[int, ...] = ()
+    """Of the parameters."""
+    wrong: str = ""
+    """Why no worker can take the change, in words; empty: it can be taken."""
+
+    def __bool__(self) -> bool:
+        return bool(self.indices or self.wrong)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the note that says so."""
+        return {"changed": list(self.indices), "wrong": self.wrong}
+
+
+class Changes:
+    """Notices weights that were changed outside of steps.
+
+    A torch tensor counts the writes into it (`_version`) and says where its memory is. Both are compared with what
+    they were when the trainer wrote the tensor last. So in-place operations are noticed (`clamp_`, `copy_`,
+    `load_state_dict`), and another memory is (`.data =`, `net.to(...)`); a write past torch is not (`.data.clamp_()`,
+    `.numpy()`, arrays of numpy). What was written but has the same values counts as unchanged.
+    """
+
+    def __init__(self, params: Sequence[Parameter]) -> None:
+        self._params = params
+        self._marked: set[int] = set()
+
+    def mark(self, indices: Iterable[int]) -> None:
+        """Take parameters for changed until they are accepted: the trainer wrote them for this worker alone."""
+        self._marked.update(indices)
+
+    def accept(self, indices: Iterable[int] | None = None) -> None:
+        """Take these weights, or all, as they are now for unchanged."""
+        some = list(range(len(self._params)) if indices is None else indices)
+        self._marked.difference_update(some)
+        for index in some:
+            self._params[index].remember()
+
+    def suspects(self) -> list[int]:
+        """Return the parameters that were written; their values may be the same."""
+        return [index for index, one in enumerate(self._params) if index in self._marked or one.written_devices()]
+
+    def against(self, suspects: Sequence[int], stored: Mapping[int, Array]) -> Changed:
+        """Return which of the suspects have other values than the store; accept the rest.
+
+        Arguments:
+            stored: the store's values of the suspects, but for those that are row-sparse: their local rows need not
+                be the store's.
+        """
+        changed, wrong = [], self.misfit(suspects)
+        for index in [] if wrong else suspects:
+            one = self._params[index]
+            devices = one.written_devices()
+            if index in stored:
+                devices = [i for i, each in enumerate(one.replicas) if not _same(each.weight(), stored[index])]
+            if not devices:
+                self.accept([index])
+                continue
+            changed.append(index)
+            wrong = wrong or _on_some(one, devices)
+        return Changed(tuple(suspects if wrong else changed), wrong)
+
+    def here(self) -> Changed:
+        """Return which parameters were written, where no store has them; copies on several devices are made alike."""
+        suspects = self.suspects()
+        wrong = self.misfit(suspects)
+        for index in [] if wrong else suspects:
+            one = self._params[index]
+            first, *others = [replica.weight() for replica in one.replicas]
+            devices = one.written_devices()
+            if all(_same(first, other) for other in others):
+                continue
+            wrong = wrong or _on_some(one, devices)
+            if not wrong:
+                self.mark([index])
+                one.write(first.copy())
+        return Changed(tuple(suspects), wrong)
+
+    def misfit(self, suspects: Sequence[int]) -> str:
+        """Return which of the suspects has another shape or dtype than before, in words; empty: none."""
+        for one in (self._params[index] for index in suspects):
+            for replica in one.replicas:
+                found = replica.weight()
+                if found.shape != one.shape or found.dtype != one.dtype:
+                    return (
+                        "parameter %r has shape %s and dtype %s now, and had %s and %s when the trainer was made;"
+                        " fix: close the trainer and make another one"
+                        % (
+                            *(one.name, found.shape, dtypes.name_of(found.dtype)),
+                            *(one.shape, dtypes.name_of(one.dtype)),
+                        )
+                    )
+        return ""
+
+
+def is_skip(notes: Notes) -> bool:
+    """Tell whether a worker wanted the step to be skipped (`Trainer.skip_step`), whatever others say."""
+    return any(note is not None and SKIP.items() <= note.items() for note in notes.values())
+
+
+SKIP = {"skip": True}
+"""The note of a worker that wants a step to be skipped."""
+
+STORE_HARM = "The store updates the weights, and would undo the change"
+OWN_HARM = "Each worker updates its own weights, so they would differ from now on"
+
+
+def _same(one: Array, other: Array) -> bool:
+    """Tell whether two arrays have the same shape, dtype and bits."""
+    return one.shape == other.shape and one.dtype == other.dtype and np.array_equal(bits_of(one), bits_of(other))
+
+
+def chosen(notes: Notes, workers: Iterable[int], names: Sequence[str], harm: str) -> list[int]:
+    """Return the parameters of which all workers take rank 0's weights. No side effects.
+
+    Arguments:
+        notes: by rank, a `Changed` as JSON; None of a worker that changed nothing.
+        workers: the ranks of all workers. Those without a note take no part in steps at present.
+        names: of the parameters.
+        harm: what would come of the change, for people.
+
+    Raises:
+        KVError: not all workers have changed the same parameters. All workers raise the same.
+    """
+    for rank, note in sorted(notes.items()):
+        if note and note.get("wrong"):
+            raise KVError("worker-%d: %s" % (rank, note["wrong"]))
+    by_rank = {rank: set(note["changed"]) if note else set() for rank, note in notes.items()}
+    every = sorted(set().union(*by_rank.values()))
+    absent = [rank for rank in workers if rank not in notes]
+    odd = [index for index in every if absent or not all(index in found for found in by_rank.values())]
+    if not odd:
+        return every
+    parts = []
+    for index in odd[:SHOWN]:
+        who = [rank for rank, found in sorted(by_rank.items()) if index in found]
+        rest = [rank for rank in sorted(by_rank) if rank not in who]
+        parts.append(
+            "parameter %r on %s%s" % (names[index], _ranked(who), " and not on %s" % _ranked(rest) if rest else "")
+        )
+    more = " and %d more" % (len(odd) - SHOWN) if len(odd) > SHOWN else ""
+    gone = "; %s takes no part in steps now (it has joined or left)" % _ranked(absent) if absent else ""
+    raise KVError(
+        "weights were changed outside of steps by only some workers: %s%s%s. %s. %s"
+        % ("; ".join(parts), more, gone, harm, UNDO if absent else ASSIGN)
+    )
+
+
+UNDO = "fix: undo the change; make it on all workers when all of them make steps again"
+"""What to do about weights that were changed while a worker takes no part in steps, nor in `assign`."""
+
+
+ASSIGN = (
+    "fix: make the change on all workers; or make it on rank 0 and call trainer.assign() on all workers, which gives"
+    " them the weights of rank 0"
+)
+"""What to do about weights that were changed."""
+
+
+def change_refused(changed: Changed, names: Sequence[str], harm: str) -> KVError:
+    """Return the error of weights that were changed, where other workers cannot be asked."""
+    if changed.wrong:
+        return KVError(changed.wrong)
+    more = " and %d more" % (len(changed.indices) - SHOWN) if len(changed.indices) > SHOWN else ""
+    shown = ", ".join("parameter %r" % names[index] for index in changed.indices[:SHOWN])
+    return KVError("weights were changed outside of steps: %s%s. %s. %s" % (shown, more, harm, ASSIGN))
+
+
+def _on_some(parameter: Parameter, devices: Sequence[int]) -> str:
+    if len(devices) == len(parameter.replicas):
+        return ""
+    return (
+        "parameter %r was changed outside of steps on %d of its %d devices only; fix: change it on all of them, or call"
+        " trainer.assign() on all workers, which gives all devices the weights of rank 0's first"
+        % (parameter.name, len(devices), len(parameter.replicas))
+    )
+
+
+def _ranked(ranks: Iterable[int]) -> str:
+    """Return the names of workers."""
+    return ", ".join("worker-%d" % rank for rank in ranks)
+
+
+# --- trainers that update by themselves
 
 Answers = Mapping[int, Mapping[str, Any]]
 """By rank, what each worker said."""
@@ -48,17 +266,17 @@ class Agreement:
     Threads: one at a time.
     """
 
-    def __init__(self, params: Sequence[Parameter], updates: Updates, exchange: Exchange) -> None:
-        self._params, self._updates, self._exchange = params, updates, exchange
+    def __init__(self, params: Sequence[Parameter], rule: LocalRule, exchange: StoreExchange) -> None:
+        self._params, self._rule, self._exchange = params, rule, exchange
         self._has_loaded = False
         self._usual: tuple[UpdateRule, Mark] | None = None
         """The fingerprint of a rule where no weight was changed: nearly every step asks for it."""
 
-    def loaded(self) -> None:
+    def states_were_loaded(self) -> None:
         """Note that this worker has loaded states; whether the others have, the next step shows."""
         self._has_loaded = True
 
-    def reached(self) -> None:
+    def workers_agree(self) -> None:
         """Note that all workers have what this one has."""
         self._has_loaded = False
 
@@ -71,7 +289,7 @@ class Agreement:
             **rule.to_json(),
             "weights": [[index, self._digest(index)] for index in changed.indices],
             "wrong": changed.wrong,
-            "states": self._updates.digest() if self._has_loaded else "",
+            "states": self._rule.digest() if self._has_loaded else "",
         }
         mark = fingerprint(facts)
         if is_usual:
@@ -88,8 +306,8 @@ class Agreement:
             KVError: what must not differ does. All workers raise the same.
         """
         names = [one.name for one in self._params]
-        notes = self._exchange.tell({**rule.to_json(), **changed.to_json(), "loaded": self._has_loaded})
-        differ = rules_differ(notes, names)
+        notes = self._exchange.exchange_notes({**rule.to_json(), **changed.to_json(), "loaded": self._has_loaded})
+        differ = _rules_differ(notes, names)
         if differ:
             raise KVError(
                 "the trainers of the workers update by different rules, so their weights would differ: %s. fix: make"
@@ -99,16 +317,16 @@ class Agreement:
             )
         indices = sorted({index for note in notes.values() for index in note["changed"]})
         loaded = [rank for rank, note in sorted(notes.items()) if note["loaded"]]
-        answers = self._exchange.tell(
+        answers = self._exchange.exchange_notes(
             {
                 "weights": [self._digest(index) for index in indices],
-                "states": self._updates.digest() if loaded else "",
+                "states": self._rule.digest() if loaded else "",
             }
         )
         if len({answer["states"] for answer in answers.values()}) > 1:
             raise KVError(
                 "weights or states of the optimizer differ after load_states on %s; fix: call load_states on all"
-                " workers, each with the same file" % ranked(loaded)
+                " workers, each with the same file" % _ranked(loaded)
             )
         odd = {
             index
@@ -126,12 +344,15 @@ class Agreement:
 
 
 def fingerprint(facts: Mapping[str, Any]) -> tuple[int, int]:
-    """Return two numbers below 2**24 for facts in JSON: equal for equal facts, and hardly ever for different ones."""
+    """Return two numbers below 2**24 for facts in JSON: equal for equal facts, and hardly ever for different ones.
+
+    The sum of their squares over 2**15 workers fits into 64 bits.
+    """
     found = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode("utf-8"), digest_size=6).digest()
     return int.from_bytes(found[:3], "little"), int.from_bytes(found[3:], "little")
 
 
-def rules_differ(notes: Answers, names: Sequence[str]) -> str:
+def _rules_differ(notes: Answers, names: Sequence[str]) -> str:
     """Return how the rules of trainers differ, by rank, in words; empty: they are alike. No side effects.
 
     Arguments:
@@ -145,7 +366,7 @@ def rules_differ(notes: Answers, names: Sequence[str]) -> str:
         for rank, table in tables.items():
             groups.setdefault(table.get(name, "not set"), []).append(rank)
         if len(groups) > 1:
-            values = ", ".join("%s on %s" % (value, ranked(ranks)) for value, ranks in groups.items())
+            values = ", ".join("%s on %s" % (value, _ranked(ranks)) for value, ranks in groups.items())
             found.append("%s is %s" % (name, values))
     if not found:
         return ""

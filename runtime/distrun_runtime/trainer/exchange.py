@@ -1,39 +1,41 @@
-"""Exchange: a trainer's parameters in a store. Their keys are their indices; all keys are under way at once, the first
-with the highest priority.
+"""A trainer's weights, gradients and buffers in a store.
 
-Gradients are pushed as they are, and what they are to be multiplied by goes with the push (`scale`): so it may be
-another one in every step and on every worker, and a compression's threshold means elements of the gradients.
+The keys of parameters are their indices; then comes the key under which workers are counted, where the trainers update;
+then those of buffers. All keys of a step are sent at once, the first with the highest priority. Gradients are pushed as
+they are, and the factor that multiplies them goes with the push (`scale`): so it may be another one in every step and
+on every worker, and a compression's threshold means elements of the gradients.
+
+`StoreExchange` uses a store of ours. `ThirdPartyExchange` uses a store from another package: only its `broadcast` and
+`pushpull` of whole arrays, to sum gradients; its trainer updates the weights.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple, NoReturn, Union
 from weakref import WeakSet
 
 import numpy as np
 
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.errors import KVError
-from distrun_runtime.ps.work import Notes
+from distrun_runtime.errors import KVError, RuntimeFault
+from distrun_runtime.kvstore import KVStore, KVStoreBase, Pending, RowSparse
+from distrun_runtime.ps.shards import Notes
 from distrun_runtime.store import kinds
-from distrun_runtime.store.base import KVStore
-from distrun_runtime.store.pending import Pending
-from distrun_runtime.store.sparse import RowSparse
-from distrun_runtime.trainer.buffers import Buffers
-from distrun_runtime.trainer.naming import naming
-from distrun_runtime.trainer.parameter import Parameter
-from distrun_runtime.trainer.replica import Gradient, place_of
+from distrun_runtime.trainer.model import Buffers
+from distrun_runtime.trainer.parameters import Gradient, Parameter, memory_of
 
-__all__ = ["Exchange", "Found", "Item", "Reduced", "Sum", "Workers", "finish", "grouped"]
+__all__ = ["Gradients", "Notes", "Reduced", "StoreExchange", "Sum", "ThirdPartyExchange", "Workers"]
 
 COUNTED = 7
-"""Elements of the key under which workers are counted: see `Exchange.reduce`."""
+"""Elements of the key under which workers are counted: see `StoreExchange.reduce`."""
 
 GROUP_BYTES = 1024 * 1024
 """Parameters up to so many bytes together share a call. 100 parameters of 4 KB took 241 ms a step one by one, 67 ms
@@ -44,9 +46,8 @@ logger = logging.getLogger(__name__)
 _TAKEN: WeakSet[KVStore] = WeakSet()
 """Stores that have a trainer's parameters: another trainer's would have the same keys."""
 
-Found = tuple[int, Union[list[Gradient], None]]
+Gradients = tuple[int, Union[list[Gradient], None]]
 """A parameter's index, and the gradients of its devices; None: it has none in this step."""
-
 
 Sum = tuple[int, Gradient, float]
 """A parameter's index, the sum of its gradients, and what that is still to be multiplied by."""
@@ -73,7 +74,7 @@ class Reduced(NamedTuple):
     """What the workers said, if one skipped the step. Then there are no sums."""
 
 
-class Exchange:
+class StoreExchange:
     """Parameters in a store of ours, and the buffers of the module that they come from.
 
     Arguments:
@@ -95,7 +96,7 @@ class Exchange:
         self._store, self._params, self._buffers = store, params, buffers
         self._buffer_keys = [len(params) + 1 + index for index in range(len(buffers.names))]
         self._companion: KVStore | None = None
-        """A store for sums of buffers: in the first one a rule may update whatever is pushed."""
+        """A second store, for sums of buffers: in the first one a rule may update whatever is pushed."""
         self._updates = updates
         self._has_rounds = has_rounds
         self._counter = len(params) if has_rounds and not updates else None
@@ -116,17 +117,23 @@ class Exchange:
         self.pull()
         self.pull_buffers()
 
-    def _naming(self) -> AbstractContextManager[None]:
-        return naming(self._params, self._buffers.names)
+    @property
+    def num_workers(self) -> int:
+        """How many workers have the store."""
+        return self._store.num_workers
+
+    def compress(self, compression: Mapping[str, object]) -> None:
+        """Compress the gradients, as `KVStore.set_gradient_compression` does it."""
+        self._store.set_gradient_compression(compression, list(range(len(self._params))))
 
     def close(self) -> None:
-        """Close the store that was made here."""
+        """Close the second store, if there is one."""
         if self._companion is not None:
             self._companion.close()
 
     def pull(self) -> None:
         """Bring all weights up to date, except those that are row-sparse."""
-        self._pulled([index for index, one in enumerate(self._params) if one.stype == "default"])
+        self._pull([index for index, one in enumerate(self._params) if one.stype == "default"])
 
     def pull_rows(self, index: int, ids: Array) -> Notes:
         """Bring rows of a row-sparse weight up to date; others stay as they are.
@@ -141,7 +148,7 @@ class Exchange:
         for replica in parameter.replicas:
             weight = replica.weight()
             weight[some.rows] = some.values
-            replica.written(weight)
+            replica.weight_written(weight)
         return pending.skipped
 
     def assign(self, indices: Sequence[int]) -> None:
@@ -149,18 +156,18 @@ class Exchange:
         with self._naming():
             self._store.assign(list(indices), [self._params[index].replicas[0].weight() for index in indices])
         dense = [index for index in indices if self._params[index].stype == "default"]
-        self._pulled(dense)
+        self._pull(dense)
         for index in indices:
             if index not in dense:
                 self.pull_rows(index, np.arange(self._params[index].shape[0]))
 
     def stored(self, indices: Sequence[int]) -> list[Array]:
         """Return copies of what the store has of some weights; they are not row-sparse."""
-        found = [np.empty(self._params[index].shape, self._params[index].dtype) for index in indices]
-        if found:
+        result = [np.empty(self._params[index].shape, self._params[index].dtype) for index in indices]
+        if result:
             with self._naming():
-                self._store.pull(list(indices), out=found)
-        return found
+                self._store.pull(list(indices), out=result)
+        return result
 
     # --- buffers
 
@@ -184,7 +191,7 @@ class Exchange:
             return
         try:
             self._store.barrier()
-        except KVError as err:  # A worker that has joined will not come, and nobody is to wait for it.
+        except KVError as err:  # A worker that has joined will not come; the others must not wait for it.
             raise KVError("average_buffers: all workers call it together: %s" % err) from err
         arrays = dict(zip(self._buffers.names, self._buffers.arrays(), strict=True))
         floats = {name: array for name, array in arrays.items() if dtypes.is_float(array.dtype)}
@@ -198,6 +205,19 @@ class Exchange:
         self._companion.pushpull(names, values, out=means, scale=1.0 / self._store.num_workers)
         self._buffers.write(dict(zip(names, means, strict=True)))
 
+    # --- saved states
+
+    def save_states(self, path: str | os.PathLike[str]) -> None:
+        """Have the servers write weights, rule states and rank 0's buffers into a folder. Collective."""
+        self.store_buffers()
+        with self._naming():
+            self._store.save_states(path)
+
+    def load_states(self, path: str | os.PathLike[str]) -> None:
+        """Have the servers read what `save_states` wrote; `pull` and `pull_buffers` bring it here."""
+        with self._naming():
+            self._store.load_states(path)
+
     # --- steps
 
     def rounds(self) -> int:
@@ -205,25 +225,25 @@ class Exchange:
         return max(int(each["rounds"]) for each in self._store.stats())
 
     def replaced(self, index: int) -> None:
-        """Give the store a weight that was replaced; of a store that nobody shares."""
+        """Give the store a weight that was replaced. Only where no other worker has the store."""
         self._store.assign(index, self._params[index].replicas[0].weight())
 
     def skip(self, indices: Iterable[int], note: Mapping[str, Any]) -> Notes:
         """Have all workers skip this step of the parameters that it would update; return what each of them said."""
         own = [] if self._counter is None else [self._counter]
-        return self._skipped([*indices, *own], note)
+        return self._skip([*indices, *own], note)
 
-    def tell(self, note: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
-        """Exchange notes, where the trainers update; all workers call it. Return each worker's, by rank."""
+    def exchange_notes(self, note: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+        """Return each worker's note, by rank. All workers call it. Where the trainers update."""
         assert self._counter is not None
-        said = self._skipped([self._counter], note)
-        return {rank: each or {} for rank, each in said.items()}
+        notes = self._skip([self._counter], note)
+        return {rank: each or {} for rank, each in notes.items()}
 
-    def _skipped(self, keys: Sequence[int], note: Mapping[str, Any]) -> Notes:
+    def _skip(self, keys: Sequence[int], note: Mapping[str, Any]) -> Notes:
         with self._naming():
             return self._store.skip_round(keys, note).skipped
 
-    def update(self, found: Sequence[Found], scale: float) -> Notes:
+    def update(self, gradients: Sequence[Gradients], scale: float) -> Notes:
         """Push gradients times `scale`, and bring the weights that come of them into all devices.
 
         Returns:
@@ -233,22 +253,23 @@ class Exchange:
             KVError: a gradient that compression cannot take. Nothing was sent.
         """
         items = []
-        for index, grads in found:
+        for index, grads in gradients:
             parameter = self._params[index]
             if grads is None and self._has_rounds:
                 grads = [self._nothing(parameter)]
-            rooms = [] if parameter.stype == "row_sparse" else [replica.room() for replica in parameter.replicas]
-            if grads is not None or rooms:  # Without rounds nobody waits for a push of ours.
-                items.append(Item(index, grads and self._pushable(parameter, grads), rooms, parameter.size_bytes))
+            is_kept = parameter.stype == "row_sparse"  # in the store
+            outs = [] if is_kept else [replica.weight_buffer() for replica in parameter.replicas]
+            if grads is not None or outs:  # Without rounds, no other worker waits for a push of ours.
+                items.append(_Item(index, grads and self._pushable(parameter, grads), outs, parameter.size_bytes))
         with self._naming():
             self._check(items)
-            skipped = finish(self._sent(items, scale))
+            skipped = _wait_for_all(self._send(items, scale))
         for item in [] if skipped else items:
-            for replica, room in zip(self._params[item.index].replicas, item.outs, strict=False):
-                replica.written(room)
+            for replica, buffer in zip(self._params[item.index].replicas, item.outs, strict=False):
+                replica.weight_written(buffer)
         return skipped
 
-    def reduce(self, found: Sequence[Found], scale: float, me: Workers, mark: tuple[int, int]) -> Reduced:
+    def reduce(self, gradients: Sequence[Gradients], scale: float, me: Workers, mark: tuple[int, int]) -> Reduced:
         """Sum gradients times `scale` over devices and workers, into the gradients of all devices.
 
         Arguments:
@@ -265,7 +286,7 @@ class Exchange:
         # Numbers are all equal if and only if n times the sum of their squares is the square of their sum.
         own = np.array([1, *me, *mark, *(each * each for each in mark)], np.int64)
         counted = own.copy()
-        for index, grads in found:
+        for index, grads in gradients:
             parameter = self._params[index]
             if grads is None and not self._has_rounds:
                 continue
@@ -274,40 +295,43 @@ class Exchange:
                 # Only this process has them: a store with several workers updates row-sparse gradients itself.
                 result.append((index, RowSparse.total(_rows(grads)), scale))
                 continue
-            targets = [replica.target() for replica in parameter.replicas]
+            targets = [replica.grad_buffer() for replica in parameter.replicas]
             for target in targets:
-                other = owners.setdefault(place_of(target), index)
+                other = owners.setdefault(memory_of(target), index)
                 if other != index and target.size:
                     raise KVError(
                         "parameters %r and %r have the same array for their gradients, and their sums are written into"
                         " it: give each an array of its own" % (self._params[other].name, parameter.name)
                     )
-            items.append(Item(index, grads, targets, parameter.size_bytes))
+            items.append(_Item(index, grads, targets, parameter.size_bytes))
             result.append((index, targets[0], 1.0))
         with self._naming():
             self._check(items)
             if self._counter is not None:
                 calls.append(self._store.pushpull(self._counter, own, out=counted, wait=False))
-            skipped = finish([*calls, *self._sent(items, scale)])
+            skipped = _wait_for_all([*calls, *self._send(items, scale)])
         if skipped:
             return Reduced([], me, skipped=skipped)
         for item in items:
             for replica, target in zip(self._params[item.index].replicas, item.outs, strict=True):
-                replica.reduced(target)
+                replica.grad_written(target)
         n, active, unscaled, *marks = counted.tolist()
         is_alike = all(n * square == total * total for total, square in zip(marks[:2], marks[2:], strict=True))
         return Reduced(result, Workers(active, unscaled), is_alike)
 
-    def _check(self, items: Sequence[Item]) -> None:
+    def _naming(self) -> AbstractContextManager[None]:
+        return _names_in_errors(self._params, self._buffers.names)
+
+    def _check(self, items: Sequence[_Item]) -> None:
         """Return if compression takes all gradients: none is sent if one cannot be."""
         pushed = [item for item in items if item.grads is not None]
         if pushed:
             self._store.check_push([item.index for item in pushed], [item.grads for item in pushed])
 
-    def _sent(self, items: Sequence[Item], scale: float) -> list[Pending]:
+    def _send(self, items: Sequence[_Item], scale: float) -> list[Pending]:
         """Make calls for all items, each with some; return what to wait for."""
         calls = []
-        for group in grouped(items):
+        for group in _grouped(items):
             keys, first = [item.index for item in group], group[0]
             grads, outs = [item.grads for item in group], [item.outs for item in group]
             if first.grads is None:
@@ -325,14 +349,14 @@ class Exchange:
             return RowSparse(weight, np.arange(parameter.shape[0]), parameter.shape)
         return weight
 
-    def _pulled(self, indices: Sequence[int]) -> None:
-        rooms = [[replica.room() for replica in self._params[index].replicas] for index in indices]
-        if rooms:
+    def _pull(self, indices: Sequence[int]) -> None:
+        outs = [[replica.weight_buffer() for replica in self._params[index].replicas] for index in indices]
+        if outs:
             with self._naming():
-                self._store.pull(list(indices), out=rooms)
-        for index, those in zip(indices, rooms, strict=True):
-            for replica, room in zip(self._params[index].replicas, those, strict=True):
-                replica.written(room)
+                self._store.pull(list(indices), out=outs)
+        for index, buffers in zip(indices, outs, strict=True):
+            for replica, buffer in zip(self._params[index].replicas, buffers, strict=True):
+                replica.weight_written(buffer)
 
     def _pushable(self, parameter: Parameter, grads: list[Gradient]) -> list[Gradient]:
         if parameter.grad_stype == "row_sparse":
@@ -353,8 +377,92 @@ class Exchange:
         return np.zeros(parameter.shape, parameter.dtype)
 
 
+class ThirdPartyExchange:
+    """Parameters and buffers in a store from another package; see `StoreExchange`."""
+
+    def __init__(self, store: KVStoreBase, params: list[Parameter], buffers: Buffers) -> None:
+        self._store, self._params, self._buffers = store, params, buffers
+
+    def start(self) -> None:
+        """Give all parameters and buffers rank 0's values, on all workers."""
+        for index, parameter in enumerate(self._params):
+            buffers = [replica.weight_buffer() for replica in parameter.replicas]
+            self._store.broadcast(index, parameter.replicas[0].weight(), out=buffers, priority=-index)
+            for replica, buffer in zip(parameter.replicas, buffers, strict=True):
+                replica.weight_written(buffer)
+        values = self._buffers.floats()
+        for index, value in enumerate(values):
+            buffer = np.empty_like(value)
+            self._store.broadcast(len(self._params) + 1 + index, value, out=[buffer])
+            values[index] = buffer
+        self._buffers.take_floats(values)
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers have the store."""
+        return self._store.num_workers
+
+    def compress(self, compression: Mapping[str, object]) -> None:
+        """Compress what is sent, if the store can."""
+        self._store.set_gradient_compression(compression)
+
+    def close(self) -> None:
+        """Do nothing: there is no second store."""
+
+    def store_buffers(self) -> None:
+        """Do nothing: the buffers are the trainer's own."""
+
+    def pull_buffers(self) -> None:
+        """Do nothing: the buffers are the trainer's own."""
+
+    def average_buffers(self) -> None:
+        """Replace the buffers of float types by their mean over all workers."""
+        means = {}
+        for index, (name, value) in enumerate(zip(self._buffers.names, self._buffers.arrays(), strict=True)):
+            if dtypes.is_float(value.dtype):
+                wide = dtypes.widen(value) / self._store.num_workers
+                buffer = means[name] = np.empty_like(value)
+                narrow = dtypes.narrow(wide.astype(dtypes.work_dtype(value.dtype), copy=False), value.dtype)
+                self._store.pushpull(len(self._params) + 1 + index, [narrow], out=[buffer])
+        self._buffers.write(means)
+
+    def skip(self, indices: Iterable[int], note: Mapping[str, Any]) -> Notes:
+        """Refuse: it knows only sums of all workers."""
+        raise self._refusal("have the other workers skip a step; let all of them go without calling step")
+
+    def reduce(self, gradients: Sequence[Gradients], scale: float, me: Workers, mark: tuple[int, int]) -> Reduced:
+        """Sum gradients over devices and workers; `scale` is left to do. All workers must have as much data.
+
+        What must be alike on all workers is not compared.
+        """
+        if not me.active:
+            raise self._refusal("go on without a worker that has no more data (use epoch_size)")
+        result: list[Sum] = []
+        for index, grads in gradients:
+            parameter = self._params[index]
+            if grads is None:
+                if self._store.num_workers == 1:
+                    continue
+                grads = [np.zeros(parameter.shape, parameter.dtype)]
+            if any(isinstance(grad, RowSparse) for grad in grads):
+                raise self._refusal("take the row-sparse gradient of parameter %r" % parameter.name)
+            targets = [replica.grad_buffer() for replica in parameter.replicas]
+            self._store.pushpull(index, grads, out=targets, priority=-index)
+            for replica, target in zip(parameter.replicas, targets, strict=True):
+                replica.grad_written(target)
+            result.append((index, targets[0], scale))
+        return Reduced(result, Workers(*(self._store.num_workers * mine for mine in me)))
+
+    def assign(self, indices: Sequence[int]) -> NoReturn:
+        """Refuse: `broadcast` works once a key."""
+        raise self._refusal("assign weights")
+
+    def _refusal(self, what: str) -> KVError:
+        return KVError("store %r cannot %s: only its broadcast and pushpull are used" % (self._store.type, what))
+
+
 @dataclass(frozen=True)
-class Item:
+class _Item:
     """What is to be sent of a parameter: gradients, or none; and where the answer is to be written, or nowhere."""
 
     index: int
@@ -363,23 +471,23 @@ class Item:
     size_bytes: int
 
 
-def grouped(items: Sequence[Item]) -> list[list[Item]]:
-    """Return the items in groups that make one call each: neighbours of one kind, small ones together. Pure."""
-    groups: list[list[Item]] = []
-    room = 0
+def _grouped(items: Sequence[_Item]) -> list[list[_Item]]:
+    """Return the items in groups that make one call each: adjacent items of one kind, small ones together."""
+    groups: list[list[_Item]] = []
+    left = 0
     for item in items:
-        room -= item.size_bytes
+        left -= item.size_bytes
         last = groups[-1][-1] if groups else item
         is_alike = (last.grads is None, not last.outs) == (item.grads is None, not item.outs)
-        if groups and is_alike and room >= 0:
+        if groups and is_alike and left >= 0:
             groups[-1].append(item)
         else:
             groups.append([item])
-            room = GROUP_BYTES - item.size_bytes
+            left = GROUP_BYTES - item.size_bytes
     return groups
 
 
-def finish(calls: Sequence[Pending]) -> Notes:
+def _wait_for_all(calls: Sequence[Pending]) -> Notes:
     """Wait for all calls; raise the first error after the last call, when nothing is lent any more.
 
     Returns:
@@ -402,3 +510,41 @@ def _rows(grads: list[Gradient]) -> list[RowSparse]:
     return [
         grad if isinstance(grad, RowSparse) else RowSparse(grad, np.arange(grad.shape[0]), grad.shape) for grad in grads
     ]
+
+
+_KEYS = re.compile(r"\bkeys? (\d+(?:, \d+)*)")
+
+
+@contextmanager
+def _names_in_errors(params: Sequence[Parameter], buffers: Sequence[str] = ()) -> Iterator[None]:
+    """Add the names of parameters and buffers to what is raised inside about their keys."""
+    try:
+        yield
+    except RuntimeFault as err:
+        text = str(err)
+        notes = [_note(key, params, buffers, text) for key in _keys_in(text)]
+        said = ", ".join(note for note in notes if note)
+        if said and said not in text:
+            # In place: the error keeps its type, what else it carries, and where it was raised.
+            err.args = ("%s (%s)" % (text, said), *err.args[1:])
+        raise
+
+
+def _keys_in(text: str) -> list[int]:
+    return sorted({int(key) for found in _KEYS.findall(text) for key in found.split(", ")})
+
+
+def _note(key: int, params: Sequence[Parameter], buffers: Sequence[str], text: str) -> str:
+    if key < len(params):
+        name = params[key].name
+        return "" if name == str(key) else "key %d is parameter %r" % (key, name)
+    if 0 <= key - len(params) - 1 < len(buffers):
+        return "key %d is buffer %r" % (key, buffers[key - len(params) - 1])
+    if key > len(params) and "saved states" in text:
+        return "key %d is a buffer of the module whose states were saved; make the trainer of that module" % key
+    if key == len(params) and "int64" in text:
+        return (
+            "key %d counts the workers where trainers update by themselves: is update_on_kvstore the same on all"
+            " workers?" % key
+        )
+    return ""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from distrun_runtime.data import Epochs
-from distrun_runtime.data.whole import whole
+from distrun_runtime.data.sampling import Epochs, whole
 from distrun_runtime.errors import KVError
+from distrun_runtime.kvstore import KVStoreBase
 from distrun_runtime.store import kinds
-from distrun_runtime.trainer.opening import AnyStore
 from distrun_runtime.trainer.trainer import Trainer, scale_of
 
 __all__ = ["fit"]
@@ -21,7 +20,7 @@ def fit(  # noqa: PLR0917  # as the trainer
     step: Callable[[Batch], object],
     params: object,
     data: Iterable[Batch],
-    kvstore: str | AnyStore | None = "local",
+    kvstore: str | KVStoreBase | None = "local",
     optimizer: str = "sgd",
     optimizer_params: Mapping[str, object] | None = None,
     *,
@@ -55,7 +54,8 @@ def fit(  # noqa: PLR0917  # as the trainer
         The trainer, still open: to save its states, or to `close` it.
 
     Raises:
-        KVError: as `Trainer`; data that cannot be iterated a second time, or where nobody else trains give no batch.
+        KVError: as `Trainer`; data that cannot be iterated a second time; data without a batch, if this is the only
+            worker.
         TypeError: epochs or epoch_size that are no whole number; data that cannot be iterated.
         ValueError: data without a batch, with `epoch_size`.
     """
@@ -73,18 +73,18 @@ def fit(  # noqa: PLR0917  # as the trainer
     batches = Epochs(data, epoch_size)
     trainer = Trainer(params, optimizer, optimizer_params, kvstore, compression_params, update_on_kvstore)
     try:
-        sharers = _sharers(trainer.kvstore)
+        workers = _workers_of_a_step(trainer.kvstore)
         for epoch in range(epochs):
             is_empty = True
             for batch in batches:
                 is_empty = False
                 trainer.zero_grad()
                 step(batch)
-                examples = size_of(batch) if batch_size is None else batch_size
-                trainer.step(examples * sharers, ignore_stale_grad)
+                examples = _size_of(batch) if batch_size is None else batch_size
+                trainer.step(examples * workers, ignore_stale_grad)
             if is_empty and (trainer.kvstore is None or trainer.kvstore.num_workers == 1):
                 raise KVError("the data, a %s, gave no batch in epoch %d" % (type(data).__name__, epoch))
-            if _joins(trainer.kvstore, epoch == epochs - 1):
+            if _waits_after(trainer.kvstore, epoch == epochs - 1):
                 trainer.join()
             if after_epoch is not None:
                 after_epoch(epoch, trainer)
@@ -94,7 +94,7 @@ def fit(  # noqa: PLR0917  # as the trainer
     return trainer
 
 
-def size_of(batch: Any) -> int:
+def _size_of(batch: Any) -> int:
     """Return the number of examples in a batch: its length, or that of the first part of a list, tuple or dict."""
     first = batch
     while isinstance(first, (list, tuple, Mapping)) and len(first):
@@ -108,15 +108,15 @@ def size_of(batch: Any) -> int:
         raise KVError("a batch of type %s has no length; give batch_size" % type(batch).__name__) from None
 
 
-def _sharers(store: AnyStore | None) -> int:
-    """Return by how many workers' batches a step's gradients are divided."""
+def _workers_of_a_step(store: KVStoreBase | None) -> int:
+    """Return how many workers' batches make a step."""
     if store is None or kinds.is_async(store.type):
         return 1
     return store.num_workers
 
 
-def _joins(store: AnyStore | None, is_last: bool) -> bool:
-    """Tell whether this worker waits for the others after an epoch. Without rounds, nobody waits before the end."""
+def _waits_after(store: KVStoreBase | None, is_last: bool) -> bool:
+    """Tell whether this worker waits for the others after an epoch. Without rounds, no worker waits before the end."""
     if store is None or not kinds.is_dist(store.type):
         return False
     return is_last or not kinds.is_async(store.type)

@@ -1,4 +1,4 @@
-"""States of a trainer that updates the weights itself, in one file; and what a store's folder says of its rule.
+"""The rule that a trainer runs itself, with its states; and the file that both are saved in.
 
 The file is numpy's npz, without pickles: `manifest` is JSON as bytes, `INDEX.DEVICE.weight` and
 `INDEX.DEVICE.state.NAME` are arrays, and so is `buffer.INDEX`; bfloat16 ones as uint16. Counters of the rule stand in
@@ -11,11 +11,12 @@ the manifest:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import uuid
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -24,21 +25,133 @@ import numpy as np
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
+from distrun_runtime.kvstore import RowSparse
 from distrun_runtime.ops import optimizers as rules
-from distrun_runtime.ops.optimizers import State
-from distrun_runtime.trainer.buffers import Buffers
-from distrun_runtime.trainer.parameter import Parameter
-from distrun_runtime.trainer.updates import Updates
+from distrun_runtime.ops.optimizers import Rule, RuleSpec, State
+from distrun_runtime.ops.update import update
+from distrun_runtime.trainer.model import Buffers
+from distrun_runtime.trainer.parameters import Gradient, Parameter, Replica, write_weight
 
-__all__ = ["load", "rule_of", "save"]
+__all__ = ["LocalRule", "bits_of", "check_rule", "digest", "load", "rule_of_folder", "save"]
 
 FORMAT = 1
 
-Rule = tuple[Mapping[str, Any], int]
-"""A rule as JSON, and the steps that were made."""
+SavedRule = tuple[RuleSpec, int]
+"""A rule, and the steps that were made."""
 
 
-def save(path: str, updates: Updates, params: list[Parameter], buffers: Buffers, steps: int) -> None:
+class LocalRule:
+    """A rule that a trainer runs itself, with its states by parameter and device."""
+
+    def __init__(self, spec: RuleSpec, params: list[Parameter]) -> None:
+        self.spec = spec
+        self._params = params
+        self.states: dict[tuple[int, int], State] = {}
+        """By parameter's index and device. All devices share the first one's where gradients are summed over them."""
+        self._rule = self._made(spec)
+
+    def change(self, spec: RuleSpec) -> None:
+        """Take other parameters or multipliers; the states stay.
+
+        Raises:
+            KVError: they are not right.
+        """
+        rule = self._made(spec)
+        for (index, device), state in self.states.items():
+            weight = self._params[index].replicas[device].weight()
+            self.states[index, device] = rules.carry_state(rule, weight, state)
+        self.spec, self._rule = spec, rule
+
+    def update(self, index: int, grad: Gradient, scale: float) -> None:
+        """Update a parameter by one gradient, on the first device; the others get a copy."""
+        first, *others = self._params[index].replicas
+        weight = self._step(index, 0, first, grad, scale)
+        for replica in others:
+            write_weight(replica, weight)
+
+    def update_each_device(self, index: int, scale: float) -> None:
+        """Update each device of a parameter by its own gradient, where that is fresh."""
+        for device, replica in enumerate(self._params[index].replicas):
+            grad = replica.gradient() if replica.is_fresh else None
+            if grad is not None:
+                self._step(index, device, replica, grad, scale)
+
+    def renew_masters(self, index: int) -> None:
+        """Note that a weight was written by other means: its float32 master, if there is one, follows."""
+        for device, replica in enumerate(self._params[index].replicas):
+            rules.renew_master(replica.weight(), self.states.get((index, device), {}))
+
+    def digest(self) -> str:
+        """Return a digest of all weights and states, to compare workers by."""
+        arrays = [one.replicas[0].weight() for one in self._params]
+        counters: dict[str, object] = {}
+        for place, state in sorted(self.states.items()):
+            for name, part in sorted(state.items()):
+                if isinstance(part, np.ndarray):
+                    arrays.append(part)
+                counters["%d.%d.%s" % (*place, name)] = None if isinstance(part, np.ndarray) else str(part)
+        return digest(arrays) + json.dumps(counters, sort_keys=True)
+
+    def _step(self, index: int, device: int, replica: Replica, grad: Gradient, scale: float) -> Array:
+        weight = replica.weight()
+        if (index, device) not in self.states:
+            self.states[index, device] = self._rule.new_state(weight)
+        state, knobs = self.states[index, device], self.spec.knobs(index)
+        if isinstance(grad, RowSparse):
+            some = grad.canonical()
+            update(self._rule, weight, _scaled(some.values, scale), state, knobs, rows=some.rows)
+        else:
+            update(self._rule, weight, _scaled(grad, scale), state, knobs)
+        replica.weight_written(weight)
+        return weight
+
+    def _made(self, spec: RuleSpec) -> Rule:
+        # A rule of the user's own runs in the user's own process here: any module may be imported.
+        return rules.rule_of(spec, None)
+
+
+def check_rule(spec: RuleSpec, params: list[Parameter]) -> None:
+    """Return if a built-in rule can update parameters of these dtypes. Another rule is not looked at.
+
+    Raises:
+        KVError: it cannot; the parameter is named.
+    """
+    if spec.name not in rules.RULES:
+        return
+    rule = rules.rule_of(spec)
+    for parameter in params:
+        try:
+            rule.check(parameter.dtype)
+        except KVError as err:
+            raise KVError("parameter %r: %s" % (parameter.name, err)) from None
+
+
+def _scaled(grad: Array, scale: float) -> Array:
+    """Return scale * grad, in the dtype that is calculated in; the gradient itself if the scale is 1."""
+    if scale == 1.0:
+        return grad
+    wide = dtypes.widen(grad)
+    result = np.empty_like(wide)
+    return np.multiply(wide, scale, out=result, casting="same_kind")
+
+
+def digest(arrays: Iterable[Array]) -> str:
+    """Return a digest of the contents of arrays."""
+    state = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        state.update(bits_of(array).data)
+    return state.hexdigest()
+
+
+def bits_of(array: Array) -> Array:
+    """Return an array's bytes, flat."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+# --- the file
+
+
+def save(path: str, rule: LocalRule, params: list[Parameter], buffers: Buffers, steps: int) -> None:
     """Write weights, buffers, rule and states into a file; what was there is replaced when the new one is whole.
 
     Several processes may write the same file at the same time, as the workers of one host do.
@@ -47,13 +160,13 @@ def save(path: str, updates: Updates, params: list[Parameter], buffers: Buffers,
         KVError: there is a folder in its place.
         OSError: it cannot be written.
     """
-    _no_folder(path)
+    _refuse_folder(path)
     arrays: dict[str, Array] = {}
     described = []
     for index, parameter in enumerate(params):
         counters = []
         for device, replica in enumerate(parameter.replicas):
-            state = updates.states.get((index, device), {})
+            state = rule.states.get((index, device), {})
             if device and not state:
                 continue  # it shares the first device's
             arrays["%d.%d.weight" % (index, device)] = replica.weight()
@@ -64,7 +177,7 @@ def save(path: str, updates: Updates, params: list[Parameter], buffers: Buffers,
     held = dict(zip(buffers.names, buffers.arrays(), strict=True))
     arrays.update({"buffer.%d" % index: array for index, array in enumerate(held.values())})
     manifest = {
-        **{"format": FORMAT, "rule": updates.spec.to_json(), "steps": steps, "parameters": described},
+        **{"format": FORMAT, "rule": rule.spec.to_json(), "steps": steps, "parameters": described},
         "buffers": [_facts(name, array.shape, array.dtype) for name, array in held.items()],
     }
     plain = {name: array.view(np.uint16) if array.dtype == dtypes.BFLOAT16 else array for name, array in arrays.items()}
@@ -84,14 +197,14 @@ def save(path: str, updates: Updates, params: list[Parameter], buffers: Buffers,
         raise
 
 
-def load(path: str, updates: Updates, params: list[Parameter], buffers: Buffers) -> Rule:
+def load(path: str, rule: LocalRule, params: list[Parameter], buffers: Buffers) -> SavedRule:
     """Write saved weights and buffers and take up the states; return the rule, for the trainer to take.
 
     Raises:
         KVError: no whole file of this format, or other parameters', buffers' or another rule's. Nothing was changed.
         OSError: it cannot be read.
     """
-    _no_folder(path)
+    _refuse_folder(path)
     try:
         # Opened here: numpy leaves a file open that turns out to be no archive.
         with open(path, "rb") as raw:
@@ -106,29 +219,26 @@ def load(path: str, updates: Updates, params: list[Parameter], buffers: Buffers)
         _fit(path, manifest["parameters"], params)
         weights, kept = _parts(arrays, manifest["parameters"], params)
         held = _held(path, arrays, manifest.get("buffers", []), buffers)
-        rule, steps = manifest["rule"], int(manifest["steps"])
+        spec, steps = RuleSpec.from_json(manifest["rule"]), int(manifest["steps"])
         # Made here, so that one that cannot be is refused before a weight is written.
-        spec = rules.RuleSpec.from_json(rule)
         rules.rule_of(spec, None)
-        if spec.name != updates.spec.name:
+        if spec.name != rule.spec.name:
             text = "the states in %s were saved under the rule %r, the trainer has %r"
-            raise KVError(text % (path, spec.name, updates.spec.name))
+            raise KVError(text % (path, spec.name, rule.spec.name))
     except KVError:
         raise
     except (ValueError, LookupError, zipfile.BadZipFile, EOFError, TypeError, AttributeError) as err:
         raise KVError("%s does not hold complete states of a trainer: %s" % (path, err)) from err
     for index, parameter in enumerate(params):
         for device, replica in enumerate(parameter.replicas):
-            room = replica.room()
-            np.copyto(room, weights.get((index, device), weights[index, 0]))
-            replica.written(room)
+            write_weight(replica, weights.get((index, device), weights[index, 0]))
     buffers.write(held)
-    updates.states.clear()
-    updates.states.update(kept)
-    return rule, steps
+    rule.states.clear()
+    rule.states.update(kept)
+    return spec, steps
 
 
-def rule_of(folder: str) -> Rule | None:
+def rule_of_folder(folder: str) -> SavedRule | None:
     """Return the rule of a folder that a store wrote, and the steps made; None where this host does not have it."""
     path = os.path.join(folder, "manifest.json")
     if not os.path.exists(path):
@@ -136,12 +246,14 @@ def rule_of(folder: str) -> Rule | None:
     with open(path, encoding="utf-8") as file:
         manifest = json.load(file)
     done = [int(pair[1]) for pair in manifest["rounds"]]
-    # Stores without rounds have counted updates.
+    # Stores without rounds have counted rule.
     counters = [each for holds in manifest["files"].values() for each in holds.get("counters", {}).values()]
-    return manifest["rule"], max([*done, *(int(each.get("updates", 0)) for each in counters)], default=0)
+    return RuleSpec.from_json(manifest["rule"]), max(
+        [*done, *(int(each.get("updates", 0)) for each in counters)], default=0
+    )
 
 
-def _no_folder(path: str) -> None:
+def _refuse_folder(path: str) -> None:
     if os.path.isdir(path):
         raise KVError(
             "%s is a folder, as it is written where the store updates; this trainer updates by itself"

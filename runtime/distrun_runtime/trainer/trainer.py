@@ -1,31 +1,40 @@
-"""Trainer: takes the gradients of parameters, and updates their weights, alone or with other workers."""
+"""Trainer: takes the gradients of parameters, and updates their weights, alone or with other workers.
+
+All calls are here, with their documentation and their checks. How a step changes the weights is in `updates.py`: by the
+rule of the store, or by the trainer's own.
+"""
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Dict, cast
+import os
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any, Type, Union, cast
 
-from distrun_runtime.errors import KVError
+import numpy as np
+
+from distrun_runtime.errors import KVError, StoreClosed
+from distrun_runtime.kvstore import KVStore, KVStoreBase
 from distrun_runtime.ops import optimizers as rules
-from distrun_runtime.store.base import KVStore
+from distrun_runtime.ops import schedules as schedule
 from distrun_runtime.store.compress import Setting
-from distrun_runtime.store.sparse import RowSparse
-from distrun_runtime.trainer.agreement import NO_MARK, UpdateRule
-from distrun_runtime.trainer.buffers import Buffers
-from distrun_runtime.trainer.changes import SKIP, STORE_HARM, Changed, chosen, is_skip
-from distrun_runtime.trainer.collect import collect
-from distrun_runtime.trainer.exchange import Exchange, Found, Reduced, Sum, Workers
-from distrun_runtime.trainer.keeping import Keeping
-from distrun_runtime.trainer.opening import AnyStore, give_up, open_store, updates_itself
-from distrun_runtime.trainer.replica import Gradient
-from distrun_runtime.trainer.updates import Updates, check
+from distrun_runtime.store.sparse import row_numbers
+from distrun_runtime.trainer.agreement import SKIP
+from distrun_runtime.trainer.exchange import Gradients, StoreExchange
+from distrun_runtime.trainer.model import Buffers, collect
+from distrun_runtime.trainer.opening import Opened, close_failed, leave, open_store, updates_itself
+from distrun_runtime.trainer.parameters import Parameter
+from distrun_runtime.trainer.states import LocalRule, check_rule
+from distrun_runtime.trainer.updates import OwnUpdates, StoreUpdates
 
 __all__ = ["Trainer", "scale_of"]
 
+Path = Union[str, "os.PathLike[str]"]
 
-class Trainer(Keeping):
+
+class Trainer:
     """Parameters, an optimizer and a store: `step` makes one update of all weights.
 
     With a distributed store all workers make a trainer of the same parameters, in the same order; making it is
@@ -58,7 +67,7 @@ class Trainer(Keeping):
         params: object,
         optimizer: str,
         optimizer_params: Mapping[str, object] | None = None,
-        kvstore: str | AnyStore | None = "dist_sync",
+        kvstore: str | KVStoreBase | None = "dist_sync",
         compression_params: Mapping[str, object] | None = None,
         update_on_kvstore: bool | None = None,
     ) -> None:
@@ -73,39 +82,74 @@ class Trainer(Keeping):
             )
         # All that can be wrong here is found before a store is made: in a job that is a call of all workers.
         spec = rules.spec_of(optimizer, named)
-        check(spec, collected)
+        check_rule(spec, collected)
         if compression_params:
             Setting.of(compression_params)
         buffers = Buffers(params)
         # Not made where the store updates: a rule of the user's own is then imported by servers only.
-        own = Updates(spec, collected) if updates_itself(collected, kvstore, update_on_kvstore) else None
+        rule = LocalRule(spec, collected) if updates_itself(collected, kvstore, update_on_kvstore) else None
         opened = open_store(collected, buffers, kvstore, update_on_kvstore)
+        self._params, self._buffers, self._opened, self._exchange = collected, buffers, opened, opened.exchange
+        self._is_closed = False
         try:
-            updates = None if opened.updates else own or Updates(spec, collected)
-            super().__init__(collected, buffers, spec, opened, updates)
-            self._was_skipped = False
-            """`allreduce_grads` found that a worker skips the step; `update` has nothing to do."""
-            self._reduced: dict[int, Sum] | None = None
-            self._left: float | None = None  # what the sums of `allreduce_grads` were still multiplied by
-            self._begin(compression_params)
+            self._updates = _make_updates(collected, buffers, spec, rule, opened)
+            if self._exchange is not None and compression_params:
+                self._exchange.compress(compression_params)
+            self._updates.start()
         except BaseException as err:
             # Not as `__exit__`, which ends this process's part in the job: the trainer may be made again.
             self._is_closed = True
             if opened.is_own and opened.store is not None:
-                give_up(opened.store, err)
+                close_failed(opened.store, err)
             raise
         for parameter in collected:
             parameter.owner = self
         if isinstance(self.kvstore, KVStore):
-            self.kvstore.joins_by(self._joins)
+            self.kvstore.joins_by(self._updates.join)
 
     def __repr__(self) -> str:
         where = "no store" if self.kvstore is None else "store %r" % self.kvstore.type
         return "<Trainer of %d parameters by %r, %s>" % (len(self.params), self.optimizer, where)
 
-    def __enter__(self) -> Trainer:
-        """Return the trainer."""
-        return self
+    # --- what it is
+
+    @property
+    def params(self) -> list[Parameter]:
+        """The parameters, each once; a parameter's index is its key in the store."""
+        return list(self._params)
+
+    @property
+    def kvstore(self) -> KVStoreBase | None:
+        """The store, or None."""
+        return self._opened.store
+
+    @property
+    def update_on_kvstore(self) -> bool:
+        """Whether the store updates the weights."""
+        return self._opened.updates
+
+    @property
+    def optimizer(self) -> str:
+        """The rule's name."""
+        return self._updates.spec.name
+
+    @property
+    def optimizer_params(self) -> dict[str, Any]:
+        """All parameters of the rule, as they are now."""
+        return dict(self._updates.spec.params)
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate; with a schedule, that of this trainer's last step.
+
+        Raises:
+            KVError: the rule has none.
+        """
+        spec = self._updates.spec
+        if "learning_rate" not in spec.params:
+            raise KVError("rule %r has no learning_rate" % spec.name)
+        found = schedule.read(spec.params.get("lr_scheduler"))
+        return found(self._updates.steps) if found else float(cast(float, spec.params["learning_rate"]))
 
     # --- steps
 
@@ -129,38 +173,25 @@ class Trainer(Keeping):
                 the workers' trainers differ: all workers raise this, in the same step, and no weight was updated.
                 Where the trainer updates, the gradients are used up then.
         """
-        scale, found = self._scale_of(batch_size), self._found(ignore_stale_grad)
-        self._tell()
-        if self._exchange is None:
-            self._accept_here()
-            self._update_apart(found, scale)
-        elif self.update_on_kvstore:
-            if not self._update_in_store(found, scale):
-                return self._forget(found)
-        else:
-            # The store's sums are scaled already: so all workers make one update, whatever batch each had.
-            reduced = self._reduce(found, scale, Workers(1, 0))
-            if reduced.skipped:
-                return self._forget(found)
-            self._update(reduced.sums, 1.0)
-        self._stepped(found)
-        return True
+        scale, gradients = self._scale(batch_size), self._new_gradients(ignore_stale_grad)
+        self._updates.send_multipliers()
+        return self._updates.step(gradients, scale)
 
     def skip_step(self) -> None:
         """Have all workers skip this step, in place of `step` or `allreduce_grads`: no weight is updated.
 
         For gradients that must not be used, such as those that are not finite. So this worker stays in the same round
         as the others, whose gradients of this step are dropped too: their `step` returns False. Without rounds (one
-        process, or dist_async) nobody waits for this worker, and only its own gradients are dropped.
+        process, or dist_async) no other worker waits for this one, and only its own gradients are dropped.
 
         Raises:
-            KVError: a store of another maker, which cannot.
+            KVError: a store from another package, which cannot.
         """
-        self._needs_open()
-        found: list[Found] = [(index, None) for index, one in enumerate(self._params) if one.trains]
+        self._check_open()
+        nothing: list[Gradients] = [(index, None) for index, one in enumerate(self._params) if one.trains]
         if self._exchange is not None and self._opened.has_rounds:
-            self._exchange.skip([index for index, _ in found], SKIP)
-        self._forget(found)
+            self._exchange.skip([index for index, _ in nothing], SKIP)
+        self._updates.drop(nothing)
 
     def allreduce_grads(self, ignore_stale_grad: bool = False) -> bool:
         """Replace all gradients by their sums over devices and workers. You may change them, and then call `update`.
@@ -171,15 +202,8 @@ class Trainer(Keeping):
         Raises:
             KVError: the store updates the weights; or as `step`.
         """
-        self._needs_own_updates("allreduce_grads")
-        found = self._found(ignore_stale_grad)
-        if self._exchange is not None:
-            reduced = self._reduce(found, 1.0, Workers(1, 1))
-            if reduced.skipped:
-                return self._forget(found)
-            self._reduced = {one[0]: one for one in reduced.sums}
-        self._was_skipped = False
-        return True
+        own = self._own_updates("allreduce_grads")
+        return own.reduce(self._new_gradients(ignore_stale_grad))
 
     def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> bool:
         """Update all weights by what `allreduce_grads` left in the gradients, divided as `step` does it.
@@ -192,31 +216,13 @@ class Trainer(Keeping):
         Raises:
             KVError: the store updates the weights; `allreduce_grads` was left out; or as `step`.
         """
-        self._needs_own_updates("update")
-        if self._was_skipped:
-            self._was_skipped = False
-            # Where nothing is summed, `update` alone is a step, and new gradients belong to the next one.
-            if self._exchange is not None or not any(one.is_anew for each in self._params for one in each.replicas):
-                return False
-        if self._exchange is not None and self._reduced is None:
-            raise KVError("update: the gradients are not summed yet; call allreduce_grads first, or step for both")
-        scale = self._scale_of(batch_size)
-        found = self._found(ignore_stale_grad)
-        self._tell()
-        if self._reduced is None:
-            self._accept_here()
-            self._update_apart(found, scale)
-        else:
-            # Weights that were changed since the sum are used as they are; the next sum shows whether on all workers.
-            suspects = self._changes.suspects()
-            self._accept(suspects)
-            self._changes.mark(suspects)
-            self._update(self._reduced.values(), scale)
-            self._left = scale
-        self._stepped(found)
+        own = self._own_updates("update")
+        if not own.may_update():
+            return False
+        scale, gradients = self._scale(batch_size), self._new_gradients(ignore_stale_grad)
+        own.send_multipliers()
+        own.update(gradients, scale)
         return True
-
-    # --- weights
 
     def zero_grad(self) -> None:
         """Forget all gradients, before a backward that adds to what is there, as torch's does; buffers become zeros."""
@@ -230,131 +236,169 @@ class Trainer(Keeping):
         Without a distributed store it does nothing. `kv.join()` of the trainer's store is the same.
 
         Raises:
-            KVError: a store of another maker, which cannot know; or the others call `update`, and this one never did:
-                it takes its last batch size there for theirs.
+            KVError: a store from another package, which cannot know; or the others call `update`, and this worker never
+                did: its own last batch size is taken for theirs.
         """
-        self._needs_open()
+        self._check_open()
         if isinstance(self.kvstore, KVStore):
-            self.kvstore.join()
-        elif self._exchange is not None and self._opened.has_rounds:
-            self._follow()
+            self.kvstore.join()  # calls `join` of the updates
+        elif self._exchange is not None:
+            self._updates.join(lambda: None)
 
-    # --- parts
+    # --- the rule
 
-    def _joins(self, join: Callable[[], None]) -> None:
-        """Make the store's `join`."""
-        exchange = cast(Exchange, self._exchange)
-        if self.update_on_kvstore:
-            self._settle("join would undo it")
-            join()
-            exchange.pull()
-            if self._spec.params.get("lr_scheduler") is not None:  # Its steps are those of all, without ours too.
-                self._steps = max(self._steps, exchange.rounds())
-        elif self._opened.has_rounds:
-            self._follow()
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the learning rate from the next step on; the rule's state stays. Distributed: on every worker.
 
-    def _follow(self) -> None:
-        """Make the updates of the workers that have data, until none has."""
-        nothing: list[Found] = [(index, None) for index, one in enumerate(self._params) if one.trains]
-        while True:
-            reduced = self._reduce(nothing, 1.0, Workers(0, 0))
-            if reduced.skipped:
-                continue
-            if not reduced.workers.active:
-                return
-            if reduced.workers.unscaled and self._left is None:
-                raise KVError(
-                    "join: the other workers call allreduce_grads and update, and what they divide by is not known"
-                    " here, where no update was made yet; let them call step, or give every worker a batch"
-                )
-            self._update(reduced.sums, cast(float, self._left) if reduced.workers.unscaled else 1.0)
-            self._stepped(nothing)
+        Raises:
+            KVError: not a right number, or there is a schedule.
+        """
+        self.set_optimizer_params(learning_rate=lr)
 
-    def _begin(self, compression_params: Mapping[str, object] | None) -> None:
-        store, keys = self.kvstore, list(range(len(self._params)))
-        if store is None or self._exchange is None:
-            self._tell()
-            self._changes.accept()
+    def set_optimizer_params(self, **params: object) -> None:
+        """Change parameters of the rule from the next step on; its state stays. Distributed: on every worker.
+
+        Raises:
+            KVError: an unknown parameter, or a value that is not right.
+        """
+        self._updates.set_params(params)
+
+    # --- weights
+
+    def pull_rows(self, parameter: Parameter | str | int, ids: object = None) -> None:
+        """Bring rows of a row-sparse weight up to date, before they are used.
+
+        Arguments:
+            parameter: itself, its name or index.
+            ids: row numbers in any order and shape, also repeated; None for all rows.
+
+        Raises:
+            KVError: its weight is not row-sparse, or a row is out of range.
+        """
+        self._check_open()
+        index = self._index(parameter)
+        one = self._params[index]
+        if one.stype != "row_sparse" or not isinstance(self._updates, StoreUpdates):
+            raise KVError("parameter %r is not row-sparse: step brings all of it" % one.name)
+        rows = np.arange(one.shape[0]) if ids is None else row_numbers(ids, one.shape[0], "parameter %r" % one.name)
+        self._updates.pull_rows(index, rows)
+
+    def assign(self, parameters: Iterable[Parameter | str | int] | None = None) -> None:
+        """Give all workers and the store rank 0's present weights, such as those that it has just read from a file.
+
+        Collective. The rule's state stays. Without `parameters`, all that are not row-sparse, and the buffers of the
+        module that the trainer was made from.
+
+        Raises:
+            KVError: no such parameter; or the store is from another package, which cannot.
+        """
+        self._check_open()
+        if parameters is not None and (not isinstance(parameters, Iterable) or isinstance(parameters, str)):
+            raise KVError(
+                "assign takes a list of parameters, such as [%r], not %.60r" % (self._params[0].name, parameters)
+            )
+        some = [one for one in self._params if one.stype == "default"] if parameters is None else parameters
+        indices = [self._index(one) for one in some]
+        if self._exchange is not None:
+            self._exchange.assign(indices)
+            if parameters is None:
+                self._exchange.store_buffers()
+                self._exchange.pull_buffers()
+        self._updates.assigned(indices)
+
+    def average_buffers(self) -> None:
+        """Replace the buffers of float types by their mean over all workers, for instance before an evaluation.
+
+        All workers call it. Integer buffers stay. Without other workers, or buffers, it does nothing.
+
+        Raises:
+            KVError: a worker has joined instead.
+        """
+        self._check_open()
+        if self._exchange is not None and self._buffers:
+            self._exchange.average_buffers()
+
+    # --- saved states
+
+    def save_states(self, path: Path) -> None:
+        """Write weights, buffers, the rule and its states, so that `load_states` goes on from here.
+
+        Where the store updates, that is a folder as `KVStore.save_states` makes it, and all workers call it; the
+        buffers are rank 0's. Else it is a file, with this worker's buffers and all else the same on every worker.
+
+        Raises:
+            KVError: it cannot be written, or there is a file in the folder's place or a folder in the file's; or
+                weights were changed that the store does not have.
+            OSError: a file that cannot be written.
+        """
+        self._check_open()
+        self._updates.save(os.fspath(path))
+
+    def load_states(self, path: Path) -> None:
+        """Take up what `save_states` wrote: all weights and buffers, the rule with its parameters, and its states.
+
+        Raises:
+            KVError: it is not whole, or other parameters' or buffers' (names, shapes, dtypes), or of another rule.
+            OSError: a file that cannot be read.
+        """
+        self._check_open()
+        self._updates.load(os.fspath(path))
+
+    # --- the end
+
+    def close(self) -> None:
+        """Give the parameters back, and close the store if the trainer made it. A second close does nothing."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Trainer:
+        """Return the trainer."""
+        return self
+
+    def __exit__(
+        self, kind: Type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        """Close; after an error, without waiting for other workers."""
+        if self._is_closed:
             return
-        if compression_params:
-            if isinstance(store, KVStore):
-                store.set_gradient_compression(compression_params, keys)
-            else:
-                store.set_gradient_compression(compression_params)
-        if self.update_on_kvstore and isinstance(store, KVStore):
-            # Before the values: with multi_precision, servers then make the masters of all of them.
-            store.set_optimizer(self._spec.name, **cast(Dict[str, Any], self._spec.params))
-        self._exchange.start()
-        self._changes.accept()
-        self._tell()
+        self._is_closed = True
+        for parameter in self._params:
+            if parameter.owner is self:
+                parameter.owner = None
+        if isinstance(self.kvstore, KVStore):
+            self.kvstore.joins_by(None)
+        if self._exchange is not None and error is None:
+            self._exchange.close()
+        if self._opened.is_own and self.kvstore is not None:
+            leave(self.kvstore, error)
 
-    def _update_in_store(self, found: Sequence[Found], scale: float) -> bool:
-        """Push gradients and bring the new weights; return whether the step was made. Where the store updates."""
-        exchange = cast(Exchange, self._exchange)
-        while True:
-            changed = self._changed()
-            if changed and not (self._opened.has_rounds and self._workers() > 1):
-                self._settle(STORE_HARM)
-                changed = Changed()
-            if changed:
-                skipped = exchange.skip([index for index, _ in found], changed.to_json())
-            else:
-                skipped = exchange.update(found, scale)
-            if not skipped or is_skip(skipped):
-                return not skipped
-            # All workers are here, in the same round, with the same notes; or all of them raise.
-            taken = chosen(skipped, range(self._workers()), self._names(), STORE_HARM)
-            exchange.assign(taken)
-            self._changes.accept(taken)
+    # --- calls of its parameters (`Owner`)
 
-    def _reduce(self, found: Sequence[Found], scale: float, me: Workers) -> Reduced:
-        """Sum gradients, and see to it that all workers will make the same update. Where the trainer updates."""
-        exchange = cast(Exchange, self._exchange)
-        changed = self._changes.here()
-        if self._agreement is None:
-            if changed.wrong:
-                raise KVError(changed.wrong)
-            reduced = exchange.reduce(found, scale, me, NO_MARK)
-            self._accept(changed.indices)
-            return reduced
-        rule = UpdateRule(self._spec, self._divided)
-        reduced = exchange.reduce(found, scale, me, self._agreement.mark(rule, changed))
-        if reduced.skipped:
-            return reduced
-        try:
-            if 0 < reduced.workers.unscaled < reduced.workers.active:
-                raise KVError(
-                    "%d of %d workers call allreduce_grads and update, the others call step; fix: call the same on all"
-                    " workers" % (reduced.workers.unscaled, reduced.workers.active)
-                )
-            if not reduced.is_alike:
-                self._accept(self._agreement.compare(rule, changed))
-        except KVError:
-            self._forget(found)  # Sums have taken the gradients' place.
-            self._was_skipped = False
-            raise
-        self._accept(changed.indices)
-        self._agreement.reached()
-        return reduced
+    def multiplied(self) -> None:
+        """Note that a parameter's multiplier was changed; the next step sends it."""
+        self._updates.multipliers_are_sent = False
 
-    def _accept_here(self) -> None:
-        """Take weights that were changed; there is no store."""
-        suspects = self._changes.suspects()
-        wrong = self._changes.misfit(suspects)
-        if wrong:
-            raise KVError(wrong)
-        self._accept(suspects)
+    def may_replace(self, parameter: Parameter) -> None:
+        """Return if a parameter's weight may be written by this worker alone.
 
-    def _forget(self, found: Sequence[Found]) -> bool:
-        """Note that the gradients are of no use any more, and no step was made; return False."""
-        for index, _ in found:
-            self._params[index].used()
-        self._reduced, self._was_skipped = None, True
-        return False
+        Raises:
+            RuntimeError: the store has it, and shares it with other workers.
+        """
+        if self.update_on_kvstore and self.kvstore is not None and "dist" in self.kvstore.type:
+            raise RuntimeError(
+                "parameter %r is kept in the distributed store %r, which cannot be reset by one worker: write the"
+                " weight in place on rank 0 and call trainer.assign() on all" % (parameter.name, self.kvstore.type)
+            )
 
-    def _found(self, ignore_stale_grad: bool) -> list[Found]:
-        self._needs_open()
-        result: list[Found] = []
+    def replaced(self, parameter: Parameter) -> None:
+        """Take a weight that was written into all devices."""
+        self._updates.replaced(self._index(parameter))
+
+    # --- checks
+
+    def _new_gradients(self, ignore_stale_grad: bool) -> list[Gradients]:
+        """Return the gradients that no step has used yet; None for a parameter without one."""
+        self._check_open()
+        result: list[Gradients] = []
         for index, one in enumerate(self._params):
             if not one.trains:
                 continue
@@ -370,40 +414,39 @@ class Trainer(Keeping):
             raise KVError("none of the %d parameters is trained: requires_grad is False" % len(self._params))
         return result
 
-    def _update(self, sums: Iterable[Sum], scale: float) -> None:
-        """Update the parameters by sums of gradients, alike on all devices."""
-        self._divided = scale
-        for index, given, left in sums:
-            grad: Gradient | None = given
-            if not isinstance(given, RowSparse):
-                # As it is now: it may have been changed, or exchanged, since it was summed.
-                grad = self._params[index].replicas[0].gradient()
-            if grad is not None:
-                cast(Updates, self._updates).together(index, grad, scale * left)
-
-    def _update_apart(self, found: Sequence[Found], scale: float) -> None:
-        for index, _ in found:
-            cast(Updates, self._updates).apart(index, scale)
-
-    def _stepped(self, found: Sequence[Found]) -> None:
-        for index, _ in found:
-            self._params[index].used()
-        self._reduced, self._was_skipped = None, False
-        self._steps += 1
-
-    def _scale_of(self, batch_size: float | None) -> float:
-        return 1.0 / self._gradients() if batch_size is None else scale_of(batch_size)
-
-    def _gradients(self) -> int:
-        """Return how many gradients of a parameter are added up in a step."""
+    def _scale(self, batch_size: float | None) -> float:
+        """Return what the sum of a step's gradients is multiplied by."""
+        if batch_size is not None:
+            return scale_of(batch_size)
         if self._exchange is None:
-            return 1  # Each device trains by itself.
-        return len(self._params[0].replicas) * (self._workers() if self._opened.has_rounds else 1)
+            return 1.0  # Each device trains by itself.
+        return 1.0 / (len(self._params[0].replicas) * (self._exchange.num_workers if self._opened.has_rounds else 1))
 
-    def _needs_own_updates(self, call: str) -> None:
-        self._needs_open()
-        if self.update_on_kvstore:
+    def _own_updates(self, call: str) -> OwnUpdates:
+        self._check_open()
+        if isinstance(self._updates, StoreUpdates):
             raise KVError("%s: the store updates the weights; make the trainer with update_on_kvstore=False" % call)
+        return self._updates
+
+    def _index(self, parameter: Parameter | str | int) -> int:
+        for index, one in enumerate(self._params):
+            if one is parameter or parameter in (index, one.name):
+                return index
+        raise KVError("the trainer has no parameter %r" % (parameter,))
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StoreClosed("the trainer was closed; make another one")
+
+
+def _make_updates(
+    params: list[Parameter], buffers: Buffers, spec: rules.RuleSpec, rule: LocalRule | None, opened: Opened
+) -> StoreUpdates | OwnUpdates:
+    """Return how the weights are updated."""
+    store, exchange = opened.store, opened.exchange
+    if opened.updates and isinstance(store, KVStore) and isinstance(exchange, StoreExchange):
+        return StoreUpdates(store, exchange, params, spec, opened.has_rounds)
+    return OwnUpdates(rule or LocalRule(spec, params), exchange, params, buffers, opened.has_rounds)
 
 
 def scale_of(batch_size: object) -> float:

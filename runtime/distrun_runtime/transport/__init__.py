@@ -1,1 +1,1 @@
-"""How messages travel: ZeroMQ, within a process, with repeats, with faults on request."""
+"""How messages travel between nodes: the interface (`base`) and the transports that have it."""

@@ -34,6 +34,8 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from distrun_runtime.transport.base import Stranger
+
 UNPROVEN_BYTES = 16384
 """More than HELLO and PROOF ever have."""
 UNPROVEN_S = 10.0
@@ -58,19 +60,6 @@ WRONG_TOKEN, OTHER_KIND = "400", "500"
 _MECHANISM_MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
 _SIGNATURE, _GREETING = 10, 64
 """Bytes of ZMTP's greeting (RFC 37): its first part, by which other protocols are told, and all of it."""
-
-
-@dataclass(frozen=True)
-class Stranger:
-    """A connection was closed before its other side had proven anything."""
-
-    address: str
-    """Its IP address; empty if it was gone too soon to tell."""
-    reason: str
-    is_foreign: bool = False
-    """It speaks ZeroMQ, but not as a distrun node does: ps-lite, most likely."""
-    is_same_user: bool | None = None
-    """Whether a process of this user on this machine is at the other end; None: not known, or another machine."""
 
 
 def credentials(token: bytes) -> tuple[bytes, bytes]:

@@ -1,8 +1,8 @@
-"""Faults on purpose: what arrives is dropped, doubled, delayed or exchanged, by chance but repeatably.
+"""Injects faults: a transport that drops, duplicates, delays or reorders what another one receives.
 
-To test what a job does on a bad network, and that it computes the same (`net.resend`). The faults are made where
-messages are received, after the handshake. Each process has a random generator of its own, seeded by the seed and
-its name, so that the same messages in the same order meet the same fate.
+For testing what a job does on a bad network, and that `transport.resend` makes its results exact. Faults are injected
+where messages are received; the handshake is spared. Each process has a random generator of its own, seeded by the
+seed and its name, so that the same messages in the same order meet the same faults.
 
 Source: ps-lite's PS_DROP_MSG. There the generator was seeded by the second, for each message: a node lost all
 messages of a second or none.
@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from distrun_runtime.protocol.message import Kind
-from distrun_runtime.transport.envelope import HANDSHAKE, kind_of
-from distrun_runtime.transport.wrapper import Inner, Wrapper
-from distrun_runtime.transport.zeromq import Arrived, Down, Event, Link
+from distrun_runtime.transport.base import Arrived, Down, Event, Link, Transport
+from distrun_runtime.transport.resend import HANDSHAKE, kind_of
 
 ACK = "ACK"
 """What acknowledgements are called where kinds of messages are named."""
@@ -31,12 +30,12 @@ FORM = (
     " separated by commas, such as drop=5,delay=20:50ms,seed=7"
 )
 REORDER_S = 0.05
-"""How long a message waits at most for the next one to overtake it."""
+"""The longest time that a message waits for the next one to overtake it, in seconds."""
 
 
 @dataclass(frozen=True)
 class Faults:
-    """Which faults, and how often; percents of the messages received."""
+    """Which faults, and how often, in percent of the messages received."""
 
     drop: float = 0.0
     duplicate: float = 0.0
@@ -49,10 +48,10 @@ class Faults:
 
     @classmethod
     def parse(cls, text: str, drop: float = 0.0) -> Faults:
-        """Return what `DISTRUN_FAULTS` says; nothing for an empty text. `drop` is used if it does not say otherwise.
+        """Return the faults that `DISTRUN_FAULTS` asks for; none for an empty text. `drop` is its default.
 
         Raises:
-            ValueError: it is not of the form; says what is wrong.
+            ValueError: the text is not of the form `FORM`; says what is wrong.
         """
         faults = cls(drop=drop)
         for part in text.split(",") if text.strip() else ():
@@ -71,7 +70,7 @@ class Faults:
         return not (self.drop or self.duplicate or self.delay or self.reorder)
 
     def concern(self, kind: Kind | None) -> bool:
-        """Tell whether messages of this kind meet them; None is an acknowledgement."""
+        """Return whether faults are injected into messages of this kind; None is an acknowledgement."""
         name = ACK if kind is None else kind.name
         return kind not in HANDSHAKE and (not self.kinds or name in self.kinds)
 
@@ -90,7 +89,7 @@ class Fate:
 
 
 class Chance:
-    """Decides the fate of each message. Pure but for its own generator."""
+    """Decides the fate of each message, by its own random generator."""
 
     def __init__(self, faults: Faults, name: str) -> None:
         self._faults = faults
@@ -98,7 +97,7 @@ class Chance:
 
     def fate(self, kind: Kind | None) -> Fate:
         """Return what happens to the next message; `kind` None is an acknowledgement."""
-        # Always as many numbers: one message's fate does not depend on another's kind.
+        # Always as many numbers, so that one message's fate does not depend on another's kind.
         drop, double, delay, exchange = (100 * self._random.random() for _ in range(4))
         faults = self._faults
         if not faults.concern(kind):
@@ -112,27 +111,28 @@ class Chance:
         )
 
 
-class Faulty(Wrapper):
-    """A transport that loses, doubles, delays and exchanges what another one receives.
+class Faulty:
+    """A transport that drops, duplicates, delays and reorders what another one receives.
 
     Arguments:
-        inner: does the receiving.
+        inner: the transport that receives. All calls but `disconnect` and `poll` go to it as they are.
         name: this process among the job's, such as `worker-1`.
-        keeps_order: what is delayed delays all that follows it on its connection. Without, it is overtaken.
-
-    Threads: as the inner one: everything but `wake` belongs to the thread that polls.
+        keeps_order: a delayed message delays all that follow on its connection. False: they overtake it.
     """
 
     def __init__(
         self,
-        inner: Inner,
+        inner: Transport,
         faults: Faults,
         name: str,
         *,
         keeps_order: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(inner)
+        self._inner = inner
+        self.bind, self.connect, self.send = inner.bind, inner.connect, inner.send
+        self.proven, self.refused = inner.proven, inner.refused
+        self.wake, self.close = inner.wake, inner.close
         self._chance = Chance(faults, name)
         self._keeps_order = keeps_order
         self._clock = clock
@@ -140,16 +140,16 @@ class Faulty(Wrapper):
         """A heap: when, which, what."""
         self._count = itertools.count()
         self._overtaken: dict[Link, tuple[float, list[Arrived]]] = {}
-        """What waits for the next message of its connection, and until when."""
+        """Messages that wait for the next one of their connection, and until when."""
         self.counts = {"dropped": 0, "duplicated": 0, "delayed": 0, "reordered": 0}
 
     def disconnect(self, link: Link, linger_s: float = 0.0) -> None:
-        """Close a connection; what is still late on it is not heard."""
+        """Close a connection; what is still delayed on it is dropped."""
         self._of(link)
         self._inner.disconnect(link, linger_s)
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Wait at most so long and return what happened and was not lost."""
+        """Wait for events and return those that were not dropped or delayed."""
         due = [self._late[0][0]] if self._late else []
         due += [at for at, _ in self._overtaken.values()]
         if due:
@@ -161,7 +161,7 @@ class Faulty(Wrapper):
             if isinstance(event, Arrived):
                 events += self._met(event, now)
             else:
-                # What came before the end is heard before the end.
+                # What came before the end of a connection is delivered before it.
                 events += self._of(event.link) if isinstance(event, Down) else []
                 events.append(event)
         while self._late and self._late[0][0] <= now:
@@ -173,7 +173,7 @@ class Faulty(Wrapper):
         return events
 
     def _met(self, event: Arrived, now: float) -> list[Event]:
-        """Return what is heard now of a message, and of those that waited for it."""
+        """Return what is delivered now of a message, and of those that waited for it."""
         fate = self._chance.fate(kind_of(event.frames))
         _, waited = self._overtaken.pop(event.link, (0.0, []))
         self.counts["dropped"] += fate.copies == 0
@@ -192,7 +192,7 @@ class Faulty(Wrapper):
         return [*copies, *waited]
 
     def _of(self, link: Link) -> list[Event]:
-        """Return what is late on a connection, and forget it."""
+        """Return what is delayed on a connection, and forget it."""
         mine = sorted(entry for entry in self._late if entry[2].link == link)
         self._late = [entry for entry in self._late if entry[2].link != link]
         heapq.heapify(self._late)

@@ -1,9 +1,9 @@
-"""A transport inside one process: the same interface as ZeroMQ's, with accidents on request.
+"""A transport inside one process, for whole jobs in threads of one process without a socket.
 
-Part of the product, not of the tests: a whole job can run in threads of one process, fast and without a socket, and
-meet a late, cut or dead connection when the caller says so.
+What is sent is copied, so no buffer is in use after `send`. Connections have no limits and need no credentials. The
+caller can delay messages and cut connections.
 
-Threads: each transport belongs to the thread that polls it; `wake` and the network's methods may be called from any.
+Threads: the methods of a network may be called from any.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from distrun_runtime.protocol.message import Buffer
-from distrun_runtime.transport.zeromq import Arrived, Down, Event, Lease, Up
+from distrun_runtime.transport import base
+from distrun_runtime.transport.base import COPIED, Arrived, Buffer, Down, Event, Lease, Link, Up
 
 
 @dataclass
 class _Wire:
-    """One connection: who opened it under which name, who accepted it as what."""
+    """One connection: both sides, and its name on each."""
 
     opener: InprocTransport
-    link: str
+    link: Link
     acceptor: InprocTransport
-    link_in: str
+    link_in: Link
 
 
 class InprocNetwork:
     """Connects transports by their endpoints.
 
     Arguments:
-        delay_s: how late a message arrives, by its endpoint and frames; 0 or less: at once. Messages of one connection
-            keep their order.
+        delay_s: returns by how many seconds a message is delayed, from the receiver's endpoint and the frames; 0 or
+            less: not at all. Messages of one connection keep their order.
     """
 
     def __init__(self, delay_s: Callable[[str, Sequence[Buffer]], float] | None = None) -> None:
@@ -50,8 +50,8 @@ class InprocNetwork:
         """Return a transport of this network."""
         return InprocTransport(self)
 
-    def join(self, opener: InprocTransport, link: str, endpoint: str) -> bool:
-        """Connect `opener` to whoever listens on `endpoint`; False if nobody does."""
+    def join(self, opener: InprocTransport, link: Link, endpoint: str) -> bool:
+        """Connect `opener` to the transport that listens on `endpoint`; False if there is none."""
         with self.lock:
             acceptor = self.bound.get(endpoint)
             if acceptor is None:
@@ -83,18 +83,14 @@ class InprocTransport:
         self._arrivals: deque[tuple[float, Event]] = deque()
         self._changed = threading.Condition()
         self._is_woken = False
-        self._calling: dict[str, str] = {}
+        self._calling: dict[Link, str] = {}
         self.endpoint = ""
 
     def bind(self, address: str, ports: Sequence[int] = ()) -> int:
-        """Listen and return the port: the first of `ports` that is free, any when empty.
-
-        Raises:
-            OSError: all of them are taken.
-        """
+        """Listen; return the port."""
         with self._network.lock:
             for port in ports or (self._network.next_port(),):
-                endpoint = "tcp://%s:%d" % (address, port)
+                endpoint = base.endpoint(address, port)
                 if endpoint not in self._network.bound:
                     self._network.bound[endpoint] = self
                     self.endpoint = endpoint
@@ -102,13 +98,13 @@ class InprocTransport:
         where = "port %d" % ports[0] if len(ports) == 1 else "any of %d ports" % len(ports)
         raise OSError(errno.EADDRINUSE, "cannot listen on %s, %s: %s" % (address, where, os.strerror(errno.EADDRINUSE)))
 
-    def connect(self, link: str, endpoint: str) -> None:
-        """Open a connection; `Up` follows when somebody listens there."""
+    def connect(self, link: Link, endpoint: str) -> None:
+        """Open a connection."""
         if not self._network.join(self, link, endpoint):
             self._calling[link] = endpoint
 
-    def disconnect(self, link: str, linger_s: float = 0.0) -> None:
-        """Close a connection that we opened."""
+    def disconnect(self, link: Link, linger_s: float = 0.0) -> None:
+        """Close a connection."""
         self._calling.pop(link, None)
         with self._network.lock:
             closed = [wire for wire in self._network.wires if wire.opener is self and wire.link == link]
@@ -116,18 +112,14 @@ class InprocTransport:
         for wire in closed:
             wire.acceptor.put(Down(wire.link_in, "its connection closed"))
 
-    def proven(self, link: str) -> None:
-        """Nothing: connections inside a process have no limits."""
+    def proven(self, link: Link) -> None:
+        """Do nothing: there are no limits."""
 
-    def refused(self, link: str) -> None:
-        """Nothing: who was refused closes its connection."""
+    def refused(self, link: Link) -> None:
+        """Do nothing: the side that was refused closes its connection."""
 
-    def send(self, link: str, frames: Sequence[Buffer]) -> Lease:
-        """Deliver a copy of the frames.
-
-        Raises:
-            ConnectionError: there is no such connection.
-        """
+    def send(self, link: Link, frames: Sequence[Buffer]) -> Lease:
+        """Deliver a copy of the frames."""
         with self._network.lock:
             for wire in self._network.wires:
                 if wire.opener is self and wire.link == link:
@@ -140,10 +132,10 @@ class InprocTransport:
                 raise ConnectionError("no connection %s" % link)
         copies = [bytes(memoryview(frame).cast("B")) if memoryview(frame).nbytes else b"" for frame in frames]
         target.put(Arrived(name, copies), self._network.delay_s(target.endpoint, copies))
-        return Lease(())
+        return COPIED
 
     def put(self, event: Event, delay_s: float = 0.0) -> None:
-        """Let `event` happen here after a while. Threads: any."""
+        """Give `event` to a poll after `delay_s`. Threads: any."""
         with self._changed:
             due = time.monotonic() + delay_s
             if self._arrivals:
@@ -152,7 +144,7 @@ class InprocTransport:
             self._changed.notify()
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Wait at most so long and return what happened."""
+        """Wait for events and return them."""
         for link, endpoint in list(self._calling.items()):
             if self._network.join(self, link, endpoint):
                 del self._calling[link]
@@ -168,12 +160,12 @@ class InprocTransport:
                 if due or self._is_woken or now >= end:
                     self._is_woken = False
                     return due
-                # What came behind a late message waits for it: only the first one says when to look again.
+                # What came behind a delayed message waits for it, so the first one says when to look again.
                 until = min(end, self._arrivals[0][0]) if self._arrivals else end
                 self._changed.wait(max(0.0, until - now))
 
     def wake(self) -> None:
-        """End a running or the next `poll` early. Threads: any."""
+        """End a `poll`."""
         with self._changed:
             self._is_woken = True
             self._changed.notify()

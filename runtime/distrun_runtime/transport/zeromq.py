@@ -1,93 +1,104 @@
-"""The sockets of one node: connections out, connections in, and what happens on them.
+"""A transport over ZeroMQ, by TCP.
 
-A node binds one ROUTER and opens one DEALER for each peer it talks to; replies come back on the connection that
-the request went out on. Liveness is libzmq's own heartbeat (ZMTP 3.1 PING/PONG, RFC 37): its I/O thread beats while
-Python holds the GIL. The death of a peer we connected to comes from the socket's monitor; the death of one that
+A node binds one ROUTER and opens one DEALER for each peer that it talks to; replies come back on the connection of the
+request. Liveness is libzmq's own heartbeat (ZMTP 3.1 PING and PONG, RFC 37): its I/O thread beats while Python holds
+the GIL. The death of a peer that we connected to is reported by the socket's monitor. The death of a peer that
 connected to us shows when the ROUTER cannot route to it any more (ROUTER_MANDATORY), which is tried every second.
 
-Connections that come in are limited until their other side is proven: `transport.admission`.
+`transport.admission` limits connections that come in until their other side is proven.
 
-Threads: everything belongs to the thread that polls, except `wake`.
+Frames of at least `ZERO_COPY_BYTES` are not copied: libzmq reads the caller's buffer, and pyzmq's tracker tells when
+it has finished. Frames that arrive are libzmq's own memory.
+
+pyzmq's `Socket.send` and `Socket.recv_multipart` are Python around compiled methods, and cost more than those: here
+the compiled ones are called, with flags that are plain ints.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import socket
+import sys
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Union
 
 import zmq
+from zmq.backend import Socket as _Compiled
 from zmq.utils.monitor import recv_monitor_message
 
 from distrun_runtime.contract.duration import duration
-from distrun_runtime.protocol.message import FRAME_LIMIT, Buffer
-from distrun_runtime.transport.admission import Admission, Stranger, refusal
+from distrun_runtime.protocol.message import FRAME_LIMIT
+from distrun_runtime.transport.admission import Admission, refusal
+from distrun_runtime.transport.base import (
+    COPIED,
+    Arrived,
+    Buffer,
+    Down,
+    Event,
+    Heartbeat,
+    Lease,
+    Link,
+    Rejected,
+    Released,
+    Up,
+    endpoint,
+)
 
 PROBE_S = 1.0
-"""How often connections in are tried; bounds how late their end is seen once libzmq knows it."""
+"""How often connections that came in are tried; bounds how late their end is seen once libzmq knows it."""
 
 ZERO_COPY_BYTES = 65536
-"""Frames of at least so many bytes are lent to ZeroMQ instead of copied."""
+"""Frames of at least so many bytes are not copied."""
 
-Link = str
-"""One connection: the name it was opened under (`server-1`), or `in:HEX` for one that came in."""
+_MORE = int(zmq.SNDMORE)
+_NOBLOCK = int(zmq.NOBLOCK)
+_MESSAGES = 256
+"""How many messages of a socket one poll receives at most."""
 
-
-@dataclass(frozen=True)
-class Up:
-    """A connection we opened stands (again); nothing was proven yet."""
-
-    link: Link
-
-
-@dataclass(frozen=True)
-class Down:
-    """A connection broke: the peer died, closed it, or fell silent."""
-
-    link: Link
-    reason: str
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's malloc.h."""
+_KEPT_BYTES = 256 * 1024 * 1024
+"""How much freed memory at the end of its heap glibc may keep."""
+_KEPT_BLOCK_BYTES = 32 * 1024 * 1024
+"""The largest block whose memory glibc may keep; the most that mallopt(3) takes."""
 
 
-@dataclass(frozen=True)
-class Arrived:
-    """Frames came in on a connection."""
+def keep_freed_memory() -> bool:
+    """Let the C library keep memory that is freed, for the next large frame. Return whether it can (glibc on Linux).
 
-    link: Link
-    frames: Sequence[Buffer]
+    libzmq allocates each frame that arrives. By default glibc soon gives memory of that size back to the kernel, and
+    the page faults of the next frame cost as much as its copy. For processes of our own, before their first
+    transport: the setting is for the whole process, which then keeps up to 256 MiB that it does not use.
 
-
-@dataclass(frozen=True)
-class Rejected:
-    """The other side does not accept our credentials: a connection that we opened is closed, and not tried again."""
-
-    link: Link
-    reason: str
-
-
-Event = Union[Up, Down, Arrived, Rejected, Stranger]
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """When a silent peer is lost, seconds."""
-
-    interval_s: float = 2.0
-    timeout_s: float = 10.0
+    Source: mallopt(3).
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):
+        return False
+    # Either of them also ends glibc's own adjusting of both.
+    return bool(libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BLOCK_BYTES) and libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES))
 
 
-class Lease:
-    """A buffer that was lent to ZeroMQ; it must not be written while it is out."""
+class _Tracked:
+    """The lease of a message that has frames which libzmq reads in place.
 
-    def __init__(self, trackers: Sequence[zmq.MessageTracker]) -> None:
-        self._trackers = trackers
+    libzmq reads the frames of a message in their order, and drops them together if the connection breaks. So the last
+    of them is the only one that is tracked.
+    """
+
+    __slots__ = ("_last",)
+
+    def __init__(self, last: zmq.MessageTracker) -> None:
+        self._last = last
 
     @property
     def is_over(self) -> bool:
-        """Whether ZeroMQ has let go of the buffer."""
-        return all(tracker.done for tracker in self._trackers)
+        """Whether libzmq has finished with the buffers."""
+        return self._last.done
 
 
 class ZmqTransport:
@@ -96,7 +107,7 @@ class ZmqTransport:
     def __init__(
         self, heartbeat: Heartbeat | None = None, token: bytes = b"", *, frame_limit: int = FRAME_LIMIT
     ) -> None:
-        # pyzmq's collector of lent buffers starts with the first one, and stops in an exit handler. Started here, it
+        # pyzmq's thread that releases buffers starts with the first one, and stops in an exit handler. Started here, it
         # stops after ours: a worker that ends can still send what it pushed.
         zmq.Frame(bytearray(ZERO_COPY_BYTES), copy=False, track=True)
         self._heartbeat = heartbeat or Heartbeat()
@@ -110,7 +121,9 @@ class ZmqTransport:
         self._monitors: dict[zmq.Socket[bytes], Link] = {}
         self._inbound: set[Link] = set()
         self._unproven: dict[Link, int] = {}
-        """Connections in whose other side has proven nothing yet, and libzmq's descriptors of them."""
+        """Connections that came in and have proven nothing yet, with libzmq's descriptors of them."""
+        self._in_use: dict[Link, deque[Lease]] = {}
+        """Leases that were not over when `send` returned, the oldest first."""
         self._next_probe = 0.0
         # A plain socket pair: a thread may write to it while another polls, which no ZeroMQ socket allows.
         self._wake_in, self._wake_out = socket.socketpair()
@@ -120,11 +133,7 @@ class ZmqTransport:
         self._admission = Admission(self._context, token, self.wake)
 
     def bind(self, address: str, ports: Sequence[int] = ()) -> int:
-        """Listen on `address` and return the port: the first of `ports` that is free, any free one when empty.
-
-        Raises:
-            OSError: no port could be bound; says which were tried, or the address is not one of this host.
-        """
+        """Listen; return the port."""
         router = self._socket(zmq.ROUTER)
         router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._admission.acceptor(router)
@@ -145,7 +154,7 @@ class ZmqTransport:
         return port
 
     def connect(self, link: Link, endpoint: str) -> None:
-        """Open a connection to `endpoint`; `Up` follows when it stands. It is tried until then, or until `Rejected`."""
+        """Open a connection."""
         dealer = self._socket(zmq.DEALER)
         self._admission.opener(dealer)
         monitor = dealer.get_monitor_socket(
@@ -158,7 +167,7 @@ class ZmqTransport:
         dealer.connect(endpoint)
 
     def disconnect(self, link: Link, linger_s: float = 0.0) -> None:
-        """Close a connection that we opened; forget one that came in."""
+        """Close a connection."""
         self._inbound.discard(link)
         self._unproven.pop(link, None)
         dealer = self._dealers.pop(link, None)
@@ -174,51 +183,57 @@ class ZmqTransport:
         dealer.close(int(linger_s * 1000))
 
     def proven(self, link: Link) -> None:
-        """The other side of a connection that came in has proven itself: no limit holds any more."""
+        """Lift the limits of a connection."""
         fd = self._unproven.pop(link, None)
         if fd is not None:
             self._admission.proven(fd)
 
     def refused(self, link: Link) -> None:
-        """The other side of a connection that came in was told why it is refused: close it in a moment."""
+        """Close a connection in a moment."""
         fd = self._unproven.pop(link, None)
         if fd is not None:
             self._admission.refused(fd)
 
     def send(self, link: Link, frames: Sequence[Buffer]) -> Lease:
-        """Send frames; big ones are lent to ZeroMQ until the lease is over.
-
-        Raises:
-            ConnectionError: the connection that came in is gone.
-        """
-        prefix: list[Buffer] = []
-        out = self._dealers.get(link)
+        """Send a message."""
+        out: zmq.Socket[bytes] | None = self._dealers.get(link)
+        prefix = b""
         if out is None:
             if self._router is None or not link.startswith("in:"):
                 raise ConnectionError("no connection %s" % link)
-            out = self._router
-            prefix = [bytes.fromhex(link[3:])]
-        trackers: list[zmq.MessageTracker] = []
-        parts = [*prefix, *frames]
+            out, prefix = self._router, bytes.fromhex(link[3:])
+        sizes = [memoryview(frame).nbytes for frame in frames]
+        last = len(frames) - 1
+        tracked = next((number for number in range(last, -1, -1) if sizes[number] >= ZERO_COPY_BYTES), None)
+        tracker = None
+        transmit = _Compiled.send
         try:
-            for number, part in enumerate(parts):
-                more = zmq.SNDMORE if number < len(parts) - 1 else 0
-                if memoryview(part).nbytes >= ZERO_COPY_BYTES:
-                    tracker = out.send(part, more, copy=False, track=True)
-                    if tracker is not None:
-                        trackers.append(tracker)
+            if prefix:
+                transmit(out, prefix, _MORE)
+            for number, frame in enumerate(frames):
+                flags = _MORE if number < last else 0
+                if sizes[number] < ZERO_COPY_BYTES:
+                    transmit(out, frame, flags)
+                elif number == tracked:
+                    tracker = transmit(out, frame, flags, False, True)
                 else:
-                    out.send(part, more)
+                    transmit(out, frame, flags, False)
         except zmq.ZMQError as err:
             raise ConnectionError("%s is gone: %s" % (link, err)) from err
-        return Lease(trackers)
+        if tracker is None or tracker.done:
+            return COPIED
+        lease = _Tracked(tracker)
+        self._in_use.setdefault(link, deque()).append(lease)
+        return lease
 
     def poll(self, timeout_s: float) -> list[Event]:
-        """Wait at most so long and return what happened; empty after a `wake` or when nothing did."""
-        events: list[Event] = []
+        """Wait for events and return them."""
+        events = self._released()
+        if events:
+            timeout_s = 0.0
         until_probe = max(0.0, self._next_probe - time.monotonic()) if self._inbound else timeout_s
         ready = dict(self._poller.poll(int(1000 * max(0.0, min(timeout_s, until_probe)))))
-        # Monitors last: what a peer sent before it died is heard before its death.
+        # Monitors last: what a peer sent before it died comes before its death.
         for out in [sock for sock in ready if sock not in self._monitors]:
             if out is self._router:
                 events += self._receive_in()
@@ -235,16 +250,16 @@ class ZmqTransport:
         return [*events, *self._probe(), *self._admission.strangers()]
 
     def wake(self) -> None:
-        """End a running or the next `poll` early. Threads: may be called from any, and from a signal handler."""
+        """End a `poll`."""
         with contextlib.suppress(OSError):
             self._wake_out.send(b"w")
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Close everything; what was sent has so long to leave.
+        """Close everything.
 
-        What was sent to a peer that has gone is waited for in vain on connections that we opened. And libzmq 4.3.5
-        aborts the process if a peer dies on a connection that lingers and is not read any more, at the next heartbeat.
-        So a node asks for an answer to its last words instead, and lingers only where it cannot.
+        Linger only where the last message has no answer that could be waited for. On connections that we opened,
+        what was sent to a peer that is gone uses up the whole time. And libzmq 4.3.5 aborts the process, at the next
+        heartbeat, if a peer dies on a connection that lingers and is not read any more.
         """
         self._admission.close()
         for link in list(self._dealers):
@@ -262,7 +277,7 @@ class ZmqTransport:
         beat = self._heartbeat
         # A peer is lost after at most timeout_s: the beat that finds it silent goes out up to interval_s late, and a
         # connection in is tried every PROBE_S.
-        patience_s = max(beat.timeout_s - beat.interval_s - PROBE_S, beat.timeout_s / 2)
+        silence_s = max(beat.timeout_s - beat.interval_s - PROBE_S, beat.timeout_s / 2)
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.IPV6, 1),
@@ -270,7 +285,7 @@ class ZmqTransport:
             (zmq.RCVHWM, 0),
             (zmq.MAXMSGSIZE, self._frame_limit),
             (zmq.HEARTBEAT_IVL, int(beat.interval_s * 1000)),
-            (zmq.HEARTBEAT_TIMEOUT, int(patience_s * 1000)),
+            (zmq.HEARTBEAT_TIMEOUT, int(silence_s * 1000)),
             (zmq.HANDSHAKE_IVL, int(beat.timeout_s * 1000)),
             (zmq.RECONNECT_IVL, 50),
             (zmq.RECONNECT_IVL_MAX, 1000),
@@ -278,12 +293,21 @@ class ZmqTransport:
             new.setsockopt(option, value)
         return new
 
+    def _released(self) -> list[Event]:
+        events: list[Event] = []
+        for link, leases in list(self._in_use.items()):
+            while leases and leases[0].is_over:
+                events.append(Released(leases.popleft()))
+            if not leases:
+                del self._in_use[link]
+        return events
+
     def _receive_in(self) -> list[Event]:
         assert self._router is not None
         events: list[Event] = []
-        for frames in _receive_all(self._router):
-            link = "in:" + bytes(frames[0].buffer).hex()
+        for frames in _receive(self._router, _MESSAGES):
             if len(frames) > 1:
+                link = "in:" + frames[0].bytes.hex()
                 if link not in self._inbound:
                     self._inbound.add(link)
                     self._unproven[link] = int(frames[1].get(zmq.SRCFD))
@@ -298,8 +322,8 @@ class ZmqTransport:
             if what == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 events.append(Up(link))
             elif what == zmq.EVENT_DISCONNECTED:
-                # What arrived just before the end is still in the socket: hear it first.
-                events += _arrived(link, self._dealers[link])
+                # What arrived just before the end is still in the socket, and comes first.
+                events += _arrived(link, self._dealers[link], sys.maxsize)
                 events.append(self._down(link))
             elif what == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self.disconnect(link)
@@ -327,11 +351,6 @@ class ZmqTransport:
         return events
 
 
-def endpoint(address: str, port: int | str) -> str:
-    """Return where a node is reached, `tcp://address:port`; an IPv6 address stands in brackets. Pure."""
-    return "tcp://%s:%s" % ("[%s]" % address if ":" in address else address, port)
-
-
 def _bind_first(router: zmq.Socket[bytes], address: str, ports: Sequence[int]) -> None:
     for number, port in enumerate(ports):
         try:
@@ -343,18 +362,22 @@ def _bind_first(router: zmq.Socket[bytes], address: str, ports: Sequence[int]) -
             return
 
 
-def _arrived(link: Link, dealer: zmq.Socket[bytes]) -> list[Event]:
-    return [Arrived(link, [frame.buffer for frame in frames]) for frames in _receive_all(dealer)]
+def _arrived(link: Link, dealer: zmq.Socket[bytes], limit: int = _MESSAGES) -> list[Event]:
+    return [Arrived(link, [frame.buffer for frame in frames]) for frames in _receive(dealer, limit)]
 
 
-def _receive_all(source: zmq.Socket[bytes], limit: int = 256) -> list[list[zmq.Frame]]:
+def _receive(source: zmq.Socket[bytes], limit: int) -> list[list[zmq.Frame]]:
     messages: list[list[zmq.Frame]] = []
+    receive = _Compiled.recv
     while len(messages) < limit:
         try:
-            frames = source.recv_multipart(zmq.NOBLOCK, copy=False)
+            frame = receive(source, _NOBLOCK, False)
         except zmq.Again:
             break
-        if len(frames) == 1 and not len(frames[0].buffer):
-            continue  # a probe
-        messages.append(frames)
+        frames = [frame]
+        while frame.more:
+            frame = receive(source, 0, False)
+            frames.append(frame)
+        if len(frames) > 1 or len(frames[0]):  # an empty frame alone is a probe
+            messages.append(frames)
     return messages

@@ -9,8 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distrun_runtime.data import ImageRecords, IRHeader, Reader, RecordFile, RecordWriter, pack, pack_image
-from distrun_runtime.data.images import unpack_image
+from distrun_runtime.data import (
+    ImageRecords,
+    IRHeader,
+    Reader,
+    RecordFile,
+    RecordWriter,
+    pack,
+    pack_image,
+    unpack_image,
+)
 from distrun_runtime.errors import DataError
 
 pytest.importorskip("PIL", reason="images are read by Pillow: pip install pillow")

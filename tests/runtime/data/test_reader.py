@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from distrun_runtime.data import Arrays, Reader, RecordFile, RecordWriter
 from distrun_runtime.data.reader import Batch
-from distrun_runtime.data.sampler import Positions
 
 
 def numbers(count: int) -> Arrays:
@@ -73,7 +73,7 @@ def test_a_reader_takes_a_data_set_of_the_users() -> None:
         def __len__(self) -> int:
             return 4
 
-        def read(self, positions: Positions) -> Batch:
+        def read(self, positions: NDArray[np.int64]) -> Batch:
             return positions.astype(np.float64) ** 2, positions
 
     assert [data.tolist() for data, _ in Reader(Squares(), 3)] == [[0, 1, 4], [9]]
@@ -105,7 +105,7 @@ def test_records_are_cut_by_bytes_if_asked_to(tmp_path: Path) -> None:
         def cut(self, num_parts: int, part_index: int) -> Lengths:
             return Lengths(self.file.cut(num_parts, part_index))
 
-        def read(self, positions: Positions) -> Batch:
+        def read(self, positions: NDArray[np.int64]) -> Batch:
             return np.array([len(self.file[i]) for i in positions]), positions
 
     with RecordWriter(tmp_path / "a.rec") as writer:

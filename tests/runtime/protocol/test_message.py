@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from dataclasses import replace
+from dataclasses import fields
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +17,20 @@ from distrun_runtime.arrays.dtypes import name_of
 from distrun_runtime.errors import WireError
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.handshake import Identity, Opener
-from distrun_runtime.protocol.message import DTYPES, Entry, Flag, Kind, Message, Payload
+from distrun_runtime.protocol.message import (
+    DTYPES,
+    Entry,
+    Flag,
+    Kind,
+    Message,
+    Payload,
+    entries_of,
+    payloads_of,
+    rows_of,
+)
 
 HEAD = bytes.fromhex(
-    "44524b56 0100 21 01 0200 03 00 04000000 ffffffff 05000000 f9ffffff 0807060504030201 01000000 0000000000000000"
+    "44524b56 0200 21 01 0200 03 00 04000000 ffffffff 05000000 f9ffffff 0807060504030201 01000000 0000000000000000"
 )
 ENTRY = bytes.fromhex("09000000 01 00 01 00 0a00000000000000 0200000000000000 0b00000000000000")
 U32 = st.integers(0, 2**32 - 1)
@@ -53,7 +65,7 @@ def messages(draw: st.DrawFn) -> Message:
         incarnation=draw(U32),
         priority=draw(I32),
         request=draw(U64),
-        entries=tuple(entries),
+        entries=entries_of(entries),
         body=draw(st.dictionaries(st.text(), JSON, max_size=3)),
         payloads=payloads,
     )
@@ -62,10 +74,58 @@ def messages(draw: st.DrawFn) -> Message:
 @given(messages())
 def test_every_message_comes_back_as_it_was(sent: Message) -> None:
     frames = [bytes(frame) for frame in message.encode(sent)]
-    got = message.decode(frames)
-    assert replace(got, payloads=[bytes(payload) for payload in got.payloads]) == replace(
-        sent, payloads=list(sent.payloads)
+    assert facts(message.decode(frames)) == facts(sent)
+
+
+def sent_and_read(one: Message) -> Message:
+    return message.decode([bytes(frame) for frame in message.encode(one)])
+
+
+def facts(one: Message) -> dict[str, Any]:
+    """All fields of a message, so that they can be compared."""
+    found = {each.name: getattr(one, each.name) for each in fields(one)}
+    return {**found, "entries": rows_of(one.entries), "payloads": [bytes(payload) for payload in one.payloads]}
+
+
+@given(
+    lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    dtype=st.integers(0, len(DTYPES) - 1),
+    cuts=st.sets(st.integers(1, 5)),
+)
+def test_packed_entries_share_frames_that_hold_whole_entries(lengths: list[int], dtype: int, cuts: set[int]) -> None:
+    entries = entries_of(Entry(key, 0, length, 3, dtype, payload=Payload.PACKED) for key, length in enumerate(lengths))
+    values = [bytes([key]) * (length * DTYPES[dtype].itemsize) for key, length in enumerate(lengths)]
+    edges = [0, *sorted(cut for cut in cuts if cut < len(lengths)), len(lengths)]
+    frames = [b"".join(values[begin:end]) for begin, end in pairwise(edges)]
+    got = message.decode(
+        [bytes(frame) for frame in message.encode(Message(Kind.PUSH, entries=entries, payloads=frames))]
     )
+    assert [bytes(each or b"") for each in payloads_of(got.entries, got.payloads)] == values
+
+
+@pytest.mark.parametrize(
+    ("entries", "payloads", "words"),
+    [
+        ([Entry(0, 0, 2), Entry(1, 0, 2)], [bytes(12)], "2 packed entries announce 16 bytes, their frames have 12"),
+        ([Entry(0, 0, 2), Entry(1, 0, 2)], [bytes(4), bytes(12)], "a frame ends within a packed entry"),
+        ([Entry(0, 0, 2), Entry(1, 0, 1, dtype=1)], [bytes(16)], "packed entries of several element types"),
+        ([Entry(0, 0, 2), Entry(1, 0, 2, codec=1)], [bytes(16)], "packed entries share their frames with entries of"),
+        ([Entry(0, 0, 2**63)], [], "an entry of 9223372036854775808 elements; no frame can hold it"),
+    ],
+)
+def test_packed_entries_that_are_none_are_refused(entries: list[Entry], payloads: list[bytes], words: str) -> None:
+    packed = entries_of(entry._replace(payload=Payload.PACKED) for entry in entries)
+    with pytest.raises(WireError, match=words):
+        message.decode(
+            [bytes(frame) for frame in message.encode(Message(Kind.PUSH, entries=packed, payloads=payloads))]
+        )
+
+
+def test_a_message_may_name_entries_by_their_bucket() -> None:
+    sent = Message(Kind.PUSH, bucket=7, step=9, payloads=[b"1234"])
+    head = bytes(message.encode(sent)[0])
+    assert head[40:48] == struct.pack("<II", 7, 9)
+    assert facts(message.decode([bytes(frame) for frame in message.encode(sent)])) == facts(sent)
 
 
 def test_golden_bytes_of_head_and_entry() -> None:
@@ -79,7 +139,7 @@ def test_golden_bytes_of_head_and_entry() -> None:
         incarnation=5,
         priority=-7,
         request=0x0102030405060708,
-        entries=(Entry(9, 10, 2, 11, 1, 0, Payload.FRAME),),
+        entries=entries_of([Entry(9, 10, 2, 11, 1, 0, Payload.FRAME)]),
         payloads=[np.array([1.0, 2.0]).data.cast("B")],
     )
     head, body, payload = (bytes(frame) for frame in message.encode(sent))
@@ -92,10 +152,10 @@ def test_golden_bytes_of_head_and_entry() -> None:
 def test_golden_bytes_of_a_hello() -> None:
     who = Identity("j", "worker", 1, 0, "d1", 42, "tcp://10.0.0.1:5", 2, 1)
     head, body = (bytes(frame) for frame in message.encode(Opener(who, b"secret", "00ff").hello()))
-    assert head.hex() == "44524b56" + "0100" + "01" + "00" + "00" * 8 + "ffffffff" + "00" * 28
+    assert head.hex() == "44524b56" + "0200" + "01" + "00" + "00" * 8 + "ffffffff" + "00" * 28
     assert body == (
         b'{"auth":"token","endpoint":"tcp://10.0.0.1:5","host":"d1","incarnation":0,"job":"j","nonce":"00ff",'
-        b'"pid":42,"rank":1,"role":"worker","servers":1,"version":1,"workers":2}'
+        b'"pid":42,"rank":1,"role":"worker","servers":1,"version":2,"workers":2}'
     )
 
 
@@ -113,7 +173,7 @@ def test_codes_of_kinds_and_types_do_not_change() -> None:
 def test_a_payload_is_passed_through_without_a_copy() -> None:
     values = np.arange(4.0)
     entry = Entry(0, 0, 4, dtype=1, payload=Payload.FRAME)
-    frames = message.encode(Message(Kind.PUSH, entries=(entry,), payloads=[values.data.cast("B")]))
+    frames = message.encode(Message(Kind.PUSH, entries=entries_of([entry]), payloads=[values.data.cast("B")]))
     got = message.decode(frames)
     values[0] = 7
     assert np.frombuffer(got.payloads[0])[0] == 7
@@ -134,7 +194,7 @@ def changed(at: int, *values: int) -> list[bytes]:
         ([b"", b""], "not a distrun message"),
         ([HEAD[:47], b""], "not a distrun message"),
         (changed(0, 0x45), "not a distrun message"),
-        (changed(4, 2), "message version 2; this program speaks version 1"),
+        (changed(4, 1), "message version 1; this program speaks version 2"),
         (changed(6, 99), "unknown kind"),
         (changed(7, 4), "unknown flags: 0x04"),
         (changed(7, 255), "unknown flags: 0xff"),
@@ -142,7 +202,7 @@ def changed(at: int, *values: int) -> list[bytes]:
         (changed(36, 0xFF, 0xFF, 0xFF, 0xFF), "cannot hold 4294967295 entries"),
         (changed(52, 12), "entry 0 has dtype 12, codec 0, payload kind 1"),
         (changed(54, 2), "payload kind 2"),
-        (changed(54, 3), "payload kind 3"),
+        (changed(54, 4), "payload kind 4"),
         (changed(64, 3), "entry 0 announces 24 bytes, its frame has 16"),
         (changed(54, 0), "1 payload frames for 0 entries that announce one"),
         ([*changed(0, 0x44), b"more"], "2 payload frames for 1 entries"),
@@ -178,7 +238,7 @@ def test_a_damaged_message_gives_a_message_or_a_wire_error(data: st.DataObject) 
 
 def test_a_message_of_too_many_entries_is_not_encoded() -> None:
     with pytest.raises(WireError, match="65537 entries; the limit is 65536"):
-        message.encode(Message(Kind.PULL, entries=(Entry(0, 0, 1),) * 65537))
+        message.encode(Message(Kind.PULL, entries=entries_of([Entry(0, 0, 1)] * 65537)))
 
 
 @pytest.mark.parametrize(("given_", "sent"), [(2**40, 2**31 - 1), (-(2**40), -(2**31))])

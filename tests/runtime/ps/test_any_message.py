@@ -7,29 +7,25 @@ import io
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cluster import config
-from rig import node
+from cluster import TOKEN, config, office_of, server_office
+from history_server import Piece, data, node, pieces_of, with_pieces
 
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.handshake import Opener
-from distrun_runtime.protocol.message import Entry, Flag, Kind, Message, Payload
+from distrun_runtime.protocol.message import Flag, Kind, Message
 from distrun_runtime.ps import role
-from distrun_runtime.ps.executor import Executor
 from distrun_runtime.ps.postoffice import Postoffice
 from distrun_runtime.ps.scheduler import Scheduler
-from distrun_runtime.ps.server import Server
-from distrun_runtime.ps.trace import Trace
-from distrun_runtime.transport.inproc import InprocNetwork
-from distrun_runtime.transport.zeromq import Arrived, Down, Up
+from distrun_runtime.transport.base import Arrived, Down, Up
+from distrun_runtime.transport.inproc import InprocNetwork, InprocTransport
 
-TOKEN = config("x").token
 LIMIT_S = 60.0
 MESSAGES = 1500
 """Damaged ones, for each seed."""
@@ -42,25 +38,23 @@ JUNK: list[Any] = [
 ]
 
 TO_SERVER = [
-    Message(Kind.PUSH, entries=(Entry(0, 0, 2, 1, payload=Payload.FRAME),), payloads=[VALUE], body={"scale": 0.5}),
-    Message(
+    data(Kind.PUSH, [Piece(0, round=1, payload=VALUE)], body={"scale": 0.5}),
+    data(
         Kind.PUSH,
-        entries=(Entry(0, 0, 2, 1, codec=1, payload=Payload.FRAME), Entry(1, 0, 2, 1, payload=Payload.FRAME)),
-        payloads=[bytes(4), VALUE],
+        [Piece(0, round=1, codec=1, payload=bytes(4)), Piece(1, round=1, payload=VALUE)],
         body={"codec": {"threshold": 0.5}},
     ),
-    Message(Kind.PUSH, entries=(Entry(2, 0, 12, 1, codec=4, payload=Payload.FRAME),), payloads=[bytes(16)]),
-    Message(Kind.PUSH, entries=(Entry(0, 0, 2, 1),), body={"skip": {"why": [1]}}),
-    Message(Kind.PULL, entries=(Entry(0, 0, 2, 0), Entry(1, 0, 2, 1)), body={"codec": {"threshold": 0.5}}),
-    Message(Kind.PULL, entries=(Entry(0, 0, 2, 0),), body={"codec": "x"}),
-    Message(Kind.PULL, entries=(Entry(2, 0, 12, 0, codec=16, payload=Payload.FRAME),), payloads=[bytes(16)]),
-    Message(
+    data(Kind.PUSH, [Piece(2, 0, 12, 1, codec=4, payload=bytes(16))]),
+    data(Kind.PUSH, [Piece(0, round=1)], body={"skip": {"why": [1]}}),
+    data(Kind.PULL, [Piece(0), Piece(1, round=1)], body={"codec": {"threshold": 0.5}}),
+    data(Kind.PULL, [Piece(0)], body={"codec": "x"}),
+    data(Kind.PULL, [Piece(2, 0, 12, codec=16, payload=bytes(16))]),
+    data(
         Kind.INIT,
-        entries=(Entry(3, 0, 12, payload=Payload.FRAME),),
-        payloads=[WIDE],
+        [Piece(3, 0, 12, payload=WIDE)],
         body={"type": "dist_sync", "names": [[3, "c"]], "shapes": {"3": [6, 2]}, "rows": {"3": 2}, "staleness": 1},
     ),
-    Message(Kind.INIT, entries=(Entry(0, 0, 2, payload=Payload.FRAME),), payloads=[VALUE], body={"assign": True}),
+    data(Kind.INIT, [Piece(0, payload=VALUE)], body={"assign": True}),
     Message(Kind.ROUNDS),
     Message(Kind.STATS),
     Message(Kind.PROFILE, body={"action": "start"}),
@@ -111,20 +105,19 @@ def spoil(value: Any, chance: random.Random) -> Any:
     return value
 
 
-def spoil_entry(entry: Entry, chance: random.Random) -> Entry:
-    numbers = [0, 1, 2, 3, 7, 12, 2**31, 2**63]
+def spoil_piece(piece: Piece, chance: random.Random) -> Piece:
     name = chance.choice(["key", "offset", "length", "round", "dtype", "codec"])
     if name == "key":
-        return replace(entry, key=chance.choice([0, 1, 2, 3, 99, 2**32 - 1]))
+        return replace(piece, key=chance.choice([0, 1, 2, 3, 99, 2**32 - 1]))
     if name in ("dtype", "codec"):
-        return replace(entry, **{name: chance.choice([0, 1, 2, 3, 4, 5, 11, 16])})
-    return replace(entry, **{name: chance.choice(numbers)})
+        return replace(piece, **{name: chance.choice([0, 1, 2, 3, 4, 5, 11, 16])})
+    return replace(piece, **{name: chance.choice([0, 1, 2, 3, 7, 12, 2**31, 2**63])})
 
 
 def damaged(good: Message, chance: random.Random, request: int) -> list[message.Buffer]:
     """Return the frames of a message with something wrong in it."""
     body: Any = dict(good.body)
-    entries, payloads = list(good.entries), list(good.payloads)
+    pieces = pieces_of(good)
     for _ in range(chance.choice([0, 1, 1, 2])):
         if body and chance.random() < 0.7:
             body = spoil(body, chance)
@@ -133,21 +126,24 @@ def damaged(good: Message, chance: random.Random, request: int) -> list[message.
                 ["codec", "scale", "names", "staleness", "number", "rows", "shapes", "action", "skip"]
             )
             body = {**(body if isinstance(body, Mapping) else {}), extra: copy.deepcopy(chance.choice(JUNK))}
-    if entries and chance.random() < 0.5:
-        at = chance.randrange(len(entries))
-        entries[at] = spoil_entry(entries[at], chance)
+    if pieces and chance.random() < 0.5:
+        at = chance.randrange(len(pieces))
+        pieces[at] = spoil_piece(pieces[at], chance)
         if chance.random() < 0.3:
-            entries.append(entries[at])
-    if payloads and chance.random() < 0.4:
-        at = chance.randrange(len(payloads))
-        payloads[at] = chance.randbytes(chance.choice([0, 1, 4, 8, 16, 48]))
+            pieces.append(pieces[at])
+    carried = [at for at, piece in enumerate(pieces) if piece.payload is not None]
+    if carried and chance.random() < 0.4:
+        at = chance.choice(carried)
+        pieces[at] = replace(pieces[at], payload=chance.randbytes(chance.choice([0, 1, 4, 8, 16, 48])))
     if not isinstance(body, Mapping):
         body = {}
     number = chance.choice([request, request, 0])
-    made = replace(good, store=chance.choice([1, 1, 1, 0, 2]), request=number, body=body, entries=tuple(entries))
-    frames = message.encode(replace(made, payloads=payloads))
+    made = replace(good, store=chance.choice([1, 1, 1, 0, 2]), request=number, body=body)
+    frames = message.encode(with_pieces(made, pieces))
     if chance.random() < 0.02:
         frames[1] = chance.choice([b"[]", b"{", b"null", b'{"a":' * 2000, b"\xff"])
+    if chance.random() < 0.05:
+        frames = [*frames, VALUE] if chance.random() < 0.5 else frames[:-1]
     return frames
 
 
@@ -200,15 +196,11 @@ class Member:
 class Node:
     """A scheduler or server with its loop in a thread."""
 
-    def __init__(self, make: Any, executor: Executor | None = None) -> None:
+    def __init__(self, make: Callable[[InprocNetwork, InprocTransport, str], Postoffice]) -> None:
         self.network = InprocNetwork()
         transport = self.network.transport()
         self.endpoint = "tcp://127.0.0.1:%d" % transport.bind("127.0.0.1")
-        self.role = make(self.endpoint)
-        self.log = io.StringIO()
-        self.office = Postoffice(
-            transport, self.role, TOKEN, Trace(0, lambda: self.role.me, self.log), executor=executor
-        )
+        self.office = make(self.network, transport, self.endpoint)
         self.finish: role.Finish | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
 
@@ -226,7 +218,8 @@ class Node:
 
 @pytest.fixture
 def scheduler() -> Iterator[Node]:
-    made = Node(lambda endpoint: Scheduler(config("scheduler", workers=2, servers=1), endpoint))
+    own = config("scheduler", workers=2, servers=1)
+    made = Node(lambda network, transport, endpoint: office_of(Scheduler(own, endpoint), transport, out=io.StringIO()))
     made.thread.start()
     yield made
     made.end()
@@ -264,25 +257,23 @@ class Root:
 @pytest.mark.parametrize("type_name", ["dist_sync", "dist_async"])
 def test_no_message_of_a_member_ends_a_server(seed: int, type_name: str, tmp_path: Path) -> None:
     chance = random.Random(seed)
-    made: list[Root] = []
+    roots: list[Root] = []
 
-    def make(endpoint: str) -> Server:
-        made.append(Root(server.network))
-        changes = {"workers": 2, "servers": 1, "root_port": made[0].port}
-        return Server(config("server", rank=0, **changes), endpoint)
+    def make(network: InprocNetwork, transport: InprocTransport, endpoint: str) -> Postoffice:
+        roots.append(Root(network))
+        own = config("server", rank=0, workers=2, servers=1, root_port=roots[0].port)
+        return server_office(own, transport, endpoint, out=io.StringIO())
 
-    server = Node.__new__(Node)
-    Node.__init__(server, make, Executor())
+    server = Node(make)
     server.thread.start()
-    [root] = made
+    [root] = roots
     root.welcome()
     nodes = [asdict(node("server", 0)), *(asdict(node("worker", rank)) for rank in range(2))]
     root.send(message.encode(Message(Kind.ROSTER, body={"nodes": nodes, "rank": 0})))
     good, bad = (Member(server.network, server.endpoint, "worker", rank) for rank in range(2))
-    entries = (Entry(0, 0, 2, payload=Payload.FRAME), Entry(1, 0, 2, payload=Payload.FRAME))
-    wide = (Entry(2, 0, 12, payload=Payload.FRAME),)
+    pieces = [Piece(0, payload=VALUE), Piece(1, payload=VALUE), Piece(2, 0, 12, payload=WIDE)]
     body = {"type": type_name, "names": [[0, "a"], [1, "b"], [2, "e"]], "shapes": {"2": [6, 2]}, "rows": {"2": 2}}
-    init = Message(Kind.INIT, store=1, request=1, body=body, entries=entries + wide, payloads=[VALUE, VALUE, WIDE])
+    init = data(Kind.INIT, pieces, store=1, request=1, body=body)
     assert not good.answer_to(init).is_error
     for number in range(MESSAGES):
         if chance.random() < 0.1:
@@ -297,8 +288,9 @@ def test_no_message_of_a_member_ends_a_server(seed: int, type_name: str, tmp_pat
     # Started anew it serves as ever, after all of this.
     root.send(message.encode(Message(Kind.STOP, request=1, body={"stay": True})))
     assert not good.answer_to(replace(init, request=7)).is_error
-    pull = Message(Kind.PULL, store=1, request=8, entries=(Entry(0, 0, 2, 0),))
-    assert bytes(good.answer_to(pull).payloads[0]) == VALUE
+    [pulled] = pieces_of(good.answer_to(data(Kind.PULL, [Piece(0)], store=1, request=8)))
+    assert pulled.payload is not None
+    assert bytes(pulled.payload) == VALUE
     server.end()
 
 

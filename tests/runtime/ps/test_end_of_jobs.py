@@ -6,16 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster
+from cluster import Cluster, open_store
 
 from distrun_runtime.errors import KVError
 from distrun_runtime.ps.session import Session
-from distrun_runtime.store.dist import DistStore
 
 
 def test_pushes_that_nobody_waited_for_arrive() -> None:
     def script(session: Session) -> Any:
-        kv = DistStore("dist_sync", session)
+        kv = open_store("dist_sync", session)
         kv.init("w", np.zeros(4, np.float32))
         kv.push("w", np.ones(4, np.float32), wait=False)
         if session.rank == 0:
@@ -30,7 +29,7 @@ def test_pushes_that_nobody_waited_for_arrive() -> None:
 
 def test_an_init_that_nobody_waited_for_is_made() -> None:
     def script(session: Session) -> Any:
-        kv = DistStore("dist_sync", session)
+        kv = open_store("dist_sync", session)
         kv.init("w", np.ones(4, np.float32), wait=False)
         if session.rank == 0:
             return session.end()
@@ -45,7 +44,7 @@ def test_an_init_that_nobody_waited_for_is_made() -> None:
 def test_errors_of_pushes_of_all_stores_are_said_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     def script(session: Session) -> Any:
         for key in ("a", "b"):
-            kv = DistStore("dist_async", session)
+            kv = open_store("dist_async", session)
             kv.init(key, np.zeros(4, np.float32))
             kv.push(key, np.ones(4, np.float32), wait=False)
         return session.end()
@@ -60,7 +59,7 @@ def test_errors_of_pushes_of_all_stores_are_said_at_the_end(capsys: pytest.Captu
 
 def test_an_error_that_was_waited_for_is_no_error_at_the_end() -> None:
     def script(session: Session) -> Any:
-        kv = DistStore("dist_async", session)
+        kv = open_store("dist_async", session)
         kv.init("a", np.zeros(4, np.float32))
         pending = kv.push("a", np.ones(4, np.float32), wait=False)
         with pytest.raises(KVError, match="dist_async needs a rule"):

@@ -9,7 +9,11 @@ import pytest
 from cluster import Cluster
 
 from distrun_runtime.errors import KVError, PeerLost, RuleError, RuntimeFault
-from distrun_runtime.store.dist import DistStore
+from distrun_runtime.kvstore import KVStore
+from distrun_runtime.ps import routing
+
+pytestmark = pytest.mark.usefixtures("placement")
+SHARD_BYTES = 80
 
 SIZE = 60
 
@@ -18,7 +22,7 @@ def ramp() -> Any:
     return np.arange(1, SIZE + 1, dtype=np.float32)
 
 
-def pulled(kv: DistStore, key: str = "w") -> Any:
+def pulled(kv: KVStore, key: str = "w") -> Any:
     out = np.empty(SIZE, np.float32)
     kv.pull(key, out)
     return out
@@ -27,7 +31,7 @@ def pulled(kv: DistStore, key: str = "w") -> Any:
 @pytest.mark.parametrize("over", ["inproc", "zmq"])
 @pytest.mark.parametrize("name", ["lamb", "lars"])
 def test_a_value_on_three_servers_moves_as_on_one(name: str, over: str) -> None:
-    def script(kv: DistStore) -> Any:
+    def script(kv: KVStore) -> Any:
         kv.init(["w", "b"], [ramp(), np.ones(4, np.float32)])
         kv.set_optimizer(name, learning_rate=0.5, wd=0.01)
         for step in range(4):
@@ -46,24 +50,24 @@ def test_a_value_on_three_servers_moves_as_on_one(name: str, over: str) -> None:
 
 
 def test_after_a_barrier_all_workers_see_all_asynchronous_pushes() -> None:
-    def script(kv: DistStore) -> Any:
+    def script(kv: KVStore) -> Any:
         kv.init("w", ramp())
         kv.set_optimizer("lars", learning_rate=0.5)
         kv.barrier()
         for _ in range(10):
             kv.push("w", ramp())
         kv.barrier()
-        return pulled(kv)
+        return pulled(kv), sum(facts["updates"] for facts in kv.stats())
 
     with Cluster(3, 3, over="inproc", bigarray_bound=10) as job:
-        values = job.run(script, "dist_async")
-        assert sum(counters.updates for counters in job.counters) == 90
-    assert all((value == values[0]).all() for value in values)
+        found = job.run(script, "dist_async")
+    assert [updates for _, updates in found] == [90] * 3
+    assert all((value == found[0][0]).all() for value, _ in found)
 
 
 def test_a_rule_that_fails_on_one_server_is_the_error_of_that_round_with_its_traceback() -> None:
-    def script(kv: DistStore) -> None:
-        kv.init("w", np.where(ramp() == SIZE, 7, 1).astype(np.float32))  # the last server has the seven
+    def script(kv: KVStore) -> None:
+        kv.init("w", np.where(ramp() == SIZE, 7, 1).astype(np.float32))  # the last shard has the seven
         kv.set_optimizer("norm_rules:Picky")
         kv.push("w", ramp())
         with pytest.raises(RuleError, match=r"server-2 for key 'w': a seven") as caught:
@@ -82,7 +86,7 @@ def test_a_rule_that_fails_on_one_server_is_the_error_of_that_round_with_its_tra
 
 
 def test_an_asynchronous_second_half_that_fails_is_the_pushers_next_pull() -> None:
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init("w", ramp() + 10)
         kv.set_optimizer("norm_rules:Picky")
         kv.barrier()
@@ -94,15 +98,30 @@ def test_an_asynchronous_second_half_that_fails_is_the_pushers_next_pull() -> No
         kv.barrier()
         pulled(kv)
 
-    with Cluster(2, 2, over="inproc", bigarray_bound=10, imports=("norm_rules",)) as job:
+    with Cluster(2, 3, over="inproc", bigarray_bound=10, imports=("norm_rules",)) as job:
         job.run(script, "dist_async")
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_an_asynchronous_push_of_a_key_with_several_shards_on_one_server_is_applied(servers: int) -> None:
+    def script(kv: KVStore) -> Any:
+        kv.init("w", ramp())
+        kv.set_optimizer("lars", learning_rate=0.5)
+        kv.push("w", ramp())
+        return pulled(kv)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routing, "SHARD_BYTES", 4 * SIZE // 4)
+        with Cluster(1, servers, over="inproc", partition="size") as job:
+            [value] = job.run(script, "dist_async")
+    assert not (value == ramp()).any()
 
 
 @pytest.mark.parametrize("type_name", ["dist_sync", "dist_async"])
 def test_rules_that_change_while_pushes_are_under_way_hold_nobody_up(type_name: str) -> None:
     """A round may be applied by one rule here and by another there; then it fails, and says why."""
 
-    def script(kv: DistStore) -> list[str]:
+    def script(kv: KVStore) -> list[str]:
         kv.init("w", ramp())
         kv.set_optimizer("lars", learning_rate=0.01)
         kv.barrier()
@@ -125,7 +144,7 @@ def test_rules_that_change_while_pushes_are_under_way_hold_nobody_up(type_name: 
 
 
 def test_a_worker_that_joined_contributes_nothing_and_norms_go_on() -> None:
-    def script(kv: DistStore) -> Any:
+    def script(kv: KVStore) -> Any:
         kv.init("w", ramp())
         kv.set_optimizer("lamb", learning_rate=0.1)
         for _ in range(2 + kv.rank):
@@ -143,7 +162,7 @@ def test_a_server_that_dies_while_others_wait_for_its_norms_ends_all_waits() -> 
     errors: list[RuntimeFault] = []
     cluster = Cluster(2, 2, over="inproc", bigarray_bound=10)
 
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init("w", ramp())
         kv.set_optimizer("lamb", learning_rate=0.1)
         kv.push("w", ramp())

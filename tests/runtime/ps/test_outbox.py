@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from history_server import Piece, data, pieces_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrun_runtime.protocol.message import Entry, Kind, Message
+from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps.outbox import Outbox
 
 
 def push(request: int, *keys: int, priority: int = 0, length: int = 1) -> Message:
-    entries = tuple(Entry(key, 0, length, dtype=3) for key in keys)  # uint8: a byte each
-    return Message(Kind.PUSH, request=request, priority=priority, entries=entries)
+    pieces = [Piece(key, length=length, dtype=3, payload=bytes(length)) for key in keys]  # uint8: a byte each
+    return data(Kind.PUSH, pieces, request=request, priority=priority)
 
 
 def pull(request: int, *keys: int, priority: int = 0) -> Message:
-    return Message(Kind.PULL, request=request, priority=priority, entries=tuple(Entry(key, 0, 1) for key in keys))
+    return data(Kind.PULL, [Piece(key, length=1) for key in keys], request=request, priority=priority)
 
 
 def taken(outbox: Outbox) -> list[int]:
@@ -43,6 +44,14 @@ def test_a_request_never_overtakes_an_earlier_one_on_the_same_key() -> None:
     outbox.put(pull(2, 7, priority=9))
     outbox.put(push(3, 8))
     assert taken(outbox) == [3, 1, 2]
+
+
+def test_a_message_that_names_its_keys_by_a_bucket_neither_overtakes_nor_is_overtaken() -> None:
+    outbox = Outbox()
+    outbox.put(push(1, 7, priority=-3))
+    outbox.put(Message(Kind.PUSH, request=2, bucket=4, priority=5))
+    outbox.put(push(3, 9, priority=9))
+    assert taken(outbox) == [1, 2, 3]
 
 
 def test_the_window_holds_back_pushes_until_earlier_ones_are_answered() -> None:
@@ -109,7 +118,7 @@ def test_requests_of_one_key_keep_their_order_and_none_is_lost(steps: list[tuple
             out.append(message)
             if message.kind is Kind.PUSH:
                 open_.append(message.request)
-        sizes = {message.request: sum(entry.length for entry in message.entries) for message in put}
+        sizes = {message.request: sum(piece.length for piece in pieces_of(message)) for message in put}
         assert len(open_) <= 1 or sum(sizes[request] for request in open_) <= 8
 
     for step in steps:
@@ -130,6 +139,6 @@ def test_requests_of_one_key_keep_their_order_and_none_is_lost(steps: list[tuple
         take()
         assert len(out) > before, "nothing moves though the window is empty"
     for key in range(4):
-        sent = [message.request for message in out if any(entry.key == key for entry in message.entries)]
+        sent = [message.request for message in out if any(piece.key == key for piece in pieces_of(message))]
         assert sent == sorted(sent)
     assert sorted(message.request for message in out) == [message.request for message in put]

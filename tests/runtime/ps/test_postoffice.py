@@ -6,19 +6,23 @@ import io
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import pytest
 from cluster import config
+from scripted_transport import Held, Script
 
+from distrun_runtime.arrays import find as devices
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.handshake import Acceptor, Identity, Opener
 from distrun_runtime.protocol.message import Flag, Kind, Message
 from distrun_runtime.ps import role
+from distrun_runtime.ps.engine import Engine
 from distrun_runtime.ps.postoffice import Postoffice
 from distrun_runtime.ps.trace import Trace
+from distrun_runtime.transport.base import COPIED, Arrived, Event, Released, Up
 from distrun_runtime.transport.inproc import InprocNetwork, InprocTransport
-from distrun_runtime.transport.zeromq import Arrived, Event, Up
 
 TOKEN = config("x").token
 LIMIT_S = 60.0
@@ -282,3 +286,33 @@ def test_what_is_sent_before_welcome_is_held_back_and_sent_then() -> None:
     office.tell(15)
     thread.join(LIMIT_S)
     assert not thread.is_alive()
+
+
+@dataclass
+class Counted:
+    """A lease of an engine that counts its releases."""
+
+    releases: int = 0
+
+    def release(self) -> None:
+        self.releases += 1
+
+
+def test_a_release_that_the_transport_tells_reaches_the_engine_once() -> None:
+    script, held, unknown, reply = Script(), Held(), Held(), Counted()
+    engine = Engine(devices.get("cpu:0"))
+    engine.sent(cast(Any, reply), held)
+    assert reply.releases == 0
+    script.coming.append([Released(unknown), Released(held), Released(held)])
+    caller = Echo()
+    office = Postoffice(script, caller, TOKEN, Trace(0, lambda: caller.me, io.StringIO()), engine=engine)
+    office.tell(15)
+    office.run()
+    assert reply.releases == 1
+
+
+def test_buffers_that_have_left_when_a_reply_was_sent_are_released_at_once() -> None:
+    engine, left, unsent = Engine(devices.get("cpu:0")), Counted(), Counted()
+    engine.sent(cast(Any, left), COPIED)
+    engine.sent(cast(Any, unsent), None)
+    assert (left.releases, unsent.releases) == (1, 1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from distrun_runtime.protocol.handshake import Identity
-from distrun_runtime.ps.roster import LEFT, LOST, Roster, from_json
+from distrun_runtime.ps.roster import LEFT, LOST, Roster, folded, from_json
 
 WORKER = Identity("j", "worker", 0, 0, "d1", 10, "tcp://10.0.0.1:1", 2, 1)
 
@@ -97,3 +97,19 @@ def test_a_roster_travels_as_json() -> None:
     roster.add("a", worker(1))
     nodes = [{**node, "from": "a later version"} for node in roster.to_json()]
     assert from_json(nodes) == [server(0), worker(1)]
+
+
+# Queries to all servers
+
+
+@pytest.mark.parametrize(
+    ("errors", "text"),
+    [
+        (["server-1: no: not so", "server-0: no: not so"], "server-0, server-1: no: not so"),
+        (["server-2: no", "server-0: no", "server-1: full"], "server-0, server-2: no; server-1: full"),
+        (["a text of nobody"], "a text of nobody"),
+        (["RULE is malformed: KeyError: 'spec'"], "RULE is malformed: KeyError: 'spec'"),
+    ],
+)
+def test_a_reason_that_several_servers_give_is_told_once(errors: list[str], text: str) -> None:
+    assert folded(errors) == text

@@ -298,7 +298,7 @@ def test_init_numbers_the_keys_in_rank_0s_order_and_the_others_wait_for_the_valu
     job.hear("w1", Kind.KEYS, number=1, records=[record("b"), record("a")])
     first = job.hear("w0", Kind.KEYS, number=1, records=[record("a"), record("b")])
     assert to(first) == [("w0", "KEYS")]
-    body = {"keys": ["a", "b"], "numbers": [[0, 0], [1, 1]]}
+    body = {"keys": ["a", "b"], "numbers": [[0, 0], [1, 1]], "servers": [[0], [0]]}
     assert sends(first)[0][1].body == body
     then = job.hear("w0", Kind.INIT, number=1)
     assert to(then) == [("w0", "INIT"), ("w1", "KEYS")]

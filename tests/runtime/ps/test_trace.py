@@ -10,7 +10,7 @@ import pytest
 from cluster import config
 
 from distrun_runtime.protocol.handshake import Acceptor, Opener
-from distrun_runtime.protocol.message import Entry, Flag, Kind, Message, Payload
+from distrun_runtime.protocol.message import Entry, Flag, Kind, Message, Payload, entries_of
 from distrun_runtime.ps.trace import Trace, describe
 
 LINE = re.compile(r"distrun role=(worker|server|scheduler)( rank=\d+)? time=\d\d:\d\d:\d\d\.\d{3} (\S+=\S*( |$))+")
@@ -26,7 +26,7 @@ PUSH = Message(
     store=2,
     request=9,
     priority=-3,
-    entries=(Entry(4, 8, 2, 57, payload=Payload.FRAME), Entry(5, 0, 1, 57, payload=Payload.FRAME)),
+    entries=entries_of([Entry(4, 8, 2, 57, payload=Payload.FRAME), Entry(5, 0, 1, 57, payload=Payload.FRAME)]),
     payloads=[b"SECRETS!", b"more"],
 )
 

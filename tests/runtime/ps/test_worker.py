@@ -10,7 +10,7 @@ from cluster import config
 
 from distrun_runtime.errors import KVError, PeerLost, Refused, RuleError, RuntimeFault, TimedOut
 from distrun_runtime.protocol.handshake import Identity
-from distrun_runtime.protocol.message import Entry, Flag, Kind, Message
+from distrun_runtime.protocol.message import Entry, Flag, Kind, Message, entries_of
 from distrun_runtime.ps import role
 from distrun_runtime.ps.pending import Pending
 from distrun_runtime.ps.worker import Goodbye, Request, Worker
@@ -73,7 +73,7 @@ def error_of(pending: Pending) -> RuntimeFault:
     return caught.value
 
 
-PULL = Message(Kind.PULL, store=1, entries=(Entry(0, 0, 1),))
+PULL = Message(Kind.PULL, store=1, entries=entries_of([Entry(0, 0, 1)]))
 
 
 def test_it_registers_meets_the_servers_and_is_ready() -> None:

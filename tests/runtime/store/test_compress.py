@@ -9,8 +9,8 @@ from distrun_runtime.arrays.dtypes import BFLOAT16, narrow
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codec
 from distrun_runtime.ops.partition import Shard, compressed_shards, pieces
+from distrun_runtime.store.base import Record
 from distrun_runtime.store.compress import MIN_SIZE, Compressor, Setting
-from distrun_runtime.store.record import Record
 from distrun_runtime.store.sparse import RowSparse
 
 ALWAYS = {"type": "2bit", "min_size": 0}

@@ -7,10 +7,10 @@ import time
 
 import numpy as np
 import pytest
-from cluster import DEADLINE_S, Cluster, config
+from cluster import DEADLINE_S, Cluster, config, open_store
 
 from distrun_runtime.errors import KVError, PeerLost, RuleError, StoreClosed, TimedOut
-from distrun_runtime.store.dist import DistStore
+from distrun_runtime.kvstore import KVStore
 from distrun_runtime.transport.inproc import InprocNetwork
 
 SHAPE = (2, 3)
@@ -28,7 +28,7 @@ def ones(shape=SHAPE, dtype="float32"):
 
 
 def test_a_pull_gives_the_sum_of_the_rounds_pushes(over: str) -> None:
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init("w", ones())
         for _ in range(3):
             kv.push("w", np.full(SHAPE, kv.rank + 1, "float32"))
@@ -47,7 +47,7 @@ def test_default_cpu(workers: int) -> None:
     """Row: tests/nightly/dist_sync_kvstore.py, default_cpu / check_default_keys (fp32, small and sharded)."""
     rate = 2
 
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init([3, 5, 99], [ones(), ones(), ones(BIG)])
         kv.set_optimizer("test", rescale_grad=rate)
         for step in range(7):
@@ -66,7 +66,7 @@ def test_default_cpu(workers: int) -> None:
 def test_default_cpu_in_other_precisions(dtype: str) -> None:
     """Row: tests/nightly/dist_sync_kvstore.py, default_cpu / check_default_keys (fp16, without masters)."""
 
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init(["k", "big"], [ones(dtype=dtype), ones((1211, 1211), dtype)])
         kv.set_optimizer("test", rescale_grad=2)
         for step in range(4):
@@ -82,7 +82,7 @@ def test_default_cpu_in_other_precisions(dtype: str) -> None:
 def test_init_returns_the_init_value_of_a_hundred_keys() -> None:
     """Row: tests/nightly/dist_sync_kvstore.py, test_sync_init (cpu, half fp32, half fp16)."""
 
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kinds = ["float32" if number % 2 else "float16" for number in range(100)]
         kv.init(list(range(100)), [np.full(SHAPE, number, kind) for number, kind in enumerate(kinds)])
         outs = [np.zeros(SHAPE, kind) for kind in kinds]
@@ -95,7 +95,7 @@ def test_init_returns_the_init_value_of_a_hundred_keys() -> None:
 
 
 def test_only_the_value_of_rank_zero_is_stored_by_init(over: str) -> None:
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init("w", np.full(SHAPE, 10 + kv.rank, "float32"))
         out = np.zeros(SHAPE, "float32")
         kv.pull("w", out)
@@ -110,7 +110,7 @@ def test_broadcast_gives_rank_zeros_value_to_all() -> None:
     keys = ["b%d" % number for number in range(400)]
     shapes = [BIG if number % 100 == 99 else SHAPE for number in range(400)]
 
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         outs = [[np.zeros(shape, "float32"), np.zeros(shape, "float32")] for shape in shapes]
         mine = [np.full(shape, number + 1000 * kv.rank, "float32") for number, shape in enumerate(shapes)]
         kv.broadcast(keys, mine, outs)
@@ -124,7 +124,7 @@ def test_broadcast_gives_rank_zeros_value_to_all() -> None:
 def test_one_step_of_sgd_moves_the_weight_by_the_sum_of_the_gradients() -> None:
     """Row: tests/nightly/dist_sync_kvstore.py, gluon_step_cpu (the store's part): lr 1, gradient rank + 1."""
 
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init("x", ones((10, 1)))
         kv.set_optimizer("sgd", learning_rate=1.0)
         kv.push("x", np.full((10, 1), kv.rank + 1, "float32"))
@@ -142,7 +142,7 @@ def test_ten_thousand_keys_are_pushed_and_pulled_exactly() -> None:
     random = np.random.default_rng(0)
     values = [random.random(4, "float32") for _ in keys]
 
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init(keys, [np.zeros(4, "float32") for _ in keys])
         kv.set_optimizer("test", rescale_grad=1.0)
         outs = [np.zeros(4, "float32") for _ in keys]
@@ -160,7 +160,7 @@ def test_ten_thousand_keys_are_pushed_and_pulled_exactly() -> None:
 def test_pushpull_out_of_place_and_in_place_of_one_key_and_of_lists() -> None:
     """Row: tests/python/unittest/test_kvstore_custom.py, pushpull single and list, 4 devices."""
 
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         keys = [5, 7, 11]
         kv.init([3, *keys], [np.zeros(SHAPE, "float32") for _ in range(4)])
         out = np.zeros(SHAPE, "float32")
@@ -184,7 +184,7 @@ def test_pushpull_out_of_place_and_in_place_of_one_key_and_of_lists() -> None:
 def test_pushpull_in_place_sums_workers_and_devices_each_time() -> None:
     """Row: tests/nightly/dist_device_sync_kvstore_custom.py, in-place pushpull (2 buffers a worker, 3 repeats)."""
 
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init("p", np.zeros(BIG, "float32"))
         for _ in range(3):
             values = [np.full(BIG, kv.rank + 1, "float32") for _ in range(2)]
@@ -197,7 +197,7 @@ def test_pushpull_in_place_sums_workers_and_devices_each_time() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_element_type_arrives_unchanged(dtype: str) -> None:
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         value = (np.arange(24) % 7).astype(dtype).reshape(2, 3, 4)
         kv.init("k", value)
         out = np.zeros_like(value)
@@ -212,7 +212,7 @@ def test_every_element_type_arrives_unchanged(dtype: str) -> None:
 
 
 def test_scalars_empty_values_and_strided_arrays_go_through() -> None:
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         base = np.arange(40, dtype="float32").reshape(4, 10)
         kv.init(["scalar", "empty", "strided"], [np.float32(2), np.zeros((0, 3), "float32"), base[::2, ::3]])
         kv.push(
@@ -230,7 +230,7 @@ def test_scalars_empty_values_and_strided_arrays_go_through() -> None:
 
 
 def test_the_pushed_gradient_is_never_overwritten_and_may_be_changed_at_once(over: str) -> None:
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init("w", np.zeros(BIG, "float32"))
         gradient = np.full(BIG, kv.rank + 1, "float32")
         kept = gradient.copy()
@@ -250,7 +250,7 @@ def test_the_pushed_gradient_is_never_overwritten_and_may_be_changed_at_once(ove
 def test_a_second_push_of_one_worker_belongs_to_its_next_round() -> None:
     """In MXNet one worker that pushed 1 and then 10 closed the round of two workers."""
 
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init("w", np.zeros(SHAPE, "float32"))
         out = np.zeros(SHAPE, "float32")
         if kv.rank == 0:
@@ -274,7 +274,7 @@ def test_a_pull_that_overlaps_the_next_round_never_sees_a_mixed_value() -> None:
     """Every element of a pulled value is of one round, on all servers, while the other worker runs ahead."""
     rounds = 60
 
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init("w", np.zeros(BIG, "float32"))
         kv.set_optimizer("test", rescale_grad=1)
         out = np.empty(BIG, "float32")
@@ -293,7 +293,7 @@ def test_a_pull_that_overlaps_the_next_round_never_sees_a_mixed_value() -> None:
 def test_a_pull_waits_for_the_round_of_its_push(over: str) -> None:
     released = threading.Event()
 
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init("w", np.zeros(SHAPE, "float32"))
         out = np.zeros(SHAPE, "float32")
         if kv.rank == 0:
@@ -312,7 +312,7 @@ def test_a_pull_waits_for_the_round_of_its_push(over: str) -> None:
 
 
 def test_a_pull_before_any_push_does_not_wait() -> None:
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init("w", ones())
         out = np.zeros(SHAPE, "float32")
         if kv.rank == 0:
@@ -332,7 +332,7 @@ def test_a_pull_before_any_push_does_not_wait() -> None:
 def test_str_keys_declared_in_different_orders_are_not_swapped() -> None:
     """In MXNet such keys were swapped silently. Names go on the wire, so the order of init means nothing."""
 
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         values = {"a": np.full(SHAPE, 1, "float32"), "b": np.full(SHAPE, 2, "float32")}
         order = ["a", "b"] if kv.rank == 0 else ["b", "a"]
         kv.init(order, [values[name] for name in order])
@@ -354,7 +354,7 @@ def test_str_keys_declared_in_different_orders_are_not_swapped() -> None:
     ],
 )
 def test_an_init_that_differs_between_workers_names_both(mine, words) -> None:
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         with pytest.raises(KVError) as caught:
             kv.init(*mine(kv.rank))
         for word in words:
@@ -367,7 +367,7 @@ def test_an_init_that_differs_between_workers_names_both(mine, words) -> None:
 
 
 def test_one_worker_in_barrier_and_another_in_init_is_an_error_for_both() -> None:
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         with pytest.raises(KVError, match="barrier"):
             if kv.rank == 0:
                 kv.barrier()
@@ -379,7 +379,7 @@ def test_one_worker_in_barrier_and_another_in_init_is_an_error_for_both() -> Non
 
 
 def test_bad_calls_raise_and_the_servers_live() -> None:
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init("w", ones())
         out = np.zeros(SHAPE, "float32")
         with pytest.raises(KVError, match="never"):
@@ -410,7 +410,7 @@ def test_bad_calls_raise_and_the_servers_live() -> None:
 def test_async_applies_on_arrival() -> None:
     """Row: tests/nightly/dist_async_kvstore.py (the store's part): each push is applied by itself."""
 
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init("w", np.zeros(BIG, "float32"))
         kv.set_optimizer("test", rescale_grad=1)
         kv.barrier()
@@ -428,7 +428,7 @@ def test_async_applies_on_arrival() -> None:
 
 
 def test_async_without_a_rule_is_an_error_to_the_caller_and_the_server_lives() -> None:
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init("w", ones())
         with pytest.raises(KVError, match="set_optimizer"):
             kv.push("w", ones())
@@ -446,7 +446,7 @@ def test_async_without_a_rule_is_an_error_to_the_caller_and_the_server_lives() -
 def test_a_pull_after_a_push_that_was_refused_raises_its_error() -> None:
     """It must not give a value that lacks the push."""
 
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init("w", ones())
         kv.push("w", ones())
         with pytest.raises(KVError, match="set_optimizer"):
@@ -457,7 +457,7 @@ def test_a_pull_after_a_push_that_was_refused_raises_its_error() -> None:
 
 
 def test_an_equal_rule_keeps_its_state_and_a_different_one_is_refused() -> None:
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init("w", np.zeros(SHAPE, "float32"))
         kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
         out = np.zeros(SHAPE, "float32")
@@ -483,7 +483,7 @@ def test_an_equal_rule_keeps_its_state_and_a_different_one_is_refused() -> None:
 
 
 def test_a_rule_that_does_not_fit_the_values_is_refused_by_the_servers() -> None:
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init("w", np.ones(SHAPE, "int32"))
         with pytest.raises(KVError, match="int32"):
             kv.set_optimizer("sgd", learning_rate=1.0)
@@ -500,7 +500,7 @@ def test_a_rule_that_fails_on_a_server_is_raised_with_the_servers_traceback(monk
 
     monkeypatch.setattr(descent.Test, "step", explode)
 
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init("w", ones())
         kv.set_optimizer("test", rescale_grad=1.0)
         kv.push("w", ones())
@@ -517,7 +517,7 @@ def test_two_stores_of_one_process_do_not_meet() -> None:
     """In MXNet a second dist store hung for ever."""
 
     def script(session):
-        first, second = DistStore("dist_sync", session), DistStore("dist_async", session)
+        first, second = open_store("dist_sync", session), open_store("dist_async", session)
         first.init("w", ones())
         second.init("w", np.full(SHAPE, 5, "float32"))
         out = np.zeros(SHAPE, "float32")
@@ -534,28 +534,40 @@ def test_two_stores_of_one_process_do_not_meet() -> None:
 def test_workers_that_create_different_types_are_told() -> None:
     def script(session):
         with pytest.raises(KVError, match="dist_async"):
-            DistStore(["dist_sync", "dist_async"][session.rank], session)
+            open_store(["dist_sync", "dist_async"][session.rank], session)
 
     with Cluster(over="inproc") as job:
         job.run_sessions(script)
 
 
-def test_plain_dist_is_sync() -> None:
+@pytest.mark.parametrize(
+    ("names", "first"),
+    [
+        (["dist", "dist_sync", "dist_device_sync", "dist_sync_device"], 4),
+        (["dist_async", "dist_device_async", "dist_async_device"], 1),
+    ],
+    ids=["sync", "async"],
+)
+def test_kinds_that_differ_only_in_where_devices_are_summed_share_a_store(names: list[str], first: int) -> None:
     def script(session):
-        kv = DistStore(["dist", "dist_sync"][session.rank], session)
-        kv.init("w", ones())
+        kv = open_store(names[session.rank], session)
+        kv.init("w", np.zeros(SHAPE, "float32"))
+        kv.set_optimizer("test")
         kv.push("w", ones())
         out = np.zeros(SHAPE, "float32")
         kv.pull("w", out)
-        assert (out == 2).all()
+        assert out[0, 0] >= first  # with rounds, a pull waits for the push of every worker
+        kv.barrier()
+        kv.pull("w", out)
+        assert out[0, 0] == len(names)
         return kv.type
 
-    with Cluster(over="inproc") as job:
-        assert job.run_sessions(script) == ["dist", "dist_sync"]
+    with Cluster(len(names), over="inproc") as job:
+        assert job.run_sessions(script) == names
 
 
 def test_a_worker_that_joins_counts_as_zero_until_all_have_joined() -> None:
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init(["w", "v"], [np.zeros(SHAPE, "float32"), np.zeros(BIG, "float32")])
         outs = [np.zeros(SHAPE, "float32"), np.zeros(BIG, "float32")]
         for step in range(3 if kv.rank else 6):
@@ -572,21 +584,29 @@ def test_a_worker_that_joins_counts_as_zero_until_all_have_joined() -> None:
         job.run(script)
 
 
-def test_workers_join_also_after_an_init_that_failed_when_servers_had_values() -> None:
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (TimedOut("init: no answer"), "no answer"),
+        (KeyboardInterrupt("no answer"), "interrupted before the servers had the values"),
+    ],
+    ids=["timed out", "interrupted"],
+)
+def test_an_init_whose_values_may_not_have_arrived_fails_for_all_and_can_be_made_again(error, told) -> None:
     """The servers answered with rounds of a key that no worker knew, and `join` was a KeyError."""
 
-    def script(kv: DistStore) -> None:
-        send = kv._link.send
+    def script(kv: KVStore) -> None:
+        send = kv._backend._link.send
 
         def failing(what, packed):
             send(what, packed).wait(20)
-            raise TimedOut("%s: no answer" % what)
+            raise error
 
         if kv.rank == 0:
-            kv._link.send = failing
-        with pytest.raises((KVError, TimedOut), match="no answer"):
+            kv._backend._link.send = failing
+        with pytest.raises(type(error) if kv.rank == 0 else KVError, match=told if kv.rank else "no answer"):
             kv.init("w", np.zeros(SHAPE, "float32"))
-        kv._link.send = send
+        kv._backend._link.send = send
         kv.init("w", np.zeros(SHAPE, "float32"))
         out = np.zeros(SHAPE, "float32")
         for _ in range(1 + kv.rank):
@@ -600,7 +620,7 @@ def test_workers_join_also_after_an_init_that_failed_when_servers_had_values() -
 
 
 def test_a_worker_that_leaves_is_no_longer_waited_for() -> None:
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init("w", np.zeros(SHAPE, "float32"))
         out = np.zeros(SHAPE, "float32")
         kv.push("w", ones())
@@ -620,7 +640,7 @@ def test_a_worker_that_leaves_is_no_longer_waited_for() -> None:
 
 
 def test_a_worker_that_ends_with_a_round_open_is_named_to_the_others() -> None:
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init("w", np.zeros(SHAPE, "float32"))
         if kv.rank == 1:
             return
@@ -635,7 +655,7 @@ def test_a_worker_that_ends_with_a_round_open_is_named_to_the_others() -> None:
 def test_the_death_of_a_server_ends_every_blocked_call_and_names_it() -> None:
     ready = threading.Barrier(2)
 
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init("w", np.zeros(BIG, "float32"))
         ready.wait(60)
         if kv.rank == 0:
@@ -656,7 +676,7 @@ def test_the_death_of_a_server_ends_every_blocked_call_and_names_it() -> None:
 
 
 def test_a_workers_exception_reaches_the_others_with_its_words() -> None:
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init("w", np.zeros(SHAPE, "float32"))
         if kv.rank == 1:
             raise ZeroDivisionError("my own mistake")
@@ -674,7 +694,7 @@ def test_a_slow_round_reaches_the_deadline_of_the_call_and_says_for_whom(monkeyp
     monkeypatch.setattr(role, "FIRST_NOTE_S", 0.3)
     late = threading.Event()
 
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init("w", np.zeros(SHAPE, "float32"))
         if kv.rank == 0:
             kv.push("w", ones())
@@ -694,7 +714,7 @@ def test_late_and_early_messages_change_nothing() -> None:
     random = np.random.default_rng(7)
     network = InprocNetwork(lambda endpoint, frames: float(random.uniform(0, 0.02)))
 
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init(list(range(8)), [np.zeros(SHAPE, "float32")] * 8)
         outs = [np.zeros(SHAPE, "float32") for _ in range(8)]
         for step in range(4):
@@ -709,7 +729,7 @@ def test_late_and_early_messages_change_nothing() -> None:
 
 
 def test_wrong_counts_and_strangers_are_refused_with_the_reason() -> None:
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         for changes, words in (
             ({"workers": 3}, "expects 3 workers"),
             ({"token": b"another"}, "token"),
@@ -756,7 +776,7 @@ def test_under_an_agent_the_job_runs_several_scripts_after_each_other(over: str)
         for number in range(3):
             session = job.session(rank)
             session.open()
-            kv = DistStore("dist_sync", session)
+            kv = open_store("dist_sync", session)
             kv.init("w", np.full(SHAPE, number, "float32"))
             out = np.zeros(SHAPE, "float32")
             kv.pull("w", out)
@@ -787,7 +807,7 @@ def test_under_an_agent_the_job_runs_several_scripts_after_each_other(over: str)
 
 
 def test_under_an_agent_a_death_leaves_the_servers_to_the_agent() -> None:
-    def script(kv: DistStore):
+    def script(kv: KVStore):
         kv.init("w", np.zeros(SHAPE, "float32"))
         if kv.rank == 1:
             raise ZeroDivisionError("mine")
@@ -799,3 +819,27 @@ def test_under_an_agent_a_death_leaves_the_servers_to_the_agent() -> None:
         with pytest.raises(ZeroDivisionError):
             job.run(script)
         assert not job.codes
+
+
+@pytest.mark.parametrize("codec", [None, {"type": "fp16", "two_way": True}])
+def test_outputs_of_any_strides_and_number_are_filled(codec: dict[str, object] | None) -> None:
+    """Of a value that shares a message with others, and of one that is cut into shards on both servers."""
+
+    def script(kv: KVStore):
+        shapes = {"small": (40, 30), "large": (700, 600)}
+        values = {key: np.arange(np.prod(shape), dtype="float32").reshape(shape) % 97 for key, shape in shapes.items()}
+        if codec:
+            kv.set_gradient_compression(codec)
+        kv.init(list(values), list(values.values()))
+        for key, (rows, columns) in shapes.items():
+            plain, fortran = np.zeros((rows, columns), "float32"), np.zeros((rows, columns), "float32", order="F")
+            canvas = np.zeros((2 * rows, columns), "float32")
+            for outs in ([canvas[::2], fortran], [plain, canvas[::2], fortran]):
+                kv.pull(key, outs)
+                assert all((out == values[key]).all() for out in outs)
+                assert not canvas[1::2].any()
+                for out in outs:
+                    out[...] = 0
+
+    with Cluster(1, 2, over="inproc") as job:
+        job.run(script)

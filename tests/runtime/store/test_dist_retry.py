@@ -11,14 +11,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
-from cluster import DEADLINE_S, Cluster
+from cluster import DEADLINE_S, Cluster, open_store
 
 from distrun_runtime.errors import KVError, StoreClosed, TimedOut
+from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ps.session import Session
-from distrun_runtime.store.dist import DistStore
 from distrun_runtime.store.link import Link, Together
 
 SHORT_S = 0.2
@@ -28,7 +29,7 @@ def ones(*shape: int) -> Any:
     return np.ones(shape or (2,), np.float32)
 
 
-def trained(kv: DistStore, key: str = "w") -> float:
+def trained(kv: KVStore, key: str = "w") -> float:
     out = ones()
     kv.push(key, ones())
     kv.pull(key, out=out)
@@ -52,7 +53,7 @@ def times_out(session: Session, call: Callable[[], object]) -> None:
 
 def gathered(job: Cluster, store: int, number: int, rank: int = 0) -> Mapping[str, Any]:
     """Return what a worker has said in a call that waits for others."""
-    stores = job.scheduler._assembly._stores
+    stores = job.scheduler._calls._stores
     gathering = stores[store].gatherings.get(number) if store in stores else None
     call = gathering.calls.get(rank) if gathering is not None else None
     return call.message.body if call is not None else {}
@@ -60,12 +61,12 @@ def gathered(job: Cluster, store: int, number: int, rank: int = 0) -> Mapping[st
 
 def filling(job: Cluster, store: int) -> object:
     """Return the calls whose values worker 0 is to send."""
-    return job.scheduler._assembly._stores[store].filling
+    return job.scheduler._calls._stores[store].filling
 
 
 def refused(job: Cluster, store: int) -> object:
     """Return the calls of a store that failed and that some worker is still to hear of."""
-    stores = job.scheduler._assembly._stores
+    stores = job.scheduler._calls._stores
     return stores[store].refused if store in stores else None
 
 
@@ -97,11 +98,11 @@ def test_a_create_that_was_left_waiting_goes_on_when_it_is_called_again() -> Non
 
     def script(session: Session) -> float:
         if session.rank == 0:
-            times_out(session, lambda: DistStore("dist_sync", session))
+            times_out(session, lambda: open_store("dist_sync", session))
             turn.done()
         else:
             turn.wait()
-        kv = DistStore("dist_sync", session)
+        kv = open_store("dist_sync", session)
         kv.init("w", ones())
         return trained(kv)
 
@@ -115,10 +116,10 @@ def test_another_create_takes_the_place_of_one_that_was_left_waiting(changed: tu
 
     def script(session: Session) -> str:
         if session.rank == 0:
-            times_out(session, lambda: DistStore(before[0], session, before[1]))
+            times_out(session, lambda: open_store(before[0], session, before[1]))
         else:
             until(lambda: gathered(job, 1, 1).get("type") == kind)
-        kv = DistStore(kind, session, bound)
+        kv = open_store(kind, session, bound)
         kv.init("w", ones())
         return kv.type
 
@@ -131,7 +132,7 @@ def test_an_init_that_was_left_waiting_goes_on_when_it_is_called_again() -> None
     turn = Turn()
 
     def script(session: Session) -> float:
-        kv = DistStore("dist_sync", session)
+        kv = open_store("dist_sync", session)
         if session.rank == 0:
             times_out(session, lambda: kv.init("w", ones()))
             times_out(session, lambda: kv.init("w", ones()))
@@ -153,7 +154,7 @@ def test_another_init_takes_the_place_of_one_that_was_left_waiting(who: int) -> 
     """The others notice nothing; the first one's shape was wrong."""
 
     def script(session: Session) -> float:
-        kv = DistStore("dist_sync", session)
+        kv = open_store("dist_sync", session)
         if session.rank == who:
             times_out(session, lambda: kv.init("w", ones(3)))
         else:
@@ -170,19 +171,19 @@ def test_a_call_after_others_that_are_under_way_fails_the_one_that_was_left_wait
     """Its number cannot be given again: one worker would be out of step."""
 
     def script(session: Session) -> float:
-        kv = DistStore("dist_sync", session)
+        kv = open_store("dist_sync", session)
         kv.init("w", ones())
         if session.rank == 0:
-            before = kv._link.next_call
+            before = kv._backend._link.next_call
             # As if another thread had taken a number meanwhile, for a call that it is about to make.
-            kv._link.next_call = lambda: before() + 0 * before()
+            kv._backend._link.next_call = lambda: before() + 0 * before()
             times_out(session, kv.barrier)
-            kv._link.next_call = before
+            kv._backend._link.next_call = before
         else:
             until(lambda: bool(refused(job, 1)))
             with pytest.raises(KVError, match="worker-0 failed at barrier: it was left waiting, and other calls were"):
                 kv.barrier()
-            kv._link.next_call()
+            kv._backend._link.next_call()
         kv.init("v", ones())
         return trained(kv, "v")
 
@@ -212,9 +213,9 @@ def test_a_call_that_all_have_made_when_it_is_left_has_its_result_when_it_is_mad
     late, who = Late(monkeypatch), 1 if call == "init" else 0
 
     def script(session: Session) -> float:
-        kv = DistStore("dist_sync", session) if call != "create" else None
+        kv = open_store("dist_sync", session) if call != "create" else None
         calls: dict[str, Callable[[], Any]] = {
-            "create": lambda: DistStore("dist_sync", session),
+            "create": lambda: open_store("dist_sync", session),
             "barrier": lambda: kv and kv.barrier(),
             "init": lambda: kv and kv.init("v", ones()),
         }
@@ -240,7 +241,7 @@ def test_worker_0_that_leaves_an_init_when_the_others_wait_for_its_values_fails_
     late = Late(monkeypatch)
 
     def script(session: Session) -> float:
-        kv = DistStore("dist_sync", session)
+        kv = open_store("dist_sync", session)
         if session.rank == 0:
             times_out(session, lambda: kv.init("w", ones()))
         else:
@@ -248,7 +249,7 @@ def test_worker_0_that_leaves_an_init_when_the_others_wait_for_its_values_fails_
             threading.Thread(target=lambda: (until(lambda: bool(filling(job, 1))), late.turn.done())).start()
             with pytest.raises(KVError, match="worker-0 has stopped waiting for init and does not send the values"):
                 kv.init("w", ones())
-        kv = DistStore("dist_sync", session) if session.rank == 0 else kv  # The store counts as unused.
+        kv = open_store("dist_sync", session) if session.rank == 0 else kv  # The store counts as unused.
         kv.init("w", ones())
         return trained(kv)
 
@@ -260,7 +261,7 @@ def test_a_barrier_that_was_left_waiting_goes_on_when_it_is_called_again() -> No
     turn = Turn()
 
     def script(session: Session) -> float:
-        kv = DistStore("dist_sync", session)
+        kv = open_store("dist_sync", session)
         kv.init("w", ones())
         if session.rank == 0:
             times_out(session, kv.barrier)
@@ -276,7 +277,7 @@ def test_a_barrier_that_was_left_waiting_goes_on_when_it_is_called_again() -> No
 
 def test_two_barriers_that_nobody_waits_for_are_two() -> None:
     def script(session: Session) -> None:
-        kv = DistStore("dist_sync", session)
+        kv = open_store("dist_sync", session)
         one, other = kv.barrier(wait=False), kv.barrier(wait=False)
         one.wait()
         other.wait()
@@ -289,7 +290,7 @@ def test_a_join_that_was_left_waiting_goes_on_and_no_other_call_can_come_between
     turn = Turn()
 
     def script(session: Session) -> float:
-        kv = DistStore("dist_sync", session)
+        kv = open_store("dist_sync", session)
         kv.init("w", ones())
         if session.rank == 0:
             times_out(session, kv.join)
@@ -306,20 +307,16 @@ def test_a_join_that_was_left_waiting_goes_on_and_no_other_call_can_come_between
     assert run(script) == [2, 2]
 
 
-def test_an_assign_that_times_out_before_its_push_has_arrived_can_be_made_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_assign_that_times_out_before_its_push_has_arrived_can_be_made_again() -> None:
     """It had a number already, and others would have waited for it."""
-    settle = DistStore._settle
 
     def script(session: Session) -> float:
-        kv = DistStore("dist_sync", session)
+        kv = open_store("dist_sync", session)
         kv.init("w", ones())
         if session.rank == 0:
-            monkeypatch.setattr(DistStore, "_settle", lambda store: (_ for _ in ()).throw(TimedOut("push of key 'w'")))
-            with pytest.raises(TimedOut, match="push of key 'w'"):
+            late = mock.patch.object(kv._backend, "_settle", side_effect=TimedOut("push of key 'w'"))
+            with late, pytest.raises(TimedOut, match="push of key 'w'"):
                 kv.assign("w", ones())
-            monkeypatch.setattr(DistStore, "_settle", settle)
             turn.done()
         else:
             turn.wait()
@@ -335,7 +332,7 @@ def test_a_save_that_was_left_waiting_can_be_made_again(tmp_path: Path) -> None:
     turn = Turn()
 
     def script(session: Session) -> float:
-        kv = DistStore("dist_sync", session)
+        kv = open_store("dist_sync", session)
         kv.init("w", ones())
         folder = tmp_path / "saved"
         if session.rank == 1:
@@ -360,10 +357,10 @@ def test_every_call_that_failed_for_all_workers_can_be_made_again(tmp_path: Path
     def script(session: Session) -> float:
         odd = session.rank == 1
         with pytest.raises(KVError, match="creates a 'dist_async' store"):
-            DistStore("dist_async" if odd else "dist_sync", session)
+            open_store("dist_async" if odd else "dist_sync", session)
         with pytest.raises(KVError, match="with staleness"):
-            DistStore("dist_async", session, 1 if odd else 2)
-        kv = DistStore("dist_sync", session)
+            open_store("dist_async", session, 1 if odd else 2)
+        kv = open_store("dist_sync", session)
         with pytest.raises(KVError, match="worker-0 has shape"):
             kv.init("w", ones(3 if odd else 2))
         kv.set_gradient_compression({"type": "2bit", "threshold": 1 + session.rank, "min_size": 0})
@@ -394,7 +391,7 @@ def test_every_call_that_failed_for_all_workers_can_be_made_again(tmp_path: Path
 # --- calls that are refused for their arguments, by one worker
 
 
-def wrong_calls(kv: DistStore) -> list[Callable[[], object]]:
+def wrong_calls(kv: KVStore) -> list[Callable[[], object]]:
     return [
         lambda: kv.set_gradient_compression({"typ": "2bit"}),
         lambda: kv.set_gradient_compression({"type": "2bit"}, keys=[1.5]),
@@ -420,7 +417,7 @@ def test_arguments_that_one_worker_gets_wrong_keep_nobody_from_going_on() -> Non
     turn = Turn()
 
     def script(session: Session) -> float:
-        kv = DistStore("dist_sync", session)
+        kv = open_store("dist_sync", session)
         if session.rank == 0:
             for call in wrong_calls(kv):
                 with pytest.raises(KVError):
@@ -435,7 +432,7 @@ def test_arguments_that_one_worker_gets_wrong_keep_nobody_from_going_on() -> Non
 def test_a_key_of_more_than_4096_bytes_is_refused() -> None:
     """A key of 70 MB ended the job: no message may be so long."""
     with pytest.raises(KVError, match=r"key 'ééé.* has 4098 bytes, expected at most 4096"):
-        DistStore.init.__globals__["values"].key_of("é" * 2049)
+        KVStore.init.__globals__["values"].key_of("é" * 2049)
 
 
 # --- scripts that start over: a cell of a notebook that makes a store is run again
@@ -446,7 +443,7 @@ def test_a_key_of_more_than_4096_bytes_is_refused() -> None:
 def test_a_cell_that_makes_a_store_and_then_fails_can_be_run_again(number: int, who: str) -> None:
     def script(session: Session) -> float:
         def cell(wrong: bool) -> float:
-            kv = DistStore("dist_sync", session)
+            kv = open_store("dist_sync", session)
             if wrong:
                 wrong_calls(kv)[number]()
             kv.init("w", ones())
@@ -467,7 +464,7 @@ def test_a_cell_that_was_left_waiting_after_its_create_can_be_run_again_whole(ca
 
     def script(session: Session) -> float:
         def cell(again: bool) -> float:
-            kv = DistStore("dist_sync", session)
+            kv = open_store("dist_sync", session)
             first = kv.barrier if call == "barrier" else lambda: kv.init("v", ones())
             if session.rank == 0 and not again:
                 times_out(session, first)
@@ -485,11 +482,11 @@ def test_a_cell_that_was_left_waiting_after_its_create_can_be_run_again_whole(ca
 
 def test_after_a_call_that_failed_for_all_one_worker_may_start_over_and_another_call_again() -> None:
     def script(session: Session) -> float:
-        kv = DistStore("dist_sync", session)
+        kv = open_store("dist_sync", session)
         with pytest.raises(KVError, match="has shape"):
             kv.init("w", ones(2 + session.rank))
         if session.rank == 1:
-            kv = DistStore("dist_sync", session)
+            kv = open_store("dist_sync", session)
         kv.init("w", ones())
         return trained(kv)
 
@@ -499,14 +496,14 @@ def test_after_a_call_that_failed_for_all_one_worker_may_start_over_and_another_
 def test_the_store_that_a_later_create_replaced_says_so_and_the_numbers_stay_in_step() -> None:
     def script(session: Session) -> list[float]:
         if session.rank == 0:
-            old = DistStore("dist_sync", session)
-            kv = DistStore("dist_sync", session)
+            old = open_store("dist_sync", session)
+            kv = open_store("dist_sync", session)
             with pytest.raises(StoreClosed, match="was replaced by a later create, as it was not used before"):
                 old.barrier()
         else:
-            kv = DistStore("dist_sync", session)
+            kv = open_store("dist_sync", session)
         kv.init("w", ones())
-        other = DistStore("dist_sync", session)
+        other = open_store("dist_sync", session)
         other.init("w", ones())
         found = [trained(kv), trained(other)]
         kv.close()
@@ -518,10 +515,10 @@ def test_the_store_that_a_later_create_replaced_says_so_and_the_numbers_stay_in_
 
 def test_a_store_that_was_closed_unused_is_not_taken_for_one_to_start_over_with() -> None:
     def script(session: Session) -> float:
-        first = DistStore("dist_sync", session)
+        first = open_store("dist_sync", session)
         if session.rank == 0:
             first.close()
-        kv = DistStore("dist_sync", session)
+        kv = open_store("dist_sync", session)
         kv.init("w", ones())
         return trained(kv)
 
@@ -530,7 +527,7 @@ def test_a_store_that_was_closed_unused_is_not_taken_for_one_to_start_over_with(
 
 def test_two_stores_that_are_made_before_they_are_used_are_two() -> None:
     def script(session: Session) -> list[float]:
-        stores = [DistStore("dist_sync", session) for _ in range(3)]
+        stores = [open_store("dist_sync", session) for _ in range(3)]
         for number, kv in enumerate(stores):
             kv.init("w", number * ones())
         out = ones()
@@ -544,12 +541,12 @@ def test_a_store_that_is_given_up_unused_is_taken_by_the_next_create() -> None:
     turn = Turn()
 
     def script(session: Session) -> float:
-        kv = DistStore("dist_sync", session)
+        kv = open_store("dist_sync", session)
         if session.rank == 0:
             times_out(session, lambda: kv.init("w", ones()))
             kv.give_up(KeyboardInterrupt())
             turn.done()
-            kv = DistStore("dist_sync", session)
+            kv = open_store("dist_sync", session)
         turn.wait()
         kv.init("w", ones())
         return trained(kv)
@@ -559,7 +556,7 @@ def test_a_store_that_is_given_up_unused_is_taken_by_the_next_create() -> None:
 
 def test_a_store_that_is_given_up_fails_the_next_call_of_the_others_and_all_can_make_another() -> None:
     def script(session: Session) -> float:
-        kv = DistStore("dist_sync", session)
+        kv = open_store("dist_sync", session)
         kv.init("w", ones())
         if session.rank == 0:
             kv.give_up(ValueError("no room"))
@@ -569,7 +566,7 @@ def test_a_store_that_is_given_up_fails_the_next_call_of_the_others_and_all_can_
         else:
             with pytest.raises(KVError, match="worker-0 failed at init: ValueError: no room"):
                 kv.init("v", ones())
-        kv = DistStore("dist_sync", session)
+        kv = open_store("dist_sync", session)
         kv.init("w", ones())
         return trained(kv)
 

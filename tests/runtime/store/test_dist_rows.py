@@ -6,11 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster
+from cluster import Cluster, shards_of
 
 from distrun_runtime.errors import KVError
-from distrun_runtime.store.dist import DistStore
+from distrun_runtime.kvstore import KVStore
 from distrun_runtime.store.sparse import RowSparse
+
+pytestmark = pytest.mark.usefixtures("placement")
+SHARD_BYTES = 1024
 
 SHAPE = (6, 4)
 WIDE = (120, 12)
@@ -31,7 +34,7 @@ def some(shape: tuple[int, ...], rows: Any, value: float = 1.0) -> RowSparse:
 def test_check_row_sparse_keys(workers: int) -> None:
     """Row: tests/nightly/dist_sync_kvstore.py, check_row_sparse_keys: each worker pushes one row."""
 
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init(["small", "wide"], [ones(SHAPE), ones(WIDE)])
         kv.set_optimizer("test", rescale_grad=RATE)
         random = np.random.default_rng(kv.rank)
@@ -57,7 +60,7 @@ def test_check_row_sparse_keys(workers: int) -> None:
 def test_check_row_sparse_keys_with_zeros() -> None:
     """Row: tests/nightly/dist_sync_kvstore.py, check_row_sparse_keys_with_zeros (small and sharded)."""
 
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init(["small", "wide"], [ones(SHAPE), ones(WIDE)])
         kv.set_optimizer("test", rescale_grad=RATE)
         for key, shape in (("small", SHAPE), ("wide", WIDE)):
@@ -81,7 +84,7 @@ def test_check_big_row_sparse_keys() -> None:
     def rows_of(rank: int) -> Any:
         return np.flatnonzero(np.random.default_rng(rank).random(WIDE[0]) < 0.3)
 
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init("wide", ones(WIDE))
         kv.set_optimizer("test", rescale_grad=RATE)
         expected = np.ones(WIDE, "float32")
@@ -99,13 +102,15 @@ def test_check_big_row_sparse_keys() -> None:
 
 
 def test_rows_of_a_key_larger_than_a_piece_are_never_cut() -> None:
-    """Pieces of at most 4 MiB: this key has six of them, on two servers."""
+    """Every shard holds whole rows, whichever limit it has."""
     shape = (3000, 1300)
 
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init("w", RowSparse.empty(shape))
-        assert len(kv._layouts["w"].pieces) == 4
-        assert all(piece.offset % 1300 == 0 for piece in kv._layouts["w"].pieces)
+        shards = shards_of(kv, "w")
+        assert {shard.server for shard in shards} == {0, 1}
+        assert len(shards) > 2
+        assert all(shard.offset % 1300 == 0 and shard.length % 1300 == 0 for shard in shards)
         rows = np.array([2999, 0, 1500, 1499, 806, 807])
         kv.push("w", RowSparse(np.repeat(rows[:, None], 1300, 1).astype("float32"), rows, shape))
         out = RowSparse.empty(shape)
@@ -117,7 +122,7 @@ def test_rows_of_a_key_larger_than_a_piece_are_never_cut() -> None:
 
 
 def test_a_dense_push_to_a_row_sparse_key_has_all_rows_and_a_pull_gives_the_whole_value() -> None:
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init("wide", ones(WIDE))
         kv.set_optimizer("test", rescale_grad=1)
         if kv.rank == 0:
@@ -135,7 +140,7 @@ def test_a_dense_push_to_a_row_sparse_key_has_all_rows_and_a_pull_gives_the_whol
 
 
 def test_without_a_rule_a_round_of_rows_assigns_their_sum() -> None:
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init("wide", ones(WIDE))
         kv.push("wide", some(WIDE, [1, 100 + kv.rank], 2))
         out = np.zeros(WIDE, "float32")
@@ -149,7 +154,7 @@ def test_without_a_rule_a_round_of_rows_assigns_their_sum() -> None:
 
 
 def test_rows_out_of_range_are_refused_before_anything_is_sent() -> None:
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init(["wide", "dense"], [ones(WIDE), np.ones(WIDE, "float32")])
         out = RowSparse.empty(WIDE)
         for ids in ([120], [-1], [3.5]):
@@ -166,7 +171,7 @@ def test_rows_out_of_range_are_refused_before_anything_is_sent() -> None:
 
 
 def test_several_outputs_keys_and_devices_in_one_call() -> None:
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init(["a", "b"], [ones(SHAPE), ones(WIDE)])
         kv.set_optimizer("test", rescale_grad=1)
         kv.push(["a", "b"], [[some(SHAPE, [1, 2]), some(SHAPE, [2])], some(WIDE, [7])])
@@ -185,7 +190,7 @@ def test_several_outputs_keys_and_devices_in_one_call() -> None:
 def test_rows_of_other_element_types(dtype: str) -> None:
     from distrun_runtime.arrays import dtypes
 
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kind = dtypes.parse(dtype)
         value = dtypes.narrow(np.full((2, 12), 3, dtypes.work_dtype(kind)), kind)
         kv.init("w", RowSparse.empty(WIDE, dtype))
@@ -199,7 +204,7 @@ def test_rows_of_other_element_types(dtype: str) -> None:
 
 
 def test_async_pushes_of_rows_are_applied_on_arrival_and_empty_ones_change_nothing() -> None:
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init("w", ones(WIDE))
         kv.set_optimizer("test", rescale_grad=1)
         kv.push("w", some(WIDE, [3, 90]))
@@ -220,7 +225,7 @@ def test_async_pushes_of_rows_are_applied_on_arrival_and_empty_ones_change_nothi
 def test_a_rule_that_steps_all_rows_does_what_the_dense_gradient_does(name: str, params: dict[str, Any]) -> None:
     """With lazy_update=False every push of rows failed."""
 
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init(["rows", "whole"], [ones(WIDE), np.ones(WIDE, "float32")])
         kv.set_optimizer(name, learning_rate=0.5, wd=0.1, **params)
         for rows in ([1, 100], [], [kv.rank]):
@@ -236,7 +241,7 @@ def test_a_rule_that_steps_all_rows_does_what_the_dense_gradient_does(name: str,
 
 
 def test_workers_that_disagree_about_the_kind_of_a_key_are_told() -> None:
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         with pytest.raises(KVError, match="row_sparse"):
             kv.init("w", ones(SHAPE) if kv.rank else np.ones(SHAPE, "float32"))
 
@@ -245,7 +250,7 @@ def test_workers_that_disagree_about_the_kind_of_a_key_are_told() -> None:
 
 
 def test_rows_without_elements_go_through() -> None:
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init("w", RowSparse.empty((4, 0)))
         kv.push("w", RowSparse.empty((4, 0)))
         out = RowSparse.empty((4, 0))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster
+from cluster import Cluster, open_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rules_of_users import Choosy
@@ -15,11 +15,12 @@ from rules_of_users import Choosy
 from distrun_runtime import kvstore
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.errors import KVError, RuleError
+from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import schedules as schedule
-from distrun_runtime.store.base import KVStore
-from distrun_runtime.store.dist import DistStore
 from distrun_runtime.store.sparse import RowSparse
+
+pytestmark = pytest.mark.usefixtures("placement")
 
 SHAPE = (2, 3)
 WIDE = (40, 40)
@@ -32,7 +33,7 @@ def full(value: float, shape: tuple[int, ...] = SHAPE, dtype: str = "float32") -
     return dtypes.narrow(np.full(shape, value, dtypes.work_dtype(kind)), kind)
 
 
-def pulled(kv: DistStore, key: Any, shape: tuple[int, ...] = SHAPE) -> Any:
+def pulled(kv: KVStore, key: Any, shape: tuple[int, ...] = SHAPE) -> Any:
     out = full(-1, shape)
     kv.pull(key, out)
     return out
@@ -53,7 +54,7 @@ def fail(key: Any, received: Any, stored: Any) -> None:
 def test_a_learning_rate_changed_while_running_reaches_all_servers_before_the_call_returns() -> None:
     """In MXNet it never reached them."""
 
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init(["w", "v"], [full(0), full(0, WIDE)])
         kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
         kv.push(["w", "v"], [full(0.5), full(0.5, WIDE)])
@@ -81,7 +82,7 @@ def test_init_refuses_values_that_the_rule_does_not_take(type_name: str, monkeyp
     """As a local store does. They were taken, each push of them failed, and no rule could be changed any more."""
     monkeypatch.setattr(Choosy, "refused", 5)
 
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init("w", full(0))
         kv.set_optimizer("sgd", learning_rate=1.0)
         kv.barrier()
@@ -107,7 +108,7 @@ def test_init_refuses_values_that_the_rule_does_not_take(type_name: str, monkeyp
 
 
 def test_a_change_without_a_rule_or_of_an_unknown_parameter_is_refused() -> None:
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init("w", full(0))
         with pytest.raises(KVError, match="rule"):
             kv.set_learning_rate(0.1)
@@ -125,7 +126,7 @@ def test_a_change_without_a_rule_or_of_an_unknown_parameter_is_refused() -> None
 
 
 def test_multipliers_are_those_of_each_key() -> None:
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init([3, 4, 5], [full(1), full(1), full(1, WIDE)])
         kv.set_optimizer("sgd", learning_rate=1.0, wd=0.5)
         kv.set_multipliers(lr={3: 0.5, 5: 0.0}, wd={4: 0.0})
@@ -142,7 +143,7 @@ def test_multipliers_are_those_of_each_key() -> None:
 def test_rules_on_servers_do_what_they_do_in_one_place(name: str) -> None:
     """Also those that need norms of a value that lies in pieces on all servers."""
 
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         random = np.random.default_rng(0)
         weights = {"w": random.normal(size=SHAPE).astype("float32"), "v": random.normal(size=WIDE).astype("float32")}
         kv.init(list(weights), list(weights.values()))
@@ -161,7 +162,7 @@ def test_rules_on_servers_do_what_they_do_in_one_place(name: str) -> None:
 
 
 def test_a_function_of_a_module_updates_on_the_servers() -> None:
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init(["w", "v"], [full(1), full(1, WIDE)])
         kv.set_updater(halve)
         for value in (2.5, 3.25):
@@ -179,7 +180,7 @@ def test_a_function_of_a_module_updates_on_the_servers() -> None:
 
 
 def test_a_rule_of_the_users_own_steps_on_the_servers_and_one_of_another_module_is_refused() -> None:
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init(["w", "v"], [full(0), full(0, WIDE)])
         with pytest.raises(KVError, match="--server-import"):
             kv.set_optimizer("test_dist_rules:Missing")
@@ -194,7 +195,7 @@ def test_a_rule_of_the_users_own_steps_on_the_servers_and_one_of_another_module_
 
 
 def test_a_failing_rule_of_the_users_own_gives_its_traceback() -> None:
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init("w", full(0))
         kv.set_optimizer("rules_of_users:Failing")
         kv.push("w", full(3))
@@ -207,7 +208,7 @@ def test_a_failing_rule_of_the_users_own_gives_its_traceback() -> None:
 
 
 def test_a_schedule_counts_the_updates_of_each_weight() -> None:
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init(["w", "v"], [full(0), full(0)])
         kv.set_optimizer("sgd", lr_scheduler=schedule.Factor(step=2, factor=0.5, base_lr=1.0))
         value = 0.0
@@ -226,7 +227,7 @@ def test_a_schedule_counts_the_updates_of_each_weight() -> None:
 
 
 def test_functions_that_servers_cannot_import_are_refused_with_the_fix() -> None:
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         def nested(key: Any, received: Any, stored: Any) -> None: ...
 
         own = type(lambda: None)(halve.__code__, {}, "own")
@@ -244,7 +245,7 @@ def test_functions_that_servers_cannot_import_are_refused_with_the_fix() -> None
 
 
 def test_what_a_function_raises_on_a_server_is_raised_by_the_pull_with_its_traceback() -> None:
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init("w", full(1))
         kv.set_updater(fail)
         kv.push("w", full(1))
@@ -257,7 +258,7 @@ def test_what_a_function_raises_on_a_server_is_raised_by_the_pull_with_its_trace
 
 
 def test_a_contribution_is_multiplied_by_its_scale() -> None:
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init(["w", "v"], [full(0), full(0, WIDE)])
         value = full(1, WIDE)
         kv.push("w", full(1), scale=0.5 + kv.rank)
@@ -274,7 +275,7 @@ def test_a_contribution_is_multiplied_by_its_scale() -> None:
 def test_an_assigned_value_replaces_what_is_stored_and_the_rules_state_goes_on() -> None:
     """In MXNet a value could not be set again."""
 
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init(["w", "v"], [full(0), full(0, WIDE)])
         kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
         kv.push(["w", "v"], [full(0.5), full(0.5, WIDE)])
@@ -291,7 +292,7 @@ def test_an_assigned_value_replaces_what_is_stored_and_the_rules_state_goes_on()
 
 
 def test_an_assign_that_differs_between_workers_names_both() -> None:
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init(["w", "v"], [full(0), full(0)])
         with pytest.raises(KVError, match="worker-0") as caught:
             kv.assign(["w", "v"][kv.rank], full(1))
@@ -304,7 +305,7 @@ def test_an_assign_that_differs_between_workers_names_both() -> None:
 
 
 def test_bfloat16_arrives_unchanged_and_is_summed_in_float32() -> None:
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init(["w", "v"], [full(1, dtype="bfloat16"), full(1, WIDE, "bfloat16")])
         for key, shape in (("w", SHAPE), ("v", WIDE)):
             out = full(0, shape, "bfloat16")
@@ -323,7 +324,7 @@ def test_bfloat16_arrives_unchanged_and_is_summed_in_float32() -> None:
 def test_small_steps_are_not_lost_with_multi_precision(dtype: str) -> None:
     """MXNet's vector: 20 steps of 1e-4 move a float16 weight of 1 to 0.998, and without masters they do not."""
 
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init("w", full(1, dtype=dtype))
         kv.set_optimizer("sgd", learning_rate=1e-4 if dtype == "float16" else 1e-3, multi_precision=True)
         out = full(0, dtype=dtype)
@@ -338,7 +339,7 @@ def test_small_steps_are_not_lost_with_multi_precision(dtype: str) -> None:
 
 
 def test_device_types_sum_buffers_first_and_are_what_the_plain_types_are() -> None:
-    def script(kv: DistStore) -> str:
+    def script(kv: KVStore) -> str:
         kv.init("w", full(0, WIDE))
         values = [full(kv.rank + 1, WIDE) for _ in range(3)]
         kv.pushpull("w", values)
@@ -351,7 +352,7 @@ def test_device_types_sum_buffers_first_and_are_what_the_plain_types_are() -> No
 
 
 def test_async_device_types_apply_on_arrival() -> None:
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init("w", full(0))
         kv.set_optimizer("test", rescale_grad=1)
         kv.push("w", [full(1), full(1)])
@@ -368,7 +369,7 @@ def test_async_device_types_apply_on_arrival() -> None:
 def test_no_pull_is_further_ahead_of_the_slowest_than_the_bound(bound: int, seed: int) -> None:
     steps = 8
 
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         random = np.random.default_rng([seed, kv.rank])
         kv.init("w", full(0))
         kv.set_optimizer("test", rescale_grad=1)
@@ -387,7 +388,7 @@ def test_no_pull_is_further_ahead_of_the_slowest_than_the_bound(bound: int, seed
 
 
 def test_a_worker_that_joined_is_not_waited_for_by_a_bounded_pull() -> None:
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init("w", full(0))
         kv.set_optimizer("test", rescale_grad=1)
         kv.barrier()
@@ -405,7 +406,7 @@ def test_a_worker_that_joined_is_not_waited_for_by_a_bounded_pull() -> None:
 def test_workers_that_bound_staleness_differently_are_told() -> None:
     def script(session: Any) -> None:
         with pytest.raises(KVError, match="staleness"):
-            DistStore("dist_async", session, staleness=session.rank)
+            open_store("dist_async", session, staleness=session.rank)
 
     with Cluster(over="inproc") as job:
         job.run_sessions(script)
@@ -445,7 +446,7 @@ def test_a_rule_gives_the_same_weights_whatever_the_number_of_servers_and_in_a_l
 
 
 def test_torchs_names_of_parameters_work_in_every_call_of_a_store() -> None:
-    def script(kv: DistStore) -> Any:
+    def script(kv: KVStore) -> Any:
         kv.init("w", full(1))
         kv.set_optimizer("adam", lr=0.5, betas=(0.0, 0.0), eps=1.0, weight_decay=0.0)
         kv.set_optimizer("adam", learning_rate=0.5, beta1=0, beta2=0, epsilon=1, wd=0)  # an equal repeat

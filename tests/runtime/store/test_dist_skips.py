@@ -8,16 +8,18 @@ import numpy as np
 import pytest
 from cluster import Cluster
 
+from distrun_runtime import kvstore
 from distrun_runtime.errors import KVError
-from distrun_runtime.store.dist import DistStore
-from distrun_runtime.store.local import LocalStore
+from distrun_runtime.kvstore import KVStore
 from distrun_runtime.store.sparse import RowSparse
+
+pytestmark = pytest.mark.usefixtures("placement")
 
 KEYS = ["small", "wide", "table"]
 SHAPES = [(2,), (50, 40), (6, 3)]
 
 
-def start(kv: DistStore) -> None:
+def start(kv: KVStore) -> None:
     values: list[Any] = [np.zeros(shape) for shape in SHAPES]
     values[2] = RowSparse(values[2], np.arange(6), SHAPES[2])
     kv.init(KEYS, values)
@@ -31,7 +33,7 @@ def ones() -> list[Any]:
 @pytest.mark.parametrize("over", ["inproc", "zmq"])
 @pytest.mark.parametrize("rule", [True, False])
 def test_a_round_that_one_worker_skips_changes_no_value(rule: bool, over: str) -> None:
-    def script(kv: DistStore) -> list[Any]:
+    def script(kv: KVStore) -> list[Any]:
         start(kv)
         if rule:
             kv.set_optimizer("test")
@@ -60,7 +62,7 @@ def test_a_round_that_one_worker_skips_changes_no_value(rule: bool, over: str) -
 
 
 def test_a_pull_after_a_skipped_round_reads_the_value() -> None:
-    def script(kv: DistStore) -> list[float]:
+    def script(kv: KVStore) -> list[float]:
         start(kv)
         kv.push(KEYS, ones())
         kv.skip_round(KEYS, {})
@@ -74,7 +76,7 @@ def test_a_pull_after_a_skipped_round_reads_the_value() -> None:
 
 
 def test_only_row_sparse_keys_can_be_skipped_too() -> None:
-    def script(kv: DistStore) -> Any:
+    def script(kv: KVStore) -> Any:
         start(kv)
         if kv.rank:
             return dict(kv.skip_round("table", {"rank": 1}).skipped)
@@ -90,7 +92,7 @@ def test_only_row_sparse_keys_can_be_skipped_too() -> None:
 def test_what_a_skipped_round_had_compressed_is_as_after_a_push_that_was_refused() -> None:
     """The worker that skipped has its residual as it was; the other one's went on."""
 
-    def script(kv: DistStore) -> float:
+    def script(kv: KVStore) -> float:
         kv.set_gradient_compression({"type": "2bit", "threshold": 0.5, "min_size": 0})
         kv.init("w", np.zeros(4, np.float32))
         out = np.zeros(4, np.float32)
@@ -117,14 +119,14 @@ def test_where_there_are_no_rounds_nothing_is_skipped(type_name: str) -> None:
         return dict(pending.skipped), bool((out >= 1).all())
 
     if type_name == "local":
-        assert script(LocalStore()) == ({}, True)
+        assert script(kvstore.create("local")) == ({}, True)
         return
     with Cluster(2, over="inproc") as job:
         assert job.run(script, type_name) == [({}, True)] * 2
 
 
 def test_a_push_can_be_checked_before_any_part_of_it_is_sent() -> None:
-    def script(kv: DistStore) -> str:
+    def script(kv: KVStore) -> str:
         kv.init(["a", "b"], [np.zeros(300, np.float32), np.zeros(300, np.float32)])
         bad = [np.ones(300, np.float32), np.full(300, np.nan, np.float32)]
         kv.check_push(["a", "b"], bad)  # nothing is compressed yet: it travels as it is
@@ -146,7 +148,7 @@ def test_a_push_can_be_checked_before_any_part_of_it_is_sent() -> None:
 
 
 def test_a_worker_whose_gradient_is_refused_pushes_zeros_and_stays_in_its_round() -> None:
-    def script(kv: DistStore) -> list[float]:
+    def script(kv: KVStore) -> list[float]:
         kv.set_gradient_compression({"type": "2bit", "threshold": 1.0, "min_size": 0})
         kv.init("w", np.zeros(4, np.float32))
         seen, out = [], np.zeros(4, np.float32)
@@ -166,7 +168,7 @@ def test_a_worker_whose_gradient_is_refused_pushes_zeros_and_stays_in_its_round(
 
 
 def test_a_companion_sums_beside_the_rule() -> None:
-    def script(kv: DistStore) -> list[float]:
+    def script(kv: KVStore) -> list[float]:
         kv.init(0, np.zeros(2))
         kv.set_optimizer("sgd", learning_rate=1.0)
         with kv.companion() as other:

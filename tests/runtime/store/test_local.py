@@ -15,7 +15,7 @@ import pytest
 
 from distrun_runtime import kvstore
 from distrun_runtime.errors import KVError, StoreClosed
-from distrun_runtime.store.base import KVStore
+from distrun_runtime.kvstore import KVStore
 
 Array = npt.NDArray[Any]
 SHAPE = (4, 4)

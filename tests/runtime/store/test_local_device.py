@@ -14,7 +14,7 @@ from distrun_runtime import kvstore
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.dtypes import BFLOAT16, narrow, widen
 from distrun_runtime.errors import KVError
-from distrun_runtime.store.base import KVStore
+from distrun_runtime.kvstore import KVStore
 
 DEVICES = 4
 SHAPES = {3: (4, 5), 5: (70, 30), 7: (1,)}

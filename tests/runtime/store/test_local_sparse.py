@@ -9,8 +9,7 @@ import pytest
 
 from distrun_runtime import kvstore
 from distrun_runtime.errors import KVError
-from distrun_runtime.kvstore import RowSparse
-from distrun_runtime.store.base import KVStore
+from distrun_runtime.kvstore import KVStore, RowSparse
 
 SHAPE = (4, 4)
 DEVICES = 4

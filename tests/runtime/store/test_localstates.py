@@ -271,7 +271,7 @@ def test_a_jobs_states_are_loaded_here_and_ours_in_a_job_of_another_size(tmp_pat
         push(kv)
         return everything(kv)
 
-    with Cluster(1, 2, over="inproc", bigarray_bound=3) as cluster:
+    with Cluster(1, 2, over="inproc", bigarray_bound=3, partition="mxnet") as cluster:
         (expected,) = cluster.run(in_job)
     kv = filled()
     kv.load_states(tmp_path)
@@ -279,7 +279,7 @@ def test_a_jobs_states_are_loaded_here_and_ours_in_a_job_of_another_size(tmp_pat
     assert everything(kv) == expected
     kv.save_states(tmp_path)
     push(kv)
-    with Cluster(1, 3, over="inproc", bigarray_bound=2) as cluster:
+    with Cluster(1, 3, over="inproc", bigarray_bound=2, partition="mxnet") as cluster:
         assert cluster.run(in_job) == [everything(kv)]
 
 

@@ -1,47 +1,16 @@
-"""Pending: an error is raised once, by whoever waits or else by the next call."""
+"""Errors that nobody waited for, of several calls, and the thread of collective calls.
+
+What a store's calls show of them is in tests/runtime/test_kvstore_lifetime.py.
+"""
 
 from __future__ import annotations
 
-import os
-import threading
-from typing import Any
-
-import numpy as np
 import pytest
 
-from distrun_runtime.errors import KVError, PeerLost, StoreClosed, TimedOut
-from distrun_runtime.store.outcome import Both
+from distrun_runtime.errors import KVError, PeerLost, TimedOut
 from distrun_runtime.store.pending import Late, Line, Settled, Task
 
 DEADLINE_S = 60.0
-
-
-def test_an_error_nobody_waited_for_is_raised_once_by_the_next_call() -> None:
-    late = Late()
-    Settled("push of key 'w'", ZeroDivisionError("mine"), late)
-    with pytest.raises(ZeroDivisionError, match="mine"):
-        late.raise_first()
-    late.raise_first()
-
-
-def test_an_error_that_was_waited_for_is_not_raised_again_by_the_next_call() -> None:
-    late = Late()
-    pending = Settled("push of key 'w'", ZeroDivisionError("mine"), late)
-    assert pending.is_done
-    for _ in range(2):  # each who waits hears of it
-        with pytest.raises(ZeroDivisionError, match="mine"):
-            pending.wait(0)
-    late.raise_first()
-
-
-@pytest.mark.parametrize("timeout_s", ["x", float("nan"), []])
-def test_what_is_no_number_of_seconds_is_refused(timeout_s: Any) -> None:
-    task = Task("push", lambda: None, Late())
-    task.run()
-    for pending in (Settled("push"), task, Both("pushpull", Settled("push"), task)):
-        pending.wait(np.float32(1))
-        with pytest.raises(KVError, match="wait: timeout_s is a number of seconds or None, not"):
-            pending.wait(timeout_s)
 
 
 def test_of_several_late_errors_the_first_is_raised_and_the_others_are_its_notes() -> None:
@@ -66,27 +35,6 @@ def test_a_cause_that_many_calls_fail_of_is_told_once() -> None:
     assert vars(caught.value)["__notes__"] == ["and also: push of key 7: no such piece"]
 
 
-def test_of_many_threads_exactly_one_is_told_a_late_error() -> None:
-    late = Late()
-    Settled("push", ValueError("mine"), late)
-    start = threading.Barrier(8)
-    told: list[str] = []
-
-    def call() -> None:
-        start.wait(DEADLINE_S)
-        try:
-            late.raise_first()
-        except ValueError as err:
-            told.append(str(err))
-
-    threads = [threading.Thread(target=call) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-    assert told == ["mine"]
-
-
 def test_an_error_is_not_raised_elsewhere_while_somebody_waits_for_it() -> None:
     late = Late()
     failing = Task("init", _fail, late)
@@ -108,19 +56,6 @@ def test_of_two_that_wait_for_a_call_the_first_to_give_up_leaves_the_error_to_th
         late.raise_first()
 
 
-def test_in_a_forked_child_a_wait_raises_at_once() -> None:
-    task = Task("init of key 'w'", lambda: None, Late())
-    child = os.fork()
-    if child == 0:
-        try:
-            task.wait()
-        except StoreClosed:
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
 def test_a_task_that_is_run_is_done_and_gives_back_what_it_held() -> None:
     done: list[int] = []
     task = Task("init of key 'w'", lambda: done.append(1), Late())
@@ -131,19 +66,6 @@ def test_a_task_that_is_run_is_done_and_gives_back_what_it_held() -> None:
     assert done == [1]
     assert repr(task) == "<Pending init of key 'w': done>"
     assert not hasattr(task, "_body")
-
-
-def test_a_wait_that_is_too_short_names_what_it_waited_for_and_may_be_repeated() -> None:
-    release = threading.Event()
-    line = Line("calls")
-    task = Task("init of key 'w'", lambda: release.wait(DEADLINE_S) and None, Late())
-    line.put(task)
-    assert not line.is_idle
-    with pytest.raises(TimedOut, match=r"init of key 'w': not done after \d+\.\d s"):
-        task.wait(0.001)
-    release.set()
-    task.wait(DEADLINE_S)
-    assert line.is_idle
 
 
 def test_a_line_runs_its_tasks_in_order_and_goes_on_after_one_that_failed() -> None:

@@ -10,19 +10,23 @@ import pytest
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import rows
-from distrun_runtime.protocol.message import DTYPE_CODES, Entry, Kind, Payload
+from distrun_runtime.protocol.message import DTYPE_CODES, Entry, Kind, Payload, rows_of
+from distrun_runtime.ps.routing import Layout, Shape, mxnet_layout
 from distrun_runtime.store import pieces, requests
+from distrun_runtime.store.base import Record
 from distrun_runtime.store.compress import Compressor, Setting
-from distrun_runtime.store.pieces import Layout, RowTarget, Target
-from distrun_runtime.store.record import Record
+from distrun_runtime.store.pieces import RowTarget
 from distrun_runtime.store.sparse import RowSparse
 
 WIDE = np.arange(1600, dtype="float32").reshape(40, 40)
 
 
 def placed(value: Any, *, servers: int = 2, factor: int = 1, number: int = 5) -> tuple[Record, Layout]:
+    """Return a value's record and a layout that has it on all servers."""
     record = Record.of("w", 0, value)
-    return record, Layout.of(number, record, servers, 1000, factor)
+    rows = record.shape[0] if record.is_sparse else 0
+    shape = Shape(record.size, record.dtype.itemsize, record.row_size if record.is_sparse else 0, rows)
+    return record, mxnet_layout(number, record.index, shape, servers=servers, bound=1000, factor=factor)
 
 
 def bytes_of(parts: list[pieces.Part]) -> bytes:
@@ -64,9 +68,9 @@ def test_a_compressed_contribution_has_the_codecs_number_and_parameters() -> Non
     record, layout = placed(WIDE, factor=16)
     parts = pieces.contribution(record, layout, WIDE, compressor, lent=False)
     assert [(part.codec, part.params, part.size_bytes) for part in parts] == [(1, {"threshold": 2.0}, 200)] * 2
-    [one, two] = requests.pack(Kind.PUSH, 1, parts, {"w": 3})
+    [one, two] = requests.pack(Kind.PUSH, 1, parts, [0, 0, 0, 0, 0, 3])
     assert one.message.body == two.message.body == {"codec": {"threshold": 2.0}}
-    assert one.message.entries[0] == Entry(5, 0, 800, 3, 0, 1, Payload.FRAME)
+    assert rows_of(one.message.entries) == [Entry(5, 0, 800, 3, 0, 1, Payload.FRAME)]
     assert pieces.wanted(record, layout, compressor)[0].codec == 0
     compressor.set(Setting.of({"type": "fp16", "two_way": True}))
     assert [part.codec for part in pieces.wanted(record, layout, compressor)] == [3, 3]
@@ -96,15 +100,16 @@ def test_small_pieces_of_one_server_share_a_message_within_limits(monkeypatch: p
     for number in range(12):
         value = np.zeros(number * 3, "float32")
         record = Record.of(number, number, value)
-        parts += pieces.whole(record, Layout.of(number, record, 2, 1000), value)
-    packed = requests.pack(Kind.PUSH, 1, parts, dict.fromkeys(range(12), 1), priority=4)
+        layout = mxnet_layout(number, number, Shape(record.size, record.dtype.itemsize), servers=2, bound=1000)
+        parts += pieces.whole(record, layout, value)
+    packed = requests.pack(Kind.PUSH, 1, parts, [1] * 12, priority=4)
     assert sorted(part.number for one in packed for part in one.parts) == list(range(12))
     for one in packed:
         assert {part.piece.server for part in one.parts} == {int(one.link[-1])}
         assert len(one.parts) <= 3
         assert len(one.parts) == 1 or sum(part.size_bytes for part in one.parts) <= 100
         assert one.message.priority == 4
-        assert [entry.key for entry in one.message.entries] == [part.number for part in one.parts]
+        assert one.message.entries["key"].tolist() == [part.number for part in one.parts]
 
 
 def test_an_answer_is_decoded_by_what_its_entry_says() -> None:
@@ -116,16 +121,3 @@ def test_an_answer_is_decoded_by_what_its_entry_says() -> None:
     assert (requests.values_of(part, half, WIDE.astype("float16").tobytes(), {}) == WIDE.reshape(-1)).all()
     with pytest.raises(KVError, match="float64"):
         requests.values_of(part, Entry(5, 0, 1600, 1, DTYPE_CODES[np.dtype("float64")]), b"", {})
-
-
-def test_outputs_of_any_strides_and_number_are_filled() -> None:
-    first, second = np.zeros((80, 40), "float32")[::2], np.zeros((40, 40), "float32", order="F")
-    third = np.zeros((40, 40), "float32")
-    for outs in ([first, second], [third, first, second]):
-        target = Target(outs)
-        for piece in placed(WIDE)[1].pieces:
-            target.write(piece, WIDE.reshape(-1)[piece.offset : piece.end])
-        target.finish()
-        assert all((out == WIDE).all() for out in outs)
-        for out in outs:
-            out[...] = 0

@@ -7,19 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distrun_runtime import kvstore
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.cpu import Threads
-from distrun_runtime.arrays.dtypes import narrow, widen
+from distrun_runtime.arrays.dtypes import Array, narrow, widen
 from distrun_runtime.errors import KVError
-from distrun_runtime.store.compress import Setting
-from distrun_runtime.store.record import Record
+from distrun_runtime.kvstore import KVStore, RowSparse
+from distrun_runtime.store.base import Record
 from distrun_runtime.store.reducer import DeviceReducer, Reducer, place, reducer_for
-from distrun_runtime.store.sparse import RowSparse
-
-REDUCERS = [
-    *(Reducer(Threads()), Reducer(Threads(4, bound=2))),
-    *(DeviceReducer(Threads()), DeviceReducer(Threads(2, bound=2))),
-]
 
 
 def test_the_largest_keys_are_placed_first_each_where_the_fewest_elements_are() -> None:
@@ -46,41 +41,49 @@ def test_no_device_has_more_than_another_by_more_than_its_last_key(sizes: list[i
             assert load[device] - min(mine) <= min(load)
 
 
+THREADS = {"MXNET_KVSTORE_REDUCTION_NTHREADS": "4", "MXNET_KVSTORE_BIGARRAY_BOUND": "2"}
+"""Values of 2 elements are summed by four threads."""
+
+
+def stores(monkeypatch: pytest.MonkeyPatch) -> list[KVStore]:
+    """Return a store for each place where device values are summed: host or device, by one thread or several."""
+    plain = [kvstore.create("local"), kvstore.create("device")]
+    for name, value in THREADS.items():
+        monkeypatch.setenv(name, value)
+    return [*plain, kvstore.create("local"), kvstore.create("device")]
+
+
 @pytest.mark.parametrize("dtype", dtypes.NAMES)
 @pytest.mark.parametrize("devices", [2, 4])
-def test_sums_on_the_host_on_devices_and_by_threads_are_the_same_bits(dtype: str, devices: int) -> None:
+def test_sums_on_the_host_on_devices_and_by_threads_are_the_same_bits(
+    dtype: str, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     random = np.random.default_rng(7)
     kind = dtypes.parse(dtype)
     values = [narrow((random.normal(size=(5, 3)) * 50).astype(dtypes.work_dtype(kind)), kind) for _ in range(devices)]
-    record = Record.of("w", 0, values[0])
-    sums = [reducer.reduce([(record, values)])[0] for reducer in REDUCERS]
-    assert all(total.tobytes() == sums[0].tobytes() for total in sums)  # type: ignore[union-attr]  # arrays
     wide = [widen(value) for value in values]
     exact = wide[0].copy()
     for one in wide[1:]:
         exact += one
-    assert np.array_equal(sums[0], narrow(exact, kind))  # type: ignore[arg-type]
+    for kv in stores(monkeypatch):
+        kv.init("w", np.zeros((5, 3), kind))
+        kv.push("w", values)
+        total = np.zeros((5, 3), kind)
+        kv.pull("w", total)
+        assert total.tobytes() == narrow(exact, kind).tobytes()
 
 
-@pytest.mark.parametrize("reducer", REDUCERS)
-def test_one_value_is_handed_on_as_it_is_and_several_are_left_alone(reducer: Reducer) -> None:
-    value, other = np.ones(3), np.ones(3)
-    record = Record.of("w", 0, value)
-    assert reducer.reduce([(record, [value])])[0] is value
-    (total,) = reducer.reduce([(record, [value, other])])
-    assert total is not value
-    assert value.tolist() == other.tolist() == [1, 1, 1]
-
-
-@pytest.mark.parametrize("reducer", REDUCERS)
-def test_rows_of_devices_are_summed_into_each_row_once(reducer: Reducer) -> None:
+def test_rows_of_devices_are_summed_into_each_row_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first = RowSparse(np.ones((2, 2)), [3, 1], (4, 2))
     second = RowSparse(np.full((2, 2), 2.0), [3, 3], (4, 2))
-    record = Record.of("t", 0, first)
-    (total,) = reducer.reduce([(record, [first, second])])
-    assert isinstance(total, RowSparse)
-    assert total.rows.tolist() == [1, 3]
-    assert total.values.tolist() == [[1, 1], [5, 5]]
+    for kv in stores(monkeypatch):
+        kv.init("t", RowSparse.empty((4, 2), "float64"))
+        kv.set_optimizer("test")
+        kv.push("t", [first, second])
+        total = np.empty((4, 2))
+        kv.pull("t", total)
+        assert total.tolist() == [[0, 0], [1, 1], [0, 0], [5, 5]]
+        assert (first.rows.tolist(), second.rows.tolist()) == ([3, 1], [3, 3])
 
 
 def test_the_merge_buffers_of_keys_are_spread_over_the_devices() -> None:
@@ -98,27 +101,37 @@ def test_the_merge_buffers_of_keys_are_spread_over_the_devices() -> None:
     assert reducer.places == {"e": 0, "a": 1, "b": 2, "c": 3, "d": 3}
 
 
+def compressing(*keys: str, size: int) -> KVStore:
+    kv = kvstore.create("device")
+    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5, "min_size": 0})
+    kv.init(list(keys), [np.zeros(size, np.float32) for _ in keys])
+    return kv
+
+
+def pushed(kv: KVStore, key: str, values: list[Array]) -> float:
+    """Return the first element of the sum that a push has stored."""
+    kv.push(key, values)
+    out = np.empty_like(values[0])
+    kv.pull(key, out)
+    return round(float(out[0]), 6)
+
+
 def test_each_device_has_a_residual_of_its_own() -> None:
-    reducer = DeviceReducer(Threads(), compresses=True)
-    assert reducer.compressor is not None
-    reducer.compressor.set(Setting.of({"type": "2bit", "threshold": 0.5, "min_size": 0}))
+    kv = compressing("w", size=3)
     values = [np.full(3, n, np.float32) for n in (0.4, 0.1)]
-    record = Record.of("w", 0, values[0])
-    sums = [reducer.reduce([(record, values)])[0] for _ in range(5)]
     # 0.4 is sent with the 2nd, 3rd, 4th and 5th push, 0.1 with the 5th.
-    assert [round(float(total[0]), 6) for total in sums] == [0, 0.5, 0.5, 0.5, 1.0]  # type: ignore[index]
-    assert reducer.reduce([(record, [np.full(3, 0.6, np.float32)])])[0].tolist() == [0.5] * 3  # type: ignore[union-attr]
+    assert [pushed(kv, "w", values) for _ in range(5)] == [0, 0.5, 0.5, 0.5, 1.0]
+    assert pushed(kv, "w", [np.full(3, 0.6, np.float32)]) == 0.5
 
 
 def test_a_value_that_cannot_be_compressed_changes_no_residual() -> None:
-    reducer = DeviceReducer(Threads(), compresses=True)
-    assert reducer.compressor is not None
-    reducer.compressor.set(Setting.of({"type": "2bit", "min_size": 0}))
+    kv = compressing("w", "v", size=2)
     good, bad = np.full(2, 0.4, np.float32), np.array([1, np.nan], np.float32)
-    record, other = Record.of("w", 0, good), Record.of("v", 1, good)
-    with pytest.raises(KVError, match="key 'v'"):
-        reducer.reduce([(record, [good, good]), (other, [good, bad])])
-    assert reducer.compressor.residuals() == {}
+    for _ in range(3):
+        with pytest.raises(KVError, match="key 'v'"):
+            kv.push(["w", "v"], [[good, good], [good, bad]])
+    # Three pushes of 0.4 would have left 1.2.
+    assert pushed(kv, "w", [good, good]) == pushed(kv, "v", [good, good]) == 0
 
 
 def test_each_kind_of_store_has_its_reducer_set_up_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distrun_runtime.errors import KVError
-from distrun_runtime.store.dist import DistStore
+from distrun_runtime.kvstore import KVStore
 from distrun_runtime.trainer import Parameter, Trainer
-from distrun_runtime.trainer.agreement import fingerprint, rules_differ
-from distrun_runtime.trainer.changes import chosen
+from distrun_runtime.trainer.agreement import chosen, fingerprint
 
 RATE = {"learning_rate": 1.0}
 
@@ -22,7 +21,7 @@ RATE = {"learning_rate": 1.0}
 def run(script: Any, workers: int = 2, **changes: object) -> list[Any]:
     """Run script(kv, parameter, trainer) in every worker of a job whose trainers update."""
 
-    def work(kv: DistStore) -> Any:
+    def work(kv: KVStore) -> Any:
         one = Parameter(np.zeros(3), np.ones(3), name="x")
         return script(kv, one, Trainer([one], "sgd", RATE, kvstore=kv, update_on_kvstore=False))
 
@@ -37,7 +36,7 @@ def refused(act: Any) -> str:
 
 
 def test_another_learning_rate_is_refused_by_rank_and_nothing_is_updated() -> None:
-    def script(kv: DistStore, one: Parameter, trainer: Trainer) -> tuple[str, float]:
+    def script(kv: KVStore, one: Parameter, trainer: Trainer) -> tuple[str, float]:
         trainer.step(3)
         trainer.set_learning_rate(0.5 if kv.rank == 1 else 0.25)
         said = refused(lambda: trainer.step(3))
@@ -56,7 +55,7 @@ def test_another_learning_rate_is_refused_by_rank_and_nothing_is_updated() -> No
 
 
 def test_trainers_that_were_made_with_different_rates_are_told_in_their_first_step() -> None:
-    def script(kv: DistStore) -> str:
+    def script(kv: KVStore) -> str:
         one = Parameter(np.zeros(3), np.ones(3), name="x")
         rule = {"learning_rate": 1.0 + kv.rank, "momentum": 0.5 * kv.rank, "wd": 0.1}
         trainer = Trainer([one], "sgd", rule, kvstore=kv, update_on_kvstore=False)
@@ -70,7 +69,7 @@ def test_trainers_that_were_made_with_different_rates_are_told_in_their_first_st
 
 
 def test_a_multiplier_of_one_worker_is_refused_with_the_parameters_name() -> None:
-    def script(kv: DistStore, one: Parameter, trainer: Trainer) -> str:
+    def script(kv: KVStore, one: Parameter, trainer: Trainer) -> str:
         one.lr_mult = 1.0 + kv.rank
         return refused(lambda: trainer.step(1))
 
@@ -79,7 +78,7 @@ def test_a_multiplier_of_one_worker_is_refused_with_the_parameters_name() -> Non
 
 
 def test_other_batch_sizes_in_update_are_refused_by_the_next_step() -> None:
-    def script(kv: DistStore, one: Parameter, trainer: Trainer) -> tuple[str, float]:
+    def script(kv: KVStore, one: Parameter, trainer: Trainer) -> tuple[str, float]:
         trainer.allreduce_grads()
         trainer.update(2 + 2 * kv.rank)
         one.grad = np.ones(3)
@@ -97,7 +96,7 @@ def test_other_batch_sizes_in_update_are_refused_by_the_next_step() -> None:
 
 
 def test_workers_that_step_in_different_ways_are_refused() -> None:
-    def script(kv: DistStore, one: Parameter, trainer: Trainer) -> str:
+    def script(kv: KVStore, one: Parameter, trainer: Trainer) -> str:
         return refused(trainer.allreduce_grads if kv.rank else lambda: trainer.step(1))
 
     for said in run(script, workers=3):
@@ -105,7 +104,7 @@ def test_workers_that_step_in_different_ways_are_refused() -> None:
 
 
 def test_a_worker_out_of_data_compares_too() -> None:
-    def script(kv: DistStore, one: Parameter, trainer: Trainer) -> str:
+    def script(kv: KVStore, one: Parameter, trainer: Trainer) -> str:
         if kv.rank == 0:
             return refused(trainer.join)
         trainer.set_learning_rate(0.5)
@@ -116,7 +115,7 @@ def test_a_worker_out_of_data_compares_too() -> None:
 
 
 def test_a_weight_that_one_worker_sets_is_refused_on_all() -> None:
-    def script(kv: DistStore, one: Parameter, trainer: Trainer) -> tuple[str, float]:
+    def script(kv: KVStore, one: Parameter, trainer: Trainer) -> tuple[str, float]:
         if kv.rank:
             one.set_data(np.full(3, 5.0))
         said = refused(lambda: trainer.step(1))
@@ -133,7 +132,7 @@ def test_a_weight_that_one_worker_sets_is_refused_on_all() -> None:
 
 
 def test_states_that_one_worker_loads_are_refused_on_all(tmp_path: Any) -> None:
-    def script(kv: DistStore, one: Parameter, trainer: Trainer) -> tuple[str, float]:
+    def script(kv: KVStore, one: Parameter, trainer: Trainer) -> tuple[str, float]:
         trainer.set_optimizer_params(momentum=0.5)
         trainer.step(2)
         path = tmp_path / ("states-%d" % kv.rank)
@@ -156,7 +155,7 @@ def test_states_that_one_worker_loads_are_refused_on_all(tmp_path: Any) -> None:
 def test_only_the_momentum_may_differ_after_a_load(tmp_path: Any) -> None:
     """The weights are alike: the states are compared too."""
 
-    def script(kv: DistStore, one: Parameter, trainer: Trainer) -> str:
+    def script(kv: KVStore, one: Parameter, trainer: Trainer) -> str:
         trainer.set_optimizer_params(momentum=0.5)
         trainer.save_states(tmp_path / ("states-%d" % kv.rank))
         trainer.step(2)
@@ -171,7 +170,7 @@ def test_only_the_momentum_may_differ_after_a_load(tmp_path: Any) -> None:
 
 
 def test_states_that_all_load_are_no_difference(tmp_path: Any) -> None:
-    def script(kv: DistStore, one: Parameter, trainer: Trainer) -> float:
+    def script(kv: KVStore, one: Parameter, trainer: Trainer) -> float:
         trainer.step(2)
         trainer.save_states(tmp_path / ("states-%d" % kv.rank))
         trainer.step(2)
@@ -186,7 +185,7 @@ def test_states_that_all_load_are_no_difference(tmp_path: Any) -> None:
 def test_nothing_more_is_sent_while_all_is_alike() -> None:
     """Ten steps of a parameter and the counter: 20 pushes and 20 pulls of each worker, and no other round."""
 
-    def script(kv: DistStore, one: Parameter, trainer: Trainer) -> int:
+    def script(kv: KVStore, one: Parameter, trainer: Trainer) -> int:
         for _ in range(10):
             trainer.step(2)
         kv.barrier()
@@ -207,21 +206,30 @@ def test_the_sums_of_fingerprints_and_of_their_squares_show_any_difference(facts
     assert alike is (len(set(facts)) == 1)
 
 
-def test_squares_of_fingerprints_of_any_job_fit_into_64_bits() -> None:
-    assert 2**15 * (2**24 - 1) ** 2 < 2**63
+def test_a_message_names_three_settings_that_differ_and_counts_the_rest() -> None:
+    def script(kv: KVStore, one: Parameter, trainer: Trainer) -> str:
+        own = 0.25 + 0.5 * kv.rank
+        trainer.set_optimizer_params(learning_rate=own, momentum=own, wd=own, clip_gradient=own)
+        one.lr_mult = own
+        return refused(lambda: trainer.step(1))
+
+    for said in run(script):
+        named, _, _ = said.partition(". fix:")
+        assert named.count(" on worker-0, ") == 3
+        assert named.endswith("; and 2 more")
 
 
-def test_a_message_names_three_differences_and_counts_the_rest() -> None:
-    def note(value: int) -> dict[str, Any]:
-        params = dict.fromkeys("abcde", value)
-        return {"rule": {"name": "sgd", "params": params, "lr_mult": [], "wd_mult": []}, "divided": None}
+def test_a_message_names_three_weights_that_only_one_worker_changed_and_counts_the_rest() -> None:
+    def script(kv: KVStore) -> str:
+        params = [Parameter(np.zeros(3), np.ones(3), name=name) for name in "abcde"]
+        trainer = Trainer(params, "sgd", RATE, kvstore=kv, update_on_kvstore=False)
+        for one in [] if kv.rank else params:
+            one.set_data(np.ones(3))
+        return refused(lambda: trainer.step(1))
 
-    said = rules_differ({0: note(1), 1: note(2)}, [])
-    assert said == "; ".join("%s is 1 on worker-0, 2 on worker-1" % name for name in "abc") + "; and 2 more"
-    assert rules_differ({0: note(1), 1: note(1)}, []) == ""
-    changed = {0: {"changed": list(range(5))}, 1: None}
-    with pytest.raises(KVError, match=r"'c' on worker-0 and not on worker-1 and 2 more\. It hurts\. fix: "):
-        chosen(changed, range(2), list("abcde"), "It hurts")
+    with Cluster(2, over="inproc") as job:
+        for said in job.run(script):
+            assert "parameter 'c' on worker-0 and not on worker-1 and 2 more. Each worker updates" in said
 
 
 @pytest.mark.parametrize(

@@ -1,37 +1,22 @@
-"""How a trainer's parameters share calls to its store."""
+"""The calls that a trainer makes to its store."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 
-from distrun_runtime.trainer.exchange import GROUP_BYTES, Item, finish, grouped
+from distrun_runtime import kvstore
+from distrun_runtime.store.sparse import RowSparse
+from distrun_runtime.trainer import Parameter, Trainer
 
-SMALL, BIG = GROUP_BYTES // 4, GROUP_BYTES
-
-
-def item(index: int, size: int, grads: bool = True, outs: bool = True) -> Item:
-    one = [np.zeros(1)]
-    return Item(index, one if grads else None, one if outs else [], size)
+SMALL, BIG = 256 * 1024, 1024 * 1024
+"""Bytes. What is BIG together shares a call, and nothing more does."""
 
 
-def indices(*items: Item) -> list[list[int]]:
-    return [[one.index for one in group] for group in grouped(items)]
-
-
-def test_small_neighbours_share_a_call_and_big_ones_have_their_own() -> None:
-    sizes = [SMALL, SMALL, BIG, SMALL, SMALL, SMALL, SMALL, SMALL, BIG]
-    assert indices(*(item(*pair) for pair in enumerate(sizes))) == [[0, 1], [2], [3, 4, 5, 6], [7], [8]]
-    assert indices() == []
-
-
-def test_what_is_sent_differently_shares_no_call() -> None:
-    items = [item(0, 1), item(1, 1, grads=False), item(2, 1, grads=False), item(3, 1, outs=False), item(4, 1)]
-    assert indices(*items) == [[0], [1, 2], [3], [4]]
-
-
-class Call:
-    """A Pending that has failed, or not."""
+class Pending:
+    """What a call returns that has failed, or not."""
 
     def __init__(self, error: str = "") -> None:
         self.error, self.waited, self.skipped = error, False, {}
@@ -42,8 +27,53 @@ class Call:
             raise ValueError(self.error)
 
 
-def test_the_first_error_is_raised_when_nothing_is_lent_any_more() -> None:
-    calls = [Call(), Call("first"), Call("second"), Call()]
-    with pytest.raises(ValueError, match="first"):
-        finish(calls)  # type: ignore[arg-type]
-    assert all(call.waited for call in calls)
+def parameter(size_bytes: int, **options: Any) -> Parameter:
+    return Parameter(np.zeros((size_bytes // 4, 1), np.float32), **options)
+
+
+def calls_of_a_step(params: list[Parameter], monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[int]]]:
+    """Return the calls of one step, each with its keys, in a local store that updates."""
+    made: list[tuple[str, list[int]]] = []
+
+    def noting(name: str, call: Any) -> Any:
+        def noted(keys: Any, *rest: Any, **options: Any) -> Any:
+            made.append((name, list(keys)))
+            return call(keys, *rest, **options)
+
+        return noted
+
+    with kvstore.create("local") as kv, Trainer(params, "sgd", kvstore=kv) as trainer:
+        for name in ("push", "pull", "pushpull"):
+            monkeypatch.setattr(kv, name, noting(name, getattr(kv, name)))
+        trainer.step(1, ignore_stale_grad=True)
+    return made
+
+
+def test_small_neighbours_share_a_call_and_big_ones_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [SMALL, SMALL, BIG, SMALL, SMALL, SMALL, SMALL, SMALL, BIG]
+    params = [parameter(size) for size in sizes]
+    for one in params:
+        one.grad = np.ones_like(one.data)
+    groups = [[0, 1], [2], [3, 4, 5, 6], [7], [8]]
+    assert calls_of_a_step(params, monkeypatch) == [("pushpull", group) for group in groups]
+
+
+def test_what_is_sent_differently_shares_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters 1 and 2 have no gradient, the weight of 3 stays in the store."""
+    params = [parameter(16, stype="row_sparse" if index == 3 else "default") for index in range(5)]
+    for index in (0, 4):
+        params[index].grad = np.ones_like(params[index].data)
+    params[3].grad = RowSparse(np.ones((1, 1), np.float32), [2], (4, 1))
+    expected = [("pushpull", [0]), ("pull", [1, 2]), ("push", [3]), ("pushpull", [4])]
+    assert calls_of_a_step(params, monkeypatch) == expected
+
+
+def test_the_first_error_is_raised_when_nothing_is_lent_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [parameter(BIG, grad=np.ones((BIG // 4, 1), np.float32)) for _ in range(4)]
+    with kvstore.create("local") as kv, Trainer(params, "sgd", kvstore=kv) as trainer:
+        pending = [Pending(), Pending("first"), Pending("second"), Pending()]
+        made = iter(pending)
+        monkeypatch.setattr(kv, "pushpull", lambda *_, **__: next(made))
+        with pytest.raises(ValueError, match="first"):
+            trainer.step(1)
+        assert all(each.waited for each in pending)

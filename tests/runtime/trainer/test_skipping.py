@@ -9,8 +9,8 @@ import pytest
 from cluster import Cluster
 
 from distrun_runtime.errors import KVError
+from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ops.schedules import Factor
-from distrun_runtime.store.dist import DistStore
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.trainer import Parameter, Trainer
 
@@ -26,7 +26,7 @@ def run(script: Any, type_name: str = "dist_sync", workers: int = 2, over: str =
 @UPDATES
 @pytest.mark.parametrize("over", ["inproc", "zmq"])
 def test_a_step_that_one_worker_skips_is_skipped_by_all(update_on_kvstore: bool, over: str) -> None:
-    def script(kv: DistStore) -> tuple[list[bool], float]:
+    def script(kv: KVStore) -> tuple[list[bool], float]:
         one = Parameter(np.zeros(3), name="x")
         rule = {"learning_rate": 1.0, "momentum": 0.5}
         trainer = Trainer([one], "sgd", rule, kvstore=kv, update_on_kvstore=update_on_kvstore)
@@ -46,7 +46,7 @@ def test_a_step_that_one_worker_skips_is_skipped_by_all(update_on_kvstore: bool,
 
 @UPDATES
 def test_all_workers_may_skip_the_same_step(update_on_kvstore: bool) -> None:
-    def script(kv: DistStore) -> float:
+    def script(kv: KVStore) -> float:
         one = Parameter(np.zeros(3), name="x")
         trainer = Trainer([one], "sgd", RATE, kvstore=kv, update_on_kvstore=update_on_kvstore)
         trainer.skip_step()
@@ -64,7 +64,7 @@ def test_a_gradient_that_cannot_be_compressed_is_refused_before_anything_is_sent
 ) -> None:
     """Large parameters are pushed by calls of their own: the first must not be sent if the second is refused."""
 
-    def script(kv: DistStore) -> tuple[str, list[float]]:
+    def script(kv: KVStore) -> tuple[str, list[float]]:
         params = [Parameter(np.zeros(size, np.float32), name=name) for name in "ab"]
         compression = {"type": "2bit", "threshold": 0.5, "min_size": 0}
         trainer = Trainer(params, "sgd", RATE, kv, compression_params=compression, update_on_kvstore=update_on_kvstore)
@@ -128,7 +128,7 @@ def test_without_a_store_a_skipped_step_costs_no_other(sums_first: bool) -> None
 
 @UPDATES
 def test_a_worker_out_of_data_follows_steps_that_are_skipped(update_on_kvstore: bool) -> None:
-    def script(kv: DistStore) -> tuple[float, float]:
+    def script(kv: KVStore) -> tuple[float, float]:
         one = Parameter(np.zeros(3), name="x")
         rule = {"learning_rate": 1.0, "lr_scheduler": Factor(1, 0.5)}
         trainer = Trainer([one], "sgd", rule, kvstore=kv, update_on_kvstore=update_on_kvstore)
@@ -144,7 +144,7 @@ def test_a_worker_out_of_data_follows_steps_that_are_skipped(update_on_kvstore: 
 
 @UPDATES
 def test_a_skipped_step_is_no_step_of_the_schedule_nor_of_saved_states(tmp_path: Any, update_on_kvstore: bool) -> None:
-    def script(kv: DistStore) -> list[float]:
+    def script(kv: KVStore) -> list[float]:
         one = Parameter(np.zeros(3), name="x")
         rule = {"learning_rate": 1.0, "lr_scheduler": Factor(1, 0.5)}
         trainer = Trainer([one], "sgd", rule, kvstore=kv, update_on_kvstore=update_on_kvstore)
@@ -165,7 +165,7 @@ def test_a_skipped_step_is_no_step_of_the_schedule_nor_of_saved_states(tmp_path:
 
 
 def test_a_step_in_two_halves_can_be_skipped() -> None:
-    def script(kv: DistStore) -> tuple[list[Any], float]:
+    def script(kv: KVStore) -> tuple[list[Any], float]:
         one = Parameter(np.zeros(3), name="x")
         trainer = Trainer([one], "sgd", RATE, kvstore=kv, update_on_kvstore=False)
         made: list[Any] = []
@@ -185,7 +185,7 @@ def test_a_step_in_two_halves_can_be_skipped() -> None:
 
 
 def test_row_sparse_gradients_are_skipped_too() -> None:
-    def script(kv: DistStore) -> list[Any]:
+    def script(kv: KVStore) -> list[Any]:
         table = Parameter(np.zeros((4, 2)), name="table", stype="row_sparse")
         dense = Parameter(np.zeros(2), name="dense", grad_stype="row_sparse")
         trainer = Trainer([table, dense], "sgd", RATE, kvstore=kv)
@@ -200,7 +200,7 @@ def test_row_sparse_gradients_are_skipped_too() -> None:
 
 
 def test_without_rounds_only_the_own_gradients_are_dropped() -> None:
-    def script(kv: DistStore) -> float:
+    def script(kv: KVStore) -> float:
         one = Parameter(np.zeros(2), np.ones(2), name="x")
         trainer = Trainer([one], "sgd", RATE, kvstore=kv)
         if kv.rank:

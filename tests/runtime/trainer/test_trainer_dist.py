@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cluster import Cluster
+from cluster import Cluster, open_store
 from linear import RATE, Linear, examples, trained
 
 from distrun_runtime.errors import KVError, PeerLost
+from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ops.schedules import Factor
 from distrun_runtime.ps.session import Session
-from distrun_runtime.store.dist import DistStore
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.trainer import Parameter, Trainer
 
@@ -34,7 +34,7 @@ def run(script, type_name: str = "dist_sync", workers: int = 2, **changes: objec
 def test_gluon_step_cpu(workers: int, update_on_kvstore: bool) -> None:
     """Row: one SGD step lr 1, grad rank + 1: x = 1 - n(n+1)/2."""
 
-    def script(kv: DistStore) -> float:
+    def script(kv: KVStore) -> float:
         one = Parameter(ones(10, 1), np.full((10, 1), kv.rank + 1, np.float32), name="x")
         trainer = Trainer([one], "sgd", {"learning_rate": 1.0}, kvstore=kv, update_on_kvstore=update_on_kvstore)
         trainer.step(1)
@@ -49,7 +49,7 @@ def test_gluon_step_cpu(workers: int, update_on_kvstore: bool) -> None:
 def test_gluon_sparse_step_cpu(workers: int, stype: str) -> None:
     """Row: the same through a row-sparse weight and its rows; and a dense weight with row-sparse gradients."""
 
-    def script(kv: DistStore) -> list[float]:
+    def script(kv: KVStore) -> list[float]:
         table = Parameter(ones(3, 4), name="x", stype=stype, grad_stype="row_sparse")
         trainer = Trainer([table], "sgd", {"learning_rate": 1.0}, kvstore=kv)
         table.grad = RowSparse(np.full((1, 4), kv.rank + 1, np.float32), [1], (3, 4))
@@ -69,7 +69,7 @@ def test_gluon_type_cpu(type_name: str) -> None:
     def script(session: Session) -> None:
         for stype, grad_stype in stypes:
             for asked in (None, True, False):
-                kv = DistStore(type_name, session)
+                kv = open_store(type_name, session)
                 one = Parameter(ones(2, 3), name="x", stype=stype, grad_stype=grad_stype)
                 options = {"kvstore": kv, "update_on_kvstore": asked}
                 if asked is False and ("async" in type_name or grad_stype != "default"):
@@ -86,7 +86,7 @@ def test_gluon_type_cpu(type_name: str) -> None:
 def test_a_parameter_of_a_distributed_store_cannot_be_reset_by_one_worker() -> None:
     """Row: invalid_cpu / trainer reset: loading parameters is a RuntimeError; `assign` does it for all."""
 
-    def script(kv: DistStore) -> tuple[float, float]:
+    def script(kv: KVStore) -> tuple[float, float]:
         one = Parameter(ones(2), name="x")
         trainer = Trainer([one], "sgd", {"learning_rate": 1.0}, kvstore=kv)
         with pytest.raises(RuntimeError, match=r"'x' is kept in the distributed store .*trainer.assign\(\) on all"):
@@ -113,7 +113,7 @@ def test_n_workers_train_as_one_with_n_times_the_batch(workers: int, devices: in
     x, y = examples(40)
     batches = [(0, 16), (16, 32), (32, 40)]
 
-    def script(kv: DistStore) -> list[np.ndarray]:
+    def script(kv: KVStore) -> list[np.ndarray]:
         model = Linear(devices, seed=3 + kv.rank)  # rank 0's weights are taken
         trainer = Trainer(model.params, "sgd", RATE, kvstore=kv, update_on_kvstore=update_on_kvstore)
         for first, last in batches:
@@ -126,7 +126,7 @@ def test_n_workers_train_as_one_with_n_times_the_batch(workers: int, devices: in
 
     reference = trained([(x[first:last], y[first:last]) for first, last in batches])
     expected = [one for one in reference for _ in range(devices)]
-    for weights in run(script, workers=workers, bigarray_bound=5):
+    for weights in run(script, workers=workers, bigarray_bound=5, partition="mxnet"):
         for got, one in zip(weights, expected, strict=True):
             # float64; only the order of additions differs
             np.testing.assert_allclose(got, one, rtol=1e-11)
@@ -136,7 +136,7 @@ def test_n_workers_train_as_one_with_n_times_the_batch(workers: int, devices: in
 def test_workers_with_batches_of_different_sizes_stay_alike(update_on_kvstore: bool) -> None:
     """Each divides its own gradients by what it passes; all have one weight afterwards."""
 
-    def script(kv: DistStore) -> float:
+    def script(kv: KVStore) -> float:
         one = Parameter(np.zeros(2), np.ones(2), name="x")
         trainer = Trainer([one], "sgd", {"learning_rate": 1.0}, kvstore=kv, update_on_kvstore=update_on_kvstore)
         trainer.step(2 if kv.rank else 4)
@@ -150,7 +150,7 @@ def test_workers_with_batches_of_different_sizes_stay_alike(update_on_kvstore: b
 def test_a_worker_out_of_data_joins_and_all_end_alike(call: str, update_on_kvstore: bool) -> None:
     """Rank r makes r + 1 steps an epoch, two epochs; with momentum, which goes on in steps without its gradients."""
 
-    def script(kv: DistStore) -> tuple[float, float]:
+    def script(kv: KVStore) -> tuple[float, float]:
         one = Parameter(np.zeros(3), name="x")
         options = {"learning_rate": 1.0, "momentum": 0.5}
         trainer = Trainer([one], "sgd", options, kvstore=kv, update_on_kvstore=update_on_kvstore)
@@ -173,7 +173,7 @@ def test_a_worker_out_of_data_joins_and_all_end_alike(call: str, update_on_kvsto
 def test_a_schedule_is_alike_on_all_after_a_join(update_on_kvstore: bool) -> None:
     """Rank 0 joins after one step of two."""
 
-    def script(kv: DistStore) -> float:
+    def script(kv: KVStore) -> float:
         one = Parameter(np.zeros(2), name="x")
         rule = {"learning_rate": 1.0, "lr_scheduler": Factor(1, 0.5)}
         trainer = Trainer([one], "sgd", rule, kvstore=kv, update_on_kvstore=update_on_kvstore)
@@ -191,7 +191,7 @@ def test_a_schedule_is_alike_on_all_after_a_join(update_on_kvstore: bool) -> Non
 def test_a_store_whose_trainer_was_closed_joins_by_itself() -> None:
     """Rank 1 pushes once more; the trainer's own way of joining would leave that round open."""
 
-    def script(kv: DistStore) -> float:
+    def script(kv: KVStore) -> float:
         one = Parameter(np.zeros(2), name="x")
         with Trainer([one], "sgd", {"learning_rate": 1.0}, kvstore=kv, update_on_kvstore=False):
             kv.init(7, np.zeros(2))
@@ -208,7 +208,7 @@ def test_a_store_whose_trainer_was_closed_joins_by_itself() -> None:
 def test_a_worker_that_joins_makes_the_updates_of_the_others(halves: bool) -> None:
     """Rank 1 has two batches more; `halves`: by allreduce_grads and update."""
 
-    def script(kv: DistStore) -> float:
+    def script(kv: KVStore) -> float:
         one = Parameter(np.zeros(3), name="x")
         trainer = Trainer([one], "sgd", {"learning_rate": 1.0}, kvstore=kv, update_on_kvstore=False)
         for _ in range(1 + 2 * kv.rank):
@@ -225,7 +225,7 @@ def test_a_worker_that_joins_makes_the_updates_of_the_others(halves: bool) -> No
 
 
 def test_a_worker_that_cannot_know_what_others_divide_by_is_told() -> None:
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         one = Parameter(np.zeros(3), name="x")
         trainer = Trainer([one], "sgd", kvstore=kv, update_on_kvstore=False)
         if kv.rank:
@@ -239,7 +239,7 @@ def test_a_worker_that_cannot_know_what_others_divide_by_is_told() -> None:
 
 
 def test_a_worker_without_a_batch_joins_those_that_call_step() -> None:
-    def script(kv: DistStore) -> float:
+    def script(kv: KVStore) -> float:
         one = Parameter(np.zeros(3), name="x")
         trainer = Trainer([one], "sgd", {"learning_rate": 1.0}, kvstore=kv, update_on_kvstore=False)
         if kv.rank:
@@ -253,7 +253,7 @@ def test_a_worker_without_a_batch_joins_those_that_call_step() -> None:
 
 @UPDATES
 def test_a_parameter_that_only_some_workers_used_gets_their_gradients(update_on_kvstore: bool) -> None:
-    def script(kv: DistStore) -> float:
+    def script(kv: KVStore) -> float:
         used, rare = Parameter(ones(2), name="used"), Parameter(ones(2), name="rare")
         trainer = Trainer([used, rare], "sgd", {"learning_rate": 1.0}, kvstore=kv, update_on_kvstore=update_on_kvstore)
         used.grad = ones(2)
@@ -269,7 +269,7 @@ def test_a_parameter_that_only_some_workers_used_gets_their_gradients(update_on_
 
 
 def test_without_rounds_a_missing_gradient_is_not_sent() -> None:
-    def script(kv: DistStore) -> float:
+    def script(kv: KVStore) -> float:
         used, rare = Parameter(ones(2), ones(2), name="used"), Parameter(ones(2), name="rare")
         trainer = Trainer([used, rare], "sgd", {"learning_rate": 1.0, "wd": 1.0}, kvstore=kv)
         trainer.step(1, ignore_stale_grad=True)
@@ -283,7 +283,7 @@ def test_without_rounds_a_missing_gradient_is_not_sent() -> None:
 
 @pytest.mark.parametrize("type_name", ["dist_sync", "dist_async"])
 def test_rates_and_multipliers_change_on_the_servers(type_name: str) -> None:
-    def script(kv: DistStore) -> list[float]:
+    def script(kv: KVStore) -> list[float]:
         one = Parameter(np.zeros(2), name="x", lr_mult=0.5)
         trainer = Trainer([one], "sgd", {"learning_rate": 1.0}, kvstore=kv)
         seen = []
@@ -307,7 +307,7 @@ def test_rates_and_multipliers_change_on_the_servers(type_name: str) -> None:
 
 
 def test_a_schedule_goes_on_on_the_servers() -> None:
-    def script(kv: DistStore) -> tuple[float, float]:
+    def script(kv: KVStore) -> tuple[float, float]:
         one = Parameter(np.zeros(2), np.ones(2), name="x")
         trainer = Trainer([one], "sgd", {"lr_scheduler": Factor(1, factor=0.5, base_lr=1.0)}, kvstore=kv)
         for _ in range(3):
@@ -319,7 +319,7 @@ def test_a_schedule_goes_on_on_the_servers() -> None:
 
 @UPDATES
 def test_saved_states_go_on_where_they_were(tmp_path, update_on_kvstore: bool) -> None:
-    def script(kv: DistStore) -> list[float]:
+    def script(kv: KVStore) -> list[float]:
         model = Parameter(np.zeros(3), name="x")
         options = {"learning_rate": 1.0, "momentum": 0.5}
         trainer = Trainer([model], "sgd", options, kvstore=kv, update_on_kvstore=update_on_kvstore)
@@ -346,7 +346,7 @@ def test_saved_states_go_on_where_they_were(tmp_path, update_on_kvstore: bool) -
 def test_compression_works_through_a_trainer() -> None:
     """There it never did (pushpull refused compression). Ones with threshold 0.5 arrive as 0.5, twice."""
 
-    def script(kv: DistStore) -> float:
+    def script(kv: KVStore) -> float:
         one = Parameter(np.zeros(100, np.float32), name="x")
         compression = {"type": "2bit", "threshold": 0.5, "min_size": 0}
         trainer = Trainer([one], "sgd", {"learning_rate": 1.0}, kvstore=kv, compression_params=compression)
@@ -359,7 +359,7 @@ def test_compression_works_through_a_trainer() -> None:
 
 
 def test_workers_with_other_parameters_are_told() -> None:
-    def script(kv: DistStore) -> str:
+    def script(kv: KVStore) -> str:
         with pytest.raises(KVError) as caught:
             Trainer([Parameter(ones(2 + kv.rank), name="x")], "sgd", {"learning_rate": 1.0}, kvstore=kv)
         return str(caught.value)
@@ -371,7 +371,7 @@ def test_workers_with_other_parameters_are_told() -> None:
 
 
 def test_workers_that_disagree_on_who_updates_are_told() -> None:
-    def script(kv: DistStore) -> str:
+    def script(kv: KVStore) -> str:
         with pytest.raises(KVError) as caught:
             Trainer([Parameter(ones(2), name="x")], "sgd", kvstore=kv, update_on_kvstore=kv.rank == 0)
         return str(caught.value)
@@ -381,7 +381,7 @@ def test_workers_that_disagree_on_who_updates_are_told() -> None:
 
 
 def test_what_a_step_waits_for_is_named_by_the_parameter() -> None:
-    def script(kv: DistStore) -> str:
+    def script(kv: KVStore) -> str:
         used, rare = Parameter(ones(2), ones(2), name="used"), Parameter(ones(2), ones(2), name="rare")
         trainer = Trainer([used, rare], "sgd", {"learning_rate": 1.0}, kvstore=kv)
         if kv.rank:
@@ -396,7 +396,7 @@ def test_what_a_step_waits_for_is_named_by_the_parameter() -> None:
 
 
 def test_a_rule_of_ones_own_is_imported_by_the_servers() -> None:
-    def script(kv: DistStore) -> float:
+    def script(kv: KVStore) -> float:
         one = Parameter(np.zeros(2), np.ones(2), name="x")
         Trainer([one], "rules_of_users:Sign", {"learning_rate": 0.5}, kvstore=kv).step(1)
         return float(one.data[0])
@@ -408,7 +408,7 @@ def test_pushes_and_pulls_of_big_parameters_may_share_memory() -> None:
     """The trainer updates: sums come back into the gradients while these are still being sent."""
     size = 300_000
 
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         params = [Parameter(np.zeros(size), np.zeros(size), name=str(number)) for number in range(2)]
         trainer = Trainer(params, "sgd", {"learning_rate": 1.0}, kvstore=kv, update_on_kvstore=False)
         expected = np.zeros(size)
@@ -420,7 +420,7 @@ def test_pushes_and_pulls_of_big_parameters_may_share_memory() -> None:
             for one in params:
                 assert np.array_equal(one.data, expected)
 
-    with Cluster(2, over="zmq", bigarray_bound=50_000) as job:
+    with Cluster(2, over="zmq", bigarray_bound=50_000, partition="mxnet") as job:
         job.run(script)
 
 
@@ -428,7 +428,7 @@ def test_pushes_and_pulls_of_big_parameters_may_share_memory() -> None:
 def test_the_noise_of_sgld_is_alike_on_all_workers_and_wherever_the_weights_are_updated(
     update_on_kvstore: bool,
 ) -> None:
-    def script(kv: DistStore) -> np.ndarray:
+    def script(kv: KVStore) -> np.ndarray:
         names = ["x", "y"]
         params = [Parameter(ones(5, 4), name=name) for name in names]
         trainer = Trainer(params, "sgld", {"seed": 3}, kvstore=kv, update_on_kvstore=update_on_kvstore)
@@ -438,7 +438,7 @@ def test_the_noise_of_sgld_is_alike_on_all_workers_and_wherever_the_weights_are_
             trainer.step(2)
         return np.stack([one.data for one in params])
 
-    found = run(script, servers=2, bigarray_bound=4)
+    found = run(script, servers=2, bigarray_bound=4, partition="mxnet")
     assert np.array_equal(found[0], found[1])
     alone = [Parameter(ones(5, 4), name=name) for name in ("x", "y")]
     trainer = Trainer(alone, "sgld", {"seed": 3}, kvstore=None)

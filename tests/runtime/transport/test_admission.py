@@ -18,8 +18,9 @@ import zmq
 from zmtp import COMMAND, MORE, Peer, command, frame, greeting, hello
 
 from distrun_runtime.transport import admission
-from distrun_runtime.transport.admission import UNPROVEN_BYTES, Stranger, credentials, judge, refusal
-from distrun_runtime.transport.zeromq import Arrived, Event, Heartbeat, Rejected, Up, ZmqTransport
+from distrun_runtime.transport.admission import UNPROVEN_BYTES, credentials, judge, refusal
+from distrun_runtime.transport.base import Arrived, Event, Heartbeat, Rejected, Stranger, Up
+from distrun_runtime.transport.zeromq import ZmqTransport
 
 TOKEN = b"2b7e151628aed2a6abf7158809cf4f3c"
 LIMIT_S = 60.0
@@ -30,7 +31,8 @@ GROWTH = 60_000_000
 
 NODE = """
 import sys
-from distrun_runtime.transport.zeromq import Heartbeat, ZmqTransport
+from distrun_runtime.transport.base import Heartbeat
+from distrun_runtime.transport.zeromq import ZmqTransport
 node = ZmqTransport(Heartbeat(2.0, 60.0), bytes.fromhex(sys.argv[1]))
 print(node.bind("127.0.0.1"), flush=True)
 while True:

@@ -4,13 +4,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from scripted_transport import Script
+from scripted_transport import Held, Script
 
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.message import Kind, Message
-from distrun_runtime.transport.envelope import ACK, DATA, Envelope
+from distrun_runtime.transport.base import Arrived, Down, Event, Released, Up
 from distrun_runtime.transport.faults import Chance, Fate, Faults, Faulty
-from distrun_runtime.transport.zeromq import Arrived, Down, Event, Up
+from distrun_runtime.transport.resend import ACK, DATA, Envelope
 
 
 def arrived(number: int, kind: Kind = Kind.PUSH, link: str = "in:1") -> Arrived:
@@ -166,11 +166,19 @@ def test_what_is_late_on_a_connection_that_was_closed_is_not_heard() -> None:
     assert len(before) < 8
 
 
-def test_everything_else_goes_through() -> None:
+def test_every_other_call_and_event_goes_through() -> None:
     through, script = faulty("drop=100")
-    through.connect("x", "tcp://1.2.3.4:5")
     assert through.bind("127.0.0.1") == 7
-    through.send("x", [b"a"])
+    through.connect("x", "tcp://1.2.3.4:5")
+    through.proven("in:1")
+    through.refused("in:2")
     through.wake()
-    through.close()
+    through.disconnect("x", 0.5)
+    assert [call[0] for call in script.calls] == ["bind", "connect", "proven", "refused", "wake", "disconnect"]
+    script.lease = Held()
+    assert through.send("x", [b"a"]) is script.lease
     assert script.sent == [("x", [b"a"])]
+    script.coming.append([Released(script.lease)])
+    assert through.poll(1.0) == [Released(script.lease)]
+    through.close(2.0)
+    assert script.closed == [2.0]

@@ -1,26 +1,224 @@
-"""What the wrapper does at each event, with a transport and a clock that are told; then whole jobs on bad networks."""
+"""Envelopes, windows, what the transport does at each event (inner transport and clock are told), and whole jobs."""
 
 from __future__ import annotations
 
+import random
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
 from cluster import DEADLINE_S, Cluster
-from scripted_transport import Script
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_transport import Held, Script
 
 from distrun_runtime.errors import PeerLost, Refused
+from distrun_runtime.kvstore import KVStore
 from distrun_runtime.protocol import message
-from distrun_runtime.protocol.message import Buffer, Kind, Message
-from distrun_runtime.store.dist import DistStore
-from distrun_runtime.transport.envelope import ACK, DATA, Envelope, read
+from distrun_runtime.protocol.message import Kind, Message
+from distrun_runtime.transport.base import Arrived, Buffer, Down, Event, Released, Up
 from distrun_runtime.transport.faults import Faults
-from distrun_runtime.transport.resend import Resending
-from distrun_runtime.transport.window import LIMIT
-from distrun_runtime.transport.zeromq import Arrived, Down, Event, Lease, Up
+from distrun_runtime.transport.resend import (
+    ACK,
+    BATCH,
+    DATA,
+    LIMIT,
+    Envelope,
+    Incoming,
+    Outgoing,
+    Resending,
+    kind_of,
+    read,
+)
 
 WELCOME = message.encode(Message(Kind.WELCOME))
+PUSH = message.encode(Message(Kind.PUSH))
+
+
+# --- envelopes
+
+
+def test_an_envelope_comes_back_as_it_was() -> None:
+    data = Envelope(DATA, 2, 2**63)
+    assert read([data.encode(), *PUSH]) == data
+    ack = Envelope(ACK, 0, 7, (9, 11))
+    assert read([ack.encode()]) == ack
+
+
+def test_the_bytes_are_fixed() -> None:
+    assert Envelope(DATA, 1, 7).encode() == bytes.fromhex("44525253 01 000000 01000000 0700000000000000")
+    assert Envelope(ACK, 0, 7, (9,)).encode() == bytes.fromhex(
+        "44525253 02 000000 00000000 0700000000000000 0900000000000000"
+    )
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        PUSH,
+        [b"", b""],
+        [Envelope(DATA, 0, 1).encode()],
+        [Envelope(DATA, 0, 1).encode() + b"x", *PUSH],
+        [Envelope(DATA, 0, 1).encode()[:-1], *PUSH],
+        [Envelope(ACK, 0, 1).encode(), *PUSH],
+        [Envelope(ACK, 0, 1).encode() + b"1234"],
+        [Envelope(3, 0, 1).encode()],
+    ],
+)
+def test_what_is_no_right_envelope_is_none(frames: list[bytes]) -> None:
+    assert read(frames) is None
+
+
+def test_the_kind_of_a_message_is_known_in_and_out_of_its_envelope() -> None:
+    assert kind_of(PUSH) is Kind.PUSH
+    assert kind_of([Envelope(DATA, 0, 1).encode(), *PUSH]) is Kind.PUSH
+    assert kind_of([Envelope(ACK, 0, 1).encode()]) is None
+    assert kind_of([b"", b""]) is None
+    assert kind_of([b"short"]) is None
+    assert kind_of([b"DRKV\x01\x00\xff" + bytes(41), b""]) is None
+
+
+# --- windows
+
+
+def test_messages_are_numbered_from_one() -> None:
+    out: Outgoing[str] = Outgoing(1.0)
+    assert [out.put("a", 0.0), out.put("b", 0.0)] == [1, 2]
+
+
+def test_a_message_is_sent_again_after_the_timeout_and_then_each_time_later() -> None:
+    out: Outgoing[str] = Outgoing(1.0)
+    out.put("a", 0.0)
+    sent = [(0.9, []), (1.0, [(1, "a")]), (2.9, []), (3.0, [(1, "a")]), (5.9, []), (6.0, [(1, "a")])]
+    for now, expected in sent:
+        assert out.due(now) == expected, now
+
+
+def test_what_was_acknowledged_is_not_sent_again() -> None:
+    out: Outgoing[str] = Outgoing(1.0)
+    for item in "abcde":
+        out.put(item, 0.0)
+    assert out.acknowledge(2, (4,)) == ["a", "b", "d"]
+    assert out.due(1.0) == [(3, "c"), (5, "e")]
+    assert out.acknowledge(2, (4, 9)) == []
+    assert out.acknowledge(5) == ["c", "e"]
+    assert out.is_empty
+    assert out.next_due == float("inf")
+    assert out.due(100.0) == []
+
+
+def test_what_has_not_left_and_all_behind_it_is_neither_sent_again_nor_lost() -> None:
+    """A slow network is not a broken one: a queue of repeats would make it slower still."""
+    queued = {"b"}
+    out: Outgoing[str] = Outgoing(1.0, lambda item: item not in queued)
+    for item in "abc":
+        out.put(item, 0.0)
+    assert out.due(1.0) == [(1, "a")]
+    out.acknowledge(1)
+    for now in range(2, 100):
+        assert out.due(now) == []
+        assert out.lost(now) is None
+    queued.clear()
+    assert out.due(100.0) == [(2, "b"), (3, "c")]
+
+
+def test_next_due_is_when_the_first_message_is_to_be_sent_again() -> None:
+    out: Outgoing[str] = Outgoing(1.0)
+    assert out.next_due == float("inf")
+    out.put("a", 5.0)
+    out.put("b", 5.5)
+    assert out.next_due == 6.0
+    out.due(6.0)
+    assert out.next_due == 6.5
+
+
+def test_a_message_is_lost_after_the_last_repeat_was_in_vain() -> None:
+    out: Outgoing[str] = Outgoing(1.0)
+    out.put("a", 0.0)
+    now = 0.0
+    for _ in range(LIMIT):
+        now = out.next_due
+        assert out.lost(now) is None
+        assert out.due(now) == [(1, "a")]
+    assert now == sum(range(1, LIMIT + 1))
+    assert out.lost(out.next_due - 0.01) is None
+    assert out.lost(out.next_due) == ("a", now + LIMIT + 1)
+
+
+def test_only_so_many_are_sent_again_at_once_and_the_others_wait_as_long_again() -> None:
+    out: Outgoing[int] = Outgoing(1.0)
+    for number in range(BATCH + 5):
+        out.put(number, 0.0)
+    assert [number for number, _ in out.due(1.0)] == list(range(1, BATCH + 1))
+    assert out.due(1.0) == []
+    assert [number for number, _ in out.due(2.0)] == list(range(BATCH + 1, BATCH + 6))
+
+
+def test_when_time_is_short_everything_is_due_soon() -> None:
+    out: Outgoing[str] = Outgoing(10.0)
+    out.put("a", 0.0)
+    out.hasten(1.0, 0.5)
+    assert out.due(1.5) == [(1, "a")]
+    assert out.next_due == 2.5
+
+
+def test_cleared_is_empty_and_goes_on_counting() -> None:
+    out: Outgoing[str] = Outgoing(1.0)
+    out.put("a", 0.0)
+    assert out.clear() == ["a"]
+    assert out.is_empty
+    assert out.put("b", 0.0) == 2
+
+
+def test_messages_are_delivered_in_order_and_once() -> None:
+    into: Incoming[str] = Incoming()
+    assert into.take(2, "b") == []
+    assert into.acknowledged == (0, (2,))
+    assert into.take(2, "b") == []
+    assert into.take(1, "a") == ["a", "b"]
+    assert into.take(1, "a") == []
+    assert into.take(3, "c") == ["c"]
+    assert into.acknowledged == (3, ())
+
+
+@pytest.mark.parametrize(("window", "window_bytes"), [(3, 1000), (100, 20)])
+def test_what_is_too_far_ahead_is_taken_as_lost(window: int, window_bytes: int) -> None:
+    into: Incoming[int] = Incoming(window, window_bytes)
+    for number in (2, 3, 4, 5):
+        into.take(number, number, 10)
+    through, others = into.acknowledged
+    assert through == 0
+    assert others == (2, 3)
+    assert into.take(1, 1, 10) == [1, 2, 3]
+    assert into.take(4, 4, 10) == [4]
+
+
+@settings(max_examples=50, deadline=None)
+@given(count=st.integers(1, 40), loss=st.integers(0, 60), seed=st.integers(0, 2**32))
+def test_whatever_is_lost_doubled_or_exchanged_all_arrives_in_order_once(count: int, loss: int, seed: int) -> None:
+    chance = random.Random(seed)
+    out: Outgoing[int] = Outgoing(1.0)
+    into: Incoming[int] = Incoming(window=8)
+    on_the_way = [(out.put(item, 0.0), item) for item in range(count)]
+    delivered: list[int] = []
+    now = 0.0
+    for _ in range(10_000):
+        chance.shuffle(on_the_way)
+        for number, item in on_the_way + on_the_way[: len(on_the_way) // 3]:
+            if chance.random() * 100 >= loss:
+                delivered += into.take(number, item)
+                if chance.random() * 100 >= loss:
+                    out.acknowledge(*into.acknowledged)
+        if out.is_empty:
+            break
+        now = out.next_due
+        on_the_way = out.due(now)
+    assert delivered == list(range(count))
+    assert out.is_empty
+
+
+# --- the transport
 
 
 def plain(number: int, kind: Kind = Kind.PUSH) -> list[Buffer]:
@@ -127,7 +325,7 @@ def test_what_is_not_acknowledged_is_sent_again_and_the_poll_wakes_for_it() -> N
     assert envelopes(script) == []
 
 
-def test_buffers_are_lent_until_their_message_was_acknowledged() -> None:
+def test_buffers_are_in_use_until_their_message_is_acknowledged() -> None:
     made, script = welcomed()
     lease = made.send("server-0", plain(1))
     assert not lease.is_over
@@ -142,7 +340,7 @@ def test_the_end_of_a_connection_forgets_what_was_sent_on_it(ended: str) -> None
     lease = made.send("server-0", plain(1))
     if ended == "down":
         script.coming.append([Down("server-0", "died")])
-        assert made.poll(0) == [Down("server-0", "died")]
+        assert made.poll(0) == [Down("server-0", "died"), Released(lease)]
     elif ended == "disconnect":
         made.disconnect("server-0")
     else:
@@ -161,13 +359,13 @@ def test_the_end_of_a_connection_forgets_what_was_sent_on_it(ended: str) -> None
 
 def test_a_connection_that_acknowledges_nothing_is_given_up_with_what_was_tried() -> None:
     made, script = welcomed()
-    made.send("server-0", plain(1, Kind.PULL))
+    lease = made.send("server-0", plain(1, Kind.PULL))
     events: list[Event] = []
     while not events:
         script.now += 1.0
         events = made.poll(0)
     reason = "it did not acknowledge a message (PULL) that was sent %d times in 66.0 s" % (LIMIT + 1)
-    assert events == [Down("server-0", reason)]
+    assert events == [Down("server-0", reason), Released(lease)]
     script.coming += [[data(1)], [Down("server-0", "closed")], [Up("server-0")]]
     assert [made.poll(0) for _ in range(3)] == [[], [], [Up("server-0")]]
 
@@ -213,13 +411,85 @@ def test_closing_waits_as_long_as_it_is_told_for_what_has_not_arrived(linger_s: 
     assert (len(script.waits) > polled) is waits
 
 
+def test_a_peer_whose_messages_have_not_left_yet_is_not_given_up() -> None:
+    script, held = Script(), Held()
+    script.lease = held
+    made = Resending(script, 1.0, clock=lambda: script.now)
+    script.coming.append([Arrived("server-0", WELCOME)])
+    made.poll(0)
+    made.send("server-0", plain(1))
+    for script.now in range(200):
+        assert made.poll(0) == []
+    assert [each.number for each in envelopes(script)] == [1]
+    held.is_over = True
+    script.now = 201.0
+    made.poll(0)
+    assert [each.number for each in envelopes(script)] == [1]
+    assert made.repeats == 1
+
+
+def test_buffers_are_released_when_they_have_left_and_are_acknowledged() -> None:
+    made, script = welcomed()
+    acknowledged_last, left_last = Held(), Held()
+    script.lease = acknowledged_last
+    one = made.send("server-0", plain(1))
+    script.lease = left_last
+    two = made.send("server-0", plain(2))
+    acknowledged_last.is_over = True
+    script.coming.append([Released(acknowledged_last)])
+    assert made.poll(0) == []
+    script.coming.append([ack(2)])
+    assert made.poll(0) == [Released(one)]
+    assert (one.is_over, two.is_over) == (True, False)
+    left_last.is_over = True
+    script.coming.append([Released(left_last)])
+    assert made.poll(0) == [Released(two)]
+    assert two.is_over
+
+
+def test_buffers_of_a_message_of_the_handshake_are_released_when_they_have_left() -> None:
+    script, held = Script(), Held()
+    script.lease = held
+    made = Resending(script, 1.0)
+    assert made.send("server-0", plain(0, Kind.HELLO)) is held
+    held.is_over = True
+    script.coming.append([Released(held)])
+    assert made.poll(0) == [Released(held)]
+
+
+def test_buffers_of_messages_that_are_given_up_are_released() -> None:
+    made, _ = welcomed()
+    lease = made.send("server-0", plain(1))
+    made.disconnect("server-0")
+    assert made.poll(0) == [Released(lease)]
+
+
+def test_every_other_call_goes_to_the_inner_transport() -> None:
+    script = Script()
+    made = Resending(script, 1.0)
+    assert made.bind("127.0.0.1", (1, 2)) == 7
+    made.connect("s", "tcp://127.0.0.1:1")
+    made.proven("in:1")
+    made.refused("in:2")
+    made.wake()
+    made.disconnect("s", 0.5)
+    assert script.calls == [
+        ("bind", "127.0.0.1", (1, 2)),
+        ("connect", "s", "tcp://127.0.0.1:1"),
+        ("proven", "in:1"),
+        ("refused", "in:2"),
+        ("wake",),
+        ("disconnect", "s", 0.5),
+    ]
+
+
 # --- whole jobs
 
 
 BAD = Faults.parse("drop=5,duplicate=5,reorder=5,delay=2:5ms,seed=7")
 
 
-def forty_rounds(kv: DistStore) -> list[list[float]]:
+def forty_rounds(kv: KVStore) -> list[list[float]]:
     """Push to a small and a cut key, and read the sums."""
     kv.init(["small", "cut"], [np.zeros(3, np.float32), np.zeros((50, 3), np.float32)])
     small, cut = np.zeros(3, np.float32), np.zeros((50, 3), np.float32)
@@ -237,7 +507,7 @@ def forty_rounds(kv: DistStore) -> list[list[float]]:
 
 @pytest.mark.parametrize("over", ["inproc", "zmq"])
 def test_forty_rounds_on_a_network_that_loses_doubles_and_exchanges_are_exact(over: str) -> None:
-    with Cluster(over=over, resend_s=0.05, faults=BAD, bigarray_bound=20) as cluster:
+    with Cluster(over=over, resend_s=0.05, faults=BAD, bigarray_bound=20, partition="mxnet") as cluster:
         results = cluster.run(forty_rounds)
         servers = [cluster.transports["server-%d" % rank] for rank in range(2)]
     assert results == [[[3.0 * number] * 3 for number in range(1, 41)]] * 2
@@ -246,14 +516,14 @@ def test_forty_rounds_on_a_network_that_loses_doubles_and_exchanges_are_exact(ov
 
 
 def test_without_faults_nothing_is_sent_again() -> None:
-    with Cluster(over="inproc", resend_s=20.0, bigarray_bound=20) as cluster:
+    with Cluster(over="inproc", resend_s=20.0, bigarray_bound=20, partition="mxnet") as cluster:
         results = cluster.run(forty_rounds)
         assert results[0] == results[1]
         assert all(transport.repeats == 0 for transport in cluster.transports.values())
 
 
 def test_a_server_that_hears_no_push_is_lost_by_name() -> None:
-    def script(kv: DistStore) -> None:
+    def script(kv: KVStore) -> None:
         kv.init("a", np.zeros(3))
         kv.push("a", np.ones(3))
         kv.pull("a", out=np.zeros(3))
@@ -285,41 +555,3 @@ def test_a_worker_that_is_set_otherwise_is_refused_and_told_so() -> None:
         cluster.run(lambda kv: kv.close())
     assert "worker-0@here" in str(refused[0])
     assert "runs with PS_RESEND=0 and scheduler with PS_RESEND=1: set it alike for all nodes" in str(refused[0])
-
-
-class Queue(Script):
-    """A transport that keeps what it is given until it is told that it has left."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lease = Held()
-
-    def send(self, link: str, frames: Any) -> Lease:
-        super().send(link, frames)
-        return self.lease
-
-
-class Held(Lease):
-    def __init__(self) -> None:
-        super().__init__(())
-        self.is_out = True
-
-    @property
-    def is_over(self) -> bool:
-        return not self.is_out
-
-
-def test_a_peer_whose_messages_have_not_left_yet_is_not_given_up() -> None:
-    script = Queue()
-    made = Resending(script, 1.0, clock=lambda: script.now)
-    script.coming.append([Arrived("server-0", WELCOME)])
-    made.poll(0)
-    made.send("server-0", plain(1))
-    for script.now in range(200):
-        assert made.poll(0) == []
-    assert [each.number for each in envelopes(script)] == [1]
-    script.lease.is_out = False
-    script.now = 201.0
-    made.poll(0)
-    assert [each.number for each in envelopes(script)] == [1]
-    assert made.repeats == 1

@@ -97,6 +97,8 @@ class Rule(ABC):
     table: ClassVar[tuple[Param, ...] | None] = None
     needs_norms: ClassVar[bool] = False
     """Whether it is a `NormRule`, which works in two phases on a weight that is cut into slices."""
+    is_elementwise: ClassVar[bool] = True
+    """Whether an element's update depends on nothing but this element: not on its key or its place."""
 
     def __init__(self, params: Mapping[str, object]) -> None:
         self.params = type(self).complete(params)

@@ -177,6 +177,7 @@ class Sgld(Rule):
     """
 
     name = "sgld"
+    is_elementwise = False
     table = (learning_rate(0.01), Param("seed", 0.0, reader=_seed), *COMMON)
 
     def start(self, weight: Array) -> State:

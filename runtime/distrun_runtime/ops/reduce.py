@@ -1,0 +1,146 @@
+"""Sums of contributions: many at once over arrays that lie end to end, and one shard's of any form.
+
+16-bit floats are summed in float32 and narrowed once, when the sum is used. A round to which all gave only rows stays
+sparse, so that its update touches these rows alone; one dense contribution makes it dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Union
+
+import numpy as np
+
+from distrun_runtime.arrays.dtypes import Array, DType, widen, work_dtype
+from distrun_runtime.ops import compression as codecs
+from distrun_runtime.ops import rows as rowcodec
+from distrun_runtime.ops.compression import Buffer
+
+
+@dataclass(frozen=True)
+class How:
+    """How a payload becomes elements, and by what these are multiplied."""
+
+    codec: int = 0
+    params: Mapping[str, float] = field(default_factory=dict)
+    scale: float = 1.0
+
+
+PLAIN = How()
+"""The payload is the elements."""
+
+
+class Rows(NamedTuple):
+    """Values of some rows; all others are zero."""
+
+    rows: Array
+    """int64 of shape (k,), ascending, each once."""
+    values: Array
+    """(k, row size), in the work dtype."""
+
+
+class Dense(NamedTuple):
+    """Values of all elements."""
+
+    values: Array
+    """Flat, in the work dtype."""
+    is_own: bool
+    """Whether it is ours to write; otherwise it is a message's frame."""
+
+
+Contribution = Union[Dense, Rows]
+
+
+def read(payload: Buffer, length: int, dtype: DType, row_size: int, how: How) -> Contribution:
+    """Return what one payload contributes.
+
+    Arguments:
+        length, dtype: of the shard, flat.
+        row_size: elements of a row, for codec 16.
+
+    Raises:
+        KVError: it is no such payload.
+    """
+    if how is PLAIN and dtype.itemsize > 2 and length:
+        return Dense(np.frombuffer(payload, dtype), False)  # what follows, for the most frequent case
+    if how.codec == codecs.ROWS:
+        rows, given = rowcodec.decode(payload, length // row_size, row_size, dtype)
+        return Rows(rows, scaled(widen(given), how.scale))
+    if how.codec != codecs.NONE:
+        decoded = codecs.numbered(how.codec).decode(payload, length, dict(how.params))
+        return Dense(scaled(decoded.astype(work_dtype(dtype), copy=False), how.scale), is_own=True)
+    given = np.frombuffer(payload, dtype) if memoryview(payload).nbytes else np.empty(0, dtype)
+    wide = scaled(widen(given), how.scale)
+    return Dense(wide, is_own=wide is not given)
+
+
+@dataclass
+class Sum:
+    """Adds up contributions, in the order in which they come."""
+
+    row_size: int = 0
+    dense: Dense | None = None
+    parts: list[Rows] = field(default_factory=list)
+
+    def add(self, given: Contribution) -> None:
+        """Take in one contribution; it is only read."""
+        if isinstance(given, Rows):
+            self.parts.append(given)
+        elif self.dense is None:
+            self.dense = given
+        else:
+            present = self.dense.values
+            out = present if self.dense.is_own else np.empty_like(present)
+            self.dense = Dense(_add(present, given.values, out), is_own=True)
+
+    def total(self) -> Contribution:
+        """Return the sum."""
+        if self.dense is None:
+            return self._merged()
+        if not self.parts:
+            return self.dense
+        values = self.dense.values if self.dense.is_own else self.dense.values.copy()
+        for part in self.parts:
+            _add_rows(values.reshape(-1, self.row_size), part.rows, part.values)
+        return Dense(values, is_own=True)
+
+    def _merged(self) -> Rows:
+        if len(self.parts) == 1:
+            return self.parts[0]
+        rows = np.unique(np.concatenate([part.rows for part in self.parts]))
+        values = np.zeros((len(rows), self.row_size), self.parts[0].values.dtype)
+        for part in self.parts:
+            _add_rows(values, np.searchsorted(rows, part.rows), part.values)
+        return Rows(rows, values)
+
+
+def spread(given: Contribution, length: int) -> Dense:
+    """Return a contribution as one of all elements."""
+    if isinstance(given, Dense):
+        return given
+    values = np.zeros(length, given.values.dtype)
+    if len(given.rows):
+        values.reshape(-1, given.values.shape[1])[given.rows] = given.values
+    return Dense(values, is_own=True)
+
+
+def scaled(given: Array, scale: float) -> Array:
+    """Return a multiple of an array, as a new one of its dtype; the array itself for scale 1."""
+    if scale == 1:
+        return given
+    with np.errstate(over="ignore", invalid="ignore"):
+        result: Array = np.multiply(given, given.dtype.type(scale))
+    return result
+
+
+def _add(one: Array, other: Array, out: Array) -> Array:
+    # An overflowing gradient is the training's affair (loss scaling looks for inf): no warning here.
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.add(one, other, out=out)
+    return out
+
+
+def _add_rows(values: Array, at: Array, given: Array) -> None:
+    with np.errstate(over="ignore", invalid="ignore"):
+        values[at] += given  # no row comes twice in `at`

@@ -1,0 +1,92 @@
+"""One update of a weight by a rule, for servers, local stores and trainers.
+
+A rule's arithmetic takes several passes over weight, gradient and state. Where it is element by element, it is done
+in chunks that stay in the processor's cache, so that memory is read and written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from distrun_runtime.arrays import find
+from distrun_runtime.arrays.device import Device
+from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
+from distrun_runtime.ops.optimizers import PLAIN, RULES, Knobs, NormRule, Rule, State
+
+__all__ = ["is_flat", "scratch_for", "step", "update"]
+
+CHUNK = 1 << 14
+"""Elements of a chunk: weight, gradient, two states and intermediate results fit into a second-level cache."""
+
+_FLAT: WeakKeyDictionary[Rule, dict[DType, bool]] = WeakKeyDictionary()
+
+
+def is_flat(rule: Rule, dtype: DType) -> bool:
+    """Tell whether a rule may step over any run of elements of a dtype, whatever values they belong to.
+
+    So do the built-in rules that work element by element and keep nothing but arrays and the number of updates.
+    """
+    known = _FLAT.setdefault(rule, {})
+    if dtype not in known:
+        is_plain = rule.name in RULES and rule.is_elementwise and not isinstance(rule, NormRule)
+        known[dtype] = is_plain and all(
+            name == "updates" or getattr(value, "shape", None) == (1,)
+            for name, value in rule.new_state(find.get("cpu:0").empty((1,), dtype)).items()
+        )
+    return known[dtype]
+
+
+def update(
+    rule: Rule, weight: Array, gradient: Array, state: State, knobs: Knobs = PLAIN, *, rows: Array | None = None
+) -> None:
+    """Update a weight and its state in place by one summed gradient; arguments are those of `Rule.step`."""
+    arrays = [value for value in state.values() if isinstance(value, np.ndarray)]
+    is_long = weight.size > CHUNK and rows is None and gradient.shape == weight.shape
+    if is_long and all(each.flags.c_contiguous for each in (weight, gradient, *arrays)) and is_flat(rule, weight.dtype):
+        views: State = {
+            name: value.reshape(-1) if isinstance(value, np.ndarray) else value for name, value in state.items()
+        }
+        step(rule, weight.reshape(-1), [gradient.reshape(-1)], views, knobs)
+        state["updates"] = views["updates"]
+    else:
+        rule.step(weight, gradient, state, knobs, rows)
+
+
+def step(
+    rule: Rule,
+    weight: Array,
+    parts: Sequence[Array],
+    state: State,
+    knobs: Knobs,
+    *,
+    device: Device | None = None,
+    scratch: Array | None = None,
+) -> None:
+    """Update flat `weight` and `state` in place by the sum of `parts`; only for rules that are flat.
+
+    Arguments:
+        parts: flat, of the weight's length, in its dtype or its work dtype.
+        device: adds several parts up.
+        scratch: `scratch_for` the weight's dtype, if there are several parts.
+    """
+    updates = state["updates"]
+    arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
+    for begin in range(0, len(weight), CHUNK) or (0,):
+        run = slice(begin, min(begin + CHUNK, len(weight)))
+        if len(parts) == 1 or device is None or scratch is None:
+            gradient = parts[0][run]
+        else:
+            gradient = scratch[: run.stop - run.start]
+            device.sum([part[run] for part in parts], gradient)
+        chunk: State = {"updates": updates, **{name: value[run] for name, value in arrays.items()}}
+        rule.step(weight[run], gradient, chunk, knobs)
+        state["updates"] = chunk["updates"]
+
+
+def scratch_for(dtype: DType, device: Device) -> Array:
+    """Return what `step` needs for weights of a dtype."""
+    scratch: Array = device.empty((CHUNK,), work_dtype(dtype))
+    return scratch

@@ -1,0 +1,752 @@
+"""What the workers of a job agree on: collective calls, the keys of a store, and its rule.
+
+Each worker numbers its collective calls of a store (0, 1, 2 ...). Call i of all workers must be of the same kind with
+the same content. Call i is gathered until every worker that has not left the store has made it. The first difference is
+the error of all of them; it names both workers and both contents. A worker that fails at a call says so by a call of
+that number with an `error`, which is the error of all, too. A worker that stops waiting for the others may take its
+call back.
+
+A worker may start over, as when a notebook cell is run again: it creates another store instead of using the one that
+it has just created, where the others wait for it. It is told to use that one.
+
+A rule changes on all servers or on none, one change at a time. First all servers try it (RULE with `check`: they make
+it and look whether it takes the weights they hold), then all put it in its place. So what one server refuses, such as a
+module that only its host lacks, changes nothing anywhere. If a server fails later, when the state is carried over, all
+go back to the rule that was there.
+
+No side effects: what is to be sent is returned as actions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.errors import KVError
+from distrun_runtime.ops import optimizers
+from distrun_runtime.ops.optimizers import RuleSpec
+from distrun_runtime.protocol.message import Kind, Message
+from distrun_runtime.ps import role
+from distrun_runtime.ps.replies import answer, refusal
+from distrun_runtime.ps.roster import LEFT, Answers, Member, Queries, Roster, Then
+from distrun_runtime.ps.routing import cut, place
+
+# One worker's call
+
+
+@dataclass(frozen=True)
+class Call:
+    """One worker's part of a collective call."""
+
+    rank: int
+    link: str
+    message: Message
+
+    @property
+    def number(self) -> int:
+        """Which collective call of its store this is."""
+        return int(self.message.body.get("number", -1))
+
+
+@dataclass
+class Gathering:
+    """The calls of one number that came so far."""
+
+    calls: dict[int, Call] = field(default_factory=dict)
+    notice: role.Patience | None = None
+    """When its workers are told whom it waits for."""
+
+    def add(self, call: Call) -> str:
+        """Take a call in and return how it differs from those before; empty: it does not."""
+        first = next(iter(self.calls.values()), None)
+        wrong = "" if first is None else difference(first, call)
+        self.calls[call.rank] = call
+        return wrong
+
+
+def difference(one: Call, other: Call) -> str:
+    """Return how two parts of one collective call differ, in words; empty when they agree."""
+    if verb(one.message) != verb(other.message):
+        return "worker-%d calls %s where worker-%d calls %s (call %d of the store)" % (
+            *(one.rank, verb(one.message), other.rank, verb(other.message)),
+            one.number,
+        )
+    mine, theirs = one.message.body, other.message.body
+    if one.message.kind is Kind.OPEN and opened(mine) != opened(theirs):
+        return "worker-%d creates %s where worker-%d creates %s" % (
+            one.rank,
+            opened(mine),
+            other.rank,
+            opened(theirs),
+        )
+    if one.message.kind in (Kind.SAVE, Kind.LOAD) and mine.get("folder") != theirs.get("folder"):
+        return "worker-%d calls %s(%r) where worker-%d gives %r" % (
+            *(one.rank, verb(one.message), mine.get("folder"), other.rank, theirs.get("folder")),
+        )
+    if one.message.kind is Kind.KEYS:
+        return _records_differ(one, other)
+    return ""
+
+
+def opened(body: Mapping[str, Any]) -> str:
+    """Return what an OPEN creates, in words; alike where it is the same."""
+    said = ["%s=%s" % (name, body[name]) for name in ("staleness", "deterministic") if body.get(name) is not None]
+    return "a %r store" % body.get("type") + (" with %s" % ", ".join(said) if said else "")
+
+
+def _records_differ(one: Call, other: Call) -> str:
+    mine = {_text(record["key"]): record for record in one.message.body["records"]}
+    theirs = {_text(record["key"]): record for record in other.message.body["records"]}
+    for key in [*mine, *theirs]:
+        left, right = mine.get(key), theirs.get(key)
+        if left is None or right is None:
+            has, lacks = (one, other) if right is None else (other, one)
+            record = left or right
+            assert record is not None
+            return "worker-%d declares key %s (%s), worker-%d does not" % (
+                *(has.rank, repr(record["key"]), describe(record), lacks.rank),
+            )
+        if left != right:
+            return "for key %s worker-%d has %s, worker-%d has %s" % (
+                *(repr(left["key"]), one.rank, describe(left), other.rank, describe(right)),
+            )
+    return ""
+
+
+def describe(record: Mapping[str, Any]) -> str:
+    """Return what a record says beside its key, for messages: `shape (2, 3) float32, row_sparse, codec 2bit`."""
+    more = [record["stype"]] if record.get("stype", "default") != "default" else []
+    more += ["codec %s" % record["codec"]] if record.get("codec") else []
+    return ", ".join(["shape %s %s" % (tuple(record["shape"]), record["dtype"]), *more])
+
+
+def verb(message: Message) -> str:
+    """Return what the user calls it."""
+    if message.kind is Kind.KEYS:
+        return "assign" if message.body.get("assign") else "init"
+    return _VERBS.get(message.kind, message.kind.name.lower())
+
+
+_VERBS = {Kind.OPEN: "create", Kind.SAVE: "save_states", Kind.LOAD: "load_states"}
+
+
+# Keys
+
+Record = Mapping[str, Any]
+"""What a worker declares of a key: key, shape, dtype, stype, codec."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    record: Record
+    number: int
+    place: int
+    servers: list[int]
+    """Where each of its shards is; empty: the workers know."""
+
+
+class Keys:
+    """The declared keys of one store.
+
+    Arguments:
+        servers: on how many the shards are placed; 0: the workers know where they are (DISTRUN_PARTITION=mxnet), or
+            there are none.
+    """
+
+    def __init__(self, servers: int = 0) -> None:
+        self._loads = [0] * servers
+        """Bytes on each server."""
+        self._known: dict[str, _Known] = {}
+        self._numbers = 0
+        self._texts = 0
+
+    def against(self, records: Sequence[Record], is_assign: bool) -> str:
+        """Return why these records cannot be declared, or given other values (`is_assign`); empty: they can.
+
+        Raises:
+            ValueError: these are not records.
+        """
+        _check(records)
+        for record in records:
+            known = self._known.get(_text(record["key"]))
+            if known is None:
+                if is_assign:
+                    return "key %r doesn't exist. Did you init?" % record["key"]
+            elif not is_assign:
+                return "key %r was initialised before" % record["key"]
+            elif any(known.record.get(name) != record.get(name) for name in ("shape", "dtype")):
+                return "key %r: the store has %s, assign was given %s" % (
+                    *(record["key"], describe(known.record), describe(record)),
+                )
+        return ""
+
+    def declare(self, records: Sequence[Record]) -> dict[str, Any]:
+        """Number and place new keys; return what their workers are told: `keys`, each one's number, place and servers.
+
+        A key's place is its number if it is an int, else its position. Its shards are placed together with those of the
+        other records; keys that are declared later move none.
+        """
+        servers = iter(self._placed(records))
+        for record in records:
+            is_text = isinstance(record["key"], str)
+            place = self._texts if is_text else int(record["key"])
+            self._texts += is_text
+            self._known[_text(record["key"])] = _Known(record, self._numbers, place, next(servers, []))
+            self._numbers += 1
+        return self.told(records)
+
+    def told(self, records: Sequence[Record]) -> dict[str, Any]:
+        """Return what workers are told of these keys."""
+        known = [self._known[_text(record["key"])] for record in records]
+        return {
+            "keys": [record["key"] for record in records],
+            "numbers": [[each.number, each.place] for each in known],
+            **({"servers": [each.servers for each in known]} if self._loads else {}),
+        }
+
+    def _placed(self, records: Sequence[Record]) -> list[list[int]]:
+        """Return the server of each shard of each record."""
+        if not self._loads:
+            return []
+        sizes = [[length * item for _, length in cut(size, item, row)] for size, item, row in map(_extent, records)]
+        servers = iter(place([size for each in sizes for size in each], self._loads))
+        return [[next(servers) for _ in each] for each in sizes]
+
+    def take_back(self, keys: Sequence[Any]) -> None:
+        """Forget keys whose first values did not reach all servers.
+
+        Their numbers are not given again: a server may hold pieces under them.
+        """
+        for key in keys:
+            self._known.pop(_text(key), None)
+
+    @property
+    def names(self) -> list[list[Any]]:
+        """(number, key) of every key, in the order of their declaration."""
+        return [[known.number, known.record["key"]] for known in self._known.values()]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return all records with number and place, for a manifest."""
+        shown = ("key", "shape", "dtype", "stype")
+        return [
+            {
+                **{"stype": "default"},
+                **{name: known.record[name] for name in shown if name in known.record},
+                **{"number": known.number, "index": known.place},
+            }
+            for known in self._known.values()
+        ]
+
+    def differ_from(self, saved: Sequence[Mapping[str, Any]]) -> str:
+        """Return how the keys of saved states differ from these; empty: they do not."""
+        by_key = {_text(each["key"]): each for each in saved}
+        mine = {_text(each["key"]): each for each in self.to_json()}
+        for text in [*mine, *by_key]:
+            ours, theirs = mine.get(text), by_key.get(text)
+            if theirs is None:
+                return "key %r of the store is not in the saved states" % (ours or {})["key"]
+            if ours is None:
+                return "key %r is in the saved states and not in the store: init it before" % theirs["key"]
+            if any(ours[name] != theirs[name] for name in ("shape", "dtype", "stype")):
+                return "key %r: the store has %s, the saved states have %s" % (
+                    *(ours["key"], describe(ours), describe(theirs)),
+                )
+        return ""
+
+    def saved_as(self, saved: Sequence[Mapping[str, Any]]) -> list[tuple[int, int, Any]]:
+        """Return (number, number in the saved states, key) of every key; they do not differ."""
+        numbers = {_text(each["key"]): int(each["number"]) for each in saved}
+        return [(each.number, numbers[text], each.record["key"]) for text, each in self._known.items()]
+
+
+def _extent(record: Record) -> tuple[int, int, int]:
+    """Return elements of a value, bytes of one, and elements of a row if it is row-sparse."""
+    shape = record["shape"]
+    row = math.prod(shape[1:]) if record.get("stype") == "row_sparse" else 0
+    return math.prod(shape), dtypes.parse(record["dtype"]).itemsize, row
+
+
+def _text(key: Any) -> str:
+    return "%s:%s" % (type(key).__name__, key)
+
+
+def _check(records: Sequence[Record]) -> None:
+    """Refuse what a worker sent in the place of records, before anything of it is kept."""
+    if not isinstance(records, list):
+        raise ValueError("expected a list of records, found %.80r" % (records,))
+    for record in records:
+        if not isinstance(record, dict) or not all(_FITS[name](record.get(name)) for name in _FITS):
+            raise ValueError("expected a record with key, shape and dtype, found %.200r" % (record,))
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_FITS: Mapping[str, Callable[[Any], bool]] = {
+    "key": lambda value: isinstance(value, str) or _is_whole(value),
+    "shape": lambda value: isinstance(value, list) and all(_is_whole(size) and size >= 0 for size in value),
+    "dtype": lambda value: value in dtypes.NAMES,
+    "stype": lambda value: value is None or isinstance(value, str),
+}
+"""What the members of a record must be."""
+
+
+# Rules
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Something that wants its turn."""
+
+    store: int
+    wanted: Callable[[Optional[RuleSpec]], Optional[RuleSpec]]
+    """From the present rule to the one to come; None: none. Raises KVError."""
+    then: Callable[[Optional[Answers]], list[role.Action]]
+    """What follows; it is given what the servers had against it, or None."""
+
+
+class Rules:
+    """The rules of all stores."""
+
+    def __init__(self, roster: Roster, queries: Queries) -> None:
+        self._roster = roster
+        self._queries = queries
+        self._specs: dict[int, RuleSpec] = {}
+        self._waiting: deque[_Change] = deque()
+        self._is_changing = False
+
+    def spec(self, store: int) -> RuleSpec | None:
+        """Return the store's rule; None: it has none."""
+        return self._specs.get(store)
+
+    def ask(self, call: Call) -> list[role.Action]:
+        """Take in one worker's RULE: another rule, none, or other parameters of the one there is."""
+        body = call.message.body
+
+        def then(answers: Answers | None) -> list[role.Action]:
+            return [role.Send(call.link, answers.refusal(call.message) if answers else answer(call.message))]
+
+        return self._queue(_Change(call.message.store, lambda old: _wanted(old, body), then))
+
+    def restore(
+        self, store: int, spec: RuleSpec | None, then: Callable[[Answers | None], list[role.Action]]
+    ) -> list[role.Action]:
+        """Give a store the rule of its saved states, unless it has one."""
+        return self._queue(_Change(store, lambda old: old or spec, then))
+
+    def _queue(self, change: _Change) -> list[role.Action]:
+        self._waiting.append(change)
+        return self._next()
+
+    def _next(self) -> list[role.Action]:
+        actions: list[role.Action] = []
+        while self._waiting and not self._is_changing:
+            change = self._waiting.popleft()
+            present = self.spec(change.store)
+            try:
+                wanted = change.wanted(present)
+            except KVError as err:
+                actions += change.then(Answers(errors=[str(err)]))
+                continue
+            except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as err:
+                # Its sender's mistake; it may be another's message that we are handling now.
+                actions += change.then(Answers(errors=["RULE is malformed: %s: %s" % (type(err).__name__, err)]))
+                continue
+            if wanted == present:
+                actions += change.then(None)
+                continue
+            self._is_changing = True
+            actions += self._try(change, wanted)
+        return actions
+
+    def _try(self, change: _Change, wanted: RuleSpec | None) -> list[role.Action]:
+        def tried(answers: Answers) -> list[role.Action]:
+            if answers.errors:
+                return self._over(change, answers)
+            return self._tell(change.store, {"spec": _json(wanted)}, lambda answers: self._put(change, wanted, answers))
+
+        return self._tell(change.store, {"spec": _json(wanted), "check": True}, tried)
+
+    def _put(self, change: _Change, wanted: RuleSpec | None, answers: Answers) -> list[role.Action]:
+        if answers.errors:
+            back = {"spec": _json(self.spec(change.store))}
+            return self._tell(change.store, back, lambda _: self._over(change, answers))
+        if wanted is None:
+            self._specs.pop(change.store, None)
+        else:
+            self._specs[change.store] = wanted
+        return self._over(change, None)
+
+    def _over(self, change: _Change, answers: Answers | None) -> list[role.Action]:
+        self._is_changing = False
+        return [*change.then(answers), *self._next()]
+
+    def _tell(self, store: int, body: Mapping[str, Any], then: Then) -> list[role.Action]:
+        return self._queries.send(Message(Kind.RULE, store=store, body=body), self._roster.alive("server"), then)
+
+
+def _wanted(present: RuleSpec | None, body: Mapping[str, Any]) -> RuleSpec | None:
+    """Return the rule that a RULE asks for, where `present` is the store's."""
+    if "change" in body:
+        if present is None:
+            raise KVError("the store has no rule whose parameters could be changed: call kv.set_optimizer first")
+        return present.changed(body["change"])
+    value = body["spec"]
+    if value is None:
+        return None
+    wanted = RuleSpec.from_json(value)
+    if present is None:
+        return wanted
+    if optimizers.same(present, wanted):
+        return present
+    if not body.get("replace"):
+        raise KVError(
+            "the store has the rule %s; set_optimizer(%r, ..., replace=True) puts another in its place"
+            % (optimizers.difference(present, wanted), wanted.name)
+        )
+    return wanted
+
+
+def _json(spec: RuleSpec | None) -> dict[str, Any] | None:
+    return None if spec is None else dict(spec.to_json())
+
+
+# Calls of all workers
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A store whose states are saved or loaded."""
+
+    number: int
+    type: str
+    keys: Keys
+
+    @property
+    def is_sync(self) -> bool:
+        """Whether its pushes make rounds."""
+        return "async" not in self.type
+
+
+@dataclass
+class _Refusal:
+    """A collective call that failed."""
+
+    reason: str
+    missing: set[int]
+    """Workers that have not made it yet: each hears the reason when it does."""
+
+
+@dataclass
+class _Store:
+    """What the workers agreed on for one store."""
+
+    awaited: set[int]
+    """Workers that make calls: they have neither left the store nor ended."""
+    keys: Keys
+    type: str = ""
+    opened: str = ""
+    """What was created, in words: kind and bound."""
+    gatherings: dict[int, Gathering] = field(default_factory=dict)
+    filling: dict[int, Gathering] = field(default_factory=dict)
+    """Declared keys whose first values rank 0 is sending to the servers."""
+    refused: dict[int, _Refusal] = field(default_factory=dict)
+    """Collective calls that failed and that not all workers have made."""
+    joined: dict[int, Call] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)
+    """Workers that left this store for good."""
+
+    def refuse(self, number: int, reason: str, calls: Iterable[int]) -> None:
+        """Note that a call failed, which workers `calls` have made."""
+        # Who has joined instead waits for all others to join, and will never make it.
+        elsewhere = {rank for rank, part in self.joined.items() if part.number == number}
+        missing = self.awaited.difference(calls, elsewhere)
+        if missing:
+            self.refused[number] = _Refusal(reason, missing)
+
+    def told(self, number: int, rank: int) -> str:
+        """Return why a call failed, for a worker that makes it now; empty: it did not."""
+        refusal = self.refused.get(number)
+        if refusal is None:
+            return ""
+        self._hear(number, rank)
+        return refusal.reason
+
+    def gone(self, rank: int) -> None:
+        """A worker makes no more calls."""
+        self.awaited.discard(rank)
+        for number in list(self.refused):
+            self._hear(number, rank)
+
+    def _hear(self, number: int, rank: int) -> None:
+        self.refused[number].missing.discard(rank)
+        if not self.refused[number].missing:
+            del self.refused[number]
+
+
+States = Callable[[Subject, Mapping[int, Call]], "list[role.Action]"]
+"""What follows when all workers have asked to save or load the states of a store; the calls are by rank."""
+
+
+class CollectiveCalls:
+    """The collective calls of all stores.
+
+    Arguments:
+        states: what follows a SAVE and a LOAD.
+        placed_on: on how many servers keys are placed; 0: the workers know where they are.
+    """
+
+    def __init__(
+        self, workers: int, roster: Roster, queries: Queries, states: Mapping[Kind, States], placed_on: int = 0
+    ) -> None:
+        self._workers = workers
+        self._placed_on = placed_on
+        self._states = states
+        self._roster = roster
+        self._queries = queries
+        self._stores: dict[int, _Store] = {}
+
+    def gather(self, call: Call) -> list[role.Action]:
+        """Take in one worker's OPEN, KEYS, BARRIER, SAVE or LOAD.
+
+        One with an `error`, what the worker found before it came here, fails for all.
+        """
+        store = self._store(call)
+        if call.message.body.get("take_back"):
+            return self._taken_back(store, call)
+        refused = store.told(call.number, call.rank)
+        if refused:
+            return [_refuse(call, refused)]
+        if call.message.body.get("error"):
+            return self._failed(store, call)
+        # First: what raises here, since the message lacks something, must not count as a call.
+        against = _against(store, call)
+        self._awaiting(call.rank, call.message)
+        gathering = store.gatherings.setdefault(call.number, Gathering())
+        # A worker that has joined waits for all others to join: it will never make this call.
+        elsewhere = [part for part in store.joined.values() if part.number == call.number]
+        wrong = gathering.add(call) or (difference(elsewhere[0], call) if elsewhere else "")
+        wrong = wrong or against
+        if wrong:
+            return _fail(store, call.number, wrong)
+        gone = [member for member in self._roster.of_role("worker") if member.state == LEFT]
+        missing = [member for member in gone if member.who.rank not in {*gathering.calls, *store.left}]
+        if missing:
+            return _fail(store, call.number, _gone(missing[0], call.message))
+        return self._complete(store, call.number) or self._started_over()
+
+    def _failed(self, store: _Store, call: Call) -> list[role.Action]:
+        """A worker fails at a call: it fails for all."""
+        gathering = store.gatherings.setdefault(call.number, Gathering())
+        gathering.calls[call.rank] = call
+        reason = "worker-%d failed at %s: %s" % (call.rank, verb(call.message), call.message.body["error"])
+        return _fail(store, call.number, reason)
+
+    def _taken_back(self, store: _Store, call: Call) -> list[role.Action]:
+        """A worker takes back its call of this number, unless all have made theirs."""
+        gathering = store.gatherings.get(call.number)
+        before = gathering.calls.pop(call.rank, None) if gathering is not None else None
+        actions: list[role.Action] = []
+        if before is not None:
+            actions.append(_refuse(before, "it was taken back"))
+        elif call.rank == 0 and call.number in store.filling:
+            reason = "worker-0 has stopped waiting for %s and does not send the values" % verb(call.message)
+            unfilled = self._unfilled(store, call.number, reason)
+            return [*unfilled, role.Send(call.link, answer(call.message, {"is_taken": False, "failed": True}))]
+        if gathering is not None and not gathering.calls:
+            del store.gatherings[call.number]
+        return [*actions, role.Send(call.link, answer(call.message, {"is_taken": before is not None}))]
+
+    def _started_over(self) -> list[role.Action]:
+        """Tell workers that create another store to use one that they have created and the others wait for them in."""
+        actions: list[role.Action] = []
+        for store in self._stores.values():
+            for number, gathering in list(store.gatherings.items()):
+                for rank, part in list(gathering.calls.items()):
+                    there = self._awaiting(rank, part.message)
+                    if there is not None:
+                        del gathering.calls[rank]
+                        actions.append(role.Send(part.link, answer(part.message, {"instead": there})))
+                if not gathering.calls:
+                    del store.gatherings[number]
+        return actions
+
+    def _awaiting(self, rank: int, message: Message) -> int | None:
+        """Return the store in which others wait for a worker that creates another like it; None: there is none."""
+        if message.kind is not Kind.OPEN:
+            return None
+        for number in message.body.get("unused", ()):
+            there = self._stores.get(int(number))
+            if there is None or there.opened != opened(message.body):
+                continue
+            if any(rank not in gathering.calls for gathering in there.gatherings.values()):
+                return int(number)
+        return None
+
+    def inited(self, call: Call) -> list[role.Action]:
+        """Rank 0 has sent the first values to the servers (INIT), or could not: tell the others."""
+        store = self._store(call)
+        if call.number not in store.filling:
+            return [_refuse(call, "INIT without KEYS")]
+        answered = role.Send(call.link, answer(call.message))
+        error = str(call.message.body.get("error", ""))
+        if error:
+            return [answered, *self._unfilled(store, call.number, error)]
+        gathering = store.filling.pop(call.number)
+        body = store.keys.told(gathering.calls[0].message.body["records"])
+        others = [part for part in gathering.calls.values() if part.rank != call.rank]
+        return [answered, *(role.Send(part.link, answer(part.message, body)) for part in others)]
+
+    def _unfilled(self, store: _Store, number: int, reason: str) -> list[role.Action]:
+        """The values of declared keys will not come from rank 0: tell the others."""
+        gathering = store.filling.pop(number)
+        first = gathering.calls.pop(0).message
+        if not first.body.get("assign"):
+            store.keys.take_back([record["key"] for record in first.body["records"]])
+        return [_refuse(part, reason) for part in gathering.calls.values()]
+
+    def join(self, call: Call) -> list[role.Action]:
+        """A worker contributes zero to every round from here on, until all have joined."""
+        store = self._store(call)
+        refused = store.told(call.number, call.rank)
+        if refused:
+            return [_refuse(call, refused)]
+        gathering = store.gatherings.get(call.number)
+        if gathering is not None:
+            return _fail(store, call.number, gathering.add(call))
+        store.joined[call.rank] = call
+        told = Message(Kind.JOIN, store=call.message.store, body={"rank": call.rank})
+        return [*self._tell_servers(told), *self._all_joined(call.message.store, store)]
+
+    def leave(self, call: Call) -> list[role.Action]:
+        """A worker leaves one store for good."""
+        store = self._store(call)
+        store.left.add(call.rank)
+        store.gone(call.rank)
+        told = Message(Kind.LEFT, store=call.message.store, body={"rank": call.rank})
+        servers = self._roster.alive("server")
+        actions = self._queries.send(told, servers, lambda _: [role.Send(call.link, answer(call.message))])
+        for number in list(store.gatherings):
+            actions += self._complete(store, number)
+        return [*actions, *self._all_joined(call.message.store, store)]
+
+    def ended(self, gone: Member) -> list[role.Action]:
+        """A worker said BYE: what waited for it fails, and who joined does not wait for it."""
+        actions: list[role.Action] = []
+        for number, store in self._stores.items():
+            store.gone(gone.who.rank)
+            for at, gathering in list(store.gatherings.items()):
+                if gone.who.rank not in {*gathering.calls, *store.left}:
+                    part = next(iter(gathering.calls.values()))
+                    actions += _fail(store, at, _gone(gone, part.message))
+            for at in list(store.filling) if gone.who.rank == 0 else ():
+                what = verb(store.filling[at].calls[0].message)
+                text = "%s has ended (BYE) and will never send the values of %s" % (gone.who, what)
+                actions += self._unfilled(store, at, text)
+            actions += self._all_joined(number, store)
+        return actions
+
+    def remind(self, now: float) -> list[role.Action]:
+        """Tell the workers of a gathering that takes long whom it waits for."""
+        actions: list[role.Action] = []
+        for number, store in self._stores.items():
+            for gathering in store.gatherings.values():
+                gathering.notice = gathering.notice or role.Patience(now)
+                if gathering.notice.is_due(now):
+                    actions += self._reminders(number, store, gathering, now)
+        return actions
+
+    def _reminders(self, number: int, store: _Store, gathering: Gathering, now: float) -> list[role.Action]:
+        assert gathering.notice is not None
+        missing = sorted(set(range(self._workers)) - set(gathering.calls) - store.left)
+        parts = list(gathering.calls.values())
+        text = "waiting for %s to call %s" % (", ".join("worker-%d" % rank for rank in missing), verb(parts[0].message))
+        body = {"text": text, "seconds": now - gathering.notice.since}
+        return [
+            role.Send(part.link, Message(Kind.WAITING, store=number, request=part.message.request, body=body))
+            for part in parts
+        ]
+
+    def _store(self, call: Call) -> _Store:
+        number = call.message.store
+        if number not in self._stores:
+            ended = {member.who.rank for member in self._roster.of_role("worker") if member.state == LEFT}
+            self._stores[number] = _Store(set(range(self._workers)) - ended, Keys(self._placed_on))
+        return self._stores[number]
+
+    def _complete(self, store: _Store, number: int) -> list[role.Action]:
+        gathering = store.gatherings[number]
+        if len(gathering.calls) < self._workers - len(store.left - set(gathering.calls)):
+            return []
+        del store.gatherings[number]
+        call = next(iter(gathering.calls.values())).message
+        if call.kind is Kind.OPEN:
+            store.type, store.opened = str(call.body.get("type", "")), opened(call.body)
+        if call.kind in (Kind.OPEN, Kind.BARRIER):
+            return [role.Send(part.link, answer(part.message)) for part in gathering.calls.values()]
+        if 0 not in gathering.calls:
+            return _refuse_all(store, number, gathering, "worker-0, %s, has left the store" % _DUTY[call.kind])
+        if call.kind is Kind.KEYS:
+            store.filling[number] = gathering
+            return _declare(store, gathering)
+        return self._states[call.kind](Subject(call.store, store.type, store.keys), gathering.calls)
+
+    def _all_joined(self, number: int, store: _Store) -> list[role.Action]:
+        present = {member.who.rank for member in self._roster.alive("worker")} - store.left
+        if not store.joined or not present <= set(store.joined):
+            return []
+        # The servers forget who joined before any worker hears that all have: its next push is a new round of all.
+        parts = list(store.joined.values())
+        store.joined.clear()
+        told = Message(Kind.JOIN, store=number, body={"rank": parts[0].rank, "all": True})
+        servers = self._roster.alive("server")
+        return self._queries.send(
+            told, servers, lambda _: [role.Send(part.link, answer(part.message)) for part in parts]
+        )
+
+    def _tell_servers(self, message: Message) -> list[role.Action]:
+        return self._queries.send(message, self._roster.alive("server"), lambda _: [])
+
+
+_DUTY = {
+    Kind.KEYS: "whose values count",
+    Kind.SAVE: "who writes the manifest",
+    Kind.LOAD: "who reads the manifest",
+}
+
+
+def _declare(store: _Store, gathering: Gathering) -> list[role.Action]:
+    first = gathering.calls[0].message
+    records = first.body["records"]
+    body = store.keys.told(records) if first.body.get("assign") else store.keys.declare(records)
+    # Rank 0 goes to fill the servers now; the others hear when it has (INIT), so that nobody reads too early.
+    return [role.Send(gathering.calls[0].link, answer(first, body))]
+
+
+def _against(store: _Store, call: Call) -> str:
+    body = call.message.body
+    if call.message.kind is not Kind.KEYS:
+        return ""
+    return store.keys.against(body["records"], bool(body.get("assign")))
+
+
+def _fail(store: _Store, number: int, reason: str) -> list[role.Action]:
+    return _refuse_all(store, number, store.gatherings.pop(number), reason)
+
+
+def _refuse_all(store: _Store, number: int, gathering: Gathering, reason: str) -> list[role.Action]:
+    store.refuse(number, reason, gathering.calls)
+    return [_refuse(part, reason) for part in gathering.calls.values()]
+
+
+def _refuse(call: Call, reason: str) -> role.Action:
+    return role.Send(call.link, refusal(call.message, reason))
+
+
+def _gone(member: Member, message: Message) -> str:
+    return "%s has ended (BYE) and will never call %s: all workers must" % (member.who, verb(message))

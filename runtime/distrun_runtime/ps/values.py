@@ -1,0 +1,379 @@
+"""The arrays of one store on a server: values, sums of rounds, states of rules, and who reads what.
+
+Values of one dtype lie in an arena, in the order in which keys were initialised; a shard's index is what finds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+
+from distrun_runtime.arrays.arena import Arena, Run
+from distrun_runtime.arrays.device import Buffer, Device
+from distrun_runtime.arrays.dtypes import Array, work_dtype
+from distrun_runtime.ops import optimizers as rules
+from distrun_runtime.ops import update
+from distrun_runtime.ops.optimizers import Knobs, NormRule, Prepared
+from distrun_runtime.ops.reduce import Contribution, Sum
+from distrun_runtime.protocol.message import DTYPES
+from distrun_runtime.ps import statefile
+from distrun_runtime.ps.shards import Store
+
+
+@dataclass(eq=False)
+class Given:
+    """The elements that a message brings to shards of one dtype, cut where they are not neighbours in the arena."""
+
+    shards: Array
+    runs: list[Run]
+    parts: list[Array]
+    """For each run its elements, in the dtype or its work dtype."""
+
+    def is_like(self, other: Given) -> bool:
+        """Whether both have the same runs of the same shards."""
+        if self.shards is not other.shards and not np.array_equal(self.shards, other.shards):
+            return False
+        return self.runs == other.runs
+
+    def take(self, at: Array, values: Values) -> Given:
+        """Return what is given to some of the shards, each by itself."""
+        shards = self.shards[at]
+        found: list[Run] = []
+        parts: list[Array] = []
+        number, offset = 0, 0
+        begins = values.at[self.shards]
+        lengths = values.store.length[self.shards]
+        for index, place in enumerate(at.tolist()):
+            number = next(i for i in range(len(self.runs)) if self.runs[i].first <= place < self.runs[i].last)
+            run, part = self.runs[number], self.parts[number]
+            begin, length = int(begins[place]), int(lengths[place])
+            found.append(Run(index, index + 1, begin, begin + length, offset))
+            parts.append(part[begin - run.begin : begin - run.begin + length])
+            offset += length
+        return Given(shards, found, parts)
+
+
+@dataclass(eq=False)
+class Round:
+    """The sums of one round so far."""
+
+    where: Array
+    """For each shard the number of the contribution that is all of its sum, or where the sum is; 0: nothing came."""
+    open: int = 0
+    """How many shards have a sum here."""
+    held: dict[int, Given] = field(default_factory=dict)
+    by_shard: dict[int, Sum] = field(default_factory=dict)
+    by_rank: dict[int, list[tuple[int, Contribution]]] = field(default_factory=dict)
+    """Of deterministic stores: shard to what each rank gave."""
+    arenas: dict[int, Arena] = field(default_factory=dict)
+    """Sums in the work dtype, by code of the values' dtype."""
+
+
+@dataclass(frozen=True)
+class Half:
+    """An update between its two phases: it waits for norms."""
+
+    rule: NormRule
+    knobs: Knobs
+    prepared: Prepared
+
+
+class Values:
+    """The arrays of one store."""
+
+    def __init__(self, store: Store, device: Device) -> None:
+        self.store = store
+        self.device = device
+        self.arenas: dict[int, Arena] = {}
+        """By code of dtype."""
+        self.at = np.zeros(0, np.int64)
+        """Position of each shard in the arena of its dtype."""
+        self.side = np.zeros(0, np.int64)
+        """The side of the arena that has a shard's present value."""
+        self.lent = np.zeros((1, 0), np.int64)
+        """By side and shard: how many replies read it."""
+        self.rounds: dict[int, Round] = {}
+        self.spare_sums: dict[int, list[Arena]] = {}
+        """Arenas of sums that are not used at the moment: memory that was written once stays."""
+        self.rule: rules.Rule | None = None
+        self.spec: rules.RuleSpec | None = None
+        self.flat: dict[int, bool] = {}
+        """Code of dtype to whether the rule steps over runs of shards."""
+        self.flat_state: dict[int, dict[str, Arena]] = {}
+        """Code of dtype to the arenas of the rule's state, by name."""
+        self.steps = np.zeros(0, np.int64)
+        """Updates of each shard whose state is flat; -1: none, and no state."""
+        self.knobs: dict[int, Knobs] = {}
+        """Shard to what its key has for itself, as far as that was asked for."""
+        self.state: dict[int, dict[str, Any]] = {}
+        """Shard to what a rule remembers that goes by shard."""
+        self.halves: dict[int, dict[tuple[int, int], Half]] = {}
+        """Shard to (rank, round) to an update that waits for norms."""
+        self.residual: dict[int, Array] = {}
+        """Shard to what encoded answers left out so far, float32."""
+        self.encoded: dict[int, dict[tuple[Any, ...], Buffer]] = {}
+        """Shard to its value as encoded answers carry it, by codec and parameters: made once a round."""
+        self.staged: list[statefile.Staged | None] = []
+        """For each shard what was read of saved states and is not taken over yet."""
+        self._scratch: dict[int, Array] = {}
+
+    # Places
+
+    def place(self, shards: Array, code: int) -> None:
+        """Give new shards of one dtype their places, next to each other."""
+        most = self.store.count
+        if most > len(self.at):
+            room = len(self.store.key)
+            for name in ("at", "side", "lent", "steps"):
+                old = getattr(self, name)
+                new = np.zeros((*old.shape[:-1], room), old.dtype)
+                new[..., : old.shape[-1]] = old
+                if name == "steps":
+                    new[old.shape[-1] :] = -1
+                setattr(self, name, new)
+            for each in self.rounds.values():
+                each.where = np.concatenate([each.where, np.zeros(room - len(each.where), np.int64)])
+        arena = self.arenas.get(code)
+        if arena is None:
+            arena = self.arenas[code] = Arena(self.device, DTYPES[code])
+        lengths = self.store.length[shards]
+        begin = arena.reserve(int(lengths.sum()))
+        self.at[shards] = begin + np.cumsum(lengths) - lengths
+
+    def codes(self, shards: Array) -> list[tuple[int, Array | None]]:
+        """Return each code of dtype among shards, and which of them have it; None: all."""
+        found = self.store.dtype[shards]
+        if not len(found) or (found == found[0]).all():
+            return [(int(found[0]), None)] if len(found) else []
+        return [(int(code), np.flatnonzero(found == code)) for code in np.unique(found)]
+
+    def weight(self, shard: int) -> Array:
+        """Return the present value of a shard, flat; not to be written."""
+        begin = int(self.at[shard])
+        arena = self.arenas[int(self.store.dtype[shard])]
+        weight: Array = arena.view(begin, begin + int(self.store.length[shard]), int(self.side[shard]))
+        return weight
+
+    def row_count(self, shard: int) -> int:
+        """Return a shard's number of rows; 0: its value is not row-sparse."""
+        width = int(self.store.row_size[shard])
+        return int(self.store.length[shard]) // width if width else 0
+
+    def own(self, shard: int, keep: bool = True) -> Array:
+        """Return a shard's value to be written: another side, with `keep` a copy of it, if it is lent."""
+        present = self.weight(shard)
+        shards = np.array([shard])
+        side = self.free_side(int(self.side[shard]), shards)
+        self.forget_encoded(shards)
+        if side == self.side[shard]:
+            return present
+        self.side[shard] = side
+        target = self.weight(shard)
+        if keep:
+            self.device.sum([present], target)
+        return target
+
+    def free_side(self, present: int, shards: Array) -> int:
+        """Return a side on which no reply reads any of the shards; the present one if that is."""
+        for side in (present, *range(len(self.lent))):
+            if not self.lent[side, shards].any():
+                return int(side)
+        for arena in self.arenas.values():
+            while arena.sides <= len(self.lent):
+                arena.add_side()
+        self.lent = np.concatenate([self.lent, np.zeros((1, self.lent.shape[1]), np.int64)])
+        return len(self.lent) - 1
+
+    def forget_encoded(self, shards: Array) -> None:
+        """The values change: what was encoded of them is past."""
+        if self.encoded:
+            for shard in shards.tolist():
+                self.encoded.pop(shard, None)
+
+    def cut(self, shards: Array, run: Run, parts: Sequence[Array]) -> Iterator[tuple[Array, Run, list[Array], int]]:
+        """Yield parts of a run that lie on one side: shards, run, parts, and the side to write."""
+        here = shards[run.first : run.last]
+        sides = self.side[here]
+        if (sides == sides[0]).all():
+            lent = self.lent[sides[0], here]
+            if not lent.any() or lent.all():
+                yield here, run, list(parts), self.free_side(int(sides[0]), here)
+                return
+        at = 0
+        for number, shard in enumerate(here.tolist()):
+            length = int(self.store.length[shard])
+            one = Run(run.first + number, run.first + number + 1, run.begin + at, run.begin + at + length, 0)
+            alone = here[number : number + 1]
+            side = self.free_side(int(self.side[shard]), alone)
+            yield alone, one, [part[at : at + length] for part in parts], side
+            at += length
+
+    # Sums
+
+    def round_of(self, number: int) -> Round:
+        """Return the sums of a round."""
+        found = self.rounds.get(number)
+        if found is None:
+            found = self.rounds[number] = Round(np.zeros(len(self.at), np.int64))
+        return found
+
+    def sums(self, of: Round, code: int) -> Arena:
+        """Return where the sums of a round are."""
+        if code not in of.arenas:
+            spare = self.spare_sums.setdefault(code, [])
+            like = self.arenas[code]
+            of.arenas[code] = spare.pop() if spare else Arena(self.device, work_dtype(like.dtype), like)
+        return of.arenas[code]
+
+    def forget_sums(self, number: int, shards: Array) -> None:
+        """The sums of some shards are used, or not wanted."""
+        of = self.rounds.get(number)
+        if of is None:
+            return
+        of.open -= int(np.count_nonzero(of.where[shards]))
+        of.where[shards] = 0
+        for known in (of.by_shard, of.by_rank) if of.by_shard or of.by_rank else ():
+            for shard in shards.tolist():
+                cast(dict[int, Any], known).pop(shard, None)
+        if of.open <= 0:
+            for code, arena in of.arenas.items():
+                self.spare_sums.setdefault(code, []).append(arena)
+            del self.rounds[number]
+
+    # States of a rule
+
+    def is_flat(self, code: int) -> bool:
+        """Whether the rule steps over runs of shards of a dtype."""
+        if code not in self.flat:
+            assert self.rule is not None
+            self.flat[code] = update.is_flat(self.rule, DTYPES[code])
+        return self.flat[code]
+
+    def goes_flat(self, shard: int) -> bool:
+        """Whether the rule steps over runs with this shard."""
+        return not self.store.row_size[shard] and self.is_flat(int(self.store.dtype[shard]))
+
+    def scratch(self, code: int) -> Array:
+        """Return room for the gradients of a step."""
+        if code not in self._scratch:
+            self._scratch[code] = update.scratch_for(DTYPES[code], self.device)
+        return self._scratch[code]
+
+    def knobs_of(self, shard: int) -> Knobs:
+        """Return what a shard's key has for itself."""
+        found = self.knobs.get(shard)
+        if found is None:
+            assert self.spec is not None
+            key = self.store.name(int(self.store.key[shard]))
+            found = self.knobs[shard] = self.spec.knobs(key, int(self.store.offset[shard]))
+        return found
+
+    def state_of(self, shard: int) -> dict[str, Any] | None:
+        """Return what the rule remembers of a shard: views where it is flat; None before its first step."""
+        if self.rule is None or not self.goes_flat(shard):
+            return self.state.get(shard)
+        if self.steps[shard] < 0:
+            return None
+        begin = int(self.at[shard])
+        end = begin + int(self.store.length[shard])
+        arenas = self.flat_state.get(int(self.store.dtype[shard]), {})
+        return {"updates": int(self.steps[shard]), **{name: arena.view(begin, end) for name, arena in arenas.items()}}
+
+    def set_state(self, shard: int, state: Mapping[str, Any] | None) -> None:
+        """Put a rule's state of a shard in place of what is there; None: it was never updated."""
+        self.state.pop(shard, None)
+        self.steps[shard] = -1
+        if state is None:
+            return
+        if self.rule is None or not self.goes_flat(shard):
+            self.state[shard] = dict(state)
+            return
+        begin = int(self.at[shard])
+        end = begin + int(self.store.length[shard])
+        code = int(self.store.dtype[shard])
+        for name, value in state.items():
+            if name != "updates":
+                self._state_arena(code, name, value).view(begin, end)[...] = value.reshape(-1)
+        self.steps[shard] = int(state.get("updates", 0))
+
+    def start_state(self, code: int, shards: Array, begin: int, end: int, weight: Array) -> None:
+        """Make the state of shards that were never updated, which lie next to each other."""
+        assert self.rule is not None
+        for name, value in self.rule.new_state(weight).items():
+            if name != "updates":
+                self._state_arena(code, name, cast(Array, value)).view(begin, end)[...] = value
+        self.steps[shards] = 0
+
+    def saved(self) -> list[statefile.Saved]:
+        """Return all shards as they are saved: views of weights and states."""
+        shards = range(self.store.count)
+        return [
+            statefile.Saved(
+                *(int(self.store.key[shard]), int(self.store.offset[shard]), self.weight(shard)),
+                *(self.state_of(shard), self.residual.get(shard)),
+            )
+            for shard in shards
+        ]
+
+    def restore(self) -> None:
+        """Put what was staged in its place."""
+        staged, self.staged = self.staged, []
+        self.rounds.clear()
+        for shard, read in enumerate(staged):
+            if read is None:
+                continue
+            self.own(shard, keep=False)[...] = read.weight
+            self.residual.pop(shard, None)
+            if read.residual is not None:
+                self.residual[shard] = read.residual
+            self.set_state(shard, read.state)
+
+    def _state_arena(self, code: int, name: str, value: Array) -> Arena:
+        arenas = self.flat_state.setdefault(code, {})
+        if name not in arenas:
+            arenas[name] = Arena(self.device, value.dtype, self.arenas[code])
+        return arenas[name]
+
+    def set_rule(self, rule: rules.Rule | None, spec: rules.RuleSpec | None) -> None:
+        """Install a rule; what state both rules know goes on. A user's rule may raise: then nothing has changed."""
+        shards = range(self.store.count)
+        if rule is None:
+            carried: dict[int, Any] = {}
+        elif self.rule is not None and self._keeps_state(rule):
+            self.rule, self.spec, self.knobs = rule, spec, {}
+            return
+        else:
+            known = {shard: self.state_of(shard) for shard in shards}
+            carried = {
+                shard: rules.carry_state(rule, self.weight(shard), state)
+                for shard, state in known.items()
+                if state is not None
+            }
+        # Copies: what is flat now may be written to other arenas.
+        carried = {shard: _copied(state) for shard, state in carried.items()}
+        self.rule, self.spec = rule, spec
+        self.flat, self.flat_state, self.knobs, self.state = {}, {}, {}, {}
+        self.steps[:] = -1
+        for shard, state in carried.items():
+            self.set_state(shard, state)
+
+    def _keeps_state(self, rule: rules.Rule) -> bool:
+        """Whether a rule has the same state as the present one, all of it flat."""
+        assert self.rule is not None
+        if rule.name != self.rule.name or self.state or self.store.row_size[: self.store.count].any():
+            return False
+        for code in self.arenas:
+            if not self.is_flat(code) or not update.is_flat(rule, DTYPES[code]):
+                return False
+            present = self.flat_state.get(code, {})
+            state = rule.new_state(self.device.empty((1,), DTYPES[code]))
+            if present and set(present) != {name for name in state if name != "updates"}:
+                return False
+        return True
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in state.items()}

@@ -1,0 +1,543 @@
+"""Parameters: weights with their gradients, on one device or several, as numpy arrays or torch tensors.
+
+A `Parameter` has a replica for each device, which knows where the weight and the gradient of that device are.
+`ArrayReplica` and `TensorReplica` have the same methods: a trainer does not see what is behind them. torch is not
+needed for it: what has `detach` and `numpy` is a tensor. On the host its memory is used as it is; a tensor of a GPU
+goes through a buffer on the host.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any, Protocol, Union
+
+import numpy as np
+
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.errors import KVError
+from distrun_runtime.store.sparse import RowSparse, refuse_mask
+
+__all__ = [
+    "ArrayReplica",
+    "Gradient",
+    "Owner",
+    "Parameter",
+    "Replica",
+    "TensorReplica",
+    "is_tensor",
+    "memory_of",
+    "write_weight",
+]
+
+Gradient = Union[Array, RowSparse]
+
+STAMP = "_distrun_version"
+"""Attribute of a torch gradient: its `_version` when a step had used it; a later backward raises `_version`."""
+
+STYPES = ("default", "row_sparse")
+
+
+class Owner(Protocol):
+    """The trainer of a parameter, as the parameter sees it."""
+
+    def multiplied(self) -> None:
+        """Take note of a changed multiplier."""
+
+    def may_replace(self, parameter: Parameter) -> None:
+        """Raise if a parameter must not be written by its user alone."""
+
+    def replaced(self, parameter: Parameter) -> None:
+        """Take note that a parameter was written."""
+
+
+class Parameter:
+    """A weight that is trained, its gradient, and multipliers of its own.
+
+    The gradient is either a buffer given with the weight, which every step finds written anew, or is assigned before
+    each step (`parameter.grad = ...`, an array or a RowSparse); a step without one is an error that names the
+    parameter. A torch tensor brings its own.
+
+    Arguments:
+        data: numpy array (any float dtype of the store) or torch tensor; or a list of these, one for each device,
+            all of one shape and dtype. Written in place.
+        grad: array of the same shape and dtype, or a list of as many; not for tensors.
+        name: for messages and saved states; by default what the trainer calls it.
+        lr_mult, wd_mult: multiply learning rate and weight decay for this parameter. May be changed at any time.
+        stype: "row_sparse": the weight stays in the store, and `Trainer.pull_rows` brings the rows that are needed.
+        grad_stype: "row_sparse": gradients are RowSparse, or torch's sparse tensors.
+
+    Raises:
+        KVError: what does not fit together.
+    """
+
+    def __init__(
+        self,
+        data: object,
+        grad: object = None,
+        *,
+        name: str = "",
+        lr_mult: float = 1.0,
+        wd_mult: float = 1.0,
+        stype: str = "default",
+        grad_stype: str | None = None,
+    ) -> None:
+        self.name = name
+        datas = list(data) if isinstance(data, (list, tuple)) else [data]
+        grads = list(grad) if isinstance(grad, (list, tuple)) else [grad] * len(datas) if grad is None else [grad]
+        if not datas:
+            raise KVError("parameter %r is an array, or a list of one for each device, not an empty list" % name)
+        if len(datas) != len(grads):
+            raise KVError("parameter %r: %d arrays and %d gradients" % (name, len(datas), len(grads)))
+        self.replicas: list[Replica] = [replica_of(one, its) for one, its in zip(datas, grads, strict=True)]
+        self._lr_mult, self._wd_mult = _multiplier("lr_mult", lr_mult), _multiplier("wd_mult", wd_mult)
+        self.stype = _stype(stype)
+        self.grad_stype = self.stype if grad_stype is None else _stype(grad_stype)
+        self.owner: Owner | None = None
+        self._check_replicas()
+
+    def __repr__(self) -> str:
+        return "<Parameter %r: %s %s, %d device(s)>" % (
+            *(self.name, self.shape, dtypes.name_of(self.dtype)),
+            len(self.replicas),
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The weight's shape."""
+        return self._shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The weight's dtype, as numpy array of the host."""
+        return self._dtype
+
+    @property
+    def size(self) -> int:
+        """The weight's elements."""
+        return int(np.prod(self._shape, dtype=np.int64))
+
+    @property
+    def size_bytes(self) -> int:
+        """The weight's bytes on one device."""
+        return self.size * self._dtype.itemsize
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has a gradient: False for a torch tensor with requires_grad=False."""
+        return self.replicas[0].trains
+
+    @property
+    def lr_mult(self) -> float:
+        """What the learning rate is multiplied by."""
+        return self._lr_mult
+
+    @lr_mult.setter
+    def lr_mult(self, value: float) -> None:
+        self._lr_mult = _multiplier("lr_mult", value)
+        if self.owner is not None:
+            self.owner.multiplied()
+
+    @property
+    def wd_mult(self) -> float:
+        """What the weight decay is multiplied by."""
+        return self._wd_mult
+
+    @wd_mult.setter
+    def wd_mult(self, value: float) -> None:
+        self._wd_mult = _multiplier("wd_mult", value)
+        if self.owner is not None:
+            self.owner.multiplied()
+
+    @property
+    def data(self) -> Any:
+        """The weight as it was given: of the first device."""
+        return self.replicas[0].source
+
+    def list_data(self) -> list[Any]:
+        """Return the weights as they were given, one for each device."""
+        return [replica.source for replica in self.replicas]
+
+    @property
+    def grad(self) -> Any:
+        """The gradient of the first device, or None. Assign one for all devices, or a list of one for each."""
+        return self.replicas[0].grad
+
+    @grad.setter
+    def grad(self, value: object) -> None:
+        values = list(value) if isinstance(value, (list, tuple)) else [value] * len(self.replicas)
+        if len(values) != len(self.replicas):
+            raise KVError(
+                "parameter %r is on %d devices, %d gradients were given: a list has one for each device; of numbers,"
+                " np.asarray makes an array" % (self.name, len(self.replicas), len(values))
+            )
+        for replica, one in zip(self.replicas, values, strict=True):
+            replica.set_grad(one)
+
+    def list_grad(self) -> list[Any]:
+        """Return the gradients, one for each device; None where there is none."""
+        return [replica.grad for replica in self.replicas]
+
+    def set_data(self, value: object) -> None:
+        """Write a new weight into all devices, and into the trainer's store if that is not shared with others.
+
+        Raises:
+            KVError: another shape, or a masked array.
+            RuntimeError: its trainer updates it on a distributed store; see `Trainer.assign`.
+        """
+        refuse_mask(value, "parameter %r" % self.name)
+        array = array_of(value.detach().cpu()) if is_tensor(value) else np.asarray(value)  # type: ignore[attr-defined]
+        if array.shape != self.shape:
+            raise KVError("parameter %r has shape %s, not %s" % (self.name, self.shape, array.shape))
+        array = (
+            array
+            if array.dtype == self.dtype
+            else dtypes.narrow(dtypes.widen(array).astype(dtypes.work_dtype(self.dtype)), self.dtype)
+        )
+        if self.owner is not None:
+            self.owner.may_replace(self)
+        self.write(array)
+        if self.owner is not None:
+            self.owner.replaced(self)
+
+    def write(self, array: Array) -> None:
+        """Write an array of the weight's shape and dtype into all devices."""
+        for replica in self.replicas:
+            write_weight(replica, array)
+
+    def written_devices(self) -> list[int]:
+        """Return the devices whose weight was written by other code than the trainer, as far as that can be noticed."""
+        return [index for index, replica in enumerate(self.replicas) if replica.is_written]
+
+    def remember(self) -> None:
+        """Take the weights as they are now for those that the trainer knows."""
+        for replica in self.replicas:
+            replica.remember()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients; a buffer is filled with zeros."""
+        for replica in self.replicas:
+            replica.zero_grad()
+
+    def gradients(self) -> list[Gradient]:
+        """Return the gradients of the devices that have a fresh one.
+
+        Raises:
+            KVError: one has another shape or dtype than the weight.
+        """
+        found = [replica.gradient() for replica in self.replicas if replica.is_fresh]
+        return [self._fitting(grad) for grad in found if grad is not None]
+
+    def used(self) -> None:
+        """Note that a step has used the gradients."""
+        for replica in self.replicas:
+            replica.used()
+
+    def _fitting(self, grad: Gradient) -> Gradient:
+        if tuple(grad.shape) != self.shape or grad.dtype != self.dtype:
+            raise KVError(
+                "parameter %r has shape %s and dtype %s, its gradient %s and %s"
+                % (self.name, self.shape, dtypes.name_of(self.dtype), grad.shape, dtypes.name_of(grad.dtype))
+            )
+        return grad if isinstance(grad, np.ndarray) or self._shape else grad.to_dense()
+
+    def _check_replicas(self) -> None:
+        """Note shape and dtype; all devices must agree, and gradients that are there."""
+        if any(str(getattr(replica.source, "device", "")) == "meta" for replica in self.replicas):
+            raise KVError("parameter %r is on the device 'meta': it has no memory; materialise it first" % self.name)
+        if not all(getattr(replica.source, "is_leaf", True) for replica in self.replicas):
+            raise KVError(
+                "parameter %r is computed from other tensors (it is not a leaf of torch's graph) and gets no gradient:"
+                " give the tensors that it is computed from" % self.name
+            )
+        try:
+            weights = [replica.weight() for replica in self.replicas]
+        except (TypeError, ValueError, RuntimeError) as err:
+            # What torch has and numpy has not: 8-bit floats, sparse layouts, lazy layers that were never called.
+            raise KVError("parameter %r cannot be read as an array: %s" % (self.name, err)) from err
+        self._shape, self._dtype = weights[0].shape, weights[0].dtype
+        for weight in weights:
+            if weight.shape != self._shape or weight.dtype != self._dtype:
+                raise KVError(
+                    "parameter %r: device values of shapes %s and dtypes %s; all must be alike"
+                    % (
+                        self.name,
+                        [one.shape for one in weights],
+                        [dtypes.name_of(one.dtype) for one in weights],
+                    )
+                )
+        if "row_sparse" in (self.stype, self.grad_stype) and not self._shape:
+            raise KVError("parameter %r is a single number and has no rows: it cannot be row_sparse" % self.name)
+        for replica in self.replicas:
+            if isinstance(replica, ArrayReplica) and replica.grad is not None:
+                self._fitting(replica.grad)
+
+
+def _multiplier(name: str, value: object) -> float:
+    """Return what lr_mult or wd_mult is given as."""
+    if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+        raise KVError("%s is a finite number, at least 0, not %r" % (name, value))
+    return float(value)
+
+
+def _stype(value: str) -> str:
+    if value not in STYPES:
+        raise KVError("a storage type is %s, not %r" % (" or ".join(STYPES), value))
+    return value
+
+
+# --- replicas
+
+
+class ArrayReplica:
+    """A weight in a numpy array, and a gradient that is given as an array or RowSparse."""
+
+    trains = True
+    """Whether it has a gradient at all."""
+    is_written = False
+    """Whether the user wrote the weight; an array of numpy cannot tell."""
+
+    def __init__(self, data: Array, grad: object = None) -> None:
+        self.source: object = data
+        """What the user gave; two replicas of one source are one."""
+        self._data = data
+        self._grad: Gradient | None = None if grad is None else gradient_of(grad)
+        self._is_buffer = grad is not None
+        self._is_new = False
+
+    @property
+    def grad(self) -> Gradient | None:
+        """The gradient, as last given."""
+        return self._grad
+
+    def set_grad(self, value: object) -> None:
+        """Take this gradient for the next step; None takes it away."""
+        self._grad = None if value is None else gradient_of(value)
+        self._is_buffer, self._is_new = False, value is not None
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether a gradient is there that no step has used. A buffer that was there from the start always is."""
+        return self._is_buffer or self._is_new
+
+    @property
+    def is_surely_new(self) -> bool:
+        """Whether a gradient certainly came since a step used or skipped the last; a buffer cannot tell."""
+        return self._is_new
+
+    def weight(self) -> Array:
+        """Return the weight: the array itself."""
+        return self._data
+
+    def weight_buffer(self) -> Array:
+        """Return an array of the weight's shape and dtype to write a new weight into, for `weight_written`."""
+        return self._data
+
+    def weight_written(self, array: Array) -> None:
+        """Take what was written into `weight()` or `weight_buffer()`."""
+
+    def remember(self) -> None:
+        """Do nothing: an array does not tell whether it was written."""
+
+    def gradient(self) -> Gradient | None:
+        """Return the gradient as it is."""
+        return self._grad
+
+    def grad_buffer(self) -> Array:
+        """Return an array for a dense gradient of all devices or workers; it is the gradient from now on."""
+        if not (isinstance(self._grad, np.ndarray) and self._grad.flags.writeable):
+            self._grad = np.zeros(self._data.shape, self._data.dtype)
+        return self._grad
+
+    def grad_written(self, array: Array) -> None:
+        """Take what was written into `grad_buffer()`."""
+
+    def used(self) -> None:
+        """Note that a step has used the gradient."""
+        self._is_new = False
+
+    def zero_grad(self) -> None:
+        """Fill a buffer with zeros, forget any other gradient."""
+        if self._is_buffer and isinstance(self._grad, np.ndarray):
+            self._grad[...] = np.zeros((), self._grad.dtype)
+        elif not self._is_buffer:
+            self.set_grad(None)
+
+
+class TensorReplica:
+    """A torch tensor with its `.grad`."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.source: object = tensor
+        self._tensor = tensor
+        self._host: Any = None
+        self._seen: object = None
+        """The tensor's mark when the trainer knew its value last."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has a gradient at all: `requires_grad`."""
+        return bool(self._tensor.requires_grad)
+
+    @property
+    def grad(self) -> Any:
+        """The tensor's `.grad`."""
+        return self._tensor.grad
+
+    def set_grad(self, value: object) -> None:
+        """Give the tensor this `.grad`."""
+        self._tensor.grad = value
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether `.grad` is there and was written since a step used it."""
+        grad = self._tensor.grad
+        return grad is not None and getattr(grad, STAMP, None) != grad._version
+
+    @property
+    def is_surely_new(self) -> bool:
+        """Whether a gradient came since a step used or skipped the last."""
+        return self.is_fresh
+
+    def weight(self) -> Array:
+        """Return the weight: the tensor's memory, or a copy on the host of a GPU's."""
+        self._host = self._tensor.detach().cpu()
+        return array_of(self._host)
+
+    def weight_buffer(self) -> Array:
+        """Return memory to write a new weight into: the tensor's own where it is on the host."""
+        if self._on_host():
+            return self.weight()
+        if self._host is None:
+            self._host = self._tensor.detach().cpu()
+        return array_of(self._host)
+
+    def weight_written(self, array: Array) -> None:
+        """Bring what was written to the tensor's device."""
+        if not self._on_host():
+            self._tensor.detach().copy_(self._host)
+        elif hasattr(self._tensor, "_version"):
+            # torch did not see it: it is told by a write of nothing, so that it refuses a backward through old weights.
+            self._tensor.detach().unsqueeze(0)[:0].zero_()
+        self.remember()
+
+    @property
+    def is_written(self) -> bool:
+        """Whether other code than the trainer has written the tensor, or given it other memory, since `remember`."""
+        return bool(self._seen != self._mark())
+
+    def remember(self) -> None:
+        """Take the weight as it is now for the one that the trainer knows; `weight_written` does so too."""
+        self._seen = self._mark()
+
+    def gradient(self) -> Gradient | None:
+        """Return `.grad` as an array of the same memory, or as RowSparse; from a GPU, a copy."""
+        grad = self._tensor.grad
+        if grad is None:
+            return None
+        found = grad.detach().cpu()
+        return RowSparse.from_torch(found) if found.is_sparse else array_of(found)
+
+    def grad_buffer(self) -> Array:
+        """Return an array for a dense gradient of all devices or workers; `grad_written` makes it `.grad`."""
+        if self._tensor.grad is None or self._tensor.grad.is_sparse:
+            self._tensor.grad = self._tensor.detach().new_zeros(self._tensor.shape)
+        found = self._tensor.grad.detach()
+        if self._on_host():
+            return array_of(found)
+        self._host_grad = found.cpu()
+        return array_of(self._host_grad)
+
+    def grad_written(self, array: Array) -> None:
+        """Bring what was written into `grad_buffer()` to the tensor's device."""
+        if not self._on_host():
+            self._tensor.grad.detach().copy_(self._host_grad)
+
+    def used(self) -> None:
+        """Note that a step has used the gradient."""
+        grad = self._tensor.grad
+        if grad is not None:
+            setattr(grad, STAMP, grad._version)
+
+    def zero_grad(self) -> None:
+        """Forget the gradient, as torch's optimizers do."""
+        self._tensor.grad = None
+
+    def _mark(self) -> object:
+        # `.data = other` changes the memory, and in some versions of torch nothing else.
+        address = getattr(self._tensor, "data_ptr", None)
+        return getattr(self._tensor, "_version", 0), address() if address is not None else 0
+
+    def _on_host(self) -> bool:
+        return str(self._tensor.device) == "cpu"
+
+
+Replica = Union[ArrayReplica, TensorReplica]
+
+
+def is_tensor(value: object) -> bool:
+    """Tell whether a value is a torch tensor, as far as is needed here."""
+    return hasattr(value, "detach") and hasattr(value, "numpy") and hasattr(value, "requires_grad")
+
+
+def replica_of(data: object, grad: object = None) -> Replica:
+    """Return the replica of a torch tensor, or of a numpy array with the array that its gradients are written into.
+
+    Raises:
+        KVError: anything else; an array that cannot be written; a gradient of its own for a tensor.
+    """
+    if is_tensor(data):
+        if grad is not None:
+            raise KVError("a torch tensor has its gradient in .grad; do not give another")
+        return TensorReplica(data)
+    if not isinstance(data, np.ndarray):
+        raise KVError("a parameter's data is a numpy array or a torch tensor, not %s" % type(data).__name__)
+    refuse_mask(data, "a parameter's data")
+    if not data.flags.writeable:
+        raise KVError("a parameter's array of shape %s is read-only; give one that can be written" % (data.shape,))
+    result = ArrayReplica(data, grad)
+    if grad is not None and not (isinstance(result.grad, np.ndarray) and result.grad.flags.writeable):
+        raise KVError(
+            "a gradient that is given with its weight is an array that can be written, for every step anew; any other:"
+            " assign it before each step (parameter.grad = ...)"
+        )
+    return result
+
+
+def write_weight(replica: Replica, array: Array) -> None:
+    """Write an array of the weight's shape and dtype into a replica."""
+    buffer = replica.weight_buffer()
+    if buffer is not array:
+        np.copyto(buffer, array)
+    replica.weight_written(buffer)
+
+
+def memory_of(source: Any) -> tuple[str, int]:
+    """Return where an array's or a tensor's memory begins: device and address; 0 where it has none."""
+    if isinstance(source, np.ndarray):
+        return "cpu", int(source.__array_interface__["data"][0]) if source.size else 0
+    address = getattr(source, "data_ptr", None)
+    return str(getattr(source, "device", "")), address() if address is not None else 0
+
+
+def gradient_of(value: object) -> Gradient:
+    """Return a gradient as RowSparse or as an array, the same memory where that is possible.
+
+    Raises:
+        KVError: a masked array.
+    """
+    refuse_mask(value, "a gradient")
+    sparse = RowSparse.of(value)
+    return np.asarray(value) if sparse is None else sparse
+
+
+def array_of(tensor: Any) -> Array:
+    """Return a host tensor's memory as an array; bfloat16 as `dtypes.BFLOAT16`."""
+    if str(tensor.dtype) != "torch.bfloat16":
+        array: Array = tensor.numpy()
+        return array
+    import torch  # It is there: the tensor is one of its.
+
+    bits: Array = tensor.view(torch.int16).numpy()
+    return bits.view(dtypes.BFLOAT16)

@@ -1,0 +1,310 @@
+"""Routing: how values are cut and placed, and which messages carry a call over many keys."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distrun_runtime.ops.partition import Shard
+from distrun_runtime.protocol.message import DTYPES, Kind, Message, Payload, decode, encode, payloads_of
+from distrun_runtime.ps import routing
+from distrun_runtime.ps.agreement import Keys
+from distrun_runtime.ps.routing import (
+    BUCKETS,
+    SHARD_BYTES,
+    Buckets,
+    Layout,
+    Portion,
+    Route,
+    Shape,
+    cut,
+    mxnet_layout,
+    place,
+    step_of,
+)
+
+ITEMSIZES = (1, 2, 4, 8)
+
+# Cutting
+
+
+@given(size=st.integers(0, 20_000_000), itemsize=st.sampled_from(ITEMSIZES))
+def test_shards_cover_a_dense_value_once_in_multiples_of_32_elements(size: int, itemsize: int) -> None:
+    shards = cut(size, itemsize)
+    assert shards[0][0] == 0
+    assert sum(length for _, length in shards) == size
+    assert all(one[0] + one[1] == other[0] for one, other in itertools.pairwise(shards))
+    assert all(length * itemsize <= SHARD_BYTES for _, length in shards)
+    assert all(length % 32 == 0 for _, length in shards[:-1])
+    assert all(length > 0 for _, length in shards) or size == 0
+
+
+@given(rows=st.integers(0, 5000), row_size=st.integers(1, 600_000), itemsize=st.sampled_from(ITEMSIZES))
+def test_shards_of_a_row_sparse_value_hold_whole_rows(rows: int, row_size: int, itemsize: int) -> None:
+    shards = cut(rows * row_size, itemsize, row_size)
+    assert sum(length for _, length in shards) == rows * row_size
+    assert all(offset % row_size == 0 and length % row_size == 0 for offset, length in shards)
+    assert all(length * itemsize <= SHARD_BYTES or length == row_size for _, length in shards)
+    assert all(one[0] + one[1] == other[0] for one, other in itertools.pairwise(shards))
+
+
+def test_a_value_of_no_elements_has_one_shard_so_that_its_rounds_are_counted() -> None:
+    assert cut(0, 4) == cut(0, 4, 8) == [(0, 0)]
+
+
+def test_a_value_of_exactly_a_mebibyte_is_one_shard_and_one_element_more_makes_two() -> None:
+    assert cut(SHARD_BYTES // 4, 4) == [(0, 262144)]
+    assert cut(SHARD_BYTES // 4 + 1, 4) == [(0, 262144), (262144, 1)]
+
+
+# Placing
+
+SIZES = st.lists(st.integers(0, SHARD_BYTES), max_size=60)
+
+
+@given(batches=st.lists(SIZES, max_size=4), servers=st.integers(1, 7))
+def test_no_server_has_more_than_its_share_and_the_largest_shard(batches: list[list[int]], servers: int) -> None:
+    loads = [0] * servers
+    for sizes in batches:
+        placed = place(sizes, loads)
+        assert len(placed) == len(sizes)
+        assert all(0 <= server < servers for server in placed)
+    sizes = [max(1, size) for each in batches for size in each]
+    assert sum(loads) == sum(sizes)
+    assert max(loads) <= sum(sizes) / servers + max(sizes, default=0)
+
+
+@given(sizes=SIZES, before=st.lists(st.integers(0, 1 << 30), min_size=1, max_size=7))
+def test_placing_depends_on_nothing_but_sizes_and_loads(sizes: list[int], before: list[int]) -> None:
+    one, other = list(before), list(before)
+    servers = place(sizes, one)
+    assert place(sizes, other) == servers
+    assert one == other
+    for server in range(len(before)):
+        here = sum(max(1, size) for size, where in zip(sizes, servers, strict=True) if where == server)
+        assert one[server] == before[server] + here
+
+
+def test_empty_shards_take_turns() -> None:
+    assert sorted(place([0] * 6, [0, 0, 0])) == [0, 0, 1, 1, 2, 2]
+
+
+def record(name: object, shape: tuple[int, ...], dtype: str = "float32") -> dict[str, Any]:
+    return {"key": name, "shape": list(shape), "dtype": dtype}
+
+
+@given(
+    batches=st.lists(st.lists(st.integers(0, 900_000), min_size=1, max_size=8), min_size=1, max_size=4),
+    servers=st.integers(1, 5),
+)
+def test_later_keys_move_none_and_every_worker_is_told_the_same(batches: list[list[int]], servers: int) -> None:
+    keys = Keys(servers)
+    told: dict[str, Any] = {}
+    for number, sizes in enumerate(batches):
+        records = [record("%d.%d" % (number, at), (size,)) for at, size in enumerate(sizes)]
+        answer = keys.declare(records)
+        told.update(zip(answer["keys"], answer["servers"], strict=True))
+        assert [len(each) for each in answer["servers"]] == [len(cut(size, 4)) for size in sizes]
+        # What the other workers hear later, in whichever order they ask.
+        random.Random(number).shuffle(records)
+        again = keys.told(records)
+        assert dict(zip(again["keys"], again["servers"], strict=True)) == {
+            each["key"]: told[each["key"]] for each in records
+        }
+    every = [record(name, ()) for name in told]
+    assert keys.told(every)["servers"] == list(told.values())
+
+
+def test_a_scheduler_that_places_as_mxnet_says_no_servers() -> None:
+    assert "servers" not in Keys(0).declare([record("w", (4, 4))])
+
+
+@given(
+    index=st.integers(-5, 400_000),
+    shape=st.tuples(st.integers(0, 3000), st.integers(1, 1500)),
+    servers=st.integers(1, 7),
+    factor=st.sampled_from([1, 16, 32]),
+    is_sparse=st.booleans(),
+)
+def test_layouts_of_mxnet_cover_the_value_and_cut_no_row_and_no_word(
+    index: int, shape: tuple[int, int], servers: int, factor: int, is_sparse: bool
+) -> None:
+    of = Shape(math.prod(shape), 4, shape[1], shape[0]) if is_sparse else Shape(math.prod(shape), 4)
+    layout = mxnet_layout(3, index, of, servers=servers, bound=10_000, factor=factor)
+    assert layout.size == math.prod(shape)
+    assert layout.shards[0].offset == 0
+    assert all(one.end == other.offset for one, other in zip(layout.shards, layout.shards[1:], strict=False))
+    unit = shape[1] if is_sparse else factor
+    assert all(shard.offset % unit == 0 for shard in layout.shards)
+    assert all(shard.length * 4 <= SHARD_BYTES or shard.length == unit for shard in layout.shards)
+
+
+# Messages
+
+
+def layouts_of(shapes: list[tuple[int, ...]], dtypes: list[Any], servers: int) -> list[Layout]:
+    """Return where keys 10, 11 and so on are, as their workers learn it from the scheduler."""
+    loads = [0] * servers
+    result = []
+    for item, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
+        pieces = cut(math.prod(shape), dtype.itemsize)
+        where = place([length * dtype.itemsize for _, length in pieces], loads)
+        shards = tuple(Shard(server, *piece) for server, piece in zip(where, pieces, strict=True))
+        result.append(Layout(10 + item, shards))
+    return result
+
+
+def random_values(seed: int, shapes: list[tuple[int, ...]], dtypes: list[Any]) -> list[Any]:
+    rng = np.random.default_rng(seed)
+    return [
+        np.frombuffer(rng.bytes(math.prod(shape) * dtype.itemsize), dtype).reshape(shape).copy()
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+
+
+SHAPE = st.one_of(
+    st.just(()), st.tuples(st.integers(0, 40)), st.tuples(st.integers(1, 30), st.integers(1, 30)), st.just((3, 0, 2))
+)
+KEYS = st.lists(st.tuples(SHAPE, st.sampled_from(DTYPES)), min_size=1, max_size=12)
+
+
+@given(
+    keys=KEYS,
+    servers=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+    limits=st.tuples(
+        *(st.sampled_from(few) for few in ([256, 1024, SHARD_BYTES], [512, 1 << 22], [1, 3, 32768], [1, 200, 65536]))
+    ),
+    is_lent=st.booleans(),
+)
+def test_what_is_gathered_travels_and_is_scattered_is_what_was_given(
+    keys: list[tuple[tuple[int, ...], Any]], servers: int, seed: int, limits: tuple[int, ...], is_lent: bool
+) -> None:
+    """Through encoded messages, for any shapes, dtypes, orders of keys, and limits."""
+    shapes, dtypes = [shape for shape, _ in keys], [dtype for _, dtype in keys]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, limit in zip(
+            ("SHARD_BYTES", "MESSAGE_BYTES", "MESSAGE_ENTRIES", "DIRECT_BYTES"), limits, strict=True
+        ):
+            patch.setattr(routing, name, limit)
+        layouts = layouts_of(shapes, dtypes, servers)
+        order = random.Random(seed).sample(range(len(keys)), len(keys))
+        shapes, dtypes = [shapes[at] for at in order], [dtypes[at] for at in order]
+        route = Route.of([layouts[at] for at in order], shapes, dtypes)
+    values = random_values(seed, shapes, dtypes)
+    # Outputs of any strides are made contiguous before.
+    outs = [np.zeros_like(value) for value in values]
+    rounds = np.arange(len(keys), dtype=np.int64)
+    given_entries = []
+    for portion in route.portions:
+        assert len(portion.entries) <= limits[2]
+        entries = portion.named(rounds, Payload.PACKED)
+        sizes = entries["length"].astype(np.int64) * portion.dtype.itemsize
+        assert len(entries) == 1 or sizes.sum() <= limits[1]
+        # What a stranger's frames are checked for, too.
+        sent = Message(Kind.PUSH, entries=entries, payloads=portion.gather(values, is_lent))
+        heard = decode([bytes(frame) for frame in encode(sent)])
+        assert [len(memoryview(each)) for each in payloads_of(heard.entries, heard.payloads) if each is not None] == (
+            sizes.tolist()
+        )
+        assert entries["round"].tolist() == [int(rounds[item]) for item in portion.keys]
+        portion.scatter(heard.payloads, outs)
+        given_entries += entries[["key", "offset", "length"]].tolist()
+    for value, out in zip(values, outs, strict=True):
+        assert out.tobytes() == value.tobytes()
+    every = [(each.number, shard.offset, shard.length) for each in layouts for shard in each.shards]
+    assert sorted(given_entries) == sorted(every)
+    assert {int(server) for server in {portion.server for portion in route.portions}} == {
+        shard.server for each in layouts for shard in each.shards
+    }
+
+
+@given(keys=KEYS, seed=st.integers(0, 1000), cuts=st.lists(st.integers(0, 4000), max_size=3))
+def test_an_answer_may_come_in_other_frames_than_were_gathered(keys: list[Any], seed: int, cuts: list[int]) -> None:
+    shapes, dtypes = [shape for shape, _ in keys], [dtype for _, dtype in keys]
+    route = Route.of(layouts_of(shapes, dtypes, 2), shapes, dtypes)
+    values = random_values(seed, shapes, dtypes)
+    outs = [np.zeros_like(value) for value in values]
+    for portion in route.portions:
+        whole = b"".join(bytes(frame) for frame in portion.gather(values, True))
+        item = portion.dtype.itemsize
+        edges = sorted({0, len(whole), *(at - at % item for at in cuts if at < len(whole))})
+        portion.scatter([whole[one:other] for one, other in itertools.pairwise(edges)], outs)
+    for value, out in zip(values, outs, strict=True):
+        assert out.tobytes() == value.tobytes()
+
+
+@given(keys=KEYS, servers=st.integers(1, 4), seed=st.integers(0, 100))
+def test_two_workers_that_are_told_the_same_send_the_same_entries(keys: list[Any], servers: int, seed: int) -> None:
+    shapes, dtypes = [shape for shape, _ in keys], [dtype for _, dtype in keys]
+    layouts = layouts_of(shapes, dtypes, servers)
+    one = Route.of(layouts, shapes, dtypes)
+    order = random.Random(seed).sample(range(len(keys)), len(keys))
+    # The other names its keys in another order.
+    other = Route.of([layouts[at] for at in order], [shapes[at] for at in order], [dtypes[at] for at in order])
+    assert [portion.link for portion in one.portions] == [portion.link for portion in other.portions]
+    for mine, theirs in zip(one.portions, other.portions, strict=True):
+        assert mine.entries.tobytes() == theirs.entries.tobytes()
+
+
+def test_values_that_are_not_lent_share_no_memory_with_what_is_sent() -> None:
+    shapes: list[tuple[int, ...]] = [(3,), (400, 200)]
+    values = [np.ones(shape, np.float32) for shape in shapes]
+    [portion] = Route.of(layouts_of(shapes, [DTYPES[0]] * 2, 1), shapes, [DTYPES[0]] * 2).portions
+    copied = portion.gather(values, lent=False)
+    lent = portion.gather(values, lent=True)
+    for value in values:
+        value[...] = 2
+    assert set(np.frombuffer(b"".join(copied), np.float32).tolist()) == {1.0}
+    # Small values are gathered in any case, large ones are sent from their own memory.
+    assert [np.frombuffer(frame, np.float32)[0] for frame in lent] == [1.0, 2.0]
+
+
+# Buckets
+
+
+def portion_of(count: int = 10) -> Portion:
+    shapes: list[tuple[int, ...]] = [(2,)] * count
+    [portion] = Route.of(layouts_of(shapes, [DTYPES[0]] * count, 1), shapes, [DTYPES[0]] * count).portions
+    return portion
+
+
+def test_a_bucket_stands_for_its_entries_as_long_as_all_keys_go_on_together() -> None:
+    buckets, portion = Buckets(), portion_of()
+    rounds = np.arange(10, dtype=np.int64)
+    assert step_of(portion, rounds) == -1
+    buckets.register(portion, rounds)
+    assert [step_of(portion, rounds + step) for step in (0, 1, 7)] == [0, 1, 7]
+    rounds[3] += 1
+    assert step_of(portion, rounds) == -1, "one key was pushed by itself"
+    assert step_of(portion, rounds - 2) == -1, "an earlier round than that of step 0"
+
+
+def test_the_number_of_a_bucket_that_is_given_again_belongs_to_the_later_portion_only() -> None:
+    buckets = Buckets()
+    rounds = np.zeros(10, np.int64)
+    first = portion_of()
+    buckets.register(first, rounds)
+    portions = [portion_of() for _ in range(BUCKETS)]
+    for portion in portions:
+        buckets.register(portion, rounds)
+    assert (first.bucket, first.base) == (0, None)
+    assert sorted(portion.bucket for portion in portions) == list(range(1, BUCKETS + 1))
+    buckets.forget([first])
+    assert all(portion.bucket for portion in portions), "what was forgotten before is not forgotten for another"
+
+
+def test_a_portion_whose_message_failed_is_told_anew() -> None:
+    buckets, portion = Buckets(), portion_of()
+    buckets.register(portion, np.zeros(10, np.int64))
+    buckets.forget([portion])
+    assert step_of(portion, np.zeros(10, np.int64)) == -1
+    buckets.register(portion, np.ones(10, np.int64))
+    assert step_of(portion, np.ones(10, np.int64)) == 0

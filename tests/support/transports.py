@@ -1,0 +1,64 @@
+"""What tests of transports share: polls with a deadline, and pairs that are connected."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from distrun_runtime.protocol import message
+from distrun_runtime.protocol.message import Kind, Message
+from distrun_runtime.transport.base import Arrived, Event, Heartbeat, Transport, Up
+
+HOST = "127.0.0.1"
+SHORT = Heartbeat(0.5, 4.0)
+"""Where a peer is to be lost; a healthy one may still be slow for a while."""
+LONG = Heartbeat(0.5, 60.0)
+"""Where none is to be lost."""
+DEADLINE_S = 60.0
+
+HELLO = message.encode(Message(Kind.HELLO))
+WELCOME = message.encode(Message(Kind.WELCOME))
+
+
+def until(
+    transport: Transport, found: Callable[[list[Event]], bool], *others: Transport, seconds: float = DEADLINE_S
+) -> list[Any]:
+    """Poll, and let the others run, until `found`; return all events of `transport`."""
+    events: list[Event] = []
+    deadline = time.monotonic() + seconds
+    while not found(events):
+        assert time.monotonic() < deadline, "only this happened: %r" % events
+        events += transport.poll(0.02)
+        for other in others:
+            other.poll(0)
+    return events
+
+
+def has(kind: type[Any], count: int = 1) -> Callable[[list[Event]], bool]:
+    """Return whether so many events of a kind are there."""
+    return lambda events: sum(isinstance(event, kind) for event in events) >= count
+
+
+def endpoint(port: int) -> str:
+    """Return the endpoint of a port of this machine."""
+    return "tcp://%s:%d" % (HOST, port)
+
+
+def frames_of(event: Arrived) -> list[bytes]:
+    """Return copies of the frames of a message."""
+    return [bytes(frame) for frame in event.frames]
+
+
+def welcomed(acceptor: Transport, opener: Transport, link: str = "server-0") -> str:
+    """Connect the two as nodes do, with a handshake; return the acceptor's name of the connection."""
+    opener.connect(link, endpoint(acceptor.bind(HOST)))
+    assert until(opener, has(Up), acceptor) == [Up(link)]
+    opener.send(link, HELLO)
+    [arrived] = until(acceptor, has(Arrived), opener)
+    acceptor.proven(arrived.link)
+    acceptor.send(arrived.link, WELCOME)
+    [answer] = until(opener, has(Arrived), acceptor)
+    assert frames_of(answer) == [bytes(frame) for frame in WELCOME]
+    name: str = arrived.link
+    return name
