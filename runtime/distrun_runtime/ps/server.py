@@ -275,6 +275,10 @@ class Server:
 
     def _data(self, link: str, rank: int, store: Store, message: Message) -> list[role.Action]:
         entries, shards, wrong = self._entries(rank, store, message)
+        if message.bucket and len(message.entries) and (shards >= 0).all():
+            # Entries that travelled name the rounds of the bucket's step 0. Also if the push is refused: later ones that
+            # name the bucket are on their way, and each is to hear why it is refused.
+            self._buckets[rank, store.number, message.bucket] = entries, shards
         wrong = wrong or checks.against(store, message, entries, shards, self.me.name)
         is_push = message.kind is Kind.PUSH
         if not wrong and is_push and not store.is_sync and not store.has_rule:
@@ -283,9 +287,6 @@ class Server:
             )
         if wrong:
             return self._refuse_data(link, rank, store, message, entries=entries, wrong=wrong)
-        if message.bucket and len(message.entries):
-            # Entries that travelled name the rounds of the bucket's step 0.
-            self._buckets[rank, store.number, message.bucket] = entries, shards
         batch = work.Batch(store, shards, message, entries, checks.how(message, entries))
         if message.payloads and entries["codec"].any() and np.isin(entries["codec"], tuple(READ_FIRST)).any():
             return [role.Work(work.Check(link, rank, batch), True)]

@@ -302,7 +302,7 @@ def _settle_folder(folder: Path) -> None:
 # Shards
 
 _CACHE = 16
-"""Arrays that are kept while neighbouring shards read them."""
+"""Arrays that are kept while adjacent shards read them."""
 
 
 @dataclass(frozen=True)
