@@ -276,8 +276,8 @@ class Server:
     def _data(self, link: str, rank: int, store: Store, message: Message) -> list[role.Action]:
         entries, shards, wrong = self._entries(rank, store, message)
         if message.bucket and len(message.entries) and (shards >= 0).all():
-            # Entries that travelled name the rounds of the bucket's step 0. Also if the push is refused: later ones that
-            # name the bucket are on their way, and each is to hear why it is refused.
+            # Entries that travelled name the rounds of the bucket's step 0. Also if the push is refused: later ones
+            # that name the bucket are on their way, and each is to hear why it is refused.
             self._buckets[rank, store.number, message.bucket] = entries, shards
         wrong = wrong or checks.against(store, message, entries, shards, self.me.name)
         is_push = message.kind is Kind.PUSH
