@@ -172,8 +172,10 @@ print(pulled(kv, "w"), whole.tobytes().hex()[-64:], float(whole.sum()))
 
     def trained(servers: int, *span: str) -> str:
         (distrun.work / "train.py").write_text(HEAD + script)
-        size = ("-n", "2", "-s", str(servers), "--no-prefix", "-q", "--env", "MXNET_KVSTORE_BIGARRAY_BOUND=1000")
-        done = distrun.run("launch", *size, PYTHON, "train.py", *span)
+        size = ("-n", "2", "-s", str(servers), "--no-prefix", "-q")
+        # On all servers.
+        place = ("--env", "DISTRUN_PARTITION=mxnet", "--env", "MXNET_KVSTORE_BIGARRAY_BOUND=1000")
+        done = distrun.run("launch", *size, *place, PYTHON, "train.py", *span)
         assert done.returncode == 0, done.stderr.decode()
         return done.stdout.decode()
 
