@@ -11,7 +11,7 @@ from distrun_runtime.arrays import find as devices
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ps.config import Config
 from distrun_runtime.ps.engine import Engine
-from distrun_runtime.ps.postoffice import Postoffice
+from distrun_runtime.ps.loop import Loop
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.scheduler import Scheduler
 from distrun_runtime.ps.serve import bind, wrapped
@@ -72,18 +72,18 @@ def open_store(type_name: str, session: Session, staleness: int | None = None) -
     return KVStore(DistBackend(type_name, session, staleness))
 
 
-def office_of(
+def loop_of(
     node: Any, transport: Any, engine: Any = None, *, token: bytes = TOKEN, out: Any = None, **more: Any
-) -> Postoffice:
+) -> Loop:
     """Return the loop of a scheduler or server; `out` gets its log (stderr)."""
-    return Postoffice(transport, node, token, Trace(0, lambda: node.me, out), engine=engine, **more)
+    return Loop(transport, node, token, Trace(0, lambda: node.me, out), engine=engine, **more)
 
 
-def server_office(own: Config, transport: Any, endpoint: str, imports: Sequence[str] = (), **more: Any) -> Postoffice:
-    """Return the loop of a server with its arithmetic, as `ps.serve` puts them together; `more` is `office_of`'s."""
+def server_loop(own: Config, transport: Any, endpoint: str, imports: Sequence[str] = (), **more: Any) -> Loop:
+    """Return the loop of a server with its arithmetic, as `ps.serve` puts them together; `more` is `loop_of`'s."""
     counters, recorder = Counters(), Recorder()
     server = Server(own, endpoint, counters, recorder)
-    return office_of(
+    return loop_of(
         server, transport, engine=Engine(devices.get("cpu:0"), counters, recorder, imports), token=own.token, **more
     )
 
@@ -110,14 +110,14 @@ class Cluster:
         endpoint = bind(root, config("scheduler", **self._changes))
         self.root_port = int(endpoint.rpartition(":")[2])
         self.scheduler = Scheduler(config("scheduler", **self._changes), endpoint)
-        self._offices: dict[threading.Thread, Postoffice] = {}
-        self._start("scheduler", office_of(self.scheduler, root, token=self._changes.get("token", TOKEN)))
+        self._loops: dict[threading.Thread, Loop] = {}
+        self._start("scheduler", loop_of(self.scheduler, root, token=self._changes.get("token", TOKEN)))
         self.transports: dict[str, Any] = {"scheduler": root}
         for rank in range(servers):
             node = config("server", rank=rank, root_port=self.root_port, **self._changes)
             transport = self._transport(node)
             self.transports["server-%d" % rank] = transport
-            self._start("server-%d" % rank, server_office(node, transport, bind(transport, node), imports))
+            self._start("server-%d" % rank, server_loop(node, transport, bind(transport, node), imports))
 
     def __enter__(self) -> Cluster:
         return self
@@ -171,9 +171,9 @@ class Cluster:
         """Wait until scheduler and servers have ended by themselves; end them otherwise."""
         for thread in self._threads:
             thread.join(0.0 if self._changes.get("stays") else END_S)
-        for thread, office in self._offices.items():
+        for thread, loop in self._loops.items():
             if thread.is_alive():
-                office.tell(15)
+                loop.tell(15)
                 thread.join(DEADLINE_S)
         assert not any(thread.is_alive() for thread in self._threads)
 
@@ -181,12 +181,12 @@ class Cluster:
         over_zmq = self._over == "zmq"
         return wrapped(ZmqTransport(node.heartbeat, node.token) if over_zmq else self.network.transport(), node)
 
-    def _start(self, name: str, office: Postoffice) -> None:
+    def _start(self, name: str, loop: Loop) -> None:
         def body() -> None:
-            self.codes[name] = office.run().code
+            self.codes[name] = loop.run().code
 
         thread = threading.Thread(target=body, name=name, daemon=True)
-        self._offices[thread] = office
+        self._loops[thread] = loop
         self._threads.append(thread)
         thread.start()
 

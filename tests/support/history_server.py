@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from cluster import TOKEN, config, server_office
+from cluster import TOKEN, config, server_loop
 from scripted_transport import Stepped
 
 from distrun_runtime.arrays import dtypes
@@ -234,7 +234,7 @@ class History:
         self._types: dict[int, Any] = {}
         self._lengths: dict[str, int] = {}
         own = config("server", **{"rank": 0, "workers": workers, "servers": servers, **(settings or {})})
-        self._office = server_office(
+        self._loop = server_loop(
             own,
             self.transport,
             "tcp://127.0.0.1:7",
@@ -259,8 +259,8 @@ class History:
 
     def close(self) -> None:
         """End the loop."""
-        self._office.tell(15)
-        self._office.tell(15)
+        self._loop.tell(15)
+        self._loop.tell(15)
         self._thread.join(LIMIT_S)
         assert not self._thread.is_alive()
 
@@ -291,7 +291,7 @@ class History:
 
     def signal(self, number: int = 15) -> list[Sent]:
         """Send the process a signal."""
-        self._office.tell(number)
+        self._loop.tell(number)
         self.transport.settle()
         return self._sent()
 
@@ -444,7 +444,7 @@ class History:
 
     def _run(self) -> None:
         try:
-            self.finish = self._office.run()
+            self.finish = self._loop.run()
         except BaseException as err:
             self._error = err
         finally:

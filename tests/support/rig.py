@@ -28,7 +28,7 @@ def node(kind: str, rank: int) -> Identity:
 class Rig:
     """A server that two workers (`w0`, `w1`) are connected to, with keys 0 (`a`) and 1 (`b`) of two float32 each.
 
-    Work is done at once, as the post office does it; while `is_held`, it piles up until `release`. With more servers
+    Work is done at once, as the loop does it; while `is_held`, it piles up until `release`. With more servers
     than one, the link `s1` is one that server 1 opened. `facts` are added to the body of the first INIT.
     """
 

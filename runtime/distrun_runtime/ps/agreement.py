@@ -57,7 +57,7 @@ class Gathering:
     """The calls of one number that came so far."""
 
     calls: dict[int, Call] = field(default_factory=dict)
-    notice: role.Patience | None = None
+    notice: role.WaitNotice | None = None
     """When its workers are told whom it waits for."""
 
     def add(self, call: Call) -> str:
@@ -219,10 +219,14 @@ class Keys:
     def take_back(self, keys: Sequence[Any]) -> None:
         """Forget keys whose first values did not reach all servers.
 
-        Their numbers are not given again: a server may hold pieces under them.
+        Their numbers are not given again: a server may hold shards under them. Their room is.
         """
         for key in keys:
-            self._known.pop(_text(key), None)
+            known = self._known.pop(_text(key), None)
+            if known is not None and known.servers:
+                size, item, row = _extent(known.record)
+                for server, (_, length) in zip(known.servers, cut(size, item, row), strict=True):
+                    self._loads[server] -= max(1, length * item)
 
     @property
     def names(self) -> list[list[Any]]:
@@ -656,7 +660,7 @@ class CollectiveCalls:
         actions: list[role.Action] = []
         for number, store in self._stores.items():
             for gathering in store.gatherings.values():
-                gathering.notice = gathering.notice or role.Patience(now)
+                gathering.notice = gathering.notice or role.WaitNotice(now)
                 if gathering.notice.is_due(now):
                     actions += self._reminders(number, store, gathering, now)
         return actions

@@ -125,7 +125,7 @@ class Peers:
         actions: list[role.Action] = []
         for name, endpoint in self._endpoints.items():
             if name not in self._called:
-                # What is sent before its WELCOME waits at the post office.
+                # What is sent before its WELCOME waits at the loop.
                 self._called.add(name)
                 actions.append(role.Connect(name, endpoint))
             actions.append(role.Send(name, message))

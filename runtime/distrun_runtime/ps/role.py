@@ -1,6 +1,6 @@
 """What the three roles share: the events they are told and the actions they answer with.
 
-A role decides and never acts: `handle(event, now)` and `tick(now)` return actions, the post office performs
+A role decides and never acts: `handle(event, now)` and `tick(now)` return actions, the loop performs
 them. None of this touches a socket, a clock or an array.
 """
 
@@ -78,7 +78,7 @@ class Heard:
 class Asked:
     """The process's own threads want something (workers only)."""
 
-    wish: Any
+    request: Any
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Resolve:
-    """A wish came true or failed: `pending` is given `replies`, or raises `error`."""
+    """A request was answered or failed: `pending` is given `replies`, or raises `error`."""
 
     pending: Any
     replies: tuple[Message, ...] = ()
@@ -151,7 +151,7 @@ class Resolve:
 
 @dataclass(frozen=True)
 class Note:
-    """Tell a wish what it waits for."""
+    """Tell a request what it waits for."""
 
     pending: Any
     text: str
@@ -169,7 +169,7 @@ Action = Union[Connect, Send, Log, Publish, Work, Resolve, Note, Finish]
 
 
 class Role(Protocol):
-    """A scheduler, server or worker as the post office sees it."""
+    """A scheduler, server or worker as the loop sees it."""
 
     @property
     def me(self) -> Identity:
@@ -219,7 +219,7 @@ WAITING_S = 30.0
 
 
 @dataclass
-class Patience:
+class WaitNotice:
     """When somebody who waits is to be told what for."""
 
     since: float
@@ -235,7 +235,7 @@ class Patience:
 
 
 @dataclass
-class Cadence:
+class Interval:
     """Something to do every `every_s` seconds, first that long after the first asking."""
 
     every_s: float

@@ -41,7 +41,7 @@ class Scheduler:
         self._counts = (config.workers, config.servers)
         self._roster = Roster(config.workers, config.servers)
         self._deadline = role.Deadline()
-        self._report = role.Cadence(REPORT_S)
+        self._report = role.Interval(REPORT_S)
         self._early: list[tuple[str, Identity]] = []
         """Workers of the job's next script, which came while others still run the present one."""
         self._is_clearing = False

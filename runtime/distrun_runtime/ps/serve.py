@@ -15,7 +15,7 @@ from distrun_runtime.errors import ContractError
 from distrun_runtime.ps import config as configs
 from distrun_runtime.ps.config import Config, import_all
 from distrun_runtime.ps.engine import Engine
-from distrun_runtime.ps.postoffice import Postoffice
+from distrun_runtime.ps.loop import Loop
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.publish import publish
 from distrun_runtime.ps.scheduler import Scheduler
@@ -57,14 +57,14 @@ def serve(role: str) -> int:
         trace.log("WARNING", text)
     trace.log("INFO", "event=bound endpoint=%s host=%s" % (endpoint, config.host))
     engine = Engine(devices.get("cpu:0"), counters, recorder, config.server_imports) if role == "server" else None
-    office = Postoffice(transport, node, config.token, trace, engine=engine, publish=publish)
+    loop = Loop(transport, node, config.token, trace, engine=engine, publish=publish)
 
     def stop(number: int, frame: FrameType | None) -> None:
-        office.tell(number)
+        loop.tell(number)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        finish = office.run()
+        finish = loop.run()
     finally:
         for number, handler in before.items():
             with suppress(TypeError):  # None: a handler that Python did not install

@@ -63,7 +63,7 @@ class Pull:
     entries: Array
     shards: Array
     rounds: Array
-    patience: role.Patience
+    notice: role.WaitNotice
     ticket: int
     owed: Array
     """For each entry whether it is not lent yet."""
@@ -95,7 +95,7 @@ class Server:
         """Links of workers, to their ranks."""
         self._servers: set[str] = set()
         """Links that other servers opened."""
-        self._neighbours = Peers()
+        self._peers = Peers()
         self._buckets: dict[tuple[int, int, int], tuple[Array, Array]] = {}
         """(Rank, store, bucket) to entries, with the rounds of its first step, and their shards."""
         self._pulls: dict[int, Pull] = {}
@@ -137,7 +137,7 @@ class Server:
         if isinstance(event, role.TurnedAway) and event.link == role.SCHEDULER_LINK:
             return [role.Finish(1, "the scheduler refused %s: %s" % (self.me.name, event.reason))]
         if isinstance(event, role.TurnedAway):
-            return self._lost_neighbour(event)
+            return self._lost_peer(event)
         if isinstance(event, role.Broken):
             return self._broken(event)
         if isinstance(event, role.Told):
@@ -184,10 +184,10 @@ class Server:
         # The scheduler judges deaths; here the worker's open requests are forgotten.
         self._servers.discard(event.link)
         self._ranks.pop(event.link, None)
-        return [*self._drop_pulls(event.link), *self._lost_neighbour(event)]
+        return [*self._drop_pulls(event.link), *self._lost_peer(event)]
 
-    def _lost_neighbour(self, event: role.Broken | role.TurnedAway) -> list[role.Action]:
-        if self._is_stopping or not self._neighbours.lost(event.link):
+    def _lost_peer(self, event: role.Broken | role.TurnedAway) -> list[role.Action]:
+        if self._is_stopping or not self._peers.lost(event.link):
             return []
         text = "%s lost its connection to %s: %s" % (self.me.name, event.link, event.reason)
         return [role.Log("INFO", "event=lost-peer %s" % text), *self._norms_lost(text)]
@@ -199,7 +199,7 @@ class Server:
             nodes = from_json(message.body["nodes"])
             self._nodes = {(node.role, node.rank) for node in nodes}
             self.me = self._config.identity(self.me.endpoint, message.body["rank"])
-            self._neighbours.learn(nodes, self.me.rank)
+            self._peers.learn(nodes, self.me.rank)
             lines = ["event=roster node=%s host=%s endpoint=%s" % (who.name, who.host, who.endpoint) for who in nodes]
             return [role.Log("INFO", line) for line in lines]
         if message.kind in (Kind.RULE, Kind.SAVE, Kind.LOAD):
@@ -646,10 +646,8 @@ class Server:
         rounds = batch.entries["round"].astype(np.int64)
         owed = np.ones(len(shards), np.bool_)
         rows = payloads_of(batch.entries, batch.message.payloads) if batch.message.payloads else []
-        patience = role.Patience(self._now)
-        pull = Pull(
-            link, rank, store, batch.message, batch.entries, shards, rounds, patience, self._tickets, owed, rows
-        )
+        notice = role.WaitNotice(self._now)
+        pull = Pull(link, rank, store, batch.message, batch.entries, shards, rounds, notice, self._tickets, owed, rows)
         if store.pending:
             pull.before = {
                 at: set(store.pending[shard]) for at, shard in enumerate(shards.tolist()) if shard in store.pending
@@ -762,8 +760,8 @@ class Server:
         """Tell workers whom their pulls wait for."""
         actions: list[role.Action] = []
         for pull in self._pulls.values():
-            if pull.patience.is_due(now):
-                body = {"text": self._waits_for(pull), "seconds": now - pull.patience.since}
+            if pull.notice.is_due(now):
+                body = {"text": self._waits_for(pull), "seconds": now - pull.notice.since}
                 message = Message(Kind.WAITING, store=pull.store.number, request=pull.message.request, body=body)
                 actions.append(role.Send(pull.link, message))
         return actions
@@ -853,7 +851,7 @@ class Server:
         parts = self._norms.mine(turn, shard, int(store.offset[shard]), int(store.length[shard]), squares)
         size = store.size(turn.key)
         length = int(store.length[shards].sum())
-        if size is None and len(self._neighbours):
+        if size is None and len(self._peers):
             text = "the shape of key %r is not known to %s, and the rule needs norms of the whole value"
             self._norms.fail(turn, Failure(text % (store.names.get(turn.key), self.me.name)))
         elif any(_is_past(store, each, turn) for each in shards):
@@ -943,7 +941,7 @@ class Server:
 
     def _tell(self, turn: Turn, body: Mapping[str, Any]) -> list[role.Action]:
         facts = {"script": self._scripts, "key": turn.key, "rank": turn.rank, "round": turn.round, **body}
-        return self._neighbours.tell(Message(Kind.NORMS, store=turn.store, body=facts))
+        return self._peers.tell(Message(Kind.NORMS, store=turn.store, body=facts))
 
     # Leaving
 

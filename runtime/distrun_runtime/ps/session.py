@@ -18,8 +18,8 @@ from distrun_runtime.errors import RuntimeFault, StoreClosed
 from distrun_runtime.protocol.message import Message
 from distrun_runtime.ps import crash
 from distrun_runtime.ps.config import Config
+from distrun_runtime.ps.loop import Loop
 from distrun_runtime.ps.pending import Pending, when_done
-from distrun_runtime.ps.postoffice import Postoffice
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.publish import publish
 from distrun_runtime.ps.serve import bind, wrapped
@@ -47,7 +47,7 @@ class Session:
         self._ready = Pending("registration")
         self.worker = Worker(config, bind(self._transport, config), self._ready)
         self._trace = Trace(config.verbose, lambda: self.worker.me)
-        self._office = Postoffice(self._transport, self.worker, config.token, self._trace, publish=publish)
+        self._loop = Loop(self._transport, self.worker, config.token, self._trace, publish=publish)
         self._thread = threading.Thread(target=self._run, name="distrun-node", daemon=True)
         self._last_store = 0
         self.stores: object = None
@@ -57,8 +57,8 @@ class Session:
         self.is_open = False
         """Whether `open` has returned: this process is in the job."""
         self._is_over = False
-        self._is_deaf = False
-        """The node's thread hears no more wishes."""
+        self._is_closed = False
+        """The node's thread takes no more requests."""
 
     def open(self) -> None:
         """Register and wait until all nodes are here and all servers are connected.
@@ -123,8 +123,8 @@ class Session:
         pending = Pending(what, on_error, "the limit is --op-timeout or DISTRUN_OP_TIMEOUT")
 
         def send() -> None:
-            self._office.ask(Request(pending, messages))
-            if self._is_deaf or not self._thread.is_alive():
+            self._loop.ask(Request(pending, messages))
+            if self._is_closed or not self._thread.is_alive():
                 pending.resolve((), self._dead())
 
         when_done(after, send)
@@ -172,7 +172,7 @@ class Session:
         self._is_over = True
         goodbye = Pending("goodbye")
         reason = "" if error is None else "%s: %s" % (type(error).__name__, error)
-        self._office.ask(Goodbye(goodbye, reason[:2000]))
+        self._loop.ask(Goodbye(goodbye, reason[:2000]))
         self._thread.join(GOODBYE_S)
         return flushed
 
@@ -190,18 +190,18 @@ class Session:
 
     def _run(self) -> None:
         try:
-            self._office.run()
+            self._loop.run()
         except BaseException as err:
             # Whoever waits must not wait for a thread that died.
             self._crash = err
             raise
         finally:
             # First: who asks from now on sees it, or is found here.
-            self._is_deaf = True
+            self._is_closed = True
             for action in self.worker.fail(self._dead()):
                 action.pending.resolve((), action.error)
-            for wish in self._office.unheard():
-                cast("Request | Goodbye", wish).pending.resolve((), self._dead())
+            for request in self._loop.unheard():
+                cast("Request | Goodbye", request).pending.resolve((), self._dead())
 
     def _dead(self) -> RuntimeFault:
         if self._is_over:

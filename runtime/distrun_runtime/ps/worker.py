@@ -26,7 +26,7 @@ SLACK_S = 5.0
 
 @dataclass(frozen=True)
 class Request:
-    """A wish: these messages out, all replies back. Links are `scheduler` and `server-I`."""
+    """A request: these messages out, all replies back. Links are `scheduler` and `server-I`."""
 
     pending: Pending
     messages: Sequence[tuple[str, Message]]
@@ -34,7 +34,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Goodbye:
-    """The last wish: BYE, or ABORT with a reason."""
+    """The last request: BYE, or ABORT with a reason."""
 
     pending: Pending
     abort: str = ""
@@ -64,7 +64,7 @@ class Worker:
         self._ready = ready
         self._root = config.root_endpoint
         self._deadline = role.Deadline()
-        self._report = role.Cadence(REPORT_S)
+        self._report = role.Interval(REPORT_S)
         self._welcomes: set[str] = set()
         self._outboxes: dict[str, Outbox] = {}
         self._numbers = 0
@@ -87,7 +87,7 @@ class Worker:
     def handle(self, event: role.Event, now: float) -> list[role.Action]:
         """Take in one event."""
         if isinstance(event, role.Asked):
-            return self._asked(event.wish, now)
+            return self._asked(event.request, now)
         if isinstance(event, role.Heard):
             return self._heard(event.link, event.message, now)
         if isinstance(event, role.Welcomed) and event.peer is None:
@@ -142,15 +142,15 @@ class Worker:
 
     # Requests
 
-    def _asked(self, wish: Request | Goodbye, now: float) -> list[role.Action]:
-        if isinstance(wish, Goodbye):
-            return self._leave(wish, now)
+    def _asked(self, request: Request | Goodbye, now: float) -> list[role.Action]:
+        if isinstance(request, Goodbye):
+            return self._leave(request, now)
         if self._lost is not None:
-            return [role.Resolve(wish.pending, error=self._lost)]
-        entry = _Open(wish.pending, {}, any(message.kind is Kind.PUSH for _, message in wish.messages))
-        wish.pending.missing = entry.missing
+            return [role.Resolve(request.pending, error=self._lost)]
+        entry = _Open(request.pending, {}, any(message.kind is Kind.PUSH for _, message in request.messages))
+        request.pending.missing = entry.missing
         actions: list[role.Action] = []
-        for link, message in wish.messages:
+        for link, message in request.messages:
             self._numbers += 1
             entry.missing[self._numbers] = link
             self._open[self._numbers] = entry
@@ -160,7 +160,7 @@ class Worker:
             else:
                 actions.append(role.Send(link, numbered))
         if not entry.missing:
-            return [role.Resolve(wish.pending)]
+            return [role.Resolve(request.pending)]
         return [*actions, *self._flush()]
 
     def _flush(self) -> list[role.Action]:
@@ -204,12 +204,12 @@ class Worker:
 
     # The end
 
-    def _leave(self, wish: Goodbye, now: float) -> list[role.Action]:
-        self._goodbye = wish
+    def _leave(self, request: Goodbye, now: float) -> list[role.Action]:
+        self._goodbye = request
         if role.SCHEDULER_LINK not in self._welcomes or self._lost is not None:
             return self._gone()
-        self._farewell.set(now + (ABORT_S if wish.abort else BYE_S))
-        last = Message(Kind.ABORT, body={"reason": wish.abort}) if wish.abort else Message(Kind.BYE)
+        self._farewell.set(now + (ABORT_S if request.abort else BYE_S))
+        last = Message(Kind.ABORT, body={"reason": request.abort}) if request.abort else Message(Kind.BYE)
         return [role.Send(role.SCHEDULER_LINK, last)]
 
     def _gone(self) -> list[role.Action]:

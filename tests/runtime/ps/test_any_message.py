@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import TOKEN, config, office_of, server_office
+from cluster import TOKEN, config, loop_of, server_loop
 from history_server import Piece, data, node, pieces_of, with_pieces
 
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.handshake import Opener
 from distrun_runtime.protocol.message import Flag, Kind, Message
 from distrun_runtime.ps import role
-from distrun_runtime.ps.postoffice import Postoffice
+from distrun_runtime.ps.loop import Loop
 from distrun_runtime.ps.scheduler import Scheduler
 from distrun_runtime.transport.base import Arrived, Down, Up
 from distrun_runtime.transport.inproc import InprocNetwork, InprocTransport
@@ -196,20 +196,20 @@ class Member:
 class Node:
     """A scheduler or server with its loop in a thread."""
 
-    def __init__(self, make: Callable[[InprocNetwork, InprocTransport, str], Postoffice]) -> None:
+    def __init__(self, make: Callable[[InprocNetwork, InprocTransport, str], Loop]) -> None:
         self.network = InprocNetwork()
         transport = self.network.transport()
         self.endpoint = "tcp://127.0.0.1:%d" % transport.bind("127.0.0.1")
-        self.office = make(self.network, transport, self.endpoint)
+        self.loop = make(self.network, transport, self.endpoint)
         self.finish: role.Finish | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:
-        self.finish = self.office.run()
+        self.finish = self.loop.run()
 
     def end(self) -> None:
-        self.office.tell(15)
-        self.office.tell(15)
+        self.loop.tell(15)
+        self.loop.tell(15)
         self.thread.join(LIMIT_S)
         assert not self.thread.is_alive()
         assert self.finish is not None
@@ -219,7 +219,7 @@ class Node:
 @pytest.fixture
 def scheduler() -> Iterator[Node]:
     own = config("scheduler", workers=2, servers=1)
-    made = Node(lambda network, transport, endpoint: office_of(Scheduler(own, endpoint), transport, out=io.StringIO()))
+    made = Node(lambda network, transport, endpoint: loop_of(Scheduler(own, endpoint), transport, out=io.StringIO()))
     made.thread.start()
     yield made
     made.end()
@@ -259,10 +259,10 @@ def test_no_message_of_a_member_ends_a_server(seed: int, type_name: str, tmp_pat
     chance = random.Random(seed)
     roots: list[Root] = []
 
-    def make(network: InprocNetwork, transport: InprocTransport, endpoint: str) -> Postoffice:
+    def make(network: InprocNetwork, transport: InprocTransport, endpoint: str) -> Loop:
         roots.append(Root(network))
         own = config("server", rank=0, workers=2, servers=1, root_port=roots[0].port)
-        return server_office(own, transport, endpoint, out=io.StringIO())
+        return server_loop(own, transport, endpoint, out=io.StringIO())
 
     server = Node(make)
     server.thread.start()

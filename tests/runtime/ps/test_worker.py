@@ -34,7 +34,7 @@ class Rig:
             self.welcome("server-1")
 
     def do(self, actions: list[role.Action]) -> list[role.Action]:
-        """Resolve what is resolved, as the post office does."""
+        """Resolve what is resolved, as the loop does."""
         for action in actions:
             if isinstance(action, role.Resolve):
                 action.pending.resolve(action.replies, action.error)

@@ -107,7 +107,7 @@ def test_a_lent_array_is_not_copied_and_one_that_is_waited_for_may_change_at_onc
         kv.init("w", full(0, shape))
         value, out = full(kv.rank + 1, shape), full(0, shape)
         sent: list[bool] = []
-        transport = kv._backend._node._office._transport
+        transport = kv._backend._node._loop._transport
         plain = transport.send
 
         def send(link: str, frames: Any) -> Any:

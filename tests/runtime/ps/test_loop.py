@@ -19,7 +19,7 @@ from distrun_runtime.protocol.handshake import Acceptor, Identity, Opener
 from distrun_runtime.protocol.message import Flag, Kind, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.engine import Engine
-from distrun_runtime.ps.postoffice import Postoffice
+from distrun_runtime.ps.loop import Loop
 from distrun_runtime.ps.trace import Trace
 from distrun_runtime.transport.base import COPIED, Arrived, Event, Released, Up
 from distrun_runtime.transport.inproc import InprocNetwork, InprocTransport
@@ -57,11 +57,11 @@ class Echo:
 
 
 class Wire:
-    """A stranger's end of a connection to the office."""
+    """A stranger's end of a connection to the loop."""
 
     def __init__(self, network: InprocNetwork, endpoint: str) -> None:
         self.transport: InprocTransport = network.transport()
-        self.transport.connect("office", endpoint)
+        self.transport.connect("loop", endpoint)
         self.got: list[Event] = []
         self.wait_for(Up)
 
@@ -76,7 +76,7 @@ class Wire:
 
     def say(self, sent: Message) -> Message:
         """Send a message and return the next that comes."""
-        self.transport.send("office", message.encode(sent))
+        self.transport.send("loop", message.encode(sent))
         return self.hear()
 
     def hear(self) -> Message:
@@ -91,7 +91,7 @@ class Wire:
 
 
 class Office:
-    """A post office in a thread."""
+    """A post loop in a thread."""
 
     def __init__(self) -> None:
         self.network = InprocNetwork()
@@ -99,8 +99,8 @@ class Office:
         self.endpoint = "tcp://127.0.0.1:%d" % transport.bind("127.0.0.1")
         self.role = Echo()
         self.out = io.StringIO()
-        self.office = Postoffice(transport, self.role, TOKEN, Trace(0, lambda: self.role.me, self.out))
-        self.thread = threading.Thread(target=self.office.run, daemon=True)
+        self.loop = Loop(transport, self.role, TOKEN, Trace(0, lambda: self.role.me, self.out))
+        self.thread = threading.Thread(target=self.loop.run, daemon=True)
         self.thread.start()
 
     def wire(self) -> Wire:
@@ -115,40 +115,40 @@ class Office:
 
 
 @pytest.fixture
-def office() -> Iterator[Office]:
+def loop() -> Iterator[Office]:
     made = Office()
     yield made
-    made.office.tell(15)
+    made.loop.tell(15)
     made.thread.join(LIMIT_S)
     assert not made.thread.is_alive()
 
 
-def test_a_proven_node_is_heard_and_answered(office: Office) -> None:
-    wire = office.wire()
+def test_a_proven_node_is_heard_and_answered(loop: Office) -> None:
+    wire = loop.wire()
     assert wire.enter().kind is Kind.WELCOME
     assert wire.say(Message(Kind.BARRIER, request=5, body={"must": 1})).request == 5
-    welcomed = office.role.events[0]
+    welcomed = loop.role.events[0]
     assert isinstance(welcomed, role.Welcomed)
     assert welcomed.peer is not None
     assert welcomed.peer.name == "worker-1"
 
 
-def test_nothing_is_heard_before_welcome(office: Office) -> None:
-    wire = office.wire()
+def test_nothing_is_heard_before_welcome(loop: Office) -> None:
+    wire = loop.wire()
     answer = wire.say(Message(Kind.PUSH, request=5, body={"must": 1}))
     assert (answer.kind, answer.body) == (Kind.REFUSED, {"reason": "PUSH before WELCOME"})
-    assert office.heard() == []
+    assert loop.heard() == []
 
 
-def test_bad_bytes_are_refused_and_do_no_harm(office: Office) -> None:
-    wire = office.wire()
-    wire.transport.send("office", [b"GET / HTTP/1.1", b""])
+def test_bad_bytes_are_refused_and_do_no_harm(loop: Office) -> None:
+    wire = loop.wire()
+    wire.transport.send("loop", [b"GET / HTTP/1.1", b""])
     assert "not a distrun message" in wire.hear().body["reason"]
-    assert office.wire().enter().kind is Kind.WELCOME
+    assert loop.wire().enter().kind is Kind.WELCOME
 
 
-def test_a_body_that_lacks_a_member_is_refused_and_the_node_lives(office: Office) -> None:
-    wire = office.wire()
+def test_a_body_that_lacks_a_member_is_refused_and_the_node_lives(loop: Office) -> None:
+    wire = loop.wire()
     wire.enter()
     answer = wire.say(Message(Kind.KEYS, request=6, body={}))
     assert answer.is_error
@@ -157,42 +157,42 @@ def test_a_body_that_lacks_a_member_is_refused_and_the_node_lives(office: Office
     answer = wire.say(Message(Kind.KEYS, request=8, body={"must": float("inf")}))
     assert answer.body["reason"] == "KEYS is malformed: OverflowError: cannot convert float infinity to integer"
     assert wire.say(Message(Kind.BARRIER, request=7, body={"must": 1})).request == 7
-    assert "event=malformed" in office.out.getvalue()
-    assert office.out.getvalue().count("\n") == 2
+    assert "event=malformed" in loop.out.getvalue()
+    assert loop.out.getvalue().count("\n") == 2
 
 
 @pytest.mark.parametrize("body", [{"rank": float("inf")}, {"nonce": "\ud800"}, {"version": [1]}, {"role": None}])
-def test_a_garbled_hello_never_ends_the_node(office: Office, body: dict[str, Any]) -> None:
-    wire = office.wire()
+def test_a_garbled_hello_never_ends_the_node(loop: Office, body: dict[str, Any]) -> None:
+    wire = loop.wire()
     hello = Opener(config("worker").identity("", 1), TOKEN, "aa").hello()
     assert wire.say(Message(Kind.HELLO, body={**hello.body, **body})).kind is Kind.REFUSED
-    assert office.wire().enter().kind is Kind.WELCOME
+    assert loop.wire().enter().kind is Kind.WELCOME
 
 
-def test_a_garbled_proof_never_ends_the_node(office: Office) -> None:
-    wire = office.wire()
+def test_a_garbled_proof_never_ends_the_node(loop: Office) -> None:
+    wire = loop.wire()
     wire.say(Opener(config("worker").identity("", 1), TOKEN, "aa").hello())
     assert wire.say(Message(Kind.PROOF, body={"proof": "\ud800"})).kind is Kind.REFUSED
-    assert office.wire().enter().kind is Kind.WELCOME
+    assert loop.wire().enter().kind is Kind.WELCOME
 
 
-def test_the_reason_of_a_refusal_is_said_on_both_sides(office: Office) -> None:
-    assert office.wire().enter(rank=9).body == {"reason": "no rank 9 here"}
-    office.settle()
-    assert "event=denied reason=no rank 9 here" in office.out.getvalue()
-    assert role.Denied("no rank 9 here") in office.role.events
+def test_the_reason_of_a_refusal_is_said_on_both_sides(loop: Office) -> None:
+    assert loop.wire().enter(rank=9).body == {"reason": "no rank 9 here"}
+    loop.settle()
+    assert "event=denied reason=no rank 9 here" in loop.out.getvalue()
+    assert role.Denied("no rank 9 here") in loop.role.events
 
 
-def test_who_was_refused_gets_no_second_answer(office: Office) -> None:
-    wire = office.wire()
+def test_who_was_refused_gets_no_second_answer(loop: Office) -> None:
+    wire = loop.wire()
     wire.say(Message(Kind.HELLO, body={"version": 9}))
     for _ in range(100):
-        wire.transport.send("office", message.encode(Message(Kind.HELLO, body={"version": 9})))
-    office.settle()
+        wire.transport.send("loop", message.encode(Message(Kind.HELLO, body={"version": 9})))
+    loop.settle()
     assert wire.transport.poll(0) == []
 
 
-def test_a_stranger_fills_neither_log_nor_terminal(office: Office) -> None:
+def test_a_stranger_fills_neither_log_nor_terminal(loop: Office) -> None:
     """A name of 30 MB came back in the refusal and in the log, with what a terminal obeys in it."""
     evil = "\x1b]0;gotcha\x07" * 1000
     hello = Opener(config("worker").identity("", 1), TOKEN, "aa").hello().body
@@ -202,55 +202,55 @@ def test_a_stranger_fills_neither_log_nor_terminal(office: Office) -> None:
         {**hello, "role": "\x07"},
         {**hello, "job": evil},
     ] * 10:
-        wire = office.wire()
+        wire = loop.wire()
         answer = wire.say(Message(Kind.HELLO, body=body))
         assert answer.kind is Kind.REFUSED
         assert len(answer.body["reason"]) <= 500
-    office.settle()
-    log = office.out.getvalue()
+    loop.settle()
+    log = loop.out.getvalue()
     assert log.replace("\n", "").isprintable()
     assert len(log) < 10_000
     assert 1 <= log.count("event=") <= 10
 
 
-def test_a_message_of_many_megabytes_is_not_read_before_welcome(office: Office) -> None:
-    answer = office.wire().say(Message(Kind.HELLO, body={"version": "x" * 30_000_000}))
+def test_a_message_of_many_megabytes_is_not_read_before_welcome(loop: Office) -> None:
+    answer = loop.wire().say(Message(Kind.HELLO, body={"version": "x" * 30_000_000}))
     assert "before WELCOME; at most" in answer.body["reason"]
 
 
-def test_what_follows_from_a_message_does_not_end_the_node(office: Office) -> None:
+def test_what_follows_from_a_message_does_not_end_the_node(loop: Office) -> None:
     """Not only the decision may fail on it, also what is done then; here there is no executor."""
-    office.role.follow = [role.Work(object()), role.Log("INFO", "went on")]
-    wire = office.wire()
+    loop.role.follow = [role.Work(object()), role.Log("INFO", "went on")]
+    wire = loop.wire()
     wire.enter()
     answer = wire.say(Message(Kind.PULL, request=5, body={"must": 0}))
     assert answer.is_error
     assert answer.request == 5
     assert "PULL is malformed: AssertionError" in answer.body["reason"]
-    office.role.follow = []
+    loop.role.follow = []
     assert wire.say(Message(Kind.BARRIER, request=7, body={"must": 1})).request == 7
 
 
-def test_an_answer_that_cannot_be_read_is_the_end_of_its_connection(office: Office) -> None:
+def test_an_answer_that_cannot_be_read_is_the_end_of_its_connection(loop: Office) -> None:
     """Whoever waits for it would wait for ever."""
-    wire = office.wire()
+    wire = loop.wire()
     wire.enter()
-    wire.transport.send("office", message.encode(Message(Kind.STATS, Flag.REPLY, request=3)))
-    office.settle()
-    [broken] = [event for event in office.role.events if isinstance(event, role.Broken)]
+    wire.transport.send("loop", message.encode(Message(Kind.STATS, Flag.REPLY, request=3)))
+    loop.settle()
+    [broken] = [event for event in loop.role.events if isinstance(event, role.Broken)]
     assert broken.reason == "its answer to STATS is malformed: KeyError: 'must'"
 
 
-def test_the_end_of_a_proven_connection_is_told_and_of_a_strangers_is_not(office: Office) -> None:
-    stranger, known = office.wire(), office.wire()
-    stranger.transport.disconnect("office")
+def test_the_end_of_a_proven_connection_is_told_and_of_a_strangers_is_not(loop: Office) -> None:
+    stranger, known = loop.wire(), loop.wire()
+    stranger.transport.disconnect("loop")
     known.enter()
-    known.transport.disconnect("office")
-    last = office.wire()
+    known.transport.disconnect("loop")
+    last = loop.wire()
     last.enter()
     last.say(Message(Kind.BARRIER, request=1, body={"must": 1}))
     kinds = [role.Welcomed, role.Broken, role.Welcomed, role.Heard]
-    assert [type(event) for event in office.role.events] == kinds
+    assert [type(event) for event in loop.role.events] == kinds
 
 
 class Caller(Echo):
@@ -268,8 +268,8 @@ def test_what_is_sent_before_welcome_is_held_back_and_sent_then() -> None:
     network = InprocNetwork()
     server, client = network.transport(), network.transport()
     caller = Caller("tcp://127.0.0.1:%d" % server.bind("127.0.0.1"))
-    office = Postoffice(client, caller, TOKEN, Trace(0, lambda: caller.me, io.StringIO()))
-    thread = threading.Thread(target=office.run, daemon=True)
+    loop = Loop(client, caller, TOKEN, Trace(0, lambda: caller.me, io.StringIO()))
+    thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
     acceptor = Acceptor(config("server", rank=0).identity(""), TOKEN, "bb")
     seen: list[Kind] = []
@@ -283,7 +283,7 @@ def test_what_is_sent_before_welcome_is_held_back_and_sent_then() -> None:
             elif arrived.kind is Kind.PROOF:
                 server.send(event.link, message.encode(acceptor.verdict(arrived, lambda peer: "")))
     assert seen == [Kind.HELLO, Kind.PROOF, Kind.BARRIER]
-    office.tell(15)
+    loop.tell(15)
     thread.join(LIMIT_S)
     assert not thread.is_alive()
 
@@ -305,9 +305,9 @@ def test_a_release_that_the_transport_tells_reaches_the_engine_once() -> None:
     assert reply.releases == 0
     script.coming.append([Released(unknown), Released(held), Released(held)])
     caller = Echo()
-    office = Postoffice(script, caller, TOKEN, Trace(0, lambda: caller.me, io.StringIO()), engine=engine)
-    office.tell(15)
-    office.run()
+    loop = Loop(script, caller, TOKEN, Trace(0, lambda: caller.me, io.StringIO()), engine=engine)
+    loop.tell(15)
+    loop.run()
     assert reply.releases == 1
 
 

@@ -49,7 +49,7 @@ class _Gate:
     held: list[Message] = field(default_factory=list)
 
 
-class Postoffice:
+class Loop:
     """Runs one role over one transport.
 
     Threads: everything but `ask` and `tell` belongs to the thread that calls `run`.
@@ -77,15 +77,15 @@ class Postoffice:
         self._asked: deque[role.Event] = deque()
         self._finish: role.Finish | None = None
 
-    def ask(self, wish: object) -> None:
-        """Hand in a wish of the process's own threads. Threads: any."""
-        self._asked.append(role.Asked(wish))
+    def ask(self, request: object) -> None:
+        """Hand in a request of the process's own threads. Threads: any."""
+        self._asked.append(role.Asked(request))
         self._transport.wake()
 
     def unheard(self) -> list[object]:
-        """Return the wishes that came too late. Call it when `run` has ended."""
+        """Return the requests that came too late. Call it when `run` has ended."""
         left, self._asked = self._asked, deque()
-        return [event.wish for event in left if isinstance(event, role.Asked)]
+        return [event.request for event in left if isinstance(event, role.Asked)]
 
     def tell(self, signal: int) -> None:
         """Hand in a signal. Threads: any, also from a signal handler."""
