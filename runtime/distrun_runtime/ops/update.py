@@ -6,7 +6,7 @@ in chunks that stay in the processor's cache, so that memory is read and written
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -18,7 +18,7 @@ from distrun_runtime.ops.optimizers import PLAIN, RULES, Knobs, NormRule, Rule, 
 
 __all__ = ["is_flat", "scratch_for", "step", "update"]
 
-CHUNK = 1 << 14
+CHUNK = 1 << 15
 """Elements of a chunk: weight, gradient, two states and intermediate results fit into a second-level cache."""
 
 _FLAT: WeakKeyDictionary[Rule, dict[DType, bool]] = WeakKeyDictionary()
@@ -72,18 +72,19 @@ def step(
         device: adds several parts up.
         scratch: `scratch_for` the weight's dtype, if there are several parts.
     """
-    updates = state["updates"]
     arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
-    for begin in range(0, len(weight), CHUNK) or (0,):
-        run = slice(begin, min(begin + CHUNK, len(weight)))
-        if len(parts) == 1 or device is None or scratch is None:
-            gradient = parts[0][run]
-        else:
-            gradient = scratch[: run.stop - run.start]
-            device.sum([part[run] for part in parts], gradient)
-        chunk: State = {"updates": updates, **{name: value[run] for name, value in arrays.items()}}
-        rule.step(weight[run], gradient, chunk, knobs)
-        state["updates"] = chunk["updates"]
+
+    def chunks() -> Iterator[tuple[Array, Array, State]]:
+        for begin in range(0, len(weight), CHUNK) or (0,):
+            run = slice(begin, min(begin + CHUNK, len(weight)))
+            if len(parts) == 1 or device is None or scratch is None:
+                gradient = parts[0][run]
+            else:
+                gradient = scratch[: run.stop - run.start]
+                device.sum([part[run] for part in parts], gradient)
+            yield weight[run], gradient, {name: value[run] for name, value in arrays.items()}
+
+    rule.step_chunks(chunks(), state, knobs)
 
 
 def scratch_for(dtype: DType, device: Device) -> Array:

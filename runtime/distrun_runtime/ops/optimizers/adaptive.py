@@ -42,31 +42,38 @@ class Adam(Rule):
 
     def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
         """Update in place."""
-        step = self.rescaled(grad)
-        if rates.wd:
-            step += rates.wd * weight
-        self.clip(step)
-        self.moments(step, state)
-        step = self.quotient(state)
+        step = self.moments(self.decayed(weight, grad, rates), state)
+        self.quotient(state, step)
         step *= rates.learning_rate * self.correction(rates.updates)
         weight -= step
 
-    def moments(self, grad: Array, state: State) -> None:
-        """Take `grad` into m and v; it is overwritten."""
+    def decayed(self, weight: Array, grad: Array, rates: Rates) -> Array:
+        """Return clip(rescale_grad g + wd w), only to be read: `grad` itself if nothing changes it."""
+        if not rates.wd:
+            return self.clipped(grad)
+        result = self.rescaled(grad)
+        result += rates.wd * weight
+        self.clip(result)
+        return result
+
+    def moments(self, grad: Array, state: State) -> Array:
+        """Take `grad` into m and v; return a new array of its shape and of no meaning, to go on with."""
         mean, variance = cast(Array, state["mean"]), cast(Array, state["variance"])
         beta1, beta2 = self.number("beta1"), self.number("beta2")
+        room = np.multiply(grad, 1.0 - beta1)
         mean *= beta1
-        mean += (1.0 - beta1) * grad
-        np.multiply(grad, grad, out=grad)
-        grad *= 1.0 - beta2
+        mean += room
+        np.multiply(grad, grad, out=room)
+        room *= 1.0 - beta2
         variance *= beta2
-        variance += grad
+        variance += room
+        return room
 
-    def quotient(self, state: State) -> Array:
-        """Return m / (sqrt(v) + epsilon) as a new array."""
-        result = np.sqrt(cast(Array, state["variance"]))
-        result += self.number("epsilon")
-        return np.divide(cast(Array, state["mean"]), result, out=result)
+    def quotient(self, state: State, out: Array) -> None:
+        """Write m / (sqrt(v) + epsilon) into `out`."""
+        np.sqrt(cast(Array, state["variance"]), out=out)
+        out += self.number("epsilon")
+        np.divide(cast(Array, state["mean"]), out, out=out)
 
     def correction(self, updates: int) -> float:
         """Return sqrt(1 - b2^t) / (1 - b1^t)."""
@@ -88,10 +95,8 @@ class AdamW(Adam):
 
     def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
         """Update in place."""
-        given = self.rescaled(grad)
-        self.clip(given)
-        self.moments(given, state)
-        step = self.quotient(state)
+        step = self.moments(self.clipped(grad), state)
+        self.quotient(state, step)
         if rates.wd:
             step += rates.wd * weight
         step *= rates.learning_rate * (self.correction(rates.updates) if self.params["correct_bias"] else 1.0)
@@ -115,12 +120,10 @@ class TorchAdamW(Adam):
 
     def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
         """Update in place."""
-        given = self.rescaled(grad)
-        self.clip(given)
         if rates.wd:
             weight *= 1.0 - rates.learning_rate * rates.wd
-        self.moments(given, state)
-        step = np.sqrt(cast(Array, state["variance"]))
+        step = self.moments(self.clipped(grad), state)
+        np.sqrt(cast(Array, state["variance"]), out=step)
         step /= math.sqrt(1.0 - self.number("beta2") ** rates.updates)
         step += self.number("epsilon")
         np.divide(cast(Array, state["mean"]), step, out=step)
@@ -190,14 +193,10 @@ class Nadam(Adam):
 
     def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
         """Update in place."""
-        given = self.rescaled(grad)
-        if rates.wd:
-            given += rates.wd * weight
-        self.clip(given)
-        step = given.copy()
-        self.moments(given, state)
+        given = self.decayed(weight, grad, rates)
+        step = self.moments(given, state)
         t = rates.updates
-        step *= (1.0 - self._mu(t)) / (1.0 - self._product(t))
+        np.multiply(given, (1.0 - self._mu(t)) / (1.0 - self._product(t)), out=step)
         step += self._mu(t + 1) / (1.0 - self._product(t + 1)) * cast(Array, state["mean"])
         root = np.sqrt(cast(Array, state["variance"]) / (1.0 - self.number("beta2") ** t))
         root += self.number("epsilon")

@@ -169,6 +169,18 @@ class Rule(ABC):
             else:
                 self._step_spread(weight, spread(weight, grad, rows), state, rates)
 
+    def step_chunks(self, chunks: Iterable[tuple[Array, Array, State]], state: State, knobs: Knobs = PLAIN) -> None:
+        """Make one step of a weight that comes in chunks, for a rule that works element by element.
+
+        Arguments:
+            chunks: what `step` takes, for each chunk of the weight: runs of weight, gradient and state arrays.
+            state: of the whole weight; its updates are counted once.
+        """
+        with np.errstate(all="ignore"):  # as in `step`
+            rates = self.rates(state, knobs)
+            for weight, grad, part in chunks:
+                self._step_whole(weight, grad, part, rates)
+
     # --- what a rule defines
 
     @abstractmethod
@@ -193,6 +205,14 @@ class Rule(ABC):
     def rescaled(self, grad: Array) -> Array:
         """Return rescale_grad * grad as a new array."""
         return cast(Array, grad * self.number("rescale_grad"))
+
+    def clipped(self, grad: Array) -> Array:
+        """Return clip(rescale_grad * grad), only to be read: `grad` itself if neither changes it."""
+        if self.number("rescale_grad") == 1.0 and self.params["clip_gradient"] is None:
+            return grad
+        result = self.rescaled(grad)
+        self.clip(result)
+        return result
 
     def clip(self, grad: Array) -> None:
         """Cut the elements of `grad` to the absolute value `clip_gradient`, if there is one; in place."""

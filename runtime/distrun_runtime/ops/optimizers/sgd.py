@@ -53,16 +53,16 @@ class Sgd(Rule):
 
     def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
         """Update in place."""
-        step = self.slope(weight, grad, rates)
-        step *= rates.learning_rate
-        descend(weight, step, state, self.number("momentum"))
+        descend(weight, self.descent(weight, grad, rates), state, self.number("momentum"))
 
-    def slope(self, weight: Array, grad: Array, rates: Rates) -> Array:
-        """Return g' as a new array."""
-        step = self.rescaled(grad)
-        self.clip(step)
-        if rates.wd:
-            step += rates.wd * weight
+    def descent(self, weight: Array, grad: Array, rates: Rates) -> Array:
+        """Return learning_rate g' as a new array."""
+        given = self.clipped(grad)
+        if not rates.wd:
+            return given * rates.learning_rate
+        step = np.multiply(weight, rates.wd)
+        np.add(given, step, out=step)
+        step *= rates.learning_rate
         return step
 
 
@@ -84,8 +84,7 @@ class Nag(Sgd):
         if not isinstance(velocity, np.ndarray):
             super().update(weight, grad, state, rates)
             return
-        step = self.slope(weight, grad, rates)
-        step *= rates.learning_rate
+        step = self.descent(weight, grad, rates)
         velocity *= self.number("momentum")
         velocity -= step
         weight -= step
