@@ -18,8 +18,11 @@ from distrun_runtime.ops.optimizers import PLAIN, RULES, Knobs, NormRule, Rule, 
 
 __all__ = ["is_flat", "scratch_for", "step", "update"]
 
-CHUNK = 1 << 15
-"""Elements of a chunk: weight, gradient, two states and intermediate results fit into a second-level cache."""
+CHUNK = 1 << 16
+"""Elements of a chunk: what a step costs beside its arithmetic is spread over many elements, and weight, gradient,
+state and intermediate results stay in the processor's cache."""
+KEPT = 16
+"""Chunks of intermediate results that the process keeps, at least, instead of returning their memory to the system."""
 
 _FLAT: WeakKeyDictionary[Rule, dict[DType, bool]] = WeakKeyDictionary()
 
@@ -89,5 +92,8 @@ def step(
 
 def scratch_for(dtype: DType, device: Device) -> Array:
     """Return what `step` needs for weights of a dtype."""
+    # glibc returns a large block to the system when it is freed, until a larger one was freed. Intermediate results of
+    # each chunk would then be new pages: with them ftrl takes four times as long.
+    device.empty((KEPT * CHUNK,), work_dtype(dtype))
     scratch: Array = device.empty((CHUNK,), work_dtype(dtype))
     return scratch
