@@ -89,7 +89,7 @@ def measure(compression: str, magnitude: float, options: argparse.Namespace) -> 
         say("%s: exit code %d from:  %s" % (compression, result.returncode, shlex.join(command)))
         say(result.stderr[-2000:])
         return None
-    return float(json.loads(lines[0])["median_s"])
+    return statistics.median(json.loads(lines[0])["times_s"])
 
 
 def cast_table(found: Casts) -> str:

@@ -5,8 +5,9 @@
 
 A round is what a training step moves: a gradient from every worker, the sum back to every worker. All systems are
 started by `distrun launch --launcher local`, by turns: run 1 of every system, then run 2 of every system, so that
-a disturbance of the machine meets all of them. A run's value is the median of its rounds; a table's the median of
-the runs.
+a disturbance of the machine meets all of them. A round takes as long as its slowest worker; a run's value is the median
+of its rounds. Ratios are those of the two values of one run. Every gradient is rewritten before a round, and every
+element of every result is read after it; neither is in the times.
 """
 
 from __future__ import annotations
@@ -21,12 +22,37 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Optional
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "benchmarks" / "peers"
 OURS = "distrun"
-MODELS = ("resnet50", "vgg16", "one", "small")
+PEERS = ("mxnet", "gloo", "gloo-bucket")
+
+
+@dataclass(frozen=True)
+class Work:
+    """One row of the table."""
+
+    model: str
+    form: str = "list"
+    """`list`: one call for all keys. `keys`: calls for each key that do not wait; all are waited for at the end."""
+    peers: tuple[str, ...] = PEERS
+
+
+WORKS = {
+    "resnet50": Work("resnet50"),
+    "vgg16": Work("vgg16"),
+    "one": Work("one"),
+    "small": Work("small"),
+    "small by key": Work("small", "keys", ("mxnet", "gloo")),
+    "many": Work("many", peers=()),
+}
 RUN_TIMEOUT_S = 600
+
+
+Found = dict[tuple[str, str], list[Optional[float]]]
+"""Seconds of each run, by names of work and system; None: it failed."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +65,7 @@ class System:
     launch: tuple[str, ...]
     """What `distrun launch` needs to know: who serves."""
     arguments: tuple[str, ...] = ()
+    """In place of the work's form."""
 
 
 def systems(peers: Path, servers: int) -> list[System]:
@@ -56,7 +83,7 @@ def systems(peers: Path, servers: int) -> list[System]:
     return [system for system in known if os.access(system.python, os.X_OK)]
 
 
-def measure(system: System, model: str, options: argparse.Namespace) -> float | None:
+def measure(system: System, work: Work, options: argparse.Namespace) -> float | None:
     """Run `system` once and return its median seconds a round; None, and a word why, if it failed."""
     command = [sys.executable, "-m", "distrun", "launch", "-q", "--no-prefix", "--launcher", "local"]
     command += [
@@ -68,61 +95,91 @@ def measure(system: System, model: str, options: argparse.Namespace) -> float | 
         "--env",
         "OMP_NUM_THREADS=1",
     ]
-    command += [system.python, str(SCRIPTS / system.script), model, str(options.rounds), *system.arguments]
+    command += [system.python, str(SCRIPTS / system.script), work.model, str(options.rounds)]
+    command += list(system.arguments or (work.form,))
     # A job store of its own: a benchmark is nobody's job.
     with tempfile.TemporaryDirectory() as state:
         env = {**os.environ, "XDG_STATE_HOME": state}
         result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, check=False)
     lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
-    if result.returncode != 0 or len(lines) != 1:
-        say("%s, %s: exit code %d from:  %s" % (system.name, model, result.returncode, shlex.join(command)))
+    if result.returncode != 0 or len(lines) != options.workers:
+        say("%s, %s: exit code %d from:  %s" % (system.name, work.model, result.returncode, shlex.join(command)))
         say(result.stderr[-2000:])
         return None
-    return float(json.loads(lines[0])["median_s"])
+    return slowest([json.loads(line)["times_s"] for line in lines])
 
 
-def measure_all(columns: list[System], options: argparse.Namespace) -> dict[tuple[str, str], float]:
-    """Return the median of the runs' medians, seconds, by (model, system); what failed is absent."""
-    values: dict[tuple[str, str], list[float]] = {}
-    for model in options.models:
+def slowest(times: list[list[float]]) -> float:
+    """Return the median of the rounds, each of which takes as long as its slowest rank; `times`: of each rank."""
+    return statistics.median(map(max, zip(*times, strict=True)))
+
+
+def measure_all(columns: list[System], options: argparse.Namespace) -> Found:
+    """Return the runs' values, seconds, by (work, system); None for what failed, nothing for what has no such work."""
+    values: Found = {}
+    for name in options.works:
+        work = WORKS[name]
+        taking_part = [system for system in columns if system.name in (OURS, *work.peers)]
         for run in range(options.runs):
-            for system in columns:
-                seconds = measure(system, model, options)
+            for system in taking_part:
+                seconds = measure(system, work, options)
+                values.setdefault((name, system.name), []).append(seconds)
                 if seconds is not None:
-                    values.setdefault((model, system.name), []).append(seconds)
-                    say("%s, run %d, %s: %.1f ms a round" % (model, run + 1, system.name, seconds * 1e3))
-    return {cell: statistics.median(runs) for cell, runs in values.items()}
+                    say("%s, run %d, %s: %.1f ms a round" % (name, run + 1, system.name, seconds * 1e3))
+    return values
 
 
-def table(columns: list[System], models: list[str], medians: dict[tuple[str, str], float]) -> str:
+def table(columns: list[System], works: list[str], found: Found) -> str:
     """Return milliseconds a round, and in brackets ours divided by the peer's (below 1: we are faster)."""
 
-    def cell(model: str, name: str) -> str:
-        seconds, ours = medians.get((model, name)), medians.get((model, OURS))
-        if seconds is None:
+    def cell(work: str, name: str) -> str:
+        theirs = found.get((work, name))
+        if theirs is None:
+            return "" if name != OURS and name not in WORKS[work].peers else "failed"
+        times = [each for each in theirs if each is not None]
+        if not times:
             return "failed"
-        return "%.1f" % (seconds * 1e3) + ("" if ours is None or name == OURS else " (%.2f)" % (ours / seconds))
+        ours = found.get((work, OURS), [])
+        ratios = [
+            mine / each for mine, each in zip(ours, theirs, strict=False) if mine is not None and each is not None
+        ]
+        text = "%.1f" % (statistics.median(times) * 1e3)
+        if name == OURS or not ratios:
+            return text
+        return text + " (%s, %s-%s)" % tuple(map(short, (statistics.median(ratios), min(ratios), max(ratios))))
 
     names = [system.name for system in columns]
-    rows = ["| model | %s |" % " | ".join(names), "|---" * (len(names) + 1) + "|"]
-    rows += ["| %s | %s |" % (model, " | ".join(cell(model, name) for name in names)) for model in models]
+    rows = ["| work | %s |" % " | ".join(names), "|---" * (len(names) + 1) + "|"]
+    rows += ["| %s | %s |" % (work, " | ".join(cell(work, name) for name in names)) for work in works]
     return "\n".join(rows)
+
+
+def short(ratio: float) -> str:
+    """Return a ratio with two decimals, and three below 0.1."""
+    return "%.3f" % ratio if ratio < 0.0995 else "%.2f" % ratio
 
 
 HEADING = "A round of push and pull"
 SECTION = """\
 Measured by `benchmarks/round.py`. A round moves every tensor of a model (float32) from every worker to the sum
 and back: `resnet50` 161 tensors, 102 MB; `vgg16` 32 tensors, 553 MB; `one` a tensor of 67 MB; `small` 1,000 tensors
-of 1 KB. distrun and MXNet 1.9.1 (`dist_sync`, ps-lite) push and pull through servers; gloo (torch.distributed)
-reduces among the workers, tensor by tensor or in buckets of 25 MB. Every process runs on this one machine, and a
-system that needs more processes than the machine has cores is slowed by that.
+of 1 KB; `many` 100,000 tensors of 16 bytes. distrun and MXNet 1.9.1 (`dist_sync`, ps-lite) push and pull through
+servers; gloo (torch.distributed) reduces among the workers, tensor by tensor or in buckets of 25 MB. Every process runs
+on this one machine, and a system that needs more processes than the machine has cores is slowed by that.
 
-Milliseconds a round, and in brackets distrun's time divided by that system's (below 1.00: distrun is faster).
+distrun and MXNet push all keys in one call and pull them in another; `by key`: a push and a pull for each key, none of
+which waits (distrun: `wait=False`), and a wait for all of them at the end. Every gradient is rewritten before a round,
+and every element of every result is compared after it, outside the measured time.
+
+Milliseconds a round, and in brackets distrun's time divided by that system's (below 1.00: distrun is faster): the
+median of the ratios of the runs, and their range. The goals: `small` 0.05 beside MXNet and 0.5 beside gloo with
+buckets, `many` 500 ms, `small by key` 0.5 beside MXNet, `resnet50` 1.0 beside MXNet.
 
 %s
 
 %s
-* %d workers, %d servers; median of %d runs, each the median of %d rounds after the warm-up; the systems take turns.
+* %d workers, %d servers; %d runs, in which the systems take turns. A run's time is the median of %d rounds after the
+  warm-up; a round takes as long as its slowest worker.
 %s"""
 
 
@@ -134,10 +191,10 @@ def say(text: str) -> None:
 def main() -> None:
     """Measure, print the table, and write the page if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--works", nargs="+", choices=list(WORKS), default=list(WORKS), help="rows (default: all)")
     parser.add_argument("--systems", nargs="+", help="only these columns (default: all that are there)")
     parser.add_argument("--rounds", type=int, default=8, help="rounds a run (default 8, after 2 to warm up)")
-    parser.add_argument("--runs", type=int, default=3, help="runs of every system (default 3)")
+    parser.add_argument("--runs", type=int, default=5, help="runs of every system (default 5)")
     parser.add_argument("-n", "--workers", type=int, default=2)
     parser.add_argument("-s", "--servers", type=int, default=2)
     parser.add_argument("--peers", type=Path, default=ROOT / ".peers", help="where scripts/install made them")
@@ -146,8 +203,8 @@ def main() -> None:
     options = parser.parse_args()
 
     columns = [s for s in systems(options.peers, options.servers) if not options.systems or s.name in options.systems]
-    medians = measure_all(columns, options)
-    text = table(columns, options.models, medians)
+    found = measure_all(columns, options)
+    text = table(columns, options.works, found)
     print(text)
     if options.write:
         import page
@@ -156,7 +213,7 @@ def main() -> None:
         note = "* %s\n" % options.note if options.note else ""
         page.write(HEADING, SECTION % (text, page.circumstances("round.py", "--peers", "--note"), *counts, note))
     # What failed stands in the table and was said; the run as a whole did not succeed then.
-    sys.exit(0 if len(medians) == len(columns) * len(options.models) else 1)
+    sys.exit(1 if any(seconds is None for runs in found.values() for seconds in runs) else 0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One worker of a push-and-pull round with distrun's dist_sync store: MODEL ROUNDS."""
+"""One worker of push-and-pull rounds with distrun's dist_sync store: MODEL ROUNDS list|keys."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 
 import numpy as np
 import shapes
-from report import WARM_UP, report
+from report import WARM_UP, report, sent, summed
 
 from distrun_runtime import kvstore
 
 
 def main() -> None:
-    """Run the rounds, check every one, and print the report on rank 0."""
-    model, rounds = sys.argv[1], int(sys.argv[2])
+    """Run the rounds, read every result, and print the report."""
+    model, rounds, form = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     with kvstore.create("dist_sync") as kv:
         gradients = [np.ones(shape, np.float32) for shape in shapes.MODELS[model]()]
         outs = [np.zeros_like(gradient) for gradient in gradients]
@@ -22,19 +22,25 @@ def main() -> None:
         kv.init(keys, gradients)
         times = []
         for number in range(1, rounds + WARM_UP + 1):
-            for gradient in gradients:
-                gradient.fill(number)
+            for key, gradient in enumerate(gradients):
+                gradient.fill(sent(key, kv.rank, number))
             kv.barrier()
             begin = time.perf_counter()
-            kv.push(keys, gradients)
-            kv.pull(keys, out=outs)
+            if form == "list":
+                kv.push(keys, gradients)
+                kv.pull(keys, out=outs)
+            else:
+                pending = []
+                for key in keys:
+                    pending.append(kv.push(key, gradients[key], priority=-key, wait=False))
+                    pending.append(kv.pull(key, out=outs[key], priority=-key, wait=False))
+                for each in pending:
+                    each.wait()
             times.append(time.perf_counter() - begin)
-            for key in keys:
-                found = outs[key].flat[0], outs[key].flat[-1], gradients[key].flat[0]
-                if found != (number * kv.num_workers, number * kv.num_workers, number):
-                    sys.exit("distrun_round.py: round %d, key %d: %r" % (number, key, found))
-        if kv.rank == 0:
-            report("distrun", model, kv.num_workers, sum(gradient.nbytes for gradient in gradients), times)
+            for key, out in enumerate(outs):
+                if not (out == summed(key, kv.num_workers, number)).all():
+                    sys.exit("distrun_round.py: round %d, key %d: %r" % (number, key, out))
+        report("distrun", model, kv.rank, times)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One rank of an all-reduce round with torch.distributed and gloo: MODEL ROUNDS plain|bucket."""
+"""One rank of all-reduce rounds with torch.distributed and gloo: MODEL ROUNDS plain|bucket."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import List
 import shapes
 import torch
 import torch.distributed as dist
-from report import WARM_UP, report
+from report import WARM_UP, report, sent, summed
 
 BUCKET_BYTES = 25 * 2**20
 """What DistributedDataParallel gathers before it sends."""
@@ -47,16 +47,17 @@ def fill_buckets(gradients: List[torch.Tensor]) -> List[List[torch.Tensor]]:
 
 
 def main() -> None:
-    """Run the rounds and print the report on rank 0."""
+    """Run the rounds, read every result, and print the report."""
     model, rounds, form = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     gradients = [torch.ones(shape) for shape in shapes.MODELS[model]()]
     buckets = fill_buckets(gradients)
     times = []
-    for _ in range(rounds + WARM_UP):
-        for gradient in gradients:
-            gradient.fill_(1.0)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for number in range(1, rounds + WARM_UP + 1):
+        for key, gradient in enumerate(gradients):
+            gradient.fill_(sent(key, rank, number))
         dist.barrier()
         begin = time.perf_counter()
         if form == "bucket":
@@ -64,12 +65,10 @@ def main() -> None:
         else:
             all_reduce_each(gradients)
         times.append(time.perf_counter() - begin)
-    for gradient in (gradients[0], gradients[-1]):
-        if gradient.reshape(-1)[0] != dist.get_world_size():
-            sys.exit("gloo_round.py: the sum is wrong")
-    if dist.get_rank() == 0:
-        total = sum(gradient.numel() * 4 for gradient in gradients)
-        report("gloo" if form == "plain" else "gloo-" + form, model, dist.get_world_size(), total, times)
+        for key, gradient in enumerate(gradients):
+            if not bool((gradient == summed(key, world, number)).all()):
+                sys.exit("gloo_round.py: round %d, key %d: %r" % (number, key, gradient))
+    report("gloo" if form == "plain" else "gloo-" + form, model, rank, times)
     dist.destroy_process_group()
 
 

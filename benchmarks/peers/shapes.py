@@ -1,4 +1,4 @@
-"""Shapes of the tensors (float32) that a benchmark round moves: the parameters of two models, and two extremes."""
+"""Shapes of the tensors (float32) that a benchmark round moves: the parameters of two models, and three extremes."""
 
 from __future__ import annotations
 
@@ -39,9 +39,20 @@ def small() -> List[Shape]:
     return [(256,)] * 1000
 
 
+def many() -> List[Shape]:
+    """A hundred thousand tensors of 4 floats: the cost of a key."""
+    return [(4,)] * 100000
+
+
 def one() -> List[Shape]:
     """One tensor of 67 MB: the cost of a byte."""
     return [(4096, 4096)]
 
 
-MODELS: Dict[str, Callable[[], List[Shape]]] = {"resnet50": resnet50, "vgg16": vgg16, "small": small, "one": one}
+MODELS: Dict[str, Callable[[], List[Shape]]] = {
+    "resnet50": resnet50,
+    "vgg16": vgg16,
+    "small": small,
+    "many": many,
+    "one": one,
+}

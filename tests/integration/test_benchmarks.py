@@ -25,7 +25,8 @@ def load(name: str) -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    ("model", "tensors", "megabytes"), [("resnet50", 161, 102), ("vgg16", 32, 553), ("one", 1, 67), ("small", 1000, 1)]
+    ("model", "tensors", "megabytes"),
+    [("resnet50", 161, 102), ("vgg16", 32, 553), ("one", 1, 67), ("small", 1000, 1), ("many", 100000, 2)],
 )
 def test_models_have_the_tensors_that_the_page_says(model: str, tensors: int, megabytes: int) -> None:
     shapes = load("peers/shapes.py").MODELS[model]()
@@ -33,21 +34,52 @@ def test_models_have_the_tensors_that_the_page_says(model: str, tensors: int, me
     assert round(sum(prod(shape) * 4 for shape in shapes) / 1e6) == megabytes
 
 
-def test_ratio_is_ours_divided_by_the_peers_and_a_failed_run_says_so() -> None:
+def test_ratios_of_a_round_are_those_of_each_run_and_a_failed_run_says_so() -> None:
     bench = load("round.py")
     columns = [bench.System(name, "python", "", ()) for name in ("distrun", "mxnet", "gloo")]
-    text = bench.table(columns, ["one"], {("one", "distrun"): 0.030, ("one", "mxnet"): 0.060})
-    assert text.splitlines()[-1] == "| one | 30.0 | 60.0 (0.50) | failed |"
+    found = {
+        ("one", "distrun"): [0.030, 0.020, 0.010],
+        ("one", "mxnet"): [0.060, 0.200, 0.010],
+        ("one", "gloo"): [None, None, None],
+        ("many", "distrun"): [0.5, None, 0.7],
+    }
+    rows = bench.table(columns, ["one", "many"], found).splitlines()
+    assert rows[-2] == "| one | 20.0 | 60.0 (0.50, 0.10-1.00) | failed |"
+    assert rows[-1] == "| many | 600.0 |  |  |"
 
 
-def test_a_round_runs_on_this_machine_and_names_the_peers_that_are_missing(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "round.py"), "--models", "small", "--runs", "1", "--rounds", "1"]
-    command += ["--systems", "distrun", "--peers", str(tmp_path)]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+def test_a_round_takes_as_long_as_its_slowest_worker() -> None:
+    assert load("round.py").slowest([[1.0, 5.0, 2.0], [4.0, 1.0, 3.0]]) == 4.0
+
+
+def test_rounds_run_on_this_machine_and_the_peers_that_are_missing_are_named(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "round.py"), "--works", "small", "small by key", "many"]
+    command += ["--systems", "distrun", "--peers", str(tmp_path), "--runs", "1", "--rounds", "1"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[0] == "| model | distrun |"
+    lines = result.stdout.splitlines()
+    assert lines[0] == "| work | distrun |"
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ["small", "small by key", "many"]
+    assert "failed" not in result.stdout
     assert "mxnet is left out" in result.stderr
     assert "scripts/install peers" in result.stderr
+
+
+def test_a_rule_is_measured_beside_the_sum_and_a_copy() -> None:
+    command = [sys.executable, str(BENCHMARKS / "rules.py"), "--model", "small", "--repeats", "1"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("| rule | sum and rule | sum alone | copy |")
+    assert [line.split("|")[1].strip() for line in lines[2:]] == list(load("rules.py").RULES)
+
+
+def test_what_a_rule_adds_is_its_time_without_that_of_the_sum() -> None:
+    bench = load("rules.py")
+    times = bench.Times([0.030, 0.050, 0.040], [0.010, 0.010, 0.010], [0.010, 0.010, 0.020])
+    assert bench.table({"sgd": times}).splitlines()[-1] == (
+        "| sgd | 40.0 | 10.0 | 10.0 | 2.00 (1.50-4.00) | 3.00 (2.00-5.00) |"
+    )
 
 
 def test_the_ratio_of_a_launch_is_ours_divided_by_the_fastest_of_the_others() -> None:

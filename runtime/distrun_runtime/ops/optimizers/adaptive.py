@@ -51,8 +51,8 @@ class Adam(Rule):
         """Return clip(rescale_grad g + wd w), only to be read: `grad` itself if nothing changes it."""
         if not rates.wd:
             return self.clipped(grad)
-        result = self.rescaled(grad)
-        result += rates.wd * weight
+        result = np.multiply(weight, rates.wd)
+        np.add(self.scaled(grad), result, out=result)
         self.clip(result)
         return result
 

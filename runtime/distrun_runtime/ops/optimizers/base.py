@@ -206,10 +206,14 @@ class Rule(ABC):
         """Return rescale_grad * grad as a new array."""
         return cast(Array, grad * self.number("rescale_grad"))
 
+    def scaled(self, grad: Array) -> Array:
+        """Return rescale_grad * grad, only to be read: `grad` itself if that is 1."""
+        return grad if self.number("rescale_grad") == 1.0 else self.rescaled(grad)
+
     def clipped(self, grad: Array) -> Array:
         """Return clip(rescale_grad * grad), only to be read: `grad` itself if neither changes it."""
-        if self.number("rescale_grad") == 1.0 and self.params["clip_gradient"] is None:
-            return grad
+        if self.params["clip_gradient"] is None:
+            return self.scaled(grad)
         result = self.rescaled(grad)
         self.clip(result)
         return result
