@@ -82,6 +82,32 @@ def test_what_a_rule_adds_is_its_time_without_that_of_the_sum() -> None:
     )
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="CPU time and memory of a job are read from /proc")
+def test_growth_is_measured_for_all_processes_of_a_job() -> None:
+    command = [sys.executable, str(BENCHMARKS / "growth.py"), "--runs", "1", "--smallest", "--series", "servers"]
+    result = subprocess.run([*command, "--memory", "small"], capture_output=True, text=True, timeout=200, check=False)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert [line.split("|")[3].strip() for line in lines[2:4]] == ["1", "2"]
+    assert all(float(line.split("|")[6]) > 0 for line in lines[2:4])
+    assert lines[6] == "| parameters | 1 | 1.00 |"
+    assert float(lines[7].split("|")[2]) < float(lines[8].split("|")[2])  # what both servers took before and at most
+    assert "failed" not in result.stdout
+
+
+def test_growth_is_the_cost_of_a_key_divided_by_the_least_above_it() -> None:
+    bench = load("growth.py")
+    cases = [bench.Case(keys=count) for count in (1, 10, 100, 1000)]
+    found = {cases[0]: [8.0], cases[1]: [2.0, 1.0, 4.0], cases[2]: [3.0]}
+    rows = bench.table({"keys": cases}, found).splitlines()[2:]
+    assert [row.split("|")[6:9] for row in rows] == [
+        [" 8.0 ", " 8.0-8.0 ", "  "],
+        [" 2.0 ", " 1.0-4.0 ", " 0.25 "],
+        [" 3.0 ", " 3.0-3.0 ", " 1.50 "],
+        [" failed ", "  ", "  "],
+    ]
+
+
 def test_the_ratio_of_a_launch_is_ours_divided_by_the_fastest_of_the_others() -> None:
     bench = load("launch.py")
     columns = [bench.System(name, (), "") for name in ("distrun", "loop", "mpirun")]

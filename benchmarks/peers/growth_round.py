@@ -1,0 +1,117 @@
+"""One worker of a job whose CPU time and memory are measured: SHAPES ROUNDS none|sgd.
+
+SHAPES: a model, or KEYSxFLOATS. Every worker prints what its own preparing and checking took; rank 0 also what all
+processes of the job took, and the memory of the servers. All of them are children of one agent (local launcher).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Dict, List
+
+import numpy as np
+import shapes
+from report import KINDS, WARM_UP, sent, summed
+
+from distrun_runtime import kvstore
+
+RATE, MOMENTUM = 1e-4, 0.9
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def shapes_of(text: str) -> List[shapes.Shape]:
+    if text in shapes.MODELS:
+        return shapes.MODELS[text]()
+    keys, floats = text.split("x")
+    return [(int(floats),)] * int(keys)
+
+
+def tasks() -> List[Path]:
+    """Return the /proc folders of the job's processes: those of this one's parent."""
+    parent = str(os.getppid())
+    return [path for path in Path("/proc").glob("[0-9]*") if stat(path)[1:2] == [parent]]
+
+
+def stat(path: Path) -> List[str]:
+    try:
+        return (path / "stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended meanwhile
+        return []
+
+
+def cpu_s(processes: List[Path]) -> float:
+    """Return user and system time of the processes."""
+    return sum(int(number) for path in processes for number in stat(path)[11:13]) / TICKS
+
+
+def peaks(processes: List[Path]) -> List[int]:
+    """Return the greatest resident memory of each server so far, in bytes."""
+    servers = [path for path in processes if (path / "cmdline").read_bytes().endswith(b"\0server\0")]
+    lines = [line for path in servers for line in (path / "status").read_text().splitlines() if "VmHWM" in line]
+    return [int(line.split()[1]) * 1024 for line in lines]
+
+
+class Expected:
+    """The elements of each key's value after each round; there are as many different ones as `KINDS`."""
+
+    def __init__(self, rule: str, workers: int) -> None:
+        self._rule, self._workers = rule, workers
+        self.weight: Dict[int, float] = dict.fromkeys(range(KINDS), 1.0)
+        self._velocity: Dict[int, float] = dict.fromkeys(range(KINDS), 0.0)
+
+    def round(self, number: int) -> None:
+        """Take in the gradients of all workers."""
+        for kind in range(KINDS):
+            gradient = summed(kind, self._workers, number)
+            self._velocity[kind] = MOMENTUM * self._velocity[kind] - RATE * gradient
+            self.weight[kind] = gradient if self._rule == "none" else self.weight[kind] + self._velocity[kind]
+
+
+def main() -> None:
+    names, rounds, rule = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    with kvstore.create("dist_sync") as kv:
+        gradients = [np.ones(shape, np.float32) for shape in shapes_of(names)]
+        outs = [np.zeros_like(gradient) for gradient in gradients]
+        keys = list(range(len(gradients)))
+        kv.barrier()
+        processes = tasks()
+        before = peaks(processes)
+        kv.init(keys, gradients)
+        if rule == "sgd":
+            kv.set_optimizer("sgd", learning_rate=RATE, momentum=MOMENTUM)
+        expected = Expected(rule, kv.num_workers)
+        own = begin = 0.0
+        for number in range(1, rounds + WARM_UP + 1):
+            if number == WARM_UP + 1:
+                kv.barrier()
+                own, begin = 0.0, cpu_s(processes)
+                kv.barrier()
+            start = time.thread_time()
+            for key, gradient in enumerate(gradients):
+                gradient.fill(sent(key, kv.rank, number))
+            own += time.thread_time() - start
+            kv.push(keys, gradients)
+            kv.pull(keys, out=outs)
+            start = time.thread_time()
+            expected.round(number)
+            for key, out in enumerate(outs):
+                weight = expected.weight[key % KINDS]
+                if not (np.abs(out - np.float32(weight)) <= 1e-4 * abs(weight)).all():
+                    sys.exit("growth_round.py: round %d, key %d: expected %r, found %r" % (number, key, weight, out))
+            own += time.thread_time() - start
+        kv.barrier()
+        line: Dict[str, object] = {"rank": kv.rank, "own_s": own}
+        if kv.rank == 0:
+            line["cpu_s"] = cpu_s(processes) - begin
+            line["bytes"] = sum(gradient.nbytes for gradient in gradients)
+            line["before"], line["peak"] = before, peaks(processes)
+        kv.barrier()
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
