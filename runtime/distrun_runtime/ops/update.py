@@ -7,6 +7,7 @@ in chunks that stay in the processor's cache, so that memory is read and written
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,8 +22,8 @@ __all__ = ["is_flat", "scratch_for", "step", "update"]
 CHUNK = 1 << 16
 """Elements of a chunk: what a step costs beside its arithmetic is spread over many elements, and weight, gradient,
 state and intermediate results stay in the processor's cache."""
-KEPT = 16
-"""Chunks of intermediate results that the process keeps, at least, instead of returning their memory to the system."""
+KEPT_BYTES = 4 * 1024 * 1024
+"""More than the intermediate results of a chunk take."""
 
 _FLAT: WeakKeyDictionary[Rule, dict[DType, bool]] = WeakKeyDictionary()
 
@@ -75,6 +76,7 @@ def step(
         device: adds several parts up.
         scratch: `scratch_for` the weight's dtype, if there are several parts.
     """
+    _keep_memory()
     arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
 
     def chunks() -> Iterator[tuple[Array, Array, State]]:
@@ -92,8 +94,15 @@ def step(
 
 def scratch_for(dtype: DType, device: Device) -> Array:
     """Return what `step` needs for weights of a dtype."""
-    # glibc returns a large block to the system when it is freed, until a larger one was freed. Intermediate results of
-    # each chunk would then be new pages: with them ftrl takes four times as long.
-    device.empty((KEPT * CHUNK,), work_dtype(dtype))
     scratch: Array = device.empty((CHUNK,), work_dtype(dtype))
     return scratch
+
+
+@lru_cache(maxsize=1)
+def _keep_memory() -> None:
+    """Let the process keep the memory of intermediate results when they are freed.
+
+    glibc returns the memory of large blocks to the system until a larger block was freed. Each chunk would then be
+    calculated in new pages: ftrl takes four times as long with them.
+    """
+    np.empty(KEPT_BYTES, np.uint8)

@@ -1,0 +1,35 @@
+"""Steps of a rule over flat arrays in chunks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from distrun_runtime.arrays.cpu import CpuDevice
+from distrun_runtime.ops import optimizers, update
+
+FLOAT = np.dtype(np.float32)
+FLAT = [
+    name
+    for name, kind in sorted(optimizers.RULES.items())
+    if kind.is_elementwise and not issubclass(kind, optimizers.NormRule)
+]
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_steps_in_chunks_give_the_bits_of_steps_of_the_whole(name: str) -> None:
+    rule, device, rng = optimizers.RULES[name]({}), CpuDevice(), np.random.default_rng(0)
+    size = 2 * update.CHUNK + 17
+    weight = rng.normal(size=size).astype(FLOAT)
+    expected = weight.copy()
+    state, expected_state = rule.new_state(weight), rule.new_state(expected)
+    scratch = update.scratch_for(FLOAT, device)
+    for workers in (2, 1, 3):
+        parts = [rng.normal(size=size).astype(FLOAT) for _ in range(workers)]
+        update.step(rule, weight, parts, state, optimizers.Knobs(), device=device, scratch=scratch)
+        rule.step(expected, device.total(parts), expected_state)
+    assert state["updates"] == 3
+    assert weight.tobytes() == expected.tobytes()
+    assert {each: np.asarray(value).tobytes() for each, value in state.items()} == {
+        each: np.asarray(value).tobytes() for each, value in expected_state.items()
+    }
