@@ -67,9 +67,11 @@ def config(role: str, **changes: Any) -> Config:
     return replace(usual, **changes)
 
 
-def open_store(type_name: str, session: Session, staleness: int | None = None) -> KVStore:
+def open_store(
+    type_name: str, session: Session, staleness: int | None = None, *, deterministic: bool = False
+) -> KVStore:
     """Return a store of the job of an open session, as `kvstore.create` makes it in a worker process."""
-    return KVStore(DistBackend(type_name, session, staleness))
+    return KVStore(DistBackend(type_name, session, staleness, deterministic))
 
 
 def loop_of(

@@ -139,6 +139,8 @@ class Values:
         arena = self.arenas.get(code)
         if arena is None:
             arena = self.arenas[code] = Arena(self.device, DTYPES[code])
+            while arena.sides < len(self.lent):
+                arena.add_side()
         lengths = self.store.length[shards]
         begin = arena.reserve(int(lengths.sum()))
         self.at[shards] = begin + np.cumsum(lengths) - lengths

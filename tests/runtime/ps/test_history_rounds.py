@@ -717,3 +717,19 @@ def test_staleness_is_told_by_worker_with_mean_maximum_and_count(serving: Servin
     found = server.stats()["staleness"]
     assert found == {"0": {"mean": 1.0, "max": 2, "pushes": 2}, "1": {"mean": 0.5, "max": 1, "pushes": 2}}
     assert server.stats()["updates"] == 4
+
+
+def test_keys_of_another_type_that_come_late_have_room_beside_what_is_still_read(serving: Serving) -> None:
+    """The first key's buffers were doubled for a slow reader before the other key was there."""
+    server = serving(workers=1)
+    server.read_slowly()
+    server.push(0, 1, {"a": [1, 1]})
+    first = server.pull(0, 1)
+    server.push(0, 2, {"a": [2, 2]})
+    server.init({"c": [0, 0]}, dtype="float64")
+    server.push(0, 1, {"c": [3, 3]})
+    second = server.pull(0, 1, "c")
+    server.push(0, 2, {"c": [4, 4]})
+    assert values(first) == {"a": [1, 1]}
+    assert values(second) == {"c": [3, 3]}
+    assert values(server.pull(0, 2, "c")) == {"c": [4, 4]}

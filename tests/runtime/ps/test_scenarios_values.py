@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster
+from cluster import Cluster, open_store
 
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.store.sparse import RowSparse
@@ -346,3 +347,37 @@ def test_keys_of_one_call_have_multipliers_of_their_own(job: Job) -> None:
 
     with job(2, 2, bigarray_bound=BOUND) as made:
         made.run(script)
+
+
+@pytest.mark.parametrize("codec", [None, "fp16"])
+@pytest.mark.parametrize("rule", [None, "sgd"])
+def test_deterministic_sums_are_those_of_the_ranks_order_however_contributions_arrive(
+    job: Job, rule: str | None, codec: str | None
+) -> None:
+    """In float32 (2^-10 + 2^15) - 2^15 is 0, and 2^-10 if the large ones come first. float16 has all three."""
+    parts = [2.0**-10, 2.0**15, -(2.0**15)]
+
+    def script(session: Any) -> list[float]:
+        kv = open_store("dist_sync", session, deterministic=True)
+        if codec:
+            kv.set_gradient_compression({"type": codec, "min_size": 0})
+        kv.init("w", np.zeros(6, np.float32))
+        if rule:
+            kv.set_optimizer(rule, learning_rate=1.0)
+        found = []
+        out = np.empty(6, np.float32)
+        for order in itertools.permutations(range(3)):
+            before = out.copy() if found else np.zeros(6, np.float32)
+            for rank in order:
+                if kv.rank == rank:
+                    kv.push("w", np.full(6, parts[rank], np.float32))
+                kv.barrier()
+            kv.pull("w", out=out)
+            found.append(float(before[0] - out[0]) if rule else float(out[0]))
+            kv.assign("w", np.zeros(6, np.float32))
+            out[...] = 0
+        return found
+
+    with job(3, 2) as made:
+        for found in made.run_sessions(script):
+            assert found == [0.0] * 6
