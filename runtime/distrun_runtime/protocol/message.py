@@ -271,7 +271,7 @@ def _entries(head: memoryview, count: int, payloads: Sequence[Buffer], bucket: i
             raise WireError("%d payload frames for 0 entries that announce one" % len(payloads))
         return NO_ENTRIES
     entries = np.frombuffer(head, ENTRY, count, _HEAD.size)
-    wrong = (entries["dtype"] >= len(DTYPES)) | ~np.isin(entries["payload"], _KINDS)
+    wrong = (entries["dtype"] >= len(DTYPES)) | ~_IS_KIND[entries["payload"]]
     if wrong.any():
         at = int(np.argmax(wrong))
         row = rows_of(entries[at : at + 1])[0]
@@ -283,7 +283,8 @@ def _entries(head: memoryview, count: int, payloads: Sequence[Buffer], bucket: i
     return entries
 
 
-_KINDS = np.array([Payload.NONE, Payload.FRAME, Payload.PACKED], np.uint8)
+_IS_KIND = np.zeros(256, np.bool_)
+_IS_KIND[[Payload.NONE, Payload.FRAME, Payload.PACKED]] = True
 
 
 def _check_frames(entries: Array, payloads: Sequence[Buffer]) -> None:
@@ -318,7 +319,7 @@ def check_packed(entries: Array, payloads: Sequence[Buffer]) -> None:
     found = np.cumsum([memoryview(payload).nbytes for payload in payloads]) if payloads else np.zeros(1, np.int64)
     if found[-1] != ends[-1]:
         raise WireError("%d packed entries announce %d bytes, their frames have %d" % (len(ends), ends[-1], found[-1]))
-    if not np.isin(found, ends).all():
+    if (ends[np.searchsorted(ends, found)] != found).any():
         raise WireError("a frame ends within a packed entry")
 
 
