@@ -36,7 +36,8 @@ class Work:
 
     model: str
     form: str = "list"
-    """`list`: one call for all keys. `keys`: calls for each key that do not wait; all are waited for at the end."""
+    """`list`: one call for all keys. `keys`: calls for each key that do not wait; all are waited for at the end.
+    `priorities`: the same, and each key has a priority of its own."""
     peers: tuple[str, ...] = PEERS
 
 
@@ -46,6 +47,7 @@ WORKS = {
     "one": Work("one"),
     "small": Work("small"),
     "small by key": Work("small", "keys", ("mxnet", "gloo")),
+    "small by priority": Work("small", "priorities", ("mxnet",)),
     "many": Work("many", peers=()),
 }
 RUN_TIMEOUT_S = 600
@@ -167,9 +169,10 @@ of 1 KB; `many` 100,000 tensors of 16 bytes. distrun and MXNet 1.9.1 (`dist_sync
 servers; gloo (torch.distributed) reduces among the workers, tensor by tensor or in buckets of 25 MB. Every process runs
 on this one machine, and a system that needs more processes than the machine has cores is slowed by that.
 
-distrun and MXNet push all keys in one call and pull them in another; `by key`: a push and a pull for each key, none of
-which waits (distrun: `wait=False`), and a wait for all of them at the end. Every gradient is rewritten before a round,
-and every element of every result is compared after it, outside the measured time.
+distrun and MXNet push all keys in one call and pull them in another. `by key`: a push and a pull for each key, none of
+which waits (distrun: `wait=False`), and a wait for all of them at the end; `by priority`: the same, and key i has the
+priority -i. Every gradient is rewritten before a round, and every element of every result is compared after it, outside
+the measured time.
 
 Milliseconds a round, and in brackets distrun's time divided by that system's (below 1.00: distrun is faster): the
 median of the ratios of the runs, and their range. The goals: `small` 0.05 beside MXNet and 0.5 beside gloo with

@@ -1,4 +1,4 @@
-"""One worker of push-and-pull rounds with distrun's dist_sync store: MODEL ROUNDS list|keys."""
+"""One worker of push-and-pull rounds with distrun's dist_sync store: MODEL ROUNDS list|keys|priorities."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def main() -> None:
             else:
                 pending = []
                 for key in keys:
-                    pending.append(kv.push(key, gradients[key], priority=-key, wait=False))
-                    pending.append(kv.pull(key, out=outs[key], priority=-key, wait=False))
+                    priority = -key if form == "priorities" else 0
+                    pending.append(kv.push(key, gradients[key], priority, wait=False))
+                    pending.append(kv.pull(key, outs[key], priority, wait=False))
                 for each in pending:
                     each.wait()
             times.append(time.perf_counter() - begin)

@@ -1,4 +1,4 @@
-"""One process of push-and-pull rounds with MXNet 1.9.1 and its ps-lite: MODEL ROUNDS list|keys.
+"""One process of push-and-pull rounds with MXNet 1.9.1 and its ps-lite: MODEL ROUNDS list|keys|priorities.
 
 The role comes from DMLC_*.
 """
@@ -31,8 +31,9 @@ for number in range(1, rounds + WARM_UP + 1):
         kv.pull(keys, out=outs)
     else:
         for key in keys:
-            kv.push(key, gradients[key], priority=-key)
-            kv.pull(key, out=outs[key], priority=-key)
+            priority = -key if form == "priorities" else 0
+            kv.push(key, gradients[key], priority)
+            kv.pull(key, outs[key], priority)
     for out in outs:
         out.wait_to_read()
     times.append(time.perf_counter() - begin)

@@ -53,13 +53,13 @@ def test_a_round_takes_as_long_as_its_slowest_worker() -> None:
 
 
 def test_rounds_run_on_this_machine_and_the_peers_that_are_missing_are_named(tmp_path: Path) -> None:
-    command = [sys.executable, str(BENCHMARKS / "round.py"), "--works", "small", "small by key", "many"]
+    command = [sys.executable, str(BENCHMARKS / "round.py"), "--works", "small", "small by key", "small by priority"]
     command += ["--systems", "distrun", "--peers", str(tmp_path), "--runs", "1", "--rounds", "1"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0] == "| work | distrun |"
-    assert [line.split("|")[1].strip() for line in lines[2:]] == ["small", "small by key", "many"]
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ["small", "small by key", "small by priority"]
     assert "failed" not in result.stdout
     assert "mxnet is left out" in result.stderr
     assert "scripts/install peers" in result.stderr
