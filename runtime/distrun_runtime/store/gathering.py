@@ -76,8 +76,10 @@ class Gathering:
     def __init__(self, flush: Callable[[], None]) -> None:
         self._flush = flush
         self._pushes, self._pulls = _Kind(), _Kind()
-        self._how = (0, 1.0)
-        """Priority and scale of all of them."""
+        self._scale = 1.0
+        """Of all of them."""
+        self._priority = 0
+        """The highest: small calls cost too little to be sent apart by their priorities."""
         self._size = 0
         self._known: dict[tuple[Key, ...], Selection] = {}
         self._known_keys = 0
@@ -103,11 +105,11 @@ class Gathering:
 
     def _settle(self, keys: Selection, call: Call, *before: _Kind) -> None:
         """Send what is here if the call has to come after it, or cannot share a message with it."""
-        how = (call.priority, call.scale)
         names = [record.key for record in keys.records]
-        if self and (how != self._how or not all(kind.names.isdisjoint(names) for kind in before)):
+        if self and (call.scale != self._scale or not all(kind.names.isdisjoint(names) for kind in before)):
             self._flush()
-        self._how = how
+        self._priority = max(self._priority, call.priority) if self else call.priority
+        self._scale = call.scale
 
     def _put(self, kind: _Kind, keys: Selection, arrays: Sequence[Any], call: str) -> Gathered:
         gathered = Gathered(keys, call, self._flush)
@@ -122,7 +124,7 @@ class Gathering:
         """Return what is to be sent, pushes first: whether it is a push, keys, arrays, how, and who waits for it."""
         kinds = [(True, self._pushes), (False, self._pulls)]
         self._pushes, self._pulls, self._size = _Kind(), _Kind(), 0
-        call = Call(self._how[0], lent=True, scale=self._how[1])
+        call = Call(self._priority, lent=True, scale=self._scale)
         return [(is_push, self._joined(k.keys), k.arrays, call, k.waiting) for is_push, k in kinds if k.waiting]
 
     def _joined(self, keys: Sequence[Selection]) -> Selection:

@@ -1,0 +1,127 @@
+"""Small calls that follow each other share messages, and nobody waits for that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster import Cluster
+
+from distrun_runtime.arrays.device import Buffer
+from distrun_runtime.errors import StoreClosed
+from distrun_runtime.kvstore import KVStore
+from distrun_runtime.protocol import message
+from distrun_runtime.protocol.message import Kind
+from distrun_runtime.transport.inproc import InprocNetwork
+
+KEYS = ["k%d" % number for number in range(100)]
+
+
+def full(value: float) -> Any:
+    return np.full(3, value, np.float32)
+
+
+class Slow:
+    """Makes every message 20 ms late, and counts those that carry data to servers."""
+
+    def __init__(self) -> None:
+        self.data = 0
+        self.network = InprocNetwork(self._delay_s)
+
+    def _delay_s(self, endpoint: str, frames: Sequence[Buffer]) -> float:
+        one = message.decode(frames)
+        self.data += one.kind in (Kind.PUSH, Kind.PULL) and not one.is_reply
+        return 0.02
+
+
+@pytest.mark.parametrize("step", [0, -1])
+def test_small_calls_that_follow_each_other_share_messages_whatever_their_priorities(step: int) -> None:
+    slow = Slow()
+
+    def script(kv: KVStore) -> list[float]:
+        kv.init(KEYS, [full(0) for _ in KEYS])
+        outs = [full(-1) for _ in KEYS]
+        numbers = range(len(KEYS))
+        calls = [kv.push(KEYS[at], full(at), at * step, wait=False) for at in numbers]
+        calls += [kv.pull(KEYS[at], outs[at], at * step, wait=False) for at in numbers]
+        for call in calls:
+            call.wait()
+        assert all(call.is_done for call in calls)
+        return [float(out[0]) for out in outs]
+
+    with Cluster(2, 1, over="inproc", network=slow.network) as job:
+        assert job.run(script) == [[2.0 * number for number in range(len(KEYS))]] * 2
+    # One by one it were 400.
+    assert slow.data < 100
+
+
+def test_a_value_that_was_pushed_may_be_overwritten_though_it_was_not_sent_yet() -> None:
+    def script(kv: KVStore) -> list[float]:
+        kv.init(KEYS, [full(0) for _ in KEYS])
+        one = full(0)
+        for number, key in enumerate(KEYS):
+            one.fill(number)
+            kv.push(key, one)
+        one.fill(-5)
+        outs = [full(-1) for _ in KEYS]
+        kv.pull(KEYS, out=outs)
+        return [float(out[0]) for out in outs]
+
+    with Cluster(1, 1, over="inproc", network=Slow().network) as job:
+        assert job.run(script) == [[float(number) for number in range(len(KEYS))]]
+
+
+def test_calls_on_one_key_keep_their_order_and_rounds() -> None:
+    def script(kv: KVStore) -> list[float]:
+        kv.init("w", full(0))
+        kv.init("v", full(0))
+        outs = [full(-1) for _ in range(6)]
+        calls = []
+        for number, out in enumerate(outs):
+            calls += [kv.push("w", full(number + 1), wait=False), kv.push("v", full(0), wait=False)]
+            calls.append(kv.pull("w", out=out, wait=False))
+        for call in calls:
+            call.wait()
+        return [float(out[0]) for out in outs]
+
+    with Cluster(2, 1, over="inproc", network=Slow().network) as job:
+        assert job.run(script) == [[2.0 * (number + 1) for number in range(6)]] * 2
+
+
+def test_a_push_never_waits_for_a_pull_that_waits_for_another_worker() -> None:
+    """Worker 1 pushes `w` when it has the round of `v`, and that needs worker 0's push, made behind its pull of `w`."""
+
+    def script(kv: KVStore) -> float:
+        kv.init(["u", "v", "w"], [full(0)] * 3)
+        out, other = full(-1), full(-1)
+        if kv.rank == 0:
+            kv.push("w", full(1)).wait()
+            calls = [kv.pull("w", out=out, wait=False), kv.pull("u", out=other, wait=False)]
+            kv.push("v", full(10))
+            for call in calls:
+                call.wait(60)
+        else:
+            kv.push("v", full(20))
+            kv.pull("v", out=out)
+            kv.push("w", full(2))
+        return float(out[0])
+
+    with Cluster(2, 1, over="inproc") as job:
+        assert job.run(script) == [3.0, 30.0]
+
+
+def test_what_was_not_sent_yet_is_sent_by_close_and_refused_after_it() -> None:
+    def script(kv: KVStore) -> None:
+        kv.init(KEYS, [full(0) for _ in KEYS])
+        for key in KEYS:
+            kv.push(key, full(1), wait=False)
+        kv.close()
+        with pytest.raises(StoreClosed):
+            kv.push("k0", full(1))
+
+    slow = Slow()
+    with Cluster(1, 1, over="inproc", network=slow.network) as job:
+        job.run(script)
+        assert slow.data >= 2
