@@ -493,12 +493,12 @@ def test_a_rule_that_does_not_fit_the_values_is_refused_by_the_servers() -> None
 
 
 def test_a_rule_that_fails_on_a_server_is_raised_with_the_servers_traceback(monkeypatch) -> None:
-    from distrun_runtime.ops.optimizers import sgd as descent
+    from distrun_runtime.ops.optimizers import sgd
 
     def explode(self, *args):
         raise ZeroDivisionError("in the rule")
 
-    monkeypatch.setattr(descent.Test, "step", explode)
+    monkeypatch.setattr(sgd.Test, "update", explode)
 
     def script(kv: KVStore):
         kv.init("w", ones())

@@ -187,12 +187,12 @@ def test_the_error_of_a_dropped_push_is_raised_by(end: str) -> None:
 
 
 def test_a_failed_round_is_the_error_of_the_pulls_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from distrun_runtime.ops.optimizers import sgd as descent
+    from distrun_runtime.ops.optimizers import sgd
 
     def explode(self: Any, *args: Any) -> None:
         raise ZeroDivisionError("in the rule")
 
-    monkeypatch.setattr(descent.Test, "step", explode)
+    monkeypatch.setattr(sgd.Test, "update", explode)
 
     def script(kv: KVStore) -> None:
         kv.init("w", full(0))
