@@ -132,6 +132,7 @@ def test_a_hundred_commands_reach_all_servers_each_before_its_call_returns() -> 
     def script(kv: KVStore) -> None:
         kv.init("wide", full(0, WIDE))
         kv.set_optimizer("sgd", learning_rate=1.0)
+        kv.barrier()  # Or the other worker's set_optimizer may come after our change, and differ from it.
         value = 0.0
         for number in range(1, 101):
             if kv.rank == number % 2:
