@@ -80,7 +80,7 @@ def step(
     arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
 
     def chunks() -> Iterator[tuple[Array, Array, State]]:
-        for begin in range(0, len(weight), CHUNK) or (0,):
+        for begin in range(0, len(weight), CHUNK):
             run = slice(begin, min(begin + CHUNK, len(weight)))
             if len(parts) == 1 or device is None or scratch is None:
                 gradient = parts[0][run]

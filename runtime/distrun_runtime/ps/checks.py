@@ -1,7 +1,7 @@
 """What can be wrong with a worker's message, as far as its descriptors show.
 
 A server looks at all of this before it changes anything. What only the bytes of a payload show (row numbers, places of
-a sparse codec) the engine looks at, for the codecs of `engine.READ_FIRST`.
+a sparse codec) the engine looks at, for the codecs of `READ_FIRST`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from distrun_runtime.protocol.message import DTYPES, Entry, Kind, Message, Paylo
 from distrun_runtime.ps.shards import Store
 
 HALF = codecs.CODECS["fp16"].number
+READ_FIRST = frozenset((codecs.CODECS["topk"].number, codecs.ROWS))
+"""Codecs whose payload may be wrong though its size is right."""
 
 
 def against_init(store: Store, message: Message, shards: Array) -> str:

@@ -27,17 +27,14 @@ from distrun_runtime.ops import rows as rowcodec
 from distrun_runtime.ops import update
 from distrun_runtime.ops.optimizers import NormRule
 from distrun_runtime.ops.reduce import Contribution, Dense, How, Sum, read, scaled, spread
-from distrun_runtime.protocol.message import DTYPES, Entry, Flag, Kind, Message, Payload, payloads_of, rows_of
-from distrun_runtime.ps import role, statefile, work
+from distrun_runtime.protocol.message import DTYPES, Flag, Kind, Message, Payload, payloads_of, rows_of
+from distrun_runtime.ps import checks, role, statefile, work
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.replies import failed, refusal
 from distrun_runtime.ps.shards import SYNC, Store
 from distrun_runtime.ps.stats import Counters
 from distrun_runtime.ps.values import Given, Half, Round, Values
 from distrun_runtime.transport import base as transport
-
-READ_FIRST = frozenset((codecs.CODECS["topk"].number, codecs.ROWS))
-"""Codecs whose payload may be wrong though its size is right."""
 
 _HELD_IN_ARENA, _HELD_BY_SHARD = -1, -2
 """Where the sum of a shard's round is, in place of the number of a held contribution."""
@@ -243,19 +240,18 @@ class Engine:
         for code, at in codes:
             shards = batch.shards if at is None else batch.shards[at]
             mine = list(entries) if at is None else [entries[place] for place in at.tolist()]
-            parts = [
-                scaled_elements(self._device.elements(frames[number] or b"", DTYPES[code]), batch.how.scale)
-                for number in mine
-            ]
+            parts = [self._elements(frames[number] or b"", code, batch.how.scale) for number in mine]
             alone = runs(values.at[shards], values.store.length[shards], range(1, len(shards)))
             given.append((code, Given(shards, alone, parts)))
         return given
 
+    def _elements(self, frame: Buffer, code: int, scale: float) -> Array:
+        """Return the elements of bytes, times a number: in the dtype, or in its work dtype if the number is not 1."""
+        elements: Array = self._device.elements(frame, DTYPES[code])
+        return elements if scale == 1 else scaled(widen(elements), scale)
+
     def _packed(self, values: Values, batch: work.Batch, code: int) -> Given:
-        frames = [
-            scaled_elements(self._device.elements(frame, DTYPES[code]), batch.how.scale)
-            for frame in batch.message.payloads
-        ]
+        frames = [self._elements(frame, code, batch.how.scale) for frame in batch.message.payloads]
         lengths = values.store.length[batch.shards]
         ends = np.cumsum(lengths)
         edges = np.cumsum([len(frame) for frame in frames])
@@ -290,7 +286,7 @@ class Engine:
         values, message = self._values[batch.store.number], batch.message
         frames = payloads_of(batch.entries, message.payloads)
         for shard, payload, codec in zip(batch.shards.tolist(), frames, batch.entries["codec"].tolist(), strict=True):
-            if payload is None or codec not in READ_FIRST:
+            if payload is None or codec not in checks.READ_FIRST:
                 continue
             one = values.store.shard(shard)
             try:
@@ -373,8 +369,7 @@ class Engine:
             if where > 0:
                 self._fold(values, of, code, where)
             if of.where[shard] == _HELD_IN_ARENA:
-                begin = int(values.at[shard])
-                there = values.sums(of, code).view(begin, begin + int(values.store.length[shard]))
+                there = values.sums(of, code).view(*values.span(shard))
                 total.add(Dense(there.copy(), is_own=True))
             of.where[shard] = _HELD_BY_SHARD
         return total
@@ -559,7 +554,7 @@ class Engine:
         assert rule is not None
         knobs = values.knobs_of(shard)
         if values.goes_flat(shard):
-            run = Run(0, 1, int(values.at[shard]), int(values.at[shard]) + int(values.store.length[shard]), 0)
+            run = Run(0, 1, *values.span(shard), 0)
             dense = spread(given, int(values.store.length[shard]))
             weight = values.own(shard)
             code = int(values.store.dtype[shard])
@@ -670,17 +665,12 @@ class Engine:
                 str(key): {str(rank): note for rank, note in notes.items()} for key, notes in what.skipped.items()
             }
         entries = what.entries.copy()
-        if all(each.payloads is None for each in lent):
-            entries["payload"], entries["codec"] = Payload.PACKED, codecs.NONE
-            payloads = self._frames(lent[0]) if len(lent) == 1 else self._frames_in_order(lent, len(entries))
-            if not _is_one_dtype(entries):
-                payloads = self._frames_in_order(lent, len(entries))
-                entries["payload"] = Payload.FRAME
-        else:
-            entries["payload"] = Payload.FRAME
-            for each in lent:
-                entries["codec"][each.at] = each.codec
-            payloads = self._frames_in_order(lent, len(entries))
+        is_packed = all(each.payloads is None for each in lent) and _is_one_dtype(entries)
+        entries["payload"] = Payload.PACKED if is_packed else Payload.FRAME
+        for each in lent:
+            entries["codec"][each.at] = each.codec
+        one = is_packed and len(lent) == 1
+        payloads = self._frames(lent[0]) if one else self._frames_in_order(lent, len(entries))
         is_bucket = what.message.bucket and not len(what.message.entries) and not entries["codec"].any()
         return Message(
             what.message.kind,
@@ -695,34 +685,28 @@ class Engine:
         )
 
     def _frames(self, lent: _Lent) -> list[Buffer]:
-        """Return the values that are lent, end to end in the order of the entries, in as few frames as they allow."""
-        values = lent.values
-        found: list[Buffer] = []
-        order = lent.shards
-        sides = lent.sides
+        """Return values of one dtype, end to end in the order of the entries, in as few frames as they allow."""
+        values, shards, sides = lent.values, lent.shards, lent.sides
         cuts = (np.flatnonzero(sides[1:] != sides[:-1]) + 1).tolist()
-        arena = values.arenas[int(values.store.dtype[order[0]])] if len(order) else None
-        if arena is None or len(values.codes(order)) > 1:
-            return self._frames_in_order([lent], len(order))
-        for run in runs(values.at[order], values.store.length[order], cuts):
-            found.append(self._device.frame(arena.view(run.begin, run.end, int(sides[run.first]))))
+        arena = values.arenas[int(values.store.dtype[shards[0]])]
+        found = [
+            self._device.frame(arena.view(run.begin, run.end, int(sides[run.first])))
+            for run in runs(values.at[shards], values.store.length[shards], cuts)
+        ]
         size = sum(memoryview(each).nbytes for each in found)
         if len(found) > _JOINED_FRAMES and size < _JOINED_BYTES * len(found):
             return [b"".join(found)]
-        return found or [b""]
+        return found
 
     def _frames_in_order(self, lent: Sequence[_Lent], count: int) -> list[Buffer]:
         payloads: list[Buffer] = [b""] * count
         for each in lent:
-            values = each.values
-            for number, (at, shard) in enumerate(zip(each.at.tolist(), each.shards.tolist(), strict=True)):
-                if each.payloads is not None:
-                    payloads[at] = each.payloads[number]
-                    continue
-                begin = int(values.at[shard])
-                arena = values.arenas[int(values.store.dtype[shard])]
-                end = begin + int(values.store.length[shard])
-                payloads[at] = self._device.frame(arena.view(begin, end, int(each.sides[number])))
+            lent_now = each.payloads
+            if lent_now is None:
+                sides = zip(each.shards.tolist(), each.sides.tolist(), strict=True)
+                lent_now = [self._device.frame(each.values.view(shard, side)) for shard, side in sides]
+            for at, payload in zip(each.at.tolist(), lent_now, strict=True):
+                payloads[at] = payload
         return payloads
 
     def _discard(self, what: work.Discard) -> None:
@@ -789,11 +773,6 @@ class Engine:
             values.restore()
 
 
-def scaled_elements(elements: Array, scale: float) -> Array:
-    """Return elements times a number: themselves for 1, else new ones in the work dtype."""
-    return elements if scale == 1 else scaled(widen(elements), scale)
-
-
 def _in_order(of: Round, shard: int, row_size: int) -> Contribution:
     """Return the sum of a shard that goes by itself; of a deterministic store in the order of ranks."""
     if shard not in of.by_rank:
@@ -806,9 +785,7 @@ def _in_order(of: Round, shard: int, row_size: int) -> Contribution:
 
 def _how(batch: work.Batch, codec: int) -> How:
     """Return how payloads of another codec than that of the first entry become elements."""
-    if codec in (codecs.NONE, codecs.ROWS):
-        return How(codec, {}, batch.how.scale)
-    return How(codec, codecs.numbered(codec).check(batch.message.body.get("codec", {})), batch.how.scale)
+    return How(codec, checks.params_of(batch.message, codec), batch.how.scale)
 
 
 def _is_plain(batch: work.Batch) -> bool:
@@ -828,7 +805,7 @@ def _encoded(values: Values, shard: int, how: How) -> Buffer:
         weight = values.weight(shard)
         if codec.has_residual and shard not in values.residual:
             values.residual[shard] = np.zeros(len(weight), np.float32)
-        wide = narrow(widen(weight), np.dtype(np.float32)) if weight.dtype != np.float32 else weight
+        wide = narrow(widen(weight), np.dtype(np.float32))
         residual = values.residual[shard] if codec.has_residual else None
         known[name] = codec.encode(wide, residual, dict(how.params))
     return known[name]
@@ -845,6 +822,3 @@ def _try(rule: rules.Rule, weight: Array) -> None:
     if rule.name not in rules.RULES:
         # A user's rule may not like a weight, and is to say so before any server has it.
         rule.new_state(weight)
-
-
-__all__ = ["READ_FIRST", "Applied", "Engine", "Entry", "Lease", "Reply", "Values"]

@@ -40,7 +40,7 @@ from distrun_runtime.protocol.message import (
 from distrun_runtime.ps import checks, role, work
 from distrun_runtime.ps.config import Config
 from distrun_runtime.ps.control import Control
-from distrun_runtime.ps.engine import READ_FIRST, Applied
+from distrun_runtime.ps.engine import Applied
 from distrun_runtime.ps.norms import Norms, Part, Peers
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.replies import answer, failed, refusal
@@ -288,7 +288,7 @@ class Server:
         if wrong:
             return self._refuse_data(link, rank, store, message, entries=entries, wrong=wrong)
         batch = work.Batch(store, shards, message, entries, checks.how(message, entries))
-        if message.payloads and entries["codec"].any() and np.isin(entries["codec"], tuple(READ_FIRST)).any():
+        if message.payloads and entries["codec"].any() and np.isin(entries["codec"], tuple(checks.READ_FIRST)).any():
             return [role.Work(work.Check(link, rank, batch), True)]
         return self._accept(link, rank, batch)
 
@@ -394,8 +394,8 @@ class Server:
     def _contribute(self, rank: int, number: int, batch: work.Batch) -> list[role.Action]:
         """Order what contributions to one round lead to."""
         store, shards = batch.store, batch.shards
-        is_next = store.ordered[shards] + 1 == number
-        ready = is_next & (store.reach(shards) >= number)
+        reach = store.reach(shards)
+        ready = (store.ordered[shards] + 1 == number) & (reach >= number)
         if store.needs_norms:
             ready &= ~self._is_updating(store, shards)
         if store.skipping or store.early or not ready.all():
@@ -403,7 +403,7 @@ class Server:
         # The most frequent case: the last contributions of all these shards need not be kept for a moment.
         store.ordered[shards] = number
         apply = role.Work(work.Apply(store, number, shards, rank=rank, last=batch), True)
-        return [apply, *self._complete(store, shards)] if (store.reach(shards) > number).any() else [apply]
+        return [apply, *self._complete(store, shards)] if (reach > number).any() else [apply]
 
     def _is_updating(self, store: Store, shards: Array) -> Array:
         """Return for which shards an update is under way that waits for norms, or may."""
@@ -535,6 +535,12 @@ class Server:
 
     def _note_applied(self, store: Store, shards: Array, number: int) -> None:
         """Rounds of shards are over, and their updates have not failed."""
+        changed = self._note_over(store, shards, number)
+        self._counters.updated(len(changed))
+        store.updates[changed] += 1
+
+    def _note_over(self, store: Store, shards: Array, number: int) -> Array:
+        """Rounds of shards are over, for good or ill; return those that were not skipped."""
         store.done[shards] = number
         for known in (store.failed, store.skipped):
             # A worker that pushed this round will not ask for one before the last.
@@ -549,8 +555,7 @@ class Server:
             store.skips[shards[skipped]] += 1  # The value is as it was: nothing is counted.
             shards = shards[~skipped]
         store.fresh[shards] = store.halfway[shards] = False
-        self._counters.updated(len(shards))
-        store.updates[shards] += 1
+        return shards
 
     def _stepped(self, what: work.Step, event: role.Done) -> list[role.Action]:
         """An async push is applied, or half applied; it is acknowledged now in any case."""
@@ -606,10 +611,7 @@ class Server:
             if failure is None:
                 self._note_applied(store, one, turn.round)
                 return
-            counted, store.updates[shard] = int(store.updates[shard]), 0
-            self._note_applied(store, one, turn.round)
-            self._counters.updated(-1)
-            store.updates[shard] = counted
+            self._note_over(store, one, turn.round)
             store.failed.setdefault(shard, {})[turn.round] = failure
             # Who pushes on without asking in between is told by its next pull, whichever round that asks for.
             late = store.late.setdefault(shard, {})

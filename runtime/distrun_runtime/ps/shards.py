@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.protocol.message import Entry, rows_of
 
 __all__ = ["SYNC", "Failure", "Notes", "Shard", "Store", "Turn"]
 
@@ -256,8 +255,3 @@ class Store:
     def rounds(self, counts: Array) -> list[tuple[int, int]]:
         """Return (key number, the most of its shards' counts) of every key that has a shard here."""
         return [(key, max(int(counts[shard]) for shard in shards)) for key, shards in sorted(self.by_key.items())]
-
-
-def entry_at(entries: Array, at: int) -> Entry:
-    """Return one entry, for people."""
-    return rows_of(entries[at : at + 1])[0]

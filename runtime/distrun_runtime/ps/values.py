@@ -154,10 +154,17 @@ class Values:
 
     def weight(self, shard: int) -> Array:
         """Return the present value of a shard, flat; not to be written."""
+        return self.view(shard, int(self.side[shard]))
+
+    def view(self, shard: int, side: int) -> Array:
+        """Return what one side has of a shard, flat."""
+        found: Array = self.arenas[int(self.store.dtype[shard])].view(*self.span(shard), side)
+        return found
+
+    def span(self, shard: int) -> tuple[int, int]:
+        """Return the positions of a shard's first element and behind its last one."""
         begin = int(self.at[shard])
-        arena = self.arenas[int(self.store.dtype[shard])]
-        weight: Array = arena.view(begin, begin + int(self.store.length[shard]), int(self.side[shard]))
-        return weight
+        return begin, begin + int(self.store.length[shard])
 
     def row_count(self, shard: int) -> int:
         """Return a shard's number of rows; 0: its value is not row-sparse."""
@@ -279,8 +286,7 @@ class Values:
             return self.state.get(shard)
         if self.steps[shard] < 0:
             return None
-        begin = int(self.at[shard])
-        end = begin + int(self.store.length[shard])
+        begin, end = self.span(shard)
         arenas = self.flat_state.get(int(self.store.dtype[shard]), {})
         return {"updates": int(self.steps[shard]), **{name: arena.view(begin, end) for name, arena in arenas.items()}}
 
@@ -293,8 +299,7 @@ class Values:
         if self.rule is None or not self.goes_flat(shard):
             self.state[shard] = dict(state)
             return
-        begin = int(self.at[shard])
-        end = begin + int(self.store.length[shard])
+        begin, end = self.span(shard)
         code = int(self.store.dtype[shard])
         for name, value in state.items():
             if name != "updates":

@@ -138,15 +138,13 @@ class Transfers:
         """Send parts of values, encoded or without elements, as this worker's contribution to the keys' next round."""
         for record in records:
             self._rounds[self.layouts[record.key].number] += 1
-        return self.send(what, pack(Kind.PUSH, self._link.store, parts, self._rounds, priority=priority, body=body))
+        return self._link.send(
+            what, pack(Kind.PUSH, self._link.store, parts, self._rounds, priority=priority, body=body)
+        )
 
     def ask(self, parts: Sequence[Part], priority: int) -> list[Packed]:
         """Return the messages that ask for parts of values."""
         return pack(Kind.PULL, self._link.store, parts, self._rounds, priority=priority)
-
-    def send(self, what: str, packed: Sequence[Packed]) -> Request:
-        """Send messages; `what` is the call, for people."""
-        return self._link.send(what, packed)
 
     def _pull_encoded(
         self, what: str, keys: Selection, outs: Sequence[Sequence[Array]], priority: int, own: bool
@@ -169,7 +167,7 @@ class Transfers:
                 _copy_out(value, arrays_of[key])
             return said(skipped)
 
-        return self.send(what, packed), take
+        return self._link.send(what, packed), take
 
 
 def _fill(
