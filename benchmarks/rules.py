@@ -71,7 +71,6 @@ def ways(name: str, model: str) -> list[Way]:
     state = rule.new_state(weight)
     arrays = {each: value for each, value in state.items() if isinstance(value, np.ndarray)}
     shards = [slice(begin, min(begin + SHARD, size)) for begin in range(0, size, SHARD)]
-    scratch = update.scratch_for(FLOAT, device)
     # The rule reads and writes the weight and each array of its state, and reads the gradient. A copy of n bytes reads
     # n and writes n; so half as many make it as much memory in all.
     moved = size * (2 * (1 + len(arrays)) + 1) // 2
@@ -82,7 +81,7 @@ def ways(name: str, model: str) -> list[Way]:
         for run in shards:
             part: optimizers.State = {"updates": updates, **{each: value[run] for each, value in arrays.items()}}
             given = [gradient[run] for gradient in gradients]
-            update.step(rule, weight[run], given, part, optimizers.Knobs(), device=device, scratch=scratch)
+            update.step(rule, weight[run], given, part, optimizers.Knobs(), device=device)
         state["updates"] = part["updates"]
 
     def without_rule() -> None:

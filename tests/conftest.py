@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from engines import engine
 from hypothesis import HealthCheck, settings
 from lab import lab, lab_of_session, pytest_pyfunc_call
 from placement import placement
@@ -25,7 +26,16 @@ for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLO
 settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("same")
 
-__all__ = ["cache_of_session", "lab", "lab_of_session", "placement", "pytest_pyfunc_call", "ssh_config", "terminal"]
+__all__ = [
+    "cache_of_session",
+    "engine",
+    "lab",
+    "lab_of_session",
+    "placement",
+    "pytest_pyfunc_call",
+    "ssh_config",
+    "terminal",
+]
 
 
 @pytest.fixture(scope="session", autouse=True)

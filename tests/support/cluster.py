@@ -7,8 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from scripted_transport import Stepped
+
 from distrun_runtime.arrays import find as devices
 from distrun_runtime.kvstore import KVStore
+from distrun_runtime.ps import engine as engines
 from distrun_runtime.ps.config import Config
 from distrun_runtime.ps.engine import Engine
 from distrun_runtime.ps.loop import Loop
@@ -37,6 +40,10 @@ END_S = 20.0
 
 PARTITION: str | None = None
 """How values are placed where the fixture `placement` says so."""
+
+
+MUCH_BYTES = engines.MUCH_BYTES
+"""How much work is done by a server's engine in its own thread; the fixture `engine` has all done there."""
 
 
 def config(role: str, **changes: Any) -> Config:
@@ -85,9 +92,10 @@ def server_loop(own: Config, transport: Any, endpoint: str, imports: Sequence[st
     """Return the loop of a server with its arithmetic, as `ps.serve` puts them together; `more` is `loop_of`'s."""
     counters, recorder = Counters(), Recorder()
     server = Server(own, endpoint, counters, recorder)
-    return loop_of(
-        server, transport, engine=Engine(devices.get("cpu:0"), counters, recorder, imports), token=own.token, **more
-    )
+    engine = Engine(devices.get("cpu:0"), counters, recorder, imports, much_bytes=MUCH_BYTES)
+    if isinstance(transport, Stepped):
+        transport.is_busy = lambda: engine.is_busy
+    return loop_of(server, transport, engine=engine, token=own.token, **more)
 
 
 class Cluster:

@@ -18,10 +18,12 @@ def placement(request: pytest.FixtureRequest) -> Iterator[str]:
     """Place the values of all jobs of a module in each of the two ways.
 
     By size, values above a small limit have several shards. As MXNet does, those of `bigarray_bound` elements or more
-    are on all servers.
+    are on all servers. Servers do all their work later there (see `engines`), so that two runs show both of both.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cluster, "PARTITION", request.param)
         if request.param == "size":
             patch.setattr(routing, "SHARD_BYTES", getattr(request.module, "SHARD_BYTES", SHARD_BYTES))
+        else:
+            patch.setattr(cluster, "MUCH_BYTES", 0)
         yield str(request.param)

@@ -65,7 +65,8 @@ class Stepped(Script):
     """Runs a loop step by step: the test gives events, the loop takes them in, and the test goes on when it is idle.
 
     The loop runs in a thread of its own and is stopped in `poll` while the test runs. What a step sends is complete
-    when `step` returns: everything that follows from the events has been done, the tick of that turn included.
+    when `step` returns: everything that follows from the events has been done, the tick of that turn included. What a
+    server's engine does later is part of it, unless `waits_for_engine` is false.
     """
 
     def __init__(self) -> None:
@@ -74,6 +75,9 @@ class Stepped(Script):
         """Links that were opened, with their endpoints, in order."""
         self.make_lease: Callable[[], Any] = lambda: COPIED
         """What `send` returns."""
+        self.is_busy: Callable[[], bool] = lambda: False
+        """Whether something is under way that will wake the loop: it is not idle then."""
+        self.waits_for_engine = True
         self._turn = threading.Condition()
         self._given: list[Event] | None = None
         self._is_woken = False
@@ -83,7 +87,7 @@ class Stepped(Script):
     def poll(self, timeout_s: float) -> list[Event]:
         with self._turn:
             if self._given is None and not self._is_woken:
-                self._is_idle = True
+                self._is_idle = not (self.waits_for_engine and self.is_busy())
                 self._turn.notify_all()
                 self._turn.wait_for(lambda: self._given is not None or self._is_woken)
                 self._is_idle = False

@@ -6,6 +6,7 @@ With several of them, everything that a worker with several GPUs does can be run
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -31,18 +32,23 @@ class Threads:
         self.count = count
         self.bound = bound
         self._pool: ThreadPoolExecutor | None = None
+        self._inside = threading.local()
 
     def split(self, size: int, work: Callable[[slice], None]) -> None:
         """Call `work` with slices that make up range(size), in parallel if there are enough elements."""
-        if self.count < 2 or size < self.bound:
+        if self.count < 2 or size < self.bound or getattr(self._inside, "is_one", False):
             work(slice(0, size))
             return
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.count, thread_name_prefix="distrun-reduce")
+            self._pool = ThreadPoolExecutor(self.count, "distrun-reduce", self._begin)
         ends = [size * part // self.count for part in range(self.count + 1)]
         runs = [slice(start, end) for start, end in itertools.pairwise(ends)]
         # list: what a thread raised is raised here.
         list(self._pool.map(work, runs))
+
+    def _begin(self) -> None:
+        # Work that is shared already is not shared again: all threads might wait for each other.
+        self._inside.is_one = True
 
 
 class CpuDevice:
@@ -82,7 +88,13 @@ class CpuDevice:
 
     def sum(self, parts: Sequence[Array], out: Array) -> None:
         """Write the sum of flat arrays into `out`, added from first to last."""
-        _sum(parts, out)
+        if len(parts) == 1 and parts[0] is out:
+            return
+        self.split(len(out), lambda run: _sum([part[run] for part in parts], out[run]))
+
+    def split(self, size: int, work: Callable[[slice], None]) -> None:
+        """Call `work` with slices that make up range(size), on several threads if there are enough elements."""
+        self._threads.split(size, work)
 
     def elements(self, frame: Buffer, dtype: DType) -> Array:
         """Return the elements of bytes: a read-only view of them."""
@@ -112,8 +124,7 @@ def _sum(parts: Sequence[Array], out: Array) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         is_plain = dtypes.work_dtype(out.dtype) == out.dtype and all(part.dtype == out.dtype for part in parts)
         if is_plain and len(parts) == 1:
-            if parts[0] is not out:
-                out[...] = parts[0]
+            out[...] = parts[0]
         elif is_plain and len(parts) == 2:
             np.add(parts[0], parts[1], out=out)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Union
 
 from distrun_runtime.arrays.dtypes import Array, DType
@@ -47,6 +47,9 @@ class Device(Protocol):
             parts: each in the dtype of `out`, or in its work dtype (float32 for 16-bit floats); only read.
             out: may be one of the parts. 16-bit floats are added in float32, and the sum rounded once.
         """
+
+    def split(self, size: int, work: Callable[[slice], None]) -> None:
+        """Call `work` with slices that make up range(size): with one, or on several threads where that pays."""
 
     def elements(self, frame: Buffer, dtype: DType) -> DeviceArray:
         """Return the elements of bytes that came from another process: flat, not to be written, valid as long as

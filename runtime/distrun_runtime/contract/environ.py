@@ -312,6 +312,15 @@ TABLE: Tuple[Variable, ...] = (
         default="size",
     ),
     _row(
+        "DISTRUN_SERVER_THREADS",
+        "tuning",
+        READ,
+        "Threads of a server that add and update long values together; 0: half as many as processors, at most 8.",
+        type=INT,
+        low=0,
+        default=0,
+    ),
+    _row(
         "DISTRUN_FAULTS",
         "tuning",
         READ,

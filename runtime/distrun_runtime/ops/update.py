@@ -6,7 +6,7 @@ in chunks that stay in the processor's cache, so that memory is read and written
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
@@ -17,7 +17,7 @@ from distrun_runtime.arrays.device import Device
 from distrun_runtime.arrays.dtypes import Array, DType, work_dtype
 from distrun_runtime.ops.optimizers import PLAIN, RULES, Knobs, NormRule, Rule, State
 
-__all__ = ["is_flat", "scratch_for", "step", "update"]
+__all__ = ["is_flat", "step", "update"]
 
 CHUNK = 1 << 16
 """Elements of a chunk: what a step costs beside its arithmetic is spread over many elements, and weight, gradient,
@@ -67,35 +67,42 @@ def step(
     knobs: Knobs,
     *,
     device: Device | None = None,
-    scratch: Array | None = None,
 ) -> None:
     """Update flat `weight` and `state` in place by the sum of `parts`; only for rules that are flat.
 
     Arguments:
         parts: flat, of the weight's length, in its dtype or its work dtype.
-        device: adds several parts up.
-        scratch: `scratch_for` the weight's dtype, if there are several parts.
+        device: where the arrays are, if there are several parts or if several threads may share the work.
     """
     _keep_memory()
     arrays = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
+    begun = {name: value for name, value in state.items() if name not in arrays}
 
-    def chunks() -> Iterator[tuple[Array, Array, State]]:
-        for begin in range(0, len(weight), CHUNK):
-            run = slice(begin, min(begin + CHUNK, len(weight)))
-            if len(parts) == 1 or device is None or scratch is None:
-                gradient = parts[0][run]
-            else:
-                gradient = scratch[: run.stop - run.start]
-                device.sum([part[run] for part in parts], gradient)
-            yield weight[run], gradient, {name: value[run] for name, value in arrays.items()}
+    def step_over(run: slice) -> None:
+        """Step over a part of the weight, which another thread does not touch."""
+        own: State = {**begun, **{name: value[run] for name, value in arrays.items()}}
+        rule.step_chunks(_chunks(run, weight, parts, arrays, device), own, knobs)
+        state["updates"] = own["updates"]
 
-    rule.step_chunks(chunks(), state, knobs)
+    if device is None:
+        step_over(slice(0, len(weight)))
+    else:
+        device.split(len(weight), step_over)
 
 
-def scratch_for(dtype: DType, device: Device) -> Array:
-    """Return what `step` needs for weights of a dtype."""
-    scratch: Array = device.empty((CHUNK,), work_dtype(dtype))
-    return scratch
+def _chunks(
+    whole: slice, weight: Array, parts: Sequence[Array], arrays: Mapping[str, Array], device: Device | None
+) -> Iterator[tuple[Array, Array, State]]:
+    """Yield runs of the weight, of the sum of the parts and of the state."""
+    size = min(CHUNK, whole.stop - whole.start)
+    scratch = None if device is None or len(parts) == 1 else device.empty((size,), work_dtype(weight.dtype))
+    for begin in range(whole.start, whole.stop, CHUNK):
+        run = slice(begin, min(begin + CHUNK, whole.stop))
+        gradient = parts[0][run]
+        if device is not None and scratch is not None:
+            gradient = scratch[: run.stop - run.start]
+            device.sum([part[run] for part in parts], gradient)
+        yield weight[run], gradient, {name: value[run] for name, value in arrays.items()}
 
 
 @lru_cache(maxsize=1)

@@ -15,6 +15,9 @@ from distrun_runtime.protocol.handshake import Identity
 from distrun_runtime.transport.base import Heartbeat, endpoint
 from distrun_runtime.transport.faults import NO_FAULTS, Faults
 
+_MOST_THREADS = 8
+"""More do not add faster: memory is the limit then."""
+
 OPEN_JOB = "by-hand"
 """Job id of a job that was started by hand."""
 
@@ -53,6 +56,8 @@ class Config:
     and waits for others, so that one job can run several scripts after each other."""
     server_imports: tuple[str, ...] = ()
     """Modules that users' rules may come from (servers)."""
+    server_threads: int = 1
+    """Threads that share work on long values (servers)."""
     worker_addresses: tuple[str, ...] = ()
     """Addresses of the hosts with workers (schedulers that a launcher started)."""
     resend_s: float = 0.0
@@ -120,6 +125,7 @@ def read(role: str, env: Mapping[str, str] | None = None) -> Config:
         ports=port_range(environ.text("DISTRUN_PORT_RANGE", env)),
         stays=environ.read("DISTRUN_PUBLISH_FD", env) is not None,
         server_imports=_names(environ.text("DISTRUN_SERVER_IMPORT", env)) if role == "server" else (),
+        server_threads=environ.read("DISTRUN_SERVER_THREADS", env) or _usual_threads(),
         worker_addresses=_names(environ.text("DISTRUN_WORKER_ADDRESSES", env)),
         resend_s=environ.read("PS_RESEND_TIMEOUT", env) / 1000 if environ.read("PS_RESEND", env) else 0.0,
         faults=_faults(env),
@@ -164,6 +170,12 @@ def _heartbeat(env: Mapping[str, str] | None) -> Heartbeat:
             % (timeout_s, interval_s, socket.gethostname())
         )
     return Heartbeat(interval_s, timeout_s)
+
+
+def _usual_threads() -> int:
+    """Return half of the processors that this process may use: a server is rarely alone on its host."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(usable // 2, _MOST_THREADS))
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -18,11 +18,11 @@ from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.errors import WireError
 from distrun_runtime.protocol import handshake, message
 from distrun_runtime.protocol.message import Kind, Message
-from distrun_runtime.ps import role
+from distrun_runtime.ps import role, work
 from distrun_runtime.ps.engine import Engine, Reply
 from distrun_runtime.ps.replies import refusal
 from distrun_runtime.ps.trace import Trace
-from distrun_runtime.transport.base import Down, Event, Lease, Rejected, Released, Stranger, Transport, Up
+from distrun_runtime.transport.base import Arrived, Down, Event, Lease, Rejected, Released, Stranger, Transport, Up
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,15 @@ class _Gate:
     """The other side was told why; nothing more is heard on it."""
     since: float = 0.0
     held: list[Message] = field(default_factory=list)
+
+
+@dataclass
+class _Hold:
+    """A link whose events wait for the engine."""
+
+    count: int = 0
+    """How much work it waits for."""
+    events: deque[Arrived | Down] = field(default_factory=deque)
 
 
 class Loop:
@@ -75,6 +84,10 @@ class Loop:
         self._clock = clock
         self._gates: dict[str, _Gate] = {}
         self._asked: deque[role.Event] = deque()
+        self._later: deque[tuple[role.Work, str | None, Message | None]] = deque()
+        """Work that the engine has not reported yet, in order, each with the message that it follows from."""
+        self._holds: dict[str, _Hold] = {}
+        """By link."""
         self._finish: role.Finish | None = None
 
     def ask(self, request: object) -> None:
@@ -94,14 +107,20 @@ class Loop:
 
     def run(self) -> role.Finish:
         """Loop until the role finishes; return how. What was sent has a moment to leave."""
+        if self._engine is not None:
+            self._engine.wakes(self._transport.wake)
         self._perform(self._role.start(self._clock()))
         while self._finish is None:
             for event in self._transport.poll(TICK_S):
                 self._arrived(event)
+            if self._later:
+                self._take_results()
             while self._asked:
                 self._decide(self._asked.popleft())
             self._perform(self._role.tick(self._clock()))
             self._drop_strangers()
+        if self._engine is not None:
+            self._engine.close()
         # The others have had an answer to their last words, or know that there will be none.
         self._transport.close(linger_s=LINGER_S if self._role.me.role == "scheduler" else 0.0)
         return self._finish
@@ -109,7 +128,9 @@ class Loop:
     # Connections
 
     def _arrived(self, event: Event) -> None:
-        if isinstance(event, Up):
+        if isinstance(event, (Arrived, Down)) and event.link in self._holds:
+            self._holds[event.link].events.append(event)
+        elif isinstance(event, Up):
             self._say_hello(event.link)
         elif isinstance(event, Down):
             self._ended(event.link, event.reason)
@@ -258,16 +279,16 @@ class Loop:
         while queue:
             action = queue.popleft()
             try:
-                # What follows from this work comes before the work after it: rounds apply in their order.
-                queue.extendleft(reversed(self._act(action)))
+                # What follows from this work comes before the work after it.
+                queue.extendleft(reversed(self._act(action, link, cause)))
             except Exception as err:
                 if link is None or cause is None:
                     raise
                 self._malformed(link, cause, err)
 
-    def _act(self, action: role.Action) -> list[role.Action]:
+    def _act(self, action: role.Action, link: str | None, cause: Message | None) -> list[role.Action]:
         if isinstance(action, role.Work):
-            return self._work(action)
+            return self._work(action, link, cause)
         if isinstance(action, role.Send):
             self._send(action.link, action.message)
         elif isinstance(action, role.Resolve):
@@ -284,21 +305,65 @@ class Loop:
             self._trace.log(action.level, action.text)
         elif isinstance(action, role.Publish):
             self._publish(action.facts)
+        elif isinstance(action, role.Resume):
+            self._resume(action.link)
         elif isinstance(action, role.Note):
             action.pending.note = action.text
         elif isinstance(action, role.Finish) and self._finish is None:
             self._finish = action
 
-    def _work(self, action: role.Work) -> list[role.Action]:
+    def _work(self, action: role.Work, link: str | None, cause: Message | None) -> list[role.Action]:
         assert self._engine is not None
+        while self._later and isinstance(action.what, work.ALONE):
+            self._take_results(waits=True)
+        if action.holds:
+            self._holds.setdefault(action.holds, _Hold()).count += 1
         done = self._engine.do(action.what)
+        if done is None:
+            self._later.append((action, link, cause))
+            return []
+        return self._worked(action, done)
+
+    def _take_results(self, waits: bool = False) -> None:
+        """Go on with work that is done by now; with `waits`, at least with the first."""
+        assert self._engine is not None
+        while self._later:
+            done = self._engine.result(waits)
+            if done is None:
+                return
+            waits = False
+            action, link, cause = self._later.popleft()
+            try:
+                self._perform(self._worked(action, done), link, cause)
+            except Exception as err:
+                if link is None or cause is None:
+                    raise
+                self._malformed(link, cause, err)
+
+    def _worked(self, action: role.Work, done: role.Done) -> list[role.Action]:
+        """Take in what came of work, and return what follows."""
+        assert self._engine is not None
+        if done.error is not None and not isinstance(done.error, Exception):
+            raise done.error  # A user's rule asked for the end of the process.
         if isinstance(done.value, Reply):
             lease = self._send(done.value.link, done.value.message)
-            if done.value.lease is not None:
-                self._engine.sent(done.value.lease, lease)
+            self._engine.sent(done.value.lent, lease)
         if done.error is not None and not action.reports:
             self._trace.log("ERROR", "event=work-failed work=%s error=%s" % (type(action.what).__name__, done.error))
-        return self._role.handle(done, self._clock()) if action.reports else []
+        actions = self._role.handle(done, self._clock()) if action.reports else []
+        return [*actions, role.Resume(action.holds)] if action.holds else actions
+
+    def _resume(self, link: str) -> None:
+        """Some work that held a link is done: take in what happened there, until it is held again."""
+        hold = self._holds[link]
+        hold.count -= 1
+        if hold.count:
+            return
+        del self._holds[link]
+        while hold.events and link not in self._holds:
+            self._arrived(hold.events.popleft())
+        if hold.events:
+            self._holds[link].events.extend(hold.events)
 
     def _send(self, link: str, out: Message) -> Lease | None:
         gate = self._gates.get(link)

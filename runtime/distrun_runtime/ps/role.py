@@ -83,7 +83,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Done:
-    """The executor finished `work`; `error` is what it raised, else `value` what it returned."""
+    """The engine has done `work`; `error` is what it raised, else `value` what it returned."""
 
     work: Any
     error: BaseException | None = None
@@ -134,10 +134,15 @@ class Publish:
 
 @dataclass(frozen=True)
 class Work:
-    """Something for the executor: it touches arrays. `Done` follows when `reports` is set."""
+    """Something for the engine: it touches arrays. `Done` follows when `reports` is set, at once or later.
+
+    Work is done in the order in which it was asked for, and reported in that order.
+    """
 
     what: Any
     reports: bool = False
+    holds: Link = ""
+    """A connection whose later events depend on what comes of the work: the role is told of them behind `Done`."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +170,14 @@ class Finish:
     reason: str = ""
 
 
-Action = Union[Connect, Send, Log, Publish, Work, Resolve, Note, Finish]
+@dataclass(frozen=True)
+class Resume:
+    """Go on with what happened on a connection while work held it. The loop itself says so."""
+
+    link: Link
+
+
+Action = Union[Connect, Send, Log, Publish, Work, Resolve, Note, Finish, Resume]
 
 
 class Role(Protocol):

@@ -10,6 +10,7 @@ from contextlib import suppress
 from types import FrameType
 
 from distrun_runtime.arrays import find as devices
+from distrun_runtime.arrays.cpu import Threads
 from distrun_runtime.contract import address
 from distrun_runtime.errors import ContractError
 from distrun_runtime.ps import config as configs
@@ -27,6 +28,9 @@ from distrun_runtime.transport.base import endpoint as endpoint_of
 from distrun_runtime.transport.faults import Faulty
 from distrun_runtime.transport.resend import Resending
 from distrun_runtime.transport.zeromq import ZmqTransport, keep_freed_memory
+
+SHARED_ELEMENTS = 1 << 18
+"""From how many elements on a server's threads share the work. Far more than `ops.update` goes over at a time."""
 
 
 def serve(role: str) -> int:
@@ -56,7 +60,8 @@ def serve(role: str) -> int:
     for text in warnings:
         trace.log("WARNING", text)
     trace.log("INFO", "event=bound endpoint=%s host=%s" % (endpoint, config.host))
-    engine = Engine(devices.get("cpu:0"), counters, recorder, config.server_imports) if role == "server" else None
+    device = devices.get("cpu:0", Threads(config.server_threads, SHARED_ELEMENTS))
+    engine = Engine(device, counters, recorder, config.server_imports) if role == "server" else None
     loop = Loop(transport, node, config.token, trace, engine=engine, publish=publish)
 
     def stop(number: int, frame: FrameType | None) -> None:

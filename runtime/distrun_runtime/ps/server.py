@@ -5,7 +5,8 @@ A message names shards; what it means is decided for all of them at once, from t
 it is done, and what waited for it goes on.
 
 * A push to a synchronous store is a contribution of its worker to a round. When all workers have contributed to the
-  round of a shard, Apply is ordered. A repeat is acknowledged and not counted.
+  round of a shard, Apply is ordered. A repeat is acknowledged and not counted. The engine may report later: the next
+  round of the shard is ordered when this one is over, so that a pull of this one is lent its value before.
 * A push to an asynchronous store is a Step of its own.
 * A pull waits until its round is applied (async: until the pushes before it are), then the value is lent at once: the
   one between this round and the next. The answer goes out when all of its shards are lent.
@@ -40,13 +41,13 @@ from distrun_runtime.protocol.message import (
 from distrun_runtime.ps import checks, role, work
 from distrun_runtime.ps.config import Config
 from distrun_runtime.ps.control import Control
-from distrun_runtime.ps.engine import Applied
 from distrun_runtime.ps.norms import Norms, Part, Peers
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.replies import answer, failed, refusal
 from distrun_runtime.ps.roster import from_json
 from distrun_runtime.ps.shards import SYNC, Failure, Shard, Store, Turn
 from distrun_runtime.ps.stats import Counters
+from distrun_runtime.ps.updates import Applied
 
 BYE_S = 2.0
 """How long a server that was told to stop waits for the scheduler's answer. The scheduler may be frozen."""
@@ -71,8 +72,14 @@ class Pull:
     """For each entry the payload that says which rows are pulled; empty: whole values."""
     before: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
     """For each entry in async the pushes that waited for norms when it came: what was pushed before is in its value."""
+    passed: set[int] = field(default_factory=set)
+    """Shards that its worker has pushed again since: each is lent as soon as it is due."""
     skipped: dict[int, Any] = field(default_factory=dict)
     """Key number to the notes of the round that is pulled, if that was skipped."""
+
+    def owes(self, shard: int) -> bool:
+        """Whether a shard is not lent yet."""
+        return bool(self.owed[self.shards == shard].any())
 
     def first_owed(self) -> int:
         """Return the number of the first entry that is not lent."""
@@ -222,20 +229,24 @@ class Server:
             self._norms.clear()
             return [told, *self._drop_all_pulls(reason, str(message.body["who"]))]
         if message.kind is Kind.STOP and message.body.get("stay"):
-            forgotten = self._drop_all_pulls()
-            self._norms.clear()
-            self._scripts += 1
-            self._logged.clear()
-            self._nodes, self._stores, self._buckets = set(), {}, {}
-            self._gone.clear()
-            self._control.forget()
-            return [*forgotten, role.Work(work.Clear()), role.Send(role.SCHEDULER_LINK, answer(message))]
+            return [role.Work(work.Clear(message), True)]
         if message.kind is Kind.STOP:
             self._is_stopping = True
             who, reason = str(message.body.get("who", "")), str(message.body.get("reason", ""))
             early = [role.Publish({"lost_peer": who, "message": reason})] if who else []
             return [*early, role.Finish(int(message.body.get("code", 0)), reason)]
         return []
+
+    def _cleared(self, what: work.Clear) -> list[role.Action]:
+        """The engine has forgotten the script that is over; so do we."""
+        forgotten = self._drop_all_pulls()
+        self._norms.clear()
+        self._scripts += 1
+        self._logged.clear()
+        self._nodes, self._stores, self._buckets = set(), {}, {}
+        self._gone.clear()
+        self._control.forget()
+        return [*forgotten, role.Send(role.SCHEDULER_LINK, answer(what.message))]
 
     def _leave(self, reason: str, now: float) -> list[role.Action]:
         """Say BYE, and end when the scheduler has answered: it must not take our end for a death."""
@@ -289,7 +300,7 @@ class Server:
             return self._refuse_data(link, rank, store, message, entries=entries, wrong=wrong)
         batch = work.Batch(store, shards, message, entries, checks.how(message, entries))
         if message.payloads and entries["codec"].any() and np.isin(entries["codec"], tuple(checks.READ_FIRST)).any():
-            return [role.Work(work.Check(link, rank, batch), True)]
+            return [role.Work(work.Check(link, rank, batch), True, holds=link)]
         return self._accept(link, rank, batch)
 
     def _entries(self, rank: int, store: Store, message: Message) -> tuple[Array, Array, str]:
@@ -319,7 +330,7 @@ class Server:
         if batch.message.kind is Kind.PULL:
             return self._pull(link, rank, batch)
         if not batch.store.is_sync:
-            return [role.Work(work.Step(link, rank, batch), True)]
+            return [role.Work(work.Step(link, rank, batch), True, holds=link)]
         return [*self._push(rank, batch), role.Send(link, answer(batch.message))]
 
     def _init(self, link: str, message: Message) -> list[role.Action]:
@@ -360,7 +371,7 @@ class Server:
         rounds = batch.entries["round"].astype(np.int64)
         ahead = rounds - np.maximum(store.last[rank, shards], store.ordered[shards])
         skip = batch.message.body.get("skip")
-        self._watch_all(rank, store, shards)
+        actions = self._before_push(rank, store, shards)
         if (ahead == 1).all():
             store.last[rank, shards] = rounds
             taken = batch
@@ -369,8 +380,7 @@ class Server:
             taken = work.Batch(store, shards[at], batch.message, batch.entries, batch.how, at)
             rounds = rounds[at]
         if not len(taken.shards):
-            return []
-        actions: list[role.Action] = []
+            return actions
         for number, some in _by_round(taken, rounds):
             if skip is None:
                 actions += self._contribute(rank, number, some)
@@ -395,44 +405,34 @@ class Server:
         """Order what contributions to one round lead to."""
         store, shards = batch.store, batch.shards
         reach = store.reach(shards)
-        ready = (store.ordered[shards] + 1 == number) & (reach >= number)
-        if store.needs_norms:
-            ready &= ~self._is_updating(store, shards)
+        ready = (store.ordered[shards] + 1 == number) & (store.done[shards] + 1 == number) & (reach >= number)
         if store.skipping or store.early or not ready.all():
             return [role.Work(work.Add(rank, number, batch)), *self._complete(store, shards)]
         # The most frequent case: the last contributions of all these shards need not be kept for a moment.
         store.ordered[shards] = number
-        apply = role.Work(work.Apply(store, number, shards, rank=rank, last=batch), True)
-        return [apply, *self._complete(store, shards)] if (reach > number).any() else [apply]
-
-    def _is_updating(self, store: Store, shards: Array) -> Array:
-        """Return for which shards an update is under way that waits for norms, or may."""
-        updating: Array = store.halfway[shards] | (store.ordered[shards] > store.done[shards])
-        return updating
+        return [role.Work(work.Apply(store, number, shards, rank=rank, last=batch), True)]
 
     def _complete(self, store: Store, shards: Array) -> list[role.Action]:
-        """Order the rounds of some shards that are complete now."""
+        """Order the next rounds of some shards, as far as they are complete and the rounds before them are over."""
+        self._take_early(store, shards)
+        following = store.ordered[shards] + 1
+        ready = (store.reach(shards) >= following) & (store.ordered[shards] == store.done[shards])
+        shards, following = shards[ready], following[ready]
+        store.ordered[shards] = following
         actions: list[role.Action] = []
-        while len(shards):
-            self._take_early(store, shards)
-            following = store.ordered[shards] + 1
-            ready = store.reach(shards) >= following
-            ready &= ~(self._is_updating(store, shards) if store.needs_norms else store.halfway[shards])
-            shards, following = shards[ready], following[ready]
-            store.ordered[shards] = following
-            for number in np.unique(following).tolist():
-                some = shards[following == number]
-                skipped = [shard for shard in some.tolist() if number in store.skipping.get(shard, ())]
-                for shard in skipped:
-                    said = store.skipping[shard].pop(number)
-                    ranks = [r for r in range(self._config.workers) if store.last[r, shard] >= number]
-                    store.skipped.setdefault(shard, {})[number] = {rank: said.get(rank) for rank in ranks}
-                if skipped:
-                    gone = np.array(skipped)
-                    actions.append(role.Work(work.Apply(store, number, gone, skip=True), True))
-                    some = some[~np.isin(some, gone)]
-                if len(some):
-                    actions.append(role.Work(work.Apply(store, number, some), True))
+        for number in np.unique(following).tolist():
+            some = shards[following == number]
+            skipped = [shard for shard in some.tolist() if number in store.skipping.get(shard, ())]
+            for shard in skipped:
+                said = store.skipping[shard].pop(number)
+                ranks = [r for r in range(self._config.workers) if store.last[r, shard] >= number]
+                store.skipped.setdefault(shard, {})[number] = {rank: said.get(rank) for rank in ranks}
+            if skipped:
+                gone = np.array(skipped)
+                actions.append(role.Work(work.Apply(store, number, gone, skip=True), True))
+                some = some[~np.isin(some, gone)]
+            if len(some):
+                actions.append(role.Work(work.Apply(store, number, some), True))
         return actions
 
     def _take_early(self, store: Store, shards: Array) -> None:
@@ -479,8 +479,14 @@ class Server:
 
     def _done(self, event: role.Done) -> list[role.Action]:
         what = event.work
+        if isinstance(what, (work.Apply, work.Check, work.Step, work.Finish)):
+            store = what.batch.store if isinstance(what, (work.Check, work.Step)) else what.store
+            if self._stores.get(store.number) is not store:
+                return []  # The script that it belonged to is over.
         if isinstance(what, work.Apply):
             return self._applied(what, event)
+        if isinstance(what, work.Clear):
+            return self._cleared(what)
         if isinstance(what, work.Deliver):
             return []  # The loop has sent it.
         handled = self._control.done(event, self._stores)
@@ -508,8 +514,6 @@ class Server:
     def _applied(self, what: work.Apply, event: role.Done) -> list[role.Action]:
         """A round is applied, or waits for norms."""
         store, shards = what.store, what.shards
-        if self._stores.get(store.number) is not store:
-            return []  # The script that it belonged to is over.
         result = event.value if isinstance(event.value, Applied) else Applied()
         if event.error is not None:
             result = Applied(dict.fromkeys(shards.tolist(), (event.error, event.traceback)))
@@ -531,7 +535,9 @@ class Server:
             actions += self._norms_ready(
                 store, shard, Turn(store.number, int(store.key[shard]), SYNC, what.round), squares
             )
-        return [*actions, *self._complete(store, good)] if (store.reach(good) > store.ordered[good]).any() else actions
+        if store.early or (store.reach(good) > store.ordered[good]).any():
+            actions += self._complete(store, good)
+        return actions
 
     def _note_applied(self, store: Store, shards: Array, number: int) -> None:
         """Rounds of shards are over, and their updates have not failed."""
@@ -682,22 +688,32 @@ class Server:
             del self._pulls[pull.ticket]
             deliver = work.Deliver(pull.ticket, pull.link, pull.message, pull.entries, pull.skipped)
             return [*actions, role.Work(deliver, True)]
-        shard = int(pull.shards[pull.first_owed()])
-        self._waiting.setdefault((store.number, shard), []).append(pull)
+        self._watch(pull, int(pull.shards[pull.first_owed()]))
         return actions
 
-    def _watch_all(self, rank: int, store: Store, shards: Array) -> None:
-        """A worker pushes shards again: if a pull of its own still waits for them, it is looked at after every round.
+    def _before_push(self, rank: int, store: Store, shards: Array) -> list[role.Action]:
+        """A worker pushes shards again: if a pull of its own still waits for them, it is lent them as they are.
 
-        Its value is the one of the round before, which may be over in a moment.
+        What is not over yet is lent after each round of a shard, before the next one is applied.
         """
         owed = shards[store.owed[rank, shards] > 0]
-        for shard in owed.tolist():
-            for pull in self._pulls.values():
-                if pull.rank == rank and pull.store is store and shard in pull.shards[pull.owed]:
-                    watching = self._waiting.setdefault((store.number, shard), [])
-                    if pull not in watching:
-                        watching.append(pull)
+        if not len(owed):
+            return []
+        actions: list[role.Action] = []
+        for pull in [pull for pull in self._pulls.values() if pull.rank == rank and pull.store is store]:
+            actions += self._look(pull)
+            if pull.ticket in self._pulls:
+                again = np.intersect1d(pull.shards[pull.owed], owed).tolist()
+                pull.passed.update(again)
+                for shard in again:
+                    self._watch(pull, shard)
+        return actions
+
+    def _watch(self, pull: Pull, shard: int) -> None:
+        """Look at a pull again when the shard's value has changed."""
+        watching = self._waiting.setdefault((pull.store.number, shard), [])
+        if pull not in watching:
+            watching.append(pull)
 
     def _due(self, pull: Pull) -> Array:
         """Return which entries of a pull can be lent."""
@@ -752,6 +768,8 @@ class Server:
             for pull in self._waiting.pop(name, ()):
                 if pull.ticket in self._pulls:
                     actions += self._look(pull)
+                if pull.ticket in self._pulls and name[1] in pull.passed and pull.owes(name[1]):
+                    self._watch(pull, name[1])
         return actions
 
     def _all_advanced(self, store: Store) -> list[role.Action]:
@@ -784,6 +802,8 @@ class Server:
         number = int(store.ordered[shard])
         if store.halfway[shard]:
             return "waiting for the other servers' norms, key %s, round %d" % (name, number)
+        if number >= turn:
+            return "waiting for the update on %s, key %s, round %d" % (self.me.name, name, number)
         who = _names(store.missing(shard))
         return "waiting for %s, key %s, round %d" % (who or self.me.name, name, number + 1)
 

@@ -118,7 +118,6 @@ class Values:
         """Shard to its value as encoded answers carry it, by codec and parameters: made once a round."""
         self.staged: list[statefile.Staged | None] = []
         """For each shard what was read of saved states and is not taken over yet."""
-        self._scratch: dict[int, Array] = {}
 
     # Places
 
@@ -165,6 +164,11 @@ class Values:
         """Return the positions of a shard's first element and behind its last one."""
         begin = int(self.at[shard])
         return begin, begin + int(self.store.length[shard])
+
+    def named(self, shard: int) -> str:
+        """Return what a shard is of, for people: `key 'w' of shape (2, 3)`."""
+        key = int(self.store.key[shard])
+        return "key %r of shape %s" % (self.store.name(key), self.store.shapes.get(key, ()))
 
     def row_count(self, shard: int) -> int:
         """Return a shard's number of rows; 0: its value is not row-sparse."""
@@ -264,12 +268,6 @@ class Values:
     def goes_flat(self, shard: int) -> bool:
         """Whether the rule steps over runs with this shard."""
         return not self.store.row_size[shard] and self.is_flat(int(self.store.dtype[shard]))
-
-    def scratch(self, code: int) -> Array:
-        """Return room for the gradients of a step."""
-        if code not in self._scratch:
-            self._scratch[code] = update.scratch_for(DTYPES[code], self.device)
-        return self._scratch[code]
 
     def knobs_of(self, shard: int) -> Knobs:
         """Return what a shard's key has for itself."""

@@ -155,6 +155,8 @@ class Discard:
 class Clear:
     """Forget all shards and rules: the job's next script begins anew."""
 
+    message: Message
+
 
 @dataclass(frozen=True, eq=False)
 class TryRule:
@@ -210,3 +212,22 @@ Work = Union[
     Load,
 ]
 """What `Engine.do` takes."""
+
+_WORD_BYTES = 4
+"""Of an element: most are float32."""
+
+ALONE = (TryFill, TryRule, SetRule, Save, Load, Clear)
+"""Work that begins when all before it is done and reported, and before anything else is decided."""
+
+
+def size_of(what: Work) -> int:
+    """Return about how many bytes work goes over; 0 for work that touches no elements."""
+    if isinstance(what, (Fill, Assign, Check, Add, Step)):
+        return sum(memoryview(each).nbytes for each in what.batch.message.payloads)
+    if isinstance(what, Apply):
+        return 0 if what.skip else _WORD_BYTES * int(what.store.length[what.shards].sum())
+    if isinstance(what, Finish):
+        return _WORD_BYTES * int(what.store.length[what.shard])
+    if isinstance(what, Lend) and what.codec:
+        return _WORD_BYTES * int(what.store.length[what.shards].sum())
+    return 0

@@ -26,6 +26,8 @@ from distrun_runtime.ps.scheduler import Scheduler
 from distrun_runtime.transport.base import Arrived, Down, Up
 from distrun_runtime.transport.inproc import InprocNetwork, InprocTransport
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 LIMIT_S = 60.0
 MESSAGES = 1500
 """Damaged ones, for each seed."""

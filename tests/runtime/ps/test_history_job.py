@@ -13,6 +13,8 @@ from distrun_runtime.protocol.handshake import Acceptor
 from distrun_runtime.protocol.message import Flag, Kind
 from distrun_runtime.transport.zeromq import Up
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 Serving = Callable[..., History]
 
 

@@ -11,6 +11,8 @@ from history_server import History, Piece, data, reason, said, values
 
 from distrun_runtime.protocol.message import Flag, Kind
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 Serving = Callable[..., History]
 
 # Rounds
@@ -335,8 +337,8 @@ def test_a_worker_that_joined_counts_as_zero_from_then_on(serving: Serving) -> N
     server.push(0, 1, {"a": [1, 1]})
     server.pull(0, 1)
     sent = server.join(1)
-    assert said(sent) == ["w0 PULL", "scheduler JOIN"]
-    assert values(sent[:1]) == {"a": [1, 1]}
+    assert sorted(said(sent)) == ["scheduler JOIN", "w0 PULL"]
+    assert values([each for each in sent if each.kind is Kind.PULL]) == {"a": [1, 1]}
     server.push(0, 2, {"a": [5, 5]})
     assert values(server.pull(0, 2)) == {"a": [5, 5]}
 
@@ -351,8 +353,8 @@ def test_a_worker_that_joins_in_open_rounds_completes_those_that_the_others_have
     server.push(2, 1, {"b": [1, 1]})
     assert server.pull(0, 2) == []
     sent = server.join(2)
-    assert said(sent) == ["w0 PULL", "scheduler JOIN"]
-    assert values(sent[:1]) == {"a": [2, 2]}
+    assert sorted(said(sent)) == ["scheduler JOIN", "w0 PULL"]
+    assert values([each for each in sent if each.kind is Kind.PULL]) == {"a": [2, 2]}
     assert server.rounds() == {"a": 2, "b": 0}
     sent = server.push(1, 3, {"a": [0, 3]})
     assert values(server.pull(1, 3)) == {"a": [3, 3]}

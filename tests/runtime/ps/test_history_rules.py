@@ -12,6 +12,8 @@ from history_server import SCHEDULER, History, Piece, Sent, data, reason, rows_o
 
 from distrun_runtime.protocol.message import Kind
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 Serving = Callable[..., History]
 
 FUSSY = "rules_of_users:Fussy"

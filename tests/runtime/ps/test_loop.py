@@ -17,7 +17,7 @@ from distrun_runtime.arrays import find as devices
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.handshake import Acceptor, Identity, Opener
 from distrun_runtime.protocol.message import Flag, Kind, Message
-from distrun_runtime.ps import role
+from distrun_runtime.ps import role, work
 from distrun_runtime.ps.engine import Engine
 from distrun_runtime.ps.loop import Loop
 from distrun_runtime.ps.trace import Trace
@@ -290,29 +290,33 @@ def test_what_is_sent_before_welcome_is_held_back_and_sent_then() -> None:
 
 @dataclass
 class Counted:
-    """A lease of an engine that counts its releases."""
+    """What a reply carries; it counts how often it was given back."""
 
-    releases: int = 0
+    returns: int = 0
 
-    def release(self) -> None:
-        self.releases += 1
+    def give_back(self) -> None:
+        self.returns += 1
 
 
-def test_a_release_that_the_transport_tells_reaches_the_engine_once() -> None:
+def test_what_a_reply_carried_is_given_back_once_before_the_next_work() -> None:
     script, held, unknown, reply = Script(), Held(), Held(), Counted()
     engine = Engine(devices.get("cpu:0"))
-    engine.sent(cast(Any, reply), held)
-    assert reply.releases == 0
+    engine.sent(cast(Any, [reply]), held)
+    engine.do(work.Discard(1))
+    assert reply.returns == 0
     script.coming.append([Released(unknown), Released(held), Released(held)])
     caller = Echo()
     loop = Loop(script, caller, TOKEN, Trace(0, lambda: caller.me, io.StringIO()), engine=engine)
     loop.tell(15)
     loop.run()
-    assert reply.releases == 1
+    engine.do(work.Discard(1))
+    engine.do(work.Discard(1))
+    assert reply.returns == 1
 
 
-def test_buffers_that_have_left_when_a_reply_was_sent_are_released_at_once() -> None:
+def test_what_has_left_when_a_reply_was_sent_is_given_back_by_the_next_work() -> None:
     engine, left, unsent = Engine(devices.get("cpu:0")), Counted(), Counted()
-    engine.sent(cast(Any, left), COPIED)
-    engine.sent(cast(Any, unsent), None)
-    assert (left.releases, unsent.releases) == (1, 1)
+    engine.sent(cast(Any, [left]), COPIED)
+    engine.sent(cast(Any, [unsent]), None)
+    engine.do(work.Discard(1))
+    assert (left.returns, unsent.returns) == (1, 1)

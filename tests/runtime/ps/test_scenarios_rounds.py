@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from cluster import DEADLINE_S, Cluster
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 Job = Callable[..., Cluster]
 
 SHAPES: dict[str, tuple[int, ...]] = {

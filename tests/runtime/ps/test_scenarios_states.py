@@ -14,6 +14,8 @@ from distrun_runtime.arrays import dtypes
 from distrun_runtime.ops.optimizers import RULES
 from distrun_runtime.store.sparse import RowSparse
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 Job = Callable[..., Cluster]
 
 BOUND = 50

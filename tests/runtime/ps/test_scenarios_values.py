@@ -13,6 +13,8 @@ from cluster import Cluster, open_store
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.store.sparse import RowSparse
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 Job = Callable[..., Cluster]
 
 BOUND = 100

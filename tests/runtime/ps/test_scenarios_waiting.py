@@ -13,6 +13,8 @@ from rules_of_users import Choosy
 
 from distrun_runtime.errors import KVError, PeerLost, RuleError
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 Job = Callable[..., Cluster]
 
 USERS = ("rules_of_users", "norm_rules")

@@ -1,0 +1,142 @@
+"""The answers of a server to pulls: values that are lent until the reply has left, or what a codec made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from distrun_runtime.arrays.arena import runs
+from distrun_runtime.arrays.device import Buffer
+from distrun_runtime.arrays.dtypes import Array, narrow, widen
+from distrun_runtime.errors import KVError
+from distrun_runtime.ops import compression as codecs
+from distrun_runtime.ops import rows as rowcodec
+from distrun_runtime.ops.reduce import How
+from distrun_runtime.protocol.message import Flag, Message, Payload
+from distrun_runtime.ps import work
+from distrun_runtime.ps.replies import refusal
+from distrun_runtime.ps.values import Values
+
+_JOINED_FRAMES = 16
+_JOINED_BYTES = 64 * 1024
+"""A reply of more frames than this is joined to one if it has fewer bytes than that a frame."""
+
+
+@dataclass(eq=False)
+class Lent:
+    """What one Lend keeps for a pull."""
+
+    values: Values
+    shards: Array
+    at: Array
+    """Numbers of the entries."""
+    sides: Array
+    codec: int
+    payloads: list[Buffer] | None = None
+    """For each shard what was made of it; None: the values themselves go out."""
+    error: str = ""
+
+    def give_back(self) -> None:
+        """The values may be written again; once."""
+        if self.payloads is None:
+            self.values.lent[self.sides, self.shards] -= 1
+
+
+def lend(values: Values, what: work.Lend) -> Lent:
+    """Keep the present values of shards for a pull: they are not written until they are given back."""
+    lent = Lent(values, what.shards, what.at, values.side[what.shards], what.codec)
+    if not what.rows and what.codec == codecs.NONE:
+        values.lent[lent.sides, what.shards] += 1
+        return lent
+    lent.payloads = []
+    for number, shard in enumerate(what.shards.tolist()):
+        try:
+            if what.rows:
+                wanted = rowcodec.decode_rows(what.rows[number], values.row_count(shard))
+                table = values.weight(shard).reshape(-1, int(values.store.row_size[shard]))
+                lent.payloads.append(values.device.frame(table[wanted].reshape(-1)))
+            else:
+                lent.payloads.append(_encoded(values, shard, how=How(what.codec, what.params)))
+        except KVError as err:
+            lent.error = lent.error or "%s: %s" % (values.named(shard), err)
+    return lent
+
+
+def reply_of(what: work.Deliver, lent: Sequence[Lent]) -> Message:
+    """Return the answer to a pull from all that was lent to it."""
+    for each in lent:
+        if each.error:
+            return refusal(what.message, each.error)
+    body: dict[str, Any] = {"codec": dict(what.message.body["codec"])} if "codec" in what.message.body else {}
+    if what.skipped:
+        body["skipped"] = {
+            str(key): {str(rank): note for rank, note in notes.items()} for key, notes in what.skipped.items()
+        }
+    entries = what.entries.copy()
+    is_packed = all(each.payloads is None for each in lent) and _is_one_dtype(entries)
+    entries["payload"] = Payload.PACKED if is_packed else Payload.FRAME
+    for each in lent:
+        entries["codec"][each.at] = each.codec
+    one = is_packed and len(lent) == 1
+    payloads = _frames(lent[0]) if one else _frames_in_order(lent, len(entries))
+    is_bucket = what.message.bucket and not len(what.message.entries) and not entries["codec"].any()
+    return Message(
+        what.message.kind,
+        Flag.REPLY,
+        store=what.message.store,
+        request=what.message.request,
+        bucket=what.message.bucket if is_bucket else 0,
+        step=what.message.step if is_bucket else 0,
+        entries=what.message.entries if is_bucket else entries,
+        body=body,
+        payloads=payloads,
+    )
+
+
+def _frames(lent: Lent) -> list[Buffer]:
+    """Return values of one dtype, end to end in the order of the entries, in as few frames as they allow."""
+    values, shards, sides = lent.values, lent.shards, lent.sides
+    cuts = (np.flatnonzero(sides[1:] != sides[:-1]) + 1).tolist()
+    arena = values.arenas[int(values.store.dtype[shards[0]])]
+    found = [
+        values.device.frame(arena.view(run.begin, run.end, int(sides[run.first])))
+        for run in runs(values.at[shards], values.store.length[shards], cuts)
+    ]
+    size = sum(memoryview(each).nbytes for each in found)
+    if len(found) > _JOINED_FRAMES and size < _JOINED_BYTES * len(found):
+        return [b"".join(found)]
+    return found
+
+
+def _frames_in_order(lent: Sequence[Lent], count: int) -> list[Buffer]:
+    payloads: list[Buffer] = [b""] * count
+    for each in lent:
+        lent_now = each.payloads
+        if lent_now is None:
+            sides = zip(each.shards.tolist(), each.sides.tolist(), strict=True)
+            lent_now = [each.values.device.frame(each.values.view(shard, side)) for shard, side in sides]
+        for at, payload in zip(each.at.tolist(), lent_now, strict=True):
+            payloads[at] = payload
+    return payloads
+
+
+def _is_one_dtype(entries: Array) -> bool:
+    return not len(entries) or bool((entries["dtype"] == entries["dtype"][0]).all())
+
+
+def _encoded(values: Values, shard: int, how: How) -> Buffer:
+    """Return a value by a codec; the first who asks in a round makes it, and the residual takes the rest."""
+    name = (how.codec, *sorted(how.params.items()))
+    known = values.encoded.setdefault(shard, {})
+    if name not in known:
+        codec = codecs.numbered(how.codec)
+        weight = values.device.host(values.weight(shard))
+        if codec.has_residual and shard not in values.residual:
+            values.residual[shard] = np.zeros(len(weight), np.float32)
+        wide = narrow(widen(weight), np.dtype(np.float32))
+        residual = values.residual[shard] if codec.has_residual else None
+        known[name] = codec.encode(wide, residual, dict(how.params))
+    return known[name]

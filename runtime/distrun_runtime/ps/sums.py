@@ -1,0 +1,190 @@
+"""What messages bring to the shards of a server, and the sums of rounds.
+
+What lies next to each other in an arena is added by one call. A shard goes by itself where it must: rows, encoded
+payloads, and all of a deterministic store, whose sums are made in the order of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from distrun_runtime.arrays.arena import Run, runs
+from distrun_runtime.arrays.device import Buffer
+from distrun_runtime.arrays.dtypes import Array, widen
+from distrun_runtime.ops import compression as codecs
+from distrun_runtime.ops.reduce import Contribution, Dense, How, Sum, read, scaled
+from distrun_runtime.protocol.message import DTYPES, Payload, payloads_of
+from distrun_runtime.ps import checks, work
+from distrun_runtime.ps.values import Given, Round, Values
+
+HELD_IN_ARENA, HELD_BY_SHARD = -1, -2
+"""Where the sum of a shard's round is, in place of the number of a held contribution."""
+
+
+# What messages bring
+
+
+def given_by(values: Values, batch: work.Batch) -> list[tuple[int, Given]]:
+    """Return what a batch of plain payloads brings, by code of dtype."""
+    codes = values.codes(batch.shards)
+    packed = len(batch.entries) > 0 and batch.entries["payload"][0] == Payload.PACKED
+    if len(codes) == 1 and packed and batch.at is None:
+        return [(codes[0][0], _packed(values, batch, codes[0][0]))]
+    given = []
+    frames = payloads_of(batch.entries, batch.message.payloads)
+    entries = range(len(batch.entries)) if batch.at is None else batch.at.tolist()
+    for code, at in codes:
+        shards = batch.shards if at is None else batch.shards[at]
+        mine = list(entries) if at is None else [entries[place] for place in at.tolist()]
+        parts = [_elements(values, frames[number] or b"", code, batch.how.scale) for number in mine]
+        alone = runs(values.at[shards], values.store.length[shards], range(1, len(shards)))
+        given.append((code, Given(shards, alone, parts)))
+    return given
+
+
+def _elements(values: Values, frame: Buffer, code: int, scale: float) -> Array:
+    """Return the elements of bytes, times a number: in the dtype, or in its work dtype if the number is not 1."""
+    elements: Array = values.device.elements(frame, DTYPES[code])
+    return elements if scale == 1 else scaled(widen(elements), scale)
+
+
+def _packed(values: Values, batch: work.Batch, code: int) -> Given:
+    frames = [_elements(values, frame, code, batch.how.scale) for frame in batch.message.payloads]
+    lengths = values.store.length[batch.shards]
+    ends = np.cumsum(lengths)
+    edges = np.cumsum([len(frame) for frame in frames])
+    cuts = np.searchsorted(ends, edges, side="right")[:-1].tolist() if len(frames) > 1 else ()
+    found = runs(values.at[batch.shards], lengths, cuts)
+    if len(frames) == 1:
+        frame = frames[0]
+        return Given(batch.shards, found, [frame[run.offset : run.offset + run.end - run.begin] for run in found])
+    parts = []
+    number, begin = 0, 0
+    limits = edges.tolist()
+    for run in found:
+        while number < len(limits) - 1 and run.offset >= limits[number]:
+            begin = limits[number]
+            number += 1
+        parts.append(frames[number][run.offset - begin : run.offset - begin + run.end - run.begin])
+    return Given(batch.shards, found, parts)
+
+
+def contributions(values: Values, batch: work.Batch) -> Iterator[tuple[int, Contribution]]:
+    """Yield each shard of a batch with what it brings, one by one."""
+    frames = payloads_of(batch.entries, batch.message.payloads)
+    entries = range(len(batch.entries)) if batch.at is None else batch.at.tolist()
+    codecs_of = batch.entries["codec"].tolist()
+    for shard, number in zip(batch.shards.tolist(), entries, strict=True):
+        one = values.store.shard(shard)
+        payload = frames[number]
+        how = how_of(batch, codecs_of[number])
+        yield shard, read(b"" if payload is None else payload, one.length, DTYPES[one.dtype], one.row_size, how)
+
+
+# Sums of rounds
+
+
+def add(values: Values, what: work.Add) -> None:
+    """Add contributions to the sums of a round."""
+    of = values.round_of(what.round)
+    batch = what.batch
+    of.open += int(np.count_nonzero(of.where[batch.shards] == 0))
+    if values.store.is_deterministic:
+        for shard, contribution in contributions(values, batch):
+            of.by_rank.setdefault(shard, []).append((what.rank, contribution))
+            of.where[shard] = HELD_BY_SHARD
+    elif not is_plain(batch):
+        for shard, contribution in contributions(values, batch):
+            _sum_of(values, of, shard).add(contribution)
+    else:
+        for code, given in given_by(values, batch):
+            add_given(values, of, code, given)
+
+
+def add_given(values: Values, of: Round, code: int, given: Given) -> None:
+    """Add plain contributions to shards of one dtype. The first of a round is only kept: mostly it needs no copy."""
+    where = of.where[given.shards]
+    first = int(where[0])
+    if not (where == first).all():
+        for each in np.unique(where):
+            add_given(values, of, code, given.take(np.flatnonzero(where == each), values))
+    elif first == 0:
+        number = max(of.held, default=0) + 1
+        of.held[number] = given
+        of.where[given.shards] = number
+    elif first == HELD_BY_SHARD:
+        for run, part in zip(given.runs, given.parts, strict=True):
+            for shard, piece in apart(values, given.shards, run, part):
+                _sum_of(values, of, shard).add(Dense(widen(piece), False))
+    elif first > 0 and of.held[first].is_like(given):
+        sums = values.sums(of, code)
+        for run, one, other in zip(given.runs, of.held[first].parts, given.parts, strict=True):
+            values.device.sum([one, other], sums.view(run.begin, run.end))
+        of.where[given.shards] = HELD_IN_ARENA
+        del of.held[first]
+    else:
+        fold(values, of, code, first)
+        sums = values.sums(of, code)
+        for run, part in zip(given.runs, given.parts, strict=True):
+            there = sums.view(run.begin, run.end)
+            values.device.sum([there, part], there)
+
+
+def fold(values: Values, of: Round, code: int, number: int) -> None:
+    """Copy a contribution that was held to the sums; nothing if they are there already."""
+    given = of.held.pop(number, None)
+    if given is None:
+        return
+    sums = values.sums(of, code)
+    for run, part in zip(given.runs, given.parts, strict=True):
+        values.device.sum([part], sums.view(run.begin, run.end))
+    shards = given.shards
+    of.where[shards[of.where[shards] == number]] = HELD_IN_ARENA
+
+
+def _sum_of(values: Values, of: Round, shard: int) -> Sum:
+    """Return the sum of one shard's round, as one that goes by shard from now on."""
+    total = of.by_shard.get(shard)
+    if total is None:
+        total = of.by_shard[shard] = Sum(int(values.store.row_size[shard]))
+        where = int(of.where[shard])
+        code = int(values.store.dtype[shard])
+        if where > 0:
+            fold(values, of, code, where)
+        if of.where[shard] == HELD_IN_ARENA:
+            there = values.sums(of, code).view(*values.span(shard))
+            total.add(Dense(values.device.put(there), is_own=True))
+        of.where[shard] = HELD_BY_SHARD
+    return total
+
+
+def apart(values: Values, shards: Array, run: Run, part: Array) -> Iterator[tuple[int, Array]]:
+    """Yield the shards of a run with the elements of each."""
+    at = 0
+    for shard in shards[run.first : run.last].tolist():
+        length = int(values.store.length[shard])
+        yield shard, part[at : at + length]
+        at += length
+
+
+def total_of(of: Round, shard: int, row_size: int) -> Contribution:
+    """Return the sum of a shard that goes by itself; of a deterministic store in the order of ranks."""
+    if shard not in of.by_rank:
+        return of.by_shard[shard].total()
+    total = Sum(row_size)
+    for _, contribution in sorted(of.by_rank[shard], key=lambda pair: pair[0]):
+        total.add(contribution)
+    return total.total()
+
+
+def how_of(batch: work.Batch, codec: int) -> How:
+    """Return how payloads of a codec become elements."""
+    how = batch.how
+    return how if codec == how.codec else How(codec, checks.params_of(batch.message, codec), how.scale)
+
+
+def is_plain(batch: work.Batch) -> bool:
+    """Whether all payloads are the elements themselves."""
+    return batch.how.codec == codecs.NONE and not batch.entries["codec"].any()
