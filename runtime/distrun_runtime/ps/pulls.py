@@ -1,0 +1,317 @@
+"""The pulls of a server that are not answered yet: whom they wait for, when they are lent what, and when they fail.
+
+A pull waits until the rounds that it asks for are applied (async: until the pushes before it are), then the values are
+lent at once: those between this round and the next. The answer goes out when all of its shards are lent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from distrun_runtime.arrays.device import Buffer
+from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.ops import compression as codecs
+from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.message import Kind, Message, payloads_of
+from distrun_runtime.ps import checks, role, work
+from distrun_runtime.ps.replies import refusal
+from distrun_runtime.ps.shards import Failure, Store
+
+
+@dataclass(eq=False)
+class Pull:
+    """A pull that is not answered yet."""
+
+    link: str
+    rank: int
+    store: Store
+    message: Message
+    entries: Array
+    shards: Array
+    rounds: Array
+    notice: role.WaitNotice
+    ticket: int
+    owed: Array
+    """For each entry whether it is not lent yet."""
+    rows: list[Buffer | None] = field(default_factory=list)
+    """For each entry the payload that says which rows are pulled; empty: whole values."""
+    before: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
+    """For each entry in async the pushes that waited for norms when it came: what was pushed before is in its value."""
+    passed: set[int] = field(default_factory=set)
+    """Shards that its worker has pushed again since: each is lent as soon as it is due."""
+    skipped: dict[int, Any] = field(default_factory=dict)
+    """Key number to the notes of the round that is pulled, if that was skipped."""
+
+    def owes(self, shard: int) -> bool:
+        """Whether a shard is not lent yet."""
+        return bool(self.owed[self.shards == shard].any())
+
+    def first_owed(self) -> int:
+        """Return the number of the first entry that is not lent."""
+        return int(np.argmax(self.owed))
+
+
+class Pulls:
+    """All of them.
+
+    Arguments:
+        me: who this server is.
+        workers: how many workers the job has.
+    """
+
+    def __init__(self, me: Callable[[], Identity], workers: int) -> None:
+        self._me = me
+        self._workers = workers
+        self._open: dict[int, Pull] = {}
+        """By their tickets, in the order in which they came."""
+        self._waiting: dict[tuple[int, int], list[Pull]] = {}
+        """(Store, shard) to the pulls that are looked at again when the shard's value has changed."""
+        self._tickets = 0
+        self._gone: dict[int, str] = {}
+        """Workers that have ended, and who they were."""
+
+    def of_store(self, number: int) -> int:
+        """Return how many pulls of a store wait."""
+        return sum(pull.store.number == number for pull in self._open.values())
+
+    def ended(self, rank: int, who: str) -> list[role.Action]:
+        """A worker has ended: pulls that wait for it are refused."""
+        self._gone[rank] = who
+        return [action for pull in list(self._open.values()) for action in self._refuse_hopeless(pull)]
+
+    def clear(self) -> list[role.Action]:
+        """The job's next script begins."""
+        actions = self.drop_all()
+        self._gone.clear()
+        return actions
+
+    def take(self, link: str, rank: int, batch: work.Batch, now: float) -> list[role.Action]:
+        """Take in a pull at time `now`."""
+        self._tickets += 1
+        store, shards = batch.store, batch.shards
+        rounds = batch.entries["round"].astype(np.int64)
+        owed = np.ones(len(shards), np.bool_)
+        rows = payloads_of(batch.entries, batch.message.payloads) if batch.message.payloads else []
+        notice = role.WaitNotice(now)
+        pull = Pull(link, rank, store, batch.message, batch.entries, shards, rounds, notice, self._tickets, owed, rows)
+        if store.pending:
+            pull.before = {
+                at: set(store.pending[shard]) for at, shard in enumerate(shards.tolist()) if shard in store.pending
+            }
+        self._open[pull.ticket] = pull
+        np.add.at(store.owed[rank], shards, 1)
+        actions = self._look(pull, is_new=True)
+        return [*actions, *self._refuse_hopeless(pull)] if pull.ticket in self._open else actions
+
+    def _look(self, pull: Pull, is_new: bool = False) -> list[role.Action]:
+        """Lend what is due of a pull; answer it if nothing is owed, else look again when its next shard advances."""
+        store = pull.store
+        at = np.flatnonzero(pull.owed & self._due(pull))
+        actions: list[role.Action] = []
+        if is_new and store.is_sync:
+            pushed = np.maximum(store.last[pull.rank, pull.shards], store.ordered[pull.shards])
+            for place in np.flatnonzero(pull.rounds > pushed).tolist():
+                if store.waits_for_itself(int(pull.shards[place]), pull.rank, int(pull.rounds[place])):
+                    return self._refuse_own(pull, place)
+        if store.failed or store.late:
+            for place in at.tolist():
+                failure = store.failure(int(pull.shards[place]), pull.rank, int(pull.rounds[place]))
+                if failure is not None:
+                    return self._fail_pull(pull, failure)
+        if len(at):
+            pull.owed[at] = False
+            np.subtract.at(store.owed[pull.rank], pull.shards[at], 1)
+            actions += self._lend(pull, at)
+        if not pull.owed.any():
+            del self._open[pull.ticket]
+            deliver = work.Deliver(pull.ticket, pull.link, pull.message, pull.entries, pull.skipped)
+            return [*actions, role.Work(deliver, True)]
+        self._watch(pull, int(pull.shards[pull.first_owed()]))
+        return actions
+
+    def before_push(self, rank: int, store: Store, shards: Array) -> list[role.Action]:
+        """A worker pushes shards again: if a pull of its own still waits for them, it is lent them as they are.
+
+        What is not over yet is lent after each round of a shard, before the next one is applied.
+        """
+        owed = shards[store.owed[rank, shards] > 0]
+        if not len(owed):
+            return []
+        actions: list[role.Action] = []
+        for pull in [pull for pull in self._open.values() if pull.rank == rank and pull.store is store]:
+            actions += self._look(pull)
+            if pull.ticket in self._open:
+                again = np.intersect1d(pull.shards[pull.owed], owed).tolist()
+                pull.passed.update(again)
+                for shard in again:
+                    self._watch(pull, shard)
+        return actions
+
+    def _watch(self, pull: Pull, shard: int) -> None:
+        """Look at a pull again when the shard's value has changed."""
+        watching = self._waiting.setdefault((pull.store.number, shard), [])
+        if pull not in watching:
+            watching.append(pull)
+
+    def _due(self, pull: Pull) -> Array:
+        """Return which entries of a pull can be lent."""
+        store = pull.store
+        if store.is_sync:
+            due: Array = pull.rounds <= store.done[pull.shards]
+            return due
+        due = np.ones(len(pull.shards), np.bool_)
+        for at, before in pull.before.items():
+            due[at] = before.isdisjoint(store.pending.get(int(pull.shards[at]), ()))
+        if store.staleness is not None:
+            excused = store.excused()
+            # Not itself: a push of its own that was refused would never be counted.
+            others = [r for r in range(self._workers) if r != pull.rank and r not in self._gone]
+            others = [rank for rank in others if rank not in excused]
+            if others:
+                due &= store.last[np.ix_(np.array(others), pull.shards)].min(axis=0) >= pull.rounds - store.staleness
+        return due
+
+    def _lend(self, pull: Pull, at: Array) -> list[role.Action]:
+        store = pull.store
+        shards = pull.shards[at]
+        if not store.is_sync:
+            store.seen[pull.rank, shards] = store.updates[shards]
+        if store.skipped:
+            for shard, number in zip(shards.tolist(), pull.rounds[at].tolist(), strict=True):
+                notes = store.skipped.get(shard, {}).get(number)
+                if notes is not None:
+                    pull.skipped[int(store.key[shard])] = notes
+        wanted = pull.entries["codec"][at].astype(np.int64)
+        # The first value is never compressed.
+        wanted[~np.isin(wanted, (codecs.NONE, codecs.ROWS, checks.HALF)) & store.fresh[shards]] = codecs.NONE
+        actions: list[role.Action] = []
+        for codec in np.unique(wanted).tolist():
+            some = wanted == codec
+            params = checks.params_of(pull.message, codec)
+            rows = tuple(pull.rows[place] or b"" for place in at[some].tolist()) if codec == codecs.ROWS else ()
+            actions.append(role.Work(work.Lend(pull.ticket, store, shards[some], at[some], codec, params, rows)))
+        return actions
+
+    def advanced(self, store: Store, shards: Array) -> list[role.Action]:
+        """Shards are farther than before: lend what is due now."""
+        if not self._waiting:
+            return []
+        if len(shards) <= len(self._waiting):
+            names = [(store.number, shard) for shard in shards.tolist() if (store.number, shard) in self._waiting]
+        else:
+            mine = set(shards.tolist())
+            names = [name for name in self._waiting if name[0] == store.number and name[1] in mine]
+        actions: list[role.Action] = []
+        for name in names:
+            for pull in self._waiting.pop(name, ()):
+                if pull.ticket in self._open:
+                    actions += self._look(pull)
+                if pull.ticket in self._open and name[1] in pull.passed and pull.owes(name[1]):
+                    self._watch(pull, name[1])
+        return actions
+
+    def all_advanced(self, store: Store) -> list[role.Action]:
+        """Somebody is excused in a whole store."""
+        return self.advanced(store, np.arange(store.count))
+
+    def remind(self, now: float) -> list[role.Action]:
+        """Tell workers whom their pulls wait for."""
+        actions: list[role.Action] = []
+        for pull in self._open.values():
+            if pull.notice.is_due(now):
+                body = {"text": self._waits_for(pull), "seconds": now - pull.notice.since}
+                message = Message(Kind.WAITING, store=pull.store.number, request=pull.message.request, body=body)
+                actions.append(role.Send(pull.link, message))
+        return actions
+
+    def _waits_for(self, pull: Pull) -> str:
+        """Return whom a pull waits for, for people: `waiting for worker-1, key w, round 57`."""
+        store, at = pull.store, pull.first_owed()
+        shard, turn = int(pull.shards[at]), int(pull.rounds[at])
+        name = store.name(int(store.key[shard]))
+        others = (rank for rank in range(self._workers) if rank != pull.rank)
+        slow = [] if store.is_sync else store.behind(shard, turn, others, self._gone)
+        if slow and store.staleness is not None:
+            bound = (turn - store.staleness, store.staleness)
+            return "waiting for %s, key %s, push %d (staleness %d)" % (names_of(slow), name, *bound)
+        if not store.is_sync:
+            rank, push = min(pull.before.get(at, set()) & set(store.pending.get(shard, ())))
+            return "waiting for the other servers' norms, key %s, push %d of worker-%d" % (name, push, rank)
+        number = int(store.ordered[shard])
+        if store.halfway[shard]:
+            return "waiting for the other servers' norms, key %s, round %d" % (name, number)
+        if number >= turn:
+            return "waiting for the update on %s, key %s, round %d" % (self._me().name, name, number)
+        who = names_of(store.missing(shard))
+        return "waiting for %s, key %s, round %d" % (who or self._me().name, name, number + 1)
+
+    def _refuse_hopeless(self, pull: Pull) -> list[role.Action]:
+        """Refuse a pull that waits for a worker that has ended."""
+        reason, who = self._hopeless(pull) if self._gone and pull.store.is_sync else ("", "")
+        if not reason:
+            return []
+        return [*self._forget(pull), role.Send(pull.link, refusal(pull.message, reason, "PeerLost", who=who))]
+
+    def _hopeless(self, pull: Pull) -> tuple[str, str]:
+        """Return why a pull will never be answered, and the worker that is gone; empty texts: it may be."""
+        store = pull.store
+        for at in np.flatnonzero(pull.owed).tolist():
+            shard, number = int(pull.shards[at]), int(pull.rounds[at])
+            for rank in store.missing(shard) if number > store.ordered[shard] else ():
+                if rank in self._gone:
+                    reason = (
+                        "%s has ended (BYE) without pushing round %d of key %r;"
+                        " a worker that runs out of data calls kv.join()"
+                    ) % (self._gone[rank], int(store.ordered[shard]) + 1, store.names.get(int(store.key[shard])))
+                    return reason, "worker-%d" % rank
+        return "", ""
+
+    def _fail_pull(self, pull: Pull, failure: Failure) -> list[role.Action]:
+        for shard in pull.shards.tolist():
+            pull.store.late.get(shard, {}).pop(pull.rank, None)  # one error for all shards
+        no = _refuse(pull.link, pull.message, failure.reason, "RuleError", failure.traceback)
+        return [*self._forget(pull), no]
+
+    def _refuse_own(self, pull: Pull, at: int) -> list[role.Action]:
+        text = "round %d of key %r cannot come: this worker's own push of it was refused"
+        reason = text % (int(pull.rounds[at]), pull.store.name(int(pull.entries["key"][at])))
+        return [*self._forget(pull), _refuse(pull.link, pull.message, reason, "KVError")]
+
+    def _forget(self, pull: Pull) -> list[role.Action]:
+        """Owe this pull nothing any more, and take back what was lent to it."""
+        if self._open.pop(pull.ticket, None) is not None:
+            np.subtract.at(pull.store.owed[pull.rank], pull.shards[pull.owed], 1)
+        for name, pulls in list(self._waiting.items()):
+            if pull in pulls:
+                pulls.remove(pull)
+                if not pulls:
+                    del self._waiting[name]
+        return [role.Work(work.Discard(pull.ticket))]
+
+    def drop(self, link: role.Link) -> list[role.Action]:
+        """A worker's connection is gone: nobody waits for its answers."""
+        pulls = [pull for pull in self._open.values() if pull.link == link]
+        return [action for pull in pulls for action in self._forget(pull)]
+
+    def drop_all(self, reason: str = "", who: str = "") -> list[role.Action]:
+        """Owe nothing to anybody any more; with a reason, everybody who waits is told, and `who` is lost."""
+        actions: list[role.Action] = []
+        for pull in list(self._open.values()):
+            if reason:
+                # It may come before the scheduler's word, and whoever asks then who is lost is to be told.
+                actions.append(role.Send(pull.link, refusal(pull.message, reason, "PeerLost", who=who)))
+            actions += self._forget(pull)
+        return actions
+
+
+def _refuse(link: str, message: Message, reason: str, error: str = "KVError", trace: str = "") -> role.Action:
+    return role.Send(link, refusal(message, reason, error, trace))
+
+
+def names_of(ranks: Iterable[int]) -> str:
+    """Return the names of workers: `worker-0, worker-2`."""
+    return ", ".join("worker-%d" % rank for rank in ranks)
