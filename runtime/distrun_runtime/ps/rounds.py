@@ -5,7 +5,7 @@
   round of the shard is ordered when this one is over, so that a pull of this one is lent its value before.
 * A push to an asynchronous store is a Step of its own.
 * Where the rule needs norms of whole values, an update stops halfway: this server's sums of squares go to the others
-  (`norms`), and Finish follows when theirs are here.
+  (`norms`), and FinishUpdate follows when theirs are here.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class Rounds:
             actions += self._pulls.advanced(store, np.array([shard]))
         return actions
 
-    def finished(self, what: work.Finish, event: role.Done) -> list[role.Action]:
+    def finished(self, what: work.FinishUpdate, event: role.Done) -> list[role.Action]:
         """The second half of an update is done, or has failed."""
         failure = None if event.error is None else self._failure(what.store, what.shard, event.error, event.traceback)
         logs = [] if failure is None else self._log(what.store, failure)
@@ -370,9 +370,9 @@ class Rounds:
         actions: list[role.Action] = []
         if not isinstance(result, Failure):
             self._norms.close(turn)
-            return [role.Work(work.Finish(store, shard, turn, result), True) for shard in ready]
+            return [role.Work(work.FinishUpdate(store, shard, turn, result), True) for shard in ready]
         for shard in ready:
-            actions.append(role.Work(work.Drop(store, shard, turn)))
+            actions.append(role.Work(work.DropUpdate(store, shard, turn)))
             # All of them before anybody is answered: a pull of several shards fails once.
             self._note(store, shard, turn, result)
         for shard in ready:

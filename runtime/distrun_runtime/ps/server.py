@@ -307,7 +307,7 @@ class Server:
 
     def _done(self, event: role.Done) -> list[role.Action]:
         what = event.work
-        if isinstance(what, (work.Apply, work.Check, work.Step, work.Finish)):
+        if isinstance(what, (work.Apply, work.Check, work.Step, work.FinishUpdate)):
             store = what.batch.store if isinstance(what, (work.Check, work.Step)) else what.store
             if self._stores.get(store.number) is not store:
                 return []  # The script that it belonged to is over.
@@ -334,7 +334,7 @@ class Server:
             return self._fill(what.link, self._store(what.message.store), what.message)
         if isinstance(what, work.Step):
             return self._rounds.stepped(what, event)
-        assert isinstance(what, work.Finish)
+        assert isinstance(what, work.FinishUpdate)
         return self._rounds.finished(what, event)
 
     # Members

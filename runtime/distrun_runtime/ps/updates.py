@@ -34,7 +34,7 @@ from distrun_runtime.ps.sums import (
     is_plain,
     total_of,
 )
-from distrun_runtime.ps.values import Given, Half, Values
+from distrun_runtime.ps.values import Given, OpenUpdate, Values
 
 
 @dataclass
@@ -223,7 +223,7 @@ def _step_alone(values: Values, shard: int, given: Contribution, turn: tuple[int
     if isinstance(rule, NormRule):
         dense = spread(given, int(values.store.length[shard]))
         prepared = rule.prepare(values.weight(shard), dense.values, state, knobs)
-        values.halves.setdefault(shard, {})[turn] = Half(rule, knobs, prepared)
+        values.open_updates.setdefault(shard, {})[turn] = OpenUpdate(rule, knobs, prepared)
         return prepared.squares
     weight = values.own(shard)
     if isinstance(given, Dense):
@@ -258,21 +258,21 @@ def step(values: Values, what: work.Step) -> Mapping[int, tuple[float, ...]]:
                 raise error
     except Exception:
         for shard, number in zip(batch.shards.tolist(), numbers, strict=True):
-            values.halves.get(shard, {}).pop((what.rank, number), None)
+            values.open_updates.get(shard, {}).pop((what.rank, number), None)
         raise
     return result.squares
 
 
-def finish(values: Values, what: work.Finish) -> None:
+def finish(values: Values, what: work.FinishUpdate) -> None:
     """Finish an update whose norms are known."""
-    half = values.halves[what.shard].pop((what.turn.rank, what.turn.round))
+    half = values.open_updates[what.shard].pop((what.turn.rank, what.turn.round))
     if what.shard not in values.state:
         values.state[what.shard] = cast(dict[str, Any], half.rule.new_state(values.weight(what.shard)))
     weight = values.own(what.shard)
     half.rule.finish(weight, half.prepared, what.totals, values.state[what.shard], half.knobs)
 
 
-def drop(values: Values, what: work.Drop) -> None:
+def drop(values: Values, what: work.DropUpdate) -> None:
     """Forget an update that waits for norms."""
-    halves = values.halves.get(what.shard, {})
-    halves.pop((what.turn.rank, what.turn.round), None)
+    open_updates = values.open_updates.get(what.shard, {})
+    open_updates.pop((what.turn.rank, what.turn.round), None)

@@ -73,7 +73,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Half:
+class OpenUpdate:
     """An update between its two phases: it waits for norms."""
 
     rule: NormRule
@@ -110,7 +110,7 @@ class Values:
         """Shard to what its key has for itself, as far as that was asked for."""
         self.state: dict[int, dict[str, Any]] = {}
         """Shard to what a rule remembers that goes by shard."""
-        self.halves: dict[int, dict[tuple[int, int], Half]] = {}
+        self.open_updates: dict[int, dict[tuple[int, int], OpenUpdate]] = {}
         """Shard to (rank, round) to an update that waits for norms."""
         self.residual: dict[int, Array] = {}
         """Shard to what encoded answers left out so far, float32."""

@@ -72,7 +72,8 @@ class Add:
 class Apply:
     """A round of some shards is complete: apply the rule to its sums, or assign them where there is no rule.
 
-    The result is an `engine.Applied`: which shards failed, and which wait for norms (Finish or Drop follows).
+    The result is an `updates.Applied`: which shards failed, and which wait for norms (FinishUpdate or DropUpdate
+    follows).
     """
 
     store: Store
@@ -98,7 +99,7 @@ class Step:
 
 
 @dataclass(frozen=True, eq=False)
-class Finish:
+class FinishUpdate:
     """The norms of a turn are known: finish the shard's update."""
 
     store: Store
@@ -108,7 +109,7 @@ class Finish:
 
 
 @dataclass(frozen=True, eq=False)
-class Drop:
+class DropUpdate:
     """The shard's update that waits for norms is not to be."""
 
     store: Store
@@ -200,8 +201,8 @@ Work = Union[
     Add,
     Apply,
     Step,
-    Finish,
-    Drop,
+    FinishUpdate,
+    DropUpdate,
     Lend,
     Deliver,
     Discard,
@@ -226,7 +227,7 @@ def size_of(what: Work) -> int:
         return sum(memoryview(each).nbytes for each in what.batch.message.payloads)
     if isinstance(what, Apply):
         return 0 if what.skip else _WORD_BYTES * int(what.store.length[what.shards].sum())
-    if isinstance(what, Finish):
+    if isinstance(what, FinishUpdate):
         return _WORD_BYTES * int(what.store.length[what.shard])
     if isinstance(what, Lend) and what.codec:
         return _WORD_BYTES * int(what.store.length[what.shards].sum())
