@@ -195,11 +195,11 @@ class Cluster:
 
 def shards_of(kv: Any, key: Any) -> tuple[Any, ...]:
     """Return the shards of a key, as this worker knows them."""
-    found: tuple[Any, ...] = kv._backend._transfers.layouts[key].shards
+    found: tuple[Any, ...] = kv._backend._transfers.shards[key]
     return found
 
 
 def rounds_of(kv: Any) -> dict[Any, int]:
     """Return the round of this worker's last push of each key."""
     transfers = kv._backend._transfers
-    return {key: transfers.round_of(key) for key in transfers.layouts}
+    return {key: transfers.round_of(key) for key in transfers.shards}

@@ -27,6 +27,7 @@ from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.ops import compression as codecs
+from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.handshake import Identity
 from distrun_runtime.protocol.message import (
     NO_ENTRIES,
@@ -45,7 +46,7 @@ from distrun_runtime.ps.norms import Norms, Part, Peers
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.replies import answer, failed, refusal
 from distrun_runtime.ps.roster import from_json
-from distrun_runtime.ps.shards import SYNC, Failure, Shard, Store, Turn
+from distrun_runtime.ps.shards import SYNC, Failure, Store, Turn
 from distrun_runtime.ps.stats import Counters
 
 BYE_S = 2.0
@@ -347,7 +348,8 @@ class Server:
             if shape is not None:
                 store.shapes[entry.key] = shape
         new = [
-            Shard(each.key, each.offset, each.length, each.dtype, checks.row_size_of(message, each)) for each in rows
+            Shard(self.me.rank, each.offset, each.length, each.key, each.dtype, checks.row_size_of(message, each))
+            for each in rows
         ]
         batch = work.Batch(store, store.add(new), message, message.entries)
         return [role.Work(work.Fill(batch)), role.Send(link, answer(message))]
@@ -960,7 +962,7 @@ class Server:
         return [*self._complete_all(store), *self._all_advanced(store)]
 
     def _store(self, number: int) -> Store:
-        return self._stores.setdefault(number, Store(number, self._config.workers))
+        return self._stores.setdefault(number, Store(number, self._config.workers, self.me.rank))
 
     def _refuse(self, link: str, message: Message, reason: str, error: str = "KVError", trace: str = "") -> role.Action:
         return role.Send(link, refusal(message, reason, error, trace))

@@ -107,6 +107,8 @@ class Compressor:
         self._default = Setting()
         self._settings: dict[Key, Setting] = {}
         self._residuals: dict[tuple[Key, int], Array] = {}
+        self.version = 0
+        """Changes with the settings."""
 
     def set(self, setting: Setting, keys: Iterable[Key] | None = None) -> None:
         """Use a setting for these keys; for None, for all that have none of their own, initialised or not."""
@@ -114,6 +116,7 @@ class Compressor:
             self._default = setting
         else:
             self._settings.update((key, setting) for key in keys)
+        self.version += 1
         for held in list(self._residuals):
             if self.setting(held[0]).type == "none":
                 del self._residuals[held]
@@ -133,7 +136,7 @@ class Compressor:
         return setting if setting.applies(record) else None
 
     def check(self, record: Record, flat: Array, device: int = 0) -> None:
-        """Return if `encode` would take all pieces of this value. Call it before the first piece of a call.
+        """Return if `encode` would take all shards of this value. Call it before the first shard of a call.
 
         Raises:
             KVError: an element, or its sum with the residual, is not finite; names the key. Nothing was changed.
@@ -146,29 +149,28 @@ class Compressor:
             except KVError as err:
                 raise KVError("key %r: %s" % (record.key, err)) from None
 
-    def encode(self, record: Record, piece: Shard, flat: Array, device: int = 0) -> tuple[int, Buffer] | None:
-        """Return the codec number and payload of one piece of a value; None if it travels as it is.
+    def encode(self, record: Record, shard: Shard, flat: Array, device: int = 0) -> tuple[int, Buffer] | None:
+        """Return the codec number and payload of one shard of a value; None if it travels as it is.
 
-        What the payload leaves out goes into the key's residual: encode each piece of each contribution once.
+        What the payload leaves out goes into the key's residual: encode each shard of each contribution once.
 
         Arguments:
             record: the key's.
-            piece: in elements of the value.
             flat: the whole value, of shape (record.size,), in the key's dtype or float32; only read.
             device: whose contribution it is, where each device's is compressed by itself.
 
         Raises:
-            KVError: an element of the piece is not finite; the residual is as it was.
+            KVError: an element of the shard is not finite; the residual is as it was.
         """
         setting = self.of(record)
         if setting is None or setting.codec is None:
             return None
-        run = slice(piece.offset, piece.end)
+        run = slice(shard.offset, shard.end)
         residual = self._residual(record, device)[run] if setting.codec.has_residual else None
         return setting.number, setting.codec.encode(_floats(flat[run]), residual, dict(setting.params))
 
     def through(self, record: Record, flat: Array, device: int = 0) -> Array:
-        """Return what a receiver would get of a value: encoded and decoded as one piece.
+        """Return what a receiver would get of a value: encoded and decoded as one shard.
 
         Arguments:
             flat, device: as for `encode`.

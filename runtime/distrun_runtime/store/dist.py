@@ -1,8 +1,8 @@
-"""The stores of a job: values live on the servers, cut into pieces; workers push and pull them.
+"""The backend of distributed stores: values live on the servers, cut into shards; workers push and pull them.
 
-A value is cut by `ops.partition`: its shards (one server each) and, within a shard, pieces of at most 4 MiB. A
-piece is a slot on its server with rounds of its own. Here a call becomes messages - the pieces of its keys, by
-server - and replies become values. Waiting is for `Pending`; order, priorities and deaths are the node's.
+Decides which call goes when, and what waits for what. `transfers` makes the messages of data calls and takes their
+replies; `declaring` and `saving` are the calls that all workers make together; the worker's node (`ps.session`) sends
+and receives.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import RuntimeFault
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.ops.optimizers.custom import importable
-from distrun_runtime.protocol.message import Kind, Message
+from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps import config as configs
 from distrun_runtime.ps import session
 from distrun_runtime.ps.pending import Pending as Request
 from distrun_runtime.ps.serve import serve
-from distrun_runtime.ps.shards import Notes
 from distrun_runtime.store import declaring, kinds, saving, tracing
 from distrun_runtime.store.base import (
     Backend,
@@ -42,10 +41,9 @@ from distrun_runtime.store.gathering import Gathering, is_small
 from distrun_runtime.store.link import close_link, open_link
 from distrun_runtime.store.outcome import Both, Sent
 from distrun_runtime.store.pending import Pending
-from distrun_runtime.store.pieces import Part, RowTarget, contribution, wanted_rows
 from distrun_runtime.store.reducer import reducer_for
 from distrun_runtime.store.sparse import RowSparse
-from distrun_runtime.store.transfers import Transfers, answers, said, skipped_in
+from distrun_runtime.store.transfers import Transfers
 from distrun_runtime.store.values import Key
 
 ROLES = {1: "scheduler", 2: "server", 4: "worker"}
@@ -120,10 +118,10 @@ class DistBackend(Backend):
         what = "init of %s" % named(key for key, _ in items)
         number, placed = declaring.declare(self._link, what, ticket, items, self._compressor)
         with self._lock:
-            for record, layout in placed:
-                self._transfers.add(record, layout)
+            for record, shards in placed:
+                self._transfers.add(record.key, shards)
         if self.rank == 0:
-            values = [(record, layout, value) for (record, layout), (_, value) in zip(placed, items, strict=True)]
+            values = [(record, shards, value) for (record, shards), (_, value) in zip(placed, items, strict=True)]
             declaring.fill(self._link, what, number, values, self._facts)
         return [record for record, _ in placed]
 
@@ -138,7 +136,7 @@ class DistBackend(Backend):
         records = [record for record, _ in items]
         number = declaring.declare_again(self._link, what, ticket, records, self._compressor)
         if self.rank == 0:
-            values = [(record, self._transfers.layouts[record.key], value) for record, value in items]
+            values = [(record, self._transfers.shards[record.key], value) for record, value in items]
             declaring.fill(self._link, what, number, values, {**self._facts, "assign": True})
 
     def push(self, keys: Selection, values: Sequence[Value], call: Call) -> Pending:
@@ -207,9 +205,7 @@ class DistBackend(Backend):
         with self._lock, self._link.span("skip_round", keys=len(records)):
             self._flush()
             self.lifetime.check()
-            layouts = {record: self._transfers.layouts[record.key] for record in records}
-            parts = [Part(record, its.number, piece) for record, its in layouts.items() for piece in its.shards]
-            push = self._contribute(what, records, parts, {"skip": dict(note)}, 0)
+            push = self._sent(self._transfers.skip(what, Selection(records), note))
             # Any key tells what the workers said; the smallest costs least.
             first = min(records, key=lambda record: (record.is_sparse, record.size))
             return Both(what, push, self._pull_now(Selection([first]), [()], Call(), own=True))
@@ -222,30 +218,12 @@ class DistBackend(Backend):
 
     def _push_now(self, keys: Selection, values: Sequence[Value], call: Call) -> Pending:
         """Send a push. Call with the lock held."""
-        scale = {} if call.scale == 1.0 else {"scale": call.scale}
-        what = "push of %s" % keys.named
-        if not self.compresses and not keys.has_rows:
-            arrays = cast("Sequence[Array]", values)
-            return self._sent(
-                self._transfers.push(what, keys, arrays, body=scale, priority=call.priority, lent=call.lent)
-            )
-        records, items = list(keys.records), list(zip(keys.records, values, strict=True))
-        for record, value in items if self.compresses else ():
+        for record, value in zip(keys.records, values, strict=True) if self.compresses else ():
             if not isinstance(value, RowSparse):
                 self._compressor.check(record, value.reshape(-1))
-        layouts = self._transfers.layouts
-        parts = [
-            part
-            for record, value in items
-            for part in contribution(record, layouts[record.key], value, self._compressor, lent=call.lent)
-        ]
-        return self._contribute(what, records, parts, scale, call.priority)
-
-    def _contribute(
-        self, what: str, records: list[Record], parts: list[Part], body: dict[str, Any], priority: int
-    ) -> Sent:
-        """Send what is this worker's part of the next round of keys. Call with the lock held."""
-        return self._sent(self._transfers.contribute(what, records, parts, body, priority))
+        scale = {} if call.scale == 1.0 else {"scale": call.scale}
+        what = "push of %s" % keys.named
+        return self._sent(self._transfers.push(what, keys, values, body=scale, priority=call.priority, lent=call.lent))
 
     def _sent(self, request: Request) -> Sent:
         """Return the outcome of a push that was sent. Call with the lock held."""
@@ -270,25 +248,8 @@ class DistBackend(Backend):
     def pull_rows(self, items: list[RowsItem], call: Call) -> Pending:
         with self._lock, self._link.span("row_sparse_pull", keys=len(items)):
             self._flush()
-            held = [
-                (wanted_rows(record, self._transfers.layouts[record.key], rows), record, rows)
-                for record, rows, _ in items
-            ]
-            parts = [part for found, _, _ in held for part in found]
-            packed = self._transfers.ask(parts, call.priority)
-            request = self._link.send("row_sparse_pull of %s" % named(record.key for record, _, _ in items), packed)
-
-        def take(replies: tuple[Message, ...]) -> Notes:
-            targets = [RowTarget(record, len(rows)) for _, record, rows in held]
-            # By the part itself: a key may be asked for several times, with other rows each time.
-            where = {id(part): target for (found, _, _), target in zip(held, targets, strict=True) for part in found}
-            for part, values in answers(packed, replies):
-                assert part.rows is not None
-                where[id(part)].write(part.rows, values)
-            for (_, _, give), target in zip(items, targets, strict=True):
-                give(target.values)
-            return said(skipped_in(replies))
-
+            what = "row_sparse_pull of %s" % named(record.key for record, _, _ in items)
+            request, take = self._transfers.pull_rows(what, items, priority=call.priority)
         return Sent(request, self._link, self.lifetime.late, take)
 
     # What a push does
@@ -326,7 +287,7 @@ class DistBackend(Backend):
     def load(self, folder: str) -> None:
         self._drain()
         with self._lock:
-            keys = {key: (layout.number, layout.size) for key, layout in self._transfers.layouts.items()}
+            keys = {key: (its[0].key, its[-1].end) for key, its in self._transfers.shards.items()}
         residuals, rounds = saving.load(self._link, folder, keys)
         with self._lock:
             # One here, also of a store that compressed each device's part.
@@ -337,7 +298,7 @@ class DistBackend(Backend):
 
     def _numbers(self) -> dict[Key, int]:
         """Return each key's number in messages."""
-        return {key: layout.number for key, layout in self._transfers.layouts.items()}
+        return {key: its[0].key for key, its in self._transfers.shards.items()}
 
     def stats(self) -> list[dict[str, Any]]:
         return self._link.servers("stats", Kind.STATS)
@@ -365,7 +326,7 @@ class DistBackend(Backend):
         self._link.together("join", Kind.JOIN)
         # All have joined, so no round is open: the next push of everybody is the round after the last.
         by_number = {number: key for key, number in self._numbers().items()}
-        holders = {piece.server for layout in self._transfers.layouts.values() for piece in layout.shards}
+        holders = {shard.server for its in self._transfers.shards.values() for shard in its}
         answers = self._link.servers("join", Kind.ROUNDS, ranks=sorted(holders))
         with self._lock:
             for number, done in (pair for answer in answers for pair in answer["rounds"]):

@@ -22,7 +22,6 @@ from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps.pending import Pending as Request
 from distrun_runtime.ps.role import SCHEDULER_LINK
 from distrun_runtime.ps.session import Session
-from distrun_runtime.store.requests import Packed
 
 TAKE_BACK_S = 10.0
 """How long a call that is left waiting for the other workers waits for the scheduler's word that it is taken back."""
@@ -108,10 +107,6 @@ class Link:
         with self._lock:
             self._calls += 1
             return self._calls
-
-    def send(self, what: str, packed: Sequence[Packed]) -> Request:
-        """Send messages to servers; `what` is the call, for people."""
-        return self.node.ask(what, [(one.link, one.message) for one in packed])
 
     def call(self, what: str, kind: Kind, body: dict[str, Any], after: Sequence[Request] = ()) -> Request:
         """Ask the scheduler, once `after` are done."""
