@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from forgetful import Forgetful
+
 from distrun_runtime.arrays import find as devices
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ps.config import Config
@@ -101,8 +103,10 @@ class Cluster:
         over: str = "zmq",
         network: InprocNetwork | None = None,
         imports: tuple[str, ...] = (),
+        forget_every: int = 0,
         **changes: Any,
     ) -> None:
+        """`forget_every`: servers do not know the bucket of every so many-th message that names one (`Forgetful`)."""
         self.network = network or InprocNetwork()
         self._over = over
         self._changes = {"workers": workers, "servers": servers, **changes}
@@ -118,6 +122,8 @@ class Cluster:
         for rank in range(servers):
             node = config("server", rank=rank, root_port=self.root_port, **self._changes)
             transport = self._transport(node)
+            if forget_every:
+                transport = Forgetful(transport, forget_every)
             self.transports["server-%d" % rank] = transport
             self._start("server-%d" % rank, server_loop(node, transport, bind(transport, node), imports))
 

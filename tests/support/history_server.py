@@ -353,15 +353,24 @@ class History:
         return self.hear("w%d" % rank, data(Kind.INIT, self._pieces(given, 0), body={"assign": True}))
 
     def push(
-        self, rank: int, number: int, given: Values, *, codec: str = "", changes: Any = None, **body: Any
+        self,
+        rank: int,
+        number: int,
+        given: Values,
+        *,
+        codec: str = "",
+        changes: Any = None,
+        request: int = 0,
+        **body: Any,
     ) -> list[Sent]:
         """Let a worker push values for a round. With a codec they are encoded, or are payloads already (bytes).
 
         Arguments:
             changes: fields of all pieces to be replaced: what a mistaken worker would send.
+            request: number of a request that is sent again.
         """
         pieces = self._pieces(given, number, codec, body.get("codec", {}), changes)
-        return self.hear("w%d" % rank, data(Kind.PUSH, pieces, body=body))
+        return self.hear("w%d" % rank, data(Kind.PUSH, pieces, body=body, request=request))
 
     def skip(self, rank: int, number: int, *names: str, note: Any = None, changes: Any = None) -> list[Sent]:
         """Let a worker skip a round of keys."""
@@ -377,16 +386,29 @@ class History:
         codec: str = "",
         rows: Sequence[int] | None = None,
         changes: Any = None,
+        request: int = 0,
         **body: Any,
     ) -> list[Sent]:
-        """Let a worker pull keys as of a round; with `rows` only these."""
+        """Let a worker pull keys as of a round; with `rows` only these. `request` is as for `push`."""
         carried = codec_number("rows" if rows is not None else codec)
         payload = None if rows is None else rows_of(rows)
         pieces = [
             replace(self._piece(name, number), **{"codec": carried, "payload": payload, **(changes or {})})
             for name in names or ("a",)
         ]
-        return self.hear("w%d" % rank, data(Kind.PULL, pieces, body=body))
+        return self.hear("w%d" % rank, data(Kind.PULL, pieces, body=body, request=request))
+
+    def by_bucket(
+        self, kind: Kind, rank: int, bucket: int, step: int, values: Any = None, *, request: int = 0
+    ) -> list[Sent]:
+        """Let a worker push or pull the entries of a bucket, so many rounds later; `values` are end to end."""
+        payloads = [] if values is None else [raw(np.asarray(values, np.float32))]
+        return self.hear("w%d" % rank, Message(kind, bucket=bucket, step=step, payloads=payloads, request=request))
+
+    def register(self, rank: int, bucket: int, number: int, given: Values, *, request: int = 0) -> list[Sent]:
+        """Let a worker push values for a round, and have their entries remembered as a bucket."""
+        pieces = self._pieces(given, number)
+        return self.hear("w%d" % rank, data(Kind.PUSH, pieces, bucket=bucket, request=request))
 
     def ask(self, rank: int, kind: Kind, store: int = 1, **body: Any) -> list[Sent]:
         """Let a worker ask for something that is about no key: STATS, ROUNDS, PROFILE."""

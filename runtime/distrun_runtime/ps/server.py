@@ -17,6 +17,7 @@ Saved states, rules, counters and profiles are in `control`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -275,6 +276,9 @@ class Server:
         return self._data(link, rank, store, message)
 
     def _data(self, link: str, rank: int, store: Store, message: Message) -> list[role.Action]:
+        missed = self._missed(rank, store, message)
+        if missed:
+            return [role.Send(link, refusal(message, missed, again=True))]
         entries, shards, wrong = self._entries(rank, store, message)
         if message.bucket and len(message.entries) and (shards >= 0).all():
             # Entries that travelled name the rounds of the bucket's step 0. Also if the push is refused: later ones
@@ -292,6 +296,25 @@ class Server:
         if message.payloads and entries["codec"].any() and np.isin(entries["codec"], tuple(checks.READ_FIRST)).any():
             return [role.Work(work.Check(link, rank, batch), True)]
         return self._accept(link, rank, batch)
+
+    def _missed(self, rank: int, store: Store, message: Message) -> str:
+        """Return why a message has to be sent again; empty: it does not.
+
+        A bucket that is not known here may be of any keys. So what the worker sends behind such a message has to come
+        again as well, in its order: nothing of it is done before.
+        """
+        expected = store.again.get(rank)
+        if expected and expected[0] == message.request:
+            expected.popleft()  # Again, and in its turn; what is wrong with it now is an error.
+            return ""
+        if expected:
+            wrong = "%s expects an earlier message of worker-%d again first" % (self.me.name, rank)
+        elif len(message.entries) or not message.bucket or (rank, store.number, message.bucket) in self._buckets:
+            return ""
+        else:
+            wrong = "bucket %d is not known to %s" % (message.bucket, self.me.name)
+        store.again.setdefault(rank, deque()).append(message.request)
+        return wrong
 
     def _entries(self, rank: int, store: Store, message: Message) -> tuple[Array, Array, str]:
         """Return the entries of a message, their shards (-1: there is none), and what is wrong with its bucket."""

@@ -8,6 +8,7 @@ of a message. What is rare (a failed update, a skipped round) is in dictionaries
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple, Optional
 
@@ -107,6 +108,9 @@ class Store:
         """Shard to skipped round to the notes of its workers; only as long as it may be pulled."""
         self.pending: dict[int, dict[tuple[int, int], int]] = {}
         """In async: shard to (worker, push) whose update waits for norms, to its staleness."""
+
+        self.again: dict[int, deque[int]] = {}
+        """Worker to the requests that it was asked to send again, in their order: one named an unknown bucket."""
 
     # The table
 

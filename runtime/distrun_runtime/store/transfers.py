@@ -115,8 +115,7 @@ class Transfers:
     ) -> Request:
         rounds = self._rounds[route.numbers] + 1
         self._rounds[route.numbers] = rounds
-        messages = [self._message(Kind.PUSH, each, rounds, body, priority) for each in loaded]
-        request = self._link.node.ask(what, messages)
+        request = self._send(what, Kind.PUSH, loaded, rounds, body=body, priority=priority)
         portions = [portion for portion, _, _ in loaded]
         for portion in portions:
             portion.carried_by = request
@@ -208,10 +207,21 @@ class Transfers:
         return request, take
 
     def _ask(self, what: str, route: Route, loaded: Sequence[Loaded], priority: int) -> Request:
-        rounds = self._rounds[route.numbers]
-        return self._link.node.ask(what, [self._message(Kind.PULL, each, rounds, {}, priority) for each in loaded])
+        return self._send(what, Kind.PULL, loaded, self._rounds[route.numbers], body={}, priority=priority)
 
     # Messages
+
+    def _send(
+        self, what: str, kind: Kind, loaded: Sequence[Loaded], rounds: Array, *, body: Mapping[str, Any], priority: int
+    ) -> Request:
+        def entries_of(number: int) -> Array:
+            """Return the entries of a message whose bucket a server does not know. In the node's thread."""
+            portion, _, place = loaded[number]
+            self._buckets.forget([portion])
+            return portion.named(rounds, place)
+
+        messages = [self._message(kind, each, rounds, body, priority) for each in loaded]
+        return self._link.node.ask(what, messages, entries_of=entries_of)
 
     def _message(
         self, kind: Kind, loaded: Loaded, rounds: Array, body: Mapping[str, Any], priority: int
@@ -292,10 +302,8 @@ def _fill(
             raise KVError("%s answered with %d bytes of values, expected %d" % (portion.link, found, expected))
         portion.scatter(reply.payloads, flat)
     for item, (value, arrays) in enumerate(zip(flat, outs, strict=True)):
-        if item not in kept:
-            for array in arrays:
-                if array is not value:
-                    array[...] = value
+        if item not in kept and (len(arrays) > 1 or (arrays and value is not arrays[0])):
+            _copy_out(value, arrays)
     return _said(skipped)
 
 
@@ -327,6 +335,12 @@ def _decoded(portion: Portion, reply: Message) -> Iterator[Array]:
 def _contiguous(out: Array) -> Array:
     """Return an output if runs of elements can be written to it, else an array of its shape that takes them."""
     return out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
+
+
+def _copy_out(value: Array, arrays: Sequence[Array]) -> None:
+    for array in arrays:
+        if array is not value:
+            array[...] = value
 
 
 def _skipped_in(replies: Sequence[Message]) -> dict[int, Notes]:
