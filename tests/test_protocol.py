@@ -26,7 +26,7 @@ from distrun_runtime.errors import WireError
 from distrun_runtime.ops import rows as rowcodec
 from distrun_runtime.ops.compression import CODECS
 from distrun_runtime.protocol import message
-from distrun_runtime.protocol.handshake import Acceptor, Identity, Opener
+from distrun_runtime.protocol.handshake import Acceptor, NodeIdentity, Opener
 from distrun_runtime.protocol.message import DTYPES, Entry, Kind, Message, Payload, entries_of, payloads_of, rows_of
 from distrun_runtime.ps import publish
 from distrun_runtime.ps.replies import refusal
@@ -36,8 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "protocol.md").read_text("utf-8")
 GOLDEN = dict(re.findall(r"^<!-- golden (\w+) -->\n```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 
-WORKER = Identity("calm-otter-7f3", "worker", 1, 0, "d2", 4711, "tcp://10.0.0.2:40001", 2, 1)
-SERVER = Identity("calm-otter-7f3", "server", 0, 0, "d1", 4242, "tcp://10.0.0.1:40000", 2, 1)
+WORKER = NodeIdentity("calm-otter-7f3", "worker", 1, 0, "d2", 4711, "tcp://10.0.0.2:40001", 2, 1)
+SERVER = NodeIdentity("calm-otter-7f3", "server", 0, 0, "d1", 4242, "tcp://10.0.0.1:40000", 2, 1)
 TOKEN = b"2b7e151628aed2a6abf7158809cf4f3c"
 OPENER, ACCEPTOR = "0f" * 16, "f0" * 16
 PLAN = Plan(

@@ -25,7 +25,7 @@ from distrun_runtime.ops import compression
 from distrun_runtime.ops import rows as rowcodec
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.protocol import message as protocol
-from distrun_runtime.protocol.handshake import Acceptor, Identity, Opener
+from distrun_runtime.protocol.handshake import Acceptor, NodeIdentity, Opener
 from distrun_runtime.protocol.message import DTYPE_CODES, DTYPES, Entry, Kind, Message, Payload
 from distrun_runtime.ps import role
 from distrun_runtime.transport.base import Arrived, Down, Event, Rejected, Up
@@ -189,9 +189,9 @@ class Reading:
         self.is_over = False
 
 
-def node(kind: str, rank: int, workers: int = 2, servers: int = 1) -> Identity:
+def node(kind: str, rank: int, workers: int = 2, servers: int = 1) -> NodeIdentity:
     """Return a node of the test's job."""
-    return Identity("test-job", kind, rank, 0, "d1", 5, "tcp://10.0.0.%d:1" % (rank + 1), workers, servers)
+    return NodeIdentity("test-job", kind, rank, 0, "d1", 5, "tcp://10.0.0.%d:1" % (rank + 1), workers, servers)
 
 
 class History:
@@ -318,7 +318,7 @@ class History:
         """Whom the server called does not take its credentials."""
         return self.step(Rejected(link, why))
 
-    def enter(self, link: str, who: Identity) -> str:
+    def enter(self, link: str, who: NodeIdentity) -> str:
         """Let a node connect and prove itself; return why it was refused, or an empty text."""
         opener = Opener(who, TOKEN, "aa")
         [challenge] = self.step(Arrived(link, self._frames(opener.hello())))

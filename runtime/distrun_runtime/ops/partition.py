@@ -52,7 +52,7 @@ def shards(index: int, size: int, servers: int, bound: int) -> tuple[Shard, ...]
     """Return the shards of one value, in the order of their offsets; together they cover it once.
 
     Arguments:
-        index: the value's placement number (Record.index); any integer.
+        index: the value's placement number (`KeyRecord.index`); any integer.
         size: elements of the value, at least 0.
         servers: number of servers, at least 1.
         bound: values of fewer elements live on one server, all others are cut over all of them; at least 1.

@@ -29,7 +29,7 @@ from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.ops.partition import Shard
-from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import (
     NO_ENTRIES,
     Kind,
@@ -123,7 +123,7 @@ class Server:
         self._deadline.set(now + self._config.start_timeout_s)
         return [role.Connect(role.SCHEDULER_LINK, self._config.root_endpoint)]
 
-    def admit(self, peer: Identity) -> str:
+    def admit(self, peer: NodeIdentity) -> str:
         """Return why `peer` may not connect: only workers and servers of this job do."""
         if peer.job != self.me.job:
             return "%s belongs to job %r, %s to job %r" % (peer, peer.job, self.me.name, self.me.job)

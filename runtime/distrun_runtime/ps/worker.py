@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.errors import KVError, PeerLost, Refused, RuleError, RuntimeFault, TimedOut, because_of
-from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.config import Config
@@ -70,7 +70,7 @@ class Worker:
 
     def __init__(self, config: Config, endpoint: str, ready: Pending) -> None:
         self.me = config.identity(endpoint)
-        self.servers: list[Identity] = []
+        self.servers: list[NodeIdentity] = []
         """By rank; known when `ready` is resolved."""
         self._config = config
         self._ready = ready
@@ -92,7 +92,7 @@ class Worker:
         self._deadline.set(now + self._config.start_timeout_s)
         return [role.Connect(role.SCHEDULER_LINK, self._root)]
 
-    def admit(self, peer: Identity) -> str:
+    def admit(self, peer: NodeIdentity) -> str:
         """Return why `peer` may not connect."""
         return "" if peer.job == self.me.job else "%s belongs to job %r" % (peer, peer.job)
 

@@ -12,18 +12,18 @@ from distrun_runtime.errors import RuntimeFault
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import DTYPE_CODES, Kind, Message, Payload
 from distrun_runtime.ps.routing import Route, mxnet_shards, shards_on
-from distrun_runtime.store.base import Record, Value
-from distrun_runtime.store.compress import Compressor, Setting
-from distrun_runtime.store.link import Link
+from distrun_runtime.store.base import KeyRecord, Value
+from distrun_runtime.store.compress import Compression, Compressor
+from distrun_runtime.store.link import StoreLink
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
 
-Placed = tuple[Record, tuple[Shard, ...]]
+Placed = tuple[KeyRecord, tuple[Shard, ...]]
 """A key's record and its shards."""
 
 
 def declare(
-    link: Link, what: str, number: int, items: Sequence[tuple[Key, Value]], compressor: Compressor
+    link: StoreLink, what: str, number: int, items: Sequence[tuple[Key, Value]], compressor: Compressor
 ) -> tuple[int, list[Placed]]:
     """Declare new keys and return what the workers agreed on: each key's record and its shards.
 
@@ -32,7 +32,7 @@ def declare(
     Raises:
         KVError: the workers differ; names key, workers and what each has.
     """
-    records = [Record.of(key, 0, value) for key, value in items]
+    records = [KeyRecord.of(key, 0, value) for key, value in items]
     body = {"records": [_described(record, compressor) for record in records]}
     made, reply = link.agree(what, Kind.KEYS, number, body)
     servers = reply.get("servers") or [None] * len(reply["keys"])
@@ -41,12 +41,12 @@ def declare(
     placed = []
     for key, value in items:
         number, index, where = places[_text(key)]
-        record = Record.of(key, index, value)
+        record = KeyRecord.of(key, index, value)
         placed.append((record, _shards(link, record, number, where, compressor)))
     return made, placed
 
 
-def declare_again(link: Link, what: str, number: int, records: Sequence[Record], compressor: Compressor) -> int:
+def declare_again(link: StoreLink, what: str, number: int, records: Sequence[KeyRecord], compressor: Compressor) -> int:
     """Declare that keys which exist are given another value; return the call's number.
 
     Raises:
@@ -57,7 +57,11 @@ def declare_again(link: Link, what: str, number: int, records: Sequence[Record],
 
 
 def fill(
-    link: Link, what: str, number: int, placed: Sequence[tuple[Record, tuple[Shard, ...], Value]], facts: dict[str, Any]
+    link: StoreLink,
+    what: str,
+    number: int,
+    placed: Sequence[tuple[KeyRecord, tuple[Shard, ...], Value]],
+    facts: dict[str, Any],
 ) -> None:
     """Send rank 0's values to the servers, and tell the scheduler when they are there.
 
@@ -95,7 +99,7 @@ def fill(
 
 
 def _shards(
-    link: Link, record: Record, number: int, servers: Sequence[int] | None, compressor: Compressor
+    link: StoreLink, record: KeyRecord, number: int, servers: Sequence[int] | None, compressor: Compressor
 ) -> tuple[Shard, ...]:
     """Return a key's shards: on the servers that the scheduler says, or where MXNet has them."""
     row_size = record.row_size if record.is_sparse else 0
@@ -108,7 +112,7 @@ def _shards(
     return mxnet_shards(value, record.index, servers=count, bound=bound, factor=factor)
 
 
-def _described(record: Record, compressor: Compressor) -> dict[str, Any]:
+def _described(record: KeyRecord, compressor: Compressor) -> dict[str, Any]:
     """Return what workers have to agree on."""
     return {
         "key": record.key,
@@ -119,14 +123,14 @@ def _described(record: Record, compressor: Compressor) -> dict[str, Any]:
     }
 
 
-def _compression(setting: Setting | None) -> str:
+def _compression(setting: Compression | None) -> str:
     if setting is None:
         return ""
     params = ["%s=%g" % pair for pair in sorted(setting.params.items())]
     return " ".join([setting.type, *params, *(["two_way"] if setting.two_way else [])])
 
 
-def _facts_of(records: Mapping[int, Record]) -> dict[str, Any]:
+def _facts_of(records: Mapping[int, KeyRecord]) -> dict[str, Any]:
     """Return what a server has to know of the keys of a message, by their numbers."""
     rows = {str(number): record.row_size for number, record in records.items() if record.is_sparse}
     return {

@@ -25,9 +25,9 @@ from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Kind, Message, 
 from distrun_runtime.ps.pending import Pending as Request
 from distrun_runtime.ps.routing import Buckets, Portion, Route, portions_of
 from distrun_runtime.ps.shards import Notes
-from distrun_runtime.store.base import Record, Selection, Value
-from distrun_runtime.store.compress import Compressor, Setting
-from distrun_runtime.store.link import Link
+from distrun_runtime.store.base import KeyRecord, Selection, Value
+from distrun_runtime.store.compress import Compression, Compressor
+from distrun_runtime.store.link import StoreLink
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
 
@@ -58,7 +58,7 @@ class _Routes:
 class Transfers:
     """What one store sends to the servers. Threads: one at a time, but for what a `Take` does."""
 
-    def __init__(self, link: Link, compressor: Compressor) -> None:
+    def __init__(self, link: StoreLink, compressor: Compressor) -> None:
         self._link = link
         self._compressor = compressor
         self.shards: dict[Key, tuple[Shard, ...]] = {}
@@ -169,7 +169,7 @@ class Transfers:
         return request, lambda replies: _fill(route, keys.records, outs, replies, own)
 
     def pull_rows(
-        self, what: str, items: Sequence[tuple[Record, Array, Callable[[Array], None]]], *, priority: int
+        self, what: str, items: Sequence[tuple[KeyRecord, Array, Callable[[Array], None]]], *, priority: int
     ) -> tuple[Request, Take]:
         """Ask for rows of keys, of which one may be there several times; return as `pull`.
 
@@ -266,7 +266,7 @@ class Transfers:
         return Route.of(shards, [record.shape for record in keys.records], hows)
 
 
-def _how(setting: Setting | None) -> How:
+def _how(setting: Compression | None) -> How:
     """Return how values travel that are compressed by a setting; None: they are not."""
     return PLAIN if setting is None else How(setting.number, setting.params)
 
@@ -275,13 +275,13 @@ def _dense(value: Value) -> Array:
     return value.to_dense() if isinstance(value, RowSparse) else value
 
 
-def _has_rows(record: Record) -> bool:
+def _has_rows(record: KeyRecord) -> bool:
     """Whether values of a key travel by rows. Rows of no elements do not."""
     return record.is_sparse and record.row_size > 0
 
 
 def _fill(
-    route: Route, records: Sequence[Record], outs: Sequence[Sequence[Array]], replies: Sequence[Message], own: bool
+    route: Route, records: Sequence[KeyRecord], outs: Sequence[Sequence[Array]], replies: Sequence[Message], own: bool
 ) -> Notes:
     """Write the answers of a pull into its outputs."""
     skipped = _skipped_in(replies)

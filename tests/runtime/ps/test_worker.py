@@ -9,15 +9,15 @@ import pytest
 from cluster import config
 
 from distrun_runtime.errors import KVError, PeerLost, Refused, RuleError, RuntimeFault, TimedOut
-from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Entry, Flag, Kind, Message, entries_of
 from distrun_runtime.ps import role
 from distrun_runtime.ps.pending import Pending
 from distrun_runtime.ps.worker import Goodbye, Request, Worker
 
 
-def node(kind: str, rank: int) -> Identity:
-    return Identity("test-job", kind, rank, 0, "d%d" % rank, 5, "tcp://10.0.0.%d:1" % rank, 2, 2)
+def node(kind: str, rank: int) -> NodeIdentity:
+    return NodeIdentity("test-job", kind, rank, 0, "d%d" % rank, 5, "tcp://10.0.0.%d:1" % rank, 2, 2)
 
 
 class Rig:
@@ -410,5 +410,5 @@ def test_a_stray_answer_to_bye_does_no_harm() -> None:
 def test_only_nodes_of_the_job_may_connect() -> None:
     worker = Rig().worker
     assert worker.admit(node("worker", 0)) == ""
-    stranger = Identity("other", "worker", 0, 0, "d", 1, "", 2, 2)
+    stranger = NodeIdentity("other", "worker", 0, 0, "d", 1, "", 2, 2)
     assert worker.admit(stranger) == "worker-0@d (pid 1) belongs to job 'other'"

@@ -15,8 +15,8 @@ from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import DTYPE_CODES, Entry, Flag, Message, Payload, rows_of
 from distrun_runtime.ps.pending import Pending
 from distrun_runtime.ps.routing import mxnet_shards
-from distrun_runtime.store.base import Record, Selection
-from distrun_runtime.store.compress import Compressor, Setting
+from distrun_runtime.store.base import KeyRecord, Selection
+from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.transfers import Transfers
 
@@ -31,10 +31,10 @@ class Sending:
         self.asked: list[tuple[str, Message]] = []
         self.compressor = Compressor()
         if setting is not None:
-            self.compressor.set(Setting.of(setting))
+            self.compressor.set(Compression.of(setting))
         link: Any = SimpleNamespace(store=1, node=SimpleNamespace(ask=self._ask))
         self.transfers = Transfers(link, self.compressor)
-        self.records = {name: Record.of(name, number, value) for number, (name, value) in enumerate(values.items())}
+        self.records = {name: KeyRecord.of(name, number, value) for number, (name, value) in enumerate(values.items())}
         for number, record in enumerate(self.records.values()):
             rows = record.row_size if record.is_sparse else 0
             whole = Shard(0, 0, record.size, number, DTYPE_CODES[record.dtype], rows)
@@ -88,11 +88,11 @@ def test_a_call_follows_a_change_of_the_setting() -> None:
     assert [message.entries["codec"].tolist() for message in sending.push(WIDE)] == [[1]]
     sending.pull(WIDE.copy())
     assert sending.asked[0][1].entries["codec"].tolist() == [0]
-    sending.compressor.set(Setting.of({"type": "fp16", "two_way": True}))
+    sending.compressor.set(Compression.of({"type": "fp16", "two_way": True}))
     assert [message.entries["codec"].tolist() for message in sending.push(WIDE)] == [[3]]
     sending.pull(WIDE.copy())
     assert sending.asked[0][1].entries["codec"].tolist() == [3]
-    sending.compressor.set(Setting())
+    sending.compressor.set(Compression())
     assert [message.entries["codec"].tolist() for message in sending.push(WIDE)] == [[0]]
 
 
