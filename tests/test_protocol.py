@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,18 @@ from distrun_runtime.errors import WireError
 from distrun_runtime.ops import rows as rowcodec
 from distrun_runtime.ops.compression import CODECS
 from distrun_runtime.protocol import message
-from distrun_runtime.protocol.handshake import Acceptor, Identity, Opener
+from distrun_runtime.protocol.handshake import Acceptor, NodeIdentity, Opener
 from distrun_runtime.protocol.message import DTYPES, Entry, Kind, Message, Payload, entries_of, payloads_of, rows_of
 from distrun_runtime.ps import publish
+from distrun_runtime.ps.replies import refusal
 from distrun_runtime.transport.admission import credentials
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "protocol.md").read_text("utf-8")
 GOLDEN = dict(re.findall(r"^<!-- golden (\w+) -->\n```\w+\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 
-WORKER = Identity("calm-otter-7f3", "worker", 1, 0, "d2", 4711, "tcp://10.0.0.2:40001", 2, 1)
-SERVER = Identity("calm-otter-7f3", "server", 0, 0, "d1", 4242, "tcp://10.0.0.1:40000", 2, 1)
+WORKER = NodeIdentity("calm-otter-7f3", "worker", 1, 0, "d2", 4711, "tcp://10.0.0.2:40001", 2, 1)
+SERVER = NodeIdentity("calm-otter-7f3", "server", 0, 0, "d1", 4242, "tcp://10.0.0.1:40000", 2, 1)
 TOKEN = b"2b7e151628aed2a6abf7158809cf4f3c"
 OPENER, ACCEPTOR = "0f" * 16, "f0" * 16
 PLAN = Plan(
@@ -125,6 +127,11 @@ def test_golden_push_that_registers_a_bucket_and_the_next_one_of_it() -> None:
     values = [np.frombuffer(each or b"", "<f4").tolist() for each in payloads_of(heard.entries, heard.payloads)]
     assert values == [[1], [2, 3]]
     check("push_step", push(12, [], bucket=3, step=1, payloads=[np.array([4, 5, 6], "<f4").tobytes()]))
+
+
+def test_golden_refusal_of_a_push_that_is_to_be_sent_again() -> None:
+    sent = refusal(push(12, [], bucket=3, step=1), "bucket 3 is not known to server-0", again=True)
+    check("push_again", replace(sent, role=2, rank=0))
 
 
 @pytest.mark.parametrize(

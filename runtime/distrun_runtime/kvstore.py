@@ -9,7 +9,8 @@ with kvstore.create("dist_sync") as kv:
 """
 
 # All public calls of a store are in this file. Each brings its arguments to one form and checks them against what
-# `init` recorded; then the store's backend (`store.base.Backend`) does the work. If a check fails, nothing was changed.
+# `init` recorded; then the store's backend (`store.base.StoreBackend`) does the work. If a check fails, nothing was
+# changed.
 
 from __future__ import annotations
 
@@ -33,21 +34,21 @@ from distrun_runtime.ops import schedules as schedule
 from distrun_runtime.ops.params import did_you_mean
 from distrun_runtime.store import kinds, values
 from distrun_runtime.store.base import (
-    Backend,
-    Call,
+    CallOptions,
     Contribution,
-    Record,
+    KeyRecord,
     RowsItem,
     Selection,
+    StoreBackend,
     Updater,
     Value,
     missing,
     named,
     twice,
 )
-from distrun_runtime.store.compress import Setting
+from distrun_runtime.store.compress import Compression
 from distrun_runtime.store.kinds import TYPES, KVStoreBase
-from distrun_runtime.store.pending import Pending, Settled, Task
+from distrun_runtime.store.pending import BackgroundCall, CompletedCall, Pending
 from distrun_runtime.store.sparse import Lookup, RowSparse
 from distrun_runtime.store.values import Key
 
@@ -61,7 +62,7 @@ Folder = Union[str, "os.PathLike[str]"]
 Joiner = Callable[[Callable[[], None]], None]
 """joiner(join): makes a worker join, where that takes more than the store's own `join`."""
 
-Item = tuple[Record, Value]
+Item = tuple[KeyRecord, Value]
 
 SELECTED_KEYS = 1 << 20
 """Selections of keys are forgotten when they have more keys than this together."""
@@ -189,13 +190,13 @@ class KVStore(KVStoreBase):
     closes itself.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: StoreBackend) -> None:
         self._backend = backend
         self._lifetime = backend.lifetime
         self._lock = threading.Lock()
         """Guards what follows."""
-        self._records: dict[Key, Record] = {}
-        self._starting: dict[Key, Task] = {}
+        self._records: dict[Key, KeyRecord] = {}
+        self._starting: dict[Key, BackgroundCall] = {}
         """Keys whose init is under way, in order."""
         self._joiner: Joiner | None = None
         self._selections: dict[tuple[Key, ...], Selection] = {}
@@ -237,7 +238,7 @@ class KVStore(KVStoreBase):
         """
         self._ready()
         items = values.initial(key, value)
-        return self._begin(items, "init", wait) if items else Settled("init of no keys")
+        return self._begin(items, "init", wait) if items else CompletedCall("init of no keys")
 
     def broadcast(self, key: Keys, value: object, out: object, priority: int = 0, *, wait: bool = True) -> Pending:
         """`init`, then `pull` into `out`: every worker ends with rank 0's value. Once a key."""
@@ -245,17 +246,17 @@ class KVStore(KVStoreBase):
         first = values.initial(key, value)
         targets = values.outputs(key, out)
         # Before anything is stored: what does not fit now could not be corrected, as init works once.
-        shapes = {name: Record.of(name, 0, array) for name, array in first}
+        shapes = {name: KeyRecord.of(name, 0, array) for name, array in first}
         for name, arrays in targets:
             for array in arrays:
                 shapes[name].fit(array, "output")
-        call = Call(_numbers(priority)[0])
+        call = CallOptions(_numbers(priority)[0])
 
         def hand_out() -> None:
             keys = Selection(self._records[name] for name, _ in targets)
             self._backend.pull(keys, [arrays for _, arrays in targets], call).wait()
 
-        return self._begin(first, "broadcast", wait, hand_out) if first else Settled("broadcast of no keys")
+        return self._begin(first, "broadcast", wait, hand_out) if first else CompletedCall("broadcast of no keys")
 
     def assign(self, key: Keys, value: object, *, wait: bool = True) -> Pending:
         """Replace what keys hold by rank 0's values: `init` for keys that exist. Rule state and rounds go on.
@@ -272,9 +273,9 @@ class KVStore(KVStoreBase):
             for record, (one,) in self._fitting(given, "assigned value")
         ]
         if not items:
-            return Settled("assign of no keys")
+            return CompletedCall("assign of no keys")
         what = "assign of %s" % named(record.key for record, _ in items)
-        return self._together(what, lambda ticket: self._backend.assign(items, ticket), wait)
+        return self._together(what, lambda call_number: self._backend.assign(items, call_number), wait)
 
     def push(self, key: Keys, value: object, priority: int = 0, *, wait: bool = True, scale: float = 1.0) -> Pending:
         """Contribute the sum of the given values of each key; they may be overwritten when this returns.
@@ -291,9 +292,9 @@ class KVStore(KVStoreBase):
         self._ready()
         number, factor = _numbers(priority, scale)
         keys, given, own = self._given(key, value, factor)
-        call = Call(number, own or not wait, factor)
+        call = CallOptions(number, own or not wait, factor)
         if not keys.records:
-            return Settled("push of no keys")
+            return CompletedCall("push of no keys")
         pending = self._backend.push(keys, given, call)
         # Never waits for the others; but what is already known to be wrong is raised here.
         return _awaited(pending, wait and pending.is_done)
@@ -308,8 +309,10 @@ class KVStore(KVStoreBase):
         """
         self._ready()
         keys, outs = self._outputs(key, out)
-        call = Call(_numbers(priority)[0], waits=wait)
-        return _awaited(self._backend.pull(keys, outs, call), wait) if keys.records else Settled("pull of no keys")
+        call = CallOptions(_numbers(priority)[0], waits=wait)
+        return (
+            _awaited(self._backend.pull(keys, outs, call), wait) if keys.records else CompletedCall("pull of no keys")
+        )
 
     def pushpull(
         self,
@@ -330,9 +333,9 @@ class KVStore(KVStoreBase):
             by_key = dict(zip((record.key for record in targets.records), outs, strict=True))
             outs = [by_key[record.key] for record in keys.records]
         # Lent also when it waits: it returns when the result is there.
-        call = Call(number, True, factor)
+        call = CallOptions(number, True, factor)
         if not keys.records:
-            return Settled("pushpull of no keys")
+            return CompletedCall("pushpull of no keys")
         return _awaited(self._backend.pushpull(keys, given, outs, call), wait)
 
     def row_sparse_pull(
@@ -357,8 +360,8 @@ class KVStore(KVStoreBase):
             [(record.key, target, rows) for record, lookup in lookups for target, rows in lookup.outputs]
         )
         items: list[RowsItem] = [(record, lookup.rows, lookup.take) for record, lookup in lookups]
-        call = Call(_numbers(priority)[0])
-        return _awaited(self._backend.pull_rows(items, call), wait) if items else Settled("pull of no rows")
+        call = CallOptions(_numbers(priority)[0])
+        return _awaited(self._backend.pull_rows(items, call), wait) if items else CompletedCall("pull of no rows")
 
     def skip_round(self, key: Keys, note: Mapping[str, Any], *, wait: bool = True) -> Pending:
         """Contribute nothing to the next round of keys, and have all workers skip it: the values stay as they are.
@@ -372,7 +375,7 @@ class KVStore(KVStoreBase):
         """
         self._ready()
         records = [self._record(name) for name in values.keys_of(key)]
-        return _awaited(self._backend.skip(records, note), wait) if records else Settled("skip_round of no keys")
+        return _awaited(self._backend.skip(records, note), wait) if records else CompletedCall("skip_round of no keys")
 
     def check_push(self, key: Keys, value: object) -> None:
         """Return if compression would take what is to be pushed; nothing is sent. For trainers, which push in parts.
@@ -463,7 +466,7 @@ class KVStore(KVStoreBase):
             KVError: unknown type or parameter; or a `local` store, in which nothing is sent.
         """
         self._ready()
-        setting = Setting.of(params)
+        setting = Compression.of(params)
         self._backend.compress(setting, None if keys is None else values.keys_of(keys))
 
     def is_capable(self, capability: str) -> bool:
@@ -613,8 +616,8 @@ class KVStore(KVStoreBase):
     ) -> Pending:
         """Initialise keys, then call `then`."""
 
-        def body(ticket: int) -> None:
-            self._start(items, ticket)
+        def body(call_number: int) -> None:
+            self._start(items, call_number)
             if then is not None:
                 then()
 
@@ -627,8 +630,8 @@ class KVStore(KVStoreBase):
         with self._backend.exclusive():
             with self._lock:
                 self._check_new(new)
-                ticket = self._backend.reserve()
-                task = Task(what, lambda: body(ticket), self._lifetime.late)
+                call_number = self._backend.reserve()
+                task = BackgroundCall(what, lambda: body(call_number), self._lifetime.late)
                 self._starting.update(dict.fromkeys(new, task))
                 # Behind those that are under way, so that all workers make them in one order.
                 queued = self._backend.is_shared and not (wait and line.is_idle)
@@ -646,10 +649,10 @@ class KVStore(KVStoreBase):
             if name in self._records or name in self._starting:
                 raise KVError(twice(name, self._records.get(name)))
 
-    def _start(self, items: list[tuple[Key, Value]], ticket: int) -> None:
-        records: list[Record] = []
+    def _start(self, items: list[tuple[Key, Value]], call_number: int) -> None:
+        records: list[KeyRecord] = []
         try:
-            records = self._backend.init(items, ticket)
+            records = self._backend.init(items, call_number)
             self._backend.reducer.know(records)
         finally:
             with self._lock:
@@ -659,7 +662,7 @@ class KVStore(KVStoreBase):
 
     # Whether values fit their keys
 
-    def _record(self, key: Key) -> Record:
+    def _record(self, key: Key) -> KeyRecord:
         """Return the record of a key; of one whose init is under way, when that is done."""
         with self._lock:
             record, starting = self._records.get(key), self._starting.get(key)
@@ -688,7 +691,7 @@ class KVStore(KVStoreBase):
                 raise KVError("%s%s" % (err, hint)) from None
         return [(record, [_stored_as(record, value) for value in each]) for record, each in items]
 
-    def _targets(self, outs: list[tuple[Key, list[Array]]]) -> list[tuple[Record, list[Array]]]:
+    def _targets(self, outs: list[tuple[Key, list[Array]]]) -> list[tuple[KeyRecord, list[Array]]]:
         items = [(self._record(name), arrays) for name, arrays in outs]
         for record, arrays in items:
             for array in arrays:
@@ -731,7 +734,7 @@ class KVStore(KVStoreBase):
         # Equal keys may be of other types: True, numpy's integers.
         return found if found is not None and set(map(type, names)) == {type(found.records[0].key)} else None
 
-    def _selected(self, key: Keys, records: list[Record]) -> Selection:
+    def _selected(self, key: Keys, records: list[KeyRecord]) -> Selection:
         """Return the selection of these records, and keep it if it is that of the keys as they were given."""
         keys = Selection(records)
         names = tuple(key) if isinstance(key, (list, tuple)) else (key,)
@@ -778,7 +781,7 @@ def _numbers(priority: int, scale: float = 1.0) -> tuple[int, float]:
     return number, factor
 
 
-def _scalable(records: Iterable[Record], scale: float) -> None:
+def _scalable(records: Iterable[KeyRecord], scale: float) -> None:
     """Return if values of all these records can be multiplied by a scale."""
     for record in records if scale != 1 else ():
         if not dtypes.is_float(record.dtype):
@@ -793,7 +796,7 @@ def _path(folder: Folder) -> str:
     return os.fspath(folder)
 
 
-def _stored_as(record: Record, value: Value) -> Value:
+def _stored_as(record: KeyRecord, value: Value) -> Value:
     """Return a value in the form in which the key's values are pushed."""
     if record.is_sparse:
         return value if isinstance(value, RowSparse) else RowSparse(value, np.arange(record.shape[0]), record.shape)

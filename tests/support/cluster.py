@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from forgetful import Forgetful
 from scripted_transport import Stepped
 
 from distrun_runtime.arrays import find as devices
@@ -109,8 +110,10 @@ class Cluster:
         over: str = "zmq",
         network: InprocNetwork | None = None,
         imports: tuple[str, ...] = (),
+        forget_every: int = 0,
         **changes: Any,
     ) -> None:
+        """`forget_every`: servers do not know the bucket of every so many-th message that names one (`Forgetful`)."""
         self.network = network or InprocNetwork()
         self._over = over
         self._changes = {"workers": workers, "servers": servers, **changes}
@@ -126,6 +129,8 @@ class Cluster:
         for rank in range(servers):
             node = config("server", rank=rank, root_port=self.root_port, **self._changes)
             transport = self._transport(node)
+            if forget_every:
+                transport = Forgetful(transport, forget_every)
             self.transports["server-%d" % rank] = transport
             self._start("server-%d" % rank, server_loop(node, transport, bind(transport, node), imports))
 
@@ -203,11 +208,11 @@ class Cluster:
 
 def shards_of(kv: Any, key: Any) -> tuple[Any, ...]:
     """Return the shards of a key, as this worker knows them."""
-    found: tuple[Any, ...] = kv._backend._transfers.layouts[key].shards
+    found: tuple[Any, ...] = kv._backend._transfers.shards[key]
     return found
 
 
 def rounds_of(kv: Any) -> dict[Any, int]:
     """Return the round of this worker's last push of each key."""
     transfers = kv._backend._transfers
-    return {key: transfers.round_of(key) for key in transfers.layouts}
+    return {key: transfers.round_of(key) for key in transfers.shards}

@@ -25,7 +25,7 @@ from distrun_runtime.ops import compression
 from distrun_runtime.ops import rows as rowcodec
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.protocol import message as protocol
-from distrun_runtime.protocol.handshake import Acceptor, Identity, Opener
+from distrun_runtime.protocol.handshake import Acceptor, NodeIdentity, Opener
 from distrun_runtime.protocol.message import DTYPE_CODES, DTYPES, Entry, Kind, Message, Payload
 from distrun_runtime.ps import role
 from distrun_runtime.transport.base import Arrived, Down, Event, Rejected, Up
@@ -189,9 +189,9 @@ class Reading:
         self.is_over = False
 
 
-def node(kind: str, rank: int, workers: int = 2, servers: int = 1) -> Identity:
+def node(kind: str, rank: int, workers: int = 2, servers: int = 1) -> NodeIdentity:
     """Return a node of the test's job."""
-    return Identity("test-job", kind, rank, 0, "d1", 5, "tcp://10.0.0.%d:1" % (rank + 1), workers, servers)
+    return NodeIdentity("test-job", kind, rank, 0, "d1", 5, "tcp://10.0.0.%d:1" % (rank + 1), workers, servers)
 
 
 class History:
@@ -318,7 +318,7 @@ class History:
         """Whom the server called does not take its credentials."""
         return self.step(Rejected(link, why))
 
-    def enter(self, link: str, who: Identity) -> str:
+    def enter(self, link: str, who: NodeIdentity) -> str:
         """Let a node connect and prove itself; return why it was refused, or an empty text."""
         opener = Opener(who, TOKEN, "aa")
         [challenge] = self.step(Arrived(link, self._frames(opener.hello())))
@@ -353,15 +353,24 @@ class History:
         return self.hear("w%d" % rank, data(Kind.INIT, self._pieces(given, 0), body={"assign": True}))
 
     def push(
-        self, rank: int, number: int, given: Values, *, codec: str = "", changes: Any = None, **body: Any
+        self,
+        rank: int,
+        number: int,
+        given: Values,
+        *,
+        codec: str = "",
+        changes: Any = None,
+        request: int = 0,
+        **body: Any,
     ) -> list[Sent]:
         """Let a worker push values for a round. With a codec they are encoded, or are payloads already (bytes).
 
         Arguments:
             changes: fields of all pieces to be replaced: what a mistaken worker would send.
+            request: number of a request that is sent again.
         """
         pieces = self._pieces(given, number, codec, body.get("codec", {}), changes)
-        return self.hear("w%d" % rank, data(Kind.PUSH, pieces, body=body))
+        return self.hear("w%d" % rank, data(Kind.PUSH, pieces, body=body, request=request))
 
     def skip(self, rank: int, number: int, *names: str, note: Any = None, changes: Any = None) -> list[Sent]:
         """Let a worker skip a round of keys."""
@@ -377,16 +386,29 @@ class History:
         codec: str = "",
         rows: Sequence[int] | None = None,
         changes: Any = None,
+        request: int = 0,
         **body: Any,
     ) -> list[Sent]:
-        """Let a worker pull keys as of a round; with `rows` only these."""
+        """Let a worker pull keys as of a round; with `rows` only these. `request` is as for `push`."""
         carried = codec_number("rows" if rows is not None else codec)
         payload = None if rows is None else rows_of(rows)
         pieces = [
             replace(self._piece(name, number), **{"codec": carried, "payload": payload, **(changes or {})})
             for name in names or ("a",)
         ]
-        return self.hear("w%d" % rank, data(Kind.PULL, pieces, body=body))
+        return self.hear("w%d" % rank, data(Kind.PULL, pieces, body=body, request=request))
+
+    def by_bucket(
+        self, kind: Kind, rank: int, bucket: int, step: int, values: Any = None, *, request: int = 0
+    ) -> list[Sent]:
+        """Let a worker push or pull the entries of a bucket, so many rounds later; `values` are end to end."""
+        payloads = [] if values is None else [raw(np.asarray(values, np.float32))]
+        return self.hear("w%d" % rank, Message(kind, bucket=bucket, step=step, payloads=payloads, request=request))
+
+    def register(self, rank: int, bucket: int, number: int, given: Values, *, request: int = 0) -> list[Sent]:
+        """Let a worker push values for a round, and have their entries remembered as a bucket."""
+        pieces = self._pieces(given, number)
+        return self.hear("w%d" % rank, data(Kind.PUSH, pieces, bucket=bucket, request=request))
 
     def ask(self, rank: int, kind: Kind, store: int = 1, **body: Any) -> list[Sent]:
         """Let a worker ask for something that is about no key: STATS, ROUNDS, PROFILE."""

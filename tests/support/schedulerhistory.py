@@ -8,14 +8,14 @@ from typing import Any
 from cluster import config
 
 from distrun_runtime.ops.optimizers import RuleSpec
-from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Flag, Kind, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.scheduler import Scheduler
 
 
-def node(kind: str, rank: int = -1, host: str = "d1", pid: int = 1, **changes: Any) -> Identity:
-    usual = Identity("test-job", kind, rank, 0, host, pid, "tcp://10.0.0.1:1", 2, 1)
+def node(kind: str, rank: int = -1, host: str = "d1", pid: int = 1, **changes: Any) -> NodeIdentity:
+    usual = NodeIdentity("test-job", kind, rank, 0, host, pid, "tcp://10.0.0.1:1", 2, 1)
     return replace(usual, **changes)
 
 

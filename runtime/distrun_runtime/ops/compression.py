@@ -183,7 +183,7 @@ class OneBit(Codec):
         return quantize.one_bit_decode(payload, n)
 
 
-class Half(Codec):
+class Fp16(Codec):
     """float16, rounded to nearest even: half of the bytes. What is too large becomes infinite: loss scaling sees it."""
 
     name, number, has_residual = "fp16", 3, False
@@ -239,7 +239,7 @@ class ScaledOneBit(Codec):
         return quantize.scaled_decode(payload, n)
 
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (TwoBit(), OneBit(), Half(), TopK(), ScaledOneBit())}
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (TwoBit(), OneBit(), Fp16(), TopK(), ScaledOneBit())}
 """The codecs by name."""
 
 BY_NUMBER: dict[int, Codec] = {codec.number: codec for codec in CODECS.values()}

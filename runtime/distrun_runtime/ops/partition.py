@@ -1,42 +1,58 @@
-"""How a value is cut over the servers: which server holds which elements. Pure functions.
+"""The shards of a value: what one is, and MXNet's placement of them on the servers. No side effects.
 
-Source: the placement of MXNet's distributed KVStore and of ps-lite, number for number. We differ in three points:
-an index may be negative or of any size (there the 32-bit product overflowed), a slice of no elements is left out
-(there every server got one), and the last slice always ends at the value's last element.
+A `Shard` is the unit of names, placement, rounds and arithmetic, from the worker that cuts a value to the server that
+has it. How values are cut and placed by default is in `ps.routing`; here is the placement of MXNet's distributed
+KVStore and of ps-lite, number for number (`DISTRUN_PARTITION=mxnet`). It differs in three points: an index may be
+negative or of any size (there the 32-bit product overflowed), a shard of no elements is left out (there every server
+got one), and the last shard always ends at the value's last element.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Iterable
+from typing import NamedTuple
 
 SPREAD = 9973
 """A prime; consecutive indices fall on different servers unless their number is a multiple of it."""
 
-PIECE_BYTES = 4 * 1024 * 1024
-"""Upper limit of one piece on the wire, in bytes."""
 
-
-@dataclass(frozen=True)
-class Shard:
-    """A run of elements of one value (flat, C order) and the server that holds it."""
+class Shard(NamedTuple):
+    """A run of elements of one value (flat, C order) on one server. A value that is not cut yet is one shard, too."""
 
     server: int
+    """Rank of the server that has it."""
     offset: int
+    """Its first element in the value."""
     length: int
+    """In elements."""
+    key: int = -1
+    """Number of its key in messages; -1: the key is not declared yet."""
+    dtype: int = 0
+    """Code of its element type (`protocol.message.DTYPES`)."""
+    row_size: int = 0
+    """Elements of a row; 0: the value is dense, or its rows have no elements."""
 
     @property
     def end(self) -> int:
         """The element after the last one."""
         return self.offset + self.length
 
+    @property
+    def first_row(self) -> int:
+        """Its first row in a row-sparse value."""
+        return self.offset // self.row_size
+
+    @property
+    def row_count(self) -> int:
+        """Number of rows in it, of a row-sparse value."""
+        return self.length // self.row_size
+
 
 def shards(index: int, size: int, servers: int, bound: int) -> tuple[Shard, ...]:
     """Return the shards of one value, in the order of their offsets; together they cover it once.
 
     Arguments:
-        index: the value's placement number (Record.index); any integer.
+        index: the value's placement number (`KeyRecord.index`); any integer.
         size: elements of the value, at least 0.
         servers: number of servers, at least 1.
         bound: values of fewer elements live on one server, all others are cut over all of them; at least 1.
@@ -75,23 +91,6 @@ def row_shards(index: int, rows: int, row_size: int, servers: int, bound: int) -
     if rows * row_size < bound:
         return shards(index, rows * row_size, servers, bound)
     return _shards_at([_edge(rows, servers, i) * row_size for i in range(servers)] + [rows * row_size])
-
-
-def pieces(parts: Iterable[Shard], itemsize: int, limit_bytes: int = PIECE_BYTES, unit: int = 1) -> tuple[Shard, ...]:
-    """Return the same shards, cut into runs of at most `limit_bytes` (but at least one unit), in order.
-
-    Arguments:
-        itemsize: the size of one element in bytes.
-        unit: elements that stay together, such as a row; lengths of shards are multiples of it.
-
-    A shard of length 0 stays one piece.
-    """
-    step = max(1, limit_bytes // (itemsize * max(1, unit))) * max(1, unit)
-    return tuple(
-        Shard(server=part.server, offset=offset, length=min(step, part.end - offset))
-        for part in parts
-        for offset in (range(part.offset, part.end, step) if part.length else (part.offset,))
-    )
 
 
 def _shards_at(edges: list[int]) -> tuple[Shard, ...]:

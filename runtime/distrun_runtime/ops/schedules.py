@@ -178,7 +178,7 @@ class MultiFactor(Schedule):
         self._number("factor", self.factor, low=0.0, high=1.0)
 
 
-class _Ending(Schedule):
+class _BoundedSchedule(Schedule):
     """A schedule that comes to its last rate at update `max_update`."""
 
     max_update: int
@@ -194,7 +194,7 @@ class _Ending(Schedule):
 
 
 @dataclass(frozen=True)
-class Poly(_Ending):
+class Poly(_BoundedSchedule):
     """From `base_lr` to `final_lr` at update `max_update`, as (1 - share of the way) ** `pwr`; `final_lr` after it."""
 
     type = "poly"
@@ -215,7 +215,7 @@ class Poly(_Ending):
 
 
 @dataclass(frozen=True)
-class Cosine(_Ending):
+class Cosine(_BoundedSchedule):
     """From `base_lr` to `final_lr` at update `max_update`, as (1 + cos(pi * share of the way)) / 2; then `final_lr`."""
 
     type = "cosine"

@@ -35,7 +35,7 @@ _REASON_LIMIT = 500
 
 
 @dataclass(frozen=True)
-class Identity:
+class NodeIdentity:
     """Who a node says it is."""
 
     job: str
@@ -66,7 +66,7 @@ class Identity:
 class Opener:
     """The side that connects. Feed it what comes back; it says what to send."""
 
-    def __init__(self, me: Identity, token: bytes, nonce: str, calls: str = "") -> None:
+    def __init__(self, me: NodeIdentity, token: bytes, nonce: str, calls: str = "") -> None:
         self._me = me
         self._token = token
         self._nonce = nonce
@@ -99,12 +99,12 @@ class Opener:
 class Acceptor:
     """The side that was connected to; one for each connection."""
 
-    def __init__(self, me: Identity, token: bytes, nonce: str) -> None:
+    def __init__(self, me: NodeIdentity, token: bytes, nonce: str) -> None:
         self._me = me
         self._token = token
         self._mine: Mapping[str, Any] = {"nonce": nonce, "role": me.role, "rank": me.rank}
         self._theirs = ""
-        self.peer: Identity | None = None
+        self.peer: NodeIdentity | None = None
         """Who the other side says it is; proven once `verdict` has said WELCOME."""
 
     def challenge(self, hello: Message) -> Message:
@@ -126,7 +126,7 @@ class Acceptor:
             body["proof"] = _proof(self._token, "acceptor", self._theirs, self._mine, self.peer)
         return Message(Kind.CHALLENGE, body=body)
 
-    def verdict(self, proof: Message, admit: Callable[[Identity], str]) -> Message:
+    def verdict(self, proof: Message, admit: Callable[[NodeIdentity], str]) -> Message:
         """Return WELCOME or REFUSED. `admit` gives the reason against a proven node; empty: it may come in."""
         if self.peer is None:
             return refused("PROOF without HELLO")
@@ -153,7 +153,7 @@ def _auth_reason(token: bytes, theirs: object, who: str) -> str:
     return ""
 
 
-def _resend_reason(me: Identity, peer: Identity) -> str:
+def _resend_reason(me: NodeIdentity, peer: NodeIdentity) -> str:
     if me.resends == peer.resends:
         return ""
     return "%s runs with PS_RESEND=%d and %s with PS_RESEND=%d: set it alike for all nodes of a job" % (
@@ -162,8 +162,8 @@ def _resend_reason(me: Identity, peer: Identity) -> str:
     )
 
 
-def _identity(body: Mapping[str, Any]) -> Identity:
-    who = Identity(
+def _identity(body: Mapping[str, Any]) -> NodeIdentity:
+    who = NodeIdentity(
         job=_text(body, "job"),
         role=_text(body, "role"),
         rank=_whole(body, "rank", low=-1),
@@ -194,7 +194,7 @@ def _whole(body: Mapping[str, Any], name: str, low: int = 0) -> int:
     return value
 
 
-def _proof(token: bytes, label: str, opener: str, acceptor: Mapping[str, Any], who: Identity) -> str:
+def _proof(token: bytes, label: str, opener: str, acceptor: Mapping[str, Any], who: NodeIdentity) -> str:
     transcript = [label, opener, acceptor.get("nonce"), acceptor.get("role"), acceptor.get("rank")]
     transcript += [who.job, who.role, who.rank, who.incarnation, who.host, who.pid, who.endpoint]
     transcript += [who.workers, who.servers]

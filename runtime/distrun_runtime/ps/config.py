@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from distrun_runtime.contract import address, environ
 from distrun_runtime.errors import ContractError
-from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.transport.base import Heartbeat, endpoint
 from distrun_runtime.transport.faults import NO_FAULTS, Faults
 
@@ -70,9 +70,9 @@ class Config:
         """Where the scheduler listens, `tcp://address:port`."""
         return endpoint(self.root, self.root_port)
 
-    def identity(self, endpoint: str, rank: int | None = None) -> Identity:
+    def identity(self, endpoint: str, rank: int | None = None) -> NodeIdentity:
         """Return how this node introduces itself."""
-        return Identity(
+        return NodeIdentity(
             job=self.job,
             role=self.role,
             rank=self.rank if rank is None else rank,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role, statefile, work
 from distrun_runtime.ps.profile import Recorder
@@ -20,7 +20,7 @@ Stores = dict[int, Store]
 class Control:
     """Answers these requests; None: it is not one of them."""
 
-    def __init__(self, me: Callable[[], Identity], counters: Counters, recorder: Recorder) -> None:
+    def __init__(self, me: Callable[[], NodeIdentity], counters: Counters, recorder: Recorder) -> None:
         self._me = me
         self._counters = counters
         self._recorder = recorder

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.shards import Failure, Turn
@@ -113,7 +113,7 @@ class Peers:
         self._endpoints: dict[str, str] = {}
         self._called: set[str] = set()
 
-    def learn(self, nodes: Sequence[Identity], rank: int) -> None:
+    def learn(self, nodes: Sequence[NodeIdentity], rank: int) -> None:
         """Take in the job's roster; `rank` is ours."""
         self._endpoints = {node.name: node.endpoint for node in nodes if node.role == "server" and node.rank != rank}
 

@@ -15,7 +15,7 @@ import numpy as np
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.ops import compression as codecs
-from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Kind, Message, payloads_of
 from distrun_runtime.ps import checks, role, work
 from distrun_runtime.ps.replies import refusal
@@ -63,7 +63,7 @@ class Pulls:
         workers: how many workers the job has.
     """
 
-    def __init__(self, me: Callable[[], Identity], workers: int) -> None:
+    def __init__(self, me: Callable[[], NodeIdentity], workers: int) -> None:
         self._me = me
         self._workers = workers
         self._open: dict[int, Pull] = {}

@@ -15,13 +15,16 @@ def answer(request: Message, body: Mapping[str, Any] | None = None) -> Message:
     return Message(request.kind, Flag.REPLY, store=request.store, request=request.request, body=body or {})
 
 
-def refusal(request: Message, reason: str, error: str = "KVError", traceback: str = "", who: str = "") -> Message:
+def refusal(
+    request: Message, reason: str, error: str = "KVError", traceback: str = "", *, who: str = "", again: bool = False
+) -> Message:
     """Return the reply that says why not; the caller raises `error`, a class of distrun_runtime.errors.
 
     Arguments:
         who: the name of the node that is lost, if that is why.
+        again: nothing of the request was done, and it is to be sent again under its number, with its entries.
     """
-    more = {name: text for name, text in (("traceback", traceback), ("who", who)) if text}
+    more = {name: text for name, text in (("traceback", traceback), ("who", who), ("again", again)) if text}
     body = {"reason": reason, "error": error, **more}
     flags = Flag.REPLY | Flag.ERROR
     return Message(request.kind, flags, store=request.store, request=request.request, body=body)

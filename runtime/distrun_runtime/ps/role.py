@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, Union
 
 from distrun_runtime.errors import RuntimeFault
-from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Message
 
 Link = str
@@ -33,7 +33,7 @@ class Welcomed:
     """A connection is proven: `peer` is who is there."""
 
     link: Link
-    peer: Identity | None
+    peer: NodeIdentity | None
     """None on a connection that we opened: we knew whom we called."""
 
 
@@ -184,7 +184,7 @@ class Role(Protocol):
     """A scheduler, server or worker as the loop sees it."""
 
     @property
-    def me(self) -> Identity:
+    def me(self) -> NodeIdentity:
         """Who this node is; its rank may become known later."""
         ...
 
@@ -192,7 +192,7 @@ class Role(Protocol):
         """Return what to do first."""
         ...
 
-    def admit(self, peer: Identity) -> str:
+    def admit(self, peer: NodeIdentity) -> str:
         """Return why a proven peer may not come in; empty: it may."""
         ...
 

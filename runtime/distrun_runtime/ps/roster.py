@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Message
 from distrun_runtime.ps.replies import refusal
 from distrun_runtime.ps.role import Action, Send
@@ -25,7 +25,7 @@ class Member:
     """A node that was welcomed."""
 
     link: str
-    who: Identity
+    who: NodeIdentity
     state: str = ALIVE
 
 
@@ -36,7 +36,7 @@ class Roster:
         self.expected = {"worker": workers, "server": servers}
         self.members: dict[str, Member] = {}
 
-    def against(self, peer: Identity) -> str:
+    def against(self, peer: NodeIdentity) -> str:
         """Return why `peer` may not join; empty: it may."""
         if peer.role not in self.expected:
             return "%s: this job has its scheduler already" % peer
@@ -57,7 +57,7 @@ class Roster:
             return "all %d %ss have registered: %s" % (count, peer.role, _names(member.who for member in present))
         return ""
 
-    def add(self, link: str, peer: Identity) -> None:
+    def add(self, link: str, peer: NodeIdentity) -> None:
         """Add a node that `against` said nothing about."""
         self.members[link] = Member(link, peer)
 
@@ -111,7 +111,7 @@ class Roster:
         return "waiting for " + "; ".join(parts)
 
 
-def _names(who: Iterable[Identity]) -> str:
+def _names(who: Iterable[NodeIdentity]) -> str:
     return ", ".join("%s@%s" % (peer.name, peer.host) for peer in who)
 
 
@@ -119,10 +119,10 @@ def _count(number: int, noun: str) -> str:
     return "%d %s%s" % (number, noun, "" if number == 1 else "s")
 
 
-def from_json(value: Sequence[dict[str, Any]]) -> list[Identity]:
+def from_json(value: Sequence[dict[str, Any]]) -> list[NodeIdentity]:
     """Return the nodes of a ROSTER message; members that we do not know are ignored."""
-    names = [each.name for each in fields(Identity)]
-    return [Identity(**{name: node[name] for name in names}) for node in value]
+    names = [each.name for each in fields(NodeIdentity)]
+    return [NodeIdentity(**{name: node[name] for name in names}) for node in value]
 
 
 # Queries to all servers

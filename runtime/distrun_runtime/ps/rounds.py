@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Kind, Message, rows_of
 from distrun_runtime.ps import role, work
 from distrun_runtime.ps.norms import Norms, Part, Peers
@@ -36,7 +36,7 @@ class Rounds:
         pulls: those that wait; they are told of every change.
     """
 
-    def __init__(self, me: Callable[[], Identity], workers: int, counters: Counters, pulls: Pulls) -> None:
+    def __init__(self, me: Callable[[], NodeIdentity], workers: int, counters: Counters, pulls: Pulls) -> None:
         self.peers = Peers()
         """The other servers of the job."""
         self._me = me

@@ -4,17 +4,19 @@ A value is cut into shards of at most `SHARD_BYTES`, alike on all paths. The sch
 registered: the largest first, each on the server with the fewest bytes; shards that are placed never move. With
 `DISTRUN_PARTITION=mxnet` shards lie where MXNet has them (`ops.partition`).
 
-A call with the same keys comes again every step. Its `Route` is worked out once: for each server the messages
-(`Portion`), the entries of each, and how the bytes of the values are gathered into it and scattered from its answer.
-This module is the one owner of how much a message carries.
+Every data call goes by portions: a `Portion` is what one message carries. A call with the same keys comes again every
+step, so its `Route` is worked out once: for each server the messages, the entries of each, and how the bytes of the
+values are gathered into it and scattered from its answer. What a push or pull of some rows carries depends on the
+rows, so its portions are made for each call. This module is the one owner of how much a message carries.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,11 +24,13 @@ import numpy as np
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.ops import partition
+from distrun_runtime.ops.compression import NONE, ROWS
 from distrun_runtime.ops.partition import Shard
-from distrun_runtime.protocol.message import DTYPE_CODES, ENTRY, Payload
+from distrun_runtime.ops.reduce import PLAIN, How
+from distrun_runtime.protocol.message import DTYPE_SIZES, DTYPES, ENTRY, Payload
 from distrun_runtime.ps.pending import Pending as Request
 
-__all__ = ["Layout", "Portion", "Route", "cut", "mxnet_layout", "place"]
+__all__ = ["Buckets", "Portion", "Route", "cut", "mxnet_shards", "place", "portions_of", "shards_on"]
 
 SHARD_BYTES = 1024 * 1024
 """The most that one shard has, unless one row is longer."""
@@ -50,20 +54,6 @@ BUCKETS = 64
 """How many lists of entries a server remembers of one worker."""
 BUCKET_ENTRIES = 8
 """A message of fewer entries names them each time."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the shards of one key are."""
-
-    number: int
-    """The key's number in messages."""
-    shards: tuple[Shard, ...]
-
-    @property
-    def size(self) -> int:
-        """Elements of the key."""
-        return sum(shard.length for shard in self.shards)
 
 
 def cut(size: int, itemsize: int, row_size: int = 0) -> list[tuple[int, int]]:
@@ -100,37 +90,43 @@ def place(sizes: Sequence[int], loads: list[int]) -> list[int]:
     return servers
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What a layout depends on of a key."""
-
-    size: int
-    itemsize: int
-    row_size: int = 0
-    """Elements of a row; 0: the value is dense, or its rows have no elements."""
-    rows: int = 0
-
-
-def mxnet_layout(number: int, index: int, of: Shape, *, servers: int, bound: int, factor: int = 1) -> Layout:
-    """Return the layout that MXNet's arithmetic gives.
+def shards_on(value: Shard, servers: Sequence[int]) -> tuple[Shard, ...]:
+    """Return the shards of a value on the servers that the scheduler has placed them on, in the order of offsets.
 
     Arguments:
+        value: the whole of it, as one shard.
+    """
+    runs = cut(value.length, DTYPES[value.dtype].itemsize, value.row_size)
+    what = (value.key, value.dtype, value.row_size)
+    return tuple(Shard(int(server), *run, *what) for server, run in zip(servers, runs, strict=True))
+
+
+def mxnet_shards(value: Shard, index: int, *, servers: int, bound: int, factor: int = 1) -> tuple[Shard, ...]:
+    """Return the shards of a value where MXNet's arithmetic has them, in the order of offsets.
+
+    Arguments:
+        value: the whole of it, as one shard.
         index: the key's place in the order of declaration, or the key itself if it is an int.
         bound: elements from which a value is cut over all servers.
         factor: elements that the key's codec puts into a word, which is not cut.
     """
-    if of.rows:
-        shards = partition.row_shards(index, of.rows, of.row_size, servers, bound)
-        return Layout(number, partition.pieces(shards, of.itemsize, SHARD_BYTES, unit=of.row_size))
-    if factor > 1:
-        shards = partition.compressed_shards(index, of.size, servers, bound, factor)
+    size, row_size = value.length, value.row_size
+    if row_size:
+        placed = partition.row_shards(index, size // row_size, row_size, servers, bound)
+    elif factor > 1:
+        placed = partition.compressed_shards(index, size, servers, bound, factor)
     else:
-        shards = partition.shards(index, of.size, servers, bound)
-    return Layout(number, partition.pieces(shards, of.itemsize, SHARD_BYTES))
+        placed = partition.shards(index, size, servers, bound)
+    itemsize, what = DTYPES[value.dtype].itemsize, (value.key, value.dtype, row_size)
+    return tuple(
+        Shard(part.server, part.offset + offset, length, *what)
+        for part in placed
+        for offset, length in cut(part.length, itemsize, row_size)
+    )
 
 
 @dataclass(frozen=True)
-class _Few:
+class _Small:
     """Small values of one message, end to end."""
 
     items: list[int]
@@ -142,7 +138,7 @@ class _Few:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Slice:
     """A run of one larger value."""
 
     item: int
@@ -152,16 +148,21 @@ class _Piece:
 
 @dataclass(eq=False)
 class Portion:
-    """What one message of a call carries: shards on one server, of one dtype."""
+    """What one message of a call carries: shards on one server, of one dtype, that travel alike."""
 
     link: str
     server: int
     dtype: DType
+    how: How
+    """How values become payloads. Plain ones (`gather`, `scatter`) are packed; of others each shard has a frame."""
     entries: Array
     """Without rounds and payloads."""
     keys: Array
     """For each entry the place of its key in the call."""
-    parts: list[_Few | _Piece]
+    places: list[int]
+    """Unless plain: for each entry the place of its shard in what `portions_of` was given."""
+    parts: list[_Small | _Slice]
+    """If plain: where the elements are in the values of the call."""
     size: int
     """Elements."""
     bucket: int = 0
@@ -171,7 +172,13 @@ class Portion:
     carried_by: Request | None = None
     """The last push that carried it."""
     _copy: Array | None = None
-    """Room for the elements of a push whose values are not lent; memory that was written once is written again."""
+    """Holds the elements of a push whose values are not lent; memory that was written once is written again."""
+
+    def shards(self) -> Iterator[tuple[int, Shard]]:
+        """Yield each shard with the place of its key in the call, in the order of the entries."""
+        columns = (self.entries[name].tolist() for name in ("offset", "length", "key", "dtype"))
+        for item, *shard in zip(self.keys.tolist(), *columns, strict=True):
+            yield item, Shard(self.server, *shard)
 
     def named(self, rounds: Array, payload: Payload) -> Array:
         """Return the entries of a message.
@@ -195,10 +202,10 @@ class Portion:
             return [self._copied(values).view(np.uint8).data] if self.size else [b""]
         frames: list[Buffer] = []
         for part in self.parts:
-            if isinstance(part, _Few):
-                few = np.empty(part.size, self.dtype)
-                _join(part, values, few)
-                frames.append(few.view(np.uint8).data)
+            if isinstance(part, _Small):
+                joined = np.empty(part.size, self.dtype)
+                _join(part, values, joined)
+                frames.append(joined.view(np.uint8).data)
             else:
                 flat = values[part.item].reshape(-1)[part.begin : part.end]
                 frames.append(np.ascontiguousarray(flat).view(np.uint8).data)
@@ -210,8 +217,8 @@ class Portion:
         self._copy = copy
         at = 0
         for part in self.parts:
-            size = part.size if isinstance(part, _Few) else part.end - part.begin
-            if isinstance(part, _Few):
+            size = part.size if isinstance(part, _Small) else part.end - part.begin
+            if isinstance(part, _Small):
                 _join(part, values, copy[at : at + size])
             else:
                 copy[at : at + size] = values[part.item].reshape(-1)[part.begin : part.end]
@@ -222,7 +229,7 @@ class Portion:
         """Write the elements of an answer into outputs that are C-contiguous, by place."""
         given = _Elements(payloads, self.dtype)
         for part in self.parts:
-            if isinstance(part, _Piece):
+            if isinstance(part, _Slice):
                 outs[part.item].reshape(-1)[part.begin : part.end] = given.take(part.end - part.begin)
                 continue
             flat = given.take(part.size)
@@ -233,9 +240,9 @@ class Portion:
                     outs[item][...] = values
 
 
-def _join(few: _Few, values: Sequence[Array], out: Array) -> None:
+def _join(small: _Small, values: Sequence[Array], out: Array) -> None:
     # One call for all of them; axis None takes arrays of any shapes, in C order.
-    np.concatenate([values[item] for item in few.items], axis=None, out=out)
+    np.concatenate([values[item] for item in small.items], axis=None, out=out)
 
 
 class _Elements:
@@ -268,67 +275,123 @@ class Route:
 
     numbers: Array
     """The keys' numbers, int64."""
-    portions: list[Portion] = field(default_factory=list)
+    portions: list[Portion]
 
     @classmethod
-    def of(cls, layouts: Sequence[Layout], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[DType]) -> Route:
-        """Return the route of keys with these layouts, shapes and dtypes."""
-        rows = [
-            (item, shard.server, DTYPE_CODES[dtype], layout.number, shard.offset, shard.length)
-            for item, (layout, dtype) in enumerate(zip(layouts, dtypes, strict=True))
-            for shard in layout.shards
+    def of(
+        cls, shards: Sequence[tuple[Shard, ...]], shapes: Sequence[tuple[int, ...]], hows: Sequence[How] = ()
+    ) -> Route:
+        """Return the route of keys.
+
+        Arguments:
+            shards, shapes: of each key.
+            hows: how each key's values travel; empty: all plain. What is sent of keys that travel by rows depends on
+                the rows: such keys have no portion here (see `portions_of`).
+        """
+        placed = [
+            (item, shard) for item, its in enumerate(shards) if not hows or hows[item].codec != ROWS for shard in its
         ]
-        table = np.array(rows, np.int64).reshape(len(rows), 6)
-        table = table[np.lexsort((table[:, 4], table[:, 3], table[:, 2], table[:, 1]))]
-        route = cls(np.array([layout.number for layout in layouts], np.int64))
-        itemsizes = {DTYPE_CODES[dtype]: dtype.itemsize for dtype in set(dtypes)}
-        kinds = {DTYPE_CODES[dtype]: dtype for dtype in set(dtypes)}
-        for begin, end in _messages(table, itemsizes):
-            route.portions.append(_portion(table[begin:end], kinds[int(table[begin, 2])], shapes))
-        return route
+        numbers = np.array([its[0].key for its in shards], np.int64)
+        return cls(numbers, portions_of(placed, shapes, hows))
 
 
-def _messages(table: Array, itemsizes: dict[int, int]) -> Iterable[tuple[int, int]]:
-    """Yield the rows of each message: one server, one dtype, not too much."""
+def portions_of(
+    shards: Sequence[tuple[int, Shard]],
+    shapes: Sequence[tuple[int, ...]],
+    hows: Sequence[How] = (),
+    sizes: Sequence[int] = (),
+) -> list[Portion]:
+    """Return the messages that carry shards: each has one server, one dtype, one way to travel, and not too much.
+
+    Arguments:
+        shards: each with the place of its key in the call.
+        shapes: of each key of the call; needed for plain values only.
+        hows: how each key's values travel; empty: all plain.
+        sizes: bytes of each shard's payload, sent or answered; empty: those of its elements.
+    """
+    if not shards:
+        return []
+    table = np.array([(item, *shard) for item, shard in shards], np.int64)
+    column = {name: table[:, at] for at, name in enumerate(("item", *Shard._fields))}
+    kinds: list[How] = []
+    for how in hows or (PLAIN,):
+        if how not in kinds:
+            kinds.append(how)
+    ways = (
+        np.array([kinds.index(how) for how in hows], np.int64)[column["item"]] if hows else np.zeros_like(table[:, 0])
+    )
+    used = np.array(sizes, np.int64) if len(sizes) else column["length"] * DTYPE_SIZES[column["dtype"]]
+    order = np.lexsort((column["offset"], column["key"], ways, column["dtype"], column["server"]))
+    ends = _message_ends(np.stack([column["server"], column["dtype"], ways], axis=1)[order], used[order])
+    portions, begin = [], 0
+    for end in ends:
+        at = order[begin:end]
+        portions.append(_portion({name: values[at] for name, values in column.items()}, at, kinds[ways[at[0]]], shapes))
+        begin = end
+    return portions
+
+
+def _message_ends(labels: Array, sizes: Array) -> Iterable[int]:
+    """Yield where each message ends in a list of shards.
+
+    Arguments:
+        labels: (n, 3): a message holds shards of one label.
+        sizes: bytes of each.
+    """
     begin = used = 0
-    rows = table[:, (1, 2, 5)].tolist()
-    for at, (server, code, length) in enumerate(rows):
-        size = length * itemsizes[code]
-        is_other = at > begin and rows[begin][:2] != [server, code]
-        is_full = at > begin and (used + size > MESSAGE_BYTES or at - begin >= MESSAGE_ENTRIES)
-        if is_other or is_full:
-            yield begin, at
+    rows = labels.tolist()
+    for at, (label, size) in enumerate(zip(rows, sizes.tolist(), strict=True)):
+        is_full = used + size > MESSAGE_BYTES or at - begin >= MESSAGE_ENTRIES
+        if at > begin and (label != rows[begin] or is_full):
+            yield at
             begin, used = at, 0
         used += size
-    if len(rows) > begin:
-        yield begin, len(rows)
+    yield len(rows)
 
 
-def _portion(rows: Array, dtype: DType, shapes: Sequence[tuple[int, ...]]) -> Portion:
-    entries = np.zeros(len(rows), ENTRY)
-    for name, column in (("dtype", 2), ("key", 3), ("offset", 4), ("length", 5)):
-        entries[name] = rows[:, column]
-    parts: list[_Few | _Piece] = []
-    few: list[int] = []
+def _portion(shards: Mapping[str, Array], places: Array, how: How, shapes: Sequence[tuple[int, ...]]) -> Portion:
+    """Return the portion of some shards, of which each field is one array."""
+    server, dtype = int(shards["server"][0]), DTYPES[shards["dtype"][0]]
+    entries = np.zeros(len(places), ENTRY)
+    for name in ("dtype", "key", "offset", "length"):
+        entries[name] = shards[name]
+    entries["codec"] = how.codec
+    is_plain = how.codec == NONE
+    return Portion(
+        link="server-%d" % server,
+        server=server,
+        dtype=dtype,
+        how=how,
+        entries=entries,
+        keys=shards["item"],
+        places=[] if is_plain else places.tolist(),
+        parts=_parts(shards, dtype.itemsize, shapes) if is_plain else [],
+        size=int(shards["length"].sum()),
+    )
+
+
+def _parts(shards: Mapping[str, Array], itemsize: int, shapes: Sequence[tuple[int, ...]]) -> list[_Small | _Slice]:
+    """Return where the elements of plain shards are in the values of their call."""
+    parts: list[_Small | _Slice] = []
+    items: list[int] = []
 
     def close() -> None:
-        if few:
-            parts.append(_few(list(few), shapes))
-            few.clear()
+        if items:
+            parts.append(_small(list(items), shapes))
+            items.clear()
 
-    for item, _, _, _, offset, length in rows.tolist():
+    for item, offset, length in np.stack([shards["item"], shards["offset"], shards["length"]], axis=1).tolist():
         is_whole = offset == 0 and length == math.prod(shapes[item])
-        if is_whole and length * dtype.itemsize < DIRECT_BYTES:
-            few.append(item)
+        if is_whole and length * itemsize < DIRECT_BYTES:
+            items.append(item)
         else:
             close()
-            parts.append(_Piece(item, offset, offset + length))
+            parts.append(_Slice(item, offset, offset + length))
     close()
-    server = int(rows[0, 1])
-    return Portion("server-%d" % server, server, dtype, entries, rows[:, 0].copy(), parts, int(rows[:, 5].sum()))
+    return parts
 
 
-def _few(items: list[int], shapes: Sequence[tuple[int, ...]]) -> _Few:
+def _small(items: list[int], shapes: Sequence[tuple[int, ...]]) -> _Small:
     alike: list[tuple[int, int, int, tuple[int, ...]]] = []
     first = begin = size = 0
     for at, item in enumerate(items):
@@ -337,18 +400,35 @@ def _few(items: list[int], shapes: Sequence[tuple[int, ...]]) -> _Few:
             first, begin = at, size
         size += math.prod(shapes[item])
     alike.append((first, len(items), begin, shapes[items[first]]))
-    return _Few(items, size, alike)
+    return _Small(items, size, alike)
 
 
 class Buckets:
-    """Which lists of entries the servers know of this worker."""
+    """Which lists of entries the servers know of this worker. Threads: any."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._owners: dict[int, list[Portion | None]] = {}
         self._next: dict[int, int] = {}
 
-    def register(self, portion: Portion, rounds: Array) -> None:
-        """Have the message of a portion that is about to go tell its entries; step 0 is what it contributes to."""
+    def name(self, portion: Portion, rounds: Array, registers: bool) -> tuple[int, int]:
+        """Return bucket and step of a message that is about to go; bucket 0: it names its entries.
+
+        Arguments:
+            rounds: the round of each key of the call.
+            registers: whether the message may have the server remember its entries. If it does so, the step is -1:
+                entries and bucket both travel, and these rounds are those of the bucket's step 0.
+        """
+        with self._lock:
+            step = step_of(portion, rounds)
+            if step >= 0:
+                return portion.bucket, step
+            if not registers or len(portion.entries) < BUCKET_ENTRIES:
+                return 0, -1
+            self._register(portion, rounds)
+            return portion.bucket, -1
+
+    def _register(self, portion: Portion, rounds: Array) -> None:
         owners = self._owners.setdefault(portion.server, [None] * BUCKETS)
         number = self._next.get(portion.server, 0)
         self._next[portion.server] = (number + 1) % BUCKETS
@@ -359,12 +439,13 @@ class Buckets:
         portion.bucket, portion.base = number + 1, rounds[portion.keys]
 
     def forget(self, portions: Iterable[Portion]) -> None:
-        """A message failed: what its server knows of these portions is uncertain."""
-        for portion in portions:
-            owners = self._owners.get(portion.server, [])
-            if portion.bucket and owners[portion.bucket - 1] is portion:
-                owners[portion.bucket - 1] = None
-            portion.bucket, portion.base = 0, None
+        """Take it that servers do not know these portions: the next push of each names its entries again."""
+        with self._lock:
+            for portion in portions:
+                owners = self._owners.get(portion.server, [])
+                if portion.bucket and owners[portion.bucket - 1] is portion:
+                    owners[portion.bucket - 1] = None
+                portion.bucket, portion.base = 0, None
 
 
 def step_of(portion: Portion, rounds: Array) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distrun_runtime.contract.duration import duration
-from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.agreement import Call, CollectiveCalls, Rules
@@ -42,7 +42,7 @@ class Scheduler:
         self._roster = Roster(config.workers, config.servers)
         self._deadline = role.Deadline()
         self._report = role.Interval(REPORT_S)
-        self._early: list[tuple[str, Identity]] = []
+        self._early: list[tuple[str, NodeIdentity]] = []
         """Workers of the job's next script, which came while others still run the present one."""
         self._is_clearing = False
         self._broken = ""
@@ -79,7 +79,7 @@ class Scheduler:
             role.Log("INFO", "event=listening endpoint=%s workers=%d servers=%d" % (self.me.endpoint, *self._counts)),
         ]
 
-    def admit(self, peer: Identity) -> str:
+    def admit(self, peer: NodeIdentity) -> str:
         """Return why `peer` may not join the job."""
         if self._broken:
             return "the job is ending: %s" % self._broken
@@ -172,12 +172,12 @@ class Scheduler:
         """
         self._deadline.at = None if self._config.stays else now + self._config.start_timeout_s
 
-    def _is_successor(self, peer: Identity) -> bool:
+    def _is_successor(self, peer: NodeIdentity) -> bool:
         """Whether the worker of that rank has ended its script, so that this is the rank's next one."""
         ended = [member.who.rank for member in self._roster.of_role("worker") if member.state == LEFT]
         return self._config.stays and peer.role == "worker" and peer.rank in ended
 
-    def _register(self, link: str, peer: Identity, now: float) -> list[role.Action]:
+    def _register(self, link: str, peer: NodeIdentity, now: float) -> list[role.Action]:
         if self._is_successor(peer):
             self._early.append((link, peer))
             return [role.Log("INFO", "event=early node=%s pid=%d" % (peer.name, peer.pid))]
@@ -312,6 +312,6 @@ class Scheduler:
         return [role.Send(call.link, refusal(message, "the scheduler knows no %s" % message.kind.name))]
 
 
-def _line(event: str, who: Identity) -> role.Action:
+def _line(event: str, who: NodeIdentity) -> role.Action:
     fields = (event, who.name, who.host, who.pid, who.endpoint)
     return role.Log("INFO", "event=%s node=%s host=%s pid=%d endpoint=%s" % fields)

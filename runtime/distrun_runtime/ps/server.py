@@ -10,11 +10,14 @@ Here are the job, what messages say, and membership. What a push leads to is in 
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract.duration import duration
-from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.ops.partition import Shard
+from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import (
     NO_ENTRIES,
     Kind,
@@ -31,7 +34,7 @@ from distrun_runtime.ps.pulls import Pulls
 from distrun_runtime.ps.replies import answer, failed, refusal
 from distrun_runtime.ps.roster import from_json
 from distrun_runtime.ps.rounds import Rounds, words_of
-from distrun_runtime.ps.shards import Shard, Store
+from distrun_runtime.ps.shards import Store
 from distrun_runtime.ps.stats import Counters
 
 BYE_S = 2.0
@@ -69,7 +72,7 @@ class Server:
         self._deadline.set(now + self._config.start_timeout_s)
         return [role.Connect(role.SCHEDULER_LINK, self._config.root_endpoint)]
 
-    def admit(self, peer: Identity) -> str:
+    def admit(self, peer: NodeIdentity) -> str:
         """Return why `peer` may not connect: only workers and servers of this job do."""
         if peer.job != self.me.job:
             return "%s belongs to job %r, %s to job %r" % (peer, peer.job, self.me.name, self.me.job)
@@ -225,6 +228,9 @@ class Server:
         return self._data(link, rank, store, message)
 
     def _data(self, link: str, rank: int, store: Store, message: Message) -> list[role.Action]:
+        missed = self._missed(rank, store, message)
+        if missed:
+            return [role.Send(link, refusal(message, missed, again=True))]
         entries, shards, wrong = self._entries(rank, store, message)
         if message.bucket and len(message.entries) and (shards >= 0).all():
             # Entries that travelled name the rounds of the bucket's step 0. Also if the push is refused: later ones
@@ -242,6 +248,25 @@ class Server:
         if message.payloads and entries["codec"].any() and np.isin(entries["codec"], tuple(checks.READ_FIRST)).any():
             return [role.Work(work.Check(link, rank, batch), True, holds=link)]
         return self._accept(link, rank, batch)
+
+    def _missed(self, rank: int, store: Store, message: Message) -> str:
+        """Return why a message has to be sent again; empty: it does not.
+
+        A bucket that is not known here may be of any keys. So what the worker sends behind such a message has to come
+        again as well, in its order: nothing of it is done before.
+        """
+        expected = store.again.get(rank)
+        if expected and expected[0] == message.request:
+            expected.popleft()  # Again, and in its turn; what is wrong with it now is an error.
+            return ""
+        if expected:
+            wrong = "%s expects an earlier message of worker-%d again first" % (self.me.name, rank)
+        elif len(message.entries) or not message.bucket or (rank, store.number, message.bucket) in self._buckets:
+            return ""
+        else:
+            wrong = "bucket %d is not known to %s" % (message.bucket, self.me.name)
+        store.again.setdefault(rank, deque()).append(message.request)
+        return wrong
 
     def _entries(self, rank: int, store: Store, message: Message) -> tuple[Array, Array, str]:
         """Return the entries of a message, their shards (-1: there is none), and what is wrong with its bucket."""
@@ -298,7 +323,8 @@ class Server:
             if shape is not None:
                 store.shapes[entry.key] = shape
         new = [
-            Shard(each.key, each.offset, each.length, each.dtype, checks.row_size_of(message, each)) for each in rows
+            Shard(self.me.rank, each.offset, each.length, each.key, each.dtype, checks.row_size_of(message, each))
+            for each in rows
         ]
         batch = work.Batch(store, store.add(new), message, message.entries)
         return [role.Work(work.Fill(batch)), role.Send(link, answer(message))]
@@ -352,7 +378,7 @@ class Server:
         return [*self._rounds.complete_all(store), *self._pulls.all_advanced(store)]
 
     def _store(self, number: int) -> Store:
-        return self._stores.setdefault(number, Store(number, self._config.workers))
+        return self._stores.setdefault(number, Store(number, self._config.workers, self.me.rank))
 
     def _refuse(self, link: str, message: Message, reason: str, error: str = "KVError", trace: str = "") -> role.Action:
         return role.Send(link, refusal(message, reason, error, trace))

@@ -24,7 +24,7 @@ from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.publish import publish
 from distrun_runtime.ps.serve import bind, wrapped
 from distrun_runtime.ps.trace import Trace
-from distrun_runtime.ps.worker import BYE_S, Goodbye, Request, Worker
+from distrun_runtime.ps.worker import BYE_S, EntriesOf, Goodbye, Request, Worker
 from distrun_runtime.transport.base import Transport
 from distrun_runtime.transport.zeromq import ZmqTransport
 
@@ -117,13 +117,18 @@ class Session:
         messages: Sequence[tuple[str, Message]],
         on_error: Callable[[RuntimeFault], None] | None = None,
         after: Sequence[Pending] = (),
+        entries_of: EntriesOf | None = None,
     ) -> Pending:
-        """Send messages, once `after` are done, and return what will hold their replies, in the order of `messages`."""
+        """Send messages, once `after` are done, and return what will hold their replies, in the order of `messages`.
+
+        Arguments:
+            entries_of: as in `worker.Request`.
+        """
         self.check()
         pending = Pending(what, on_error, "the limit is --op-timeout or DISTRUN_OP_TIMEOUT")
 
         def send() -> None:
-            self._loop.ask(Request(pending, messages))
+            self._loop.ask(Request(pending, messages, entries_of))
             if self._is_closed or not self._thread.is_alive():
                 pending.resolve((), self._dead())
 

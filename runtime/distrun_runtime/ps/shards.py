@@ -8,34 +8,22 @@ of a message. What is rare (a failed update, a skipped round) is in dictionaries
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.ops.partition import Shard
 
-__all__ = ["SYNC", "Failure", "Notes", "Shard", "Store", "Turn"]
+__all__ = ["SYNC", "Failure", "Notes", "Store", "Turn"]
 
 Notes = Mapping[int, Optional[Mapping[str, Any]]]
 """By rank, what the workers of a skipped round said: the note of one that skipped it, None of one that contributed."""
 
 SYNC = -1
 """In place of a rank: an update that is a round of all workers."""
-
-
-class Shard(NamedTuple):
-    """One shard of a store."""
-
-    key: int
-    """Number of its key."""
-    offset: int
-    length: int
-    """In elements."""
-    dtype: int
-    """Code of its dtype."""
-    row_size: int
-    """Elements of a row; 0: the value is not row-sparse."""
 
 
 class Turn(NamedTuple):
@@ -63,8 +51,9 @@ class Store:
 
     _FLAT = ("key", "offset", "length", "dtype", "row_size", "done", "ordered", "skips", "updates", "fresh", "halfway")
 
-    def __init__(self, number: int, workers: int) -> None:
+    def __init__(self, number: int, workers: int, server: int = 0) -> None:
         self.number = number
+        self._server = server
         self.is_sync = True
         self.is_deterministic = False
         """Sums are made in the order of ranks."""
@@ -120,6 +109,9 @@ class Store:
         self.pending: dict[int, dict[tuple[int, int], int]] = {}
         """In async: shard to (worker, push) whose update waits for norms, to its staleness."""
 
+        self.again: dict[int, deque[int]] = {}
+        """Worker to the requests that it was asked to send again, in their order: one named an unknown bucket."""
+
     # The table
 
     def add(self, shards: Iterable[Shard]) -> Array:
@@ -127,12 +119,12 @@ class Store:
         new = list(shards)
         begin, end = self.count, self.count + len(new)
         self._make_room(end)
-        table = np.array(new, np.int64).reshape(len(new), 5)
-        self.key[begin:end], self.offset[begin:end], self.length[begin:end] = table[:, 0], table[:, 1], table[:, 2]
-        self.dtype[begin:end], self.row_size[begin:end] = table[:, 3], table[:, 4]
+        table = np.array(new, np.int64).reshape(len(new), len(Shard._fields))
+        for name, column in zip(Shard._fields[1:], table.T[1:], strict=True):
+            getattr(self, name)[begin:end] = column  # The first is the server: this one.
         self.fresh[begin:end] = True
         self.count = end
-        most = int(table[:, 0].max(initial=-1))
+        most = int(self.key[begin:end].max(initial=-1))
         if most >= len(self._first):
             grown = np.full(max(2 * len(self._first), most + 1), -1, np.int64)
             grown[: len(self._first)] = self._first
@@ -171,9 +163,8 @@ class Store:
 
     def shard(self, index: int) -> Shard:
         """Return one shard."""
-        return Shard(
-            *(int(column[index]) for column in (self.key, self.offset, self.length, self.dtype, self.row_size))
-        )
+        offset, length, key = int(self.offset[index]), int(self.length[index]), int(self.key[index])
+        return Shard(self._server, offset, length, key, int(self.dtype[index]), int(self.row_size[index]))
 
     def name(self, key: int) -> Any:
         """Return the user's key of a key number; the number if that is not known."""

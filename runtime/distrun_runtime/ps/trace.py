@@ -12,7 +12,7 @@ from typing import TextIO
 
 from distrun_runtime.arrays.dtypes import name_of
 from distrun_runtime.contract.duration import time_of_day
-from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import DTYPES, Message, rows_of
 
 _ALWAYS = ("WARNING", "ERROR")
@@ -27,7 +27,7 @@ _LINE_LIMIT = 8000
 class Trace:
     """Writes a node's lines, each with its role and rank."""
 
-    def __init__(self, verbose: int, me: Callable[[], Identity], out: TextIO | None = None) -> None:
+    def __init__(self, verbose: int, me: Callable[[], NodeIdentity], out: TextIO | None = None) -> None:
         self._verbose = verbose
         self._me = me
         self._out = out

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.errors import KVError, PeerLost, Refused, RuleError, RuntimeFault, TimedOut, because_of
-from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.config import Config
@@ -24,12 +25,18 @@ SLACK_S = 5.0
 """How much longer than the scheduler a worker waits for the roster: the scheduler's reason is the better one."""
 
 
+EntriesOf = Callable[[int], Array]
+
+
 @dataclass(frozen=True)
 class Request:
     """A request: these messages out, all replies back. Links are `scheduler` and `server-I`."""
 
     pending: Pending
     messages: Sequence[tuple[str, Message]]
+    entries_of: EntriesOf | None = None
+    """Returns the entries of a message that names a bucket in their place, by its number in `messages`. Called if its
+    server does not know the bucket; later messages are not to name it."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,11 @@ class _Open:
     pending: Pending
     missing: dict[int, str]
     """Numbers of the messages that are not answered, and their links."""
+    entries_of: EntriesOf | None = None
+    first: int = 0
+    """Number of its first message."""
+    sent: dict[int, Message] = field(default_factory=dict)
+    """Its messages that their servers may ask for again: those of values that were not, so far."""
     is_push: bool = False
     """Its arrays are lent until the last server has them: a refusal of one server waits for the others' replies."""
     replies: dict[int, Message] = field(default_factory=dict)
@@ -58,7 +70,7 @@ class Worker:
 
     def __init__(self, config: Config, endpoint: str, ready: Pending) -> None:
         self.me = config.identity(endpoint)
-        self.servers: list[Identity] = []
+        self.servers: list[NodeIdentity] = []
         """By rank; known when `ready` is resolved."""
         self._config = config
         self._ready = ready
@@ -80,7 +92,7 @@ class Worker:
         self._deadline.set(now + self._config.start_timeout_s)
         return [role.Connect(role.SCHEDULER_LINK, self._root)]
 
-    def admit(self, peer: Identity) -> str:
+    def admit(self, peer: NodeIdentity) -> str:
         """Return why `peer` may not connect."""
         return "" if peer.job == self.me.job else "%s belongs to job %r" % (peer, peer.job)
 
@@ -147,7 +159,8 @@ class Worker:
             return self._leave(request, now)
         if self._lost is not None:
             return [role.Resolve(request.pending, error=self._lost)]
-        entry = _Open(request.pending, {}, any(message.kind is Kind.PUSH for _, message in request.messages))
+        entry = _Open(request.pending, {}, request.entries_of, self._numbers + 1)
+        entry.is_push = any(message.kind is Kind.PUSH for _, message in request.messages)
         request.pending.missing = entry.missing
         actions: list[role.Action] = []
         for link, message in request.messages:
@@ -155,6 +168,8 @@ class Worker:
             entry.missing[self._numbers] = link
             self._open[self._numbers] = entry
             numbered = replace(message, request=self._numbers)
+            if message.kind in (Kind.PUSH, Kind.PULL):
+                entry.sent[self._numbers] = numbered
             if link in self._outboxes:
                 self._outboxes[link].put(numbered)
             else:
@@ -185,11 +200,28 @@ class Worker:
             return [role.Note(entry.pending, note), *([role.Log("WARNING", line)] if is_long else [])]
         if not message.is_reply:
             return []
+        if message.is_error and message.body.get("again") and message.request in entry.sent:
+            return self._send_again(link, entry, message)
         return [*self._answered(link, entry, message), *self._flush()]
+
+    def _send_again(self, link: str, entry: _Open, refusal: Message) -> list[role.Action]:
+        """Send a message again that a server did nothing about: it does not know a bucket, of this or an earlier one.
+
+        The server expects such messages in the order of its refusals, which is that in which they were sent. So they
+        go now, before all that is queued. Once: a second refusal is an error.
+        """
+        message = entry.sent.pop(refusal.request)
+        if message.bucket and not len(message.entries) and entry.entries_of is not None:
+            entries = entry.entries_of(message.request - entry.first)
+            message = replace(message, bucket=0, step=0, entries=entries)
+        reason = refusal.body.get("reason", "")
+        log = "event=sent-again link=%s request=%d reason=%s" % (link, message.request, reason)
+        return [role.Log("INFO", log), role.Send(link, message)]
 
     def _answered(self, link: str, entry: _Open, message: Message) -> list[role.Action]:
         del self._open[message.request]
         entry.missing.pop(message.request, None)
+        entry.sent.pop(message.request, None)
         if link in self._outboxes:
             self._outboxes[link].answered(message.request)
         if message.is_error:

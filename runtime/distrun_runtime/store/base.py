@@ -1,7 +1,7 @@
 """The interface between a KVStore and the kind of store behind it, and what they pass to each other.
 
 `kvstore.KVStore` has the public calls. It brings arguments to one form, checks them against what `init` recorded, and
-calls its `Backend`, which does the work: `local.LocalBackend` in this process, `dist.DistBackend` on the servers.
+calls its `StoreBackend`, which does the work: `local.LocalBackend` in this process, `dist.DistBackend` on the servers.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError, StoreClosed
 from distrun_runtime.ops.optimizers import RuleSpec
-from distrun_runtime.store.pending import Late, Line, Pending, Settled
+from distrun_runtime.store.pending import CompletedCall, Late, Line, Pending
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
 
 if TYPE_CHECKING:  # Both import this module.
-    from distrun_runtime.store.compress import Setting
+    from distrun_runtime.store.compress import Compression
     from distrun_runtime.store.reducer import Reducer
 
 __all__ = [
-    "Backend",
-    "Call",
+    "CallOptions",
     "Contribution",
+    "KeyRecord",
     "Lifetime",
-    "Record",
     "RowsItem",
+    "StoreBackend",
     "Updater",
     "Value",
     "missing",
@@ -49,7 +49,7 @@ DENSE, ROW_SPARSE = "default", "row_sparse"
 
 
 @dataclass(frozen=True)
-class Record:
+class KeyRecord:
     """What a store knows of one key since its `init`."""
 
     key: Key
@@ -63,7 +63,7 @@ class Record:
     """`default`, or `row_sparse`: it is pushed and pulled by rows, and cut between them."""
 
     @classmethod
-    def of(cls, key: Key, index: int, value: Array | RowSparse) -> Record:
+    def of(cls, key: Key, index: int, value: Array | RowSparse) -> KeyRecord:
         """Return the record of a value; a RowSparse makes the key row-sparse."""
         stype = ROW_SPARSE if isinstance(value, RowSparse) else DENSE
         size = math.prod(value.shape)
@@ -98,10 +98,10 @@ class Record:
 Value = Union[Array, RowSparse]
 """What is pushed to one key: a RowSparse for row-sparse keys, an array for the others."""
 
-Contribution = tuple[Record, list[Value]]
+Contribution = tuple[KeyRecord, list[Value]]
 """A key's record and its values, one for each device: arrays, or RowSparse if the key is row-sparse."""
 
-RowsItem = tuple[Record, Array, Callable[[Array], None]]
+RowsItem = tuple[KeyRecord, Array, Callable[[Array], None]]
 """A record, the rows that are asked for (int64, ascending, each once), and what takes their values in that order."""
 
 Updater = Callable[[Any, Array, Array], object]
@@ -109,7 +109,7 @@ Updater = Callable[[Any, Array, Array], object]
 
 
 @dataclass(frozen=True)
-class Call:
+class CallOptions:
     """How a data call is to be made."""
 
     priority: int = 0
@@ -129,7 +129,7 @@ def named(keys: Iterable[Key]) -> str:
     return "key %s" % shown if len(names) == 1 else "keys %s" % shown
 
 
-def twice(key: Key, record: Record | None) -> str:
+def twice(key: Key, record: KeyRecord | None) -> str:
     """Return what is said of a second init; `record` is what the first one made, if it has ended."""
     was = " with shape %s and dtype %s" % (record.shape, dtypes.name_of(record.dtype)) if record else ""
     return "key %r was already initialised%s; init works once a key, push changes its value" % (key, was)
@@ -216,7 +216,7 @@ class Selection:
 
     __slots__ = ("_dtypes", "_shapes", "has_rows", "kept", "named", "records", "size_bytes")
 
-    def __init__(self, records: Iterable[Record]) -> None:
+    def __init__(self, records: Iterable[KeyRecord]) -> None:
         self.records = tuple(records)
         self.named = named(record.key for record in self.records)
         """The keys, for people."""
@@ -242,7 +242,7 @@ class Selection:
         return True
 
 
-class Backend(ABC):
+class StoreBackend(ABC):
     """A kind of store, behind a KVStore. Arguments are checked and of one form; any thread may call.
 
     A backend never sees a key or value that does not fit, or a forked child. The store may be closed by another thread
@@ -272,7 +272,7 @@ class Backend(ABC):
         """Number of workers that share the store."""
 
     @abstractmethod
-    def companion(self) -> Backend:
+    def companion(self) -> StoreBackend:
         """Return another store of the same workers, with rounds and without a rule. All workers call it."""
 
     # Data
@@ -286,37 +286,37 @@ class Backend(ABC):
         return 0
 
     @abstractmethod
-    def init(self, items: list[tuple[Key, Value]], ticket: int) -> list[Record]:
+    def init(self, items: list[tuple[Key, Value]], call_number: int) -> list[KeyRecord]:
         """Store a copy of each value (a RowSparse makes the key row-sparse); return the records, in that order.
 
         Waits for all workers. May be called by a thread of the store's own, while other calls are made.
         """
 
     @abstractmethod
-    def assign(self, items: list[tuple[Record, Array]], ticket: int) -> None:
+    def assign(self, items: list[tuple[KeyRecord, Array]], call_number: int) -> None:
         """Replace what is stored by rank 0's values; rule state and rounds go on. Waits for all workers."""
 
     @abstractmethod
-    def push(self, keys: Selection, values: Sequence[Value], call: Call) -> Pending:
+    def push(self, keys: Selection, values: Sequence[Value], call: CallOptions) -> Pending:
         """Take one summed value for each key; never write to it. If not `call.lent`, copy it before returning."""
 
     @abstractmethod
-    def pull(self, keys: Selection, outs: Sequence[Sequence[Array]], call: Call) -> Pending:
+    def pull(self, keys: Selection, outs: Sequence[Sequence[Array]], call: CallOptions) -> Pending:
         """Write each stored value into all its outputs: writable, of the record's shape and dtype, any strides."""
 
     @abstractmethod
-    def pull_rows(self, items: list[RowsItem], call: Call) -> Pending:
+    def pull_rows(self, items: list[RowsItem], call: CallOptions) -> Pending:
         """Hand the values (n, *shape[1:]) of each item's rows to its function, once; the function owns them."""
 
     @abstractmethod
     def pushpull(
-        self, keys: Selection, values: Sequence[Value], outs: Sequence[Sequence[Array]], call: Call
+        self, keys: Selection, values: Sequence[Value], outs: Sequence[Sequence[Array]], call: CallOptions
     ) -> Pending:
         """Push, then write the result into the outputs, which may share memory with the value."""
 
-    def skip(self, records: list[Record], note: Mapping[str, Any]) -> Pending:
+    def skip(self, records: list[KeyRecord], note: Mapping[str, Any]) -> Pending:
         """Have the next round of keys skipped. Does nothing in a store without rounds."""
-        return Settled("skip_round")
+        return CompletedCall("skip_round")
 
     @property
     def compresses(self) -> bool:
@@ -342,7 +342,7 @@ class Backend(ABC):
         """Install the user's function, or remove it and any rule."""
 
     @abstractmethod
-    def compress(self, setting: Setting, keys: list[Key] | None) -> None:
+    def compress(self, setting: Compression, keys: list[Key] | None) -> None:
         """Compress what these keys (None: all that have no setting of their own) send from now on."""
 
     # States and facts

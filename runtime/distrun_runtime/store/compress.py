@@ -1,6 +1,6 @@
 """Compression of what workers push: which keys, how, and what was left out so far.
 
-A `Setting` is what `set_gradient_compression` was given, checked. A `Compressor` has the settings of a store's keys
+A `Compression` is what `set_gradient_compression` was given, checked. A `Compressor` has the settings of a store's keys
 and the residuals of this process: one float32 value of the key's size for each key and device.
 """
 
@@ -19,17 +19,17 @@ from distrun_runtime.ops import compression as codec
 from distrun_runtime.ops.compression import Buffer, Codec
 from distrun_runtime.ops.params import did_you_mean
 from distrun_runtime.ops.partition import Shard
-from distrun_runtime.store.base import Record
+from distrun_runtime.store.base import KeyRecord
 from distrun_runtime.store.values import Key
 
-__all__ = ["MIN_SIZE", "Compressor", "Setting"]
+__all__ = ["MIN_SIZE", "Compression", "Compressor"]
 
 MIN_SIZE = 1024
 """Bytes below which a value travels as it is, unless told otherwise."""
 
 
 @dataclass(frozen=True)
-class Setting:
+class Compression:
     """How values are compressed. `type` is a codec's name, or "none"."""
 
     type: str = "none"
@@ -41,7 +41,7 @@ class Setting:
     """Whether what is pulled is compressed too, where the store allows it."""
 
     @classmethod
-    def of(cls, given: Mapping[str, object]) -> Setting:
+    def of(cls, given: Mapping[str, object]) -> Compression:
         """Return the setting that a dictionary describes.
 
         Arguments:
@@ -83,7 +83,7 @@ class Setting:
         """The codec's number on the wire; 0 for "none"."""
         return self.codec.number if self.codec else codec.NONE
 
-    def applies(self, record: Record) -> bool:
+    def applies(self, record: KeyRecord) -> bool:
         """Tell whether values of this key are compressed: float ones, dense, and large enough."""
         return (
             self.type != "none"
@@ -104,16 +104,19 @@ class Compressor:
     """
 
     def __init__(self) -> None:
-        self._default = Setting()
-        self._settings: dict[Key, Setting] = {}
+        self._default = Compression()
+        self._settings: dict[Key, Compression] = {}
         self._residuals: dict[tuple[Key, int], Array] = {}
+        self.version = 0
+        """Changes with the settings."""
 
-    def set(self, setting: Setting, keys: Iterable[Key] | None = None) -> None:
+    def set(self, setting: Compression, keys: Iterable[Key] | None = None) -> None:
         """Use a setting for these keys; for None, for all that have none of their own, initialised or not."""
         if keys is None:
             self._default = setting
         else:
             self._settings.update((key, setting) for key in keys)
+        self.version += 1
         for held in list(self._residuals):
             if self.setting(held[0]).type == "none":
                 del self._residuals[held]
@@ -123,17 +126,17 @@ class Compressor:
         """Whether any key's values may be compressed."""
         return any(setting.type != "none" for setting in (self._default, *self._settings.values()))
 
-    def setting(self, key: Key) -> Setting:
+    def setting(self, key: Key) -> Compression:
         """Return the setting of a key."""
         return self._settings.get(key, self._default)
 
-    def of(self, record: Record) -> Setting | None:
+    def of(self, record: KeyRecord) -> Compression | None:
         """Return the setting that values of this key are compressed by; None if they travel as they are."""
         setting = self.setting(record.key)
         return setting if setting.applies(record) else None
 
-    def check(self, record: Record, flat: Array, device: int = 0) -> None:
-        """Return if `encode` would take all pieces of this value. Call it before the first piece of a call.
+    def check(self, record: KeyRecord, flat: Array, device: int = 0) -> None:
+        """Return if `encode` would take all shards of this value. Call it before the first shard of a call.
 
         Raises:
             KVError: an element, or its sum with the residual, is not finite; names the key. Nothing was changed.
@@ -146,29 +149,28 @@ class Compressor:
             except KVError as err:
                 raise KVError("key %r: %s" % (record.key, err)) from None
 
-    def encode(self, record: Record, piece: Shard, flat: Array, device: int = 0) -> tuple[int, Buffer] | None:
-        """Return the codec number and payload of one piece of a value; None if it travels as it is.
+    def encode(self, record: KeyRecord, shard: Shard, flat: Array, device: int = 0) -> tuple[int, Buffer] | None:
+        """Return the codec number and payload of one shard of a value; None if it travels as it is.
 
-        What the payload leaves out goes into the key's residual: encode each piece of each contribution once.
+        What the payload leaves out goes into the key's residual: encode each shard of each contribution once.
 
         Arguments:
             record: the key's.
-            piece: in elements of the value.
             flat: the whole value, of shape (record.size,), in the key's dtype or float32; only read.
             device: whose contribution it is, where each device's is compressed by itself.
 
         Raises:
-            KVError: an element of the piece is not finite; the residual is as it was.
+            KVError: an element of the shard is not finite; the residual is as it was.
         """
         setting = self.of(record)
         if setting is None or setting.codec is None:
             return None
-        run = slice(piece.offset, piece.end)
+        run = slice(shard.offset, shard.end)
         residual = self._residual(record, device)[run] if setting.codec.has_residual else None
         return setting.number, setting.codec.encode(_floats(flat[run]), residual, dict(setting.params))
 
-    def through(self, record: Record, flat: Array, device: int = 0) -> Array:
-        """Return what a receiver would get of a value: encoded and decoded as one piece.
+    def through(self, record: KeyRecord, flat: Array, device: int = 0) -> Array:
+        """Return what a receiver would get of a value: encoded and decoded as one shard.
 
         Arguments:
             flat, device: as for `encode`.
@@ -204,7 +206,7 @@ class Compressor:
             for device, row in enumerate(np.atleast_2d(rows))
         }
 
-    def _residual(self, record: Record, device: int) -> Array:
+    def _residual(self, record: KeyRecord, device: int) -> Array:
         residual = self._residuals.get((record.key, device))
         if residual is None or residual.size != record.size:
             residual = self._residuals[record.key, device] = np.zeros(record.size, np.float32)

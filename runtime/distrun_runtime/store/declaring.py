@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from distrun_runtime.arrays.dtypes import name_of
 from distrun_runtime.errors import RuntimeFault
 from distrun_runtime.ops.partition import Shard
-from distrun_runtime.protocol.message import Kind
-from distrun_runtime.ps.routing import Layout, Shape, cut, mxnet_layout
-from distrun_runtime.store.base import Record, Value
-from distrun_runtime.store.compress import Compressor, Setting
-from distrun_runtime.store.link import Link
-from distrun_runtime.store.pieces import Part, whole
-from distrun_runtime.store.requests import pack
+from distrun_runtime.protocol.message import DTYPE_CODES, Kind, Message, Payload
+from distrun_runtime.ps.routing import Route, mxnet_shards, shards_on
+from distrun_runtime.store.base import KeyRecord, Value
+from distrun_runtime.store.compress import Compression, Compressor
+from distrun_runtime.store.link import StoreLink
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
 
-Placed = tuple[Record, Layout]
+Placed = tuple[KeyRecord, tuple[Shard, ...]]
+"""A key's record and its shards."""
 
 
 def declare(
-    link: Link, what: str, number: int, items: Sequence[tuple[Key, Value]], compressor: Compressor
+    link: StoreLink, what: str, number: int, items: Sequence[tuple[Key, Value]], compressor: Compressor
 ) -> tuple[int, list[Placed]]:
-    """Declare new keys and return what the workers agreed on: each key's record, and where its pieces are.
+    """Declare new keys and return what the workers agreed on: each key's record and its shards.
 
     Returns to rank 0 before the servers have the values, to the others after. The call's number comes first (`agree`).
 
     Raises:
         KVError: the workers differ; names key, workers and what each has.
     """
-    records = [Record.of(key, 0, value) for key, value in items]
+    records = [KeyRecord.of(key, 0, value) for key, value in items]
     body = {"records": [_described(record, compressor) for record in records]}
     made, reply = link.agree(what, Kind.KEYS, number, body)
     servers = reply.get("servers") or [None] * len(reply["keys"])
@@ -40,12 +41,12 @@ def declare(
     placed = []
     for key, value in items:
         number, index, where = places[_text(key)]
-        record = Record.of(key, index, value)
-        placed.append((record, _layout(link, record, number, where, compressor)))
+        record = KeyRecord.of(key, index, value)
+        placed.append((record, _shards(link, record, number, where, compressor)))
     return made, placed
 
 
-def declare_again(link: Link, what: str, number: int, records: Sequence[Record], compressor: Compressor) -> int:
+def declare_again(link: StoreLink, what: str, number: int, records: Sequence[KeyRecord], compressor: Compressor) -> int:
     """Declare that keys which exist are given another value; return the call's number.
 
     Raises:
@@ -56,7 +57,11 @@ def declare_again(link: Link, what: str, number: int, records: Sequence[Record],
 
 
 def fill(
-    link: Link, what: str, number: int, placed: Iterable[tuple[Record, Layout, Value]], facts: dict[str, Any]
+    link: StoreLink,
+    what: str,
+    number: int,
+    placed: Sequence[tuple[KeyRecord, tuple[Shard, ...], Value]],
+    facts: dict[str, Any],
 ) -> None:
     """Send rank 0's values to the servers, and tell the scheduler when they are there.
 
@@ -68,14 +73,22 @@ def fill(
     """
     error = "worker-0 was interrupted before the servers had the values"
     try:
-        parts = [
-            part
-            for record, layout, value in placed
-            for part in whole(record, layout, value.to_dense() if isinstance(value, RowSparse) else value)
-        ]
-        rounds = [0] * (1 + max((part.number for part in parts), default=0))
-        packed = pack(Kind.INIT, link.store, parts, rounds, body_of=lambda held: {**facts, **_facts_of(held)})
-        link.send(what, packed).wait(link.limit_s)
+        records = [record for record, _, _ in placed]
+        values = [value.to_dense() if isinstance(value, RowSparse) else value for _, _, value in placed]
+        route = Route.of([shards for _, shards, _ in placed], [record.shape for record in records])
+        rounds = np.zeros(len(placed), np.int64)
+        messages = []
+        for portion in route.portions:
+            numbered = {int(route.numbers[item]): records[item] for item in portion.keys.tolist()}
+            message = Message(
+                Kind.INIT,
+                store=link.store,
+                entries=portion.named(rounds, Payload.PACKED),
+                body={**facts, **_facts_of(numbered)},
+                payloads=portion.gather(values, lent=True),
+            )
+            messages.append((portion.link, message))
+        link.node.ask(what, messages).wait(link.limit_s)
         error = ""
     except RuntimeFault as err:
         error = str(err)
@@ -85,20 +98,21 @@ def fill(
         link.scheduler(what, Kind.INIT, {"number": number, "error": error})
 
 
-def _layout(link: Link, record: Record, number: int, servers: Sequence[int] | None, compressor: Compressor) -> Layout:
-    """Return where a key's shards are: on the servers that the scheduler says, or where MXNet has them."""
+def _shards(
+    link: StoreLink, record: KeyRecord, number: int, servers: Sequence[int] | None, compressor: Compressor
+) -> tuple[Shard, ...]:
+    """Return a key's shards: on the servers that the scheduler says, or where MXNet has them."""
     row_size = record.row_size if record.is_sparse else 0
+    value = Shard(0, 0, record.size, number, DTYPE_CODES[record.dtype], row_size)
     if servers is not None:
-        pieces = cut(record.size, record.dtype.itemsize, row_size)
-        return Layout(number, tuple(Shard(int(server), *piece) for server, piece in zip(servers, pieces, strict=True)))
+        return shards_on(value, servers)
     setting = compressor.of(record)
     factor = setting.codec.factor if setting is not None and setting.codec is not None else 1
-    shape = Shape(record.size, record.dtype.itemsize, row_size, record.shape[0] if record.is_sparse else 0)
     count, bound = link.node.num_servers, link.node.config.bigarray_bound
-    return mxnet_layout(number, record.index, shape, servers=count, bound=bound, factor=factor)
+    return mxnet_shards(value, record.index, servers=count, bound=bound, factor=factor)
 
 
-def _described(record: Record, compressor: Compressor) -> dict[str, Any]:
+def _described(record: KeyRecord, compressor: Compressor) -> dict[str, Any]:
     """Return what workers have to agree on."""
     return {
         "key": record.key,
@@ -109,16 +123,15 @@ def _described(record: Record, compressor: Compressor) -> dict[str, Any]:
     }
 
 
-def _compression(setting: Setting | None) -> str:
+def _compression(setting: Compression | None) -> str:
     if setting is None:
         return ""
     params = ["%s=%g" % pair for pair in sorted(setting.params.items())]
     return " ".join([setting.type, *params, *(["two_way"] if setting.two_way else [])])
 
 
-def _facts_of(parts: list[Part]) -> dict[str, Any]:
-    """Return what a server has to know of the keys of a message."""
-    records = {part.number: part.record for part in parts}
+def _facts_of(records: Mapping[int, KeyRecord]) -> dict[str, Any]:
+    """Return what a server has to know of the keys of a message, by their numbers."""
     rows = {str(number): record.row_size for number, record in records.items() if record.is_sparse}
     return {
         "names": [[number, record.key] for number, record in records.items()],

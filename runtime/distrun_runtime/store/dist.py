@@ -1,8 +1,8 @@
-"""The stores of a job: values live on the servers, cut into pieces; workers push and pull them.
+"""The backend of distributed stores: values live on the servers, cut into shards; workers push and pull them.
 
-A value is cut by `ops.partition`: its shards (one server each) and, within a shard, pieces of at most 4 MiB. A
-piece is a slot on its server with rounds of its own. Here a call becomes messages - the pieces of its keys, by
-server - and replies become values. Waiting is for `Pending`; order, priorities and deaths are the node's.
+Decides which call goes when, and what waits for what. `transfers` makes the messages of data calls and takes their
+replies; `declaring` and `saving` are the calls that all workers make together; the worker's node (`ps.session`) sends
+and receives.
 """
 
 from __future__ import annotations
@@ -18,34 +18,32 @@ from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import RuntimeFault
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.ops.optimizers.custom import importable
-from distrun_runtime.protocol.message import Kind, Message
+from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps import config as configs
 from distrun_runtime.ps import session
 from distrun_runtime.ps.pending import Pending as Request
 from distrun_runtime.ps.serve import serve
-from distrun_runtime.ps.shards import Notes
 from distrun_runtime.store import declaring, kinds, saving, tracing
 from distrun_runtime.store.base import (
-    Backend,
-    Call,
+    CallOptions,
     Contribution,
+    KeyRecord,
     Lifetime,
-    Record,
     RowsItem,
     Selection,
+    StoreBackend,
     Updater,
     Value,
     named,
 )
-from distrun_runtime.store.compress import Compressor, Setting
-from distrun_runtime.store.gathering import Gathering, is_small
+from distrun_runtime.store.compress import Compression, Compressor
+from distrun_runtime.store.gathering import CallBatch, is_small
 from distrun_runtime.store.link import close_link, open_link
-from distrun_runtime.store.outcome import Both, Sent
+from distrun_runtime.store.outcome import Both, SentCall
 from distrun_runtime.store.pending import Pending
-from distrun_runtime.store.pieces import Part, RowTarget, contribution, wanted_rows
 from distrun_runtime.store.reducer import reducer_for
 from distrun_runtime.store.sparse import RowSparse
-from distrun_runtime.store.transfers import Transfers, answers, said, skipped_in
+from distrun_runtime.store.transfers import Transfers
 from distrun_runtime.store.values import Key
 
 ROLES = {1: "scheduler", 2: "server", 4: "worker"}
@@ -66,7 +64,7 @@ def create_dist(type_name: str, staleness: int | None = None, deterministic: boo
     return DistBackend(type_name, session.current(lambda: configs.read("worker")), staleness, deterministic)
 
 
-class DistBackend(Backend):
+class DistBackend(StoreBackend):
     """A key-value store on the servers of the job.
 
     Threads: any may call; calls are ordered as they take the store's lock, which nobody holds while waiting.
@@ -93,7 +91,7 @@ class DistBackend(Backend):
         self._link = open_link(node, "create(%r)" % type_name, self._facts)
         self._link.replaced = self._replaced
         self._transfers = Transfers(self._link, self._compressor)
-        self._gathering = Gathering(self._flush)
+        self._gathering = CallBatch(self._flush)
         """Small calls that wait for others to be answered."""
         node.before_end(self._flush_at_end)
 
@@ -116,32 +114,32 @@ class DistBackend(Backend):
     def reserve(self) -> int:
         return self._link.next_call()
 
-    def init(self, items: list[tuple[Key, Value]], ticket: int) -> list[Record]:
+    def init(self, items: list[tuple[Key, Value]], call_number: int) -> list[KeyRecord]:
         what = "init of %s" % named(key for key, _ in items)
-        number, placed = declaring.declare(self._link, what, ticket, items, self._compressor)
+        number, placed = declaring.declare(self._link, what, call_number, items, self._compressor)
         with self._lock:
-            for record, layout in placed:
-                self._transfers.add(record, layout)
+            for record, shards in placed:
+                self._transfers.add(record.key, shards)
         if self.rank == 0:
-            values = [(record, layout, value) for (record, layout), (_, value) in zip(placed, items, strict=True)]
+            values = [(record, shards, value) for (record, shards), (_, value) in zip(placed, items, strict=True)]
             declaring.fill(self._link, what, number, values, self._facts)
         return [record for record, _ in placed]
 
-    def assign(self, items: list[tuple[Record, Array]], ticket: int) -> None:
+    def assign(self, items: list[tuple[KeyRecord, Array]], call_number: int) -> None:
         what = "assign to %s" % named(record.key for record, _ in items)
         # What was pushed before comes before: here by waiting, on this connection by its order.
         try:
             self._settle()
         except BaseException:
-            self._link.free(Kind.KEYS, ticket)
+            self._link.free(Kind.KEYS, call_number)
             raise
         records = [record for record, _ in items]
-        number = declaring.declare_again(self._link, what, ticket, records, self._compressor)
+        number = declaring.declare_again(self._link, what, call_number, records, self._compressor)
         if self.rank == 0:
-            values = [(record, self._transfers.layouts[record.key], value) for record, value in items]
+            values = [(record, self._transfers.shards[record.key], value) for record, value in items]
             declaring.fill(self._link, what, number, values, {**self._facts, "assign": True})
 
-    def push(self, keys: Selection, values: Sequence[Value], call: Call) -> Pending:
+    def push(self, keys: Selection, values: Sequence[Value], call: CallOptions) -> Pending:
         with self._lock, self._link.span("push", keys=len(keys.records)):
             # Another thread may have closed the store since the call began: what `close` does not see would be lost.
             self.lifetime.check()
@@ -153,7 +151,7 @@ class DistBackend(Backend):
             self._flush()
             return self._push_now(keys, values, call)
 
-    def pull(self, keys: Selection, outs: Sequence[Sequence[Array]], call: Call) -> Pending:
+    def pull(self, keys: Selection, outs: Sequence[Sequence[Array]], call: CallOptions) -> Pending:
         with self._lock, self._link.span("pull", keys=len(keys.records)):
             if not call.waits and self._gathers(keys, False):
                 return self._gathering.pull(keys, outs, call)
@@ -161,7 +159,7 @@ class DistBackend(Backend):
             return self._pull_now(keys, outs, call)
 
     def pushpull(
-        self, keys: Selection, values: Sequence[Value], outs: Sequence[Sequence[Array]], call: Call
+        self, keys: Selection, values: Sequence[Value], outs: Sequence[Sequence[Array]], call: CallOptions
     ) -> Pending:
         # The pull follows its push on the same connections and asks for its round.
         with self._lock, self._link.span("pushpull", keys=len(keys.records)):
@@ -200,19 +198,17 @@ class DistBackend(Backend):
             # The store was closed, or the process has lost the job: whoever calls next is told.
             self.lifetime.late.add(self, err)
 
-    def skip(self, records: list[Record], note: Mapping[str, Any]) -> Pending:
+    def skip(self, records: list[KeyRecord], note: Mapping[str, Any]) -> Pending:
         if kinds.is_async(self.type):
             return super().skip(records, note)
         what = "skip_round of %s" % named(record.key for record in records)
         with self._lock, self._link.span("skip_round", keys=len(records)):
             self._flush()
             self.lifetime.check()
-            layouts = {record: self._transfers.layouts[record.key] for record in records}
-            parts = [Part(record, its.number, piece) for record, its in layouts.items() for piece in its.shards]
-            push = self._contribute(what, records, parts, {"skip": dict(note)}, 0)
+            push = self._sent(self._transfers.skip(what, Selection(records), note))
             # Any key tells what the workers said; the smallest costs least.
             first = min(records, key=lambda record: (record.is_sparse, record.size))
-            return Both(what, push, self._pull_now(Selection([first]), [()], Call(), own=True))
+            return Both(what, push, self._pull_now(Selection([first]), [()], CallOptions(), own=True))
 
     def check(self, items: list[Contribution]) -> None:
         compressed = [item for item in items if self._compressor.of(item[0]) is not None]
@@ -220,42 +216,26 @@ class DistBackend(Backend):
             if not isinstance(total, RowSparse):
                 self._compressor.check(record, total.reshape(-1))
 
-    def _push_now(self, keys: Selection, values: Sequence[Value], call: Call) -> Pending:
+    def _push_now(self, keys: Selection, values: Sequence[Value], call: CallOptions) -> Pending:
         """Send a push. Call with the lock held."""
-        scale = {} if call.scale == 1.0 else {"scale": call.scale}
-        what = "push of %s" % keys.named
-        if not self.compresses and not keys.has_rows:
-            arrays = cast("Sequence[Array]", values)
-            return self._sent(
-                self._transfers.push(what, keys, arrays, body=scale, priority=call.priority, lent=call.lent)
-            )
-        records, items = list(keys.records), list(zip(keys.records, values, strict=True))
-        for record, value in items if self.compresses else ():
+        for record, value in zip(keys.records, values, strict=True) if self.compresses else ():
             if not isinstance(value, RowSparse):
                 self._compressor.check(record, value.reshape(-1))
-        layouts = self._transfers.layouts
-        parts = [
-            part
-            for record, value in items
-            for part in contribution(record, layouts[record.key], value, self._compressor, lent=call.lent)
-        ]
-        return self._contribute(what, records, parts, scale, call.priority)
+        scale = {} if call.scale == 1.0 else {"scale": call.scale}
+        what = "push of %s" % keys.named
+        return self._sent(self._transfers.push(what, keys, values, body=scale, priority=call.priority, lent=call.lent))
 
-    def _contribute(
-        self, what: str, records: list[Record], parts: list[Part], body: dict[str, Any], priority: int
-    ) -> Sent:
-        """Send what is this worker's part of the next round of keys. Call with the lock held."""
-        return self._sent(self._transfers.contribute(what, records, parts, body, priority))
-
-    def _sent(self, request: Request) -> Sent:
+    def _sent(self, request: Request) -> SentCall:
         """Return the outcome of a push that was sent. Call with the lock held."""
         self._open = [*(old for old in self._open if not old.is_done), request]
         request.then(self._answered)
-        sent = Sent(request, self._link, self.lifetime.late)
+        sent = SentCall(request, self._link, self.lifetime.late)
         sent.watch()
         return sent
 
-    def _pull_now(self, keys: Selection, outs: Sequence[Sequence[Array]], call: Call, own: bool = False) -> Pending:
+    def _pull_now(
+        self, keys: Selection, outs: Sequence[Sequence[Array]], call: CallOptions, own: bool = False
+    ) -> Pending:
         """Send a pull. Call with the lock held.
 
         Arguments:
@@ -265,31 +245,14 @@ class DistBackend(Backend):
         if is_small(keys):
             self._asked = [*(old for old in self._asked if not old.is_done), request]
             request.then(self._answered)
-        return Sent(request, self._link, self.lifetime.late, take)
+        return SentCall(request, self._link, self.lifetime.late, take)
 
-    def pull_rows(self, items: list[RowsItem], call: Call) -> Pending:
+    def pull_rows(self, items: list[RowsItem], call: CallOptions) -> Pending:
         with self._lock, self._link.span("row_sparse_pull", keys=len(items)):
             self._flush()
-            held = [
-                (wanted_rows(record, self._transfers.layouts[record.key], rows), record, rows)
-                for record, rows, _ in items
-            ]
-            parts = [part for found, _, _ in held for part in found]
-            packed = self._transfers.ask(parts, call.priority)
-            request = self._link.send("row_sparse_pull of %s" % named(record.key for record, _, _ in items), packed)
-
-        def take(replies: tuple[Message, ...]) -> Notes:
-            targets = [RowTarget(record, len(rows)) for _, record, rows in held]
-            # By the part itself: a key may be asked for several times, with other rows each time.
-            where = {id(part): target for (found, _, _), target in zip(held, targets, strict=True) for part in found}
-            for part, values in answers(packed, replies):
-                assert part.rows is not None
-                where[id(part)].write(part.rows, values)
-            for (_, _, give), target in zip(items, targets, strict=True):
-                give(target.values)
-            return said(skipped_in(replies))
-
-        return Sent(request, self._link, self.lifetime.late, take)
+            what = "row_sparse_pull of %s" % named(record.key for record, _, _ in items)
+            request, take = self._transfers.pull_rows(what, items, priority=call.priority)
+        return SentCall(request, self._link, self.lifetime.late, take)
 
     # What a push does
 
@@ -311,7 +274,7 @@ class DistBackend(Backend):
     def compresses(self) -> bool:
         return self._compressor.is_on
 
-    def compress(self, setting: Setting, keys: list[Key] | None) -> None:
+    def compress(self, setting: Compression, keys: list[Key] | None) -> None:
         with self._lock:
             self._compressor.set(setting, keys)
 
@@ -326,7 +289,7 @@ class DistBackend(Backend):
     def load(self, folder: str) -> None:
         self._drain()
         with self._lock:
-            keys = {key: (layout.number, layout.size) for key, layout in self._transfers.layouts.items()}
+            keys = {key: (its[0].key, its[-1].end) for key, its in self._transfers.shards.items()}
         residuals, rounds = saving.load(self._link, folder, keys)
         with self._lock:
             # One here, also of a store that compressed each device's part.
@@ -337,7 +300,7 @@ class DistBackend(Backend):
 
     def _numbers(self) -> dict[Key, int]:
         """Return each key's number in messages."""
-        return {key: layout.number for key, layout in self._transfers.layouts.items()}
+        return {key: its[0].key for key, its in self._transfers.shards.items()}
 
     def stats(self) -> list[dict[str, Any]]:
         return self._link.servers("stats", Kind.STATS)
@@ -356,7 +319,9 @@ class DistBackend(Backend):
             number, pushes = self._link.next_call(), [request for request in self._open if not request.is_done]
         # The scheduler hears of it when the servers have all that was pushed.
         call = self._link.begin("barrier", Kind.BARRIER, number, {}, after=pushes)
-        sent = Sent(call.request, self._link, self.lifetime.late, lambda replies: {}, lambda: self._link.leave(call))
+        sent = SentCall(
+            call.request, self._link, self.lifetime.late, lambda replies: {}, lambda: self._link.leave(call)
+        )
         sent.watch()
         return sent
 
@@ -365,7 +330,7 @@ class DistBackend(Backend):
         self._link.together("join", Kind.JOIN)
         # All have joined, so no round is open: the next push of everybody is the round after the last.
         by_number = {number: key for key, number in self._numbers().items()}
-        holders = {piece.server for layout in self._transfers.layouts.values() for piece in layout.shards}
+        holders = {shard.server for its in self._transfers.shards.values() for shard in its}
         answers = self._link.servers("join", Kind.ROUNDS, ranks=sorted(holders))
         with self._lock:
             for number, done in (pair for answer in answers for pair in answer["rounds"]):

@@ -1,4 +1,4 @@
-"""Gathering: small calls that are made one after the other share messages.
+"""Batches of small calls: calls that are made one after the other share messages.
 
 A program that pushes and pulls key by key, without waiting, would pay for a message and an answer each time. So a small
 call that follows others which are still under way is kept until one of them is answered, until there is a message
@@ -13,11 +13,11 @@ from typing import Any
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.ps.routing import GATHERED_BYTES, SMALL_CALL_BYTES
-from distrun_runtime.store.base import Call, Selection
+from distrun_runtime.store.base import CallOptions, Selection
 from distrun_runtime.store.pending import Pending
 from distrun_runtime.store.values import Key
 
-__all__ = ["Gathered", "Gathering"]
+__all__ = ["CallBatch", "Gathered"]
 
 KNOWN_KEYS = 1 << 16
 """Lists of keys that were sent together are forgotten when they have more keys than this."""
@@ -56,7 +56,7 @@ class Gathered(Pending):
         self.sent.wait(timeout_s)
 
 
-class _Kind:
+class _Queue:
     """Calls of one kind that wait to be sent."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class _Kind:
         self.waiting: list[Gathered] = []
 
 
-class Gathering:
+class CallBatch:
     """The small calls of a store that wait to be sent. Threads: one at a time.
 
     Arguments:
@@ -75,7 +75,7 @@ class Gathering:
 
     def __init__(self, flush: Callable[[], None]) -> None:
         self._flush = flush
-        self._pushes, self._pulls = _Kind(), _Kind()
+        self._pushes, self._pulls = _Queue(), _Queue()
         self._scale = 1.0
         """Of all of them."""
         self._priority = 0
@@ -92,18 +92,18 @@ class Gathering:
         """Whether there is enough for a message."""
         return self._size >= GATHERED_BYTES
 
-    def push(self, keys: Selection, values: Sequence[Array], call: Call) -> Gathered:
+    def push(self, keys: Selection, values: Sequence[Array], call: CallOptions) -> Gathered:
         """Take in a push; the values are copied unless they are lent."""
         self._settle(keys, call, self._pushes, self._pulls)
         given = values if call.lent else [value.copy() for value in values]
         return self._put(self._pushes, keys, given, "push")
 
-    def pull(self, keys: Selection, outs: Sequence[Sequence[Array]], call: Call) -> Gathered:
+    def pull(self, keys: Selection, outs: Sequence[Sequence[Array]], call: CallOptions) -> Gathered:
         """Take in a pull."""
         self._settle(keys, call, self._pulls)
         return self._put(self._pulls, keys, outs, "pull")
 
-    def _settle(self, keys: Selection, call: Call, *before: _Kind) -> None:
+    def _settle(self, keys: Selection, call: CallOptions, *before: _Queue) -> None:
         """Send what is here if the call has to come after it, or cannot share a message with it."""
         names = [record.key for record in keys.records]
         if self and (call.scale != self._scale or not all(kind.names.isdisjoint(names) for kind in before)):
@@ -111,7 +111,7 @@ class Gathering:
         self._priority = max(self._priority, call.priority) if self else call.priority
         self._scale = call.scale
 
-    def _put(self, kind: _Kind, keys: Selection, arrays: Sequence[Any], call: str) -> Gathered:
+    def _put(self, kind: _Queue, keys: Selection, arrays: Sequence[Any], call: str) -> Gathered:
         gathered = Gathered(keys, call, self._flush)
         kind.keys.append(keys)
         kind.arrays += arrays
@@ -120,11 +120,11 @@ class Gathering:
         self._size += keys.size_bytes
         return gathered
 
-    def take(self) -> list[tuple[bool, Selection, list[Any], Call, list[Gathered]]]:
+    def take(self) -> list[tuple[bool, Selection, list[Any], CallOptions, list[Gathered]]]:
         """Return what is to be sent, pushes first: whether it is a push, keys, arrays, how, and who waits for it."""
         kinds = [(True, self._pushes), (False, self._pulls)]
-        self._pushes, self._pulls, self._size = _Kind(), _Kind(), 0
-        call = Call(self._priority, lent=True, scale=self._scale)
+        self._pushes, self._pulls, self._size = _Queue(), _Queue(), 0
+        call = CallOptions(self._priority, lent=True, scale=self._scale)
         return [(is_push, self._joined(k.keys), k.arrays, call, k.waiting) for is_push, k in kinds if k.waiting]
 
     def _joined(self, keys: Sequence[Selection]) -> Selection:

@@ -22,7 +22,6 @@ from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps.pending import Pending as Request
 from distrun_runtime.ps.role import SCHEDULER_LINK
 from distrun_runtime.ps.session import Session
-from distrun_runtime.store.requests import Packed
 
 TAKE_BACK_S = 10.0
 """How long a call that is left waiting for the other workers waits for the scheduler's word that it is taken back."""
@@ -41,7 +40,7 @@ class Together:
     request: Request
 
 
-class Link:
+class StoreLink:
     """Asks in the name of one store.
 
     Arguments:
@@ -108,10 +107,6 @@ class Link:
         with self._lock:
             self._calls += 1
             return self._calls
-
-    def send(self, what: str, packed: Sequence[Packed]) -> Request:
-        """Send messages to servers; `what` is the call, for people."""
-        return self.node.ask(what, [(one.link, one.message) for one in packed])
 
     def call(self, what: str, kind: Kind, body: dict[str, Any], after: Sequence[Request] = ()) -> Request:
         """Ask the scheduler, once `after` are done."""
@@ -220,16 +215,16 @@ class Link:
 
 
 @dataclass
-class _Made:
+class _ProcessLinks:
     """The links of a process."""
 
-    open: dict[int, Link] = field(default_factory=dict)
+    open: dict[int, StoreLink] = field(default_factory=dict)
     """Those of its stores that are not closed, by number."""
-    opening: Link | None = None
+    opening: StoreLink | None = None
     """That of a store whose `create` was left waiting, and could not be taken back."""
 
 
-def open_link(node: Session, what: str, facts: Mapping[str, Any]) -> Link:
+def open_link(node: Session, what: str, facts: Mapping[str, Any]) -> StoreLink:
     """Make the call `create` with all workers, and return the link of the store.
 
     Arguments:
@@ -241,7 +236,7 @@ def open_link(node: Session, what: str, facts: Mapping[str, Any]) -> Link:
         link.give_up("%s was called instead" % what)
         link = None
     if link is None:
-        link = Link(node, facts, [number for number, one in made.open.items() if one.is_unused])
+        link = StoreLink(node, facts, [number for number, one in made.open.items() if one.is_unused])
     try:
         reply = link.together(what, Kind.OPEN, **link.facts, unused=link.unused)
     except BaseException:
@@ -257,12 +252,12 @@ def open_link(node: Session, what: str, facts: Mapping[str, Any]) -> Link:
     return link
 
 
-def close_link(link: Link) -> None:
+def close_link(link: StoreLink) -> None:
     """Note that a store is closed: no later `create` takes its place."""
     _made(link.node).open.pop(link.store, None)
 
 
-def _made(node: Session) -> _Made:
-    if not isinstance(node.stores, _Made):
-        node.stores = _Made()
+def _made(node: Session) -> _ProcessLinks:
+    if not isinstance(node.stores, _ProcessLinks):
+        node.stores = _ProcessLinks()
     return node.stores

@@ -19,25 +19,25 @@ from distrun_runtime.ops.update import update
 from distrun_runtime.ps import profile
 from distrun_runtime.ps.stats import Counters
 from distrun_runtime.store.base import (
-    Backend,
-    Call,
+    CallOptions,
     Contribution,
+    KeyRecord,
     Lifetime,
-    Record,
     RowsItem,
     Selection,
+    StoreBackend,
     Updater,
     Value,
     named,
 )
-from distrun_runtime.store.compress import Compressor, Setting
-from distrun_runtime.store.pending import Pending, Settled
+from distrun_runtime.store.compress import Compression, Compressor
+from distrun_runtime.store.pending import CompletedCall, Pending
 from distrun_runtime.store.reducer import DeviceReducer, reducer_for
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
 
 
-class LocalBackend(Backend):
+class LocalBackend(StoreBackend):
     """The store of one worker: a push sums over its devices. Threads take turns; a pull never sees half a push.
 
     Every call is over when it returns, also with wait=False. An updater or rule that fails leaves the keys of the call
@@ -50,7 +50,7 @@ class LocalBackend(Backend):
         self.type = type_name
         self.lifetime = Lifetime(type_name)
         self.reducer = reducer_for(type_name)
-        self._records: dict[Key, Record] = {}
+        self._records: dict[Key, KeyRecord] = {}
         self._lock = threading.RLock()  # an updater may pull other keys
         self._weights = Weights()
         self._counters = Counters()
@@ -73,31 +73,31 @@ class LocalBackend(Backend):
         """Return what holds the lock: a thread in an updater holds it too, and may wait for the init of a key."""
         return self._open()
 
-    def init(self, items: list[tuple[Key, Value]], ticket: int) -> list[Record]:
+    def init(self, items: list[tuple[Key, Value]], call_number: int) -> list[KeyRecord]:
         with self._open():
             self._weights.check((key, value.dtype) for key, value in items)
             first = len(self._weights.values)
             for key, value in items:
                 self._weights.add(key, value)
             records = [
-                Record.of(key, key if isinstance(key, int) else first + place, value)
+                KeyRecord.of(key, key if isinstance(key, int) else first + place, value)
                 for place, (key, value) in enumerate(items)
             ]
             self._records.update((record.key, record) for record in records)
             return records
 
-    def assign(self, items: list[tuple[Record, Array]], ticket: int) -> None:
+    def assign(self, items: list[tuple[KeyRecord, Array]], call_number: int) -> None:
         with self._open():
             for record, value in items:
                 self._weights.assign(record.key, value)
 
-    def push(self, keys: Selection, values: Sequence[Value], call: Call) -> Pending:
+    def push(self, keys: Selection, values: Sequence[Value], call: CallOptions) -> Pending:
         return self._made("push", keys.records, lambda: self._update(keys, values, call.scale))
 
-    def pull(self, keys: Selection, outs: Sequence[Sequence[Array]], call: Call) -> Pending:
+    def pull(self, keys: Selection, outs: Sequence[Sequence[Array]], call: CallOptions) -> Pending:
         return self._made("pull", keys.records, lambda: self._write(keys, outs))
 
-    def pull_rows(self, items: list[RowsItem], call: Call) -> Pending:
+    def pull_rows(self, items: list[RowsItem], call: CallOptions) -> Pending:
         def work() -> None:
             for record, rows, take in items:
                 found = self._weights.values[record.key][rows]
@@ -107,7 +107,7 @@ class LocalBackend(Backend):
         return self._made("row_sparse_pull", [record for record, _, _ in items], work)
 
     def pushpull(
-        self, keys: Selection, values: Sequence[Value], outs: Sequence[Sequence[Array]], call: Call
+        self, keys: Selection, values: Sequence[Value], outs: Sequence[Sequence[Array]], call: CallOptions
     ) -> Pending:
         def work() -> None:
             self._update(keys, values, call.scale)
@@ -115,7 +115,7 @@ class LocalBackend(Backend):
 
         return self._made("pushpull", keys.records, work)
 
-    def _made(self, call: str, records: Sequence[Record], work: Callable[[], None]) -> Pending:
+    def _made(self, call: str, records: Sequence[KeyRecord], work: Callable[[], None]) -> Pending:
         """Do the work of a call and return its outcome."""
         keys = [record.key for record in records]
         what = "%s of %s" % (call, named(keys))
@@ -124,8 +124,8 @@ class LocalBackend(Backend):
                 work()
         # Whatever the user's updater raises is for whoever waits.
         except Exception as err:
-            return Settled(what, err, self.lifetime.late)
-        return Settled(what)
+            return CompletedCall(what, err, self.lifetime.late)
+        return CompletedCall(what)
 
     @contextmanager
     def _open(self) -> Iterator[None]:
@@ -162,7 +162,7 @@ class LocalBackend(Backend):
         with self._open():
             self._weights.set_updater(updater)
 
-    def compress(self, setting: Setting, keys: list[Key] | None) -> None:
+    def compress(self, setting: Compression, keys: list[Key] | None) -> None:
         compressor = self._compressor()
         if compressor is None:
             raise KVError(
@@ -230,7 +230,7 @@ class LocalBackend(Backend):
     # Membership
 
     def barrier(self) -> Pending:
-        return Settled("barrier")
+        return CompletedCall("barrier")
 
     def join(self) -> None:
         """Return at once: nobody else is there."""
@@ -248,7 +248,7 @@ class LocalBackend(Backend):
     def give_up(self, error: BaseException) -> None:
         self.close()
 
-    def companion(self) -> Backend:
+    def companion(self) -> StoreBackend:
         """Raise KVError: a local store is not shared."""
         raise KVError("a %r store has no other workers" % self.type)
 
@@ -283,7 +283,7 @@ class Weights:
         np.copyto(self.values[key], value)
         rules.renew_master(self.values[key].reshape(-1), self.states.get(key, {}))
 
-    def update(self, record: Record, value: Value, scale: float = 1.0) -> None:
+    def update(self, record: KeyRecord, value: Value, scale: float = 1.0) -> None:
         """Take in the sum of a push, times `scale`; it is only read."""
         if scale != 1:
             value = _scaled(value, scale)
@@ -298,7 +298,7 @@ class Weights:
         else:
             np.copyto(stored, value)
 
-    def _step(self, rule: rules.Rule, record: Record, value: Value) -> None:
+    def _step(self, rule: rules.Rule, record: KeyRecord, value: Value) -> None:
         assert self.spec is not None
         knobs = self.spec.knobs(record.key)
         flat = self.values[record.key].reshape(-1)

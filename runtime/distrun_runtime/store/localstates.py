@@ -17,14 +17,16 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.ps import statefile
 from distrun_runtime.ps.agreement import Keys
-from distrun_runtime.store.base import Record
+from distrun_runtime.store.base import KeyRecord
 from distrun_runtime.store.local import Weights
 from distrun_runtime.store.values import Key
 
 __all__ = ["load", "save"]
 
 
-def save(folder: str, kind: str, records: Iterable[Record], weights: Weights, residuals: Mapping[Key, Array]) -> None:
+def save(
+    folder: str, kind: str, records: Iterable[KeyRecord], weights: Weights, residuals: Mapping[Key, Array]
+) -> None:
     """Write weights, rule states and residuals into a folder, all or nothing.
 
     Raises:
@@ -51,7 +53,7 @@ def save(folder: str, kind: str, records: Iterable[Record], weights: Weights, re
         raise
 
 
-def load(folder: str, records: Collection[Record], weights: Weights) -> dict[Key, Array]:
+def load(folder: str, records: Collection[KeyRecord], weights: Weights) -> dict[Key, Array]:
     """Take up what was saved, also by a job of any size; return the residuals, if they are one worker's.
 
     Raises:
@@ -85,7 +87,7 @@ def load(folder: str, records: Collection[Record], weights: Weights) -> dict[Key
     return residuals
 
 
-def _declared(records: Iterable[Record]) -> Keys:
+def _declared(records: Iterable[KeyRecord]) -> Keys:
     """Return the keys as workers would have declared them to a scheduler."""
     keys = Keys()
     keys.declare(

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from distrun_runtime.protocol.message import Message
 from distrun_runtime.ps.pending import Pending as Request
 from distrun_runtime.ps.shards import Notes
-from distrun_runtime.store.link import Link
+from distrun_runtime.store.link import StoreLink
 from distrun_runtime.store.pending import Late, Pending, check_process, check_seconds
 
 Take = Callable[["tuple[Message, ...]"], Notes]
 """Takes the replies in: fills the outputs, and returns what is to be known of a skipped round."""
 
 
-class Sent(Pending):
+class SentCall(Pending):
     """A request of a store. Outputs are filled by the first `wait` that finds all replies there.
 
     Arguments:
@@ -27,7 +27,7 @@ class Sent(Pending):
     def __init__(
         self,
         request: Request,
-        link: Link,
+        link: StoreLink,
         late: Late,
         take: Take | None = None,
         left: Callable[[], None] = lambda: None,

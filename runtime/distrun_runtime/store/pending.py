@@ -19,7 +19,7 @@ from types import MappingProxyType
 from distrun_runtime.errors import KVError, StoreClosed, TimedOut
 from distrun_runtime.ps.shards import Notes
 
-__all__ = ["Late", "Line", "Pending", "Settled", "Task", "check_process", "check_seconds"]
+__all__ = ["BackgroundCall", "CompletedCall", "Late", "Line", "Pending", "check_process", "check_seconds"]
 
 
 class Pending(ABC):
@@ -118,7 +118,7 @@ def _cause(owner: object, error: BaseException) -> str:
     return str(error).removeprefix("%s: " % getattr(owner, "what", ""))
 
 
-class Settled(Pending):
+class CompletedCall(Pending):
     """A call that was over when it returned."""
 
     def __init__(self, what: str, error: BaseException | None = None, late: Late | None = None) -> None:
@@ -142,7 +142,7 @@ class Settled(Pending):
             raise self._error
 
 
-class Task(Pending):
+class BackgroundCall(Pending):
     """A call that is made by a function, now or by another thread."""
 
     def __init__(self, what: str, body: Callable[[], None], late: Late) -> None:
@@ -189,8 +189,8 @@ class Line:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
-        self._last: Task | None = None
+        self._tasks: queue.SimpleQueue[BackgroundCall] = queue.SimpleQueue()
+        self._last: BackgroundCall | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -198,7 +198,7 @@ class Line:
         """Whether every task that was put in has ended."""
         return self._last is None or self._last.is_done
 
-    def put(self, task: Task) -> None:
+    def put(self, task: BackgroundCall) -> None:
         """Run the task after those before it. Not for two threads at the same time."""
         self._last = task
         self._tasks.put(task)

@@ -18,7 +18,7 @@ from distrun_runtime.arrays.device import Device
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract import environ
 from distrun_runtime.store import kinds
-from distrun_runtime.store.base import Record, Value
+from distrun_runtime.store.base import KeyRecord, Value
 from distrun_runtime.store.compress import Compressor
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
@@ -41,10 +41,10 @@ class Reducer:
         self._threads = threads
         self._host = find.get("cpu:0", threads)
 
-    def know(self, records: Iterable[Record]) -> None:
+    def know(self, records: Iterable[KeyRecord]) -> None:
         """Take note of keys whose values will come."""
 
-    def reduce(self, items: Sequence[tuple[Record, Sequence[Value]]]) -> list[Value]:
+    def reduce(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> list[Value]:
         """Return the sum of each key's values, which fit its record and are of its storage kind.
 
         A single value is returned as it is (a RowSparse: canonical); every other sum is new.
@@ -54,21 +54,21 @@ class Reducer:
         """
         return [self._sum(record, values) for record, values in items]
 
-    def check(self, items: Sequence[tuple[Record, Sequence[Value]]]) -> None:
+    def check(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> None:
         """Return if `reduce` would take these values; nothing is changed.
 
         Raises:
             KVError: a value cannot be compressed.
         """
 
-    def _sum(self, record: Record, values: Sequence[Value]) -> Value:
+    def _sum(self, record: KeyRecord, values: Sequence[Value]) -> Value:
         rows = [value for value in values if isinstance(value, RowSparse)]
         if rows:
             return RowSparse.total(rows)
         arrays = [value for value in values if not isinstance(value, RowSparse)]
         return arrays[0] if len(arrays) == 1 else self._total(record, arrays)
 
-    def _total(self, record: Record, arrays: Sequence[Array]) -> Array:
+    def _total(self, record: KeyRecord, arrays: Sequence[Array]) -> Array:
         return self._host.host(self._host.total(arrays))
 
 
@@ -83,24 +83,24 @@ class DeviceReducer(Reducer):
         super().__init__(threads)
         self.compressor = Compressor() if compresses else None
         self._devices: list[Device] = []
-        self._records: dict[Key, Record] = {}
+        self._records: dict[Key, KeyRecord] = {}
         self.places: dict[Key, int] = {}
         """The device that each key's sum is made on, once that was asked for."""
         self._lock = threading.Lock()
 
-    def know(self, records: Iterable[Record]) -> None:
+    def know(self, records: Iterable[KeyRecord]) -> None:
         """Take note of keys, for their placement together with the next sum."""
         with self._lock:
             self._records.update((record.key, record) for record in records)
 
-    def reduce(self, items: Sequence[tuple[Record, Sequence[Value]]]) -> list[Value]:
+    def reduce(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> list[Value]:
         """Return the sum of each key's values."""
         if self.compressor is None:
             return super().reduce(items)
         self.check(items)  # All of them, before any residual changes.
         return [self._sum(record, self._compressed(record, values)) for record, values in items]
 
-    def check(self, items: Sequence[tuple[Record, Sequence[Value]]]) -> None:
+    def check(self, items: Sequence[tuple[KeyRecord, Sequence[Value]]]) -> None:
         """Return if `reduce` would take these values; nothing is changed."""
         if self.compressor is None:
             return
@@ -111,7 +111,7 @@ class DeviceReducer(Reducer):
                     if not isinstance(value, RowSparse):
                         self.compressor.check(record, value.reshape(-1), device)
 
-    def _compressed(self, record: Record, values: Sequence[Value]) -> Sequence[Value]:
+    def _compressed(self, record: KeyRecord, values: Sequence[Value]) -> Sequence[Value]:
         assert self.compressor is not None
         if self.compressor.of(record) is None:
             return values
@@ -123,11 +123,11 @@ class DeviceReducer(Reducer):
                 for device, value in enumerate(values)
             ]
 
-    def _total(self, record: Record, arrays: Sequence[Array]) -> Array:
+    def _total(self, record: KeyRecord, arrays: Sequence[Array]) -> Array:
         device = self._device(record, len(arrays))
         return device.host(device.total(arrays))
 
-    def _device(self, record: Record, count: int) -> Device:
+    def _device(self, record: KeyRecord, count: int) -> Device:
         """Return where this key's sum is made, of `count` devices."""
         with self._lock:
             while len(self._devices) < count:

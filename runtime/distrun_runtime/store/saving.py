@@ -15,7 +15,7 @@ from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps import statefile
-from distrun_runtime.store.link import Link
+from distrun_runtime.store.link import StoreLink
 from distrun_runtime.store.values import Key
 
 __all__ = ["load", "save"]
@@ -23,7 +23,7 @@ __all__ = ["load", "save"]
 Residuals = Mapping[Key, Array]
 
 
-def save(link: Link, folder: str, residuals: Residuals, numbers: Mapping[Key, int]) -> None:
+def save(link: StoreLink, folder: str, residuals: Residuals, numbers: Mapping[Key, int]) -> None:
     """Save the store's states into `folder`, which is made if it is missing. All workers call it.
 
     Arguments:
@@ -51,7 +51,7 @@ def save(link: Link, folder: str, residuals: Residuals, numbers: Mapping[Key, in
         raise
 
 
-def load(link: Link, folder: str, keys: Mapping[Key, tuple[int, int]]) -> tuple[dict[Key, Array], dict[Key, int]]:
+def load(link: StoreLink, folder: str, keys: Mapping[Key, tuple[int, int]]) -> tuple[dict[Key, Array], dict[Key, int]]:
     """Have the servers take up what was saved; return this worker's residuals and all keys' rounds. All call it.
 
     Arguments:
@@ -80,7 +80,7 @@ def load(link: Link, folder: str, keys: Mapping[Key, tuple[int, int]]) -> tuple[
     return found, {by_number[number][0]: int(done) for number, done in facts["rounds"]}
 
 
-def _warn_of_residuals(facts: Mapping[str, Any], link: Link) -> None:
+def _warn_of_residuals(facts: Mapping[str, Any], link: StoreLink) -> None:
     if facts["residuals"] and link.rank == 0:
         warnings.warn(
             "states of %d workers are loaded by %d: what compression had left out in each of them (%s) is dropped"

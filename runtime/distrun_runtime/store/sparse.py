@@ -16,7 +16,7 @@ from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import KVError
 
 if TYPE_CHECKING:  # It imports this module.
-    from distrun_runtime.store.base import Record
+    from distrun_runtime.store.base import KeyRecord
 
 __all__ = ["Lookup", "RowSparse", "refuse_mask", "row_numbers"]
 
@@ -176,7 +176,7 @@ class Lookup:
         KVError: the key is not row-sparse, a row is out of range, or an output does not fit.
     """
 
-    def __init__(self, record: Record, pairs: Sequence[tuple[Union[Array, RowSparse], Array]]) -> None:
+    def __init__(self, record: KeyRecord, pairs: Sequence[tuple[Union[Array, RowSparse], Array]]) -> None:
         if not record.is_sparse:
             raise KVError(
                 "key %r is not row-sparse: pull it as a whole, or give init a RowSparse to make it so" % (record.key,)
@@ -200,7 +200,7 @@ class Lookup:
         return np.searchsorted(self.rows, rows)
 
 
-def _numbers_for(record: Record, out: Array | RowSparse, ids: Array) -> Array:
+def _numbers_for(record: KeyRecord, out: Array | RowSparse, ids: Array) -> Array:
     """Return row numbers in one dimension, if they and the output fit the key."""
     numbers = row_numbers(dtypes.widen(ids), record.shape[0], "key %r" % (record.key,))
     if isinstance(out, RowSparse):

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from distrun_runtime.errors import KVError
 from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps.profile import prepare, write
-from distrun_runtime.store.link import Link
+from distrun_runtime.store.link import StoreLink
 
 __all__ = ["profile"]
 
 
 @contextmanager
-def profile(link: Link, folder: str) -> Iterator[None]:
+def profile(link: StoreLink, folder: str) -> Iterator[None]:
     """Record until the block ends, then write `worker-R.json`, and in rank 0 also `server-I.json` of every server.
 
     Servers record from when rank 0 begins until it ends.

@@ -1,80 +1,159 @@
 """Transfers: the messages of a distributed store's data calls, and what becomes of their answers.
 
-Plain values of many keys share messages: `ps.routing` says which, once for each list of keys. Rows and encoded values
-go shard by shard (`pieces`, `requests`).
+Which shards share a message is decided in `ps.routing`: for plain and encoded values once for each list of keys, for
+rows of row-sparse values at each call. Here are the payloads, this worker's rounds and its buckets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 
+from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array
-from distrun_runtime.errors import KVError, RuntimeFault
-from distrun_runtime.protocol.message import NO_ENTRIES, Kind, Message, Payload, payloads_of, rows_of
+from distrun_runtime.errors import KVError
+from distrun_runtime.ops import compression as codecs
+from distrun_runtime.ops import rows as rowcodec
+from distrun_runtime.ops.compression import NONE, ROWS
+from distrun_runtime.ops.partition import Shard
+from distrun_runtime.ops.reduce import PLAIN, How
+from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Kind, Message, Payload, payloads_of
 from distrun_runtime.ps.pending import Pending as Request
-from distrun_runtime.ps.routing import BUCKET_ENTRIES, Buckets, Layout, Portion, Route, step_of
+from distrun_runtime.ps.routing import Buckets, Portion, Route, portions_of
 from distrun_runtime.ps.shards import Notes
-from distrun_runtime.store.base import Record, Selection
-from distrun_runtime.store.compress import Compressor
-from distrun_runtime.store.link import Link
-from distrun_runtime.store.pieces import Part, wanted
-from distrun_runtime.store.requests import Packed, pack, values_of
+from distrun_runtime.store.base import KeyRecord, Selection, Value
+from distrun_runtime.store.compress import Compression, Compressor
+from distrun_runtime.store.link import StoreLink
+from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
 
-__all__ = ["Take", "Transfers", "answers"]
+__all__ = ["Take", "Transfers"]
 
 Take = Callable[["tuple[Message, ...]"], Notes]
 """Takes the replies in: fills the outputs, and returns what is to be known of a skipped round."""
+
+BY_ROWS = How(ROWS)
+
+Loaded = tuple[Portion, Sequence[Buffer], Payload]
+"""What a message carries, its frames, and where the entries' values are."""
+
+
+@dataclass(frozen=True)
+class _Routes:
+    """The routes of one list of keys."""
+
+    version: int
+    """Of the compressor's settings that they were made with."""
+    plain: Route
+    """Where all values travel as they are."""
+    push: Route
+    pull: Route
+    """These are `plain` if nothing is encoded: what a push has registered, a pull names."""
 
 
 class Transfers:
     """What one store sends to the servers. Threads: one at a time, but for what a `Take` does."""
 
-    def __init__(self, link: Link, compressor: Compressor) -> None:
+    def __init__(self, link: StoreLink, compressor: Compressor) -> None:
         self._link = link
         self._compressor = compressor
-        self.layouts: dict[Key, Layout] = {}
+        self.shards: dict[Key, tuple[Shard, ...]] = {}
+        """In the order of their offsets."""
         self._rounds = np.zeros(0, np.int64)
         """By key number: the number of this worker's pushes, which is the round of the last one."""
         self._buckets = Buckets()
 
-    def add(self, record: Record, layout: Layout) -> None:
+    def add(self, key: Key, shards: tuple[Shard, ...]) -> None:
         """Take in a key."""
-        self.layouts[record.key] = layout
-        if layout.number >= len(self._rounds):
-            grown = np.zeros(max(2 * len(self._rounds), layout.number + 1), np.int64)
+        self.shards[key] = shards
+        number = shards[0].key
+        if number >= len(self._rounds):
+            grown = np.zeros(max(2 * len(self._rounds), number + 1), np.int64)
             grown[: len(self._rounds)] = self._rounds
             self._rounds = grown
 
     def round_of(self, key: Key) -> int:
         """Return the round of this worker's last push of a key."""
-        return int(self._rounds[self.layouts[key].number])
+        return int(self._rounds[self.shards[key][0].key])
 
     def set_round(self, key: Key, number: int) -> None:
         """Go on with another round."""
-        self._rounds[self.layouts[key].number] = number
+        self._rounds[self.shards[key][0].key] = number
 
-    # Whole values
+    # Contributions
 
     def push(
-        self, what: str, keys: Selection, values: Sequence[Array], *, body: Any, priority: int, lent: bool
+        self, what: str, keys: Selection, values: Sequence[Value], *, body: Mapping[str, Any], priority: int, lent: bool
     ) -> Request:
         """Send one value of each key as this worker's contribution to its next round."""
-        route = self._route(keys)
+        route = self._routes(keys).push
+        loaded: list[Loaded] = []
+        if keys.has_rows:
+            loaded += self._with_rows(keys, values)
+            pairs = zip(keys.records, values, strict=True)
+            values = [value if _has_rows(record) else _dense(value) for record, value in pairs]
+        arrays = cast("Sequence[Array]", values)
+        for portion in route.portions:
+            if portion.how.codec == NONE:
+                loaded.append((portion, portion.gather(arrays, lent), Payload.PACKED))
+            else:
+                loaded.append((portion, self._encoded(keys, portion, arrays), Payload.FRAME))
+        return self._contribute(what, route, loaded, body, priority)
+
+    def skip(self, what: str, keys: Selection, note: Mapping[str, Any]) -> Request:
+        """Send that this worker has the next round of keys skipped."""
+        route = self._routes(keys).plain
+        loaded: list[Loaded] = [(portion, (), Payload.NONE) for portion in route.portions]
+        return self._contribute(what, route, loaded, {"skip": dict(note)}, 0)
+
+    def _contribute(
+        self, what: str, route: Route, loaded: Sequence[Loaded], body: Mapping[str, Any], priority: int
+    ) -> Request:
         rounds = self._rounds[route.numbers] + 1
         self._rounds[route.numbers] = rounds
-        messages = [
-            self._message(Kind.PUSH, portion, rounds, portion.gather(values, lent), body=body, priority=priority)
-            for portion in route.portions
-        ]
-        request = self._link.node.ask(what, messages)
-        for portion in route.portions:
+        request = self._send(what, Kind.PUSH, loaded, rounds, body=body, priority=priority)
+        portions = [portion for portion, _, _ in loaded]
+        for portion in portions:
             portion.carried_by = request
-        request.then(lambda error: self._failed(route, error))
+        request.then(lambda error: None if error is None else self._buckets.forget(portions))
         return request
+
+    def _encoded(self, keys: Selection, portion: Portion, values: Sequence[Array]) -> list[Buffer]:
+        """Return the payloads of a portion whose values are compressed."""
+        frames: list[Buffer] = []
+        flat: dict[int, Array] = {}
+        for item, shard in portion.shards():
+            if item not in flat:
+                flat[item] = np.ascontiguousarray(values[item]).reshape(-1)
+            encoded = self._compressor.encode(keys.records[item], shard, flat[item])
+            assert encoded is not None
+            frames.append(encoded[1])
+        return frames
+
+    def _with_rows(self, keys: Selection, values: Sequence[Value]) -> list[Loaded]:
+        """Return what carries the values of row-sparse keys; each shard counts, also without a row of it."""
+        shards: list[tuple[int, Shard]] = []
+        frames: list[Buffer] = []
+        for item, (record, value) in enumerate(zip(keys.records, values, strict=True)):
+            if not _has_rows(record):
+                continue
+            assert isinstance(value, RowSparse)
+            one = value.canonical()
+            for shard in self.shards[record.key]:
+                here = rowcodec.within(one.rows, shard.first_row, shard.row_count)
+                shards.append((item, shard))
+                frames.append(rowcodec.encode(one.rows[here] - shard.first_row, one.values[here]))
+        sizes = [memoryview(frame).nbytes for frame in frames]
+        return [
+            (portion, [frames[place] for place in portion.places], Payload.FRAME)
+            for portion in portions_of(shards, (), [BY_ROWS] * len(keys.records), sizes)
+        ]
+
+    # Values
 
     def pull(
         self, what: str, keys: Selection, outs: Sequence[Sequence[Array]], *, priority: int, own: bool
@@ -84,97 +163,128 @@ class Transfers:
         Arguments:
             own: it belongs to the push before it: outputs of keys whose round was skipped stay as they are.
         """
-        if self._compressor.is_on and any(self._is_encoded(record) for record in keys.records):
-            return self._pull_encoded(what, keys, outs, priority, own)
-        route = self._route(keys)
-        rounds = self._rounds[route.numbers]
-        messages = [
-            self._message(Kind.PULL, portion, rounds, (), body={}, priority=priority) for portion in route.portions
-        ]
-        request = self._link.node.ask(what, messages)
+        route = self._routes(keys).pull
+        loaded: list[Loaded] = [(portion, (), Payload.NONE) for portion in route.portions]
+        request = self._ask(what, route, loaded, priority)
         return request, lambda replies: _fill(route, keys.records, outs, replies, own)
 
+    def pull_rows(
+        self, what: str, items: Sequence[tuple[KeyRecord, Array, Callable[[Array], None]]], *, priority: int
+    ) -> tuple[Request, Take]:
+        """Ask for rows of keys, of which one may be there several times; return as `pull`.
+
+        Arguments:
+            items: record, rows (int64, ascending, each once), and what takes their values, (n, *shape[1:]).
+        """
+        shards: list[tuple[int, Shard]] = []
+        runs: list[slice] = []
+        frames: list[Buffer] = []
+        sizes: list[int] = []
+        for item, (record, numbers, _) in enumerate(items):
+            for shard in self.shards[record.key] if record.row_size else ():
+                here = rowcodec.within(numbers, shard.first_row, shard.row_count)
+                if here.stop > here.start:
+                    shards.append((item, shard))
+                    runs.append(here)
+                    frames.append(rowcodec.encode_rows(numbers[here] - shard.first_row))
+                    # The answer is what there is most of.
+                    sizes.append((here.stop - here.start) * record.row_size * record.dtype.itemsize)
+        portions = portions_of(shards, (), [BY_ROWS] * len(items), sizes)
+        route = Route(np.array([self.shards[record.key][0].key for record, _, _ in items], np.int64), portions)
+        loaded = [(each, [frames[place] for place in each.places], Payload.FRAME) for each in portions]
+        request = self._ask(what, route, loaded, priority)
+
+        def take(replies: tuple[Message, ...]) -> Notes:
+            tables = [np.empty((len(numbers), record.row_size), record.dtype) for record, numbers, _ in items]
+            for portion, reply in zip(portions, replies, strict=True):
+                found = zip(portion.keys.tolist(), portion.places, _decoded(portion, reply), strict=True)
+                for item, place, values in found:
+                    tables[item][runs[place]] = values.reshape(-1, items[item][0].row_size)
+            for (record, numbers, give), table in zip(items, tables, strict=True):
+                give(table.reshape(len(numbers), *record.shape[1:]))
+            return _said(_skipped_in(replies))
+
+        return request, take
+
+    def _ask(self, what: str, route: Route, loaded: Sequence[Loaded], priority: int) -> Request:
+        return self._send(what, Kind.PULL, loaded, self._rounds[route.numbers], body={}, priority=priority)
+
+    # Messages
+
+    def _send(
+        self, what: str, kind: Kind, loaded: Sequence[Loaded], rounds: Array, *, body: Mapping[str, Any], priority: int
+    ) -> Request:
+        def entries_of(number: int) -> Array:
+            """Return the entries of a message whose bucket a server does not know. In the node's thread."""
+            portion, _, place = loaded[number]
+            self._buckets.forget([portion])
+            return portion.named(rounds, place)
+
+        messages = [self._message(kind, each, rounds, body, priority) for each in loaded]
+        return self._link.node.ask(what, messages, entries_of=entries_of)
+
     def _message(
-        self, kind: Kind, portion: Portion, rounds: Array, payloads: Any, *, body: Any, priority: int
+        self, kind: Kind, loaded: Loaded, rounds: Array, body: Mapping[str, Any], priority: int
     ) -> tuple[str, Message]:
         """Return one message of a call, and its link; with a bucket in place of its entries if the server knows one."""
-        step = step_of(portion, rounds)
-        is_new = step < 0 and kind is Kind.PUSH and len(portion.entries) >= BUCKET_ENTRIES
-        if is_new:
-            self._buckets.register(portion, rounds)
-        place = Payload.PACKED if kind is Kind.PUSH else Payload.NONE
+        portion, frames, place = loaded
+        bucket, step = 0, -1
+        if place is (Payload.PACKED if kind is Kind.PUSH else Payload.NONE):
+            bucket, step = self._buckets.name(portion, rounds, registers=kind is Kind.PUSH)
+        if NONE < portion.how.codec < ROWS:
+            body = {**body, "codec": dict(portion.how.params)}
         return portion.link, Message(
             kind,
             store=self._link.store,
             priority=priority,
-            bucket=portion.bucket if step >= 0 or is_new else 0,
+            bucket=bucket,
             step=max(step, 0),
             entries=NO_ENTRIES if step >= 0 else portion.named(rounds, place),
             body=body,
-            payloads=payloads,
+            payloads=frames,
         )
 
-    def _failed(self, route: Route, error: RuntimeFault | None) -> None:
-        if error is not None:
-            self._buckets.forget(route.portions)
+    def _routes(self, keys: Selection) -> _Routes:
+        found: _Routes | None = keys.kept
+        if found is None or found.version != self._compressor.version:
+            plain = self._route(keys, ()) if found is None else found.plain
+            settings = [self._compressor.of(record) for record in keys.records]
+            push = [
+                BY_ROWS if _has_rows(record) else _how(setting)
+                for record, setting in zip(keys.records, settings, strict=True)
+            ]
+            pull = [_how(setting if setting is not None and setting.two_way else None) for setting in settings]
+            found = keys.kept = _Routes(
+                self._compressor.version,
+                plain,
+                *(self._route(keys, hows) if any(how.codec for how in hows) else plain for hows in (push, pull)),
+            )
+        return found
 
-    def _route(self, keys: Selection) -> Route:
-        if keys.kept is None:
-            layouts = [self.layouts[record.key] for record in keys.records]
-            shapes, dtypes = [record.shape for record in keys.records], [record.dtype for record in keys.records]
-            keys.kept = Route.of(layouts, shapes, dtypes)
-        route: Route = keys.kept
-        return route
+    def _route(self, keys: Selection, hows: Sequence[How]) -> Route:
+        shards = [self.shards[record.key] for record in keys.records]
+        return Route.of(shards, [record.shape for record in keys.records], hows)
 
-    # Shard by shard
 
-    def _is_encoded(self, record: Record) -> bool:
-        setting = self._compressor.of(record)
-        return setting is not None and setting.two_way
+def _how(setting: Compression | None) -> How:
+    """Return how values travel that are compressed by a setting; None: they are not."""
+    return PLAIN if setting is None else How(setting.number, setting.params)
 
-    def contribute(
-        self, what: str, records: Sequence[Record], parts: Sequence[Part], body: Mapping[str, Any], priority: int
-    ) -> Request:
-        """Send parts of values, encoded or without elements, as this worker's contribution to the keys' next round."""
-        for record in records:
-            self._rounds[self.layouts[record.key].number] += 1
-        return self._link.send(
-            what, pack(Kind.PUSH, self._link.store, parts, self._rounds, priority=priority, body=body)
-        )
 
-    def ask(self, parts: Sequence[Part], priority: int) -> list[Packed]:
-        """Return the messages that ask for parts of values."""
-        return pack(Kind.PULL, self._link.store, parts, self._rounds, priority=priority)
+def _dense(value: Value) -> Array:
+    return value.to_dense() if isinstance(value, RowSparse) else value
 
-    def _pull_encoded(
-        self, what: str, keys: Selection, outs: Sequence[Sequence[Array]], priority: int, own: bool
-    ) -> tuple[Request, Take]:
-        parts = [part for record in keys.records for part in wanted(record, self.layouts[record.key], self._compressor)]
-        packed = self.ask(parts, priority)
 
-        def take(replies: tuple[Message, ...]) -> Notes:
-            skipped = skipped_in(replies)
-            found: dict[Key, Array] = {}
-            arrays_of = {record.key: arrays for record, arrays in zip(keys.records, outs, strict=True)}
-            for part, values in answers(packed, replies):
-                if own and part.number in skipped:
-                    continue
-                key = part.record.key
-                if key not in found:
-                    found[key] = _contiguous(arrays_of[key][0])
-                found[key].reshape(-1)[part.piece.offset : part.piece.end] = values
-            for key, value in found.items():
-                _copy_out(value, arrays_of[key])
-            return said(skipped)
-
-        return self._link.send(what, packed), take
+def _has_rows(record: KeyRecord) -> bool:
+    """Whether values of a key travel by rows. Rows of no elements do not."""
+    return record.is_sparse and record.row_size > 0
 
 
 def _fill(
-    route: Route, records: Sequence[Record], outs: Sequence[Sequence[Array]], replies: Sequence[Message], own: bool
+    route: Route, records: Sequence[KeyRecord], outs: Sequence[Sequence[Array]], replies: Sequence[Message], own: bool
 ) -> Notes:
     """Write the answers of a pull into its outputs."""
-    skipped = skipped_in(replies)
+    skipped = _skipped_in(replies)
     kept = {item for item, number in enumerate(route.numbers.tolist()) if number in skipped} if skipped and own else ()
     flat = [
         # An array of its own where the values are not wanted, or the output takes no run of elements.
@@ -182,6 +292,10 @@ def _fill(
         for item, (record, arrays) in enumerate(zip(records, outs, strict=True))
     ]
     for portion, reply in zip(route.portions, replies, strict=True):
+        if portion.how.codec != NONE:
+            for (item, shard), values in zip(portion.shards(), _decoded(portion, reply), strict=True):
+                flat[item].reshape(-1)[shard.offset : shard.end] = values
+            continue
         expected = portion.size * portion.dtype.itemsize
         found = sum(memoryview(each).nbytes for each in reply.payloads)
         if found != expected or (len(reply.entries) and (reply.entries["payload"] != Payload.PACKED).any()):
@@ -190,7 +304,32 @@ def _fill(
     for item, (value, arrays) in enumerate(zip(flat, outs, strict=True)):
         if item not in kept and (len(arrays) > 1 or (arrays and value is not arrays[0])):
             _copy_out(value, arrays)
-    return said(skipped)
+    return _said(skipped)
+
+
+def _decoded(portion: Portion, reply: Message) -> Iterator[Array]:
+    """Yield what a server answered for each shard of a portion that is not plain: flat, in the key's dtype.
+
+    Raises:
+        KVError: it is not what was asked for.
+    """
+    params = reply.body.get("codec") or portion.how.params
+    codes, given = reply.entries["dtype"].tolist(), reply.entries["codec"].tolist()
+    frames = payloads_of(reply.entries, reply.payloads)
+    for (_, shard), code, codec, frame in zip(portion.shards(), codes, given, frames, strict=True):
+        if DTYPES[code] != portion.dtype:
+            raise KVError(
+                "%s answered with values of %s, expected %s"
+                % (portion.link, dtypes.name_of(DTYPES[code]), dtypes.name_of(portion.dtype))
+            )
+        if NONE < codec < ROWS:
+            found = codecs.numbered(codec)
+            wide = found.decode(frame or b"", shard.length, found.check(params))
+            yield dtypes.narrow(wide.astype(dtypes.work_dtype(portion.dtype), copy=False), portion.dtype)
+        elif frame is None or not memoryview(frame).nbytes:
+            yield np.empty(0, portion.dtype)
+        else:
+            yield np.frombuffer(frame, portion.dtype)
 
 
 def _contiguous(out: Array) -> Array:
@@ -204,7 +343,7 @@ def _copy_out(value: Array, arrays: Sequence[Array]) -> None:
             array[...] = value
 
 
-def skipped_in(replies: Sequence[Message]) -> dict[int, Notes]:
+def _skipped_in(replies: Sequence[Message]) -> dict[int, Notes]:
     """Return the notes of the rounds that were skipped, by number of the key."""
     return {
         int(number): {int(rank): note for rank, note in notes.items()}
@@ -213,15 +352,6 @@ def skipped_in(replies: Sequence[Message]) -> dict[int, Notes]:
     }
 
 
-def said(skipped: Mapping[int, Notes]) -> Notes:
+def _said(skipped: Mapping[int, Notes]) -> Notes:
     """Return what the workers said of a skipped call: of any of its keys."""
     return next(iter(skipped.values()), {})
-
-
-def answers(packed: Sequence[Packed], replies: Sequence[Message]) -> Iterator[tuple[Part, Array]]:
-    """Yield each part with what came for it."""
-    for one, reply in zip(packed, replies, strict=True):
-        params = reply.body.get("codec") or one.message.body.get("codec") or {}
-        payloads = payloads_of(reply.entries, reply.payloads)
-        for part, entry, payload in zip(one.parts, rows_of(reply.entries), payloads, strict=True):
-            yield part, values_of(part, entry, payload or b"", params)

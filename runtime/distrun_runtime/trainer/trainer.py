@@ -19,7 +19,7 @@ from distrun_runtime.errors import KVError, StoreClosed
 from distrun_runtime.kvstore import KVStore, KVStoreBase
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import schedules as schedule
-from distrun_runtime.store.compress import Setting
+from distrun_runtime.store.compress import Compression
 from distrun_runtime.store.sparse import row_numbers
 from distrun_runtime.trainer.agreement import SKIP
 from distrun_runtime.trainer.exchange import Gradients, StoreExchange
@@ -84,7 +84,7 @@ class Trainer:
         spec = rules.spec_of(optimizer, named)
         check_rule(spec, collected)
         if compression_params:
-            Setting.of(compression_params)
+            Compression.of(compression_params)
         buffers = Buffers(params)
         # Not made where the store updates: a rule of the user's own is then imported by servers only.
         rule = LocalRule(spec, collected) if updates_itself(collected, kvstore, update_on_kvstore) else None

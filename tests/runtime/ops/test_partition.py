@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrun_runtime.ops.partition import PIECE_BYTES, Shard, compressed_shards, pieces, row_shards, shards
+from distrun_runtime.ops.partition import Shard, compressed_shards, row_shards, shards
 
 
 def lengths(size: int, servers: int, bound: int = 1_000_000) -> list[int]:
@@ -83,42 +83,6 @@ def test_every_slice_is_within_one_element_of_the_mean(size: int, servers: int) 
         assert abs(shard.length - Fraction(size, servers)) <= 1 + Fraction(1, 1000)
 
 
-def test_pieces_of_big_shards_are_four_mebibytes_at_most() -> None:
-    whole = shards(0, 3_000_000, 2, 1_000_000)
-    cut = pieces(whole, 4)
-    assert [(piece.server, piece.length) for piece in cut] == [
-        (0, 1048576),
-        (0, 451424),
-        (1, 1048576),
-        (1, 451424),
-    ]
-    assert max(piece.length * 4 for piece in cut) <= PIECE_BYTES
-
-
-def test_an_empty_shard_stays_one_piece() -> None:
-    assert pieces([Shard(1, 0, 0)], 4) == (Shard(1, 0, 0),)
-
-
-@given(
-    size=st.integers(0, 5000),
-    servers=st.integers(1, 9),
-    itemsize=st.sampled_from([1, 2, 4, 8]),
-    limit=st.integers(1, 4096),
-)
-def test_pieces_cover_their_shards_once_within_the_limit(size: int, servers: int, itemsize: int, limit: int) -> None:
-    whole = shards(5, size, servers, 100)
-    cut = pieces(whole, itemsize, limit)
-    rejoined: list[Shard] = []
-    for piece in cut:
-        assert piece.length * itemsize <= max(limit, itemsize)
-        if rejoined and rejoined[-1].server == piece.server:
-            assert rejoined[-1].end == piece.offset
-            rejoined[-1] = Shard(piece.server, rejoined[-1].offset, rejoined[-1].length + piece.length)
-        else:
-            rejoined.append(piece)
-    assert tuple(rejoined) == whole
-
-
 @pytest.mark.parametrize(
     ("size", "servers", "factor", "expected"),
     [
@@ -149,12 +113,6 @@ def test_compressed_shards_cover_a_value_once_and_begin_at_words(size: int, serv
     assert end == size
 
 
-def test_pieces_of_compressed_shards_begin_at_words_too() -> None:
-    cut = pieces(compressed_shards(0, 5_000_000, 2, 1_000_000, 32), 4)
-    assert len(cut) == 6
-    assert all(piece.offset % 32 == 0 for piece in cut)
-
-
 def test_rows_are_dealt_over_the_servers_as_mxnet_deals_them() -> None:
     found = row_shards(0, 1200, 1200, 3, 1_000_000)
     assert [shard.length // 1200 for shard in found] == [400, 400, 400]
@@ -162,16 +120,12 @@ def test_rows_are_dealt_over_the_servers_as_mxnet_deals_them() -> None:
     assert row_shards(3, 1000, 3, 3, 3001) == shards(3, 3000, 3, 3001)
 
 
-@given(rows=st.integers(0, 300), row_size=st.integers(0, 40), servers=st.integers(1, 9), limit=st.integers(1, 2000))
-def test_neither_shards_nor_pieces_cut_a_row(rows: int, row_size: int, servers: int, limit: int) -> None:
-    found = row_shards(2, rows, row_size, servers, 500)
-    cut = pieces(found, 4, limit, unit=row_size)
-    for parts in (found, cut):
-        end = 0
-        for part in parts:
-            assert part.offset == end
-            assert row_size == 0 or (part.offset % row_size == 0 and part.length % row_size == 0)
-            end = part.end
-        assert end == rows * row_size
-    for piece in cut:
-        assert piece.length * 4 <= limit or piece.length <= row_size
+@given(rows=st.integers(0, 300), row_size=st.integers(1, 40), servers=st.integers(1, 9))
+def test_no_shard_cuts_a_row(rows: int, row_size: int, servers: int) -> None:
+    end = 0
+    for shard in row_shards(2, rows, row_size, servers, 500):
+        assert shard.offset == end
+        assert shard.offset % row_size == 0
+        assert shard.length % row_size == 0
+        end = shard.end
+    assert end == rows * row_size

@@ -10,15 +10,15 @@ import pytest
 
 from distrun_runtime.errors import WireError
 from distrun_runtime.protocol import message
-from distrun_runtime.protocol.handshake import Acceptor, Identity, Opener, check_first
+from distrun_runtime.protocol.handshake import Acceptor, NodeIdentity, Opener, check_first
 from distrun_runtime.protocol.message import Kind, Message
 
 TOKEN = b"0123456789abcdef-the-token"
-WORKER = Identity("job", "worker", 1, 0, "d2", 77, "tcp://10.0.0.2:4000", 2, 1)
-SERVER = Identity("job", "server", 0, 0, "d1", 66, "tcp://10.0.0.1:4000", 2, 1)
+WORKER = NodeIdentity("job", "worker", 1, 0, "d2", 77, "tcp://10.0.0.2:4000", 2, 1)
+SERVER = NodeIdentity("job", "server", 0, 0, "d1", 66, "tcp://10.0.0.1:4000", 2, 1)
 
 
-def everybody(peer: Identity) -> str:
+def everybody(peer: NodeIdentity) -> str:
     return ""
 
 
@@ -30,8 +30,8 @@ def through(sent: Message) -> Message:
 def shake(
     mine: bytes = TOKEN,
     theirs: bytes = TOKEN,
-    admit: Callable[[Identity], str] = everybody,
-    who: Identity = WORKER,
+    admit: Callable[[NodeIdentity], str] = everybody,
+    who: NodeIdentity = WORKER,
 ) -> tuple[str, Acceptor, list[Message]]:
     """Return what came of it (`welcome`, or the reason and who gave it), the acceptor, and all messages."""
     opener, acceptor = Opener(who, mine, "aa" * 16), Acceptor(SERVER, theirs, "bb" * 16)
@@ -168,7 +168,7 @@ def test_the_reason_of_admit_reaches_the_other_side() -> None:
 
 
 def test_admit_is_asked_only_about_a_proven_node() -> None:
-    asked: list[Identity] = []
+    asked: list[NodeIdentity] = []
     acceptor = Acceptor(SERVER, TOKEN, "bb")
     acceptor.challenge(Opener(WORKER, TOKEN, "aa").hello())
     acceptor.verdict(Message(Kind.PROOF, body={"proof": "00"}), lambda peer: asked.append(peer) or "")

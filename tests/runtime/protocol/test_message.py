@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from distrun_runtime.arrays.dtypes import name_of
 from distrun_runtime.errors import WireError
 from distrun_runtime.protocol import message
-from distrun_runtime.protocol.handshake import Identity, Opener
+from distrun_runtime.protocol.handshake import NodeIdentity, Opener
 from distrun_runtime.protocol.message import (
     DTYPES,
     Entry,
@@ -150,7 +150,7 @@ def test_golden_bytes_of_head_and_entry() -> None:
 
 
 def test_golden_bytes_of_a_hello() -> None:
-    who = Identity("j", "worker", 1, 0, "d1", 42, "tcp://10.0.0.1:5", 2, 1)
+    who = NodeIdentity("j", "worker", 1, 0, "d1", 42, "tcp://10.0.0.1:5", 2, 1)
     head, body = (bytes(frame) for frame in message.encode(Opener(who, b"secret", "00ff").hello()))
     assert head.hex() == "44524b56" + "0200" + "01" + "00" + "00" * 8 + "ffffffff" + "00" * 28
     assert body == (

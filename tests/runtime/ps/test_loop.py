@@ -15,7 +15,7 @@ from scripted_transport import Held, Script
 
 from distrun_runtime.arrays import find as devices
 from distrun_runtime.protocol import message
-from distrun_runtime.protocol.handshake import Acceptor, Identity, Opener
+from distrun_runtime.protocol.handshake import Acceptor, NodeIdentity, Opener
 from distrun_runtime.protocol.message import Flag, Kind, Message
 from distrun_runtime.ps import role, work
 from distrun_runtime.ps.engine import Engine
@@ -40,7 +40,7 @@ class Echo:
     def start(self, now: float) -> list[role.Action]:
         return []
 
-    def admit(self, peer: Identity) -> str:
+    def admit(self, peer: NodeIdentity) -> str:
         return "no rank 9 here" if peer.rank == 9 else ""
 
     def handle(self, event: role.Event, now: float) -> list[role.Action]:

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.ps.roster import LEFT, LOST, Roster, folded, from_json
 
-WORKER = Identity("j", "worker", 0, 0, "d1", 10, "tcp://10.0.0.1:1", 2, 1)
+WORKER = NodeIdentity("j", "worker", 0, 0, "d1", 10, "tcp://10.0.0.1:1", 2, 1)
 
 
-def worker(rank: int, host: str = "d1", **changes: int) -> Identity:
+def worker(rank: int, host: str = "d1", **changes: int) -> NodeIdentity:
     return replace(WORKER, rank=rank, host=host, **changes)
 
 
-def server(rank: int) -> Identity:
+def server(rank: int) -> NodeIdentity:
     return replace(WORKER, role="server", rank=rank)
 
 
@@ -40,7 +40,7 @@ def server(rank: int) -> Identity:
         (server(0), ""),
     ],
 )
-def test_every_reason_against_a_node(peer: Identity, reason: str) -> None:
+def test_every_reason_against_a_node(peer: NodeIdentity, reason: str) -> None:
     roster = Roster(2, 1)
     roster.add("a", worker(1, "d2"))
     assert roster.against(peer) == reason

@@ -12,22 +12,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distrun_runtime.ops import compression
 from distrun_runtime.ops.partition import Shard
-from distrun_runtime.protocol.message import DTYPES, Kind, Message, Payload, decode, encode, payloads_of
+from distrun_runtime.ops.reduce import How
+from distrun_runtime.protocol.message import DTYPE_CODES, DTYPES, Kind, Message, Payload, decode, encode, payloads_of
 from distrun_runtime.ps import routing
 from distrun_runtime.ps.agreement import Keys
 from distrun_runtime.ps.routing import (
     BUCKETS,
     SHARD_BYTES,
     Buckets,
-    Layout,
     Portion,
     Route,
-    Shape,
     cut,
-    mxnet_layout,
+    mxnet_shards,
     place,
-    step_of,
+    portions_of,
+    shards_on,
 )
 
 ITEMSIZES = (1, 2, 4, 8)
@@ -133,31 +134,30 @@ def test_a_scheduler_that_places_as_mxnet_says_no_servers() -> None:
     factor=st.sampled_from([1, 16, 32]),
     is_sparse=st.booleans(),
 )
-def test_layouts_of_mxnet_cover_the_value_and_cut_no_row_and_no_word(
+def test_shards_where_mxnet_has_them_cover_the_value_and_cut_no_row_and_no_word(
     index: int, shape: tuple[int, int], servers: int, factor: int, is_sparse: bool
 ) -> None:
-    of = Shape(math.prod(shape), 4, shape[1], shape[0]) if is_sparse else Shape(math.prod(shape), 4)
-    layout = mxnet_layout(3, index, of, servers=servers, bound=10_000, factor=factor)
-    assert layout.size == math.prod(shape)
-    assert layout.shards[0].offset == 0
-    assert all(one.end == other.offset for one, other in zip(layout.shards, layout.shards[1:], strict=False))
+    value = Shard(0, 0, math.prod(shape), 3, 0, shape[1] if is_sparse else 0)
+    shards = mxnet_shards(value, index, servers=servers, bound=10_000, factor=factor)
+    assert shards[0].offset == 0
+    assert shards[-1].end == value.length
+    assert all(one.end == other.offset for one, other in itertools.pairwise(shards))
+    assert {(shard.key, shard.dtype, shard.row_size) for shard in shards} == {(3, 0, value.row_size)}
     unit = shape[1] if is_sparse else factor
-    assert all(shard.offset % unit == 0 for shard in layout.shards)
-    assert all(shard.length * 4 <= SHARD_BYTES or shard.length == unit for shard in layout.shards)
+    assert all(shard.offset % unit == 0 for shard in shards)
+    assert all(shard.length * 4 <= SHARD_BYTES or shard.length == unit for shard in shards)
 
 
 # Messages
 
 
-def layouts_of(shapes: list[tuple[int, ...]], dtypes: list[Any], servers: int) -> list[Layout]:
-    """Return where keys 10, 11 and so on are, as their workers learn it from the scheduler."""
+def shards_of(shapes: list[tuple[int, ...]], dtypes: list[Any], servers: int) -> list[tuple[Shard, ...]]:
+    """Return the shards of keys 10, 11 and so on, placed as the scheduler does it."""
     loads = [0] * servers
     result = []
     for item, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
-        pieces = cut(math.prod(shape), dtype.itemsize)
-        where = place([length * dtype.itemsize for _, length in pieces], loads)
-        shards = tuple(Shard(server, *piece) for server, piece in zip(where, pieces, strict=True))
-        result.append(Layout(10 + item, shards))
+        where = place([length * dtype.itemsize for _, length in cut(math.prod(shape), dtype.itemsize)], loads)
+        result.append(shards_on(Shard(0, 0, math.prod(shape), 10 + item, DTYPE_CODES[dtype]), where))
     return result
 
 
@@ -194,10 +194,10 @@ def test_what_is_gathered_travels_and_is_scattered_is_what_was_given(
             ("SHARD_BYTES", "MESSAGE_BYTES", "MESSAGE_ENTRIES", "DIRECT_BYTES"), limits, strict=True
         ):
             patch.setattr(routing, name, limit)
-        layouts = layouts_of(shapes, dtypes, servers)
+        placed = shards_of(shapes, dtypes, servers)
         order = random.Random(seed).sample(range(len(keys)), len(keys))
         shapes, dtypes = [shapes[at] for at in order], [dtypes[at] for at in order]
-        route = Route.of([layouts[at] for at in order], shapes, dtypes)
+        route = Route.of([placed[at] for at in order], shapes)
     values = random_values(seed, shapes, dtypes)
     # Outputs of any strides are made contiguous before.
     outs = [np.zeros_like(value) for value in values]
@@ -219,17 +219,17 @@ def test_what_is_gathered_travels_and_is_scattered_is_what_was_given(
         given_entries += entries[["key", "offset", "length"]].tolist()
     for value, out in zip(values, outs, strict=True):
         assert out.tobytes() == value.tobytes()
-    every = [(each.number, shard.offset, shard.length) for each in layouts for shard in each.shards]
+    every = [(shard.key, shard.offset, shard.length) for each in placed for shard in each]
     assert sorted(given_entries) == sorted(every)
     assert {int(server) for server in {portion.server for portion in route.portions}} == {
-        shard.server for each in layouts for shard in each.shards
+        shard.server for each in placed for shard in each
     }
 
 
 @given(keys=KEYS, seed=st.integers(0, 1000), cuts=st.lists(st.integers(0, 4000), max_size=3))
 def test_an_answer_may_come_in_other_frames_than_were_gathered(keys: list[Any], seed: int, cuts: list[int]) -> None:
     shapes, dtypes = [shape for shape, _ in keys], [dtype for _, dtype in keys]
-    route = Route.of(layouts_of(shapes, dtypes, 2), shapes, dtypes)
+    route = Route.of(shards_of(shapes, dtypes, 2), shapes)
     values = random_values(seed, shapes, dtypes)
     outs = [np.zeros_like(value) for value in values]
     for portion in route.portions:
@@ -244,11 +244,11 @@ def test_an_answer_may_come_in_other_frames_than_were_gathered(keys: list[Any], 
 @given(keys=KEYS, servers=st.integers(1, 4), seed=st.integers(0, 100))
 def test_two_workers_that_are_told_the_same_send_the_same_entries(keys: list[Any], servers: int, seed: int) -> None:
     shapes, dtypes = [shape for shape, _ in keys], [dtype for _, dtype in keys]
-    layouts = layouts_of(shapes, dtypes, servers)
-    one = Route.of(layouts, shapes, dtypes)
+    placed = shards_of(shapes, dtypes, servers)
+    one = Route.of(placed, shapes)
     order = random.Random(seed).sample(range(len(keys)), len(keys))
     # The other names its keys in another order.
-    other = Route.of([layouts[at] for at in order], [shapes[at] for at in order], [dtypes[at] for at in order])
+    other = Route.of([placed[at] for at in order], [shapes[at] for at in order])
     assert [portion.link for portion in one.portions] == [portion.link for portion in other.portions]
     for mine, theirs in zip(one.portions, other.portions, strict=True):
         assert mine.entries.tobytes() == theirs.entries.tobytes()
@@ -257,7 +257,7 @@ def test_two_workers_that_are_told_the_same_send_the_same_entries(keys: list[Any
 def test_values_that_are_not_lent_share_no_memory_with_what_is_sent() -> None:
     shapes: list[tuple[int, ...]] = [(3,), (400, 200)]
     values = [np.ones(shape, np.float32) for shape in shapes]
-    [portion] = Route.of(layouts_of(shapes, [DTYPES[0]] * 2, 1), shapes, [DTYPES[0]] * 2).portions
+    [portion] = Route.of(shards_of(shapes, [DTYPES[0]] * 2, 1), shapes).portions
     copied = portion.gather(values, lent=False)
     lent = portion.gather(values, lent=True)
     for value in values:
@@ -267,44 +267,101 @@ def test_values_that_are_not_lent_share_no_memory_with_what_is_sent() -> None:
     assert [np.frombuffer(frame, np.float32)[0] for frame in lent] == [1.0, 2.0]
 
 
+@pytest.mark.parametrize("is_lent", [False, True])
+def test_values_of_any_strides_are_gathered_in_c_order(is_lent: bool) -> None:
+    for dtype in DTYPES:
+        rows = np.frombuffer(np.random.default_rng(0).bytes(400 * 300 * dtype.itemsize), dtype).reshape(400, 300)
+        for value in (rows, rows.T, rows[::-1, ::2], rows[:5, :3].T):
+            [portion] = Route.of(shards_of([value.shape], [dtype], 1), [value.shape]).portions
+            assert b"".join(bytes(frame) for frame in portion.gather([value], is_lent)) == value.tobytes()
+
+
+@given(
+    keys=st.lists(st.tuples(st.integers(1, 3000), st.sampled_from(["", "2bit", "fp16", "rows"])), max_size=30),
+    servers=st.integers(1, 3),
+    seed=st.integers(0, 100),
+)
+def test_shards_that_travel_in_different_ways_share_no_message_and_none_is_left_out(
+    keys: list[tuple[int, str]], servers: int, seed: int
+) -> None:
+    """With a payload of its own size for each shard: messages are filled by what really travels."""
+    ways = {"": How(), "2bit": How(1, {"threshold": 0.5}), "fp16": How(3), "rows": How(compression.ROWS)}
+    placed = shards_of([(size,) for size, _ in keys], [DTYPES[0]] * len(keys), servers)
+    shards = [(item, shard) for item, its in enumerate(placed) for shard in its]
+    rng = random.Random(seed)
+    sizes = [rng.randrange(600) for _ in shards]
+    hows = [ways[name] for _, name in keys]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routing, "MESSAGE_BYTES", 1000)
+        patch.setattr(routing, "MESSAGE_ENTRIES", 4)
+        portions = portions_of(shards, [(size,) for size, _ in keys], hows, sizes)
+    size_of = {shard: size for (_, shard), size in zip(shards, sizes, strict=True)}
+    used, found = [], []
+    for portion in portions:
+        its = list(portion.shards())
+        assert {shard.server for _, shard in its} == {portion.server}
+        assert all(hows[item] == portion.how for item, _ in its)
+        assert set(portion.entries["codec"].tolist()) == {portion.how.codec}
+        assert not portion.how.codec or [shards[place] for place in portion.places] == its
+        used.append(sum(size_of[shard] for _, shard in its))
+        assert len(its) == 1 or (len(its) <= 4 and used[-1] <= 1000)
+        found += its
+    assert sorted(found) == sorted(shards)
+    for at, (one, other) in enumerate(itertools.pairwise(portions)):
+        if (one.link, one.how) == (other.link, other.how):
+            first = next(other.shards())[1]
+            assert len(one.entries) == 4 or used[at] + size_of[first] > 1000, "it would have fitted into the one before"
+
+
 # Buckets
 
 
 def portion_of(count: int = 10) -> Portion:
     shapes: list[tuple[int, ...]] = [(2,)] * count
-    [portion] = Route.of(layouts_of(shapes, [DTYPES[0]] * count, 1), shapes, [DTYPES[0]] * count).portions
+    [portion] = Route.of(shards_of(shapes, [DTYPES[0]] * count, 1), shapes).portions
     return portion
 
 
 def test_a_bucket_stands_for_its_entries_as_long_as_all_keys_go_on_together() -> None:
     buckets, portion = Buckets(), portion_of()
     rounds = np.arange(10, dtype=np.int64)
-    assert step_of(portion, rounds) == -1
-    buckets.register(portion, rounds)
-    assert [step_of(portion, rounds + step) for step in (0, 1, 7)] == [0, 1, 7]
+    assert buckets.name(portion, rounds, registers=False) == (0, -1), "a pull registers nothing"
+    assert buckets.name(portion, rounds, registers=True) == (1, -1)
+    assert [buckets.name(portion, rounds + step, registers=True) for step in (0, 1, 7)] == [(1, 0), (1, 1), (1, 7)]
+    assert buckets.name(portion, rounds - 2, registers=False) == (0, -1), "an earlier round than that of step 0"
     rounds[3] += 1
-    assert step_of(portion, rounds) == -1, "one key was pushed by itself"
-    assert step_of(portion, rounds - 2) == -1, "an earlier round than that of step 0"
+    assert buckets.name(portion, rounds, registers=False) == (0, -1), "one key was pushed by itself"
+    assert buckets.name(portion, rounds, registers=True) == (2, -1)
+
+
+def test_a_message_of_few_entries_always_names_them() -> None:
+    buckets, portion = Buckets(), portion_of(7)
+    rounds = np.zeros(7, np.int64)
+    assert [buckets.name(portion, rounds, registers=True) for _ in range(2)] == [(0, -1)] * 2
 
 
 def test_the_number_of_a_bucket_that_is_given_again_belongs_to_the_later_portion_only() -> None:
     buckets = Buckets()
     rounds = np.zeros(10, np.int64)
     first = portion_of()
-    buckets.register(first, rounds)
+    buckets.name(first, rounds, registers=True)
     portions = [portion_of() for _ in range(BUCKETS)]
     for portion in portions:
-        buckets.register(portion, rounds)
-    assert (first.bucket, first.base) == (0, None)
-    assert sorted(portion.bucket for portion in portions) == list(range(1, BUCKETS + 1))
+        buckets.name(portion, rounds, registers=True)
+    assert buckets.name(first, rounds, registers=False) == (0, -1)
+    numbers = [buckets.name(portion, rounds, registers=False)[0] for portion in portions]
+    assert sorted(numbers) == list(range(1, BUCKETS + 1))
     buckets.forget([first])
-    assert all(portion.bucket for portion in portions), "what was forgotten before is not forgotten for another"
+    assert [buckets.name(portion, rounds, registers=False)[0] for portion in portions] == numbers, (
+        "what was forgotten before is not forgotten for another"
+    )
 
 
-def test_a_portion_whose_message_failed_is_told_anew() -> None:
+def test_a_portion_that_is_forgotten_is_told_anew() -> None:
     buckets, portion = Buckets(), portion_of()
-    buckets.register(portion, np.zeros(10, np.int64))
+    rounds = np.zeros(10, np.int64)
+    buckets.name(portion, rounds, registers=True)
     buckets.forget([portion])
-    assert step_of(portion, np.zeros(10, np.int64)) == -1
-    buckets.register(portion, np.ones(10, np.int64))
-    assert step_of(portion, np.ones(10, np.int64)) == 0
+    assert buckets.name(portion, rounds, registers=False) == (0, -1)
+    buckets.name(portion, rounds + 1, registers=True)
+    assert buckets.name(portion, rounds + 1, registers=False) == (2, 0)

@@ -9,15 +9,15 @@ import pytest
 from cluster import config
 
 from distrun_runtime.errors import KVError, PeerLost, Refused, RuleError, RuntimeFault, TimedOut
-from distrun_runtime.protocol.handshake import Identity
+from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Entry, Flag, Kind, Message, entries_of
 from distrun_runtime.ps import role
 from distrun_runtime.ps.pending import Pending
 from distrun_runtime.ps.worker import Goodbye, Request, Worker
 
 
-def node(kind: str, rank: int) -> Identity:
-    return Identity("test-job", kind, rank, 0, "d%d" % rank, 5, "tcp://10.0.0.%d:1" % rank, 2, 2)
+def node(kind: str, rank: int) -> NodeIdentity:
+    return NodeIdentity("test-job", kind, rank, 0, "d%d" % rank, 5, "tcp://10.0.0.%d:1" % rank, 2, 2)
 
 
 class Rig:
@@ -55,9 +55,11 @@ class Rig:
     def broken(self, link: str) -> list[role.Action]:
         return self.do(self.worker.handle(role.Broken(link, "its connection closed"), 0))
 
-    def ask(self, *messages: tuple[str, Message], what: str = "pull of key 'w'") -> tuple[Pending, list[role.Action]]:
+    def ask(
+        self, *messages: tuple[str, Message], what: str = "pull of key 'w'", entries_of: Any = None
+    ) -> tuple[Pending, list[role.Action]]:
         pending = Pending(what)
-        return pending, self.do(self.worker.handle(role.Asked(Request(pending, messages)), 0))
+        return pending, self.do(self.worker.handle(role.Asked(Request(pending, messages, entries_of)), 0))
 
     def reply(self, link: str, request: int, flags: Flag = Flag.NONE, **body: Any) -> list[role.Action]:
         return self.hear(link, Message(Kind.PULL, Flag.REPLY | flags, request=request, body=body))
@@ -188,6 +190,83 @@ def test_a_refused_push_is_over_when_all_servers_have_answered() -> None:
     rig.reply("server-1", other.request)
     with pytest.raises(KVError, match="push of key 'w': no"):
         pending.wait(0)
+
+
+def by_bucket(step: int, kind: Kind = Kind.PUSH, size: int = 8) -> Message:
+    """Return a message that names a bucket in place of its entries."""
+    payloads = [bytes(size)] if kind is Kind.PUSH else []
+    return Message(kind, store=1, bucket=3, step=step, payloads=payloads)
+
+
+def named(number: int) -> Any:
+    return entries_of([Entry(key, 0, 1, 10 + number) for key in range(2)])
+
+
+def test_a_message_whose_bucket_a_server_does_not_know_is_sent_again_with_its_entries() -> None:
+    rig = Rig()
+    asked: list[int] = []
+
+    def told(number: int) -> Any:
+        asked.append(number)
+        return named(number)
+
+    push = by_bucket(1)
+    pending, actions = rig.ask(("server-0", push), ("server-1", push), what="push of key 'w'", entries_of=told)
+    (_, one), (_, other) = sends(actions)
+    rig.reply("server-0", one.request)
+    [(link, again)] = sends(rig.reply("server-1", other.request, Flag.ERROR, reason="which?", again=True))
+    assert (link, again.request, asked) == ("server-1", other.request, [1])
+    assert (again.bucket, again.step, again.payloads) == (0, 0, other.payloads)
+    assert again.entries.tobytes() == named(1).tobytes()
+    assert not pending.is_done
+    rig.reply("server-1", other.request)
+    assert len(pending.wait(0)) == 2
+
+
+def test_a_message_that_names_its_entries_is_sent_again_as_it_was() -> None:
+    rig = Rig()
+    pending, actions = rig.ask(("server-0", PULL), entries_of=named)
+    [(_, message)] = sends(actions)
+    assert sends(rig.reply("server-0", message.request, Flag.ERROR, again=True)) == [("server-0", message)]
+    rig.reply("server-0", message.request)
+    assert len(pending.wait(0)) == 1
+
+
+def test_a_message_that_is_refused_again_is_an_error() -> None:
+    rig = Rig()
+    pending, actions = rig.ask(("server-0", by_bucket(1, Kind.PULL)), entries_of=named)
+    [(_, message)] = sends(actions)
+    assert sends(rig.reply("server-0", message.request, Flag.ERROR, reason="which?", again=True))
+    assert not sends(rig.reply("server-0", message.request, Flag.ERROR, reason="which, please?", again=True))
+    assert str(error_of(pending)) == "pull of key 'w': which, please?"
+
+
+def test_what_is_sent_again_goes_in_the_order_of_the_refusals_and_before_what_is_queued() -> None:
+    rig = Rig()
+    full = 64 * 1024 * 1024
+    _, actions = rig.ask(("server-0", by_bucket(1, size=full)), entries_of=named)
+    [(_, first)] = sends(actions)
+    _, actions = rig.ask(("server-0", by_bucket(2, Kind.PULL)), entries_of=named)
+    [(_, second)] = sends(actions)
+    _, actions = rig.ask(("server-0", by_bucket(3)), entries_of=named)
+    assert sends(actions) == [], "the window is full"
+    for each in (first, second):
+        [(_, again)] = sends(rig.reply("server-0", each.request, Flag.ERROR, again=True))
+        assert again.request == each.request
+    [(_, third)] = sends(rig.reply("server-0", first.request))
+    assert (third.bucket, third.step) == (3, 3), "what was queued names the bucket still, and is sent again in its turn"
+
+
+def test_a_message_of_a_request_that_has_failed_is_sent_again_all_the_same() -> None:
+    """Its server expects it before anything else."""
+    rig = Rig()
+    pending, actions = rig.ask(("server-0", by_bucket(1, Kind.PULL)), ("server-1", PULL), entries_of=named)
+    (_, one), (_, other) = sends(actions)
+    rig.reply("server-1", other.request, Flag.ERROR, reason="no")
+    assert pending.is_done
+    [(_, again)] = sends(rig.reply("server-0", one.request, Flag.ERROR, again=True))
+    assert again.request == one.request
+    assert rig.reply("server-0", one.request) == []
 
 
 def test_waiting_is_noted_on_the_request_and_said() -> None:
@@ -331,5 +410,5 @@ def test_a_stray_answer_to_bye_does_no_harm() -> None:
 def test_only_nodes_of_the_job_may_connect() -> None:
     worker = Rig().worker
     assert worker.admit(node("worker", 0)) == ""
-    stranger = Identity("other", "worker", 0, 0, "d", 1, "", 2, 2)
+    stranger = NodeIdentity("other", "worker", 0, 0, "d", 1, "", 2, 2)
     assert worker.admit(stranger) == "worker-0@d (pid 1) belongs to job 'other'"

@@ -8,16 +8,16 @@ import pytest
 from distrun_runtime.arrays.dtypes import BFLOAT16, narrow
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codec
-from distrun_runtime.ops.partition import Shard, compressed_shards, pieces
-from distrun_runtime.store.base import Record
-from distrun_runtime.store.compress import MIN_SIZE, Compressor, Setting
+from distrun_runtime.ops.partition import Shard, compressed_shards
+from distrun_runtime.store.base import KeyRecord
+from distrun_runtime.store.compress import MIN_SIZE, Compression, Compressor
 from distrun_runtime.store.sparse import RowSparse
 
 ALWAYS = {"type": "2bit", "min_size": 0}
 
 
-def record(key: str = "w", size: int = 6, dtype: Any = np.float32) -> Record:
-    return Record.of(key, 0, np.zeros(size, dtype))
+def record(key: str = "w", size: int = 6, dtype: Any = np.float32) -> KeyRecord:
+    return KeyRecord.of(key, 0, np.zeros(size, dtype))
 
 
 def whole(size: int) -> Shard:
@@ -30,7 +30,7 @@ def values(*numbers: float, dtype: Any = np.float32) -> Any:
 
 def compressor(**given: object) -> Compressor:
     made = Compressor()
-    made.set(Setting.of({**ALWAYS, **given}))
+    made.set(Compression.of({**ALWAYS, **given}))
     return made
 
 
@@ -38,11 +38,11 @@ def compressor(**given: object) -> Compressor:
 
 
 def test_a_setting_has_its_defaults() -> None:
-    setting = Setting.of({"type": "2bit"})
-    assert setting == Setting("2bit", {"threshold": 0.5}, MIN_SIZE, False)
+    setting = Compression.of({"type": "2bit"})
+    assert setting == Compression("2bit", {"threshold": 0.5}, MIN_SIZE, False)
     assert (setting.number, setting.codec) == (1, codec.named("2bit"))
-    none = Setting.of({"type": "none"})
-    assert none == Setting()
+    none = Compression.of({"type": "none"})
+    assert none == Compression()
     assert (none.number, none.codec) == (0, None)
 
 
@@ -55,8 +55,8 @@ def test_a_setting_has_its_defaults() -> None:
     ],
 )
 def test_a_setting_travels_as_json(given: dict[str, object]) -> None:
-    setting = Setting.of(given)
-    assert Setting.of(setting.to_json()) == setting
+    setting = Compression.of(given)
+    assert Compression.of(setting.to_json()) == setting
     for name, value in given.items():
         assert setting.to_json()[name] == value
 
@@ -85,22 +85,22 @@ def test_a_setting_travels_as_json(given: dict[str, object]) -> None:
 )
 def test_what_is_wrong_is_refused_with_what_is_known(given: Any, message: str) -> None:
     with pytest.raises(KVError, match=message):
-        Setting.of(given)
+        Compression.of(given)
 
 
 # --- which values
 
 
 def test_only_dense_float_values_of_the_least_size_are_compressed() -> None:
-    setting = Setting.of({"type": "fp16", "min_size": 40})
+    setting = Compression.of({"type": "fp16", "min_size": 40})
     assert setting.applies(record(size=10))
     assert not setting.applies(record(size=9))
     assert setting.applies(record(size=5, dtype=np.float64))
     assert setting.applies(record(size=20, dtype=BFLOAT16))
     assert not setting.applies(record(size=10, dtype=np.int32))
-    assert not setting.applies(Record.of("w", 0, RowSparse.empty((10, 10))))
-    assert not Setting.of({"type": "fp16", "min_size": 0}).applies(record(size=0))
-    assert not Setting().applies(record(size=10**6))
+    assert not setting.applies(KeyRecord.of("w", 0, RowSparse.empty((10, 10))))
+    assert not Compression.of({"type": "fp16", "min_size": 0}).applies(record(size=0))
+    assert not Compression().applies(record(size=10**6))
 
 
 def test_values_that_are_not_compressed_give_none_and_travel_as_they_are() -> None:
@@ -114,8 +114,8 @@ def test_values_that_are_not_compressed_give_none_and_travel_as_they_are() -> No
 
 def test_settings_of_keys_go_before_that_of_all() -> None:
     made = compressor()
-    made.set(Setting.of({"type": "fp16", "min_size": 0}), ["a"])
-    made.set(Setting(), ["b"])
+    made.set(Compression.of({"type": "fp16", "min_size": 0}), ["a"])
+    made.set(Compression(), ["b"])
     found = {key: made.of(record(key)) for key in "abc"}
     assert {key: setting and setting.type for key, setting in found.items()} == {"a": "fp16", "b": None, "c": "2bit"}
 
@@ -123,14 +123,14 @@ def test_settings_of_keys_go_before_that_of_all() -> None:
 # --- residuals
 
 
-def test_pieces_of_a_value_share_its_residual_and_make_the_bytes_of_the_whole() -> None:
+def test_shards_of_a_value_share_its_residual_and_make_the_bytes_of_the_whole() -> None:
     n = 1000
     gradient = np.random.default_rng(3).standard_normal(n).astype(np.float32)
-    cut = pieces(compressed_shards(0, n, 3, 100, 16), 4, 384)
-    assert len(cut) > 3
+    shards = compressed_shards(0, n, 11, 100, 16)
+    assert len(shards) == 11
     one, other = compressor(), compressor()
     for _ in range(3):
-        encoded = [one.encode(record(size=n), piece, gradient) for piece in cut]
+        encoded = [one.encode(record(size=n), shard, gradient) for shard in shards]
         joined = b"".join(bytes(found[1]) for found in encoded if found)
         found = other.encode(record(size=n), whole(n), gradient)
         assert found is not None
@@ -167,9 +167,9 @@ def test_a_new_setting_keeps_residuals_and_none_drops_them() -> None:
     made = compressor()
     made.through(record("a", 1), values(0.3))
     made.through(record("b", 1), values(0.3))
-    made.set(Setting.of({"type": "topk", "ratio": 1, "min_size": 0}))
+    made.set(Compression.of({"type": "topk", "ratio": 1, "min_size": 0}))
     assert made.through(record("a", 1), values(0.0)).tolist() == [np.float32(0.3)]
-    made.set(Setting(), ["b"])
+    made.set(Compression(), ["b"])
     assert list(made.residuals()) == ["a"]
 
 
@@ -204,5 +204,5 @@ def test_check_names_the_key_and_changes_nothing() -> None:
     assert made.residuals()["w"].tolist() == [0.25, 0.25]
     fine = Compressor()
     fine.check(record(size=1), values(np.nan))
-    fine.set(Setting.of({"type": "fp16", "min_size": 0}))
+    fine.set(Compression.of({"type": "fp16", "min_size": 0}))
     fine.check(record(size=1), values(np.inf))

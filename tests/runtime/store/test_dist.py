@@ -596,17 +596,21 @@ def test_an_init_whose_values_may_not_have_arrived_fails_for_all_and_can_be_made
     """The servers answered with rounds of a key that no worker knew, and `join` was a KeyError."""
 
     def script(kv: KVStore) -> None:
-        send = kv._backend._link.send
+        node = kv._backend._link.node
+        ask = node.ask
 
-        def failing(what, packed):
-            send(what, packed).wait(20)
-            raise error
+        def failing(what, messages, **how):
+            request = ask(what, messages, **how)
+            if messages[0][0].startswith("server-"):
+                request.wait(20)
+                raise error
+            return request
 
         if kv.rank == 0:
-            kv._backend._link.send = failing
+            node.ask = failing
         with pytest.raises(type(error) if kv.rank == 0 else KVError, match=told if kv.rank else "no answer"):
             kv.init("w", np.zeros(SHAPE, "float32"))
-        kv._backend._link.send = send
+        node.ask = ask
         kv.init("w", np.zeros(SHAPE, "float32"))
         out = np.zeros(SHAPE, "float32")
         for _ in range(1 + kv.rank):

@@ -11,8 +11,8 @@ from cluster import Cluster, shards_of
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ops import compression as codec
-from distrun_runtime.store.base import Record
-from distrun_runtime.store.compress import Compressor, Setting
+from distrun_runtime.store.base import KeyRecord
+from distrun_runtime.store.compress import Compression, Compressor
 
 pytestmark = pytest.mark.usefixtures("placement")
 
@@ -320,9 +320,9 @@ def test_a_scale_is_applied_after_compression() -> None:
 
 
 def test_the_settings_of_the_record_are_those_of_the_compressor() -> None:
-    record = Record.of("w", 0, full(0, WIDE))
+    record = KeyRecord.of("w", 0, full(0, WIDE))
     compressor = Compressor()
-    compressor.set(Setting.of({"type": "topk", "ratio": 0.5}))
+    compressor.set(Compression.of({"type": "topk", "ratio": 0.5}))
     found = compressor.of(record)
     assert found is not None
     assert found.params == {"ratio": 0.5}

@@ -20,7 +20,7 @@ from cluster import DEADLINE_S, Cluster, open_store
 from distrun_runtime.errors import KVError, StoreClosed, TimedOut
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ps.session import Session
-from distrun_runtime.store.link import Link, Together
+from distrun_runtime.store.link import StoreLink, Together
 
 SHORT_S = 0.2
 
@@ -196,14 +196,14 @@ class Late:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.turn = Turn(), Turn()
-        leave = Link.leave
+        leave = StoreLink.leave
 
-        def later(link: Link, call: Together) -> None:
+        def later(link: StoreLink, call: Together) -> None:
             self.entered.done()
             self.turn.wait()
             leave(link, call)
 
-        monkeypatch.setattr(Link, "leave", later)
+        monkeypatch.setattr(StoreLink, "leave", later)
 
 
 @pytest.mark.parametrize("call", ["create", "barrier", "init"])

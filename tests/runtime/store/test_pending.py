@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from distrun_runtime.errors import KVError, PeerLost, TimedOut
-from distrun_runtime.store.pending import Late, Line, Settled, Task
+from distrun_runtime.store.pending import BackgroundCall, CompletedCall, Late, Line
 
 DEADLINE_S = 60.0
 
@@ -16,7 +16,7 @@ DEADLINE_S = 60.0
 def test_of_several_late_errors_the_first_is_raised_and_the_others_are_its_notes() -> None:
     late = Late()
     for number in (0, 1, 0, 2):
-        Settled("push", ValueError(number), late)
+        CompletedCall("push", ValueError(number), late)
     with pytest.raises(ValueError, match="0") as caught:
         late.raise_first()
     assert vars(caught.value)["__notes__"] == ["and also: 1", "and also: 2"]
@@ -28,8 +28,8 @@ def test_a_cause_that_many_calls_fail_of_is_told_once() -> None:
     late = Late()
     for number in range(100):
         what = "push of key %d" % number
-        Settled(what, PeerLost("%s: server-1 is lost" % what), late)
-    Settled("push of key 7", KVError("push of key 7: no such piece"), late)
+        CompletedCall(what, PeerLost("%s: server-1 is lost" % what), late)
+    CompletedCall("push of key 7", KVError("push of key 7: no such piece"), late)
     with pytest.raises(PeerLost, match="push of key 0: server-1 is lost") as caught:
         late.raise_first()
     assert vars(caught.value)["__notes__"] == ["and also: push of key 7: no such piece"]
@@ -37,7 +37,7 @@ def test_a_cause_that_many_calls_fail_of_is_told_once() -> None:
 
 def test_an_error_is_not_raised_elsewhere_while_somebody_waits_for_it() -> None:
     late = Late()
-    failing = Task("init", _fail, late)
+    failing = BackgroundCall("init", _fail, late)
     with late.told(failing):
         failing.run()
         late.raise_first()
@@ -48,7 +48,7 @@ def test_an_error_is_not_raised_elsewhere_while_somebody_waits_for_it() -> None:
 
 def test_of_two_that_wait_for_a_call_the_first_to_give_up_leaves_the_error_to_the_other() -> None:
     late = Late()
-    failing = Task("init", _fail, late)
+    failing = BackgroundCall("init", _fail, late)
     with late.told(failing):
         with pytest.raises(TimedOut):
             failing.wait(0)
@@ -58,7 +58,7 @@ def test_of_two_that_wait_for_a_call_the_first_to_give_up_leaves_the_error_to_th
 
 def test_a_task_that_is_run_is_done_and_gives_back_what_it_held() -> None:
     done: list[int] = []
-    task = Task("init of key 'w'", lambda: done.append(1), Late())
+    task = BackgroundCall("init of key 'w'", lambda: done.append(1), Late())
     assert not task.is_done
     assert repr(task) == "<Pending init of key 'w'>"
     task.run()
@@ -79,7 +79,7 @@ def test_a_line_runs_its_tasks_in_order_and_goes_on_after_one_that_failed() -> N
     line = Line("calls")
     line.finish()
     bodies = [lambda: order.append(0), fail, lambda: order.append(2)]
-    tasks = [Task(str(number), body, late) for number, body in enumerate(bodies)]
+    tasks = [BackgroundCall(str(number), body, late) for number, body in enumerate(bodies)]
     for task in tasks:
         line.put(task)
     line.finish()
@@ -91,7 +91,7 @@ def test_a_line_runs_its_tasks_in_order_and_goes_on_after_one_that_failed() -> N
 
 def test_a_task_may_finish_its_own_line() -> None:
     line = Line("calls")
-    task = Task("calls itself", line.finish, Late())
+    task = BackgroundCall("calls itself", line.finish, Late())
     line.put(task)
     task.wait(DEADLINE_S)
 

@@ -13,7 +13,7 @@ from distrun_runtime.arrays.cpu import Threads
 from distrun_runtime.arrays.dtypes import Array, narrow, widen
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore, RowSparse
-from distrun_runtime.store.base import Record
+from distrun_runtime.store.base import KeyRecord
 from distrun_runtime.store.reducer import DeviceReducer, Reducer, place, reducer_for
 
 
@@ -89,11 +89,11 @@ def test_rows_of_devices_are_summed_into_each_row_once(monkeypatch: pytest.Monke
 def test_the_merge_buffers_of_keys_are_spread_over_the_devices() -> None:
     reducer = DeviceReducer(Threads())
     values = {name: np.ones(size) for name, size in (("a", 8), ("b", 6), ("c", 4), ("d", 2))}
-    records = [Record.of(name, n, value) for n, (name, value) in enumerate(values.items())]
+    records = [KeyRecord.of(name, n, value) for n, (name, value) in enumerate(values.items())]
     reducer.know(records)
     reducer.reduce([(record, [values[str(record.key)]] * 2) for record in records])
     assert reducer.places == {"a": 0, "b": 1, "c": 1, "d": 0}
-    late = Record.of("e", 4, np.ones(30))
+    late = KeyRecord.of("e", 4, np.ones(30))
     reducer.know([late])
     reducer.reduce([(late, [np.ones(30)] * 2)])
     assert reducer.places["e"] == 0

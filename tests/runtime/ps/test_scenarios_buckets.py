@@ -1,0 +1,102 @@
+"""Jobs on every path whose servers forget buckets: scripts see nothing of it."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster import Cluster
+
+Job = Callable[..., Cluster]
+
+KEYS = ["k%d" % number for number in range(24)]
+STEPS = 30
+
+
+def full(value: float) -> Any:
+    return np.full((3, 2), value, np.float32)
+
+
+def started(kv: Any) -> None:
+    kv.init(KEYS, [full(0)] * len(KEYS))
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_every_round_has_what_was_pushed_to_it_although_servers_forget_buckets(job: Job, every: int) -> None:
+    """With a push and a pull at a time, and with several pushes of the same keys on their way."""
+
+    def script(kv: Any) -> None:
+        started(kv)
+        outs = [full(-1) for _ in KEYS]
+        for step in range(1, STEPS):
+            kv.pushpull(KEYS, [full(step * 10**kv.rank)] * len(KEYS), outs)
+            assert {float(out.max()) for out in outs} == {11.0 * step}
+        for step in range(STEPS, 2 * STEPS):
+            pushes = [kv.push(KEYS, [full(step * 10**kv.rank)] * len(KEYS), wait=False) for _ in range(4)]
+            kv.pull(KEYS, outs)
+            assert {float(out.min()) for out in outs} == {float(out.max()) for out in outs} == {11.0 * step}
+            for push in pushes:
+                push.wait()
+        kv.barrier()
+
+    with job(2, 2, forget_every=every) as made:
+        made.run(script)
+        servers = [made.transports["server-%d" % rank] for rank in range(2)]
+        assert all(server.changed > STEPS for server in servers)
+
+
+def test_in_dist_async_a_workers_pushes_keep_their_order_although_servers_forget_buckets(job: Job) -> None:
+    """The rule halves the value before each push is added, so that another order gives another number."""
+
+    def script(kv: Any) -> None:
+        kv.set_optimizer("sgd", learning_rate=1.0, wd=0.5)
+        started(kv)
+        chance = random.Random(5)
+        expected = np.zeros(len(KEYS))
+        pushed = []
+        for step in range(1, 4 * STEPS):
+            # All keys, which goes by a bucket, or a few of them, which does not.
+            some = KEYS if step % 3 else chance.sample(KEYS, 5)
+            pushed.append(kv.push(some, [full(-step)] * len(some), wait=False))
+            at = [KEYS.index(key) for key in some]
+            expected[at] = expected[at] / 2 + step
+            if step % 10 == 0:
+                outs = [full(-1) for _ in KEYS]
+                kv.pull(KEYS, outs)
+                assert [float(out.max()) for out in outs] == pytest.approx(expected, rel=1e-5)
+        for push in pushed:
+            push.wait()
+
+    with job(1, 2, forget_every=4) as made:
+        made.run(script, "dist_async")
+        assert all(made.transports["server-%d" % rank].changed for rank in range(2))
+
+
+def test_threads_that_use_one_store_see_nothing_of_a_bucket_that_was_forgotten(job: Job) -> None:
+    def script(kv: Any) -> None:
+        started(kv)
+        errors: list[BaseException] = []
+
+        def work(keys: list[str]) -> None:
+            try:
+                outs = [full(-1) for _ in keys]
+                for step in range(1, STEPS):
+                    kv.pushpull(keys, [full(step)] * len(keys), outs)
+                    assert {float(out.min()) for out in outs} == {float(out.max()) for out in outs} == {2.0 * step}
+            except BaseException as err:
+                errors.append(err)
+
+        threads = [threading.Thread(target=work, args=(KEYS[begin : begin + 12],)) for begin in (0, 12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors, errors
+
+    with job(2, 1, forget_every=2) as made:
+        made.run(script)
+        assert made.transports["server-0"].changed > STEPS
