@@ -6,9 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 from history_server import History, Piece, Sent, data, raw, reason, said, values
 
 from distrun_runtime.protocol.message import Kind
+
+pytestmark = pytest.mark.usefixtures("engine")
 
 Serving = Callable[..., History]
 

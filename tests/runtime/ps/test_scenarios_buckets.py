@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from cluster import Cluster
 
+pytestmark = pytest.mark.usefixtures("engine")
+
 Job = Callable[..., Cluster]
 
 KEYS = ["k%d" % number for number in range(24)]
