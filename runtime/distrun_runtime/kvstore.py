@@ -738,8 +738,7 @@ class KVStore(KVStoreBase):
         """Return the selection of these records, and keep it if it is that of the keys as they were given."""
         keys = Selection(records)
         names = tuple(key) if isinstance(key, (list, tuple)) else (key,)
-        is_plain = bool(records) and not any(record.is_sparse for record in records)
-        if is_plain and len(names) == len(records) and set(map(type, names)) == {type(records[0].key)}:
+        if records and len(names) == len(records) and set(map(type, names)) == {type(records[0].key)}:
             with self._lock:
                 if self._selected_keys > SELECTED_KEYS:
                     self._selections, self._selected_keys = {}, 0

@@ -174,6 +174,11 @@ class Portion:
     _copy: Array | None = None
     """Holds the elements of a push whose values are not lent; memory that was written once is written again."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether its payloads are the elements as they are."""
+        return self.how.codec == NONE
+
     def shards(self) -> Iterator[tuple[int, Shard]]:
         """Yield each shard with the place of its key in the call, in the order of the entries."""
         columns = (self.entries[name].tolist() for name in ("offset", "length", "key", "dtype"))

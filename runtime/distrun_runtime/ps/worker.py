@@ -26,6 +26,7 @@ SLACK_S = 5.0
 
 
 EntriesOf = Callable[[int], Array]
+"""Returns the entries of a request's message, by its number in the request."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Request:
     pending: Pending
     messages: Sequence[tuple[str, Message]]
     entries_of: EntriesOf | None = None
-    """Returns the entries of a message that names a bucket in their place, by its number in `messages`. Called if its
-    server does not know the bucket; later messages are not to name it."""
+    """For messages that name a bucket in place of their entries. Called by the node's thread if a server does not know
+    the bucket; later messages must not name it."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class _Open:
     first: int = 0
     """Number of its first message."""
     sent: dict[int, Message] = field(default_factory=dict)
-    """Its messages that their servers may ask for again: those of values that were not, so far."""
+    """Its PUSH and PULL messages that were sent once. A server may ask for such a message again."""
     is_push: bool = False
     """Its arrays are lent until the last server has them: a refusal of one server waits for the others' replies."""
     replies: dict[int, Message] = field(default_factory=dict)

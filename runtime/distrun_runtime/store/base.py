@@ -230,8 +230,11 @@ class Selection:
         self._dtypes = [record.dtype for record in self.records]
 
     def fits(self, arrays: Sequence[object]) -> bool:
-        """Whether these are numpy arrays of the records' shapes and dtypes. If not, they may fit all the same."""
-        if len(arrays) != len(self.records):
+        """Whether these are numpy arrays of the records' shapes and dtypes, and the keys are dense.
+
+        If not, they may fit all the same.
+        """
+        if self.has_rows or len(arrays) != len(self.records):
             return False
         for array, shape, dtype in zip(arrays, self._shapes, self._dtypes, strict=True):
             # The very type: a class derived from it need not behave as an array does.

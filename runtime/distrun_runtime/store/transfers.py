@@ -28,15 +28,14 @@ from distrun_runtime.ps.shards import Notes
 from distrun_runtime.store.base import KeyRecord, Selection, Value
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.link import StoreLink
+from distrun_runtime.store.outcome import Take
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
 
-__all__ = ["Take", "Transfers"]
-
-Take = Callable[["tuple[Message, ...]"], Notes]
-"""Takes the replies in: fills the outputs, and returns what is to be known of a skipped round."""
+__all__ = ["Transfers"]
 
 BY_ROWS = How(ROWS)
+"""How values of row-sparse keys travel."""
 
 Loaded = tuple[Portion, Sequence[Buffer], Payload]
 """What a message carries, its frames, and where the entries' values are."""
@@ -98,7 +97,7 @@ class Transfers:
             values = [value if _has_rows(record) else _dense(value) for record, value in pairs]
         arrays = cast("Sequence[Array]", values)
         for portion in route.portions:
-            if portion.how.codec == NONE:
+            if portion.is_plain:
                 loaded.append((portion, portion.gather(arrays, lent), Payload.PACKED))
             else:
                 loaded.append((portion, self._encoded(keys, portion, arrays), Payload.FRAME))
@@ -292,7 +291,7 @@ def _fill(
         for item, (record, arrays) in enumerate(zip(records, outs, strict=True))
     ]
     for portion, reply in zip(route.portions, replies, strict=True):
-        if portion.how.codec != NONE:
+        if not portion.is_plain:
             for (item, shard), values in zip(portion.shards(), _decoded(portion, reply), strict=True):
                 flat[item].reshape(-1)[shard.offset : shard.end] = values
             continue

@@ -13,11 +13,12 @@ from history_server import Piece, data, raw
 
 from distrun_runtime.arrays import find as devices
 from distrun_runtime.ops.optimizers import RuleSpec
+from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps import engine as engines
 from distrun_runtime.ps import work
 from distrun_runtime.ps.engine import Engine, Reply
-from distrun_runtime.ps.shards import Shard, Store
+from distrun_runtime.ps.shards import Store
 
 LIMIT_S = 60.0
 LENGTH = 1024
@@ -34,7 +35,7 @@ class Bench:
         self.store = Store(1, workers=1)
         pieces = [Piece(0, length=LENGTH, payload=raw(np.zeros(LENGTH, np.float32))), self._small(0, 0)]
         message = data(Kind.INIT, pieces)
-        shards = self.store.add([Shard(0, 0, LENGTH, 0, 0), Shard(1, 0, 2, 0, 0)])
+        shards = self.store.add([Shard(0, 0, LENGTH, key=0), Shard(0, 0, 2, key=1)])
         self.take(self.engine.do(work.Fill(work.Batch(self.store, shards, message, message.entries))))
         if rule:
             spec = RuleSpec(rule, {}).to_json()

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from cluster import Cluster
 
+from distrun_runtime.store.sparse import RowSparse
+
 pytestmark = pytest.mark.usefixtures("engine")
 
 Job = Callable[..., Cluster]
@@ -102,3 +104,29 @@ def test_threads_that_use_one_store_see_nothing_of_a_bucket_that_was_forgotten(j
     with job(2, 1, forget_every=2) as made:
         made.run(script)
         assert made.transports["server-0"].changed > STEPS
+
+
+def test_compressed_values_and_rows_beside_plain_ones_are_sent_again_too(job: Job) -> None:
+    """In one call: plain values by their bucket; compressed ones and rows behind it, which name their entries."""
+    wide, table = np.full((40, 40), 0.5, np.float32), (100, 3)
+
+    def script(kv: Any) -> None:
+        kv.set_gradient_compression({"type": "2bit", "threshold": 0.5, "min_size": 1000})
+        kv.init([*KEYS, "wide", "rows"], [*[full(0)] * len(KEYS), wide * 0, RowSparse.empty(table)])
+        outs = [*(full(-1) for _ in KEYS), wide * 0, np.zeros(table, np.float32)]
+        for step in range(1, STEPS):
+            at = [step, 99 - kv.rank]
+            rows = RowSparse(np.full((2, 3), step, np.float32), at, table)
+            push = kv.push([*KEYS, "wide", "rows"], [*[full(step)] * len(KEYS), wide, rows], wait=False)
+            kv.pull([*KEYS, "wide", "rows"], outs)
+            assert {float(out.min()) for out in outs[:-2]} == {float(out.max()) for out in outs[:-2]} == {2.0 * step}
+            assert (outs[-2] == 1).all()
+            assert outs[-1][[step, 98, 99], 0].tolist() == [2 * step, step, step]
+            found = RowSparse.empty(table)
+            kv.row_sparse_pull("rows", found, row_ids=np.array([step, 99]))
+            assert found.values[:, 0].tolist() == [2 * step, step]
+            push.wait()
+
+    with job(2, 2, forget_every=2) as made:
+        made.run(script)
+        assert any(made.transports["server-%d" % rank].changed for rank in range(2))
