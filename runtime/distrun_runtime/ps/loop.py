@@ -12,7 +12,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.errors import WireError
@@ -22,7 +22,7 @@ from distrun_runtime.ps import role
 from distrun_runtime.ps.engine import Engine, Reply
 from distrun_runtime.ps.replies import refusal
 from distrun_runtime.ps.trace import Trace
-from distrun_runtime.transport.base import Down, Event, Lease, Rejected, Released, Stranger, Transport, Up
+from distrun_runtime.transport.base import Arrived, Down, Event, Lease, Rejected, Stranger, Transport, Up
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,9 @@ class Loop:
     # Connections
 
     def _arrived(self, event: Event) -> None:
-        if isinstance(event, Up):
+        if isinstance(event, Arrived):  # by far the most frequent one
+            self._received(event.link, event.frames)
+        elif isinstance(event, Up):
             self._say_hello(event.link)
         elif isinstance(event, Down):
             self._ended(event.link, event.reason)
@@ -117,11 +119,8 @@ class Loop:
             self._turned_away(event.link, event.reason)
         elif isinstance(event, Stranger):
             self._deny(role.Denied(event.reason, event.address, event.is_foreign, event.is_same_user))
-        elif isinstance(event, Released):
-            if self._engine is not None:
-                self._engine.released(event.lease)
-        else:
-            self._received(event.link, event.frames)
+        elif self._engine is not None:
+            self._engine.released(event.lease)
 
     def _say_hello(self, link: str) -> None:
         opener = handshake.Opener(self._role.me, self._token, secrets.token_hex(16), calls=link)
@@ -311,10 +310,9 @@ class Loop:
 
     def _transmit(self, link: str, out: Message) -> Lease | None:
         me = self._role.me
-        out = replace(out, role=ROLE_CODES[me.role], rank=me.rank, incarnation=me.incarnation)
         self._trace.sent(link, out)
         try:
-            return self._transport.send(link, message.encode(out))
+            return self._transport.send(link, message.encode(out, (ROLE_CODES[me.role], me.rank, me.incarnation)))
         except ConnectionError as err:
             logger.debug("send to %s failed: %s", link, err)
             return None
