@@ -303,7 +303,8 @@ def _is_usual(entries: Array, payloads: Sequence[Buffer]) -> bool:
         return not payloads
     if place != Payload.PACKED or len(payloads) != 1:
         return False
-    return sum(row[6] for row in rows) * DTYPES[first].itemsize == memoryview(payloads[0]).nbytes <= FRAME_LIMIT
+    size = sum(int(row[6]) for row in rows) * DTYPES[first].itemsize
+    return bool(size == memoryview(payloads[0]).nbytes and size <= FRAME_LIMIT)
 
 
 _IS_KIND = np.zeros(256, np.bool_)

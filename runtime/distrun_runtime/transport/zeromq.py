@@ -246,7 +246,7 @@ class ZmqTransport:
         """Wait for events and return them."""
         events = self._released() if self._in_use else []
         touched, self._touched = self._touched, set()
-        sources = [source for source in touched if _Compiled.get(source, _EVENTS) & _POLLIN]
+        sources = [source for source in touched if _has_input(source)]
         if self._inbound:
             timeout_s = min(timeout_s, self._next_probe - time.monotonic())
         self._is_asleep = True
@@ -268,7 +268,9 @@ class ZmqTransport:
                 events += self._monitored(source, self._monitors[source])
         if self._inbound:
             events += self._probe()
-        return events + self._admission.strangers() if self._admission.has_strangers else events
+        if self._admission.has_strangers:
+            events += self._admission.strangers()
+        return events
 
     def wake(self) -> None:
         """End a `poll`."""
@@ -297,11 +299,11 @@ class ZmqTransport:
         self._context.term()
 
     def _watch(self, source: zmq.Socket[bytes]) -> None:
-        self._selector.register(source.getsockopt(zmq.FD), selectors.EVENT_READ, source)
+        self._selector.register(int(source.getsockopt(zmq.FD)), selectors.EVENT_READ, source)
         self._touched.add(source)
 
     def _unwatch(self, source: zmq.Socket[bytes]) -> None:
-        self._selector.unregister(source.getsockopt(zmq.FD))
+        self._selector.unregister(int(source.getsockopt(zmq.FD)))
         self._touched.discard(source)
 
     def _take(self, source: zmq.Socket[bytes], events: list[Event], limit: int = _MESSAGES) -> None:
@@ -400,6 +402,11 @@ def _bind_first(router: zmq.Socket[bytes], address: str, ports: Sequence[int]) -
             return
 
 
+def _has_input(source: zmq.Socket[bytes]) -> bool:
+    """Whether a message waits in a socket. Takes in all news of it: its descriptor tells of later ones only."""
+    return bool(int(_Compiled.get(source, _EVENTS)) & _POLLIN)
+
+
 def _receive(source: zmq.Socket[bytes], limit: int) -> list[list[zmq.Frame]]:
     """Return the messages that wait in a socket, at most so many."""
     messages: list[list[zmq.Frame]] = []
@@ -414,6 +421,6 @@ def _receive(source: zmq.Socket[bytes], limit: int) -> list[list[zmq.Frame]]:
             if len(frames) > 1 or len(frames[0]):  # an empty frame alone is a probe
                 messages.append(frames)
             # Asking costs less than an exception.
-            if not _Compiled.get(source, _EVENTS) & _POLLIN:
+            if not _has_input(source):
                 break
     return messages
