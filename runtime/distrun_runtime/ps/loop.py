@@ -22,7 +22,7 @@ from distrun_runtime.ps import role
 from distrun_runtime.ps.engine import Engine, Reply
 from distrun_runtime.ps.replies import refusal
 from distrun_runtime.ps.trace import Trace
-from distrun_runtime.transport.base import Arrived, Down, Event, Lease, Rejected, Stranger, Transport, Up
+from distrun_runtime.transport.base import Down, Event, Lease, Rejected, Released, Stranger, Transport, Up
 
 logger = logging.getLogger(__name__)
 
@@ -109,9 +109,7 @@ class Loop:
     # Connections
 
     def _arrived(self, event: Event) -> None:
-        if isinstance(event, Arrived):  # by far the most frequent one
-            self._received(event.link, event.frames)
-        elif isinstance(event, Up):
+        if isinstance(event, Up):
             self._say_hello(event.link)
         elif isinstance(event, Down):
             self._ended(event.link, event.reason)
@@ -119,8 +117,11 @@ class Loop:
             self._turned_away(event.link, event.reason)
         elif isinstance(event, Stranger):
             self._deny(role.Denied(event.reason, event.address, event.is_foreign, event.is_same_user))
-        elif self._engine is not None:
-            self._engine.released(event.lease)
+        elif isinstance(event, Released):
+            if self._engine is not None:
+                self._engine.released(event.lease)
+        else:
+            self._received(event.link, event.frames)
 
     def _say_hello(self, link: str) -> None:
         opener = handshake.Opener(self._role.me, self._token, secrets.token_hex(16), calls=link)
