@@ -60,7 +60,9 @@ def shape_of(message: Message, entry: Entry) -> tuple[int, ...] | None:
     return None if shape is None else tuple(int(side) for side in shape)
 
 
-def against(store: Store, message: Message, entries: Array, shards: Array, server: str, is_plain: bool = False) -> str:
+def against(
+    store: Store, message: Message, entries: Array, shards: Array, server: str, *, is_plain: bool = False
+) -> str:
     """Return what is wrong with a push or pull; empty: nothing, as far as can be seen here.
 
     Arguments:

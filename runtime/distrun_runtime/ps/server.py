@@ -296,7 +296,7 @@ class Server:
             # that name the bucket are on their way, and each is to hear why it is refused.
             fits = checks.fit(store, entries, shards)
             self._buckets[rank, store.number, message.bucket] = _Bucket(entries, shards, fits, _bytes_of(entries))
-        wrong = wrong or checks.against(store, message, entries, shards, self.me.name, is_plain)
+        wrong = wrong or checks.against(store, message, entries, shards, self.me.name, is_plain=is_plain)
         is_push = message.kind is Kind.PUSH
         if not wrong and is_push and not store.is_sync and not store.has_rule:
             wrong = (
