@@ -185,7 +185,10 @@ class Worker:
             return [role.Note(entry.pending, note), *([role.Log("WARNING", line)] if is_long else [])]
         if not message.is_reply:
             return []
-        return [*self._answered(link, entry, message), *self._flush()]
+        actions = self._answered(link, entry, message)
+        if link in self._outboxes:  # only its window has changed
+            actions += [role.Send(link, each) for each in self._outboxes[link].take()]
+        return actions
 
     def _answered(self, link: str, entry: _Open, message: Message) -> list[role.Action]:
         del self._open[message.request]

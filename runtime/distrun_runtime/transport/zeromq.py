@@ -54,8 +54,9 @@ from distrun_runtime.transport.base import (
 PROBE_S = 1.0
 """How often connections that came in are tried; bounds how late their end is seen once libzmq knows it."""
 
-ZERO_COPY_BYTES = 65536
-"""Frames of at least so many bytes are not copied."""
+ZERO_COPY_BYTES = 256 * 1024
+"""Frames of at least so many bytes are not copied. For shorter ones the copy costs less than to be told, by pyzmq's
+own thread, when libzmq has finished with the buffer."""
 
 _EVENTS = int(zmq.EVENTS)
 _POLLIN = int(zmq.POLLIN)
