@@ -48,9 +48,6 @@ from distrun_runtime.ps.roster import from_json
 from distrun_runtime.ps.shards import SYNC, Failure, Shard, Store, Turn
 from distrun_runtime.ps.stats import Counters
 
-_FEW = 4
-"""Shards that are looked for one by one, in the array of another's shards, sooner than it is made a set."""
-
 BYE_S = 2.0
 """How long a server that was told to stop waits for the scheduler's answer. The scheduler may be frozen."""
 
@@ -82,19 +79,6 @@ class Pull:
         return int(np.argmax(self.owed))
 
 
-@dataclass(frozen=True, eq=False)
-class _Bucket:
-    """Entries that a worker does not name again."""
-
-    entries: Array
-    """With the rounds of the bucket's step 0."""
-    shards: Array
-    is_plain: bool
-    """Whether they fit their shards; that cannot change, so it is looked at once."""
-    size: int
-    """Bytes of the elements."""
-
-
 class Server:
     """A server's decisions."""
 
@@ -112,8 +96,8 @@ class Server:
         self._servers: set[str] = set()
         """Links that other servers opened."""
         self._peers = Peers()
-        self._buckets: dict[tuple[int, int, int], _Bucket] = {}
-        """By rank, store and bucket."""
+        self._buckets: dict[tuple[int, int, int], tuple[Array, Array]] = {}
+        """(Rank, store, bucket) to entries, with the rounds of its first step, and their shards."""
         self._pulls: dict[int, Pull] = {}
         """Those that wait, by their tickets, in the order in which they came."""
         self._waiting: dict[tuple[int, int], list[Pull]] = {}
@@ -290,13 +274,12 @@ class Server:
         return self._data(link, rank, store, message)
 
     def _data(self, link: str, rank: int, store: Store, message: Message) -> list[role.Action]:
-        entries, shards, wrong, is_plain = self._entries(rank, store, message)
+        entries, shards, wrong = self._entries(rank, store, message)
         if message.bucket and len(message.entries) and (shards >= 0).all():
             # Entries that travelled name the rounds of the bucket's step 0. Also if the push is refused: later ones
             # that name the bucket are on their way, and each is to hear why it is refused.
-            fits = checks.fit(store, entries, shards)
-            self._buckets[rank, store.number, message.bucket] = _Bucket(entries, shards, fits, _bytes_of(entries))
-        wrong = wrong or checks.against(store, message, entries, shards, self.me.name, is_plain=is_plain)
+            self._buckets[rank, store.number, message.bucket] = entries, shards
+        wrong = wrong or checks.against(store, message, entries, shards, self.me.name)
         is_push = message.kind is Kind.PUSH
         if not wrong and is_push and not store.is_sync and not store.has_rule:
             wrong = (
@@ -309,23 +292,21 @@ class Server:
             return [role.Work(work.Check(link, rank, batch), True)]
         return self._accept(link, rank, batch)
 
-    def _entries(self, rank: int, store: Store, message: Message) -> tuple[Array, Array, str, bool]:
-        """Return the entries of a message, their shards (-1: there is none), what is wrong with its bucket, and
-        whether the entries are known to fit."""
+    def _entries(self, rank: int, store: Store, message: Message) -> tuple[Array, Array, str]:
+        """Return the entries of a message, their shards (-1: there is none), and what is wrong with its bucket."""
         if len(message.entries) or not message.bucket:
-            return message.entries, store.find(message.entries), "", False
+            return message.entries, store.find(message.entries), ""
         known = self._buckets.get((rank, store.number, message.bucket))
         if known is None:
-            unknown = "bucket %d is not known to %s" % (message.bucket, self.me.name)
-            return NO_ENTRIES, store.find(NO_ENTRIES), unknown, False
-        entries = known.entries.copy()
+            return NO_ENTRIES, store.find(NO_ENTRIES), "bucket %d is not known to %s" % (message.bucket, self.me.name)
+        entries = known[0].copy()
         entries["round"] += np.uint64(message.step)
         is_push = message.kind is Kind.PUSH
-        if is_push and sum(memoryview(each).nbytes for each in message.payloads) != known.size:
+        if is_push and sum(memoryview(each).nbytes for each in message.payloads) != _bytes_of(entries):
             text = "bucket %d has %d bytes, the message brings others"
-            return entries, known.shards, text % (message.bucket, known.size), False
+            return entries, known[1], text % (message.bucket, _bytes_of(entries))
         entries["payload"] = Payload.PACKED if is_push else Payload.NONE
-        return entries, known.shards, "", known.is_plain and (is_push or not message.payloads)
+        return entries, known[1], ""
 
     def _refuse_data(
         self, link: str, rank: int, store: Store, message: Message, *, entries: Array, wrong: str
@@ -746,8 +727,6 @@ class Server:
                 notes = store.skipped.get(shard, {}).get(number)
                 if notes is not None:
                     pull.skipped[int(store.key[shard])] = notes
-        if not pull.entries["codec"].any():
-            return [role.Work(work.Lend(pull.ticket, store, shards, at))]
         wanted = pull.entries["codec"][at].astype(np.int64)
         # The first value is never compressed.
         wanted[~np.isin(wanted, (codecs.NONE, codecs.ROWS, checks.HALF)) & store.fresh[shards]] = codecs.NONE
@@ -763,9 +742,7 @@ class Server:
         """Shards are farther than before: lend what is due now."""
         if not self._waiting:
             return []
-        if len(self._waiting) <= _FEW:
-            names = [name for name in self._waiting if name[0] == store.number and (shards == name[1]).any()]
-        elif len(shards) <= len(self._waiting):
+        if len(shards) <= len(self._waiting):
             names = [(store.number, shard) for shard in shards.tolist() if (store.number, shard) in self._waiting]
         else:
             mine = set(shards.tolist())

@@ -185,10 +185,7 @@ class Worker:
             return [role.Note(entry.pending, note), *([role.Log("WARNING", line)] if is_long else [])]
         if not message.is_reply:
             return []
-        actions = self._answered(link, entry, message)
-        if link in self._outboxes:  # only its window has changed
-            actions += [role.Send(link, each) for each in self._outboxes[link].take()]
-        return actions
+        return [*self._answered(link, entry, message), *self._flush()]
 
     def _answered(self, link: str, entry: _Open, message: Message) -> list[role.Action]:
         del self._open[message.request]
