@@ -60,8 +60,14 @@ def shape_of(message: Message, entry: Entry) -> tuple[int, ...] | None:
     return None if shape is None else tuple(int(side) for side in shape)
 
 
-def against(store: Store, message: Message, entries: Array, shards: Array, server: str) -> str:
-    """Return what is wrong with a push or pull; empty: nothing, as far as can be seen here."""
+def against(
+    store: Store, message: Message, entries: Array, shards: Array, server: str, *, is_plain: bool = False
+) -> str:
+    """Return what is wrong with a push or pull; empty: nothing, as far as can be seen here.
+
+    Arguments:
+        is_plain: the entries are known to `fit`, and to bring values if and only if the message is a push.
+    """
     scale = message.body.get("scale", 1.0)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
         return "a contribution is scaled by a finite number, not by %.80r" % (scale,)
@@ -75,7 +81,7 @@ def against(store: Store, message: Message, entries: Array, shards: Array, serve
     no_object = ""
     if not isinstance(message.body.get("codec", {}), Mapping):
         no_object = "the parameters of a codec are an object, not %.80r" % (message.body["codec"],)
-    if scale == 1 and _is_usual(store, entries, shards, is_push and not skips, is_push):
+    if scale == 1 and ((is_plain and not skips) or _is_usual(store, entries, shards, is_push and not skips, is_push)):
         return no_object
     seen = set()
     usual = (Payload.FRAME, Payload.PACKED) if is_push and not skips else (Payload.NONE,)
@@ -100,15 +106,20 @@ def against(store: Store, message: Message, entries: Array, shards: Array, serve
 
 def _is_usual(store: Store, entries: Array, shards: Array, has_values: bool, is_push: bool) -> bool:
     """Whether nothing is wrong with plain entries: all at once, for the most frequent case."""
+    kinds = entries["payload"]
+    is_right = (kinds != Payload.NONE if has_values else kinds == Payload.NONE).all()
+    return bool(is_right) and fit(store, entries, shards, is_push)
+
+
+def fit(store: Store, entries: Array, shards: Array, once: bool = True) -> bool:
+    """Whether plain entries have the size and dtype of their shards; with `once`, also whether none comes twice."""
     if entries["codec"].any() or (shards < 0).any():
         return False
-    kinds = entries["payload"]
-    fits = kinds != Payload.NONE if has_values else kinds == Payload.NONE
-    fits &= (entries["length"] == store.length[shards].astype(np.uint64)) & (entries["dtype"] == store.dtype[shards])
+    fits = (entries["length"] == store.length[shards].astype(np.uint64)) & (entries["dtype"] == store.dtype[shards])
     if not fits.all():
         return False
     # Most messages name their shards in ascending order.
-    return not is_push or bool((shards[1:] > shards[:-1]).all()) or len(np.unique(shards)) == len(shards)
+    return not once or bool((shards[1:] > shards[:-1]).all()) or len(np.unique(shards)) == len(shards)
 
 
 def _size(store: Store, shard: int, entry: Entry, server: str) -> str:

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.errors import WireError
@@ -376,10 +376,9 @@ class Loop:
 
     def _transmit(self, link: str, out: Message) -> Lease | None:
         me = self._role.me
-        out = replace(out, role=ROLE_CODES[me.role], rank=me.rank, incarnation=me.incarnation)
         self._trace.sent(link, out)
         try:
-            return self._transport.send(link, message.encode(out))
+            return self._transport.send(link, message.encode(out, (ROLE_CODES[me.role], me.rank, me.incarnation)))
         except ConnectionError as err:
             logger.debug("send to %s failed: %s", link, err)
             return None

@@ -21,6 +21,9 @@ from distrun_runtime.ps import checks, role, work
 from distrun_runtime.ps.replies import refusal
 from distrun_runtime.ps.shards import Failure, Store
 
+_FEW = 4
+"""Shards that are looked for one by one, in the array of another's shards, sooner than it is made a set."""
+
 
 @dataclass(eq=False)
 class Pull:
@@ -185,6 +188,8 @@ class Pulls:
                 notes = store.skipped.get(shard, {}).get(number)
                 if notes is not None:
                     pull.skipped[int(store.key[shard])] = notes
+        if not pull.entries["codec"].any():
+            return [role.Work(work.Lend(pull.ticket, store, shards, at))]
         wanted = pull.entries["codec"][at].astype(np.int64)
         # The first value is never compressed.
         wanted[~np.isin(wanted, (codecs.NONE, codecs.ROWS, checks.HALF)) & store.fresh[shards]] = codecs.NONE
@@ -200,7 +205,9 @@ class Pulls:
         """Shards are farther than before: lend what is due now."""
         if not self._waiting:
             return []
-        if len(shards) <= len(self._waiting):
+        if len(self._waiting) <= _FEW:
+            names = [name for name in self._waiting if name[0] == store.number and (shards == name[1]).any()]
+        elif len(shards) <= len(self._waiting):
             names = [(store.number, shard) for shard in shards.tolist() if (store.number, shard) in self._waiting]
         else:
             mine = set(shards.tolist())

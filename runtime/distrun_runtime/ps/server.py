@@ -11,6 +11,7 @@ Here are the job, what messages say, and membership. What a push leads to is in 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -41,6 +42,19 @@ BYE_S = 2.0
 """How long a server that was told to stop waits for the scheduler's answer. The scheduler may be frozen."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Bucket:
+    """Entries that a worker does not name again."""
+
+    entries: Array
+    """With the rounds of the bucket's step 0."""
+    shards: Array
+    is_plain: bool
+    """Whether they fit their shards; that cannot change, so it is looked at once."""
+    size: int
+    """Bytes of the elements."""
+
+
 class Server:
     """A server's decisions."""
 
@@ -59,8 +73,8 @@ class Server:
         """Links of workers, to their ranks."""
         self._servers: set[str] = set()
         """Links that other servers opened."""
-        self._buckets: dict[tuple[int, int, int], tuple[Array, Array]] = {}
-        """(Rank, store, bucket) to entries, with the rounds of its first step, and their shards."""
+        self._buckets: dict[tuple[int, int, int], _Bucket] = {}
+        """By rank, store and bucket."""
         self._now = 0.0
         self._is_registered = False
         self._is_stopping = False
@@ -231,12 +245,13 @@ class Server:
         missed = self._missed(rank, store, message)
         if missed:
             return [role.Send(link, refusal(message, missed, again=True))]
-        entries, shards, wrong = self._entries(rank, store, message)
+        entries, shards, wrong, is_plain = self._entries(rank, store, message)
         if message.bucket and len(message.entries) and (shards >= 0).all():
             # Entries that travelled name the rounds of the bucket's step 0. Also if the push is refused: later ones
             # that name the bucket are on their way, and each is to hear why it is refused.
-            self._buckets[rank, store.number, message.bucket] = entries, shards
-        wrong = wrong or checks.against(store, message, entries, shards, self.me.name)
+            fits = checks.fit(store, entries, shards)
+            self._buckets[rank, store.number, message.bucket] = _Bucket(entries, shards, fits, _bytes_of(entries))
+        wrong = wrong or checks.against(store, message, entries, shards, self.me.name, is_plain=is_plain)
         is_push = message.kind is Kind.PUSH
         if not wrong and is_push and not store.is_sync and not store.has_rule:
             wrong = (
@@ -268,21 +283,23 @@ class Server:
         store.again.setdefault(rank, deque()).append(message.request)
         return wrong
 
-    def _entries(self, rank: int, store: Store, message: Message) -> tuple[Array, Array, str]:
-        """Return the entries of a message, their shards (-1: there is none), and what is wrong with its bucket."""
+    def _entries(self, rank: int, store: Store, message: Message) -> tuple[Array, Array, str, bool]:
+        """Return the entries of a message, their shards (-1: there is none), what is wrong with its bucket, and
+        whether the entries are known to fit."""
         if len(message.entries) or not message.bucket:
-            return message.entries, store.find(message.entries), ""
+            return message.entries, store.find(message.entries), "", False
         known = self._buckets.get((rank, store.number, message.bucket))
         if known is None:
-            return NO_ENTRIES, store.find(NO_ENTRIES), "bucket %d is not known to %s" % (message.bucket, self.me.name)
-        entries = known[0].copy()
+            unknown = "bucket %d is not known to %s" % (message.bucket, self.me.name)
+            return NO_ENTRIES, store.find(NO_ENTRIES), unknown, False
+        entries = known.entries.copy()
         entries["round"] += np.uint64(message.step)
         is_push = message.kind is Kind.PUSH
-        if is_push and sum(memoryview(each).nbytes for each in message.payloads) != _bytes_of(entries):
+        if is_push and sum(memoryview(each).nbytes for each in message.payloads) != known.size:
             text = "bucket %d has %d bytes, the message brings others"
-            return entries, known[1], text % (message.bucket, _bytes_of(entries))
+            return entries, known.shards, text % (message.bucket, known.size), False
         entries["payload"] = Payload.PACKED if is_push else Payload.NONE
-        return entries, known[1], ""
+        return entries, known.shards, "", known.is_plain and (is_push or not message.payloads)
 
     def _refuse_data(
         self, link: str, rank: int, store: Store, message: Message, *, entries: Array, wrong: str

@@ -203,7 +203,10 @@ class Worker:
             return []
         if message.is_error and message.body.get("again") and message.request in entry.sent:
             return self._send_again(link, entry, message)
-        return [*self._answered(link, entry, message), *self._flush()]
+        actions = self._answered(link, entry, message)
+        if link in self._outboxes:  # only its window has changed
+            actions += [role.Send(link, each) for each in self._outboxes[link].take()]
+        return actions
 
     def _send_again(self, link: str, entry: _Open, refusal: Message) -> list[role.Action]:
         """Send a message again that a server did nothing about: it does not know a bucket, of this or an earlier one.

@@ -199,6 +199,11 @@ class Admission:
         self._stop_in.close()
         self._stop_out.close()
 
+    @property
+    def has_strangers(self) -> bool:
+        """Whether `strangers` returns any."""
+        return bool(self._strangers)
+
     def strangers(self) -> list[Stranger]:
         """Return who was turned away since the last call."""
         with self._lock:

@@ -12,12 +12,17 @@ it has finished. Frames that arrive are libzmq's own memory.
 
 pyzmq's `Socket.send` and `Socket.recv_multipart` are Python around compiled methods, and cost more than those: here
 the compiled ones are called, with flags that are plain ints.
+
+libzmq's own poll asks each socket several times, which with many connections costs more than the messages. Here the
+operating system waits for the descriptors that the sockets have for that (ZMQ_FD). Such a descriptor tells of news
+only, and any call on its socket may take the news in: so a socket that something was sent on is asked before the wait.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import selectors
 import socket
 import sys
 import time
@@ -49,9 +54,12 @@ from distrun_runtime.transport.base import (
 PROBE_S = 1.0
 """How often connections that came in are tried; bounds how late their end is seen once libzmq knows it."""
 
-ZERO_COPY_BYTES = 65536
-"""Frames of at least so many bytes are not copied."""
+ZERO_COPY_BYTES = 256 * 1024
+"""Frames of at least so many bytes are not copied. For shorter ones the copy costs less than to be told, by pyzmq's
+own thread, when libzmq has finished with the buffer."""
 
+_EVENTS = int(zmq.EVENTS)
+_POLLIN = int(zmq.POLLIN)
 _MORE = int(zmq.SNDMORE)
 _NOBLOCK = int(zmq.NOBLOCK)
 _MESSAGES = 256
@@ -115,9 +123,14 @@ class ZmqTransport:
         self._frame_limit = frame_limit
         self._context = zmq.Context()
         self._context.max_sockets = 65535 if zmq.zmq_version_info() >= (4, 0) else 1023
-        self._poller = zmq.Poller()
+        self._selector = selectors.DefaultSelector()
+        """Descriptors of all sockets; the data are the socket, None for `_wake_in`."""
+        self._touched: set[zmq.Socket[bytes]] = set()
+        """Sockets that may have something that their descriptor does not tell."""
         self._router: zmq.Socket[bytes] | None = None
         self._dealers: dict[Link, zmq.Socket[bytes]] = {}
+        self._links: dict[zmq.Socket[bytes], Link] = {}
+        """Of the dealers."""
         self._monitors: dict[zmq.Socket[bytes], Link] = {}
         self._inbound: set[Link] = set()
         self._unproven: dict[Link, int] = {}
@@ -129,7 +142,8 @@ class ZmqTransport:
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
-        self._poller.register(self._wake_in, zmq.POLLIN)
+        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        self._is_asleep = self._is_woken = False
         self._admission = Admission(self._context, token, self.wake)
 
     def bind(self, address: str, ports: Sequence[int] = ()) -> int:
@@ -148,7 +162,7 @@ class ZmqTransport:
             where = "port %d" % ports[0] if len(ports) == 1 else "any of %d ports" % len(ports) if ports else "a port"
             raise OSError(err.errno, "cannot listen on %s, %s: %s" % (address, where, err)) from err
         self._router = router
-        self._poller.register(router, zmq.POLLIN)
+        self._watch(router)
         port = int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._admission.start(port)
         return port
@@ -161,10 +175,11 @@ class ZmqTransport:
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED
         )
         self._dealers[link] = dealer
+        self._links[dealer] = link
         self._monitors[monitor] = link
-        self._poller.register(dealer, zmq.POLLIN)
-        self._poller.register(monitor, zmq.POLLIN)
         dealer.connect(endpoint)
+        self._watch(dealer)
+        self._watch(monitor)
 
     def disconnect(self, link: Link, linger_s: float = 0.0) -> None:
         """Close a connection."""
@@ -177,9 +192,10 @@ class ZmqTransport:
         for monitor, name in list(self._monitors.items()):
             if name == link:
                 del self._monitors[monitor]
-                self._poller.unregister(monitor)
+                self._unwatch(monitor)
                 monitor.close(0)
-        self._poller.unregister(dealer)
+        del self._links[dealer]
+        self._unwatch(dealer)
         dealer.close(int(linger_s * 1000))
 
     def proven(self, link: Link) -> None:
@@ -202,7 +218,8 @@ class ZmqTransport:
             if self._router is None or not link.startswith("in:"):
                 raise ConnectionError("no connection %s" % link)
             out, prefix = self._router, bytes.fromhex(link[3:])
-        sizes = [memoryview(frame).nbytes for frame in frames]
+        self._touched.add(out)
+        sizes = [len(frame) if type(frame) is bytes else memoryview(frame).nbytes for frame in frames]
         last = len(frames) - 1
         tracked = next((number for number in range(last, -1, -1) if sizes[number] >= ZERO_COPY_BYTES), None)
         tracker = None
@@ -228,31 +245,40 @@ class ZmqTransport:
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Wait for events and return them."""
-        events = self._released()
-        if events:
-            timeout_s = 0.0
-        until_probe = max(0.0, self._next_probe - time.monotonic()) if self._inbound else timeout_s
-        ready = dict(self._poller.poll(int(1000 * max(0.0, min(timeout_s, until_probe)))))
-        # Monitors last: what a peer sent before it died comes before its death.
-        for out in [sock for sock in ready if sock not in self._monitors]:
-            if out is self._router:
-                events += self._receive_in()
-            elif out is self._wake_in or out == self._wake_in.fileno():
+        events = self._released() if self._in_use else []
+        touched, self._touched = self._touched, set()
+        sources = [source for source in touched if _has_input(source)]
+        if self._inbound:
+            timeout_s = min(timeout_s, self._next_probe - time.monotonic())
+        self._is_asleep = True
+        # Who wakes sets its flag first and looks at ours then; here it is the other way round, so that none is missed.
+        is_due = events or sources or self._is_woken
+        for key, _ in self._selector.select(0.0 if is_due else max(0.0, timeout_s)):
+            if key.data is not None:
+                sources.append(key.data)
+            else:
                 with contextlib.suppress(BlockingIOError):
-                    while self._wake_in.recv(4096):
-                        pass
-        for link, dealer in list(self._dealers.items()):
-            if dealer in ready:
-                events += _arrived(link, dealer)
-        for monitor, link in list(self._monitors.items()):
-            if monitor in ready:
-                events += self._monitored(monitor, link)
-        return [*events, *self._probe(), *self._admission.strangers()]
+                    self._wake_in.recv(4096)
+        self._is_asleep = self._is_woken = False
+        for source in sources:
+            if source not in self._monitors:
+                self._take(source, events)
+        # Monitors last: what a peer sent before it died comes before its death.
+        for source in sources:
+            if source in self._monitors:
+                events += self._monitored(source, self._monitors[source])
+        if self._inbound:
+            events += self._probe()
+        if self._admission.has_strangers:
+            events += self._admission.strangers()
+        return events
 
     def wake(self) -> None:
         """End a `poll`."""
-        with contextlib.suppress(OSError):
-            self._wake_out.send(b"w")
+        self._is_woken = True
+        if self._is_asleep:
+            with contextlib.suppress(OSError):
+                self._wake_out.send(b"w")
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close everything.
@@ -265,12 +291,38 @@ class ZmqTransport:
         for link in list(self._dealers):
             self.disconnect(link, linger_s)
         if self._router is not None:
-            self._poller.unregister(self._router)
+            self._unwatch(self._router)
             self._router.close(int(linger_s * 1000))
             self._router = None
+        self._selector.close()
         self._wake_in.close()
         self._wake_out.close()
         self._context.term()
+
+    def _watch(self, source: zmq.Socket[bytes]) -> None:
+        self._selector.register(int(source.getsockopt(zmq.FD)), selectors.EVENT_READ, source)
+        self._touched.add(source)
+
+    def _unwatch(self, source: zmq.Socket[bytes]) -> None:
+        self._selector.unregister(int(source.getsockopt(zmq.FD)))
+        self._touched.discard(source)
+
+    def _take(self, source: zmq.Socket[bytes], events: list[Event], limit: int = _MESSAGES) -> None:
+        """Add what came in on a dealer or the router."""
+        messages = _receive(source, limit)
+        if len(messages) >= limit:
+            self._touched.add(source)
+        if source is not self._router:
+            link = self._links[source]
+            events += [Arrived(link, [frame.buffer for frame in frames]) for frames in messages]
+            return
+        for frames in messages:
+            if len(frames) > 1:
+                link = "in:" + frames[0].bytes.hex()
+                if link not in self._inbound:
+                    self._inbound.add(link)
+                    self._unproven[link] = int(frames[1].get(zmq.SRCFD))
+                events.append(Arrived(link, [frame.buffer for frame in frames[1:]]))
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         new: zmq.Socket[bytes] = self._context.socket(kind)
@@ -302,18 +354,6 @@ class ZmqTransport:
                 del self._in_use[link]
         return events
 
-    def _receive_in(self) -> list[Event]:
-        assert self._router is not None
-        events: list[Event] = []
-        for frames in _receive(self._router, _MESSAGES):
-            if len(frames) > 1:
-                link = "in:" + frames[0].bytes.hex()
-                if link not in self._inbound:
-                    self._inbound.add(link)
-                    self._unproven[link] = int(frames[1].get(zmq.SRCFD))
-                events.append(Arrived(link, [frame.buffer for frame in frames[1:]]))
-        return events
-
     def _monitored(self, monitor: zmq.Socket[bytes], link: Link) -> list[Event]:
         events: list[Event] = []
         while monitor.poll(0):
@@ -323,7 +363,7 @@ class ZmqTransport:
                 events.append(Up(link))
             elif what == zmq.EVENT_DISCONNECTED:
                 # What arrived just before the end is still in the socket, and comes first.
-                events += _arrived(link, self._dealers[link], sys.maxsize)
+                self._take(self._dealers[link], events, sys.maxsize)
                 events.append(self._down(link))
             elif what == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self.disconnect(link)
@@ -335,11 +375,12 @@ class ZmqTransport:
 
     def _probe(self) -> list[Event]:
         now = time.monotonic()
-        if not self._inbound or now < self._next_probe:
+        if now < self._next_probe:
             return []
         self._next_probe = now + PROBE_S
         events: list[Event] = []
         assert self._router is not None
+        self._touched.add(self._router)
         for link in sorted(self._inbound):
             try:
                 self._router.send_multipart([bytes.fromhex(link[3:]), b""], zmq.NOBLOCK)
@@ -362,22 +403,25 @@ def _bind_first(router: zmq.Socket[bytes], address: str, ports: Sequence[int]) -
             return
 
 
-def _arrived(link: Link, dealer: zmq.Socket[bytes], limit: int = _MESSAGES) -> list[Event]:
-    return [Arrived(link, [frame.buffer for frame in frames]) for frames in _receive(dealer, limit)]
+def _has_input(source: zmq.Socket[bytes]) -> bool:
+    """Whether a message waits in a socket. Takes in all news of it: its descriptor tells of later ones only."""
+    return bool(int(_Compiled.get(source, _EVENTS)) & _POLLIN)
 
 
 def _receive(source: zmq.Socket[bytes], limit: int) -> list[list[zmq.Frame]]:
+    """Return the messages that wait in a socket, at most so many."""
     messages: list[list[zmq.Frame]] = []
     receive = _Compiled.recv
-    while len(messages) < limit:
-        try:
+    with contextlib.suppress(zmq.Again):
+        while len(messages) < limit:
             frame = receive(source, _NOBLOCK, False)
-        except zmq.Again:
-            break
-        frames = [frame]
-        while frame.more:
-            frame = receive(source, 0, False)
-            frames.append(frame)
-        if len(frames) > 1 or len(frames[0]):  # an empty frame alone is a probe
-            messages.append(frames)
+            frames = [frame]
+            while frame.more:
+                frame = receive(source, 0, False)
+                frames.append(frame)
+            if len(frames) > 1 or len(frames[0]):  # an empty frame alone is a probe
+                messages.append(frames)
+            # Asking costs less than an exception.
+            if not _has_input(source):
+                break
     return messages

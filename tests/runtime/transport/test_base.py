@@ -246,6 +246,63 @@ def test_a_wake_before_the_poll_is_not_lost(make: Make) -> None:
     assert time.monotonic() - started >= 0.04
 
 
+def test_no_wake_is_missed_whether_the_poll_waits_already_or_is_about_to(make: Make) -> None:
+    """Each of them is needed: the other thread goes on when what it left was taken."""
+    transport = make()
+    left: list[int] = []
+    taken = threading.Semaphore(0)
+
+    def leave() -> None:
+        for number in range(300):
+            left.append(number)
+            transport.wake()
+            if not taken.acquire(timeout=30):
+                return
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    for number in range(300):
+        while not left:
+            started = time.monotonic()
+            transport.poll(60)
+            assert time.monotonic() - started < 30, "wake %d was missed" % number
+        left.clear()
+        taken.release()
+    thread.join()
+
+
+def test_what_arrived_before_something_was_sent_is_not_missed(make: Make) -> None:
+    """To send takes in the connection's news, so that nothing may be left that ends a wait."""
+    acceptor, opener, link = linked(make)
+    for number in range(50):
+        opener.send("server-0", [b"%d" % number, b""])
+        arrived(acceptor, 1)
+        acceptor.send(link, [b"answer", b""])
+        if number % 5 == 0:
+            time.sleep(0.01)  # mostly the answer is here then: each order is tried
+        opener.send("server-0", [b"more", b""])
+        answers: list[Event] = []
+        while not has(Arrived)(answers):
+            started = time.monotonic()
+            answers += opener.poll(60)
+            assert time.monotonic() - started < 30, "answer %d was missed" % number
+        arrived(acceptor, 1)
+
+
+def test_more_messages_than_one_poll_gives_are_given_by_the_next_ones(make: Make) -> None:
+    acceptor, opener, link = linked(make)
+    for number in range(1000):
+        acceptor.send(link, [b"%d" % number, b""])
+    acceptor.send(link, [b"last", b""])
+    found: list[bytes] = []
+    while not found or found[-1] != b"last":
+        started = time.monotonic()
+        events = opener.poll(60)
+        assert time.monotonic() - started < 30
+        found += [frames_of(event)[0] for event in events if isinstance(event, Arrived)]
+    assert found == [*(b"%d" % number for number in range(1000)), b"last"]
+
+
 def test_a_wake_after_the_end_does_nothing(make: Make) -> None:
     transport = make()
     transport.close()
