@@ -207,17 +207,20 @@ def test_buffers_of_a_connection_that_is_closed_are_released() -> None:
 
 
 RUDE_PEER = """
-import sys, zmq
+import sys, time, zmq
+until = time.monotonic() + 60
 peer = zmq.Context().socket(zmq.DEALER)
 peer.setsockopt(zmq.RCVHWM, 1)
 peer.setsockopt(zmq.SNDHWM, 0)
 peer.plain_username = peer.plain_password = b"open"
 peer.connect(sys.argv[1])
-while True:
+peer.send(b"x")
+peer.recv()
+while time.monotonic() < until:
     peer.send(b"x" * 1000)
     zmq.select([], [], [], 0.001)
 """
-"""A peer that sends and does not read, as one that is at its own end."""
+"""A peer that sends and does not read, as one that is at its own end. Before it was proven it may not send so much."""
 
 CLOSING_NODE = """
 import subprocess, sys, threading
@@ -230,6 +233,7 @@ arrived = []
 while not arrived:
     arrived = [event for event in node.poll(1.0) if isinstance(event, Arrived)]
 node.proven(arrived[0].link)
+node.send(arrived[0].link, [b"proven"])
 for _ in range(20):
     node.send(arrived[0].link, [bytes(6_000_000)])
 threading.Timer(0.3, peer.kill).start()
