@@ -231,7 +231,7 @@ class Portion:
         return copy
 
     def scatter(self, payloads: Sequence[Buffer], outs: Sequence[Array]) -> None:
-        """Write the elements of an answer into outputs that are C-contiguous, by place."""
+        """Write the elements of an answer into outputs, by place; those of `Route.runs` are C-contiguous."""
         given = _Elements(payloads, self.dtype)
         for part in self.parts:
             if isinstance(part, _Slice):
@@ -281,6 +281,15 @@ class Route:
     numbers: Array
     """The keys' numbers, int64."""
     portions: list[Portion]
+
+    def __post_init__(self) -> None:
+        found: set[int] = set()
+        for portion in self.portions:
+            found |= {part.item for part in portion.parts if isinstance(part, _Slice)}
+            if not portion.is_plain:
+                found |= set(portion.keys.tolist())
+        self.runs = sorted(found)
+        """Places of the keys whose values come in runs of elements, not each in one piece."""
 
     @classmethod
     def of(

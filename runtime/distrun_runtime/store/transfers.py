@@ -37,6 +37,8 @@ __all__ = ["Transfers"]
 BY_ROWS = How(ROWS)
 """How values of row-sparse keys travel."""
 
+_NOTHING = np.empty(0)
+
 Loaded = tuple[Portion, Sequence[Buffer], Payload]
 """What a message carries, its frames, and where the entries' values are."""
 
@@ -285,11 +287,15 @@ def _fill(
     """Write the answers of a pull into its outputs."""
     skipped = _skipped_in(replies)
     kept = {item for item, number in enumerate(route.numbers.tolist()) if number in skipped} if skipped and own else ()
-    flat = [
+    # Mostly each key has one output, and what is small is written to it whatever its strides are.
+    is_usual = not kept and all(outs) and max(map(len, outs)) == 1
+    apart = route.runs if is_usual else range(len(outs))
+    flat: list[Array] = [arrays[0] for arrays in outs] if is_usual else [_NOTHING] * len(outs)
+    for item in apart:
+        record, arrays = records[item], outs[item]
         # An array of its own where the values are not wanted, or the output takes no run of elements.
-        np.empty(record.shape, record.dtype) if not arrays or item in kept else _contiguous(arrays[0])
-        for item, (record, arrays) in enumerate(zip(records, outs, strict=True))
-    ]
+        is_own = not arrays or item in kept
+        flat[item] = np.empty(record.shape, record.dtype) if is_own else _contiguous(arrays[0])
     for portion, reply in zip(route.portions, replies, strict=True):
         if not portion.is_plain:
             for (item, shard), values in zip(portion.shards(), _decoded(portion, reply), strict=True):
@@ -300,9 +306,9 @@ def _fill(
         if found != expected or (len(reply.entries) and (reply.entries["payload"] != Payload.PACKED).any()):
             raise KVError("%s answered with %d bytes of values, expected %d" % (portion.link, found, expected))
         portion.scatter(reply.payloads, flat)
-    for item, (value, arrays) in enumerate(zip(flat, outs, strict=True)):
-        if item not in kept and (len(arrays) > 1 or (arrays and value is not arrays[0])):
-            _copy_out(value, arrays)
+    for item in apart:
+        if item not in kept:
+            _copy_out(flat[item], outs[item])
     return _said(skipped)
 
 
