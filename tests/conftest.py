@@ -8,6 +8,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 from lab import lab, lab_of_session, pytest_pyfunc_call
 from placement import placement
+from sizes import (
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_itemcollected,
+    pytest_runtest_setup,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_testnodedown,
+)
 from sshd import ssh_config
 from terminal import terminal
 
@@ -25,7 +34,22 @@ for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLO
 settings.register_profile("same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("same")
 
-__all__ = ["cache_of_session", "lab", "lab_of_session", "placement", "pytest_pyfunc_call", "ssh_config", "terminal"]
+__all__ = [
+    "cache_of_session",
+    "lab",
+    "lab_of_session",
+    "placement",
+    "pytest_addoption",
+    "pytest_collection_modifyitems",
+    "pytest_itemcollected",
+    "pytest_pyfunc_call",
+    "pytest_runtest_setup",
+    "pytest_sessionfinish",
+    "pytest_terminal_summary",
+    "pytest_testnodedown",
+    "ssh_config",
+    "terminal",
+]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -345,6 +345,7 @@ def test_the_launcher_waits_for_no_reader_when_interrupted_again(distrun: Distru
 # ---------------------------------------------------------------- what works without /proc, subreaper and pidfd
 
 
+@pytest.mark.slow
 @pytest.mark.portable
 @pytest.mark.parametrize("kind", ["obeys", "stubborn", "nohup", "stopped"])
 @pytest.mark.parametrize("how", ["TERM", "KILL"])

@@ -182,6 +182,7 @@ def test_a_worker_that_is_killed_is_named_to_the_others_at_once() -> None:
         job.wait("server-0", "server-1")
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_stopped_is_lost_within_ten_seconds() -> None:
     with ManualJob() as job:
         job.start_all(job.script(HOLD))
@@ -194,6 +195,7 @@ def test_a_worker_that_is_stopped_is_lost_within_ten_seconds() -> None:
         assert "worker-1@" in job.out("worker-%d" % blocked)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_worker_that_holds_the_gil_for_fifteen_seconds_is_alive() -> None:
     with ManualJob() as job:
