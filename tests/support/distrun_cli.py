@@ -22,8 +22,8 @@ AGENT = b"\0-I\0-c\0exec("
 class Distrun:
     """The command, with a job store of its own below `home`.
 
-    The cache is that of all tests of this process (`cache_of_session`): to compile the agent anew costs more than half of
-    a short job's processor time.
+    The cache is that of all tests of this process (`cache_of_session`). Compiling the agent again would cost more than
+    half of a short job's processor time.
     """
 
     def __init__(self, home: Path, **env: str) -> None:

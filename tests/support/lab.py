@@ -108,7 +108,7 @@ class Site(Lab):
 
     @property
     def cache(self) -> str:
-        """The launcher's cache: that of all tests of this process, for to compile the agent anew takes long."""
+        """The launcher's cache, shared by all tests of this process: compiling the agent takes long."""
         return os.environ["XDG_CACHE_HOME"]
 
     def begin(self, folder: Path) -> None:
