@@ -26,7 +26,7 @@ from distrun.backends import blob
 
 GOLDEN = Path(__file__).parent / "golden"
 UPDATE = os.environ.get("DISTRUN_UPDATE_GOLDEN") == "1"
-"""Golden files change only on purpose: DISTRUN_UPDATE_GOLDEN=1 pytest tests/distrun/test_cli.py"""
+"""Golden files change only on purpose: DISTRUN_UPDATE_GOLDEN=1 pytest tests/distrun/cli/test_cli.py"""
 
 
 @pytest.fixture
