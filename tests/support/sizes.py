@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 LEFT_OUT = ("lab", "package", "peers", "slow", "ssh")
-BY_FIXTURE = {"lab_of_session": "lab", "peer": "peers", "sshd": "ssh"}
+BY_FIXTURE = {"lab_of_session": "lab", "run_by_peer": "peers", "sshd": "ssh"}
 """A test that uses one of these fixtures, directly or through another one, gets the marker."""
 
 COUNT = pytest.StashKey[int]()
