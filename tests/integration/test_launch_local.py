@@ -55,6 +55,7 @@ peer.recv()
 """
 
 
+@pytest.mark.slow
 def test_a_foreign_parameter_server_program_is_recognised_and_ends_at_the_start_deadline(distrun: Distrun) -> None:
     """It hung for ever."""
     (distrun.work / "train.py").write_text(PS_LITE)

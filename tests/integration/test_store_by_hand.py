@@ -373,6 +373,7 @@ def test_a_forked_child_cannot_use_the_store_and_ends_quietly() -> None:
         assert set(job.wait()) == {0}, job.report()
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_nobody_joins_ends_at_its_deadline_with_what_it_saw() -> None:
     """All who came had another job in mind: here, three workers."""
     with ManualJob(2, 1, DISTRUN_START_TIMEOUT="8") as job:

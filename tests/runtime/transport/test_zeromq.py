@@ -105,6 +105,7 @@ def test_a_killed_process_is_lost_at_once(peers: Callable[..., subprocess.Popen[
     assert time.monotonic() - killed < 40  # by its silence it would be after 60 s
 
 
+@pytest.mark.slow
 def test_a_process_that_holds_the_interpreters_lock_is_alive(
     peers: Callable[..., subprocess.Popen[str]], node: ZmqTransport
 ) -> None:
