@@ -9,6 +9,15 @@ from engines import engine
 from hypothesis import HealthCheck, settings
 from lab import lab, lab_of_session, pytest_pyfunc_call
 from placement import placement
+from sizes import (
+    pytest_addoption,
+    pytest_collection_modifyitems,
+    pytest_itemcollected,
+    pytest_runtest_setup,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+    pytest_testnodedown,
+)
 from sshd import ssh_config
 from terminal import terminal
 
@@ -32,7 +41,14 @@ __all__ = [
     "lab",
     "lab_of_session",
     "placement",
+    "pytest_addoption",
+    "pytest_collection_modifyitems",
+    "pytest_itemcollected",
     "pytest_pyfunc_call",
+    "pytest_runtest_setup",
+    "pytest_sessionfinish",
+    "pytest_terminal_summary",
+    "pytest_testnodedown",
     "ssh_config",
     "terminal",
 ]

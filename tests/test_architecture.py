@@ -96,6 +96,15 @@ def test_every_room_says_what_it_is_for() -> None:
         assert ast.get_docstring(ast.parse(path.read_text("utf-8"))), path
 
 
+def test_every_folder_of_tests_has_the_name_of_the_package_that_it_tests() -> None:
+    folders = [path.parent for path in (ROOT / "tests").rglob("test_*.py")]
+    for below, source in (("distrun", ROOT / "distrun"), ("runtime", CLUSTER)):
+        mirror = ROOT / "tests" / below
+        found = {folder.relative_to(mirror) for folder in folders if folder.is_relative_to(mirror)}
+        assert len(found) > 5
+        assert not [str(name) for name in found if not (source / name / "__init__.py").exists()]
+
+
 def test_no_file_names_a_package_index_or_a_place_of_one_machine() -> None:
     # Put together, so that this file does not name them.
     index = "|".join(["py" + r"pi\.org", "python" + "hosted", r"pypi\." + "python", "conda" + r"\.anaconda"])

@@ -248,7 +248,7 @@ def test_readme_commands_exist_and_can_be_executed() -> None:
         assert script in readme
     for path in [*(ROOT / "scripts").iterdir(), ROOT / ".ci" / "run"]:
         assert path.stat().st_mode & 0o111, "%s is not executable" % path
-    assert "scripts/test" in (ROOT / ".ci" / "run").read_text("utf-8")
+    assert "scripts/test --all" in (ROOT / ".ci" / "run").read_text("utf-8")
 
 
 def test_glossary_has_every_role_and_the_binding_words() -> None:

@@ -35,7 +35,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-pytestmark = pytest.mark.timeout(BUILD_SECONDS + 60)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(BUILD_SECONDS + 60)]
 
 
 def pages(site: Path) -> list[Path]:

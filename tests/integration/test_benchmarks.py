@@ -52,6 +52,7 @@ def test_a_round_takes_as_long_as_its_slowest_worker() -> None:
     assert load("round.py").slowest([[1.0, 5.0, 2.0], [4.0, 1.0, 3.0]]) == 4.0
 
 
+@pytest.mark.slow
 def test_rounds_run_on_this_machine_and_the_peers_that_are_missing_are_named(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "round.py"), "--works", "small", "small by key", "small by priority"]
     command += ["--systems", "distrun", "--peers", str(tmp_path), "--runs", "1", "--rounds", "1"]
@@ -65,6 +66,7 @@ def test_rounds_run_on_this_machine_and_the_peers_that_are_missing_are_named(tmp
     assert "scripts/install peers" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_rule_is_measured_beside_the_sum_and_a_copy() -> None:
     command = [sys.executable, str(BENCHMARKS / "rules.py"), "--model", "small", "--repeats", "1"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
@@ -82,6 +84,7 @@ def test_what_a_rule_adds_is_its_time_without_that_of_the_sum() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="CPU time and memory of a job are read from /proc")
 def test_growth_is_measured_for_all_processes_of_a_job() -> None:
     command = [sys.executable, str(BENCHMARKS / "growth.py"), "--runs", "1", "--smallest", "--series", "servers"]
@@ -123,6 +126,7 @@ def test_the_ratio_of_a_launch_is_ours_divided_by_the_fastest_of_the_others() ->
     assert bench.costs(columns, [1, 16], found).splitlines()[-1] == "| 16 | 50 | 40 | 0.40 | 50 | 150 | 150 |"
 
 
+@pytest.mark.lab
 def test_a_launch_is_measured_on_hosts_beside_the_ssh_program() -> None:
     command = [sys.executable, str(BENCHMARKS / "launch.py"), "--hosts", "1", "2", "--runs", "1"]
     command += ["--systems", "distrun", "ssh loop"]
@@ -134,6 +138,7 @@ def test_a_launch_is_measured_on_hosts_beside_the_ssh_program() -> None:
     assert "failed" not in result.stdout
 
 
+@pytest.mark.slow
 def test_float16_is_measured_beside_numpys_casts_and_beside_no_compression() -> None:
     command = [sys.executable, str(BENCHMARKS / "halves.py"), "--runs", "1", "--rounds", "1", "--magnitudes", "1e-6"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)

@@ -1,6 +1,6 @@
 """What launch.py's users know works with `distrun launch` in its place: run on the lab's hosts, as tutorials show it.
 
-ROWS says which test proves which promise; the command lines alone are in tests/distrun/test_compat_cli.py. BUGS are
+ROWS says which test proves which promise; the command lines alone are in tests/distrun/cli/test_compat_cli.py. BUGS are
 launch.py's own, each a test that ours has none of it.
 """
 
@@ -19,7 +19,7 @@ from hostlab.layout import address, address6
 from lab import ROOT, Done, Site, wait_until
 
 HERE = "test_compat_launch.py"
-CLI = "../distrun/test_compat_cli.py"
+CLI = "../distrun/cli/test_compat_cli.py"
 FAILURES = "test_lab_failures.py"
 
 ROWS = {

@@ -56,6 +56,7 @@ def said() -> Iterator[str]:
         yield done.stdout + done.stderr + "\nexit code %d" % done.returncode
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("part", PARTS)
 def test_seven_workers_and_seven_servers_are_exact(said: str, part: str) -> None:
@@ -63,6 +64,7 @@ def test_seven_workers_and_seven_servers_are_exact(said: str, part: str) -> None
         assert "%s: exact on worker %d of %d" % (part, rank, SEVEN) in said, said
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_job_of_seven_workers_and_seven_servers_ends_well(said: str) -> None:
     assert said.endswith("exit code 0"), said

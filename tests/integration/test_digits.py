@@ -64,6 +64,7 @@ def test_two_workers_and_two_servers_reach_95_percent_in_dist_sync(tmp_path: Pat
         assert accuracies(output, "worker-%d@" % rank)[-1] >= 0.95
 
 
+@pytest.mark.slow
 def test_dist_sync_of_two_workers_equals_local_with_twice_the_batch(tmp_path: Path) -> None:
     """The promise of dist_sync: with n workers and batch b it behaves like local with batch n*b."""
     common = ("--epochs", "1", "--save-weights")
@@ -76,6 +77,7 @@ def test_dist_sync_of_two_workers_equals_local_with_twice_the_batch(tmp_path: Pa
             np.testing.assert_allclose(two[name], one[name], rtol=0, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_dist_async_trains(tmp_path: Path) -> None:
     output = launched(tmp_path, "--kv-store", "dist_async", "--epochs", "5", "--momentum", "0.5")
     for rank in (0, 1):
@@ -83,6 +85,7 @@ def test_dist_async_trains(tmp_path: Path) -> None:
         assert accuracies(output, "worker-%d@" % rank)[-1] >= 0.9
 
 
+@pytest.mark.slow
 def test_manual_start_of_the_readme_trains_with_the_same_command_in_every_role(tmp_path: Path) -> None:
     """The seed's manual start: five DMLC_* variables, no launcher."""
     readme = (ROOT / "README.md").read_text("utf-8")

@@ -85,7 +85,9 @@ def test_forwarded_values_are_on_no_command_line_and_in_no_file(lab: Site) -> No
             assert b"-4711" not in line, line
     written = "find /tmp /var/tmp /run /root /home /dev/shm -xdev -type f -exec grep -l -e -4711 {} +"
     assert lab["h1"].exec("sh", "-c", written, check=False) == ""
-    found = subprocess.run(["grep", "-rl", "-e", "-4711", str(lab.home_folder)], capture_output=True, check=False)
+    found = subprocess.run(
+        ["grep", "-rl", "-e", "-4711", str(lab.home_folder), lab.cache], capture_output=True, check=False
+    )
     assert found.stdout == b""
     running.signal(2)
     assert running.wait() == 130

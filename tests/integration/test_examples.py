@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EPOCH = re.compile(r"Epoch (\d+): (?:Test_acc|loss) (\d+\.\d{6})$", re.MULTILINE)
 TORCH = ("train_mnist", "image_classification", "cifar10_dist")
 EXAMPLES = (*TORCH, "linear_async", "sparse_embedding", "digits")
+EACH = [pytest.param(name, marks=[pytest.mark.peers] if name in TORCH else []) for name in EXAMPLES]
 
 # Small enough for a second or two each, large enough to learn what is asserted.
 CIFAR = ("--width", "4", "--train-size", "512")
@@ -60,6 +61,7 @@ def values(output: str) -> list[float]:
     return [float(value) for _, value in found]
 
 
+@pytest.mark.peers
 def test_train_mnist_learns_the_digits_alone(tmp_path: Path) -> None:
     output, said = alone(tmp_path, "train_mnist", "--network", "lenet", "--kv-store", "local", "--epochs", "2")
     assert values(output)[-1] >= 0.85
@@ -67,6 +69,7 @@ def test_train_mnist_learns_the_digits_alone(tmp_path: Path) -> None:
     assert "the 1797 digits of scikit-learn stand in for MNIST" in said
 
 
+@pytest.mark.peers
 def test_train_mnist_learns_as_a_job(tmp_path: Path) -> None:
     outputs = launched(tmp_path, "train_mnist", "--network", "mlp", "--kv-store", "dist_sync", "--epochs", "8")
     for rank, output in enumerate(outputs):
@@ -76,6 +79,7 @@ def test_train_mnist_learns_as_a_job(tmp_path: Path) -> None:
     assert values(outputs[0]) == values(outputs[1])
 
 
+@pytest.mark.peers
 def test_train_mnist_learns_in_dist_async(tmp_path: Path) -> None:
     options = ("--kv-store", "dist_async", "--epochs", "8", "--momentum", "0.5")
     for output in launched(tmp_path, "train_mnist", *options):
@@ -83,6 +87,7 @@ def test_train_mnist_learns_in_dist_async(tmp_path: Path) -> None:
         assert values(output)[-1] >= 0.7
 
 
+@pytest.mark.peers
 def test_train_mnist_reads_the_files_of_the_database(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for name, count in (("train", 256), ("t10k", 64)):
@@ -100,6 +105,7 @@ def test_train_mnist_reads_the_files_of_the_database(tmp_path: Path) -> None:
     assert said == ""
 
 
+@pytest.mark.peers
 def test_image_classification_learns_alone(tmp_path: Path) -> None:
     options = ("--dataset", "cifar10", "--model", "resnet18", "--epochs", "3", "--kvstore", "local", *CIFAR)
     output, said = alone(tmp_path, "image_classification", *options, "--batch-size", "16")
@@ -108,6 +114,7 @@ def test_image_classification_learns_alone(tmp_path: Path) -> None:
     assert "made-up patterns in 10 classes stand in for the images of CIFAR-10" in said
 
 
+@pytest.mark.peers
 def test_image_classification_learns_as_a_job_by_the_seeds_command(tmp_path: Path) -> None:
     options = ("--dataset", "cifar10", "--model", "vgg11", "--epochs", "1", "--kvstore", "dist_sync")
     for output in launched(tmp_path, "image_classification", *options, "--width", "4", "--batch-size", "16"):
@@ -115,6 +122,7 @@ def test_image_classification_learns_as_a_job_by_the_seeds_command(tmp_path: Pat
         assert accuracy >= 0.7
 
 
+@pytest.mark.peers
 def test_cifar10_dist_prints_the_lines_of_its_sample_run_alone(tmp_path: Path) -> None:
     output, said = alone(tmp_path, "cifar10_dist", "--kv-store", "local", "--epochs", "3", *CIFAR, "--batch-size", "16")
     assert re.fullmatch(
@@ -124,6 +132,7 @@ def test_cifar10_dist_prints_the_lines_of_its_sample_run_alone(tmp_path: Path) -
     assert "stand in for the images of CIFAR-10" in said
 
 
+@pytest.mark.peers
 def test_cifar10_dist_prints_the_lines_of_its_sample_run_as_a_job(tmp_path: Path) -> None:
     outputs = launched(tmp_path, "cifar10_dist", "--epochs", "4", *CIFAR, "--batch-size", "16")
     for rank, output in enumerate(outputs):
@@ -149,6 +158,7 @@ print(len(train), train[3][0].shape, train[3][1], round(float(train[3][0].max() 
     assert said == ""
 
 
+@pytest.mark.slow
 def test_linear_async_finds_the_line_alone_and_as_a_job(tmp_path: Path) -> None:
     output, _ = alone(tmp_path, "linear_async", "--kv-store", "local")
     assert values(output)[0] > 0.1
@@ -160,6 +170,7 @@ def test_linear_async_finds_the_line_alone_and_as_a_job(tmp_path: Path) -> None:
         np.testing.assert_allclose([float(number) for number in weight.groups()], [2, -3.4, 4.2], atol=0.02)
 
 
+@pytest.mark.slow
 def test_sparse_embedding_learns_alone_and_as_a_job(tmp_path: Path) -> None:
     output, _ = alone(tmp_path, "sparse_embedding", "--epochs", "2")
     assert values(output)[-1] >= 0.8
@@ -167,6 +178,7 @@ def test_sparse_embedding_learns_alone_and_as_a_job(tmp_path: Path) -> None:
         assert values(found)[-1] >= 0.78
 
 
+@pytest.mark.peers
 def test_two_devices_train_as_one_does(tmp_path: Path) -> None:
     """Two networks on the CPU stand in for two GPUs: each batch is cut, and the gradients are added up."""
     text = """\
@@ -194,11 +206,13 @@ def test_every_example_has_both_spellings_of_the_stores_option(example: str) -> 
     assert re.search(r'add_argument\("--(kv-store", "--kvstore|kvstore", "--kv-store)"', text)
 
 
+@pytest.mark.peers
 def test_gpus_that_are_not_there_are_an_error_with_the_fix(tmp_path: Path) -> None:
     _, said = alone(tmp_path, "train_mnist", "--gpus", "0,97", code=1)
     assert re.search(r"--gpus 0,97: torch sees \d+ GPUs here and none is (0|97); .* leave --gpus out", said)
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("gpus", ["x", "0,,1"])
 def test_gpus_are_numbers_with_commas(tmp_path: Path, gpus: str) -> None:
     _, said = alone(tmp_path, "train_mnist", "--gpus=" + gpus, code=2)
@@ -209,14 +223,34 @@ def test_gpus_are_numbers_with_commas(tmp_path: Path, gpus: str) -> None:
 @pytest.mark.parametrize(
     ("example", "options", "expected"),
     [
-        ("cifar10_dist", (), r"a dist store needs a job: .* Start the program with `distrun launch -n 2"),
+        pytest.param(
+            "cifar10_dist",
+            (),
+            r"a dist store needs a job: .* Start the program with `distrun launch -n 2",
+            marks=pytest.mark.peers,
+        ),
         ("linear_async", (), r"a dist store needs a job"),
         ("digits", ("--kv-store", "dist_sync"), r"a dist store needs a job"),
         ("digits", ("--lr", "nan"), r"learning_rate=nan: expected a finite number at least 0"),
         ("digits", ("--epochs", "1", "--save-weights", "missing/w"), r"No such file or directory: 'missing/w'"),
-        ("train_mnist", ("--data-dir", "missing"), r"there is no train-images-idx3-ubyte .* in missing"),
-        ("train_mnist", ("--batch-size", "9999"), r"1437 examples are not one batch of 9999 .* smaller batch size"),
-        ("image_classification", ("--data-dir", "missing"), r"there is no data_batch_1\.bin in missing"),
+        pytest.param(
+            "train_mnist",
+            ("--data-dir", "missing"),
+            r"there is no train-images-idx3-ubyte .* in missing",
+            marks=pytest.mark.peers,
+        ),
+        pytest.param(
+            "train_mnist",
+            ("--batch-size", "9999"),
+            r"1437 examples are not one batch of 9999 .* smaller batch size",
+            marks=pytest.mark.peers,
+        ),
+        pytest.param(
+            "image_classification",
+            ("--data-dir", "missing"),
+            r"there is no data_batch_1\.bin in missing",
+            marks=pytest.mark.peers,
+        ),
         ("sparse_embedding", ("--batch-size", "99999"), r"20000 examples are not one batch of 99999"),
     ],
     ids=str,
@@ -229,6 +263,7 @@ def test_what_a_user_can_mend_is_said_in_a_line(
     assert "Traceback" not in said
 
 
+@pytest.mark.peers
 def test_a_worker_that_fails_so_is_a_failure_to_the_others(tmp_path: Path) -> None:
     """cifar10_dist leaves its store open: the error itself has to get to the interpreter's hook."""
     text = """\
@@ -252,7 +287,7 @@ runpy.run_path(%r, run_name="__main__")
     assert re.search(r"worker-1 on \S+ failed with exit code 1: FileNotFoundError: there is no data here", said)
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("example", EACH)
 def test_an_option_that_does_not_fit_ends_an_example_without_a_traceback(tmp_path: Path, example: str) -> None:
     _, said = alone(tmp_path, example, "--kv-store", "dist_synk", code=2)
     assert re.search(r"invalid choice: 'dist_synk' \(choose from .*dist_async", said)

@@ -100,6 +100,7 @@ def launch_on_hosts(lab: Site, page: Page, words: list[str]) -> Done:
     return done
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("name", MODELS)
 def test_a_page_s_program_prints_what_the_page_says_and_saves_its_model(name: str, tmp_path: Path) -> None:
     page = shown(name)
@@ -107,6 +108,7 @@ def test_a_page_s_program_prints_what_the_page_says_and_saves_its_model(name: st
     assert (tmp_path / MODELS[name]).stat().st_size > 0
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("name", MODELS)
 def test_a_page_s_program_trains_on_several_hosts(name: str, lab: Site) -> None:
     """The page's own command, and one with two workers a host, which share its processors but not its ports."""
@@ -123,6 +125,7 @@ def test_a_page_s_program_trains_on_several_hosts(name: str, lab: Site) -> None:
     assert sorted(rows) == ["worker %d rows 1000 of 4000" % rank for rank in range(4)]
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("name", MODELS)
 def test_a_worker_that_fails_in_training_ends_the_job_with_its_code(name: str, tmp_path: Path) -> None:
     page = shown(name)
@@ -144,6 +147,7 @@ def test_a_worker_that_fails_in_training_ends_the_job_with_its_code(name: str, t
     assert "exit code 9" in output.splitlines()[-1]
 
 
+@pytest.mark.peers
 def test_neither_tree_library_can_bind_a_port_that_an_agent_holds(tmp_path: Path) -> None:
     """So both pages bring a port of another origin; this test fails when a release sets SO_REUSEADDR."""
     xgboost = shown("xgboost")
@@ -167,12 +171,14 @@ if os.environ["RANK"] == "0":
     assert re.search(r"Binding port \d+ failed", output), output
 
 
+@pytest.mark.peers
 def test_the_jax_program_of_the_page_gathers_from_all_processes(tmp_path: Path) -> None:
     page = shown_for_jax()
     assert len(page.printed) == 2
     assert lines_of(launch_here(page, tmp_path), "process") == page.printed
 
 
+@pytest.mark.peers
 def test_the_jax_program_of_the_page_runs_on_several_hosts(lab: Site) -> None:
     page = shown_for_jax()
     options = "-n 4 -s 0 -H hosts --sync-dst-dir ~/job --activate venv:~/venv python"
@@ -182,6 +188,7 @@ def test_the_jax_program_of_the_page_runs_on_several_hosts(lab: Site) -> None:
     assert {who.partition("@")[2] for who, _, _ in lines} == {"h1", "h2"}
 
 
+@pytest.mark.peers
 def test_jax_without_arguments_finds_only_its_coordinator(tmp_path: Path) -> None:
     """The page says so; this test fails when a release reads more."""
     page = shown_for_jax()

@@ -18,6 +18,8 @@ import pytest
 from hostlab import Lab, LabError, Options, Process, Unavailable, cgroups
 from lab import ROOT, Site, shared_folders, wait_until
 
+pytestmark = pytest.mark.lab
+
 LIMIT_S = 60.0
 """For what takes a moment on a machine that has nothing else to do."""
 EMPTY = "".join(name + "\n" for name in sorted({path.parts[2] for path in shared_folders() if path.parts[1] == "tmp"}))

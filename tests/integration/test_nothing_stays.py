@@ -146,6 +146,7 @@ def test_killing_the_guard_ends_the_job(distrun: Distrun) -> None:
     assert job.ends() != 0
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_frozen_does_not_keep_the_job(distrun: Distrun) -> None:
     job = Job(distrun, "obeys")
     os.kill(job.agents()[1], signal.SIGSTOP)
@@ -162,6 +163,7 @@ def test_a_guard_that_is_frozen_does_not_stay_behind_a_job_that_ended_well(distr
     assert "ended pid %d (distrun's guard)" % guard in job.words
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_frozen_is_a_lost_host_whose_processes_are_ended(distrun: Distrun) -> None:
     job = Job(distrun, "obeys", "-n", "2", "-s", "0", "--grace", "1", "--suspect-after", "1", "--lost-after", "3")
     guard, agent = job.agents()
@@ -345,6 +347,7 @@ def test_the_launcher_waits_for_no_reader_when_interrupted_again(distrun: Distru
 # ---------------------------------------------------------------- what works without /proc, subreaper and pidfd
 
 
+@pytest.mark.slow
 @pytest.mark.portable
 @pytest.mark.parametrize("kind", ["obeys", "stubborn", "nohup", "stopped"])
 @pytest.mark.parametrize("how", ["TERM", "KILL"])

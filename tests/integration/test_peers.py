@@ -6,11 +6,14 @@ integration runs, DISTRUN_PEERS=required makes that a failure.
 
 from __future__ import annotations
 
+import pytest
 from hostlab.layout import address
 from lab import Done, Site
 from peers import python_of
 
 LIMIT_S = 120.0
+
+pytestmark = pytest.mark.peers
 
 MXNET = """\
 import sys

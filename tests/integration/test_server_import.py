@@ -149,6 +149,7 @@ def test_the_dry_run_shows_the_modules_for_the_servers_only(distrun: Distrun) ->
     assert found == {"scheduler": None, "server-0": "my_rules,b.c", "worker-0": None}
 
 
+@pytest.mark.slow
 def test_states_saved_with_2_servers_are_loaded_by_3_and_training_goes_on(distrun: Distrun) -> None:
     """One job saves after two of four steps, another one of other size does the rest: as one that did all four."""
     script = """

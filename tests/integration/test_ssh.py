@@ -313,6 +313,7 @@ def test_a_host_that_runs_nothing_tells_what_it_said_instead(sshd: Sshd, transpo
     assert "go away" in event.reason
 
 
+@pytest.mark.ssh
 @both
 def test_connections_that_a_busy_sshd_drops_are_made_again(
     tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
@@ -434,6 +435,7 @@ def test_an_agent_that_was_given_no_work_leaves_nothing_when_its_connection_is_c
         assert channel.ended_well
 
 
+@pytest.mark.ssh
 @both
 def test_hosts_may_be_ipv6_addresses(tmp_path: Path, transport: str) -> None:
     try:

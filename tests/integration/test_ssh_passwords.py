@@ -88,6 +88,7 @@ def test_a_question_ends_at_once_when_it_is_given_up_and_the_terminal_echoes_aga
     terminal.expect("shown")
 
 
+@pytest.mark.ssh
 def test_a_locked_key_is_unlocked_by_a_passphrase_that_is_asked_once(tmp_path: Path, terminal: Terminal) -> None:
     with running(tmp_path / "sshd") as server:
         locked = key(tmp_path / "locked", "-N", "open sesame")

@@ -303,6 +303,7 @@ def sync(*words: str, cwd: Path, env: dict[str, str] | None = None) -> Done:
     return Done(done.returncode, done.stdout, done.stderr)
 
 
+@pytest.mark.ssh
 def test_rsync_goes_by_the_users_own_ssh_configuration(tmp_path: Path) -> None:
     source = write(tmp_path / "source dir", x="1")
     with running(tmp_path / "sshd", **NO_RC) as server:
@@ -324,6 +325,7 @@ def test_rsync_goes_by_the_users_own_ssh_configuration(tmp_path: Path) -> None:
         assert tree(source) == {"x": "1"}
 
 
+@pytest.mark.ssh
 def test_a_host_that_lets_nobody_in_is_said_and_never_asks(tmp_path: Path) -> None:
     source = write(tmp_path / "source", x="1")
     with running(tmp_path / "sshd", **NO_RC) as server:
@@ -363,6 +365,7 @@ def arrives(tmp_path: Path, host: str, config: str) -> None:
     assert tree(tmp_path / "there") == {"x": "1"}
 
 
+@pytest.mark.ssh
 @pytest.mark.parametrize("way", ["hosts", "config", "public"])
 def test_a_key_that_was_named_gets_in_however_many_others_an_agent_holds(full_agent: Path, way: str) -> None:
     with running(full_agent / "sshd", **NO_RC) as server:
@@ -375,6 +378,7 @@ def test_a_key_that_was_named_gets_in_however_many_others_an_agent_holds(full_ag
         arrives(full_agent, "d1" if lines else "d1 identity=%s" % named, config)
 
 
+@pytest.mark.ssh
 def test_a_key_that_only_the_agent_has_gets_in_though_another_was_named(tmp_path: Path, full_agent: Path) -> None:
     with running(tmp_path / "sshd", **NO_RC) as server:
         subprocess.run(["ssh-add", "-q", "-D"], check=True)

@@ -66,6 +66,7 @@ def test_a_password_that_is_typed_once_is_good_for_the_copy_too(
     assert set(server.tries) == {"secret word"}
 
 
+@pytest.mark.ssh
 def test_a_passphrase_that_is_typed_once_is_good_for_the_copy_too(
     tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +87,7 @@ def test_a_passphrase_that_is_typed_once_is_good_for_the_copy_too(
     assert "sesame" not in terminal.shown + out
 
 
+@pytest.mark.ssh
 def test_a_host_that_takes_keys_only_is_not_asked_for_a_password(tmp_path: Path, terminal: Terminal) -> None:
     source = write(tmp_path / "source", x="1")
     with running(tmp_path / "sshd", SetEnv="SHLVL=9") as server:

@@ -20,7 +20,11 @@ AGENT = b"\0-I\0-c\0exec("
 
 
 class Distrun:
-    """The command, with a job store and caches of its own below `home`."""
+    """The command, with a job store of its own below `home`.
+
+    The cache is that of all tests of this process (`cache_of_session`). Compiling the agent again would cost more than
+    half of a short job's processor time.
+    """
 
     def __init__(self, home: Path, **env: str) -> None:
         self.home = home
@@ -32,7 +36,6 @@ class Distrun:
         self.env = {
             **outer,
             "XDG_STATE_HOME": str(home / "state"),
-            "XDG_CACHE_HOME": str(home / "cache"),
             "XDG_RUNTIME_DIR": str(home / "run"),
             **env,
         }
@@ -73,7 +76,7 @@ class Distrun:
 
     def job_host(self) -> str:
         """Return what the newest job calls this machine."""
-        plan = json.loads((self.job / "plan.json").read_text())
+        plan = json.loads((self.jobs[-1] / "plan.json").read_text())
         return str(plan["hosts"][0]["name"])
 
     @property

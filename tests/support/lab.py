@@ -106,6 +106,11 @@ class Site(Lab):
     _running: list[Running]
     _files: int
 
+    @property
+    def cache(self) -> str:
+        """The launcher's cache, shared by all tests of this process: compiling the agent takes long."""
+        return os.environ["XDG_CACHE_HOME"]
+
     def begin(self, folder: Path) -> None:
         """Start a test: its folder is the launcher's; on the hosts it does not exist."""
         self.home_folder = folder
@@ -133,11 +138,11 @@ class Site(Lab):
         return self.strangers() + [process for process in self.marked() if process.host == "launcher"]
 
     def env(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
-        """The launcher's variables, with a job store and caches of this test's own."""
+        """The launcher's variables, with a job store of this test's own and the cache of all tests (`cache`)."""
         outer = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
         here = {
             "XDG_STATE_HOME": str(self.home_folder / "state"),
-            "XDG_CACHE_HOME": str(self.home_folder / "cache"),
+            "XDG_CACHE_HOME": self.cache,
             "XDG_RUNTIME_DIR": str(self.home_folder / "run"),
         }
         return {**self.launcher_env(outer), **here, **(more or {})}

@@ -6,12 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
+import sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def python_of(peer: str) -> str:
     """Return the interpreter of `mxnet`, `torch` or `frameworks`; without it, skip the test, or fail on CI."""
+    sizes.require("peers")
     path = ROOT / ".peers" / peer / "bin" / "python"
     if not (path.parent.parent / "installed").exists():
         if os.environ.get("DISTRUN_PEERS") == "required":

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sizes
 from ports import free_port
 
 from distrun.backends import blob
@@ -121,6 +122,7 @@ class Sshd:
 @contextlib.contextmanager
 def running(folder: Path, **options: object) -> Iterator[Sshd]:
     """Give a running sshd with further options."""
+    sizes.require("ssh")
     if not os.path.exists(PROGRAM) or shutil.which("ssh") is None:
         pytest.skip("needs OpenSSH, client and server")
     server = Sshd(folder, **options)

@@ -50,6 +50,7 @@ def make(tmp_path: Path, place: Path, *names: str) -> tuple[int, dict[str, str],
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
+@pytest.mark.slow
 def test_an_environment_has_what_servers_need_and_is_made_once(tmp_path: Path, place: Path) -> None:
     code, told, said = make(tmp_path, place)
     assert code == 0, told

@@ -43,6 +43,7 @@ def test_a_program_that_hangs_is_ended_and_said_to() -> None:
     assert (code, out, err) == (None, "", "sleep did not answer within 0.1 s")
 
 
+@pytest.mark.slow
 def test_what_a_program_that_hangs_has_started_is_ended_with_it(tmp_path: Path) -> None:
     script = "sleep 600 & echo $! > %s/new; mv %s/new %s/pid; wait" % ((tmp_path,) * 3)
     thread = threading.Thread(target=probe.run, args=(["sh", "-c", script], 8.0))

@@ -95,9 +95,10 @@ def test_a_stopped_agent_is_told_from_a_dead_one() -> None:
         os.kill(driver.agent_pid(), signal.SIGSTOP)
         poll(lambda: found(driver.job)["agent"] == "stopped", "the agent is seen to be stopped")
         assert found(driver.job)["guard"] == "alive"
-        freeze_and_kill(driver)
+        freeze_and_kill(driver)  # waits for the guard, which is our child; the agent may take a moment longer
+        poll(lambda: found(driver.job)["agent"] == "dead", "the agent is seen to be dead")
         job = found(driver.job)
-        assert (job["agent"], job["guard"]) == ("dead", "dead")
+        assert job["guard"] == "dead"
         assert [row["task"] for row in job["processes"]] == ["worker-0"] * len(job["processes"])
 
 

@@ -355,6 +355,7 @@ def test_an_agent_that_dies_is_a_lost_host_and_the_others_are_stopped(tmp_path: 
     assert job.took < 25  # a host that is only silent is lost after 30 s
 
 
+@pytest.mark.slow
 def test_an_agent_that_answers_nothing_never_hangs_the_loop(tmp_path: Path) -> None:
     def script(agent: ScriptedAgent) -> None:
         agent.begin()

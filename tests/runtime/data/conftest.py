@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
-def peer(tmp_path: Path) -> Callable[..., str]:
+def run_by_peer(tmp_path: Path) -> Callable[..., str]:
     """Run a program by a peer's interpreter, in the test's folder, and return what it prints."""
 
     def run(name: str, text: str, *words: str) -> str:

@@ -98,7 +98,7 @@ def test_parts_are_those_of_mxnets_iterator(tmp_path: Path) -> None:
     assert first == [0, 2, 5, 7]
 
 
-def test_mnists_batches_are_those_of_mxnet(tmp_path: Path, peer: Callable[..., str]) -> None:
+def test_mnists_batches_are_those_of_mxnet(tmp_path: Path, run_by_peer: Callable[..., str]) -> None:
     rng = np.random.default_rng(4)
     files = write(tmp_path, rng.integers(256, size=(11, 28, 28), dtype=np.uint8), np.arange(11, dtype=np.uint8))
     text = """\
@@ -110,7 +110,7 @@ for part in range(3):
     data, label = (np.concatenate(arrays) for arrays in zip(*pairs))
     np.savez("part-%d.npz" % part, data=data, label=label)
 """
-    peer("mxnet", text)
+    run_by_peer("mxnet", text)
     for i in range(3):
         ((data, label),) = Reader(MNIST(*files), 99, num_parts=3, part_index=i)
         with np.load(tmp_path / ("part-%d.npz" % i)) as theirs:

@@ -197,17 +197,17 @@ for persistent, seed, start in ((False, None, "fork"), (False, 3, "fork"), (True
 """
 
 
-def test_processes_of_a_data_loader_draw_different_numbers_in_each_epoch(tmp_path: Path, peer: Any) -> None:
+def test_processes_of_a_data_loader_draw_different_numbers_in_each_epoch(tmp_path: Path, run_by_peer: Any) -> None:
     (picture,) = images(1, 64, 64)
     write(tmp_path, [picture] * 8)
-    for line in peer("torch", 'if __name__ == "__main__":\n    exec(%r)' % LOADERS).splitlines():
+    for line in run_by_peer("torch", 'if __name__ == "__main__":\n    exec(%r)' % LOADERS).splitlines():
         # 24 cuts out of 2 * 57 * 57: two or three of them may be alike, but not a process's or an epoch's.
         total, different = map(int, line.split())
         assert total == 24
         assert different >= 21
 
 
-def test_a_data_loader_draws_the_same_numbers_again_with_both_seeds(tmp_path: Path, peer: Any) -> None:
+def test_a_data_loader_draws_the_same_numbers_again_with_both_seeds(tmp_path: Path, run_by_peer: Any) -> None:
     (picture,) = images(1, 64, 64)
     write(tmp_path, [picture] * 8)
     text = """\
@@ -224,7 +224,7 @@ for torchs, ours, epoch in ((0, 3, 0), (0, 3, 0), (1, 3, 0), (0, 4, 0), (0, 3, 1
     seen.append(b"".join(data.numpy().tobytes() for data, _ in loader))
 print([one == seen[0] for one in seen])
 """
-    assert peer("torch", text) == "[True, True, False, False, False]\n"
+    assert run_by_peer("torch", text) == "[True, True, False, False, False]\n"
 
 
 def test_several_labels_an_image(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_what_mxnet_wrote_is_read_in_order_by_number_and_by_index(tmp_path: Path
         assert [file[i] for i in (9, 5, 0)] == [RECORDS[i] for i in (9, 5, 0)]
 
 
-def test_mxnet_reads_ours_and_we_read_mxnets(tmp_path: Path, peer: Callable[..., str]) -> None:
+def test_mxnet_reads_ours_and_we_read_mxnets(tmp_path: Path, run_by_peer: Callable[..., str]) -> None:
     rng = np.random.default_rng(1)
     words = [MAGIC_BYTES, b"abcd", b"xyz", b"\n"]
     records = [b"".join(words[i] for i in rng.integers(4, size=rng.integers(9))) for _ in range(200)]
@@ -90,7 +90,7 @@ header, content = mx.recordio.unpack(ours.read_idx(ours.keys[-1]))
 print(header.flag, header.label.tolist(), header.id, header.id2, content)
 theirs.close()
 """
-    assert peer("mxnet", text) == "2 [4.0, 5.0] 6 7 b'image'\n"
+    assert run_by_peer("mxnet", text) == "2 [4.0, 5.0] 6 7 b'image'\n"
     assert list(RecordFile(tmp_path / "theirs.rec"))[:-1] == records
     assert (tmp_path / "theirs.rec").read_bytes() == (tmp_path / "ours.rec").read_bytes()
 
@@ -115,7 +115,7 @@ def test_parts_by_bytes_cover_the_records_once_in_order(
     assert [record for i in range(num) for record in file.cut(num, i)] == records
 
 
-def test_parts_by_bytes_are_cut_where_mxnet_cuts(tmp_path: Path, peer: Callable[..., str]) -> None:
+def test_parts_by_bytes_are_cut_where_mxnet_cuts(tmp_path: Path, run_by_peer: Callable[..., str]) -> None:
     """Its iterator reads the same labels in each part, from images of very different sizes."""
     pytest.importorskip("PIL", reason="images are written by Pillow: pip install pillow")
 
@@ -130,7 +130,7 @@ for part in range(3):
     print(*sorted(int(batch.label[0].asscalar()) for batch in batches))
 """
     ours = [[int(unpack(record)[0].label) for record in RecordFile(path).cut(3, i)] for i in range(3)]
-    assert [list(map(int, line.split())) for line in peer("mxnet", text).splitlines()] == ours
+    assert [list(map(int, line.split())) for line in run_by_peer("mxnet", text).splitlines()] == ours
     assert len(set(map(len, ours))) > 1, "parts by bytes differ in their numbers of records here"
 
 

@@ -155,7 +155,7 @@ def test_positions_are_plain_ints_and_in_order_without_shuffle() -> None:
     assert all(type(position) is int for position in sampler)
 
 
-def test_torchs_data_loader_takes_the_sampler(peer: object) -> None:
+def test_torchs_data_loader_takes_the_sampler(run_by_peer: object) -> None:
     text = """\
 import torch
 from distrun_runtime.data import Arrays, SplitSampler
@@ -171,7 +171,7 @@ loaders = [torch.utils.data.DataLoader(dataset, batch_size=3, num_workers=1, sam
 for epoch in range(2):
     print(sorted(int(i) for loader in loaders for _, label in loader for i in label))
 """
-    assert peer("torch", text).splitlines() == [  # type: ignore[operator]
+    assert run_by_peer("torch", text).splitlines() == [  # type: ignore[operator]
         *("2 [0, 1, 2, 3, 4]", "2 [5, 6, 7, 8, 9]"),
         *["[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]"] * 2,
     ]
@@ -340,7 +340,7 @@ def test_shares_cover_the_batch_once_or_are_refused(batch: int, shares: list[flo
     assert covered == list(range(batch))
 
 
-def test_shares_and_slices_are_those_of_mxnet(peer: Callable[..., str]) -> None:
+def test_shares_and_slices_are_those_of_mxnet(run_by_peer: Callable[..., str]) -> None:
     rng = np.random.default_rng(5)
     cases = [
         (int(rng.integers(1, 40)), (rng.integers(1, 12, size=rng.integers(1, 6)) / 4).tolist()) for _ in range(300)
@@ -370,7 +370,7 @@ print(json.dumps(found))
         [slices(batch, shares), sizes(split_data(np.zeros(batch), len(shares), even_split=False))]
         for batch, shares in cases
     ]
-    assert json.loads(peer("mxnet", text, json.dumps(cases))) == ours
+    assert json.loads(run_by_peer("mxnet", text, json.dumps(cases))) == ours
     assert any(found is None for found, _ in ours)
 
 

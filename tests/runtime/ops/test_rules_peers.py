@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from peers import python_of
 
 from distrun_runtime.ops import optimizers as rules
@@ -163,6 +164,7 @@ def compare(name: str, params: dict[str, Any], steps: list[list[float]], dtype: 
         np.testing.assert_allclose(weight, right, rtol=tolerance, atol=tolerance, err_msg=text)
 
 
+@pytest.mark.peers
 def test_rules_and_schedules_are_mxnets() -> None:
     """To 1e-5: MXNet calculates in float32, its parameters included (1 - beta2 has 5 digits there)."""
     names = {"FactorScheduler": "factor", "MultiFactorScheduler": "multifactor"}
@@ -174,6 +176,7 @@ def test_rules_and_schedules_are_mxnets() -> None:
         compare(name, params, steps, "float32", 1e-5)
 
 
+@pytest.mark.peers
 def test_the_step_of_sgld_without_its_noise_is_mxnets() -> None:
     walks = walked_by("mxnet", MXNET, [[name, params, *start()] for name, params in NOISY])
     for (name, params), steps in zip(NOISY, walks, strict=True):
@@ -182,6 +185,7 @@ def test_the_step_of_sgld_without_its_noise_is_mxnets() -> None:
             np.testing.assert_allclose(one - other, right, rtol=1e-5, atol=1e-5, err_msg=str(params))
 
 
+@pytest.mark.peers
 def test_rules_whose_arithmetic_is_torchs_give_what_torch_gives() -> None:
     """To 1e-12, in float64: the order of a few multiplications differs."""
     walks = walked_by("torch", TORCH, [[name, params, *start()] for _, _, name, params in TORCH_CASES])

@@ -138,6 +138,7 @@ def test_what_is_not_sparse_is_none() -> None:
     assert RowSparse.of(own) is own
 
 
+@pytest.mark.peers
 def test_sparse_torch_tensors_become_rows() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT / "runtime"), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from peers import python_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -71,6 +72,7 @@ print("fits")
 """
 
 
+@pytest.mark.peers
 def test_tensors_are_values_and_outputs() -> None:
     command = [python_of("torch"), "-c", "import sys; sys.path.insert(0, %r)\n%s" % (str(ROOT / "runtime"), SCRIPT)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from peers import python_of
 
 from distrun_runtime.trainer import Parameter, Trainer, fit
@@ -30,6 +31,7 @@ def test_python_of_the_page_is_one_program_that_prints_what_it_says() -> None:
     assert run(sys.executable, program).splitlines() == re.findall(r"# prints (.*)$", program, re.MULTILINE)
 
 
+@pytest.mark.peers
 def test_the_program_with_torch_runs() -> None:
     (block,) = (block for block in BLOCKS if "import torch" in block)
     run(python_of("torch"), block)

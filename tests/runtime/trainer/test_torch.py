@@ -27,11 +27,13 @@ def outcomes() -> dict[str, str]:
     return result
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("case", [case for case in CASES if case != "main"])
 def test_with_torch(outcomes: dict[str, str], case: str) -> None:
     assert outcomes[case] == "", outcomes[case]
 
 
+@pytest.mark.peers
 def test_every_case_was_run(outcomes: dict[str, str]) -> None:
     assert set(outcomes) == set(CASES) - {"main"}
 
@@ -69,6 +71,7 @@ step()
 """
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("update_on_kvstore", ["True", "False"])
 def test_workers_of_a_job_hear_of_a_change_on_one_of_them_and_go_on_or_end(
     tmp_path: Path, update_on_kvstore: str

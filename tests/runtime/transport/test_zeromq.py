@@ -79,7 +79,7 @@ def test_a_stopped_process_that_connected_to_us_is_lost_in_time(
     stopped = time.monotonic()
     [down] = until(node, has(Down))
     assert down == Down(arrived.link, "its connection closed, or it was silent for 4 s")
-    assert time.monotonic() - stopped < 4 + 3  # the machine may be busy
+    assert time.monotonic() - stopped < 4 + 20  # the machine may be busy
 
 
 def test_a_stopped_process_that_we_connected_to_is_lost_in_time(
@@ -93,7 +93,7 @@ def test_a_stopped_process_that_we_connected_to_is_lost_in_time(
     stopped = time.monotonic()
     [down] = until(node, has(Down))
     assert down.link == "server-0"
-    assert time.monotonic() - stopped < 4 + 3
+    assert time.monotonic() - stopped < 4 + 20
 
 
 def test_a_killed_process_is_lost_at_once(peers: Callable[..., subprocess.Popen[str]], lenient: ZmqTransport) -> None:
@@ -102,9 +102,10 @@ def test_a_killed_process_is_lost_at_once(peers: Callable[..., subprocess.Popen[
     child.kill()
     killed = time.monotonic()
     until(lenient, has(Down))
-    assert time.monotonic() - killed < 10  # by its silence it would be after 60 s
+    assert time.monotonic() - killed < 40  # by its silence it would be after 60 s
 
 
+@pytest.mark.slow
 def test_a_process_that_holds_the_interpreters_lock_is_alive(
     peers: Callable[..., subprocess.Popen[str]], node: ZmqTransport
 ) -> None:

@@ -89,6 +89,7 @@ def env(distrun: Distrun, tmp_path: Path) -> dict[str, str]:
     return {**distrun.env, **found}
 
 
+@pytest.mark.slow
 def test_nothing_is_made_that_was_not_agreed_to(distrun: Distrun, bare: Path, tmp_path: Path) -> None:
     argv = distrun.argv("doctor", "--python", str(bare), "--fix")
     for answer, code in ((b"n\n", 130), (b"y\n", 0)):
@@ -112,6 +113,7 @@ def test_nothing_is_made_that_was_not_agreed_to(distrun: Distrun, bare: Path, tm
     assert list((tmp_path / "data" / "distrun" / "servers").iterdir())
 
 
+@pytest.mark.slow
 def test_json_does_not_ask_and_this_machine_uses_what_was_made(distrun: Distrun, bare: Path, tmp_path: Path) -> None:
     words = ("--python", str(bare))
     refused = distrun.run("doctor", *words, "--fix", "--json")

@@ -12,7 +12,7 @@ from fakehosts import write
 
 from distrun.sync.rules import DEFAULT_EXCLUDES
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from distrun.backends import blob
 
 GOLDEN = Path(__file__).parent / "golden"
 UPDATE = os.environ.get("DISTRUN_UPDATE_GOLDEN") == "1"
-"""Golden files change only on purpose: DISTRUN_UPDATE_GOLDEN=1 pytest tests/distrun/test_cli.py"""
+"""Golden files change only on purpose: DISTRUN_UPDATE_GOLDEN=1 pytest tests/distrun/cli/test_cli.py"""
 
 
 @pytest.fixture
@@ -212,6 +212,7 @@ def test_a_number_out_of_range_is_a_usage_error_that_says_the_range(
         assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_number_at_the_end_of_its_range_is_taken(distrun: Distrun) -> None:
     year = "31536000"
     times = [word for name in ("grace", "timeout", "start-timeout", "op-timeout", "suspect-after", "lost-after")

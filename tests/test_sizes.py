@@ -1,0 +1,84 @@
+"""The two sizes of a test run (tests/support/sizes.py), seen from outside."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SUPPORT = Path(__file__).resolve().parent / "support"
+
+CONFTEST = """\
+import pytest
+from sizes import *
+
+@pytest.fixture
+def sshd():
+    pass
+"""
+TESTS = """\
+import pytest
+import sizes
+
+def test_small():
+    pass
+
+@pytest.mark.slow
+def test_large():
+    pass
+
+def test_real(sshd):
+    sizes.require("ssh")
+
+def test_forgotten():
+    sizes.require("peers")
+"""
+MARKERS = "".join("    %s: a marker\n" % name for name in ("lab", "package", "peers", "slow", "ssh"))
+
+
+def run(folder: Path, *words: str) -> tuple[int, str]:
+    """Run the tests above by pytest; return its exit code and what it prints."""
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "test_these.py").write_text(TESTS)
+    (folder / "pytest.ini").write_text(
+        "[pytest]\naddopts = --strict-markers\npythonpath = %s\nmarkers =\n" % shlex.quote(str(SUPPORT))
+    )
+    with (folder / "pytest.ini").open("a") as file:
+        file.write(MARKERS)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", *words]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("processes", [(), ("-n", "2")], ids=["one process", "two processes"])
+def test_a_quick_run_says_how_many_tests_it_left_out_and_what_runs_them(
+    processes: tuple[str, ...], tmp_path: Path
+) -> None:
+    code, out = run(tmp_path, "--quick", "-k", "not forgotten", *processes)
+    assert code == 0, out
+    assert "1 passed" in out
+    assert "left out: 2 tests marked lab, package, peers, slow, ssh" in out
+    assert "scripts/test --all" in out
+
+
+def test_any_other_run_has_them_all_and_leaves_out_nothing(tmp_path: Path) -> None:
+    code, out = run(tmp_path, "-k", "not forgotten")
+    assert code == 0, out
+    assert "3 passed" in out
+    assert "left out" not in out
+
+
+def test_a_fixture_sets_the_marker_that_an_option_selects_by(tmp_path: Path) -> None:
+    code, out = run(tmp_path, "-m", "ssh")
+    assert code == 0, out
+    assert "test_real PASSED" in out
+    assert "1 passed" in out
+
+
+def test_a_test_without_the_marker_of_what_it_uses_fails_and_is_told_which(tmp_path: Path) -> None:
+    code, out = run(tmp_path, "-k", "forgotten")
+    assert code == 1, out
+    assert "mark this test:  @pytest.mark.peers" in out
