@@ -100,7 +100,8 @@ class Transfers:
         arrays = cast("Sequence[Array]", values)
         for portion in route.portions:
             if portion.is_plain:
-                loaded.append((portion, portion.gather(arrays, lent), Payload.PACKED))
+                staging = self._link.node.staging(portion.link)
+                loaded.append((portion, portion.gather(arrays, lent, staging), Payload.PACKED))
             else:
                 loaded.append((portion, self._encoded(keys, portion, arrays), Payload.FRAME))
         return self._contribute(what, route, loaded, body, priority)
