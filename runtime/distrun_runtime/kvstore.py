@@ -333,7 +333,7 @@ class KVStore(KVStoreBase):
             by_key = dict(zip((record.key for record in targets.records), outs, strict=True))
             outs = [by_key[record.key] for record in keys.records]
         # Lent also when it waits: it returns when the result is there.
-        call = CallOptions(number, True, factor)
+        call = CallOptions(number, True, factor, waits=wait)
         if not keys.records:
             return CompletedCall("pushpull of no keys")
         return _awaited(self._backend.pushpull(keys, given, outs, call), wait)

@@ -11,6 +11,7 @@ from forgetful import Forgetful
 from scripted_transport import Stepped
 
 from distrun_runtime.arrays import find as devices
+from distrun_runtime.arrays.segments import Pool
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ps import engine as engines
 from distrun_runtime.ps.config import Config
@@ -24,7 +25,8 @@ from distrun_runtime.ps.session import Session
 from distrun_runtime.ps.stats import Counters
 from distrun_runtime.ps.trace import Trace
 from distrun_runtime.store.dist import DistBackend
-from distrun_runtime.transport.base import Heartbeat
+from distrun_runtime.transport.base import Heartbeat, Transport
+from distrun_runtime.transport.bulk import BulkTransport
 from distrun_runtime.transport.inproc import InprocNetwork
 from distrun_runtime.transport.zeromq import ZmqTransport
 
@@ -33,7 +35,7 @@ DEADLINE_S = 100.0
 
 TOKEN = b"a secret of this job"
 
-PATHS = {"inproc": "inproc", "tcp": "zmq"}
+PATHS = {"inproc": "inproc", "tcp": "zmq", "segments": "segments"}
 """The ways that messages may take, and what `Cluster` calls them (`over`). A scenario has to pass on each."""
 
 END_S = 20.0
@@ -89,11 +91,13 @@ def loop_of(
     return Loop(transport, node, token, Trace(0, lambda: node.me, out), engine=engine, **more)
 
 
-def server_loop(own: Config, transport: Any, endpoint: str, imports: Sequence[str] = (), **more: Any) -> Loop:
+def server_loop(
+    own: Config, transport: Any, endpoint: str, imports: Sequence[str] = (), memory: Pool | None = None, **more: Any
+) -> Loop:
     """Return the loop of a server with its arithmetic, as `ps.serve` puts them together; `more` is `loop_of`'s."""
     counters, recorder = Counters(), Recorder()
     server = Server(own, endpoint, counters, recorder)
-    engine = Engine(devices.get("cpu:0"), counters, recorder, imports, much_bytes=MUCH_BYTES)
+    engine = Engine(devices.get("cpu:0", memory=memory), counters, recorder, imports, much_bytes=MUCH_BYTES)
     if isinstance(transport, Stepped):
         transport.is_busy = lambda: engine.is_busy
     return loop_of(server, transport, engine=engine, token=own.token, **more)
@@ -115,6 +119,7 @@ class Cluster:
     ) -> None:
         """`forget_every`: servers do not know the bucket of every so many-th message that names one (`Forgetful`)."""
         self.network = network or InprocNetwork()
+        self._pools: dict[str, Pool] = {}
         self._over = over
         self._changes = {"workers": workers, "servers": servers, **changes}
         self._threads: list[threading.Thread] = []
@@ -132,7 +137,9 @@ class Cluster:
             if forget_every:
                 transport = Forgetful(transport, forget_every)
             self.transports["server-%d" % rank] = transport
-            self._start("server-%d" % rank, server_loop(node, transport, bind(transport, node), imports))
+            endpoint = bind(transport, node)
+            loop = server_loop(node, transport, endpoint, imports, memory=self._pool_of(node))
+            self._start("server-%d" % rank, loop)
 
     def __enter__(self) -> Cluster:
         return self
@@ -143,7 +150,7 @@ class Cluster:
     def session(self, rank: int = -1, **changes: Any) -> Session:
         """Return a worker's session, not opened yet."""
         node = config("worker", **{**self._changes, "rank": rank, "root_port": self.root_port, **changes})
-        return Session(node, self._transport(node))
+        return Session(node, self._transport(node), self._pool_of(node))
 
     def run(
         self, script: Callable[[KVStore], Any], type_name: str = "dist_sync", staleness: int | None = None
@@ -193,8 +200,16 @@ class Cluster:
         assert not any(thread.is_alive() for thread in self._threads)
 
     def _transport(self, node: Config) -> Any:
-        over_zmq = self._over == "zmq"
-        return wrapped(ZmqTransport(node.heartbeat, node.token) if over_zmq else self.network.transport(), node)
+        if self._over == "inproc":
+            return wrapped(self.network.transport(), node)
+        transport: Transport = ZmqTransport(node.heartbeat, node.token)
+        if self._over == "segments":
+            transport = BulkTransport(transport, node.token, [self._pool_of(node)], large_bytes=1)
+        return wrapped(transport, node)
+
+    def _pool_of(self, node: Config) -> Pool:
+        """Return the shared memory of a node: all of these are processes of their own elsewhere."""
+        return self._pools.setdefault("%s-%d" % (node.role, node.rank), Pool())
 
     def _start(self, name: str, loop: Loop) -> None:
         def body() -> None:

@@ -47,6 +47,9 @@ class Script:
     def proven(self, link: str) -> None:
         self.calls.append(("proven", link))
 
+    def shares(self, link: str) -> bool:
+        return False
+
     def refused(self, link: str) -> None:
         self.calls.append(("refused", link))
 
@@ -128,6 +131,9 @@ class Stepped(Script):
         self.opened.append((link, endpoint))
 
     def proven(self, link: str) -> None: ...
+    def shares(self, link: str) -> bool:
+        return False
+
     def refused(self, link: str) -> None: ...
 
     def wake(self) -> None:

@@ -29,11 +29,13 @@ class Arena:
     Arguments:
         like: an arena whose positions this one has too (a place for sums, or for a rule's state); it is never
             reserved in itself.
+        is_sent: its elements are often sent to other processes.
     """
 
-    def __init__(self, device: Device, dtype: DType, like: Arena | None = None) -> None:
+    def __init__(self, device: Device, dtype: DType, like: Arena | None = None, *, is_sent: bool = False) -> None:
         self.dtype = dtype
         self._device = device
+        self._is_sent = is_sent
         self._like = like
         self._bases: list[int] = [] if like is None else like._bases
         """Position of each block's first element. Positions of different blocks are never neighbours."""
@@ -71,7 +73,7 @@ class Arena:
         blocks = self._sides[side]
         block = blocks.get(number)
         if block is None:
-            block = blocks[number] = self._device.empty((self._sizes[number],), self.dtype)
+            block = blocks[number] = self._device.empty((self._sizes[number],), self.dtype, is_sent=self._is_sent)
         base = self._bases[number]
         return block[begin - base : end - base]
 

@@ -15,6 +15,7 @@ import numpy as np
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array, DType
+from distrun_runtime.arrays.segments import Pool
 
 __all__ = ["CpuDevice", "Threads"]
 
@@ -54,16 +55,18 @@ class Threads:
 class CpuDevice:
     """One set of buffers in host memory; its arrays are numpy's."""
 
-    def __init__(self, index: int = 0, threads: Threads | None = None) -> None:
+    def __init__(self, index: int = 0, threads: Threads | None = None, memory: Pool | None = None) -> None:
         self.name = "cpu:%d" % index
         self._threads = threads or Threads()
+        self._memory = memory
 
     def __repr__(self) -> str:
         return "<CpuDevice %s>" % self.name
 
-    def empty(self, shape: Sequence[int], dtype: DType) -> Array:
-        """Return a new array of undefined content."""
-        return np.empty(tuple(shape), dtype)
+    def empty(self, shape: Sequence[int], dtype: DType, *, is_sent: bool = False) -> Array:
+        """Return a new array of undefined content; one that is often sent in shared memory, if there is any."""
+        found = self._memory.empty(shape, dtype) if is_sent and self._memory is not None else None
+        return np.empty(tuple(shape), dtype) if found is None else found
 
     def put(self, array: Array) -> Array:
         """Return a C-contiguous copy."""

@@ -25,8 +25,12 @@ class Device(Protocol):
     name: str
     """`cpu:0`."""
 
-    def empty(self, shape: Sequence[int], dtype: DType) -> DeviceArray:
-        """Return a new array here, of undefined content."""
+    def empty(self, shape: Sequence[int], dtype: DType, *, is_sent: bool = False) -> DeviceArray:
+        """Return a new array here, of undefined content.
+
+        Arguments:
+            is_sent: it is often sent to other processes, as it is: it may be where those on this host can read it.
+        """
 
     def put(self, array: DeviceArray) -> DeviceArray:
         """Return a copy here of an array of the host or of any device."""

@@ -312,6 +312,14 @@ TABLE: Tuple[Variable, ...] = (
         default="size",
     ),
     _row(
+        "DISTRUN_DATA_PATHS",
+        "tuning",
+        READ,
+        "For finding faults: which ways large values may take beside messages; `none`: all go as messages.",
+        choices=("segments", "none"),
+        default="segments",
+    ),
+    _row(
         "DISTRUN_SERVER_THREADS",
         "tuning",
         READ,

@@ -25,7 +25,7 @@ from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.errors import WireError
 
 MAGIC = b"DRKV"
-VERSION = 2
+VERSION = 3
 FRAME_LIMIT = 64 * 1024 * 1024
 """No frame is larger: values are cut into pieces far below it, so a stranger cannot make us allocate more."""
 ENTRY_LIMIT = 65536
@@ -70,6 +70,7 @@ class Kind(IntEnum):
     STATS = 36
     PROFILE = 37
     NORMS = 38
+    PUSHPULL = 39
 
 
 class Flag(IntFlag):

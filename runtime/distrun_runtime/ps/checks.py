@@ -71,7 +71,7 @@ def against(
     scale = message.body.get("scale", 1.0)
     if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
         return "a contribution is scaled by a finite number, not by %.80r" % (scale,)
-    is_push = message.kind is Kind.PUSH
+    is_push = message.kind is not Kind.PULL
     skips = is_push and "skip" in message.body
     if skips and not isinstance(message.body["skip"], Mapping):
         return "a skipped round has a note that is an object, not %.80r" % (message.body["skip"],)
@@ -135,7 +135,7 @@ def _size(store: Store, shard: int, entry: Entry, server: str) -> str:
 def _codec(store: Store, shard: int, message: Message, entry: Entry, payload: Buffer | None) -> str:
     name = store.name(entry.key)
     # A pull of rows says which; every other pull brings nothing.
-    if (payload is not None) != (message.kind is Kind.PUSH or entry.codec == codecs.ROWS):
+    if (payload is not None) != (message.kind is not Kind.PULL or entry.codec == codecs.ROWS):
         return "key %r: %s with payload kind %s" % (name, message.kind.name, Payload(entry.payload).name)
     if entry.codec == codecs.NONE:
         return ""

@@ -22,7 +22,18 @@ from distrun_runtime.ps import role, work
 from distrun_runtime.ps.engine import Engine, Reply
 from distrun_runtime.ps.replies import refusal
 from distrun_runtime.ps.trace import Trace
-from distrun_runtime.transport.base import Arrived, Down, Event, Lease, Rejected, Released, Stranger, Transport, Up
+from distrun_runtime.transport.base import (
+    Arrived,
+    Down,
+    Event,
+    Lease,
+    PathChosen,
+    Rejected,
+    Released,
+    Stranger,
+    Transport,
+    Up,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +152,9 @@ class Loop:
         elif isinstance(event, Released):
             if self._engine is not None:
                 self._engine.released(event.lease)
+        elif isinstance(event, PathChosen):
+            why = " reason=%s" % event.reason if event.reason else ""
+            self._trace.log("INFO", "event=path link=%s path=%s%s" % (event.link, event.path, why))
         else:
             self._received(event.link, event.frames)
 
@@ -219,6 +233,7 @@ class Loop:
                 self._transmit(link, answer)
         elif arrived.kind is Kind.WELCOME:
             gate.is_open = True
+            self._transport.proven(link)
             held, gate.held = gate.held, []
             self._decide(role.Welcomed(link, None))
             for waiting in held:
@@ -237,11 +252,10 @@ class Loop:
             self._refuse(link, gate, answer)
             self._deny(role.Denied(str(answer.body["reason"])))
             return
-        if answer.kind is Kind.WELCOME:
-            self._transport.proven(link)
         self._transmit(link, answer)
         if answer.kind is Kind.WELCOME and gate.acceptor is not None:
             gate.is_open = True
+            self._transport.proven(link)
             self._decide(role.Welcomed(link, gate.acceptor.peer))
 
     def _refuse(self, link: str, gate: _Gate, answer: Message) -> None:

@@ -84,6 +84,10 @@ class Pending:
             raise copy.copy(self._error)
         return self._replies
 
+    def forget(self) -> None:
+        """Let go of the replies: their memory may be the servers'. Call when nobody will ask for them."""
+        self._replies = ()
+
 
 def when_done(pendings: Sequence[Pending], act: Callable[[], None]) -> None:
     """Call `act` once all of these are done, well or not: now, or in the thread that resolves the last one."""

@@ -23,6 +23,7 @@ import numpy as np
 
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array, DType
+from distrun_runtime.arrays.segments import Pool
 from distrun_runtime.ops import partition
 from distrun_runtime.ops.compression import NONE, ROWS
 from distrun_runtime.ops.partition import Shard
@@ -196,15 +197,22 @@ class Portion:
         entries["payload"] = payload
         return entries
 
-    def gather(self, values: Sequence[Array], lent: bool) -> list[Buffer]:
+    def gather(self, values: Sequence[Array], lent: bool, staging: Pool | None = None) -> list[Buffer]:
         """Return the frames with the values' elements.
 
         Arguments:
             values: of the whole call, by place.
             lent: they stay as they are until the message is answered; else nothing of their memory is in the result.
+            staging: memory that the receiver reads where it is; None: it does not.
         """
+        if not self.size:
+            return [b""]
+        shared = None if staging is None else staging.empty((self.size,), self.dtype)
+        if shared is not None:
+            self._copy_to(shared, values)
+            return [shared.view(np.uint8).data]
         if not lent:
-            return [self._copied(values).view(np.uint8).data] if self.size else [b""]
+            return [self._copied(values).view(np.uint8).data]
         frames: list[Buffer] = []
         for part in self.parts:
             if isinstance(part, _Small):
@@ -220,15 +228,18 @@ class Portion:
         is_free = self.carried_by is None or self.carried_by.is_done
         copy = self._copy if is_free and self._copy is not None else np.empty(self.size, self.dtype)
         self._copy = copy
+        self._copy_to(copy, values)
+        return copy
+
+    def _copy_to(self, target: Array, values: Sequence[Array]) -> None:
         at = 0
         for part in self.parts:
             size = part.size if isinstance(part, _Small) else part.end - part.begin
             if isinstance(part, _Small):
-                _join(part, values, copy[at : at + size])
+                _join(part, values, target[at : at + size])
             else:
-                copy[at : at + size] = values[part.item].reshape(-1)[part.begin : part.end]
+                target[at : at + size] = values[part.item].reshape(-1)[part.begin : part.end]
             at += size
-        return copy
 
     def scatter(self, payloads: Sequence[Buffer], outs: Sequence[Array]) -> None:
         """Write the elements of an answer into outputs, by place; those of `Route.runs` are C-contiguous."""

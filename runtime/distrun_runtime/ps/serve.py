@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 
 from distrun_runtime.arrays import find as devices
 from distrun_runtime.arrays.cpu import Threads
+from distrun_runtime.arrays.segments import Pool
 from distrun_runtime.contract import address
 from distrun_runtime.errors import ContractError
 from distrun_runtime.ps import config as configs
@@ -25,6 +26,7 @@ from distrun_runtime.ps.stats import Counters
 from distrun_runtime.ps.trace import Trace
 from distrun_runtime.transport.base import Transport
 from distrun_runtime.transport.base import endpoint as endpoint_of
+from distrun_runtime.transport.bulk import BulkTransport
 from distrun_runtime.transport.faults import Faulty
 from distrun_runtime.transport.resend import Resending
 from distrun_runtime.transport.zeromq import ZmqTransport, keep_freed_memory
@@ -47,7 +49,8 @@ def serve(role: str) -> int:
     import_all(config.server_imports, config.host)
     if role == "server":
         keep_freed_memory()
-    transport = wrapped(ZmqTransport(config.heartbeat, config.token), config)
+    memory = Pool()
+    transport = connected(config, [memory])
     warnings: list[str] = []
     endpoint = bind(transport, config, warnings.append)
     counters, recorder = Counters(), Recorder()
@@ -60,7 +63,7 @@ def serve(role: str) -> int:
     for text in warnings:
         trace.log("WARNING", text)
     trace.log("INFO", "event=bound endpoint=%s host=%s" % (endpoint, config.host))
-    device = devices.get("cpu:0", Threads(config.server_threads, SHARED_ELEMENTS))
+    device = devices.get("cpu:0", Threads(config.server_threads, SHARED_ELEMENTS), memory)
     engine = Engine(device, counters, recorder, config.server_imports) if role == "server" else None
     loop = Loop(transport, node, config.token, trace, engine=engine, publish=publish)
 
@@ -76,6 +79,18 @@ def serve(role: str) -> int:
                 signal.signal(number, handler)
     trace.log("ERROR" if finish.code else "INFO", "event=finished reason=%s" % (finish.reason or "done"))
     return finish.code
+
+
+def connected(config: Config, pools: Sequence[Pool]) -> Transport:
+    """Return a node's transport.
+
+    Arguments:
+        pools: memory of this process that other nodes on the host may read.
+    """
+    transport: Transport = ZmqTransport(config.heartbeat, config.token)
+    if config.paths != "none":
+        transport = BulkTransport(transport, config.token, pools)
+    return wrapped(transport, config)
 
 
 def wrapped(transport: Transport, config: Config) -> Transport:

@@ -11,7 +11,7 @@ Here are the job, what messages say, and membership. What a push leads to is in 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -237,7 +237,7 @@ class Server:
         if message.kind is Kind.ROUNDS:
             rounds = store.rounds(store.done)
             return [role.Send(link, answer(message, {"rounds": rounds}))]
-        if message.kind not in (Kind.PUSH, Kind.PULL):
+        if message.kind not in (Kind.PUSH, Kind.PULL, Kind.PUSHPULL):
             return [self._refuse(link, message, "%s knows no %s" % (self.me.name, message.kind.name))]
         return self._data(link, rank, store, message)
 
@@ -252,7 +252,9 @@ class Server:
             fits = checks.fit(store, entries, shards)
             self._buckets[rank, store.number, message.bucket] = _Bucket(entries, shards, fits, _bytes_of(entries))
         wrong = wrong or checks.against(store, message, entries, shards, self.me.name, is_plain=is_plain)
-        is_push = message.kind is Kind.PUSH
+        is_push = message.kind is not Kind.PULL
+        if not wrong and not store.is_sync and message.kind is Kind.PUSHPULL:
+            wrong = "PUSHPULL is for synchronous stores"
         if not wrong and is_push and not store.is_sync and not store.has_rule:
             wrong = (
                 "dist_async needs a rule on the servers: call kv.set_optimizer('sgd', learning_rate=...) before push"
@@ -294,7 +296,7 @@ class Server:
             return NO_ENTRIES, store.find(NO_ENTRIES), unknown, False
         entries = known.entries.copy()
         entries["round"] += np.uint64(message.step)
-        is_push = message.kind is Kind.PUSH
+        is_push = message.kind is not Kind.PULL
         if is_push and sum(memoryview(each).nbytes for each in message.payloads) != known.size:
             text = "bucket %d has %d bytes, the message brings others"
             return entries, known.shards, text % (message.bucket, known.size), False
@@ -304,7 +306,7 @@ class Server:
     def _refuse_data(
         self, link: str, rank: int, store: Store, message: Message, *, entries: Array, wrong: str
     ) -> list[role.Action]:
-        others = self._rounds.refused(store, rank, entries, wrong) if message.kind is Kind.PUSH else []
+        others = self._rounds.refused(store, rank, entries, wrong) if message.kind is not Kind.PULL else []
         return [self._refuse(link, message, wrong), *others]
 
     def _accept(self, link: str, rank: int, batch: work.Batch) -> list[role.Action]:
@@ -313,7 +315,12 @@ class Server:
             return self._pulls.take(link, rank, batch, self._now)
         if not batch.store.is_sync:
             return [role.Work(work.Step(link, rank, batch), True, holds=link)]
-        return [*self._rounds.push(rank, batch), role.Send(link, answer(batch.message))]
+        pushed = self._rounds.push(rank, batch)
+        if batch.message.kind is Kind.PUSH:
+            return [*pushed, role.Send(link, answer(batch.message))]
+        # The answer to both is that to the pull. It must not keep what was pushed.
+        pulled = work.Batch(batch.store, batch.shards, replace(batch.message, payloads=()), batch.entries)
+        return [*pushed, *self._pulls.take(link, rank, pulled, self._now)]
 
     def _init(self, link: str, message: Message) -> list[role.Action]:
         store = self._store(message.store)

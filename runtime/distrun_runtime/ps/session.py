@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import cast
 
+from distrun_runtime.arrays.segments import Pool
 from distrun_runtime.errors import RuntimeFault, StoreClosed
 from distrun_runtime.protocol.message import Message
 from distrun_runtime.ps import crash
@@ -22,11 +23,10 @@ from distrun_runtime.ps.loop import Loop
 from distrun_runtime.ps.pending import Pending, when_done
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.publish import publish
-from distrun_runtime.ps.serve import bind, wrapped
+from distrun_runtime.ps.serve import bind, connected
 from distrun_runtime.ps.trace import Trace
 from distrun_runtime.ps.worker import BYE_S, EntriesOf, Goodbye, Request, Worker
 from distrun_runtime.transport.base import Transport
-from distrun_runtime.transport.zeromq import ZmqTransport
 
 GOODBYE_S = BYE_S + 1.0
 """How long a process that ends waits for its node's thread."""
@@ -38,10 +38,11 @@ class Session:
     Threads: any may call; the node's own thread does all input and output.
     """
 
-    def __init__(self, config: Config, transport: Transport | None = None) -> None:
+    def __init__(self, config: Config, transport: Transport | None = None, staging: Pool | None = None) -> None:
         self.config = config
         self._pid = os.getpid()
-        self._transport = transport or wrapped(ZmqTransport(config.heartbeat, config.token), config)
+        self._staging = staging or Pool(is_inherited=False)
+        self._transport = transport or connected(config, [self._staging])
         self.recorder = Recorder()
         """What the stores of this process do, while one is profiled."""
         self._ready = Pending("registration")
@@ -86,6 +87,10 @@ class Session:
         except RuntimeFault:
             return True
         return False
+
+    def staging(self, link: str) -> Pool | None:
+        """Return memory that the other side of a link reads where it is; None: it does not."""
+        return self._staging if self._transport.shares(link) else None
 
     @property
     def rank(self) -> int:

@@ -137,7 +137,7 @@ class Values:
                 each.where = np.concatenate([each.where, np.zeros(room - len(each.where), np.int64)])
         arena = self.arenas.get(code)
         if arena is None:
-            arena = self.arenas[code] = Arena(self.device, DTYPES[code])
+            arena = self.arenas[code] = Arena(self.device, DTYPES[code], is_sent=True)
             while arena.sides < len(self.lent):
                 arena.add_side()
         lengths = self.store.length[shards]

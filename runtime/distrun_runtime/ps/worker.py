@@ -59,7 +59,7 @@ class _Open:
     first: int = 0
     """Number of its first message."""
     sent: dict[int, Message] = field(default_factory=dict)
-    """Its PUSH and PULL messages that were sent once. A server may ask for such a message again."""
+    """Its PUSH, PULL and PUSHPULL messages that were sent once. A server may ask for such a message again."""
     is_push: bool = False
     """Its arrays are lent until the last server has them: a refusal of one server waits for the others' replies."""
     replies: dict[int, Message] = field(default_factory=dict)
@@ -169,7 +169,7 @@ class Worker:
             entry.missing[self._numbers] = link
             self._open[self._numbers] = entry
             numbered = replace(message, request=self._numbers)
-            if message.kind in (Kind.PUSH, Kind.PULL):
+            if message.kind in (Kind.PUSH, Kind.PULL, Kind.PUSHPULL):
                 entry.sent[self._numbers] = numbered
             if link in self._outboxes:
                 self._outboxes[link].put(numbered)

@@ -165,6 +165,8 @@ class DistBackend(StoreBackend):
         with self._lock, self._link.span("pushpull", keys=len(keys.records)):
             self.lifetime.check()
             self._flush()
+            if call.waits and not kinds.is_async(self.type) and self._transfers.goes_at_once(keys):
+                return self._pushpull_now(keys, cast("Sequence[Array]", values), outs, call)
             push = self._push_now(keys, values, call)
             return Both("pushpull of %s" % keys.named, push, self._pull_now(keys, outs, call, own=True))
 
@@ -224,6 +226,22 @@ class DistBackend(StoreBackend):
         scale = {} if call.scale == 1.0 else {"scale": call.scale}
         what = "push of %s" % keys.named
         return self._sent(self._transfers.push(what, keys, values, body=scale, priority=call.priority, lent=call.lent))
+
+    def _pushpull_now(
+        self, keys: Selection, values: Sequence[Array], outs: Sequence[Sequence[Array]], call: CallOptions
+    ) -> Pending:
+        """Send a push and its pull as one. Call with the lock held.
+
+        The caller waits for it before the next call. So it is not among the pushes that later calls wait for: these
+        must not wait for other workers.
+        """
+        scale = {} if call.scale == 1.0 else {"scale": call.scale}
+        what = "pushpull of %s" % keys.named
+        request, take = self._transfers.pushpull(what, keys, values, outs, body=scale, priority=call.priority)
+        request.then(self._answered)
+        sent = SentCall(request, self._link, self.lifetime.late, take)
+        sent.watch()
+        return sent
 
     def _sent(self, request: Request) -> SentCall:
         """Return the outcome of a push that was sent. Call with the lock held."""

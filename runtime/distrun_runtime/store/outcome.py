@@ -83,6 +83,7 @@ class SentCall(Pending):
                 self.skipped = self._take(replies)
             # Last: one that was interrupted is to be waited for again.
             self._take = None
+            self._request.forget()
 
 
 class Both(Pending):

@@ -23,7 +23,7 @@ from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import PLAIN, How
 from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Kind, Message, Payload, payloads_of
 from distrun_runtime.ps.pending import Pending as Request
-from distrun_runtime.ps.routing import Buckets, Portion, Route, portions_of
+from distrun_runtime.ps.routing import MESSAGE_BYTES, Buckets, Portion, Route, portions_of
 from distrun_runtime.ps.shards import Notes
 from distrun_runtime.store.base import KeyRecord, Selection, Value
 from distrun_runtime.store.compress import Compression, Compressor
@@ -100,10 +100,40 @@ class Transfers:
         arrays = cast("Sequence[Array]", values)
         for portion in route.portions:
             if portion.is_plain:
-                loaded.append((portion, portion.gather(arrays, lent), Payload.PACKED))
+                staging = self._link.node.staging(portion.link)
+                loaded.append((portion, portion.gather(arrays, lent, staging), Payload.PACKED))
             else:
                 loaded.append((portion, self._encoded(keys, portion, arrays), Payload.FRAME))
         return self._contribute(what, route, loaded, body, priority)
+
+    def goes_at_once(self, keys: Selection) -> bool:
+        """Whether `pushpull` takes these keys: plain values, and few enough or in shared memory, so that no window is
+        needed for what waits for the other workers."""
+        routes = self._routes(keys)
+        if keys.has_rows or routes.push is not routes.plain or routes.pull is not routes.plain:
+            return False
+        portions = routes.plain.portions
+        size = sum(portion.size * portion.dtype.itemsize for portion in portions)
+        return size <= MESSAGE_BYTES or all(self._link.node.staging(portion.link) for portion in portions)
+
+    def pushpull(
+        self,
+        what: str,
+        keys: Selection,
+        values: Sequence[Array],
+        outs: Sequence[Sequence[Array]],
+        *,
+        body: Mapping[str, Any],
+        priority: int,
+    ) -> tuple[Request, Take]:
+        """Send one value of each key and ask for what comes of the round, by one message to each server; as `pull`."""
+        route = self._routes(keys).plain
+        loaded: list[Loaded] = []
+        for portion in route.portions:
+            staging = self._link.node.staging(portion.link)
+            loaded.append((portion, portion.gather(values, False, staging), Payload.PACKED))
+        request = self._contribute(what, route, loaded, body, priority, kind=Kind.PUSHPULL)
+        return request, lambda replies: _fill(route, keys.records, outs, replies, own=True)
 
     def skip(self, what: str, keys: Selection, note: Mapping[str, Any]) -> Request:
         """Send that this worker has the next round of keys skipped."""
@@ -112,11 +142,18 @@ class Transfers:
         return self._contribute(what, route, loaded, {"skip": dict(note)}, 0)
 
     def _contribute(
-        self, what: str, route: Route, loaded: Sequence[Loaded], body: Mapping[str, Any], priority: int
+        self,
+        what: str,
+        route: Route,
+        loaded: Sequence[Loaded],
+        body: Mapping[str, Any],
+        priority: int,
+        *,
+        kind: Kind = Kind.PUSH,
     ) -> Request:
         rounds = self._rounds[route.numbers] + 1
         self._rounds[route.numbers] = rounds
-        request = self._send(what, Kind.PUSH, loaded, rounds, body=body, priority=priority)
+        request = self._send(what, kind, loaded, rounds, body=body, priority=priority)
         portions = [portion for portion, _, _ in loaded]
         for portion in portions:
             portion.carried_by = request
@@ -230,8 +267,8 @@ class Transfers:
         """Return one message of a call, and its link; with a bucket in place of its entries if the server knows one."""
         portion, frames, place = loaded
         bucket, step = 0, -1
-        if place is (Payload.PACKED if kind is Kind.PUSH else Payload.NONE):
-            bucket, step = self._buckets.name(portion, rounds, registers=kind is Kind.PUSH)
+        if place is (Payload.NONE if kind is Kind.PULL else Payload.PACKED):
+            bucket, step = self._buckets.name(portion, rounds, registers=kind is not Kind.PULL)
         if NONE < portion.how.codec < ROWS:
             body = {**body, "codec": dict(portion.how.params)}
         return portion.link, Message(

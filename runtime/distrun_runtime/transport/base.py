@@ -18,8 +18,8 @@ Order:
     may be lost; `resend` exists for networks that lose messages without breaking the connection.
 
 Buffers:
-    A frame that is sent is anything with contiguous bytes: `bytes`, `bytearray`, `memoryview`. A second form is
-    reserved and not built: a shared segment, named by (id, offset, length, generation).
+    A frame that is sent is anything with contiguous bytes: `bytes`, `bytearray`, `memoryview`. How its bytes travel is
+    the transport's affair: by shared memory (`bulk`), if it lies in a segment and the peer is on this host.
     `send` never waits for the peer. It may keep reading the buffers after it has returned, so they must not be written
     until the returned lease is over. Where that is not the case yet when `send` returns, a later `poll` gives
     `Released` with the same lease, once.
@@ -52,6 +52,7 @@ __all__ = [
     "Heartbeat",
     "Lease",
     "Link",
+    "PathChosen",
     "Rejected",
     "Released",
     "Stranger",
@@ -144,7 +145,17 @@ class Released:
     lease: Lease
 
 
-Event = Union[Up, Down, Arrived, Rejected, Stranger, Released]
+@dataclass(frozen=True)
+class PathChosen:
+    """How large frames of a connection travel from now on: `segments` (shared memory) or `messages`."""
+
+    link: Link
+    path: str
+    reason: str = ""
+    """Why not by a better one."""
+
+
+Event = Union[Up, Down, Arrived, Rejected, Stranger, Released, PathChosen]
 
 
 class Transport(Protocol):
@@ -168,10 +179,13 @@ class Transport(Protocol):
         """
 
     def proven(self, link: Link) -> None:
-        """Lift the limits of a connection that came in: its other side has proven that it belongs to the job."""
+        """Both sides of a connection have proven that they belong to the job. Lifts the limits of one that came in."""
 
     def refused(self, link: Link) -> None:
         """Close a connection that came in, as soon as the answer that was sent on it has had time to leave."""
+
+    def shares(self, link: Link) -> bool:
+        """Whether frames that lie in this process's shared memory are read there by the other side. Threads: any."""
 
     def send(self, link: Link, frames: Sequence[Buffer]) -> Lease:
         """Send a message of at least one frame; its buffers are in use until the lease is over.

@@ -118,6 +118,10 @@ class InprocTransport:
     def refused(self, link: Link) -> None:
         """Do nothing: the side that was refused closes its connection."""
 
+    def shares(self, link: Link) -> bool:
+        """Return False: all frames travel as bytes."""
+        return False
+
     def send(self, link: Link, frames: Sequence[Buffer]) -> Lease:
         """Deliver a copy of the frames."""
         with self._network.lock:

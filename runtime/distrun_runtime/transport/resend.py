@@ -286,6 +286,7 @@ class Resending:
     ) -> None:
         self._inner = inner
         self.bind, self.proven, self.refused, self.wake = inner.bind, inner.proven, inner.refused, inner.wake
+        self.shares = inner.shares
         self._timeout_s = timeout_s
         self._incarnation = incarnation
         self._clock = clock

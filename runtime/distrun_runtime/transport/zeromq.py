@@ -210,6 +210,10 @@ class ZmqTransport:
         if fd is not None:
             self._admission.refused(fd)
 
+    def shares(self, link: Link) -> bool:
+        """Return False: all frames travel as bytes."""
+        return False
+
     def send(self, link: Link, frames: Sequence[Buffer]) -> Lease:
         """Send a message."""
         out: zmq.Socket[bytes] | None = self._dealers.get(link)

@@ -94,12 +94,12 @@ def test_an_opener_with_a_token_never_follows_a_challenge_that_is_open() -> None
     assert opener.answer(Message(Kind.CHALLENGE)) == "the other side names no way of authentication"
 
 
-@pytest.mark.parametrize("version", [0, 1, "2", None])
+@pytest.mark.parametrize("version", [0, 1, "3", None])
 def test_another_version_is_refused_and_both_are_named(version: object) -> None:
     hello = Opener(WORKER, TOKEN, "aa").hello()
     refused = Acceptor(SERVER, TOKEN, "bb").challenge(replace(hello, body={**hello.body, "version": version}))
     assert refused.kind is Kind.REFUSED
-    assert refused.body["reason"] == "protocol version %r; server-0 speaks 2" % (version,)
+    assert refused.body["reason"] == "protocol version %r; server-0 speaks 3" % (version,)
 
 
 @pytest.mark.parametrize(

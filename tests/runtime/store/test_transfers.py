@@ -32,7 +32,7 @@ class Sending:
         self.compressor = Compressor()
         if setting is not None:
             self.compressor.set(Compression.of(setting))
-        link: Any = SimpleNamespace(store=1, node=SimpleNamespace(ask=self._ask))
+        link: Any = SimpleNamespace(store=1, node=SimpleNamespace(ask=self._ask, staging=lambda link: None))
         self.transfers = Transfers(link, self.compressor)
         self.records = {name: KeyRecord.of(name, number, value) for number, (name, value) in enumerate(values.items())}
         for number, record in enumerate(self.records.values()):

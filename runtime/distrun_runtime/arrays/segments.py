@@ -1,0 +1,246 @@
+"""Memory of this process that other processes of the host may read: pooled segments, and arrays in them.
+
+A segment is an anonymous file in memory (memfd_create(2)). It has no name, so nothing is left when its last holder
+dies. It is allocated in full before it is used, sealed against shrinking, growing and later writable mappings
+(F_SEAL_FUTURE_WRITE, Linux 5.1): a process that gets its descriptor can read it and do nothing else to it.
+
+Segments are few and large. Arrays are cut out of them; the memory of an array that nothing refers to any more is used
+again, since memory that was written once costs no page faults.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import math
+import mmap
+import os
+import threading
+import weakref
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from distrun_runtime.arrays.device import Buffer
+from distrun_runtime.arrays.dtypes import Array, DType
+
+__all__ = ["PAGE", "Pool", "Segment", "address_of", "has_fixed_size", "memory_left", "seal"]
+
+PAGE = mmap.PAGESIZE
+FIRST_BYTES = 16 * 1024 * 1024
+SEGMENT_BYTES = 256 * 1024 * 1024
+"""Segments double from the first size up to this one; a larger array gets a segment of its own size."""
+LINE = 64
+"""Arrays begin at multiples of so many bytes; those of at least a page at pages."""
+
+_NUMBERS = itertools.count(1)
+"""No two segments of a process have one number."""
+
+_SHRINK, _GROW, _FUTURE_WRITE, _ADD_SEALS, _GET_SEALS = 0x2, 0x4, 0x10, 1033, 1034
+"""Of fcntl(2): Python names them from 3.13 on, or not at all."""
+
+
+@dataclass(eq=False)
+class Segment:
+    """One segment of this process."""
+
+    number: int
+    fd: int
+    memory: mmap.mmap
+    size: int
+    address: int
+    free: list[tuple[int, int]] = field(default_factory=list)
+    """Begin and end of what is free, ascending."""
+
+    def take(self, size: int) -> int:
+        """Return where `size` bytes are free that are from now on in use; -1: nowhere."""
+        for index, (begin, end) in enumerate(self.free):
+            if end - begin >= size:
+                if end - begin == size:
+                    del self.free[index]
+                else:
+                    self.free[index] = (begin + size, end)
+                return begin
+        return -1
+
+    def give_back(self, begin: int, end: int) -> None:
+        """Bytes are free again."""
+        insort(self.free, (begin, end))
+        index = self.free.index((begin, end))
+        if index + 1 < len(self.free) and self.free[index + 1][0] == end:
+            self.free[index : index + 2] = [(begin, self.free[index + 1][1])]
+        if index and self.free[index - 1][1] == self.free[index][0]:
+            self.free[index - 1 : index + 1] = [(self.free[index - 1][0], self.free[index][1])]
+
+
+class Pool:
+    """Arrays in segments.
+
+    Arguments:
+        is_inherited: children that are forked see the memory, too (they must not write it).
+
+    Threads: any.
+    """
+
+    def __init__(self, *, is_inherited: bool = True) -> None:
+        self.why_not = "" if hasattr(os, "memfd_create") else "this system has no memfd_create"
+        """Why the last array was not in shared memory; empty: it was."""
+        self._is_inherited = is_inherited
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._segments: list[Segment] = []
+        self._places: list[tuple[int, Segment]] = []
+        """Address of each segment, ascending."""
+        self._unused: deque[tuple[Segment, int, int]] = deque()
+        """Arrays that nothing refers to any more. Whichever thread drops one appends it; no lock can be taken then."""
+
+    def empty(self, shape: Sequence[int], dtype: DType) -> Array | None:
+        """Return a new array of undefined content; None: there is no shared memory for it, see `why_not`."""
+        count = math.prod(shape)
+        size = _rounded(max(1, count * dtype.itemsize))
+        if os.getpid() != self._pid or not hasattr(os, "memfd_create"):
+            return None
+        with self._lock:
+            place = self._take(size)
+        if place is None:
+            return None
+        segment, begin = place
+        # Every view of this array, and every memoryview, keeps it: when it goes, nobody can see the memory any more.
+        owner: Array = np.frombuffer(segment.memory, np.uint8, size, begin)
+        weakref.finalize(owner, self._unused.append, (segment, begin, begin + size)).atexit = False
+        return owner[: count * dtype.itemsize].view(dtype).reshape(tuple(shape))
+
+    def find(self, address: int, size: int) -> tuple[Segment, int] | None:
+        """Return the segment that has all bytes from an address on, and their offset in it."""
+        places = self._places
+        index = bisect_right(places, address, key=lambda place: place[0]) - 1
+        if index < 0:
+            return None
+        begin, segment = places[index]
+        return (segment, address - begin) if address + size <= begin + segment.size else None
+
+    @property
+    def size(self) -> int:
+        """Bytes of all segments."""
+        return sum(segment.size for segment in self._segments)
+
+    def _take(self, size: int) -> tuple[Segment, int] | None:
+        while self._unused:
+            segment, begin, end = self._unused.popleft()
+            segment.give_back(begin, end)
+        for segment in self._segments:
+            begin = segment.take(size)
+            if begin >= 0:
+                return segment, begin
+        wanted = max(size, min(max(FIRST_BYTES, self.size), SEGMENT_BYTES))
+        for each in (wanted, size):
+            try:
+                segment = _made(-(-each // PAGE) * PAGE)
+            except OSError as err:
+                self.why_not = "no %d bytes of shared memory: %s" % (each, err.strerror or err)
+                continue
+            if not self._is_inherited:
+                segment.memory.madvise(mmap.MADV_DONTFORK)
+            self._segments.append(segment)
+            self._places = sorted([*self._places, (segment.address, segment)], key=lambda place: place[0])
+            self.why_not = ""
+            return segment, segment.take(size)
+        return None
+
+
+def _rounded(size: int) -> int:
+    unit = LINE if size < PAGE else PAGE
+    return -(-size // unit) * unit
+
+
+def _made(size: int) -> Segment:
+    """Return a new segment.
+
+    Raises:
+        OSError: no memory is left for it, or the system has none of this kind.
+    """
+    left = memory_left()
+    if size > left // 2:
+        raise OSError(None, "%d bytes of memory are left here" % left)
+    fd = os.memfd_create("distrun", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        # All of it now: a page that is missing later would end the process that touches it.
+        os.posix_fallocate(fd, 0, size)
+        memory = mmap.mmap(fd, size)
+        seal(fd, is_read_only=True)
+    except BaseException:
+        os.close(fd)
+        raise
+    weakref.finalize(memory, _close, fd, os.getpid()).atexit = False
+    return Segment(next(_NUMBERS), fd, memory, size, address_of(memory), [(0, size)])
+
+
+def _close(fd: int, pid: int) -> None:
+    if os.getpid() == pid:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
+def seal(fd: int, *, is_read_only: bool) -> None:
+    """Fix a segment's size; with `is_read_only` nobody can map it writable from now on.
+
+    Raises:
+        OSError: the system cannot seal a size. One that only lacks F_SEAL_FUTURE_WRITE is taken as it is.
+    """
+    fcntl.fcntl(fd, _ADD_SEALS, _SHRINK | _GROW)
+    if is_read_only:
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(fd, _ADD_SEALS, _FUTURE_WRITE)
+
+
+def has_fixed_size(fd: int) -> bool:
+    """Whether a segment that came from another process cannot shrink: reading it is safe."""
+    return bool(fcntl.fcntl(fd, _GET_SEALS) & _SHRINK)
+
+
+def address_of(buffer: Buffer | mmap.mmap) -> int:
+    """Return where a buffer's first byte is in this process's memory."""
+    return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
+
+
+def memory_left() -> int:
+    """Return how many bytes this process may still take: what the machine has, and its control groups allow.
+
+    Source: proc(5), MemAvailable; the kernel's "Control Group v2", memory.max and memory.current, and for version 1
+    memory.limit_in_bytes and memory.usage_in_bytes.
+    """
+    left = [each for each in (_machine_left(), *_groups_left()) if each is not None]
+    return min(left) if left else 1 << 62
+
+
+def _machine_left() -> int | None:
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _groups_left(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
+    found = []
+    with contextlib.suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            top = root / "memory" if controllers else root
+            names = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
+            folder = top / path.lstrip("/")
+            # A group's limit holds for those below it.
+            for each in (folder, *folder.parents):
+                with contextlib.suppress(OSError, ValueError):
+                    limit, used = (int((each / ("memory.%s" % name)).read_text()) for name in names)
+                    found.append(max(0, limit - used))
+                if each == top:
+                    break
+    return found

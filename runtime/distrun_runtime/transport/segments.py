@@ -1,0 +1,455 @@
+"""Shared memory as a path for large frames: what is in a segment of ours is read by the other process where it is.
+
+A process hands its segments (`arrays.segments`) to a peer as descriptors over a Unix socket. That the peer is on this
+host is not concluded from names or addresses; it is shown by the descriptor of a *board* that arrives and has the
+right nonce in it.
+
+    acceptor   offers a listening abstract Unix socket and a nonce, over the proven connection
+    opener     connects to the socket, sends an HMAC of the nonce and its board's descriptor; answers that it did
+    acceptor   takes the connection that has the HMAC, checks the board, sends back its own; answers that it did
+
+Every step is told over the proven connection after what it tells of was written to the socket. So nothing here waits:
+what is expected is there already, or does not come. An abstract socket belongs to a network namespace and leaves no
+file. The peer must have our user id (SO_PEERCRED). See unix(7).
+
+A reference names (segment, offset, length, slot, generation). Its receiver reads the memory in place and writes the
+generation into the slot of the sender's board when nothing refers to the memory any more; then the sender may write it
+again. If the other process dies, its end of the socket closes, and all that it read is free.
+
+docs/protocol.md has the bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import mmap
+import os
+import secrets
+import socket
+import struct
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from distrun_runtime.arrays.device import Buffer
+from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.segments import PAGE, Pool, address_of, has_fixed_size, seal
+from distrun_runtime.transport.base import Lease
+
+__all__ = ["NotShared", "Reference", "Segments"]
+
+SLOTS = 4080
+"""References to one peer that may be in use at a time; what is beyond that is sent as bytes."""
+NONCE_BYTES = 16
+BOARD_BYTES = 4 * PAGE
+"""A board: the nonce, filled up to 64 bytes, and 32 bits for each slot."""
+_HEADER_BYTES = 64
+_TEXT_BYTES = 256
+_BACKLOG = 128
+
+_CREDENTIALS = struct.Struct("3i")
+"""struct ucred of unix(7): process, user, group."""
+
+
+class NotShared(Exception):
+    """Memory cannot be shared with a peer; says why."""
+
+
+class Reference(NamedTuple):
+    """Bytes in a segment of the sender."""
+
+    segment: int
+    offset: int
+    length: int
+    slot: int
+    generation: int
+
+
+class _Board:
+    """Where the receiver of references writes which of them it is done with."""
+
+    def __init__(self, fd: int, memory: mmap.mmap) -> None:
+        self.fd = fd
+        self.nonce = bytes(memory[:NONCE_BYTES])
+        self.slots: Array = np.frombuffer(memory, np.uint32, SLOTS, _HEADER_BYTES)
+        weakref.finalize(self, _close, fd, os.getpid()).atexit = False
+
+    @classmethod
+    def made(cls, nonce: bytes) -> _Board:
+        """Return a new one."""
+        fd = os.memfd_create("distrun-board", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, BOARD_BYTES)
+            memory = mmap.mmap(fd, BOARD_BYTES)
+            memory[: len(nonce)] = nonce
+            seal(fd, is_read_only=False)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, memory)
+
+    @classmethod
+    def given(cls, fd: int, nonce: bytes) -> _Board:
+        """Return one whose descriptor came from a peer.
+
+        Raises:
+            NotShared: it is none, or not the one with this nonce.
+        """
+        if fd < 0:
+            raise NotShared("its board did not come")
+        try:
+            if os.fstat(fd).st_size != BOARD_BYTES or not has_fixed_size(fd):
+                raise NotShared("what it sent is no board")
+            board = cls(fd, mmap.mmap(fd, BOARD_BYTES))
+        except (OSError, ValueError, NotShared) as err:
+            os.close(fd)
+            raise NotShared("its board cannot be used: %s" % err) from err
+        if board.nonce != nonce:
+            raise NotShared("its board has another nonce")
+        return board
+
+
+@dataclass(eq=False)
+class _Peer:
+    """A peer that memory is shared with."""
+
+    socket: socket.socket
+    out: _Board
+    """Of our references; it writes."""
+    into: _Board
+    """Of its references; we write."""
+    told: set[int] = field(default_factory=set)
+    """Our segments whose descriptors it has."""
+    mapped: dict[int, mmap.mmap] = field(default_factory=dict)
+    """Its segments, by number."""
+    free: list[int] = field(default_factory=lambda: list(range(SLOTS)))
+    generation: int = 0
+    is_gone: bool = False
+    """Its end of the socket is closed, so no process reads our memory any more."""
+
+    def is_over(self) -> bool:
+        """Whether it has gone. Call when its link has ended: what it sent is not read here."""
+        try:
+            while self.socket.recv(_TEXT_BYTES):
+                pass
+            self.is_gone = True
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            self.is_gone = True
+        return self.is_gone
+
+
+@dataclass(eq=False)
+class _Shared:
+    """The lease of references: over when their receiver is done with all of them, or has gone."""
+
+    peer: _Peer
+    slots: list[tuple[int, int]]
+    """With their generations."""
+    frames: Sequence[Buffer]
+    """Kept, so that their memory is given to nobody else meanwhile."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the memory may be written again."""
+        done, peer = self.peer.out.slots, self.peer
+        while self.slots:
+            slot, generation = self.slots[-1]
+            if done[slot] != generation and not peer.is_gone:
+                return False
+            self.slots.pop()
+            peer.free.append(slot)
+        self.frames = ()
+        return True
+
+
+class Segments:
+    """Shares this process's pools with peers, and reads theirs.
+
+    Arguments:
+        token: of the job.
+        pools: what is in one of them can be shared.
+
+    Threads: one at a time, but for `is_open`.
+    """
+
+    def __init__(self, token: bytes, pools: Sequence[Pool]) -> None:
+        self._token = token
+        self._pools = pools
+        self._listener: socket.socket | None = None
+        self._name = b""
+        self._offered: dict[str, bytes] = {}
+        """Nonces, by link."""
+        self._came: dict[bytes, tuple[socket.socket, int]] = {}
+        """By nonce: connections to our socket that have proven themselves, and the descriptors of their boards."""
+        self._tried: dict[str, tuple[socket.socket, _Board]] = {}
+        """Links on which we took an offer."""
+        self._peers: dict[str, _Peer] = {}
+        self._leaving: deque[_Peer] = deque()
+        """Peers whose link has ended, and which may still read our memory."""
+
+    # Getting to know each other
+
+    def offer(self, link: str) -> dict[str, Any]:
+        """Return what the opener of a proven connection needs in order to share memory with us.
+
+        Raises:
+            NotShared: this process cannot.
+        """
+        if self._listener is None:
+            self._listen()
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self._offered[link] = nonce
+        return {"socket": self._name.decode(), "nonce": nonce.hex()}
+
+    def take(self, link: str, offer: Mapping[str, Any]) -> None:
+        """Take an offer: connect to its socket, and prove who we are.
+
+        Raises:
+            NotShared: that did not work, so the peer is in another place, or there is no room.
+        """
+        nonce, name = bytes.fromhex(str(offer["nonce"])), str(offer["socket"]).encode()
+        out = _new_board(nonce)
+        one = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        try:
+            one.connect(b"\0" + name)
+            _check_user(one)
+            _tell(one, self._proof(nonce), out.fd)
+        except OSError as err:
+            one.close()
+            # The address is of another network namespace, or nobody listens.
+            raise NotShared("its socket cannot be reached from here (%s)" % (err.strerror or err)) from err
+        except NotShared:
+            one.close()
+            raise
+        self._tried[link] = one, out
+
+    def taken(self, link: str) -> None:
+        """The opener has taken our offer.
+
+        Raises:
+            NotShared: it has not, or what it sent is wrong.
+        """
+        self._take_in()
+        nonce = self._offered.pop(link, b"")
+        found = self._came.pop(nonce, None)
+        if found is None:
+            raise NotShared("nobody with the right proof came to the socket")
+        one, fd = found
+        try:
+            into = _Board.given(fd, nonce)
+            out = _new_board(nonce)
+            _tell(one, "", out.fd)
+        except (NotShared, OSError) as err:
+            one.close()
+            raise NotShared(str(err)) from err
+        self._peers[link] = _Peer(one, out, into)
+
+    def ready(self, link: str, reason: str) -> None:
+        """The acceptor has looked at what we sent.
+
+        Arguments:
+            reason: why it does not share memory with us; empty: it does.
+
+        Raises:
+            NotShared: it does not, or its answer is wrong.
+        """
+        one, out = self._tried.pop(link)
+        try:
+            if reason:
+                raise NotShared(reason)
+            into = _Board.given(_hear(one)[1], out.nonce)
+        except (NotShared, OSError) as err:
+            one.close()
+            raise NotShared(str(err)) from err
+        self._peers[link] = _Peer(one, out, into)
+
+    def is_open(self, link: str) -> bool:
+        """Whether memory is shared with the other side of a link. Threads: any."""
+        return link in self._peers
+
+    def _listen(self) -> None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        self._name = b"distrun-%s" % secrets.token_hex(16).encode()
+        try:
+            listener.bind(b"\0" + self._name)
+            listener.listen(_BACKLOG)
+        except OSError as err:
+            listener.close()
+            raise NotShared("no abstract Unix socket: %s" % (err.strerror or err)) from err
+        self._listener = listener
+
+    def _take_in(self) -> None:
+        """Take in who has connected to our socket; who has no proof of a nonce that we gave away is sent off."""
+        proofs = {self._proof(nonce): nonce for nonce in self._offered.values()}
+        while self._listener is not None:
+            try:
+                one, _ = self._listener.accept()
+            except OSError:
+                return
+            one.setblocking(False)
+            text, fd = "", -1
+            with contextlib.suppress(NotShared, OSError):
+                _check_user(one)
+                text, fd = _hear(one)
+            # Proofs are looked up by the digest of what came: how long that takes says nothing of the right ones.
+            nonce = proofs.get(text)
+            if nonce is None or fd < 0 or nonce in self._came:
+                one.close()
+                if fd >= 0:
+                    os.close(fd)
+                continue
+            self._came[nonce] = one, fd
+
+    def _proof(self, nonce: bytes) -> str:
+        return hmac.new(self._token, b"distrun segments " + nonce, hashlib.sha256).hexdigest()
+
+    # References
+
+    def refer(self, link: str, frame: Buffer) -> Reference | None:
+        """Return a reference to a frame for the other side of a link; None: it has to travel as bytes.
+
+        `lease` says when the frame may be written again.
+        """
+        peer = self._peers[link]
+        size = memoryview(frame).nbytes
+        address = address_of(frame)
+        for pool in self._pools:
+            found = pool.find(address, size)
+            if found is not None:
+                break
+        else:
+            return None
+        segment, offset = found
+        if segment.number not in peer.told:
+            try:
+                _tell(peer.socket, "%d %d" % (segment.number, segment.size), segment.fd)
+            except OSError:
+                return None  # The socket is full of descriptors that nobody has read, or its other end is closed.
+            peer.told.add(segment.number)
+        if not peer.free:
+            return None
+        peer.generation = peer.generation % 0xFFFFFFFF + 1
+        return Reference(segment.number, offset, size, peer.free.pop(), peer.generation)
+
+    def lease(self, link: str, references: Sequence[Reference], frames: Sequence[Buffer]) -> Lease:
+        """Return what is over when the receiver of references is done with their frames."""
+        return _Shared(self._peers[link], [(each.slot, each.generation) for each in references], frames)
+
+    def frame(self, link: str, reference: Reference) -> Buffer:
+        """Return the memory that a reference of a peer names: read-only, and valid as long as it is referenced.
+
+        Raises:
+            NotShared: there is no such memory; the peer is at fault.
+        """
+        peer = self._peers.get(link)
+        if peer is None:
+            raise NotShared("no memory is shared with it")
+        number, offset, length, slot, generation = reference
+        while number not in peer.mapped:
+            self._map_next(peer)
+        memory = peer.mapped[number]
+        if offset + length > len(memory) or slot >= SLOTS:
+            raise NotShared("%d bytes at %d of a segment of %d" % (length, offset, len(memory)))
+        owner: Array = np.frombuffer(memory, np.uint8, length, offset)
+        weakref.finalize(owner, _done_with, peer.into.slots, slot, generation, os.getpid()).atexit = False
+        return owner.data
+
+    def _map_next(self, peer: _Peer) -> None:
+        """Map the next segment whose descriptor was sent; that was before it was named."""
+        try:
+            text, fd = _hear(peer.socket)
+        except OSError as err:
+            raise NotShared("the descriptor of a segment did not come: %s" % (err.strerror or err)) from err
+        try:
+            number, size = (int(each) for each in text.split())
+            if fd < 0 or not has_fixed_size(fd) or os.fstat(fd).st_size != size:
+                raise NotShared("what it sent is no segment")
+            peer.mapped[number] = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as err:
+            raise NotShared("a segment cannot be mapped: %s" % err) from err
+        finally:
+            if fd >= 0:
+                os.close(fd)  # The mapping stays.
+
+    # The end
+
+    def drop(self, link: str) -> None:
+        """A link has ended. What its other side still reads stays in use until that process has gone."""
+        self._offered.pop(link, None)
+        tried = self._tried.pop(link, None)
+        if tried is not None:
+            tried[0].close()
+        peer = self._peers.pop(link, None)
+        if peer is not None:
+            peer.mapped.clear()
+            self._leaving.append(peer)
+
+    def look(self) -> None:
+        """Look which of the peers whose links have ended have gone."""
+        for _ in range(len(self._leaving)):
+            peer = self._leaving.popleft()
+            if peer.is_over():
+                peer.socket.close()
+            else:
+                self._leaving.append(peer)
+
+    def close(self) -> None:
+        """Share nothing any more."""
+        for one, fd in self._came.values():
+            one.close()
+            os.close(fd)
+        self._came.clear()
+        for link in [*self._tried, *self._peers]:
+            self.drop(link)
+        for peer in self._leaving:
+            peer.is_gone = True
+            peer.socket.close()
+        self._leaving.clear()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+
+def _done_with(slots: Array, slot: int, generation: int, pid: int) -> None:
+    # A forked child has the same objects; when it drops them, its parent may still read.
+    if os.getpid() == pid:
+        slots[slot] = generation
+
+
+def _new_board(nonce: bytes) -> _Board:
+    try:
+        return _Board.made(nonce)
+    except (OSError, AttributeError) as err:
+        raise NotShared("this system has no shared memory of the kind: %s" % err) from err
+
+
+def _tell(one: socket.socket, text: str, fd: int) -> None:
+    socket.send_fds(one, [text.encode()], [fd], socket.MSG_NOSIGNAL)
+
+
+def _hear(one: socket.socket) -> tuple[str, int]:
+    """Return a text and a descriptor that came; -1: none came with it."""
+    data, fds, _, _ = socket.recv_fds(one, _TEXT_BYTES, 1)
+    for fd in fds[1:]:
+        os.close(fd)
+    return data.decode("ascii", "replace"), fds[0] if fds else -1
+
+
+def _check_user(one: socket.socket) -> None:
+    _, user, _ = _CREDENTIALS.unpack(one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if user != os.geteuid():
+        raise NotShared("the process at the socket belongs to user %d" % user)
+
+
+def _close(fd: int, pid: int) -> None:
+    if os.getpid() == pid:
+        with contextlib.suppress(OSError):
+            os.close(fd)
