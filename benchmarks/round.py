@@ -36,7 +36,7 @@ class Work:
 
     model: str
     form: str = "list"
-    """`list`: one call for all keys. `keys`: calls for each key that do not wait; all are waited for at the end.
+    """`list`: one pushpull of all keys. `two`: a push and a pull of all keys. `keys`: calls for each key that do not wait; all are waited for at the end.
     `priorities`: the same, and each key has a priority of its own."""
     peers: tuple[str, ...] = PEERS
 
@@ -46,6 +46,8 @@ WORKS = {
     "vgg16": Work("vgg16"),
     "one": Work("one"),
     "small": Work("small"),
+    "resnet50 in two calls": Work("resnet50", "two", ("mxnet",)),
+    "small in two calls": Work("small", "two", ("mxnet",)),
     "small by key": Work("small", "keys", ("mxnet", "gloo")),
     "small by priority": Work("small", "priorities", ("mxnet",)),
     "many": Work("many", peers=()),

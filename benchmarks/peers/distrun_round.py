@@ -1,4 +1,4 @@
-"""One worker of push-and-pull rounds with distrun's dist_sync store: MODEL ROUNDS list|keys|priorities."""
+"""One worker of push-and-pull rounds with distrun's dist_sync store: MODEL ROUNDS list|two|keys|priorities."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ def main() -> None:
             kv.barrier()
             begin = time.perf_counter()
             if form == "list":
+                kv.pushpull(keys, gradients, out=outs)
+            elif form == "two":
                 kv.push(keys, gradients)
                 kv.pull(keys, out=outs)
             else:
