@@ -21,7 +21,7 @@ from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.scheduler import Scheduler
 from distrun_runtime.ps.serve import bind, wrapped
 from distrun_runtime.ps.server import Server
-from distrun_runtime.ps.session import Session
+from distrun_runtime.ps.session import Memory, Session
 from distrun_runtime.ps.stats import Counters
 from distrun_runtime.ps.trace import Trace
 from distrun_runtime.store.dist import DistBackend
@@ -150,7 +150,8 @@ class Cluster:
     def session(self, rank: int = -1, **changes: Any) -> Session:
         """Return a worker's session, not opened yet."""
         node = config("worker", **{**self._changes, "rank": rank, "root_port": self.root_port, **changes})
-        return Session(node, self._transport(node), self._pool_of(node))
+        pool = self._pool_of(node)
+        return Session(node, self._transport(node), Memory(pool, pool))
 
     def run(
         self, script: Callable[[KVStore], Any], type_name: str = "dist_sync", staleness: int | None = None

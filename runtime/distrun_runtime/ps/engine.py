@@ -111,6 +111,7 @@ class Engine:
             work.SetRule: self._set_rule,
             work.Save: self._save,
             work.Load: self._load,
+            work.Release: self._release,
         }
 
     # The order of work
@@ -293,6 +294,11 @@ class Engine:
             except KVError as err:
                 first = "; row 0 here is row %d of the value" % (one.offset // one.row_size) if one.offset else ""
                 raise KVError("%s: %s%s" % (values.named(shard), err, first)) from None
+
+    def _release(self, what: work.Release) -> None:
+        values = self._values.get(what.message.store)
+        if values is not None:
+            sums.keep_copies(values)
 
     # Answers
 

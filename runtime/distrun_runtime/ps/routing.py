@@ -13,9 +13,10 @@ rows, so its portions are made for each call. This module is the one owner of ho
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,20 +198,22 @@ class Portion:
         entries["payload"] = payload
         return entries
 
-    def gather(self, values: Sequence[Array], lent: bool, staging: Pool | None = None) -> list[Buffer]:
+    def gather(
+        self, values: Sequence[Array], lent: bool, staging: Pool | None = None, in_place: Set[int] = frozenset()
+    ) -> list[Buffer]:
         """Return the frames with the values' elements.
 
         Arguments:
             values: of the whole call, by place.
             lent: they stay as they are until the message is answered; else nothing of their memory is in the result.
             staging: memory that the receiver reads where it is; None: it does not.
+            in_place: places of values that the receiver reads where they are, until it has released them.
         """
         if not self.size:
             return [b""]
-        shared = None if staging is None else staging.empty((self.size,), self.dtype)
-        if shared is not None:
-            self._copy_to(shared, values)
-            return [shared.view(np.uint8).data]
+        staged = None if staging is None else self._staged(values, staging, in_place)
+        if staged is not None:
+            return staged
         if not lent:
             return [self._copied(values).view(np.uint8).data]
         frames: list[Buffer] = []
@@ -228,18 +231,35 @@ class Portion:
         is_free = self.carried_by is None or self.carried_by.is_done
         copy = self._copy if is_free and self._copy is not None else np.empty(self.size, self.dtype)
         self._copy = copy
-        self._copy_to(copy, values)
+        _copy_parts(self.parts, values, copy)
         return copy
 
-    def _copy_to(self, target: Array, values: Sequence[Array]) -> None:
+    def _staged(self, values: Sequence[Array], staging: Pool, in_place: Set[int]) -> list[Buffer] | None:
+        """Return frames in shared memory; None: there is none left."""
+        parts = [(part, isinstance(part, _Slice) and part.item in in_place) for part in self.parts]
+        size = sum(_size_of(part) for part, is_there in parts if not is_there)
+        copy = staging.empty((size,), self.dtype) if size else np.empty(0, self.dtype)
+        if copy is None:
+            return None
+        frames: list[Buffer] = []
         at = 0
-        for part in self.parts:
-            size = part.size if isinstance(part, _Small) else part.end - part.begin
-            if isinstance(part, _Small):
-                _join(part, values, target[at : at + size])
+        for is_there, run in itertools.groupby(parts, key=lambda pair: pair[1]):
+            its = [part for part, _ in run]
+            if is_there:
+                frames += [_bytes(values[item], begin, end) for item, begin, end in _joined(its)]
             else:
-                target[at : at + size] = values[part.item].reshape(-1)[part.begin : part.end]
-            at += size
+                end = at + sum(_size_of(part) for part in its)
+                _copy_parts(its, values, copy[at:end])
+                frames.append(copy[at:end].view(np.uint8).data)
+                at = end
+        return frames
+
+    def pieces(self, payloads: Sequence[Buffer]) -> Iterator[tuple[int, int, Array]]:
+        """Yield for each shard the place of its key in the call, its offset, and its elements in an answer."""
+        given = _Elements(payloads, self.dtype)
+        columns = (self.entries[name].tolist() for name in ("offset", "length"))
+        for item, offset, length in zip(self.keys.tolist(), *columns, strict=True):
+            yield item, offset, given.take(length)
 
     def scatter(self, payloads: Sequence[Buffer], outs: Sequence[Array]) -> None:
         """Write the elements of an answer into outputs, by place; those of `Route.runs` are C-contiguous."""
@@ -254,6 +274,39 @@ class Portion:
                 block = flat[begin : begin + count * math.prod(shape)].reshape((count, *shape))
                 for item, values in zip(part.items[first:last], block, strict=True):
                     outs[item][...] = values
+
+
+def _size_of(part: _Small | _Slice) -> int:
+    return part.size if isinstance(part, _Small) else part.end - part.begin
+
+
+def _copy_parts(parts: Sequence[_Small | _Slice], values: Sequence[Array], target: Array) -> None:
+    """Copy the elements of parts to a flat array, one after the other."""
+    at = 0
+    for part in parts:
+        size = _size_of(part)
+        if isinstance(part, _Small):
+            _join(part, values, target[at : at + size])
+        else:
+            target[at : at + size] = values[part.item].reshape(-1)[part.begin : part.end]
+        at += size
+
+
+def _joined(parts: Sequence[_Small | _Slice]) -> list[tuple[int, int, int]]:
+    """Return runs of values, (place, begin, end), with those that go on where the one before ends made one."""
+    found: list[tuple[int, int, int]] = []
+    for part in parts:
+        assert isinstance(part, _Slice)
+        if found and found[-1][0] == part.item and found[-1][2] == part.begin:
+            found[-1] = (part.item, found[-1][1], part.end)
+        else:
+            found.append((part.item, part.begin, part.end))
+    return found
+
+
+def _bytes(value: Array, begin: int, end: int) -> Buffer:
+    """Return the bytes of some elements of a C-contiguous array."""
+    return value.reshape(-1)[begin:end].view(np.uint8).data
 
 
 def _join(small: _Small, values: Sequence[Array], out: Array) -> None:

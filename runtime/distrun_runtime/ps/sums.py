@@ -144,6 +144,22 @@ def fold(values: Values, of: Round, code: int, number: int) -> None:
     of.where[shards[of.where[shards] == number]] = HELD_IN_ARENA
 
 
+def keep_copies(values: Values) -> None:
+    """Copy all contributions that are only referred to, so that their senders may write their memory."""
+    for of in values.rounds.values():
+        for number, given in list(of.held.items()):
+            fold(values, of, int(values.store.dtype[given.shards[0]]), number)
+        for total in of.by_shard.values():
+            if total.dense is not None:
+                total.dense = _own(total.dense)
+        for shard, known in of.by_rank.items():
+            of.by_rank[shard] = [(rank, _own(one) if isinstance(one, Dense) else one) for rank, one in known]
+
+
+def _own(dense: Dense) -> Dense:
+    return dense if dense.is_own else Dense(dense.values.copy(), is_own=True)
+
+
 def _sum_of(values: Values, of: Round, shard: int) -> Sum:
     """Return the sum of one shard's round, as one that goes by shard from now on."""
     total = of.by_shard.get(shard)

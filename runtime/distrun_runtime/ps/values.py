@@ -22,6 +22,9 @@ from distrun_runtime.protocol.message import DTYPES
 from distrun_runtime.ps import statefile
 from distrun_runtime.ps.shards import Store
 
+ALIGNED_BYTES = 64 * 1024
+"""Shards of at least so many bytes begin with a page of memory."""
+
 
 @dataclass(eq=False)
 class Given:
@@ -141,8 +144,9 @@ class Values:
             while arena.sides < len(self.lent):
                 arena.add_side()
         lengths = self.store.length[shards]
-        begin = arena.reserve(int(lengths.sum()))
-        self.at[shards] = begin + np.cumsum(lengths) - lengths
+        # What may be one of several pieces of a value.
+        is_large = (self.store.offset[shards] > 0) | (lengths * arena.dtype.itemsize >= ALIGNED_BYTES)
+        self.at[shards] = arena.reserve(lengths, is_large)
 
     def codes(self, shards: Array) -> list[tuple[int, Array | None]]:
         """Return each code of dtype among shards, and which of them have it; None: all."""
