@@ -1,4 +1,4 @@
-"""One worker of push-and-pull rounds with distrun's dist_sync store: MODEL ROUNDS list|two|keys|priorities|empty|view."""
+"""One worker of push-and-pull rounds with distrun's dist_sync store: MODEL ROUNDS FORM (those of `round.Work`)."""
 
 from __future__ import annotations
 

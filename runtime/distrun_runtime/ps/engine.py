@@ -244,10 +244,9 @@ class Engine:
     def _write(self, values: Values, batch: work.Batch) -> None:
         for code, given in sums.given_by(values, batch):
             arena = values.arenas[code]
-            for run, part in zip(given.runs, given.parts, strict=True):
-                for shards, piece, (elements,), side in values.cut(given.shards, run, [part]):
-                    self._device.sum([elements], arena.view(piece.begin, piece.end, side))
-                    values.side[shards] = side
+            for shards, piece, parts, side in values.cut(given.shards, given.runs, [[part] for part in given.parts]):
+                self._device.sum(parts, arena.view(piece.begin, piece.end, side))
+                values.side[shards] = side
 
     def _try_fill(self, what: work.TryFill) -> None:
         message = what.message

@@ -38,6 +38,8 @@ SHARD_BYTES = 1024 * 1024
 """The most that one shard has, unless one row is longer."""
 MESSAGE_BYTES = 4 * 1024 * 1024
 """Shards for one server share a message up to so many bytes."""
+SHARED_MESSAGE_BYTES = 16 * 1024 * 1024
+"""The same where all servers read this process's memory: only the message itself travels then."""
 MESSAGE_ENTRIES = 32768
 """And up to so many shards."""
 WINDOW_BYTES = 64 * 1024 * 1024
@@ -357,7 +359,11 @@ class Route:
 
     @classmethod
     def of(
-        cls, shards: Sequence[tuple[Shard, ...]], shapes: Sequence[tuple[int, ...]], hows: Sequence[How] = ()
+        cls,
+        shards: Sequence[tuple[Shard, ...]],
+        shapes: Sequence[tuple[int, ...]],
+        hows: Sequence[How] = (),
+        message_bytes: int = MESSAGE_BYTES,
     ) -> Route:
         """Return the route of keys.
 
@@ -365,12 +371,13 @@ class Route:
             shards, shapes: of each key.
             hows: how each key's values travel; empty: all plain. What is sent of keys that travel by rows depends on
                 the rows: such keys have no portion here (see `portions_of`).
+            message_bytes: the most that a message carries, unless one shard has more.
         """
         placed = [
             (item, shard) for item, its in enumerate(shards) if not hows or hows[item].codec != ROWS for shard in its
         ]
         numbers = np.array([its[0].key for its in shards], np.int64)
-        return cls(numbers, portions_of(placed, shapes, hows))
+        return cls(numbers, portions_of(placed, shapes, hows, message_bytes=message_bytes))
 
 
 def portions_of(
@@ -378,6 +385,8 @@ def portions_of(
     shapes: Sequence[tuple[int, ...]],
     hows: Sequence[How] = (),
     sizes: Sequence[int] = (),
+    *,
+    message_bytes: int = MESSAGE_BYTES,
 ) -> list[Portion]:
     """Return the messages that carry shards: each has one server, one dtype, one way to travel, and not too much.
 
@@ -386,6 +395,7 @@ def portions_of(
         shapes: of each key of the call; needed for plain values only.
         hows: how each key's values travel; empty: all plain.
         sizes: bytes of each shard's payload, sent or answered; empty: those of its elements.
+        message_bytes: the most that a message carries, unless one shard has more.
     """
     if not shards:
         return []
@@ -400,7 +410,7 @@ def portions_of(
     )
     used = np.array(sizes, np.int64) if len(sizes) else column["length"] * DTYPE_SIZES[column["dtype"]]
     order = np.lexsort((column["offset"], column["key"], ways, column["dtype"], column["server"]))
-    ends = _message_ends(np.stack([column["server"], column["dtype"], ways], axis=1)[order], used[order])
+    ends = _message_ends(np.stack([column["server"], column["dtype"], ways], axis=1)[order], used[order], message_bytes)
     portions, begin = [], 0
     for end in ends:
         at = order[begin:end]
@@ -409,7 +419,7 @@ def portions_of(
     return portions
 
 
-def _message_ends(labels: Array, sizes: Array) -> Iterable[int]:
+def _message_ends(labels: Array, sizes: Array, message_bytes: int) -> Iterable[int]:
     """Yield where each message ends in a list of shards.
 
     Arguments:
@@ -419,7 +429,7 @@ def _message_ends(labels: Array, sizes: Array) -> Iterable[int]:
     begin = used = 0
     rows = labels.tolist()
     for at, (label, size) in enumerate(zip(rows, sizes.tolist(), strict=True)):
-        is_full = used + size > MESSAGE_BYTES or at - begin >= MESSAGE_ENTRIES
+        is_full = used + size > message_bytes or at - begin >= MESSAGE_ENTRIES
         if at > begin and (label != rows[begin] or is_full):
             yield at
             begin, used = at, 0

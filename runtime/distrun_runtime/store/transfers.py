@@ -24,7 +24,7 @@ from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import PLAIN, How
 from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Kind, Message, Payload, payloads_of
 from distrun_runtime.ps.pending import Pending as Request
-from distrun_runtime.ps.routing import MESSAGE_BYTES, Buckets, Portion, Route, portions_of
+from distrun_runtime.ps.routing import MESSAGE_BYTES, SHARED_MESSAGE_BYTES, Buckets, Portion, Route, portions_of
 from distrun_runtime.ps.shards import Notes
 from distrun_runtime.store.base import CallOptions, KeyRecord, Selection, Value
 from distrun_runtime.store.compress import Compression, Compressor
@@ -48,8 +48,8 @@ Loaded = tuple[Portion, Sequence[Buffer], Payload]
 class _Routes:
     """The routes of one list of keys."""
 
-    version: int
-    """Of the compressor's settings that they were made with."""
+    version: tuple[int, int]
+    """Of the compressor's settings that they were made with, and the most that their messages carry."""
     plain: Route
     """Where all values travel as they are."""
     push: Route
@@ -344,8 +344,13 @@ class Transfers:
 
     def _routes(self, keys: Selection) -> _Routes:
         found: _Routes | None = keys.kept
-        if found is None or found.version != self._compressor.version:
-            plain = self._route(keys, ()) if found is None else found.plain
+        node = self._link.node
+        is_shared = all(node.staging("server-%d" % rank) for rank in range(node.num_servers))
+        size = SHARED_MESSAGE_BYTES if is_shared else MESSAGE_BYTES
+        version = self._compressor.version, size
+        if found is None or found.version != version:
+            is_known = found is not None and found.version[1] == size
+            plain = found.plain if found is not None and is_known else self._route(keys, (), size)
             settings = [self._compressor.of(record) for record in keys.records]
             push = [
                 BY_ROWS if _has_rows(record) else _how(setting)
@@ -353,15 +358,18 @@ class Transfers:
             ]
             pull = [_how(setting if setting is not None and setting.two_way else None) for setting in settings]
             found = keys.kept = _Routes(
-                self._compressor.version,
+                version,
                 plain,
-                *(self._route(keys, hows) if any(how.codec for how in hows) else plain for hows in (push, pull)),
+                *(
+                    self._route(keys, hows, version[1]) if any(how.codec for how in hows) else plain
+                    for hows in (push, pull)
+                ),
             )
         return found
 
-    def _route(self, keys: Selection, hows: Sequence[How]) -> Route:
+    def _route(self, keys: Selection, hows: Sequence[How], message_bytes: int) -> Route:
         shards = [self.shards[record.key] for record in keys.records]
-        return Route.of(shards, [record.shape for record in keys.records], hows)
+        return Route.of(shards, [record.shape for record in keys.records], hows, message_bytes)
 
 
 def _how(setting: Compression | None) -> How:
