@@ -62,12 +62,12 @@ class Segment:
 
     def take(self, size: int) -> int:
         """Return where `size` bytes are free that are from now on in use; -1: nowhere."""
-        for index, (begin, end) in enumerate(self.free):
+        unit = LINE if size < PAGE else PAGE
+        for index, (first, end) in enumerate(self.free):
+            begin = -(-first // unit) * unit
             if end - begin >= size:
-                if end - begin == size:
-                    del self.free[index]
-                else:
-                    self.free[index] = (begin + size, end)
+                rest = (first, begin), (begin + size, end)
+                self.free[index : index + 1] = [each for each in rest if each[0] < each[1]]
                 return begin
         return -1
 
