@@ -355,7 +355,6 @@ class KVStore(KVStoreBase):
             KVError: no such dtype.
         """
         self._ready()
-        sides = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
         try:
             kind = dtypes.parse(dtype) if isinstance(dtype, str) else np.dtype(cast(Any, dtype))
         except (TypeError, ValueError) as err:
@@ -363,6 +362,7 @@ class KVStore(KVStoreBase):
         if kind != dtypes.BFLOAT16 and kind.name not in dtypes.NAMES:
             raise KVError("empty: no element type %s; known are %s" % (kind, ", ".join(dtypes.NAMES)))
         try:
+            sides = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
             return self._backend.empty(tuple(operator.index(side) for side in sides), kind)
         except (TypeError, ValueError) as err:
             raise KVError("empty: shape %.80r: %s" % (shape, err)) from None

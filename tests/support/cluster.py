@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -173,6 +174,7 @@ class Cluster:
             session = self.session(rank)
             try:
                 session.open()
+                self._share(session)
                 results[rank] = script(session)
             except BaseException as err:
                 errors.append(err)
@@ -207,6 +209,15 @@ class Cluster:
         if self._over == "segments":
             transport = BulkTransport(transport, node.token, [self._pool_of(node)], large_bytes=1)
         return wrapped(transport, node)
+
+    def _share(self, session: Session) -> None:
+        """Wait until the servers read the memory of a worker, where they are to do so."""
+        deadline = time.monotonic() + DEADLINE_S
+        while self._over == "segments" and not all(
+            session.staging("server-%d" % rank) for rank in range(session.num_servers)
+        ):
+            assert time.monotonic() < deadline, "no shared memory came about"
+            time.sleep(0.002)
 
     def _pool_of(self, node: Config) -> Pool:
         """Return the shared memory of a node: all of these are processes of their own elsewhere."""

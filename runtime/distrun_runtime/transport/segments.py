@@ -185,6 +185,8 @@ class Segments:
         """Nonces, by link."""
         self._came: dict[bytes, tuple[socket.socket, int]] = {}
         """By nonce: connections to our socket that have proven themselves, and the descriptors of their boards."""
+        self._silent: deque[socket.socket] = deque()
+        """Connections to our socket that have said nothing yet."""
         self._tried: dict[str, tuple[socket.socket, _Board]] = {}
         """Links on which we took an offer."""
         self._peers: dict[str, _Peer] = {}
@@ -285,16 +287,23 @@ class Segments:
     def _take_in(self) -> None:
         """Take in who has connected to our socket; who has no proof of a nonce that we gave away is sent off."""
         proofs = {self._proof(nonce): nonce for nonce in self._offered.values()}
-        while self._listener is not None:
-            try:
-                one, _ = self._listener.accept()
-            except OSError:
-                return
+        with contextlib.suppress(OSError):
+            while self._listener is not None:
+                self._silent.append(self._listener.accept()[0])
+        while len(self._silent) > _BACKLOG:
+            self._silent.popleft().close()
+        for _ in range(len(self._silent)):
+            one = self._silent.popleft()
             one.setblocking(False)
             text, fd = "", -1
-            with contextlib.suppress(NotShared, OSError):
+            try:
                 _check_user(one)
                 text, fd = _hear(one)
+            except BlockingIOError:
+                self._silent.append(one)  # It has connected, and is about to say who it is.
+                continue
+            except (NotShared, OSError):
+                pass
             # Proofs are looked up by the digest of what came: how long that takes says nothing of the right ones.
             nonce = proofs.get(text)
             if nonce is None or fd < 0 or nonce in self._came:
@@ -408,6 +417,8 @@ class Segments:
             one.close()
             os.close(fd)
         self._came.clear()
+        while self._silent:
+            self._silent.popleft().close()
         for link in [*self._tried, *self._peers]:
             self.drop(link)
         for peer in self._leaving:
