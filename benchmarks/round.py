@@ -36,8 +36,9 @@ class Work:
 
     model: str
     form: str = "list"
-    """`list`: one call for all keys. `keys`: calls for each key that do not wait; all are waited for at the end.
-    `priorities`: the same, and each key has a priority of its own."""
+    """`list`: one pushpull of all keys. `two`: a push and a pull of all keys. `keys`: calls for each key that do not
+    wait; all are waited for at the end. `priorities`: the same, and each key has a priority of its own. `empty`: as
+    `list`, with arrays of `kv.empty`. `view`: gradients of `kv.empty` are pushed, results read through `kv.view`."""
     peers: tuple[str, ...] = PEERS
 
 
@@ -46,12 +47,19 @@ WORKS = {
     "vgg16": Work("vgg16"),
     "one": Work("one"),
     "small": Work("small"),
+    "resnet50, kv.empty": Work("resnet50", "empty"),
+    "resnet50, kv.view": Work("resnet50", "view"),
+    "resnet50 in two calls": Work("resnet50", "two", ("mxnet",)),
+    "small in two calls": Work("small", "two", ("mxnet",)),
     "small by key": Work("small", "keys", ("mxnet", "gloo")),
     "small by priority": Work("small", "priorities", ("mxnet",)),
     "many": Work("many", peers=()),
 }
 RUN_TIMEOUT_S = 600
 
+
+OURS_ALONE = {"empty": "list", "view": "list"}
+"""Forms that only we have, and what the peers do meanwhile."""
 
 Found = dict[tuple[str, str], list[Optional[float]]]
 """Seconds of each run, by names of work and system; None: it failed."""
@@ -98,7 +106,7 @@ def measure(system: System, work: Work, options: argparse.Namespace) -> float | 
         "OMP_NUM_THREADS=1",
     ]
     command += [system.python, str(SCRIPTS / system.script), work.model, str(options.rounds)]
-    command += list(system.arguments or (work.form,))
+    command += list(system.arguments or (work.form if system.name == OURS else OURS_ALONE.get(work.form, work.form),))
     # A job store of its own: a benchmark is nobody's job.
     with tempfile.TemporaryDirectory() as state:
         env = {**os.environ, "XDG_STATE_HOME": state}

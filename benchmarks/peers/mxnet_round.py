@@ -27,6 +27,8 @@ for number in range(1, rounds + WARM_UP + 1):
     kv._barrier()
     begin = time.perf_counter()
     if form == "list":
+        kv.pushpull(keys, gradients, out=outs)
+    elif form == "two":
         kv.push(keys, gradients)
         kv.pull(keys, out=outs)
     else:

@@ -18,8 +18,8 @@ import math
 import operator
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Literal, Type, Union, cast, overload
 
@@ -292,7 +292,7 @@ class KVStore(KVStoreBase):
         self._ready()
         number, factor = _numbers(priority, scale)
         keys, given, own = self._given(key, value, factor)
-        call = CallOptions(number, own or not wait, factor)
+        call = CallOptions(number, own or not wait, factor, waits=wait)
         if not keys.records:
             return CompletedCall("push of no keys")
         pending = self._backend.push(keys, given, call)
@@ -337,6 +337,59 @@ class KVStore(KVStoreBase):
         if not keys.records:
             return CompletedCall("pushpull of no keys")
         return _awaited(self._backend.pushpull(keys, given, outs, call), wait)
+
+    def empty(self, shape: int | Sequence[int], dtype: object = "float32") -> Array:
+        """Return a new array of undefined content in the memory that this store moves fastest.
+
+        Servers on this host read such an array where it is, without a copy. From `push` with wait=False until its
+        Pending was waited for, and during a `pushpull`, it is lent to the store and must not be written. If a call
+        is interrupted, that holds until its round is over. In every other way it is an ordinary array; where memory
+        cannot be shared it is one in this way, too. It stays usable when the store is closed.
+
+        A forked child may read it, and must not write it.
+
+        Arguments:
+            dtype: as `init` takes it, by name or as numpy's.
+
+        Raises:
+            KVError: no such dtype.
+        """
+        self._ready()
+        try:
+            kind = dtypes.parse(dtype) if isinstance(dtype, str) else np.dtype(cast(Any, dtype))
+        except (TypeError, ValueError) as err:
+            raise KVError("empty: %s" % err) from None
+        if kind != dtypes.BFLOAT16 and kind.name not in dtypes.NAMES:
+            raise KVError("empty: no element type %s; known are %s" % (kind, ", ".join(dtypes.NAMES)))
+        try:
+            sides = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
+            return self._backend.empty(tuple(operator.index(side) for side in sides), kind)
+        except (TypeError, ValueError) as err:
+            raise KVError("empty: shape %.80r: %s" % (shape, err)) from None
+
+    @contextmanager
+    def view(self, key: Keys) -> Iterator[Any]:
+        """Read stored values where they are: `with kv.view(keys) as arrays`.
+
+        As `pull`, it gives the values of this worker's last push, and waits for them as `pull` does. The arrays are
+        read-only, one for each key (for one key that is no list: the array itself), in the servers' own memory where
+        they are on this host. They must not be used after the block; until then an update goes to other memory.
+
+        Raises:
+            KVError: a key was never initialised, or comes twice.
+        """
+        self._ready()
+        keys = self._known(key)
+        if keys is None:
+            names = values.keys_of(key)
+            if isinstance(key, (list, tuple)) and len(names) < len(key):
+                raise KVError("view: each key once, not %d of %d twice" % (len(key) - len(names), len(key)))
+            keys = self._selected(key, [self._record(name) for name in names])
+        found = list(self._backend.view(keys)) if keys.records else []
+        try:
+            yield found if isinstance(key, (list, tuple)) else found[0]
+        finally:
+            found.clear()
 
     def row_sparse_pull(
         self, key: Keys, out: object, priority: int = 0, row_ids: object = None, *, wait: bool = True

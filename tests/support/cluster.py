@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.scheduler import Scheduler
 from distrun_runtime.ps.serve import bind, wrapped
 from distrun_runtime.ps.server import Server
-from distrun_runtime.ps.session import Session
+from distrun_runtime.ps.session import Memory, Session
 from distrun_runtime.ps.stats import Counters
 from distrun_runtime.ps.trace import Trace
 from distrun_runtime.store.dist import DistBackend
@@ -150,7 +151,8 @@ class Cluster:
     def session(self, rank: int = -1, **changes: Any) -> Session:
         """Return a worker's session, not opened yet."""
         node = config("worker", **{**self._changes, "rank": rank, "root_port": self.root_port, **changes})
-        return Session(node, self._transport(node), self._pool_of(node))
+        pool = self._pool_of(node)
+        return Session(node, self._transport(node), Memory(pool, pool))
 
     def run(
         self, script: Callable[[KVStore], Any], type_name: str = "dist_sync", staleness: int | None = None
@@ -172,6 +174,7 @@ class Cluster:
             session = self.session(rank)
             try:
                 session.open()
+                self._share(session)
                 results[rank] = script(session)
             except BaseException as err:
                 errors.append(err)
@@ -206,6 +209,15 @@ class Cluster:
         if self._over == "segments":
             transport = BulkTransport(transport, node.token, [self._pool_of(node)], large_bytes=1)
         return wrapped(transport, node)
+
+    def _share(self, session: Session) -> None:
+        """Wait until the servers read the memory of a worker, where they are to do so."""
+        deadline = time.monotonic() + DEADLINE_S
+        while self._over == "segments" and not all(
+            session.staging("server-%d" % rank) for rank in range(session.num_servers)
+        ):
+            assert time.monotonic() < deadline, "no shared memory came about"
+            time.sleep(0.002)
 
     def _pool_of(self, node: Config) -> Pool:
         """Return the shared memory of a node: all of these are processes of their own elsewhere."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from distrun_runtime.arrays.device import Device, DeviceArray
 from distrun_runtime.arrays.dtypes import Array, DType
+from distrun_runtime.arrays.segments import PAGE
 
 __all__ = ["Arena", "Run", "runs"]
 
@@ -54,18 +55,25 @@ class Arena:
         self._sides.append({})
         return len(self._sides) - 1
 
-    def reserve(self, size: int) -> int:
-        """Return the position of `size` further elements, which are next to those before them if there is room."""
-        if not self._bases or self._used + size > self._sizes[-1]:
+    def reserve(self, lengths: Array, at_pages: Array) -> Array:
+        """Return the positions of further values, next to each other and to those before them if there is room.
+
+        Arguments:
+            lengths: elements of each, int64 of shape (n,).
+            at_pages: bool of shape (n,): which of them begin with a page of memory, so that a process that shares it
+                can map them by themselves.
+        """
+        page = PAGE // self.dtype.itemsize
+        offsets, used = _placed(self._used, lengths, at_pages, page)
+        if not self._bases or used > self._sizes[-1]:
+            offsets, used = _placed(0, lengths, at_pages, page)
             last = self._sizes[-1] if self._sizes else 0
             bound = BLOCK_BYTES // self.dtype.itemsize
             wanted = min(2 * last, bound) if last else FIRST_BYTES // self.dtype.itemsize
             self._bases.append(self._bases[-1] + last + 1 if self._bases else 0)
-            self._sizes.append(max(size, wanted, 1))
-            self._used = 0
-        position = self._bases[-1] + self._used
-        self._used += size
-        return position
+            self._sizes.append(max(used, wanted, 1))
+        self._used = used
+        return self._bases[-1] + offsets
 
     def view(self, begin: int, end: int, side: int = 0) -> DeviceArray:
         """Return the elements of some positions, which are in one block; without a copy."""
@@ -76,6 +84,17 @@ class Arena:
             block = blocks[number] = self._device.empty((self._sizes[number],), self.dtype, is_sent=self._is_sent)
         base = self._bases[number]
         return block[begin - base : end - base]
+
+
+def _placed(used: int, lengths: Array, at_pages: Array, page: int) -> tuple[Array, int]:
+    """Return the offsets of values behind `used` elements, and where the last one ends."""
+    offsets = used + np.cumsum(lengths) - lengths
+    for index in np.flatnonzero(at_pages).tolist():
+        gap = -int(offsets[index]) % page
+        if gap:
+            offsets[index:] += gap
+    end = int(offsets[-1] + lengths[-1]) if len(lengths) else used
+    return offsets, end
 
 
 class Run(NamedTuple):

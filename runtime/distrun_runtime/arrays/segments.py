@@ -11,25 +11,28 @@ again, since memory that was written once costs no page faults.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import itertools
 import math
 import mmap
 import os
+import sys
 import threading
 import weakref
 from bisect import bisect_right, insort
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array, DType
 
-__all__ = ["PAGE", "Pool", "Segment", "address_of", "has_fixed_size", "memory_left", "seal"]
+__all__ = ["PAGE", "Pool", "Segment", "address_of", "has_fixed_size", "memory_left", "seal", "stitched"]
 
 PAGE = mmap.PAGESIZE
 FIRST_BYTES = 16 * 1024 * 1024
@@ -59,12 +62,12 @@ class Segment:
 
     def take(self, size: int) -> int:
         """Return where `size` bytes are free that are from now on in use; -1: nowhere."""
-        for index, (begin, end) in enumerate(self.free):
+        unit = LINE if size < PAGE else PAGE
+        for index, (first, end) in enumerate(self.free):
+            begin = -(-first // unit) * unit
             if end - begin >= size:
-                if end - begin == size:
-                    del self.free[index]
-                else:
-                    self.free[index] = (begin + size, end)
+                rest = (first, begin), (begin + size, end)
+                self.free[index : index + 1] = [each for each in rest if each[0] < each[1]]
                 return begin
         return -1
 
@@ -203,9 +206,82 @@ def has_fixed_size(fd: int) -> bool:
     return bool(fcntl.fcntl(fd, _GET_SEALS) & _SHRINK)
 
 
-def address_of(buffer: Buffer | mmap.mmap) -> int:
+def address_of(buffer: Buffer | mmap.mmap | Array) -> int:
     """Return where a buffer's first byte is in this process's memory."""
-    return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
+    array = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, np.uint8)
+    return int(array.__array_interface__["data"][0])
+
+
+# One array of several pieces of memory
+
+_ANONYMOUS, _NO_RESERVE, _MAY_MOVE, _FIXED = 0x20, 0x4000, 1, 2
+"""Of mmap(2) and mremap(2), on Linux."""
+_KEPT = 1024
+"""So many arrays that were put together stay mapped, for the next time."""
+_put_together: OrderedDict[tuple[tuple[int, int], ...], tuple[Any, list[mmap.mmap]]] = OrderedDict()
+"""By addresses and sizes of the pieces: the memory, and the mappings of the pieces, which must not change."""
+_put_together_lock = threading.Lock()
+
+
+def stitched(pieces: Sequence[Array]) -> Array | None:
+    """Return one flat array that has the memory of flat ones, end to end, without a copy; None: they do not allow it.
+
+    The pages of the pieces are mapped once more, next to each other. Each piece has to be in a mapped segment, to
+    begin with a page and, but for the last one, to end with one. The pieces stay referenced as long as the array.
+
+    Source: mremap(2): an old size of 0 maps the pages of a shared mapping a second time.
+    """
+    places = tuple((address_of(piece), piece.nbytes) for piece in pieces)
+    is_aligned = all(address % PAGE == 0 for address, _ in places) and all(size % PAGE == 0 for _, size in places[:-1])
+    if not (sys.platform.startswith("linux") and is_aligned and places[-1][1]):
+        return None
+    with _put_together_lock:
+        known = _put_together.get(places)
+        if known is None:
+            roots = [_mapping_of(piece) for piece in pieces]
+            memory = None if None in roots else _mapped_again(places)
+            if memory is None:
+                return None
+            known = _put_together[places] = memory, cast("list[mmap.mmap]", roots)
+            while len(_put_together) > _KEPT:
+                _put_together.popitem(last=False)
+        _put_together.move_to_end(places)
+    array: Array = np.frombuffer(known[0], pieces[0].dtype, sum(len(piece) for piece in pieces))
+    weakref.finalize(array, len, list(pieces)).atexit = False
+    return array
+
+
+def _mapping_of(array: Array) -> mmap.mmap | None:
+    """Return the mapping that an array is a view of; None: its memory is of another kind."""
+    root: object = array
+    while isinstance(root, (np.ndarray, memoryview)):
+        root = root.base if isinstance(root, np.ndarray) else root.obj
+    return root if isinstance(root, mmap.mmap) else None
+
+
+def _mapped_again(places: Sequence[tuple[int, int]]) -> Any | None:
+    """Return a buffer whose pages are those of some places, one after the other."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
+    size = sum(-(-each // PAGE) * PAGE for _, each in places)
+    flags = mmap.MAP_PRIVATE | _ANONYMOUS | _NO_RESERVE
+    arguments = (None, ctypes.c_size_t(size), 0, flags, -1, ctypes.c_long(0))
+    base = libc.mmap(*arguments)
+    if base in {None, ctypes.c_void_p(-1).value}:
+        return None
+    memory = (ctypes.c_char * size).from_address(base)
+    weakref.finalize(memory, libc.munmap, ctypes.c_void_p(base), ctypes.c_size_t(size)).atexit = False
+    at = base
+    for address, each in places:
+        whole = -(-each // PAGE) * PAGE
+        found = libc.mremap(
+            *(ctypes.c_void_p(address), ctypes.c_size_t(0), ctypes.c_size_t(whole)),
+            *(_MAY_MOVE | _FIXED, ctypes.c_void_p(at)),
+        )
+        if found != at:
+            return None
+        at += whole
+    return memory
 
 
 def memory_left() -> int:

@@ -71,6 +71,7 @@ class Kind(IntEnum):
     PROFILE = 37
     NORMS = 38
     PUSHPULL = 39
+    RELEASE = 40
 
 
 class Flag(IntFlag):

@@ -44,6 +44,8 @@ class Control:
             return [role.Send(link, answer(message, self._stats(stores.get(message.store), waiting)))]
         if message.kind is Kind.PROFILE:
             return [role.Send(link, self._profile(message))]
+        if message.kind is Kind.RELEASE:
+            return [role.Work(work.Release(link, message), True)]
         return None
 
     def tick(self, stores: Stores) -> list[role.Action]:
@@ -61,6 +63,8 @@ class Control:
     def done(self, event: role.Done, stores: Stores) -> list[role.Action] | None:
         """The executor has done work that was asked for here."""
         what = event.work
+        if isinstance(what, work.Release):
+            return [role.Send(what.link, answer(what.message) if event.error is None else failed(what.message, event))]
         if not isinstance(what, (work.TryRule, work.SetRule, work.Save, work.Load)):
             return None
         if event.error is not None:

@@ -111,6 +111,7 @@ class Engine:
             work.SetRule: self._set_rule,
             work.Save: self._save,
             work.Load: self._load,
+            work.Release: self._release,
         }
 
     # The order of work
@@ -243,10 +244,9 @@ class Engine:
     def _write(self, values: Values, batch: work.Batch) -> None:
         for code, given in sums.given_by(values, batch):
             arena = values.arenas[code]
-            for run, part in zip(given.runs, given.parts, strict=True):
-                for shards, piece, (elements,), side in values.cut(given.shards, run, [part]):
-                    self._device.sum([elements], arena.view(piece.begin, piece.end, side))
-                    values.side[shards] = side
+            for shards, piece, parts, side in values.cut(given.shards, given.runs, [[part] for part in given.parts]):
+                self._device.sum(parts, arena.view(piece.begin, piece.end, side))
+                values.side[shards] = side
 
     def _try_fill(self, what: work.TryFill) -> None:
         message = what.message
@@ -293,6 +293,11 @@ class Engine:
             except KVError as err:
                 first = "; row 0 here is row %d of the value" % (one.offset // one.row_size) if one.offset else ""
                 raise KVError("%s: %s%s" % (values.named(shard), err, first)) from None
+
+    def _release(self, what: work.Release) -> None:
+        values = self._values.get(what.message.store)
+        if values is not None:
+            sums.keep_copies(values)
 
     # Answers
 

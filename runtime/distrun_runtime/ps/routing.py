@@ -13,9 +13,10 @@ rows, so its portions are made for each call. This module is the one owner of ho
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,8 @@ SHARD_BYTES = 1024 * 1024
 """The most that one shard has, unless one row is longer."""
 MESSAGE_BYTES = 4 * 1024 * 1024
 """Shards for one server share a message up to so many bytes."""
+SHARED_MESSAGE_BYTES = 16 * 1024 * 1024
+"""The same where all servers read this process's memory: only the message itself travels then."""
 MESSAGE_ENTRIES = 32768
 """And up to so many shards."""
 WINDOW_BYTES = 64 * 1024 * 1024
@@ -197,20 +200,22 @@ class Portion:
         entries["payload"] = payload
         return entries
 
-    def gather(self, values: Sequence[Array], lent: bool, staging: Pool | None = None) -> list[Buffer]:
+    def gather(
+        self, values: Sequence[Array], lent: bool, staging: Pool | None = None, in_place: Set[int] = frozenset()
+    ) -> list[Buffer]:
         """Return the frames with the values' elements.
 
         Arguments:
             values: of the whole call, by place.
             lent: they stay as they are until the message is answered; else nothing of their memory is in the result.
             staging: memory that the receiver reads where it is; None: it does not.
+            in_place: places of values that the receiver reads where they are, until it has released them.
         """
         if not self.size:
             return [b""]
-        shared = None if staging is None else staging.empty((self.size,), self.dtype)
-        if shared is not None:
-            self._copy_to(shared, values)
-            return [shared.view(np.uint8).data]
+        staged = None if staging is None else self._staged(values, staging, in_place)
+        if staged is not None:
+            return staged
         if not lent:
             return [self._copied(values).view(np.uint8).data]
         frames: list[Buffer] = []
@@ -228,18 +233,35 @@ class Portion:
         is_free = self.carried_by is None or self.carried_by.is_done
         copy = self._copy if is_free and self._copy is not None else np.empty(self.size, self.dtype)
         self._copy = copy
-        self._copy_to(copy, values)
+        _copy_parts(self.parts, values, copy)
         return copy
 
-    def _copy_to(self, target: Array, values: Sequence[Array]) -> None:
+    def _staged(self, values: Sequence[Array], staging: Pool, in_place: Set[int]) -> list[Buffer] | None:
+        """Return frames in shared memory; None: there is none left."""
+        parts = [(part, isinstance(part, _Slice) and part.item in in_place) for part in self.parts]
+        size = sum(_size_of(part) for part, is_there in parts if not is_there)
+        copy = staging.empty((size,), self.dtype) if size else np.empty(0, self.dtype)
+        if copy is None:
+            return None
+        frames: list[Buffer] = []
         at = 0
-        for part in self.parts:
-            size = part.size if isinstance(part, _Small) else part.end - part.begin
-            if isinstance(part, _Small):
-                _join(part, values, target[at : at + size])
+        for is_there, run in itertools.groupby(parts, key=lambda pair: pair[1]):
+            its = [part for part, _ in run]
+            if is_there:
+                frames += [_bytes(values[item], begin, end) for item, begin, end in _joined(its)]
             else:
-                target[at : at + size] = values[part.item].reshape(-1)[part.begin : part.end]
-            at += size
+                end = at + sum(_size_of(part) for part in its)
+                _copy_parts(its, values, copy[at:end])
+                frames.append(copy[at:end].view(np.uint8).data)
+                at = end
+        return frames
+
+    def pieces(self, payloads: Sequence[Buffer]) -> Iterator[tuple[int, int, Array]]:
+        """Yield for each shard the place of its key in the call, its offset, and its elements in an answer."""
+        given = _Elements(payloads, self.dtype)
+        columns = (self.entries[name].tolist() for name in ("offset", "length"))
+        for item, offset, length in zip(self.keys.tolist(), *columns, strict=True):
+            yield item, offset, given.take(length)
 
     def scatter(self, payloads: Sequence[Buffer], outs: Sequence[Array]) -> None:
         """Write the elements of an answer into outputs, by place; those of `Route.runs` are C-contiguous."""
@@ -254,6 +276,39 @@ class Portion:
                 block = flat[begin : begin + count * math.prod(shape)].reshape((count, *shape))
                 for item, values in zip(part.items[first:last], block, strict=True):
                     outs[item][...] = values
+
+
+def _size_of(part: _Small | _Slice) -> int:
+    return part.size if isinstance(part, _Small) else part.end - part.begin
+
+
+def _copy_parts(parts: Sequence[_Small | _Slice], values: Sequence[Array], target: Array) -> None:
+    """Copy the elements of parts to a flat array, one after the other."""
+    at = 0
+    for part in parts:
+        size = _size_of(part)
+        if isinstance(part, _Small):
+            _join(part, values, target[at : at + size])
+        else:
+            target[at : at + size] = values[part.item].reshape(-1)[part.begin : part.end]
+        at += size
+
+
+def _joined(parts: Sequence[_Small | _Slice]) -> list[tuple[int, int, int]]:
+    """Return runs of values, (place, begin, end), with those that go on where the one before ends made one."""
+    found: list[tuple[int, int, int]] = []
+    for part in parts:
+        assert isinstance(part, _Slice)
+        if found and found[-1][0] == part.item and found[-1][2] == part.begin:
+            found[-1] = (part.item, found[-1][1], part.end)
+        else:
+            found.append((part.item, part.begin, part.end))
+    return found
+
+
+def _bytes(value: Array, begin: int, end: int) -> Buffer:
+    """Return the bytes of some elements of a C-contiguous array."""
+    return value.reshape(-1)[begin:end].view(np.uint8).data
 
 
 def _join(small: _Small, values: Sequence[Array], out: Array) -> None:
@@ -304,7 +359,11 @@ class Route:
 
     @classmethod
     def of(
-        cls, shards: Sequence[tuple[Shard, ...]], shapes: Sequence[tuple[int, ...]], hows: Sequence[How] = ()
+        cls,
+        shards: Sequence[tuple[Shard, ...]],
+        shapes: Sequence[tuple[int, ...]],
+        hows: Sequence[How] = (),
+        message_bytes: int = MESSAGE_BYTES,
     ) -> Route:
         """Return the route of keys.
 
@@ -312,12 +371,13 @@ class Route:
             shards, shapes: of each key.
             hows: how each key's values travel; empty: all plain. What is sent of keys that travel by rows depends on
                 the rows: such keys have no portion here (see `portions_of`).
+            message_bytes: the most that a message carries, unless one shard has more.
         """
         placed = [
             (item, shard) for item, its in enumerate(shards) if not hows or hows[item].codec != ROWS for shard in its
         ]
         numbers = np.array([its[0].key for its in shards], np.int64)
-        return cls(numbers, portions_of(placed, shapes, hows))
+        return cls(numbers, portions_of(placed, shapes, hows, message_bytes=message_bytes))
 
 
 def portions_of(
@@ -325,6 +385,8 @@ def portions_of(
     shapes: Sequence[tuple[int, ...]],
     hows: Sequence[How] = (),
     sizes: Sequence[int] = (),
+    *,
+    message_bytes: int = MESSAGE_BYTES,
 ) -> list[Portion]:
     """Return the messages that carry shards: each has one server, one dtype, one way to travel, and not too much.
 
@@ -333,6 +395,7 @@ def portions_of(
         shapes: of each key of the call; needed for plain values only.
         hows: how each key's values travel; empty: all plain.
         sizes: bytes of each shard's payload, sent or answered; empty: those of its elements.
+        message_bytes: the most that a message carries, unless one shard has more.
     """
     if not shards:
         return []
@@ -347,7 +410,7 @@ def portions_of(
     )
     used = np.array(sizes, np.int64) if len(sizes) else column["length"] * DTYPE_SIZES[column["dtype"]]
     order = np.lexsort((column["offset"], column["key"], ways, column["dtype"], column["server"]))
-    ends = _message_ends(np.stack([column["server"], column["dtype"], ways], axis=1)[order], used[order])
+    ends = _message_ends(np.stack([column["server"], column["dtype"], ways], axis=1)[order], used[order], message_bytes)
     portions, begin = [], 0
     for end in ends:
         at = order[begin:end]
@@ -356,7 +419,7 @@ def portions_of(
     return portions
 
 
-def _message_ends(labels: Array, sizes: Array) -> Iterable[int]:
+def _message_ends(labels: Array, sizes: Array, message_bytes: int) -> Iterable[int]:
     """Yield where each message ends in a list of shards.
 
     Arguments:
@@ -366,7 +429,7 @@ def _message_ends(labels: Array, sizes: Array) -> Iterable[int]:
     begin = used = 0
     rows = labels.tolist()
     for at, (label, size) in enumerate(zip(rows, sizes.tolist(), strict=True)):
-        is_full = used + size > MESSAGE_BYTES or at - begin >= MESSAGE_ENTRIES
+        is_full = used + size > message_bytes or at - begin >= MESSAGE_ENTRIES
         if at > begin and (label != rows[begin] or is_full):
             yield at
             begin, used = at, 0

@@ -226,7 +226,7 @@ class Server:
         self._counters.received(sum(memoryview(payload).nbytes for payload in message.payloads))
         if message.kind is Kind.INIT:
             return self._init(link, message)
-        if message.kind in (Kind.STATS, Kind.PROFILE):
+        if message.kind in (Kind.STATS, Kind.PROFILE, Kind.RELEASE):
             waiting = self._pulls.of_store(message.store)
             handled = self._control.from_worker(link, message, self._stores, waiting)
             if handled is not None:

@@ -12,9 +12,12 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import NamedTuple, cast
 
-from distrun_runtime.arrays.segments import Pool
+import numpy as np
+
+from distrun_runtime.arrays.dtypes import Array, DType
+from distrun_runtime.arrays.segments import Pool, address_of
 from distrun_runtime.errors import RuntimeFault, StoreClosed
 from distrun_runtime.protocol.message import Message
 from distrun_runtime.ps import crash
@@ -32,17 +35,26 @@ GOODBYE_S = BYE_S + 1.0
 """How long a process that ends waits for its node's thread."""
 
 
+class Memory(NamedTuple):
+    """What other processes on this host may read of this one."""
+
+    staging: Pool
+    """Values on their way, copied there by the store. Children that are forked do not see it."""
+    arrays: Pool
+    """Arrays of the script's (`KVStore.empty`)."""
+
+
 class Session:
     """The connection of this process to the job.
 
     Threads: any may call; the node's own thread does all input and output.
     """
 
-    def __init__(self, config: Config, transport: Transport | None = None, staging: Pool | None = None) -> None:
+    def __init__(self, config: Config, transport: Transport | None = None, memory: Memory | None = None) -> None:
         self.config = config
         self._pid = os.getpid()
-        self._staging = staging or Pool(is_inherited=False)
-        self._transport = transport or connected(config, [self._staging])
+        self._memory = memory or Memory(Pool(is_inherited=False), Pool())
+        self._transport = transport or connected(config, self._memory)
         self.recorder = Recorder()
         """What the stores of this process do, while one is profiled."""
         self._ready = Pending("registration")
@@ -90,7 +102,16 @@ class Session:
 
     def staging(self, link: str) -> Pool | None:
         """Return memory that the other side of a link reads where it is; None: it does not."""
-        return self._staging if self._transport.shares(link) else None
+        return self._memory.staging if self._transport.shares(link) else None
+
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
+        """Return a new array of undefined content; in memory that servers on this host can read where it is."""
+        found = self._memory.arrays.empty(shape, dtype) if self.config.paths != "none" else None
+        return np.empty(shape, dtype) if found is None else found
+
+    def is_shared(self, array: Array) -> bool:
+        """Whether a C-contiguous array has its memory from `empty`."""
+        return self._memory.arrays.find(address_of(array), array.nbytes) is not None
 
     @property
     def rank(self) -> int:

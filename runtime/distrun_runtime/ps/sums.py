@@ -17,10 +17,14 @@ from distrun_runtime.ops import compression as codecs
 from distrun_runtime.ops.reduce import Contribution, Dense, How, Sum, read, scaled
 from distrun_runtime.protocol.message import DTYPES, Payload, payloads_of
 from distrun_runtime.ps import checks, work
-from distrun_runtime.ps.values import Given, Round, Values
+from distrun_runtime.ps.values import Given, Layout, Round, Values
 
 HELD_IN_ARENA, HELD_BY_SHARD = -1, -2
 """Where the sum of a shard's round is, in place of the number of a held contribution."""
+
+
+LAYOUTS = 1024
+"""So many layouts of messages are kept for a store."""
 
 
 # What messages bring
@@ -52,23 +56,30 @@ def _elements(values: Values, frame: Buffer, code: int, scale: float) -> Array:
 
 def _packed(values: Values, batch: work.Batch, code: int) -> Given:
     frames = [_elements(values, frame, code, batch.how.scale) for frame in batch.message.payloads]
-    lengths = values.store.length[batch.shards]
-    ends = np.cumsum(lengths)
-    edges = np.cumsum([len(frame) for frame in frames])
-    cuts = np.searchsorted(ends, edges, side="right")[:-1].tolist() if len(frames) > 1 else ()
-    found = runs(values.at[batch.shards], lengths, cuts)
-    if len(frames) == 1:
-        frame = frames[0]
-        return Given(batch.shards, found, [frame[run.offset : run.offset + run.end - run.begin] for run in found])
-    parts = []
-    number, begin = 0, 0
-    limits = edges.tolist()
+    found, places = _layout(values, batch.shards, tuple(map(len, frames)))
+    return Given(batch.shards, found, [frames[number][begin:end] for number, begin, end in places])
+
+
+def _layout(values: Values, shards: Array, sizes: tuple[int, ...]) -> tuple[list[Run], list[tuple[int, int, int]]]:
+    """Return the runs of shards whose elements came in frames of these sizes, and where each run's are: frame, begin,
+    end. A bucket comes again in every step, with the same array of shards: what it leads to is kept."""
+    known = values.layouts.get((id(shards), sizes))
+    if known is not None and known.shards is shards:
+        return known.runs, known.places
+    lengths = values.store.length[shards]
+    limits = np.cumsum(sizes)
+    cuts = np.searchsorted(np.cumsum(lengths), limits, side="right")[:-1].tolist() if len(sizes) > 1 else ()
+    found = runs(values.at[shards], lengths, cuts)
+    places, number, begin = [], 0, 0
     for run in found:
-        while number < len(limits) - 1 and run.offset >= limits[number]:
-            begin = limits[number]
+        while number < len(sizes) - 1 and run.offset >= limits[number]:
+            begin = int(limits[number])
             number += 1
-        parts.append(frames[number][run.offset - begin : run.offset - begin + run.end - run.begin])
-    return Given(batch.shards, found, parts)
+        places.append((number, run.offset - begin, run.offset - begin + run.end - run.begin))
+    values.layouts[id(shards), sizes] = Layout(shards, found, places)
+    while len(values.layouts) > LAYOUTS:
+        del values.layouts[next(iter(values.layouts))]
+    return found, places
 
 
 def contributions(values: Values, batch: work.Batch) -> Iterator[tuple[int, Contribution]]:
@@ -142,6 +153,22 @@ def fold(values: Values, of: Round, code: int, number: int) -> None:
         values.device.sum([part], sums.view(run.begin, run.end))
     shards = given.shards
     of.where[shards[of.where[shards] == number]] = HELD_IN_ARENA
+
+
+def keep_copies(values: Values) -> None:
+    """Copy all contributions that are only referred to, so that their senders may write their memory."""
+    for of in values.rounds.values():
+        for number, given in list(of.held.items()):
+            fold(values, of, int(values.store.dtype[given.shards[0]]), number)
+        for total in of.by_shard.values():
+            if total.dense is not None:
+                total.dense = _own(total.dense)
+        for shard, known in of.by_rank.items():
+            of.by_rank[shard] = [(rank, _own(one) if isinstance(one, Dense) else one) for rank, one in known]
+
+
+def _own(dense: Dense) -> Dense:
+    return dense if dense.is_own else Dense(dense.values.copy(), is_own=True)
 
 
 def _sum_of(values: Values, of: Round, shard: int) -> Sum:

@@ -121,26 +121,26 @@ def _update(
     """Update shards of one dtype by the sums of the parts of each run."""
     arena = values.arenas[code]
     by_shard = values.rule is not None and (values.store.row_size[shards].any() or not values.is_flat(code))
-    for run, given in zip(found, parts, strict=True):
-        if by_shard:
+    if by_shard:
+        for run, given in zip(found, parts, strict=True):
             at = 0
             for shard in shards[run.first : run.last].tolist():
                 length = int(values.store.length[shard])
                 total = _total(values, [part[at : at + length] for part in given])
                 _update_alone(values, shard, total, turn, result)
                 at += length
+        return
+    for here, piece, addends, side in values.cut(shards, found, parts):
+        target = arena.view(piece.begin, piece.end, side)
+        if values.rule is None:
+            values.device.sum(addends, target)
+            values.side[here] = side
             continue
-        for here, piece, addends, side in values.cut(shards, run, given):
-            target = arena.view(piece.begin, piece.end, side)
-            if values.rule is None:
-                values.device.sum(addends, target)
-                values.side[here] = side
-                continue
-            present = int(values.side[here[0]])
-            if side != present:
-                values.device.sum([arena.view(piece.begin, piece.end, present)], target)
-                values.side[here] = side
-            _step_run(values, code, here, piece, weight=target, parts=addends)
+        present = int(values.side[here[0]])
+        if side != present:
+            values.device.sum([arena.view(piece.begin, piece.end, present)], target)
+            values.side[here] = side
+        _step_run(values, code, here, piece, weight=target, parts=addends)
 
 
 def _total(values: Values, parts: Sequence[Array]) -> Dense:

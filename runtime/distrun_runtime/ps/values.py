@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from distrun_runtime.ops.reduce import Contribution, Sum
 from distrun_runtime.protocol.message import DTYPES
 from distrun_runtime.ps import statefile
 from distrun_runtime.ps.shards import Store
+
+ALIGNED_BYTES = 64 * 1024
+"""Shards of at least so many bytes begin with a page of memory."""
 
 
 @dataclass(eq=False)
@@ -54,6 +57,15 @@ class Given:
             parts.append(part[begin - run.begin : begin - run.begin + length])
             offset += length
         return Given(shards, found, parts)
+
+
+class Layout(NamedTuple):
+    """Where the elements of a message's shards are, in the arena and in its frames."""
+
+    shards: Array
+    runs: list[Run]
+    places: list[tuple[int, int, int]]
+    """For each run its frame, and its first and last element in it."""
 
 
 @dataclass(eq=False)
@@ -95,6 +107,8 @@ class Values:
         """The side of the arena that has a shard's present value."""
         self.lent = np.zeros((1, 0), np.int64)
         """By side and shard: how many replies read it."""
+        self.layouts: dict[tuple[int, tuple[int, ...]], Layout] = {}
+        """By id of the array of shards, and the elements of the frames."""
         self.rounds: dict[int, Round] = {}
         self.spare_sums: dict[int, list[Arena]] = {}
         """Arenas of sums that are not used at the moment: memory that was written once stays."""
@@ -141,8 +155,9 @@ class Values:
             while arena.sides < len(self.lent):
                 arena.add_side()
         lengths = self.store.length[shards]
-        begin = arena.reserve(int(lengths.sum()))
-        self.at[shards] = begin + np.cumsum(lengths) - lengths
+        # What may be one of several pieces of a value.
+        is_large = (self.store.offset[shards] > 0) | (lengths * arena.dtype.itemsize >= ALIGNED_BYTES)
+        self.at[shards] = arena.reserve(lengths, is_large)
 
     def codes(self, shards: Array) -> list[tuple[int, Array | None]]:
         """Return each code of dtype among shards, and which of them have it; None: all."""
@@ -206,8 +221,25 @@ class Values:
             for shard in shards.tolist():
                 self.encoded.pop(shard, None)
 
-    def cut(self, shards: Array, run: Run, parts: Sequence[Array]) -> Iterator[tuple[Array, Run, list[Array], int]]:
-        """Yield parts of a run that lie on one side: shards, run, parts, and the side to write."""
+    def cut(
+        self, shards: Array, found: Sequence[Run], parts: Sequence[Sequence[Array]]
+    ) -> Iterator[tuple[Array, Run, Sequence[Array], int]]:
+        """Yield parts of runs that lie on one side: shards, run, parts, and the side to write."""
+        sides = self.side[shards]
+        if (sides == sides[0]).all():
+            lent = self.lent[sides[0], shards]
+            if not lent.any() or lent.all():
+                # Mostly all of them can be written to one side.
+                side = self.free_side(int(sides[0]), shards)
+                for run, given in zip(found, parts, strict=True):
+                    yield shards[run.first : run.last], run, given, side
+                return
+        for run, given in zip(found, parts, strict=True):
+            yield from self._cut_run(shards, run, given)
+
+    def _cut_run(
+        self, shards: Array, run: Run, parts: Sequence[Array]
+    ) -> Iterator[tuple[Array, Run, Sequence[Array], int]]:
         here = shards[run.first : run.last]
         sides = self.side[here]
         if (sides == sides[0]).all():

@@ -193,6 +193,14 @@ class Load:
     message: Message
 
 
+@dataclass(frozen=True, eq=False)
+class Release:
+    """Read no memory of workers any more for the rounds of a store that are open: copy what is still needed."""
+
+    link: str
+    message: Message
+
+
 Work = Union[
     Fill,
     TryFill,
@@ -211,6 +219,7 @@ Work = Union[
     SetRule,
     Save,
     Load,
+    Release,
 ]
 """What `Engine.do` takes."""
 

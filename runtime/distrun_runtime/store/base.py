@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Union
 import numpy as np
 
 from distrun_runtime.arrays import dtypes
-from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.errors import KVError, StoreClosed
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.store.pending import CompletedCall, Late, Line, Pending
@@ -306,6 +306,18 @@ class StoreBackend(ABC):
     @abstractmethod
     def pull(self, keys: Selection, outs: Sequence[Sequence[Array]], call: CallOptions) -> Pending:
         """Write each stored value into all its outputs: writable, of the record's shape and dtype, any strides."""
+
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
+        """Return a new array of undefined content, in the memory that this store moves fastest."""
+        return np.empty(shape, dtype)
+
+    def view(self, keys: Selection) -> Sequence[Array]:
+        """Return the stored values, read-only, each as long as somebody refers to it; waits as a pull does."""
+        outs = [np.empty(record.shape, record.dtype) for record in keys.records]
+        self.pull(keys, [(out,) for out in outs], CallOptions()).wait()
+        for out in outs:
+            out.flags.writeable = False
+        return outs
 
     @abstractmethod
     def pull_rows(self, items: list[RowsItem], call: CallOptions) -> Pending:

@@ -8,13 +8,13 @@ and receives.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, cast
 
 import numpy as np
 
-from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.errors import RuntimeFault
 from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.ops.optimizers.custom import importable
@@ -225,7 +225,7 @@ class DistBackend(StoreBackend):
                 self._compressor.check(record, value.reshape(-1))
         scale = {} if call.scale == 1.0 else {"scale": call.scale}
         what = "push of %s" % keys.named
-        return self._sent(self._transfers.push(what, keys, values, body=scale, priority=call.priority, lent=call.lent))
+        return self._sent(*self._transfers.push(what, keys, values, call, body=scale))
 
     def _pushpull_now(
         self, keys: Selection, values: Sequence[Array], outs: Sequence[Sequence[Array]], call: CallOptions
@@ -243,11 +243,11 @@ class DistBackend(StoreBackend):
         sent.watch()
         return sent
 
-    def _sent(self, request: Request) -> SentCall:
+    def _sent(self, request: Request, settle: Callable[[], None] = lambda: None) -> SentCall:
         """Return the outcome of a push that was sent. Call with the lock held."""
         self._open = [*(old for old in self._open if not old.is_done), request]
         request.then(self._answered)
-        sent = SentCall(request, self._link, self.lifetime.late)
+        sent = SentCall(request, self._link, self.lifetime.late, settle=settle)
         sent.watch()
         return sent
 
@@ -264,6 +264,19 @@ class DistBackend(StoreBackend):
             self._asked = [*(old for old in self._asked if not old.is_done), request]
             request.then(self._answered)
         return SentCall(request, self._link, self.lifetime.late, take)
+
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> Array:
+        return self._node.empty(shape, dtype)
+
+    def view(self, keys: Selection) -> Sequence[Array]:
+        with self._lock, self._link.span("view", keys=len(keys.records)):
+            self._flush()
+            asked = self._transfers.views("view of %s" % keys.named, keys)
+        if asked is None:
+            return super().view(keys)
+        request, found, take = asked
+        SentCall(request, self._link, self.lifetime.late, take).wait()
+        return found
 
     def pull_rows(self, items: list[RowsItem], call: CallOptions) -> Pending:
         with self._lock, self._link.span("row_sparse_pull", keys=len(items)):

@@ -22,6 +22,7 @@ class SentCall(Pending):
 
     Arguments:
         left: called by `left_waiting`.
+        settle: called by `wait` when all replies are there; may wait for servers, never for workers.
     """
 
     def __init__(
@@ -31,6 +32,8 @@ class SentCall(Pending):
         late: Late,
         take: Take | None = None,
         left: Callable[[], None] = lambda: None,
+        *,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         self.what = request.what
         self._request = request
@@ -38,6 +41,7 @@ class SentCall(Pending):
         self._late = late
         self._take = take
         self._left = left
+        self._settle = settle
         self._is_left = False
         self._is_over = False
         """Whether a `wait` has returned: there is nothing more to be told."""
@@ -71,6 +75,7 @@ class SentCall(Pending):
                 else:
                     replies = self._request.wait(timeout_s, "as long as wait was to wait")
             self._finish(replies)
+            self._settle()
         self._is_over = True
 
     def _finish(self, replies: tuple[Message, ...]) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.segments import stitched
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.ops import rows as rowcodec
@@ -23,9 +24,9 @@ from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import PLAIN, How
 from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Kind, Message, Payload, payloads_of
 from distrun_runtime.ps.pending import Pending as Request
-from distrun_runtime.ps.routing import MESSAGE_BYTES, Buckets, Portion, Route, portions_of
+from distrun_runtime.ps.routing import MESSAGE_BYTES, SHARED_MESSAGE_BYTES, Buckets, Portion, Route, portions_of
 from distrun_runtime.ps.shards import Notes
-from distrun_runtime.store.base import KeyRecord, Selection, Value
+from distrun_runtime.store.base import CallOptions, KeyRecord, Selection, Value
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.link import StoreLink
 from distrun_runtime.store.outcome import Take
@@ -47,8 +48,8 @@ Loaded = tuple[Portion, Sequence[Buffer], Payload]
 class _Routes:
     """The routes of one list of keys."""
 
-    version: int
-    """Of the compressor's settings that they were made with."""
+    version: tuple[int, int]
+    """Of the compressor's settings that they were made with, and the most that their messages carry."""
     plain: Route
     """Where all values travel as they are."""
     push: Route
@@ -66,6 +67,8 @@ class Transfers:
         """In the order of their offsets."""
         self._rounds = np.zeros(0, np.int64)
         """By key number: the number of this worker's pushes, which is the round of the last one."""
+        self._answered = np.zeros(0, np.int64)
+        """By key number: the last round of which this worker has had the outcome."""
         self._buckets = Buckets()
 
     def add(self, key: Key, shards: tuple[Shard, ...]) -> None:
@@ -73,9 +76,10 @@ class Transfers:
         self.shards[key] = shards
         number = shards[0].key
         if number >= len(self._rounds):
-            grown = np.zeros(max(2 * len(self._rounds), number + 1), np.int64)
-            grown[: len(self._rounds)] = self._rounds
-            self._rounds = grown
+            self._rounds, self._answered = (
+                np.concatenate([known, np.zeros(max(len(known), number + 1 - len(known)), np.int64)])
+                for known in (self._rounds, self._answered)
+            )
 
     def round_of(self, key: Key) -> int:
         """Return the round of this worker's last push of a key."""
@@ -88,23 +92,51 @@ class Transfers:
     # Contributions
 
     def push(
-        self, what: str, keys: Selection, values: Sequence[Value], *, body: Mapping[str, Any], priority: int, lent: bool
-    ) -> Request:
-        """Send one value of each key as this worker's contribution to its next round."""
+        self,
+        what: str,
+        keys: Selection,
+        values: Sequence[Value],
+        call: CallOptions,
+        *,
+        body: Mapping[str, Any],
+    ) -> tuple[Request, Callable[[], None]]:
+        """Send one value of each key as this worker's contribution to its next round.
+
+        Returns:
+            The request, and what has servers read nothing of the values' own memory any more, when they have answered.
+        """
         route = self._routes(keys).push
+        lent, priority = call.lent, call.priority
+        in_place: frozenset[int] = frozenset()
         loaded: list[Loaded] = []
         if keys.has_rows:
             loaded += self._with_rows(keys, values)
             pairs = zip(keys.records, values, strict=True)
             values = [value if _has_rows(record) else _dense(value) for record, value in pairs]
         arrays = cast("Sequence[Array]", values)
+        if lent and not call.waits:
+            in_place = self._in_place(route, arrays)
         for portion in route.portions:
             if portion.is_plain:
                 staging = self._link.node.staging(portion.link)
-                loaded.append((portion, portion.gather(arrays, lent, staging), Payload.PACKED))
+                loaded.append((portion, portion.gather(arrays, lent, staging, in_place), Payload.PACKED))
             else:
                 loaded.append((portion, self._encoded(keys, portion, arrays), Payload.FRAME))
-        return self._contribute(what, route, loaded, body, priority)
+        request = self._contribute(what, route, loaded, body, priority)
+        return request, lambda: self._release(what, route, in_place)
+
+    def _in_place(self, route: Route, values: Sequence[Array]) -> frozenset[int]:
+        """Return the places of values that are in shared memory themselves."""
+        node = self._link.node
+        return frozenset(
+            item for item in route.runs if values[item].flags.c_contiguous and node.is_shared(values[item])
+        )
+
+    def _release(self, what: str, route: Route, in_place: frozenset[int]) -> None:
+        """Return when no server reads the memory of these values any more: their round is over, or they have copies."""
+        numbers = route.numbers[list(in_place)]
+        if in_place and (self._answered[numbers] < self._rounds[numbers]).any():
+            self._link.servers("the end of %s" % what, Kind.RELEASE)
 
     def goes_at_once(self, keys: Selection) -> bool:
         """Whether `pushpull` takes these keys: plain values, and few enough or in shared memory, so that no window is
@@ -128,12 +160,24 @@ class Transfers:
     ) -> tuple[Request, Take]:
         """Send one value of each key and ask for what comes of the round, by one message to each server; as `pull`."""
         route = self._routes(keys).plain
+        in_place = self._in_place(route, values)
         loaded: list[Loaded] = []
         for portion in route.portions:
             staging = self._link.node.staging(portion.link)
-            loaded.append((portion, portion.gather(values, False, staging), Payload.PACKED))
+            loaded.append((portion, portion.gather(values, False, staging, in_place), Payload.PACKED))
         request = self._contribute(what, route, loaded, body, priority, kind=Kind.PUSHPULL)
-        return request, lambda replies: _fill(route, keys.records, outs, replies, own=True)
+        return request, self._taking(route, lambda replies: _fill(route, keys.records, outs, replies, own=True))
+
+    def _taking(self, route: Route, take: Take) -> Take:
+        """Return what takes the replies to a pull that was sent just now, and notes the rounds that they are of."""
+        rounds = self._rounds[route.numbers]
+
+        def taking(replies: tuple[Message, ...]) -> Notes:
+            notes = take(replies)
+            self._answered[route.numbers] = np.maximum(self._answered[route.numbers], rounds)
+            return notes
+
+        return taking
 
     def skip(self, what: str, keys: Selection, note: Mapping[str, Any]) -> Request:
         """Send that this worker has the next round of keys skipped."""
@@ -204,7 +248,23 @@ class Transfers:
         route = self._routes(keys).pull
         loaded: list[Loaded] = [(portion, (), Payload.NONE) for portion in route.portions]
         request = self._ask(what, route, loaded, priority)
-        return request, lambda replies: _fill(route, keys.records, outs, replies, own)
+        return request, self._taking(route, lambda replies: _fill(route, keys.records, outs, replies, own))
+
+    def views(self, what: str, keys: Selection) -> tuple[Request, list[Array], Take] | None:
+        """Ask for the present values of keys; return the request, a list, and what puts the values into it, read-only
+        and where they are if that can be; None: these keys have no plain values."""
+        routes = self._routes(keys)
+        if keys.has_rows or routes.pull is not routes.plain:
+            return None
+        route, found = routes.plain, list[Array]()
+        loaded: list[Loaded] = [(portion, (), Payload.NONE) for portion in route.portions]
+        request = self._ask(what, route, loaded, 0)
+
+        def take(replies: tuple[Message, ...]) -> Notes:
+            found[:] = _seen(route, keys.records, replies)
+            return _said(_skipped_in(replies))
+
+        return request, found, self._taking(route, take)
 
     def pull_rows(
         self, what: str, items: Sequence[tuple[KeyRecord, Array, Callable[[Array], None]]], *, priority: int
@@ -284,8 +344,13 @@ class Transfers:
 
     def _routes(self, keys: Selection) -> _Routes:
         found: _Routes | None = keys.kept
-        if found is None or found.version != self._compressor.version:
-            plain = self._route(keys, ()) if found is None else found.plain
+        node = self._link.node
+        is_shared = all(node.staging("server-%d" % rank) for rank in range(node.num_servers))
+        size = SHARED_MESSAGE_BYTES if is_shared else MESSAGE_BYTES
+        version = self._compressor.version, size
+        if found is None or found.version != version:
+            is_known = found is not None and found.version[1] == size
+            plain = found.plain if found is not None and is_known else self._route(keys, (), size)
             settings = [self._compressor.of(record) for record in keys.records]
             push = [
                 BY_ROWS if _has_rows(record) else _how(setting)
@@ -293,15 +358,18 @@ class Transfers:
             ]
             pull = [_how(setting if setting is not None and setting.two_way else None) for setting in settings]
             found = keys.kept = _Routes(
-                self._compressor.version,
+                version,
                 plain,
-                *(self._route(keys, hows) if any(how.codec for how in hows) else plain for hows in (push, pull)),
+                *(
+                    self._route(keys, hows, version[1]) if any(how.codec for how in hows) else plain
+                    for hows in (push, pull)
+                ),
             )
         return found
 
-    def _route(self, keys: Selection, hows: Sequence[How]) -> Route:
+    def _route(self, keys: Selection, hows: Sequence[How], message_bytes: int) -> Route:
         shards = [self.shards[record.key] for record in keys.records]
-        return Route.of(shards, [record.shape for record in keys.records], hows)
+        return Route.of(shards, [record.shape for record in keys.records], hows, message_bytes)
 
 
 def _how(setting: Compression | None) -> How:
@@ -338,15 +406,38 @@ def _fill(
             for (item, shard), values in zip(portion.shards(), _decoded(portion, reply), strict=True):
                 flat[item].reshape(-1)[shard.offset : shard.end] = values
             continue
-        expected = portion.size * portion.dtype.itemsize
-        found = sum(memoryview(each).nbytes for each in reply.payloads)
-        if found != expected or (len(reply.entries) and (reply.entries["payload"] != Payload.PACKED).any()):
-            raise KVError("%s answered with %d bytes of values, expected %d" % (portion.link, found, expected))
+        _check_answer(portion, reply)
         portion.scatter(reply.payloads, flat)
     for item in apart:
         if item not in kept:
             _copy_out(flat[item], outs[item])
     return _said(skipped)
+
+
+def _check_answer(portion: Portion, reply: Message) -> None:
+    expected = portion.size * portion.dtype.itemsize
+    found = sum(memoryview(each).nbytes for each in reply.payloads)
+    if found != expected or (len(reply.entries) and (reply.entries["payload"] != Payload.PACKED).any()):
+        raise KVError("%s answered with %d bytes of values, expected %d" % (portion.link, found, expected))
+
+
+def _seen(route: Route, records: Sequence[KeyRecord], replies: Sequence[Message]) -> list[Array]:
+    """Return the values of keys as the answers have them: read-only, without a copy where their memory allows it."""
+    parts: list[list[tuple[int, Array]]] = [[] for _ in records]
+    for portion, reply in zip(route.portions, replies, strict=True):
+        _check_answer(portion, reply)
+        for item, offset, elements in portion.pieces(reply.payloads):
+            parts[item].append((offset, elements))
+    found = []
+    for record, its in zip(records, parts, strict=True):
+        pieces = [elements for _, elements in sorted(its, key=lambda part: part[0])]
+        whole = pieces[0] if len(pieces) == 1 else stitched(pieces)
+        if whole is None:
+            whole = np.concatenate(pieces)
+        value = whole.reshape(record.shape)
+        value.flags.writeable = False
+        found.append(value)
+    return found
 
 
 def _decoded(portion: Portion, reply: Message) -> Iterator[Array]:

@@ -43,10 +43,10 @@ VERSION = 1
 LARGE_BYTES = 32 * 1024
 """Frames from this size on go by another path. For smaller ones a reference costs as much as the copies."""
 
-_HEAD = struct.Struct("<4sBBH")
-"""Magic, version, kind, number of references."""
-_REFERENCE = struct.Struct("<IIQQII")
-"""Number of the frame, segment, offset, length, slot, generation."""
+_HEAD = struct.Struct("<4sBBHII")
+"""Magic, version, kind, number of references, slot, generation."""
+_REFERENCE = struct.Struct("<IIQQ")
+"""Number of the frame, segment, offset, length."""
 
 
 class Kind(IntEnum):
@@ -135,7 +135,6 @@ class BulkTransport:
         """Send a message."""
         if not self._segments.is_open(link):
             return self._inner.send(link, frames)
-        references: list[Reference] = []
         table: list[bytes] = []
         rest = list(frames)
         for number, frame in enumerate(frames):
@@ -143,13 +142,12 @@ class BulkTransport:
                 continue
             reference = self._segments.refer(link, frame)
             if reference is not None:
-                references.append(reference)
                 table.append(_REFERENCE.pack(number, *reference))
                 rest[number] = b""
-        if not references:
+        shared = self._segments.lease(link, frames) if table else None
+        if shared is None:
             return self._inner.send(link, frames)
-        shared = self._segments.lease(link, references, frames)
-        head = _HEAD.pack(MAGIC, VERSION, Kind.CARRIED, len(references)) + b"".join(table)
+        head = _HEAD.pack(MAGIC, VERSION, Kind.CARRIED, len(table), shared.slot, shared.generation) + b"".join(table)
         inner = self._inner.send(link, [head, *rest])
         lease = shared if inner.is_over else _Lease([shared, inner])
         if lease is not shared:
@@ -228,16 +226,19 @@ class BulkTransport:
                 self._early[link] = frames  # The loop has not heard yet that the acceptor is proven.
             return
         try:
-            _, version, kind, count = _HEAD.unpack_from(frames[0])
+            _, version, kind, count, slot, generation = _HEAD.unpack_from(frames[0])
             if version != VERSION:
                 raise WireError("data path version %d; this program speaks version %d" % (version, VERSION))
             if kind != Kind.CARRIED:
                 self._control(link, frames)
                 return
             whole = list(frames[1:])
-            for at in range(count):
-                number, *fields = _REFERENCE.unpack_from(frames[0], _HEAD.size + at * _REFERENCE.size)
-                whole[number] = self._segments.frame(link, Reference(*fields))
+            table = list(_REFERENCE.iter_unpack(memoryview(frames[0])[_HEAD.size :]))
+            if len(table) != count:
+                raise WireError("a table of %d references, not of %d" % (len(table), count))
+            named = [Reference(*fields) for _, *fields in table]
+            for (number, *_), frame in zip(table, self._segments.frames(link, named, slot, generation), strict=True):
+                whole[number] = frame
         except (struct.error, ValueError, KeyError, IndexError, TypeError, WireError, NotShared) as err:
             # The message is lost, and with it the order: for both sides this connection has ended.
             self._inner.disconnect(link)
@@ -248,7 +249,7 @@ class BulkTransport:
 
     def _say(self, link: Link, kind: Kind, body: Mapping[str, Any]) -> None:
         with contextlib.suppress(ConnectionError):  # `Down` follows.
-            self._inner.send(link, [_HEAD.pack(MAGIC, VERSION, kind, 0), json.dumps(body).encode()])
+            self._inner.send(link, [_HEAD.pack(MAGIC, VERSION, kind, 0, 0, 0), json.dumps(body).encode()])
 
     def _chose(self, link: Link, path: str, reason: str) -> None:
         self._events.append(PathChosen(link, path, reason))

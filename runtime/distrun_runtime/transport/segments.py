@@ -12,9 +12,10 @@ Every step is told over the proven connection after what it tells of was written
 what is expected is there already, or does not come. An abstract socket belongs to a network namespace and leaves no
 file. The peer must have our user id (SO_PEERCRED). See unix(7).
 
-A reference names (segment, offset, length, slot, generation). Its receiver reads the memory in place and writes the
-generation into the slot of the sender's board when nothing refers to the memory any more; then the sender may write it
-again. If the other process dies, its end of the socket closes, and all that it read is free.
+A message names its large frames as (segment, offset, length), and for all of them together a slot of the sender's board
+and a generation. The receiver reads the memory in place, and writes the generation into the slot when nothing refers to
+it any more; then the sender may write it again. If the other process dies, its end of the socket closes, and all that
+it read is free.
 
 docs/protocol.md has the bytes.
 """
@@ -40,12 +41,11 @@ import numpy as np
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.arrays.segments import PAGE, Pool, address_of, has_fixed_size, seal
-from distrun_runtime.transport.base import Lease
 
 __all__ = ["NotShared", "Reference", "Segments"]
 
 SLOTS = 4080
-"""References to one peer that may be in use at a time; what is beyond that is sent as bytes."""
+"""Messages to one peer whose memory may be in use at a time; the frames of what is beyond that are sent as bytes."""
 NONCE_BYTES = 16
 BOARD_BYTES = 4 * PAGE
 """A board: the nonce, filled up to 64 bytes, and 32 bits for each slot."""
@@ -67,8 +67,6 @@ class Reference(NamedTuple):
     segment: int
     offset: int
     length: int
-    slot: int
-    generation: int
 
 
 class _Board:
@@ -147,26 +145,24 @@ class _Peer:
 
 
 @dataclass(eq=False)
-class _Shared:
-    """The lease of references: over when their receiver is done with all of them, or has gone."""
+class SharedLease:
+    """The lease of a message's shared frames: over when their receiver is done with all of them, or has gone."""
 
     peer: _Peer
-    slots: list[tuple[int, int]]
-    """With their generations."""
-    frames: Sequence[Buffer]
+    slot: int
+    generation: int
+    frames: Sequence[Buffer] | None
     """Kept, so that their memory is given to nobody else meanwhile."""
 
     @property
     def is_over(self) -> bool:
         """Whether the memory may be written again."""
-        done, peer = self.peer.out.slots, self.peer
-        while self.slots:
-            slot, generation = self.slots[-1]
-            if done[slot] != generation and not peer.is_gone:
-                return False
-            self.slots.pop()
-            peer.free.append(slot)
-        self.frames = ()
+        if self.frames is None:
+            return True
+        if self.peer.out.slots[self.slot] != self.generation and not self.peer.is_gone:
+            return False
+        self.frames = None
+        self.peer.free.append(self.slot)
         return True
 
 
@@ -189,6 +185,8 @@ class Segments:
         """Nonces, by link."""
         self._came: dict[bytes, tuple[socket.socket, int]] = {}
         """By nonce: connections to our socket that have proven themselves, and the descriptors of their boards."""
+        self._silent: deque[socket.socket] = deque()
+        """Connections to our socket that have said nothing yet."""
         self._tried: dict[str, tuple[socket.socket, _Board]] = {}
         """Links on which we took an offer."""
         self._peers: dict[str, _Peer] = {}
@@ -289,16 +287,23 @@ class Segments:
     def _take_in(self) -> None:
         """Take in who has connected to our socket; who has no proof of a nonce that we gave away is sent off."""
         proofs = {self._proof(nonce): nonce for nonce in self._offered.values()}
-        while self._listener is not None:
-            try:
-                one, _ = self._listener.accept()
-            except OSError:
-                return
+        with contextlib.suppress(OSError):
+            while self._listener is not None:
+                self._silent.append(self._listener.accept()[0])
+        while len(self._silent) > _BACKLOG:
+            self._silent.popleft().close()
+        for _ in range(len(self._silent)):
+            one = self._silent.popleft()
             one.setblocking(False)
             text, fd = "", -1
-            with contextlib.suppress(NotShared, OSError):
+            try:
                 _check_user(one)
                 text, fd = _hear(one)
+            except BlockingIOError:
+                self._silent.append(one)  # It has connected, and is about to say who it is.
+                continue
+            except (NotShared, OSError):
+                pass
             # Proofs are looked up by the digest of what came: how long that takes says nothing of the right ones.
             nonce = proofs.get(text)
             if nonce is None or fd < 0 or nonce in self._came:
@@ -314,10 +319,7 @@ class Segments:
     # References
 
     def refer(self, link: str, frame: Buffer) -> Reference | None:
-        """Return a reference to a frame for the other side of a link; None: it has to travel as bytes.
-
-        `lease` says when the frame may be written again.
-        """
+        """Return a reference to a frame for the other side of a link; None: it has to travel as bytes."""
         peer = self._peers[link]
         size = memoryview(frame).nbytes
         address = address_of(frame)
@@ -334,33 +336,41 @@ class Segments:
             except OSError:
                 return None  # The socket is full of descriptors that nobody has read, or its other end is closed.
             peer.told.add(segment.number)
+        return Reference(segment.number, offset, size)
+
+    def lease(self, link: str, frames: Sequence[Buffer]) -> SharedLease | None:
+        """Return what is over when the other side is done with the frames of a message; None: too many are in use."""
+        peer = self._peers[link]
         if not peer.free:
             return None
         peer.generation = peer.generation % 0xFFFFFFFF + 1
-        return Reference(segment.number, offset, size, peer.free.pop(), peer.generation)
+        return SharedLease(peer, peer.free.pop(), peer.generation, frames)
 
-    def lease(self, link: str, references: Sequence[Reference], frames: Sequence[Buffer]) -> Lease:
-        """Return what is over when the receiver of references is done with their frames."""
-        return _Shared(self._peers[link], [(each.slot, each.generation) for each in references], frames)
-
-    def frame(self, link: str, reference: Reference) -> Buffer:
-        """Return the memory that a reference of a peer names: read-only, and valid as long as it is referenced.
+    def frames(self, link: str, references: Sequence[Reference], slot: int, generation: int) -> list[Buffer]:
+        """Return the memory that a message of a peer names: read-only, and valid as long as it is referenced.
 
         Raises:
             NotShared: there is no such memory; the peer is at fault.
         """
         peer = self._peers.get(link)
-        if peer is None:
+        if peer is None or slot >= SLOTS:
             raise NotShared("no memory is shared with it")
-        number, offset, length, slot, generation = reference
-        while number not in peer.mapped:
-            self._map_next(peer)
-        memory = peer.mapped[number]
-        if offset + length > len(memory) or slot >= SLOTS:
-            raise NotShared("%d bytes at %d of a segment of %d" % (length, offset, len(memory)))
-        owner: Array = np.frombuffer(memory, np.uint8, length, offset)
-        weakref.finalize(owner, _done_with, peer.into.slots, slot, generation, os.getpid()).atexit = False
-        return owner.data
+        found: list[Buffer] = []
+        owners: dict[int, Array] = {}
+        for number, offset, length in references:
+            owner = owners.get(number)
+            if owner is None:
+                while number not in peer.mapped:
+                    self._map_next(peer)
+                # One for all frames of the message in this segment: each of them keeps it.
+                owner = owners[number] = np.frombuffer(peer.mapped[number], np.uint8)
+            if offset + length > len(owner):
+                raise NotShared("%d bytes at %d of a segment of %d" % (length, offset, len(owner)))
+            found.append(owner[offset : offset + length].data)
+        done = _Done(peer.into.slots, slot, generation, len(owners), os.getpid())
+        for owner in owners.values():
+            weakref.finalize(owner, done.one_less).atexit = False
+        return found
 
     def _map_next(self, peer: _Peer) -> None:
         """Map the next segment whose descriptor was sent; that was before it was named."""
@@ -407,6 +417,8 @@ class Segments:
             one.close()
             os.close(fd)
         self._came.clear()
+        while self._silent:
+            self._silent.popleft().close()
         for link in [*self._tried, *self._peers]:
             self.drop(link)
         for peer in self._leaving:
@@ -418,10 +430,23 @@ class Segments:
             self._listener = None
 
 
-def _done_with(slots: Array, slot: int, generation: int, pid: int) -> None:
-    # A forked child has the same objects; when it drops them, its parent may still read.
-    if os.getpid() == pid:
-        slots[slot] = generation
+@dataclass(eq=False)
+class _Done:
+    """What is to be written when nothing refers to the shared frames of a message any more."""
+
+    slots: Array
+    slot: int
+    generation: int
+    missing: int
+    """In how many segments something still does."""
+    pid: int
+
+    def one_less(self) -> None:
+        """Nothing refers to its frames of one segment any more."""
+        self.missing -= 1
+        # A forked child has the same objects; when it drops them, its parent may still read.
+        if not self.missing and os.getpid() == self.pid:
+            self.slots[self.slot] = self.generation
 
 
 def _new_board(nonce: bytes) -> _Board:

@@ -165,7 +165,7 @@ def test_codes_of_kinds_and_types_do_not_change() -> None:
     assert tuple(name_of(dtype) for dtype in DTYPES) == (*types, "bfloat16")
     first = ("HELLO", "CHALLENGE", "PROOF", "WELCOME", "REFUSED", "ROSTER", "LOST", "BYE", "ABORT", "STOP")
     job = ("OPEN", "BARRIER", "KEYS", "RULE", "JOIN", "LEFT", "WAITING", "SAVE", "LOAD")
-    values = ("INIT", "PUSH", "PULL", "ROUNDS", "STATS", "PROFILE", "NORMS", "PUSHPULL")
+    values = ("INIT", "PUSH", "PULL", "ROUNDS", "STATS", "PROFILE", "NORMS", "PUSHPULL", "RELEASE")
     numbered = [*enumerate(first, 1), *enumerate(job, 16), *enumerate(values, 32)]
     assert [(int(kind), kind.name) for kind in Kind] == numbered
 

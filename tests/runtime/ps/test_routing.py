@@ -190,14 +190,14 @@ def test_what_is_gathered_travels_and_is_scattered_is_what_was_given(
     """Through encoded messages, for any shapes, dtypes, orders of keys, and limits."""
     shapes, dtypes = [shape for shape, _ in keys], [dtype for _, dtype in keys]
     with pytest.MonkeyPatch.context() as patch:
-        for name, limit in zip(
-            ("SHARD_BYTES", "MESSAGE_BYTES", "MESSAGE_ENTRIES", "DIRECT_BYTES"), limits, strict=True
-        ):
-            patch.setattr(routing, name, limit)
+        names = ("SHARD_BYTES", "", "MESSAGE_ENTRIES", "DIRECT_BYTES")
+        for name, limit in zip(names, limits, strict=True):
+            if name:
+                patch.setattr(routing, name, limit)
         placed = shards_of(shapes, dtypes, servers)
         order = random.Random(seed).sample(range(len(keys)), len(keys))
         shapes, dtypes = [shapes[at] for at in order], [dtypes[at] for at in order]
-        route = Route.of([placed[at] for at in order], shapes)
+        route = Route.of([placed[at] for at in order], shapes, message_bytes=limits[1])
     values = random_values(seed, shapes, dtypes)
     # Outputs of any strides are made contiguous before.
     outs = [np.zeros_like(value) for value in values]
@@ -292,9 +292,8 @@ def test_shards_that_travel_in_different_ways_share_no_message_and_none_is_left_
     sizes = [rng.randrange(600) for _ in shards]
     hows = [ways[name] for _, name in keys]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routing, "MESSAGE_BYTES", 1000)
         patch.setattr(routing, "MESSAGE_ENTRIES", 4)
-        portions = portions_of(shards, [(size,) for size, _ in keys], hows, sizes)
+        portions = portions_of(shards, [(size,) for size, _ in keys], hows, sizes, message_bytes=1000)
     size_of = {shard: size for (_, shard), size in zip(shards, sizes, strict=True)}
     used, found = [], []
     for portion in portions:

@@ -15,7 +15,7 @@ from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import DTYPE_CODES, Entry, Flag, Message, Payload, rows_of
 from distrun_runtime.ps.pending import Pending
 from distrun_runtime.ps.routing import mxnet_shards
-from distrun_runtime.store.base import KeyRecord, Selection
+from distrun_runtime.store.base import CallOptions, KeyRecord, Selection
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.transfers import Transfers
@@ -32,7 +32,10 @@ class Sending:
         self.compressor = Compressor()
         if setting is not None:
             self.compressor.set(Compression.of(setting))
-        link: Any = SimpleNamespace(store=1, node=SimpleNamespace(ask=self._ask, staging=lambda link: None))
+        node = SimpleNamespace(
+            ask=self._ask, num_servers=servers, staging=lambda link: None, is_shared=lambda array: False
+        )
+        link: Any = SimpleNamespace(store=1, node=node)
         self.transfers = Transfers(link, self.compressor)
         self.records = {name: KeyRecord.of(name, number, value) for number, (name, value) in enumerate(values.items())}
         for number, record in enumerate(self.records.values()):
@@ -46,7 +49,7 @@ class Sending:
         return Pending(what)
 
     def push(self, *values: Any) -> list[Message]:
-        self.transfers.push("push", self.keys, values, body={}, priority=3, lent=False)
+        self.transfers.push("push", self.keys, values, CallOptions(3), body={})
         return [message for _, message in self.asked]
 
     def pull(self, *outs: Any) -> Any:

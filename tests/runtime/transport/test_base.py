@@ -11,8 +11,10 @@ import pytest
 from ports import free_port
 from transports import HOST, LONG, endpoint, frames_of, has, until, welcomed
 
+from distrun_runtime.arrays.segments import Pool
 from distrun_runtime.transport import base
 from distrun_runtime.transport.base import Arrived, Down, Event, Released, Transport, Up
+from distrun_runtime.transport.bulk import BulkTransport
 from distrun_runtime.transport.faults import NO_FAULTS, Faulty
 from distrun_runtime.transport.inproc import InprocNetwork
 from distrun_runtime.transport.resend import Resending
@@ -28,11 +30,12 @@ AROUND: dict[str, Callable[[Transport], Transport]] = {
 }
 
 
-@pytest.fixture(params=["inproc", "zeromq"])
+@pytest.fixture(params=["inproc", "zeromq", "bulk"])
 def inner(request: pytest.FixtureRequest) -> Make:
     """Makes transports that can reach each other."""
-    network = InprocNetwork()
-    return network.transport if request.param == "inproc" else lambda: ZmqTransport(LONG)
+    if request.param == "bulk":
+        return lambda: BulkTransport(ZmqTransport(LONG), b"", [Pool()], large_bytes=1)
+    return InprocNetwork().transport if request.param == "inproc" else lambda: ZmqTransport(LONG)
 
 
 @pytest.fixture(params=list(AROUND))
