@@ -30,6 +30,7 @@ from distrun_runtime.protocol.handshake import Acceptor, NodeIdentity, Opener
 from distrun_runtime.protocol.message import DTYPES, Entry, Kind, Message, Payload, entries_of, payloads_of, rows_of
 from distrun_runtime.ps import publish
 from distrun_runtime.ps.replies import refusal
+from distrun_runtime.transport import bulk
 from distrun_runtime.transport.admission import credentials
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,6 +120,12 @@ def test_golden_push() -> None:
     entries = [Entry(4, 1000, 2, 57, 0, 0, Payload.FRAME), Entry(5, 0, 1, 57, 1, 0, Payload.FRAME)]
     values = [np.array([1, 2], "<f4").tobytes(), np.array([1], "<f8").tobytes()]
     check("push", push(7, entries, priority=-2, payloads=values))
+
+
+def test_golden_bulk() -> None:
+    """A message with a frame in shared memory: the head and one reference."""
+    head = bulk._HEAD.pack(bulk.MAGIC, bulk.VERSION, bulk.Kind.CARRIED, 1, 7, 9)
+    assert bytes.fromhex("".join(parts("bulk"))) == head + bulk._REFERENCE.pack(2, 3, 4096, 65536)
 
 
 def test_golden_push_that_registers_a_bucket_and_the_next_one_of_it() -> None:

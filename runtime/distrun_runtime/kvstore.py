@@ -14,6 +14,7 @@ with kvstore.create("dist_sync") as kv:
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import os
@@ -63,6 +64,8 @@ Joiner = Callable[[Callable[[], None]], None]
 """joiner(join): makes a worker join, where that takes more than the store's own `join`."""
 
 Item = tuple[KeyRecord, Value]
+
+_BASE, _IS_WRITEABLE = operator.attrgetter("base"), operator.attrgetter("flags.writeable")
 
 SELECTED_KEYS = 1 << 20
 """Selections of keys are forgotten when they have more keys than this together."""
@@ -766,10 +769,12 @@ class KVStore(KVStoreBase):
     def _outputs(self, key: Keys, out: object) -> tuple[Selection, Sequence[Sequence[Array]]]:
         """Return the keys of a pull, and the outputs of each."""
         known, given = self._known(key), _listed(key, out)
-        if known is not None and known.fits(given) and all(array.flags.writeable for array in given):
-            if any(array.base is not None for array in given) or len(set(map(id, given))) < len(given):
+        # As `Selection.fits`: all arrays at once.
+        if known is not None and known.fits(given) and all(map(_IS_WRITEABLE, given)):
+            own_memory = all(map(operator.is_, map(_BASE, given), itertools.repeat(None)))
+            if not own_memory or len(set(map(id, given))) < len(given):
                 values.apart([(record.key, None, array) for record, array in zip(known.records, given, strict=True)])
-            return known, [(array,) for array in given]
+            return known, list(zip(given, strict=False))
         items = self._targets(values.outputs(key, out))
         return self._selected(key, [record for record, _ in items]), [arrays for _, arrays in items]
 
