@@ -7,8 +7,9 @@ calculate with, `narrow` brings the result back.
 Source: bfloat16 is the upper half of an IEEE 754 binary32; `narrow` rounds to nearest, ties to even, as hardware and
 torch do, and keeps NaN quiet. We need no other package for this; arrays of `ml_dtypes` and torch are viewed as it.
 
-float16 is IEEE 754 binary16. `narrow` and `widen` convert it by its bits, because numpy's own casts take up to 40 times
-as long where values are below 6.1e-5 (float16's subnormal range), as most gradients are late in training. A compiled loop does it where there is one (`kernels`).
+float16 is IEEE 754 binary16. It is converted by its bits, because numpy's own casts take up to 40 times as long where
+values are below 6.1e-5 (float16's subnormal range), as most gradients are late in training. A compiled loop converts it
+where there is one (`kernels`), else numpy in blocks.
 """
 
 from __future__ import annotations
@@ -22,8 +23,18 @@ import numpy.typing as npt
 from distrun_runtime.arrays import kernels
 
 __all__ = [
-    *("BFLOAT16", "NAMES", "Array", "DType", "from_half", "is_float", "name_of", "narrow", "parse", "to_half"),
-    *("widen", "work_dtype"),
+    "BFLOAT16",
+    "NAMES",
+    "Array",
+    "DType",
+    "from_half",
+    "is_float",
+    "name_of",
+    "narrow",
+    "parse",
+    "to_half",
+    "widen",
+    "work_dtype",
 ]
 
 Array = npt.NDArray[Any]

@@ -106,10 +106,14 @@ def two_bit_decode(payload: Array, quantum: np.float32, out: Array, adds: bool) 
     return 1
 
 
-def one_bit_encode(
-    values: Array, residual: Array, threshold: np.float32, is_inclusive: bool, step: np.float32, out: Array
-) -> int:
-    """Write 1 where values + residual is above the threshold (or equal to it); leave the rest in the residual."""
+def one_bit_encode(values: Array, residual: Array, threshold: np.float32, kind: Array, out: Array) -> int:
+    """Write 1 where values + residual is above the threshold; leave the rest in the residual.
+
+    Arguments:
+        kind: float32. The first is by how much an element moves; the second is 1 where elements that are equal to the
+            threshold count as above it, else 0.
+    """
+    step, is_inclusive = kind[0], kind[1] != 0
     whole = values.size // 8
     has_residual = residual.size > 0
     for at in range(whole):
@@ -191,7 +195,7 @@ LOOPS: dict[str, tuple[Loop, tuple[int, ...]]] = {
         (are_finite, (_FLOATS, _FLOATS)),
         (two_bit_encode, (_FLOATS, _FLOATS_OUT, _FLOAT, _BYTES_OUT)),
         (two_bit_decode, (_BYTES, _FLOAT, _FLOATS_OUT, _BOOL)),
-        (one_bit_encode, (_FLOATS, _FLOATS_OUT, _FLOAT, _BOOL, _FLOAT, _BYTES_OUT)),
+        (one_bit_encode, (_FLOATS, _FLOATS_OUT, _FLOAT, _FLOATS, _BYTES_OUT)),
         (one_bit_decode, (_BYTES, _FLOAT, _FLOATS_OUT, _BOOL)),
         (narrow_half, (_FLOATS, _HALVES_OUT)),
         (widen_half, (_HALVES, _FLOATS_OUT, _BOOL)),
@@ -283,7 +287,7 @@ def _compile(loop: Loop, arguments: tuple[int, ...]) -> Loop | None:
     import numba
     from numba import types
 
-    if numba.config.DISABLE_JIT:
+    if vars(numba.config)["DISABLE_JIT"]:
         return None
 
     def array(dtype: Any, is_read: bool) -> Any:

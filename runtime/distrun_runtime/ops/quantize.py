@@ -63,7 +63,7 @@ def first_not_finite(values: Array, residual: Array | None) -> int:
                 total = np.add(total, residual[run], out=_room.floats[: run.stop - run.start])
             np.isfinite(total, out=flags)
             if not flags.all():
-                return run.start + int(np.argmin(flags))
+                return int(run.start + np.argmin(flags))
     return -1
 
 
@@ -108,7 +108,7 @@ def two_bit_decode(payload: Array, threshold: float, out: Array, adds: bool) -> 
 
 def one_bit_encode(values: Array, residual: Array | None, threshold: float, out: Array) -> None:
     """Write 1 for elements above the threshold, else 0."""
-    _bits_encode(values, residual, threshold, False, 1.0, out)
+    _bits_encode(values, residual, threshold, out, step=1.0, is_inclusive=False)
 
 
 def one_bit_decode(payload: Array, out: Array, adds: bool) -> None:
@@ -127,7 +127,7 @@ def scaled_encode(values: Array, residual: Array | None, out: Array) -> None:
         size += float(np.add.reduce(doubles))
     scale = np.float32(size / len(values) if len(values) else 0.0)
     out[:4] = np.frombuffer(scale.astype("<f4").tobytes(), np.uint8)
-    _bits_encode(values, residual, 0.0, True, float(scale), out[4:])
+    _bits_encode(values, residual, 0.0, out[4:], step=float(scale), is_inclusive=True)
 
 
 def scaled_decode(payload: Array, out: Array, adds: bool) -> None:
@@ -191,12 +191,12 @@ def _totals(values: Array, residual: Array | None) -> Iterator[tuple[slice, Arra
 
 
 def _bits_encode(
-    values: Array, residual: Array | None, threshold: float, is_inclusive: bool, step: float, out: Array
+    values: Array, residual: Array | None, threshold: float, out: Array, *, step: float, is_inclusive: bool
 ) -> None:
     """Write 1 for elements above the threshold, or equal to it if it is inclusive, else 0; they move by the step."""
     bound, moved = np.float32(threshold), np.float32(step)
-    given = _NO_RESIDUAL if residual is None else residual
-    if kernels.call("one_bit_encode", values, given, bound, is_inclusive, moved, out):
+    given, kind = _NO_RESIDUAL if residual is None else residual, np.array([step, is_inclusive], np.float32)
+    if kernels.call("one_bit_encode", values, given, bound, kind, out):
         return
     table = np.where(_BITS, moved, -moved)
     for run, total in _totals(values, residual):

@@ -1,8 +1,8 @@
 """What messages bring to the shards of a server, and the sums of rounds.
 
 What lies next to each other in an arena is added by one call. Encoded payloads are decoded straight into the sums. A
-shard goes by itself where it must: rows, encoded values of float64, and all of a deterministic store, whose sums are made
-in the order of ranks.
+shard goes by itself where it must: rows, encoded values of float64, and all of a deterministic store, whose sums are
+made in the order of ranks.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _add_encoded(values: Values, of: Round, batch: work.Batch) -> bool:
     alone = (lengths >= _JOINED_ELEMENTS) | (lengths % codec.joins != 0) if codec.joins else np.ones(len(lengths), bool)
     is_new = where == 0
     breaks = np.flatnonzero(alone[1:] | alone[:-1] | (is_new[1:] != is_new[:-1])) + 1
-    for run in runs(values.at[batch.shards], lengths, breaks):
+    for run in runs(values.at[batch.shards], lengths, breaks.tolist()):
         some = [b"" if frame is None else frame for frame in frames[run.first : run.last]]
         there = sums.view(run.begin, run.end)
         adds = not is_new[run.first]

@@ -323,7 +323,7 @@ def _decode(portion: Portion, reply: Message, outs: Sequence[Array]) -> None:
 
 
 def _rows_of(portion: Portion, reply: Message) -> Iterator[Array]:
-    """Yield the rows that a server answered for each shard of a portion: flat, in the key's dtype; errors as `_decode`."""
+    """Yield the rows that a server answered for each shard of a portion: flat; errors as `_decode`."""
     for _, _, frame in _answers(portion, reply):
         yield np.frombuffer(frame, portion.dtype) if memoryview(frame).nbytes else np.empty(0, portion.dtype)
 
