@@ -146,8 +146,11 @@ class Codec(ABC):
         self._write(values, residual, payload, params)
         return payload.data
 
-    def check_finite(self, values: Array, residual: Array | None) -> None:
+    def check_finite(self, values: Array, residual: Array | None, first: int = 0) -> None:
         """Return if `encode` takes these values; nothing is changed.
+
+        Arguments:
+            first: the number of the first element, for the message.
 
         Raises:
             KVError: an element is not finite. A residual would keep it for ever, and the training not learn of it.
@@ -160,7 +163,7 @@ class Codec(ABC):
                 "compression %r: element %d is %g, and %g with what was left out before; only finite values can be"
                 " compressed. fix: push zeros instead (a push that is left out would put this worker one round behind"
                 " the others for good), with a trainer call trainer.skip_step() instead of step, or turn compression"
-                " of this key off" % (self.name, at, values[at], total)
+                " of this key off" % (self.name, first + at, values[at], total)
             )
 
     def decode(self, payload: Buffer, n: int, params: Params) -> Array:

@@ -31,6 +31,8 @@ __all__ = ["MIN_SIZE", "Compression", "Compressor"]
 
 MIN_SIZE = 1024
 """Bytes below which a value travels as it is, unless told otherwise."""
+_CHECKED = 1 << 18
+"""So many elements of other types are brought to float32 at once, when they are checked."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Compression:
     @property
     def codec(self) -> Codec | None:
         """The codec; None for "none"."""
-        return None if self.type == "none" else codec.named(self.type)
+        return codec.CODECS.get(self.type)
 
     @property
     def number(self) -> int:
@@ -192,12 +194,16 @@ class Compressor:
             KVError: an element, or its sum with the residual, is not finite; names the key. Nothing was changed.
         """
         setting = self.of(record)
-        found = None if setting is None else setting.codec
-        if found is None or not found.has_residual:
+        if setting is None or setting.codec is None or not setting.codec.has_residual:
             return
         residual = self._residuals.get((record.key, device))
         try:
-            found.check_finite(_floats(flat), residual)
+            if flat.dtype == np.float32:
+                setting.codec.check_finite(flat, residual)
+                return
+            for begin in range(0, len(flat), _CHECKED):
+                run = slice(begin, begin + _CHECKED)
+                setting.codec.check_finite(_floats(flat[run]), None if residual is None else residual[run], begin)
         except KVError as err:
             raise KVError("key %r: %s" % (record.key, err)) from None
 
@@ -382,6 +388,8 @@ def _address(array: Array) -> int:
 
 def _floats(flat: Array) -> Array:
     """Return the elements as float32."""
+    if flat.dtype == np.float32:
+        return flat
     with np.errstate(over="ignore", invalid="ignore"):
         return dtypes.widen(flat).astype(np.float32, copy=False)
 
