@@ -245,6 +245,11 @@ def test_compression_goes_on_with_numpy_if(before: str, variables: dict[str, str
     assert (result.stdout, result.stderr) == ("[0.5, 0.5, 0.5, 0.5, 0.5] False\n", "")
 
 
+def test_choosing_a_codec_compiles_its_loops() -> None:
+    pytest.importorskip("numba")
+    assert run(NUMPY_GOES_ON.format(before="")).stdout == "[0.5, 0.5, 0.5, 0.5, 0.5] True\n"
+
+
 def test_numba_is_not_imported_before_a_codec_is_chosen() -> None:
     code = "import sys; from distrun_runtime import kvstore; kv = kvstore.create('device'); kv.close()\n"
     assert run(code + "print('numba' in sys.modules)").stdout == "False\n"
