@@ -295,5 +295,5 @@ def test_check_of_a_large_value_of_another_type_names_the_element() -> None:
     one = compressor()
     wrong = np.zeros(600_000, np.float64)
     wrong[500_000] = np.nan
-    with pytest.raises(KVError, match="key 'w': .*element 500000 is nan"):
+    with pytest.raises(KVError, match=r"key 'w': .*element 500000 is nan"):
         one.check(record(size=600_000, dtype=np.float64), wrong)
