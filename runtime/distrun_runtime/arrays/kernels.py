@@ -272,9 +272,9 @@ def _prepare(name: str) -> Exception | None:
     """Compile one loop unless it is there; return why it cannot be, the first time."""
     if name in _compiled:
         return None
-    is_first = None not in _compiled.values()
+    has_failed = None in _compiled.values()
     loop, error = None, None
-    if is_first and is_installed():
+    if not has_failed and is_installed():
         try:
             loop = _compile(*LOOPS[name])
         except Exception as err:  # numba's errors are of many kinds, and so are those of a broken installation

@@ -7,7 +7,7 @@ put in, but for float32's rounding. Decoding needs no state.
 The numbers are those of the wire (an entry's `codec`); none is ever used again for another codec. The formats are
 fixed byte by byte in `docs/compression.md`, and golden bytes are tests.
 
-Source: `1bit` and `2bit` are those of MXNet's gradient compression; the others are ours (`algo.quantize`).
+Source: `1bit` and `2bit` are those of MXNet's gradient compression; the others are ours (`ops.quantize`).
 """
 
 from __future__ import annotations
@@ -142,7 +142,11 @@ class Codec(ABC):
             residual = None
         elif not is_checked:
             self.check_finite(values, residual)
-        payload = np.empty(self.size(len(values), params), np.uint8) if out is None else out
+        size = self.size(len(values), params)
+        payload = np.empty(size, np.uint8) if out is None else out
+        # Compiled loops look at no bounds.
+        if len(payload) != size or (residual is not None and len(residual) != len(values)):
+            raise ValueError("compression %r: residual or payload of another length" % self.name)
         self._write(values, residual, payload, params)
         return payload.data
 
@@ -155,6 +159,8 @@ class Codec(ABC):
         Raises:
             KVError: an element is not finite. A residual would keep it for ever, and the training not learn of it.
         """
+        if residual is not None and len(residual) != len(values):
+            raise ValueError("compression %r: residual of another length" % self.name)
         at = quantize.first_not_finite(values, residual) if self.has_residual else -1
         if at >= 0:
             with np.errstate(over="ignore", invalid="ignore"):

@@ -197,6 +197,8 @@ class Compressor:
         if setting is None or setting.codec is None or not setting.codec.has_residual:
             return
         residual = self._residuals.get((record.key, device))
+        if residual is not None and residual.size != flat.size:
+            residual = None  # `encode` does not use it either
         try:
             if flat.dtype == np.float32:
                 setting.codec.check_finite(flat, residual)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import warnings
@@ -207,9 +208,7 @@ def test_loops_compiled_in_a_thread_are_ready_after_a_while(monkeypatch: pytest.
     assert kernels.call("are_finite", np.ones(3, np.float32), np.empty(0, np.float32)) == 1
 
 
-def run(code: str, *, cwd: object = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    import os
-
+def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **variables}
     return subprocess.run(
         [sys.executable, "-W", "error::RuntimeWarning", "-c", code],

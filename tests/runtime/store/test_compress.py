@@ -196,6 +196,7 @@ def test_residuals_are_restored_as_they_were() -> None:
 def test_a_residual_of_another_size_is_not_used() -> None:
     made = compressor()
     made.restore({"w": np.ones(3, np.float32)})
+    made.check(record(size=1), values(0.1))
     assert made.through(record(size=1), values(0.1)).tolist() == [0]
 
 
