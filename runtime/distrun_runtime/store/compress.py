@@ -18,6 +18,7 @@ import numpy as np
 
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.segments import Pool
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codec
 from distrun_runtime.ops.compression import Buffer, Codec
@@ -229,7 +230,9 @@ class Compressor:
         residual = self._residual(record, device)[run] if setting.codec.has_residual else None
         return setting.number, setting.codec.encode(_floats(flat[run]), residual, dict(setting.params))
 
-    def encode_all(self, portion: Portion, records: Sequence[KeyRecord], values: Sequence[Array]) -> list[Buffer]:
+    def encode_all(
+        self, portion: Portion, records: Sequence[KeyRecord], values: Sequence[Array], staging: Pool | None = None
+    ) -> list[Buffer]:
         """Return the payload of each shard of a message, whose values are all compressed alike.
 
         `check` has taken the values. The payloads stay as they are until the push of the message is done
@@ -237,12 +240,15 @@ class Compressor:
 
         Arguments:
             records, values: of each key of the call, by place; values of any shape.
+            staging: memory that the receiver reads where it is; None: it does not.
         """
         plan = self._plans.get(portion)
         if plan is None or plan.version != self._residuals_version:
             plan = self._plans[portion] = self._plan(portion, records)
         elif portion.carried_by is not None and not portion.carried_by.is_done:
             plan.room = np.empty_like(plan.room)
+        shared = None if staging is None else staging.empty(plan.room.shape, plan.room.dtype)
+        room = plan.room if shared is None else shared
         found, params = plan.setting.codec, dict(plan.setting.params)
         assert found is not None
         last, whole = -1, plan.gathered
@@ -255,9 +261,8 @@ class Compressor:
                 # One call for all of them; axis None takes arrays of any shapes, in C order.
                 flat = plan.gathered[: run.elements.stop]
                 np.concatenate([values[item] for item in run.items], axis=None, out=flat)
-            found.encode(flat, run.residual, params, plan.room[run.payload], is_checked=True)
-        room = plan.room.data
-        return [room[begin:end] for begin, end in plan.cuts]
+            found.encode(flat, run.residual, params, room[run.payload], is_checked=True)
+        return [room.data[begin:end] for begin, end in plan.cuts]
 
     def _plan(self, portion: Portion, records: Sequence[KeyRecord]) -> _Plan:
         shards = list(portion.shards())

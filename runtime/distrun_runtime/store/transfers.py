@@ -117,11 +117,13 @@ class Transfers:
         if lent and not call.waits:
             in_place = self._in_place(route, arrays)
         for portion in route.portions:
+            staging = self._link.node.staging(portion.link)
             if portion.is_plain:
-                staging = self._link.node.staging(portion.link)
                 loaded.append((portion, portion.gather(arrays, lent, staging, in_place), Payload.PACKED))
             else:
-                loaded.append((portion, self._compressor.encode_all(portion, keys.records, arrays), Payload.FRAME))
+                loaded.append(
+                    (portion, self._compressor.encode_all(portion, keys.records, arrays, staging), Payload.FRAME)
+                )
         request = self._contribute(what, route, loaded, body, priority)
         return request, lambda: self._release(what, route, in_place)
 
