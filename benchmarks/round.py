@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from typing import Optional
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "benchmarks" / "peers"
 OURS = "distrun"
-PEERS = ("mxnet", "gloo", "gloo-bucket")
+PEERS = ("mxnet", "gloo", "gloo-bucket", "mpi", "mpi-bucket")
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ RUN_TIMEOUT_S = 600
 OURS_ALONE = {"empty": "list", "view": "list"}
 """Forms that only we have, and what the peers do meanwhile."""
 
+MPIRUN = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np")
+
 Found = dict[tuple[str, str], list[Optional[float]]]
 """Seconds of each run, by names of work and system; None: it failed."""
 
@@ -76,6 +79,13 @@ class System:
     """What `distrun launch` needs to know: who serves."""
     arguments: tuple[str, ...] = ()
     """In place of the work's form."""
+    by_mpirun: bool = False
+    """Open MPI's own launcher starts it; only by that its processes know each other."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether all that it needs is installed."""
+        return os.access(self.python, os.X_OK) and not (self.by_mpirun and shutil.which(MPIRUN[0]) is None)
 
 
 def systems(peers: Path, servers: int) -> list[System]:
@@ -86,11 +96,14 @@ def systems(peers: Path, servers: int) -> list[System]:
         System("mxnet", str(peers / "mxnet/bin/python"), "mxnet_round.py", (*serve, "--ps", "command")),
         System("gloo", str(peers / "torch/bin/python"), "gloo_round.py", ("-s", "0"), ("plain",)),
         System("gloo-bucket", str(peers / "torch/bin/python"), "gloo_round.py", ("-s", "0"), ("bucket",)),
+        System("mpi", str(peers / "mpi/bin/python"), "mpi_round.py", (), ("plain",), by_mpirun=True),
+        System("mpi-bucket", str(peers / "mpi/bin/python"), "mpi_round.py", (), ("bucket",), by_mpirun=True),
     ]
     for system in known:
-        if not os.access(system.python, os.X_OK):
-            say("%s is left out: no %s. To have it:  scripts/install peers" % (system.name, system.python))
-    return [system for system in known if os.access(system.python, os.X_OK)]
+        if not system.is_there:
+            how = "scripts/install %s" % ("mpi" if system.by_mpirun else "peers")
+            say("%s is left out: no %s. To have it:  %s" % (system.name, system.python, how))
+    return [system for system in known if system.is_there]
 
 
 def measure(system: System, work: Work, options: argparse.Namespace) -> float | None:
@@ -105,11 +118,14 @@ def measure(system: System, work: Work, options: argparse.Namespace) -> float | 
         "--env",
         "OMP_NUM_THREADS=1",
     ]
+    if system.by_mpirun:
+        command = [*MPIRUN, str(options.workers)]
     command += [system.python, str(SCRIPTS / system.script), work.model, str(options.rounds)]
-    command += list(system.arguments or (work.form if system.name == OURS else OURS_ALONE.get(work.form, work.form),))
+    form = work.form if system.name == OURS else OURS_ALONE.get(work.form, work.form)
+    command += list(system.arguments or (form,))
     # A job store of its own: a benchmark is nobody's job.
     with tempfile.TemporaryDirectory() as state:
-        env = {**os.environ, "XDG_STATE_HOME": state}
+        env = {**os.environ, "XDG_STATE_HOME": state, "OMP_NUM_THREADS": "1"}
         result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, check=False)
     lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
     if result.returncode != 0 or len(lines) != options.workers:

@@ -206,8 +206,9 @@ class Cluster:
         if self._over == "inproc":
             return wrapped(self.network.transport(), node)
         transport: Transport = ZmqTransport(node.heartbeat, node.token)
-        if self._over == "segments":
-            transport = BulkTransport(transport, node.token, [self._pool_of(node)], large_bytes=1)
+        if self._over == "segments" and node.role != "scheduler":
+            pools = [self._pool_of(node)]
+            transport = BulkTransport(transport, node.token, pools, offers=node.role == "server", large_bytes=1)
         return wrapped(transport, node)
 
     def _share(self, session: Session) -> None:

@@ -7,8 +7,9 @@ calculate with, `narrow` brings the result back.
 Source: bfloat16 is the upper half of an IEEE 754 binary32; `narrow` rounds to nearest, ties to even, as hardware and
 torch do, and keeps NaN quiet. We need no other package for this; arrays of `ml_dtypes` and torch are viewed as it.
 
-float16 is IEEE 754 binary16. `narrow` and `widen` convert it by its bits, because numpy's own casts take up to 40 times
-as long where values are below 6.1e-5 (float16's subnormal range), as most gradients are late in training.
+float16 is IEEE 754 binary16. It is converted by its bits, because numpy's own casts take up to 40 times as long where
+values are below 6.1e-5 (float16's subnormal range), as most gradients are late in training. A compiled loop converts it
+where there is one (`kernels`), else numpy in blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BFLOAT16", "NAMES", "Array", "DType", "is_float", "name_of", "narrow", "parse", "widen", "work_dtype"]
+from distrun_runtime.arrays import kernels
+
+__all__ = [
+    "BFLOAT16",
+    "NAMES",
+    "Array",
+    "DType",
+    "from_half",
+    "is_float",
+    "name_of",
+    "narrow",
+    "parse",
+    "to_half",
+    "widen",
+    "work_dtype",
+]
 
 Array = npt.NDArray[Any]
 """A numpy array of any shape and dtype."""
@@ -66,11 +82,16 @@ def work_dtype(dtype: DType) -> DType:
 
 def widen(array: Array) -> Array:
     """Return the array in its `work_dtype`: a new float32 array for 16-bit floats, else the array itself."""
-    if array.dtype == BFLOAT16:
-        bits = np.ascontiguousarray(array).view(np.uint16).astype(np.uint32) << np.uint32(16)
-        wide: Array = bits.view(np.float32).reshape(array.shape)
-        return wide
-    return _from_half(array) if array.dtype == np.float16 else array
+    if array.dtype not in (np.dtype(np.float16), BFLOAT16):
+        return array
+    flat, result = np.ascontiguousarray(array).reshape(-1), np.empty(array.size, np.float32)
+    if array.dtype == np.float16:
+        from_half(flat, result)
+    else:
+        bits = result.view(np.uint32)
+        bits[...] = flat.view(np.uint16)
+        bits <<= np.uint32(16)
+    return result.reshape(array.shape)
 
 
 def narrow(array: Array, dtype: DType) -> Array:
@@ -81,17 +102,62 @@ def narrow(array: Array, dtype: DType) -> Array:
     """
     if array.dtype == dtype:
         return array
-    if dtype == np.float16 and array.dtype == np.float32:
-        return _to_half(array)
-    if dtype != BFLOAT16:
+    if dtype != BFLOAT16 and (dtype != np.float16 or array.dtype != np.float32):
         with np.errstate(over="ignore", invalid="ignore"):
             return array.astype(dtype)
-    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
-    rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
-    quiet = (bits >> np.uint32(16)) | np.uint32(0x0040)
-    halves = np.where(np.isnan(bits.view(np.float32)), quiet, rounded).astype(np.uint16)
-    result: Array = halves.view(BFLOAT16).reshape(array.shape)
-    return result
+    flat, result = np.ascontiguousarray(array, np.float32).reshape(-1), np.empty(array.size, dtype)
+    (_to_bfloat16 if dtype == BFLOAT16 else to_half)(flat, result)
+    return result.reshape(array.shape)
+
+
+def to_half(values: Array, out: Array) -> None:
+    """Write flat float32 `values` to `out`, flat float16, rounded to nearest even; NaN stays a quiet NaN."""
+    if kernels.call("narrow_half", values, out.view(np.uint16)):
+        return
+    if values.size <= _FEW and not np.isnan(values).any():  # numpy leaves other bits in a NaN
+        with np.errstate(all="ignore"):
+            out[...] = values
+        return
+    flat, result = values.view(np.uint32), out.view(np.uint16)
+    rooms = np.empty((2, min(_BLOCK, flat.size)), np.uint32)
+    for start in range(0, flat.size, _BLOCK):
+        bits = flat[start : start + _BLOCK]
+        _block_to_half(bits, result[start : start + _BLOCK], *rooms[:, : bits.size])
+
+
+def from_half(halves: Array, out: Array, adds: bool = False) -> None:
+    """Write flat float16 `halves` to `out`, flat float32, or add them to it."""
+    if kernels.call("widen_half", halves.view(np.uint16), out, adds):
+        return
+    if halves.size <= _FEW and not adds:
+        out[...] = halves
+        return
+    bits, table = halves.view(np.uint16), _all_halves()
+    # An overflowing sum is the training's affair (loss scaling looks for inf): no warning here.
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, bits.size, _BLOCK):
+            run = slice(start, start + _BLOCK)
+            if adds:
+                out[run] += np.take(table, bits[run])
+            else:  # every index is in the table: nothing is clipped
+                np.take(table, bits[run], out=out[run], mode="clip")
+
+
+def _to_bfloat16(values: Array, out: Array) -> None:
+    """Write flat float32 `values` to `out`, flat bfloat16, rounded to nearest even."""
+    flat, result = values.view(np.uint32), out.view(np.uint16)
+    room = np.empty(min(_BLOCK, flat.size), np.uint32)
+    for start in range(0, flat.size, _BLOCK):
+        bits = flat[start : start + _BLOCK]
+        halves = np.right_shift(bits, np.uint32(16), out=room[: bits.size])
+        halves &= np.uint32(1)
+        halves += np.uint32(0x7FFF)
+        halves += bits
+        halves >>= np.uint32(16)
+        nans = np.isnan(bits.view(np.float32))
+        if nans.any():
+            halves[nans] = (bits[nans] >> np.uint32(16)) | np.uint32(0x0040)
+        result[start : start + _BLOCK] = halves
 
 
 # float16. A float32 x whose power of two is 2^e has as float16 the quantum 2^(e-10), and 2^-24 below 2^-14. Added to
@@ -112,22 +178,6 @@ _SHIFT = np.uint32(13)
 """Bits that a float32 has more than a float16 behind the point."""
 _RAISED = np.uint32(13 << 23)
 """What makes bits of 2^e those of 2^(e+13)."""
-
-
-def _to_half(array: Array) -> Array:
-    """Return a float32 array as float16; NaN stays a quiet NaN with its sign."""
-    if array.size <= _FEW:
-        with np.errstate(all="ignore"):
-            few: Array = array.astype(np.float16)
-        return few
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint32)
-    result = np.empty(flat.shape, np.uint16)
-    rooms = np.empty((2, min(_BLOCK, flat.size)), np.uint32)
-    for start in range(0, flat.size, _BLOCK):
-        bits = flat[start : start + _BLOCK]
-        _block_to_half(bits, result[start : start + _BLOCK], *rooms[:, : bits.size])
-    halves: Array = result.view(np.float16).reshape(array.shape)
-    return halves
 
 
 def _block_to_half(bits: Array, result: Array, sizes: Array, powers: Array) -> None:
@@ -154,18 +204,6 @@ def _block_to_half(bits: Array, result: Array, sizes: Array, powers: Array) -> N
     powers >>= np.uint32(16)
     np.bitwise_or(sizes, powers, out=sizes)
     result[...] = sizes
-
-
-def _from_half(array: Array) -> Array:
-    """Return a float16 array as float32, by a table of all 65,536 numbers."""
-    if array.size <= _FEW:
-        return array.astype(np.float32)
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint16)
-    result, table = np.empty(flat.shape, np.float32), _all_halves()
-    for start in range(0, flat.size, _BLOCK):
-        run = slice(start, start + _BLOCK)
-        np.take(table, flat[run], out=result[run], mode="clip")  # every index is in the table: nothing is clipped
-    return result.reshape(array.shape)
 
 
 @lru_cache(maxsize=1)

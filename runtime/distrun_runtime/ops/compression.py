@@ -7,13 +7,14 @@ put in, but for float32's rounding. Decoding needs no state.
 The numbers are those of the wire (an entry's `codec`); none is ever used again for another codec. The formats are
 fixed byte by byte in `docs/compression.md`, and golden bytes are tests.
 
-Source: `1bit` and `2bit` are those of MXNet's gradient compression; the others are ours (`algo.quantize`).
+Source: `1bit` and `2bit` are those of MXNet's gradient compression; the others are ours (`ops.quantize`).
 """
 
 from __future__ import annotations
 
 import math
 import numbers
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from typing import ClassVar, Dict, Union
 
 import numpy as np
 
-from distrun_runtime.arrays.dtypes import Array, narrow, widen
+from distrun_runtime.arrays import kernels
+from distrun_runtime.arrays.dtypes import Array, from_half, to_half
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import quantize
 
@@ -85,6 +87,11 @@ class Codec(ABC):
     factor: ClassVar[int] = 1
     """Elements in one 4-byte word for the codecs whose big values MXNet cuts by words; 1 for all others."""
     knobs: ClassVar[Mapping[str, Knob]] = MappingProxyType({})
+    joins: ClassVar[int] = 0
+    """Payloads of runs of a multiple of this many elements, end to end, are the payload of these runs end to end.
+    0: they never are."""
+    loops: ClassVar[tuple[str, ...]] = ()
+    """Its compiled loops (`arrays.kernels`), where numba is installed."""
 
     def check(self, params: Mapping[str, object]) -> Params:
         """Return every parameter, as given or else by default.
@@ -109,7 +116,15 @@ class Codec(ABC):
     def size(self, n: int, params: Params) -> int:
         """Return how many bytes `n` elements become."""
 
-    def encode(self, values: Array, residual: Array | None, params: Params) -> Buffer:
+    def encode(
+        self,
+        values: Array,
+        residual: Array | None,
+        params: Params,
+        out: Array | None = None,
+        *,
+        is_checked: bool = False,
+    ) -> Buffer:
         """Return the payload of `values`.
 
         Arguments:
@@ -117,126 +132,177 @@ class Codec(ABC):
             residual: float32 of shape (n,), what former payloads left out; it is added to the values, and replaced
                 in place by what this payload leaves out. None: nothing before, nothing kept.
             params: as `check` returned them.
+            out: where the payload is written, uint8 of shape (size(n),), of any alignment; None: into new memory.
+            is_checked: `check_finite` has taken values and residual.
 
         Raises:
             KVError: a value, or its sum with the residual, is not finite; the residual is as it was.
         """
-        total = total_of(self.name, values, residual)
-        payload = self._write(total, params)
-        if residual is not None:
-            residual[...] = total
-        return payload
+        if not self.has_residual:
+            residual = None
+        elif not is_checked:
+            self.check_finite(values, residual)
+        size = self.size(len(values), params)
+        payload = np.empty(size, np.uint8) if out is None else out
+        # Compiled loops look at no bounds.
+        if len(payload) != size or (residual is not None and len(residual) != len(values)):
+            raise ValueError("compression %r: residual or payload of another length" % self.name)
+        self._write(values, residual, payload, params)
+        return payload.data
 
-    def decode(self, payload: Buffer, n: int, params: Params) -> Array:
-        """Return the `n` elements of a payload as a new float32 array.
+    def check_finite(self, values: Array, residual: Array | None, first: int = 0) -> None:
+        """Return if `encode` takes these values; nothing is changed.
+
+        Arguments:
+            first: the number of the first element, for the message.
 
         Raises:
-            KVError: it is not a payload of `n` elements; says what was expected.
+            KVError: an element is not finite. A residual would keep it for ever, and the training not learn of it.
         """
+        if residual is not None and len(residual) != len(values):
+            raise ValueError("compression %r: residual of another length" % self.name)
+        at = quantize.first_not_finite(values, residual) if self.has_residual else -1
+        if at >= 0:
+            with np.errstate(over="ignore", invalid="ignore"):
+                total = values[at] if residual is None else values[at] + residual[at]
+            raise KVError(
+                "compression %r: element %d is %g, and %g with what was left out before; only finite values can be"
+                " compressed. fix: push zeros instead (a push that is left out would put this worker one round behind"
+                " the others for good), with a trainer call trainer.skip_step() instead of step, or turn compression"
+                " of this key off" % (self.name, first + at, values[at], total)
+            )
+
+    def decode(self, payload: Buffer, n: int, params: Params) -> Array:
+        """Return the `n` elements of a payload as a new float32 array; errors as `read`."""
+        out = np.empty(n, np.float32)
+        self.read(payload, out, params)
+        return out
+
+    def read(self, payload: Buffer, out: Array, params: Params, *, adds: bool = False) -> None:
+        """Write the elements of a payload to `out`, or add them to what is there.
+
+        Arguments:
+            out: float32 of shape (n,), C-contiguous.
+
+        Raises:
+            KVError: it is not a payload of `n` elements; says what was expected. `out` is as it was.
+        """
+        n = len(out)
         expected, found = self.size(n, params), memoryview(payload).nbytes
         if found != expected:
             raise KVError(
                 "compression %r: expected %d bytes for %d elements, found %d bytes" % (self.name, expected, n, found)
             )
-        return self._read(np.frombuffer(payload, np.uint8) if found else np.empty(0, np.uint8), n, params)
+        if n:
+            self._read(np.frombuffer(payload, np.uint8), out, adds, params)
+
+    def prepare(self, *, waits: bool = True) -> None:
+        """Have the compiled loops of this codec ready where numba is installed: at once, or soon (in a thread)."""
+        (kernels.prepare if waits else kernels.prepare_soon)(self.loops)
 
     @abstractmethod
-    def _write(self, total: Array, params: Params) -> Buffer:
-        """Return the payload of `total`, a new float32 array, and leave in it what the payload leaves out."""
+    def _write(self, values: Array, residual: Array | None, out: Array, params: Params) -> None:
+        """Write the payload of values + residual to `out`, and leave in the residual what the payload leaves out."""
 
     @abstractmethod
-    def _read(self, payload: Array, n: int, params: Params) -> Array:
-        """Return the elements of a payload (uint8) of the right size."""
+    def _read(self, payload: Array, out: Array, adds: bool, params: Params) -> None:
+        """Write or add the elements of a payload (uint8) of the right size; at least one element."""
 
 
 class TwoBit(Codec):
     """+threshold, -threshold or 0: a sixteenth of the bytes. At most one threshold an element and payload."""
 
     name, number, factor = "2bit", 1, 16
+    joins = 16
+    loops = ("are_finite", "two_bit_encode", "two_bit_decode")
     knobs: ClassVar[Mapping[str, Knob]] = MappingProxyType({"threshold": Knob(0.5, above=0.0)})
 
     def size(self, n: int, params: Params) -> int:
         """Return how many bytes `n` elements become."""
         return quantize.words_size(n, self.factor)
 
-    def _write(self, total: Array, params: Params) -> Buffer:
-        return quantize.two_bit_encode(total, params["threshold"])
+    def _write(self, values: Array, residual: Array | None, out: Array, params: Params) -> None:
+        quantize.two_bit_encode(values, residual, params["threshold"], out)
 
-    def _read(self, payload: Array, n: int, params: Params) -> Array:
-        return quantize.two_bit_decode(payload, n, params["threshold"])
+    def _read(self, payload: Array, out: Array, adds: bool, params: Params) -> None:
+        quantize.two_bit_decode(payload, params["threshold"], out, adds)
 
 
 class OneBit(Codec):
     """+1 or -1, whatever the threshold: a thirty-second of the bytes. Every element moves with each payload."""
 
     name, number, factor = "1bit", 2, 32
+    joins = 32
+    loops = ("are_finite", "one_bit_encode", "one_bit_decode")
     knobs: ClassVar[Mapping[str, Knob]] = MappingProxyType({"threshold": Knob(0.5)})
 
     def size(self, n: int, params: Params) -> int:
         """Return how many bytes `n` elements become."""
         return quantize.words_size(n, self.factor)
 
-    def _write(self, total: Array, params: Params) -> Buffer:
-        return quantize.one_bit_encode(total, params["threshold"])
+    def _write(self, values: Array, residual: Array | None, out: Array, params: Params) -> None:
+        quantize.one_bit_encode(values, residual, params["threshold"], out)
 
-    def _read(self, payload: Array, n: int, params: Params) -> Array:
-        return quantize.one_bit_decode(payload, n)
+    def _read(self, payload: Array, out: Array, adds: bool, params: Params) -> None:
+        quantize.one_bit_decode(payload, out, adds)
 
 
 class Fp16(Codec):
     """float16, rounded to nearest even: half of the bytes. What is too large becomes infinite: loss scaling sees it."""
 
     name, number, has_residual = "fp16", 3, False
+    joins = 1
+    loops = ("narrow_half", "widen_half")
 
     def size(self, n: int, params: Params) -> int:
         """Return how many bytes `n` elements become."""
         return 2 * n
 
-    def encode(self, values: Array, residual: Array | None, params: Params) -> Buffer:
-        """Return the payload of `values`; a residual is neither added nor changed."""
-        return self._write(values, params)
+    def _write(self, values: Array, residual: Array | None, out: Array, params: Params) -> None:
+        to_half(values, out.view(np.float16))
+        if sys.byteorder == "big":
+            out.view(np.uint16).byteswap(inplace=True)
 
-    def _write(self, total: Array, params: Params) -> Buffer:
-        return narrow(total, np.dtype(np.float16)).astype("<f2", copy=False).view(np.uint8).data
-
-    def _read(self, payload: Array, n: int, params: Params) -> Array:
-        return widen(payload.view("<f2").astype(np.float16, copy=False))
+    def _read(self, payload: Array, out: Array, adds: bool, params: Params) -> None:
+        from_half(payload.view("<f2").astype(np.float16, copy=False), out, adds)
 
 
 class TopK(Codec):
     """The elements of largest magnitude, `ratio` of all, with their places: 8 bytes each."""
 
     name, number = "topk", 4
+    loops = ("are_finite",)
     knobs: ClassVar[Mapping[str, Knob]] = MappingProxyType({"ratio": Knob(0.01, above=0.0, most=1.0)})
 
     def size(self, n: int, params: Params) -> int:
         """Return how many bytes `n` elements become."""
         return 8 * quantize.top_count(n, params["ratio"])
 
-    def _write(self, total: Array, params: Params) -> Buffer:
-        return quantize.top_encode(total, quantize.top_count(len(total), params["ratio"]))
+    def _write(self, values: Array, residual: Array | None, out: Array, params: Params) -> None:
+        quantize.top_encode(values, residual, out)
 
-    def _read(self, payload: Array, n: int, params: Params) -> Array:
-        places = quantize.top_places(payload)
-        if len(places) and (int(places[-1]) >= n or not (places[1:] > places[:-1]).all()):
+    def _read(self, payload: Array, out: Array, adds: bool, params: Params) -> None:
+        n, places = len(out), quantize.top_places(payload)
+        if int(places[-1]) >= n or not (places[1:] > places[:-1]).all():
             raise KVError("compression 'topk': expected ascending places below %d, found %s" % (n, _shown(places)))
-        return quantize.top_decode(payload, n)
+        quantize.top_decode(payload, out, adds)
 
 
 class ScaledOneBit(Codec):
     """+scale or -scale, where scale is the piece's mean magnitude: a thirty-second of the bytes, and four more."""
 
     name, number = "1bit_scaled", 5
+    loops = ("are_finite", "one_bit_encode", "one_bit_decode")
 
     def size(self, n: int, params: Params) -> int:
         """Return how many bytes `n` elements become."""
         return 4 + quantize.words_size(n, 32)
 
-    def _write(self, total: Array, params: Params) -> Buffer:
-        return quantize.scaled_encode(total)
+    def _write(self, values: Array, residual: Array | None, out: Array, params: Params) -> None:
+        quantize.scaled_encode(values, residual, out)
 
-    def _read(self, payload: Array, n: int, params: Params) -> Array:
-        return quantize.scaled_decode(payload, n)
+    def _read(self, payload: Array, out: Array, adds: bool, params: Params) -> None:
+        quantize.scaled_decode(payload, out, adds)
 
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (TwoBit(), OneBit(), Fp16(), TopK(), ScaledOneBit())}
@@ -269,26 +335,6 @@ def numbered(number: int) -> Codec:
         known = ", ".join("%d (%s)" % pair for pair in sorted((n, c.name) for n, c in BY_NUMBER.items()))
         raise KVError("unknown codec number %d; known are %s" % (number, known))
     return codec
-
-
-def total_of(name: str, values: Array, residual: Array | None) -> Array:
-    """Return values + residual as a new float32 array; `name` is the codec's.
-
-    Raises:
-        KVError: an element is not finite. A residual would keep it for ever, and the training not learn of it.
-    """
-    with np.errstate(over="ignore", invalid="ignore"):
-        total: Array = np.add(values, np.float32(0) if residual is None else residual, dtype=np.float32)
-    finite = np.isfinite(total)
-    if not finite.all():
-        at = int(np.argmin(finite))
-        raise KVError(
-            "compression %r: element %d is %g, and %g with what was left out before; only finite values can be"
-            " compressed. fix: push zeros instead (a push that is left out would put this worker one round behind the"
-            " others for good), with a trainer call trainer.skip_step() instead of step, or turn compression of this"
-            " key off" % (name, at, values[at], total[at])
-        )
-    return total
 
 
 def _shown(places: Array) -> str:

@@ -1,7 +1,12 @@
-"""Quantisers: float32 elements to bits and back, byte for byte. Pure numpy, no loops over elements.
+"""Quantisers: float32 elements to bits and back, byte for byte, without loops in Python.
 
-Each `*_encode` takes the elements with all that former payloads left out (`total`), returns the payload and leaves in
-`total` what this payload leaves out. Each `*_decode` gets a payload of the right length and returns a new array.
+Each `*_encode` takes the elements and what former payloads left out (`residual`), writes the payload into `out`, and
+leaves in the residual what this payload leaves out. Without a residual nothing is added and nothing kept. Each
+`*_decode` takes a payload of the right length and writes the elements into `out`, or adds them to it.
+
+The arrays are flat: elements and residuals float32, payloads uint8. The sums of elements and residual are finite
+(`first_not_finite`). A compiled loop does the work where there is one (`arrays.kernels`). Otherwise numpy does it in
+blocks, so that intermediate results stay in the processor's cache. Both give the same bytes.
 
 Source: the layouts of `2bit` and `1bit` are MXNet's: element after element from the most significant bit of a byte
 on, filled up with zero bits to whole 4-byte words. The scaled one is that of 1-bit SGD with one scale for a piece.
@@ -10,19 +15,56 @@ on, filled up with zero bits to whole 4-byte words. The scaled one is that of 1-
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Iterator
 
 import numpy as np
 
+from distrun_runtime.arrays import kernels
 from distrun_runtime.arrays.dtypes import Array
 
 WORD_BYTES = 4
 
-_PAIRS = ((np.arange(256)[:, None] >> np.array([6, 4, 2, 0])) & 3).astype(np.uint8)
-"""A byte to its four codes, from the most significant pair on."""
-_QUANTA = np.array([0.0, 0.0, -1.0, 1.0], np.float32)
-"""A code to its multiple of the threshold: 11 is +1, 10 is -1, the others are 0."""
-_BITS = ((np.arange(256)[:, None] >> np.arange(7, -1, -1)) & 1).astype(np.uint8)
+_BLOCK = 1 << 15
+"""Elements that numpy encodes or decodes before the next: a multiple of what a word holds."""
+_NO_RESIDUAL = np.empty(0, np.float32)
+
+_CODES = np.array([0, 0, -1, 1], np.float32)[(np.arange(256)[:, None] >> np.array([6, 4, 2, 0])) & 3]
+"""A byte to the multiples of the threshold that its four codes mean: 11 is +1, 10 is -1, the others are 0."""
+_BITS = ((np.arange(256)[:, None] >> np.arange(7, -1, -1)) & 1).astype(np.bool_)
 """A byte to its eight bits, from the most significant one on."""
+_FOUR_TO_ONE = np.uint32(1 << 30 | 1 << 20 | 1 << 10 | 1)
+"""Times this, a word of four codes, one in each byte, has all four in its highest byte, the first one uppermost."""
+
+
+class _Room(threading.local):
+    """A thread's room for intermediate results of a block."""
+
+    def __init__(self) -> None:
+        self.floats = np.empty(_BLOCK, np.float32)
+        self.more = np.empty(_BLOCK, np.float32)
+        self.doubles = np.empty(_BLOCK, np.float64)
+        self.flags = np.empty((2, _BLOCK), np.bool_)
+        self.words = np.empty(_BLOCK // 4, np.uint32)
+
+
+_room = _Room()
+
+
+def first_not_finite(values: Array, residual: Array | None) -> int:
+    """Return the place of the first sum of both that is not finite; -1: all are."""
+    found = kernels.call("are_finite", values, _NO_RESIDUAL if residual is None else residual)
+    if found:
+        return -1
+    with np.errstate(over="ignore", invalid="ignore"):
+        for run in _blocks(len(values)):
+            total, flags = values[run], _room.flags[0, : run.stop - run.start]
+            if residual is not None:
+                total = np.add(total, residual[run], out=_room.floats[: run.stop - run.start])
+            np.isfinite(total, out=flags)
+            if not flags.all():
+                return int(run.start + np.argmin(flags))
+    return -1
 
 
 def words_size(n: int, factor: int) -> int:
@@ -30,52 +72,67 @@ def words_size(n: int, factor: int) -> int:
     return WORD_BYTES * -(-n // factor)
 
 
-def two_bit_encode(total: Array, threshold: float) -> bytes:
+def two_bit_encode(values: Array, residual: Array | None, threshold: float, out: Array) -> None:
     """Write 11 for elements of at least the threshold, 10 for those of at most its negative, else 00."""
     quantum = np.float32(threshold)
-    plus = total >= quantum
-    moved = total <= -quantum
-    # The sign is exact and the product is 0 or a quantum: the subtraction is the one rounding there is.
-    total -= quantum * np.subtract(plus, moved, dtype=np.float32)
-    np.logical_or(moved, plus, out=moved)
-    bits = np.empty((len(total), 2), np.bool_)
-    bits[:, 0] = moved
-    bits[:, 1] = plus
-    return _padded(np.packbits(bits), words_size(len(total), 16))
+    if kernels.call("two_bit_encode", values, _NO_RESIDUAL if residual is None else residual, quantum, out):
+        return
+    table = _CODES * quantum
+    for run, total in _totals(values, residual):
+        size = len(total)
+        whole = -(-size // 4)
+        plus, minus = (each[: 4 * whole] for each in _room.flags)
+        plus[size:] = minus[size:] = False
+        np.greater_equal(total, quantum, out=plus[:size])
+        np.less_equal(total, -quantum, out=minus[:size])
+        # No element is both: the code is 3 of one and 2 of the other.
+        codes, other = minus.view(np.uint8), plus.view(np.uint8)
+        codes += other
+        codes += codes
+        codes += other
+        words = np.multiply(codes.view("<u4"), _FOUR_TO_ONE, out=_room.words[:whole])
+        words >>= np.uint32(24)
+        packed = out[run.start // 4 : run.start // 4 + whole]
+        packed[...] = words
+        if residual is not None:
+            total -= _looked_up(table, packed, _room.more)[:size]
+    out[-(-len(values) // 4) :] = 0
 
 
-def two_bit_decode(payload: Array, n: int, threshold: float) -> Array:
-    """Return the elements: +threshold, -threshold or 0."""
-    table = (_QUANTA * np.float32(threshold))[_PAIRS]
-    values: Array = table[payload[: -(-n // 4)]].reshape(-1)[:n]
-    return values
+def two_bit_decode(payload: Array, threshold: float, out: Array, adds: bool) -> None:
+    """Write or add the elements: +threshold, -threshold or 0."""
+    quantum = np.float32(threshold)
+    if not kernels.call("two_bit_decode", payload, quantum, out, adds):
+        _decode(_CODES * quantum, payload, out, adds)
 
 
-def one_bit_encode(total: Array, threshold: float) -> bytes:
+def one_bit_encode(values: Array, residual: Array | None, threshold: float, out: Array) -> None:
     """Write 1 for elements above the threshold, else 0."""
-    bits = total > np.float32(threshold)
-    _move(total, bits, 1.0)
-    return _padded(np.packbits(bits), words_size(len(total), 32))
+    _bits_encode(values, residual, threshold, out, step=1.0, is_inclusive=False)
 
 
-def one_bit_decode(payload: Array, n: int) -> Array:
-    """Return the elements: +1 or -1."""
-    return _signs(payload, n, 1.0)
+def one_bit_decode(payload: Array, out: Array, adds: bool) -> None:
+    """Write or add the elements: +1 or -1."""
+    _bits_decode(payload, 1.0, out, adds)
 
 
-def scaled_encode(total: Array) -> bytes:
+def scaled_encode(values: Array, residual: Array | None, out: Array) -> None:
     """Write the mean absolute value as float32, then 1 for elements of at least 0, else 0."""
-    scale = np.float32(np.abs(total).mean(dtype=np.float64)) if len(total) else np.float32(0)
-    bits = total >= 0
-    _move(total, bits, float(scale))
-    head = np.array(scale, "<f4").tobytes()
-    return head + _padded(np.packbits(bits), words_size(len(total), 32))
+    size = 0.0
+    for run in _blocks(len(values)):
+        total, doubles = values[run], _room.doubles[: run.stop - run.start]
+        if residual is not None:
+            total = np.add(total, residual[run], out=_room.floats[: len(total)])
+        doubles[...] = np.abs(total, out=_room.more[: len(total)])
+        size += float(np.add.reduce(doubles))
+    scale = np.float32(size / len(values) if len(values) else 0.0)
+    out[:4] = np.frombuffer(scale.astype("<f4").tobytes(), np.uint8)
+    _bits_encode(values, residual, 0.0, out[4:], step=float(scale), is_inclusive=True)
 
 
-def scaled_decode(payload: Array, n: int) -> Array:
-    """Return the elements: +scale or -scale."""
-    scale = payload[:4].view("<f4")[0]
-    return _signs(payload[4:], n, float(scale))
+def scaled_decode(payload: Array, out: Array, adds: bool) -> None:
+    """Write or add the elements: +scale or -scale."""
+    _bits_decode(payload[4:], float(np.frombuffer(payload[:4].tobytes(), "<f4")[0]), out, adds)
 
 
 def top_count(n: int, ratio: float) -> int:
@@ -83,15 +140,25 @@ def top_count(n: int, ratio: float) -> int:
     return min(n, max(1, math.ceil(ratio * n)))
 
 
-def top_encode(total: Array, count: int) -> bytes:
-    """Write the places (uint32, ascending) and then the values of the `count` elements of largest magnitude."""
+def top_encode(values: Array, residual: Array | None, out: Array) -> None:
+    """Write the places (uint32, ascending) and then the values of the elements of largest magnitude.
+
+    As many as `out` has room for. Of those of equal magnitude the first are written.
+    """
+    total = values if residual is None else np.add(residual, values, out=residual)
+    count = len(out) // 8
     if count == len(total):
         places = np.arange(count)
     else:
-        places = np.sort(np.argpartition(np.abs(total), len(total) - count)[len(total) - count :])
-    values = total[places]
-    total[places] = 0.0
-    return places.astype("<u4").tobytes() + values.astype("<f4", copy=False).tobytes()
+        sizes = np.abs(total)
+        least = np.partition(sizes, len(total) - count)[len(total) - count]
+        above = np.flatnonzero(sizes > least)
+        equal = np.flatnonzero(sizes == least)[: count - len(above)]
+        places = np.sort(np.concatenate([above, equal]))
+    out[: 4 * count].view("<u4")[...] = places
+    out[4 * count :].view("<f4")[...] = total[places]
+    if residual is not None:
+        residual[places] = 0.0
 
 
 def top_places(payload: Array) -> Array:
@@ -99,25 +166,73 @@ def top_places(payload: Array) -> Array:
     return payload[: len(payload) // 2].view("<u4")
 
 
-def top_decode(payload: Array, n: int) -> Array:
-    """Return the elements: those named, all others 0."""
-    result = np.zeros(n, np.float32)
-    result[top_places(payload)] = payload[len(payload) // 2 :].view("<f4")
-    return result
+def top_decode(payload: Array, out: Array, adds: bool) -> None:
+    """Write or add the elements: those named, all others 0."""
+    values = payload[len(payload) // 2 :].view("<f4")
+    if adds:
+        out[top_places(payload)] += values  # no place comes twice
+    else:
+        out[...] = 0
+        out[top_places(payload)] = values
 
 
-def _move(total: Array, bits: Array, scale: float) -> None:
-    """Subtract +scale where a bit is set and -scale where it is not."""
-    step = np.float32(scale)
-    total -= np.array([-step, step], np.float32)[bits.view(np.uint8)]
+def _blocks(size: int) -> Iterator[slice]:
+    for begin in range(0, size, _BLOCK):
+        yield slice(begin, min(begin + _BLOCK, size))
 
 
-def _signs(payload: Array, n: int, scale: float) -> Array:
-    step = np.float32(scale)
-    table = np.array([-step, step], np.float32)[_BITS]
-    values: Array = table[payload[: -(-n // 8)]].reshape(-1)[:n]
-    return values
+def _totals(values: Array, residual: Array | None) -> Iterator[tuple[slice, Array]]:
+    """Yield each block with its elements: values + residual in the residual's memory, where there is one."""
+    for run in _blocks(len(values)):
+        if residual is None:
+            yield run, values[run]
+        else:
+            yield run, np.add(values[run], residual[run], out=residual[run])
 
 
-def _padded(packed: Array, size: int) -> bytes:
-    return packed.tobytes().ljust(size, b"\0")
+def _bits_encode(
+    values: Array, residual: Array | None, threshold: float, out: Array, *, step: float, is_inclusive: bool
+) -> None:
+    """Write 1 for elements above the threshold, or equal to it if it is inclusive, else 0; they move by the step."""
+    bound, moved = np.float32(threshold), np.float32(step)
+    given, kind = _NO_RESIDUAL if residual is None else residual, np.array([step, is_inclusive], np.float32)
+    if kernels.call("one_bit_encode", values, given, bound, kind, out):
+        return
+    table = np.where(_BITS, moved, -moved)
+    for run, total in _totals(values, residual):
+        flags = _room.flags[0, : len(total)]
+        (np.greater_equal if is_inclusive else np.greater)(total, bound, out=flags)
+        packed = np.packbits(flags)
+        out[run.start // 8 : run.start // 8 + len(packed)] = packed
+        if residual is not None:
+            total -= _looked_up(table, packed, _room.more)[: len(total)]
+    out[-(-len(values) // 8) :] = 0
+
+
+def _bits_decode(payload: Array, step: float, out: Array, adds: bool) -> None:
+    moved = np.float32(step)
+    if not kernels.call("one_bit_decode", payload, moved, out, adds):
+        _decode(np.where(_BITS, moved, -moved), payload, out, adds)
+
+
+def _decode(table: Array, payload: Array, out: Array, adds: bool) -> None:
+    """Write or add what the table has for each byte; surplus bits at the end are left alone."""
+    width = table.shape[1]
+    with np.errstate(over="ignore", invalid="ignore"):
+        for run in _blocks(len(out)):
+            packed = payload[run.start // width : -(-run.stop // width)]
+            size = run.stop - run.start
+            if adds:
+                out[run] += _looked_up(table, packed, _room.more)[:size]
+            elif size == width * len(packed):
+                _looked_up(table, packed, out[run])
+            else:
+                out[run] = _looked_up(table, packed, _room.more)[:size]
+
+
+def _looked_up(table: Array, packed: Array, out: Array) -> Array:
+    """Return what the table has for each byte, written to the begin of `out`."""
+    width = table.shape[1]
+    found = out[: width * len(packed)]
+    np.take(table, packed, axis=0, out=found.reshape(-1, width), mode="clip")  # any byte is in the table
+    return found

@@ -52,14 +52,15 @@ def lend(values: Values, what: work.Lend) -> Lent:
         values.lent[lent.sides, what.shards] += 1
         return lent
     lent.payloads = []
+    encoder = None if what.rows else _Encoder(values, How(what.codec, what.params))
     for number, shard in enumerate(what.shards.tolist()):
         try:
-            if what.rows:
+            if encoder is None:
                 wanted = rowcodec.decode_rows(what.rows[number], values.row_count(shard))
                 table = values.weight(shard).reshape(-1, int(values.store.row_size[shard]))
                 lent.payloads.append(values.device.frame(table[wanted].reshape(-1)))
             else:
-                lent.payloads.append(_encoded(values, shard, how=How(what.codec, what.params)))
+                lent.payloads.append(encoder.payload(shard))
         except KVError as err:
             lent.error = lent.error or "%s: %s" % (values.named(shard), err)
     return lent
@@ -127,16 +128,27 @@ def _is_one_dtype(entries: Array) -> bool:
     return not len(entries) or bool((entries["dtype"] == entries["dtype"][0]).all())
 
 
-def _encoded(values: Values, shard: int, how: How) -> Buffer:
-    """Return a value by a codec; the first who asks in a round makes it, and the residual takes the rest."""
-    name = (how.codec, *sorted(how.params.items()))
-    known = values.encoded.setdefault(shard, {})
-    if name not in known:
-        codec = codecs.numbered(how.codec)
-        weight = values.device.host(values.weight(shard))
-        if codec.has_residual and shard not in values.residual:
-            values.residual[shard] = np.zeros(len(weight), np.float32)
-        wide = narrow(widen(weight), np.dtype(np.float32))
-        residual = values.residual[shard] if codec.has_residual else None
-        known[name] = codec.encode(wide, residual, dict(how.params))
-    return known[name]
+class _Encoder:
+    """Encodes the values of shards, for one pull."""
+
+    def __init__(self, values: Values, how: How) -> None:
+        self._values = values
+        self._codec = codecs.numbered(how.codec)
+        self._params = dict(how.params)
+        self._name = (how.codec, *sorted(how.params.items()))
+        self._codec.prepare(waits=False)
+
+    def payload(self, shard: int) -> Buffer:
+        """Return a value; the first pull of a round encodes it, and the residual takes the rest."""
+        values = self._values
+        known = values.encoded.setdefault(shard, {})
+        if self._name not in known:
+            weight = values.device.host(values.weight(shard))
+            residual = None
+            if self._codec.has_residual:
+                residual = values.residual.get(shard)
+                if residual is None:
+                    residual = values.residual[shard] = np.zeros(len(weight), np.float32)
+            wide = narrow(widen(weight), np.dtype(np.float32))
+            known[self._name] = self._codec.encode(wide, residual, self._params)
+        return known[self._name]

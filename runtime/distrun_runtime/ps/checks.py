@@ -83,6 +83,8 @@ def against(
         no_object = "the parameters of a codec are an object, not %.80r" % (message.body["codec"],)
     if scale == 1 and ((is_plain and not skips) or _is_usual(store, entries, shards, is_push and not skips, is_push)):
         return no_object
+    if is_push and not skips and _is_usual_encoded(store, message, entries, shards):
+        return no_object
     seen = set()
     usual = (Payload.FRAME, Payload.PACKED) if is_push and not skips else (Payload.NONE,)
     frames = payloads_of(entries, message.payloads)
@@ -113,7 +115,29 @@ def _is_usual(store: Store, entries: Array, shards: Array, has_values: bool, is_
 
 def fit(store: Store, entries: Array, shards: Array, once: bool = True) -> bool:
     """Whether plain entries have the size and dtype of their shards; with `once`, also whether none comes twice."""
-    if entries["codec"].any() or (shards < 0).any():
+    return not bool(entries["codec"].any()) and _fit(store, entries, shards, once)
+
+
+def _is_usual_encoded(store: Store, message: Message, entries: Array, shards: Array) -> bool:
+    """Whether nothing is wrong with a push whose values are all encoded alike: all at once."""
+    number = int(entries["codec"][0]) if len(entries) else codecs.NONE
+    if not codecs.NONE < number < codecs.ROWS or (entries["codec"] != number).any():
+        return False
+    if (entries["payload"] != Payload.FRAME).any() or not _fit(store, entries, shards, True):
+        return False
+    if not all(is_float(DTYPES[code]) for code in np.unique(entries["dtype"]).tolist()):
+        return False
+    try:
+        codec, params = codecs.numbered(number), dict(params_of(message, number))
+    except KVError:
+        return False  # what is wrong is said where entries are looked at one by one
+    lengths, places = np.unique(entries["length"], return_inverse=True)
+    expected = np.array([codec.size(length, params) for length in lengths.tolist()], np.int64)[places]
+    return bool(expected.tolist() == [memoryview(each).nbytes for each in message.payloads])
+
+
+def _fit(store: Store, entries: Array, shards: Array, once: bool) -> bool:
+    if (shards < 0).any():
         return False
     fits = (entries["length"] == store.length[shards].astype(np.uint64)) & (entries["dtype"] == store.dtype[shards])
     if not fits.all():

@@ -88,8 +88,8 @@ def connected(config: Config, pools: Sequence[Pool]) -> Transport:
         pools: memory of this process that other nodes on the host may read.
     """
     transport: Transport = ZmqTransport(config.heartbeat, config.token)
-    if config.paths != "none":
-        transport = BulkTransport(transport, config.token, pools)
+    if config.paths != "none" and config.role != "scheduler":
+        transport = BulkTransport(transport, config.token, pools, offers=config.role == "server")
     return wrapped(transport, config)
 
 

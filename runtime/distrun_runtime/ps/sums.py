@@ -1,7 +1,8 @@
 """What messages bring to the shards of a server, and the sums of rounds.
 
-What lies next to each other in an arena is added by one call. A shard goes by itself where it must: rows, encoded
-payloads, and all of a deterministic store, whose sums are made in the order of ranks.
+What lies next to each other in an arena is added by one call. Encoded payloads are decoded straight into the sums. A
+shard goes by itself where it must: rows, encoded values of float64, and all of a deterministic store, whose sums are
+made in the order of ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 
 from distrun_runtime.arrays.arena import Run, runs
 from distrun_runtime.arrays.device import Buffer
-from distrun_runtime.arrays.dtypes import Array, widen
+from distrun_runtime.arrays.dtypes import Array, widen, work_dtype
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.ops.reduce import Contribution, Dense, How, Sum, read, scaled
 from distrun_runtime.protocol.message import DTYPES, Payload, payloads_of
@@ -21,6 +22,8 @@ from distrun_runtime.ps.values import Given, Layout, Round, Values
 
 HELD_IN_ARENA, HELD_BY_SHARD = -1, -2
 """Where the sum of a shard's round is, in place of the number of a held contribution."""
+_JOINED_ELEMENTS = 1 << 14
+"""Encoded shards of fewer elements are joined."""
 
 
 LAYOUTS = 1024
@@ -107,8 +110,9 @@ def add(values: Values, what: work.Add) -> None:
             of.by_rank.setdefault(shard, []).append((what.rank, contribution))
             of.where[shard] = HELD_BY_SHARD
     elif not is_plain(batch):
-        for shard, contribution in contributions(values, batch):
-            _sum_of(values, of, shard).add(contribution)
+        if not _add_encoded(values, of, batch):
+            for shard, contribution in contributions(values, batch):
+                _sum_of(values, of, shard).add(contribution)
     else:
         for code, given in given_by(values, batch):
             add_given(values, of, code, given)
@@ -141,6 +145,49 @@ def add_given(values: Values, of: Round, code: int, given: Given) -> None:
         for run, part in zip(given.runs, given.parts, strict=True):
             there = sums.view(run.begin, run.end)
             values.device.sum([there, part], there)
+
+
+def _add_encoded(values: Values, of: Round, batch: work.Batch) -> bool:
+    """Decode payloads into the sums of a round, or add them; tell whether that was possible.
+
+    It is if all have one codec and the sums are float32, none of them made by shard.
+    """
+    number = batch.how.codec
+    entries = batch.entries if batch.at is None else batch.entries[batch.at]
+    if not codecs.NONE < number < codecs.ROWS or not (entries["codec"] == number).all():
+        return False
+    codes = values.codes(batch.shards)
+    where = of.where[batch.shards]
+    if len(codes) != 1 or work_dtype(DTYPES[codes[0][0]]) != np.float32 or (where == HELD_BY_SHARD).any():
+        return False
+    code = codes[0][0]
+    codec, params, scale = codecs.numbered(number), dict(batch.how.params), batch.how.scale
+    codec.prepare(waits=False)
+    for held in np.unique(where[where > 0]).tolist():
+        fold(values, of, code, held)
+    every = payloads_of(batch.entries, batch.message.payloads)
+    frames = every if batch.at is None else [every[at] for at in batch.at.tolist()]
+    sums = values.sums(of, code)
+    lengths = values.store.length[batch.shards]
+    # Small payloads that lie end to end are decoded by one call, where the codec allows it.
+    alone = (lengths >= _JOINED_ELEMENTS) | (lengths % codec.joins != 0) if codec.joins else np.ones(len(lengths), bool)
+    is_new = where == 0
+    breaks = np.flatnonzero(alone[1:] | alone[:-1] | (is_new[1:] != is_new[:-1])) + 1
+    for run in runs(values.at[batch.shards], lengths, breaks.tolist()):
+        some = [b"" if frame is None else frame for frame in frames[run.first : run.last]]
+        there = sums.view(run.begin, run.end)
+        adds = not is_new[run.first]
+        payload = some[0] if len(some) == 1 else b"".join(some)
+        if scale == 1:
+            codec.read(payload, there, params, adds=adds)
+        elif adds:
+            more = scaled(codec.decode(payload, len(there), params), scale)
+            values.device.sum([there, more], there)
+        else:
+            codec.read(payload, there, params)
+            values.device.scale(there, scale)
+        of.where[batch.shards[run.first : run.last]] = HELD_IN_ARENA
+    return True
 
 
 def fold(values: Values, of: Round, code: int, number: int) -> None:

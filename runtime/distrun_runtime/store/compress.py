@@ -2,23 +2,29 @@
 
 A `Compression` is what `set_gradient_compression` was given, checked. A `Compressor` has the settings of a store's keys
 and the residuals of this process: one float32 value of the key's size for each key and device.
+
+The payloads of a message are written into one buffer, which its next push reuses. Small values of a message are encoded
+by one call where the codec allows it: they are gathered, and their residuals lie end to end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.dtypes import Array
+from distrun_runtime.arrays.segments import Pool
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codec
 from distrun_runtime.ops.compression import Buffer, Codec
 from distrun_runtime.ops.params import did_you_mean
 from distrun_runtime.ops.partition import Shard
+from distrun_runtime.ps.routing import DIRECT_BYTES, Portion
 from distrun_runtime.store.base import KeyRecord
 from distrun_runtime.store.values import Key
 
@@ -26,6 +32,8 @@ __all__ = ["MIN_SIZE", "Compression", "Compressor"]
 
 MIN_SIZE = 1024
 """Bytes below which a value travels as it is, unless told otherwise."""
+_CHECKED = 1 << 18
+"""So many elements of other types are brought to float32 at once, when they are checked."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,7 @@ class Compression:
     @property
     def codec(self) -> Codec | None:
         """The codec; None for "none"."""
-        return None if self.type == "none" else codec.named(self.type)
+        return codec.CODECS.get(self.type)
 
     @property
     def number(self) -> int:
@@ -94,6 +102,35 @@ class Compression:
         )
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What one call encodes: a run of elements of one value, or several whole values."""
+
+    items: list[int]
+    """Places of the values in the call."""
+    elements: slice
+    """Of the values, end to end."""
+    residual: Array | None
+    payload: slice
+    """Bytes in the message's buffer."""
+
+
+@dataclass
+class _Plan:
+    """How the values of a message are encoded."""
+
+    setting: Compression
+    version: int
+    """Of the residuals."""
+    runs: list[_Run]
+    cuts: list[tuple[int, int]]
+    """Where each shard's payload is in the buffer."""
+    room: Array
+    """The buffer."""
+    gathered: Array
+    """Holds small values, end to end."""
+
+
 class Compressor:
     """The settings and residuals of one store in this process.
 
@@ -107,16 +144,28 @@ class Compressor:
         self._default = Compression()
         self._settings: dict[Key, Compression] = {}
         self._residuals: dict[tuple[Key, int], Array] = {}
+        self._of: dict[Key, tuple[KeyRecord, Compression | None]] = {}
+        """What `of` has found with the present settings."""
+        self._plans: WeakKeyDictionary[Portion, _Plan] = WeakKeyDictionary()
         self.version = 0
         """Changes with the settings."""
+        self._residuals_version = 0
+        """Changes when a residual is put in place of another."""
 
     def set(self, setting: Compression, keys: Iterable[Key] | None = None) -> None:
-        """Use a setting for these keys; for None, for all that have none of their own, initialised or not."""
+        """Use a setting for these keys; for None, for all that have none of their own, initialised or not.
+
+        Compiles the codec's loops where numba is installed, so that no round waits for it.
+        """
+        if setting.codec is not None:
+            setting.codec.prepare()
         if keys is None:
             self._default = setting
         else:
             self._settings.update((key, setting) for key in keys)
         self.version += 1
+        self._of = {}
+        self._residuals_version += 1
         for held in list(self._residuals):
             if self.setting(held[0]).type == "none":
                 del self._residuals[held]
@@ -132,8 +181,12 @@ class Compressor:
 
     def of(self, record: KeyRecord) -> Compression | None:
         """Return the setting that values of this key are compressed by; None if they travel as they are."""
-        setting = self.setting(record.key)
-        return setting if setting.applies(record) else None
+        known, setting = self._of.get(record.key, (None, None))
+        if known is not record:
+            found = self.setting(record.key)
+            setting = found if found.applies(record) else None
+            self._of[record.key] = (record, setting)
+        return setting
 
     def check(self, record: KeyRecord, flat: Array, device: int = 0) -> None:
         """Return if `encode` would take all shards of this value. Call it before the first shard of a call.
@@ -142,12 +195,20 @@ class Compressor:
             KVError: an element, or its sum with the residual, is not finite; names the key. Nothing was changed.
         """
         setting = self.of(record)
-        if setting is not None and setting.codec is not None and setting.codec.has_residual:
-            residual = self._residuals.get((record.key, device))
-            try:
-                codec.total_of(setting.type, _floats(flat), residual)
-            except KVError as err:
-                raise KVError("key %r: %s" % (record.key, err)) from None
+        if setting is None or setting.codec is None or not setting.codec.has_residual:
+            return
+        residual = self._residuals.get((record.key, device))
+        if residual is not None and residual.size != flat.size:
+            residual = None  # `encode` does not use it either
+        try:
+            if flat.dtype == np.float32:
+                setting.codec.check_finite(flat, residual)
+                return
+            for begin in range(0, len(flat), _CHECKED):
+                run = slice(begin, begin + _CHECKED)
+                setting.codec.check_finite(_floats(flat[run]), None if residual is None else residual[run], begin)
+        except KVError as err:
+            raise KVError("key %r: %s" % (record.key, err)) from None
 
     def encode(self, record: KeyRecord, shard: Shard, flat: Array, device: int = 0) -> tuple[int, Buffer] | None:
         """Return the codec number and payload of one shard of a value; None if it travels as it is.
@@ -168,6 +229,89 @@ class Compressor:
         run = slice(shard.offset, shard.end)
         residual = self._residual(record, device)[run] if setting.codec.has_residual else None
         return setting.number, setting.codec.encode(_floats(flat[run]), residual, dict(setting.params))
+
+    def encode_all(
+        self, portion: Portion, records: Sequence[KeyRecord], values: Sequence[Array], staging: Pool | None = None
+    ) -> list[Buffer]:
+        """Return the payload of each shard of a message, whose values are all compressed alike.
+
+        `check` has taken the values. The payloads stay as they are until the push of the message is done
+        (`Portion.carried_by`).
+
+        Arguments:
+            records, values: of each key of the call, by place; values of any shape.
+            staging: memory that the receiver reads where it is; None: it does not.
+        """
+        plan = self._plans.get(portion)
+        if plan is None or plan.version != self._residuals_version:
+            plan = self._plans[portion] = self._plan(portion, records)
+        elif portion.carried_by is not None and not portion.carried_by.is_done:
+            plan.room = np.empty_like(plan.room)
+        shared = None if staging is None else staging.empty(plan.room.shape, plan.room.dtype)
+        room = plan.room if shared is None else shared
+        found, params = plan.setting.codec, dict(plan.setting.params)
+        assert found is not None
+        last, whole = -1, plan.gathered
+        for run in plan.runs:
+            if len(run.items) == 1:
+                if run.items[0] != last:  # the shards of a value follow each other
+                    last, whole = run.items[0], np.ascontiguousarray(values[run.items[0]]).reshape(-1)
+                flat = _floats(whole[run.elements])
+            else:
+                # One call for all of them; axis None takes arrays of any shapes, in C order.
+                flat = plan.gathered[: run.elements.stop]
+                np.concatenate([values[item] for item in run.items], axis=None, out=flat)
+            found.encode(flat, run.residual, params, room[run.payload], is_checked=True)
+        return [room.data[begin:end] for begin, end in plan.cuts]
+
+    def _plan(self, portion: Portion, records: Sequence[KeyRecord]) -> _Plan:
+        shards = list(portion.shards())
+        setting = self.of(records[shards[0][0]])
+        assert setting is not None
+        found = setting.codec
+        assert found is not None
+        params, cuts, at = dict(setting.params), [], 0
+        for _, shard in shards:
+            size = found.size(shard.length, params)
+            cuts.append((at, at + size))
+            at += size
+
+        def is_small(item: int, shard: Shard) -> bool:
+            """Whether the shard is a whole value that may be encoded together with others."""
+            record = records[item]
+            is_whole = shard.length == record.size and record.size * record.dtype.itemsize < DIRECT_BYTES
+            return bool(is_whole and record.dtype == np.float32 and found.joins and not shard.length % found.joins)
+
+        runs: list[_Run] = []
+        together: list[int] = []
+
+        def close() -> None:
+            numbers = list(together)
+            together.clear()
+            if not numbers:
+                return
+            residuals = (
+                self._end_to_end([records[shards[number][0]] for number in numbers]) if found.has_residual else []
+            )
+            for first, last in _joined(residuals) if found.has_residual else [(0, len(numbers))]:
+                some = numbers[first:last]
+                elements = slice(0, sum(shards[number][1].length for number in some))
+                residual = _as_one(residuals[first], elements.stop) if found.has_residual else None
+                payload = slice(cuts[some[0]][0], cuts[some[-1]][1])
+                runs.append(_Run([shards[number][0] for number in some], elements, residual, payload))
+
+        for number, (item, shard) in enumerate(shards):
+            if is_small(item, shard):
+                together.append(number)
+                continue
+            close()
+            elements = slice(shard.offset, shard.end)
+            residual = self._residual(records[item], 0)[elements] if found.has_residual else None
+            runs.append(_Run([item], elements, residual, slice(*cuts[number])))
+        close()
+        gathered = max((run.elements.stop for run in runs if len(run.items) > 1), default=0)
+        version = self._residuals_version
+        return _Plan(setting, version, runs, cuts, np.empty(at, np.uint8), np.empty(gathered, np.float32))
 
     def through(self, record: KeyRecord, flat: Array, device: int = 0) -> Array:
         """Return what a receiver would get of a value: encoded and decoded as one shard.
@@ -205,16 +349,54 @@ class Compressor:
             for key, rows in residuals.items()
             for device, row in enumerate(np.atleast_2d(rows))
         }
+        self._residuals_version += 1
 
     def _residual(self, record: KeyRecord, device: int) -> Array:
         residual = self._residuals.get((record.key, device))
         if residual is None or residual.size != record.size:
+            if residual is not None:
+                self._residuals_version += 1
             residual = self._residuals[record.key, device] = np.zeros(record.size, np.float32)
         return residual
+
+    def _end_to_end(self, records: Sequence[KeyRecord]) -> list[Array]:
+        """Return the residuals of values; those that are made here lie end to end."""
+        new = [record for record in records if (record.key, 0) not in self._residuals]
+        block, at = np.zeros(sum(record.size for record in new), np.float32), 0
+        for record in new:
+            self._residuals[record.key, 0] = block[at : at + record.size]
+            at += record.size
+        return [self._residual(record, 0) for record in records]
+
+
+def _joined(arrays: Sequence[Array]) -> list[tuple[int, int]]:
+    """Return where arrays lie end to end in one: first and last index of each such run."""
+    starts = [0]
+    ends = [_address(array) + array.nbytes for array in arrays]
+    for number in range(1, len(arrays)):
+        before, array = arrays[number - 1], arrays[number]
+        if array.base is None or array.base is not before.base or _address(array) != ends[number - 1]:
+            starts.append(number)
+    return list(zip(starts, [*starts[1:], len(arrays)], strict=True))
+
+
+def _as_one(first: Array, size: int) -> Array:
+    """Return `size` elements from an array's first one on: of the array that it is a part of, if it is one."""
+    if first.size == size:
+        return first
+    assert isinstance(first.base, np.ndarray)
+    begin = (_address(first) - _address(first.base)) // first.itemsize
+    return first.base[begin : begin + size]
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 def _floats(flat: Array) -> Array:
     """Return the elements as float32."""
+    if flat.dtype == np.float32:
+        return flat
     with np.errstate(over="ignore", invalid="ignore"):
         return dtypes.widen(flat).astype(np.float32, copy=False)
 

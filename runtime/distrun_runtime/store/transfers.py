@@ -117,11 +117,13 @@ class Transfers:
         if lent and not call.waits:
             in_place = self._in_place(route, arrays)
         for portion in route.portions:
+            staging = self._link.node.staging(portion.link)
             if portion.is_plain:
-                staging = self._link.node.staging(portion.link)
                 loaded.append((portion, portion.gather(arrays, lent, staging, in_place), Payload.PACKED))
             else:
-                loaded.append((portion, self._encoded(keys, portion, arrays), Payload.FRAME))
+                loaded.append(
+                    (portion, self._compressor.encode_all(portion, keys.records, arrays, staging), Payload.FRAME)
+                )
         request = self._contribute(what, route, loaded, body, priority)
         return request, lambda: self._release(what, route, in_place)
 
@@ -204,18 +206,6 @@ class Transfers:
         request.then(lambda error: None if error is None else self._buckets.forget(portions))
         return request
 
-    def _encoded(self, keys: Selection, portion: Portion, values: Sequence[Array]) -> list[Buffer]:
-        """Return the payloads of a portion whose values are compressed."""
-        frames: list[Buffer] = []
-        flat: dict[int, Array] = {}
-        for item, shard in portion.shards():
-            if item not in flat:
-                flat[item] = np.ascontiguousarray(values[item]).reshape(-1)
-            encoded = self._compressor.encode(keys.records[item], shard, flat[item])
-            assert encoded is not None
-            frames.append(encoded[1])
-        return frames
-
     def _with_rows(self, keys: Selection, values: Sequence[Value]) -> list[Loaded]:
         """Return what carries the values of row-sparse keys; each shard counts, also without a row of it."""
         shards: list[tuple[int, Shard]] = []
@@ -295,7 +285,7 @@ class Transfers:
         def take(replies: tuple[Message, ...]) -> Notes:
             tables = [np.empty((len(numbers), record.row_size), record.dtype) for record, numbers, _ in items]
             for portion, reply in zip(portions, replies, strict=True):
-                found = zip(portion.keys.tolist(), portion.places, _decoded(portion, reply), strict=True)
+                found = zip(portion.keys.tolist(), portion.places, _rows_of(portion, reply), strict=True)
                 for item, place, values in found:
                     tables[item][runs[place]] = values.reshape(-1, items[item][0].row_size)
             for (record, numbers, give), table in zip(items, tables, strict=True):
@@ -403,8 +393,7 @@ def _fill(
         flat[item] = np.empty(record.shape, record.dtype) if is_own else _contiguous(arrays[0])
     for portion, reply in zip(route.portions, replies, strict=True):
         if not portion.is_plain:
-            for (item, shard), values in zip(portion.shards(), _decoded(portion, reply), strict=True):
-                flat[item].reshape(-1)[shard.offset : shard.end] = values
+            _decode(portion, reply, [array.reshape(-1) for array in flat])
             continue
         _check_answer(portion, reply)
         portion.scatter(reply.payloads, flat)
@@ -440,29 +429,46 @@ def _seen(route: Route, records: Sequence[KeyRecord], replies: Sequence[Message]
     return found
 
 
-def _decoded(portion: Portion, reply: Message) -> Iterator[Array]:
-    """Yield what a server answered for each shard of a portion that is not plain: flat, in the key's dtype.
+def _decode(portion: Portion, reply: Message, outs: Sequence[Array]) -> None:
+    """Write what a server answered for each shard of a portion that is encoded to flat arrays, by place.
 
     Raises:
         KVError: it is not what was asked for.
     """
     params = reply.body.get("codec") or portion.how.params
+    checked: dict[int, codecs.Params] = {}
+    for (item, shard), codec, frame in _answers(portion, reply):
+        out = outs[item][shard.offset : shard.end]
+        if NONE < codec < ROWS:
+            found = codecs.numbered(codec)
+            if codec not in checked:
+                checked[codec] = found.check(params)
+            if out.dtype == np.float32:
+                found.read(frame, out, checked[codec])
+            else:
+                wide = found.decode(frame, shard.length, checked[codec])
+                out[...] = dtypes.narrow(wide.astype(dtypes.work_dtype(out.dtype), copy=False), out.dtype)
+        elif shard.length:
+            out[...] = np.frombuffer(frame, out.dtype)
+
+
+def _rows_of(portion: Portion, reply: Message) -> Iterator[Array]:
+    """Yield the rows that a server answered for each shard of a portion: flat; errors as `_decode`."""
+    for _, _, frame in _answers(portion, reply):
+        yield np.frombuffer(frame, portion.dtype) if memoryview(frame).nbytes else np.empty(0, portion.dtype)
+
+
+def _answers(portion: Portion, reply: Message) -> Iterator[tuple[tuple[int, Shard], int, Buffer]]:
+    """Yield each shard of a portion, with the codec and the payload of a server's answer."""
     codes, given = reply.entries["dtype"].tolist(), reply.entries["codec"].tolist()
     frames = payloads_of(reply.entries, reply.payloads)
-    for (_, shard), code, codec, frame in zip(portion.shards(), codes, given, frames, strict=True):
+    for placed, code, codec, frame in zip(portion.shards(), codes, given, frames, strict=True):
         if DTYPES[code] != portion.dtype:
             raise KVError(
                 "%s answered with values of %s, expected %s"
                 % (portion.link, dtypes.name_of(DTYPES[code]), dtypes.name_of(portion.dtype))
             )
-        if NONE < codec < ROWS:
-            found = codecs.numbered(codec)
-            wide = found.decode(frame or b"", shard.length, found.check(params))
-            yield dtypes.narrow(wide.astype(dtypes.work_dtype(portion.dtype), copy=False), portion.dtype)
-        elif frame is None or not memoryview(frame).nbytes:
-            yield np.empty(0, portion.dtype)
-        else:
-            yield np.frombuffer(frame, portion.dtype)
+        yield placed, codec, b"" if frame is None else frame
 
 
 def _contiguous(out: Array) -> Array:

@@ -82,13 +82,21 @@ class BulkTransport:
 
     Arguments:
         pools: memory of this process that others on the host may read.
+        offers: offer paths to those who connect to us. A node that nobody sends values to does not.
         large_bytes: frames from this size on go by another path.
     """
 
     def __init__(
-        self, inner: Transport, token: bytes, pools: Sequence[Pool], *, large_bytes: int = LARGE_BYTES
+        self,
+        inner: Transport,
+        token: bytes,
+        pools: Sequence[Pool],
+        *,
+        offers: bool = True,
+        large_bytes: int = LARGE_BYTES,
     ) -> None:
         self._inner = inner
+        self._offers = offers
         self._large_bytes = large_bytes
         self._segments = Segments(token, pools)
         self._proven: set[Link] = set()
@@ -118,7 +126,7 @@ class BulkTransport:
         """Both sides have proven themselves: look for better paths."""
         self._inner.proven(link)
         self._proven.add(link)
-        if link.startswith("in:"):
+        if link.startswith("in:") and self._offers:
             self._offer(link)
         elif link in self._early:
             self._control(link, self._early.pop(link))

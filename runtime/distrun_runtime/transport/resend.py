@@ -31,6 +31,7 @@ from distrun_runtime.transport.base import (
     Event,
     Lease,
     Link,
+    PathChosen,
     Released,
     Stranger,
     Transport,
@@ -376,7 +377,7 @@ class Resending:
 
     def _taken(self, event: Event) -> list[Event]:
         """Return the events that follow from one of the inner transport."""
-        if isinstance(event, Stranger):
+        if isinstance(event, (Stranger, PathChosen)):
             return [event]
         if isinstance(event, Released):
             # A copy of a numbered message has left; that message itself is released when it is acknowledged, too.

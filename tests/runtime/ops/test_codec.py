@@ -233,6 +233,16 @@ def test_a_payload_of_another_length_is_refused_with_both_lengths(name: str) -> 
             received(name, wrong, 40)
 
 
+@pytest.mark.parametrize("name", FEEDBACK)
+def test_residuals_and_payloads_of_another_length_are_refused(name: str) -> None:
+    found, values = codec.named(name), np.ones(40, np.float32)
+    params = found.check({})
+    with pytest.raises(ValueError, match="another length"):
+        found.encode(values, np.zeros(39, np.float32), params)
+    with pytest.raises(ValueError, match="another length"):
+        found.encode(values, None, params, np.zeros(1, np.uint8))
+
+
 @pytest.mark.parametrize("places", [(1, 4), (2, 1), (1, 1), (0, 2**32 - 1)])
 def test_topk_places_that_are_not_ascending_or_too_large_are_refused(places: tuple[int, int]) -> None:
     payload = struct.pack("<2I2f", *places, 1.0, 1.0)

@@ -9,6 +9,10 @@ from distrun_runtime.arrays.dtypes import BFLOAT16, narrow
 from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression as codec
 from distrun_runtime.ops.partition import Shard, compressed_shards
+from distrun_runtime.ops.reduce import How
+from distrun_runtime.protocol.message import DTYPE_CODES
+from distrun_runtime.ps.pending import Pending
+from distrun_runtime.ps.routing import Portion, portions_of
 from distrun_runtime.store.base import KeyRecord
 from distrun_runtime.store.compress import MIN_SIZE, Compression, Compressor
 from distrun_runtime.store.sparse import RowSparse
@@ -192,6 +196,7 @@ def test_residuals_are_restored_as_they_were() -> None:
 def test_a_residual_of_another_size_is_not_used() -> None:
     made = compressor()
     made.restore({"w": np.ones(3, np.float32)})
+    made.check(record(size=1), values(0.1))
     assert made.through(record(size=1), values(0.1)).tolist() == [0]
 
 
@@ -206,3 +211,90 @@ def test_check_names_the_key_and_changes_nothing() -> None:
     fine.check(record(size=1), values(np.nan))
     fine.set(Compression.of({"type": "fp16", "min_size": 0}))
     fine.check(record(size=1), values(np.inf))
+
+
+# --- the values of a message at once
+
+SIZES = [256, 32, 7, 64, 64, 33, 400, 96]
+"""Some are encoded together; 7 and 33 end within a word, and 400 has two shards."""
+
+
+def message_of(records: list[KeyRecord], setting: Compression) -> Portion:
+    """Return what one message carries: all shards of some values, each of at most 256 elements."""
+    shards = [
+        (item, Shard(0, begin, min(256, one.size - begin), item, DTYPE_CODES[one.dtype]))
+        for item, one in enumerate(records)
+        for begin in range(0, one.size, 256)
+    ]
+    how = How(setting.number, setting.params)
+    (portion,) = portions_of(shards, [one.shape for one in records], [how] * len(records))
+    return portion
+
+
+def gradients(number: int, dtype: Any = np.float32) -> list[Any]:
+    rng = np.random.default_rng(number)
+    return [rng.normal(0, 0.7, size).astype(dtype) for size in SIZES]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
+@pytest.mark.parametrize("kind", sorted(codec.CODECS))
+def test_values_of_a_message_become_the_payloads_of_each_by_itself(kind: str, dtype: Any) -> None:
+    records = [record("k%d" % number, size, dtype) for number, size in enumerate(SIZES)]
+    together, alone = compressor(type=kind), compressor(type=kind)
+    portion = message_of(records, together.setting("k0"))
+    for number in range(5):
+        given = gradients(number, dtype)
+        expected = [alone.encode(records[item], shard, given[item]) for item, shard in portion.shards()]
+        if number == 2:  # states are loaded: the residuals lie elsewhere then
+            together.restore(together.residuals())
+        if number == 3:  # arrays of any strides
+            given = [np.repeat(each, 2)[::2] for each in given]
+        found = together.encode_all(portion, records, given)
+        assert [bytes(each) for each in found] == [bytes(each[1]) for each in expected if each is not None]
+        assert sum(map(len, found)) > 0
+    ours, theirs = together.residuals(), alone.residuals()
+    assert ours.keys() == theirs.keys()
+    assert all(ours[key].tobytes() == theirs[key].tobytes() for key in theirs)
+
+
+def test_payloads_stay_as_they_are_until_their_push_is_done_and_then_their_memory_is_used_again() -> None:
+    records = [record("k%d" % number, size) for number, size in enumerate(SIZES)]
+    one = compressor()
+    portion = message_of(records, one.setting("k0"))
+    first = one.encode_all(portion, records, gradients(0))
+    portion.carried_by = Pending("push")
+    before = [bytes(each) for each in first]
+    second = one.encode_all(portion, records, gradients(1))
+    assert [bytes(each) for each in first] == before
+    portion.carried_by.resolve((), None)
+    third = one.encode_all(portion, records, gradients(2))
+    assert np.shares_memory(np.frombuffer(second[0], np.uint8), np.frombuffer(third[0], np.uint8))
+
+
+def test_residuals_of_keys_that_were_pushed_alone_are_used_with_others() -> None:
+    """Values that are encoded together have residuals that lie end to end, unless they were there before."""
+    records = [record("k%d" % number, 32) for number in range(4)]
+    one, other = compressor(), compressor()
+    given = [np.full(32, 0.3, np.float32)] * 4
+    first = message_of([records[1]], one.setting("k0"))
+    one.encode_all(first, [records[1]], given[:1])
+    assert [bytes(each) for each in one.encode_all(message_of(records, one.setting("k0")), records, given)] == [
+        bytes(8),
+        b"\xff" * 8,
+        bytes(8),
+        bytes(8),
+    ]
+    both = message_of(records, other.setting("k0"))
+    other.encode_all(both, records, given)
+    other.encode_all(both, records, given)
+    assert other.residuals()["k3"] == pytest.approx(0.1)
+    other.set(Compression(), ["k2"])  # drops a residual between others
+    assert sorted(other.residuals()) == ["k0", "k1", "k3"]
+
+
+def test_check_of_a_large_value_of_another_type_names_the_element() -> None:
+    one = compressor()
+    wrong = np.zeros(600_000, np.float64)
+    wrong[500_000] = np.nan
+    with pytest.raises(KVError, match=r"key 'w': .*element 500000 is nan"):
+        one.check(record(size=600_000, dtype=np.float64), wrong)

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cluster import Cluster, shards_of
+from cluster import Cluster, open_store, shards_of
 
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.ops import compression as codec
+from distrun_runtime.ps.session import Session
 from distrun_runtime.store.base import KeyRecord
 from distrun_runtime.store.compress import Compression, Compressor
 
@@ -326,3 +327,75 @@ def test_the_settings_of_the_record_are_those_of_the_compressor() -> None:
     found = compressor.of(record)
     assert found is not None
     assert found.params == {"ratio": 0.5}
+
+
+MANY = {"a": (256,), "b": (16, 3), "c": (7,), "d": (64,), "e": (33,), "f": (300, 300), "g": (32,)}
+"""Values that are encoded together, some that are not because they end within a word, and one of several shards."""
+
+
+def sixteenths(key: str, rank: int, number: int, dtype: str = "float32") -> Any:
+    """Numbers whose sums and products with a half are exact in every float type."""
+    rng = np.random.default_rng([ord(key), rank, number])
+    return (rng.integers(-32, 33, MANY[key]) / 16).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_workers_with_other_settings_add_up_in_one_round(dtype: str, scale: float, deterministic: bool) -> None:
+    """What is packed, what each codec makes of many keys, and what goes by shard meet in the same sums."""
+    kinds = ["none", "2bit", "fp16", "none", "1bit", "topk"]
+
+    def script(session: Session) -> None:
+        kv = open_store("dist_sync", session, deterministic=deterministic)
+        keys = list(MANY)
+        kv.init(keys, [np.zeros(shape, dtype) for shape in MANY.values()])
+        models = []
+        for kind in kinds:
+            model = Compressor()
+            model.set(Compression.of({"type": kind, "min_size": 0}))
+            models.append(model)
+        kv.set_gradient_compression({"type": kinds[kv.rank], "min_size": 0})
+        records = {key: KeyRecord.of(key, 0, np.zeros(shape, dtype)) for key, shape in MANY.items()}
+        for number in range(4):
+            kv.push(keys, [sixteenths(key, kv.rank, number, dtype) for key in keys], scale=scale)
+            outs = [np.empty(shape, dtype) for shape in MANY.values()]
+            kv.pull(keys, out=outs)
+            for key, out in zip(keys, outs, strict=True):
+                if key == "f" and number:
+                    continue  # topk chooses within a shard, the model within the value
+                given = [sixteenths(key, rank, number, dtype).reshape(-1) for rank in range(len(kinds))]
+                sent = [model.through(records[key], each) for model, each in zip(models, given, strict=True)]
+                if key == "f":
+                    sent.pop()
+                    assert np.abs(out.reshape(-1) - scale * sum(sent)).max() <= 4
+                    continue
+                np.testing.assert_array_equal(out.reshape(-1), scale * sum(sent), err_msg=key)
+
+    with Cluster(len(kinds), 2, over="inproc", bigarray_bound=BOUND) as job:
+        job.run_sessions(script)
+
+
+@pytest.mark.parametrize("kind", ["2bit", "1bit_scaled", "fp16", "topk"])
+def test_a_skipped_and_an_assigned_value_leave_nothing_of_an_encoded_round(kind: str) -> None:
+    """Sums are made in memory that former rounds have used."""
+
+    def script(kv: KVStore) -> None:
+        keys = list(MANY)
+        kv.set_gradient_compression({"type": kind, "min_size": 0})
+        kv.init(keys, [full(0, shape) for shape in MANY.values()])
+        if kv.rank:
+            kv.push(keys, [full(3, shape) for shape in MANY.values()])
+        else:
+            kv.skip_round(keys, {})
+        kv.barrier()
+        kv.assign(keys, [full(7, shape) for shape in MANY.values()])
+        outs = [full(-1, shape) for shape in MANY.values()]
+        kv.pull(keys, out=outs)
+        assert all((out == 7).all() for out in outs)
+        if kind == "fp16":
+            kv.pushpull(keys, [full(2, shape) for shape in MANY.values()], out=outs)
+            assert all((out == 2 * kv.num_workers).all() for out in outs)
+
+    with Cluster(2, 2, over="inproc", bigarray_bound=BOUND) as job:
+        job.run(script)

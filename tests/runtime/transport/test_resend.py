@@ -17,7 +17,7 @@ from distrun_runtime.errors import PeerLost, Refused
 from distrun_runtime.kvstore import KVStore
 from distrun_runtime.protocol import message
 from distrun_runtime.protocol.message import Kind, Message
-from distrun_runtime.transport.base import Arrived, Buffer, Down, Event, Released, Up
+from distrun_runtime.transport.base import Arrived, Buffer, Down, Event, PathChosen, Released, Up
 from distrun_runtime.transport.faults import Faults
 from distrun_runtime.transport.resend import (
     ACK,
@@ -273,6 +273,17 @@ def test_an_envelope_before_welcome_is_not_opened() -> None:
     script.coming.append([data(1)])
     assert made.poll(0) == [data(1)]
     assert script.sent == []
+
+
+def test_a_connection_that_has_chosen_a_path_goes_on_being_numbered() -> None:
+    script = Script()
+    made = Resending(script, 1.0)
+    made.send("in:1", WELCOME)
+    made.send("in:1", plain(1))
+    script.coming.append([PathChosen("in:1", "segments")])
+    assert made.poll(0) == [PathChosen("in:1", "segments")]
+    made.send("in:1", plain(2))
+    assert envelopes(script) == [Envelope(DATA, 0, 1), Envelope(DATA, 0, 2)]
 
 
 def test_messages_are_heard_in_order_once_and_acknowledged_together() -> None:
