@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 
 os.environ["OMP_NUM_THREADS"] = os.environ["MXNET_CPU_WORKER_NTHREADS"] = "1"
 
@@ -19,9 +20,15 @@ import numpy as np
 
 def main() -> None:
     """Push arrays of BYTES bytes, TOTAL_BYTES in all, REPEATS times, and print seconds of each operator a push."""
-    size, total, repeats = (int(word) for word in sys.argv[1:4])
+    with tempfile.TemporaryDirectory() as folder:
+        measure(folder, *(int(word) for word in sys.argv[1:4]))
+
+
+def measure(folder: str, size: int, total: int, repeats: int) -> None:
+    """As `main`; the profiler's file goes into the folder."""
     elements, count = size // 4, total // size
-    mx.profiler.set_config(profile_all=True, aggregate_stats=True, filename=os.devnull)
+    # A file of its own: the profiler removes what it is given and writes another, also where that is a device.
+    mx.profiler.set_config(profile_all=True, aggregate_stats=True, filename=os.path.join(folder, "profile.json"))
     store = mx.kv.create("device")
     store.set_gradient_compression({"type": "2bit", "threshold": 0.5})
     rng = np.random.default_rng(0)

@@ -128,8 +128,10 @@ class Transfers:
         return request, lambda: self._release(what, route, in_place)
 
     def _in_place(self, route: Route, values: Sequence[Array]) -> frozenset[int]:
-        """Return the places of values that are in shared memory themselves."""
+        """Return the places of values that servers can read where they are."""
         node = self._link.node
+        if not any(node.staging(portion.link) for portion in route.portions):
+            return frozenset()
         return frozenset(
             item for item in route.runs if values[item].flags.c_contiguous and node.is_shared(values[item])
         )
