@@ -193,9 +193,12 @@ of 1 KB; `many` 100,000 tensors of 16 bytes. distrun and MXNet 1.9.1 (`dist_sync
 servers; gloo (torch.distributed) reduces among the workers, tensor by tensor or in buckets of 25 MB. Every process runs
 on this one machine, and a system that needs more processes than the machine has cores is slowed by that.
 
-distrun and MXNet push all keys in one call and pull them in another. `by key`: a push and a pull for each key, none of
-which waits (distrun: `wait=False`), and a wait for all of them at the end; `by priority`: the same, and key i has the
-priority -i. Every gradient is rewritten before a round, and every element of every result is compared after it, outside
+distrun and MXNet push and pull all keys in one call (`pushpull`); `in two calls`: a push of all keys, then a pull.
+`by key`: a push and a pull for each key, none of which waits (distrun: `wait=False`), and a wait for all of them at the
+end; `by priority`: the same, and key i has the priority -i. `kv.empty`: distrun's gradients and outputs are arrays of
+`kv.empty`; `kv.view`: its gradients are, and results are read where they are; the others do what they always do. mpi is
+Open MPI's Allreduce between numpy arrays, through its own shared memory, tensor by tensor or in buckets of 25 MB.
+Every gradient is rewritten before a round, and every element of every result is compared after it, outside
 the measured time.
 
 Milliseconds a round, and in brackets distrun's time divided by that system's (below 1.00: distrun is faster): the
