@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import statistics
@@ -41,20 +42,22 @@ class Work:
     wait; all are waited for at the end. `priorities`: the same, and each key has a priority of its own. `loop`: the
     same, and distrun's pulls wait, each for its own. `empty`: as `list`, with arrays of `kv.empty`. `view`: gradients of `kv.empty` are pushed, results read through `kv.view`."""
     peers: tuple[str, ...] = PEERS
+    repeated: int = 1
+    """By how much more rounds a run has: short ones vary more."""
 
 
 WORKS = {
     "resnet50": Work("resnet50"),
     "vgg16": Work("vgg16"),
     "one": Work("one"),
-    "small": Work("small"),
+    "small": Work("small", repeated=5),
     "resnet50, kv.empty": Work("resnet50", "empty"),
     "resnet50, kv.view": Work("resnet50", "view"),
     "resnet50 in two calls": Work("resnet50", "two", ("mxnet",)),
     "resnet50 in a loop": Work("resnet50", "loop", ("mxnet",)),
-    "small in two calls": Work("small", "two", ("mxnet",)),
-    "small by key": Work("small", "keys", ("mxnet", "gloo")),
-    "small by priority": Work("small", "priorities", ("mxnet",)),
+    "small in two calls": Work("small", "two", ("mxnet",), 5),
+    "small by key": Work("small", "keys", ("mxnet",), 5),
+    "small by priority": Work("small", "priorities", ("mxnet",), 5),
     "small in a loop": Work("small", "loop", ("mxnet",), 5),
     "many": Work("many", peers=()),
 }
@@ -122,19 +125,20 @@ def measure(system: System, work: Work, options: argparse.Namespace) -> float | 
     ]
     if system.by_mpirun:
         command = [*MPIRUN, str(options.workers)]
-    command += [system.python, str(SCRIPTS / system.script), work.model, str(options.rounds)]
+    command += [system.python, str(SCRIPTS / system.script), work.model, str(options.rounds * work.repeated)]
     form = work.form if system.name == OURS else OURS_ALONE.get(work.form, work.form)
     command += list(system.arguments or (form,))
     # A job store of its own: a benchmark is nobody's job.
     with tempfile.TemporaryDirectory() as state:
         env = {**os.environ, "XDG_STATE_HOME": state, "OMP_NUM_THREADS": "1"}
         result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, check=False)
-    lines = [line for line in result.stdout.splitlines() if line.startswith("{")]
-    if result.returncode != 0 or len(lines) != options.workers:
+    # mpirun may join the lines of two ranks.
+    reports = re.findall(r"\{[^{}]*\}", result.stdout)
+    if result.returncode != 0 or len(reports) != options.workers:
         say("%s, %s: exit code %d from:  %s" % (system.name, work.model, result.returncode, shlex.join(command)))
         say(result.stderr[-2000:])
         return None
-    return slowest([json.loads(line)["times_s"] for line in lines])
+    return slowest([json.loads(each)["times_s"] for each in reports])
 
 
 def slowest(times: list[list[float]]) -> float:
@@ -212,7 +216,7 @@ buckets, `many` 500 ms, `small by key` 0.5 beside MXNet, `resnet50` 1.0 beside M
 
 %s
 * %d workers, %d servers; %d runs, in which the systems take turns. A run's time is the median of %d rounds after the
-  warm-up; a round takes as long as its slowest worker.
+  warm-up, of `small` five times as many; a round takes as long as its slowest worker.
 %s"""
 
 
