@@ -40,7 +40,8 @@ class Work:
     form: str = "list"
     """`list`: one pushpull of all keys. `two`: a push and a pull of all keys. `keys`: calls for each key that do not
     wait; all are waited for at the end. `priorities`: the same, and each key has a priority of its own. `loop`: the
-    same, and distrun's pulls wait, each for its own. `empty`: as `list`, with arrays of `kv.empty`. `view`: gradients of `kv.empty` are pushed, results read through `kv.view`."""
+    same, and distrun's pulls wait, each for its own. `empty`: as `list`, with arrays of `kv.empty`. `view`: gradients
+    of `kv.empty` are pushed, results read through `kv.view`."""
     peers: tuple[str, ...] = PEERS
     repeated: int = 1
     """By how much more rounds a run has: short ones vary more."""
