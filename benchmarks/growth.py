@@ -54,6 +54,8 @@ class Run:
     before: int
     """Bytes of memory of all servers, before the first parameter."""
     peak: int
+    read_in_place: int
+    """Bytes of that which are memory of the workers."""
 
 
 SERIES = {
@@ -82,7 +84,7 @@ def measure(workers: int, servers: int, words: list[str]) -> Run | None:
         return None
     (first,) = [line for line in lines if line["rank"] == 0]
     cpu_s = first["cpu_s"] - sum(line["own_s"] for line in lines)
-    return Run(cpu_s, first["bytes"], sum(first["before"]), sum(first["peak"]))
+    return Run(cpu_s, first["bytes"], sum(first["before"]), sum(first["peak"]), sum(first["read_in_place"]))
 
 
 def measure_all(series: dict[str, list[Case]], runs: int) -> dict[Case, list[float]]:
@@ -128,7 +130,8 @@ def memory_table(run: Run | None) -> str:
         "parameters": run.bytes,
         "all servers, before the first parameter": run.before,
         "all servers, at most": run.peak,
-        "the difference": run.peak - run.before,
+        "of that, memory of workers that servers read in place": run.read_in_place,
+        "the servers' own, without what they had before": run.peak - run.before - run.read_in_place,
         "bound: 2 x parameters, momentum, one sum": 4 * run.bytes,
         "bound, with the gradients of all workers": (3 + MEMORY_WORKERS) * run.bytes,
     }
@@ -148,8 +151,9 @@ floats, `small keys` of 4, so that only rows of one series are to be compared.
 %s
 
 Memory of the servers, for resnet50 with sgd and momentum, %d workers and %d servers, %d rounds: the greatest resident
-memory (VmHWM) of each, added up. The goal counts two times the parameters, the state of the rule and one round; a round
-is one sum at least, and the gradients of all workers if they are held until it is complete.
+memory (VmHWM) of each, added up. On one host servers read what workers send where it is, in memory that workers have
+anyway to send from; that is the workers'. The goal counts two times the parameters, the state of the rule and one
+round; a round is one sum at least, and the gradients of all workers if they are held until it is complete.
 
 %s
 

@@ -39,8 +39,9 @@ class Work:
     model: str
     form: str = "list"
     """`list`: one pushpull of all keys. `two`: a push and a pull of all keys. `keys`: calls for each key that do not
-    wait; all are waited for at the end. `priorities`: the same, and each key has a priority of its own. `empty`: as
-    `list`, with arrays of `kv.empty`. `view`: gradients of `kv.empty` are pushed, results read through `kv.view`."""
+    wait; all are waited for at the end. `priorities`: the same, and each key has a priority of its own. `loop`: the
+    same, and distrun's pulls wait, each for its own. `empty`: as `list`, with arrays of `kv.empty`. `view`: gradients
+    of `kv.empty` are pushed, results read through `kv.view`."""
     peers: tuple[str, ...] = PEERS
     repeated: int = 1
     """By how much more rounds a run has: short ones vary more."""
@@ -54,15 +55,17 @@ WORKS = {
     "resnet50, kv.empty": Work("resnet50", "empty"),
     "resnet50, kv.view": Work("resnet50", "view"),
     "resnet50 in two calls": Work("resnet50", "two", ("mxnet",)),
+    "resnet50 in a loop": Work("resnet50", "loop", ("mxnet",)),
     "small in two calls": Work("small", "two", ("mxnet",), 5),
     "small by key": Work("small", "keys", ("mxnet",), 5),
     "small by priority": Work("small", "priorities", ("mxnet",), 5),
+    "small in a loop": Work("small", "loop", ("mxnet",), 5),
     "many": Work("many", peers=()),
 }
 RUN_TIMEOUT_S = 600
 
 
-OURS_ALONE = {"empty": "list", "view": "list"}
+OURS_ALONE = {"empty": "list", "view": "list", "loop": "priorities"}
 """Forms that only we have, and what the peers do meanwhile."""
 
 MPIRUN = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-np")
@@ -199,7 +202,8 @@ on this one machine, and a system that needs more processes than the machine has
 
 distrun and MXNet push and pull all keys in one call (`pushpull`); `in two calls`: a push of all keys, then a pull.
 `by key`: a push and a pull for each key, none of which waits (distrun: `wait=False`), and a wait for all of them at the
-end; `by priority`: the same, and key i has the priority -i. `kv.empty`: distrun's gradients and outputs are arrays of
+end; `by priority`: the same, and key i has the priority -i; `in a loop`: the same, and distrun's pulls wait, each for
+its own. `kv.empty`: distrun's gradients and outputs are arrays of
 `kv.empty`; `kv.view`: its gradients are, and results are read where they are; the others do what they always do. mpi is
 Open MPI's Allreduce between numpy arrays, through its own shared memory, tensor by tensor or in buckets of 25 MB.
 Every gradient is rewritten before a round, and every element of every result is compared after it, outside

@@ -52,6 +52,10 @@ def main() -> None:
             elif form == "two":
                 kv.push(keys, gradients)
                 kv.pull(keys, out=outs)
+            elif form == "loop":
+                for key in keys:
+                    kv.push(key, gradients[key], -key)
+                    kv.pull(key, outs[key], -key)
             else:
                 pending = []
                 for key in keys:

@@ -48,11 +48,30 @@ def cpu_s(processes: List[Path]) -> float:
     return sum(int(number) for path in processes for number in stat(path)[11:13]) / TICKS
 
 
+def servers_of(processes: List[Path]) -> List[Path]:
+    return [path for path in processes if (path / "cmdline").read_bytes().endswith(b"\0server\0")]
+
+
 def peaks(processes: List[Path]) -> List[int]:
     """Return the greatest resident memory of each server so far, in bytes."""
-    servers = [path for path in processes if (path / "cmdline").read_bytes().endswith(b"\0server\0")]
-    lines = [line for path in servers for line in (path / "status").read_text().splitlines() if "VmHWM" in line]
+    files = [path / "status" for path in servers_of(processes)]
+    lines = [line for file in files for line in file.read_text().splitlines() if "VmHWM" in line]
     return [int(line.split()[1]) * 1024 for line in lines]
+
+
+def read_in_place(processes: List[Path]) -> List[int]:
+    """Return the bytes of each server's resident memory that other processes share with it: what workers send."""
+    found = []
+    for path in servers_of(processes):
+        found.append(0)
+        is_others = False
+        for line in (path / "smaps").read_text().splitlines():
+            if "/memfd:distrun-" in line:
+                is_others = "/memfd:distrun-%s " % path.name not in line
+            elif line.startswith("Rss:") and is_others:
+                found[-1] += int(line.split()[1]) * 1024
+                is_others = False
+    return found
 
 
 class Expected:
@@ -109,6 +128,7 @@ def main() -> None:
             line["cpu_s"] = cpu_s(processes) - begin
             line["bytes"] = sum(gradient.nbytes for gradient in gradients)
             line["before"], line["peak"] = before, peaks(processes)
+            line["read_in_place"] = read_in_place(processes)
         kv.barrier()
         print(json.dumps(line), flush=True)
 

@@ -170,7 +170,8 @@ def _made(size: int) -> Segment:
     left = memory_left()
     if size > left // 2:
         raise OSError(None, "%d bytes of memory are left here" % left)
-    fd = os.memfd_create("distrun", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    # The name is for people who read /proc/PID/maps: whose memory it is.
+    fd = os.memfd_create("distrun-%d" % os.getpid(), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         # All of it now: a page that is missing later would end the process that touches it.
         os.posix_fallocate(fd, 0, size)

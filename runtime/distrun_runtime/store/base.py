@@ -218,7 +218,7 @@ class Selection:
     Training calls with the same keys in every step: a store makes the selection of a list of keys once.
     """
 
-    __slots__ = ("_dtypes", "_shapes", "has_rows", "kept", "named", "records", "size_bytes")
+    __slots__ = ("_dtypes", "_shapes", "has_rows", "kept", "named", "pulled_next", "records", "size_bytes")
 
     def __init__(self, records: Iterable[KeyRecord]) -> None:
         self.records = tuple(records)
@@ -230,6 +230,8 @@ class Selection:
         """Whether a key is row-sparse."""
         self.kept: Any = None
         """What the backend keeps of it."""
+        self.pulled_next = 0
+        """How often in a row a push of these keys was followed by their pull; below 0: when that was not so."""
         self._shapes = [record.shape for record in self.records]
         self._dtypes = [record.dtype for record in self.records]
 

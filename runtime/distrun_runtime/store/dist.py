@@ -40,14 +40,18 @@ from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.gathering import CallBatch, is_small
 from distrun_runtime.store.link import close_link, open_link
 from distrun_runtime.store.outcome import Both, SentCall
-from distrun_runtime.store.pending import Pending
+from distrun_runtime.store.pending import CompletedCall, Pending
 from distrun_runtime.store.reducer import reducer_for
 from distrun_runtime.store.sparse import RowSparse
-from distrun_runtime.store.transfers import Transfers
+from distrun_runtime.store.transfers import Taking, Transfers
 from distrun_runtime.store.values import Key
 
 ROLES = {1: "scheduler", 2: "server", 4: "worker"}
 """MXNet's masks of roles."""
+PULLED_NEXT = 2
+"""After so many pushes of the same keys that their pull followed, the next push asks for the result at once."""
+PULLED_NEXT_AGAIN = 16
+"""As many more are wanted once it did not follow."""
 
 
 def create_dist(type_name: str, staleness: int | None = None, deterministic: bool = False) -> DistBackend:
@@ -93,6 +97,10 @@ class DistBackend(StoreBackend):
         self._transfers = Transfers(self._link, self._compressor)
         self._gathering = CallBatch(self._flush)
         """Small calls that wait for others to be answered."""
+        self._pushed: Selection | None = None
+        """Keys of the last call, if that was a push that has waited."""
+        self._expected: tuple[SentCall, Taking] | None = None
+        """That push, if it asked for the result too, and what makes the `Take` of that."""
         node.before_end(self._flush_at_end)
 
     @property
@@ -143,16 +151,29 @@ class DistBackend(StoreBackend):
         with self._lock, self._link.span("push", keys=len(keys.records)):
             # Another thread may have closed the store since the call began: what `close` does not see would be lost.
             self.lifetime.check()
+            self._begin()
             if self._gathers(keys, True):
                 gathered = self._gathering.push(keys, cast("Sequence[Array]", values), call)
                 if self._gathering.is_full:
                     self._flush()
                 return gathered
             self._flush()
+            if call.waits and not kinds.is_async(self.type):
+                self._pushed = keys
+                if keys.pulled_next >= PULLED_NEXT and self._transfers.goes_at_once(keys):
+                    return self._push_and_ask(keys, cast("Sequence[Array]", values), call)
             return self._push_now(keys, values, call)
 
     def pull(self, keys: Selection, outs: Sequence[Sequence[Array]], call: CallOptions) -> Pending:
         with self._lock, self._link.span("pull", keys=len(keys.records)):
+            if keys is self._pushed:
+                keys.pulled_next += 1
+                expected, self._pushed, self._expected = self._expected, None, None
+                if expected is not None:
+                    sent, taking = expected
+                    sent.fill(taking(outs, False))
+                    return sent
+            self._begin()
             if not call.waits and self._gathers(keys, False):
                 return self._gathering.pull(keys, outs, call)
             self._flush()
@@ -164,11 +185,25 @@ class DistBackend(StoreBackend):
         # The pull follows its push on the same connections and asks for its round.
         with self._lock, self._link.span("pushpull", keys=len(keys.records)):
             self.lifetime.check()
+            self._begin()
             self._flush()
             if call.waits and not kinds.is_async(self.type) and self._transfers.goes_at_once(keys):
-                return self._pushpull_now(keys, cast("Sequence[Array]", values), outs, call)
+                sent, taking = self._pushpull_now(keys, cast("Sequence[Array]", values), call)
+                sent.fill(taking(outs, True))
+                return sent
             push = self._push_now(keys, values, call)
             return Both("pushpull of %s" % keys.named, push, self._pull_now(keys, outs, call, own=True))
+
+    def _begin(self) -> None:
+        """Begin a call that is not the pull of what was just pushed. Call with the lock held."""
+        keys, expected = self._pushed, self._expected
+        self._pushed = self._expected = None
+        if keys is not None:
+            keys.pulled_next = 0 if expected is None else PULLED_NEXT - PULLED_NEXT_AGAIN
+        if expected is not None and not expected[0].is_done:
+            # Nobody wants the result. Later calls wait until servers have what was pushed, not for other workers.
+            expected[0].disregard()
+            self._open.append(self._link.ask_servers("the end of a push", Kind.RELEASE))
 
     def _gathers(self, keys: Selection, is_push: bool) -> bool:
         """Whether a call goes with others, later: it is small, and something is under way. Call with the lock held.
@@ -205,6 +240,7 @@ class DistBackend(StoreBackend):
             return super().skip(records, note)
         what = "skip_round of %s" % named(record.key for record in records)
         with self._lock, self._link.span("skip_round", keys=len(records)):
+            self._begin()
             self._flush()
             self.lifetime.check()
             push = self._sent(self._transfers.skip(what, Selection(records), note))
@@ -227,21 +263,27 @@ class DistBackend(StoreBackend):
         what = "push of %s" % keys.named
         return self._sent(*self._transfers.push(what, keys, values, call, body=scale))
 
-    def _pushpull_now(
-        self, keys: Selection, values: Sequence[Array], outs: Sequence[Sequence[Array]], call: CallOptions
-    ) -> Pending:
-        """Send a push and its pull as one. Call with the lock held.
+    def _push_and_ask(self, keys: Selection, values: Sequence[Array], call: CallOptions) -> Pending:
+        """Send a push that asks for the result of its round, as every push of these keys was followed by their pull.
 
-        The caller waits for it before the next call. So it is not among the pushes that later calls wait for: these
-        must not wait for other workers.
+        Call with the lock held. That saves a message and an answer of each server. The answer is of the round that
+        the pull would ask for, whenever that comes: no other call lies between.
+        """
+        self._expected = self._pushpull_now(keys, values, call)
+        return CompletedCall("push of %s" % keys.named)
+
+    def _pushpull_now(self, keys: Selection, values: Sequence[Array], call: CallOptions) -> tuple[SentCall, Taking]:
+        """Send a push and its pull as one; return it, and what makes the `Take` for outputs. Call with the lock held.
+
+        It is not among the pushes that later calls wait for: these must not wait for other workers.
         """
         scale = {} if call.scale == 1.0 else {"scale": call.scale}
         what = "pushpull of %s" % keys.named
-        request, take = self._transfers.pushpull(what, keys, values, outs, body=scale, priority=call.priority)
+        request, taking = self._transfers.pushpull(what, keys, values, body=scale, call=call)
         request.then(self._answered)
-        sent = SentCall(request, self._link, self.lifetime.late, take)
+        sent = SentCall(request, self._link, self.lifetime.late)
         sent.watch()
-        return sent
+        return sent, taking
 
     def _sent(self, request: Request, settle: Callable[[], None] = lambda: None) -> SentCall:
         """Return the outcome of a push that was sent. Call with the lock held."""
@@ -270,6 +312,7 @@ class DistBackend(StoreBackend):
 
     def view(self, keys: Selection) -> Sequence[Array]:
         with self._lock, self._link.span("view", keys=len(keys.records)):
+            self._begin()
             self._flush()
             asked = self._transfers.views("view of %s" % keys.named, keys)
         if asked is None:
@@ -280,6 +323,7 @@ class DistBackend(StoreBackend):
 
     def pull_rows(self, items: list[RowsItem], call: CallOptions) -> Pending:
         with self._lock, self._link.span("row_sparse_pull", keys=len(items)):
+            self._begin()
             self._flush()
             what = "row_sparse_pull of %s" % named(record.key for record, _, _ in items)
             request, take = self._transfers.pull_rows(what, items, priority=call.priority)
@@ -346,6 +390,7 @@ class DistBackend(StoreBackend):
 
     def barrier(self) -> Pending:
         with self._lock:
+            self._begin()
             self._flush()
             number, pushes = self._link.next_call(), [request for request in self._open if not request.is_done]
         # The scheduler hears of it when the servers have all that was pushed.
@@ -410,6 +455,7 @@ class DistBackend(StoreBackend):
     def _settle(self) -> None:
         """Wait until the servers have answered all pushes, well or not."""
         with self._lock:
+            self._begin()
             self._flush()
             pushes = list(self._open)
         for request in pushes:

@@ -208,10 +208,16 @@ class StoreLink:
         self, what: str, kind: Kind, body: dict[str, Any] | None = None, ranks: Iterable[int] | None = None
     ) -> list[dict[str, Any]]:
         """Ask servers - all, or those of these ranks - and return what each answers, in order."""
+        replies = self.ask_servers(what, kind, body, ranks).wait(self.limit_s)
+        return [dict(reply.body) for reply in replies]
+
+    def ask_servers(
+        self, what: str, kind: Kind, body: dict[str, Any] | None = None, ranks: Iterable[int] | None = None
+    ) -> Request:
+        """As `servers`, but without waiting for the answers."""
         message = Message(kind, store=self.store, body=body or {})
         links = ["server-%d" % rank for rank in (range(self.node.num_servers) if ranks is None else ranks)]
-        replies = self.node.ask(what, [(link, message) for link in links]).wait(self.limit_s)
-        return [dict(reply.body) for reply in replies]
+        return self.node.ask(what, [(link, message) for link in links])
 
 
 @dataclass

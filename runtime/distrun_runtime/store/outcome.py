@@ -58,6 +58,14 @@ class SentCall(Pending):
         self._is_left = True
         self._left()
 
+    def fill(self, take: Take) -> None:
+        """Let `wait` take the replies in so. Before anybody waits."""
+        self._take = take
+
+    def disregard(self) -> None:
+        """Note that nobody wants its replies; what goes wrong is told all the same."""
+        self._request.then(lambda error: self._request.forget())
+
     def watch(self) -> None:
         """Let the store's next call raise its error, unless `wait` does before."""
         self._request.then(lambda error: None if error is None or self._is_left else self._late.add(self, error))

@@ -33,12 +33,14 @@ from distrun_runtime.store.outcome import Take
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
 
-__all__ = ["Transfers"]
+__all__ = ["Taking", "Transfers"]
 
 BY_ROWS = How(ROWS)
 """How values of row-sparse keys travel."""
 
 _NOTHING = np.empty(0)
+
+Taking = Callable[["Sequence[Sequence[Array]]", bool], Take]
 
 Loaded = tuple[Portion, Sequence[Buffer], Payload]
 """What a message carries, its frames, and where the entries' values are."""
@@ -153,28 +155,29 @@ class Transfers:
         return size <= MESSAGE_BYTES or all(self._link.node.staging(portion.link) for portion in portions)
 
     def pushpull(
-        self,
-        what: str,
-        keys: Selection,
-        values: Sequence[Array],
-        outs: Sequence[Sequence[Array]],
-        *,
-        body: Mapping[str, Any],
-        priority: int,
-    ) -> tuple[Request, Take]:
-        """Send one value of each key and ask for what comes of the round, by one message to each server; as `pull`."""
+        self, what: str, keys: Selection, values: Sequence[Array], *, body: Mapping[str, Any], call: CallOptions
+    ) -> tuple[Request, Taking]:
+        """Send one value of each key and ask for what comes of the round, by one message to each server.
+
+        Returns:
+            The request, and what makes the `Take` of its replies for outputs; `own` as for `pull`.
+        """
         route = self._routes(keys).plain
-        in_place = self._in_place(route, values)
+        in_place = self._in_place(route, values) if call.lent else frozenset()
         loaded: list[Loaded] = []
         for portion in route.portions:
             staging = self._link.node.staging(portion.link)
             loaded.append((portion, portion.gather(values, False, staging, in_place), Payload.PACKED))
-        request = self._contribute(what, route, loaded, body, priority, kind=Kind.PUSHPULL)
-        return request, self._taking(route, lambda replies: _fill(route, keys.records, outs, replies, own=True))
-
-    def _taking(self, route: Route, take: Take) -> Take:
-        """Return what takes the replies to a pull that was sent just now, and notes the rounds that they are of."""
+        request = self._contribute(what, route, loaded, body, call.priority, kind=Kind.PUSHPULL)
         rounds = self._rounds[route.numbers]
+
+        def taking(outs: Sequence[Sequence[Array]], own: bool) -> Take:
+            return self._taking(route, rounds, lambda replies: _fill(route, keys.records, outs, replies, own))
+
+        return request, taking
+
+    def _taking(self, route: Route, rounds: Array, take: Take) -> Take:
+        """Return what takes the replies that are of these rounds, and notes that the rounds were answered."""
 
         def taking(replies: tuple[Message, ...]) -> Notes:
             notes = take(replies)
@@ -240,7 +243,8 @@ class Transfers:
         route = self._routes(keys).pull
         loaded: list[Loaded] = [(portion, (), Payload.NONE) for portion in route.portions]
         request = self._ask(what, route, loaded, priority)
-        return request, self._taking(route, lambda replies: _fill(route, keys.records, outs, replies, own))
+        rounds = self._rounds[route.numbers]
+        return request, self._taking(route, rounds, lambda replies: _fill(route, keys.records, outs, replies, own))
 
     def views(self, what: str, keys: Selection) -> tuple[Request, list[Array], Take] | None:
         """Ask for the present values of keys; return the request, a list, and what puts the values into it, read-only
@@ -256,7 +260,7 @@ class Transfers:
             found[:] = _seen(route, keys.records, replies)
             return _said(_skipped_in(replies))
 
-        return request, found, self._taking(route, take)
+        return request, found, self._taking(route, self._rounds[route.numbers], take)
 
     def pull_rows(
         self, what: str, items: Sequence[tuple[KeyRecord, Array, Callable[[Array], None]]], *, priority: int

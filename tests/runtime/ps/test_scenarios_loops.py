@@ -1,0 +1,229 @@
+"""Jobs on every path that push and pull key by key: after some rounds, a push asks for its result at once."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster import DEADLINE_S, Cluster, open_store
+
+from distrun_runtime.errors import KVError
+from distrun_runtime.protocol.message import Kind
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+Job = Callable[..., Cluster]
+
+SHAPES = {"small": (5,), "medium": (300, 70), "large": (500, 500)}
+HABIT = 3
+"""Rounds after which pushes ask for their result."""
+
+
+def start(kv: Any) -> None:
+    for key, shape in SHAPES.items():
+        kv.init(key, np.zeros(shape, np.float32))
+
+
+def round_of(kv: Any, number: int) -> None:
+    """Push and pull each key; check the sum of two workers."""
+    for place, (key, shape) in enumerate(SHAPES.items()):
+        kv.push(key, np.full(shape, number + kv.rank, np.float32), priority=-place)
+        out = np.zeros(shape, np.float32)
+        kv.pull(key, out, priority=-place)
+        assert (out == 2 * number + 1).all(), (key, out.reshape(-1)[:3])
+
+
+def counting(session: Any) -> Counter[Kind]:
+    """Return what counts the messages of a session from now on, by their kinds."""
+    counts: Counter[Kind] = Counter()
+    ask = session.ask
+
+    def counted(what: str, messages: Any, *others: Any, **more: Any) -> Any:
+        counts.update(message.kind for _, message in messages)
+        return ask(what, messages, *others, **more)
+
+    session.ask = counted
+    return counts
+
+
+def test_a_loop_over_keys_gives_every_rounds_sum_and_soon_sends_one_message_a_key(job: Job) -> None:
+    def script(session: Any) -> None:
+        kv = open_store("dist_sync", session)
+        start(kv)
+        for number in range(HABIT):
+            round_of(kv, number)
+        counts = counting(session)
+        for number in range(5):
+            round_of(kv, 100 * number)
+        assert counts[Kind.PUSH] == counts[Kind.PULL] == 0
+        assert counts[Kind.PUSHPULL] >= 5 * len(SHAPES)
+
+    with job(2, 2) as made:
+        made.run_sessions(script)
+
+
+def test_in_an_async_store_a_push_waits_for_nobody_in_a_loop_either(job: Job) -> None:
+    def script(session: Any) -> None:
+        kv = open_store("dist_async", session)
+        start(kv)
+        kv.set_optimizer("sgd", learning_rate=1.0)
+        counts = counting(session)
+        out = np.zeros(SHAPES["small"], np.float32)
+        for _ in range(8):
+            kv.push("small", np.ones(SHAPES["small"], np.float32))
+            kv.pull("small", out)
+        assert counts[Kind.PUSHPULL] == 0
+        assert (out <= -8).all()
+
+    with job(2, 2) as made:
+        made.run_sessions(script)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_push_that_no_pull_follows_for_once_keeps_nobody_waiting_in_a_barrier(job: Job, waits: bool) -> None:
+    """Worker 1 comes to the barrier before it pushes."""
+
+    def script(kv: Any) -> None:
+        start(kv)
+        for number in range(HABIT):
+            round_of(kv, number)
+        ones = np.ones(SHAPES["large"], np.float32)
+        if kv.rank == 0:
+            kv.push("large", ones).wait()
+        if waits:
+            kv.barrier()
+        else:
+            kv.barrier(wait=False).wait(DEADLINE_S)
+        if kv.rank == 1:
+            kv.push("large", ones)
+        out = np.zeros(SHAPES["large"], np.float32)
+        kv.pull("large", out)
+        assert (out == 2).all()
+        kv.barrier()
+        for number in range(HABIT):
+            round_of(kv, number)
+
+    with job(2, 2) as made:
+        made.run(script)
+
+
+def test_after_such_a_push_only_many_more_rounds_let_pushes_ask_for_their_results_again(job: Job) -> None:
+    def script(session: Any) -> None:
+        kv = open_store("dist_sync", session)
+        start(kv)
+        for number in range(HABIT):
+            round_of(kv, number)
+        kv.push("small", np.ones(SHAPES["small"], np.float32))
+        kv.push("small", np.ones(SHAPES["small"], np.float32))
+        counts = counting(session)
+        for number in range(10):
+            round_of(kv, number)
+        assert counts[Kind.PULL] == 10
+        for number in range(10):
+            round_of(kv, number)
+        assert counts[Kind.PULL] < 20
+
+    with job(2, 2) as made:
+        made.run_sessions(script)
+
+
+def test_what_was_assigned_after_a_push_is_pulled(job: Job) -> None:
+    def script(kv: Any) -> None:
+        start(kv)
+        for number in range(HABIT):
+            round_of(kv, number)
+        kv.push("medium", np.ones(SHAPES["medium"], np.float32))
+        kv.assign("medium", np.full(SHAPES["medium"], 77, np.float32))
+        out = np.zeros(SHAPES["medium"], np.float32)
+        kv.pull("medium", out)
+        assert (out == 77).all()
+
+    with job(2, 2) as made:
+        made.run(script)
+
+
+def test_a_pull_of_other_keys_or_into_several_outputs_gets_its_own_values(job: Job) -> None:
+    def script(kv: Any) -> None:
+        start(kv)
+        for number in range(HABIT):
+            round_of(kv, number)
+        kv.push("small", np.full(SHAPES["small"], 5, np.float32))
+        other, out = np.zeros(SHAPES["medium"], np.float32), np.zeros(SHAPES["small"], np.float32)
+        kv.pull("medium", other)
+        assert (other == 2 * (HABIT - 1) + 1).all()
+        kv.pull("small", out)
+        assert (out == 10).all()
+        for number in range(20):
+            round_of(kv, number)
+        outs = [np.zeros(SHAPES["small"], np.float32), np.zeros((5, 2), np.float32)[:, 0]]
+        kv.push("small", np.full(SHAPES["small"], 6, np.float32))
+        pending = kv.pull("small", outs, wait=False)
+        pending.wait(DEADLINE_S)
+        assert all((each == 12).all() for each in outs)
+
+    with job(2, 2) as made:
+        made.run(script)
+
+
+def test_a_pull_of_a_round_that_another_worker_skipped_gets_what_the_servers_have(job: Job) -> None:
+    def script(kv: Any) -> None:
+        start(kv)
+        for number in range(HABIT):
+            round_of(kv, number)
+        if kv.rank == 0:
+            kv.push("small", np.full(SHAPES["small"], 9, np.float32))
+        else:
+            kv.skip_round("small", {"why": "nan"})
+        out = np.zeros(SHAPES["small"], np.float32)
+        kv.pull("small", out)
+        assert (out == 2 * (HABIT - 1) + 1).all()
+
+    with job(2, 2) as made:
+        made.run(script)
+
+
+def test_what_a_rule_says_against_such_a_push_is_raised_once(job: Job) -> None:
+    def script(kv: Any) -> None:
+        start(kv)
+        for number in range(HABIT):
+            round_of(kv, number)
+        kv.set_updater(refusing)
+        for _ in range(2):
+            kv.push("small", np.ones(SHAPES["small"], np.float32))
+            with pytest.raises(KVError, match="refused by the updater"):
+                kv.pull("small", np.zeros(SHAPES["small"], np.float32))
+        kv.barrier()
+
+    with job(2, 1, imports=(__name__,)) as made:
+        made.run(script)
+
+
+def refusing(key: Any, received: Any, stored: Any) -> None:
+    raise ValueError("refused by the updater")
+
+
+def test_two_threads_with_keys_of_their_own_get_their_sums(job: Job) -> None:
+    def script(kv: Any) -> None:
+        start(kv)
+        found: list[bool] = []
+
+        def loop(key: str) -> None:
+            out = np.zeros(SHAPES[key], np.float32)
+            for number in range(20):
+                kv.push(key, np.full(SHAPES[key], number, np.float32))
+                kv.pull(key, out)
+                found.append(bool((out == 2 * number).all()))
+
+        threads = [threading.Thread(target=loop, args=(key,)) for key in SHAPES]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert found == [True] * 60
+
+    with job(2, 2) as made:
+        made.run(script)
