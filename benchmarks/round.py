@@ -63,6 +63,8 @@ WORKS = {
     "many": Work("many", peers=()),
 }
 RUN_TIMEOUT_S = 600
+FOLDER = "/tmp/distrun-round"
+"""Where the scripts are on other hosts."""
 
 
 OURS_ALONE = {"empty": "list", "view": "list", "loop": "priorities"}
@@ -85,6 +87,8 @@ class System:
     """What `distrun launch` needs to know: who serves."""
     arguments: tuple[str, ...] = ()
     """In place of the work's form."""
+    is_limit: bool = False
+    """It is no peer: it moves the bytes of a round and does nothing with them."""
     by_mpirun: bool = False
     """Open MPI's own launcher starts it; only by that its processes know each other."""
 
@@ -112,9 +116,17 @@ def systems(peers: Path, servers: int) -> list[System]:
     return [system for system in known if system.is_there]
 
 
+def between_hosts(known: list[System]) -> list[System]:
+    """Return those that can run on several hosts, and what the network allows."""
+    limit = System("tcp", sys.executable, "tcp_round.py", ("-s", "0"), (), is_limit=True)
+    return [*(system for system in known if not system.by_mpirun), limit]
+
+
 def measure(system: System, work: Work, options: argparse.Namespace) -> float | None:
     """Run `system` once and return its median seconds a round; None, and a word why, if it failed."""
-    command = [sys.executable, "-m", "distrun", "launch", "-q", "--no-prefix", "--launcher", "local"]
+    command = [sys.executable, "-m", "distrun", "launch", "-q", "--no-prefix"]
+    # Hosts have the same environments; the scripts go there.
+    command += ["--hosts", options.hosts, "--sync-dst-dir", FOLDER] if options.hosts else ["--launcher", "local"]
     command += [
         "-n",
         str(options.workers),
@@ -126,13 +138,15 @@ def measure(system: System, work: Work, options: argparse.Namespace) -> float | 
     ]
     if system.by_mpirun:
         command = [*MPIRUN, str(options.workers)]
-    command += [system.python, str(SCRIPTS / system.script), work.model, str(options.rounds * work.repeated)]
+    script = system.script if options.hosts else str(SCRIPTS / system.script)
+    command += [system.python, script, work.model, str(options.rounds * work.repeated)]
     form = work.form if system.name == OURS else OURS_ALONE.get(work.form, work.form)
-    command += list(system.arguments or (form,))
+    command += [] if system.is_limit else list(system.arguments or (form,))
     # A job store of its own: a benchmark is nobody's job.
     with tempfile.TemporaryDirectory() as state:
         env = {**os.environ, "XDG_STATE_HOME": state, "OMP_NUM_THREADS": "1"}
-        result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, check=False)
+        folder = SCRIPTS if options.hosts else ROOT
+        result = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, check=False)
     # mpirun may join the lines of two ranks.
     reports = re.findall(r"\{[^{}]*\}", result.stdout)
     if result.returncode != 0 or len(reports) != options.workers:
@@ -152,7 +166,7 @@ def measure_all(columns: list[System], options: argparse.Namespace) -> Found:
     values: Found = {}
     for name in options.works:
         work = WORKS[name]
-        taking_part = [system for system in columns if system.name in (OURS, *work.peers)]
+        taking_part = [system for system in columns if system.is_limit or system.name in (OURS, *work.peers)]
         for run in range(options.runs):
             for system in taking_part:
                 seconds = measure(system, work, options)
@@ -220,6 +234,24 @@ buckets, `many` 500 ms, `small by key` 0.5 beside MXNet, `resnet50` 1.0 beside M
   warm-up, of `small` five times as many; a round takes as long as its slowest worker.
 %s"""
 
+BETWEEN_HOSTS = "A round between %d hosts"
+HOSTS_SECTION = """\
+Measured by `benchmarks/round.py --hosts`, with the works and peers of "A round of push and pull". The hosts are those
+of `scripts/lab`: network namespaces of one machine with virtual cables, so all processes share its cores, and no system
+sends faster than these copy. Workers and servers take turns over the %d hosts. tcp moves the bytes of a round between
+the hosts, the least that a sum over them needs, by plain TCP connections, and does nothing with them: a limit, not a
+peer.
+
+Milliseconds a round, and in brackets distrun's time divided by that system's (below 1.00: distrun is faster): the
+median of the ratios of the runs, and their range.
+
+%s
+
+%s
+* %d workers, %d servers; %d runs, in which the systems take turns. A run's time is the median of %d rounds after the
+  warm-up; a round takes as long as its slowest worker.
+%s"""
+
 
 def say(text: str) -> None:
     """Tell how far the measurement is."""
@@ -235,12 +267,17 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="runs of every system (default 5)")
     parser.add_argument("-n", "--workers", type=int, default=2)
     parser.add_argument("-s", "--servers", type=int, default=2)
+    parser.add_argument("--hosts", help="H1,H2...: between hosts that ssh reaches, which have .venv and .peers as here")
+    parser.add_argument("--links", default="", help="with --hosts: what limits them, for the heading of the section")
     parser.add_argument("--peers", type=Path, default=ROOT / ".peers", help="where scripts/install made them")
     parser.add_argument("--note", default="", help="a line for the page: what else the machine did")
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks.md")
     options = parser.parse_args()
 
-    columns = [s for s in systems(options.peers, options.servers) if not options.systems or s.name in options.systems]
+    known = systems(options.peers, options.servers)
+    if options.hosts:
+        known = between_hosts(known)
+    columns = [system for system in known if not options.systems or system.name in options.systems]
     found = measure_all(columns, options)
     text = table(columns, options.works, found)
     print(text)
@@ -249,7 +286,13 @@ def main() -> None:
 
         counts = (options.workers, options.servers, options.runs, options.rounds)
         note = "* %s\n" % options.note if options.note else ""
-        page.write(HEADING, SECTION % (text, page.circumstances("round.py", "--peers", "--note"), *counts, note))
+        circumstances = page.circumstances("round.py", "--peers", "--note")
+        if options.hosts:
+            hosts = len(options.hosts.split(","))
+            heading = BETWEEN_HOSTS % hosts + (", " + options.links if options.links else "")
+            page.write(heading, HOSTS_SECTION % (hosts, text, circumstances, *counts, note))
+        else:
+            page.write(HEADING, SECTION % (text, circumstances, *counts, note))
     # What failed stands in the table and was said; the run as a whole did not succeed then.
     sys.exit(1 if any(seconds is None for runs in found.values() for seconds in runs) else 0)
 
