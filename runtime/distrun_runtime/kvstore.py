@@ -295,7 +295,7 @@ class KVStore(KVStoreBase):
         self._ready()
         number, factor = _numbers(priority, scale)
         keys, given, own = self._given(key, value, factor)
-        call = CallOptions(number, own or not wait, factor, waits=wait)
+        call = CallOptions(number, lent=own or not wait, scale=factor, waits=wait)
         if not keys.records:
             return CompletedCall("push of no keys")
         pending = self._backend.push(keys, given, call)
@@ -336,7 +336,7 @@ class KVStore(KVStoreBase):
             by_key = dict(zip((record.key for record in targets.records), outs, strict=True))
             outs = [by_key[record.key] for record in keys.records]
         # Lent also when it waits: it returns when the result is there.
-        call = CallOptions(number, True, factor, waits=wait)
+        call = CallOptions(number, lent=True, scale=factor, waits=wait)
         if not keys.records:
             return CompletedCall("pushpull of no keys")
         return _awaited(self._backend.pushpull(keys, given, outs, call), wait)

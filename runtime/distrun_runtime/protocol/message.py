@@ -71,7 +71,9 @@ class Kind(IntEnum):
     PROFILE = 37
     NORMS = 38
     PUSHPULL = 39
+    """A push and the pull of its round: what comes of the round answers both."""
     RELEASE = 40
+    """Servers copy what they still read in the sender's shared memory, and then answer."""
 
 
 class Flag(IntFlag):
@@ -131,8 +133,8 @@ class Entry(NamedTuple):
 def entries_of(rows: Iterable[Entry]) -> Array:
     """Return the structured array of some entries."""
     given = [
-        (key, dtype, codec, payload, 0, offset, length, turn)
-        for key, offset, length, turn, dtype, codec, payload in rows
+        (key, dtype, codec, payload, 0, offset, length, round_)
+        for key, offset, length, round_, dtype, codec, payload in rows
     ]
     return np.array(given, ENTRY)
 
@@ -140,8 +142,8 @@ def entries_of(rows: Iterable[Entry]) -> Array:
 def rows_of(entries: Array) -> list[Entry]:
     """Return the entries of an array one by one, as Python numbers."""
     return [
-        Entry(key, offset, length, turn, dtype, codec, payload)
-        for key, dtype, codec, payload, _, offset, length, turn in entries.tolist()
+        Entry(key, offset, length, round_, dtype, codec, payload)
+        for key, dtype, codec, payload, _, offset, length, round_ in entries.tolist()
     ]
 
 

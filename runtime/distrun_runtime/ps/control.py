@@ -31,9 +31,9 @@ class Control:
         """Take in a request of the scheduler."""
         if message.kind is Kind.RULE:
             kind = work.TryRule if message.body.get("check") else work.SetRule
-            return [role.Work(kind(message.store, message.body["spec"], message), True)]
+            return [role.Work(kind(message.store, message.body["spec"], message), reports=True)]
         if message.kind is Kind.LOAD and message.body["action"] != "stage":
-            return [role.Work(work.Load(message.store, message), True)]
+            return [role.Work(work.Load(message.store, message), reports=True)]
         if message.kind in (Kind.SAVE, Kind.LOAD):
             return self._states(message, stores)
         return None
@@ -45,7 +45,7 @@ class Control:
         if message.kind is Kind.PROFILE:
             return [role.Send(link, self._profile(message))]
         if message.kind is Kind.RELEASE:
-            return [role.Work(work.Release(link, message), True)]
+            return [role.Work(work.Release(link, message), reports=True)]
         return None
 
     def tick(self, stores: Stores) -> list[role.Action]:
@@ -94,7 +94,7 @@ class Control:
         me = self._me()
         body = {**message.body, "file": statefile.server_file(me.rank), "host": me.host}
         kind = work.Save if message.kind is Kind.SAVE else work.Load
-        return [role.Work(kind(message.store, replace(message, body=body)), True)]
+        return [role.Work(kind(message.store, replace(message, body=body)), reports=True)]
 
     # Counters and profiles
 

@@ -4,8 +4,10 @@ Little work is done at once. Much work is done by the engine's own thread, so th
 returns None then, and `result` has what came of it later. While such work is under way all other work waits for its
 turn, also if it is little: results come in the order of the work.
 
-What the work consists of is in `sums`, `updates` and `answers`. A buffer that is lent to a reply is not written until
-the reply has left: an update meanwhile writes another side of the arena.
+What the work consists of is in `sums`, `updates` and `answers`, over the arrays of `values`. An arena has one or more
+sides, which are laid out alike; for each shard one of them has its present value. A value that is lent to a reply is
+not written until the reply has left, and until a receiver on this host has read it: an update meanwhile writes a side
+that no reply reads, and there is one more if all of them are read.
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ class Engine:
         """What replies carried that have left; the next work gives it back."""
         self._open = 0
         """How much work was handed to the thread whose result was not taken yet."""
-        self._turn = threading.Condition()
+        self._changed = threading.Condition()
         self._queue: deque[tuple[work.Work, int]] = deque()
         self._queued_bytes = 0
         self._results: deque[role.Done] = deque()
@@ -122,11 +124,11 @@ class Engine:
         if not self._open and (size < self._much_bytes or isinstance(what, work.ALONE)):
             return self._do(what)
         self._open += 1
-        with self._turn:
-            self._turn.wait_for(lambda: self._queued_bytes < QUEUE_BYTES)
+        with self._changed:
+            self._changed.wait_for(lambda: self._queued_bytes < QUEUE_BYTES)
             self._queue.append((what, size))
             self._queued_bytes += size
-            self._turn.notify_all()
+            self._changed.notify_all()
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="distrun-engine", daemon=True)
             self._thread.start()
@@ -143,9 +145,9 @@ class Engine:
         Arguments:
             waits: return when it is done.
         """
-        with self._turn:
+        with self._changed:
             if waits and self._open:
-                self._turn.wait_for(lambda: self._results)
+                self._changed.wait_for(lambda: self._results)
             if not self._results:
                 return None
             self._open -= 1
@@ -157,16 +159,16 @@ class Engine:
 
     def close(self) -> None:
         """End the thread. What was not begun is not done."""
-        with self._turn:
+        with self._changed:
             self._is_closed = True
-            self._turn.notify_all()
+            self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
         while True:
-            with self._turn:
-                self._turn.wait_for(lambda: self._queue or self._is_closed)
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._is_closed)
                 if self._is_closed:
                     return
                 what, size = self._queue.popleft()
@@ -175,11 +177,11 @@ class Engine:
             except BaseException as err:
                 # A user's rule may ask for the end of the process: the loop's thread hears of it.
                 done = role.Done(what, err, traceback.format_exc())
-            with self._turn:
+            with self._changed:
                 is_first = not self._results
                 self._results.append(done)
                 self._queued_bytes -= size
-                self._turn.notify_all()
+                self._changed.notify_all()
             if is_first:
                 self._wake()
 
@@ -200,7 +202,7 @@ class Engine:
 
     def sent(self, lent: Sequence[answers.Lent], by: transport.Lease | None) -> None:
         """A reply was given to the transport; None: it was not sent."""
-        with self._turn:
+        with self._changed:
             if by is None or by.is_over:
                 self._returned.append(lent)
             else:
@@ -208,7 +210,7 @@ class Engine:
 
     def released(self, by: transport.Lease) -> None:
         """A message has left the transport: the buffers of a reply, if it was one, may be written again."""
-        with self._turn:
+        with self._changed:
             lent = self._out.pop(by, None)
             if lent is not None:
                 self._returned.append(lent)
@@ -217,7 +219,7 @@ class Engine:
         """Give back what replies carried that have left, also those of which the loop was not told yet."""
         if not self._out and not self._returned:
             return
-        with self._turn:
+        with self._changed:
             for by in [by for by in self._out if by.is_over]:
                 self._returned.append(self._out.pop(by))
             while self._returned:

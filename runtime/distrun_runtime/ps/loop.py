@@ -101,15 +101,15 @@ class Loop:
         """By link."""
         self._finish: role.Finish | None = None
 
-    def ask(self, request: object) -> None:
-        """Hand in a request of the process's own threads. Threads: any."""
-        self._asked.append(role.Asked(request))
+    def ask(self, what: object) -> None:
+        """Hand in what the process's own threads want. Threads: any."""
+        self._asked.append(role.Asked(what))
         self._transport.wake()
 
     def unheard(self) -> list[object]:
-        """Return the requests that came too late. Call it when `run` has ended."""
+        """Return what was asked too late. Call it when `run` has ended."""
         left, self._asked = self._asked, deque()
-        return [event.request for event in left if isinstance(event, role.Asked)]
+        return [event.what for event in left if isinstance(event, role.Asked)]
 
     def tell(self, signal: int) -> None:
         """Hand in a signal. Threads: any, also from a signal handler."""
@@ -306,7 +306,7 @@ class Loop:
         if isinstance(action, role.Send):
             self._send(action.link, action.message)
         elif isinstance(action, role.Resolve):
-            action.pending.resolve(action.replies, action.error)
+            action.request.resolve(action.replies, action.error)
         else:
             self._perform_rest(action)
         return []
@@ -322,7 +322,7 @@ class Loop:
         elif isinstance(action, role.Resume):
             self._resume(action.link)
         elif isinstance(action, role.Note):
-            action.pending.note = action.text
+            action.request.note = action.text
         elif isinstance(action, role.Finish) and self._finish is None:
             self._finish = action
 

@@ -2,6 +2,9 @@
 
 A pull waits until the rounds that it asks for are applied (async: until the pushes before it are), then the values are
 lent at once: those between this round and the next. The answer goes out when all of its shards are lent.
+
+To lend a value is to let a reply read it where it is (`answers`): the next update then writes other memory. (On
+workers, "lent" is said of arrays of the script's that the store may still read.)
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ _FEW = 4
 
 @dataclass(eq=False)
 class Pull:
-    """A pull that is not answered yet."""
+    """A pull that is not answered yet; all arrays have an element for each of its entries."""
 
     link: str
     rank: int
@@ -38,6 +41,7 @@ class Pull:
     rounds: Array
     notice: role.WaitNotice
     ticket: int
+    """Its number, under which the engine keeps what was lent to it."""
     owed: Array
     """For each entry whether it is not lent yet."""
     rows: list[Buffer | None] = field(default_factory=list)
@@ -45,7 +49,8 @@ class Pull:
     before: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
     """For each entry in async the pushes that waited for norms when it came: what was pushed before is in its value."""
     passed: set[int] = field(default_factory=set)
-    """Shards that its worker has pushed again since: each is lent as soon as it is due."""
+    """Shards that its worker has pushed again since, by a call that did not wait for this pull. It is looked at after
+    each of their rounds: the round after that would replace what it asks for."""
     skipped: dict[int, Any] = field(default_factory=dict)
     """Key number to the notes of the round that is pulled, if that was skipped."""
 
@@ -132,14 +137,15 @@ class Pulls:
         if not pull.owed.any():
             del self._open[pull.ticket]
             deliver = work.Deliver(pull.ticket, pull.link, pull.message, pull.entries, pull.skipped)
-            return [*actions, role.Work(deliver, True)]
+            return [*actions, role.Work(deliver, reports=True)]
         self._watch(pull, int(pull.shards[pull.first_owed()]))
         return actions
 
     def before_push(self, rank: int, store: Store, shards: Array) -> list[role.Action]:
-        """A worker pushes shards again: if a pull of its own still waits for them, it is lent them as they are.
+        """A worker pushes shards again while a pull of its own still waits for some of them.
 
-        What is not over yet is lent after each round of a shard, before the next one is applied.
+        The script has made the pull with wait=False, or from another thread. It gets the round that it asked for: what
+        is there is lent now, and the rest as soon as its round is over, before this push's round is applied.
         """
         owed = shards[store.owed[rank, shards] > 0]
         if not len(owed):

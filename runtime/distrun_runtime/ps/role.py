@@ -76,9 +76,9 @@ class Heard:
 
 @dataclass(frozen=True)
 class Asked:
-    """The process's own threads want something (workers only)."""
+    """The process's own threads want something (workers only): a `worker.Ask` or a `worker.Goodbye`."""
 
-    request: Any
+    what: Any
 
 
 @dataclass(frozen=True)
@@ -134,22 +134,23 @@ class Publish:
 
 @dataclass(frozen=True)
 class Work:
-    """Something for the engine: it touches arrays. `Done` follows when `reports` is set, at once or later.
+    """Something for the engine: it touches arrays.
 
     Work is done in the order in which it was asked for, and reported in that order.
     """
 
     what: Any
-    reports: bool = False
-    holds: Link = ""
+    reports: bool = field(default=False, kw_only=True)
+    """Whether the role is told what came of it, at once or later, by `Done`."""
+    holds: Link = field(default="", kw_only=True)
     """A connection whose later events depend on what comes of the work: the role is told of them behind `Done`."""
 
 
 @dataclass(frozen=True)
 class Resolve:
-    """A request was answered or failed: `pending` is given `replies`, or raises `error`."""
+    """A request (`request.Request`) was answered or failed: whoever waits for it gets `replies`, or `error` raised."""
 
-    pending: Any
+    request: Any
     replies: tuple[Message, ...] = ()
     error: RuntimeFault | None = None
 
@@ -158,7 +159,7 @@ class Resolve:
 class Note:
     """Tell a request what it waits for."""
 
-    pending: Any
+    request: Any
     text: str
 
 

@@ -5,7 +5,12 @@
   round of the shard is ordered when this one is over, so that a pull of this one is lent its value before.
 * A push to an asynchronous store is a Step of its own.
 * Where the rule needs norms of whole values, an update stops halfway: this server's sums of squares go to the others
-  (`norms`), and FinishUpdate follows when theirs are here.
+  (`norms`), and FinishUpdate follows when theirs are here. Only lamb and lars do: the section on norms can be left out
+  at first.
+
+How far a shard is, of synchronous stores (`shards.Store`): `last` is for each worker the last round that it has pushed,
+`reach` the last round that all workers have pushed who are not excused (joined, left), `ordered` the last round whose
+Apply went to the engine, and `done` the last one that the engine has reported; ordered is at most one ahead of done.
 """
 
 from __future__ import annotations
@@ -63,6 +68,7 @@ class Rounds:
         """Take in the contributions of a synchronous push."""
         store, shards = batch.store, batch.shards
         rounds = batch.entries["round"].astype(np.int64)
+        # Rounds that were ordered without this worker, while it was excused, do not wait for it any more.
         ahead = rounds - np.maximum(store.last[rank, shards], store.ordered[shards])
         skip = batch.message.body.get("skip")
         actions = self._pulls.before_push(rank, store, shards)
@@ -104,7 +110,7 @@ class Rounds:
             return [role.Work(work.Add(rank, number, batch)), *self._complete(store, shards)]
         # The most frequent case: the last contributions of all these shards need not be kept for a moment.
         store.ordered[shards] = number
-        return [role.Work(work.Apply(store, number, shards, rank=rank, last=batch), True)]
+        return [role.Work(work.Apply(store, number, shards, rank=rank, last=batch), reports=True)]
 
     def _complete(self, store: Store, shards: Array) -> list[role.Action]:
         """Order the next rounds of some shards, as far as they are complete and the rounds before them are over."""
@@ -123,10 +129,10 @@ class Rounds:
                 store.skipped.setdefault(shard, {})[number] = {rank: said.get(rank) for rank in ranks}
             if skipped:
                 gone = np.array(skipped)
-                actions.append(role.Work(work.Apply(store, number, gone, skip=True), True))
+                actions.append(role.Work(work.Apply(store, number, gone, skip=True), reports=True))
                 some = some[~np.isin(some, gone)]
             if len(some):
-                actions.append(role.Work(work.Apply(store, number, some), True))
+                actions.append(role.Work(work.Apply(store, number, some), reports=True))
         return actions
 
     def _take_early(self, store: Store, shards: Array) -> None:
@@ -370,7 +376,7 @@ class Rounds:
         actions: list[role.Action] = []
         if not isinstance(result, Failure):
             self._norms.close(turn)
-            return [role.Work(work.FinishUpdate(store, shard, turn, result), True) for shard in ready]
+            return [role.Work(work.FinishUpdate(store, shard, turn, result), reports=True) for shard in ready]
         for shard in ready:
             actions.append(role.Work(work.DropUpdate(store, shard, turn)))
             # All of them before anybody is answered: a pull of several shards fails once.

@@ -30,7 +30,7 @@ from distrun_runtime.ops.compression import NONE, ROWS
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import PLAIN, How
 from distrun_runtime.protocol.message import DTYPE_SIZES, DTYPES, ENTRY, Payload
-from distrun_runtime.ps.pending import Pending as Request
+from distrun_runtime.ps.request import Request
 
 __all__ = ["Buckets", "Portion", "Route", "cut", "mxnet_shards", "place", "portions_of", "shards_on"]
 
@@ -355,7 +355,8 @@ class Route:
             if not portion.is_plain:
                 found |= set(portion.keys.tolist())
         self.runs = sorted(found)
-        """Places of the keys whose values come in runs of elements, not each in one piece."""
+        """Places of the keys whose values are not among the small ones that are joined: they are written by runs of
+        elements, of which a value may have one only, and so have to be C-contiguous."""
 
     @classmethod
     def of(

@@ -4,6 +4,10 @@ A message names shards; what it means is decided for all of them at once, from t
 (`shards.Store`). What is to be done with arrays goes to the engine as work (`work`), in order. The engine reports when
 it is done, and what waited for it goes on.
 
+Nothing is done here: `handle` returns actions (`role`), which the node's loop (`loop`) carries out in their order. A
+`role.Work` goes to the engine; if it `reports`, `role.Done` comes back as an event, at once or later, and with `holds`
+nothing else that arrives on that connection is told before.
+
 Here are the job, what messages say, and membership. What a push leads to is in `rounds`, what a pull waits for in
 `pulls`; saved states, rules, counters and profiles are in `control`.
 """
@@ -189,7 +193,7 @@ class Server:
             self._rounds.stop()
             return [told, *self._pulls.drop_all(reason, str(message.body["who"]))]
         if message.kind is Kind.STOP and message.body.get("stay"):
-            return [role.Work(work.Clear(message), True)]
+            return [role.Work(work.Clear(message), reports=True)]
         if message.kind is Kind.STOP:
             self._is_stopping = True
             who, reason = str(message.body.get("who", "")), str(message.body.get("reason", ""))
@@ -263,14 +267,15 @@ class Server:
             return self._refuse_data(link, rank, store, message, entries=entries, wrong=wrong)
         batch = work.Batch(store, shards, message, entries, checks.how(message, entries))
         if message.payloads and entries["codec"].any() and np.isin(entries["codec"], tuple(checks.READ_FIRST)).any():
-            return [role.Work(work.Check(link, rank, batch), True, holds=link)]
+            return [role.Work(work.Check(link, rank, batch), reports=True, holds=link)]
         return self._accept(link, rank, batch)
 
     def _missed(self, rank: int, store: Store, message: Message) -> str:
         """Return why a message has to be sent again; empty: it does not.
 
-        A bucket that is not known here may be of any keys. So what the worker sends behind such a message has to come
-        again as well, in its order: nothing of it is done before.
+        A worker names a bucket when its message with the bucket's entries has left, not when that was answered. If that
+        message was refused for a shard that is not here, the bucket is not known, and may be of any keys. So what the
+        worker sends behind such a message has to come again as well, in its order: nothing of it is done before.
         """
         expected = store.again.get(rank)
         if expected and expected[0] == message.request:
@@ -291,7 +296,7 @@ class Server:
         if len(message.entries) or not message.bucket:
             return message.entries, store.find(message.entries), "", False
         known = self._buckets.get((rank, store.number, message.bucket))
-        if known is None:
+        if known is None:  # `_missed` had it sent again, and it does not name its entries this time either.
             unknown = "bucket %d is not known to %s" % (message.bucket, self.me.name)
             return NO_ENTRIES, store.find(NO_ENTRIES), unknown, False
         entries = known.entries.copy()
@@ -314,7 +319,7 @@ class Server:
         if batch.message.kind is Kind.PULL:
             return self._pulls.take(link, rank, batch, self._now)
         if not batch.store.is_sync:
-            return [role.Work(work.Step(link, rank, batch), True, holds=link)]
+            return [role.Work(work.Step(link, rank, batch), reports=True, holds=link)]
         pushed = self._rounds.push(rank, batch)
         if batch.message.kind is Kind.PUSH:
             return [*pushed, role.Send(link, answer(batch.message))]
@@ -334,7 +339,7 @@ class Server:
             batch = work.Batch(store, shards, message, message.entries)
             return [role.Work(work.Assign(batch)), role.Send(link, answer(message))]
         if store.has_rule:
-            return [role.Work(work.TryFill(link, message), True)]
+            return [role.Work(work.TryFill(link, message), reports=True)]
         return self._fill(link, store, message)
 
     def _fill(self, link: str, store: Store, message: Message) -> list[role.Action]:
@@ -366,7 +371,7 @@ class Server:
         if isinstance(what, work.Clear):
             return self._cleared(what)
         if isinstance(what, work.Deliver):
-            return []  # The loop has sent it.
+            return []  # The loop has sent the reply (`engine.Reply`).
         handled = self._control.done(event, self._stores)
         if isinstance(what, work.SetRule) and event.error is None:
             self._store(what.store).needs_norms = bool(event.value)

@@ -23,12 +23,12 @@ from distrun_runtime.protocol.message import Message
 from distrun_runtime.ps import crash
 from distrun_runtime.ps.config import Config
 from distrun_runtime.ps.loop import Loop
-from distrun_runtime.ps.pending import Pending, when_done
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.publish import publish
+from distrun_runtime.ps.request import Request, when_done
 from distrun_runtime.ps.serve import bind, connected
 from distrun_runtime.ps.trace import Trace
-from distrun_runtime.ps.worker import BYE_S, EntriesOf, Goodbye, Request, Worker
+from distrun_runtime.ps.worker import BYE_S, Ask, EntriesOf, Goodbye, Worker
 from distrun_runtime.transport.base import Transport
 
 GOODBYE_S = BYE_S + 1.0
@@ -57,7 +57,7 @@ class Session:
         self._transport = transport or connected(config, self._memory)
         self.recorder = Recorder()
         """What the stores of this process do, while one is profiled."""
-        self._ready = Pending("registration")
+        self._ready = Request("registration")
         self.worker = Worker(config, bind(self._transport, config), self._ready)
         self._trace = Trace(config.verbose, lambda: self.worker.me)
         self._loop = Loop(self._transport, self.worker, config.token, self._trace, publish=publish)
@@ -142,24 +142,24 @@ class Session:
         what: str,
         messages: Sequence[tuple[str, Message]],
         on_error: Callable[[RuntimeFault], None] | None = None,
-        after: Sequence[Pending] = (),
+        after: Sequence[Request] = (),
         entries_of: EntriesOf | None = None,
-    ) -> Pending:
+    ) -> Request:
         """Send messages, once `after` are done, and return what will hold their replies, in the order of `messages`.
 
         Arguments:
-            entries_of: as in `worker.Request`.
+            entries_of: as in `worker.Ask`.
         """
         self.check()
-        pending = Pending(what, on_error, "the limit is --op-timeout or DISTRUN_OP_TIMEOUT")
+        request = Request(what, on_error, "the limit is --op-timeout or DISTRUN_OP_TIMEOUT")
 
         def send() -> None:
-            self._loop.ask(Request(pending, messages, entries_of))
+            self._loop.ask(Ask(request, messages, entries_of))
             if self._is_closed or not self._thread.is_alive():
-                pending.resolve((), self._dead())
+                request.resolve((), self._dead())
 
         when_done(after, send)
-        return pending
+        return request
 
     def check(self) -> None:
         """Raise StoreClosed where nothing can be asked any more.
@@ -201,7 +201,7 @@ class Session:
         flushed = None if self._crash else self._flush()
         error = self._crash or flushed
         self._is_over = True
-        goodbye = Pending("goodbye")
+        goodbye = Request("goodbye")
         reason = "" if error is None else "%s: %s" % (type(error).__name__, error)
         self._loop.ask(Goodbye(goodbye, reason[:2000]))
         self._thread.join(GOODBYE_S)
@@ -230,9 +230,9 @@ class Session:
             # First: who asks from now on sees it, or is found here.
             self._is_closed = True
             for action in self.worker.fail(self._dead()):
-                action.pending.resolve((), action.error)
-            for request in self._loop.unheard():
-                cast("Request | Goodbye", request).pending.resolve((), self._dead())
+                action.request.resolve((), action.error)
+            for asked in self._loop.unheard():
+                cast("Ask | Goodbye", asked).request.resolve((), self._dead())
 
     def _dead(self) -> RuntimeFault:
         if self._is_over:

@@ -104,6 +104,7 @@ def add(values: Values, what: work.Add) -> None:
     """Add contributions to the sums of a round."""
     of = values.round_of(what.round)
     batch = what.batch
+    # 0: nothing came yet for this shard (`values.Round.where`).
     of.open += int(np.count_nonzero(of.where[batch.shards] == 0))
     if values.store.is_deterministic:
         for shard, contribution in contributions(values, batch):

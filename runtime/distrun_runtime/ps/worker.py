@@ -1,4 +1,9 @@
-"""A worker's node: registration, requests in flight, and what a death means for them. Pure."""
+"""A worker's decisions: registration, requests in flight, and what a death means for them. Pure.
+
+`handle` is told what happens, and returns actions (`role`), which the node's loop (`loop`) carries out: `role.Send`
+sends a message, `role.Resolve` wakes the thread that waits for a request. What the script's threads want comes as
+`role.Asked`, from `session.Session.ask`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.config import Config
 from distrun_runtime.ps.outbox import Outbox
-from distrun_runtime.ps.pending import Pending
+from distrun_runtime.ps.request import Request
 from distrun_runtime.ps.roster import from_json
 
 REPORT_S = 5.0
@@ -30,10 +35,13 @@ EntriesOf = Callable[[int], Array]
 
 
 @dataclass(frozen=True)
-class Request:
-    """A request: these messages out, all replies back. Links are `scheduler` and `server-I`."""
+class Ask:
+    """What a thread of the script has this node do: send these messages, and resolve the request with all replies.
 
-    pending: Pending
+    Links are `scheduler` and `server-I`.
+    """
+
+    request: Request
     messages: Sequence[tuple[str, Message]]
     entries_of: EntriesOf | None = None
     """For messages that name a bucket in place of their entries. Called by the node's thread if a server does not know
@@ -44,7 +52,7 @@ class Request:
 class Goodbye:
     """The last request: BYE, or ABORT with a reason."""
 
-    pending: Pending
+    request: Request
     abort: str = ""
 
 
@@ -52,7 +60,7 @@ class Goodbye:
 class _Open:
     """A request that is not complete."""
 
-    pending: Pending
+    request: Request
     missing: dict[int, str]
     """Numbers of the messages that are not answered, and their links."""
     entries_of: EntriesOf | None = None
@@ -61,7 +69,8 @@ class _Open:
     sent: dict[int, Message] = field(default_factory=dict)
     """Its PUSH, PULL and PUSHPULL messages that were sent once. A server may ask for such a message again."""
     is_push: bool = False
-    """Its arrays are lent until the last server has them: a refusal of one server waits for the others' replies."""
+    """The script's arrays are lent to it until the last server has them: a refusal of one server waits for the others'
+    replies."""
     replies: dict[int, Message] = field(default_factory=dict)
     error: RuntimeFault | None = None
 
@@ -69,7 +78,7 @@ class _Open:
 class Worker:
     """A worker's decisions."""
 
-    def __init__(self, config: Config, endpoint: str, ready: Pending) -> None:
+    def __init__(self, config: Config, endpoint: str, ready: Request) -> None:
         self.me = config.identity(endpoint)
         self.servers: list[NodeIdentity] = []
         """By rank; known when `ready` is resolved."""
@@ -100,7 +109,7 @@ class Worker:
     def handle(self, event: role.Event, now: float) -> list[role.Action]:
         """Take in one event."""
         if isinstance(event, role.Asked):
-            return self._asked(event.request, now)
+            return self._asked(event.what, now)
         if isinstance(event, role.Heard):
             return self._heard(event.link, event.message, now)
         if isinstance(event, role.Welcomed) and event.peer is None:
@@ -155,16 +164,16 @@ class Worker:
 
     # Requests
 
-    def _asked(self, request: Request | Goodbye, now: float) -> list[role.Action]:
-        if isinstance(request, Goodbye):
-            return self._leave(request, now)
+    def _asked(self, asked: Ask | Goodbye, now: float) -> list[role.Action]:
+        if isinstance(asked, Goodbye):
+            return self._leave(asked, now)
         if self._lost is not None:
-            return [role.Resolve(request.pending, error=self._lost)]
-        entry = _Open(request.pending, {}, request.entries_of, self._numbers + 1)
-        entry.is_push = any(message.kind is Kind.PUSH for _, message in request.messages)
-        request.pending.missing = entry.missing
+            return [role.Resolve(asked.request, error=self._lost)]
+        entry = _Open(asked.request, {}, asked.entries_of, self._numbers + 1)
+        entry.is_push = any(message.kind is Kind.PUSH for _, message in asked.messages)
+        asked.request.missing = entry.missing
         actions: list[role.Action] = []
-        for link, message in request.messages:
+        for link, message in asked.messages:
             self._numbers += 1
             entry.missing[self._numbers] = link
             self._open[self._numbers] = entry
@@ -176,7 +185,7 @@ class Worker:
             else:
                 actions.append(role.Send(link, numbered))
         if not entry.missing:
-            return [role.Resolve(request.pending)]
+            return [role.Resolve(asked.request)]
         return [*actions, *self._flush()]
 
     def _flush(self) -> list[role.Action]:
@@ -198,7 +207,7 @@ class Worker:
             line = "%s (%s)" % (note, duration(round(float(message.body.get("seconds", 0)))))
             # Said aloud only when it takes long; the note is there for an error that comes sooner.
             is_long = float(message.body.get("seconds", 0)) >= role.WAITING_S
-            return [role.Note(entry.pending, note), *([role.Log("WARNING", line)] if is_long else [])]
+            return [role.Note(entry.request, note), *([role.Log("WARNING", line)] if is_long else [])]
         if not message.is_reply:
             return []
         if message.is_error and message.body.get("again") and message.request in entry.sent:
@@ -229,28 +238,28 @@ class Worker:
         if link in self._outboxes:
             self._outboxes[link].answered(message.request)
         if message.is_error:
-            entry.error = entry.error or _error(entry.pending, message)
+            entry.error = entry.error or _error(entry.request, message)
             self.dead.update([str(message.body["who"])] if "who" in message.body else [])
         entry.replies[message.request] = message
-        if entry.pending.is_done or (entry.missing and (entry.is_push or entry.error is None)):
+        if entry.request.is_done or (entry.missing and (entry.is_push or entry.error is None)):
             return []
         if entry.error is not None:
-            return [role.Resolve(entry.pending, error=entry.error)]
-        return [role.Resolve(entry.pending, tuple(entry.replies[number] for number in sorted(entry.replies)))]
+            return [role.Resolve(entry.request, error=entry.error)]
+        return [role.Resolve(entry.request, tuple(entry.replies[number] for number in sorted(entry.replies)))]
 
     # The end
 
-    def _leave(self, request: Goodbye, now: float) -> list[role.Action]:
-        self._goodbye = request
+    def _leave(self, goodbye: Goodbye, now: float) -> list[role.Action]:
+        self._goodbye = goodbye
         if role.SCHEDULER_LINK not in self._welcomes or self._lost is not None:
             return self._gone()
-        self._farewell.set(now + (ABORT_S if request.abort else BYE_S))
-        last = Message(Kind.ABORT, body={"reason": request.abort}) if request.abort else Message(Kind.BYE)
+        self._farewell.set(now + (ABORT_S if goodbye.abort else BYE_S))
+        last = Message(Kind.ABORT, body={"reason": goodbye.abort}) if goodbye.abort else Message(Kind.BYE)
         return [role.Send(role.SCHEDULER_LINK, last)]
 
     def _gone(self) -> list[role.Action]:
         assert self._goodbye is not None
-        return [role.Resolve(self._goodbye.pending), role.Finish(0)]
+        return [role.Resolve(self._goodbye.request), role.Finish(0)]
 
     def _lose(self, who: str, reason: str) -> list[role.Action]:
         self.dead.add(who)
@@ -275,12 +284,12 @@ class Worker:
         actions: list[role.Resolve] = []
         if not self._ready.is_done:
             actions.append(role.Resolve(self._ready, error=error))
-        seen: list[Pending] = []
+        seen: list[Request] = []
         for entry in self._open.values():
-            if not any(entry.pending is other for other in seen) and not entry.pending.is_done:
-                seen.append(entry.pending)
+            if not any(entry.request is other for other in seen) and not entry.request.is_done:
+                seen.append(entry.request)
         self._open.clear()
-        return actions + [role.Resolve(pending, error=_about(error, pending)) for pending in seen]
+        return actions + [role.Resolve(request, error=_about(error, request)) for request in seen]
 
     def _is_ours(self, link: str) -> bool:
         return link == role.SCHEDULER_LINK or link in self._outboxes
@@ -292,8 +301,8 @@ class Worker:
         return "the scheduler at %s" % self._root if link == role.SCHEDULER_LINK else link
 
 
-def _error(pending: Pending, message: Message) -> RuntimeFault:
-    reason = "%s: %s" % (pending.what, message.body.get("reason", "the other side gave no reason"))
+def _error(request: Request, message: Message) -> RuntimeFault:
+    reason = "%s: %s" % (request.what, message.body.get("reason", "the other side gave no reason"))
     name = message.body.get("error")
     if name == "RuleError":
         return RuleError(reason, str(message.body.get("traceback", "")))
@@ -302,5 +311,5 @@ def _error(pending: Pending, message: Message) -> RuntimeFault:
     return KVError(reason)
 
 
-def _about(error: RuntimeFault, pending: Pending) -> RuntimeFault:
-    return because_of(type(error)("%s: %s" % (pending.what, error)), error.lost_peer)
+def _about(error: RuntimeFault, request: Request) -> RuntimeFault:
+    return because_of(type(error)("%s: %s" % (request.what, error)), error.lost_peer)

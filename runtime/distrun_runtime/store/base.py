@@ -116,7 +116,8 @@ class CallOptions:
     priority: int = 0
     """Higher goes first, if there is a choice."""
     lent: bool = False
-    """The values stay as they are until the Pending is done: no copy has to be made before the call returns."""
+    """The values stay as they are until the Pending is done, so that they may be sent from where they are. Else they
+    may be overwritten when the call returns, and are copied before."""
     scale: float = 1.0
     """What a contribution is multiplied by where it is summed, after it was compressed."""
     waits: bool = True

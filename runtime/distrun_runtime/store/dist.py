@@ -3,6 +3,10 @@
 Decides which call goes when, and what waits for what. `transfers` makes the messages of data calls and takes their
 replies; `declaring` and `saving` are the calls that all workers make together; the worker's node (`ps.session`) sends
 and receives.
+
+A data call returns a `SentCall` (`outcome`) of the request that it has made (`ps.request`). The node's thread resolves
+the request. The thread that calls `wait` then writes the outputs, by the call's `Take`, or raises what went wrong; an
+error that nobody waits for is raised by the store's next call (`watch`).
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from distrun_runtime.ops.optimizers.custom import importable
 from distrun_runtime.protocol.message import Kind
 from distrun_runtime.ps import config as configs
 from distrun_runtime.ps import session
-from distrun_runtime.ps.pending import Pending as Request
+from distrun_runtime.ps.request import Request
 from distrun_runtime.ps.serve import serve
 from distrun_runtime.store import declaring, kinds, saving, tracing
 from distrun_runtime.store.base import (

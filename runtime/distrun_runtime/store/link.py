@@ -19,7 +19,7 @@ from typing import Any
 
 from distrun_runtime.errors import KVError, RuntimeFault
 from distrun_runtime.protocol.message import Kind, Message
-from distrun_runtime.ps.pending import Pending as Request
+from distrun_runtime.ps.request import Request
 from distrun_runtime.ps.role import SCHEDULER_LINK
 from distrun_runtime.ps.session import Session
 

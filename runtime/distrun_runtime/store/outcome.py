@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from distrun_runtime.protocol.message import Message
-from distrun_runtime.ps.pending import Pending as Request
+from distrun_runtime.ps.request import Request
 from distrun_runtime.ps.shards import Notes
 from distrun_runtime.store.link import StoreLink
 from distrun_runtime.store.pending import Late, Pending, check_process, check_seconds

@@ -23,7 +23,7 @@ from distrun_runtime.ops.compression import NONE, ROWS
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import PLAIN, How
 from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Kind, Message, Payload, payloads_of
-from distrun_runtime.ps.pending import Pending as Request
+from distrun_runtime.ps.request import Request
 from distrun_runtime.ps.routing import MESSAGE_BYTES, SHARED_MESSAGE_BYTES, Buckets, Portion, Route, portions_of
 from distrun_runtime.ps.shards import Notes
 from distrun_runtime.store.base import CallOptions, KeyRecord, Selection, Value
@@ -105,7 +105,8 @@ class Transfers:
         """Send one value of each key as this worker's contribution to its next round.
 
         Returns:
-            The request, and what has servers read nothing of the values' own memory any more, when they have answered.
+            The request; and a function to be called when it is answered: it has servers copy what they still read in
+            the memory of the values (they acknowledge a push before its round is over).
         """
         route = self._routes(keys).push
         lent, priority = call.lent, call.priority
@@ -119,6 +120,7 @@ class Transfers:
         if lent and not call.waits:
             in_place = self._in_place(route, arrays)
         for portion in route.portions:
+            # Memory that this server reads where it is, if it is on this host; else None.
             staging = self._link.node.staging(portion.link)
             if portion.is_plain:
                 loaded.append((portion, portion.gather(arrays, lent, staging, in_place), Payload.PACKED))
@@ -139,7 +141,7 @@ class Transfers:
         )
 
     def _release(self, what: str, route: Route, in_place: frozenset[int]) -> None:
-        """Return when no server reads the memory of these values any more: their round is over, or they have copies."""
+        """Have servers copy what they still read in the memory of values, unless their round is over."""
         numbers = route.numbers[list(in_place)]
         if in_place and (self._answered[numbers] < self._rounds[numbers]).any():
             self._link.servers("the end of %s" % what, Kind.RELEASE)
@@ -163,6 +165,8 @@ class Transfers:
             The request, and what makes the `Take` of its replies for outputs; `own` as for `pull`.
         """
         route = self._routes(keys).plain
+        # The answer comes when the round is over: then nothing is read any more. So a lent value needs no release, also
+        # if the call waits; of a push that waits only the sums of several devices are lent, which nobody else has.
         in_place = self._in_place(route, values) if call.lent else frozenset()
         loaded: list[Loaded] = []
         for portion in route.portions:
@@ -310,20 +314,21 @@ class Transfers:
     ) -> Request:
         def entries_of(number: int) -> Array:
             """Return the entries of a message whose bucket a server does not know. In the node's thread."""
-            portion, _, place = loaded[number]
+            portion, _, payload = loaded[number]
             self._buckets.forget([portion])
-            return portion.named(rounds, place)
+            return portion.named(rounds, payload)
 
         messages = [self._message(kind, each, rounds, body, priority) for each in loaded]
+        # From here on it is the node's thread: `ps.worker` is told (`role.Asked`), and the loop sends.
         return self._link.node.ask(what, messages, entries_of=entries_of)
 
     def _message(
         self, kind: Kind, loaded: Loaded, rounds: Array, body: Mapping[str, Any], priority: int
     ) -> tuple[str, Message]:
         """Return one message of a call, and its link; with a bucket in place of its entries if the server knows one."""
-        portion, frames, place = loaded
+        portion, frames, payload = loaded
         bucket, step = 0, -1
-        if place is (Payload.NONE if kind is Kind.PULL else Payload.PACKED):
+        if payload is (Payload.NONE if kind is Kind.PULL else Payload.PACKED):
             bucket, step = self._buckets.name(portion, rounds, registers=kind is not Kind.PULL)
         if NONE < portion.how.codec < ROWS:
             body = {**body, "codec": dict(portion.how.params)}
@@ -333,7 +338,7 @@ class Transfers:
             priority=priority,
             bucket=bucket,
             step=max(step, 0),
-            entries=NO_ENTRIES if step >= 0 else portion.named(rounds, place),
+            entries=NO_ENTRIES if step >= 0 else portion.named(rounds, payload),
             body=body,
             payloads=frames,
         )

@@ -12,8 +12,8 @@ from distrun_runtime.errors import KVError, PeerLost, Refused, RuleError, Runtim
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Entry, Flag, Kind, Message, entries_of
 from distrun_runtime.ps import role
-from distrun_runtime.ps.pending import Pending
-from distrun_runtime.ps.worker import Goodbye, Request, Worker
+from distrun_runtime.ps.request import Request
+from distrun_runtime.ps.worker import Ask, Goodbye, Worker
 
 
 def node(kind: str, rank: int) -> NodeIdentity:
@@ -24,7 +24,7 @@ class Rig:
     """A worker; `is_ready`: registered as rank 1 and connected to two servers."""
 
     def __init__(self, *, is_ready: bool = True) -> None:
-        self.ready = Pending("registration")
+        self.ready = Request("registration")
         self.worker = Worker(config("worker", root_port=9, start_timeout_s=20.0), "tcp://127.0.0.1:7", self.ready)
         self.do(self.worker.start(0))
         if is_ready:
@@ -37,9 +37,9 @@ class Rig:
         """Resolve what is resolved, as the loop does."""
         for action in actions:
             if isinstance(action, role.Resolve):
-                action.pending.resolve(action.replies, action.error)
+                action.request.resolve(action.replies, action.error)
             elif isinstance(action, role.Note):
-                action.pending.note = action.text
+                action.request.note = action.text
         return actions
 
     def welcome(self, link: str, now: float = 0) -> list[role.Action]:
@@ -57,9 +57,9 @@ class Rig:
 
     def ask(
         self, *messages: tuple[str, Message], what: str = "pull of key 'w'", entries_of: Any = None
-    ) -> tuple[Pending, list[role.Action]]:
-        pending = Pending(what)
-        return pending, self.do(self.worker.handle(role.Asked(Request(pending, messages, entries_of)), 0))
+    ) -> tuple[Request, list[role.Action]]:
+        request = Request(what)
+        return request, self.do(self.worker.handle(role.Asked(Ask(request, messages, entries_of)), 0))
 
     def reply(self, link: str, request: int, flags: Flag = Flag.NONE, **body: Any) -> list[role.Action]:
         return self.hear(link, Message(Kind.PULL, Flag.REPLY | flags, request=request, body=body))
@@ -69,9 +69,9 @@ def sends(actions: list[role.Action]) -> list[tuple[str, Message]]:
     return [(action.link, action.message) for action in actions if isinstance(action, role.Send)]
 
 
-def error_of(pending: Pending) -> RuntimeFault:
+def error_of(request: Request) -> RuntimeFault:
     with pytest.raises(RuntimeFault) as caught:
-        pending.wait(0)
+        request.wait(0)
     return caught.value
 
 
@@ -135,18 +135,18 @@ def test_once_ready_time_does_not_matter() -> None:
 
 def test_a_request_is_complete_when_all_replies_are_there_in_the_order_of_its_messages() -> None:
     rig = Rig()
-    pending, actions = rig.ask(("server-1", PULL), ("server-0", PULL))
+    request, actions = rig.ask(("server-1", PULL), ("server-0", PULL))
     numbers = {link: message.request for link, message in sends(actions)}
     assert set(numbers) == {"server-0", "server-1"}
     rig.reply("server-0", numbers["server-0"], who=0)
-    assert not pending.is_done
+    assert not request.is_done
     rig.reply("server-1", numbers["server-1"], who=1)
-    assert [reply.body["who"] for reply in pending.wait(0)] == [1, 0]
+    assert [reply.body["who"] for reply in request.wait(0)] == [1, 0]
 
 
 def test_a_request_of_no_messages_is_complete_at_once() -> None:
-    pending, _ = Rig().ask()
-    assert pending.wait(0) == ()
+    request, _ = Rig().ask()
+    assert request.wait(0) == ()
 
 
 def test_requests_to_the_scheduler_do_not_wait_in_a_servers_queue() -> None:
@@ -159,10 +159,10 @@ def test_requests_to_the_scheduler_do_not_wait_in_a_servers_queue() -> None:
 )
 def test_a_refused_request_raises_what_the_other_side_says(name: str, kind: type[RuntimeFault]) -> None:
     rig = Rig()
-    pending, actions = rig.ask(("server-0", PULL))
+    request, actions = rig.ask(("server-0", PULL))
     [(_, message)] = sends(actions)
     rig.reply("server-0", message.request, Flag.ERROR, reason="no such piece", error=name, traceback="theirs")
-    error = error_of(pending)
+    error = error_of(request)
     assert type(error) is kind
     assert str(error) == "pull of key 'w': no such piece"
     if isinstance(error, RuleError):
@@ -171,10 +171,10 @@ def test_a_refused_request_raises_what_the_other_side_says(name: str, kind: type
 
 def test_one_refusal_ends_the_request_and_later_replies_do_no_harm() -> None:
     rig = Rig()
-    pending, actions = rig.ask(("server-0", PULL), ("server-1", PULL))
+    request, actions = rig.ask(("server-0", PULL), ("server-1", PULL))
     (_, one), (_, other) = sends(actions)
     rig.reply("server-0", one.request, Flag.ERROR, reason="no")
-    assert pending.is_done
+    assert request.is_done
     assert rig.reply("server-1", other.request) == []
     assert rig.reply("server-1", 12345) == []
 
@@ -183,13 +183,13 @@ def test_a_refused_push_is_over_when_all_servers_have_answered() -> None:
     """Until then its arrays may still be on their way: who lent them must not write."""
     rig = Rig()
     push = Message(Kind.PUSH)
-    pending, actions = rig.ask(("server-0", push), ("server-1", push), what="push of key 'w'")
+    request, actions = rig.ask(("server-0", push), ("server-1", push), what="push of key 'w'")
     (_, one), (_, other) = sends(actions)
     assert rig.reply("server-0", one.request, Flag.ERROR, reason="no") == []
-    assert not pending.is_done
+    assert not request.is_done
     rig.reply("server-1", other.request)
     with pytest.raises(KVError, match="push of key 'w': no"):
-        pending.wait(0)
+        request.wait(0)
 
 
 def by_bucket(step: int, kind: Kind = Kind.PUSH, size: int = 8) -> Message:
@@ -211,34 +211,34 @@ def test_a_message_whose_bucket_a_server_does_not_know_is_sent_again_with_its_en
         return named(number)
 
     push = by_bucket(1)
-    pending, actions = rig.ask(("server-0", push), ("server-1", push), what="push of key 'w'", entries_of=told)
+    request, actions = rig.ask(("server-0", push), ("server-1", push), what="push of key 'w'", entries_of=told)
     (_, one), (_, other) = sends(actions)
     rig.reply("server-0", one.request)
     [(link, again)] = sends(rig.reply("server-1", other.request, Flag.ERROR, reason="which?", again=True))
     assert (link, again.request, asked) == ("server-1", other.request, [1])
     assert (again.bucket, again.step, again.payloads) == (0, 0, other.payloads)
     assert again.entries.tobytes() == named(1).tobytes()
-    assert not pending.is_done
+    assert not request.is_done
     rig.reply("server-1", other.request)
-    assert len(pending.wait(0)) == 2
+    assert len(request.wait(0)) == 2
 
 
 def test_a_message_that_names_its_entries_is_sent_again_as_it_was() -> None:
     rig = Rig()
-    pending, actions = rig.ask(("server-0", PULL), entries_of=named)
+    request, actions = rig.ask(("server-0", PULL), entries_of=named)
     [(_, message)] = sends(actions)
     assert sends(rig.reply("server-0", message.request, Flag.ERROR, again=True)) == [("server-0", message)]
     rig.reply("server-0", message.request)
-    assert len(pending.wait(0)) == 1
+    assert len(request.wait(0)) == 1
 
 
 def test_a_message_that_is_refused_again_is_an_error() -> None:
     rig = Rig()
-    pending, actions = rig.ask(("server-0", by_bucket(1, Kind.PULL)), entries_of=named)
+    request, actions = rig.ask(("server-0", by_bucket(1, Kind.PULL)), entries_of=named)
     [(_, message)] = sends(actions)
     assert sends(rig.reply("server-0", message.request, Flag.ERROR, reason="which?", again=True))
     assert not sends(rig.reply("server-0", message.request, Flag.ERROR, reason="which, please?", again=True))
-    assert str(error_of(pending)) == "pull of key 'w': which, please?"
+    assert str(error_of(request)) == "pull of key 'w': which, please?"
 
 
 def test_what_is_sent_again_goes_in_the_order_of_the_refusals_and_before_what_is_queued() -> None:
@@ -260,10 +260,10 @@ def test_what_is_sent_again_goes_in_the_order_of_the_refusals_and_before_what_is
 def test_a_message_of_a_request_that_has_failed_is_sent_again_all_the_same() -> None:
     """Its server expects it before anything else."""
     rig = Rig()
-    pending, actions = rig.ask(("server-0", by_bucket(1, Kind.PULL)), ("server-1", PULL), entries_of=named)
+    request, actions = rig.ask(("server-0", by_bucket(1, Kind.PULL)), ("server-1", PULL), entries_of=named)
     (_, one), (_, other) = sends(actions)
     rig.reply("server-1", other.request, Flag.ERROR, reason="no")
-    assert pending.is_done
+    assert request.is_done
     [(_, again)] = sends(rig.reply("server-0", one.request, Flag.ERROR, again=True))
     assert again.request == one.request
     assert rig.reply("server-0", one.request) == []
@@ -271,7 +271,7 @@ def test_a_message_of_a_request_that_has_failed_is_sent_again_all_the_same() -> 
 
 def test_waiting_is_noted_on_the_request_and_said() -> None:
     rig = Rig()
-    pending, actions = rig.ask(("server-0", PULL))
+    request, actions = rig.ask(("server-0", PULL))
     [(_, message)] = sends(actions)
     body = {"text": "waiting for worker-1, key w, round 57", "seconds": 30.2}
     actions = rig.hear("server-0", Message(Kind.WAITING, request=message.request, body=body))
@@ -279,29 +279,29 @@ def test_waiting_is_noted_on_the_request_and_said() -> None:
     with pytest.raises(
         TimedOut, match=r"pull of key 'w': no answer from server-0 for 0 s, waiting for worker-1, key w, round 57"
     ):  # fmt: skip
-        pending.wait(0)
+        request.wait(0)
 
 
 def test_a_node_that_a_server_says_is_lost_counts_as_lost() -> None:
     """A server's refusal came before the scheduler's word: there was a PeerLost, and nobody was dead."""
     rig = Rig()
-    pending, actions = rig.ask(("server-0", PULL))
+    request, actions = rig.ask(("server-0", PULL))
     rig.reply("server-0", sends(actions)[0][1].request, Flag.ERROR, error="PeerLost", reason="gone", who="worker-1")
-    assert isinstance(error_of(pending), PeerLost)
+    assert isinstance(error_of(request), PeerLost)
     assert rig.worker.dead == {"worker-1"}
 
 
 def test_a_wait_that_is_too_short_names_who_has_not_answered() -> None:
     """Whom the servers wait for is only said after a while."""
     rig = Rig()
-    pending, actions = rig.ask(("server-1", PULL), ("server-0", PULL), ("server-0", PULL))
+    request, actions = rig.ask(("server-1", PULL), ("server-0", PULL), ("server-0", PULL))
     with pytest.raises(TimedOut, match=r"no answer from server-0, server-1 for [0-9.]+ s"):
-        pending.wait(0)
+        request.wait(0)
     for link, message in sends(actions):
         if link == "server-0":
             rig.reply(link, message.request)
     with pytest.raises(TimedOut, match=r"no answer from server-1 for 0 s"):
-        pending.wait(0)
+        request.wait(0)
 
 
 @pytest.mark.parametrize("kind", [Kind.LOST, Kind.ROSTER])
@@ -316,8 +316,8 @@ def test_a_lost_peer_ends_every_call_with_an_error_that_names_it() -> None:
     two, _ = rig.ask(("scheduler", Message(Kind.BARRIER)), what="barrier")
     actions = rig.hear("scheduler", Message(Kind.LOST, body={"who": "worker-0", "reason": "worker-0@d0 is lost: x"}))
     assert role.Publish({"lost_peer": "worker-0", "message": "worker-0@d0 is lost: x"}) in actions
-    for pending, what in ((one, "pull of key 'w'"), (two, "barrier")):
-        error = error_of(pending)
+    for request, what in ((one, "pull of key 'w'"), (two, "barrier")):
+        error = error_of(request)
         assert isinstance(error, PeerLost)
         assert str(error) == what + ": worker-0@d0 is lost: x"
     later, _ = rig.ask(("server-0", PULL))
@@ -333,10 +333,10 @@ def test_a_lost_peer_ends_every_call_with_an_error_that_names_it() -> None:
 )
 def test_a_broken_connection_is_a_loss_that_names_who_was_there(link: str, words: str) -> None:
     rig = Rig()
-    pending, _ = rig.ask(("server-0", PULL))
+    request, _ = rig.ask(("server-0", PULL))
     actions = rig.broken(link)
     assert role.Publish({"lost_peer": link, "message": words}) in actions
-    assert str(error_of(pending)) == "pull of key 'w': " + words
+    assert str(error_of(request)) == "pull of key 'w': " + words
     assert rig.broken("server-0") == [], "the first loss is the one that counts"
 
 
@@ -346,18 +346,18 @@ def test_a_connection_that_is_none_of_ours_does_not_matter() -> None:
 
 def test_bye_is_answered_and_ends_the_node() -> None:
     rig = Rig()
-    pending = Pending("goodbye")
-    actions = rig.do(rig.worker.handle(role.Asked(Goodbye(pending)), 0))
+    request = Request("goodbye")
+    actions = rig.do(rig.worker.handle(role.Asked(Goodbye(request)), 0))
     assert [(link, message.kind) for link, message in sends(actions)] == [("scheduler", Kind.BYE)]
-    assert not pending.is_done
+    assert not request.is_done
     actions = rig.hear("scheduler", Message(Kind.BYE, Flag.REPLY))
     assert role.Finish(0) in actions
-    assert pending.is_done
+    assert request.is_done
 
 
 def test_a_connection_that_ends_after_bye_is_the_end_not_a_loss() -> None:
     rig = Rig()
-    rig.do(rig.worker.handle(role.Asked(Goodbye(Pending("goodbye"))), 0))
+    rig.do(rig.worker.handle(role.Asked(Goodbye(Request("goodbye"))), 0))
     actions = rig.broken("scheduler")
     assert role.Finish(0) in actions
     assert not any(isinstance(action, role.Publish) for action in actions)
@@ -365,31 +365,31 @@ def test_a_connection_that_ends_after_bye_is_the_end_not_a_loss() -> None:
 
 def test_a_server_that_goes_first_at_the_end_is_no_loss() -> None:
     rig = Rig()
-    rig.do(rig.worker.handle(role.Asked(Goodbye(Pending("goodbye"))), 0))
+    rig.do(rig.worker.handle(role.Asked(Goodbye(Request("goodbye"))), 0))
     assert rig.broken("server-0") == []
     assert role.Finish(0) in rig.hear("scheduler", Message(Kind.BYE, Flag.REPLY))
 
 
 def test_abort_names_the_reason_and_ends_when_the_scheduler_has_it() -> None:
     rig = Rig()
-    pending = Pending("goodbye")
-    actions = rig.do(rig.worker.handle(role.Asked(Goodbye(pending, "ValueError: x")), 0))
+    request = Request("goodbye")
+    actions = rig.do(rig.worker.handle(role.Asked(Goodbye(request, "ValueError: x")), 0))
     [(link, message)] = sends(actions)
     assert (link, message.kind, message.body) == ("scheduler", Kind.ABORT, {"reason": "ValueError: x"})
-    assert not pending.is_done
+    assert not request.is_done
     assert role.Finish(0) in rig.hear("scheduler", Message(Kind.ABORT, Flag.REPLY))
-    assert pending.is_done
+    assert request.is_done
 
 
 @pytest.mark.parametrize(("abort", "limit_s"), [("", 5.0), ("ValueError: x", 2.0)])
 def test_last_words_that_a_frozen_scheduler_does_not_answer_are_not_waited_for_long(abort: str, limit_s: float) -> None:
     rig = Rig()
-    pending = Pending("goodbye")
-    rig.do(rig.worker.handle(role.Asked(Goodbye(pending, abort)), 100))
+    request = Request("goodbye")
+    rig.do(rig.worker.handle(role.Asked(Goodbye(request, abort)), 100))
     assert rig.worker.tick(100 + limit_s - 0.1) == []
     actions = rig.do(rig.worker.tick(100 + limit_s))
     assert role.Finish(0) in actions
-    assert pending.is_done
+    assert request.is_done
 
 
 @pytest.mark.parametrize("state", ["unregistered", "lost"])
@@ -397,10 +397,10 @@ def test_a_goodbye_that_nobody_can_hear_ends_at_once(state: str) -> None:
     rig = Rig(is_ready=state == "lost")
     if state == "lost":
         rig.broken("scheduler")
-    pending = Pending("goodbye")
-    actions = rig.do(rig.worker.handle(role.Asked(Goodbye(pending)), 0))
+    request = Request("goodbye")
+    actions = rig.do(rig.worker.handle(role.Asked(Goodbye(request)), 0))
     assert sends(actions) == []
-    assert pending.is_done
+    assert request.is_done
 
 
 def test_a_stray_answer_to_bye_does_no_harm() -> None:

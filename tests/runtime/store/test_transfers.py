@@ -13,7 +13,7 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.ops import compression
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import DTYPE_CODES, Entry, Flag, Message, Payload, rows_of
-from distrun_runtime.ps.pending import Pending
+from distrun_runtime.ps.request import Request
 from distrun_runtime.ps.routing import mxnet_shards
 from distrun_runtime.store.base import CallOptions, KeyRecord, Selection
 from distrun_runtime.store.compress import Compression, Compressor
@@ -44,9 +44,9 @@ class Sending:
             self.transfers.add(record.key, mxnet_shards(whole, number, servers=servers, bound=1000, factor=16))
         self.keys = Selection(self.records.values())
 
-    def _ask(self, what: str, messages: Any, **how: Any) -> Pending:
+    def _ask(self, what: str, messages: Any, **how: Any) -> Request:
         self.asked = list(messages)
-        return Pending(what)
+        return Request(what)
 
     def push(self, *values: Any) -> list[Message]:
         self.transfers.push("push", self.keys, values, CallOptions(3), body={})

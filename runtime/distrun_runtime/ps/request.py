@@ -12,8 +12,10 @@ from distrun_runtime.errors import RuntimeFault, TimedOut
 from distrun_runtime.protocol.message import Message
 
 
-class Pending:
-    """The outcome of one request, when it is there.
+class Request:
+    """One request of this node: messages that went out, and all their replies when these are there.
+
+    What a store's call returns to the user, a `store.pending.Pending`, has one or more of these.
 
     Threads: any may wait; the node's thread resolves, once.
     """
@@ -89,7 +91,7 @@ class Pending:
         self._replies = ()
 
 
-def when_done(pendings: Sequence[Pending], act: Callable[[], None]) -> None:
+def when_done(pendings: Sequence[Request], act: Callable[[], None]) -> None:
     """Call `act` once all of these are done, well or not: now, or in the thread that resolves the last one."""
     missing = len(pendings)
     lock = threading.Lock()
@@ -104,5 +106,5 @@ def when_done(pendings: Sequence[Pending], act: Callable[[], None]) -> None:
 
     if not pendings:
         act()
-    for pending in pendings:
-        pending.then(one_less)
+    for request in pendings:
+        request.then(one_less)

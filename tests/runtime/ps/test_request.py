@@ -6,45 +6,45 @@ import pytest
 
 from distrun_runtime.errors import KVError, RuleError, RuntimeFault, TimedOut
 from distrun_runtime.protocol.message import Kind, Message
-from distrun_runtime.ps.pending import Pending, when_done
+from distrun_runtime.ps.request import Request, when_done
 
 
 def test_what_follows_is_called_with_the_error_before_anybody_stops_waiting() -> None:
-    pending = Pending("pull")
+    request = Request("pull")
     heard: list[tuple[RuntimeFault | None, bool]] = []
-    pending.then(lambda error: heard.append((error, pending.is_done)))
+    request.then(lambda error: heard.append((error, request.is_done)))
     error = KVError("no")
-    pending.resolve((), error)
+    request.resolve((), error)
     assert heard == [(error, False)]
-    pending.then(lambda error: heard.append((error, pending.is_done)))
+    request.then(lambda error: heard.append((error, request.is_done)))
     assert heard[1] == (error, True)
 
 
 def test_each_wait_raises_an_exception_of_its_own() -> None:
-    pending = Pending("push")
-    pending.resolve((), RuleError("no", "where"))
+    request = Request("push")
+    request.resolve((), RuleError("no", "where"))
     caught = []
     for _ in range(2):
         with pytest.raises(RuleError, match="no") as info:
-            pending.wait(0)
+            request.wait(0)
         caught.append(info.value)
     assert caught[0] is not caught[1]
     assert [error.server_traceback for error in caught] == ["where", "where"]
 
 
 def test_a_deadline_says_whose_it_is() -> None:
-    pending = Pending("pull of key 'w'", limit="the limit is --op-timeout")
-    pending.note = "waiting for worker-1"
+    request = Request("pull of key 'w'", limit="the limit is --op-timeout")
+    request.note = "waiting for worker-1"
     with pytest.raises(TimedOut, match=r"no answer for 0 s, waiting for worker-1 \(the limit is --op-timeout\)"):
-        pending.wait(0)
+        request.wait(0)
     with pytest.raises(TimedOut, match=r"waiting for worker-1 \(the caller's\)"):
-        pending.wait(0, "the caller's")
-    pending.resolve((Message(Kind.PULL),), None)
-    assert [reply.kind for reply in pending.wait(0)] == [Kind.PULL]
+        request.wait(0, "the caller's")
+    request.resolve((Message(Kind.PULL),), None)
+    assert [reply.kind for reply in request.wait(0)] == [Kind.PULL]
 
 
 def test_something_may_follow_several_requests() -> None:
-    first, second = Pending("one"), Pending("two")
+    first, second = Request("one"), Request("two")
     done: list[int] = []
     when_done([first, second], lambda: done.append(2))
     when_done([], lambda: done.append(0))
@@ -58,4 +58,4 @@ def test_something_may_follow_several_requests() -> None:
 
 def test_a_short_deadline_is_told_in_tenths_of_a_second() -> None:
     with pytest.raises(TimedOut, match=r"pull: no answer for 0\.[12] s"):
-        Pending("pull").wait(0.1)
+        Request("pull").wait(0.1)
