@@ -209,3 +209,21 @@ def _block_to_half(bits: Array, result: Array, sizes: Array, powers: Array) -> N
 @lru_cache(maxsize=1)
 def _all_halves() -> Array:
     return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+
+
+RELEASED = 500
+"""numpy gives up the interpreter's lock while it copies more elements than this."""
+_HELD_BYTES = 16 * 1024 * 1024
+"""Copying so many takes less than the time after which Python hands the lock over (5 ms)."""
+
+
+def copy(source: Array, target: Array) -> None:
+    """Copy the elements of an array to another of its shape and dtype, without giving up the interpreter's lock.
+
+    Whoever gives it up beside a busy Python thread has it back 5 ms later (`sys.getswitchinterval`): for a list of
+    arrays that would take longer than copying them. Arrays that are not contiguous, or very large, are left to numpy.
+    """
+    if source.nbytes <= _HELD_BYTES and source.flags.c_contiguous and target.flags.c_contiguous:
+        target.reshape(-1).view(np.uint8).data[:] = source.reshape(-1).view(np.uint8).data
+    else:
+        target[...] = source
