@@ -329,6 +329,15 @@ TABLE: Tuple[Variable, ...] = (
         default=0,
     ),
     _row(
+        "DISTRUN_STAGES",
+        "tuning",
+        READ,
+        "1: each worker says at its end how long its pushes and pulls took, stage by stage: copy out, wire, wait, add,"
+        " rule, copy in.",
+        type=BOOL,
+        default=False,
+    ),
+    _row(
         "DISTRUN_FAULTS",
         "tuning",
         READ,

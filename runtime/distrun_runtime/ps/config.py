@@ -62,6 +62,8 @@ class Config:
     """Addresses of the hosts with workers (schedulers that a launcher started)."""
     paths: str = "segments"
     """How large values may travel beside messages: `segments` (shared memory), or `none`."""
+    stages: bool = False
+    """Whether a worker measures where the time of its calls goes."""
     resend_s: float = 0.0
     """How long an acknowledgement may take until a message is sent again; 0: none is expected."""
     faults: Faults = NO_FAULTS
@@ -130,6 +132,7 @@ def read(role: str, env: Mapping[str, str] | None = None) -> Config:
         server_threads=environ.read("DISTRUN_SERVER_THREADS", env) or _usual_threads(),
         worker_addresses=_names(environ.text("DISTRUN_WORKER_ADDRESSES", env)),
         paths=environ.read("DISTRUN_DATA_PATHS", env),
+        stages=environ.read("DISTRUN_STAGES", env),
         resend_s=environ.read("PS_RESEND_TIMEOUT", env) / 1000 if environ.read("PS_RESEND", env) else 0.0,
         faults=_faults(env),
     )

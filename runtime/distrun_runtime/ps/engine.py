@@ -13,10 +13,11 @@ that no reply reads, and there is one more if all of them are read.
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distrun_runtime.arrays.device import Device
@@ -26,7 +27,7 @@ from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import rows as rowcodec
 from distrun_runtime.ops.reduce import read
 from distrun_runtime.protocol.message import DTYPES, Kind, Message, payloads_of, rows_of
-from distrun_runtime.ps import answers, checks, role, statefile, sums, updates, work
+from distrun_runtime.ps import answers, checks, role, stages, statefile, sums, updates, work
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.replies import failed
 from distrun_runtime.ps.shards import Store
@@ -92,6 +93,7 @@ class Engine:
         self._queue: deque[tuple[work.Work, int]] = deque()
         self._queued_bytes = 0
         self._results: deque[role.Done] = deque()
+        self._worked = stages.Worked()
         self._thread: threading.Thread | None = None
         self._wake: Callable[[], None] = lambda: None
         self._is_closed = False
@@ -187,6 +189,7 @@ class Engine:
 
     def _do(self, what: work.Work) -> role.Done:
         self._give_back()
+        began = time.monotonic()
         try:
             if self._recorder.is_on:
                 with self._recorder.span(type(what).__name__.lower(), "work", **_about(what)):
@@ -196,7 +199,16 @@ class Engine:
         except Exception as err:
             # A user's rule may raise anything; the caller gets it with this traceback, the server lives.
             return role.Done(what, err, traceback.format_exc())
+        if isinstance(what, (work.Add, work.Apply, work.Step, work.FinishUpdate)):
+            self._worked.note(self._stage_of(what), began, time.monotonic())
         return role.Done(what, value=value)
+
+    def _stage_of(self, what: work.Add | work.Apply | work.Step | work.FinishUpdate) -> str:
+        """Return what work counts as. A round's last contributions are added as the rule goes over them."""
+        if isinstance(what, work.Add):
+            return stages.ADD
+        store = what.batch.store if isinstance(what, work.Step) else what.store
+        return stages.ADD if self._of(store).rule is None else stages.RULE
 
     # Replies that are on their way
 
@@ -311,6 +323,9 @@ class Engine:
         lent = self._lent.pop(what.ticket, [])
         try:
             message = answers.reply_of(what, lent)
+            if stages.ASKED in what.message.body:
+                held = self._worked.since(what.since, time.monotonic())
+                message = replace(message, body={**message.body, stages.ASKED: held})
         except Exception as err:
             message = failed(what.message, role.Done(what, err, traceback.format_exc()))
         if message.is_error:

@@ -136,7 +136,7 @@ class Pulls:
             actions += self._lend(pull, at)
         if not pull.owed.any():
             del self._open[pull.ticket]
-            deliver = work.Deliver(pull.ticket, pull.link, pull.message, pull.entries, pull.skipped)
+            deliver = work.Deliver(pull.ticket, pull.link, pull.message, pull.entries, pull.skipped, pull.notice.since)
             return [*actions, role.Work(deliver, reports=True)]
         self._watch(pull, int(pull.shards[pull.first_owed()]))
         return actions

@@ -86,14 +86,19 @@ class Request:
             raise copy.copy(self._error)
         return self._replies
 
+    @property
+    def replies(self) -> tuple[Message, ...]:
+        """The replies, once it is done without an error; none after `forget`."""
+        return self._replies
+
     def forget(self) -> None:
         """Let go of the replies: their memory may be the servers'. Call when nobody will ask for them."""
         self._replies = ()
 
 
-def when_done(pendings: Sequence[Request], act: Callable[[], None]) -> None:
+def when_done(requests: Sequence[Request], act: Callable[[], None]) -> None:
     """Call `act` once all of these are done, well or not: now, or in the thread that resolves the last one."""
-    missing = len(pendings)
+    missing = len(requests)
     lock = threading.Lock()
 
     def one_less(error: RuntimeFault | None) -> None:
@@ -104,7 +109,7 @@ def when_done(pendings: Sequence[Request], act: Callable[[], None]) -> None:
         if is_last:
             act()
 
-    if not pendings:
+    if not requests:
         act()
-    for request in pendings:
+    for request in requests:
         request.then(one_less)

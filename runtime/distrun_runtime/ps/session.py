@@ -27,6 +27,7 @@ from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.publish import publish
 from distrun_runtime.ps.request import Request, when_done
 from distrun_runtime.ps.serve import bind, connected
+from distrun_runtime.ps.stages import Stages
 from distrun_runtime.ps.trace import Trace
 from distrun_runtime.ps.worker import BYE_S, Ask, EntriesOf, Goodbye, Worker
 from distrun_runtime.transport.base import Transport
@@ -57,6 +58,8 @@ class Session:
         self._transport = transport or connected(config, self._memory)
         self.recorder = Recorder()
         """What the stores of this process do, while one is profiled."""
+        self.stages = Stages(config.stages)
+        """Where the time of their calls goes."""
         self._ready = Request("registration")
         self.worker = Worker(config, bind(self._transport, config), self._ready)
         self._trace = Trace(config.verbose, lambda: self.worker.me)
@@ -205,6 +208,9 @@ class Session:
         reason = "" if error is None else "%s: %s" % (type(error).__name__, error)
         self._loop.ask(Goodbye(goodbye, reason[:2000]))
         self._thread.join(GOODBYE_S)
+        said = self.stages.text(self.worker.me.name)
+        if said:
+            print("distrun: %s" % said, file=sys.stderr)
         return flushed
 
     def _flush(self) -> BaseException | None:

@@ -143,6 +143,8 @@ class Deliver:
     entries: Array
     skipped: Mapping[int, Notes] = field(default_factory=dict)
     """Key number to the notes of its round, for the keys whose round was skipped."""
+    since: float = 0.0
+    """When the pull came."""
 
 
 @dataclass(frozen=True, eq=False)

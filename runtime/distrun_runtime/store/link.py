@@ -86,6 +86,11 @@ class StoreLink:
         recorder = self.node.recorder
         return recorder.span(name, "store", **args) if recorder.is_on else _NOTHING
 
+    def stage(self, stage: str) -> AbstractContextManager[None]:
+        """Return what measures how long a stage of a data call takes, where that is asked for."""
+        stages = self.node.stages
+        return stages.span(stage) if stages.is_on else self.span(stage)
+
     @property
     def is_unused(self) -> bool:
         """Whether no call that all workers make together has succeeded here or is under way, but for `create`."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from distrun_runtime.protocol.message import Message
 from distrun_runtime.ps.request import Request
 from distrun_runtime.ps.shards import Notes
+from distrun_runtime.ps.stages import COPY_IN
 from distrun_runtime.store.link import StoreLink
 from distrun_runtime.store.pending import Late, Pending, check_process, check_seconds
 
@@ -93,7 +94,8 @@ class SentCall(Pending):
         self._late.raise_first()
         with self._lock:
             if self._take is not None:
-                self.skipped = self._take(replies)
+                with self._link.stage(COPY_IN):
+                    self.skipped = self._take(replies)
             # Last: one that was interrupted is to be waited for again.
             self._take = None
             self._request.forget()

@@ -6,6 +6,7 @@ rows of row-sparse values at each call. Here are the payloads, this worker's rou
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -23,6 +24,7 @@ from distrun_runtime.ops.compression import NONE, ROWS
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import PLAIN, How
 from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Kind, Message, Payload, payloads_of
+from distrun_runtime.ps import stages
 from distrun_runtime.ps.request import Request
 from distrun_runtime.ps.routing import MESSAGE_BYTES, SHARED_MESSAGE_BYTES, Buckets, Portion, Route, portions_of
 from distrun_runtime.ps.shards import Notes
@@ -119,15 +121,16 @@ class Transfers:
         arrays = cast("Sequence[Array]", values)
         if lent and not call.waits:
             in_place = self._in_place(route, arrays)
-        for portion in route.portions:
-            # Memory that this server reads where it is, if it is on this host; else None.
-            staging = self._link.node.staging(portion.link)
-            if portion.is_plain:
-                loaded.append((portion, portion.gather(arrays, lent, staging, in_place), Payload.PACKED))
-            else:
-                loaded.append(
-                    (portion, self._compressor.encode_all(portion, keys.records, arrays, staging), Payload.FRAME)
-                )
+        with self._link.stage(stages.COPY_OUT):
+            for portion in route.portions:
+                # Memory that this server reads where it is, if it is on this host; else None.
+                staging = self._link.node.staging(portion.link)
+                if portion.is_plain:
+                    loaded.append((portion, portion.gather(arrays, lent, staging, in_place), Payload.PACKED))
+                else:
+                    loaded.append(
+                        (portion, self._compressor.encode_all(portion, keys.records, arrays, staging), Payload.FRAME)
+                    )
         request = self._contribute(what, route, loaded, body, priority)
         return request, lambda: self._release(what, route, in_place)
 
@@ -169,9 +172,10 @@ class Transfers:
         # if the call waits; of a push that waits only the sums of several devices are lent, which nobody else has.
         in_place = self._in_place(route, values) if call.lent else frozenset()
         loaded: list[Loaded] = []
-        for portion in route.portions:
-            staging = self._link.node.staging(portion.link)
-            loaded.append((portion, portion.gather(values, False, staging, in_place), Payload.PACKED))
+        with self._link.stage(stages.COPY_OUT):
+            for portion in route.portions:
+                staging = self._link.node.staging(portion.link)
+                loaded.append((portion, portion.gather(values, False, staging, in_place), Payload.PACKED))
         request = self._contribute(what, route, loaded, body, call.priority, kind=Kind.PUSHPULL)
         rounds = self._rounds[route.numbers]
 
@@ -318,9 +322,17 @@ class Transfers:
             self._buckets.forget([portion])
             return portion.named(rounds, payload)
 
+        measured = self._link.node.stages
+        is_measured = measured.is_on and kind is not Kind.PUSH
+        if is_measured:
+            body = {**body, stages.ASKED: True}
         messages = [self._message(kind, each, rounds, body, priority) for each in loaded]
+        began = time.monotonic()
         # From here on it is the node's thread: `ps.worker` is told (`role.Asked`), and the loop sends.
-        return self._link.node.ask(what, messages, entries_of=entries_of)
+        request = self._link.node.ask(what, messages, entries_of=entries_of)
+        if is_measured:
+            request.then(lambda error: measured.answered(time.monotonic() - began, request.replies))
+        return request
 
     def _message(
         self, kind: Kind, loaded: Loaded, rounds: Array, body: Mapping[str, Any], priority: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.message import DTYPE_CODES, Entry, Flag, Message, Payload, rows_of
 from distrun_runtime.ps.request import Request
 from distrun_runtime.ps.routing import mxnet_shards
+from distrun_runtime.ps.stages import Stages
 from distrun_runtime.store.base import CallOptions, KeyRecord, Selection
 from distrun_runtime.store.compress import Compression, Compressor
 from distrun_runtime.store.sparse import RowSparse
@@ -33,9 +35,13 @@ class Sending:
         if setting is not None:
             self.compressor.set(Compression.of(setting))
         node = SimpleNamespace(
-            ask=self._ask, num_servers=servers, staging=lambda link: None, is_shared=lambda array: False
+            ask=self._ask,
+            num_servers=servers,
+            staging=lambda link: None,
+            is_shared=lambda array: False,
+            stages=Stages(),
         )
-        link: Any = SimpleNamespace(store=1, node=node)
+        link: Any = SimpleNamespace(store=1, node=node, stage=lambda stage: nullcontext())
         self.transfers = Transfers(link, self.compressor)
         self.records = {name: KeyRecord.of(name, number, value) for number, (name, value) in enumerate(values.items())}
         for number, record in enumerate(self.records.values()):
