@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from distrun_runtime import kvstore
 from distrun_runtime.data import SplitSampler
 from distrun_runtime.errors import KVError
-from distrun_runtime.trainer import Parameter, Trainer, fit
+from distrun_runtime.trainer import Parameter, Trainer, fit, overlap
 
 X = torch.linspace(-1, 1, 96).reshape(24, 4)
 Y = (X.sum(1, keepdim=True) * 3).sin()
@@ -353,6 +353,7 @@ def memory(net: nn.Module, value: float) -> None:
 
 
 CHANGES = (inplace, loading, memory)
+overlap.GROUP_BYTES = 1  # Every parameter is a group.
 PLAIN = {"learning_rate": 1.0}
 
 
@@ -713,6 +714,87 @@ def a_mean_loss_takes_step_without_an_argument() -> None:
                     job.run(script)
                 for net in (net for mine in nets for net in mine):
                     agree(net, reference())
+
+
+def overlap_trains_to_the_same_weights() -> None:
+    for workers in (1, 2):
+        for devices in (1, 2):
+            for update in (True, False):
+                nets = [[network(10 * rank + device) for device in range(devices)] for rank in range(workers)]
+                nets[0][0] = network()
+
+                def script(kv, nets=nets, workers=workers, devices=devices, update=update):
+                    mine = nets[kv.rank]
+                    params = [list(copies) for copies in zip(*(net.parameters() for net in mine), strict=True)]
+                    trainer = Trainer(params, "sgd", SGD, kvstore=kv, update_on_kvstore=update, overlap=True)
+                    each = 12 // (workers * devices)
+                    for number in range(6):
+                        trainer.zero_grad()
+                        for device, net in enumerate(mine):
+                            start = number % 2 * 12 + (kv.rank * devices + device) * each
+                            part = slice(start, start + each)
+                            nn.functional.mse_loss(net(X[part]), Y[part]).backward()
+                        kv.barrier()
+                        # Every gradient is there already: servers have the round, and no weight has changed.
+                        assert max(facts["rounds"] for facts in kv.stats()) >= number + 1
+                        kv.barrier()
+                        trainer.step()
+
+                with Cluster(workers, over="inproc") as job:
+                    job.run(script)
+                for net in (net for mine in nets for net in mine):
+                    agree(net, reference())
+
+
+def overlap_refuses_a_second_backward_before_step() -> None:
+    def script(kv, net, trainer):
+        net(torch.ones(1, 3)).sum().backward()
+        text = said(lambda: net(torch.ones(1, 3)).sum().backward())
+        assert "got another gradient before step" in text, text
+        trainer.step()
+        net(torch.ones(1, 3)).sum().backward()
+        trainer.step()
+
+    for _ in jobs(script, overlap=True):
+        pass
+
+
+def overlap_hears_of_weights_that_were_changed_before_backward() -> None:
+    for change in CHANGES:
+
+        def script(kv, net, trainer, change=change):
+            def step():
+                trainer.zero_grad()
+                sum(one.sum() for one in net.parameters()).backward()
+                return trainer.step()
+
+            step()
+            change(net, 5.0)
+            assert step()
+            taken = [one.detach().clone() for one in net.parameters()]
+            if kv.rank == 1:
+                change(net, 7.0)
+            text = said(step)
+            trainer.assign()
+            assert step()
+            return text, taken, [one.detach().clone() for one in net.parameters()]
+
+        for (first, taken, weights), (second, _, others) in jobs(script, overlap=True):
+            assert first == second
+            assert "parameter 'weight' on worker-1 and not on worker-0" in first, first
+            assert all((one == 4.0).all() for one in taken), taken
+            assert all((one == 3.0).all() for one in weights), weights
+            assert all(torch.equal(one, other) for one, other in zip(weights, others, strict=True))
+
+
+def overlap_refuses_weights_that_were_changed_after_backward() -> None:
+    def script(kv, net, trainer):
+        sum(one.sum() for one in net.parameters()).backward()
+        inplace(net, 5.0)
+        return said(trainer.step)
+
+    found = list(jobs(script, overlap=True))
+    assert all("weights were written after their gradients had been sent: 'weight'" in text for text in found[0]), found
 
 
 def a_mean_loss_in_one_process_is_divided_by_its_devices() -> None:

@@ -9,6 +9,8 @@ goes through a buffer on the host.
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
 from numbers import Real
 from typing import Any, Protocol, Union
 
@@ -229,6 +231,21 @@ class Parameter:
         found = [replica.gradient() for replica in self.replicas if replica.is_fresh]
         return [self._fitting(grad) for grad in found if grad is not None]
 
+    @property
+    def tells(self) -> bool:
+        """Whether `watch` is told of every new gradient; a buffer that is written in place tells nothing."""
+        return all(replica.tells for replica in self.replicas)
+
+    def watch(self, told: Callable[[], None]) -> Callable[[], None]:
+        """Call `told` whenever a device has a new gradient, in the thread that brought it; return what ends that."""
+        ends = [replica.watch(told) for replica in self.replicas]
+
+        def end() -> None:
+            for each in ends:
+                each()
+
+        return end
+
     def used(self) -> None:
         """Note that a step has used the gradients."""
         for replica in self.replicas:
@@ -305,6 +322,7 @@ class ArrayReplica:
         self._grad: Gradient | None = None if grad is None else gradient_of(grad)
         self._is_buffer = grad is not None
         self._is_new = False
+        self._told: Callable[[], None] = lambda: None
 
     @property
     def grad(self) -> Gradient | None:
@@ -315,6 +333,22 @@ class ArrayReplica:
         """Take this gradient for the next step; None takes it away."""
         self._grad = None if value is None else gradient_of(value)
         self._is_buffer, self._is_new = False, value is not None
+        if value is not None:
+            self._told()
+
+    @property
+    def tells(self) -> bool:
+        """Whether new gradients are noticed: those that are assigned are."""
+        return not self._is_buffer
+
+    def watch(self, told: Callable[[], None]) -> Callable[[], None]:
+        """Call `told` when a gradient was assigned; return what ends that."""
+        self._told = told
+
+        def end() -> None:
+            self._told = lambda: None
+
+        return end
 
     @property
     def is_fresh(self) -> bool:
@@ -389,6 +423,21 @@ class TensorReplica:
         """Give the tensor this `.grad`."""
         self._tensor.grad = value
 
+    tells = True
+    """Whether new gradients are noticed: torch tells when backward has written one."""
+
+    def watch(self, told: Callable[[], None]) -> Callable[[], None]:
+        """Call `told` when backward has written the tensor's `.grad`; return what ends that.
+
+        Raises:
+            KVError: torch is older than 2.1.
+        """
+        register = getattr(self._tensor, "register_post_accumulate_grad_hook", None)
+        if register is None:
+            raise KVError("overlap=True needs torch 2.1 or newer: older ones do not tell when a gradient is there")
+        end: Callable[[], None] = register(lambda tensor: told()).remove
+        return end
+
     @property
     def is_fresh(self) -> bool:
         """Whether `.grad` is there and was written since a step used it."""
@@ -418,8 +467,7 @@ class TensorReplica:
         if not self._on_host():
             self._tensor.detach().copy_(self._host)
         elif hasattr(self._tensor, "_version"):
-            # torch did not see it: it is told by a write of nothing, so that it refuses a backward through old weights.
-            self._tensor.detach().unsqueeze(0)[:0].zero_()
+            _tell_torch(self._tensor)
         self.remember()
 
     @property
@@ -470,7 +518,8 @@ class TensorReplica:
         return getattr(self._tensor, "_version", 0), address() if address is not None else 0
 
     def _on_host(self) -> bool:
-        return str(self._tensor.device) == "cpu"
+        device = self._tensor.device
+        return getattr(device, "type", str(device)) == "cpu"
 
 
 Replica = Union[ArrayReplica, TensorReplica]
@@ -530,6 +579,16 @@ def gradient_of(value: object) -> Gradient:
     refuse_mask(value, "a gradient")
     sparse = RowSparse.of(value)
     return np.asarray(value) if sparse is None else sparse
+
+
+def _tell_torch(tensor: Any) -> None:
+    """Tell torch that a tensor was written, so that it refuses a backward through the old value."""
+    torch = sys.modules["torch"]
+    increment = getattr(torch.autograd.graph, "increment_version", None)
+    if increment is not None:
+        increment(tensor)
+    else:  # Before torch 2.2: a write of nothing.
+        tensor.detach().unsqueeze(0)[:0].zero_()
 
 
 def array_of(tensor: Any) -> Array:

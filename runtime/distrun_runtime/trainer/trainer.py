@@ -19,12 +19,14 @@ from distrun_runtime.errors import KVError, StoreClosed
 from distrun_runtime.kvstore import KVStore, KVStoreBase
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops import schedules as schedule
+from distrun_runtime.store import kinds
 from distrun_runtime.store.compress import Compression
 from distrun_runtime.store.sparse import row_numbers
 from distrun_runtime.trainer.agreement import SKIP
 from distrun_runtime.trainer.exchange import Gradients, StoreExchange
 from distrun_runtime.trainer.model import Buffers, collect
 from distrun_runtime.trainer.opening import Opened, close_failed, leave, open_store, updates_itself
+from distrun_runtime.trainer.overlap import Overlap
 from distrun_runtime.trainer.parameters import Parameter
 from distrun_runtime.trainer.states import LocalRule, check_rule
 from distrun_runtime.trainer.updates import OwnUpdates, StoreUpdates
@@ -54,6 +56,9 @@ class Trainer:
             there is one device and one machine.
         compression_params: as `KVStore.set_gradient_compression` takes them.
         update_on_kvstore: who updates: the store (True), the trainer (False), or as fits (None).
+        overlap: with a distributed store, a gradient is sent as soon as backward has made it (a torch tensor), or as it
+            is assigned (`Parameter.grad`), and `step` waits for what is left. Each backward is then followed by
+            `step()`, without a batch size, and gradients stay as they are in between: docs/trainer.md, "Overlap".
 
     Raises:
         KVError: parameters, rule or store do not fit together.
@@ -70,7 +75,11 @@ class Trainer:
         kvstore: str | KVStoreBase | None = "dist_sync",
         compression_params: Mapping[str, object] | None = None,
         update_on_kvstore: bool | None = None,
+        *,
+        overlap: bool = False,
     ) -> None:
+        if not isinstance(overlap, bool):
+            raise KVError("overlap is True or False, not %.60r" % (overlap,))
         collected = collect(params)
         for parameter in collected:
             if parameter.owner is not None:
@@ -91,11 +100,13 @@ class Trainer:
         opened = open_store(collected, buffers, kvstore, update_on_kvstore)
         self._params, self._buffers, self._opened, self._exchange = collected, buffers, opened, opened.exchange
         self._is_closed = False
+        self._overlap: Overlap | None = None
         try:
             self._updates = _make_updates(collected, buffers, spec, rule, opened)
             if self._exchange is not None and compression_params:
                 self._exchange.compress(compression_params)
             self._updates.start()
+            self._overlap = self._overlapping() if overlap else None
         except BaseException as err:
             # Not as `__exit__`, which ends this process's part in the job: the trainer may be made again.
             self._is_closed = True
@@ -173,9 +184,13 @@ class Trainer:
                 the workers' trainers differ: all workers raise this, in the same step, and no weight was updated.
                 Where the trainer updates, the gradients are used up then.
         """
+        if self._overlap is not None and batch_size is not None:
+            raise KVError(
+                "step(%.60r): with overlap=True gradients are sent before step is called, and divided by their number;"
+                " use the mean of the losses and step(), or make the trainer with overlap=False" % (batch_size,)
+            )
         scale, gradients = self._scale(batch_size), self._new_gradients(ignore_stale_grad)
-        self._updates.send_multipliers()
-        return self._updates.step(gradients, scale)
+        return self._updates.step(gradients, scale, None if self._overlap is None else self._overlap.take())
 
     def skip_step(self) -> None:
         """Have all workers skip this step, in place of `step` or `allreduce_grads`: no weight is updated.
@@ -188,6 +203,7 @@ class Trainer:
             KVError: a store from another package, which cannot.
         """
         self._check_open()
+        self._check_settled("skip_step")
         nothing: list[Gradients] = [(index, None) for index, one in enumerate(self._params) if one.trains]
         if self._exchange is not None and self._opened.has_rounds:
             self._exchange.skip([index for index, _ in nothing], SKIP)
@@ -240,6 +256,7 @@ class Trainer:
                 did: its own last batch size is taken for theirs.
         """
         self._check_open()
+        self._check_settled("join")
         if isinstance(self.kvstore, KVStore):
             self.kvstore.join()  # calls `join` of the updates
         elif self._exchange is not None:
@@ -261,6 +278,7 @@ class Trainer:
         Raises:
             KVError: an unknown parameter, or a value that is not right.
         """
+        self._check_settled("a change of the rule")
         self._updates.set_params(params)
 
     # --- weights
@@ -293,6 +311,7 @@ class Trainer:
             KVError: no such parameter; or the store is from another package, which cannot.
         """
         self._check_open()
+        self._check_settled("assign")
         if parameters is not None and (not isinstance(parameters, Iterable) or isinstance(parameters, str)):
             raise KVError(
                 "assign takes a list of parameters, such as [%r], not %.60r" % (self._params[0].name, parameters)
@@ -332,6 +351,7 @@ class Trainer:
             OSError: a file that cannot be written.
         """
         self._check_open()
+        self._check_settled("save_states")
         self._updates.save(os.fspath(path))
 
     def load_states(self, path: Path) -> None:
@@ -342,6 +362,7 @@ class Trainer:
             OSError: a file that cannot be read.
         """
         self._check_open()
+        self._check_settled("load_states")
         self._updates.load(os.fspath(path))
 
     # --- the end
@@ -361,6 +382,8 @@ class Trainer:
         if self._is_closed:
             return
         self._is_closed = True
+        if self._overlap is not None:
+            self._overlap.stop()
         for parameter in self._params:
             if parameter.owner is self:
                 parameter.owner = None
@@ -422,8 +445,35 @@ class Trainer:
             return 1.0  # Each device trains by itself.
         return 1.0 / (len(self._params[0].replicas) * (self._exchange.num_workers if self._opened.has_rounds else 1))
 
+    def _overlapping(self) -> Overlap | None:
+        """Return what sends gradients before `step`; None: nothing is sent to other workers."""
+        exchange = self._exchange
+        if exchange is None or self.kvstore is None or not kinds.is_dist(self.kvstore.type):
+            return None
+        if not isinstance(exchange, StoreExchange):
+            raise KVError("overlap=True needs a store of distrun's own, not %r" % self.kvstore.type)
+        return Overlap(
+            self._params,
+            self._updates.may_begin,
+            lambda sent, gradients: exchange.send(sent, gradients, self._scale(None)),
+        )
+
+    def _check_settled(self, call: str) -> None:
+        """Return if no gradients came that no step has used, where they are sent before it.
+
+        Raises:
+            KVError: there are some; `call` is what cannot be done now.
+        """
+        if self._overlap is not None and self._overlap.has_begun:
+            raise KVError(
+                "%s: gradients of this step may be on their way since backward (overlap=True); call step first, or make"
+                " the trainer with overlap=False" % call
+            )
+
     def _own_updates(self, call: str) -> OwnUpdates:
         self._check_open()
+        if self._overlap is not None:
+            raise KVError("%s: with overlap=True gradients are divided as they are sent; call step" % call)
         if isinstance(self._updates, StoreUpdates):
             raise KVError("%s: the store updates the weights; make the trainer with update_on_kvstore=False" % call)
         return self._updates

@@ -27,7 +27,7 @@ from distrun_runtime.trainer.agreement import (
     chosen,
     is_skip,
 )
-from distrun_runtime.trainer.exchange import Gradients, Reduced, StoreExchange, Sum, ThirdPartyExchange, Workers
+from distrun_runtime.trainer.exchange import Gradients, Reduced, Sent, StoreExchange, Sum, ThirdPartyExchange, Workers
 from distrun_runtime.trainer.model import Buffers
 from distrun_runtime.trainer.parameters import Gradient, Parameter
 from distrun_runtime.trainer.states import LocalRule
@@ -63,17 +63,41 @@ class StoreUpdates:
 
     # --- steps
 
-    def step(self, gradients: Sequence[Gradients], scale: float) -> bool:
-        """Push gradients times `scale`, and bring the weights that come of them; return whether the step was made."""
+    def may_begin(self) -> bool:
+        """Make ready for gradients that are sent before `step`; return False if weights are others than the store's.
+
+        Then the round has to be skipped, which is for `step` to say.
+        """
+        if self._changed():
+            return False
+        self.send_multipliers()
+        return True
+
+    def step(self, gradients: Sequence[Gradients], scale: float, sent: Sent | None = None) -> bool:
+        """Push gradients times `scale`, and bring the weights that come of them; return whether the step was made.
+
+        Arguments:
+            sent: what was sent of this step before.
+        """
+        if sent is not None and sent.indices:
+            written = self._changes.suspects()
+            if written:
+                raise KVError(
+                    "weights were written after their gradients had been sent: %s; with overlap=True, write weights"
+                    " between step and the next backward" % ", ".join(repr(self._names()[index]) for index in written)
+                )
+        else:
+            self.send_multipliers()
         while True:
-            changed = self._changed()
+            changed = self._changed() if sent is None or not sent.indices else Changed()
             if changed and not (self._has_rounds and self._exchange.num_workers > 1):
                 self._take_alone(changed, STORE_HARM)
                 changed = Changed()
             if changed:
                 notes = self._exchange.skip([index for index, _ in gradients], changed.to_json())
             else:
-                notes = self._exchange.update(gradients, scale)
+                notes = self._exchange.update(gradients, scale, sent)
+                sent = None
             if not notes or is_skip(notes):
                 self.drop(gradients)
                 self.steps += not notes
@@ -238,13 +262,22 @@ class OwnUpdates:
 
     # --- steps
 
-    def step(self, gradients: Sequence[Gradients], scale: float) -> bool:
-        """Sum gradients, multiply them by `scale` and update; return whether the step was made."""
+    def may_begin(self) -> bool:
+        """Return True: gradients may be sent before `step`, which finds out what else is to be known."""
+        return True
+
+    def step(self, gradients: Sequence[Gradients], scale: float, sent: Sent | None = None) -> bool:
+        """Sum gradients, multiply them by `scale` and update; return whether the step was made.
+
+        Arguments:
+            sent: what was sent of this step before.
+        """
+        self.send_multipliers()
         if self._exchange is None:
             self._update_each_device(gradients, scale)
         else:
             # The sums are scaled already: so all workers make one update, whatever batch each had.
-            reduced = self._reduce(gradients, scale, Workers(1, 0))
+            reduced = self._reduce(gradients, scale, Workers(1, 0), sent)
             if reduced.skipped:
                 self.drop(gradients)
                 return False
@@ -318,7 +351,7 @@ class OwnUpdates:
             self._update(reduced.sums, cast(float, self._scale_after_sum) if reduced.workers.unscaled else 1.0)
             self._end_step(nothing)
 
-    def _reduce(self, gradients: Sequence[Gradients], scale: float, me: Workers) -> Reduced:
+    def _reduce(self, gradients: Sequence[Gradients], scale: float, me: Workers, sent: Sent | None = None) -> Reduced:
         """Sum gradients, and see to it that all workers will make the same update."""
         exchange = self._exchange
         assert exchange is not None
@@ -326,11 +359,11 @@ class OwnUpdates:
         if self._agreement is None:
             if changed.wrong:
                 raise KVError(changed.wrong)
-            reduced = exchange.reduce(gradients, scale, me, NO_MARK)
+            reduced = exchange.reduce(gradients, scale, me, NO_MARK, sent)
             self._accept(changed.indices)
             return reduced
         rule = UpdateRule(self.spec, self._divided)
-        reduced = exchange.reduce(gradients, scale, me, self._agreement.mark(rule, changed))
+        reduced = exchange.reduce(gradients, scale, me, self._agreement.mark(rule, changed), sent)
         if reduced.skipped:
             return reduced
         try:

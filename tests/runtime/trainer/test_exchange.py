@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from distrun_runtime import kvstore
+from distrun_runtime.errors import KVError
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.trainer import Parameter, Trainer
-
-SMALL, BIG = 256 * 1024, 1024 * 1024
-"""Bytes. What is BIG together shares a call, and nothing more does."""
 
 
 class Pending:
@@ -49,13 +47,11 @@ def calls_of_a_step(params: list[Parameter], monkeypatch: pytest.MonkeyPatch) ->
     return made
 
 
-def test_small_neighbours_share_a_call_and_big_ones_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = [SMALL, SMALL, BIG, SMALL, SMALL, SMALL, SMALL, SMALL, BIG]
-    params = [parameter(size) for size in sizes]
+def test_all_that_is_sent_alike_is_one_call_whatever_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [parameter(size) for size in (256, 1 << 22, 4, 1 << 20)]
     for one in params:
         one.grad = np.ones_like(one.data)
-    groups = [[0, 1], [2], [3, 4, 5, 6], [7], [8]]
-    assert calls_of_a_step(params, monkeypatch) == [("pushpull", group) for group in groups]
+    assert calls_of_a_step(params, monkeypatch) == [("pushpull", [0, 1, 2, 3])]
 
 
 def test_what_is_sent_differently_shares_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,12 +64,38 @@ def test_what_is_sent_differently_shares_no_call(monkeypatch: pytest.MonkeyPatch
     assert calls_of_a_step(params, monkeypatch) == expected
 
 
+def alternating() -> list[Parameter]:
+    """Return parameters each of which has a call of its own: pushpull, push, pushpull."""
+    params = [parameter(16, stype="row_sparse" if index == 1 else "default") for index in range(3)]
+    for one in params:
+        one.grad = np.ones_like(one.data)
+    return params
+
+
 def test_the_first_error_is_raised_when_nothing_is_lent_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    params = [parameter(BIG, grad=np.ones((BIG // 4, 1), np.float32)) for _ in range(4)]
-    with kvstore.create("local") as kv, Trainer(params, "sgd", kvstore=kv) as trainer:
-        pending = [Pending(), Pending("first"), Pending("second"), Pending()]
+    with kvstore.create("local") as kv, Trainer(alternating(), "sgd", kvstore=kv) as trainer:
+        pending = [Pending("first"), Pending("second"), Pending()]
         made = iter(pending)
-        monkeypatch.setattr(kv, "pushpull", lambda *_, **__: next(made))
+        for name in ("push", "pushpull"):
+            monkeypatch.setattr(kv, name, lambda *_, **__: next(made))
         with pytest.raises(ValueError, match="first"):
+            trainer.step(1)
+        assert all(each.waited for each in pending)
+
+
+def test_an_error_of_the_last_call_is_raised_when_the_others_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That call waits itself."""
+    with kvstore.create("local") as kv, Trainer(alternating(), "sgd", kvstore=kv) as trainer:
+        pending = [Pending(), Pending("another")]
+        made = iter(pending)
+
+        def pushpull(*_: Any, wait: bool, **__: Any) -> Pending:
+            if wait:
+                raise KVError("the last")
+            return next(made)
+
+        monkeypatch.setattr(kv, "pushpull", pushpull)
+        monkeypatch.setattr(kv, "push", lambda *_, **__: next(made))
+        with pytest.raises(KVError, match="the last"):
             trainer.step(1)
         assert all(each.waited for each in pending)
