@@ -1,0 +1,131 @@
+"""A task that is killed at any moment of a round, whichever way values travel: the others never take a wrong sum for a
+right one, the job ends and names who died, and no process stays."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from distrun_cli import Distrun, leaving_nothing, processes, wait_until
+
+LIMIT_S = 60.0
+"""For what takes a second or two on a machine that has nothing else to do."""
+WORKERS, SERVERS = 3, 2
+VICTIMS = [
+    *("worker-%d" % rank for rank in range(WORKERS)),
+    *("server-%d" % rank for rank in range(SERVERS)),
+    "scheduler",
+]
+
+TRAIN = """\
+import os
+import sys
+
+import numpy as np
+
+from distrun_runtime import kvstore
+
+form = sys.argv[1]
+kv = kvstore.create("dist_sync")
+make = kv.empty if form in ("empty", "view") else lambda size: np.empty(size, np.float32)
+sizes = [3, 1_000, 100_000, 600_001, 50]
+keys = list(range(len(sizes)))
+gradients, outs = [make(size) for size in sizes], [make(size) for size in sizes]
+if form == "fp16":
+    kv.set_gradient_compression({"type": "fp16", "two_way": True})
+kv.init(keys, [np.zeros(size, np.float32) for size in sizes])
+
+
+def value(key, number, factor):
+    return float((number + key) % 50 * factor)  # float16 and float32 add such numbers exactly
+
+
+def check(number, found):
+    for key, array in zip(keys, found):
+        expected = value(key, number, kv.num_workers * (kv.num_workers + 1) // 2)
+        if not (np.asarray(array) == expected).all():
+            print("WRONG: rank %d, round %d, key %d: %r, not %g" % (kv.rank, number, key, array, expected), flush=True)
+            os._exit(99)
+
+
+number = 0
+while True:
+    number += 1
+    for key, gradient in zip(keys, gradients):
+        gradient.fill(value(key, number, kv.rank + 1))
+    if form == "view":
+        pushed = kv.push(keys, gradients, wait=False)
+        with kv.view(keys) as arrays:
+            check(number, arrays)
+        pushed.wait()
+    elif form == "keys":
+        calls = [kv.push(key, gradients[key], wait=False) for key in keys]
+        calls += [kv.pull(key, out=outs[key], wait=False) for key in keys]
+        for call in calls:
+            call.wait()
+        check(number, outs)
+    elif form == "loop":
+        for key in keys:
+            kv.push(key, gradients[key])
+            kv.pull(key, out=outs[key])
+        check(number, outs)
+    else:
+        kv.pushpull(keys, gradients, out=outs)
+        check(number, outs)
+    if number == 3:
+        open("up-%d" % kv.rank, "w").close()
+"""
+
+FORMS = ("list", "empty", "view", "keys", "loop", "fp16")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds tasks in /proc"),
+]
+
+
+@pytest.fixture
+def distrun(tmp_path: Path) -> Iterator[Distrun]:
+    with leaving_nothing(tmp_path) as made:
+        yield made
+
+
+def pid_of(distrun: Distrun, task: str) -> int:
+    """Return the pid of a task: of its own process, not of an agent."""
+    job = b"DISTRUN_JOB_ID=" + distrun.job.name.encode()
+    role, _, rank = task.partition("-")
+    wanted = {job, b"DMLC_ROLE=" + role.encode(), b"DISTRUN_RANK=" + (rank or "0").encode()}
+    found = [pid for pid, environ, _ in processes() if wanted <= set(environ.split(b"\0"))]
+    assert found, "no process of %s" % task
+    return min(found)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("paths", ["segments", "none"])
+@pytest.mark.parametrize("form", FORMS)
+def test_whoever_is_killed_whenever_no_wrong_sum_is_taken_and_nothing_stays(
+    distrun: Distrun, form: str, paths: str, seed: int
+) -> None:
+    chance = random.Random("%s %s %d" % (form, paths, seed))
+    victim = chance.choice(VICTIMS)
+    (distrun.work / "train.py").write_text(TRAIN, "utf-8")
+    words = ("-n", str(WORKERS), "-s", str(SERVERS), "--grace", "1", "--env", "DISTRUN_DATA_PATHS=%s" % paths)
+    launcher = distrun.begin(*words, sys.executable, "train.py", form)
+    try:
+        wait_until(lambda: len(list(distrun.work.glob("up-*"))) == WORKERS, LIMIT_S, "three rounds of every worker")
+        time.sleep(chance.uniform(0, 0.2))  # Not for luck: it is killed at a moment that nobody has chosen.
+        os.kill(pid_of(distrun, victim), signal.SIGKILL)
+        code = launcher.wait(LIMIT_S)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    out, err = (distrun.home / "out").read_text(), (distrun.home / "err").read_text()
+    assert "WRONG" not in out, out
+    assert code not in (0, 99), err
+    assert victim in err, err
