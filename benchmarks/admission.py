@@ -169,9 +169,9 @@ def main() -> None:
     lines += ["| %s | %s |" % (ROWS[row][0], " | ".join(cell(row, way) for way in WAYS)) for row in ROWS]
     print("\n".join(lines))
     if options.write:
-        import page
+        import report
 
-        page.write(HEADING, SECTION % ("\n".join(lines), page.circumstances("admission.py"), options.runs))
+        report.write(HEADING, SECTION % ("\n".join(lines), report.circumstances("admission.py"), options.runs))
 
 
 if __name__ == "__main__":

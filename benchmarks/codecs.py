@@ -326,12 +326,12 @@ def main() -> None:
     third = round_table(rounds(options))
     print(third)
     if options.write:
-        import page
+        import report
 
         note = "* %s\n" % options.note if options.note else ""
-        circumstances = page.circumstances("codecs.py", "--note", "--before", "--before-name", "--peers")
+        circumstances = report.circumstances("codecs.py", "--note", "--before", "--before-name", "--peers")
         numbers = (options.repeats, first, KEYS, second, KEYS, options.before_name, third, circumstances)
-        page.write(HEADING, SECTION % (*numbers, options.runs, options.rounds, note))
+        report.write(HEADING, SECTION % (*numbers, options.runs, options.rounds, note))
 
 
 if __name__ == "__main__":

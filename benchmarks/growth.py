@@ -186,12 +186,12 @@ def main() -> None:
     second = memory_table(memory)
     print(second)
     if options.write:
-        import page
+        import report
 
         note = "* %s\n" % options.note if options.note else ""
         job = (MEMORY_WORKERS, MEMORY_SERVERS, MEMORY_ROUNDS)
-        circumstances = page.circumstances("growth.py", "--note")
-        page.write(HEADING, SECTION % (LEAST, MOST, first, *job, second, circumstances, options.runs, note))
+        circumstances = report.circumstances("growth.py", "--note")
+        report.write(HEADING, SECTION % (LEAST, MOST, first, *job, second, circumstances, options.runs, note))
     counts = [len(found.get(case, [])) for cases in chosen.values() for case in cases]
     sys.exit(0 if memory is not None and set(counts) == {options.runs} else 1)
 

@@ -161,11 +161,11 @@ def main() -> None:
     second = round_table(options.magnitudes, found)
     print(second)
     if options.write:
-        import page
+        import report
 
         counts = (options.workers, options.servers, options.runs, REPEATS, options.rounds)
         note = "* %s\n" % options.note if options.note else ""
-        page.write(HEADING, SECTION % (first, second, page.circumstances("halves.py", "--note"), *counts, note))
+        report.write(HEADING, SECTION % (first, second, report.circumstances("halves.py", "--note"), *counts, note))
     sys.exit(0 if len(found) == 2 * len(options.magnitudes) else 1)
 
 

@@ -311,11 +311,11 @@ def main() -> None:
     )
     print("\n\n".join(tables))
     if options.write:
-        import page
+        import report
 
         note = "* %s\n" % options.note if options.note else ""
-        lines_ = page.circumstances("launch.py", "--note")
-        page.write(HEADING, SECTION % (WINDOW, *tables, lines_, options.runs, load, note))
+        lines_ = report.circumstances("launch.py", "--note")
+        report.write(HEADING, SECTION % (WINDOW, *tables, lines_, options.runs, load, note))
     is_clean = all(run.left == 0 for (_, name), runs in found.items() if name == OURS for run in runs)
     is_whole = all(len(found.get((count, s.name), ())) == options.runs for count in options.hosts for s in columns)
     sys.exit(0 if is_clean and is_whole else 1)

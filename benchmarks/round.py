@@ -30,6 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "benchmarks" / "peers"
 OURS = "distrun"
 PEERS = ("mxnet", "gloo", "gloo-bucket", "mpi", "mpi-bucket")
+LIMIT = "copies"
+"""What a round on one machine cannot do without."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,16 @@ class Work:
 
 
 WORKS = {
-    "resnet50": Work("resnet50"),
-    "vgg16": Work("vgg16"),
+    "resnet50": Work("resnet50", peers=(*PEERS, LIMIT)),
+    "vgg16": Work("vgg16", peers=(*PEERS, LIMIT)),
     "one": Work("one"),
     "small": Work("small", repeated=5),
-    "resnet50, kv.empty": Work("resnet50", "empty"),
-    "resnet50, kv.view": Work("resnet50", "view"),
+    "resnet50, kv.empty": Work("resnet50", "empty", (*PEERS, LIMIT)),
+    "resnet50, kv.view": Work("resnet50", "view", (*PEERS, LIMIT)),
+    "vgg16, kv.empty": Work("vgg16", "empty", (*PEERS, LIMIT)),
+    "vgg16, kv.view": Work("vgg16", "view", (*PEERS, LIMIT)),
     "resnet50 in two calls": Work("resnet50", "two", ("mxnet",)),
+    "resnet50 by priority": Work("resnet50", "priorities", ("mxnet",)),
     "resnet50 in a loop": Work("resnet50", "loop", ("mxnet",)),
     "small in two calls": Work("small", "two", ("mxnet",), 5),
     "small by key": Work("small", "keys", ("mxnet",), 5),
@@ -89,6 +94,8 @@ class System:
     """In place of the work's form."""
     is_limit: bool = False
     """It is no peer: it moves the bytes of a round and does nothing with them."""
+    takes_form: bool = False
+    """It has the same forms as ours."""
     by_mpirun: bool = False
     """Open MPI's own launcher starts it; only by that its processes know each other."""
 
@@ -108,6 +115,7 @@ def systems(peers: Path, servers: int) -> list[System]:
         System("gloo-bucket", str(peers / "torch/bin/python"), "gloo_round.py", ("-s", "0"), ("bucket",)),
         System("mpi", str(peers / "mpi/bin/python"), "mpi_round.py", (), ("plain",), by_mpirun=True),
         System("mpi-bucket", str(peers / "mpi/bin/python"), "mpi_round.py", (), ("bucket",), by_mpirun=True),
+        System(LIMIT, sys.executable, "copies_round.py", ("-s", "0"), is_limit=True, takes_form=True),
     ]
     for system in known:
         if not system.is_there:
@@ -119,7 +127,7 @@ def systems(peers: Path, servers: int) -> list[System]:
 def between_hosts(known: list[System]) -> list[System]:
     """Return those that can run on several hosts, and what the network allows."""
     limit = System("tcp", sys.executable, "tcp_round.py", ("-s", "0"), (), is_limit=True)
-    return [*(system for system in known if not system.by_mpirun), limit]
+    return [*(system for system in known if not (system.by_mpirun or system.is_limit)), limit]
 
 
 def measure(system: System, work: Work, options: argparse.Namespace) -> float | None:
@@ -140,8 +148,9 @@ def measure(system: System, work: Work, options: argparse.Namespace) -> float | 
         command = [*MPIRUN, str(options.workers)]
     script = system.script if options.hosts else str(SCRIPTS / system.script)
     command += [system.python, script, work.model, str(options.rounds * work.repeated)]
-    form = work.form if system.name == OURS else OURS_ALONE.get(work.form, work.form)
-    command += [] if system.is_limit else list(system.arguments or (form,))
+    has_all = system.name == OURS or system.takes_form
+    form = work.form if has_all else OURS_ALONE.get(work.form, work.form)
+    command += [] if system.is_limit and not system.takes_form else list(system.arguments or (form,))
     # A job store of its own: a benchmark is nobody's job.
     with tempfile.TemporaryDirectory() as state:
         env = {**os.environ, "XDG_STATE_HOME": state, "OMP_NUM_THREADS": "1"}
@@ -166,7 +175,7 @@ def measure_all(columns: list[System], options: argparse.Namespace) -> Found:
     values: Found = {}
     for name in options.works:
         work = WORKS[name]
-        taking_part = [system for system in columns if system.is_limit or system.name in (OURS, *work.peers)]
+        taking_part = [system for system in columns if takes_part(system, work)]
         for run in range(options.runs):
             for system in taking_part:
                 seconds = measure(system, work, options)
@@ -174,6 +183,11 @@ def measure_all(columns: list[System], options: argparse.Namespace) -> Found:
                 if seconds is not None:
                     say("%s, run %d, %s: %.1f ms a round" % (name, run + 1, system.name, seconds * 1e3))
     return values
+
+
+def takes_part(system: System, work: Work) -> bool:
+    """Whether there is such a work for a system; plain TCP takes part in all."""
+    return system.name in (OURS, *work.peers) or (system.is_limit and not system.takes_form)
 
 
 def table(columns: list[System], works: list[str], found: Found) -> str:
@@ -220,6 +234,7 @@ end; `by priority`: the same, and key i has the priority -i; `in a loop`: the sa
 its own. `kv.empty`: distrun's gradients and outputs are arrays of
 `kv.empty`; `kv.view`: its gradients are, and results are read where they are; the others do what they always do. mpi is
 Open MPI's Allreduce between numpy arrays, through its own shared memory, tensor by tensor or in buckets of 25 MB.
+copies makes the copies and additions that such a round needs, by numpy, with nothing else: a limit, not a peer.
 Every gradient is rewritten before a round, and every element of every result is compared after it, outside
 the measured time.
 
@@ -282,17 +297,17 @@ def main() -> None:
     text = table(columns, options.works, found)
     print(text)
     if options.write:
-        import page
+        import report
 
         counts = (options.workers, options.servers, options.runs, options.rounds)
         note = "* %s\n" % options.note if options.note else ""
-        circumstances = page.circumstances("round.py", "--peers", "--note")
+        circumstances = report.circumstances("round.py", "--peers", "--note")
         if options.hosts:
             hosts = len(options.hosts.split(","))
             heading = BETWEEN_HOSTS % hosts + (", " + options.links if options.links else "")
-            page.write(heading, HOSTS_SECTION % (hosts, text, circumstances, *counts, note))
+            report.write(heading, HOSTS_SECTION % (hosts, text, circumstances, *counts, note))
         else:
-            page.write(HEADING, SECTION % (text, circumstances, *counts, note))
+            report.write(HEADING, SECTION % (text, circumstances, *counts, note))
     # What failed stands in the table and was said; the run as a whole did not succeed then.
     sys.exit(1 if any(seconds is None for runs in found.values() for seconds in runs) else 0)
 

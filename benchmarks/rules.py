@@ -148,11 +148,11 @@ def main() -> None:
     text = table({name: measure(name, options.model, options.repeats) for name in RULES})
     print(text)
     if options.write:
-        import page
+        import report
 
         note = "* %s\n" % options.note if options.note else ""
-        circumstances = page.circumstances("rules.py", "--note")
-        page.write(HEADING, SECTION % (options.model, options.repeats, text, circumstances, note))
+        circumstances = report.circumstances("rules.py", "--note")
+        report.write(HEADING, SECTION % (options.model, options.repeats, text, circumstances, note))
 
 
 if __name__ == "__main__":

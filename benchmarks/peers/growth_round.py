@@ -1,4 +1,4 @@
-"""One worker of a job whose CPU time and memory are measured: SHAPES ROUNDS none|sgd.
+"""One worker of a job whose CPU time and memory are measured: SHAPES ROUNDS none|sgd [list|empty].
 
 SHAPES: a model, or KEYSxFLOATS. Every worker prints what its own preparing and checking took; rank 0 also what all
 processes of the job took, and the memory of the servers. All of them are children of one agent (local launcher).
@@ -93,8 +93,13 @@ class Expected:
 def main() -> None:
     names, rounds, rule = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     with kvstore.create("dist_sync") as kv:
-        gradients = [np.ones(shape, np.float32) for shape in shapes_of(names)]
-        outs = [np.zeros_like(gradient) for gradient in gradients]
+        # `empty`: arrays that servers read where they are.
+        make = kv.empty if sys.argv[4:] == ["empty"] else np.empty
+        gradients = [make(shape, np.float32) for shape in shapes_of(names)]
+        outs = [make(gradient.shape, np.float32) for gradient in gradients]
+        for gradient, out in zip(gradients, outs, strict=True):
+            gradient.fill(1)
+            out.fill(0)
         keys = list(range(len(gradients)))
         kv.barrier()
         processes = tasks()

@@ -8,6 +8,7 @@ import sys
 from math import prod
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 
@@ -46,6 +47,41 @@ def test_ratios_of_a_round_are_those_of_each_run_and_a_failed_run_says_so() -> N
     rows = bench.table(columns, ["one", "many"], found).splitlines()
     assert rows[-2] == "| one | 20.0 | 60.0 (0.50, 0.10-1.00) | failed |"
     assert rows[-1] == "| many | 600.0 |  |  |"
+
+
+TABLE = """\
+Before.
+
+| work | distrun | mxnet | gloo |
+|---|---|---|---|
+| one | 20.0 | 60.0 (0.50, 0.10-1.00) | failed |
+| small, a < b | 4.2 |  | 6.0 (0.70, 0.60-0.80) |
+
+After.
+"""
+
+
+def test_a_table_of_times_gets_a_chart_with_a_bar_for_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = load("report.py")
+    monkeypatch.setattr(report, "CHARTS", tmp_path / "benchmarks")
+    once = report.charted("A round, twice", TABLE)
+    assert once == TABLE.replace("0.80) |\n", "0.80) |\n\n![A round, twice](benchmarks/a-round-twice.svg)\n")
+    assert report.charted("A round, twice", once) == once
+    drawn = ElementTree.parse(tmp_path / "benchmarks" / "a-round-twice.svg").getroot()
+    texts = [each.text for each in drawn.iter() if each.tag.endswith("text")]
+    assert [text for text in texts if text and text.endswith(" ms")] == ["20 ms", "60 ms", "4.2 ms", "6 ms"]
+    widths = [float(each.get("width", "0").rstrip("%")) for each in drawn.iter() if each.tag.endswith("rect")][1:]
+    assert sorted(widths) == [widths[2], widths[3], widths[0], widths[1]], "longer times have longer bars"
+
+
+def test_other_tables_get_no_chart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = load("report.py")
+    monkeypatch.setattr(report, "CHARTS", tmp_path / "benchmarks")
+    table = "| rule | sum |\n|---|---|\n| sgd | 1.0 |\n"
+    assert report.charted("Rules", table) == table
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_round_takes_as_long_as_its_slowest_worker() -> None:
@@ -164,7 +200,7 @@ def test_the_ratios_of_float16_are_ours_divided_by_numpys_and_fp16_divided_by_no
 
 
 def test_a_section_of_the_page_is_replaced_and_the_others_stay() -> None:
-    page = load("page.py")
+    page = load("report.py")
     first = page.with_section("", "One", "old\n")
     both = page.with_section(first, "Two", "2")
     assert page.with_section(both, "One", "new") == page.TITLE + "\n## One\n\nnew\n\n## Two\n\n2\n"
