@@ -189,7 +189,7 @@ class KVStore(KVStoreBase):
     is of no use; with wait=False it goes on, and the arrays are lent to the store until the Pending was waited for.
 
     Every call raises KVError if its arguments do not fit, StoreClosed after `close` or `leave` or in a forked child,
-    and the error of an earlier call that nobody waited for. May be called from any thread. As a context manager it
+    and the error of an earlier push that nobody waited for. May be called from any thread. As a context manager it
     closes itself.
     """
 

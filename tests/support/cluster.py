@@ -36,7 +36,7 @@ DEADLINE_S = 100.0
 
 TOKEN = b"a secret of this job"
 
-PATHS = {"inproc": "inproc", "tcp": "zmq", "segments": "segments"}
+PATHS = {"inproc": "inproc", "tcp": "zmq", "segments": "segments", "relays": "relays"}
 """The ways that messages may take, and what `Cluster` calls them (`over`). A scenario has to pass on each."""
 
 END_S = 20.0
@@ -125,15 +125,16 @@ class Cluster:
         self._changes = {"workers": workers, "servers": servers, **changes}
         self._threads: list[threading.Thread] = []
         self.codes: dict[str, int] = {}
-        root = self._transport(config("scheduler", **self._changes))
-        endpoint = bind(root, config("scheduler", **self._changes))
+        own = self._config("scheduler")
+        root = self._transport(own)
+        endpoint = bind(root, own)
         self.root_port = int(endpoint.rpartition(":")[2])
-        self.scheduler = Scheduler(config("scheduler", **self._changes), endpoint)
+        self.scheduler = Scheduler(own, endpoint)
         self._loops: dict[threading.Thread, Loop] = {}
         self._start("scheduler", loop_of(self.scheduler, root, token=self._changes.get("token", TOKEN)))
         self.transports: dict[str, Any] = {"scheduler": root}
         for rank in range(servers):
-            node = config("server", rank=rank, root_port=self.root_port, **self._changes)
+            node = self._config("server", rank=rank, root_port=self.root_port)
             transport = self._transport(node)
             if forget_every:
                 transport = Forgetful(transport, forget_every)
@@ -148,9 +149,14 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self.finish()
 
+    @property
+    def has_relays(self) -> bool:
+        """Whether values for servers of another host go over relays."""
+        return self._over == "relays"
+
     def session(self, rank: int = -1, **changes: Any) -> Session:
         """Return a worker's session, not opened yet."""
-        node = config("worker", **{**self._changes, "rank": rank, "root_port": self.root_port, **changes})
+        node = self._config("worker", **{"rank": rank, "root_port": self.root_port, **changes})
         pool = self._pool_of(node)
         return Session(node, self._transport(node), Memory(pool, pool))
 
@@ -202,8 +208,14 @@ class Cluster:
                 thread.join(DEADLINE_S)
         assert not any(thread.is_alive() for thread in self._threads)
 
+    def _config(self, role: str, **changes: Any) -> Config:
+        """Return the configuration of a node of this job."""
+        rank = changes.get("rank", -1)
+        host = {"host": host_of(role, rank)} if self._over == "relays" and rank >= 0 else {}
+        return config(role, **{**host, **self._changes, **changes})
+
     def _transport(self, node: Config) -> Any:
-        if self._over == "inproc":
+        if self._over in ("inproc", "relays"):
             return wrapped(self.network.transport(), node)
         transport: Transport = ZmqTransport(node.heartbeat, node.token)
         if self._over == "segments" and node.role != "scheduler":
@@ -232,6 +244,12 @@ class Cluster:
         self._loops[thread] = loop
         self._threads.append(thread)
         thread.start()
+
+
+def host_of(role: str, rank: int) -> str:
+    """Return where a node is of a job whose values go over relays: two workers and every other server are `here`."""
+    is_here = rank < 2 if role == "worker" else rank % 2 == 0
+    return "here" if is_here else "there"
 
 
 def shards_of(kv: Any, key: Any) -> tuple[Any, ...]:

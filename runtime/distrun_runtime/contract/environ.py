@@ -329,6 +329,14 @@ TABLE: Tuple[Variable, ...] = (
         default=0,
     ),
     _row(
+        "DISTRUN_HOST_SUMS",
+        "tuning",
+        READ,
+        "0: workers of one host do not add what they push before it leaves the host.",
+        type=BOOL,
+        default=True,
+    ),
+    _row(
         "DISTRUN_STAGES",
         "tuning",
         READ,

@@ -74,6 +74,8 @@ class Kind(IntEnum):
     """A push and the pull of its round: what comes of the round answers both."""
     RELEASE = 40
     """Servers copy what they still read in the sender's shared memory, and then answer."""
+    SETTLE = 41
+    """A relay passes on what it holds of the sender's contributions, and answers when their servers have them."""
 
 
 class Flag(IntFlag):
@@ -82,12 +84,14 @@ class Flag(IntFlag):
     NONE = 0
     REPLY = 1
     ERROR = 2
+    RELAYED = 4
+    """The shards are on another server, for which the receiver stands in on the sender's host (`ps.relay`)."""
 
 
-_FLAGS = [Flag(bits) for bits in range(int(Flag.REPLY | Flag.ERROR) + 1)]
+_FLAGS = [Flag(bits) for bits in range(int(Flag.REPLY | Flag.ERROR | Flag.RELAYED) + 1)]
 """By their bits. A look-up costs a fraction of what `Flag(bits)` does; the same for `_KINDS`."""
 _KINDS: Mapping[int, Kind] = {int(kind): kind for kind in Kind}
-_REPLY, _ERROR = int(Flag.REPLY), int(Flag.ERROR)
+_REPLY, _ERROR, _RELAYED = int(Flag.REPLY), int(Flag.ERROR), int(Flag.RELAYED)
 
 
 class Payload(IntEnum):
@@ -96,7 +100,7 @@ class Payload(IntEnum):
     NONE = 0
     FRAME = 1
     SEGMENT = 2
-    """In shared memory (reserved)."""
+    """Reserved. That a frame lies in shared memory is the transport's affair (`transport.bulk`)."""
     PACKED = 3
     """In the frames of the message, end to end in the order of the entries; a frame holds whole entries."""
 
@@ -180,7 +184,8 @@ class Message:
 
     `payloads` holds the frames after the body: one for each entry whose payload kind is FRAME, or the frames that the
     PACKED entries share. `bucket` names a list of entries that the receiver knows from an earlier message of this
-    sender (0: none); without entries of its own the message has those, `step` rounds later.
+    sender (0: none); without entries of its own the message has those, `step` rounds later. `request` numbers this
+    message; a reply has the same (a worker's `request.Request` may have several messages).
     """
 
     kind: Kind
@@ -207,6 +212,11 @@ class Message:
     def is_error(self) -> bool:
         """Whether it says that a request failed; the body says why."""
         return int.__and__(self.flags, _ERROR) != 0
+
+    @property
+    def is_relayed(self) -> bool:
+        """Whether it is about shards of another server than the receiver."""
+        return int.__and__(self.flags, _RELAYED) != 0
 
 
 def encode(message: Message, sender: tuple[int, int, int] | None = None) -> list[Buffer]:

@@ -82,7 +82,7 @@ def reply_of(what: work.Deliver, lent: Sequence[Lent]) -> Message:
     for each in lent:
         entries["codec"][each.at] = each.codec
     one = is_packed and len(lent) == 1
-    payloads = _frames(lent[0]) if one else _frames_in_order(lent, len(entries))
+    payloads = frames_of(lent[0]) if one else _frames_in_order(lent, len(entries))
     is_bucket = what.message.bucket and not len(what.message.entries) and not entries["codec"].any()
     return Message(
         what.message.kind,
@@ -97,7 +97,7 @@ def reply_of(what: work.Deliver, lent: Sequence[Lent]) -> Message:
     )
 
 
-def _frames(lent: Lent) -> list[Buffer]:
+def frames_of(lent: Lent) -> list[Buffer]:
     """Return values of one dtype, end to end in the order of the entries, in as few frames as they allow."""
     values, shards, sides = lent.values, lent.shards, lent.sides
     cuts = (np.flatnonzero(sides[1:] != sides[:-1]) + 1).tolist()

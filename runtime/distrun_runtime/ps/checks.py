@@ -7,7 +7,7 @@ a sparse codec) the engine looks at, for the codecs of `READ_FIRST`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -46,6 +46,17 @@ def against_init(store: Store, message: Message, shards: Array) -> str:
         if width < 0 or (width and (entry.offset % width or entry.length % width)):
             return "key %r: %d elements from %d on are not whole rows of %d" % (name, entry.length, entry.offset, width)
         seen.add(place)
+    return ""
+
+
+def against_ranks(message: Message, ranks: Sequence[int], workers: int) -> str:
+    """Return what is wrong with whom a relay speaks for; empty: nothing."""
+    body = message.body
+    said = [*ranks, *(body[name] for name in ("own", "first") if name in body)]
+    if not ranks or not all(isinstance(rank, int) and 0 <= rank < workers for rank in said):
+        return "a relay names the workers that it speaks for, each from 0 to %d, not %.80r" % (workers - 1, said)
+    if message.kind is Kind.PUSH and "first" not in body:
+        return "a relay's push names the first of its workers"
     return ""
 
 

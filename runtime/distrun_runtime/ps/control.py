@@ -10,6 +10,7 @@ from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role, statefile, work
 from distrun_runtime.ps.profile import Recorder
+from distrun_runtime.ps.relay import Relay
 from distrun_runtime.ps.replies import answer, failed, refusal
 from distrun_runtime.ps.shards import Store
 from distrun_runtime.ps.stats import Counters
@@ -20,8 +21,9 @@ Stores = dict[int, Store]
 class Control:
     """Answers these requests; None: it is not one of them."""
 
-    def __init__(self, me: Callable[[], NodeIdentity], counters: Counters, recorder: Recorder) -> None:
+    def __init__(self, me: Callable[[], NodeIdentity], counters: Counters, recorder: Recorder, relay: Relay) -> None:
         self._me = me
+        self._relay = relay
         self._counters = counters
         self._recorder = recorder
         self._held: list[Message] = []
@@ -77,12 +79,18 @@ class Control:
             is_sync = store is not None and store.is_sync
             body = {**event.value, "rounds": store.rounds(store.changed_rounds()) if store and is_sync else []}
         elif isinstance(what, work.Load) and what.message.body["action"] == "commit":
-            _set_rounds(stores.get(what.store), what.message.body)
+            rounds = {int(number): int(done) for number, done in what.message.body.get("rounds", ())}
+            _set_rounds(stores.get(what.store), rounds)
+            fetched = self._relay.loaded(what.store, rounds)
+            return [role.Send(role.SCHEDULER_LINK, answer(what.message, body)), *fetched]
         return [role.Send(role.SCHEDULER_LINK, answer(what.message, body))]
 
     # Saved states
 
     def _states(self, message: Message, stores: Stores) -> list[role.Action]:
+        open_here = self._relay.open_round(message.store, _names_in(message))
+        if open_here is not None:
+            return [role.Send(role.SCHEDULER_LINK, refusal(message, _is_open(*open_here)))]
         store = stores.get(message.store)
         if store is not None and (store.pending or (store.ordered > store.done).any()):
             # An update waits for norms of other servers; they are on their way.
@@ -125,24 +133,31 @@ class Control:
 
 def _open_round(store: Store, message: Message, workers: int) -> str:
     """Return that a round is open, in words: some workers pushed more often than others; empty: none is."""
-    body = message.body
-    names = {int(pair[0]): pair[-1] for pair in body["names" if message.kind is Kind.SAVE else "numbers"]}
+    names = _names_in(message)
     for shard in range(store.count):
         key = int(store.key[shard])
         if key in names and store.is_open(shard):
-            number, gone = int(store.ordered[shard]) + 1, store.missing(shard)
-            pushed = _names(rank for rank in range(workers) if store.contributed(shard, rank, number))
-            return (
-                "round %d of key %r is open: %s pushed it, %s did not; states are saved and loaded when all workers"
-                " have pushed equally often"
-            ) % (number, names[key], pushed or "nobody", _names(gone))
+            number = int(store.ordered[shard]) + 1
+            pushed = [rank for rank in range(workers) if store.contributed(shard, rank, number)]
+            return _is_open(number, names[key], pushed, store.missing(shard))
     return ""
 
 
-def _set_rounds(store: Store | None, body: Mapping[str, Any]) -> None:
+def _names_in(message: Message) -> dict[int, Any]:
+    """Return the keys that a SAVE or LOAD is about, by their numbers."""
+    return {int(pair[0]): pair[-1] for pair in message.body["names" if message.kind is Kind.SAVE else "numbers"]}
+
+
+def _is_open(number: int, name: Any, pushed: Iterable[int], missing: Iterable[int]) -> str:
+    return (
+        "round %d of key %r is open: %s pushed it, %s did not; states are saved and loaded when all workers"
+        " have pushed equally often"
+    ) % (number, name, _names(pushed) or "nobody", _names(missing))
+
+
+def _set_rounds(store: Store | None, rounds: Mapping[int, int]) -> None:
     if store is None:
         return
-    rounds = {int(number): int(done) for number, done in body.get("rounds", ())}
     store.fresh[: store.count] = True
     store.late.clear()
     for shard in range(store.count):

@@ -30,7 +30,7 @@ from distrun_runtime.protocol.message import DTYPES, Kind, Message, payloads_of,
 from distrun_runtime.ps import answers, checks, role, stages, statefile, sums, updates, work
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.replies import failed
-from distrun_runtime.ps.shards import Store
+from distrun_runtime.ps.shards import Store, relayed
 from distrun_runtime.ps.stats import Counters
 from distrun_runtime.ps.values import Values
 from distrun_runtime.transport import base as transport
@@ -45,7 +45,7 @@ CLOSE_S = 2.0
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer to a pull, to be sent; what was `lent` is given back when it has left."""
+    """The answer to a pull (or a message of a relay), to be sent; what was `lent` is given back when it has left."""
 
     link: str
     message: Message
@@ -110,6 +110,8 @@ class Engine:
             work.Lend: self._lend,
             work.Deliver: self._deliver,
             work.Discard: self._discard,
+            work.Reserve: self._reserve,
+            work.Forward: self._forward,
             work.Clear: self._clear,
             work.TryRule: self._try_rule,
             work.SetRule: self._set_rule,
@@ -250,10 +252,13 @@ class Engine:
         return found
 
     def _fill(self, what: work.Fill) -> None:
-        values = self._of(what.batch.store)
-        for code, at in values.codes(what.batch.shards):
-            values.place(what.batch.shards if at is None else what.batch.shards[at], code)
-        self._write(values, what.batch)
+        self._reserve(work.Reserve(what.batch.store, what.batch.shards))
+        self._write(self._of(what.batch.store), what.batch)
+
+    def _reserve(self, what: work.Reserve) -> None:
+        values = self._of(what.store)
+        for code, at in values.codes(what.shards):
+            values.place(what.shards if at is None else what.shards[at], code)
 
     def _write(self, values: Values, batch: work.Batch) -> None:
         for code, given in sums.given_by(values, batch):
@@ -309,9 +314,10 @@ class Engine:
                 raise KVError("%s: %s%s" % (values.named(shard), err, first)) from None
 
     def _release(self, what: work.Release) -> None:
-        values = self._values.get(what.message.store)
-        if values is not None:
-            sums.keep_copies(values)
+        for number in (what.message.store, relayed(what.message.store)):
+            values = self._values.get(number)
+            if values is not None:
+                sums.keep_copies(values)
 
     # Answers
 
@@ -334,6 +340,12 @@ class Engine:
             lent = []
         self._counters.sent(sum(memoryview(payload).nbytes for payload in message.payloads))
         return Reply(what.link, message, lent)
+
+    def _forward(self, what: work.Forward) -> Reply:
+        lent = self._lent.pop(what.ticket)
+        payloads = answers.frames_of(lent[0])
+        self._counters.sent(sum(memoryview(payload).nbytes for payload in payloads))
+        return Reply(what.link, replace(what.message, payloads=payloads), lent)
 
     def _discard(self, what: work.Discard) -> None:
         for each in self._lent.pop(what.ticket, []):

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.errors import WireError
@@ -384,7 +384,8 @@ class Loop:
         if gate is None:
             return None  # It broke or was refused; whoever waits for the answer hears of that.
         if not gate.is_open:
-            gate.held.append(out)
+            # Its buffers are given back now, so it gets its own.
+            gate.held.append(replace(out, payloads=[bytes(payload) for payload in out.payloads]))
             return None
         return self._transmit(link, out)
 

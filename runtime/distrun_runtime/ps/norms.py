@@ -123,13 +123,21 @@ class Peers:
     def tell(self, message: Message) -> list[role.Action]:
         """Send a message to all of them."""
         actions: list[role.Action] = []
-        for name, endpoint in self._endpoints.items():
-            if name not in self._called:
-                # What is sent before its WELCOME waits at the loop.
-                self._called.add(name)
-                actions.append(role.Connect(name, endpoint))
-            actions.append(role.Send(name, message))
+        for name in self._endpoints:
+            actions += [*self.call(name), role.Send(name, message)]
         return actions
+
+    def call(self, name: str) -> list[role.Action]:
+        """Connect to a server by its name, `server-1`, unless that was done. What is sent before its WELCOME waits at
+        the loop."""
+        if name in self._called:
+            return []
+        self._called.add(name)
+        return [role.Connect(name, self._endpoints[name])]
+
+    def is_ours(self, link: role.Link) -> bool:
+        """Whether we opened a connection to another server."""
+        return link in self._called
 
     def lost(self, link: role.Link) -> bool:
         """A connection ended or was refused; tell whether it was one of ours to another server."""

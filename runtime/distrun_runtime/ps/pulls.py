@@ -9,7 +9,7 @@ workers, "lent" is said of arrays of the script's that the store may still read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from distrun_runtime.arrays.device import Buffer
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.ops import compression as codecs
 from distrun_runtime.protocol.handshake import NodeIdentity
-from distrun_runtime.protocol.message import Kind, Message, payloads_of
+from distrun_runtime.protocol.message import Flag, Kind, Message, payloads_of
 from distrun_runtime.ps import checks, role, work
 from distrun_runtime.ps.replies import refusal
 from distrun_runtime.ps.shards import Failure, Store
@@ -33,7 +33,8 @@ class Pull:
     """A pull that is not answered yet; all arrays have an element for each of its entries."""
 
     link: str
-    rank: int
+    ranks: tuple[int, ...]
+    """The worker that pulls; of a relay (`relay`) those that it pulls for."""
     store: Store
     message: Message
     entries: Array
@@ -49,10 +50,16 @@ class Pull:
     before: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
     """For each entry in async the pushes that waited for norms when it came: what was pushed before is in its value."""
     passed: set[int] = field(default_factory=set)
-    """Shards that its worker has pushed again since, by a call that did not wait for this pull. It is looked at after
-    each of their rounds: the round after that would replace what it asks for."""
+    """Shards at which it is looked whenever they have advanced: the round after that would replace what it asks for.
+    Those that its worker has pushed again since, by a call that did not wait for this pull; in a relay all that do not
+    come together."""
     skipped: dict[int, Any] = field(default_factory=dict)
     """Key number to the notes of the round that is pulled, if that was skipped."""
+
+    @property
+    def rank(self) -> int:
+        """The worker; of a relay the first of its workers."""
+        return self.ranks[0]
 
     def owes(self, shard: int) -> bool:
         """Whether a shard is not lent yet."""
@@ -97,37 +104,48 @@ class Pulls:
         self._gone.clear()
         return actions
 
-    def take(self, link: str, rank: int, batch: work.Batch, now: float) -> list[role.Action]:
-        """Take in a pull at time `now`."""
+    def open_of(self, store: Store) -> list[Pull]:
+        """Return the pulls of a store that wait, in the order in which they came."""
+        return [pull for pull in self._open.values() if pull.store is store]
+
+    def take(
+        self, link: str, ranks: tuple[int, ...], batch: work.Batch, now: float, own: int | None = None
+    ) -> list[role.Action]:
+        """Take in a pull at time `now`.
+
+        Arguments:
+            ranks: the workers that it is for.
+            own: the worker whose contribution has come, if it is to come at all; None: that is not known.
+        """
         self._tickets += 1
         store, shards = batch.store, batch.shards
         rounds = batch.entries["round"].astype(np.int64)
         owed = np.ones(len(shards), np.bool_)
         rows = payloads_of(batch.entries, batch.message.payloads) if batch.message.payloads else []
         notice = role.WaitNotice(now)
-        pull = Pull(link, rank, store, batch.message, batch.entries, shards, rounds, notice, self._tickets, owed, rows)
+        pull = Pull(link, ranks, store, batch.message, batch.entries, shards, rounds, notice, self._tickets, owed, rows)
         if store.pending:
             pull.before = {
                 at: set(store.pending[shard]) for at, shard in enumerate(shards.tolist()) if shard in store.pending
             }
         self._open[pull.ticket] = pull
-        np.add.at(store.owed[rank], shards, 1)
-        actions = self._look(pull, is_new=True)
+        np.add.at(store.owed[pull.rank], shards, 1)
+        actions = self._look(pull, own)
         return [*actions, *self._refuse_hopeless(pull)] if pull.ticket in self._open else actions
 
-    def _look(self, pull: Pull, is_new: bool = False) -> list[role.Action]:
+    def _look(self, pull: Pull, own: int | None = None) -> list[role.Action]:
         """Lend what is due of a pull; answer it if nothing is owed, else look again when its next shard advances."""
         store = pull.store
         at = np.flatnonzero(pull.owed & self._due(pull))
         actions: list[role.Action] = []
-        if is_new and store.is_sync:
-            pushed = np.maximum(store.last[pull.rank, pull.shards], store.ordered[pull.shards])
+        if own is not None and store.is_sync:
+            pushed = np.maximum(store.last[own, pull.shards], store.ordered[pull.shards])
             for place in np.flatnonzero(pull.rounds > pushed).tolist():
-                if store.waits_for_itself(int(pull.shards[place]), pull.rank, int(pull.rounds[place])):
+                if store.waits_for_itself(int(pull.shards[place]), own, int(pull.rounds[place])):
                     return self._refuse_own(pull, place)
         if store.failed or store.late:
             for place in at.tolist():
-                failure = store.failure(int(pull.shards[place]), pull.rank, int(pull.rounds[place]))
+                failure = store.failure(int(pull.shards[place]), pull.ranks, int(pull.rounds[place]))
                 if failure is not None:
                     return self._fail_pull(pull, failure)
         if len(at):
@@ -141,17 +159,20 @@ class Pulls:
         self._watch(pull, int(pull.shards[pull.first_owed()]))
         return actions
 
-    def before_push(self, rank: int, store: Store, shards: Array) -> list[role.Action]:
+    def before_push(self, link: str, rank: int, store: Store, shards: Array) -> list[role.Action]:
         """A worker pushes shards again while a pull of its own still waits for some of them.
 
         The script has made the pull with wait=False, or from another thread. It gets the round that it asked for: what
         is there is lent now, and the rest as soon as its round is over, before this push's round is applied.
+
+        Arguments:
+            rank: the worker; of a relay the first of its workers.
         """
         owed = shards[store.owed[rank, shards] > 0]
         if not len(owed):
             return []
         actions: list[role.Action] = []
-        for pull in [pull for pull in self._open.values() if pull.rank == rank and pull.store is store]:
+        for pull in [pull for pull in self.open_of(store) if pull.link == link]:
             actions += self._look(pull)
             if pull.ticket in self._open:
                 again = np.intersect1d(pull.shards[pull.owed], owed).tolist()
@@ -159,6 +180,12 @@ class Pulls:
                 for shard in again:
                     self._watch(pull, shard)
         return actions
+
+    def watch_all(self, pull: Pull) -> None:
+        """Look at a pull again when any of its shards has advanced."""
+        pull.passed.update(pull.shards[pull.owed].tolist())
+        for shard in pull.passed:
+            self._watch(pull, shard)
 
     def _watch(self, pull: Pull, shard: int) -> None:
         """Look at a pull again when the shard's value has changed."""
@@ -235,7 +262,8 @@ class Pulls:
         """Tell workers whom their pulls wait for."""
         actions: list[role.Action] = []
         for pull in self._open.values():
-            if pull.notice.is_due(now):
+            # Whom a relay's workers wait for, the shards' own server says.
+            if not pull.store.is_relayed and pull.notice.is_due(now):
                 body = {"text": self._waits_for(pull), "seconds": now - pull.notice.since}
                 message = Message(Kind.WAITING, store=pull.store.number, request=pull.message.request, body=body)
                 actions.append(role.Send(pull.link, message))
@@ -244,12 +272,12 @@ class Pulls:
     def _waits_for(self, pull: Pull) -> str:
         """Return whom a pull waits for, for people: `waiting for worker-1, key w, round 57`."""
         store, at = pull.store, pull.first_owed()
-        shard, turn = int(pull.shards[at]), int(pull.rounds[at])
+        shard, wanted = int(pull.shards[at]), int(pull.rounds[at])
         name = store.name(int(store.key[shard]))
         others = (rank for rank in range(self._workers) if rank != pull.rank)
-        slow = [] if store.is_sync else store.behind(shard, turn, others, self._gone)
+        slow = [] if store.is_sync else store.behind(shard, wanted, others, self._gone)
         if slow and store.staleness is not None:
-            bound = (turn - store.staleness, store.staleness)
+            bound = (wanted - store.staleness, store.staleness)
             return "waiting for %s, key %s, push %d (staleness %d)" % (names_of(slow), name, *bound)
         if not store.is_sync:
             rank, push = min(pull.before.get(at, set()) & set(store.pending.get(shard, ())))
@@ -257,14 +285,15 @@ class Pulls:
         number = int(store.ordered[shard])
         if store.halfway[shard]:
             return "waiting for the other servers' norms, key %s, round %d" % (name, number)
-        if number >= turn:
+        if number >= wanted:
             return "waiting for the update on %s, key %s, round %d" % (self._me().name, name, number)
         who = names_of(store.missing(shard))
         return "waiting for %s, key %s, round %d" % (who or self._me().name, name, number + 1)
 
     def _refuse_hopeless(self, pull: Pull) -> list[role.Action]:
         """Refuse a pull that waits for a worker that has ended."""
-        reason, who = self._hopeless(pull) if self._gone and pull.store.is_sync else ("", "")
+        may_be = self._gone and pull.store.is_sync and not pull.store.is_relayed
+        reason, who = self._hopeless(pull) if may_be else ("", "")
         if not reason:
             return []
         return [*self._forget(pull), role.Send(pull.link, refusal(pull.message, reason, "PeerLost", who=who))]
@@ -284,8 +313,7 @@ class Pulls:
         return "", ""
 
     def _fail_pull(self, pull: Pull, failure: Failure) -> list[role.Action]:
-        for shard in pull.shards.tolist():
-            pull.store.late.get(shard, {}).pop(pull.rank, None)  # one error for all shards
+        _has_told(pull)
         no = _refuse(pull.link, pull.message, failure.reason, "RuleError", failure.traceback)
         return [*self._forget(pull), no]
 
@@ -293,6 +321,14 @@ class Pulls:
         text = "round %d of key %r cannot come: this worker's own push of it was refused"
         reason = text % (int(pull.rounds[at]), pull.store.name(int(pull.entries["key"][at])))
         return [*self._forget(pull), _refuse(pull.link, pull.message, reason, "KVError")]
+
+    def refuse(self, pull: Pull, body: Mapping[str, Any]) -> list[role.Action]:
+        """Refuse a pull as another server has refused it."""
+        _has_told(pull)
+        message = pull.message
+        flags = Flag.REPLY | Flag.ERROR
+        no = Message(message.kind, flags, store=message.store, request=message.request, body=body)
+        return [*self._forget(pull), role.Send(pull.link, no)]
 
     def _forget(self, pull: Pull) -> list[role.Action]:
         """Owe this pull nothing any more, and take back what was lent to it."""
@@ -319,6 +355,13 @@ class Pulls:
                 actions.append(role.Send(pull.link, refusal(pull.message, reason, "PeerLost", who=who)))
             actions += self._forget(pull)
         return actions
+
+
+def _has_told(pull: Pull) -> None:
+    """Its workers are told of a failed update: one error for all shards."""
+    for shard in pull.shards.tolist() if pull.store.late else ():
+        for rank in pull.ranks:
+            pull.store.late.get(shard, {}).pop(rank, None)
 
 
 def _refuse(link: str, message: Message, reason: str, error: str = "KVError", trace: str = "") -> role.Action:

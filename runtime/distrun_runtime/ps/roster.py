@@ -29,6 +29,25 @@ class Member:
     state: str = ALIVE
 
 
+def relays_of(nodes: Iterable[NodeIdentity], host: str) -> dict[int, int]:
+    """Return for each server of another host the server on `host` that stands in for it, by rank.
+
+    None does unless `host` has several workers: their contributions are added before they leave it. Its servers share
+    the others among them.
+    """
+    known = list(nodes)
+    here = sorted(node.rank for node in known if node.role == "server" and node.host == host)
+    if not here or len(workers_of(known, host)) < 2:
+        return {}
+    others = sorted(node.rank for node in known if node.role == "server" and node.host != host)
+    return {owner: here[owner % len(here)] for owner in others}
+
+
+def workers_of(nodes: Iterable[NodeIdentity], host: str) -> tuple[int, ...]:
+    """Return the ranks of the workers of a host."""
+    return tuple(sorted(node.rank for node in nodes if node.role == "worker" and node.host == host))
+
+
 class Roster:
     """The workers and servers of a job."""
 

@@ -10,12 +10,13 @@
 
 How far a shard is, of synchronous stores (`shards.Store`): `last` is for each worker the last round that it has pushed,
 `reach` the last round that all workers have pushed who are not excused (joined, left), `ordered` the last round whose
-Apply went to the engine, and `done` the last one that the engine has reported; ordered is at most one ahead of done.
+Apply went to the engine, and `done` the last one that is over: applied, failed or skipped. Ordered is at most one ahead
+of done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Kind, Message, rows_of
 from distrun_runtime.ps import role, work
 from distrun_runtime.ps.norms import Norms, Part, Peers
-from distrun_runtime.ps.pulls import Pulls
+from distrun_runtime.ps.pulls import Pulls, names_of
 from distrun_runtime.ps.replies import answer, refusal
 from distrun_runtime.ps.shards import SYNC, Failure, Store, Turn
 from distrun_runtime.ps.stats import Counters
@@ -64,34 +65,54 @@ class Rounds:
         self._scripts += 1
         self._logged.clear()
 
-    def push(self, rank: int, batch: work.Batch) -> list[role.Action]:
-        """Take in the contributions of a synchronous push."""
+    def push(self, link: str, ranks: Sequence[int], batch: work.Batch, first: int = -1) -> list[role.Action]:
+        """Take in the contributions of a synchronous push: of one worker, or a sum of several (`against_sum`).
+
+        Arguments:
+            first: the first worker of the relay that made the sum; -1: a worker has pushed.
+        """
         store, shards = batch.store, batch.shards
         rounds = batch.entries["round"].astype(np.int64)
-        # Rounds that were ordered without this worker, while it was excused, do not wait for it any more.
-        ahead = rounds - np.maximum(store.last[rank, shards], store.ordered[shards])
         skip = batch.message.body.get("skip")
-        actions = self._pulls.before_push(rank, store, shards)
-        if (ahead == 1).all():
-            store.last[rank, shards] = rounds
-            taken = batch
-        else:
-            at = np.flatnonzero([self._count(store, rank, *each) for each in zip(shards, rounds, ahead, strict=True)])
-            taken = work.Batch(store, shards[at], batch.message, batch.entries, batch.how, at)
-            rounds = rounds[at]
-        if not len(taken.shards):
+        actions = self._pulls.before_push(link, ranks[0] if first < 0 else first, store, shards)
+        taken = np.zeros(len(shards), np.bool_)
+        for rank in ranks:
+            taken |= self._count(store, rank, shards, rounds)
+        if not taken.all():
+            at = np.flatnonzero(taken)
+            batch, rounds = work.Batch(store, shards[at], batch.message, batch.entries, batch.how, at), rounds[at]
+        if not len(batch.shards):
             return actions
-        for number, some in _by_round(taken, rounds):
+        for number, some in by_round(batch, rounds):
             if skip is None:
-                actions += self._contribute(rank, number, some)
+                actions += self._contribute(ranks[0], number, some)
             else:
                 for shard in some.shards.tolist():
-                    store.skipping.setdefault(shard, {}).setdefault(number, {})[rank] = skip
+                    said = store.skipping.setdefault(shard, {}).setdefault(number, {})
+                    said.update(dict.fromkeys(ranks, skip))
                 actions += self._complete(store, some.shards)
         return actions
 
-    def _count(self, store: Store, rank: int, shard: int, number: int, ahead: int) -> bool:
-        """Count one contribution; tell whether it is not a repeat: the first one counts."""
+    def against_sum(self, ranks: Sequence[int], store: Store, shards: Array, rounds: Array) -> str:
+        """Return why a sum of contributions cannot be taken in: some of them came before; empty: it can be."""
+        for place, (shard, number) in enumerate(zip(shards.tolist(), rounds.tolist(), strict=True)):
+            came = [rank for rank in ranks if store.contributed(shard, rank, number)]
+            if came and len(came) < len(ranks):
+                text = "entry %d is a sum for %s, of which %s came before"
+                return text % (place, names_of(ranks), names_of(came))
+        return ""
+
+    def _count(self, store: Store, rank: int, shards: Array, rounds: Array) -> Array:
+        """Count contributions of a worker; return which of them are no repeats: the first one counts."""
+        # Rounds that were ordered without this worker, while it was excused, do not wait for it any more.
+        ahead = rounds - np.maximum(store.last[rank, shards], store.ordered[shards])
+        if (ahead == 1).all():
+            store.last[rank, shards] = rounds
+            return np.ones(len(shards), np.bool_)
+        each = zip(shards, rounds, ahead, strict=True)
+        return np.array([self._count_one(store, rank, *one) for one in each], np.bool_)
+
+    def _count_one(self, store: Store, rank: int, shard: int, number: int, ahead: int) -> bool:
         if ahead == 1:
             store.last[rank, shard] = number
             return True
@@ -418,7 +439,7 @@ class Rounds:
         return self.peers.tell(Message(Kind.NORMS, store=turn.store, body=facts))
 
 
-def _by_round(batch: work.Batch, rounds: Array) -> Iterator[tuple[int, work.Batch]]:
+def by_round(batch: work.Batch, rounds: Array) -> Iterator[tuple[int, work.Batch]]:
     """Yield the rounds that a batch contributes to, each with its part of the batch."""
     first = int(rounds[0])
     if (rounds == first).all():

@@ -55,7 +55,7 @@ SMALL_CALL_BYTES = 64 * 1024
 GATHERED_BYTES = 1024 * 1024
 """So many bytes of small calls are sent without waiting for more."""
 DIRECT_BYTES = 64 * 1024
-"""Values from this size on are sent from their own memory; smaller ones are gathered."""
+"""Values from this size on, if they are lent, are sent from their own memory; others are copied together."""
 BUCKETS = 64
 """How many lists of entries a server remembers of one worker."""
 BUCKET_ENTRIES = 8
@@ -70,7 +70,7 @@ def cut(size: int, itemsize: int, row_size: int = 0) -> list[tuple[int, int]]:
         itemsize: bytes of one.
         row_size: elements of a row of a row-sparse value, which is not cut; 0: the value is dense.
 
-    A shard of a dense value has a multiple of 32 elements, so a compressed one has whole words.
+    A shard of a dense value, but for its last one, has a multiple of 32 elements, so a compressed one has whole words.
     """
     unit = max(1, row_size)
     step = max(1, SHARD_BYTES // (itemsize * unit)) * unit
@@ -163,7 +163,7 @@ class Portion:
     """How values become payloads. Plain ones (`gather`, `scatter`) are packed; of others each shard has a frame."""
     entries: Array
     """Without rounds and payloads."""
-    keys: Array
+    items: Array
     """For each entry the place of its key in the call."""
     places: list[int]
     """Unless plain: for each entry the place of its shard in what `portions_of` was given."""
@@ -171,6 +171,8 @@ class Portion:
     """If plain: where the elements are in the values of the call."""
     size: int
     """Elements."""
+    is_relayed: bool = False
+    """Whether `server` stands in for the one that has the shards (`ps.relay`)."""
     bucket: int = 0
     """Number under which the server knows the entries; 0: it does not."""
     base: Array | None = None
@@ -188,17 +190,17 @@ class Portion:
     def shards(self) -> Iterator[tuple[int, Shard]]:
         """Yield each shard with the place of its key in the call, in the order of the entries."""
         columns = (self.entries[name].tolist() for name in ("offset", "length", "key", "dtype"))
-        for item, *shard in zip(self.keys.tolist(), *columns, strict=True):
+        for item, *shard in zip(self.items.tolist(), *columns, strict=True):
             yield item, Shard(self.server, *shard)
 
-    def named(self, rounds: Array, payload: Payload) -> Array:
+    def entries_at(self, rounds: Array, payload: Payload) -> Array:
         """Return the entries of a message.
 
         Arguments:
             rounds: the round of each key of the call.
         """
         entries: Array = self.entries.copy()
-        entries["round"] = rounds[self.keys]
+        entries["round"] = rounds[self.items]
         entries["payload"] = payload
         return entries
 
@@ -262,7 +264,7 @@ class Portion:
         """Yield for each shard the place of its key in the call, its offset, and its elements in an answer."""
         given = _Elements(payloads, self.dtype)
         columns = (self.entries[name].tolist() for name in ("offset", "length"))
-        for item, offset, length in zip(self.keys.tolist(), *columns, strict=True):
+        for item, offset, length in zip(self.items.tolist(), *columns, strict=True):
             yield item, offset, given.take(length)
 
     def scatter(self, payloads: Sequence[Buffer], outs: Sequence[Array]) -> None:
@@ -367,7 +369,7 @@ class Route:
         for portion in self.portions:
             found |= {part.item for part in portion.parts if isinstance(part, _Slice)}
             if not portion.is_plain:
-                found |= set(portion.keys.tolist())
+                found |= set(portion.items.tolist())
         self.runs = sorted(found)
         """Places of the keys whose values are not among the small ones that are joined: they are written by runs of
         elements, of which a value may have one only, and so have to be C-contiguous."""
@@ -379,6 +381,7 @@ class Route:
         shapes: Sequence[tuple[int, ...]],
         hows: Sequence[How] = (),
         message_bytes: int = MESSAGE_BYTES,
+        relays: Sequence[Mapping[int, int]] = (),
     ) -> Route:
         """Return the route of keys.
 
@@ -386,13 +389,13 @@ class Route:
             shards, shapes: of each key.
             hows: how each key's values travel; empty: all plain. What is sent of keys that travel by rows depends on
                 the rows: such keys have no portion here (see `portions_of`).
-            message_bytes: the most that a message carries, unless one shard has more.
+            message_bytes, relays: as for `portions_of`.
         """
         placed = [
             (item, shard) for item, its in enumerate(shards) if not hows or hows[item].codec != ROWS for shard in its
         ]
         numbers = np.array([its[0].key for its in shards], np.int64)
-        return cls(numbers, portions_of(placed, shapes, hows, message_bytes=message_bytes))
+        return cls(numbers, portions_of(placed, shapes, hows, message_bytes=message_bytes, relays=relays))
 
 
 def portions_of(
@@ -402,6 +405,7 @@ def portions_of(
     sizes: Sequence[int] = (),
     *,
     message_bytes: int = MESSAGE_BYTES,
+    relays: Sequence[Mapping[int, int]] = (),
 ) -> list[Portion]:
     """Return the messages that carry shards: each has one server, one dtype, one way to travel, and not too much.
 
@@ -411,6 +415,8 @@ def portions_of(
         hows: how each key's values travel; empty: all plain.
         sizes: bytes of each shard's payload, sent or answered; empty: those of its elements.
         message_bytes: the most that a message carries, unless one shard has more.
+        relays: for each key, which server stands in for which others (server to relay); empty: none does for any. What
+            it passes on goes over a network: MESSAGE_BYTES at most.
     """
     if not shards:
         return []
@@ -424,27 +430,37 @@ def portions_of(
         np.array([kinds.index(how) for how in hows], np.int64)[column["item"]] if hows else np.zeros_like(table[:, 0])
     )
     used = np.array(sizes, np.int64) if len(sizes) else column["length"] * DTYPE_SIZES[column["dtype"]]
-    order = np.lexsort((column["offset"], column["key"], ways, column["dtype"], column["server"]))
-    ends = _message_ends(np.stack([column["server"], column["dtype"], ways], axis=1)[order], used[order], message_bytes)
+    through = np.full(len(table), NO_RELAY, np.int64)
+    if relays:
+        through[:] = [relays[item].get(shard.server, NO_RELAY) for item, shard in shards]
+    limits = np.where(through == NO_RELAY, message_bytes, min(message_bytes, MESSAGE_BYTES))
+    order = np.lexsort((column["offset"], column["key"], ways, column["dtype"], column["server"], through))
+    labels = np.stack([column["server"], column["dtype"], ways, through], axis=1)
     portions, begin = [], 0
-    for end in ends:
+    for end in message_ends(labels[order], used[order], limits[order]):
         at = order[begin:end]
-        portions.append(_portion({name: values[at] for name, values in column.items()}, at, kinds[ways[at[0]]], shapes))
+        its = {name: values[at] for name, values in column.items()}
+        portions.append(_portion(its, at, kinds[ways[at[0]]], shapes, int(through[at[0]])))
         begin = end
     return portions
 
 
-def _message_ends(labels: Array, sizes: Array, message_bytes: int) -> Iterable[int]:
+NO_RELAY = -1
+"""In place of the rank of a relay: shards go to the server that has them."""
+
+
+def message_ends(labels: Array, sizes: Array, limits: Array) -> Iterable[int]:
     """Yield where each message ends in a list of shards.
 
     Arguments:
-        labels: (n, 3): a message holds shards of one label.
+        labels: (n, m): a message holds shards of one label.
         sizes: bytes of each.
+        limits: the bytes that a message with it may have, unless it has more itself.
     """
     begin = used = 0
     rows = labels.tolist()
-    for at, (label, size) in enumerate(zip(rows, sizes.tolist(), strict=True)):
-        is_full = used + size > message_bytes or at - begin >= MESSAGE_ENTRIES
+    for at, (label, size, limit) in enumerate(zip(rows, sizes.tolist(), limits.tolist(), strict=True)):
+        is_full = used + size > limit or at - begin >= MESSAGE_ENTRIES
         if at > begin and (label != rows[begin] or is_full):
             yield at
             begin, used = at, 0
@@ -452,9 +468,12 @@ def _message_ends(labels: Array, sizes: Array, message_bytes: int) -> Iterable[i
     yield len(rows)
 
 
-def _portion(shards: Mapping[str, Array], places: Array, how: How, shapes: Sequence[tuple[int, ...]]) -> Portion:
+def _portion(
+    shards: Mapping[str, Array], places: Array, how: How, shapes: Sequence[tuple[int, ...]], relay: int
+) -> Portion:
     """Return the portion of some shards, of which each field is one array."""
-    server, dtype = int(shards["server"][0]), DTYPES[shards["dtype"][0]]
+    server = int(shards["server"][0]) if relay == NO_RELAY else relay
+    dtype = DTYPES[shards["dtype"][0]]
     entries = np.zeros(len(places), ENTRY)
     for name in ("dtype", "key", "offset", "length"):
         entries[name] = shards[name]
@@ -466,10 +485,11 @@ def _portion(shards: Mapping[str, Array], places: Array, how: How, shapes: Seque
         dtype=dtype,
         how=how,
         entries=entries,
-        keys=shards["item"],
+        items=shards["item"],
         places=[] if is_plain else places.tolist(),
         parts=_parts(shards, dtype.itemsize, shapes) if is_plain else [],
         size=int(shards["length"].sum()),
+        is_relayed=relay != NO_RELAY,
     )
 
 
@@ -539,7 +559,7 @@ class Buckets:
         if former is not None:
             former.bucket, former.base = 0, None
         owners[number] = portion
-        portion.bucket, portion.base = number + 1, rounds[portion.keys]
+        portion.bucket, portion.base = number + 1, rounds[portion.items]
 
     def forget(self, portions: Iterable[Portion]) -> None:
         """Take it that servers do not know these portions: the next push of each names its entries again."""
@@ -555,6 +575,6 @@ def step_of(portion: Portion, rounds: Array) -> int:
     """Return how many steps after its registration a portion's keys have reached these rounds; -1: not all as many."""
     if portion.base is None:
         return -1
-    steps: Any = rounds[portion.keys] - portion.base
+    steps: Any = rounds[portion.items] - portion.base
     first = int(steps[0])
     return first if 0 <= first < 2**32 and bool((steps == first).all()) else -1

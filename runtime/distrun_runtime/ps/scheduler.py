@@ -197,7 +197,7 @@ class Scheduler:
         nodes = self._roster.to_json()
         # Servers first: a worker's HELLO then finds a server that knows it.
         for member in [*self._roster.of_role("server"), *self._roster.of_role("worker")]:
-            body = {"nodes": nodes, "rank": member.who.rank}
+            body = {"nodes": nodes, "rank": member.who.rank, "host_sums": self._config.host_sums}
             actions.append(role.Send(member.link, Message(Kind.ROSTER, body=body)))
             actions.append(_line("assigned", member.who))
         return actions

@@ -9,7 +9,8 @@ Nothing is done here: `handle` returns actions (`role`), which the node's loop (
 nothing else that arrives on that connection is told before.
 
 Here are the job, what messages say, and membership. What a push leads to is in `rounds`, what a pull waits for in
-`pulls`; saved states, rules, counters and profiles are in `control`.
+`pulls`; saved states, rules, counters and profiles are in `control`. What workers of this host push to servers of other
+hosts goes through `relay`, which can be left out at first.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from distrun_runtime.ps.config import Config
 from distrun_runtime.ps.control import Control
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.pulls import Pulls
+from distrun_runtime.ps.relay import Relay
 from distrun_runtime.ps.replies import answer, failed, refusal
 from distrun_runtime.ps.roster import from_json
 from distrun_runtime.ps.rounds import Rounds, words_of
@@ -53,8 +55,8 @@ class _Bucket:
     entries: Array
     """With the rounds of the bucket's step 0."""
     shards: Array
-    is_plain: bool
-    """Whether they fit their shards; that cannot change, so it is looked at once."""
+    fits: bool
+    """Whether they are plain, and fit their shards; that cannot change, so it is looked at once."""
     size: int
     """Bytes of the elements."""
 
@@ -70,7 +72,8 @@ class Server:
         self._counters = counters or Counters()
         self._pulls = Pulls(lambda: self.me, config.workers)
         self._rounds = Rounds(lambda: self.me, config.workers, self._counters, self._pulls)
-        self._control = Control(lambda: self.me, self._counters, recorder or Recorder())
+        self._relay = Relay(lambda: self.me, config.workers, self._rounds.peers, self._pulls)
+        self._control = Control(lambda: self.me, self._counters, recorder or Recorder(), self._relay)
         self._nodes: set[tuple[str, int]] = set()
         self._stores: dict[int, Store] = {}
         self._ranks: dict[str, int] = {}
@@ -127,7 +130,7 @@ class Server:
         if self._deadline.is_due(now):
             text = "the scheduler at %s did not answer for %s"
             return [role.Finish(1, text % (self._config.root_endpoint, duration(self._config.start_timeout_s)))]
-        return [*self._control.tick(self._stores), *self._pulls.remind(now)]
+        return [*self._control.tick(self._stores), *self._relay.tick(now), *self._pulls.remind(now)]
 
     # The job
 
@@ -169,6 +172,7 @@ class Server:
             self._nodes = {(node.role, node.rank) for node in nodes}
             self.me = self._config.identity(self.me.endpoint, message.body["rank"])
             self._rounds.peers.learn(nodes, self.me.rank)
+            self._relay.learn(nodes)
             lines = ["event=roster node=%s host=%s endpoint=%s" % (who.name, who.host, who.endpoint) for who in nodes]
             return [role.Log("INFO", line) for line in lines]
         if message.kind in (Kind.RULE, Kind.SAVE, Kind.LOAD):
@@ -176,9 +180,10 @@ class Server:
         if message.kind is Kind.JOIN:
             return [*self._joined(message), role.Send(role.SCHEDULER_LINK, answer(message))]
         if message.kind is Kind.LEFT and message.request:
-            store = self._store(message.store)
-            store.left.add(int(message.body["rank"]))
-            return [*self._excused(store), role.Send(role.SCHEDULER_LINK, answer(message))]
+            rank = int(message.body["rank"])
+            for store in self._tables(message.store):
+                store.left.add(rank)
+            return [*self._excused(message.store), role.Send(role.SCHEDULER_LINK, answer(message))]
         if message.kind is Kind.LEFT:
             hopeless = self._pulls.ended(message.body["rank"], message.body["who"])
             return [
@@ -205,6 +210,7 @@ class Server:
         """The engine has forgotten the script that is over; so do we."""
         forgotten = self._pulls.clear()
         self._rounds.clear()
+        self._relay.clear()
         self._nodes, self._stores, self._buckets = set(), {}, {}
         self._control.forget()
         return [*forgotten, role.Send(role.SCHEDULER_LINK, answer(what.message))]
@@ -220,22 +226,28 @@ class Server:
     # Requests of workers and other servers
 
     def _from_peer(self, link: str, message: Message) -> list[role.Action]:
+        self._counters.received(sum(memoryview(payload).nbytes for payload in message.payloads))
+        if self._rounds.peers.is_ours(link):
+            return self._relay.heard(message)
         if message.is_reply:
             return []
         if link in self._servers and message.kind is Kind.NORMS:
             return self._rounds.heard_norms(self._stores.get(message.store), message)
+        if link in self._servers:
+            return self._from_relay(link, message)
         rank = self._ranks.get(link)
         if rank is None:
             return []
-        self._counters.received(sum(memoryview(payload).nbytes for payload in message.payloads))
+        if message.kind is Kind.SETTLE:
+            return self._relay.settle(link, rank, message)
         if message.kind is Kind.INIT:
-            return self._init(link, message)
+            return self._relay.declare(link, message) if message.is_relayed else self._init(link, message)
         if message.kind in (Kind.STATS, Kind.PROFILE, Kind.RELEASE):
             waiting = self._pulls.of_store(message.store)
             handled = self._control.from_worker(link, message, self._stores, waiting)
             if handled is not None:
                 return handled
-        store = self._stores.get(message.store)
+        store = self._relay.store(message.store) if message.is_relayed else self._stores.get(message.store)
         if store is None:
             return [self._refuse(link, message, "store %d has no keys on %s" % (message.store, self.me.name))]
         if message.kind is Kind.ROUNDS:
@@ -244,6 +256,28 @@ class Server:
         if message.kind not in (Kind.PUSH, Kind.PULL, Kind.PUSHPULL):
             return [self._refuse(link, message, "%s knows no %s" % (self.me.name, message.kind.name))]
         return self._data(link, rank, store, message)
+
+    def _from_relay(self, link: str, message: Message) -> list[role.Action]:
+        """Take in what another server sends for the workers of its host: a sum of their contributions, or a pull."""
+        store, ranks = self._stores.get(message.store), [int(rank) for rank in message.body.get("ranks", ())]
+        if store is None or message.kind not in (Kind.PUSH, Kind.PULL):
+            return [self._refuse(link, message, "%s expects no such %s" % (self.me.name, message.kind.name))]
+        entries, shards = message.entries, store.find(message.entries)
+        rounds = entries["round"].astype(np.int64)
+        wrong = checks.against_ranks(message, ranks, self._config.workers)
+        wrong = wrong or checks.against(store, message, entries, shards, self.me.name)
+        is_push = message.kind is Kind.PUSH
+        if not wrong and not (store.is_sync and checks.fit(store, entries, shards, is_push)):
+            wrong = "only plain values of synchronous stores are added on a host"
+        if not wrong and is_push:
+            wrong = self._rounds.against_sum(ranks, store, shards, rounds)
+        if wrong:
+            return [self._refuse(link, message, wrong)]
+        batch = work.Batch(store, shards, message, entries)
+        if is_push:
+            pushed = self._rounds.push(link, ranks, batch, int(message.body["first"]))
+            return [*pushed, role.Send(link, answer(message))]
+        return self._pulls.take(link, tuple(ranks), batch, self._now, message.body.get("own"))
 
     def _data(self, link: str, rank: int, store: Store, message: Message) -> list[role.Action]:
         missed = self._missed(rank, store, message)
@@ -257,6 +291,8 @@ class Server:
             self._buckets[rank, store.number, message.bucket] = _Bucket(entries, shards, fits, _bytes_of(entries))
         wrong = wrong or checks.against(store, message, entries, shards, self.me.name, is_plain=is_plain)
         is_push = message.kind is not Kind.PULL
+        if not wrong and store.is_relayed and (entries["codec"].any() or store.row_size[shards].any()):
+            wrong = "only plain values are added on a host"
         if not wrong and not store.is_sync and message.kind is Kind.PUSHPULL:
             wrong = "PUSHPULL is for synchronous stores"
         if not wrong and is_push and not store.is_sync and not store.has_rule:
@@ -306,7 +342,7 @@ class Server:
             text = "bucket %d has %d bytes, the message brings others"
             return entries, known.shards, text % (message.bucket, known.size), False
         entries["payload"] = Payload.PACKED if is_push else Payload.NONE
-        return entries, known.shards, "", known.is_plain and (is_push or not message.payloads)
+        return entries, known.shards, "", known.fits and (is_push or not message.payloads)
 
     def _refuse_data(
         self, link: str, rank: int, store: Store, message: Message, *, entries: Array, wrong: str
@@ -317,15 +353,21 @@ class Server:
     def _accept(self, link: str, rank: int, batch: work.Batch) -> list[role.Action]:
         """Do what nothing is wrong with."""
         if batch.message.kind is Kind.PULL:
-            return self._pulls.take(link, rank, batch, self._now)
+            return self._pull(link, rank, batch)
         if not batch.store.is_sync:
             return [role.Work(work.Step(link, rank, batch), reports=True, holds=link)]
-        pushed = self._rounds.push(rank, batch)
+        is_relayed = batch.store.is_relayed
+        pushed = self._relay.push(rank, batch) if is_relayed else self._rounds.push(link, (rank,), batch)
         if batch.message.kind is Kind.PUSH:
             return [*pushed, role.Send(link, answer(batch.message))]
         # The answer to both is that to the pull. It must not keep what was pushed.
         pulled = work.Batch(batch.store, batch.shards, replace(batch.message, payloads=()), batch.entries)
-        return [*pushed, *self._pulls.take(link, rank, pulled, self._now)]
+        return [*pushed, *self._pull(link, rank, pulled)]
+
+    def _pull(self, link: str, rank: int, batch: work.Batch) -> list[role.Action]:
+        if batch.store.is_relayed:
+            return self._relay.pull(link, rank, batch, self._now)
+        return self._pulls.take(link, (rank,), batch, self._now, rank)
 
     def _init(self, link: str, message: Message) -> list[role.Action]:
         store = self._store(message.store)
@@ -362,6 +404,10 @@ class Server:
 
     def _done(self, event: role.Done) -> list[role.Action]:
         what = event.work
+        if isinstance(what, (work.Reserve, work.Forward, work.Add, work.Lend, work.Assign)):
+            return self._relay.worked(event)
+        if isinstance(what, work.Apply) and what.store.is_relayed:
+            return self._relay.worked(event)
         if isinstance(what, (work.Apply, work.Check, work.Step, work.FinishUpdate)):
             store = what.batch.store if isinstance(what, (work.Check, work.Step)) else what.store
             if self._stores.get(store.number) is not store:
@@ -395,16 +441,26 @@ class Server:
     # Members
 
     def _joined(self, message: Message) -> list[role.Action]:
-        store = self._store(message.store)
-        store.joined.add(int(message.body["rank"]))
-        actions = self._excused(store)
-        if message.body.get("all"):
+        for store in self._tables(message.store):
+            store.joined.add(int(message.body["rank"]))
+        actions = self._excused(message.store)
+        for store in self._tables(message.store) if message.body.get("all") else ():
             store.level()
         return actions
 
-    def _excused(self, store: Store) -> list[role.Action]:
+    def _tables(self, number: int) -> list[Store]:
+        """Return what is known of a store: its shards here, and those of other servers for which this one stands in."""
+        others = self._relay.store(number)
+        return [self._store(number), *([] if others is None else [others])]
+
+    def _excused(self, number: int) -> list[role.Action]:
         """Somebody contributes nothing from now on."""
-        return [*self._rounds.complete_all(store), *self._pulls.all_advanced(store)]
+        store = self._store(number)
+        return [
+            *self._rounds.complete_all(store),
+            *self._pulls.all_advanced(store),
+            *self._relay.excused(number),
+        ]
 
     def _store(self, number: int) -> Store:
         return self._stores.setdefault(number, Store(number, self._config.workers, self.me.rank))

@@ -11,7 +11,7 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -125,6 +125,16 @@ class Session:
     def num_servers(self) -> int:
         """Number of servers."""
         return len(self.worker.servers)
+
+    @property
+    def relays(self) -> Mapping[int, int]:
+        """Servers of other hosts to the one of this host that stands in for each, by rank."""
+        return self.worker.relays
+
+    @property
+    def relays_of_hosts(self) -> Sequence[Mapping[int, int]]:
+        """The same, of every host that has relays."""
+        return self.worker.relays_of_hosts
 
     def num_dead(self, roles: Sequence[str]) -> int:
         """Return how many nodes of these roles are known to be lost."""

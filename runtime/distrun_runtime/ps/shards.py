@@ -17,7 +17,7 @@ import numpy as np
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.ops.partition import Shard
 
-__all__ = ["SYNC", "Failure", "Notes", "Store", "Turn"]
+__all__ = ["SYNC", "Failure", "Notes", "Store", "Turn", "relayed"]
 
 Notes = Mapping[int, Optional[Mapping[str, Any]]]
 """By rank, what the workers of a skipped round said: the note of one that skipped it, None of one that contributed."""
@@ -40,6 +40,11 @@ class Failure(NamedTuple):
 
     reason: str
     traceback: str = ""
+
+
+def relayed(number: int) -> int:
+    """Return the number under which a server keeps what it has of a store's shards that are on other servers."""
+    return -number
 
 
 class Store:
@@ -77,9 +82,10 @@ class Store:
         self.key = self.offset = self.length = self.row_size = integers
         self.dtype = np.zeros(0, np.uint8)
         self.done = self.ordered = integers
-        """Rounds that are applied (in async the farthest worker's pushes), and rounds whose Apply was ordered."""
+        """Rounds that are over: applied, failed or skipped (in async the farthest worker's pushes; in a relay the round
+        of the value, -1: it has none); and rounds whose Apply was ordered."""
         self.skips = self.updates = integers
-        """Rounds that were skipped; in async the updates by all workers."""
+        """Rounds that were skipped; updates that were made."""
         self.fresh = np.zeros(0, np.bool_)
         """No round was applied since the shard was given its value, which is answered in full."""
         self.halfway = np.zeros(0, np.bool_)
@@ -220,16 +226,21 @@ class Store:
         excused, least = self.excused(), number - self.staleness
         return [r for r in workers if r not in excused and r not in gone and self.last[r, shard] < least]
 
-    def failure(self, shard: int, rank: int, number: int) -> Failure | None:
-        """Return why a pull of round `number` by a worker cannot be answered; None: it can."""
-        late = self.late.get(shard, {}).pop(rank, None)
-        return (self.failed.get(shard, {}).get(number) if self.is_sync else None) or late
+    def failure(self, shard: int, ranks: Iterable[int], number: int) -> Failure | None:
+        """Return why a pull of round `number` by or for workers cannot be answered; None: it can."""
+        late = [self.late.get(shard, {}).pop(rank, None) for rank in ranks]
+        return (self.failed.get(shard, {}).get(number) if self.is_sync else None) or next(filter(None, late), None)
 
     def level(self) -> None:
         """All workers have joined and begin anew together, in async where the farthest of them is."""
         self.joined.clear()
         if not self.is_sync:
             self.last[:, : self.count] = self.last[:, : self.count].max(axis=0)
+
+    @property
+    def is_relayed(self) -> bool:
+        """Whether its shards are on other servers (`ps.relay`)."""
+        return self.number < 0
 
     def set_round(self, shard: int, number: int) -> None:
         """Go on where saved rounds ended."""

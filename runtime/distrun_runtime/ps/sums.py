@@ -20,7 +20,7 @@ from distrun_runtime.protocol.message import DTYPES, Payload, payloads_of
 from distrun_runtime.ps import checks, work
 from distrun_runtime.ps.values import Given, Layout, Round, Values
 
-HELD_IN_ARENA, HELD_BY_SHARD = -1, -2
+SUM_IN_ARENA, SUM_BY_SHARD = -1, -2
 """Where the sum of a shard's round is, in place of the number of a held contribution."""
 _JOINED_ELEMENTS = 1 << 14
 """Encoded shards of fewer elements are joined."""
@@ -109,7 +109,7 @@ def add(values: Values, what: work.Add) -> None:
     if values.store.is_deterministic:
         for shard, contribution in contributions(values, batch):
             of.by_rank.setdefault(shard, []).append((what.rank, contribution))
-            of.where[shard] = HELD_BY_SHARD
+            of.where[shard] = SUM_BY_SHARD
     elif not is_plain(batch):
         if not _add_encoded(values, of, batch):
             for shard, contribution in contributions(values, batch):
@@ -130,7 +130,7 @@ def add_given(values: Values, of: Round, code: int, given: Given) -> None:
         number = max(of.held, default=0) + 1
         of.held[number] = given
         of.where[given.shards] = number
-    elif first == HELD_BY_SHARD:
+    elif first == SUM_BY_SHARD:
         for run, part in zip(given.runs, given.parts, strict=True):
             for shard, piece in apart(values, given.shards, run, part):
                 _sum_of(values, of, shard).add(Dense(widen(piece), False))
@@ -138,7 +138,7 @@ def add_given(values: Values, of: Round, code: int, given: Given) -> None:
         sums = values.sums(of, code)
         for run, one, other in zip(given.runs, of.held[first].parts, given.parts, strict=True):
             values.device.sum([one, other], sums.view(run.begin, run.end))
-        of.where[given.shards] = HELD_IN_ARENA
+        of.where[given.shards] = SUM_IN_ARENA
         del of.held[first]
     else:
         fold(values, of, code, first)
@@ -159,7 +159,7 @@ def _add_encoded(values: Values, of: Round, batch: work.Batch) -> bool:
         return False
     codes = values.codes(batch.shards)
     where = of.where[batch.shards]
-    if len(codes) != 1 or work_dtype(DTYPES[codes[0][0]]) != np.float32 or (where == HELD_BY_SHARD).any():
+    if len(codes) != 1 or work_dtype(DTYPES[codes[0][0]]) != np.float32 or (where == SUM_BY_SHARD).any():
         return False
     code = codes[0][0]
     codec, params, scale = codecs.numbered(number), dict(batch.how.params), batch.how.scale
@@ -187,7 +187,7 @@ def _add_encoded(values: Values, of: Round, batch: work.Batch) -> bool:
         else:
             codec.read(payload, there, params)
             values.device.scale(there, scale)
-        of.where[batch.shards[run.first : run.last]] = HELD_IN_ARENA
+        of.where[batch.shards[run.first : run.last]] = SUM_IN_ARENA
     return True
 
 
@@ -200,7 +200,7 @@ def fold(values: Values, of: Round, code: int, number: int) -> None:
     for run, part in zip(given.runs, given.parts, strict=True):
         values.device.sum([part], sums.view(run.begin, run.end))
     shards = given.shards
-    of.where[shards[of.where[shards] == number]] = HELD_IN_ARENA
+    of.where[shards[of.where[shards] == number]] = SUM_IN_ARENA
 
 
 def keep_copies(values: Values) -> None:
@@ -228,10 +228,10 @@ def _sum_of(values: Values, of: Round, shard: int) -> Sum:
         code = int(values.store.dtype[shard])
         if where > 0:
             fold(values, of, code, where)
-        if of.where[shard] == HELD_IN_ARENA:
+        if of.where[shard] == SUM_IN_ARENA:
             there = values.sums(of, code).view(*values.span(shard))
             total.add(Dense(values.device.put(there), is_own=True))
-        of.where[shard] = HELD_BY_SHARD
+        of.where[shard] = SUM_BY_SHARD
     return total
 
 

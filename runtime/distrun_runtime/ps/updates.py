@@ -24,8 +24,8 @@ from distrun_runtime.ops.reduce import Contribution, Dense, spread
 from distrun_runtime.ps import work
 from distrun_runtime.ps.shards import SYNC
 from distrun_runtime.ps.sums import (
-    HELD_BY_SHARD,
-    HELD_IN_ARENA,
+    SUM_BY_SHARD,
+    SUM_IN_ARENA,
     add,
     add_given,
     contributions,
@@ -78,7 +78,7 @@ def _apply_some(values: Values, number: int, code: int, shards: Array, *, given:
             part = None if given is None else given.take(some, values)
             _apply_some(values, number, code, shards[some], given=part, result=result)
         return
-    if first == HELD_BY_SHARD:
+    if first == SUM_BY_SHARD:
         if given is not None:
             add_given(values, of, code, given)
         for shard in shards.tolist():
@@ -97,8 +97,8 @@ def _apply_some(values: Values, number: int, code: int, shards: Array, *, given:
             return
         else:
             fold(values, of, code, first)
-            first = HELD_IN_ARENA
-    if first == HELD_IN_ARENA:
+            first = SUM_IN_ARENA
+    if first == SUM_IN_ARENA:
         sums = values.sums(of, code)
         found = given.runs if given is not None else runs(values.at[shards], values.store.length[shards])
         more = [[part] for part in given.parts] if given is not None else [[] for _ in found]

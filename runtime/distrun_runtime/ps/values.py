@@ -77,7 +77,9 @@ class Round:
     open: int = 0
     """How many shards have a sum here."""
     held: dict[int, Given] = field(default_factory=dict)
+    """Contributions that are all of some shards' sums so far, by their numbers: they are referred to, not copied."""
     by_shard: dict[int, Sum] = field(default_factory=dict)
+    """Sums that go by shard."""
     by_rank: dict[int, list[tuple[int, Contribution]]] = field(default_factory=dict)
     """Of deterministic stores: shard to what each rank gave."""
     arenas: dict[int, Arena] = field(default_factory=dict)

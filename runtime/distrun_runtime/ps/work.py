@@ -155,6 +155,24 @@ class Discard:
 
 
 @dataclass(frozen=True, eq=False)
+class Reserve:
+    """Make places for shards whose values come later."""
+
+    store: Store
+    shards: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """Give `message` the values that were lent to `ticket` as its payloads; the result is an `engine.Reply`."""
+
+    ticket: int
+    store: Store
+    link: str
+    message: Message
+
+
+@dataclass(frozen=True, eq=False)
 class Clear:
     """Forget all shards and rules: the job's next script begins anew."""
 
@@ -216,6 +234,8 @@ Work = Union[
     Lend,
     Deliver,
     Discard,
+    Reserve,
+    Forward,
     Clear,
     TryRule,
     SetRule,

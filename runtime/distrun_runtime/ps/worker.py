@@ -7,7 +7,7 @@ sends a message, `role.Resolve` wakes the thread that waits for a request. What 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from distrun_runtime.arrays.dtypes import Array
@@ -19,7 +19,7 @@ from distrun_runtime.ps import role
 from distrun_runtime.ps.config import Config
 from distrun_runtime.ps.outbox import Outbox
 from distrun_runtime.ps.request import Request
-from distrun_runtime.ps.roster import from_json
+from distrun_runtime.ps.roster import from_json, relays_of
 
 REPORT_S = 5.0
 """How often a worker says that it waits for the scheduler."""
@@ -68,9 +68,10 @@ class _Open:
     """Number of its first message."""
     sent: dict[int, Message] = field(default_factory=dict)
     """Its PUSH, PULL and PUSHPULL messages that were sent once. A server may ask for such a message again."""
-    is_push: bool = False
-    """The script's arrays are lent to it until the last server has them: a refusal of one server waits for the others'
-    replies."""
+    awaits_all: bool = False
+    """It has a PUSH, to which the script's arrays are lent until the last server has them: a refusal of one server
+    waits for the others' replies. These come at once, unlike those to a PUSHPULL, which may wait for workers that have
+    been refused as well."""
     replies: dict[int, Message] = field(default_factory=dict)
     error: RuntimeFault | None = None
 
@@ -82,6 +83,10 @@ class Worker:
         self.me = config.identity(endpoint)
         self.servers: list[NodeIdentity] = []
         """By rank; known when `ready` is resolved."""
+        self.relays: Mapping[int, int] = {}
+        """Servers of other hosts to the one of this host that stands in for each, by rank (`relay`)."""
+        self.relays_of_hosts: Sequence[Mapping[int, int]] = ()
+        """The same, of every host that has relays."""
         self._config = config
         self._ready = ready
         self._root = config.root_endpoint
@@ -156,6 +161,10 @@ class Worker:
         self.me = self._config.identity(self.me.endpoint, message.body["rank"])
         servers = [node for node in nodes if node.role == "server"]
         self.servers = sorted(servers, key=lambda node: node.rank)
+        if message.body.get("host_sums"):
+            self.relays = relays_of(nodes, self.me.host)
+            hosts = sorted({node.host for node in nodes if node.role == "server"})
+            self.relays_of_hosts = [found for host in hosts if (found := relays_of(nodes, host))]
         self._outboxes = {node.name: Outbox() for node in self.servers}
         self._deadline.at = now + self._config.heartbeat.timeout_s + SLACK_S
         lines = ["event=roster node=%s host=%s endpoint=%s" % (node.name, node.host, node.endpoint) for node in nodes]
@@ -170,7 +179,7 @@ class Worker:
         if self._lost is not None:
             return [role.Resolve(asked.request, error=self._lost)]
         entry = _Open(asked.request, {}, asked.entries_of, self._numbers + 1)
-        entry.is_push = any(message.kind is Kind.PUSH for _, message in asked.messages)
+        entry.awaits_all = any(message.kind is Kind.PUSH for _, message in asked.messages)
         asked.request.missing = entry.missing
         actions: list[role.Action] = []
         for link, message in asked.messages:
@@ -241,7 +250,7 @@ class Worker:
             entry.error = entry.error or _error(entry.request, message)
             self.dead.update([str(message.body["who"])] if "who" in message.body else [])
         entry.replies[message.request] = message
-        if entry.request.is_done or (entry.missing and (entry.is_push or entry.error is None)):
+        if entry.request.is_done or (entry.missing and (entry.awaits_all or entry.error is None)):
             return []
         if entry.error is not None:
             return [role.Resolve(entry.request, error=entry.error)]

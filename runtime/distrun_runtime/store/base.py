@@ -121,7 +121,8 @@ class CallOptions:
     scale: float = 1.0
     """What a contribution is multiplied by where it is summed, after it was compressed."""
     waits: bool = True
-    """Whether its outcome is waited for before the next call."""
+    """Whether the script passed wait=True. A push waits for nobody even then; but what follows it in the script may be
+    taken to belong to it."""
 
 
 def named(keys: Iterable[Key]) -> str:

@@ -10,11 +10,11 @@ import numpy as np
 from distrun_runtime.arrays.dtypes import name_of
 from distrun_runtime.errors import RuntimeFault
 from distrun_runtime.ops.partition import Shard
-from distrun_runtime.protocol.message import DTYPE_CODES, Kind, Message, Payload
+from distrun_runtime.protocol.message import DTYPE_CODES, Flag, Kind, Message, Payload
 from distrun_runtime.ps.routing import Route, mxnet_shards, shards_on
 from distrun_runtime.store.base import KeyRecord, Value
 from distrun_runtime.store.compress import Compression, Compressor
-from distrun_runtime.store.link import StoreLink
+from distrun_runtime.store.link import StoreLink, is_added_on_hosts
 from distrun_runtime.store.sparse import RowSparse
 from distrun_runtime.store.values import Key
 
@@ -79,16 +79,17 @@ def fill(
         rounds = np.zeros(len(placed), np.int64)
         messages = []
         for portion in route.portions:
-            numbered = {int(route.numbers[item]): records[item] for item in portion.keys.tolist()}
+            numbered = {int(route.numbers[item]): records[item] for item in portion.items.tolist()}
             message = Message(
                 Kind.INIT,
                 store=link.store,
-                entries=portion.named(rounds, Payload.PACKED),
+                entries=portion.entries_at(rounds, Payload.PACKED),
                 body={**facts, **_facts_of(numbered)},
                 payloads=portion.gather(values, lent=True),
             )
             messages.append((portion.link, message))
         link.node.ask(what, messages).wait(link.limit_s)
+        _tell_relays(link, what, route, records, facts)
         error = ""
     except RuntimeFault as err:
         error = str(err)
@@ -96,6 +97,29 @@ def fill(
     finally:
         link.settled(number, not error)
         link.scheduler(what, Kind.INIT, {"number": number, "error": error})
+
+
+def _tell_relays(
+    link: StoreLink, what: str, route: Route, records: Sequence[KeyRecord], facts: Mapping[str, Any]
+) -> None:
+    """Tell servers which shards of others they stand in for, and that the values are new."""
+    messages = []
+    for relays in link.node.relays_of_hosts:
+        for portion in route.portions:
+            some = [at for at, item in enumerate(portion.items.tolist()) if is_added_on_hosts(facts, records[item])]
+            if portion.server not in relays or not some:
+                continue
+            numbered = {int(route.numbers[item]): records[item] for item in portion.items[some].tolist()}
+            message = Message(
+                Kind.INIT,
+                Flag.RELAYED,
+                store=link.store,
+                entries=portion.entries_at(np.zeros(len(records), np.int64), Payload.NONE)[some],
+                body={**facts, **_facts_of(numbered), "owner": portion.server},
+            )
+            messages.append(("server-%d" % relays[portion.server], message))
+    if messages:
+        link.node.ask(what, messages).wait(link.limit_s)
 
 
 def _shards(

@@ -4,9 +4,10 @@ Decides which call goes when, and what waits for what. `transfers` makes the mes
 replies; `declaring` and `saving` are the calls that all workers make together; the worker's node (`ps.session`) sends
 and receives.
 
-A data call returns a `SentCall` (`outcome`) of the request that it has made (`ps.request`). The node's thread resolves
-the request. The thread that calls `wait` then writes the outputs, by the call's `Take`, or raises what went wrong; an
-error that nobody waits for is raised by the store's next call (`watch`).
+A data call returns a `SentCall` (`outcome`) of the request that it has made (`ps.request`), `Both` of two, `Gathered`
+while it waits for others to share a message with, or a `CompletedCall`. The node's thread resolves the request. The
+thread that calls `wait` then writes the outputs, by the call's `Take`, or raises what went wrong; an error of a push
+that nobody waits for is raised by the store's next call (`watch`).
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class DistBackend(StoreBackend):
         self._gathering = CallBatch(self._flush)
         """Small calls that wait for others to be answered."""
         self._pushed: Selection | None = None
-        """Keys of the last call, if that was a push that has waited."""
+        """Keys of the last call, if that was a push with wait=True that was sent at once."""
         self._expected: tuple[SentCall, Taking] | None = None
         """That push, if it asked for the result too, and what makes the `Take` of that."""
         node.before_end(self._flush_at_end)
@@ -354,6 +355,8 @@ class DistBackend(StoreBackend):
         return self._compressor.is_on
 
     def compress(self, setting: Compression, keys: list[Key] | None) -> None:
+        # What was pushed through relays is at its servers before what goes straight to them.
+        self._settle()
         with self._lock:
             self._compressor.set(setting, keys)
 
@@ -397,6 +400,7 @@ class DistBackend(StoreBackend):
             self._begin()
             self._flush()
             number, pushes = self._link.next_call(), [request for request in self._open if not request.is_done]
+            pushes = [*pushes, *self._settle_relays(pushes)]
         # The scheduler hears of it when the servers have all that was pushed.
         call = self._link.begin("barrier", Kind.BARRIER, number, {}, after=pushes)
         sent = SentCall(
@@ -461,13 +465,20 @@ class DistBackend(StoreBackend):
         with self._lock:
             self._begin()
             self._flush()
-            pushes = list(self._open)
+            pushes = [*self._open, *self._settle_relays(self._open)]
         for request in pushes:
             try:
                 request.wait(self._link.limit_s)
             except RuntimeFault:
                 if not request.is_done:
                     raise  # It took too long.
+
+    def _settle_relays(self, pushes: Sequence[Request]) -> list[Request]:
+        """Have relays pass on what was pushed through them; `pushes` are those under way. Call with the lock held."""
+        relays, self._transfers.relays = self._transfers.relays, set()
+        if not relays:
+            return []
+        return [self._link.ask_servers("the end of pushes", Kind.SETTLE, ranks=sorted(relays), after=pushes)]
 
     def _flush_at_end(self) -> None:
         if not self.lifetime.is_over:

@@ -17,17 +17,21 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from distrun_runtime.arrays.dtypes import work_dtype
 from distrun_runtime.errors import KVError, RuntimeFault
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps.request import Request
 from distrun_runtime.ps.role import SCHEDULER_LINK
 from distrun_runtime.ps.session import Session
+from distrun_runtime.store.base import KeyRecord
+from distrun_runtime.store.compress import Compression
 
 TAKE_BACK_S = 10.0
 """How long a call that is left waiting for the other workers waits for the scheduler's word that it is taken back."""
 
 
 _NOTHING = nullcontext()
+_NO_RELAYS: Mapping[int, int] = {}
 
 
 @dataclass(frozen=True)
@@ -209,6 +213,15 @@ class StoreLink:
         if error is not None or not (kind is Kind.OPEN or (kind is Kind.KEYS and self.rank == 0)):
             self.settled(number, error is None)
 
+    def relays_for(self, record: KeyRecord, setting: Compression | None) -> Mapping[int, int]:
+        """Return the servers that stand in for others with a key's values, by the rank of these (`ps.relay`).
+
+        Arguments:
+            setting: how the key's values are compressed; None: they are not.
+        """
+        is_added = setting is None and is_added_on_hosts(self.facts, record)
+        return self.node.relays if is_added else _NO_RELAYS
+
     def servers(
         self, what: str, kind: Kind, body: dict[str, Any] | None = None, ranks: Iterable[int] | None = None
     ) -> list[dict[str, Any]]:
@@ -217,12 +230,28 @@ class StoreLink:
         return [dict(reply.body) for reply in replies]
 
     def ask_servers(
-        self, what: str, kind: Kind, body: dict[str, Any] | None = None, ranks: Iterable[int] | None = None
+        self,
+        what: str,
+        kind: Kind,
+        body: dict[str, Any] | None = None,
+        ranks: Iterable[int] | None = None,
+        after: Sequence[Request] = (),
     ) -> Request:
-        """As `servers`, but without waiting for the answers."""
+        """As `servers`, but once `after` are done, and without waiting for the answers."""
         message = Message(kind, store=self.store, body=body or {})
         links = ["server-%d" % rank for rank in (range(self.node.num_servers) if ranks is None else ranks)]
-        return self.node.ask(what, [(link, message) for link in links])
+        return self.node.ask(what, [(link, message) for link in links], after=after)
+
+
+def is_added_on_hosts(facts: Mapping[str, Any], record: KeyRecord) -> bool:
+    """Whether workers of one host may add what they push of a key: the sum is the same then, and travels as it is.
+
+    Arguments:
+        facts: what servers know of the store.
+    """
+    if "async" in facts["type"] or facts.get("deterministic") or record.is_sparse:
+        return False
+    return work_dtype(record.dtype) == record.dtype  # A part of a sum of 16-bit floats would be rounded.
 
 
 @dataclass

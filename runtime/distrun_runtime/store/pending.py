@@ -1,6 +1,7 @@
 """Pending: a call that goes on after it has returned, what becomes of it, and the thread that makes some of them.
 
-An error of a call is raised once: by `wait` of its Pending, or else by the store's next call (`Late`).
+An error of a call is raised once: by `wait` of its Pending; of a push, if nobody waits, by the store's next call
+(`Late`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from distrun_runtime.ops import rows as rowcodec
 from distrun_runtime.ops.compression import NONE, ROWS
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.ops.reduce import PLAIN, How
-from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Kind, Message, Payload, payloads_of
+from distrun_runtime.protocol.message import DTYPES, NO_ENTRIES, Flag, Kind, Message, Payload, payloads_of
 from distrun_runtime.ps import stages
 from distrun_runtime.ps.request import Request
 from distrun_runtime.ps.routing import MESSAGE_BYTES, SHARED_MESSAGE_BYTES, Buckets, Portion, Route, portions_of
@@ -62,7 +62,11 @@ class _Routes:
 
 
 class Transfers:
-    """What one store sends to the servers. Threads: one at a time, but for what a `Take` does."""
+    """What one store sends to the servers.
+
+    Threads: one at a time. Only what takes replies runs beside it (a `Take`, in the thread that waits), and what the
+    node's thread is given with a request: `entries_of`, and what follows when it is done.
+    """
 
     def __init__(self, link: StoreLink, compressor: Compressor) -> None:
         self._link = link
@@ -74,6 +78,8 @@ class Transfers:
         self._answered = np.zeros(0, np.int64)
         """By key number: the last round of which this worker has had the outcome."""
         self._buckets = Buckets()
+        self.relays: set[int] = set()
+        """Servers of this host that have got contributions for servers of others, since the store was last settled."""
 
     def add(self, key: Key, shards: tuple[Shard, ...]) -> None:
         """Take in a key."""
@@ -162,7 +168,7 @@ class Transfers:
     def pushpull(
         self, what: str, keys: Selection, values: Sequence[Array], *, body: Mapping[str, Any], call: CallOptions
     ) -> tuple[Request, Taking]:
-        """Send one value of each key and ask for what comes of the round, by one message to each server.
+        """Send one value of each key and ask for what comes of the round, by the same messages.
 
         Returns:
             The request, and what makes the `Take` of its replies for outputs; `own` as for `pull`.
@@ -216,6 +222,8 @@ class Transfers:
         portions = [portion for portion, _, _ in loaded]
         for portion in portions:
             portion.carried_by = request
+            if portion.is_relayed:
+                self.relays.add(portion.server)
         request.then(lambda error: None if error is None else self._buckets.forget(portions))
         return request
 
@@ -299,7 +307,7 @@ class Transfers:
         def take(replies: tuple[Message, ...]) -> Notes:
             tables = [np.empty((len(numbers), record.row_size), record.dtype) for record, numbers, _ in items]
             for portion, reply in zip(portions, replies, strict=True):
-                found = zip(portion.keys.tolist(), portion.places, _rows_of(portion, reply), strict=True)
+                found = zip(portion.items.tolist(), portion.places, _rows_of(portion, reply), strict=True)
                 for item, place, values in found:
                     tables[item][runs[place]] = values.reshape(-1, items[item][0].row_size)
             for (record, numbers, give), table in zip(items, tables, strict=True):
@@ -320,7 +328,7 @@ class Transfers:
             """Return the entries of a message whose bucket a server does not know. In the node's thread."""
             portion, _, payload = loaded[number]
             self._buckets.forget([portion])
-            return portion.named(rounds, payload)
+            return portion.entries_at(rounds, payload)
 
         measured = self._link.node.stages
         is_measured = measured.is_on and kind is not Kind.PUSH
@@ -346,11 +354,12 @@ class Transfers:
             body = {**body, "codec": dict(portion.how.params)}
         return portion.link, Message(
             kind,
+            Flag.RELAYED if portion.is_relayed else Flag.NONE,
             store=self._link.store,
             priority=priority,
             bucket=bucket,
             step=max(step, 0),
-            entries=NO_ENTRIES if step >= 0 else portion.named(rounds, payload),
+            entries=NO_ENTRIES if step >= 0 else portion.entries_at(rounds, payload),
             body=body,
             payloads=frames,
         )
@@ -362,9 +371,8 @@ class Transfers:
         size = SHARED_MESSAGE_BYTES if is_shared else MESSAGE_BYTES
         version = self._compressor.version, size
         if found is None or found.version != version:
-            is_known = found is not None and found.version[1] == size
-            plain = found.plain if found is not None and is_known else self._route(keys, (), size)
             settings = [self._compressor.of(record) for record in keys.records]
+            plain = self._route(keys, (), size)
             push = [
                 BY_ROWS if _has_rows(record) else _how(setting)
                 for record, setting in zip(keys.records, settings, strict=True)
@@ -382,7 +390,9 @@ class Transfers:
 
     def _route(self, keys: Selection, hows: Sequence[How], message_bytes: int) -> Route:
         shards = [self.shards[record.key] for record in keys.records]
-        return Route.of(shards, [record.shape for record in keys.records], hows, message_bytes)
+        relays = [self._link.relays_for(record, self._compressor.of(record)) for record in keys.records]
+        shapes = [record.shape for record in keys.records]
+        return Route.of(shards, shapes, hows, message_bytes, relays if any(relays) else ())
 
 
 def _how(setting: Compression | None) -> How:

@@ -165,7 +165,7 @@ def test_codes_of_kinds_and_types_do_not_change() -> None:
     assert tuple(name_of(dtype) for dtype in DTYPES) == (*types, "bfloat16")
     first = ("HELLO", "CHALLENGE", "PROOF", "WELCOME", "REFUSED", "ROSTER", "LOST", "BYE", "ABORT", "STOP")
     job = ("OPEN", "BARRIER", "KEYS", "RULE", "JOIN", "LEFT", "WAITING", "SAVE", "LOAD")
-    values = ("INIT", "PUSH", "PULL", "ROUNDS", "STATS", "PROFILE", "NORMS", "PUSHPULL", "RELEASE")
+    values = ("INIT", "PUSH", "PULL", "ROUNDS", "STATS", "PROFILE", "NORMS", "PUSHPULL", "RELEASE", "SETTLE")
     numbered = [*enumerate(first, 1), *enumerate(job, 16), *enumerate(values, 32)]
     assert [(int(kind), kind.name) for kind in Kind] == numbered
 
@@ -196,7 +196,7 @@ def changed(at: int, *values: int) -> list[bytes]:
         (changed(0, 0x45), "not a distrun message"),
         (changed(4, 1), "message version 1; this program speaks version 3"),
         (changed(6, 99), "unknown kind"),
-        (changed(7, 4), "unknown flags: 0x04"),
+        (changed(7, 8), "unknown flags: 0x08"),
         (changed(7, 255), "unknown flags: 0xff"),
         (changed(36, 2), "a head of 80 bytes cannot hold 2 entries"),
         (changed(36, 0xFF, 0xFF, 0xFF, 0xFF), "cannot hold 4294967295 entries"),

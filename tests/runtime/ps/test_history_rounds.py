@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from history_server import History, Piece, data, reason, said, values
 
@@ -448,8 +449,42 @@ def test_a_value_that_one_contribution_became_can_be_stepped_by_a_rule(serving: 
     assert values(server.pull(0, 2)) == {"a": [11, 22]}
 
 
-def test_another_server_that_asks_for_values_is_not_answered(serving: Serving) -> None:
-    assert serving(servers=2).hear("s1", data(Kind.PULL, [Piece(0)])) == []
+@pytest.mark.parametrize(
+    ("kind", "body", "wrong"),
+    [
+        (Kind.PULL, {}, "a relay names the workers that it speaks for, each from 0 to 1, not []"),
+        (Kind.PULL, {"ranks": [0, 2]}, "each from 0 to 1, not [0, 2]"),
+        (Kind.PULL, {"ranks": [0], "own": -1}, "each from 0 to 1, not [0, -1]"),
+        (Kind.PUSH, {"ranks": [0], "skip": {}}, "a relay's push names the first of its workers"),
+        (Kind.STATS, {"ranks": [0]}, "server-0 expects no such STATS"),
+    ],
+)
+def test_another_server_that_does_not_say_for_whom_it_speaks_is_refused(
+    serving: Serving, kind: Kind, body: dict[str, Any], wrong: str
+) -> None:
+    sent = serving(servers=2).hear("s1", data(kind, [Piece(0)], body=body))
+    assert wrong in reason(sent)
+
+
+def test_a_sum_of_contributions_of_which_some_came_before_is_refused_and_changes_nothing(serving: Serving) -> None:
+    server = serving(servers=2)
+    server.push(0, 1, {"a": [1, 1]})
+    values_of_both = np.array([5, 5], np.float32).tobytes()
+    body = {"ranks": [0, 1], "first": 0}
+    sent = server.hear("s1", data(Kind.PUSH, [Piece(0, round=1, payload=values_of_both)], body=body))
+    assert reason(sent) == "entry 0 is a sum for worker-0, worker-1, of which worker-0 came before"
+    server.push(1, 1, {"a": [10, 10]})
+    assert values(server.pull(0, 1)) == {"a": [11, 11]}
+
+
+def test_a_sum_for_several_workers_completes_their_round_and_counts_once_if_it_comes_again(serving: Serving) -> None:
+    server = serving(servers=2)
+    body = {"ranks": [0, 1], "first": 0}
+    for _ in range(2):
+        payload = np.array([5, 6], np.float32).tobytes()
+        sent = server.hear("s1", data(Kind.PUSH, [Piece(0, round=1, payload=payload)], body=body))
+        assert [each.is_error for each in sent] == [False]
+    assert values(server.pull(0, 1)) == {"a": [5, 6]}
 
 
 def test_a_loss_refuses_the_pulls_that_wait(serving: Serving) -> None:

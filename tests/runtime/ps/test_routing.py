@@ -205,7 +205,7 @@ def test_what_is_gathered_travels_and_is_scattered_is_what_was_given(
     given_entries = []
     for portion in route.portions:
         assert len(portion.entries) <= limits[2]
-        entries = portion.named(rounds, Payload.PACKED)
+        entries = portion.entries_at(rounds, Payload.PACKED)
         sizes = entries["length"].astype(np.int64) * portion.dtype.itemsize
         assert len(entries) == 1 or sizes.sum() <= limits[1]
         # What a stranger's frames are checked for, too.
@@ -214,7 +214,7 @@ def test_what_is_gathered_travels_and_is_scattered_is_what_was_given(
         assert [len(memoryview(each)) for each in payloads_of(heard.entries, heard.payloads) if each is not None] == (
             sizes.tolist()
         )
-        assert entries["round"].tolist() == [int(rounds[item]) for item in portion.keys]
+        assert entries["round"].tolist() == [int(rounds[item]) for item in portion.items]
         portion.scatter(heard.payloads, outs)
         given_entries += entries[["key", "offset", "length"]].tolist()
     for value, out in zip(values, outs, strict=True):

@@ -50,7 +50,8 @@ def test_every_round_has_what_was_pushed_to_it_although_servers_forget_buckets(j
     with job(2, 2, forget_every=every) as made:
         made.run(script)
         servers = [made.transports["server-%d" % rank] for rank in range(2)]
-        assert all(server.changed > STEPS for server in servers)
+        # With relays both workers push to server-0 only, and what goes on from there names its entries.
+        assert all(server.changed > STEPS for server in servers[: 1 if made.has_relays else 2])
 
 
 def test_in_dist_async_a_workers_pushes_keep_their_order_although_servers_forget_buckets(job: Job) -> None:
