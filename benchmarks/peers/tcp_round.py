@@ -16,7 +16,7 @@ import time
 from typing import Dict, List
 
 import shapes
-from report import WARM_UP, report
+from report import WARM_UP, link_bytes, moved_since, report
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 CONNECT_S = 60.0
@@ -101,13 +101,17 @@ def main() -> None:
     rooms = {rank: memoryview(bytearray(len(part))) for rank in links}
     ready = {rank: memoryview(bytearray(4)) for rank in links}
     times: List[float] = []
+    begun = (0, 0)
     for number in range(rounds + WARM_UP):
         exchange(links, memoryview(struct.pack("i", number)), ready)  # All begin together.
+        if number == WARM_UP:
+            begun = link_bytes()
         begin = time.perf_counter()
         exchange(links, part, rooms)
         exchange(links, part, rooms)
         times.append(time.perf_counter() - begin)
-    report("tcp", model, RANK, times)
+    exchange(links, memoryview(struct.pack("i", rounds)), ready)
+    report("tcp", model, RANK, times, moved_since(begun, rounds))
 
 
 def _size(shape: tuple[int, ...]) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from distrun_cli import Distrun, leaving_nothing, processes, wait_until
+from manual import ManualJob
 
 LIMIT_S = 60.0
 """For what takes a second or two on a machine that has nothing else to do."""
@@ -31,7 +32,7 @@ import numpy as np
 
 from distrun_runtime import kvstore
 
-form = sys.argv[1]
+form, folder = sys.argv[1:3]
 kv = kvstore.create("dist_sync")
 make = kv.empty if form in ("empty", "view") else lambda size: np.empty(size, np.float32)
 sizes = [3, 1_000, 100_000, 600_001, 50]
@@ -79,7 +80,7 @@ while True:
         kv.pushpull(keys, gradients, out=outs)
         check(number, outs)
     if number == 3:
-        open("up-%d" % kv.rank, "w").close()
+        open(os.path.join(folder, "up-%d" % kv.rank), "w").close()
 """
 
 FORMS = ("list", "empty", "view", "keys", "loop", "fp16")
@@ -116,7 +117,7 @@ def test_whoever_is_killed_whenever_no_wrong_sum_is_taken_and_nothing_stays(
     victim = chance.choice(VICTIMS)
     (distrun.work / "train.py").write_text(TRAIN, "utf-8")
     words = ("-n", str(WORKERS), "-s", str(SERVERS), "--grace", "1", "--env", "DISTRUN_DATA_PATHS=%s" % paths)
-    launcher = distrun.begin(*words, sys.executable, "train.py", form)
+    launcher = distrun.begin(*words, sys.executable, "train.py", form, ".")
     try:
         wait_until(lambda: len(list(distrun.work.glob("up-*"))) == WORKERS, LIMIT_S, "three rounds of every worker")
         time.sleep(chance.uniform(0, 0.2))  # Not for luck: it is killed at a moment that nobody has chosen.
@@ -129,3 +130,29 @@ def test_whoever_is_killed_whenever_no_wrong_sum_is_taken_and_nothing_stays(
     assert "WRONG" not in out, out
     assert code not in (0, 99), err
     assert victim in err, err
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("form", ("list", "view", "keys", "fp16"))
+def test_the_same_holds_where_workers_of_a_host_add_before_anything_leaves_it(form: str, seed: int) -> None:
+    """Two hosts by name: each has two workers and a server, which stands in for the other one."""
+    chance = random.Random("relays %s %d" % (form, seed))
+    with ManualJob(4, SERVERS, PS_HEARTBEAT_INTERVAL="0.5", PS_HEARTBEAT_TIMEOUT="5") as job:
+        script = job.script(TRAIN)
+        job.start("scheduler")
+        for rank in range(SERVERS):
+            job.start("server", DMLC_RANK=str(rank), DISTRUN_HOST="host-%d" % rank)
+        for rank in range(4):
+            where = {"DMLC_RANK": str(rank), "DISTRUN_HOST": "host-%d" % (rank // 2)}
+            job.start("worker", script, form, str(job.path("")), **where)
+        wait_until(lambda: len(list(job.path("").glob("up-*"))) == 4, LIMIT_S, "three rounds of every worker")
+        victim = chance.choice(list(job.processes))
+        time.sleep(chance.uniform(0, 0.2))  # As above.
+        job.processes[victim].kill()
+        codes = dict(zip(job.processes, job.wait(), strict=True))
+        said = {name: job.err(name) for name in codes}
+        wrong = [job.out(name) for name in codes if "WRONG" in job.out(name)]
+    assert not wrong
+    workers = {name: code for name, code in codes.items() if name.startswith("worker") and name != victim}
+    assert all(code not in (0, 99) for code in workers.values()), (victim, said)
+    assert all(victim.removesuffix("-0" if victim.startswith("sched") else "?") in said[name] for name in workers), said
