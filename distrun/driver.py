@@ -145,6 +145,7 @@ def prepare(
         scheduler=job.has_servers,
         scheduler_host=job.scheduler_host,
         oversubscribe=job.oversubscribe,
+        relays=job.adds_on_hosts,
     )
     used = hosts_of(slots, hosts.order)
     job_id = DRY_RUN_ID if dry_run else store.new_id(job.name)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from distrun.errors import UsageError
 from distrun_runtime.contract import environ
-from distrun_runtime.contract.plan import ROLES, Limits
+from distrun_runtime.contract.plan import ROLES, SCHEDULER, Limits
 
 BUNDLED = "bundled"
 """`--ps bundled`: distrun's own servers and scheduler."""
@@ -120,6 +120,12 @@ class Job:
     def has_servers(self) -> bool:
         """Whether the job has servers, and so a scheduler."""
         return self.servers > 0
+
+    @property
+    def adds_on_hosts(self) -> bool:
+        """Whether workers of one host add what they push before it leaves the host."""
+        given = {each.name: each.value for each in self.settings if each.role in ("", SCHEDULER)}
+        return self.has_servers and self.ps == BUNDLED and bool(environ.read("DISTRUN_HOST_SUMS", given))
 
 
 def given(settings: Sequence[Setting], role: str) -> dict[str, Setting]:

@@ -1,5 +1,7 @@
 """Which task runs on which host, by one of three policies. Pure.
 
+Where workers of one host add what they push, hosts with several of them and without a server get one for it (`relays`).
+
 `cycle` is launch.py's rule: servers first, then workers, cycling the lines of the hosts file, whatever their slots.
 Source: dmlc-core tracker/ssh.py, `for i in range(S + W): host = hosts[i % len(hosts)]`. The local backend cycles its
 one host in the same way (launch.py's own local mode had no hosts). `pack` and `spread` respect slots.
@@ -50,6 +52,7 @@ def place(
     scheduler: bool = True,
     scheduler_host: str = "",
     oversubscribe: bool = False,
+    relays: bool = False,
 ) -> tuple[Slot, ...]:
     """Return the slots of a job: the scheduler (if any), the servers, the workers, each role by rank. Pure.
 
@@ -63,6 +66,8 @@ def place(
         scheduler: whether there is one. It runs on `scheduler_host`, else on the first host with `role=scheduler`,
             else on the first host.
         oversubscribe: with `pack` and `spread`, hosts take turns again when all slots are filled, up to `max_slots`.
+        relays: each host that gets several workers and no server, while others have servers, gets one more server,
+            ranked behind the others, that keeps no values: it adds what the host's workers push. It takes no slot.
 
     Raises:
         UsageError: no hosts, none that takes a role, too few slots (E115), a scheduler host that is not among them.
@@ -87,6 +92,8 @@ def place(
         rooms = _Rooms(hosts.specs, workers + servers, oversubscribe)
         _check_room(counts, rooms)
         chosen = _by_slots(counts, rooms, _pack if policy == PACK else _spread)
+    if relays and servers:
+        chosen[SERVER] += _without_server(chosen, hosts)
     places = [(role, rank, host) for role, names in chosen.items() for rank, host in enumerate(names)]
     if scheduler:
         own = (spec.name for spec in hosts.specs if spec.role == SCHEDULER)
@@ -126,6 +133,12 @@ def _cycle(counts: Mapping[str, int], hosts: Inventory) -> dict[str, list[str]]:
         role: list(itertools.islice((name for name in turns if roles[name] in ("", role)), count))
         for role, count in counts.items()
     }
+
+
+def _without_server(chosen: Mapping[str, Sequence[str]], hosts: Inventory) -> list[str]:
+    """Return the hosts with several workers and no server that take one."""
+    several = [name for name in dict.fromkeys(chosen[WORKER]) if chosen[WORKER].count(name) > 1]
+    return [name for name in several if name not in chosen[SERVER] and takes(hosts.spec(name), SERVER)]
 
 
 def _by_slots(counts: Mapping[str, int], rooms: _Rooms, fill: _Fill) -> dict[str, list[str]]:

@@ -214,7 +214,8 @@ def _task(job: Job, slot: Slot, layout: _Layout, site: Site, users: Mapping[str,
     spec = site.hosts.spec(slot.host)
     env = {
         **_identity(slot, layout, site),
-        **_parameter_server(job, slot, site),
+        **_parameter_server(job, slot, layout),
+        "DMLC_JOB_CLUSTER": site.backend,
         **_unbuffered(site, users),
         **_tuning(job),
     }
@@ -275,15 +276,16 @@ def _identity(slot: Slot, layout: _Layout, site: Site) -> dict[str, str]:
     }
 
 
-def _parameter_server(job: Job, slot: Slot, site: Site) -> dict[str, str]:
+def _parameter_server(job: Job, slot: Slot, layout: _Layout) -> dict[str, str]:
     env = {
         "DMLC_ROLE": slot.role,
         "DMLC_NUM_WORKER": str(job.workers),
         "DMLC_NUM_SERVER": str(job.servers),
         "DMLC_RANK": str(slot.rank),
-        "DMLC_JOB_CLUSTER": site.backend,
         "DMLC_NUM_ATTEMPT": "0",
     }
+    if layout.sizes[SERVER] > job.servers and job.ps == wish.BUNDLED:
+        env["DISTRUN_RELAYS"] = str(layout.sizes[SERVER] - job.servers)
     if slot.role == WORKER:
         env["DMLC_TASK_ID"] = env["DMLC_WORKER_ID"] = str(slot.rank)
     elif slot.role == SERVER:

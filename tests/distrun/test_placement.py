@@ -43,6 +43,29 @@ def test_fewer_hosts_than_workers_go_round() -> None:
     assert where(slots, "worker") == ["h2", "h1", "h2", "h1", "h2"]
 
 
+def test_hosts_with_several_workers_and_no_server_get_one_more_that_takes_no_slot() -> None:
+    slots = place(7, 1, found("a slots=3\nb slots=3\nc slots=2"), policy="pack", relays=True)
+    assert where(slots, "worker") == ["a", "a", "b", "b", "b", "c", "c"]
+    assert [(slot.name, slot.host) for slot in slots if slot.role == "server"] == [
+        ("server-0", "a"),
+        ("server-1", "b"),
+        ("server-2", "c"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("workers", "servers", "text"),
+    [
+        (3, 1, "a\nb\nc"),  # nobody to add to
+        (4, 2, "a\nb"),  # a server on each
+        (4, 0, "a\nb"),
+        (4, 1, "a role=server\nb role=worker"),  # b takes no server
+    ],
+)
+def test_no_other_host_gets_a_server_beyond_those_that_were_asked_for(workers: int, servers: int, text: str) -> None:
+    assert len(where(place(workers, servers, found(text), relays=True), "server")) == servers
+
+
 def test_one_host_takes_all_and_counts_local_ranks_within_the_role() -> None:
     slots = place(3, 2, hosts.local("here"))
     assert [(s.role, s.rank, s.local_rank, s.local_size) for s in slots] == [

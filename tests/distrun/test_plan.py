@@ -39,7 +39,8 @@ def make(
     members: dict[str, object] = {"command": ("python", "t.py"), "workers": workers, "servers": servers, "cwd": "/w"}
     job = Job(**{**members, **more})  # type: ignore[arg-type]
     inventory = hosts if isinstance(hosts, Inventory) else named(hosts)
-    slots = place(workers, servers, inventory, scheduler=job.has_servers, scheduler_host=job.scheduler_host)
+    how = {"scheduler": job.has_servers, "relays": job.adds_on_hosts}
+    slots = place(workers, servers, inventory, scheduler_host=job.scheduler_host, **how)
     return plans.make_plan(job, slots, dataclasses.replace(SITE, hosts=inventory, **(site or {})))
 
 
@@ -47,9 +48,23 @@ def added(plan: Plan, task: str) -> dict[str, str]:
     return {**plan.task(task).env, **plan.task(task).refs}
 
 
+def test_tasks_are_told_of_servers_that_keep_no_values_apart_from_those_that_were_asked_for() -> None:
+    plan, _ = make(4, 1, ("h1", "h2"))
+    assert [(task.name, task.host) for task in plan.of_role("server")] == [("server-0", "h1"), ("server-1", "h2")]
+    for task in plan.tasks:
+        assert (task.env["DMLC_NUM_SERVER"], task.env["DISTRUN_RELAYS"]) == ("1", "1")
+
+
+@pytest.mark.parametrize("how", [{"settings": (Setting("DISTRUN_HOST_SUMS", "0"),)}, {"ps": wish.COMMAND}])
+def test_no_server_is_added_where_workers_of_a_host_do_not_add(how: dict[str, Any]) -> None:
+    plan, _ = make(4, 1, ("h1", "h2"), **how)
+    assert [task.name for task in plan.of_role("server")] == ["server-0"]
+    assert "DISTRUN_RELAYS" not in plan.task("worker-0").env
+
+
 def test_every_row_of_the_table_is_set_or_named() -> None:
     """The table and the code cannot drift: a row that is given is set on some task, or named as set elsewhere."""
-    bundled, _ = make(port_range="5000-5010", op_timeout_s=1.0, start_timeout_s=1.0)
+    bundled, _ = make(4, 1, ("h1", "h2"), port_range="5000-5010", op_timeout_s=1.0, start_timeout_s=1.0)
     foreign, _ = make(ps=wish.COMMAND)
     ours = {name for plan in (bundled, foreign) for task in plan.tasks for name in added(plan, task.name)}
     ours |= set(make(hosts=parse("d1 gpus=2", "hosts"))[0].task("worker-0").env)

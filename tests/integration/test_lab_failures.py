@@ -662,6 +662,23 @@ def test_two_jobs_with_servers_on_the_same_hosts_both_end_well(lab: Site) -> Non
     nothing_stays(lab)
 
 
+def test_a_host_with_several_workers_and_no_server_gets_one_that_adds_for_them(lab: Site) -> None:
+    code = (
+        "import numpy as np; from distrun_runtime import kvstore; kv = kvstore.create('dist_sync');"
+        "kv.init('w', np.zeros(4)); out = np.zeros(4);"
+        "[kv.pushpull('w', np.ones(4), out=out) for _ in range(3)]; assert out[0] == 4, out; kv.barrier();"
+        "print(*sorted(each['host'] for each in kv.stats()), [each['keys'] for each in kv.stats()])"
+    )
+    script = "exec %s -c %s" % (shlex.quote(sys.executable), '"%s"' % code)
+    job = lab.start(
+        *("launch", "-H", lab.hosts_file("h1", "h2"), "-n", "4", "-s", "1", "--python", sys.executable, script),
+        cwd=EVERYWHERE,
+    )
+    assert job.wait(LIMIT_S) == 0, job.err + job.out
+    assert job.out.count("| h1 h2 [1, 0]") == 4, job.out
+    nothing_stays(lab)
+
+
 def test_a_terminal_that_does_not_read_does_not_stall_the_tasks(lab: Site) -> None:
     reader, writer = os.pipe()
     script = "for i in $(seq 100000); do echo line $i of a text that no pipe can hold; done; echo over >/tmp/over"

@@ -133,7 +133,7 @@ def test_whoever_is_killed_whenever_no_wrong_sum_is_taken_and_nothing_stays(
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("form", ("list", "view", "keys", "fp16"))
+@pytest.mark.parametrize("form", ["list", "view", "keys", "fp16"])
 def test_the_same_holds_where_workers_of_a_host_add_before_anything_leaves_it(form: str, seed: int) -> None:
     """Two hosts by name: each has two workers and a server, which stands in for the other one."""
     chance = random.Random("relays %s %d" % (form, seed))

@@ -133,7 +133,7 @@ class Cluster:
         self._loops: dict[threading.Thread, Loop] = {}
         self._start("scheduler", loop_of(self.scheduler, root, token=self._changes.get("token", TOKEN)))
         self.transports: dict[str, Any] = {"scheduler": root}
-        for rank in range(servers):
+        for rank in range(servers + changes.get("relays", 0)):
             node = self._config("server", rank=rank, root_port=self.root_port)
             transport = self._transport(node)
             if forget_every:

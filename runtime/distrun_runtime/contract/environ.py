@@ -89,6 +89,15 @@ TABLE: Tuple[Variable, ...] = (
         BOTH,
         "Addresses of the hosts with workers, separated by commas; for the bundled scheduler.",
     ),
+    _row(
+        "DISTRUN_RELAYS",
+        "distrun",
+        BOTH,
+        "Servers beyond DMLC_NUM_SERVER that keep no values: they add what workers of their host push.",
+        type=INT,
+        low=0,
+        default=0,
+    ),
     _row("DISTRUN_RESTART", "distrun", BOTH, "How often this task was started before.", type=INT, low=0, default=0),
     _row(
         "DISTRUN_RUN_DIR",

@@ -62,6 +62,8 @@ class Config:
     """Addresses of the hosts with workers (schedulers that a launcher started)."""
     paths: str = "segments"
     """How large values may travel beside messages: `segments` (shared memory), or `none`."""
+    relays: int = 0
+    """Servers of the job beyond `servers`, ranked behind them, that keep no values (`relay`)."""
     host_sums: bool = True
     """Whether workers of one host add what they push before it leaves the host (schedulers; they tell the workers)."""
     stages: bool = False
@@ -134,6 +136,7 @@ def read(role: str, env: Mapping[str, str] | None = None) -> Config:
         server_threads=environ.read("DISTRUN_SERVER_THREADS", env) or _usual_threads(),
         worker_addresses=_names(environ.text("DISTRUN_WORKER_ADDRESSES", env)),
         paths=environ.read("DISTRUN_DATA_PATHS", env),
+        relays=environ.read("DISTRUN_RELAYS", env),
         host_sums=environ.read("DISTRUN_HOST_SUMS", env),
         stages=environ.read("DISTRUN_STAGES", env),
         resend_s=environ.read("PS_RESEND_TIMEOUT", env) / 1000 if environ.read("PS_RESEND", env) else 0.0,

@@ -33,13 +33,14 @@ def relays_of(nodes: Iterable[NodeIdentity], host: str) -> dict[int, int]:
     """Return for each server of another host the server on `host` that stands in for it, by rank.
 
     None does unless `host` has several workers: their contributions are added before they leave it. Its servers share
-    the others among them.
+    the others among them. Servers beyond those that the nodes are told of (`NodeIdentity.servers`) keep no values.
     """
     known = list(nodes)
     here = sorted(node.rank for node in known if node.role == "server" and node.host == host)
     if not here or len(workers_of(known, host)) < 2:
         return {}
-    others = sorted(node.rank for node in known if node.role == "server" and node.host != host)
+    keepers = (node for node in known if node.role == "server" and node.rank < node.servers)
+    others = sorted(node.rank for node in keepers if node.host != host)
     return {owner: here[owner % len(here)] for owner in others}
 
 
@@ -51,8 +52,10 @@ def workers_of(nodes: Iterable[NodeIdentity], host: str) -> tuple[int, ...]:
 class Roster:
     """The workers and servers of a job."""
 
-    def __init__(self, workers: int, servers: int) -> None:
-        self.expected = {"worker": workers, "server": servers}
+    def __init__(self, workers: int, servers: int, relays: int = 0) -> None:
+        self._told = {"worker": workers, "server": servers}
+        """What every node is told of the job's size."""
+        self.expected = {"worker": workers, "server": servers + relays}
         self.members: dict[str, Member] = {}
 
     def against(self, peer: NodeIdentity) -> str:
@@ -60,10 +63,10 @@ class Roster:
         if peer.role not in self.expected:
             return "%s: this job has its scheduler already" % peer
         theirs = {"worker": peer.workers, "server": peer.servers}
-        if theirs != self.expected:
+        if theirs != self._told:
             return "%s expects %s and %s; the scheduler was started for %d and %d" % (
                 *(peer, _count(peer.workers, "worker"), _count(peer.servers, "server")),
-                *(self.expected["worker"], self.expected["server"]),
+                *(self._told["worker"], self._told["server"]),
             )
         count = self.expected[peer.role]
         if peer.rank >= count:

@@ -39,7 +39,7 @@ class Scheduler:
         self.me = config.identity(endpoint)
         self._config = config
         self._counts = (config.workers, config.servers)
-        self._roster = Roster(config.workers, config.servers)
+        self._roster = Roster(config.workers, config.servers, config.relays)
         self._deadline = role.Deadline()
         self._report = role.Interval(REPORT_S)
         self._early: list[tuple[str, NodeIdentity]] = []

@@ -123,8 +123,13 @@ class Session:
 
     @property
     def num_servers(self) -> int:
-        """Number of servers."""
-        return len(self.worker.servers)
+        """Number of servers that keep values; their ranks come first."""
+        return self.config.servers
+
+    @property
+    def all_servers(self) -> range:
+        """Ranks of all servers, also of those that keep no values."""
+        return range(len(self.worker.servers))
 
     @property
     def relays(self) -> Mapping[int, int]:

@@ -239,7 +239,7 @@ class StoreLink:
     ) -> Request:
         """As `servers`, but once `after` are done, and without waiting for the answers."""
         message = Message(kind, store=self.store, body=body or {})
-        links = ["server-%d" % rank for rank in (range(self.node.num_servers) if ranks is None else ranks)]
+        links = ["server-%d" % rank for rank in (self.node.all_servers if ranks is None else ranks)]
         return self.node.ask(what, [(link, message) for link in links], after=after)
 
 

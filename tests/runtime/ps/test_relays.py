@@ -72,7 +72,7 @@ def bytes_of_rounds(job: Cluster, dtype: str = "float32", rounds: int = 3, **how
 
 def test_servers_of_a_host_share_those_of_other_hosts_among_them() -> None:
     nodes = [
-        *(node("server", rank, "a" if rank < 2 else "b") for rank in range(5)),
+        *(replace(node("server", rank, "a" if rank < 2 else "b"), servers=5) for rank in range(5)),
         *(node("worker", rank, "a") for rank in range(2)),
         node("worker", 2, "b"),
     ]
@@ -80,6 +80,16 @@ def test_servers_of_a_host_share_those_of_other_hosts_among_them() -> None:
     assert relays_of(nodes, "b") == {}, "one worker has nobody to add to"
     assert relays_of(nodes, "c") == {}
     assert workers_of(nodes, "a") == (0, 1)
+
+
+def test_a_server_beyond_those_that_nodes_are_told_of_stands_in_for_others_and_nobody_for_it() -> None:
+    told = replace(NODE, servers=1)
+    nodes = [
+        *(replace(told, role="server", rank=rank, host=host) for rank, host in enumerate("ab")),
+        *(replace(told, rank=rank, host=host) for rank, host in enumerate("aabb")),
+    ]
+    assert relays_of(nodes, "b") == {0: 1}
+    assert relays_of(nodes, "a") == {}
 
 
 def test_workers_of_a_host_without_a_server_have_no_relay() -> None:
@@ -95,6 +105,13 @@ def test_between_hosts_a_round_goes_once_a_host_and_not_once_a_worker() -> None:
     received, sent = bytes_of_rounds(relayed())
     near, between = 4 * len(KEYS) * BYTES, 2 * (len(KEYS) // 2) * BYTES
     assert received == sent == 3 * (near + between + between)
+
+
+def test_a_host_without_a_server_adds_on_one_that_keeps_no_values() -> None:
+    """Server 1 is on the other host, where workers 2 and 3 are, and has no shard."""
+    received, sent = bytes_of_rounds(relayed(4, 1, relays=1))
+    near, between = 4 * len(KEYS) * BYTES, 2 * len(KEYS) * BYTES
+    assert received == sent == 3 * (near + between)
 
 
 def test_without_host_sums_workers_push_to_the_servers_of_other_hosts() -> None:
@@ -238,6 +255,22 @@ def test_after_a_barrier_states_are_saved_although_nobody_has_pulled(tmp_path: A
 
     with relayed() as job:
         assert job.run(script) == [({14.0}, {28.0})] * 4
+
+
+def test_states_of_a_job_with_a_server_that_keeps_no_values_are_saved_and_loaded(tmp_path: Any) -> None:
+    def script(kv: Any) -> Any:
+        kv.init(KEYS, [full(0)] * len(KEYS))
+        kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
+        kv.push(KEYS, [full(1)] * len(KEYS))
+        kv.save_states(tmp_path)
+        kv.push(KEYS, [full(5)] * len(KEYS))
+        kv.load_states(tmp_path)
+        outs = [full(-1) for _ in KEYS]
+        kv.pushpull(KEYS, [full(1)] * len(KEYS), outs)
+        return {float(out.min()) for out in outs} | {float(out.max()) for out in outs}
+
+    with relayed(4, 1, relays=1) as job:
+        assert job.run(script) == [{-4.0 - (2.0 + 4.0)}] * 4
 
 
 def test_a_worker_that_joins_leaves_nothing_behind_at_its_relay() -> None:
