@@ -29,9 +29,9 @@ from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import ENTRY, Kind, Message, Payload, rows_of, sizes_of
 from distrun_runtime.ps import checks, role, work
 from distrun_runtime.ps.norms import Peers
-from distrun_runtime.ps.pulls import Pull, Pulls
+from distrun_runtime.ps.pulls import Pull, Pulls, names_of
 from distrun_runtime.ps.replies import answer, refusal
-from distrun_runtime.ps.roster import workers_of
+from distrun_runtime.ps.roster import relays_of, workers_of
 from distrun_runtime.ps.rounds import by_round, words_of
 from distrun_runtime.ps.routing import SHARED_MESSAGE_BYTES, message_ends
 from distrun_runtime.ps.shards import Failure, Store, relayed
@@ -127,18 +127,25 @@ class Relay:
         self._fetches: dict[int, _Fetch] = {}
         self._settling: list[_Settling] = []
 
-    def learn(self, nodes: list[NodeIdentity]) -> None:
-        """Take in the job's roster."""
-        self._members = workers_of(nodes, self._me().host)
+    def learn(self, nodes: list[NodeIdentity]) -> list[role.Action]:
+        """Take in the job's roster; return what is to be said of it."""
+        me = self._me()
+        self._members = workers_of(nodes, me.host)
+        owners = [owner for owner, relay in relays_of(nodes, me.host).items() if relay == me.rank]
+        if not owners:
+            return []
+        names = ",".join("server-%d" % owner for owner in owners)
+        return [role.Log("INFO", "event=relay stands_in_for=%s workers=%s" % (names, names_of(self._members)))]
+
+    def against(self, rank: int) -> str:
+        """Return why this is no relay for a worker; empty: it is."""
+        is_here = rank in self._members
+        return "" if is_here else "%s is no relay for worker-%d: they are on two hosts" % (self._me().name, rank)
 
     def store(self, number: int) -> Store | None:
         """Return the table of a store's shards on other servers; None: there are none."""
         found = self._stores.get(number)
         return None if found is None else found.store
-
-    def has(self, store: Store) -> bool:
-        """Whether a table is one of these, still."""
-        return self.store(relayed(store.number)) is store
 
     def clear(self) -> None:
         """The job's next script begins. Numbers go on, so that a late answer is to nothing of it."""

@@ -95,6 +95,9 @@ class Rounds:
 
     def against_sum(self, ranks: Sequence[int], store: Store, shards: Array, rounds: Array) -> str:
         """Return why a sum of contributions cannot be taken in: some of them came before; empty: it can be."""
+        known = np.maximum(store.last[np.ix_(np.array(ranks), shards)], store.ordered[shards])
+        if (rounds > known).all() and not store.early:
+            return ""  # mostly
         for place, (shard, number) in enumerate(zip(shards.tolist(), rounds.tolist(), strict=True)):
             came = [rank for rank in ranks if store.contributed(shard, rank, number)]
             if came and len(came) < len(ranks):

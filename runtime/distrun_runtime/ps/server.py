@@ -172,9 +172,9 @@ class Server:
             self._nodes = {(node.role, node.rank) for node in nodes}
             self.me = self._config.identity(self.me.endpoint, message.body["rank"])
             self._rounds.peers.learn(nodes, self.me.rank)
-            self._relay.learn(nodes)
+            stands_in = self._relay.learn(nodes) if message.body.get("host_sums") else []
             lines = ["event=roster node=%s host=%s endpoint=%s" % (who.name, who.host, who.endpoint) for who in nodes]
-            return [role.Log("INFO", line) for line in lines]
+            return [*(role.Log("INFO", line) for line in lines), *stands_in]
         if message.kind in (Kind.RULE, Kind.SAVE, Kind.LOAD):
             return self._control.from_scheduler(message, self._stores) or []
         if message.kind is Kind.JOIN:
@@ -247,6 +247,9 @@ class Server:
             handled = self._control.from_worker(link, message, self._stores, waiting)
             if handled is not None:
                 return handled
+        wrong = self._relay.against(rank) if message.is_relayed else ""
+        if wrong:
+            return [self._refuse(link, message, wrong)]
         store = self._relay.store(message.store) if message.is_relayed else self._stores.get(message.store)
         if store is None:
             return [self._refuse(link, message, "store %d has no keys on %s" % (message.store, self.me.name))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -464,6 +465,13 @@ def test_another_server_that_does_not_say_for_whom_it_speaks_is_refused(
 ) -> None:
     sent = serving(servers=2).hear("s1", data(kind, [Piece(0)], body=body))
     assert wrong in reason(sent)
+
+
+def test_a_worker_of_another_host_is_told_that_this_server_is_no_relay_for_it(serving: Serving) -> None:
+    message = replace(data(Kind.PULL, [Piece(0)], request=3), flags=Flag.RELAYED)
+    assert reason(serving(servers=2).hear("w0", message)) == (
+        "server-0 is no relay for worker-0: they are on two hosts"
+    )
 
 
 def test_a_sum_of_contributions_of_which_some_came_before_is_refused_and_changes_nothing(serving: Serving) -> None:
