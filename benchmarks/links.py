@@ -113,7 +113,7 @@ def table(found: Found, works: Sequence[str]) -> str:
     def of_ratios(ratios: list[float]) -> str:
         return "%s (%s-%s)" % tuple(map(short, (statistics.median(ratios), min(ratios), max(ratios))))
 
-    rows = ["| work | distrun | tcp | rate / TCP's rate | bytes out / TCP's | bytes in / TCP's |", "|---" * 6 + "|"]
+    rows = ["| round | distrun | tcp | rate / TCP's rate | bytes out / TCP's | bytes in / TCP's |", "|---" * 6 + "|"]
     for name in works:
         pairs = list(zip(found[name], found[TCP], strict=True))
         ours, theirs = (statistics.median(each.seconds for each in runs) * 1e3 for runs in zip(*pairs, strict=True))

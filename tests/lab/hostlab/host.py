@@ -184,7 +184,8 @@ class Host:
     def rate(self, kbit: int) -> None:
         """Shape traffic, both ways."""
         self.touched = True
-        words = ("root", "tbf", "rate", "%dkbit" % int(kbit), "burst", "32kb", "latency", "400ms")
+        burst = max(32 * 1024, int(kbit) * 1000 // 8 // 250)  # what a timer of 250 Hz lets through at this rate
+        words = ("root", "tbf", "rate", "%dkbit" % int(kbit), "burst", "%db" % burst, "latency", "400ms")
         for number in (0, 1):
             self._net("tc", "qdisc", "replace", "dev", "eth%d" % number, *words)
             self.lab.inside("tc", "qdisc", "replace", "dev", layout.veth(self.name, number), *words)
