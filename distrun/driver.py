@@ -24,14 +24,13 @@ from distrun.hosts import Inventory
 from distrun.job import BUNDLED, Job, check_tuning, given
 from distrun.placement import hosts_of, place
 from distrun.plan import Site, check_ports, make_plan, may_bring
-from distrun_runtime.contract import process
+from distrun_runtime.contract import facts, process
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.contract.folder import identity
 from distrun_runtime.contract.plan import SERVER, Limits, Plan, Runtime, Secrets, Sync
 from distrun_runtime.coordinator import loop
-from distrun_runtime.coordinator.jobfolder import DAMAGED
 from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
-from distrun_runtime.coordinator.outcome import EXIT_INTERNAL, HOST_LOST, INTERNAL, INTERRUPTED, Outcome, TaskResult
+from distrun_runtime.coordinator.outcome import Outcome, TaskResult
 from distrun_runtime.coordinator.sink import Sink
 from distrun_runtime.coordinator.verdict import listed
 from distrun_runtime.errors import JobStoreError
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     from distrun_runtime.coordinator.channel import Channel
 
 DRY_RUN_ID = "dry-run"
-OVER = ("succeeded", "failed", "killed")
-"""States that a job does not leave."""
 POLL_S = 0.05
 SHOWN = 60
 """Characters of a process that was ended which are shown."""
@@ -240,10 +237,12 @@ def _note_fault(ready: Prepared, folder: JobFolder, err: BaseException) -> None:
         return
     tasks = tuple(TaskResult(task.name, task.role, task.rank, task.host) for task in ready.plan.tasks)
     if isinstance(err, KeyboardInterrupt):
-        outcome = Outcome(128 + signal.SIGINT, INTERRUPTED, "interrupted before anything was started", tasks=tasks)
+        outcome = Outcome(
+            128 + signal.SIGINT, facts.INTERRUPTED, "interrupted before anything was started", tasks=tasks
+        )
     else:
         text = "distrun itself failed: %s: %s" % (type(err).__name__, err)
-        outcome = Outcome(EXIT_INTERNAL, INTERNAL, text, tasks=tasks)
+        outcome = Outcome(facts.EXIT_INTERNAL, facts.INTERNAL, text, tasks=tasks)
     with contextlib.suppress(OSError):  # the fault may be just that
         folder.finish(outcome)
 
@@ -257,7 +256,7 @@ def with_swept(outcome: Outcome, swept: Mapping[str, Swept], lease_s: float) -> 
     survivors = [text for text in outcome.survivors if text.rpartition(" on ")[2] not in known]
     survivors += ["%s on %s" % (left, host) for host, each in known.items() for left in each.left]
     message = outcome.message
-    lost = outcome.culprit.host if outcome.reason == HOST_LOST and outcome.culprit is not None else ""
+    lost = outcome.culprit.host if outcome.reason == facts.HOST_LOST and outcome.culprit is not None else ""
     if lost in swept:
         message += "; " + swept[lost].short
         if swept[lost].problem:
@@ -280,7 +279,7 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
         UsageError: the job was launched on another machine, or its plan cannot be read.
     """
     state = folder.standing()
-    if state in OVER:
+    if state in facts.OVER:
         # Its end may have left something that would not die then.
         swept = backends.load(folder.plan().backend).sweep(folder.plan(), grace_s or 0.0)
         return Killed(("is over already: %s" % state,), swept, is_quiet=True)
@@ -314,7 +313,7 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
             " --stale: this machine)" % folder.id,
         )
     swept = backends.load(plan.backend).sweep(plan, grace_s)
-    if state != DAMAGED and not any(each.problem for each in swept.values()):
+    if state != facts.DAMAGED and not any(each.problem for each in swept.values()):
         try:
             folder.bury(tuple(left for each in swept.values() for left in each.left))
         except OSError as err:

@@ -16,11 +16,13 @@ and `hint` (what to type next) below it.
 
 from __future__ import annotations
 
+from distrun_runtime.contract import facts
+
 
 class DistrunError(Exception):
     """The root of every error that the submit side raises on purpose."""
 
-    exit_code = 8
+    exit_code = facts.EXIT_INTERNAL
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -30,7 +32,7 @@ class DistrunError(Exception):
 class UsageError(DistrunError, ValueError):
     """What the user typed, or a file that it names, is wrong: what was expected, what was found."""
 
-    exit_code = 2
+    exit_code = facts.EXIT_USAGE
 
 
 class HostsError(UsageError):
@@ -45,28 +47,28 @@ class HostsError(UsageError):
 class PreflightError(DistrunError):
     """A host cannot be used; nothing was started anywhere."""
 
-    exit_code = 3
+    exit_code = facts.EXIT_PREFLIGHT
 
 
 class SyncError(DistrunError, OSError):
     """Files did not reach a host; nothing was started anywhere."""
 
-    exit_code = 4
+    exit_code = facts.EXIT_SYNC
 
 
 class SubmitError(DistrunError):
     """The queue or engine refused the job."""
 
-    exit_code = 5
+    exit_code = facts.EXIT_SUBMIT
 
 
 class StartError(DistrunError):
     """An agent or a task did not start."""
 
-    exit_code = 6
+    exit_code = facts.EXIT_START_FAILED
 
 
 class HostLost(DistrunError, ConnectionError):
     """A host went away while the job ran."""
 
-    exit_code = 7
+    exit_code = facts.EXIT_HOST_LOST

@@ -9,7 +9,7 @@ import signal as signals
 from collections.abc import Sequence
 
 from distrun.hosts import generic
-from distrun_runtime.coordinator import outcome as ends
+from distrun_runtime.contract import facts
 from distrun_runtime.coordinator.outcome import Culprit, Outcome, Problem, TaskResult
 
 TAIL_LINES = 20
@@ -41,7 +41,7 @@ _CHAINED = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
 )
-_HOSTS = {ends.HOST_LOST: "was lost", ends.PREFLIGHT: "cannot be used", ends.SYNC: "did not get the files"}
+_HOSTS = {facts.HOST_LOST: "was lost", facts.PREFLIGHT: "cannot be used", facts.SYNC: "did not get the files"}
 
 
 def failure(outcome: Outcome, tail: Sequence[str] = (), log: str = "") -> str:
@@ -52,7 +52,7 @@ def failure(outcome: Outcome, tail: Sequence[str] = (), log: str = "") -> str:
         tail: the last lines of the culprit's log, as `JobFolder.tail(task, READ_LINES)` gives them.
         log: path of that log.
     """
-    if outcome.reason == ends.SUCCEEDED:
+    if outcome.reason == facts.SUCCEEDED:
         return ""
     lines: list[str] = _later(outcome)
     culprit = outcome.culprit
@@ -63,7 +63,7 @@ def failure(outcome: Outcome, tail: Sequence[str] = (), log: str = "") -> str:
         elif culprit.reason and culprit.reason not in outcome.message:
             lines.append("  %s" % culprit.reason)
         lines += _tail(tail, log)
-    elif outcome.problems and (outcome.reason == ends.PREFLIGHT or len(outcome.problems) > 1):
+    elif outcome.problems and (outcome.reason == facts.PREFLIGHT or len(outcome.problems) > 1):
         lines += _table(outcome.problems)
         lines.append("nothing was started on any host")
     elif culprit is not None:
@@ -169,7 +169,7 @@ def _cut(line: str) -> str:
 
 def _later(outcome: Outcome) -> list[str]:
     first = outcome.culprit.task if outcome.culprit is not None else ""
-    failed = [task for task in outcome.tasks if task.state == ends.FAILED and task.name != first]
+    failed = [task for task in outcome.tasks if task.state == facts.FAILED and task.name != first]
     if not failed:
         return []
     named = ", ".join("%s (%s)" % (task.name, _short(task)) for task in failed[:_NAME_LIMIT])

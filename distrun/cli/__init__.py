@@ -14,10 +14,7 @@ from distrun import __version__
 from distrun.cli.console import print_err
 from distrun.cli.lazy import LazyGroup
 from distrun.errors import DistrunError, HostsError
-
-EXIT_USAGE = 2
-EXIT_INTERNAL = 8
-EXIT_INTERRUPTED = 130
+from distrun_runtime.contract import facts
 
 
 @dataclass
@@ -62,7 +59,7 @@ def cli(ctx: click.Context) -> None:
     """
     if ctx.invoked_subcommand is None:
         print_err(ctx.get_help() + "\n")
-        ctx.exit(EXIT_USAGE)
+        ctx.exit(facts.EXIT_USAGE)
 
 
 def main() -> NoReturn:
@@ -81,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
         return _click_error(err)
     except (KeyboardInterrupt, click.exceptions.Abort):
         print_err("distrun: interrupted\n")
-        return EXIT_INTERRUPTED
+        return facts.EXIT_INTERRUPTED
     except BrokenPipeError:
         return 0
     except HostsError as err:
@@ -115,14 +112,14 @@ def _other(err: Exception, settings: Settings) -> int:
     from distrun_runtime.errors import JobStoreError, NoSuchJob, RuntimeFault
 
     if isinstance(err, NoSuchJob):
-        return _fail(str(err), "distrun status lists the jobs", EXIT_USAGE, settings)
+        return _fail(str(err), "distrun status lists the jobs", facts.EXIT_USAGE, settings)
     if isinstance(err, JobStoreError):
         hint = "distrun status lists the jobs; a folder that is damaged, and of no job that runs, can go: rm -r"
-        return _fail(str(err), hint, EXIT_USAGE, settings)
+        return _fail(str(err), hint, facts.EXIT_USAGE, settings)
     if isinstance(err, RuntimeFault):
-        return _fail(str(err), "", EXIT_INTERNAL, settings)
+        return _fail(str(err), "", facts.EXIT_INTERNAL, settings)
     text = "%s: %s" % (type(err).__name__, err)
-    return _fail("internal error: " + text, "please report it, with what -vv prints", EXIT_INTERNAL, settings)
+    return _fail("internal error: " + text, "please report it, with what -vv prints", facts.EXIT_INTERNAL, settings)
 
 
 def _fail(message: str, hint: str, code: int, settings: Settings) -> int:

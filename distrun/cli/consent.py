@@ -10,10 +10,9 @@ import click
 from distrun.cli.console import print_err
 from distrun.errors import UsageError
 from distrun.fleet import Problem
+from distrun_runtime.contract import facts
 
 SCHEMA = "distrun.kill/1"
-EXIT_LEFT = 1
-EXIT_PROBLEM = 3
 
 
 def agree(question: str, yes: bool, what: str, hint: str = "look first: --dry-run") -> None:
@@ -32,7 +31,7 @@ def agree(question: str, yes: bool, what: str, hint: str = "look first: --dry-ru
 
 def exit_code(left: bool, problems: Mapping[str, Problem]) -> int:
     """Return the exit code; `left`: a process did not end, `problems`: hosts that did not answer, and why."""
-    return EXIT_LEFT if left else EXIT_PROBLEM if problems else 0
+    return facts.EXIT_LEFT if left else facts.EXIT_PREFLIGHT if problems else 0
 
 
 def tell_problems(problems: Mapping[str, Problem]) -> None:

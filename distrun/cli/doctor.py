@@ -20,7 +20,7 @@ from distrun.cli.reach import host_options, hosts_of, tell_warnings, typed, type
 from distrun.doctor.row import Row, Ways
 from distrun.errors import UsageError
 from distrun.hosts import fold
-from distrun_runtime.contract import environ
+from distrun_runtime.contract import environ, facts
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from distrun_runtime.contract.plan import Host
 
 SCHEMA = "distrun.doctor/1"
-EXIT_BAD = 3
 FOR_WORKERS = """\
 The servers and the scheduler of `distrun launch` use it automatically; workers do not. If workers use the store, give
 them a Python that has numpy and pyzmq, such as a virtual environment of your own: --activate venv:PATH.
@@ -114,7 +113,7 @@ def doctor(**options: Any) -> int:
         _tell_made(made, ways, options["as_json"])
     fixed = {each.host for each in made if each.is_made}
     bad = [row for row in report.rows if row.mark == "bad"]
-    code = EXIT_BAD if any(row.check != "server python" or row.host not in fixed for row in bad) else 0
+    code = facts.EXIT_PREFLIGHT if any(row.check != "server python" or row.host not in fixed for row in bad) else 0
     if options["as_json"]:
         rows = [{**asdict(row), "fix": row.fix_text(ways)} for row in report.rows]
         told: dict[str, Any] = {"schema": SCHEMA, "exit_code": code, "rows": rows, "facts": report.facts}

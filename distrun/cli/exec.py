@@ -16,10 +16,9 @@ from distrun.cli.values import seconds
 from distrun.errors import UsageError
 from distrun.fleet import Problem, Ran, fold, run
 from distrun.fleet.running import KEPT
-from distrun_runtime.contract import environ
+from distrun_runtime.contract import environ, facts
 
 SCHEMA = "distrun.exec/1"
-EXIT_PROBLEM = 3
 
 
 @click.command("exec", context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
@@ -76,7 +75,7 @@ def exit_code(found: Mapping[str, Ran | Problem]) -> int:
     """Return the command's exit code: the largest of all; a host with a problem counts as 3. Pure."""
     ran = [each for each in found.values() if isinstance(each, Ran)]
     has_problem = len(ran) < len(found) or any(each.problem for each in ran)
-    return max([0, *(each.code or 0 for each in ran), EXIT_PROBLEM if has_problem else 0])
+    return max([0, *(each.code or 0 for each in ran), facts.EXIT_PREFLIGHT if has_problem else 0])
 
 
 def remarks(found: Mapping[str, Ran | Problem]) -> list[str]:

@@ -8,11 +8,12 @@ from typing import Any
 
 import click
 
-from distrun.cli.consent import EXIT_LEFT, EXIT_PROBLEM, SCHEMA, agree
+from distrun.cli.consent import SCHEMA, agree
 from distrun.cli.console import print_out
 from distrun.cli.reach import host_options
 from distrun.cli.values import seconds
 from distrun.errors import UsageError
+from distrun_runtime.contract import facts
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -77,7 +78,7 @@ def _by_name(jobs: tuple[str, ...], options: Mapping[str, Any]) -> int:
     told = []
     for folder in folders:
         killed = driver.kill(folder, options["grace"])
-        code = EXIT_LEFT if killed.left else code or (EXIT_PROBLEM if killed.unasked else 0)
+        code = facts.EXIT_LEFT if killed.left else code or (facts.EXIT_PREFLIGHT if killed.unasked else 0)
         told.append({"job": folder.id, "done": killed.lines, "left": killed.left, "unasked": killed.unasked})
         if not options["as_json"]:
             print_out("".join("%s: %s\n" % (folder.id, line) for line in killed.lines))

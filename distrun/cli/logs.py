@@ -16,10 +16,9 @@ import click
 from distrun.cli.console import can_draw, copy_out, is_terminal, wants_colour
 from distrun.cli.find import find
 from distrun.cli.lines import Feed, Live, prefix
-from distrun.cli.status import LIVE
 from distrun.cli.values import count
 from distrun.errors import UsageError
-from distrun_runtime.contract import environ
+from distrun_runtime.contract import environ, facts
 from distrun_runtime.coordinator import stored
 
 POLL_S = 0.1
@@ -58,7 +57,7 @@ def logs(job: str, task: str | None, follow: bool, lines: int | None) -> int:
         feed = Feed(before, terminal=is_terminal(), live=live is not None)
         path = folder.log_path(row["name"])
         shown.append(_Log(path, feed, 0 if lines is None else tail_offset(path, lines)))
-    _show(shown, (lambda: folder.state()["state"] in LIVE) if follow else lambda: False, live)
+    _show(shown, (lambda: folder.state()["state"] in facts.LIVE) if follow else lambda: False, live)
     return 0
 
 

@@ -13,6 +13,7 @@ import click
 from distrun import shell
 from distrun.cli.console import WIDE, is_terminal, live, print_out, render, width
 from distrun.cli.find import find
+from distrun_runtime.contract import facts
 from distrun_runtime.coordinator import stored
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ SCHEMA = "distrun.status/1"
 SHOWN = 20
 """Jobs that are listed without --all."""
 INTERVAL_S = 0.5
-LIVE = ("starting", "running", "stopping")
 
 DROPPED = ("CPU", "MAX RSS", "PID", "TIME", "CODE")
 """Columns of a job's tasks that are left out where there is no room, the first one first."""
@@ -69,7 +69,7 @@ def status(job: str | None, watch: bool, everything: bool, as_json: bool) -> int
     if watch and not as_json:
         live(
             lambda: tasks_table(folder.state(), time.time(), width()),
-            lambda: folder.state()["state"] in LIVE,
+            lambda: folder.state()["state"] in facts.LIVE,
             INTERVAL_S,
         )
     state = folder.state()
@@ -77,7 +77,7 @@ def status(job: str | None, watch: bool, everything: bool, as_json: bool) -> int
         print_out(json.dumps({"schema": SCHEMA, "job": state}, indent=2) + "\n")
     elif not watch:
         print_out(render(tasks_table(state, time.time(), width())))
-    return 0 if state["state"] in (*LIVE, "succeeded") else 1
+    return 0 if state["state"] in (*facts.LIVE, facts.SUCCEEDED) else 1
 
 
 def jobs_table(states: Sequence[Mapping[str, Any]], now: float, columns: int = WIDE) -> Table:
@@ -162,12 +162,12 @@ def _jobs(store: JobStore, everything: bool) -> list[dict[str, Any]]:
 
 def _is_damaged(state: Mapping[str, Any]) -> bool:
     """Whether nothing is known of a job but what is wrong with its folder."""
-    return bool(state["state"] == "damaged")
+    return bool(state["state"] == facts.DAMAGED)
 
 
 def _until(state: Mapping[str, Any]) -> str | None:
     """Return when a job that has no end was last heard of, if its launcher is gone."""
-    return None if state["state"] in LIVE else str(state.get("heard") or state["updated"])
+    return None if state["state"] in facts.LIVE else str(state.get("heard") or state["updated"])
 
 
 def _code(code: int | None, signal: str | None) -> str:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from distrun.fleet.relay import OnOutput, Relay
 from distrun.fleet.talk import Fleet
 from distrun.shell import quote
-from distrun_runtime.contract import environ
+from distrun_runtime.contract import environ, facts
 from distrun_runtime.contract.plan import ACTIVATE_S, WORKER, Host, Limits, Plan, Secrets, Task
 from distrun_runtime.coordinator import events, frames
 from distrun_runtime.coordinator.actions import Spawn, StopTasks
-from distrun_runtime.coordinator.outcome import EXIT_TIMEOUT, Problem, exit_code
+from distrun_runtime.coordinator.outcome import Problem
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
@@ -78,7 +78,7 @@ class Ran:
 
     def end(self, event: events.Exited) -> None:
         """Note its end."""
-        self.code = EXIT_TIMEOUT if self.is_late else exit_code(event.code, event.signal)
+        self.code = facts.EXIT_TIMEOUT if self.is_late else facts.exit_code(event.code, event.signal)
         self.reason, self.sizes = event.reason, {"out": event.out, "err": event.err}
 
 

@@ -24,7 +24,7 @@ from distrun_runtime.agent.reaper import Wakeup
 from distrun_runtime.agent.record import Record
 from distrun_runtime.agent.refusal import Refusal
 from distrun_runtime.agent.share import Share, take
-from distrun_runtime.contract import process, wire
+from distrun_runtime.contract import facts, process, wire
 from distrun_runtime.contract.plan import STOP
 from distrun_runtime.contract.process import Identity
 from distrun_runtime.errors import RuntimeFault
@@ -39,8 +39,6 @@ LOST_FLUSH_S = 1.0
 """The same when the coordinator closed its end."""
 REMEMBER_S = 5.0
 """Without a subreaper, so often the tasks' processes are remembered, before they could slip away."""
-TERMINATED = 128 + int(signal.SIGTERM)
-START_FAILED = 6
 OTHER = "other"
 """Kind of a refusal for which there is no better word."""
 
@@ -102,7 +100,7 @@ class Agent:
     def _tick(self, now: float) -> None:
         if not self._is_leaving and now >= self._lease_end():
             self._say_ending("it heard nothing from the coordinator for %.1f s" % (now - self._heard_at))
-            self._leave(self._gentle(), TERMINATED)
+            self._leave(self._gentle(), facts.EXIT_TERMINATED)
         if self._opening is not None and now >= self._opening.deadline:
             self._opening.expire()
         left = self._ending.step(now)
@@ -181,7 +179,7 @@ class Agent:
             self._warn("the coordinator's stream cannot be read on: %s" % self._channel.fault)
         if self._share is None or self._share.plan.on_eof == STOP:
             self._crew.is_nobody_listening = self._channel.is_broken
-            self._leave(self._gentle(), TERMINATED)
+            self._leave(self._gentle(), facts.EXIT_TERMINATED)
         # Else they are held: the tasks go on until the lease ends.
 
     def _on_guard(self) -> None:
@@ -191,14 +189,14 @@ class Agent:
         self._selector.unregister(self._guard_link)
         self._say_ending("its guard died")
         grace_s = min(self._grace_s(), GUARD_LOST_GRACE_S)
-        self._leave(ladder.gentle(grace_s, time.monotonic()), TERMINATED)
+        self._leave(ladder.gentle(grace_s, time.monotonic()), facts.EXIT_TERMINATED)
 
     def _on_signals(self) -> None:
         if int(signal.SIGTERM) in self._wakeup.read():
             by_user = self._share is not None and record.is_killed(self._share.folder)
             why = "distrun kill asked for it" if by_user else "it got SIGTERM, as when that machine is shut down"
             self._say_ending(why, by_user)
-            self._leave(self._gentle(), TERMINATED)
+            self._leave(self._gentle(), facts.EXIT_TERMINATED)
 
     def _begin(self, header: Dict[str, Any]) -> None:
         if self._share is not None or self._is_leaving:
@@ -256,7 +254,7 @@ class Agent:
         reason = str(err) if is_plain else "%s: %s" % (type(err).__name__, err)
         kind, fix = (err.kind, err.fix) if isinstance(err, Refusal) else (OTHER, "")
         self._send("refused", reason=reason, kind=kind, fix=fix)
-        self._leave(self._gentle(), START_FAILED)
+        self._leave(self._gentle(), facts.EXIT_START_FAILED)
 
     def _ask(self, header: Dict[str, Any]) -> None:
         """Have a tool answer. It may block: no task runs yet, so nothing waits for this loop."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Dict, List, Tuple
 
 from distrun_runtime.agent.refusal import Refusal
-from distrun_runtime.contract import environ, process
+from distrun_runtime.contract import environ, facts, process
 from distrun_runtime.contract.process import Identity
 from distrun_runtime.errors import ContractError
 
@@ -45,7 +45,7 @@ class Record:
     """(name, leader) of the tasks that were not reaped; a leader's process id is also its group and session."""
     known: Tuple[Identity, ...] = ()
     """Other processes that were seen to belong to the job."""
-    lease_s: float = 45.0
+    lease_s: float = facts.LEASE_S
     """How long the agent goes on without hearing from its coordinator. The file's time says when it last heard."""
 
     def to_json(self) -> Dict[str, Any]:

@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Dict, FrozenSet, Mapping, Optional, Tuple
 
+from distrun_runtime.contract import facts
 from distrun_runtime.errors import ContractError
 
 VERSION = 2
@@ -90,21 +91,21 @@ class Host:
 class Limits:
     """The times of a job, seconds. None: no limit."""
 
-    grace_s: float = 10.0
+    grace_s: float = facts.GRACE_S
     """Between asking a task to end and killing it."""
     timeout_s: float | None = None
     """The whole job; then exit code 124."""
-    start_s: float = 120.0
+    start_s: float = facts.START_S
     """Until every agent has answered and every task was started; then exit code 6."""
-    lease_s: float = 45.0
+    lease_s: float = facts.LEASE_S
     """How long an agent goes on without hearing from the coordinator; longer than `lost_s`."""
     verdict_s: float = 1.0
     """How long the verdict waits for an earlier failure to be reported."""
     early_exit_s: float = 10.0
     """How long workers may take to end after a server or scheduler ended with 0."""
-    suspect_s: float = 15.0
+    suspect_s: float = facts.SUSPECT_S
     """A host that is silent for so long is suspect: said, and nothing else."""
-    lost_s: float = 30.0
+    lost_s: float = facts.LOST_S
     """A host that is silent for so long is lost: the job ends with exit code 7."""
 
 

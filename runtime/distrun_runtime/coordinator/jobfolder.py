@@ -23,10 +23,9 @@ import time
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, Mapping, Optional
 
+from distrun_runtime.contract import facts, process
 from distrun_runtime.contract import plan as plans
-from distrun_runtime.contract import process
 from distrun_runtime.contract.plan import Plan
-from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator import spool, stored
 from distrun_runtime.coordinator.outcome import Outcome, TaskResult
 from distrun_runtime.errors import ContractError, JobStoreError
@@ -34,16 +33,11 @@ from distrun_runtime.errors import ContractError, JobStoreError
 VERSION = 1
 SCHEMA = "distrun.job/1"
 OUTCOME_SCHEMA = "distrun.outcome/1"
-
-LIVE = (ends.STARTING, ends.RUNNING, ends.STOPPING)
-"""States of a job that a launcher runs."""
-DAMAGED = "damaged"
-"""Stands for the state of a job whose files cannot be read."""
 RESERVE = "reserve"
 _RESERVE_BYTES = 32 * 1024
 _RESERVE_A_TASK = 3 * 1024
 """What outcome.json may need: two reasons of a task have 1000 characters each."""
-_UNFINISHED = (ends.PENDING, ends.STARTING, ends.RUNNING, ends.LOST)
+_UNFINISHED = (facts.PENDING, facts.STARTING, facts.RUNNING, facts.LOST)
 
 
 class JobFolder:
@@ -71,7 +65,7 @@ class JobFolder:
         with open(str(path / RESERVE), "wb") as file:
             file.write(bytes(_RESERVE_BYTES + _RESERVE_A_TASK * len(plan.tasks)))
         tasks = [TaskResult(task.name, task.role, task.rank, task.host) for task in plan.tasks]
-        folder.write_state(ends.STARTING, tasks)
+        folder.write_state(facts.STARTING, tasks)
         return folder
 
     def exists(self) -> bool:
@@ -160,7 +154,7 @@ class JobFolder:
 
     def explained(self, outcome: Outcome) -> Outcome:
         """Return an outcome that says "stopped by distrun kill" if that is what the launcher's SIGTERM was."""
-        if outcome.reason != ends.TERMINATED or not (self.path / "kill.json").exists():
+        if outcome.reason != facts.TERMINATED or not (self.path / "kill.json").exists():
             return outcome
         return dataclasses.replace(outcome, message="stopped by distrun kill")
 
@@ -170,13 +164,13 @@ class JobFolder:
         A job that is not lost is left as it is. Raises OSError, JobStoreError.
         """
         state = self.state()
-        if state["state"] != ends.LOST:
+        if state["state"] != facts.LOST:
             return
         now = time.time()
         tasks = tuple(_stopped(_result(task), now) for task in state["tasks"])
-        code = ends.exit_code(None, "TERM")
+        code = facts.exit_code(None, "TERM")
         message = "its launcher was gone; distrun kill ended what was left"
-        self.finish(Outcome(code, ends.TERMINATED, message, tasks=tasks, survivors=tuple(survivors)))
+        self.finish(Outcome(code, facts.TERMINATED, message, tasks=tasks, survivors=tuple(survivors)))
 
     def outcome_json(self, outcome: Outcome) -> Dict[str, Any]:
         """Return the outcome as JSON-able values: what outcome.json holds and `launch --json` prints."""
@@ -245,15 +239,15 @@ class JobFolder:
             JobStoreError: it cannot be read, or is damaged.
         """
         value = self._read_state()
-        if value["state"] in LIVE and not self.has_launcher():
+        if value["state"] in facts.LIVE and not self.has_launcher():
             # It may have finished between the two looks.
             value = self._read_state()
-            if value["state"] in LIVE and not self._take_outcome(value):
-                value["state"] = ends.LOST
+            if value["state"] in facts.LIVE and not self._take_outcome(value):
+                value["state"] = facts.LOST
                 value["heard"] = self._heard(value["updated"])
                 for task in value["tasks"]:
                     if task["state"] in _UNFINISHED:
-                        task["state"] = ends.LOST
+                        task["state"] = facts.LOST
         return value
 
     def standing(self) -> str:
@@ -261,7 +255,7 @@ class JobFolder:
         try:
             return str(self.state()["state"])
         except JobStoreError:
-            return DAMAGED
+            return facts.DAMAGED
 
     def shown(self) -> Dict[str, Any]:
         """Return what `state` does or, for a damaged job, the same members without content, and what is wrong."""
@@ -271,7 +265,7 @@ class JobFolder:
             nothing: Dict[str, Any] = dict.fromkeys(("finished", "exit_code", "reason"))
             created = self.created()
             times = {"created": created, "updated": created}
-            who = {"schema": SCHEMA, "version": VERSION, "id": self.id, "name": self.name(), "state": DAMAGED}
+            who = {"schema": SCHEMA, "version": VERSION, "id": self.id, "name": self.name(), "state": facts.DAMAGED}
             return {**who, **times, **nothing, "message": str(err), "command": [], "hosts": [], "tasks": []}
 
     def _read_state(self) -> Dict[str, Any]:
@@ -378,7 +372,7 @@ def _result(task: Mapping[str, Any]) -> TaskResult:
 def _stopped(task: TaskResult, now: float) -> TaskResult:
     if task.state not in _UNFINISHED:
         return task
-    return dataclasses.replace(task, state=ends.STOPPED, ended=None if task.started is None else now)
+    return dataclasses.replace(task, state=facts.STOPPED, ended=None if task.started is None else now)
 
 
 def _replace(path: Path, value: Mapping[str, Any]) -> None:

@@ -12,10 +12,9 @@ import shutil
 from pathlib import Path
 from typing import List, Optional
 
-from distrun_runtime.contract import environ
+from distrun_runtime.contract import environ, facts
 from distrun_runtime.contract.plan import Plan
-from distrun_runtime.coordinator import jobfolder, jobid
-from distrun_runtime.coordinator import outcome as ends
+from distrun_runtime.coordinator import jobid
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.errors import JobStoreError, NoSuchJob
 
@@ -96,7 +95,7 @@ class JobStore:
         """
         found = self._matches(wanted)
         states = [job.standing() for job in found]
-        for standing in (jobfolder.LIVE, (ends.LOST, jobfolder.DAMAGED)):
+        for standing in (facts.LIVE, (facts.LOST, facts.DAMAGED)):
             chosen = [job for job, state in zip(found, states) if state in standing]
             if chosen:
                 return _only(chosen, wanted)

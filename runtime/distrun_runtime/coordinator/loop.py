@@ -10,9 +10,9 @@ import queue
 import time
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
+from distrun_runtime.contract import facts
 from distrun_runtime.contract.plan import Plan, Secrets
 from distrun_runtime.coordinator import actions, events, frames
-from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator.channel import Channel, Put
 from distrun_runtime.coordinator.interrupts import Interrupts
 from distrun_runtime.coordinator.jobfolder import JobFolder
@@ -268,7 +268,7 @@ class _Loop:
                     left.discard(event.host)
         tasks = tuple(self._supervisor.roster.tasks.values())
         text = "distrun itself failed: %s: %s" % (type(err).__name__, err)
-        outcome = Outcome(ends.EXIT_INTERNAL, ends.INTERNAL, text, tasks=tasks, survivors=tuple(sorted(left)))
+        outcome = Outcome(facts.EXIT_INTERNAL, facts.INTERNAL, text, tasks=tasks, survivors=tuple(sorted(left)))
         self._try(lambda: self._folder.finish(outcome))
 
 

@@ -2,65 +2,10 @@
 
 from __future__ import annotations
 
-import signal as signals
 from dataclasses import dataclass
 from typing import Optional, Tuple
 
-SUCCEEDED = "succeeded"
-TASK_FAILED = "task_failed"
-INTERRUPTED = "interrupted"
-TERMINATED = "terminated"
-TIMEOUT = "timeout"
-START_FAILED = "start_failed"
-HOST_LOST = "host_lost"
-PREFLIGHT = "preflight"
-SYNC = "sync"
-INTERNAL = "internal"
-REASONS = (
-    SUCCEEDED,
-    TASK_FAILED,
-    INTERRUPTED,
-    TERMINATED,
-    TIMEOUT,
-    START_FAILED,
-    HOST_LOST,
-    PREFLIGHT,
-    SYNC,
-    INTERNAL,
-)
-
-EXIT_PREFLIGHT = 3
-EXIT_SYNC = 4
-EXIT_START_FAILED = 6
-EXIT_HOST_LOST = 7
-EXIT_INTERNAL = 8
-EXIT_TIMEOUT = 124
-
-PENDING = "pending"
-STARTING = "starting"
-RUNNING = "running"
-EXITED = "exited"
-FAILED = "failed"
-STOPPED = "stopped"
-TASK_STATES = (PENDING, STARTING, RUNNING, EXITED, FAILED, STOPPED)
-"""exited: by itself with 0. failed: by itself otherwise, or its host was lost. stopped: we ended it."""
-
-STOPPING = "stopping"
-KILLED = "killed"
-LOST = "lost"
-JOB_STATES = (STARTING, RUNNING, STOPPING, SUCCEEDED, FAILED, KILLED, LOST)
-"""killed: interrupted or terminated. lost: the launcher died and nobody finished the job."""
-
-
-def exit_code(code: Optional[int], signal: Optional[str]) -> int:
-    """Return what a shell would: the code, or 128 + the number of the signal `signal` (1 if it is unknown here)."""
-    if signal is None:
-        return 0 if code is None else code
-    name = signal if signal.startswith("SIG") else "SIG" + signal
-    try:
-        return 128 + signals.Signals[name].value
-    except KeyError:
-        return 128 + int(signal) if signal.isdigit() else 1
+from distrun_runtime.contract import facts
 
 
 @dataclass(frozen=True)
@@ -71,7 +16,7 @@ class TaskResult:
     role: str
     rank: int
     host: str
-    state: str = PENDING
+    state: str = facts.PENDING
     pid: Optional[int] = None
     code: Optional[int] = None
     signal: Optional[str] = None
@@ -90,7 +35,7 @@ class TaskResult:
     @property
     def is_over(self) -> bool:
         """It ran, and runs no more as far as anybody can know."""
-        return self.state in (EXITED, FAILED, STOPPED)
+        return self.state in (facts.EXITED, facts.FAILED, facts.STOPPED)
 
 
 KINDS = (
@@ -150,7 +95,7 @@ class Outcome:
 
     exit_code: int
     reason: str
-    """One of REASONS."""
+    """One of `facts.REASONS`."""
     message: str
     """One line: what happened, where, and what to do if that is known."""
     culprit: Optional[Culprit] = None
@@ -165,6 +110,6 @@ class Outcome:
     @property
     def job_state(self) -> str:
         """The job's last state: succeeded, failed or killed."""
-        if self.reason == SUCCEEDED:
-            return SUCCEEDED
-        return KILLED if self.reason in (INTERRUPTED, TERMINATED) else FAILED
+        if self.reason == facts.SUCCEEDED:
+            return facts.SUCCEEDED
+        return facts.KILLED if self.reason in (facts.INTERRUPTED, facts.TERMINATED) else facts.FAILED

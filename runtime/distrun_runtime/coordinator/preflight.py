@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import List, Optional, Sequence
 
-from distrun_runtime.coordinator import outcome as ends
+from distrun_runtime.contract import facts
 from distrun_runtime.coordinator import verdict
 from distrun_runtime.coordinator.outcome import Problem
 from distrun_runtime.coordinator.verdict import Cause
@@ -46,7 +46,7 @@ class Preflight:
         order = {name: number for number, name in enumerate(self._hosts)}
         problems = tuple(sorted(self._problems, key=lambda problem: order[problem.host]))
         first = min(self._causes, key=lambda cause: cause.time)
-        if any(cause.reason == ends.PREFLIGHT for cause in self._causes):
+        if any(cause.reason == facts.PREFLIGHT for cause in self._causes):
             first = verdict.unusable(problems, len(self._hosts), first.time, first.host)
         if waiting:
             first = dataclasses.replace(

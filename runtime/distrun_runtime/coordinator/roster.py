@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Dict, List, Set, Tuple
 
+from distrun_runtime.contract import facts
 from distrun_runtime.contract.plan import WORKER, Plan, Task, references
-from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator.events import Event, Output
 from distrun_runtime.coordinator.outcome import TaskResult
 
@@ -113,7 +113,7 @@ class Roster:
     @property
     def all_started(self) -> bool:
         """Whether every task runs or ran."""
-        return all(task.state == ends.RUNNING or task.is_over for task in self.tasks.values())
+        return all(task.state == facts.RUNNING or task.is_over for task in self.tasks.values())
 
     @property
     def workers_over(self) -> bool:
@@ -138,7 +138,7 @@ class Roster:
             if not host.has_answered
         ]
         for task in () if texts else self.plan.tasks:
-            if self.tasks[task.name].state in (ends.PENDING, ends.STARTING):
+            if self.tasks[task.name].state in (facts.PENDING, facts.STARTING):
                 needs = sorted(references(task) - self.facts.keys())
                 what = "%s on %s" % (task.name, task.host)
                 texts.append("%s (which waits for %s)" % (what, ", ".join(needs)) if needs else what)
@@ -157,9 +157,9 @@ class Roster:
             if task.is_over:
                 continue
             if self.hosts[task.host].silence_s:
-                self.change(name, state=ends.FAILED, reason=LOST_WITH_HOST)
+                self.change(name, state=facts.FAILED, reason=LOST_WITH_HOST)
             else:
-                self.change(name, state=ends.STOPPED, reason=task.reason or "its end was not reported")
+                self.change(name, state=facts.STOPPED, reason=task.reason or "its end was not reported")
 
     def expect(self, task: str, out: int, err: int) -> None:
         """Remember how much a task that was reaped had written."""

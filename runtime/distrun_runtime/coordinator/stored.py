@@ -15,8 +15,8 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO, Callable, Dict, Mapping, NamedTuple
 
+from distrun_runtime.contract import facts
 from distrun_runtime.contract import plan as plans
-from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.errors import JobStoreError
 
 SIZE_LIMIT = 256 * 1024 * 1024
@@ -92,7 +92,7 @@ TASK: Members = {
     "role": one_of(*plans.ROLES),
     "rank": COUNT,
     "host": TEXT,
-    "state": one_of(*ends.TASK_STATES),
+    "state": one_of(*facts.TASK_STATES),
     "pid": optional(COUNT),
     "code": optional(COUNT),
     "signal": optional(TEXT),
@@ -107,17 +107,17 @@ TASK: Members = {
 STATE: Members = {
     "id": TEXT,
     "name": TEXT,
-    "state": one_of(*ends.JOB_STATES),
+    "state": one_of(*facts.JOB_STATES),
     "command": TEXTS,
     "hosts": TEXTS,
     "created": TIME,
     "updated": TIME,
     "finished": optional(TIME),
     "exit_code": optional(COUNT),
-    "reason": optional(one_of(*ends.REASONS)),
+    "reason": optional(one_of(*facts.REASONS)),
     "message": optional(TEXT),
 }
-OUTCOME: Members = {"id": TEXT, "exit_code": COUNT, "reason": one_of(*ends.REASONS), "message": TEXT}
+OUTCOME: Members = {"id": TEXT, "exit_code": COUNT, "reason": one_of(*facts.REASONS), "message": TEXT}
 PLAN: Members = {
     **dict.fromkeys(("job", "name", "backend", "cwd", "on_eof", "interface", "subnet", "activate"), TEXT),
     "command": TEXTS,

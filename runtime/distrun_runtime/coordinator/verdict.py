@@ -11,9 +11,9 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
+from distrun_runtime.contract import facts
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.contract.plan import WORKER
-from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator.outcome import Culprit, Outcome, Problem, TaskResult
 
 COULD_NOT_RUN = (126, 127)
@@ -27,7 +27,7 @@ class Cause:
     """Something for which a job can end, other than success."""
 
     reason: str
-    """One of `outcome.REASONS`."""
+    """One of `facts.REASONS`."""
     exit_code: int
     time: float
     """Wall clock, seconds, on our clock as well as we know it."""
@@ -46,12 +46,12 @@ class Cause:
     @property
     def is_failure(self) -> bool:
         """Whether a task or a host failed (and not: somebody or a clock ended the job)."""
-        return self.reason in (ends.TASK_FAILED, ends.HOST_LOST)
+        return self.reason in (facts.TASK_FAILED, facts.HOST_LOST)
 
 
 def task_failed(task: TaskResult) -> Cause:
     """Return the cause that a task is which ended by itself with a code or a signal."""
-    code = ends.exit_code(task.code, task.signal)
+    code = facts.exit_code(task.code, task.signal)
     where = "%s on %s" % (task.name, task.host)
     short = "%s: %s" % (where, "exit code %d" % code if task.signal is None else "signal %s" % task.signal)
     if task.lost_peer:
@@ -71,7 +71,7 @@ def task_failed(task: TaskResult) -> Cause:
 
 def task_failing(task: TaskResult, time: float) -> Cause:
     """Return the cause that a task is which said at `time` that it fails, and did not end by itself, or with 0."""
-    how = "yet it ended with 0" if task.state == ends.EXITED else "it was stopped before it had ended"
+    how = "yet it ended with 0" if task.state == facts.EXITED else "it was stopped before it had ended"
     text = "%s on %s failed: %s; %s" % (task.name, task.host, _one_line(task.own_failure), how)
     short = "%s on %s said that it fails" % (task.name, task.host)
     return dataclasses.replace(_of_task(task, 1, text, short), time=time, code=None, signal=None)
@@ -87,7 +87,7 @@ def ended_early(task: TaskResult) -> Cause:
 
 def _of_task(task: TaskResult, code: int, text: str, short: str) -> Cause:
     return Cause(
-        reason=ends.TASK_FAILED,
+        reason=facts.TASK_FAILED,
         exit_code=code,
         time=task.ended or 0.0,
         text=text,
@@ -109,9 +109,9 @@ def missing(task: TaskResult, consequence: Cause, why: str) -> Cause:
         why: what that task, or another, said about the loss, and which one.
     """
     where = "%s on %s" % (task.name, task.host)
-    if task.state == ends.EXITED:
+    if task.state == facts.EXITED:
         text, code = "%s ended with 0 while others still needed it" % where, task.code
-    elif task.state in (ends.PENDING, ends.STARTING):
+    elif task.state in (facts.PENDING, facts.STARTING):
         text, code = "%s had not started" % where, None
     else:
         text = "%s did not answer the other tasks, although it ran (frozen, still busy, or cut off from them?)" % where
@@ -124,7 +124,7 @@ def missing(task: TaskResult, consequence: Cause, why: str) -> Cause:
 def host_lost(host: str, why: str, time: float) -> Cause:
     """Return the failure of a host that can no longer be heard."""
     text = "lost %s: %s" % (host, _one_line(why))
-    return Cause(ends.HOST_LOST, ends.EXIT_HOST_LOST, time, text, "lost %s" % host, host=host, detail=why)
+    return Cause(facts.HOST_LOST, facts.EXIT_HOST_LOST, time, text, "lost %s" % host, host=host, detail=why)
 
 
 def host_silent(host: str, silence_s: float, time: float) -> Cause:
@@ -142,19 +142,19 @@ def agent_ended(host: str, why: str, by_user: bool, time: float) -> Cause:
     if not by_user:
         return host_lost(host, why, time)
     text = "stopped by distrun kill on %s" % host
-    return Cause(ends.TERMINATED, ends.exit_code(None, "TERM"), time, text, text)
+    return Cause(facts.TERMINATED, facts.exit_code(None, "TERM"), time, text, text)
 
 
 def no_agent(host: str, why: str, time: float) -> Cause:
     """Return the cause that a host is whose agent never answered."""
     short = "no agent on %s" % host
     text = "%s: %s" % (short, _one_line(why))
-    return Cause(ends.START_FAILED, ends.EXIT_START_FAILED, time, text, short, host=host, detail=why)
+    return Cause(facts.START_FAILED, facts.EXIT_START_FAILED, time, text, short, host=host, detail=why)
 
 
 def bad_host(host: str, why: str, time: float) -> Cause:
     """Return the cause that a host is of which it is known why it cannot be used."""
-    return Cause(ends.PREFLIGHT, ends.EXIT_PREFLIGHT, time, "", "%s cannot be used" % host, host=host, detail=why)
+    return Cause(facts.PREFLIGHT, facts.EXIT_PREFLIGHT, time, "", "%s cannot be used" % host, host=host, detail=why)
 
 
 def unusable(problems: Sequence[Problem], hosts: int, time: float, first: str) -> Cause:
@@ -166,20 +166,20 @@ def unusable(problems: Sequence[Problem], hosts: int, time: float, first: str) -
     else:
         short = "%d of %d hosts cannot be used" % (len(problems), hosts)
         text = "%s: %s" % (short, listed(["%s (%s)" % (problem.host, problem.kind) for problem in problems]))
-    return Cause(ends.PREFLIGHT, ends.EXIT_PREFLIGHT, time, text, short, host=first, detail=detail)
+    return Cause(facts.PREFLIGHT, facts.EXIT_PREFLIGHT, time, text, short, host=first, detail=detail)
 
 
 def not_prepared(host: str, why: str, time: float, detail: str) -> Cause:
     """Return the cause that a host is which the files did not reach (or, without a host, that the copying is)."""
     short = "the files did not reach %s" % (host or "the hosts")
     text = "%s: %s" % (short, _one_line(why))
-    return Cause(ends.SYNC, ends.EXIT_SYNC, time, text, short, host=host, detail=detail or why)
+    return Cause(facts.SYNC, facts.EXIT_SYNC, time, text, short, host=host, detail=detail or why)
 
 
 def start_too_slow(limit_s: float, missing: Sequence[str], time: float) -> Cause:
     """Return the cause that agents or tasks are which did not start in time."""
     text = "not started within %s (--start-timeout): %s" % (duration(limit_s), listed(missing))
-    return Cause(ends.START_FAILED, ends.EXIT_START_FAILED, time, text, "the start took too long")
+    return Cause(facts.START_FAILED, facts.EXIT_START_FAILED, time, text, "the start took too long")
 
 
 def timed_out(limit_s: float, time: float, unfinished: Sequence[str], is_running: bool) -> Cause:
@@ -191,23 +191,23 @@ def timed_out(limit_s: float, time: float, unfinished: Sequence[str], is_running
     short = "the job did not end within %s (--timeout)" % duration(limit_s)
     what = "had not ended" if is_running else "had not started"
     text = "%s: %s %s" % (short, listed(unfinished), what) if unfinished else short
-    return Cause(ends.TIMEOUT, ends.EXIT_TIMEOUT, time, text, short)
+    return Cause(facts.TIMEOUT, facts.EXIT_TIMEOUT, time, text, short)
 
 
 def interrupted(signal: str, time: float) -> Cause:
     """Return the cause that INT, TERM or HUP to the launcher is."""
     reason, text = {
-        "INT": (ends.INTERRUPTED, "interrupted (SIGINT)"),
-        "TERM": (ends.TERMINATED, "terminated (SIGTERM)"),
-        "HUP": (ends.TERMINATED, "terminated (SIGHUP: the terminal went away)"),
+        "INT": (facts.INTERRUPTED, "interrupted (SIGINT)"),
+        "TERM": (facts.TERMINATED, "terminated (SIGTERM)"),
+        "HUP": (facts.TERMINATED, "terminated (SIGHUP: the terminal went away)"),
     }[signal]
-    return Cause(reason, ends.exit_code(None, signal), time, text)
+    return Cause(reason, facts.exit_code(None, signal), time, text)
 
 
 def workers_done(tasks: Iterable[TaskResult]) -> Optional[float]:
     """Return when the last worker ended, if all ended by themselves with 0; else None."""
     workers = [task for task in tasks if task.role == WORKER]
-    if not all(task.state == ends.EXITED for task in workers):
+    if not all(task.state == facts.EXITED for task in workers):
         return None
     return max((task.ended or 0.0 for task in workers), default=None)
 
@@ -278,7 +278,7 @@ def _explain(consequences: Sequence[Cause], tasks: Mapping[str, TaskResult], kno
     if not roots:
         return first
     root = roots[0]
-    if root.state == ends.FAILED and not root.lost_peer:
+    if root.state == facts.FAILED and not root.lost_peer:
         return task_failed(root)  # it was told too late to count by itself
     lost_it = [task for task in tasks.values() if task.lost_peer == root.name and task.reason]
     witness = min(lost_it, key=lambda task: known.lost_at.get(task.name, 0.0), default=None)
@@ -343,7 +343,7 @@ class Inquest:
         failing = [
             task_failing(tasks[name], time)
             for name, time in self._said.items()
-            if name not in told and tasks[name].state != ends.EXITED and workers_done(tasks.values()) is None
+            if name not in told and tasks[name].state != facts.EXITED and workers_done(tasks.values()) is None
         ]
         return choose(self._causes + failing, tasks, Evidence(self.background, self._lost_at, silent))
 
@@ -363,7 +363,7 @@ def outcome_of(cause: Optional[Cause], tasks: Mapping[str, TaskResult], survivor
     """Return the job's outcome for the cause that was chosen."""
     results = tuple(tasks.values())
     if cause is None:
-        return Outcome(0, ends.SUCCEEDED, "all workers succeeded", None, results, tuple(survivors))
+        return Outcome(0, facts.SUCCEEDED, "all workers succeeded", None, results, tuple(survivors))
     text = cause.text
     culprit = None
     if cause.task or cause.host or cause.detail:
