@@ -214,8 +214,7 @@ def _task(job: Job, slot: Slot, layout: _Layout, site: Site, users: Mapping[str,
     spec = site.hosts.spec(slot.host)
     env = {
         **_identity(slot, layout, site),
-        **_parameter_server(job, slot, layout),
-        "DMLC_JOB_CLUSTER": site.backend,
+        **_parameter_server(job, slot, layout, site),
         **_unbuffered(site, users),
         **_tuning(job),
     }
@@ -276,12 +275,13 @@ def _identity(slot: Slot, layout: _Layout, site: Site) -> dict[str, str]:
     }
 
 
-def _parameter_server(job: Job, slot: Slot, layout: _Layout) -> dict[str, str]:
+def _parameter_server(job: Job, slot: Slot, layout: _Layout, site: Site) -> dict[str, str]:
     env = {
         "DMLC_ROLE": slot.role,
         "DMLC_NUM_WORKER": str(job.workers),
         "DMLC_NUM_SERVER": str(job.servers),
         "DMLC_RANK": str(slot.rank),
+        "DMLC_JOB_CLUSTER": site.backend,
         "DMLC_NUM_ATTEMPT": "0",
     }
     if layout.sizes[SERVER] > job.servers and job.ps == wish.BUNDLED:
