@@ -11,22 +11,13 @@ are those that the kernel counts on a host's interfaces, headers included, of bo
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import re
-import shlex
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from round import FOLDER, RUN_TIMEOUT_S, short, slowest
+from round import FOLDER, RUN_TIMEOUT_S, reports_of, short, slowest
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = ROOT / "benchmarks" / "peers"
 TCP = "tcp"
 
 
@@ -83,14 +74,9 @@ def measure(work: Work | None, options: argparse.Namespace) -> Run:
     """Run once; end the program with a word why if that failed."""
     hosts = len(options.hosts.split(","))
     command = command_of(work, options, hosts)
-    # A job store of its own: a benchmark is nobody's job.
-    with tempfile.TemporaryDirectory() as state:
-        env = {**os.environ, "XDG_STATE_HOME": state}
-        result = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPTS, env=env, check=False)
-    reports = [json.loads(each) for each in re.findall(r"\{[^{}]*\}", result.stdout)]
-    if result.returncode != 0 or len(reports) != hosts * (1 if work is None else work.workers):
-        say("exit code %d from:  %s" % (result.returncode, shlex.join(command)))
-        sys.exit(result.stderr[-2000:])
+    reports = reports_of(command, "a round", hosts * (1 if work is None else work.workers), on_hosts=True)
+    if reports is None:
+        sys.exit(1)
     seconds = slowest([each["times_s"] for each in reports])
     return Run(seconds, *(max(each["moved"][way] for each in reports) for way in (0, 1)))
 

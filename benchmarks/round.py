@@ -24,7 +24,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "benchmarks" / "peers"
@@ -151,18 +151,24 @@ def measure(system: System, work: Work, options: argparse.Namespace) -> float | 
     has_all = system.name == OURS or system.takes_form
     form = work.form if has_all else OURS_ALONE.get(work.form, work.form)
     command += [] if system.is_limit and not system.takes_form else list(system.arguments or (form,))
+    reports = reports_of(command, "%s, %s" % (system.name, work.model), options.workers, bool(options.hosts))
+    return None if reports is None else slowest([each["times_s"] for each in reports])
+
+
+def reports_of(command: list[str], what: str, ranks: int, on_hosts: bool) -> list[dict[str, Any]] | None:
+    """Run a job of a script of `peers` once and return what each rank reports; None, and a word why, if it failed."""
     # A job store of its own: a benchmark is nobody's job.
     with tempfile.TemporaryDirectory() as state:
         env = {**os.environ, "XDG_STATE_HOME": state, "OMP_NUM_THREADS": "1"}
-        folder = SCRIPTS if options.hosts else ROOT
+        folder = SCRIPTS if on_hosts else ROOT
         result = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, check=False)
     # mpirun may join the lines of two ranks.
-    reports = re.findall(r"\{[^{}]*\}", result.stdout)
-    if result.returncode != 0 or len(reports) != options.workers:
-        say("%s, %s: exit code %d from:  %s" % (system.name, work.model, result.returncode, shlex.join(command)))
+    reports = [json.loads(each) for each in re.findall(r"\{[^{}]*\}", result.stdout)]
+    if result.returncode != 0 or len(reports) != ranks:
+        say("%s: exit code %d from:  %s" % (what, result.returncode, shlex.join(command)))
         say(result.stderr[-2000:])
         return None
-    return slowest([json.loads(each)["times_s"] for each in reports])
+    return reports
 
 
 def slowest(times: list[list[float]]) -> float:

@@ -10,15 +10,11 @@ A step is forward, backward and update of a perceptron on each rank's own batch.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import re
-import shlex
 import statistics
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
+
+from round import reports_of, slowest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "benchmarks" / "peers"
@@ -43,17 +39,8 @@ def measure(system: str, model: str, options: argparse.Namespace) -> float | Non
     python = str(options.peers / "torch" / "bin" / "python")
     script = "torch_step.py" if options.hosts else str(SCRIPTS / "torch_step.py")
     command += [python, script, model, str(options.steps), FORMS[system]]
-    # A job store of its own: a benchmark is nobody's job.
-    with tempfile.TemporaryDirectory() as state:
-        env = {**os.environ, "XDG_STATE_HOME": state, "OMP_NUM_THREADS": "1"}
-        folder = SCRIPTS if options.hosts else ROOT
-        result = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, check=False)
-    reports = [json.loads(each) for each in re.findall(r"\{[^{}]*\}", result.stdout)]
-    if result.returncode != 0 or len(reports) != options.workers:
-        say("%s, %s: exit code %d from:  %s" % (system, model, result.returncode, shlex.join(command)))
-        say(result.stderr[-2000:])
-        return None
-    return statistics.median(map(max, zip(*(each["times_s"] for each in reports), strict=True)))
+    reports = reports_of(command, "%s, %s" % (system, model), options.workers, bool(options.hosts))
+    return None if reports is None else slowest([each["times_s"] for each in reports])
 
 
 def measure_all(options: argparse.Namespace) -> Found:

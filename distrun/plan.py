@@ -284,7 +284,7 @@ def _parameter_server(job: Job, slot: Slot, layout: _Layout, site: Site) -> dict
         "DMLC_JOB_CLUSTER": site.backend,
         "DMLC_NUM_ATTEMPT": "0",
     }
-    if layout.sizes[SERVER] > job.servers and job.ps == wish.BUNDLED:
+    if layout.sizes[SERVER] > job.servers:
         env["DISTRUN_RELAYS"] = str(layout.sizes[SERVER] - job.servers)
     if slot.role == WORKER:
         env["DMLC_TASK_ID"] = env["DMLC_WORKER_ID"] = str(slot.rank)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import List, Sequence, Tuple
 
 WARM_UP = 2
@@ -29,7 +28,7 @@ def report(system: str, model: str, rank: int, times: List[float], moved: Sequen
     """
     line = {"system": system, "model": model, "rank": rank, "times_s": times[WARM_UP:]}
     if moved:
-        line.update({"host": os.environ.get("DISTRUN_HOST", ""), "moved": list(moved)})
+        line["moved"] = list(moved)
     print(json.dumps(line), flush=True)
 
 

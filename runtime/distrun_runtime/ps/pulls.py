@@ -108,6 +108,10 @@ class Pulls:
         """Return the pulls of a store that wait, in the order in which they came."""
         return [pull for pull in self._open.values() if pull.store is store]
 
+    def newest(self) -> Pull | None:
+        """Return the pull that came last; None: it does not wait."""
+        return self._open.get(self._tickets)
+
     def take(
         self, link: str, ranks: tuple[int, ...], batch: work.Batch, now: float, own: int | None = None
     ) -> list[role.Action]:

@@ -26,7 +26,7 @@ import numpy as np
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.ops.partition import Shard
 from distrun_runtime.protocol.handshake import NodeIdentity
-from distrun_runtime.protocol.message import ENTRY, Kind, Message, Payload, rows_of, sizes_of
+from distrun_runtime.protocol.message import DTYPE_SIZES, ENTRY, Kind, Message, Payload, rows_of, sizes_of
 from distrun_runtime.ps import checks, role, work
 from distrun_runtime.ps.norms import Peers
 from distrun_runtime.ps.pulls import Pull, Pulls, names_of
@@ -295,7 +295,7 @@ class Relay:
                 yield owner, tuple(ranks[np.array(its, np.bool_)].tolist()), some[begin:end]
 
     def _cuts(self, of: _Relayed, shards: Array) -> Iterator[tuple[int, int]]:
-        sizes = sizes_of(self._entries(of, shards, 0, Payload.NONE))
+        sizes = of.store.length[shards] * DTYPE_SIZES[of.store.dtype[shards]]
         begin = 0
         for end in message_ends(np.zeros((len(shards), 1)), sizes, np.full(len(shards), SHARED_MESSAGE_BYTES)):
             yield begin, end
@@ -314,10 +314,8 @@ class Relay:
         """Take in a pull of a worker of this host."""
         of = self._stores[relayed(batch.store.number)]
         actions = self._pulls.take(link, (rank,), batch, now)
-        waiting = self._pulls.open_of(of.store)
-        if waiting and waiting[-1].message is batch.message:
-            actions += self._fetch(of, waiting[-1])
-        return actions
+        waiting = self._pulls.newest()
+        return actions if waiting is None else [*actions, *self._fetch(of, waiting)]
 
     def _fetch(self, of: _Relayed, pull: Pull) -> list[role.Action]:
         """Ask owners for what a pull waits for, unless they have been asked."""

@@ -270,7 +270,7 @@ class Server:
         wrong = checks.against_ranks(message, ranks, self._config.workers)
         wrong = wrong or checks.against(store, message, entries, shards, self.me.name)
         is_push = message.kind is Kind.PUSH
-        if not wrong and not (store.is_sync and checks.fit(store, entries, shards, is_push)):
+        if not wrong and (not store.is_sync or entries["codec"].any()):
             wrong = "only plain values of synchronous stores are added on a host"
         if not wrong and is_push:
             wrong = self._rounds.against_sum(ranks, store, shards, rounds)
@@ -294,7 +294,7 @@ class Server:
             self._buckets[rank, store.number, message.bucket] = _Bucket(entries, shards, fits, _bytes_of(entries))
         wrong = wrong or checks.against(store, message, entries, shards, self.me.name, is_plain=is_plain)
         is_push = message.kind is not Kind.PULL
-        if not wrong and store.is_relayed and (entries["codec"].any() or store.row_size[shards].any()):
+        if not wrong and store.is_relayed and entries["codec"].any():
             wrong = "only plain values are added on a host"
         if not wrong and not store.is_sync and message.kind is Kind.PUSHPULL:
             wrong = "PUSHPULL is for synchronous stores"

@@ -106,8 +106,10 @@ def _tell_relays(
     messages = []
     for relays in link.node.relays_of_hosts:
         for portion in route.portions:
+            if portion.server not in relays:
+                continue
             some = [at for at, item in enumerate(portion.items.tolist()) if is_added_on_hosts(facts, records[item])]
-            if portion.server not in relays or not some:
+            if not some:
                 continue
             numbered = {int(route.numbers[item]): records[item] for item in portion.items[some].tolist()}
             message = Message(

@@ -390,9 +390,10 @@ class Transfers:
 
     def _route(self, keys: Selection, hows: Sequence[How], message_bytes: int) -> Route:
         shards = [self.shards[record.key] for record in keys.records]
-        relays = [self._link.relays_for(record, self._compressor.of(record)) for record in keys.records]
-        shapes = [record.shape for record in keys.records]
-        return Route.of(shards, shapes, hows, message_bytes, relays if any(relays) else ())
+        relays: list[Mapping[int, int]] = []
+        if self._link.node.relays:
+            relays = [self._link.relays_for(record, self._compressor.of(record)) for record in keys.records]
+        return Route.of(shards, [record.shape for record in keys.records], hows, message_bytes, relays)
 
 
 def _how(setting: Compression | None) -> How:

@@ -40,10 +40,9 @@ class Sending:
             staging=lambda link: None,
             is_shared=lambda array: False,
             stages=Stages(),
+            relays={},
         )
-        link: Any = SimpleNamespace(
-            store=1, node=node, stage=lambda stage: nullcontext(), relays_for=lambda record, setting: {}
-        )
+        link: Any = SimpleNamespace(store=1, node=node, stage=lambda stage: nullcontext())
         self.transfers = Transfers(link, self.compressor)
         self.records = {name: KeyRecord.of(name, number, value) for number, (name, value) in enumerate(values.items())}
         for number, record in enumerate(self.records.values()):
