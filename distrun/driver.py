@@ -29,10 +29,10 @@ from distrun_runtime.contract.duration import duration
 from distrun_runtime.contract.folder import identity
 from distrun_runtime.contract.plan import SERVER, Limits, Plan, Runtime, Secrets, Sync
 from distrun_runtime.coordinator import loop
+from distrun_runtime.coordinator.failures import listed
 from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
 from distrun_runtime.coordinator.outcome import Outcome, TaskResult
 from distrun_runtime.coordinator.sink import Sink
-from distrun_runtime.coordinator.verdict import listed
 from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:

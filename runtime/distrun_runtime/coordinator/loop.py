@@ -19,7 +19,7 @@ from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.outcome import Outcome
 from distrun_runtime.coordinator.sink import Sink
 from distrun_runtime.coordinator.spool import Spool
-from distrun_runtime.coordinator.supervise import Supervisor
+from distrun_runtime.coordinator.supervisor import Supervisor
 from distrun_runtime.errors import ContractError
 
 PING_S = 2.0
