@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from distrun import shell
-from distrun.job import is_secret
+from distrun.request import is_secret
 
 if TYPE_CHECKING:
     from distrun_runtime.coordinator.outcome import Outcome
