@@ -16,7 +16,7 @@ from distrun_runtime.coordinator import loop
 from distrun_runtime.coordinator.failures import listed
 from distrun_runtime.coordinator.jobstore import JobFolder
 from distrun_runtime.coordinator.outcome import Outcome, TaskResult
-from distrun_runtime.coordinator.sink import Sink
+from distrun_runtime.coordinator.output import Sink
 
 if TYPE_CHECKING:
     from distrun.sync import Copier

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from distrun.cli import writer
 from distrun.cli.console import Console, wants_colour
+from distrun_runtime.coordinator import output
 
 LIMIT_S = 60.0
 
@@ -79,7 +79,7 @@ def test_a_reader_that_sleeps_stalls_nobody_and_loses_nothing(
     reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Past the limit the printer remembers places in the log file; both streams of a task are in one file."""
-    monkeypatch.setattr(writer, "QUEUE_LIMIT", 64 * 1024)
+    monkeypatch.setattr(output, "QUEUE_LIMIT", 64 * 1024)
     log = tmp_path / "worker-0.log"
     printer = console(reader, prefix=False)
     printer.attach(lambda task: tmp_path / (task + ".log"))
@@ -99,7 +99,7 @@ def test_a_reader_that_sleeps_stalls_nobody_and_loses_nothing(
 
 
 def test_own_words_are_never_dropped_for_want_of_room(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "QUEUE_LIMIT", 10)
+    monkeypatch.setattr(output, "QUEUE_LIMIT", 10)
     printer = console(reader)
     for number in range(100):
         printer.say("word %d" % number)
@@ -110,8 +110,8 @@ def test_own_words_are_never_dropped_for_want_of_room(reader: Reader, monkeypatc
 def test_what_is_in_no_log_is_kept_up_to_a_limit_and_then_counted(
     reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "QUEUE_LIMIT", 10)
-    monkeypatch.setattr(writer, "UNLOGGED_LIMIT", 300_000)
+    monkeypatch.setattr(output, "QUEUE_LIMIT", 10)
+    monkeypatch.setattr(output, "UNLOGGED_LIMIT", 300_000)
     printer = console(reader, prefix=False)
     for _ in range(10):
         printer.output("worker-0", "h", "out", b"y" * 65535 + b"\n", None)
@@ -157,7 +157,7 @@ def test_closing_ends_a_pause(reader: Reader) -> None:
 
 
 def test_a_log_that_vanished_is_said(reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "QUEUE_LIMIT", 10)
+    monkeypatch.setattr(output, "QUEUE_LIMIT", 10)
     printer = console(reader, prefix=False)
     printer.attach(lambda task: tmp_path / "gone")
     printer.toggle_pause()
@@ -207,7 +207,7 @@ def test_on_a_terminal_the_order_of_both_streams_is_kept() -> None:
 
 
 def test_a_stuck_terminal_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "STUCK_S", 0.3)
+    monkeypatch.setattr(output, "STUCK_S", 0.3)
     main, terminal = os.openpty()
     printer = Console({}, out_fd=terminal, err_fd=terminal)
     printer.output("worker-0", "h", "out", b"x\n" * 200_000, None)
