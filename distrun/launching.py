@@ -1,22 +1,34 @@
-"""Runs a planned job to its end."""
+"""Runs a planned job to its end.
+
+`launch` forks. The child is the coordinator: in a session of its own it opens the channels to the agents, runs the loop
+and clears up. This process stays the terminal's client: it prints what the coordinator sends, forwards signals, asks
+for passwords, and returns the outcome. When the client ends, the coordinator stops the job.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import signal
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from distrun.backends.base import Swept
+from distrun.errors import DistrunError
 from distrun.planning import PlannedJob
-from distrun_runtime.contract import facts
+from distrun_runtime.contract import facts, wire
 from distrun_runtime.contract.duration import duration
-from distrun_runtime.coordinator import loop
+from distrun_runtime.coordinator import outcome as ends
+from distrun_runtime.coordinator.events import Event, Interrupt, PauseToggled
 from distrun_runtime.coordinator.failures import listed
+from distrun_runtime.coordinator.interrupts import Interrupts
 from distrun_runtime.coordinator.jobstore import JobFolder
 from distrun_runtime.coordinator.outcome import Outcome, TaskResult
-from distrun_runtime.coordinator.output import Sink
+from distrun_runtime.coordinator.output import Piece, Sink
 
 if TYPE_CHECKING:
     from distrun.sync import Copier
@@ -27,10 +39,108 @@ SHOWN = 60
 RELEASE_S = 3.0
 """How long, past the grace time, the end of agents on this machine is waited for. They need milliseconds, unless one
 was killed: then its guard ends the tasks first."""
+READ_SIZE = 256 * 1024
 
 
-def launch(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int = 0) -> Outcome:
-    """Run a prepared job to its end in this process. Whatever happens, its folder says how it ended."""
+class Terminal(Protocol):
+    """What the client needs of the terminal printer."""
+
+    def start(self) -> None:
+        """Start the threads that print."""
+
+    def show(self, piece: Piece) -> None:
+        """Take a piece of a task's output."""
+
+    def say(self, text: str, level: str) -> None:
+        """Take one message of distrun's own."""
+
+    def toggle_pause(self) -> None:
+        """Stop printing, or go on."""
+
+
+def launch(job: PlannedJob, folder: JobFolder, terminal: Terminal, verbosity: int = 0) -> Outcome:
+    """Run a planned job to its end. Whatever happens, its folder says how it ended.
+
+    Forks, so no thread may run in this process.
+
+    Raises:
+        DistrunError: the coordinator failed; the message says how.
+        KeyboardInterrupt: the job was interrupted before anything was started.
+    """
+    ours, its = socket.socketpair()
+    pid = os.fork()
+    if not pid:
+        ours.close()
+        _coordinator_process(job, folder, its, verbosity)
+    its.close()
+    with ours:
+        return _Client(ours, pid, folder, terminal, verbosity).run()
+
+
+# ---------------------------------------------------------------------- the coordinator's process
+
+
+def _coordinator_process(job: PlannedJob, folder: JobFolder, connection: socket.socket, verbosity: int) -> NoReturn:
+    """Run the job in this process, the forked child, tell the client how it ended, and exit."""
+    code = facts.EXIT_INTERNAL
+    try:
+        os.setsid()  # Ctrl-C and the end of the terminal reach the client, which tells us
+        _detach_streams(folder)
+        from distrun_runtime.coordinator.service import ClientConnection
+
+        client = ClientConnection(connection)
+        client.start()
+        if job.backend.asker is not None:
+            job.backend.asker.by(client.ask)
+        try:
+            folder.take_over()
+            client.finish(dataclasses.asdict(coordinate(job, folder, client, verbosity)))
+            code = 0
+        except BaseException as err:
+            client.fail(_error(err))
+        client.close()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _detach_streams(folder: JobFolder) -> None:
+    """Read nothing, and write errors that nobody expected to a file of the job's folder."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    log = nothing
+    with contextlib.suppress(OSError):  # a full disk
+        path = str(folder.path / "coordinator.log")
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for fd, to in ((0, nothing), (1, nothing), (2, log)):
+        os.dup2(to, fd)
+    for fd in {nothing, log}:
+        os.close(fd)
+
+
+def _error(err: BaseException) -> dict[str, Any]:
+    """Return what the client is told of an error."""
+    trace = "".join(traceback.format_exception(type(err), err, err.__traceback__))
+    told: dict[str, Any] = {"trace": trace, "kind": type(err).__name__, "message": str(err), "hint": ""}
+    if isinstance(err, DistrunError):
+        return {**told, "hint": err.hint, "exit_code": err.exit_code}
+    if isinstance(err, KeyboardInterrupt):
+        return {**told, "exit_code": facts.EXIT_INTERRUPTED}
+    hint = "please report it, with what -vv prints"
+    return {
+        **told,
+        "message": f"internal error: {type(err).__name__}: {err}",
+        "hint": hint,
+        "exit_code": facts.EXIT_INTERNAL,
+    }
+
+
+def coordinate(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int = 0) -> Outcome:
+    """Run a planned job to its end in this process: channels, loop, and what is left behind.
+
+    Raises:
+        Exception: anything that was not expected. The folder says so.
+    """
     try:
         outcome, swept = _run(job, folder, sink, verbosity)
     except BaseException as err:
@@ -44,6 +154,8 @@ def launch(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int = 0) -
 
 
 def _run(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int) -> tuple[Outcome, Mapping[str, Swept]]:
+    from distrun_runtime.coordinator import loop  # the client does not need it
+
     channels = job.backend.connect(job.plan.hosts, job.plan.job)
     copier = _copier(job, sink)
     try:
@@ -133,3 +245,144 @@ def _copier(job: PlannedJob, sink: Sink) -> Copier | None:
 
     targets = {host.name: Target.from_reach(host.reach) for host in job.plan.hosts}
     return Copier(targets, sync.source, job.plan.cwd, rules, sync.delete, sink, tree=job.tree, asker=job.backend.asker)
+
+
+# ---------------------------------------------------------------------- the client
+
+
+class CoordinatorError(DistrunError):
+    """The coordinator ended without an outcome."""
+
+    def __init__(self, message: str, hint: str, exit_code: int) -> None:
+        super().__init__(message, hint)
+        self.exit_code = exit_code
+
+
+class _Client:
+    """The terminal's side of the connection to the coordinator `pid`, a child process of ours."""
+
+    def __init__(
+        self, connection: socket.socket, pid: int, folder: JobFolder, terminal: Terminal, verbosity: int
+    ) -> None:
+        self._connection = connection
+        self._pid = pid
+        self._folder = folder
+        self._terminal = terminal
+        self._verbosity = verbosity
+        self._sending = threading.Lock()
+        self._questions: dict[int, _Question] = {}
+        self._outcome: Outcome | None = None
+        self._failure: wire.Frame | None = None
+
+    def run(self) -> Outcome:
+        """Show what the coordinator sends until it ends; return the outcome."""
+        self._terminal.start()
+        with Interrupts(self._forward):
+            try:
+                self._follow()
+            finally:
+                for question in self._questions.values():
+                    question.withdraw()
+            _, status = os.waitpid(self._pid, 0)
+        if self._failure is not None:
+            raise self._raised(self._failure.header)
+        if self._outcome is None:
+            self._outcome = self._recorded()
+        if self._outcome is None:
+            raise self._died(status)
+        return self._outcome
+
+    def _follow(self) -> None:
+        decoder = wire.Decoder()
+        while True:
+            try:
+                data = self._connection.recv(READ_SIZE)
+            except ConnectionError:
+                return
+            if not data:
+                return
+            for frame in decoder.feed(data):
+                self._take(frame)
+
+    def _take(self, frame: wire.Frame) -> None:
+        header = frame.header
+        if frame.type == "output":
+            names = (header["task"], header["host"], header["stream"], header["at"], header["length"])
+            self._terminal.show(Piece(frame.body, *names))
+        elif frame.type == "said":
+            self._terminal.say(header["text"], header["level"])
+        elif frame.type == "prompt":
+            self._ask(header["id"], header["text"], header["limit_s"])
+        elif frame.type == "withdrawn":
+            self._questions[header["id"]].withdraw()
+        elif frame.type == "outcome":
+            self._outcome = ends.from_json(header["outcome"])
+        elif frame.type == "failed":
+            self._failure = frame
+
+    def _forward(self, event: Event) -> None:
+        """Tell the coordinator of a signal; called in the thread that reads signals."""
+        if isinstance(event, PauseToggled):
+            self._terminal.toggle_pause()
+        elif isinstance(event, Interrupt):
+            self._send({"type": "signal", "name": event.signal})
+
+    def _send(self, header: dict[str, Any], body: bytes = b"") -> None:
+        with self._sending, contextlib.suppress(OSError):  # it has ended, which `_follow` sees
+            self._connection.sendall(wire.encode(header, body))
+
+    def _ask(self, number: int, prompt: str, limit_s: float) -> None:
+        def answer(text: str | None) -> None:
+            header = {"type": "answer", "id": number, "given": text is not None}
+            self._send(header, b"" if text is None else text.encode("utf-8", "replace"))
+
+        self._questions[number] = _Question(prompt, limit_s, answer)
+
+    def _raised(self, told: Mapping[str, Any]) -> BaseException:
+        if self._verbosity >= 2:
+            self._terminal.say(told["trace"].rstrip("\n"), "error")
+        if told["kind"] == KeyboardInterrupt.__name__:
+            return KeyboardInterrupt()
+        return CoordinatorError(told["message"], told["hint"], told["exit_code"])
+
+    def _recorded(self) -> Outcome | None:
+        """Return what the job's folder says of its end: the coordinator may have given us up."""
+        found = self._folder.outcome()
+        if found is None:
+            return None
+        return Outcome(found["exit_code"], found["reason"], found["message"], job=self._folder.id)
+
+    def _died(self, status: int) -> CoordinatorError:
+        code = os.waitstatus_to_exitcode(status)
+        how = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return CoordinatorError(
+            f"job {self._folder.id}: its coordinator (pid {self._pid}) {how}; its agents end the tasks",
+            f"to make sure: distrun kill {self._folder.id}",
+            facts.EXIT_INTERNAL,
+        )
+
+
+class _Question:
+    """A question on the terminal, asked in a thread of its own until it is answered or withdrawn."""
+
+    def __init__(self, prompt: str, limit_s: float, answer: Callable[[str | None], None]) -> None:
+        from distrun.ssh.abort import Abort
+
+        self._prompt = prompt
+        self._limit_s = limit_s
+        self._answer = answer
+        self._abort = Abort()
+        self._thread = threading.Thread(target=self._run, name="question", daemon=True)
+        self._thread.start()
+
+    def withdraw(self) -> None:
+        """Ask no more, and give the terminal its settings back."""
+        self._abort.now()
+        self._thread.join()
+
+    def _run(self) -> None:
+        from distrun.ssh.abort import Aborted
+        from distrun.ssh.ask import TERMINAL, read_secret
+
+        with contextlib.suppress(Aborted):
+            self._answer(read_secret(TERMINAL, self._prompt, self._limit_s, self._abort.check))

@@ -248,7 +248,7 @@ def test_a_job_that_we_failed_to_run_is_not_lost(store: JobStore, monkeypatch: p
     folder = store.create(ready.plan)
     monkeypatch.setattr(type(ready.backend), "connect", lambda self, hosts, job: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        launching.launch(ready, folder, None)  # type: ignore[arg-type]  # it does not come to that
+        launching.coordinate(ready, folder, None)  # type: ignore[arg-type]  # it does not come to that
     state = folder.state()
     assert state["state"] == "failed"
     assert [task["state"] for task in state["tasks"]] == ["pending"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from distrun.cli import writer
 from distrun.cli.console import Console, wants_colour
 from distrun_runtime.coordinator import output
 
@@ -207,7 +208,7 @@ def test_on_a_terminal_the_order_of_both_streams_is_kept() -> None:
 
 
 def test_a_stuck_terminal_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "STUCK_S", 0.3)
+    monkeypatch.setattr(writer, "STUCK_S", 0.3)
     main, terminal = os.openpty()
     printer = Console({}, out_fd=terminal, err_fd=terminal)
     printer.output("worker-0", "h", "out", b"x\n" * 200_000, None)
@@ -215,6 +216,6 @@ def test_a_stuck_terminal_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     printer.close()
     assert time.monotonic() - begun < 30
     os.close(main)  # the printing thread still sits in a write; now that fails
-    printer._out._thread.join(LIMIT_S)
-    assert not printer._out._thread.is_alive()
+    printer._writers["out"]._thread.join(LIMIT_S)
+    assert not printer._writers["out"]._thread.is_alive()
     os.close(terminal)
