@@ -154,12 +154,12 @@ def coordinate(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int = 
 
 
 def _run(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int) -> tuple[Outcome, Mapping[str, Swept]]:
-    from distrun_runtime.coordinator import loop  # the client does not need it
+    from distrun_runtime.coordinator import jobrun  # the client does not need it
 
     channels = job.backend.connect(job.plan.hosts, job.plan.job)
     copier = _copier(job, sink)
     try:
-        outcome = loop.run(
+        outcome = jobrun.run(
             job.plan,
             job.secrets,
             channels,
