@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
 from distrun import __version__
 from distrun.cli.console import print_err
-from distrun.cli.lazy import LazyGroup
 from distrun.errors import DistrunError, HostsError
 from distrun_runtime.contract import facts
 
@@ -34,6 +34,48 @@ COMMANDS = {
     "exec": ("distrun.cli.exec:execute", "Run a command on all hosts, equal outputs folded."),
     "doctor": ("distrun.cli.doctor:doctor", "Check hosts: reachable, complete, able to reach each other."),
 }
+
+
+class LazyGroup(click.Group):
+    """Commands by a table: name -> ("module:attribute", short help)."""
+
+    def __init__(self, *args: Any, commands_table: Mapping[str, tuple[str, str]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._table = commands_table
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names, in the order of the table."""
+        return list(self._table)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Load a command."""
+        if cmd_name not in self._table:
+            return None
+        module, _, attribute = self._table[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the first word names.
+
+        Raises:
+            click.UsageError: there is none; says which one may have been meant.
+        """
+        name = args[0]
+        if name not in self._table and not name.startswith("-"):
+            import difflib  # for a mistake only
+
+            near = difflib.get_close_matches(name, list(self._table), n=1)
+            guess = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(self._table)}."
+            raise click.UsageError(f"No such command {name!r}. {guess}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands without loading them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in self._table.items()])
 
 
 @click.group(
@@ -83,8 +125,9 @@ def run(argv: Sequence[str]) -> int:
         return 0
     except HostsError as err:
         print_err(str(err) + "\n")  # unchanged, so that editors find the places
-        count = "" if err.count == 1 else "s"
-        return _fail("%d error%s in the hosts given" % (err.count, count), err.hint, err.exit_code, settings)
+        return _fail(
+            f"{err.count} error{'' if err.count == 1 else 's'} in the hosts given", err.hint, err.exit_code, settings
+        )
     except DistrunError as err:
         return _fail(str(err), err.hint, err.exit_code, settings)
     except Exception as err:
@@ -95,12 +138,12 @@ def run(argv: Sequence[str]) -> int:
 def _click_error(err: click.ClickException) -> int:
     hint = ""
     if isinstance(err, click.UsageError) and err.ctx is not None:
-        hint = "%s -h shows the options" % err.ctx.command_path
+        hint = f"{err.ctx.command_path} -h shows the options"
     message = err.format_message()
     if isinstance(err, click.NoSuchOption) and err.ctx is not None:
         from distrun.cli import hints  # for a mistake only
 
-        message = "No such option %s. %s" % (err.option_name, hints.no_such_option(err))
+        message = f"No such option {err.option_name}. {hints.no_such_option(err)}"
     if isinstance(err, click.MissingParameter):
         from distrun.cli import hints
 
@@ -118,7 +161,7 @@ def _other(err: Exception, settings: Settings) -> int:
         return _fail(str(err), hint, facts.EXIT_USAGE, settings)
     if isinstance(err, RuntimeFault):
         return _fail(str(err), "", facts.EXIT_INTERNAL, settings)
-    text = "%s: %s" % (type(err).__name__, err)
+    text = f"{type(err).__name__}: {err}"
     return _fail("internal error: " + text, "please report it, with what -vv prints", facts.EXIT_INTERNAL, settings)
 
 
@@ -126,9 +169,9 @@ def _fail(message: str, hint: str, code: int, settings: Settings) -> int:
     if settings.verbosity >= 2:
         print_err(traceback.format_exc())
     lines = message.splitlines() or [""]
-    print_err("".join("distrun: error: %s\n" % line for line in lines))
+    print_err("".join(f"distrun: error: {line}\n" for line in lines))
     if hint:
-        print_err("distrun: hint: %s\n" % hint)
+        print_err(f"distrun: hint: {hint}\n")
     return code
 
 

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun import activation, shell
-from distrun.cli.consent import agree
+from distrun.cli.common import agree, current_folder
 from distrun.cli.console import print_err, print_out, render
-from distrun.cli.folder import current_folder
 from distrun.cli.options import LauncherOption
 from distrun.cli.reach import host_options, hosts_of, tell_warnings, typed, typed_python
 from distrun.doctor.row import Row, Ways
@@ -105,7 +104,7 @@ def doctor(**options: Any) -> int:
     ways = Ways({host.name: host for host in hosts}, shell.join(["distrun", "exec", *reached]))
     if not options["as_json"]:
         print_out(table(report.rows, marks(), ways, options["quiet"]))
-        print_out("%s\n" % summary(report.rows, len(hosts)))
+        print_out(f"{summary(report.rows, len(hosts))}\n")
     made: list[Made] = []
     if options["is_fixing"]:
         wanted = _agreed(report, options)
@@ -133,9 +132,9 @@ def _agreed(report: Report, options: Mapping[str, Any]) -> list[Wanted]:
         say("nothing to make: no host that was reached lacks only numpy or pyzmq for servers\n")
         return []
     for line in environments.told(wanted):
-        say("to do on %s\n" % line)
+        say(f"to do on {line}\n")
     agree(
-        "Make %s?" % ("this environment" if len(wanted) == 1 else "these %d environments" % len(wanted)),
+        f"Make {'this environment' if len(wanted) == 1 else f'these {len(wanted)} environments'}?",
         options["yes"],
         "--fix makes environments on hosts",
         "look first: leave --fix out",
@@ -153,15 +152,15 @@ def _made(backend: Backend, hosts: Sequence[Host], wanted: Sequence[Wanted], act
         hosts,
         wanted,
         activate=activate,
-        say=lambda host, line: print_err("%s: %s\n" % (host, line)),
+        say=lambda host, line: print_err(f"{host}: {line}\n"),
     )
 
 
 def _tell_made(made: Sequence[Made], ways: Ways, as_json: bool) -> None:
     say = print_err if as_json else print_out
     for names, each in _alike(made):
-        say("%smade on %s: %s\n" % ("" if each.is_made else "NOT ", fold(names), each.text))
-        say("".join("  fix: %s\n" % line for line in _fix_text(each, names, ways).splitlines()))
+        say(f"{'' if each.is_made else 'NOT '}made on {fold(names)}: {each.text}\n")
+        say("".join(f"  fix: {line}\n" for line in _fix_text(each, names, ways).splitlines()))
     if any(each.is_made for each in made):
         say(FOR_WORKERS)
 
@@ -202,17 +201,17 @@ def table(rows: Sequence[Row], signs: dict[str, str], ways: Ways, quiet: bool = 
     for row, names in groups:
         where = "" if names == [HERE] else fold(names) if any(names) else "all"
         lines = row.fix_text(ways, names).splitlines()
-        found = escape(row.text) + "".join("\n[bold]fix:[/] %s" % escape(line) for line in lines)
-        shown.add_row("[%s]%s[/]" % (STYLES[row.mark], signs[row.mark]), row.check, escape(where), found)
+        found = escape(row.text) + "".join(f"\n[bold]fix:[/] {escape(line)}" for line in lines)
+        shown.add_row(f"[{STYLES[row.mark]}]{signs[row.mark]}[/]", row.check, escape(where), found)
     return render(shown) if groups else ""
 
 
 def summary(rows: Sequence[Row], hosts: int) -> str:
-    """Return the last line. Pure."""
+    """Return the last line."""
     bad = {row.host for row in rows if row.mark == "bad"}
     count = sum(row.mark == "bad" for row in rows)
     warnings = sum(row.mark == "warn" for row in rows)
-    more = ", %d warning%s" % (warnings, "" if warnings == 1 else "s") if warnings else ""
+    more = f", {warnings} warning{'' if warnings == 1 else 's'}" if warnings else ""
     if not bad:
-        return "%d host%s OK%s" % (hosts, "" if hosts == 1 else "s", more)
-    return "%d problem%s on %d of %d hosts%s" % (count, "" if count == 1 else "s", len(bad), hosts, more)
+        return f"{hosts} host{'' if hosts == 1 else 's'} OK{more}"
+    return f"{count} problem{'' if count == 1 else 's'} on {len(bad)} of {hosts} hosts{more}"

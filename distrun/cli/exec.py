@@ -9,10 +9,10 @@ from typing import Any
 import click
 
 from distrun import shell
+from distrun.cli.common import seconds
 from distrun.cli.console import copy_out, print_err, print_out
 from distrun.cli.options import LauncherOption
 from distrun.cli.reach import host_options, hosts_of, tell_warnings
-from distrun.cli.values import seconds
 from distrun.errors import UsageError
 from distrun.fleet import Problem, Ran, run
 from distrun.fleet.commands import KEPT

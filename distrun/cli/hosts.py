@@ -51,54 +51,54 @@ def hosts(what: tuple[str, ...], listed: str | None, form: str, way: str, as_jso
     """
     if way:
         if listed is not None or as_json or not what:
-            raise UsageError("--%s takes node lists, and no other option" % way, "distrun hosts --%s 'gpu[1-4]'" % way)
+            raise UsageError(f"--{way} takes node lists, and no other option", f"distrun hosts --{way} 'gpu[1-4]'")
         print_out(_nodes(what, way))
         return 0
     if len(what) > 1:
-        raise UsageError("expected one hosts file, found %d: %s" % (len(what), ", ".join(what)))
+        raise UsageError(f"expected one hosts file, found {len(what)}: {', '.join(what)}")
     found = _find(what[0] if what else None, listed, form)
     if as_json:
         print_out(json.dumps(as_object(found), indent=2) + "\n")
         return 0
     for warning in found.warnings:
-        print_err("distrun: warning: %s\n" % warning)
+        print_err(f"distrun: warning: {warning}\n")
     print_out(render(table(found)))
-    print_out("\nfrom      %s\n%s" % (found.source, _forms(found)))
+    print_out(f"\nfrom      {found.source}\n{_forms(found)}")
     return 0
 
 
 def _find(path: str | None, listed: str | None, form: str) -> Inventory:
-    from distrun import hosts as room
+    from distrun.hosts import VARIABLES, find
     from distrun_runtime.contract import environ
 
-    found = room.find(path, listed, environ.snapshot(), form=form)
+    found = find(path, listed, environ.snapshot(), form=form)
     if found is None:
-        raise UsageError("no hosts are given", "name a FILE, --hosts A,B, or set %s" % ", ".join(room.VARIABLES))
+        raise UsageError("no hosts are given", f"name a FILE, --hosts A,B, or set {', '.join(VARIABLES)}")
     return found
 
 
 def _nodes(lists: Sequence[str], way: str) -> str:
-    from distrun import hosts as room
+    from distrun.hosts import expand, fold
 
     # One line for each, so that an error's place is the argument's.
     text = "\n".join(sys.stdin.buffer.read().decode("utf-8", "replace") if each == "-" else each for each in lists)
-    names = room.expand(text)
+    names = expand(text)
     if way == "fold":
-        return room.fold(names) + "\n"
+        return fold(names) + "\n"
     return "".join(name + "\n" for name in names)
 
 
 def _forms(found: Inventory) -> str:
     from distrun.hosts import fold
 
-    lines = ["folded    %s\n" % fold(found.names), "expanded  %s\n" % " ".join(found.names)]
+    lines = [f"folded    {fold(found.names)}\n", f"expanded  {' '.join(found.names)}\n"]
     if len(found.order) > len(found.names):
-        lines.append("cycle     %s\n" % " ".join(found.order))
+        lines.append(f"cycle     {' '.join(found.order)}\n")
     return "".join(lines)
 
 
 def as_object(found: Inventory) -> dict[str, object]:
-    """Return the inventory as the JSON object of this command. Pure."""
+    """Return the inventory as the JSON object of this command."""
     from distrun.hosts import fold
 
     return {
@@ -112,7 +112,7 @@ def as_object(found: Inventory) -> dict[str, object]:
 
 
 def table(found: Inventory) -> Table:
-    """Return one row for each host; columns of which no host has anything are left out. Pure."""
+    """Return one row for each host; columns of which no host has anything are left out."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -140,6 +140,6 @@ def _cells(spec: HostSpec) -> dict[str, str]:
         "ADDR": spec.addr,
         "IFACE": spec.iface,
         "MORE": " ".join(
-            "%s=%s" % (name, ",".join(value) if isinstance(value, tuple) else value) for name, value in others if value
+            f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in others if value
         ),
     }

@@ -1,23 +1,41 @@
-"""`distrun kill`: stop a job from any terminal; end what jobs left on hosts."""
+"""`distrun kill`: stops a job from any terminal, and ends what jobs left on hosts.
+
+There are three forms: jobs by name, which were launched on this machine; all my jobs on hosts (-H, --stale), found by
+agents' records and marks; and, for emergencies, my processes by their command lines (--match with --any-process).
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun.cli.consent import SCHEMA, agree
-from distrun.cli.console import print_out
-from distrun.cli.reach import host_options
-from distrun.cli.values import seconds
+from distrun.cli.common import agree, seconds
+from distrun.cli.console import print_err, print_out, render
+from distrun.cli.reach import host_options, hosts_of, tell_warnings
 from distrun.errors import UsageError
-from distrun_runtime.contract import facts
+from distrun.fleet import Answer, Fleet, Problem, jobs
+from distrun.fleet.jobs import HostJob
+from distrun_runtime.contract import facts, process
+from distrun_runtime.contract.plan import Limits
+
+if TYPE_CHECKING:
+    from distrun_runtime.coordinator.jobstore import JobFolder
+
+SCHEMA = "distrun.kill/1"
+SURVEY_S = 30.0
+SLACK_S = 20.0
+"""What ending a job may take beyond twice its grace time."""
+
+Found = Mapping[str, Answer | Problem]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("jobs", metavar="[JOB]...", nargs=-1)
+@click.argument("names", metavar="[JOB]...", nargs=-1)
 @host_options
 @click.option("--stale", is_flag=True, help="Only abandoned jobs: agent dead, stopped, or past its lease.")
 @click.option("--dry-run", is_flag=True, help="Show what would be ended, and end nothing.")
@@ -26,7 +44,7 @@ from distrun_runtime.contract import facts
 @click.option("--match", metavar="REGEX", help="With --any-process: end my processes with such a command line.")
 @click.option("--any-process", is_flag=True, help="With --match: also processes that no job started. Check the list!")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def kill(jobs: tuple[str, ...], **options: Any) -> int:
+def kill(names: tuple[str, ...], **options: Any) -> int:
     """Stop JOB (an id, the beginning of one, or a name) and everything that it started.
 
     \b
@@ -48,32 +66,31 @@ def kill(jobs: tuple[str, ...], **options: Any) -> int:
             "without both, distrun kill ends only what distrun has started",
         )
     if options["match"]:
-        if jobs or options["stale"]:
+        if names or options["stale"]:
             raise UsageError("--match takes neither a JOB nor --stale")
-        from distrun.cli import killmatch
-
-        return killmatch.by_match(options)
+        return _by_match(options)
     if is_elsewhere or options["stale"]:
-        from distrun.cli import killhosts
-
-        return killhosts.on_hosts(jobs, options)
-    if not jobs:
+        return _on_hosts(names, options)
+    if not names:
         raise UsageError("which job?", "distrun status lists the jobs; -H FILE means all of mine on these hosts")
-    return _by_name(jobs, options)
+    return _by_name(names, options)
 
 
-def _by_name(jobs: tuple[str, ...], options: Mapping[str, Any]) -> int:
+# ---------------------------------------------------------------------- jobs that were launched here
+
+
+def _by_name(names: Sequence[str], options: Mapping[str, Any]) -> int:
+    """Stop jobs that were launched on this machine; return the exit code."""
     from distrun import ending
     from distrun_runtime.coordinator.jobstore import JobStore
 
     store = JobStore()
-    folders = list(dict.fromkeys(store.find_living(job) for job in jobs))
+    folders = list(dict.fromkeys(store.find_living(name) for name in names))
     if options["dry_run"]:
-        from distrun.cli import killhosts
-
-        return killhosts.preview(folders, options)
+        return _preview(folders, options)
     if len(folders) > 1:
-        agree("Stop %s?" % ", ".join(folder.id for folder in folders), options["yes"], "several jobs are stopped")
+        listed = ", ".join(folder.id for folder in folders)
+        agree(f"Stop {listed}?", options["yes"], "several jobs are stopped")
     code = 0
     told = []
     for folder in folders:
@@ -81,7 +98,288 @@ def _by_name(jobs: tuple[str, ...], options: Mapping[str, Any]) -> int:
         code = facts.EXIT_LEFT if killed.left else code or (facts.EXIT_PREFLIGHT if killed.unasked else 0)
         told.append({"job": folder.id, "done": killed.lines, "left": killed.left, "unasked": killed.unasked})
         if not options["as_json"]:
-            print_out("".join("%s: %s\n" % (folder.id, line) for line in killed.lines))
+            print_out("".join(f"{folder.id}: {line}\n" for line in killed.lines))
     if options["as_json"]:
-        print_out(json.dumps({"schema": SCHEMA, "exit_code": code, "jobs": told}, indent=2) + "\n")
+        _print_json(exit_code=code, jobs=told)
     return code
+
+
+def _preview(folders: Sequence[JobFolder], options: Mapping[str, Any]) -> int:
+    """Show what is there of jobs that were launched here, on all their hosts; return the exit code."""
+    from distrun import backends
+
+    code, told = 0, []
+    for folder in folders:
+        plan, state = folder.plan(), folder.standing()
+        with Fleet(backends.load(plan.backend), plan.hosts) as fleet:
+            found = fleet.ask("survey", {}, SURVEY_S)
+        chosen = [each for each in _choose(found, (), False) if each.job == plan.job]
+        result = Result(found, chosen, is_dry=True)
+        code = max(code, result.code)
+        told.append({"job": folder.id, "state": state, "hosts": _rows_as_json(result)})
+        if not options["as_json"]:
+            print_out(f"{folder.id}: {state}\n")
+            _show_jobs(found, chosen)
+            _tell(result, "no process of it")
+    if options["as_json"]:
+        _print_json(dry_run=True, exit_code=code, jobs=told)
+    return code
+
+
+# ---------------------------------------------------------------------- all my jobs on hosts
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was found on the hosts, what of it was meant, and what was done about it."""
+
+    found: Found
+    chosen: Sequence[HostJob]
+    swept: Found = field(default_factory=dict)
+    is_dry: bool = False
+
+    @property
+    def problems(self) -> dict[str, Problem]:
+        """The hosts that did not answer, and why."""
+        return _problems(self.found, self.swept)
+
+    @property
+    def done(self) -> dict[str, Any]:
+        """What hosts say of what they ended, by job."""
+        return _values(self.swept)
+
+    @property
+    def code(self) -> int:
+        """The exit code."""
+        left = any(report["left"] for by_job in self.done.values() for report in by_job.values())
+        return _exit_code(left, self.problems)
+
+
+def _on_hosts(wanted: Sequence[str], options: Mapping[str, Any]) -> int:
+    """End my jobs, found by agents' records and marks, on the hosts that the options name; return the exit code.
+
+    If the options name no hosts, that is this machine.
+    """
+    # Hosts of the environment are where jobs are launched, not where things are killed: that has to be said.
+    inventory, backend, hosts = hosts_of(options, {})
+    tell_warnings(inventory)
+    grace_s: float | None = options["grace"]
+    with Fleet(backend, hosts) as fleet:
+        found = fleet.ask("survey", {}, SURVEY_S)
+        chosen = _choose(found, wanted, options["stale"])
+        if not options["as_json"]:
+            _show_jobs(found, chosen)
+        if not chosen or options["dry_run"]:
+            return _report(Result(found, chosen, is_dry=options["dry_run"]), options)
+        if options["yes"]:
+            return _report(Result(found, chosen, end_jobs(fleet, chosen, grace_s)), options)
+    count = sum(len(each.processes) for each in chosen)
+    agree(f"End these {count} processes?", False, "processes on hosts are ended")
+    names = {each.host for each in chosen}
+    with Fleet(backend, [host for host in hosts if host.name in names]) as fleet:
+        return _report(Result(found, chosen, end_jobs(fleet, chosen, grace_s)), options)
+
+
+def _choose(found: Found, wanted: Sequence[str], stale: bool) -> list[HostJob]:
+    every = [job for host, value in _values(found).items() for job in jobs.read(host, value)]
+    return jobs.chosen(every, wanted, stale)
+
+
+def end_jobs(fleet: Fleet, chosen: Sequence[HostJob], grace_s: float | None) -> Found:
+    """End jobs, on all hosts at once; return what each host's agent says of each job.
+
+    Without a `grace_s` each job has its own, which its agent has recorded.
+    """
+    by_host: dict[str, dict[str, float]] = {}
+    for each in chosen:
+        own_s = Limits().grace_s if each.grace_s is None else each.grace_s
+        by_host.setdefault(each.host, {})[each.job] = own_s if grace_s is None else grace_s
+    more = {} if grace_s is None else {"grace_s": grace_s}
+    return fleet.ask(
+        "sweeps",
+        lambda host: {"jobs": list(by_host[host]), **more},
+        max(sum(2 * each + SLACK_S for each in of_host.values()) for of_host in by_host.values()),
+        list(by_host),
+    )
+
+
+def _show_jobs(found: Found, chosen: Sequence[HostJob]) -> None:
+    rows: list[tuple[str, ...]] = []
+    for host, each in found.items():
+        if isinstance(each, Problem):
+            rows.append((host, "", "", "", "", "", "cannot be asked: " + each.text))
+        for job in chosen:
+            if job.host != host:
+                continue
+            rows += [
+                (host, job.job, job.state(), row.task, str(row.pid), jobs.age(row.age_s), jobs.shown(row))
+                for row in job.processes
+            ] or [(host, job.job, job.state(), "", "", "", "only its folder is left")]
+    _print_table(("HOST", "JOB", "AGENT", "TASK", "PID", "AGE", "COMMAND"), rows)
+
+
+def _report(result: Result, options: Mapping[str, Any]) -> int:
+    """Say what was done, host by host; return the exit code."""
+    if options["as_json"]:
+        _print_json(dry_run=result.is_dry, exit_code=result.code, hosts=_rows_as_json(result))
+    else:
+        _tell(result, "no stale job" if options["stale"] else "no job of mine")
+    return result.code
+
+
+def _tell(result: Result, nothing: str) -> None:
+    for host, by_job in result.done.items():
+        for job, report in by_job.items():
+            count = len(report["ended"])
+            ended = f"ended {count} process{'' if count == 1 else 'es'}" if count else "nothing had to be ended"
+            print_out(f"{host}: {job}: {ended}\n")
+            for pid, command in report["left"]:
+                print_out(f"{host}: {job}: pid {pid} ({command}) did not end\n")
+    _tell_problems(result.problems)
+    if not result.chosen:
+        where = "there"
+        if result.problems:
+            where = "on the other hosts" if len(result.problems) < len(result.found) else "known of"
+        print_out(f"{nothing} is {where}\n")
+    elif result.is_dry:
+        print_out("nothing was ended (--dry-run)\n")
+
+
+def _rows_as_json(result: Result) -> list[dict[str, Any]]:
+    rows = []
+    for host in result.found:
+        problem = result.problems.get(host)
+        mine = [
+            {
+                "job": each.job,
+                "agent": each.agent,
+                "guard": each.guard,
+                "stale": each.is_stale,
+                "processes": [asdict(row) for row in each.processes],
+                **result.done.get(host, {}).get(each.job, {"ended": [], "left": []}),
+            }
+            for each in result.chosen
+            if each.host == host
+        ]
+        rows.append({"host": host, "problem": None if problem is None else asdict(problem), "jobs": mine})
+    return rows
+
+
+# ---------------------------------------------------------------------- processes by their command lines
+
+
+def _by_match(options: Mapping[str, Any]) -> int:
+    """End my processes that match on the hosts that the options name, else on this machine; return the exit code."""
+    inventory, backend, hosts = hosts_of(options, {})
+    tell_warnings(inventory)
+    grace_s = Limits().grace_s if options["grace"] is None else options["grace"]
+    asked = {"regex": options["match"], "kill": False, "spare": _spared()}
+    with Fleet(backend, hosts) as fleet:
+        found = fleet.ask("match", asked, SURVEY_S)
+    chosen = {host: jobs.processes(value["found"]) for host, value in _values(found).items() if value["found"]}
+    if not options["as_json"]:
+        _show_matches(found, chosen)
+    if not chosen or options["dry_run"]:
+        return _report_matches(found, chosen, {}, options)
+    count = sum(map(len, chosen.values()))
+    agree(f"End these {count} processes?", options["yes"], "processes are ended by their command line")
+    # Exactly what was shown: something else may match by now.
+    only = {host: [[each.pid, each.start] for each in rows] for host, rows in chosen.items()}
+    with Fleet(backend, [host for host in hosts if host.name in chosen]) as fleet:
+        swept = fleet.ask(
+            "match",
+            lambda host: {**asked, "kill": True, "grace_s": grace_s, "only": only[host]},
+            grace_s + SLACK_S,
+        )
+    return _report_matches(found, chosen, swept, options)
+
+
+def _spared() -> list[list[Any]]:
+    """Return this process and those above it: one of the hosts may be this machine."""
+    pids = {os.getpid(), *process.ancestors(os.getpid())}
+    return [list(row.identity) for row in process.table(pids)]
+
+
+def _show_matches(found: Found, chosen: Mapping[str, Sequence[jobs.Process]]) -> None:
+    rows = []
+    for host, each in found.items():
+        if isinstance(each, Problem):
+            rows.append((host, "", "", "cannot be asked: " + each.text))
+        rows += [(host, str(row.pid), jobs.age(row.age_s), row.command) for row in chosen.get(host, ())]
+    _print_table(("HOST", "PID", "AGE", "COMMAND"), rows)
+
+
+def _report_matches(
+    found: Found, chosen: Mapping[str, Sequence[jobs.Process]], swept: Found, options: Mapping[str, Any]
+) -> int:
+    problems, done = _problems(found, swept), _values(swept)
+    code = _exit_code(any(report["left"] for report in done.values()), problems)
+    if options["as_json"]:
+        rows = [
+            {
+                "host": host,
+                "problem": asdict(problems[host]) if host in problems else None,
+                "found": [asdict(row) for row in chosen.get(host, ())],
+                "ended": done.get(host, {}).get("ended", []),
+                "left": done.get(host, {}).get("left", []),
+            }
+            for host in found
+        ]
+        _print_json(dry_run=options["dry_run"], exit_code=code, hosts=rows)
+        return code
+    for host, report in done.items():
+        for pid, command in report["ended"]:
+            print_out(f"{host}: ended pid {pid} ({command})\n")
+        for pid, command in report["left"]:
+            print_out(f"{host}: pid {pid} ({command}) did not end\n")
+    _tell_problems(problems)
+    if not chosen:
+        print_out(f"nothing matches {options['match']!r}\n")
+    elif options["dry_run"]:
+        print_out("nothing was ended (--dry-run)\n")
+    return code
+
+
+# ---------------------------------------------------------------------- answers and output
+
+
+def _problems(*each_of: Found) -> dict[str, Problem]:
+    return {host: each for found in each_of for host, each in found.items() if isinstance(each, Problem)}
+
+
+def _values(found: Found) -> dict[str, Any]:
+    return {host: each.value for host, each in found.items() if isinstance(each, Answer)}
+
+
+def _exit_code(left: bool, problems: Mapping[str, Problem]) -> int:
+    """Return the exit code; `left`: a process did not end, `problems`: hosts that did not answer, and why."""
+    return facts.EXIT_LEFT if left else facts.EXIT_PREFLIGHT if problems else 0
+
+
+def _tell_problems(problems: Mapping[str, Problem]) -> None:
+    """Say which hosts did not answer, and what can be done about it."""
+    for host, problem in problems.items():
+        print_err(f"distrun: error: {host}: {problem.text}\n")
+        for line in problem.fix.splitlines():
+            print_err(f"distrun: hint: {line}\n")
+
+
+def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print columns as wide as they need, the last one cut if there is no room; nothing without rows."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    if not rows:
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for index, heading in enumerate(headings):
+        is_last = index == len(headings) - 1
+        width = None if is_last else max(len(row[index]) for row in (headings, *rows))
+        table.add_column(heading, no_wrap=True, overflow="ellipsis", min_width=width)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    print_out(render(table))
+
+
+def _print_json(**members: Any) -> None:
+    print_out(json.dumps({"schema": SCHEMA, **members}, indent=2) + "\n")

@@ -12,8 +12,8 @@ import click
 
 from distrun import activation, backends, hosts, placement, shell
 from distrun.cli import hints, reach
+from distrun.cli.common import current_folder
 from distrun.cli.console import Console
-from distrun.cli.folder import current_folder
 from distrun.cli.options import collect_env, launch_options
 from distrun.errors import UsageError
 from distrun.planning import device_warnings

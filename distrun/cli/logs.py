@@ -13,10 +13,9 @@ from typing import Any
 
 import click
 
+from distrun.cli.common import count, find_job
 from distrun.cli.console import can_draw, copy_out, is_terminal, wants_colour
-from distrun.cli.find import find
 from distrun.cli.lines import Feed, Live, prefix
-from distrun.cli.values import count
 from distrun.errors import UsageError
 from distrun_runtime.contract import environ, facts
 from distrun_runtime.coordinator import stored
@@ -47,7 +46,7 @@ def logs(job: str, task: str | None, follow: bool, lines: int | None) -> int:
     """
     from distrun_runtime.coordinator.jobstore import JobStore
 
-    folder = find(JobStore(), job)
+    folder = find_job(JobStore(), job)
     chosen = choose(folder.state()["tasks"], task)
     env = environ.snapshot()
     live = Live() if follow and len(chosen) > 1 and can_draw(1, env) else None
@@ -62,7 +61,7 @@ def logs(job: str, task: str | None, follow: bool, lines: int | None) -> int:
 
 
 def choose(tasks: Sequence[Mapping[str, Any]], wanted: str | None) -> list[Mapping[str, Any]]:
-    """Return the tasks of that name or role, or all. Pure.
+    """Return the tasks of that name or role, or all.
 
     Raises:
         UsageError: there is none; lists near ones.
@@ -71,7 +70,7 @@ def choose(tasks: Sequence[Mapping[str, Any]], wanted: str | None) -> list[Mappi
     if not chosen:
         names = [str(task["name"]) for task in tasks]
         near = difflib.get_close_matches(str(wanted), names, n=3) or names[:8]
-        raise UsageError("no task %r in this job; there is: %s" % (wanted, ", ".join(near)))
+        raise UsageError(f"no task {wanted!r} in this job; there is: {', '.join(near)}")
     return chosen
 
 

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import click
 
+from distrun.cli.common import count, seconds
 from distrun.cli.reach import HOST_OPTIONS
-from distrun.cli.values import count, seconds
 from distrun.errors import UsageError
 from distrun.placement import POLICIES
 from distrun.request import BUNDLED, Setting, parse_env, parse_env_file, parse_role_env

@@ -1,4 +1,4 @@
-"""Which hosts a command means, and how they are reached: the options that launch, kill, exec, doctor and sync share."""
+"""Command-line options for selecting and reaching hosts, shared by several commands."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from distrun.cli.common import seconds
 from distrun.cli.console import print_err
-from distrun.cli.values import seconds
 from distrun.request import exact
 from distrun.ssh.target import CONNECT_S, TRANSPORTS
 
@@ -51,7 +51,7 @@ def host_options(function: Function) -> Function:
 
 
 def reach_options(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return what `Backend.reach` takes of a command's options; empty ones are left out. Pure."""
+    """Return what `Backend.reach` takes of a command's options; empty ones are left out."""
     found = {
         "transport": str(options["transport"]),
         "strict": "yes" if options["strict_host_keys"] else "",
@@ -62,7 +62,7 @@ def reach_options(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def typed(options: Mapping[str, Any], inventory: Inventory | None) -> list[str]:
-    """Return the words by which another command reaches the same hosts in the same way. Pure."""
+    """Return the words by which another command reaches the same hosts in the same way."""
     words: list[str] = []
     if options["hostfile"] == "-" and inventory is not None:
         from distrun.hosts import fold
@@ -77,12 +77,12 @@ def typed(options: Mapping[str, Any], inventory: Inventory | None) -> list[str]:
             words += ["--" + name.replace("_", "-"), options[name]]
     words += ["--strict-host-keys"] if options["strict_host_keys"] else []
     if options["connect_timeout"] != CONNECT_S:
-        words += ["--connect-timeout", "%g" % options["connect_timeout"]]
+        words += ["--connect-timeout", f"{options['connect_timeout']:g}"]
     return words + (["--launcher", options["launcher"]] if options.get("launcher") else [])
 
 
 def typed_python(options: Mapping[str, Any]) -> list[str]:
-    """Return the words by which another command looks at the same Python, activated in the same way. Pure."""
+    """Return the words by which another command looks at the same Python, activated in the same way."""
     words = ["--python", options["python"]] if options["python"] else []
     for word in options["activate"]:
         words += ["--activate", word]
@@ -92,7 +92,7 @@ def typed_python(options: Mapping[str, Any]) -> list[str]:
 def tell_warnings(inventory: Inventory) -> None:
     """Print what is odd about the hosts that were named."""
     for warning in inventory.warnings:
-        print_err("distrun: warning: %s\n" % warning)
+        print_err(f"distrun: warning: {warning}\n")
 
 
 def find_hosts(options: Mapping[str, Any], env: Mapping[str, str]) -> Inventory | None:
@@ -126,7 +126,7 @@ def hosts_of(
 
 
 def hosts_for(inventory: Inventory, backend: Backend, options: Mapping[str, str]) -> list[Host]:
-    """Return each host once, with the way that the backend takes to it. Pure."""
+    """Return each host once, with the way that the backend takes to it."""
     from distrun_runtime.contract.plan import Host
 
     hosts = []

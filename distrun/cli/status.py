@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun import shell
+from distrun.cli.common import find_job
 from distrun.cli.console import WIDE, is_terminal, live, print_out, render, width
-from distrun.cli.find import find
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator import stored
 
@@ -46,7 +46,7 @@ _STYLES = {
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("job", required=False)
 @click.option("-w", "--watch", is_flag=True, help="Show it again and again, until the job is over or Ctrl-C.")
-@click.option("-a", "--all", "everything", is_flag=True, help="List all jobs, not only the %d newest." % SHOWN)
+@click.option("-a", "--all", "everything", is_flag=True, help=f"List all jobs, not only the {SHOWN} newest.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def status(job: str | None, watch: bool, everything: bool, as_json: bool) -> int:
     """Show my jobs, the newest first; or the tasks of JOB (an id, the beginning of one, or a name).
@@ -65,7 +65,7 @@ def status(job: str | None, watch: bool, everything: bool, as_json: bool) -> int
         else:
             print_out(render(jobs_table(read(), time.time(), width())))
         return 0
-    folder = find(store, job)
+    folder = find_job(store, job)
     if watch and not as_json:
         live(
             lambda: tasks_table(folder.state(), time.time(), width()),
@@ -81,7 +81,7 @@ def status(job: str | None, watch: bool, everything: bool, as_json: bool) -> int
 
 
 def jobs_table(states: Sequence[Mapping[str, Any]], now: float, columns: int = WIDE) -> Table:
-    """Return one row for each job. `now`: wall clock, seconds. `columns`: room. Pure."""
+    """Return one row for each job. `now`: wall clock, seconds. `columns`: room."""
     rows = [
         (
             str(state["id"]),
@@ -99,7 +99,7 @@ def jobs_table(states: Sequence[Mapping[str, Any]], now: float, columns: int = W
 
 
 def tasks_table(state: Mapping[str, Any], now: float, columns: int = WIDE) -> Table:
-    """Return one row for each task of a job. `now`: wall clock, seconds. `columns`: room. Pure."""
+    """Return one row for each task of a job. `now`: wall clock, seconds. `columns`: room."""
     rows = [
         (
             str(task["name"]),
@@ -107,15 +107,15 @@ def tasks_table(state: Mapping[str, Any], now: float, columns: int = WIDE) -> Ta
             _code(task["code"], task["signal"]),
             "" if task["pid"] is None else str(task["pid"]),
             duration(task["started"], task["ended"] or _until(state), now),
-            "%.1f s" % task["cpu_s"] if task["max_rss_kb"] else "",  # unknown: it runs, or was lost with its host
-            "%.0f MB" % (task["max_rss_kb"] / 1024) if task["max_rss_kb"] else "",
+            f"{task['cpu_s']:.1f} s" if task["max_rss_kb"] else "",  # unknown: it runs, or was lost with its host
+            f"{task['max_rss_kb'] / 1024:.0f} MB" if task["max_rss_kb"] else "",
             str(task["host"]),
         )
         for task in state["tasks"]
     ]
     headings = ("TASK", "STATE", "CODE", "PID", "TIME", "CPU", "MAX RSS", "HOST")
     table = _table(headings, rows, columns, DROPPED)
-    title = "%s  %s  %s" % (state["id"], state["state"], shell.join(state["command"]))
+    title = f"{state['id']}  {state['state']}  {shell.join(state['command'])}"
     table.title = _plain(title + ("\n" + str(state["message"]) if state.get("message") else ""))
     table.title_justify, table.title_style = "left", ""
     return table
@@ -142,13 +142,13 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], columns: int,
         table.add_column(heading, no_wrap=True, overflow="ellipsis", min_width=width)
     for row in rows:
         cells = [_plain(cell) for cell in row]
-        cells[1] = "[%s]%s[/]" % (_STYLES.get(row[1], "yellow"), row[1])
+        cells[1] = f"[{_STYLES.get(row[1], 'yellow')}]{row[1]}[/]"
         table.add_row(*cells)
     return table
 
 
 def duration(start: str | None, end: str | None, now: float) -> str:
-    """Return how long something took between two RFC 3339 times, or takes until `now`, as `1:02:03`. Pure."""
+    """Return how long something took between two RFC 3339 times, or takes until `now`, as `1:02:03`."""
     if start is None:
         return ""
     seconds = (now if end is None else stored.seconds(end)) - stored.seconds(start)
@@ -176,8 +176,8 @@ def _code(code: int | None, signal: str | None) -> str:
 
 def _count(tasks: Sequence[Mapping[str, Any]]) -> str:
     counts = [(sum(task["state"] == word for task in tasks), word) for word in ("running", "failed", "lost")]
-    extra = ["%d %s" % pair for pair in counts if pair[0]]
-    return "%d%s" % (len(tasks), " (%s)" % ", ".join(extra) if extra else "")
+    extra = [f"{number} {word}" for number, word in counts if number]
+    return f"{len(tasks)} ({', '.join(extra)})" if extra else str(len(tasks))
 
 
 def _plain(text: str) -> str:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun import sync as copying
+from distrun.cli.common import current_folder
 from distrun.cli.console import print_err, print_out
-from distrun.cli.folder import current_folder
 from distrun.cli.reach import host_options, hosts_of
 from distrun.errors import SyncError
 from distrun.ssh.ask import Asker
@@ -69,11 +69,11 @@ def sync(**options: Any) -> int:
     tree = copying.scan(source, rules)
     for warning in tree.warnings():
         screen.say(warning, "warning")
-    screen.say("%s to copy to each of %d hosts" % (tree.text(), len(hosts)))
+    screen.say(f"{tree.text()} to copy to each of {len(hosts)} hosts")
     names = [host.name for host in hosts]
     if options["dry_run"]:
         for name in names:
-            screen.say("rsync %s -> %s:%s" % (os.path.join(source, ""), name, options["dst"]))
+            screen.say(f"rsync {os.path.join(source, '')} -> {name}:{options['dst']}")
         if options["as_json"]:
             found = {**_facts(source, options, tree), "dry_run": True, "hosts": [{"host": name} for name in names]}
             print_out(json.dumps(found, indent=2) + "\n")
@@ -111,7 +111,7 @@ def sync(**options: Any) -> int:
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """Return a result in its JSON form. Pure."""
+    """Return a result in its JSON form."""
     return {
         "host": result.host,
         "names": list(result.names),
@@ -150,7 +150,7 @@ class _Screen:
         """Print a message."""
         if level in ("warning", "error") or (level == "info" and not self._is_quiet):
             mark = "" if level == "info" else level + ": "
-            print_err("%sdistrun: %s%s\n" % (_CLEAR if self._shown else "", mark, text))
+            print_err(f"{_CLEAR if self._shown else ''}distrun: {mark}{text}\n")
             self._shown = ""
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What the agents found: jobs on hosts and their processes, from the answers of the tools. Pure."""
+"""Jobs on hosts and their processes, read from the answers of agents' tools."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class HostJob:
     def state(self) -> str:
         """Return how its agent stands, in words."""
         if self.agent == ALIVE:
-            return "silent %s" % age(self.quiet_s) if self.is_past_lease else "runs"
+            return f"silent {age(self.quiet_s)}" if self.is_past_lease else "runs"
         return "agent " + {STOPPED: "stopped", NONE: "unknown"}.get(self.agent, "gone")
 
 
@@ -103,17 +103,17 @@ def chosen(found: Iterable[HostJob], jobs: Sequence[str] = (), stale: bool = Fal
 
 def _meant(word: str, ids: Sequence[str]) -> list[str]:
     if not word.strip():
-        raise UsageError("there is no job %r" % word, "leave it out to mean all of mine on these hosts, or type an id")
+        raise UsageError(f"there is no job {word!r}", "leave it out to mean all of mine on these hosts, or type an id")
     found = [word] if word in ids else [each for each in ids if each.startswith(word)]
     if len(found) > 1:
-        raise UsageError("%r could be %s" % (word, ", ".join(found)), "type more of the id, or name each of them")
+        raise UsageError(f"{word!r} could be {', '.join(found)}", "type more of the id, or name each of them")
     return found
 
 
 def shown(process: Process) -> str:
     """Return a process's command for a table: ours by its name, for theirs is long; others cut."""
     if process.task in ("agent", "guard"):
-        return "distrun's %s" % process.task
+        return f"distrun's {process.task}"
     return process.command if len(process.command) <= SHOWN else process.command[:SHOWN] + "..."
 
 
@@ -122,9 +122,9 @@ def age(seconds: float | None) -> str:
     if seconds is None:
         return ""
     if seconds < 100:
-        return "%.0f s" % seconds
+        return f"{seconds:.0f} s"
     if seconds < 6000:
-        return "%.0f min" % (seconds / 60)
+        return f"{seconds / 60:.0f} min"
     if seconds < 100 * 3600:
-        return "%d:%02d h" % (seconds // 3600, seconds % 3600 // 60)
-    return "%.0f d" % (seconds / 86400)
+        return f"{int(seconds // 3600)}:{int(seconds % 3600 // 60):02d} h"
+    return f"{seconds / 86400:.0f} d"

@@ -61,7 +61,7 @@ class Channel(Protocol):
 
 
 class Greeting:
-    """Finds the agent's first line in what arrives, and keeps the noise before it. Pure."""
+    """Finds the agent's first line in what arrives, and keeps the noise before it. No side effects."""
 
     def __init__(self) -> None:
         self.nonce = ""
@@ -99,11 +99,11 @@ class Greeting:
 
     def _check(self, waiting: int) -> None:
         if self._seen + waiting > NOISE_LIMIT:
-            raise WireError("more than %d bytes came that are not an agent's greeting" % NOISE_LIMIT)
+            raise WireError(f"more than {NOISE_LIMIT} bytes came that are not an agent's greeting")
 
 
 class Inlet:
-    """What an agent says, from its first byte on: bytes in, events out. Every channel has one. Pure."""
+    """What an agent says, from its first byte on: bytes in, events out. Every channel has one. No side effects."""
 
     def __init__(self, host: str) -> None:
         self.greeted = False
@@ -134,7 +134,7 @@ class Inlet:
                 return []
             self.greeted, data = True, rest
             if any(line.strip() for line in self._greeting.noise):
-                found.append(Warned(self._host, "its shell printed before the agent: %s" % self.noise))
+                found.append(Warned(self._host, f"its shell printed before the agent: {self.noise}"))
         found += [frames.to_event(self._host, frame, now) for frame in self._decoder.feed(data)]
         self.said_bye = self.said_bye or any(isinstance(event, Bye) for event in found)
         refused = any(isinstance(event, StartFailed) for event in found)
@@ -233,7 +233,7 @@ class StreamChannel:
         """Start the two threads."""
         self._put = put
         for name, work in (("read", self._read), ("write", self._write)):
-            threading.Thread(target=work, name="%s %s" % (name, self._host), daemon=True).start()
+            threading.Thread(target=work, name=f"{name} {self._host}", daemon=True).start()
 
     def send(self, data: bytes) -> None:
         """Queue bytes for the writing thread. Past WRITE_LIMIT the agent is given up."""
@@ -264,7 +264,7 @@ class StreamChannel:
         os.close(self._read_fd)
         when = time.time()
         more = self._explain()
-        self._put(AgentLost(self._host, "%s: %s" % (reason, more) if more else reason, when))
+        self._put(AgentLost(self._host, f"{reason}: {more}" if more else reason, when))
 
     def _read_frames(self) -> None:
         while True:

@@ -22,11 +22,11 @@ def to_event(host: str, frame: wire.Frame, arrived: float) -> events.Event:
     """
     make = _EVENTS.get(frame.type)
     if make is None:
-        return events.Warned(host, "it sent %r, which this version does not know" % frame.type)
+        return events.Warned(host, f"it sent {frame.type!r}, which this version does not know")
     try:
         return make(host, frame.header, frame.body, arrived)
     except (KeyError, TypeError, ValueError, AttributeError) as err:
-        raise ContractError("it sent a malformed %r: %s: %s" % (frame.type, type(err).__name__, err)) from err
+        raise ContractError(f"it sent a malformed {frame.type!r}: {type(err).__name__}: {err}") from err
 
 
 def _optional(header: Mapping[str, Any], name: str, kind: Callable[[Any], Any]) -> Any:
@@ -37,7 +37,7 @@ def _optional(header: Mapping[str, Any], name: str, kind: Callable[[Any], Any]) 
 def _output(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
     stream, offset = header["stream"], int(header["offset"])
     if stream not in ("out", "err") or offset < 0:
-        raise ValueError("stream %r, offset %d" % (stream, offset))
+        raise ValueError(f"stream {stream!r}, offset {offset}")
     return events.Output(host, str(header["task"]), stream, offset, body)
 
 

@@ -1,4 +1,4 @@
-"""The hosts and tasks of a job as the supervisor knows them: who answered, who is silent, what runs. No I/O."""
+"""The hosts and tasks of a job as the supervisor knows them: who answered, who is silent, what runs. No side effects."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Roster:
         live = [task for task in self.on_host(host) if not task.is_over]
         for task in live:
             self.change(task.name, state=state, ended=time, reason=LOST_WITH_HOST)
-            self.survivors.append("%s (pid %s) on %s" % (task.name, task.pid or "unknown", host))
+            self.survivors.append(f"{task.name} (pid {task.pid or 'unknown'}) on {host}")
         return bool(live)
 
     def on_host(self, host: str) -> List[TaskResult]:
@@ -133,22 +133,22 @@ class Roster:
     def missing(self) -> List[str]:
         """Return, one text each, what has not started yet: agents or, once all of them are ready, tasks."""
         texts = [
-            "%s to get ready" % host.name if host.greeted else "the agent on %s" % host.name
+            f"{host.name} to get ready" if host.greeted else f"the agent on {host.name}"
             for host in self.hosts.values()
             if not host.has_answered
         ]
         for task in () if texts else self.plan.tasks:
             if self.tasks[task.name].state in (facts.PENDING, facts.STARTING):
                 needs = sorted(references(task) - self.facts.keys())
-                what = "%s on %s" % (task.name, task.host)
-                texts.append("%s (which waits for %s)" % (what, ", ".join(needs)) if needs else what)
+                what = f"{task.name} on {task.host}"
+                texts.append(f"{what} (which waits for {', '.join(needs)})" if needs else what)
         return texts
 
     def unfinished(self) -> List[str]:
         """Return the workers that have not ended, or, when all have, the other tasks; a few words each."""
         left = [task for task in self.tasks.values() if not task.is_over]
         workers = [task for task in left if task.role == WORKER]
-        return ["%s on %s" % (task.name, task.host) for task in workers or left]
+        return [f"{task.name} on {task.host}" for task in workers or left]
 
     def settle(self) -> None:
         """Bring every task that was spawned to its last state: the job is over, and nobody will hear of its end."""

@@ -19,7 +19,7 @@ from distrun import cli
 from distrun.backends.base import Swept
 from distrun.backends.local import Local
 from distrun.backends.ssh import Ssh
-from distrun.cli import killhosts
+from distrun.cli import kill
 from distrun_runtime.contract import process
 from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.coordinator.outcome import Culprit, Outcome, TaskResult
@@ -54,7 +54,7 @@ def _nothing_is_signalled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         return {"d1": Swept()}
 
     monkeypatch.setattr(process, "send_signal", signals)
-    monkeypatch.setattr(killhosts, "Fleet", NoFleet)
+    monkeypatch.setattr(kill, "Fleet", NoFleet)
     for backend in (Local, Ssh):
         monkeypatch.setattr(backend, "sweep", sweep)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distrun.cli import killhosts
+from distrun.cli import kill
 from distrun.fleet.jobs import HostJob
 
 
@@ -35,7 +35,7 @@ JOBS = [job("h1", "one", 60.0), job("h1", "two", None), job("h2", "one", 1.0)]
 @pytest.mark.parametrize(("grace_s", "least_s"), [(None, 2 * 70.0), (2.0, 2 * 4.0)])
 def test_jobs_end_within_their_own_grace_time_unless_another_is_given(grace_s: float | None, least_s: float) -> None:
     fleet = Asked()
-    killhosts._end(fleet, JOBS, grace_s)  # type: ignore[arg-type]
+    kill.end_jobs(fleet, JOBS, grace_s)  # type: ignore[arg-type]
     more = {} if grace_s is None else {"grace_s": grace_s}
     assert fleet.args == {"h1": {"jobs": ["one", "two"], **more}, "h2": {"jobs": ["one"], **more}}
-    assert fleet.limit_s == least_s + 2 * killhosts.SLACK_S
+    assert fleet.limit_s == least_s + 2 * kill.SLACK_S
