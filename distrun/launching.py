@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -23,9 +22,6 @@ from distrun.planning import PlannedJob
 from distrun_runtime.contract import facts, wire
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.coordinator import outcome as ends
-from distrun_runtime.coordinator.events import Event, Interrupt, PauseToggled
-from distrun_runtime.coordinator.failures import listed
-from distrun_runtime.coordinator.interrupts import Interrupts
 from distrun_runtime.coordinator.jobstore import JobFolder
 from distrun_runtime.coordinator.outcome import Outcome, TaskResult
 from distrun_runtime.coordinator.output import Piece, Sink
@@ -33,6 +29,7 @@ from distrun_runtime.coordinator.output import Piece, Sink
 if TYPE_CHECKING:
     from distrun.sync import Copier
     from distrun_runtime.coordinator.channel import Channel
+    from distrun_runtime.coordinator.events import Event
 
 SHOWN = 60
 """Characters of a process that was ended which are shown."""
@@ -100,6 +97,8 @@ def _coordinator_process(job: PlannedJob, folder: JobFolder, connection: socket.
             client.fail(_error(err))
         client.close()
     except BaseException:
+        import traceback
+
         traceback.print_exc()
     finally:
         os._exit(code)
@@ -120,6 +119,8 @@ def _detach_streams(folder: JobFolder) -> None:
 
 def _error(err: BaseException) -> dict[str, Any]:
     """Return what the client is told of an error."""
+    import traceback
+
     trace = "".join(traceback.format_exception(type(err), err, err.__traceback__))
     told: dict[str, Any] = {"trace": trace, "kind": type(err).__name__, "message": str(err), "hint": ""}
     if isinstance(err, DistrunError):
@@ -154,9 +155,10 @@ def coordinate(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int = 
 
 
 def _run(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int) -> tuple[Outcome, Mapping[str, Swept]]:
-    from distrun_runtime.coordinator import loop  # the client does not need it
-
     channels = job.backend.connect(job.plan.hosts, job.plan.job)
+    job.backend.boot(channels)
+    from distrun_runtime.coordinator import loop  # the client does not need it, and agents start meanwhile
+
     copier = _copier(job, sink)
     try:
         outcome = loop.run(
@@ -178,6 +180,8 @@ def _run(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int) -> tupl
 
 def _clear_up(job: PlannedJob, channels: Sequence[Channel], sink: Sink) -> Mapping[str, Swept]:
     """Wait for the ends of agents and guards; end what is left on hosts where that is not known. Ctrl-C ends it."""
+    from distrun_runtime.coordinator.failures import listed
+
     plan = job.plan
     left: tuple[str, ...] = ()
     try:
@@ -276,6 +280,8 @@ class _Client:
 
     def run(self) -> Outcome:
         """Show what the coordinator sends until it ends; return the outcome."""
+        from distrun_runtime.coordinator.interrupts import Interrupts  # while the coordinator begins its work
+
         self._terminal.start()
         with Interrupts(self._forward):
             try:
@@ -322,6 +328,8 @@ class _Client:
 
     def _forward(self, event: Event) -> None:
         """Tell the coordinator of a signal; called in the thread that reads signals."""
+        from distrun_runtime.coordinator.events import Interrupt, PauseToggled
+
         if isinstance(event, PauseToggled):
             self._terminal.toggle_pause()
         elif isinstance(event, Interrupt):

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
-import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from distrun import archive, backends, shell, ship
+from distrun import backends, shell, ship
 from distrun.backends.base import Backend, Rendered
 from distrun.errors import UsageError
 from distrun.hosts import HostSpec, Inventory, fold
@@ -137,7 +135,7 @@ def plan_job(request: Request, store: JobStore) -> PlannedJob:
         python="" if backend.ships_runtime else sys.executable,
         sync=None if tree is None else _sync(request, allocation, tree),
         inherited=request.outer if backend.inherits_env else {},
-        token="" if request.dry_run else secrets.token_hex(32),
+        token="" if request.dry_run else os.urandom(32).hex(),
     )
     plan, values = make_plan(request, allocation, setup)
     check_ports(request, plan)
@@ -175,6 +173,8 @@ def allocate(request: Request, backend: Backend) -> Allocation:
 def _check_python(request: Request) -> None:
     """Look for --python on this machine, where the servers will run."""
     if request.python and request.has_servers and request.ps == BUNDLED:
+        import shutil  # with all its formats of archives: not for every launch
+
         folders = given(request.settings, SERVER).get("PATH")
         path = request.outer.get("PATH", os.defpath) if folders is None else folders.value
         if shutil.which(os.path.expanduser(request.python), path=path) is None:
@@ -187,6 +187,8 @@ def _runtime(request: Request, backend: Backend) -> tuple[Runtime, bytes]:
     """Return where tasks find the runtime, and the archive that hosts are sent."""
     if not backend.ships_runtime:
         return Runtime(path=str(ship.runtime_root(request.outer, copy=not request.dry_run))), b""
+    from distrun import archive  # local jobs need none
+
     digest, data = archive.build()
     return Runtime(digest=digest), data
 

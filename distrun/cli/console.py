@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -194,6 +193,8 @@ def is_terminal() -> bool:
 
 def width() -> int:
     """Return how many columns there are for a table on stdout."""
+    import shutil  # with all its formats of archives: for tables only
+
     return shutil.get_terminal_size().columns if is_terminal() else WIDE
 
 

@@ -79,7 +79,7 @@ def _launch(
     launcher, found = _launcher(options, env, console)
     for warning in found.warnings if found else ():
         console.say(warning, "warning")  # before anything else can fail: it may be why
-    misplaced = hints.misplaced(command, ctx, backends.names())
+    misplaced = hints.misplaced(command, ctx, backends.names)
     if misplaced:
         console.say(misplaced)
     for note in placement.notes(found, options["placement"]) if found else ():
