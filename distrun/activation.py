@@ -6,7 +6,6 @@ on stderr that says which word failed and why, when a step fails; the steps afte
 
 from __future__ import annotations
 
-import difflib
 import posixpath
 import re
 from collections.abc import Sequence
@@ -118,6 +117,8 @@ def _step(word: str, cwd: str) -> str:
         return _fill(_SNIPPET, word, quote(word))
     kind, value = match.group(1), match.group(2).rstrip()
     if kind not in KINDS:
+        import difflib  # for a mistake only
+
         near = difflib.get_close_matches(kind, KINDS, n=1)
         raise UsageError(
             "--activate: expected %s or shell text, found %r" % (_forms(), word),

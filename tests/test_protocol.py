@@ -232,6 +232,13 @@ def test_golden_challenge_and_proof() -> None:
             {"type": "output", "task": "worker-0", "stream": "out", "offset": 0, "seq": 5},
             b"hello\n",
         ),
+        (GOLDEN["said"], {"type": "said", "text": "2 hosts are up", "level": "info"}, b""),
+        (
+            GOLDEN["place"],
+            {"type": "output", "task": "worker-0", "host": "h1", "stream": "out", "at": 4096, "length": 512},
+            b"",
+        ),
+        (GOLDEN["signal"], {"type": "signal", "name": "INT"}, b""),
     ],
 )
 def test_golden_frames(golden: str, header: dict[str, Any], raw: bytes) -> None:

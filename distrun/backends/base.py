@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distrun_runtime.contract.plan import Host, Plan
-from distrun_runtime.coordinator.channel import Channel
 
 if TYPE_CHECKING:
     from distrun.hosts import HostSpec, Inventory
     from distrun.ssh.ask import Asker
+    from distrun_runtime.coordinator.channel import Channel
 
 
 GUARD_S = 5.0
@@ -112,6 +112,9 @@ class Backend(ABC):
 
         `job`: the job whose agents they are. Agents and guards carry its marks (`marks`), as its tasks do. Empty: none.
         """
+
+    def boot(self, channels: Sequence[Channel]) -> None:  # noqa: B027 - most have nothing to do
+        """Begin what agents can do while the coordinator is not ready to hear them. Does nothing by default."""
 
     @abstractmethod
     def release(self, channels: Sequence[Channel], limit_s: float) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
-"""The agent as one line of text: everything a host needs, compressed, imported from memory.
+"""A program of ours as one line of text: everything a host needs, compressed, imported from memory.
 
-A host needs nothing but a python3 of at least 3.8. It is started as `python -I -c BOOT` and reads its program from
+There are two programs, the agent and the coordinator; each has its own package and the contract between them. A host
+needs nothing but a python3 of at least 3.8. An agent is started as `python -I -c BOOT` and reads its program from
 standard input: the first line is the blob, what follows are frames. Nothing has to be quoted but BOOT, which holds no
 character that a shell would touch inside single quotes.
 
@@ -21,6 +22,7 @@ import json
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import distrun_runtime
 from distrun import keep
@@ -29,7 +31,20 @@ LIMIT = 96 * 1024
 """Bytes of base64. Linux caps one string of an exec at 128 KiB, should the blob ever travel as an argument."""
 
 PACKAGE = "distrun_runtime"
-ROOMS = ("contract", "agent", "coordinator")
+
+
+class Program(NamedTuple):
+    """What can be sent to a host."""
+
+    packages: tuple[str, ...]
+    """Packages of `distrun_runtime` that it consists of."""
+    start: str
+    """Python source, run when they can be imported. `r` is what came after the blob, `keep` keeps code compiled."""
+
+
+AGENT = Program(("contract", "agent"), "from distrun_runtime.agent.__main__ import main\nsys.exit(main(r, keep))\n")
+COORDINATOR = Program(("contract", "coordinator"), "from distrun_runtime.coordinator import loop, service\n")
+"""For jobs whose coordinator is not to run where they are launched."""
 FILES = ("__init__.py", "errors.py")
 TABLE_ROW = "_row"
 """What makes a row of `contract.environ.TABLE`; its fourth argument is for readers."""
@@ -95,7 +110,7 @@ def compiled(name):
     return compile(m["modules"][name], blob.get_filename(name), "exec", dont_inherit=True)
 
 def keep():
-    names = [name for name in m["modules"] if ".coordinator" not in name]
+    names = list(m["modules"])
     try:
         if all(name in codes for name in names):
             return
@@ -152,15 +167,13 @@ class Blob:
         return name in m["packages"]
 
     def get_filename(self, name):
-        return m["origin"].get(name) or "<distrun agent>/" + name.replace(".", "/") + ".py"
+        return m["origin"].get(name) or "<distrun>/" + name.replace(".", "/") + ".py"
 
     def get_source(self, name):
         return m["modules"][name]
 
 blob = Blob()
 sys.meta_path.insert(0, blob)
-from distrun_runtime.agent.__main__ import main
-sys.exit(main(r, keep))
 '''
 
 
@@ -173,42 +186,49 @@ def command(python: str) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=2)
-def build(with_origin: bool = False) -> bytes:
+def build(program: Program = AGENT, with_origin: bool = False) -> bytes:
     """Return the blob: one line, newline included.
 
     Args:
-        with_origin: name the true files of this machine in tracebacks (the agent runs here).
+        program: the agent or the coordinator.
+        with_origin: name the true files of this machine in tracebacks (it runs here).
 
     Raises:
         ValueError: it is over LIMIT. A test sees to it that this never reaches a user.
     """
-    files = _files()
+    files = _files(program)
     sources = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
     origin = {name: str(file) for name, file in files.items()} if with_origin else {}
     # Leaving out what need not travel takes a fifth of a second; this very module says how.
-    made_from = [sources, origin, Path(__file__).read_text(encoding="utf-8")]
-    return keep.kept(_digest(made_from), ".blob", lambda: _line(sources, origin))
+    made_from = [program, sources, origin, Path(__file__).read_text(encoding="utf-8")]
+    return keep.kept(_digest(made_from), ".blob", lambda: _line(program, sources, origin))
 
 
-def _files() -> dict[str, Path]:
+def _files(program: Program) -> dict[str, Path]:
     """Return the modules that travel, by name."""
     root = Path(distrun_runtime.__file__).parent
     found = [(PACKAGE, root / name) for name in FILES]
-    for room in ROOMS:
-        files = sorted((root / room).glob("*.py"))
-        found += [("%s.%s" % (PACKAGE, room), file) for file in files if file.name not in LEFT_OUT]
+    for package in program.packages:
+        files = sorted((root / package).glob("*.py"))
+        found += [("%s.%s" % (PACKAGE, package), file) for file in files if file.name not in LEFT_OUT]
     return {package if file.name == "__init__.py" else "%s.%s" % (package, file.stem): file for package, file in found}
 
 
-def _line(sources: Mapping[str, str], origin: Mapping[str, str]) -> bytes:
+def _line(program: Program, sources: Mapping[str, str], origin: Mapping[str, str]) -> bytes:
     modules = {name: bare(source) for name, source in sources.items()}
-    packages = [PACKAGE, *("%s.%s" % (PACKAGE, room) for room in ROOMS)]
+    packages = [PACKAGE, *("%s.%s" % (PACKAGE, package) for package in program.packages)]
     digest = _digest([modules, origin])[:32]
-    parts = {"importer": IMPORTER, "modules": modules, "packages": packages, "origin": origin, "digest": digest}
+    parts = {
+        "importer": IMPORTER + program.start,
+        "modules": modules,
+        "packages": packages,
+        "origin": origin,
+        "digest": digest,
+    }
     text = json.dumps(parts, sort_keys=True, ensure_ascii=False).encode("utf-8")
     line = binascii.b2a_base64(zlib.compress(text, 9), newline=False)
     if len(line) > LIMIT:
-        raise ValueError("the agent's blob is %d bytes, the limit is %d; leave a module out" % (len(line), LIMIT))
+        raise ValueError("the blob is %d bytes, the limit is %d; leave a module out" % (len(line), LIMIT))
     return line + b"\n"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -124,6 +123,8 @@ def _other(err: Exception, settings: Settings) -> int:
 
 def _fail(message: str, hint: str, code: int, settings: Settings) -> int:
     if settings.verbosity >= 2:
+        import traceback
+
         print_err(traceback.format_exc())
     lines = message.splitlines() or [""]
     print_err("".join("distrun: error: %s\n" % line for line in lines))

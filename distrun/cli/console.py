@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distrun.cli.lines import Feed, Live, prefix
-from distrun.cli.writer import Piece, Writer, encode
+from distrun.cli.writer import ENDS_OUTPUT, Writer, encode
+from distrun_runtime.coordinator.output import Piece
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,7 +44,11 @@ def can_draw(fd: int, env: Mapping[str, str]) -> bool:
 
 
 class Console:
-    """The terminal printer: a `coordinator.sink.Sink`."""
+    """Prints tasks' output and distrun's own messages; a `coordinator.output.Sink`.
+
+    Threads are started by `start`, or by the first output of a task. What is said before is printed at once, so that a
+    process may fork until then.
+    """
 
     def __init__(
         self,
@@ -56,19 +60,28 @@ class Console:
         err_fd: int = 2,
     ) -> None:
         self._level = LEVELS.index(level)
-        self._out_fd, self._err_fd = out_fd, err_fd
+        self._fds = {"out": out_fd, "err": err_fd}
+        self._has_prefix = prefix
+        self._env = env
         self._log_path: LogPath | None = None
-        live = {fd: prefix and can_draw(fd, env) for fd in (out_fd, err_fd)}
-        make = _Feeds(prefix, {fd: wants_colour(fd, env) for fd in (out_fd, err_fd)}, live)
         self._job = ""
         self._is_closing = False
+        self._writers: dict[str, Writer] = {}
+        """By stream; both are one if stdout and stderr are one place, so that what was written first is shown first."""
+
+    def start(self) -> None:
+        """Start the threads that print."""
+        if self._writers:
+            return
+        fds = self._fds
+        live = {fd: self._has_prefix and can_draw(fd, self._env) for fd in fds.values()}
+        make = _Feeds(self._has_prefix, fds, {fd: wants_colour(fd, self._env) for fd in fds.values()}, live)
 
         def writer(fd: int) -> Writer:
-            return Writer(make.make, self._find_log, self._on_broken, Live() if live[fd] else None)
+            return Writer(fds, make.make, self._find_log, self._on_broken, Live() if live[fd] else None)
 
-        self._err = writer(err_fd)
-        # One thread when both are one place: what was written first is shown first.
-        self._out = self._err if _same_file(out_fd, err_fd) else writer(out_fd)
+        err = writer(fds["err"])
+        self._writers = {"err": err, "out": err if _same_file(fds["out"], fds["err"]) else writer(fds["out"])}
 
     def attach(self, log_path: LogPath, job: str = "") -> None:
         """Say where a task's log file is, and which job it is."""
@@ -77,8 +90,12 @@ class Console:
 
     def output(self, task: str, host: str, stream: str, data: bytes, at: int | None) -> None:
         """Take bytes of a task; they begin at byte `at` of its log file."""
-        fd, writer = (self._out_fd, self._out) if stream == "out" else (self._err_fd, self._err)
-        writer.put(Piece(fd, data, task, host, stream, at, len(data)))
+        self.show(Piece(data, task, host, stream, at, len(data)))
+
+    def show(self, piece: Piece) -> None:
+        """Take a piece of a task's output."""
+        self.start()
+        self._writers[piece.stream].put(piece)
 
     def say(self, text: str, level: str = "info") -> None:
         """Take one message of our own; below the chosen level it is dropped."""
@@ -89,41 +106,51 @@ class Console:
 
     def write_err(self, text: str) -> None:
         """Print text to stderr as it stands."""
-        self._err.put(Piece(self._err_fd, encode(text)))
+        self._put("err", text)
 
     def write_out(self, text: str) -> None:
         """Print text to stdout as it stands."""
-        self._out.put(Piece(self._out_fd, encode(text)))
+        self._put("out", text)
+
+    def _put(self, stream: str, text: str) -> None:
+        if self._writers:
+            self._writers[stream].put(Piece(encode(text), stream=stream))
+        else:
+            _print_plain(self._fds[stream], text)
 
     def toggle_pause(self) -> None:
         """Stop printing, or go on."""
-        paused = self._out.toggle_pause()
-        if self._err is not self._out:
-            self._err.toggle_pause()
-        if paused:
+        self.start()
+        paused = [writer.toggle_pause() for writer in self._each()]
+        if any(paused):
             # Past the writers, which wait now.
             with contextlib.suppress(OSError):
-                os.write(self._err_fd, b"distrun: printing is paused, the job goes on; Ctrl-Z again to go on\n")
+                os.write(self._fds["err"], b"distrun: printing is paused, the job goes on; Ctrl-Z again to go on\n")
 
     def end_output(self) -> None:
         """Take note that all tasks have ended: their last words come before what is said of their end."""
-        for writer in {self._out, self._err}:
-            writer.put(Piece(self._err_fd, ends_output=True))
+        for writer in self._each():
+            writer.put(ENDS_OUTPUT)
 
     def close(self) -> None:
         """Print what is left and stop. A stuck terminal, or Ctrl-C, ends the wait."""
+        if not self._writers:
+            return
         self._is_closing = True
-        self._err.resume()
+        self._writers["err"].resume()
         try:
             # stderr last: it is told when the reader of stdout has gone.
-            for writer in (self._out, self._err):
+            for writer in (self._writers["out"], self._writers["err"]):
                 writer.end()
                 writer.join()
         except KeyboardInterrupt:
             return
 
+    def _each(self) -> list[Writer]:
+        return list({id(writer): writer for writer in self._writers.values()}.values())
+
     def _on_broken(self, fd: int) -> None:
-        if fd == self._out_fd and self._job:
+        if fd == self._fds["out"] and self._job:
             what = "all that the job printed" if self._is_closing else "the job goes on"
             self.say("stdout is closed; %s: distrun logs %s" % (what, self._job))
 
@@ -134,16 +161,19 @@ class Console:
 class _Feeds:
     """Makes the feed of a task's stream."""
 
-    def __init__(self, has_prefix: bool, coloured: Mapping[int, bool], live: Mapping[int, bool]) -> None:
+    def __init__(
+        self, has_prefix: bool, fds: Mapping[str, int], coloured: Mapping[int, bool], live: Mapping[int, bool]
+    ) -> None:
         self._has_prefix = has_prefix
+        self._fds = fds
         self._coloured = coloured
         self._live = live
 
     def make(self, piece: Piece) -> Feed:
-        before = b""
+        before, fd = b"", self._fds[piece.stream]
         if self._has_prefix:
-            before = prefix(piece.task, piece.host, piece.stream == "err", self._coloured[piece.fd])
-        return Feed(before, terminal=os.isatty(piece.fd), live=self._live[piece.fd])
+            before = prefix(piece.task, piece.host, piece.stream == "err", self._coloured[fd])
+        return Feed(before, terminal=os.isatty(fd), live=self._live[fd])
 
 
 def print_out(text: str) -> None:
@@ -163,6 +193,8 @@ def is_terminal() -> bool:
 
 def width() -> int:
     """Return how many columns there are for a table on stdout."""
+    import shutil  # with all its formats of archives: for tables only
+
     return shutil.get_terminal_size().columns if is_terminal() else WIDE
 
 
@@ -212,9 +244,9 @@ def copy_out(data: bytes) -> bool:
 
 
 def _print_plain(fd: int, text: str | bytes) -> bool:
-    stream = sys.stdout if fd == 1 else sys.stderr
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        stream.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
     view = memoryview(encode(text) if isinstance(text, str) else text)
     while view:
         try:

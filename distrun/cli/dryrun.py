@@ -12,7 +12,7 @@ from typing import Any
 from distrun import shell
 from distrun.backends.base import Rendered
 from distrun.hosts import fold, generic
-from distrun.plan import SET_ELSEWHERE
+from distrun.planning import SET_ELSEWHERE
 from distrun_runtime.contract.plan import Host, Plan, Task
 
 SCHEMA = "distrun.dry-run/1"

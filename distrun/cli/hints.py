@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 from distrun import shell
-from distrun.job import is_secret
+from distrun.request import is_secret
 
 if TYPE_CHECKING:
     from distrun_runtime.coordinator.outcome import Outcome
@@ -153,7 +153,7 @@ def behind(command: Sequence[str], params: Sequence[click.Parameter]) -> Iterato
         at += size
 
 
-def misplaced(command: Sequence[str], ctx: click.Context, launchers: Sequence[str]) -> str:
+def misplaced(command: Sequence[str], ctx: click.Context, launchers: Callable[[], Sequence[str]]) -> str:
     """Return a note on an option of ours that most probably was not meant for the script behind which it stands.
 
     Only if the script, and what lies beside it, does not mention the option; if it was not also given before the
@@ -258,11 +258,11 @@ def _script(command: Sequence[str]) -> str:
     return first if first.endswith((".py", ".sh")) and os.path.isfile(first) else ""
 
 
-def _is_ours(each: Behind, launchers: Sequence[str]) -> bool:
+def _is_ours(each: Behind, launchers: Callable[[], Sequence[str]]) -> bool:
     if each.name in ("-H", "--hostfile"):
         return os.path.isfile(each.value)
     if each.name == "--launcher":
-        return each.value in launchers
+        return each.value in launchers()
     return each.name in DISTINCT
 
 

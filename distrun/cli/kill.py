@@ -63,7 +63,7 @@ def kill(jobs: tuple[str, ...], **options: Any) -> int:
 
 
 def _by_name(jobs: tuple[str, ...], options: Mapping[str, Any]) -> int:
-    from distrun import driver
+    from distrun import ending
     from distrun_runtime.coordinator.jobstore import JobStore
 
     store = JobStore()
@@ -77,7 +77,7 @@ def _by_name(jobs: tuple[str, ...], options: Mapping[str, Any]) -> int:
     code = 0
     told = []
     for folder in folders:
-        killed = driver.kill(folder, options["grace"])
+        killed = ending.kill(folder, options["grace"])
         code = facts.EXIT_LEFT if killed.left else code or (facts.EXIT_PREFLIGHT if killed.unasked else 0)
         told.append({"job": folder.id, "done": killed.lines, "left": killed.left, "unasked": killed.unasked})
         if not options["as_json"]:

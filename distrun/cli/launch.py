@@ -6,25 +6,24 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun import activation, backends, forward, hosts, placement, shell
+from distrun import activation, backends, hosts, placement, shell
 from distrun.cli import hints, reach
 from distrun.cli.console import Console
 from distrun.cli.folder import current_folder
 from distrun.cli.options import collect_env, launch_options
 from distrun.errors import UsageError
-from distrun.job import Job, Setting
-from distrun.plan import device_warnings
+from distrun.planning import device_warnings
+from distrun.request import Request, Setting, forwarded
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.plan import ROLES, Limits
 
 if TYPE_CHECKING:
-    from distrun.driver import Prepared
     from distrun.hosts import Inventory
+    from distrun.planning import PlannedJob
     from distrun.sync import Rules
     from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
     from distrun_runtime.coordinator.outcome import Outcome
@@ -73,48 +72,36 @@ def launch(ctx: click.Context, /, command: tuple[str, ...], **options: Any) -> i
 def _launch(
     ctx: click.Context, command: tuple[str, ...], options: Mapping[str, Any], env: Mapping[str, str], console: Console
 ) -> int:
-    from distrun import driver
+    from distrun import launching
+    from distrun.planning import plan_job
     from distrun_runtime.coordinator.jobstore import JobStore
 
     launcher, found = _launcher(options, env, console)
     for warning in found.warnings if found else ():
         console.say(warning, "warning")  # before anything else can fail: it may be why
-    misplaced = hints.misplaced(command, ctx, backends.names())
+    misplaced = hints.misplaced(command, ctx, backends.names)
     if misplaced:
         console.say(misplaced)
     for note in placement.notes(found, options["placement"]) if found else ():
         console.say(note)
-    job = _job(command, launcher, options, env, console)
-    store, run_dir = JobStore(), options["run_dir"]
-    ready = driver.prepare(
-        job,
-        launcher,
-        env=env,
-        found=found,
-        reach=reach.reach_options(options),
-        rules=_rules(options),
-        delete=options["sync_delete"],
-        doctor=shell.join(["distrun", "doctor", *reach.typed(options, found), *reach.typed_python(options)]),
-        store=store,
-        run_dir=run_dir,
-        dry_run=options["dry_run"],
-    )
-    for note in _unused(found, ready):
+    store = JobStore()
+    job = plan_job(_request(command, options, console, launcher=launcher, found=found, env=env), store)
+    for note in _unused(job):
         console.say(note)
-    for warning in device_warnings(ready.plan):
+    for warning in device_warnings(job.plan):
         console.say(warning, "warning")
-    if ready.tree is not None:
-        console.say("to copy to each host: %s" % ready.tree.text())
-        for warning in ready.tree.warnings():
+    if job.tree is not None:
+        console.say("to copy to each host: %s" % job.tree.text())
+        for warning in job.tree.warnings():
             console.say(warning, "warning")
-    if options["dry_run"]:
-        _show(ready, options["as_json"], options["verbosity"] > 0, console)
+    if job.request.dry_run:
+        _show(job, options["as_json"], options["verbosity"] > 0, console)
         return 0
-    folder = _create(store, ready, run_dir)
+    folder = _create(store, job)
     console.attach(folder.log_path, folder.id)
-    console.say("job %s (%s)" % (folder.id, _where(ready, options["launcher"], found)))
+    console.say("job %s (%s)" % (folder.id, _where(job, options["launcher"])))
     console.say("job %s: logs in %s" % (folder.id, folder.path / "logs"), "debug")
-    outcome = driver.launch(ready, folder, console, options["verbosity"])
+    outcome = launching.launch(job, folder, console, options["verbosity"])
     console.end_output()
     tail = _report(outcome, folder, options["as_json"], console)
     hint = hints.afterwards(command, outcome, tail, ctx)
@@ -123,21 +110,31 @@ def _launch(
     return outcome.exit_code
 
 
-def _job(
-    command: tuple[str, ...], launcher: str, options: Mapping[str, Any], env: Mapping[str, str], console: Console
-) -> Job:
+def _request(
+    command: tuple[str, ...],
+    options: Mapping[str, Any],
+    console: Console,
+    *,
+    launcher: str,
+    found: Inventory | None,
+    env: Mapping[str, str],
+) -> Request:
     by_role = {role: options["env_" + role] for role in ROLES}
     settings, notes = collect_env(options["env"], options["env_files"], by_role, env)
     for note in notes:
         console.say(note, "warning")
     if not options["no_forward"] and not backends.load(launcher).inherits_env:
         # First: what the user gives by name wins.
-        settings = (*forward.forwarded(env), *settings)
+        settings = (*forwarded(env), *settings)
     if options["verbosity"] >= FULL_TRACEBACKS:
         settings = (Setting("DISTRUN_TRACEBACK", "full"), *settings)
     given = {setting.name: setting.value for setting in settings if not setting.role}
-    return Job(
+    return Request(
         command=command,
+        launcher=launcher,
+        hosts=found,
+        reach=reach.reach_options(options),
+        outer=env,
         workers=options["workers"],
         servers=options["workers"] if options["servers"] is None else options["servers"],
         cwd=current_folder(),
@@ -160,6 +157,11 @@ def _job(
         activate=activation.script(options["activate"]),
         activated=activation.folders(options["activate"]),
         sync_dst_dir="" if launcher == "local" else options["sync_dst_dir"],
+        sync_rules=_rules(options),
+        sync_delete=options["sync_delete"],
+        run_dir=options["run_dir"],
+        doctor=shell.join(["distrun", "doctor", *reach.typed(options, found), *reach.typed_python(options)]),
+        dry_run=options["dry_run"],
     )
 
 
@@ -225,28 +227,30 @@ def _launcher(options: Mapping[str, Any], env: Mapping[str, str], console: Conso
     return launcher, found
 
 
-def _create(store: JobStore, ready: Prepared, run_dir: Path | None) -> JobFolder:
+def _create(store: JobStore, job: PlannedJob) -> JobFolder:
     from distrun_runtime.errors import JobStoreError
 
     try:
-        return store.create(ready.plan, run_dir)
+        return store.create(job.plan, job.request.run_dir)
     except JobStoreError as err:
         raise UsageError(str(err)) from err
 
 
-def _where(ready: Prepared, named: str | None, found: Inventory | None) -> str:
+def _where(job: PlannedJob, named: str | None) -> str:
     """Return on which machines the job runs, in words."""
-    if not ready.backend.needs_hosts:
+    if not job.backend.needs_hosts:
         return "on this machine" + ("; no hosts given" if named is None else "")
-    used = hosts.fold([host.name for host in ready.plan.hosts])
+    used = hosts.fold([host.name for host in job.plan.hosts])
+    found = job.request.hosts
     source = "" if found is None else ", from %s" % found.source
-    count = len(ready.plan.hosts)
+    count = len(job.plan.hosts)
     return "on %d host%s: %s%s" % (count, "" if count == 1 else "s", used, source)
 
 
-def _unused(found: Inventory | None, ready: Prepared) -> list[str]:
+def _unused(job: PlannedJob) -> list[str]:
     """Return a note on hosts that get no task: nobody has looked at them."""
-    used = {host.name for host in ready.plan.hosts}
+    used = {host.name for host in job.plan.hosts}
+    found = job.request.hosts
     names = [name for name in found.names if name not in used] if found is not None else []
     if not names:
         return []
@@ -254,14 +258,14 @@ def _unused(found: Inventory | None, ready: Prepared) -> list[str]:
     return ["%s no task: %s" % (count, hosts.fold(names))]
 
 
-def _show(ready: Prepared, as_json: bool, whole: bool, console: Console) -> None:
+def _show(job: PlannedJob, as_json: bool, whole: bool, console: Console) -> None:
     from distrun.cli import dryrun
 
-    rendered = ready.rendered()
+    rendered = job.rendered()
     if as_json:
-        console.write_out(json.dumps(dryrun.as_json(ready.plan, rendered), indent=2) + "\n")
+        console.write_out(json.dumps(dryrun.as_json(job.plan, rendered), indent=2) + "\n")
     else:
-        console.write_out(dryrun.as_text(ready.plan, rendered, whole))
+        console.write_out(dryrun.as_text(job.plan, rendered, whole))
 
 
 def _report(outcome: Outcome, folder: JobFolder, as_json: bool, console: Console) -> Sequence[str]:

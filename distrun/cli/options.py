@@ -11,8 +11,8 @@ import click
 from distrun.cli.reach import HOST_OPTIONS
 from distrun.cli.values import count, seconds
 from distrun.errors import UsageError
-from distrun.job import BUNDLED, Setting, parse_env, parse_env_file, parse_role_env
 from distrun.placement import POLICIES
+from distrun.request import BUNDLED, Setting, parse_env, parse_env_file, parse_role_env
 from distrun_runtime.contract.plan import ROLES, Limits
 
 

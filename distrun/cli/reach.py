@@ -9,7 +9,7 @@ import click
 
 from distrun.cli.console import print_err
 from distrun.cli.values import seconds
-from distrun.job import exact
+from distrun.request import exact
 from distrun.ssh.target import CONNECT_S, TRANSPORTS
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from distrun import job
+from distrun import request
 from distrun.errors import UsageError
 from distrun_runtime.contract import environ
 
@@ -22,17 +22,17 @@ def seconds(*names: str, low: float | None = None, variable: str = "", **more: A
     least = environ.BY_NAME[variable].low if variable else low
 
     def convert(ctx: click.Context, param: click.Parameter, value: str | None) -> float | None:
-        return None if value is None else job.seconds("/".join(param.opts), value, least)
+        return None if value is None else request.seconds("/".join(param.opts), value, least)
 
     return click.option(*names, type=str, callback=convert, metavar="S", **more)
 
 
-def count(*names: str, low: int, high: int = job.MOST, **more: Any) -> Callable[[Function], Function]:
+def count(*names: str, low: int, high: int = request.MOST, **more: Any) -> Callable[[Function], Function]:
     """Return an option for a whole number from `low` to `high`."""
 
     def convert(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
         if value == "p" and "-n" in param.opts:
             raise UsageError("there is no option -np", "it is mpirun's; type -n N")
-        return None if value is None else job.count("/".join(param.opts), value, low, high)
+        return None if value is None else request.count("/".join(param.opts), value, low, high)
 
     return click.option(*names, type=str, callback=convert, metavar="N", **more)

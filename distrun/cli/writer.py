@@ -10,16 +10,12 @@ import os
 import select
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from distrun.cli.lines import DRAW_S, Feed, Live
+from distrun_runtime.coordinator.output import Backlog, Piece
 
-QUEUE_LIMIT = 8 * 1024 * 1024
-UNLOGGED_LIMIT = 64 * 1024 * 1024
-"""Bytes that are kept when they are in no log file (disk full); what comes then is not printed."""
 STUCK_S = 10.0
 """At the end, a terminal that takes nothing for so long is given up."""
 READ_SIZE = 256 * 1024
@@ -27,19 +23,8 @@ LOOK_S = 0.1
 """While output comes without a pause, it is looked so often for what other tasks have to show."""
 
 
-@dataclass
-class Piece:
-    """Something to print: a task's output (bytes, or a place in its log), or our own words (no task)."""
-
-    fd: int
-    data: bytes = b""
-    task: str = ""
-    host: str = ""
-    stream: str = ""
-    at: int | None = None
-    length: int = 0
-    ends_output: bool = False
-    """Tasks will write nothing more: what they did not end with a newline is printed now."""
+ENDS_OUTPUT = Piece()
+"""Tasks will write nothing more: what they did not end with a newline is printed now."""
 
 
 class Writer:
@@ -47,12 +32,14 @@ class Writer:
 
     def __init__(
         self,
+        fds: Mapping[str, int],
         make_feed: Callable[[Piece], Feed],
         find_log: Callable[[str], Path | None],
         on_broken: Callable[[int], None] = lambda fd: None,
         live: Live | None = None,
     ) -> None:
-        """`live`: draws progress bars in place, where this writes to a terminal that can."""
+        """`fds`: where each stream ("out", "err") is written; `live`: draws progress bars in place, on a terminal."""
+        self._fds = fds
         self._live = live
         self._live_fd = -1
         self._is_drawn_late = self._must_forget = False
@@ -61,9 +48,7 @@ class Writer:
         self._on_broken = on_broken
         self._find_log = find_log
         self._feeds: dict[tuple[int, str, str], Feed] = {}
-        self._queue: deque[Piece] = deque()
-        self._queued = 0
-        self._skipped = 0
+        self._queue = Backlog()
         self._paused = self._ending = False
         self._broken: set[int] = set()
         self._writing = -1
@@ -75,19 +60,7 @@ class Writer:
     def put(self, piece: Piece) -> None:
         """Queue a piece; never waits."""
         with self._changed:
-            size = len(piece.data)
-            if self._queued + size > QUEUE_LIMIT and piece.task:
-                if piece.at is None:
-                    if self._queued + size > UNLOGGED_LIMIT:
-                        self._skipped += size
-                        return
-                elif self._extend_last(piece):
-                    return
-                else:
-                    piece.data = b""
-                    size = 0
-            self._queue.append(piece)
-            self._queued += size
+            self._queue.put(piece)
             self._changed.notify()
 
     def toggle_pause(self) -> bool:
@@ -119,19 +92,6 @@ class Writer:
             if stuck_s > STUCK_S and os.isatty(self._writing):
                 return
 
-    def _extend_last(self, piece: Piece) -> bool:
-        last = self._queue[-1] if self._queue else None
-        if (
-            last is None
-            or last.data
-            or last.at is None
-            or piece.at != last.at + last.length
-            or (last.task, last.stream) != (piece.task, piece.stream)
-        ):
-            return False
-        last.length += piece.length
-        return True
-
     def _run(self) -> None:
         while True:
             with self._changed:
@@ -140,9 +100,7 @@ class Writer:
                     self._changed.wait(wait_s)
                     if wait_s is not None and not self._queue and not self._paused:
                         break
-                piece = self._queue.popleft() if self._queue else None
-                if piece is not None:
-                    self._queued -= len(piece.data)
+                piece = self._queue.take()
                 over = piece is None and self._ending
             if piece is not None:
                 self._print(piece)
@@ -186,38 +144,40 @@ class Writer:
         self._send(self._live_fd, self._live.draw(bars, columns or 80, rows or 24))
 
     def _print(self, piece: Piece) -> None:
-        if piece.ends_output:
+        if piece is ENDS_OUTPUT:
             self._flush_feeds()
             return
+        fd = self._fds[piece.stream]
         if not piece.task:
-            self._write(piece.fd, piece.data)
+            self._write(fd, piece.data)
             return
-        key = (piece.fd, piece.task, piece.stream)
+        key = (fd, piece.task, piece.stream)
         feed = self._feeds.get(key)
         if feed is None:
             feed = self._feeds[key] = self._make_feed(piece)
         if feed.live:
-            self._live_fd, self._is_drawn_late = piece.fd, True
-        if piece.data or piece.at is None:
-            self._write(piece.fd, feed.feed(piece.data, time.monotonic()))
-        else:
+            self._live_fd, self._is_drawn_late = fd, True
+        if piece.is_place:
             self._print_from_log(piece, feed)
+        else:
+            self._write(fd, feed.feed(piece.data, time.monotonic()))
 
     def _print_from_log(self, piece: Piece, feed: Feed) -> None:
+        fd = self._fds[piece.stream]
         path = self._find_log(piece.task)
         at, left = piece.at or 0, piece.length
         try:
             if path is None:
                 raise FileNotFoundError(2, "no log file")
             with path.open("rb", buffering=0) as file:
-                while left and piece.fd not in self._broken:
+                while left and fd not in self._broken:
                     data = os.pread(file.fileno(), min(left, READ_SIZE), at)
                     if not data:
                         raise EOFError("it is shorter than it was")
-                    self._write(piece.fd, feed.feed(data, time.monotonic()))
+                    self._write(fd, feed.feed(data, time.monotonic()))
                     at, left = at + len(data), left - len(data)
         except (OSError, EOFError) as err:
-            self._write(piece.fd, encode("distrun: warning: %d bytes not shown: %s: %s\n" % (left, path, err)))
+            self._write(fd, encode("distrun: warning: %d bytes not shown: %s: %s\n" % (left, path, err)))
 
     def _flush_feeds(self) -> None:
         if self._live is not None and self._live_fd >= 0 and not self._must_forget:
@@ -227,8 +187,9 @@ class Writer:
 
     def _finish(self) -> None:
         self._flush_feeds()
-        if self._skipped:
-            self._write(2, encode("distrun: warning: %d bytes of output were not shown\n" % self._skipped))
+        if self._queue.skipped:
+            text = f"distrun: warning: {self._queue.skipped} bytes of output were not shown\n"
+            self._write(self._fds["err"], encode(text))
 
     def _write(self, fd: int, data: bytes) -> None:
         if not data:

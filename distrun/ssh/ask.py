@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import select
 import termios
 import threading
 import time
+from collections.abc import Callable
 
 from distrun.ssh.abort import Abort
 
@@ -20,11 +22,16 @@ TRIES = 3
 _GLANCE_S = 0.2
 
 
+Read = Callable[[str, float, Callable[[], None]], "str | None"]
+"""Gives the answer to a prompt within so many seconds, or None; calls its third argument again and again, which raises
+`Aborted` when no answer is wanted any more."""
+
+
 class Asker:
     """Asks one question at a time, each once for all hosts. Of any thread's use."""
 
     def __init__(self, terminal: str = TERMINAL, limit_s: float = LIMIT_S) -> None:
-        self._terminal = terminal
+        self._read: Read = functools.partial(read_secret, terminal)
         self._limit_s = limit_s
         self._lock = threading.Lock()
         self._answers: dict[str, str] = {}
@@ -33,6 +40,10 @@ class Asker:
 
     def __repr__(self) -> str:
         return "Asker(%d answers)" % len(self._answers)
+
+    def by(self, read: Read) -> None:
+        """Have another than this process's terminal read the answers."""
+        self._read = read
 
     def recall(self, about: str) -> str | None:
         """Return the answer about something, if there was one; asks nobody. It may have been a wrong one."""
@@ -63,7 +74,7 @@ class Asker:
             if self._is_closed or self._asked.get(about, 0) >= TRIES:
                 return None
             self._asked[about] = self._asked.get(about, 0) + 1
-            answer = read_secret(self._terminal, prompt, self._limit_s, abort)
+            answer = self._read(prompt, self._limit_s, abort.check)
             if answer is None:
                 self._is_closed = True  # nobody is there: the other hosts need not wait for that to show
             else:
@@ -73,7 +84,7 @@ class Asker:
             self._lock.release()
 
 
-def read_secret(terminal: str, prompt: str, limit_s: float, abort: Abort) -> str | None:
+def read_secret(terminal: str, prompt: str, limit_s: float, check: Callable[[], None]) -> str | None:
     """Return a line typed at the terminal, which does not show it; None: no terminal of ours, or no answer.
 
     Raises:
@@ -98,7 +109,7 @@ def read_secret(terminal: str, prompt: str, limit_s: float, abort: Abort) -> str
         try:
             termios.tcsetattr(fd, termios.TCSAFLUSH, silent)
             os.write(fd, prompt.encode())
-            return _line(fd, limit_s, abort)
+            return _line(fd, limit_s, check)
         finally:
             restore()
             atexit.unregister(restore)
@@ -118,13 +129,13 @@ def _is_in_front(fd: int) -> bool:
         return os.isatty(fd)
 
 
-def _line(fd: int, limit_s: float, abort: Abort) -> str | None:
+def _line(fd: int, limit_s: float, check: Callable[[], None]) -> str | None:
     until = time.monotonic() + limit_s
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     typed = b""
     while time.monotonic() < until:
-        abort.check()
+        check()
         if not poll.poll(_GLANCE_S * 1000):
             continue
         piece = os.read(fd, 1024)

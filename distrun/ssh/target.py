@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from distrun.errors import UsageError
-from distrun.job import exact
+from distrun.request import exact
 
 if TYPE_CHECKING:
     from distrun.hosts import HostSpec

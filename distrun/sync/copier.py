@@ -55,7 +55,7 @@ REPORT_S = 5.0
 
 
 class Says(Protocol):
-    """Where messages go: a `coordinator.sink.Sink`, of which only `say` is used, from a thread of the copier's."""
+    """Where messages go: a `coordinator.output.Sink`, of which only `say` is used, from a thread of the copier's."""
 
     def say(self, text: str, level: str) -> None:
         """Take one message."""

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from distrun.forward import PREFIXES, forwarded, is_forwarded
-from distrun.job import given, parse_env, parse_role_env
+from distrun.request import FORWARDED_PREFIXES, forwarded, given, is_forwarded, parse_env, parse_role_env
 from distrun_runtime.contract import environ
 
 
@@ -11,7 +10,7 @@ def names(**outer: str) -> list[str]:
     return [setting.name for setting in forwarded(outer)]
 
 
-@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("prefix", FORWARDED_PREFIXES)
 def test_every_prefix_is_forwarded(prefix: str) -> None:
     assert names(**{prefix + "ANY_NAME": "1"}) == [prefix + "ANY_NAME"]
 

@@ -37,6 +37,7 @@ class Job:
         )
         assert self.launcher.poll() is None, self.launcher.err
         (self.id,) = self._ids(lab) - before
+        self.coordinator = self.launcher.coordinator()
 
     @staticmethod
     def _ids(lab: Site) -> set[str]:
@@ -61,6 +62,7 @@ class Job:
         """Kill launcher, guards and agents in one moment, so that none does another's work."""
         pids = [each.pid for host in self.hosts for each in self.agents(host)]
         assert len(pids) == 2 * len(self.hosts)
+        pids.append(self.coordinator)
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         self.launcher.kill()
@@ -148,7 +150,7 @@ def test_a_stopped_agent_makes_a_job_stale(lab: Site) -> None:
     job = Job(lab, "h1")
     for each in job.agents("h1"):
         os.kill(each.pid, signal.SIGSTOP)
-    job.launcher.kill()
+    os.kill(job.coordinator, signal.SIGKILL)
     (host,) = told(kill(lab, "--stale", "-y", "--json", hosts=("h1",)))["hosts"]
     assert host["jobs"][0]["agent"] == "stopped"
     assert job.left() == []

@@ -43,9 +43,10 @@ def orphan(distrun: Distrun) -> str:
     marks = os.fsencode("XDG_RUNTIME_DIR=%s" % (distrun.home / "run"))
     agents = [pid for pid, environ, command in processes() if AGENT in command and marks in environ.split(b"\0")]
     assert len(agents) == 2
-    for pid in (*agents, launcher.pid):
+    ours = (*agents, distrun.coordinator(), launcher.pid)
+    for pid in ours:
         os.kill(pid, signal.SIGSTOP)
-    for pid in (*agents, launcher.pid):
+    for pid in ours:
         os.kill(pid, signal.SIGKILL)
     launcher.wait(LIMIT_S)
     assert distrun.left()

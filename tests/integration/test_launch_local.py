@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -515,8 +516,8 @@ def test_a_lost_job_is_shown_as_lost_and_killed_for_good(distrun: Distrun) -> No
     child = distrun.begin("-n", "1", "-s", "0", script(distrun, "echo up; touch up; sleep 60"))
     wait_until((distrun.work / "up").exists, LIMIT_S)
     wait_until(lambda: distrun.state()["state"] == "running", LIMIT_S)
-    child.kill()
-    child.wait()
+    os.kill(distrun.coordinator(), signal.SIGKILL)
+    assert child.wait() == 8
     job = distrun.job.name
     shown = json.loads(distrun.run("status", job, "--json").stdout)["job"]
     assert (shown["state"], shown["tasks"][0]["state"]) == ("lost", "lost")

@@ -74,6 +74,7 @@ class Job:
         self.distrun = distrun
         self.launcher = distrun.begin("--grace", "1", *words, "./task.sh", **more)
         wait_until(lambda: len(list(distrun.work.glob("up-*"))) == 2, LIMIT_S, "the workers are up")
+        self.coordinator = distrun.coordinator()
         self.pids = self._of_this_job()
 
     def _of_this_job(self) -> set[int]:
@@ -89,10 +90,10 @@ class Job:
         return sorted(self.pids & living)
 
     def agents(self) -> list[int]:
-        """The guard and the agent, in this order: the launcher started the guard."""
+        """The guard and the agent, in this order: the coordinator started the guard."""
         parents = parents_of_all()
         ours = [pid for pid, _, command in processes() if pid in self.pids and AGENT in command]
-        return sorted(ours, key=lambda pid: parents.get(pid) != self.launcher.pid)
+        return sorted(ours, key=lambda pid: parents.get(pid) != self.coordinator)
 
     def ends(self, limit_s: float = LIMIT_S) -> int:
         """Wait for the launcher's end; when it has ended nothing may be left."""
@@ -115,13 +116,14 @@ def test_terminating_the_launcher_ends_every_kind_of_task(kind: str, distrun: Di
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_killing_the_launcher_ends_every_kind_of_task(kind: str, distrun: Distrun) -> None:
+@pytest.mark.parametrize(("victim", "state"), [("client", "killed"), ("coordinator", "lost")])
+def test_killing_the_launcher_ends_every_kind_of_task(victim: str, state: str, kind: str, distrun: Distrun) -> None:
     """1 s where the tasks obey (the best of three, for the machine may be busy); else the grace time and a little."""
     took = []
     for _ in range(3):
         job = Job(distrun, kind)
         killed = time.monotonic()
-        job.launcher.kill()
+        os.kill(job.launcher.pid if victim == "client" else job.coordinator, signal.SIGKILL)
         job.launcher.wait(LIMIT_S)
         wait_until(lambda job=job: not job.left() and not distrun.left(), LIMIT_S, "nothing is left")
         took.append(time.monotonic() - killed)
@@ -129,7 +131,9 @@ def test_killing_the_launcher_ends_every_kind_of_task(kind: str, distrun: Distru
             break
     else:
         raise AssertionError("it took %s s" % took)
-    assert distrun.run("status", distrun.jobs[0].name).stdout.decode().splitlines()[0].split()[1] == "lost"
+    assert distrun.run("status", distrun.jobs[0].name).stdout.decode().splitlines()[0].split()[1] == state
+    if victim == "coordinator":
+        assert "its coordinator (pid %d) was ended by signal SIGKILL" % job.coordinator in job.words
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -276,7 +280,7 @@ def test_a_bundled_server_or_scheduler_that_dies_fails_the_job(name: str, distru
 def test_kill_ends_what_a_dead_launcher_and_a_dead_agent_left(distrun: Distrun) -> None:
     """Everything of ours is killed at one blow; the tasks run on, and `distrun kill` finds them by their record."""
     job = Job(distrun, STUBBORN)
-    ours = [job.launcher.pid, *job.agents()]
+    ours = [job.launcher.pid, job.coordinator, *job.agents()]
     for pid in ours:
         os.kill(pid, signal.SIGSTOP)
     for pid in ours:

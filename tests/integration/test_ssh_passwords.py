@@ -74,7 +74,7 @@ def test_a_question_ends_at_once_when_it_is_given_up_and_the_terminal_echoes_aga
 
     def ask() -> None:
         try:
-            read_secret(terminal.path, "Password: ", WAIT_S, abort)
+            read_secret(terminal.path, "Password: ", WAIT_S, abort.check)
         except Aborted:
             ended.append(True)
 

@@ -93,6 +93,10 @@ class Distrun:
         (path,) = self.jobs
         return path
 
+    def coordinator(self) -> int:
+        """Return the pid of the process that runs the newest job, a child of the one that was started."""
+        return int(json.loads((self.jobs[-1] / "launcher.json").read_text())["pid"])
+
     def state(self) -> dict[str, Any]:
         """state.json of the one job."""
         value: dict[str, Any] = json.loads((self.job / "state.json").read_text())

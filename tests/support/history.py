@@ -9,7 +9,7 @@ from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator import events
 from distrun_runtime.coordinator.actions import Action, Announce, EndAgent, Finish, StopTasks
 from distrun_runtime.coordinator.outcome import Outcome
-from distrun_runtime.coordinator.supervise import Supervisor
+from distrun_runtime.coordinator.supervisor import Supervisor
 
 WALL = 1_000_000.0
 """The wall clock when the supervisor's own shows 0."""
@@ -116,7 +116,7 @@ class History:
         return "\n".join(action.text for action in self.did(Announce))
 
     def stops(self, host: str = "d1") -> list[tuple[tuple[str, ...], Any]]:
-        return [(stop.tasks, stop.ladder) for stop in self.did(StopTasks) if stop.host == host]
+        return [(stop.tasks, stop.steps) for stop in self.did(StopTasks) if stop.host == host]
 
     @property
     def outcome(self) -> Outcome | None:
@@ -137,7 +137,7 @@ class History:
             if isinstance(action, StopTasks):
                 for name in action.tasks:
                     if not self.supervisor.roster.tasks[name].is_over:
-                        self.killed(name, action.ladder[0][0], stopped=True)
+                        self.killed(name, action.steps[0][0], stopped=True)
                 self.tell(events.Cleared(action.host))
             elif isinstance(action, EndAgent):
                 self.tell(events.Bye(action.host))

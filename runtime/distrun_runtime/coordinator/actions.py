@@ -12,8 +12,8 @@ INFO = "info"
 WARNING = "warning"
 ERROR = "error"
 
-Ladder = Tuple[Tuple[str, float], ...]
-"""Steps (signal name, seconds until the next step); the last one is ("KILL", 0)."""
+Steps = Tuple[Tuple[str, float], ...]
+"""The stop sequence of tasks: pairs of a signal's name and the seconds until the next one; the last is ("KILL", 0)."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Spawn:
 
 @dataclass(frozen=True)
 class StopTasks:
-    """Have tasks, and whatever they started, ended by `ladder`."""
+    """Have tasks, and whatever they started, ended by the signals of `steps`."""
 
     host: str
     tasks: Tuple[str, ...]
-    ladder: Ladder
+    steps: Steps
 
 
 @dataclass(frozen=True)

@@ -152,9 +152,9 @@ def spawn(action: Spawn) -> bytes:
 
 
 def stop(action: StopTasks) -> bytes:
-    """Return the frame that stops tasks by a ladder."""
-    ladder = [[name, wait_s] for name, wait_s in action.ladder]
-    return wire.encode({"type": "stop", "tasks": list(action.tasks), "ladder": ladder})
+    """Return the frame that stops tasks by a sequence of signals."""
+    steps = [[name, wait_s] for name, wait_s in action.steps]
+    return wire.encode({"type": "stop", "tasks": list(action.tasks), "ladder": steps})
 
 
 def end(action: EndAgent) -> bytes:

@@ -5,6 +5,7 @@
     events.jsonl   what happened, one object a line            logs/TASK.log   what the tasks wrote
     kill.json      `distrun kill` asked for its end; absent before
     reserve        room for outcome.json, should the disk be full at the end; absent afterwards
+    coordinator.log  what the coordinator's process wrote to its stderr; empty unless it failed
 
 Every JSON file is replaced as a whole by a rename, so that a reader sees the old or the new one; each carries
 "version". No secret is in any of them.
@@ -57,10 +58,8 @@ class JobFolder:
         folder._plan = plan
         folder._created = rfc3339(time.time())
         folder.logs.mkdir()
-        who = process.identity(os.getpid())
         # First: a folder without state.json whose launcher lives is not damaged, but being made.
-        launcher = {"version": VERSION, "pid": who.pid, "start": who.start, "host": socket.gethostname()}
-        _replace(path / "launcher.json", launcher)
+        folder.take_over()
         _replace(path / "plan.json", plans.to_json(plan))
         with open(str(path / RESERVE), "wb") as file:
             file.write(bytes(_RESERVE_BYTES + _RESERVE_A_TASK * len(plan.tasks)))
@@ -81,6 +80,12 @@ class JobFolder:
         return hash(self.path)
 
     # ------------------------------------------------------------------ writing
+
+    def take_over(self) -> None:
+        """Make this process the one that runs the job. Raises OSError."""
+        who = process.identity(os.getpid())
+        launcher = {"version": VERSION, "pid": who.pid, "start": who.start, "host": socket.gethostname()}
+        _replace(self.path / "launcher.json", launcher)
 
     def write_state(self, state: str, tasks: Iterable[TaskResult], outcome: Optional[Outcome] = None) -> None:
         """Replace state.json. Raises OSError."""

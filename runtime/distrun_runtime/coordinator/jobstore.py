@@ -6,9 +6,7 @@ DIR/ID and a link to it stands in its place. What a folder holds is `jobfolder`.
 
 from __future__ import annotations
 
-import difflib
 import os
-import shutil
 from pathlib import Path
 from typing import List, Optional
 
@@ -64,6 +62,8 @@ class JobStore:
             if entry != place:
                 entry.symlink_to(place, target_is_directory=True)
         except OSError as err:
+            import shutil
+
             shutil.rmtree(str(place), ignore_errors=True)
             raise _cannot_make(place, err, run_dir) from err
         return folder
@@ -114,6 +114,8 @@ class JobStore:
         if found:
             return found
         known = [job.id for job in jobs]
+        import difflib  # for a mistake only
+
         near = difflib.get_close_matches(wanted, known + [job.name() for job in jobs if job.name()], _SHOWN, 0.6)
         if near:
             hint = "near: %s" % _listed(list(dict.fromkeys(near)))

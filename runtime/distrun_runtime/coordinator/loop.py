@@ -17,9 +17,9 @@ from distrun_runtime.coordinator.channel import Channel, Put
 from distrun_runtime.coordinator.interrupts import Interrupts
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.outcome import Outcome
-from distrun_runtime.coordinator.sink import Sink
+from distrun_runtime.coordinator.output import Sink
 from distrun_runtime.coordinator.spool import Spool
-from distrun_runtime.coordinator.supervise import Supervisor
+from distrun_runtime.coordinator.supervisor import Supervisor
 from distrun_runtime.errors import ContractError
 
 PING_S = 2.0

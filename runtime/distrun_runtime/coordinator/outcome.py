@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional, Tuple
+from typing import Any, Mapping, Optional, Tuple
 
 from distrun_runtime.contract import facts
 
@@ -113,3 +113,17 @@ class Outcome:
         if self.reason == facts.SUCCEEDED:
             return facts.SUCCEEDED
         return facts.KILLED if self.reason in (facts.INTERRUPTED, facts.TERMINATED) else facts.FAILED
+
+
+def from_json(value: Mapping[str, Any]) -> Outcome:
+    """Return the outcome of which `value` is the JSON (`dataclasses.asdict`)."""
+    culprit = value["culprit"]
+    return Outcome(
+        **{
+            **value,
+            "culprit": None if culprit is None else Culprit(**culprit),
+            "tasks": tuple(TaskResult(**task) for task in value["tasks"]),
+            "survivors": tuple(value["survivors"]),
+            "problems": tuple(Problem(**problem) for problem in value["problems"]),
+        }
+    )

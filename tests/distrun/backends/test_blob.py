@@ -33,33 +33,65 @@ def unpack(line: bytes) -> dict[str, dict[str, str]]:
     return unpacked
 
 
-def test_blob_is_one_line_within_its_limit() -> None:
-    for line in (blob.build(), blob.build(with_origin=True)):
-        assert len(line) <= blob.LIMIT == 96 * 1024
-        assert line.count(b"\n") == 1
-        assert line.endswith(b"\n")
+PROGRAMS = {"agent": blob.AGENT, "coordinator": blob.COORDINATOR}
 
 
-def test_blob_holds_every_module_of_its_rooms_but_for_those_that_stay_at_home() -> None:
-    parts = unpack(blob.build())
+@pytest.mark.parametrize("with_origin", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_blob_is_one_line_and_fills_less_than_80_percent_of_its_limit(name: str, with_origin: bool) -> None:
+    assert blob.LIMIT == 96 * 1024
+    line = blob.build(PROGRAMS[name], with_origin)
+    assert line.count(b"\n") == 1
+    assert line.endswith(b"\n")
+    full = 100 * len(line) / blob.LIMIT
+    assert full < 80, "the blob of the %s: %d of %d bytes, %.1f %%" % (name, len(line), blob.LIMIT, full)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_blob_holds_every_module_of_its_packages_but_for_those_that_stay_at_home(name: str) -> None:
+    parts = unpack(blob.build(PROGRAMS[name]))
     root = Path(str(importlib.resources.files("distrun_runtime")))
     expected = {"distrun_runtime", "distrun_runtime.errors"}
-    for room in ("contract", "agent", "coordinator"):
-        for file in (root / room).glob("*.py"):
-            name = "distrun_runtime.%s.%s" % (room, file.stem)
-            expected.add(name.removesuffix(".__init__"))
-    left_out = {"distrun_runtime.coordinator." + name.removesuffix(".py") for name in blob.LEFT_OUT}
-    assert left_out < expected
+    for package in ("contract", name):
+        for file in (root / package).glob("*.py"):
+            module = "distrun_runtime.%s.%s" % (package, file.stem)
+            expected.add(module.removesuffix(".__init__"))
+    left_out = {"distrun_runtime.coordinator." + each.removesuffix(".py") for each in blob.LEFT_OUT}
+    assert left_out < expected or name == "agent"
     assert set(parts["modules"]) == expected - left_out
 
 
-def test_no_module_of_the_blob_imports_what_stays_at_home() -> None:
-    names = [name.removesuffix(".py") for name in blob.LEFT_OUT]
-    for name, source in unpack(blob.build())["modules"].items():
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_module_of_a_blob_imports_what_is_not_in_it(name: str) -> None:
+    modules = unpack(blob.build(PROGRAMS[name]))["modules"]
+    for module, source in modules.items():
         for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.ImportFrom):
-                found = [(node.module or "").rpartition(".")[2], *(each.name for each in node.names)]
-                assert not set(found) & set(names), name
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("distrun_runtime"):
+                names = {"%s.%s" % (node.module, each.name) for each in node.names}
+                missing = {each for each in names if each not in modules and node.module not in modules}
+                assert not missing, module
+                at_home = {Path(each).stem for each in blob.LEFT_OUT}
+                assert not {each.name for each in node.names} & at_home, module
+
+
+def test_the_coordinators_blob_is_imported_from_memory(tmp_path: Path) -> None:
+    """By a Python that finds nothing of ours anywhere else."""
+    told = "print(loop.__file__, len([n for n in sys.modules if n.startswith('distrun_runtime.')]))\n"
+    program = blob.COORDINATOR._replace(start=blob.COORDINATOR.start + told)
+    command = (sys.executable, "-S", *blob.command(sys.executable)[1:])
+    done = subprocess.run(
+        command,
+        input=blob.build(program),
+        capture_output=True,
+        timeout=60,
+        check=False,
+        cwd=tmp_path,
+        env={"HOME": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    file, count = done.stdout.decode().rsplit(" ", 1)
+    assert file == "<distrun>/distrun_runtime/coordinator/loop.py"
+    assert int(count) > 10
 
 
 def test_blob_names_no_place_unless_asked() -> None:
@@ -67,7 +99,7 @@ def test_blob_names_no_place_unless_asked() -> None:
     root = Path(str(importlib.resources.files("distrun_runtime")))
     assert parts["origin"] == {}
     assert str(root) not in json.dumps(parts)
-    origin = unpack(blob.build(with_origin=True))["origin"]
+    origin = unpack(blob.build(blob.AGENT, with_origin=True))["origin"]
     assert {Path(path).exists() for path in origin.values()} == {True}
 
 
@@ -215,7 +247,7 @@ def test_traceback_of_the_agent_names_file_and_line_of_the_checkout() -> None:
     failing = "from distrun_runtime.contract import wire\nwire.encode({'type': 'x', 'bad': {1, 2}})\n"
     line = with_importer(MAIN, failing)
     done = subprocess.run(blob.command(sys.executable), input=line, capture_output=True, timeout=60, check=False)
-    found = re.search(r'File "<distrun agent>/distrun_runtime/contract/wire.py", line (\d+)', done.stderr.decode())
+    found = re.search(r'File "<distrun>/distrun_runtime/contract/wire.py", line (\d+)', done.stderr.decode())
     assert found
     source = next(path for path in sources() if path.name == "wire.py").read_text("utf-8")
     assert "json.dumps(" in source.splitlines()[int(found.group(1)) - 1]

@@ -10,6 +10,7 @@ import pytest
 
 from distrun.cli import writer
 from distrun.cli.console import Console, wants_colour
+from distrun_runtime.coordinator import output
 
 LIMIT_S = 60.0
 
@@ -79,7 +80,7 @@ def test_a_reader_that_sleeps_stalls_nobody_and_loses_nothing(
     reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Past the limit the printer remembers places in the log file; both streams of a task are in one file."""
-    monkeypatch.setattr(writer, "QUEUE_LIMIT", 64 * 1024)
+    monkeypatch.setattr(output, "QUEUE_LIMIT", 64 * 1024)
     log = tmp_path / "worker-0.log"
     printer = console(reader, prefix=False)
     printer.attach(lambda task: tmp_path / (task + ".log"))
@@ -99,7 +100,7 @@ def test_a_reader_that_sleeps_stalls_nobody_and_loses_nothing(
 
 
 def test_own_words_are_never_dropped_for_want_of_room(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "QUEUE_LIMIT", 10)
+    monkeypatch.setattr(output, "QUEUE_LIMIT", 10)
     printer = console(reader)
     for number in range(100):
         printer.say("word %d" % number)
@@ -110,8 +111,8 @@ def test_own_words_are_never_dropped_for_want_of_room(reader: Reader, monkeypatc
 def test_what_is_in_no_log_is_kept_up_to_a_limit_and_then_counted(
     reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "QUEUE_LIMIT", 10)
-    monkeypatch.setattr(writer, "UNLOGGED_LIMIT", 300_000)
+    monkeypatch.setattr(output, "QUEUE_LIMIT", 10)
+    monkeypatch.setattr(output, "UNLOGGED_LIMIT", 300_000)
     printer = console(reader, prefix=False)
     for _ in range(10):
         printer.output("worker-0", "h", "out", b"y" * 65535 + b"\n", None)
@@ -157,7 +158,7 @@ def test_closing_ends_a_pause(reader: Reader) -> None:
 
 
 def test_a_log_that_vanished_is_said(reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "QUEUE_LIMIT", 10)
+    monkeypatch.setattr(output, "QUEUE_LIMIT", 10)
     printer = console(reader, prefix=False)
     printer.attach(lambda task: tmp_path / "gone")
     printer.toggle_pause()
@@ -215,6 +216,6 @@ def test_a_stuck_terminal_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     printer.close()
     assert time.monotonic() - begun < 30
     os.close(main)  # the printing thread still sits in a write; now that fails
-    printer._out._thread.join(LIMIT_S)
-    assert not printer._out._thread.is_alive()
+    printer._writers["out"]._thread.join(LIMIT_S)
+    assert not printer._writers["out"]._thread.is_alive()
     os.close(terminal)

@@ -9,18 +9,18 @@ import pytest
 from distrun.backends.base import Rendered
 from distrun.cli.dryrun import RANK_LIKE, as_text, series
 from distrun.hosts import parse
-from distrun.job import Job, Setting
 from distrun.placement import place
-from distrun.plan import Site, make_plan
+from distrun.planning import Allocation, Setup, make_plan
+from distrun.request import Request, Setting
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.plan import WORKER, Plan, Runtime
 
 
 def plan(text: str = "d[1-4]", workers: int = 10, servers: int = 9, **more: object) -> Plan:
-    job = Job(("python", "t.py"), workers, servers, "/w", **more)  # type: ignore[arg-type]
+    request = Request(("python", "t.py"), workers, servers, "/w", launcher="ssh", **more)  # type: ignore[arg-type]
     hosts = parse(text, "hosts")
-    slots = place(workers, servers, hosts, scheduler=job.has_servers)
-    return make_plan(job, slots, Site("dry-run", "ssh", hosts, "/jobs/dry-run", Runtime(digest="0")))[0]
+    slots = place(workers, servers, hosts, scheduler=request.has_servers)
+    return make_plan(request, Allocation(hosts, slots), Setup("dry-run", "/jobs/dry-run", Runtime(digest="0")))[0]
 
 
 def shown(made: Plan, whole: bool = False) -> str:

@@ -1,14 +1,15 @@
-r"""The supervisor: events in, actions out. It decides what to start, what a death means and when all is over.
+r"""The supervisor of a job: events in, actions out.
 
-Pure but for its own memory: no clock, no socket, no printing. `now` is any monotonic clock in seconds. Who is to
-blame is `verdict`, how the job is brought to its end is `closing`. The phases:
+It decides what to start, what the death of a task or host means, and when the job is over. It has no clock, no socket
+and prints nothing; `now` is any monotonic clock in seconds. It has two parts: `failures.FailureAnalysis` decides which
+failure ended the job, `stopping.StopSequence` ends the tasks. The phases:
 
     gathering -> [preparing] -> [settling] -> starting -> running -> draining (all workers ended with 0) -> over
             \----------\------------\-----------\----------\--> stopping (something ended the job)   -> over
 
-gathering: agents answer, and look whether their hosts can be used; nothing is started anywhere before all can.
-preparing: what must be there before tasks start is brought to the hosts (`Prepare`).
-settling: agents activate and look at what came with it; a host that cannot be used ends the job as in gathering.
+gathering: agents answer and check their hosts. No task is started on any host before all hosts are ready.
+preparing: files that tasks need are copied to the hosts (`Prepare`).
+settling: agents run `--activate` and check what was copied. An unusable host ends the job as in gathering.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from distrun_runtime.contract import facts, wire
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.contract.plan import SCHEDULER, WORKER, Plan
-from distrun_runtime.coordinator import closing, events, verdict
+from distrun_runtime.coordinator import events, failures, stopping
 from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator.actions import (
     DEBUG,
@@ -35,9 +36,8 @@ from distrun_runtime.coordinator.actions import (
     Settle,
     Spawn,
 )
-from distrun_runtime.coordinator.preflight import WAIT_S, Preflight
+from distrun_runtime.coordinator.failures import ANSWERS_S, Cause
 from distrun_runtime.coordinator.roster import SKEW_LIMIT_S, SKEW_S, HostState, Roster
-from distrun_runtime.coordinator.verdict import Cause
 
 GATHERING = "gathering"
 PREPARING = "preparing"
@@ -53,16 +53,16 @@ UNDECIDED = (GATHERING, PREPARING, SETTLING, STARTING, RUNNING)
 """Nothing has ended the job yet."""
 
 REMARK_S = 1.0
-"""Hosts that answer so soon after the first bad one are waited for without a word."""
-PATIENCE_S = 5.0
-"""A start that takes longer is commented on; again every 10 s."""
+"""Hosts that answer this soon after the first unusable one are awaited without a notice."""
+COMMENT_S = 5.0
+"""A start that takes longer is reported, again every 10 s."""
 SLEPT_S = 5.0
-"""A longer gap between two events means that we slept (the loop ticks more often), not that agents are silent. With a
-short `suspect_s`: half of it."""
+"""A longer gap between two events means that this process was suspended, since the loop ticks more often; it does not
+mean that agents are silent. With a short `suspect_s`: half of it."""
 SILENT_S = 8.0
-"""A host silent for so long, or suspect, is believed to be the cause when tasks elsewhere die of a lost peer."""
+"""When tasks elsewhere lose a peer, a host that has been silent for so long, or is suspect, counts as the cause."""
 FAILING_S = 5.0
-"""How long a task that said that it fails may take to end, while others have died of its loss already."""
+"""A task that reported its failure may take so long to end when others have already died of its loss."""
 
 
 class Supervisor:
@@ -74,17 +74,17 @@ class Supervisor:
         self.phase = GATHERING
         self._has_preparation = has_preparation
         self._has_remarked = False
-        self._preflight = Preflight([host.name for host in plan.hosts])
+        self._unusable = failures.UnusableHosts([host.name for host in plan.hosts])
         self._actions: List[Action] = []
         self._now = 0.0
-        self._closing = closing.Closing(self.roster, plan.limits)
-        self._inquest = verdict.Inquest(plan.limits.verdict_s)
+        self._stop = stopping.StopSequence(self.roster, plan.limits)
+        self._analysis = failures.FailureAnalysis(plan.limits.verdict_s)
         self._origin: Optional[float] = None
         self._start_from = 0.0
         """From when on the start's time limit counts."""
         self._comment_at = 0.0
         self._early_until: Optional[float] = None
-        self._bereaved_at: Optional[float] = None
+        self._consequence_at: Optional[float] = None
         """When the first task died of a lost peer, while nothing was known that it died of."""
         self._interrupts = 0
         worker_commands = {task.argv for task in plan.of_role(WORKER)}
@@ -102,7 +102,7 @@ class Supervisor:
             return []
         if self._origin is None:
             self._origin = self._start_from = now
-            self._comment_at = now + PATIENCE_S
+            self._comment_at = now + COMMENT_S
         elif now - self._now > min(SLEPT_S, self.plan.limits.suspect_s / 2):
             self.roster.forgive(now - self._now)
         self._now = now
@@ -127,12 +127,12 @@ class Supervisor:
             due.append(self._origin + self.plan.limits.timeout_s)
         if self._origin is not None and self.phase in (*ASKING, STARTING):
             due.append(self._start_from + self.plan.limits.start_s)
-        if self.phase in ASKING and self._preflight.until is not None:
-            due.append(self._preflight.until)
+        if self.phase in ASKING and self._unusable.until is not None:
+            due.append(self._unusable.until)
         if self._early_until is not None:
             due.append(self._early_until)
-        if self._bereaved_at is not None and self._cause_until(self._bereaved_at) > self._now:
-            due.append(self._cause_until(self._bereaved_at))
+        if self._consequence_at is not None and self._cause_until(self._consequence_at) > self._now:
+            due.append(self._cause_until(self._consequence_at))
         return max(0.0, min(due) - self._now)
 
     # ------------------------------------------------------------------ hosts
@@ -198,30 +198,30 @@ class Supervisor:
     def _on_start_failed(self, event: events.StartFailed) -> None:
         if self.roster.hosts[event.host].is_gone:
             return
-        make = verdict.bad_host if event.is_preflight else verdict.no_agent
-        self._rule_out(make(event.host, event.reason, event.time), event.kind, event.fix)
+        make = failures.bad_host if event.is_preflight else failures.no_agent
+        self._add_unusable(make(event.host, event.reason, event.time), event.kind, event.fix)
 
-    def _rule_out(self, cause: Cause, kind: str = "", fix: str = "") -> None:
-        """Note that a host did not get ready. The job ends when the others have answered too."""
+    def _add_unusable(self, cause: Cause, kind: str = "", fix: str = "") -> None:
+        """Note that a host did not get ready. The job ends when the other hosts have answered."""
         self.roster.hosts[cause.host].is_gone = True
         self._actions.append(Drop(cause.host))
         if self.phase not in ASKING:
             if self.phase in UNDECIDED:
-                self._blame(cause)
+                self._fail(cause)
             return
-        self._preflight.add(cause, self._now, kind, fix)
+        self._unusable.add(cause, self._now, kind, fix)
 
     def _gather(self) -> None:
-        """Go on when every host has answered: to the tasks if all are ready, to the end if one is bad."""
-        waiting, until = self.roster.unanswered, self._preflight.until
+        """When every host has answered: start the tasks if all are ready, end the job if one is unusable."""
+        waiting, until = self.roster.unanswered, self._unusable.until
         if until is not None:
             if not waiting or self._now >= until:
-                self._condemn()
-            elif self._now >= until - WAIT_S + REMARK_S and not self._has_remarked:
+                self._end_for_unusable()
+            elif self._now >= until - ANSWERS_S + REMARK_S and not self._has_remarked:
                 self._has_remarked = True
-                short = self._preflight.verdict().short
+                short = self._unusable.cause().short
                 self._say(
-                    "%s; waiting up to %s to hear from %s" % (short, duration(WAIT_S), verdict.listed(waiting)),
+                    "%s; waiting up to %s to hear from %s" % (short, duration(ANSWERS_S), failures.listed(waiting)),
                     WARNING,
                 )
         elif waiting:
@@ -235,20 +235,20 @@ class Supervisor:
             self._settle()
 
     def _settle(self) -> None:
-        """Have every host activate and look at what is there now, if something has been left for that."""
+        """Have every host activate and check what was copied, if the plan left something for that."""
         self.phase = SETTLING if self.plan.settles else STARTING
         if self.phase == SETTLING:
             for host in self.roster.hosts.values():
                 host.is_ready = False
                 self._actions.append(Settle(host.name))
 
-    def _condemn(self) -> None:
-        """End the job for the hosts that are bad."""
-        self._blame(self._preflight.verdict(self.roster.unanswered))
+    def _end_for_unusable(self) -> None:
+        """End the job because of the hosts that cannot be used."""
+        self._fail(self._unusable.cause(self.roster.unanswered))
 
     def _on_prepare_failed(self, event: events.PrepareFailed) -> None:
         # Only what came before the end, if something else has ended the job: a copy that was cancelled fails too.
-        self._blame(verdict.not_prepared(event.host, event.reason, event.time, event.text))
+        self._fail(failures.not_prepared(event.host, event.reason, event.time, event.text))
 
     def _on_lost(self, event: events.AgentLost) -> None:
         host = self.roster.hosts[event.host]
@@ -260,15 +260,15 @@ class Supervisor:
         is_asked = self.phase in (DRAINING, STOPPING)
         pending = any(task.host == event.host and task.state == facts.PENDING for task in self.roster.tasks.values())
         if self.phase in ASKING and not host.was_ended:
-            self._rule_out(verdict.host_lost(event.host, event.reason, event.time))
+            self._add_unusable(failures.host_lost(event.host, event.reason, event.time))
             return
         self._actions.append(Drop(event.host))
         missing = self.roster.undrained(event.host)
         live = self.roster.lose(event.host, facts.STOPPED if is_asked else facts.FAILED, event.time)
         if missing:
-            self._say("the last lines of %s were lost with %s" % (verdict.listed(missing), event.host), WARNING)
+            self._say("the last lines of %s were lost with %s" % (failures.listed(missing), event.host), WARNING)
         if live or (pending and not is_asked):
-            self._blame(verdict.host_lost(event.host, event.reason, event.time))
+            self._fail(failures.host_lost(event.host, event.reason, event.time))
         elif not host.was_ended:
             self._say("%s is gone (%s); all its tasks had ended" % (event.host, event.reason), WARNING)
         elif host.greeted and not host.cleared and self.roster.on_host(event.host):
@@ -288,7 +288,7 @@ class Supervisor:
             return
         self._say("%s: its agent ends all tasks there: %s" % (host.name, event.reason), WARNING)
         if event.by_user or any(not task.is_over for task in self.roster.on_host(event.host)):
-            self._blame(verdict.agent_ended(event.host, event.reason, event.by_user, event.time + host.skew_s))
+            self._fail(failures.agent_ended(event.host, event.reason, event.by_user, event.time + host.skew_s))
 
     def _on_bye(self, event: events.Bye) -> None:
         host = self.roster.hosts[event.host]
@@ -306,7 +306,7 @@ class Supervisor:
                 continue
             if host.silence_s:
                 host.silence_s = max(host.silence_s, silence)
-            shown = verdict.rounded(silence)
+            shown = failures.rounded(silence)
             if silence >= limits.lost_s:
                 self._on_lost(events.AgentLost(host.name, "silent for %s" % shown, event.time - silence))
             elif silence >= limits.suspect_s and not host.is_suspect:
@@ -339,11 +339,11 @@ class Supervisor:
         if event.values.get("lost_peer"):
             message = str(event.values.get("message", ""))
             self.roster.change(event.task, lost_peer=str(event.values["lost_peer"]), reason=message)
-            self._inquest.hear_loss(event.task, time)
+            self._analysis.note_loss(event.task, time)
         elif event.values.get("failed"):
             why = str(event.values["failed"])
             self.roster.change(event.task, own_failure=why, reason=why)
-            self._inquest.hear_failing(event.task, time)
+            self._analysis.note_failing(event.task, time)
         elif event.values.get("told"):
             self.roster.change(event.task, reason="it was asked to end by %s, not by distrun" % event.values["told"])
 
@@ -375,26 +375,27 @@ class Supervisor:
             self._on_failure(task)
         elif state == facts.STOPPED and self.phase in (STARTING, RUNNING):
             why = "its agent ended %s without being told to, and did not say why" % task.name
-            self._blame(verdict.host_lost(event.host, why, task.ended or 0.0))
+            self._fail(failures.host_lost(event.host, why, task.ended or 0.0))
         elif state == facts.EXITED and task.role != WORKER and self.phase in (STARTING, RUNNING):
-            self._inquest.background.append(verdict.ended_early(task))
+            self._analysis.background.append(failures.ended_early(task))
             if self._early_until is None:
                 self._early_until = self._now + self.plan.limits.early_exit_s
         if state == facts.EXITED and task.own_failure:
-            self._inquest.hear_recanted(task)
+            self._analysis.note_denied(task)
 
     def _on_failure(self, task: ends.TaskResult) -> None:
         if self.phase == DRAINING:
             self._say("%s on %s ended after the workers were done: %s" % (task.name, task.host, _how(task)), WARNING)
             return
-        cause = verdict.task_failed(task)
+        cause = failures.task_failed(task)
         if task.lost_peer and self.phase in (STARTING, RUNNING):
-            # Stopped now, the true culprit, still on its way out, would end by our signal. `_await_cause` goes on.
-            self._inquest.hear(cause, self._now)
-            if self._bereaved_at is None:
-                self._bereaved_at = self._now
+            # If all were stopped now, the task that is the cause, still about to exit, would end by our signal.
+            # `_await_cause` decides later.
+            self._analysis.add(cause, self._now)
+            if self._consequence_at is None:
+                self._consequence_at = self._now
         else:
-            self._blame(cause)
+            self._fail(cause)
 
     def _cause_until(self, since: float) -> float:
         """Return until when the cause of a consequence that came at `since` is awaited."""
@@ -403,16 +404,16 @@ class Supervisor:
 
     def _await_cause(self) -> None:
         """Stop the job for a consequence, when its cause is known or not to be expected any more."""
-        if self._bereaved_at is None:
+        if self._consequence_at is None:
             return
         self._note_silence()
-        cause = self._inquest.choose(self.roster.tasks, self.roster.silent)
+        cause = self._analysis.choose(self.roster.tasks, self.roster.silent)
         if cause is None:
             return
-        is_known = cause.reason == facts.HOST_LOST or cause in self._inquest.background
-        is_late = self._now >= self._cause_until(self._bereaved_at) and not self._is_in_doubt(self._bereaved_at)
+        is_known = cause.reason == facts.HOST_LOST or cause in self._analysis.background
+        is_late = self._now >= self._cause_until(self._consequence_at) and not self._is_in_doubt(self._consequence_at)
         if is_known or self.roster.all_over or is_late:
-            self._end(cause, closing.ASK_ALL)
+            self._end(cause, stopping.ASK_ALL)
 
     def _note_silence(self) -> None:
         """Note which hosts have been silent for so long that they explain what tasks elsewhere lost."""
@@ -424,46 +425,46 @@ class Supervisor:
 
     def _is_in_doubt(self, since: float) -> bool:
         """Whether a host that has tasks which others lost has not been heard since: it may be lost itself."""
-        hosts = {self.roster.tasks[name].host for name in self._inquest.roots(self.roster.tasks)}
+        hosts = {self.roster.tasks[name].host for name in self._analysis.roots(self.roster.tasks)}
         return any(self.roster.hosts[name].last_seen < since and not self.roster.hosts[name].is_gone for name in hosts)
 
     # ------------------------------------------------------------------ ends
 
     def _on_interrupt(self, event: events.Interrupt) -> None:
         self._interrupts += 1
-        cause = verdict.interrupted(event.signal, event.time)
+        cause = failures.interrupted(event.signal, event.time)
         again = self.phase == DRAINING or self._interrupts > 1
         if self.phase == STOPPING and event.signal == "INT" and not again:
             self._say("the job is being stopped already; press Ctrl-C again to kill what is left", WARNING)
         elif event.signal == "INT" and again:
             self._say("killing what is left", WARNING)
-            self._blame(cause, closing.KILL_ALL)
+            self._fail(cause, stopping.KILL_ALL)
         elif event.signal == "INT":
             grace = duration(self.plan.limits.grace_s)
             self._say("%s: workers have %s to end; Ctrl-C again kills them now" % (cause.text, grace), WARNING)
-            self._blame(cause, closing.ASK_WORKERS)
+            self._fail(cause, stopping.ASK_WORKERS)
         else:
             self._say("%s: stopping all tasks" % cause.text, WARNING)
-            self._blame(cause, closing.ASK_ALL)
+            self._fail(cause, stopping.ASK_ALL)
 
-    def _blame(self, cause: Cause, level: int = closing.ASK_ALL) -> None:
-        """Record what may turn out to end the job, and stop it (harder, if it is being stopped)."""
-        if self.phase in ASKING and not self._preflight.is_clean and not cause.problems:
+    def _fail(self, cause: Cause, level: int = stopping.ASK_ALL) -> None:
+        """Record a cause that may have ended the job, and stop the job (harder, if it is being stopped)."""
+        if self.phase in ASKING and not self._unusable.is_clean and not cause.problems:
             # Something else ends the wait for the other hosts; what is known of the bad ones came before it.
-            self._inquest.hear(self._preflight.verdict(), self._now)
+            self._analysis.add(self._unusable.cause(), self._now)
         if self.phase != DRAINING:  # the workers have succeeded: nothing changes that
-            self._inquest.hear(cause, self._now)
+            self._analysis.add(cause, self._now)
         self._end(cause, level)
 
     def _end(self, cause: Cause, level: int) -> None:
-        self._inquest.close(self._now)
+        self._analysis.start_deadline(self._now)
         if self.phase in UNDECIDED:
             if cause.reason not in (facts.INTERRUPTED, facts.TERMINATED):
                 self._say("%s; stopping the job" % (cause.short or cause.text), WARNING)
             self.phase = STOPPING
-        if cause.is_failure and self._closing.level != closing.OPEN:
+        if cause.is_failure and self._stop.level != stopping.OPEN:
             return  # a death while the workers are being asked to end is no reason to hurry them
-        self._actions += self._closing.escalate(level, self._now)
+        self._actions += self._stop.escalate(level, self._now)
 
     def _on_tick(self, event: events.Tick) -> None:
         limits = self.plan.limits
@@ -474,28 +475,28 @@ class Supervisor:
         if limits.timeout_s is not None and passed >= limits.timeout_s:
             is_running = self.phase == RUNNING
             names = self.roster.unfinished() if is_running else self.roster.missing()
-            self._blame(verdict.timed_out(limits.timeout_s, event.time, names, is_running))
+            self._fail(failures.timed_out(limits.timeout_s, event.time, names, is_running))
         elif self._early_until is not None and self._now >= self._early_until:
-            self._blame(self._inquest.first_early(self.roster.tasks))
+            self._fail(self._analysis.first_early(self.roster.tasks))
         elif self.phase not in (*ASKING, STARTING):
             return
-        elif starting >= limits.start_s and self._preflight.is_clean:
-            self._blame(verdict.start_too_slow(limits.start_s, self.roster.missing(), event.time))
+        elif starting >= limits.start_s and self._unusable.is_clean:
+            self._fail(failures.start_too_slow(limits.start_s, self.roster.missing(), event.time))
         elif starting >= limits.start_s:
-            self._condemn()
+            self._end_for_unusable()
         elif self._now >= self._comment_at:
-            self._comment_at = self._now + 2 * PATIENCE_S
-            self._say("waiting for %s (%s)" % (verdict.listed(self.roster.missing()), duration(round(starting))))
+            self._comment_at = self._now + 2 * COMMENT_S
+            self._say("waiting for %s (%s)" % (failures.listed(self.roster.missing()), duration(round(starting))))
 
     def _on_prepared(self, event: events.Prepared) -> None:
         if self.phase == PREPARING:
             self._settle()
             self._start_from = self._now
-            self._comment_at = self._now + PATIENCE_S
+            self._comment_at = self._now + COMMENT_S
 
     def _outcome(self) -> ends.Outcome:
         roster = self.roster
-        return self._inquest.outcome(self.plan.job, roster.tasks, roster.survivors, roster.silent)
+        return self._analysis.outcome(self.plan.job, roster.tasks, roster.survivors, roster.silent)
 
     def _advance(self) -> None:
         roster = self.roster
@@ -509,15 +510,15 @@ class Supervisor:
             if self.phase == STARTING and roster.all_started:
                 self.phase = RUNNING
                 self._say("all tasks run", DEBUG)
-            if verdict.workers_done(roster.tasks.values()) is not None:
+            if failures.workers_done(roster.tasks.values()) is not None:
                 self.phase = DRAINING
                 self._say("all workers succeeded", DEBUG)
-                self._closing.linger(self._now, 0.0 if self._own_servers else closing.LINGER_S)
+                self._stop.linger(self._now, 0.0 if self._own_servers else stopping.LINGER_S)
             else:
                 self._await_cause()
         if self.phase in (DRAINING, STOPPING):
-            self._actions += self._closing.advance(self._now)
-            if self._closing.is_over:
+            self._actions += self._stop.advance(self._now)
+            if self._stop.is_over:
                 self.phase = OVER
                 roster.settle()
                 self._actions.append(Finish(self._outcome()))

@@ -18,6 +18,10 @@ from distrun_runtime.coordinator.outcome import Culprit, Outcome, Problem, TaskR
 
 COULD_NOT_RUN = (126, 127)
 """With a reason of the agent: the command was never started."""
+ANSWERS_S = 15.0
+"""After the first unusable host, the answers of the others are awaited for so long."""
+OTHER = "other"
+"""Kind of a problem of which nothing more is known."""
 _NAMED = 8
 """So many of a list are named in a message."""
 
@@ -292,8 +296,11 @@ def _causes_of(causes: Sequence[Cause], tasks: Mapping[str, TaskResult]) -> List
     return [cause for cause in causes if not is_consequence(cause, tasks)]
 
 
-class Inquest:
-    """Collects what may have ended a job, and decides what did."""
+class FailureAnalysis:
+    """Collects what may have ended a job, and decides which of it did.
+
+    Reports of an earlier stamp may arrive late: after `start_deadline` they are awaited for `verdict_s` seconds.
+    """
 
     def __init__(self, verdict_s: float) -> None:
         self._verdict_s = verdict_s
@@ -304,17 +311,17 @@ class Inquest:
         self.background: List[Cause] = []
         """As in `Evidence`."""
 
-    def hear(self, cause: Cause, now: float) -> None:
-        """Add a cause, unless `close` was called and the time for reports of earlier stamp is over."""
+    def add(self, cause: Cause, now: float) -> None:
+        """Add a cause, unless `start_deadline` was called and the time for reports of earlier stamp is over."""
         if self._until is None or now <= self._until:
             said = self._said.get(cause.task, cause.time)
             self._causes.append(dataclasses.replace(cause, time=min(cause.time, said)))
 
-    def hear_failing(self, task: str, time: float) -> None:
+    def note_failing(self, task: str, time: float) -> None:
         """Note when a task said that it fails: that counts like its end, whatever becomes of it."""
         self._said.setdefault(task, time)
 
-    def hear_loss(self, task: str, time: float) -> None:
+    def note_loss(self, task: str, time: float) -> None:
         """Note when a task said that it lost a peer."""
         self._lost_at.setdefault(task, time)
 
@@ -328,11 +335,11 @@ class Inquest:
         """Return the first of `background`, of which there is one; a cause rather than its consequence."""
         return (_causes_of(self.background, tasks) or self.background)[0]
 
-    def hear_recanted(self, task: TaskResult) -> None:
+    def note_denied(self, task: TaskResult) -> None:
         """Note that a task which said that it fails ended with 0."""
         self.background.append(task_failing(task, self._said[task.name]))
 
-    def close(self, now: float) -> None:
+    def start_deadline(self, now: float) -> None:
         """The job is being stopped: from the first call on, reports are awaited for `verdict_s` only."""
         if self._until is None:
             self._until = now + self._verdict_s
@@ -352,6 +359,44 @@ class Inquest:
     ) -> Outcome:
         """Return how the job ended. `silent`: as in `Evidence`."""
         return dataclasses.replace(outcome_of(self.choose(tasks, silent), tasks, survivors), job=job)
+
+
+class UnusableHosts:
+    """Collects the hosts that did not get ready, so that all of them are reported at once."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._hosts = tuple(hosts)
+        self._causes: List[Cause] = []
+        self._problems: List[Problem] = []
+        self._since = 0.0
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing is wrong so far."""
+        return not self._causes
+
+    @property
+    def until(self) -> Optional[float]:
+        """When the others are not waited for any more; None: nothing is wrong."""
+        return self._since + ANSWERS_S if self._causes else None
+
+    def add(self, cause: Cause, now: float, kind: str = "", fix: str = "") -> None:
+        """Note that `cause.host` is bad. `kind`, `fix`: as in `Problem`."""
+        if not self._causes:
+            self._since = now
+        self._causes.append(cause)
+        self._problems.append(Problem(cause.host, kind or OTHER, cause.detail, fix))
+
+    def cause(self, waiting: Sequence[str] = ()) -> Cause:
+        """Return what ends the job: all bad hosts in one. `waiting`: hosts that have not answered yet."""
+        order = {name: number for number, name in enumerate(self._hosts)}
+        problems = tuple(sorted(self._problems, key=lambda problem: order[problem.host]))
+        first = min(self._causes, key=lambda cause: cause.time)
+        if any(cause.reason == facts.PREFLIGHT for cause in self._causes):
+            first = unusable(problems, len(self._hosts), first.time, first.host)
+        if waiting:
+            first = dataclasses.replace(first, text="%s; not heard of by then: %s" % (first.text, listed(waiting)))
+        return dataclasses.replace(first, problems=problems)
 
 
 def is_consequence(cause: Cause, tasks: Mapping[str, TaskResult]) -> bool:

@@ -1,4 +1,4 @@
-"""The job as the user wishes it, checked; and the variables that the user gives it. Pure."""
+"""The validated request of a launch, and the variables that the user gives to its tasks. No side effects."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from distrun.errors import UsageError
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.plan import ROLES, SCHEDULER, Limits
+
+if TYPE_CHECKING:
+    from distrun.hosts import Inventory
+    from distrun.sync import Rules
 
 BUNDLED = "bundled"
 """`--ps bundled`: distrun's own servers and scheduler."""
@@ -23,6 +29,27 @@ MOST = 65_536
 """Workers, or servers, of a job at most: as many as a job may have hosts."""
 SHOWN = 40
 """Characters of a wrong number that a message shows."""
+
+FORWARDED_PREFIXES = (
+    "BYTEPS_",
+    "DMLC_",
+    "GLOO_",
+    "JAX_",
+    "KMP_",
+    "MXNET_",
+    "NCCL_",
+    "OMP_",
+    "PS_",
+    "TORCH_",
+    "UCX_",
+    "XLA_",
+)
+"""Beginnings of the names that are forwarded; and the tuning rows of the table of variables."""
+
+JOINED = ("LD_LIBRARY_PATH",)
+"""Lists of folders: they do not replace what a host has (`Plan.joined`)."""
+FORWARDED_NAMES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", *JOINED)
+"""What launch.py gave its tasks over ssh besides; with the session token, without which temporary keys do not work."""
 
 _MERGED = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONUNBUFFERED")
 """Variables that distrun sets with the user's value in mind, so that giving them is no mistake."""
@@ -43,8 +70,8 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Job:
-    """What the user asked for. Checked when made.
+class Request:
+    """What the user asked for: the options of `distrun launch`, and what it found on the submitting machine.
 
     Raises:
         UsageError: a count, time, name or range that is wrong, or no command.
@@ -55,6 +82,14 @@ class Job:
     workers: int
     servers: int
     cwd: str
+    launcher: str = "local"
+    """Name of the backend."""
+    hosts: Inventory | None = None
+    """The hosts that the user named; None: none."""
+    reach: Mapping[str, str] = field(default_factory=dict)
+    """The user's options for reaching hosts, as `Backend.reach` takes them."""
+    outer: Mapping[str, str] = field(default_factory=dict)
+    """The environment of this process."""
     ps: str = BUNDLED
     shell: bool | None = None
     """--shell, --no-shell, or None: decided by the command."""
@@ -82,6 +117,16 @@ class Job:
     """Folders of environments that it activates; None: nobody knows what it needs (`activation.folders`)."""
     sync_dst_dir: str = ""
     """Folder on each host that the current directory is copied to, and where tasks then start; empty: no copy."""
+    sync_rules: Rules | None = None
+    """What of `cwd` is copied; None: nothing."""
+    sync_delete: bool = False
+    """Files that only a host has are deleted there."""
+    run_dir: Path | None = None
+    """Folder for the job's folder; None: the job store's."""
+    doctor: str = ""
+    """What the user types to have the hosts examined, for messages."""
+    dry_run: bool = False
+    """The plan gets a placeholder for its id and no token, and nothing is written."""
 
     def __post_init__(self) -> None:
         if not self.command or not self.command[0]:
@@ -133,6 +178,36 @@ def given(settings: Sequence[Setting], role: str) -> dict[str, Setting]:
     chosen = {setting.name: setting for setting in settings if not setting.role}
     chosen.update((setting.name, setting) for setting in settings if setting.role == role)
     return chosen
+
+
+def forwarded(outer: Mapping[str, str]) -> list[Setting]:
+    """Return what goes to every task on another host from the environment `outer`, by name. Pure.
+
+    Over ssh a task starts with what its host's login gives it. What tunes a parameter server, a collective library or a
+    thread pool is set where the job is launched, so it is forwarded, and so is what launch.py gave its tasks. Other
+    variables that say where things are on this machine (PATH, HOME) are not, and neither are other secrets: those are
+    forwarded only by name, with --env.
+
+    Put them before the user's own settings, so that those win. Values are hidden: they travel beside the plan and
+    are never shown. Left out: secrets but for those of `FORWARDED_NAMES`, what distrun sets itself, and what describes
+    one task of an outer job.
+    """
+    return [
+        Setting(name, outer[name], hidden=True, joins=name in JOINED) for name in sorted(outer) if is_forwarded(name)
+    ]
+
+
+def is_forwarded(name: str) -> bool:
+    """Return whether a variable of that name is forwarded without being named. Pure."""
+    if name in FORWARDED_NAMES:
+        return True
+    row = environ.BY_NAME.get(name)
+    wanted = name.startswith(FORWARDED_PREFIXES) or (row is not None and row.group == "tuning")
+    return wanted and not (is_ours(name) or is_secret(name) or _is_stale(name))
+
+
+def _is_stale(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in environ.stale_names())
 
 
 def parse_env(words: Iterable[str], outer: Mapping[str, str]) -> tuple[list[Setting], list[str]]:
@@ -278,16 +353,17 @@ def _unquote(value: str, where: str) -> str:
     return re.sub(r"\\(.)", lambda found: known.get(found.group(1), found.group(1)), match.group(1))
 
 
-def _check_imports(job: Job) -> None:
-    for name in job.server_imports:
+def _check_imports(request: Request) -> None:
+    for name in request.server_imports:
         if not all(part.isidentifier() for part in name.split(".")) or name.endswith(".py"):
             raise UsageError(
                 "--server-import: expected a module's name as `import` takes it, such as my_rules; found %r" % name,
                 "leave .py and folders out: servers start in the job's directory and import from there",
             )
-    if job.server_imports and not (job.has_servers and job.ps == BUNDLED):
+    if request.server_imports and not (request.has_servers and request.ps == BUNDLED):
         raise UsageError(
-            "--server-import: this job has no servers of distrun's own that could import %s" % job.server_imports[0],
+            "--server-import: this job has no servers of distrun's own that could import %s"
+            % request.server_imports[0],
             "leave it out, or have some (-s 1 or more, and no --ps command)",
         )
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from distrun import backends, driver
+from distrun import backends, ending, launching, planning
 from distrun.backends.base import Swept
 from distrun.errors import UsageError
-from distrun.job import Job
+from distrun.request import Request
 from distrun_runtime.contract import process
 from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
@@ -28,9 +28,8 @@ def store(tmp_path: Path) -> JobStore:
 SWEPT = ["ended pid 9 (sleep)", "all its processes have ended"]
 
 
-def prepare(store: JobStore, job: Job | None = None, **more: Any) -> driver.Prepared:
-    job = job or Job(command=("true",), workers=1, servers=0, cwd="/")
-    return driver.prepare(job, "local", env={}, store=store, **more)
+def prepare(store: JobStore, request: Request | None = None, **more: Any) -> planning.PlannedJob:
+    return planning.plan_job(request or Request(command=("true",), workers=1, servers=0, cwd="/", **more), store)
 
 
 def make(store: JobStore, **launcher: object) -> JobFolder:
@@ -54,7 +53,7 @@ def swept(monkeypatch: pytest.MonkeyPatch, left: tuple[str, ...] = ()) -> list[t
 
 def test_preparing_makes_nothing(store: JobStore, tmp_path: Path) -> None:
     ready = prepare(store)
-    assert ready.plan.job not in ("", driver.DRY_RUN_ID)
+    assert ready.plan.job not in ("", planning.DRY_RUN_ID)
     assert len(ready.secrets.token) == 64
     assert ready.plan.task("worker-0").env["DISTRUN_RUN_DIR"] == str(store.jobs / ready.plan.job)
     assert not list(tmp_path.iterdir())
@@ -72,14 +71,14 @@ def test_a_job_that_is_over_is_swept_of_what_would_not_die_then(
     calls = swept(monkeypatch)
     folder = make(store)
     folder.finish(Outcome(0, "succeeded", "all well"))
-    assert driver.kill(folder).lines == ["is over already: succeeded", *SWEPT]
+    assert ending.kill(folder).lines == ["is over already: succeeded", *SWEPT]
     assert calls == [(folder.id, 0.0)]
 
 
 def test_a_job_of_another_machine_is_refused(store: JobStore) -> None:
     folder = make(store, host="elsewhere")
     with pytest.raises(UsageError, match="was launched on elsewhere"):
-        driver.kill(folder)
+        ending.kill(folder)
 
 
 def test_a_dead_launchers_job_is_swept(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,17 +87,17 @@ def test_a_dead_launchers_job_is_swept(store: JobStore, monkeypatch: pytest.Monk
     pid, start = process.identity(child.pid)
     child.wait()
     folder = make(store, pid=pid, start=start)
-    assert driver.kill(folder).lines == ["its launcher (pid %d) is gone" % pid, *SWEPT]
+    assert ending.kill(folder).lines == ["its launcher (pid %d) is gone" % pid, *SWEPT]
     assert calls == [(folder.id, 10.0)]
     state = folder.state()
     assert (state["state"], [task["state"] for task in state["tasks"]]) == ("killed", ["stopped"])
-    assert driver.kill(folder).lines[0] == "is over already: killed"
+    assert ending.kill(folder).lines[0] == "is over already: killed"
 
 
 def test_another_process_of_that_pid_is_not_touched(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     swept(monkeypatch)
     folder = make(store, pid=os.getpid(), start="proc:another-boot:1")
-    assert driver.kill(folder, 1.0).lines[1:] == SWEPT
+    assert ending.kill(folder, 1.0).lines[1:] == SWEPT
 
 
 @pytest.mark.parametrize("obeys", [True, False])
@@ -112,7 +111,7 @@ def test_a_living_launcher_is_asked_and_one_that_does_not_end_is_killed(
     assert child.stdout is not None
     child.stdout.readline()
     pid, start = process.identity(child.pid)
-    done = driver.kill(make(store, pid=pid, start=start), grace_s=0.2, wait_s=0.3 if not obeys else 60.0).lines
+    done = ending.kill(make(store, pid=pid, start=start), grace_s=0.2, wait_s=0.3 if not obeys else 60.0).lines
     assert child.wait(60) == (-15 if obeys else -9)
     child.stdout.close()
     assert done[0] == "asked its launcher (pid %d) to stop the job" % pid
@@ -126,7 +125,7 @@ def test_a_living_launcher_is_asked_and_one_that_does_not_end_is_killed(
 def test_processes_that_do_not_end_are_told(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     swept(monkeypatch, left=("pid 8 (stuck)",))
     folder = make(store, pid=os.getpid(), start="proc:another-boot:1")
-    assert driver.kill(folder, 1.0).lines[1:] == ["ended pid 9 (sleep)", "pid 8 (stuck) did not end"]
+    assert ending.kill(folder, 1.0).lines[1:] == ["ended pid 9 (sleep)", "pid 8 (stuck) did not end"]
     outcome = folder.outcome()
     assert outcome is not None
     assert outcome["survivors"] == ["pid 8 (stuck)"]
@@ -140,12 +139,12 @@ def test_a_lost_job_whose_hosts_cannot_be_asked_stays_lost(store: JobStore, monk
     sweeping(monkeypatch, h1=Swept(("pid 9 (sleep)",)), h2=Swept(problem="no route"))
     folder = make(store, pid=os.getpid(), start="proc:another-boot:1")
     for _ in range(2):
-        killed = driver.kill(folder, 0.0)
+        killed = ending.kill(folder, 0.0)
         assert killed.unasked == ["h2: cannot be asked: no route"]
         assert killed.lines[1:] == ["h1: ended pid 9 (sleep)", "h1: all its processes have ended", *killed.unasked]
         assert (folder.state()["state"], folder.outcome()) == ("lost", None)
     sweeping(monkeypatch, h1=Swept(), h2=Swept())
-    assert driver.kill(folder, 0.0).unasked == []
+    assert ending.kill(folder, 0.0).unasked == []
     assert folder.state()["state"] == "killed"
 
 
@@ -155,7 +154,7 @@ def test_a_job_that_is_over_is_quiet_only_about_hosts_that_answered(
     sweeping(monkeypatch, h1=Swept(), h2=Swept(problem="no route"))
     folder = make(store)
     folder.finish(Outcome(0, "succeeded", "all well"))
-    killed = driver.kill(folder)
+    killed = ending.kill(folder)
     assert killed.lines == ["is over already: succeeded", "h2: cannot be asked: no route"]
     assert (killed.left, killed.unasked) == ([], ["h2: cannot be asked: no route"])
 
@@ -163,44 +162,47 @@ def test_a_job_that_is_over_is_quiet_only_about_hosts_that_answered(
 def test_what_a_command_is_called_says_nothing_about_its_end(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     sweeping(monkeypatch, h1=Swept(("pid 8 (echo cannot be asked)", "pid 9 did not end")))
     folder = make(store, pid=os.getpid(), start="proc:another-boot:1")
-    killed = driver.kill(folder, 0.0)
+    killed = ending.kill(folder, 0.0)
     assert (killed.left, killed.unasked) == ([], [])
     assert "ended pid 9 did not end" in killed.lines
 
 
-def wish(**more: Any) -> Job:
-    return Job(**{"command": ("true",), "workers": 1, "servers": 1, "cwd": "/", **more})
+def request_of(**more: Any) -> Request:
+    return Request(**{"command": ("true",), "workers": 1, "servers": 1, "cwd": "/", **more})
 
 
 @pytest.mark.parametrize(
-    ("job", "message"),
+    ("request_", "message"),
     [
-        (wish(port_range="7000-7003"), "has 4 ports, and host .* needs 5: 1 scheduler . 1 server . 1 worker . 2 held"),
         (
-            wish(servers=2, workers=2, port_range="7000-7000"),
+            request_of(port_range="7000-7003"),
+            "has 4 ports, and host .* needs 5: 1 scheduler . 1 server . 1 worker . 2 held",
+        ),
+        (
+            request_of(servers=2, workers=2, port_range="7000-7000"),
             r"has 1 port, .* 7: 1 scheduler \+ 2 servers \+ 2 workers",
         ),
-        (wish(servers=0, port_range="7000-7000"), r"has 1 port, .* 2: 2 held for other programs \(jax, master\)"),
-        (wish(python="/nope"), "--python: there is no program '/nope' on this machine"),
+        (request_of(servers=0, port_range="7000-7000"), r"has 1 port, .* 2: 2 held for other programs \(jax, master\)"),
+        (request_of(python="/nope"), "--python: there is no program '/nope' on this machine"),
     ],
 )
-def test_what_cannot_work_here_is_refused_before_the_start(store: JobStore, job: Job, message: str) -> None:
+def test_what_cannot_work_here_is_refused_before_the_start(store: JobStore, request_: Request, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        prepare(store, job)
+        prepare(store, request_)
 
 
 @pytest.mark.parametrize(
-    "job",
+    "request_",
     [
-        wish(port_range="7000-7004"),
-        wish(servers=0, port_range="7000-7001"),
-        wish(port_range="7000-7002", ps="command"),
-        wish(servers=0, python="/nope"),
-        wish(python="sh"),
+        request_of(port_range="7000-7004"),
+        request_of(servers=0, port_range="7000-7001"),
+        request_of(port_range="7000-7002", ps="command"),
+        request_of(servers=0, python="/nope"),
+        request_of(python="sh"),
     ],
 )
-def test_what_just_works_is_not_refused(store: JobStore, job: Job) -> None:
-    assert prepare(store, job).plan.tasks
+def test_what_just_works_is_not_refused(store: JobStore, request_: Request) -> None:
+    assert prepare(store, request_).plan.tasks
 
 
 def test_the_python_of_servers_may_be_named_below_the_home(
@@ -208,15 +210,15 @@ def test_the_python_of_servers_may_be_named_below_the_home(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "py").symlink_to(sys.executable)
-    assert prepare(store, wish(python="~/py")).plan.task("server-0").argv[0] == "~/py"
+    assert prepare(store, request_of(python="~/py")).plan.task("server-0").argv[0] == "~/py"
 
 
 def test_what_a_sweep_after_the_job_found_ended_is_not_said_to_run() -> None:
     fears = ("worker-0 (pid 7) on d1", "worker-1 (pid 8) on d2", "the agent on d2", "worker-2 (pid 9) on d3")
     outcome = Outcome(7, "host_lost", "d2 is lost", survivors=fears)
     swept = {"d1": Swept(problem="no route"), "d2": Swept(("pid 8 (sleep)",)), "d3": Swept((), ("pid 9 (stuck)",))}
-    assert driver.with_swept(outcome, {}, 45.0) == outcome
-    assert driver.with_swept(outcome, swept, 45.0).survivors == ("worker-0 (pid 7) on d1", "pid 9 (stuck) on d3")
+    assert launching.with_swept(outcome, {}, 45.0) == outcome
+    assert launching.with_swept(outcome, swept, 45.0).survivors == ("worker-0 (pid 7) on d1", "pid 9 (stuck) on d3")
 
 
 @pytest.mark.parametrize(
@@ -235,10 +237,10 @@ def test_what_a_sweep_after_the_job_found_ended_is_not_said_to_run() -> None:
 )
 def test_the_last_line_about_a_lost_host_says_what_was_done_there(swept: Swept, told: str) -> None:
     outcome = Outcome(7, "host_lost", "lost d2: silent for 30 s", Culprit("", "d2"), job="calm-otter-7f3")
-    assert driver.with_swept(outcome, {"d2": swept}, 45.0).message == "lost d2: silent for 30 s" + told
-    assert driver.with_swept(outcome, {"d1": swept}, 45.0).message == "lost d2: silent for 30 s"
+    assert launching.with_swept(outcome, {"d2": swept}, 45.0).message == "lost d2: silent for 30 s" + told
+    assert launching.with_swept(outcome, {"d1": swept}, 45.0).message == "lost d2: silent for 30 s"
     failed = dataclasses.replace(outcome, reason="task_failed")
-    assert driver.with_swept(failed, {"d2": swept}, 45.0).message == failed.message
+    assert launching.with_swept(failed, {"d2": swept}, 45.0).message == failed.message
 
 
 def test_a_job_that_we_failed_to_run_is_not_lost(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +248,7 @@ def test_a_job_that_we_failed_to_run_is_not_lost(store: JobStore, monkeypatch: p
     folder = store.create(ready.plan)
     monkeypatch.setattr(type(ready.backend), "connect", lambda self, hosts, job: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        driver.launch(ready, folder, None)  # type: ignore[arg-type]  # it does not come to that
+        launching.coordinate(ready, folder, None)  # type: ignore[arg-type]  # it does not come to that
     state = folder.state()
     assert state["state"] == "failed"
     assert [task["state"] for task in state["tasks"]] == ["pending"]

@@ -2,15 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from distrun import job
+from distrun import request
 from distrun.errors import UsageError
-from distrun.job import Job, Setting
+from distrun.request import Request, Setting
 from distrun_runtime.contract.plan import Limits
 
 
-def make(**more: object) -> Job:
+def make(**more: object) -> Request:
     members: dict[str, object] = {"command": ("true",), "workers": 1, "servers": 0, "cwd": "/w", **more}
-    return Job(**members)  # type: ignore[arg-type]
+    return Request(**members)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_no_grace_is_a_legal_wish() -> None:
 
 def test_env_takes_values_names_and_patterns() -> None:
     outer = {"HOME": "/h", "MY_A": "1", "MY_B": "2", "DMLC_ROLE": "server", "DMLC_X": "x"}
-    settings, notes = job.parse_env(["A=b=c", "HOME", "MY_*", "DMLC_*", "GONE", "NO_*"], outer)
+    settings, notes = request.parse_env(["A=b=c", "HOME", "MY_*", "DMLC_*", "GONE", "NO_*"], outer)
     assert [(s.name, s.value, s.hidden) for s in settings] == [
         ("A", "b=c", False),
         ("HOME", "/h", True),
@@ -66,37 +66,37 @@ def test_env_takes_values_names_and_patterns() -> None:
 
 
 def test_values_may_be_empty_and_of_any_bytes() -> None:
-    settings, _ = job.parse_env(["A=", "B=\n \udcff$'\""], {})
+    settings, _ = request.parse_env(["A=", "B=\n \udcff$'\""], {})
     assert [s.value for s in settings] == ["", "\n \udcff$'\""]
 
 
 @pytest.mark.parametrize("word", ["DMLC_ROLE=server", "RANK", "DISTRUN_JOB_ID=x"])
 def test_what_distrun_sets_itself_cannot_be_given(word: str) -> None:
     with pytest.raises(UsageError, match="is set by distrun itself"):
-        job.parse_env([word], {"RANK": "1"})
+        request.parse_env([word], {"RANK": "1"})
 
 
 @pytest.mark.parametrize("word", ["=x", "A B=c"])
 def test_a_variable_needs_a_name(word: str) -> None:
     with pytest.raises(UsageError, match="expected a variable's name"):
-        job.parse_env([word], {})
+        request.parse_env([word], {})
 
 
 def test_role_env_takes_equals_and_launch_pys_colon() -> None:
-    settings = job.parse_role_env("worker", ["OMP_NUM_THREADS:3", "URL=http://x", "PATHS:a=b"])
+    settings = request.parse_role_env("worker", ["OMP_NUM_THREADS:3", "URL=http://x", "PATHS:a=b"])
     assert [(s.name, s.value, s.role) for s in settings] == [
         ("OMP_NUM_THREADS", "3", "worker"),
         ("URL", "http://x", "worker"),
         ("PATHS", "a=b", "worker"),
     ]
     with pytest.raises(UsageError, match="--env-worker: expected NAME=VALUE, found 'X'"):
-        job.parse_role_env("worker", ["X"])
+        request.parse_role_env("worker", ["X"])
 
 
 def test_a_setting_for_the_role_wins_and_the_later_one_wins() -> None:
     settings = [Setting("A", "role", role="worker"), Setting("A", "1"), Setting("A", "2"), Setting("B", "s", "server")]
-    assert {n: s.value for n, s in job.given(settings, "worker").items()} == {"A": "role"}
-    assert {n: s.value for n, s in job.given(settings, "server").items()} == {"A": "2", "B": "s"}
+    assert {n: s.value for n, s in request.given(settings, "worker").items()} == {"A": "role"}
+    assert {n: s.value for n, s in request.given(settings, "server").items()} == {"A": "2", "B": "s"}
 
 
 def test_env_file_knows_comments_export_and_quotes() -> None:
@@ -110,7 +110,7 @@ E=
 F=a#b
 G="ü"
 """
-    values = {s.name: s.value for s in job.parse_env_file(text, "my.env")}
+    values = {s.name: s.value for s in request.parse_env_file(text, "my.env")}
     assert values == {
         "A": "1",
         "B": "two words",
@@ -123,7 +123,7 @@ G="ü"
 
 
 def test_values_of_an_env_file_are_hidden() -> None:
-    assert all(s.hidden for s in job.parse_env_file("A=1\n", "f"))
+    assert all(s.hidden for s in request.parse_env_file("A=1\n", "f"))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_values_of_an_env_file_are_hidden() -> None:
 )
 def test_a_wrong_line_of_an_env_file_names_file_and_line(line: str, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
-        job.parse_env_file("OK=1\n%s\n" % line, "my.env")
+        request.parse_env_file("OK=1\n%s\n" % line, "my.env")
     assert "hidden" not in str(caught.value)
 
 
@@ -147,13 +147,13 @@ def test_a_wrong_line_of_an_env_file_names_file_and_line(line: str, message: str
     [("API_KEY", True), ("my_password", True), ("HF_TOKEN", True), ("AWS_SECRET_ACCESS_KEY", True), ("OMP_X", False)],
 )
 def test_secret_names_are_recognised(name: str, secret: bool) -> None:
-    assert job.is_secret(name) is secret
+    assert request.is_secret(name) is secret
 
 
 def test_wrong_tuning_variables_are_named_with_what_would_be_right() -> None:
     outer = {"PS_VERBOSE": "3", "PS_RESEND": "yes"}
     with pytest.raises(UsageError) as caught:
-        job.check_tuning([Setting("MXNET_KVSTORE_BIGARRAY_BOUND", "big", role="server")], outer)
+        request.check_tuning([Setting("MXNET_KVSTORE_BIGARRAY_BOUND", "big", role="server")], outer)
     text = str(caught.value)
     assert "PS_VERBOSE='3'" in text
     assert "from 0 to 2" in text
@@ -163,4 +163,4 @@ def test_wrong_tuning_variables_are_named_with_what_would_be_right() -> None:
 
 
 def test_what_the_user_gives_repairs_what_is_outside() -> None:
-    job.check_tuning([Setting("PS_VERBOSE", "1")], {"PS_VERBOSE": "3"})
+    request.check_tuning([Setting("PS_VERBOSE", "1")], {"PS_VERBOSE": "3"})

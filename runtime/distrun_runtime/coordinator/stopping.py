@@ -1,11 +1,14 @@
-"""How a job is brought to its end: which tasks are asked to go, how hard, and when an agent may go itself. No I/O."""
+"""The stop sequence of a job: which tasks are signalled when, and when an agent may end. No side effects.
+
+Levels follow each other, each harder than the one before: OPEN, ASK_WORKERS, ASK_ALL, KILL_ALL.
+"""
 
 from __future__ import annotations
 
 from typing import List, Optional
 
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER, Limits
-from distrun_runtime.coordinator.actions import Action, Drop, EndAgent, Ladder, StopTasks
+from distrun_runtime.coordinator.actions import Action, Drop, EndAgent, Steps, StopTasks
 from distrun_runtime.coordinator.roster import HostState, Roster
 
 OPEN = 0
@@ -18,7 +21,7 @@ KILL_ALL = 3
 LINGER_S = 3.0
 """How long servers that are the user's own command may take to end by themselves after the workers."""
 MARGIN_S = 5.0
-"""Past the end of a ladder, until an agent that has not reported is not waited for any more."""
+"""Past the last step, an agent that has not reported is awaited for so long."""
 END_S = 5.0
 """From `end` to `bye`; the agent itself gives up at 3 s."""
 ABSENT_S = 2.0
@@ -31,8 +34,8 @@ SILENT_S = 5.0
 _ORDER = {WORKER: 0, SERVER: 1, SCHEDULER: 2}
 
 
-class Closing:
-    """The end of one job. It starts when `begin` or `escalate` is called."""
+class StopSequence:
+    """Ends one job. It starts when `linger` or `escalate` is called."""
 
     def __init__(self, roster: Roster, limits: Limits) -> None:
         self._roster = roster
@@ -44,7 +47,7 @@ class Closing:
         self._until: Optional[float] = None
         """When the grace time of a Ctrl-C is over."""
 
-    def ladder(self, level: int, now: float) -> Ladder:
+    def steps(self, level: int, now: float) -> Steps:
         """Return the steps of a level."""
         grace = self._limits.grace_s
         if level == ASK_WORKERS:
@@ -67,11 +70,11 @@ class Closing:
         self.level = level
         if level == ASK_WORKERS:
             self._until = now + self._limits.grace_s
-        ladder = self.ladder(level, now)
-        self._deadline = now + sum(wait_s for _, wait_s in ladder) + MARGIN_S
+        steps = self.steps(level, now)
+        self._deadline = now + sum(wait_s for _, wait_s in steps) + MARGIN_S
         actions: List[Action] = []
         for host in self._roster.hosts.values():
-            # Whoever needs others goes before them: a worker should not see its scheduler die.
+            # Workers go before servers, servers before the scheduler: a task should not see a peer die that it needs.
             tasks = sorted(self._roster.on_host(host.name), key=lambda task: _ORDER[task.role])
             if level == ASK_WORKERS:
                 tasks = [task for task in tasks if task.role == WORKER]
@@ -79,7 +82,7 @@ class Closing:
                 host.told_to_stop, host.cleared = True, False
             # Tasks that ended already are named too: what they left behind goes with them.
             if tasks and not host.is_gone and not host.was_ended:
-                actions.append(StopTasks(host.name, tuple(task.name for task in tasks), ladder))
+                actions.append(StopTasks(host.name, tuple(task.name for task in tasks), steps))
         return actions
 
     def advance(self, now: float) -> List[Action]:

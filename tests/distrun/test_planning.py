@@ -6,25 +6,22 @@ from typing import Any
 
 import pytest
 
-from distrun import job as wish
-from distrun import plan as plans
+from distrun import planning as plans
+from distrun import request as requests
 from distrun.errors import UsageError
 from distrun.hosts import Inventory, named, parse
-from distrun.job import Job, Setting
 from distrun.placement import place
+from distrun.request import Request, Setting
 from distrun_runtime.contract import environ
 from distrun_runtime.contract import plan as contract
 from distrun_runtime.contract.plan import Plan, Runtime, Secrets
 
 FIVE = ("h1", "h2", "h3", "h4", "h5")
-SITE = plans.Site(
+SETUP = plans.Setup(
     job_id="calm-otter-7f3",
-    backend="local",
-    hosts=named(["here"]),
     run_dir="/jobs/calm-otter-7f3",
     runtime=Runtime(path="/runtime"),
     python="/usr/bin/python3",
-    addresses={"here": "127.0.0.1"},
     token="70cce1",
 )
 
@@ -33,15 +30,17 @@ def make(
     workers: int = 2,
     servers: int = 2,
     hosts: tuple[str, ...] | Inventory = ("here",),
-    site: dict[str, Any] | None = None,
+    setup: dict[str, Any] | None = None,
+    reached: dict[str, Any] | None = None,
     **more: object,
 ) -> tuple[Plan, Secrets]:
     members: dict[str, object] = {"command": ("python", "t.py"), "workers": workers, "servers": servers, "cwd": "/w"}
-    job = Job(**{**members, **more})  # type: ignore[arg-type]
+    request = Request(**{**members, **more})  # type: ignore[arg-type]
     inventory = hosts if isinstance(hosts, Inventory) else named(hosts)
-    how = {"scheduler": job.has_servers, "relays": job.adds_on_hosts}
-    slots = place(workers, servers, inventory, scheduler_host=job.scheduler_host, **how)
-    return plans.make_plan(job, slots, dataclasses.replace(SITE, hosts=inventory, **(site or {})))
+    how = {"scheduler": request.has_servers, "relays": request.adds_on_hosts}
+    slots = place(workers, servers, inventory, scheduler_host=request.scheduler_host, **how)
+    allocation = plans.Allocation(inventory, slots, **(reached or {"addresses": {"here": "127.0.0.1"}}))
+    return plans.make_plan(request, allocation, dataclasses.replace(SETUP, **(setup or {})))
 
 
 def added(plan: Plan, task: str) -> dict[str, str]:
@@ -55,7 +54,7 @@ def test_tasks_are_told_of_servers_that_keep_no_values_apart_from_those_that_wer
         assert (task.env["DMLC_NUM_SERVER"], task.env["DISTRUN_RELAYS"]) == ("1", "1")
 
 
-@pytest.mark.parametrize("how", [{"settings": (Setting("DISTRUN_HOST_SUMS", "0"),)}, {"ps": wish.COMMAND}])
+@pytest.mark.parametrize("how", [{"settings": (Setting("DISTRUN_HOST_SUMS", "0"),)}, {"ps": requests.COMMAND}])
 def test_no_server_is_added_where_workers_of_a_host_do_not_add(how: dict[str, Any]) -> None:
     plan, _ = make(4, 1, ("h1", "h2"), **how)
     assert [task.name for task in plan.of_role("server")] == ["server-0"]
@@ -65,7 +64,7 @@ def test_no_server_is_added_where_workers_of_a_host_do_not_add(how: dict[str, An
 def test_every_row_of_the_table_is_set_or_named() -> None:
     """The table and the code cannot drift: a row that is given is set on some task, or named as set elsewhere."""
     bundled, _ = make(4, 1, ("h1", "h2"), port_range="5000-5010", op_timeout_s=1.0, start_timeout_s=1.0)
-    foreign, _ = make(ps=wish.COMMAND)
+    foreign, _ = make(ps=requests.COMMAND)
     ours = {name for plan in (bundled, foreign) for task in plan.tasks for name in added(plan, task.name)}
     ours |= set(make(hosts=parse("d1 gpus=2", "hosts"))[0].task("worker-0").env)
     rows = {row.name for row in environ.TABLE if row.use in (environ.GIVEN, environ.BOTH)}
@@ -103,7 +102,7 @@ def test_modules_of_users_rules_are_told_to_the_servers_only() -> None:
 
 def test_values_obey_the_types_and_ranges_of_the_table() -> None:
     facts = {"scheduler.address": "10.0.0.1", "scheduler.port": "4001"}
-    for plan, _ in (make(), make(servers=0), make(ps=wish.COMMAND), make(3, 3, FIVE)):
+    for plan, _ in (make(), make(servers=0), make(ps=requests.COMMAND), make(3, 3, FIVE)):
         for host in plan.hosts:
             facts["host:%s.address" % host.name] = "10.0.0.1"
             facts.update(("%s/port:%s" % (host.name, label), "4002") for label in host.ports)
@@ -122,7 +121,7 @@ def test_workers_of_bundled_servers_wait_for_the_scheduler_which_waits_for_nobod
 
 
 def test_a_foreign_scheduler_gets_a_held_port() -> None:
-    plan, _ = make(ps=wish.COMMAND)
+    plan, _ = make(ps=requests.COMMAND)
     for task in plan.tasks:
         assert task.refs["DMLC_PS_ROOT_PORT"] == "{here/port:ps}"
         assert task.refs["DMLC_PS_ROOT_URI"] == "{host:here.address}"
@@ -157,7 +156,7 @@ def test_bundled_tasks_run_the_runtime_by_the_chosen_python() -> None:
 
 def test_over_ssh_servers_run_by_the_python_of_the_host_or_the_command() -> None:
     def python(line: str = "d1", **more: Any) -> str:
-        plan, _ = make(hosts=parse(line, "hosts"), site={"python": ""}, **more)
+        plan, _ = make(hosts=parse(line, "hosts"), setup={"python": ""}, **more)
         return plan.task("server-0").argv[0]
 
     assert python() == "python"
@@ -172,7 +171,7 @@ def test_bundled_tasks_need_what_the_runtime_imports_and_workers_nothing() -> No
     plan, _ = make()
     assert plan.task("server-0").needs == plan.task("scheduler").needs == ("numpy", "zmq")
     assert plan.task("worker-0").needs == ()
-    assert all(task.needs == () for task in make(ps=wish.COMMAND)[0].tasks)
+    assert all(task.needs == () for task in make(ps=requests.COMMAND)[0].tasks)
 
 
 def test_the_agent_puts_the_runtime_first_and_the_plan_keeps_the_users_own_path() -> None:
@@ -183,7 +182,7 @@ def test_the_agent_puts_the_runtime_first_and_the_plan_keeps_the_users_own_path(
 
 def test_what_the_hosts_file_says_reaches_the_plan() -> None:
     hosts = parse("d1 addr=10.0.0.1 workdir=/scratch\nd2 iface=ib0 gpus=0,2\n", "hosts")
-    plan, _ = make(2, 2, hosts, site={"reach": {"d1": {"host": "d1"}}, "addresses": {"d2": "10.9.9.9"}})
+    plan, _ = make(2, 2, hosts, reached={"reach": {"d1": {"host": "d1"}}, "addresses": {"d2": "10.9.9.9"}})
     d1, d2 = plan.hosts
     assert (d1.address, d1.interface, d1.reach) == ("10.0.0.1", "", {"host": "d1"})
     assert (d2.address, d2.interface) == ("", "ib0")
@@ -246,7 +245,7 @@ def test_tasks_start_in_the_folder_that_is_copied_to() -> None:
 
 def test_unbuffered_unless_the_user_says_otherwise() -> None:
     assert added(make()[0], "worker-0")["PYTHONUNBUFFERED"] == "1"
-    assert "PYTHONUNBUFFERED" not in added(make(site={"outer": {"PYTHONUNBUFFERED": ""}})[0], "worker-0")
+    assert "PYTHONUNBUFFERED" not in added(make(setup={"inherited": {"PYTHONUNBUFFERED": ""}})[0], "worker-0")
     assert added(make(settings=(Setting("PYTHONUNBUFFERED", ""),))[0], "worker-0")["PYTHONUNBUFFERED"] == ""
 
 
@@ -301,5 +300,5 @@ def test_a_plan_survives_json() -> None:
 def test_interpreters_are_looked_at_before_the_copy_unless_they_may_come_with_it(
     activated: tuple[str, ...] | None, hosts: str, names: list[str], brings: bool
 ) -> None:
-    job = Job(command=("true",), workers=1, servers=1, cwd="/w", activated=activated)
-    assert plans.may_bring(job, parse(hosts, "hosts").specs, names) is brings
+    request = Request(command=("true",), workers=1, servers=1, cwd="/w", activated=activated)
+    assert plans.may_bring(request, parse(hosts, "hosts").specs, names) is brings

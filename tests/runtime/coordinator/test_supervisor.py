@@ -171,7 +171,7 @@ def test_the_earliest_stamp_is_the_culprit_even_if_it_is_reported_later() -> Non
     assert history.end().exit_code == 4
 
 
-def test_a_failure_reported_after_the_verdict_changes_nothing() -> None:
+def test_a_failure_reported_after_the_deadline_changes_nothing() -> None:
     history = History(sample_plan(hosts=("d1", "d2")), obedient=False).start().beat_to(10)
     history.exited("worker-0", 5, at=9.9).beat_to(11.5).exited("worker-1", 4, at=9.5)
     assert history.end().exit_code == 5

@@ -1,0 +1,138 @@
+"""Ends a job from any terminal of the machine that launched it."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from distrun import backends
+from distrun.backends.base import Swept
+from distrun.errors import UsageError
+from distrun_runtime.contract import facts, process
+from distrun_runtime.contract.duration import duration
+from distrun_runtime.contract.plan import Limits, Plan
+from distrun_runtime.coordinator.jobstore import JobFolder
+from distrun_runtime.errors import JobStoreError
+
+POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Killed:
+    """What `kill` did, and what came of it."""
+
+    done: tuple[str, ...]
+    """What was done before the sweep, a line each."""
+    swept: Mapping[str, Swept] = field(default_factory=dict)
+    """By host."""
+    is_quiet: bool = False
+    """The job was over already: where nothing was left, nothing is said."""
+
+    @property
+    def left(self) -> list[str]:
+        """The processes that did not end, a line each."""
+        return self._told(lambda each: each.told_left)
+
+    @property
+    def unasked(self) -> list[str]:
+        """The hosts that did not answer, a line each."""
+        return self._told(lambda each: each.told_problem)
+
+    @property
+    def lines(self) -> list[str]:
+        """All that is to be told, a line each."""
+
+        def told(each: Swept) -> list[str]:
+            return [] if self.is_quiet and each == Swept() else each.lines()
+
+        return [*self.done, *self._told(told)]
+
+    def _told(self, of: Callable[[Swept], list[str]]) -> list[str]:
+        """Return lines about each host; it is named where there are several."""
+        found = [(host, line) for host, each in self.swept.items() for line in of(each)]
+        return ["%s: %s" % pair for pair in found] if len(self.swept) > 1 else [line for _, line in found]
+
+
+def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) -> Killed:
+    """Stop a job, from any terminal of its machine; return what was done.
+
+    Its launcher is asked (SIGTERM) and given the grace time and `wait_s`. Then what is left is found by what was
+    recorded and by the job's mark, and ended. Never by name. A job that had lost its launcher is then `killed`,
+    unless a host could not be asked: it stays `lost`, so that this can be tried again.
+
+    A job whose files are damaged is ended as far as they can be read.
+
+    Raises:
+        UsageError: the job was launched on another machine, or its plan cannot be read.
+    """
+    state = folder.standing()
+    if state in facts.OVER:
+        # Its end may have left something that would not die then.
+        swept = backends.load(folder.plan().backend).sweep(folder.plan(), grace_s or 0.0)
+        return Killed(("is over already: %s" % state,), swept, is_quiet=True)
+    plan, launcher, done = _read(folder)
+    here = socket.gethostname()
+    if launcher.get("host", here) != here:
+        raise UsageError(
+            "job %s was launched on %s" % (folder.id, launcher["host"]),
+            "type this command there; or name the job's hosts: distrun kill -H FILE %s" % folder.id,
+        )
+    if grace_s is None:
+        grace_s = Limits().grace_s if plan is None else plan.limits.grace_s
+    who = process.Identity(launcher.get("pid", 0), launcher.get("start", ""))
+    if launcher and process.is_alive(who):
+        with contextlib.suppress(OSError):  # it is for a message only
+            folder.ask_to_end()
+        process.send_signal(who, signal.SIGTERM)
+        done.append("asked its launcher (pid %d) to stop the job" % who.pid)
+        if _wait_gone(who, grace_s + wait_s):
+            done.append("the launcher has ended")
+        else:
+            process.send_signal(who, signal.SIGKILL)
+            _wait_gone(who, wait_s)
+            done.append("killed the launcher, which did not end within %s" % duration(grace_s + wait_s))
+    elif launcher:
+        done.append("its launcher (pid %d) is gone" % who.pid)
+    if plan is None:
+        raise UsageError(
+            "job %s: %s" % (folder.id, "; ".join(done)),
+            "to end what may be left of it: distrun kill -H FILE %s, where FILE names its hosts (without -H and with"
+            " --stale: this machine)" % folder.id,
+        )
+    swept = backends.load(plan.backend).sweep(plan, grace_s)
+    if state != facts.DAMAGED and not any(each.problem for each in swept.values()):
+        try:
+            folder.bury(tuple(left for each in swept.values() for left in each.left))
+        except OSError as err:
+            done.append("its end could not be recorded: %s" % err)
+    return Killed(tuple(done), swept)
+
+
+def _read(folder: JobFolder) -> tuple[Plan | None, dict[str, Any], list[str]]:
+    """Return a job's plan and launcher, None or empty where they cannot be read, and what is wrong, a line each."""
+    plan: Plan | None = None
+    launcher: dict[str, Any] = {}
+    wrong = []
+    try:
+        plan = folder.plan()
+    except JobStoreError as err:
+        wrong.append(str(err))
+    try:
+        launcher = folder.launcher()
+    except JobStoreError as err:
+        wrong.append(str(err))
+    return plan, launcher, wrong
+
+
+def _wait_gone(who: process.Identity, limit_s: float) -> bool:
+    end = time.monotonic() + limit_s
+    while process.is_alive(who):
+        if time.monotonic() >= end:
+            return False
+        time.sleep(POLL_S)
+    return True

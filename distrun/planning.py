@@ -1,0 +1,518 @@
+"""Makes the plan of a job: request -> allocation -> plan.
+
+`plan_job` is the whole way. An allocation says which task runs on which host and how hosts are reached; for the local
+and ssh backends it follows from the hosts that the user named. The plan is every process with its exact argv, its
+folder and its environment (`make_plan`). Nothing is started or written here.
+
+The variables of tasks are the rows of `contract/environ.py`. A test checks that each of them is set here, set by the
+agent, or named in `SET_ELSEWHERE`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from distrun import backends, shell, ship
+from distrun.backends.base import Backend, Rendered
+from distrun.errors import UsageError
+from distrun.hosts import HostSpec, Inventory, fold
+from distrun.placement import Slot, hosts_of, place, worker_hosts
+from distrun.request import BUNDLED, COMMAND, Request, Setting, check_tuning, exact, given, parse_port_range
+from distrun_runtime.contract import environ
+from distrun_runtime.contract.folder import identity
+from distrun_runtime.contract.plan import (
+    ROLES,
+    SCHEDULER,
+    SERVER,
+    SERVER_MODULES,
+    WORKER,
+    Host,
+    Plan,
+    Runtime,
+    Secrets,
+    Sync,
+    Task,
+)
+from distrun_runtime.coordinator.jobstore import JobStore
+
+if TYPE_CHECKING:
+    from distrun.sync import Tree
+
+DRY_RUN_ID = "dry-run"
+SET_ELSEWHERE: Mapping[str, str] = {
+    "DISTRUN_TOKEN_FILE": "the agent, which writes that file",
+    "DISTRUN_PUBLISH_FD": "the agent, which opens that pipe",
+    "PYTHONPATH": "the agent: the bundled runtime's folder, then the value that is already there",
+    "GLOO_SOCKET_IFNAME": "the agent, which knows the interface",
+    "NCCL_SOCKET_IFNAME": "the agent, which knows the interface",
+    "DMLC_TRACKER_URI": "not set, only removed",
+    "DMLC_TRACKER_PORT": "not set, only removed",
+}
+"""Rows of the table that are given, yet not here."""
+
+MASTER_PORT = "master"
+JAX_PORT = "jax"
+PS_PORT = "ps"
+"""Labels of the ports that agents hold for foreign programs."""
+DEVICES = "CUDA_VISIBLE_DEVICES"
+SHOWN = 8
+"""Tasks that are named in a warning, at most."""
+
+_PYTHON = re.compile(r"(.*/)?(python|pypy)[\d.]*\Z")
+
+
+@dataclass(frozen=True)
+class PlannedJob:
+    """A job that is ready to be launched. Nothing of it has happened."""
+
+    request: Request
+    plan: Plan
+    secrets: Secrets
+    backend: Backend
+    runtime: bytes = b""
+    """The archive that hosts are sent; empty: they have the runtime."""
+    tree: Tree | None = None
+    """Which files are copied to the hosts; None: none."""
+
+    def rendered(self) -> Rendered:
+        """Return what the backend would execute."""
+        return self.backend.render(self.plan)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Which task runs on which host, and how hosts are reached."""
+
+    hosts: Inventory
+    slots: tuple[Slot, ...]
+    reach: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """How the backend reaches each host, in its own words."""
+    logins: Mapping[str, str] = field(default_factory=dict)
+    """What a user types before a command to run it on a host, by host."""
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    """Data addresses that are known beforehand, by host."""
+
+
+@dataclass(frozen=True, repr=False)
+class Setup:
+    """What the submitting machine adds to a plan: names, folders and a token that were made for this job."""
+
+    job_id: str
+    run_dir: str
+    runtime: Runtime
+    """Where tasks find the bundled runtime, or what they are sent."""
+    python: str = ""
+    """Interpreter of the bundled servers where the user names none; empty: the command's own, else python3."""
+    sync: Sync | None = None
+    inherited: Mapping[str, str] = field(default_factory=dict)
+    """The environment of this process, where tasks inherit it."""
+    token: str = ""
+
+
+def plan_job(request: Request, store: JobStore) -> PlannedJob:
+    """Return a job that is ready to be launched.
+
+    Raises:
+        UsageError: the request cannot be fulfilled as it is.
+    """
+    backend = backends.load(request.launcher)
+    check_tuning(request.settings, request.outer)
+    if backend.inherits_env:
+        _check_python(request)
+    allocation = allocate(request, backend)
+    job_id = DRY_RUN_ID if request.dry_run else store.new_id(request.name)
+    runtime, data = _runtime(request, backend)
+    tree = _scan(request)
+    setup = Setup(
+        job_id=job_id,
+        run_dir=os.path.abspath((request.run_dir or store.jobs) / job_id),
+        runtime=runtime,
+        python="" if backend.ships_runtime else sys.executable,
+        sync=None if tree is None else _sync(request, allocation, tree),
+        inherited=request.outer if backend.inherits_env else {},
+        token="" if request.dry_run else os.urandom(32).hex(),
+    )
+    plan, values = make_plan(request, allocation, setup)
+    check_ports(request, plan)
+    return PlannedJob(request, plan, values, backend, data, tree)
+
+
+def allocate(request: Request, backend: Backend) -> Allocation:
+    """Return the allocation of a backend that is given its hosts: tasks placed on the hosts of the request.
+
+    Raises:
+        UsageError: the tasks do not fit on the hosts.
+    """
+    hosts = backend.inventory(request.hosts)
+    slots = place(
+        request.workers,
+        request.servers,
+        hosts,
+        policy=request.placement,
+        scheduler=request.has_servers,
+        scheduler_host=request.scheduler_host,
+        oversubscribe=request.oversubscribe,
+        relays=request.adds_on_hosts,
+    )
+    used = hosts_of(slots, hosts.order)
+    reach = {name: backend.reach(hosts.spec(name), request.reach) for name in used}
+    return Allocation(
+        hosts=hosts,
+        slots=slots,
+        reach=reach,
+        logins={name: backend.login(way) for name, way in reach.items()},
+        addresses={} if request.interface or request.subnet else backend.addresses(used),
+    )
+
+
+def _check_python(request: Request) -> None:
+    """Look for --python on this machine, where the servers will run."""
+    if request.python and request.has_servers and request.ps == BUNDLED:
+        import shutil  # with all its formats of archives: not for every launch
+
+        folders = given(request.settings, SERVER).get("PATH")
+        path = request.outer.get("PATH", os.defpath) if folders is None else folders.value
+        if shutil.which(os.path.expanduser(request.python), path=path) is None:
+            raise UsageError(
+                f"--python: there is no program {request.python!r} on this machine", "leave it out, or give a full path"
+            )
+
+
+def _runtime(request: Request, backend: Backend) -> tuple[Runtime, bytes]:
+    """Return where tasks find the runtime, and the archive that hosts are sent."""
+    if not backend.ships_runtime:
+        return Runtime(path=str(ship.runtime_root(request.outer, copy=not request.dry_run))), b""
+    from distrun import archive  # local jobs need none
+
+    digest, data = archive.build()
+    return Runtime(digest=digest), data
+
+
+def _scan(request: Request) -> Tree | None:
+    if request.sync_rules is None or not request.sync_dst_dir:
+        return None
+    from distrun.sync import scan  # not needed for jobs that copy nothing
+
+    return scan(request.cwd, request.sync_rules)
+
+
+def _sync(request: Request, allocation: Allocation, tree: Tree) -> Sync:
+    rules = request.sync_rules
+    extra = () if rules is None else (each.name.partition("/")[0] for each in rules.extra)
+    top = [*os.listdir(request.cwd), *extra]
+    return Sync(
+        request.cwd,
+        tree.size,
+        tree.files,
+        request.sync_delete,
+        "" if request.dry_run else identity(request.cwd),
+        brings=may_bring(request, allocation.hosts.specs, top),
+        activated=request.activated or (),
+    )
+
+
+def make_plan(request: Request, allocation: Allocation, setup: Setup) -> tuple[Plan, Secrets]:
+    """Return the plan of a job, and the secret values that it only names. No side effects.
+
+    Raises:
+        UsageError: one hidden variable has different values for two roles.
+    """
+    slots = allocation.slots
+    layout = _Layout.of(allocation)
+    users = {role: given(request.settings, role) for role in (SCHEDULER, SERVER, WORKER)}
+    tasks = tuple(_task(request, slot, layout, setup, users[slot.role]) for slot in slots)
+    plan = Plan(
+        job=setup.job_id,
+        name=request.name,
+        backend=request.launcher,
+        command=request.command,
+        cwd=request.sync_dst_dir or request.cwd,
+        hosts=tuple(_host(request, layout, allocation, name) for name in layout.nodes),
+        tasks=tasks,
+        limits=request.limits,
+        interface=request.interface,
+        subnet=request.subnet,
+        unset=() if request.keep_outer_env else environ.stale_names(),
+        runtime=setup.runtime,
+        activate=request.activate,
+        sync=setup.sync,
+        joined=tuple(sorted({s.name for each in users.values() for s in each.values() if s.joins})),
+        doctor=request.doctor,
+    )
+    return plan, Secrets(token=setup.token, env=_hidden(slots, users))
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What a task's variables say of the other tasks: worked out once, since a job may have many."""
+
+    hosts: Inventory
+    nodes: Mapping[str, int]
+    """Hosts that have a task, and their index."""
+    groups: Mapping[str, int]
+    """Hosts that have a worker, and their index."""
+    sizes: Mapping[str, int]
+    """Tasks of each role."""
+    first: Mapping[str, str]
+    """Host of each role's first task."""
+
+    @staticmethod
+    def of(allocation: Allocation) -> _Layout:
+        slots = allocation.slots
+        roles = [slot.role for slot in slots]
+        return _Layout(
+            hosts=allocation.hosts,
+            nodes={name: index for index, name in enumerate(hosts_of(slots, allocation.hosts.order))},
+            groups={name: index for index, name in enumerate(worker_hosts(slots))},
+            sizes={role: roles.count(role) for role in ROLES},
+            first={slot.role: slot.host for slot in reversed(slots)},
+        )
+
+
+def _host(request: Request, layout: _Layout, allocation: Allocation, name: str) -> Host:
+    spec = allocation.hosts.spec(name)
+    return Host(
+        name=name,
+        address=spec.addr or ("" if spec.iface else allocation.addresses.get(name, "")),
+        ports=_ports(request, layout, name),
+        reach=allocation.reach.get(name, {}),
+        interface=spec.iface,
+        login=allocation.logins.get(name, ""),
+    )
+
+
+def _task(request: Request, slot: Slot, layout: _Layout, setup: Setup, users: Mapping[str, Setting]) -> Task:
+    spec = layout.hosts.spec(slot.host)
+    env = {
+        **_identity(slot, layout, setup),
+        **_parameter_server(request, slot, layout),
+        **_unbuffered(setup, users),
+        **_tuning(request),
+    }
+    is_ours = slot.role != WORKER and request.ps == BUNDLED
+    if is_ours and slot.role == SERVER and request.server_imports:
+        env["DISTRUN_SERVER_IMPORT"] = ",".join(request.server_imports)
+    refs = _references(request, slot, layout)
+    if slot.role == WORKER:
+        env.update(_torch(slot, layout, setup.job_id))
+        env.update(_jax(slot, layout))
+        if spec.gpus and DEVICES not in users:
+            env[DEVICES] = _devices(spec)
+    shown = {name: s.value for name, s in users.items() if not s.hidden and name not in env}
+    return Task(
+        name=slot.name,
+        role=slot.role,
+        rank=slot.rank,
+        host=slot.host,
+        argv=_argv(request, spec, slot.role, setup.python),
+        cwd=spec.workdir or request.sync_dst_dir or request.cwd,
+        env={**env, **shown},
+        refs=refs,
+        secret_env=tuple(sorted(name for name, s in users.items() if s.hidden and name not in env)),
+        needs=SERVER_MODULES if is_ours else (),
+    )
+
+
+def _argv(request: Request, spec: HostSpec, role: str, python: str) -> tuple[str, ...]:
+    if role == WORKER or request.ps == COMMAND:
+        return shell.to_argv(request.command, request.shell)
+    return (request.python or spec.python or python or _interpreter(request.command), "-m", "distrun_runtime", role)
+
+
+def _interpreter(command: Sequence[str]) -> str:
+    """Return the Python that the user's command names, looked for in the same PATH as the command; else python3."""
+    first = command[0].split()[0] if command[0].split() else ""
+    return first if _PYTHON.match(first) else "python3"
+
+
+def _devices(spec: HostSpec) -> str:
+    """Return the GPUs that every worker of a host sees: all of `gpus=`, so that `cuda:LOCAL_RANK` is one of them."""
+    return ",".join(map(str, range(int(spec.gpus)))) if spec.gpus.isdigit() else spec.gpus.strip(",")
+
+
+def _identity(slot: Slot, layout: _Layout, setup: Setup) -> dict[str, str]:
+    return {
+        "DISTRUN_JOB_ID": setup.job_id,
+        "DISTRUN_ROLE": slot.role,
+        "DISTRUN_RANK": str(slot.rank),
+        "DISTRUN_WORLD_SIZE": str(layout.sizes[slot.role]),
+        "DISTRUN_LOCAL_RANK": str(slot.local_rank),
+        "DISTRUN_LOCAL_SIZE": str(slot.local_size),
+        "DISTRUN_NODE_RANK": str(layout.nodes[slot.host]),
+        "DISTRUN_NUM_NODES": str(len(layout.nodes)),
+        "DISTRUN_HOST": slot.host,
+        "DISTRUN_RESTART": "0",
+        "DISTRUN_RUN_DIR": setup.run_dir,
+    }
+
+
+def _parameter_server(request: Request, slot: Slot, layout: _Layout) -> dict[str, str]:
+    env = {
+        "DMLC_ROLE": slot.role,
+        "DMLC_NUM_WORKER": str(request.workers),
+        "DMLC_NUM_SERVER": str(request.servers),
+        "DMLC_RANK": str(slot.rank),
+        "DMLC_JOB_CLUSTER": request.launcher,
+        "DMLC_NUM_ATTEMPT": "0",
+    }
+    if layout.sizes[SERVER] > request.servers:
+        env["DISTRUN_RELAYS"] = str(layout.sizes[SERVER] - request.servers)
+    if slot.role == WORKER:
+        env["DMLC_TASK_ID"] = env["DMLC_WORKER_ID"] = str(slot.rank)
+    elif slot.role == SERVER:
+        env["DMLC_TASK_ID"] = str(request.workers + slot.rank)
+        env["DMLC_SERVER_ID"] = str(slot.rank)
+    return env
+
+
+def _references(request: Request, slot: Slot, layout: _Layout) -> dict[str, str]:
+    address = "{host:%s.address}" % slot.host
+    refs = {"DISTRUN_ADDR": address, "DMLC_NODE_HOST": address}
+    if request.has_servers and request.ps == COMMAND:
+        # A foreign scheduler publishes nothing: its port is one that the agent of its host holds.
+        root = layout.first[SCHEDULER]
+        refs.update(DMLC_PS_ROOT_URI="{host:%s.address}" % root, DMLC_PS_ROOT_PORT="{%s/port:%s}" % (root, PS_PORT))
+    elif request.has_servers and slot.role != SCHEDULER:
+        # The bundled scheduler takes a free port itself and tells it; so it is given none.
+        refs.update(DMLC_PS_ROOT_URI="{scheduler.address}", DMLC_PS_ROOT_PORT="{scheduler.port}")
+    elif request.has_servers:
+        # It tells a program of this job that speaks another protocol from a stranger.
+        refs["DISTRUN_WORKER_ADDRESSES"] = ",".join("{host:%s.address}" % host for host in layout.groups)
+    if slot.role == WORKER:
+        first = layout.first[WORKER]
+        refs.update(
+            MASTER_ADDR="{host:%s.address}" % first,
+            MASTER_PORT="{%s/port:%s}" % (first, MASTER_PORT),
+            JAX_COORDINATOR_ADDRESS="{host:%s.address}:{%s/port:%s}" % (first, first, JAX_PORT),
+        )
+    return refs
+
+
+def _torch(slot: Slot, layout: _Layout, job_id: str) -> dict[str, str]:
+    rank, size, group = str(slot.rank), str(layout.sizes[WORKER]), str(layout.groups[slot.host])
+    return {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": str(slot.local_rank),
+        "LOCAL_WORLD_SIZE": str(slot.local_size),
+        "GROUP_RANK": group,
+        "GROUP_WORLD_SIZE": str(len(layout.groups)),
+        "NODE_RANK": group,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": size,
+        "ROLE_NAME": WORKER,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": job_id,
+    }
+
+
+def _jax(slot: Slot, layout: _Layout) -> dict[str, str]:
+    return {"JAX_NUM_PROCESSES": str(layout.sizes[WORKER]), "JAX_PROCESS_ID": str(slot.rank)}
+
+
+def _unbuffered(setup: Setup, users: Mapping[str, Setting]) -> dict[str, str]:
+    is_chosen = "PYTHONUNBUFFERED" in users or "PYTHONUNBUFFERED" in setup.inherited
+    return {} if is_chosen else {"PYTHONUNBUFFERED": "1"}
+
+
+def _tuning(request: Request) -> dict[str, str]:
+    env = {}
+    if request.op_timeout_s is not None:
+        env["DISTRUN_OP_TIMEOUT"] = exact(request.op_timeout_s)
+    if request.start_timeout_s is not None:
+        env["DISTRUN_START_TIMEOUT"] = exact(request.start_timeout_s)
+    if request.port_range:
+        env["DISTRUN_PORT_RANGE"] = request.port_range
+    return env
+
+
+def _ports(request: Request, layout: _Layout, host: str) -> tuple[str, ...]:
+    labels: tuple[str, ...] = ()
+    if host == layout.first[WORKER]:
+        labels += (JAX_PORT, MASTER_PORT)
+    if request.has_servers and request.ps == COMMAND and host == layout.first[SCHEDULER]:
+        labels += (PS_PORT,)
+    return labels
+
+
+def _hidden(slots: Sequence[Slot], users: Mapping[str, Mapping[str, Setting]]) -> dict[str, str]:
+    values: dict[str, str] = {}
+    for role in dict.fromkeys(slot.role for slot in slots):
+        for name, setting in users[role].items():
+            if setting.hidden and values.setdefault(name, setting.value) != setting.value:
+                raise UsageError(
+                    "%s has different values for two roles, and values that are kept secret are sent once" % name,
+                    "give it under two names, or the same value to all with --env",
+                )
+    return values
+
+
+def check_ports(request: Request, plan: Plan) -> None:
+    """Check that --port-range has a port for each process of ours, and each held port, on every host. Pure.
+
+    Raises:
+        UsageError: with the arithmetic.
+    """
+    if not request.port_range:
+        return
+    first, last = parse_port_range(request.port_range)
+    for host in plan.hosts:
+        terms = []
+        if request.has_servers and request.ps == BUNDLED:
+            sizes = [(role, sum(task.host == host.name for task in plan.of_role(role))) for role in ROLES]
+            terms = [(size, "%s%s" % (role, "" if size == 1 else "s")) for role, size in sizes if size]
+        if host.ports:
+            terms.append((len(host.ports), "held for other programs (%s)" % ", ".join(host.ports)))
+        needed = sum(size for size, _ in terms)
+        if needed > last - first + 1:
+            raise UsageError(
+                "--port-range %s has %d port%s, and host %s needs %d: %s"
+                % (
+                    request.port_range,
+                    last - first + 1,
+                    "" if first == last else "s",
+                    host.name,
+                    needed,
+                    " + ".join("%d %s" % term for term in terms),
+                ),
+                "give a range of at least %d" % needed,
+            )
+
+
+def may_bring(request: Request, hosts: Sequence[HostSpec], names: Iterable[str]) -> bool:
+    """Return whether what servers run by may be among the files that are copied, as far as can be said here. Pure.
+
+    `names`: of the files and folders at the top of what is copied. Paths are judged on the host.
+    """
+    has_modules = any(name.partition(".")[0] in SERVER_MODULES for name in names)
+    return request.activated is None or has_modules or any(spec.workdir for spec in hosts)
+
+
+def device_warnings(plan: Plan) -> list[str]:
+    """Return a warning for hosts that have more workers than the GPUs which these workers see. Pure.
+
+    A program that takes the device `cuda:LOCAL_RANK`, as scripts for torchrun do, fails in such a worker. It is no
+    error: workers may share a GPU, or use none. A value that hides all GPUs is taken as meant.
+    """
+    found: dict[str, dict[str, list[str]]] = {}
+    for task in plan.of_role(WORKER):
+        value = task.env.get(DEVICES, "").strip()
+        if value and value != "-1" and int(task.env["LOCAL_RANK"]) >= len(value.split(",")):
+            found.setdefault(value, {}).setdefault(task.host, []).append(task.name)
+    warnings = []
+    for value, hosts in found.items():
+        count = len(value.split(","))
+        names = [name for tasks in hosts.values() for name in tasks]
+        more = " and %d more" % (len(names) - SHOWN) if len(names) > SHOWN else ""
+        warnings.append(
+            "%s: more workers than GPUs: %s=%s shows %d GPU%s, and LOCAL_RANK is too large for cuda:LOCAL_RANK in %s%s."
+            " Place fewer workers there, or let the program take LOCAL_RANK modulo the number of GPUs"
+            % (fold(list(hosts)), DEVICES, value, count, "" if count == 1 else "s", ", ".join(names[:SHOWN]), more)
+        )
+    return warnings

@@ -1,0 +1,101 @@
+"""Where the output of tasks and the coordinator's own messages go, and how much of it may wait for a slow reader."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Deque, Optional, Protocol
+
+QUEUE_LIMIT = 8 * 1024 * 1024
+"""Bytes of output that wait in memory for one reader. Past it, only their places in the log files are kept."""
+UNLOGGED_LIMIT = 64 * 1024 * 1024
+"""The same for output that is in no log file (disk full). What comes then is counted and dropped."""
+
+
+class Sink(Protocol):
+    """Called by the loop's thread only, and must never make it wait."""
+
+    def output(self, task: str, host: str, stream: str, data: bytes, at: Optional[int]) -> None:
+        """Take bytes that a task wrote to `stream` ("out" or "err").
+
+        They begin at byte `at` of the task's log file (`JobFolder.log_path(task)`), so that a full printer may
+        remember the place instead of the bytes; None: they did not get there (disk full).
+        """
+
+    def say(self, text: str, level: str) -> None:
+        """Take one message of distrun's own. `level`: debug, info, warning or error; the sink filters."""
+
+    def toggle_pause(self) -> None:
+        """Ctrl-Z was pressed: stop printing, or go on."""
+
+
+@dataclass
+class Piece:
+    """A piece of what is to be shown: output of a task, as bytes or as a place in its log file, or other bytes."""
+
+    data: bytes = b""
+    task: str = ""
+    """Empty: the bytes are no task's, and are never dropped."""
+    host: str = ""
+    stream: str = ""
+    at: Optional[int] = None
+    """Where the output begins in the log file; None: it is not there."""
+    length: int = 0
+
+    @property
+    def is_place(self) -> bool:
+        """Whether the bytes are only in the log file."""
+        return bool(self.task) and not self.data and self.at is not None
+
+
+class Backlog:
+    """Pieces that wait for a reader, in a bounded amount of memory.
+
+    A slow reader neither delays a job nor loses output: what does not fit is read from the log file later.
+
+    Not locked: the caller holds a lock of its own.
+    """
+
+    def __init__(self) -> None:
+        self.skipped = 0
+        """Bytes that were dropped."""
+        self._pieces: Deque[Piece] = deque()
+        self._size = 0
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def put(self, piece: Piece) -> None:
+        """Add a piece, or only its place in the log file, or nothing."""
+        size = len(piece.data)
+        if piece.task and self._size + size > QUEUE_LIMIT:
+            if piece.at is None:
+                if self._size + size > UNLOGGED_LIMIT:
+                    self.skipped += size
+                    return
+            elif self._extends_last(piece):
+                return
+            else:
+                piece.data, size = b"", 0
+        self._pieces.append(piece)
+        self._size += size
+
+    def take(self) -> Optional[Piece]:
+        """Return the piece that has waited longest; None: there is none."""
+        if not self._pieces:
+            return None
+        piece = self._pieces.popleft()
+        self._size -= len(piece.data)
+        return piece
+
+    def _extends_last(self, piece: Piece) -> bool:
+        last = self._pieces[-1] if self._pieces else None
+        if (
+            last is None
+            or not last.is_place
+            or piece.at != (last.at or 0) + last.length
+            or (last.task, last.stream) != (piece.task, piece.stream)
+        ):
+            return False
+        last.length += piece.length
+        return True
