@@ -5,8 +5,10 @@ needs nothing but a python3 of at least 3.8. An agent is started as `python -I -
 standard input: the first line is the blob, what follows are frames. Nothing has to be quoted but BOOT, which holds no
 character that a shell would touch inside single quotes.
 
-Compiling the modules is a third of an agent's start. So the first agent of a version on a host keeps them compiled in
-the user's cache, in a folder that nobody else can write to; where that cannot be, each agent compiles them.
+The blob has two parts, with a dot between them: the importer with what it has to know, and the modules. Compiling the
+modules is a third of an agent's start. So the first agent of a version on a host keeps them compiled in the user's
+cache, in a folder that nobody else can write to, and later ones do not unpack the second part. Where the cache cannot
+be written, each agent compiles them.
 
 The local backend starts from the same blob; there it carries the files' true names (`origin`), so that tracebacks
 and coverage mean the checkout. Docstrings and comments stay at home; line numbers are kept.
@@ -42,7 +44,16 @@ class Program(NamedTuple):
     """Python source, run when they can be imported. `r` is what came after the blob, `keep` keeps code compiled."""
 
 
-AGENT = Program(("contract", "agent"), "from distrun_runtime.agent.__main__ import main\nsys.exit(main(r, keep))\n")
+AGENT = Program(
+    ("contract", "agent"),
+    """\
+from distrun_runtime.agent import guard
+gc.enable()
+code = guard.serve(r, keep)
+sys.stderr.flush()
+os._exit(code)  # taking the interpreter down costs 10 ms, in the agent and in its guard
+""",
+)
 COORDINATOR = Program(("contract", "coordinator"), "from distrun_runtime.coordinator import loop, service\n")
 """For jobs whose coordinator is not to run where they are launched."""
 FILES = ("__init__.py", "errors.py")
@@ -59,17 +70,24 @@ BOOT = (
     ' if not d:sys.exit(\\"distrun: standard input ended before the agent had arrived\\")\\n'
     " b+=d\\n"
     "l,_,r=bytes(b).partition(bytes([10]))\\n"
+    "l,_,s=l.partition(bytes([46]))\\n"
     "m=json.loads(zlib.decompress(binascii.a2b_base64(l)).decode())\\n"
     'exec(m[\\"importer\\"])")'
 )
-"""Python source of one line: reads the blob from descriptor 0, leaves what came after it in `r`, runs its importer."""
+"""Python source of one line: reads the blob from descriptor 0 and runs its importer.
+
+That finds the first part's value in `m`, the second part in `s`, and what came after the blob in `r`.
+"""
 
 # Not importlib.abc and friends: they cost 25 ms. No f-strings or the like: an old Python must come to the message.
 # `inspect` costs 6 ms and is imported by `dataclasses` for what is not used here; should it be, it is imported then.
+# Nothing is collected while modules are imported: there is no garbage, and looking for it costs 2 ms.
 IMPORTER = '''\
 if sys.version_info < (3, 8):
     sys.exit("distrun: this host's %s is Python %s; the agent needs 3.8 or newer, name one that is"
              % (sys.executable, sys.version.split()[0]))
+import gc
+gc.disable()
 import marshal
 from _frozen_importlib_external import MAGIC_NUMBER
 from importlib.machinery import ModuleSpec
@@ -92,6 +110,7 @@ cache = os.path.join(cache if os.path.isabs(cache) else os.path.join(os.path.exp
 folder = os.path.join(cache, "agent")
 file = os.path.join(folder, m["digest"] + "-" + binascii.hexlify(MAGIC_NUMBER).decode() + ".code")
 codes = {}
+sources = {}
 
 def is_private(path):
     info = os.lstat(path)
@@ -106,11 +125,16 @@ def mended(path):
         os.chmod(path, info.st_mode & 4095 & ~18)
     return True
 
+def source(name):
+    if not sources:
+        sources.update(json.loads(zlib.decompress(binascii.a2b_base64(s)).decode()))
+    return sources[name]
+
 def compiled(name):
-    return compile(m["modules"][name], blob.get_filename(name), "exec", dont_inherit=True)
+    return compile(source(name), blob.get_filename(name), "exec", dont_inherit=True)
 
 def keep():
-    names = list(m["modules"])
+    names = m["names"]
     try:
         if all(name in codes for name in names):
             return
@@ -146,7 +170,7 @@ class Blob:
     """Imports what the blob holds, and nothing else."""
 
     def find_spec(self, name, path=None, target=None):
-        if name not in m["modules"]:
+        if name not in m["names"]:
             return None
         spec = ModuleSpec(name, self, origin=self.get_filename(name), is_package=name in m["packages"])
         spec.has_location = True
@@ -170,7 +194,7 @@ class Blob:
         return m["origin"].get(name) or "<distrun>/" + name.replace(".", "/") + ".py"
 
     def get_source(self, name):
-        return m["modules"][name]
+        return source(name)
 
 blob = Blob()
 sys.meta_path.insert(0, blob)
@@ -217,19 +241,22 @@ def _files(program: Program) -> dict[str, Path]:
 def _line(program: Program, sources: Mapping[str, str], origin: Mapping[str, str]) -> bytes:
     modules = {name: bare(source) for name, source in sources.items()}
     packages = [PACKAGE, *("%s.%s" % (PACKAGE, package) for package in program.packages)]
-    digest = _digest([modules, origin])[:32]
-    parts = {
+    head = {
         "importer": IMPORTER + program.start,
-        "modules": modules,
+        "names": list(modules),
         "packages": packages,
         "origin": origin,
-        "digest": digest,
+        "digest": _digest([modules, origin])[:32],
     }
-    text = json.dumps(parts, sort_keys=True, ensure_ascii=False).encode("utf-8")
-    line = binascii.b2a_base64(zlib.compress(text, 9), newline=False)
+    line = b".".join(_packed(part) for part in (head, modules))
     if len(line) > LIMIT:
         raise ValueError("the blob is %d bytes, the limit is %d; leave a module out" % (len(line), LIMIT))
     return line + b"\n"
+
+
+def _packed(value: object) -> bytes:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False).encode("utf-8")
+    return binascii.b2a_base64(zlib.compress(text, 9), newline=False)
 
 
 def _digest(value: object) -> str:

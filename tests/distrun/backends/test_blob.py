@@ -25,12 +25,13 @@ from distrun.backends import blob
 from distrun_runtime.agent import cache
 from distrun_runtime.contract import environ
 
-MAIN = "sys.exit(main(r, keep))"
+MAIN = "code = guard.serve(r, keep)"
 
 
 def unpack(line: bytes) -> dict[str, dict[str, str]]:
-    unpacked: dict[str, dict[str, str]] = json.loads(zlib.decompress(binascii.a2b_base64(line)))
-    return unpacked
+    """The first part's members, and the second part as `modules`."""
+    head, modules = (json.loads(zlib.decompress(binascii.a2b_base64(part))) for part in line.split(b"."))
+    return {**head, "modules": modules}
 
 
 PROGRAMS = {"agent": blob.AGENT, "coordinator": blob.COORDINATOR}
@@ -236,11 +237,11 @@ def test_modules_of_the_users_folder_are_not_imported(tmp_path: Path, monkeypatc
 
 def with_importer(old: str, new: str) -> bytes:
     """The blob with a changed importer."""
-    parts = unpack(blob.build())
-    importer = str(parts["importer"])
-    assert old in importer
-    text = json.dumps({**parts, "importer": importer.replace(old, new)}).encode()
-    return binascii.b2a_base64(zlib.compress(text), newline=True)
+    first, _, second = blob.build().partition(b".")
+    head = json.loads(zlib.decompress(binascii.a2b_base64(first)))
+    assert old in head["importer"]
+    text = json.dumps({**head, "importer": head["importer"].replace(old, new)}).encode()
+    return binascii.b2a_base64(zlib.compress(text), newline=False) + b"." + second
 
 
 def test_traceback_of_the_agent_names_file_and_line_of_the_checkout() -> None:
@@ -278,14 +279,14 @@ def test_the_first_agent_keeps_its_modules_compiled_for_the_next(tmp_path: Path)
     serve_once(tmp_path)
     assert kept(tmp_path) == [file]
     assert file.stat().st_mtime_ns == before
-    stand_in = compile("def main(*_): print('kept'); return 5", "x", "exec")
-    codes["distrun_runtime.agent.__main__"] = marshal.dumps(stand_in)
+    stand_in = compile("def serve(*_): print('kept', flush=True); return 5", "x", "exec")
+    codes["distrun_runtime.agent.guard"] = marshal.dumps(stand_in)
     file.write_bytes(marshal.dumps(codes))
     environment = dict(os.environ, XDG_CACHE_HOME=str(tmp_path))
     command = blob.command(sys.executable)
     done = subprocess.run(command, input=blob.build(), capture_output=True, timeout=60, check=False, env=environment)
     assert (done.returncode, done.stdout) == (5, b"kept\n"), "it was used"
-    codes["distrun_runtime.agent.__main__"] = b"broken"
+    codes["distrun_runtime.agent.guard"] = b"broken"
     file.write_bytes(marshal.dumps(codes))
     serve_once(tmp_path)
     file.chmod(0o620)
@@ -332,8 +333,11 @@ def test_an_agent_does_without_a_cache(tmp_path: Path) -> None:
 
 def test_agent_starts_fast() -> None:
     """Under 100 ms of CPU beyond a bare interpreter's start; here with room for a busy machine."""
-    timing = "import time\nt = time.process_time()\nimport distrun_runtime.agent.guard\nprint(time.process_time() - t)"
-    line = with_importer(MAIN, timing)
+    imports = "from distrun_runtime.agent import guard\n"
+    timing = (
+        "import time\nt = time.process_time()\n" + imports + "print(time.process_time() - t, flush=True)\ncode = 0\n"
+    )
+    line = with_importer(imports + "gc.enable()\n" + MAIN, timing)
     command = blob.command(sys.executable)
     times = [
         float(subprocess.run(command, input=line, capture_output=True, timeout=60, check=True).stdout) for _ in range(5)
