@@ -40,10 +40,10 @@ def as_json(plan: Plan, rendered: Rendered) -> dict[str, Any]:
         "cwd": plan.cwd,
         "interface": plan.interface,
         "subnet": plan.subnet,
-        "limits": dict(vars(plan.limits)),
+        "limits": plan.limits._asdict(),
         "unset": list(plan.unset),
         "activate": plan.activate,
-        "sync": None if plan.sync is None else dict(vars(plan.sync)),
+        "sync": None if plan.sync is None else plan.sync._asdict(),
         "agent_env": agent_env(),
         "hosts": [
             {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -174,7 +173,7 @@ def _limits(options: Mapping[str, Any]) -> Limits:
         lease_s=LEASE * options["lost_after"],
     )
     start_s = options["start_timeout"]
-    return limits if start_s is None else dataclasses.replace(limits, start_s=start_s)
+    return limits if start_s is None else limits._replace(start_s=start_s)
 
 
 def _rules(options: Mapping[str, Any]) -> Rules | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import secrets
 import time
@@ -111,7 +110,7 @@ def run(
     Raises:
         KeyboardInterrupt: after the command was asked to end everywhere, and killed if it did not.
     """
-    plan = dataclasses.replace(plan_of(backend.name, hosts, argv, cwd), activate=activate)
+    plan = plan_of(backend.name, hosts, argv, cwd)._replace(activate=activate)
     return _Running(backend, hosts, plan, limit_s=limit_s, on_output=on_output, keep=keep).run()
 
 
@@ -127,7 +126,7 @@ def plan_of(backend: str, hosts: Sequence[Host], argv: Sequence[str] | Mapping[s
         command=tuple(next(iter(commands.values()), ())),
         cwd="/",
         # No peer will ask for an address, so that the agent need not look for one: also where `iface=` is wrong.
-        hosts=tuple(dataclasses.replace(host, address=host.address or "127.0.0.1", interface="") for host in hosts),
+        hosts=tuple(host._replace(address=host.address or "127.0.0.1", interface="") for host in hosts),
         tasks=tuple(
             Task(name="%s-%d" % (WORKER, rank), role=WORKER, rank=rank, host=host.name, argv=words[host.name], cwd="~")
             for rank, host in enumerate(hosts)

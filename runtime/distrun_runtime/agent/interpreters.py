@@ -83,11 +83,9 @@ def chosen(share: Share) -> Generator[Command, Done, Share]:
             else:
                 raise _refusal(share, probe, look)
         found[probe.name] = "%s %s" % (look["version"], path)
-    plan = dataclasses.replace(
-        share.plan,
+    plan = share.plan._replace(
         tasks=tuple(
-            dataclasses.replace(task, argv=(instead.get(task.name, task.argv[0]), *task.argv[1:]))
-            for task in share.plan.tasks
+            task._replace(argv=(instead.get(task.name, task.argv[0]), *task.argv[1:])) for task in share.plan.tasks
         ),
     )
     return dataclasses.replace(share, python=found, plan=plan)

@@ -76,15 +76,13 @@ def test_lists_of_folders_are_joined_and_activation_comes_first(
     name = "LD_LIBRARY_PATH"
     monkeypatch.setenv(name, login)
     share = shares.take(header())
-    task = dataclasses.replace(share.plan.task("worker-0"), secret_env=(name,))
-    share = dataclasses.replace(
-        share, plan=dataclasses.replace(share.plan, joined=(name,), tasks=(task,)), secret_env={name: sent}
-    )
+    task = share.plan.task("worker-0")._replace(secret_env=(name,))
+    share = dataclasses.replace(share, plan=share.plan._replace(joined=(name,), tasks=(task,)), secret_env={name: sent})
     if activated is not None:
         share = dataclasses.replace(share, base={**share.base, name.encode(): os.fsencode(activated)})
     env = share.environment(task, {})
     assert env[name.encode()] == expected.encode("utf-8", "surrogateescape")
-    other = dataclasses.replace(task, secret_env=())
+    other = task._replace(secret_env=())
     assert share.environment(other, {name: "/mine"})[name.encode()] == b"/mine", "what the user gave a role replaces it"
     share.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
@@ -44,6 +43,7 @@ plans = st.builds(
     runtime=st.builds(Runtime, words, words),
     activate=words,
     sync=st.none() | st.builds(Sync, words, st.integers(0), st.integers(0), st.booleans()),
+    version=st.just(plan.VERSION),
 )
 
 
@@ -88,13 +88,13 @@ def test_missing_fact_is_named() -> None:
 
 def test_share_holds_the_hosts_own_tasks_and_one_other_host_and_not_how_they_are_reached() -> None:
     hosts = tuple(Host("d%d" % number, reach={"identity": "~/.ssh/key"}) for number in (1, 2, 3))
-    whole = dataclasses.replace(example(), hosts=hosts)
+    whole = example()._replace(hosts=hosts)
     for name, kept, tasks in (("d1", ["d1", "d2"], ["worker-0"]), ("d3", ["d1", "d3"], [])):
         share = whole.share(name)
         assert [task.name for task in share.tasks] == tasks
         assert [host.name for host in share.hosts] == kept
         assert [host.reach for host in share.hosts] == [{}, {}]
-    alone = dataclasses.replace(example(), hosts=hosts[:1])
+    alone = example()._replace(hosts=hosts[:1])
     assert [host.name for host in alone.share("d1").hosts] == ["d1"]
 
 
