@@ -188,16 +188,16 @@ def _clear_up(job: PlannedJob, channels: Sequence[Channel], sink: Sink) -> Mappi
         left = job.backend.release(channels, plan.limits.grace_s + RELEASE_S)
         if not left:
             return {}
-        sink.say("ending what may be left on %s" % listed(left), "info")
+        sink.say(f"ending what may be left on {listed(left)}", "info")
         swept = job.backend.sweep(plan, plan.limits.grace_s, left)
     except KeyboardInterrupt:
         swept = {host: Swept(problem="interrupted") for host in left}
     for host, each in swept.items():
         for line in each.told_problem + each.told_left:
-            sink.say("%s: %s" % (host, line), "warning")
+            sink.say(f"{host}: {line}", "warning")
         if not each.problem:
-            ended = "ended %s" % listed([_cut(text) for text in each.ended]) if each.ended else "nothing was left"
-            sink.say("%s: %s" % (host, ended), "info")
+            ended = f"ended {listed([_cut(text) for text in each.ended])}" if each.ended else "nothing was left"
+            sink.say(f"{host}: {ended}", "info")
     return swept
 
 
@@ -215,7 +215,7 @@ def _note_fault(job: PlannedJob, folder: JobFolder, err: BaseException) -> None:
             128 + signal.SIGINT, facts.INTERRUPTED, "interrupted before anything was started", tasks=tasks
         )
     else:
-        text = "distrun itself failed: %s: %s" % (type(err).__name__, err)
+        text = f"distrun itself failed: {type(err).__name__}: {err}"
         outcome = Outcome(facts.EXIT_INTERNAL, facts.INTERNAL, text, tasks=tasks)
     with contextlib.suppress(OSError):  # the fault may be just that
         folder.finish(outcome)
@@ -228,7 +228,7 @@ def with_swept(outcome: Outcome, swept: Mapping[str, Swept], lease_s: float) -> 
     """
     known = {host: each for host, each in swept.items() if not each.problem}
     survivors = [text for text in outcome.survivors if text.rpartition(" on ")[2] not in known]
-    survivors += ["%s on %s" % (left, host) for host, each in known.items() for left in each.left]
+    survivors += [f"{left} on {host}" for host, each in known.items() for left in each.left]
     message = outcome.message
     lost = outcome.culprit.host if outcome.reason == facts.HOST_LOST and outcome.culprit is not None else ""
     if lost in swept:
@@ -236,7 +236,7 @@ def with_swept(outcome: Outcome, swept: Mapping[str, Swept], lease_s: float) -> 
         if swept[lost].problem:
             text = ": if that machine still runs, its agent, unless it is frozen, ends the tasks there within %s"
             message += text % duration(lease_s)
-            message += "; to make sure: distrun kill %s" % outcome.job
+            message += f"; to make sure: distrun kill {outcome.job}"
     return dataclasses.replace(outcome, message=message, survivors=tuple(survivors))
 
 

@@ -371,24 +371,24 @@ def _parameter_server(request: Request, slot: Slot, layout: _Layout) -> dict[str
 
 
 def _references(request: Request, slot: Slot, layout: _Layout) -> dict[str, str]:
-    address = "{host:%s.address}" % slot.host
+    address = f"{{host:{slot.host}.address}}"
     refs = {"DISTRUN_ADDR": address, "DMLC_NODE_HOST": address}
     if request.has_servers and request.ps == COMMAND:
         # A foreign scheduler publishes nothing: its port is one that the agent of its host holds.
         root = layout.first[SCHEDULER]
-        refs.update(DMLC_PS_ROOT_URI="{host:%s.address}" % root, DMLC_PS_ROOT_PORT="{%s/port:%s}" % (root, PS_PORT))
+        refs.update(DMLC_PS_ROOT_URI=f"{{host:{root}.address}}", DMLC_PS_ROOT_PORT=f"{{{root}/port:{PS_PORT}}}")
     elif request.has_servers and slot.role != SCHEDULER:
         # The bundled scheduler takes a free port itself and tells it; so it is given none.
         refs.update(DMLC_PS_ROOT_URI="{scheduler.address}", DMLC_PS_ROOT_PORT="{scheduler.port}")
     elif request.has_servers:
         # It tells a program of this job that speaks another protocol from a stranger.
-        refs["DISTRUN_WORKER_ADDRESSES"] = ",".join("{host:%s.address}" % host for host in layout.groups)
+        refs["DISTRUN_WORKER_ADDRESSES"] = ",".join(f"{{host:{host}.address}}" for host in layout.groups)
     if slot.role == WORKER:
         first = layout.first[WORKER]
         refs.update(
-            MASTER_ADDR="{host:%s.address}" % first,
-            MASTER_PORT="{%s/port:%s}" % (first, MASTER_PORT),
-            JAX_COORDINATOR_ADDRESS="{host:%s.address}:{%s/port:%s}" % (first, first, JAX_PORT),
+            MASTER_ADDR=f"{{host:{first}.address}}",
+            MASTER_PORT=f"{{{first}/port:{MASTER_PORT}}}",
+            JAX_COORDINATOR_ADDRESS=f"{{host:{first}.address}}:{{{first}/port:{JAX_PORT}}}",
         )
     return refs
 
@@ -447,7 +447,7 @@ def _hidden(slots: Sequence[Slot], users: Mapping[str, Mapping[str, Setting]]) -
         for name, setting in users[role].items():
             if setting.hidden and values.setdefault(name, setting.value) != setting.value:
                 raise UsageError(
-                    "%s has different values for two roles, and values that are kept secret are sent once" % name,
+                    f"{name} has different values for two roles, and values that are kept secret are sent once",
                     "give it under two names, or the same value to all with --env",
                 )
     return values
@@ -466,9 +466,9 @@ def check_ports(request: Request, plan: Plan) -> None:
         terms = []
         if request.has_servers and request.ps == BUNDLED:
             sizes = [(role, sum(task.host == host.name for task in plan.of_role(role))) for role in ROLES]
-            terms = [(size, "%s%s" % (role, "" if size == 1 else "s")) for role, size in sizes if size]
+            terms = [(size, "{}{}".format(role, "" if size == 1 else "s")) for role, size in sizes if size]
         if host.ports:
-            terms.append((len(host.ports), "held for other programs (%s)" % ", ".join(host.ports)))
+            terms.append((len(host.ports), "held for other programs ({})".format(", ".join(host.ports))))
         needed = sum(size for size, _ in terms)
         if needed > last - first + 1:
             raise UsageError(

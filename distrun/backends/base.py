@@ -42,12 +42,12 @@ class Swept:
     @property
     def told_left(self) -> list[str]:
         """What to tell the user of processes that are still there, a line each."""
-        return ["%s did not end" % each for each in self.left]
+        return [f"{each} did not end" for each in self.left]
 
     @property
     def told_problem(self) -> list[str]:
         """What to tell the user of a host that did not answer; empty if it did."""
-        return ["cannot be asked: %s" % self.problem] if self.problem else []
+        return [f"cannot be asked: {self.problem}"] if self.problem else []
 
     @property
     def short(self) -> str:
@@ -55,14 +55,14 @@ class Swept:
         if self.problem:
             return "it cannot be reached again"
         if self.left:
-            return "%s there did not end" % _count(len(self.left))
+            return f"{_count(len(self.left))} there did not end"
         if not self.ended:
             return "nothing was left there"
-        return "%s left there %s ended" % (_count(len(self.ended)), "was" if len(self.ended) == 1 else "were")
+        return "{} left there {} ended".format(_count(len(self.ended)), "was" if len(self.ended) == 1 else "were")
 
     def lines(self) -> list[str]:
         """Return what to tell the user, a line each."""
-        lines = ["ended %s" % each for each in self.ended] + self.told_left + self.told_problem
+        lines = [f"ended {each}" for each in self.ended] + self.told_left + self.told_problem
         return lines if self.left or self.problem else [*lines, "all its processes have ended"]
 
 

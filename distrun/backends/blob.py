@@ -234,13 +234,13 @@ def _files(program: Program) -> dict[str, Path]:
     found = [(PACKAGE, root / name) for name in FILES]
     for package in program.packages:
         files = sorted((root / package).glob("*.py"))
-        found += [("%s.%s" % (PACKAGE, package), file) for file in files if file.name not in LEFT_OUT]
-    return {package if file.name == "__init__.py" else "%s.%s" % (package, file.stem): file for package, file in found}
+        found += [(f"{PACKAGE}.{package}", file) for file in files if file.name not in LEFT_OUT]
+    return {package if file.name == "__init__.py" else f"{package}.{file.stem}": file for package, file in found}
 
 
 def _line(program: Program, sources: Mapping[str, str], origin: Mapping[str, str]) -> bytes:
     modules = {name: bare(source) for name, source in sources.items()}
-    packages = [PACKAGE, *("%s.%s" % (PACKAGE, package) for package in program.packages)]
+    packages = [PACKAGE, *(f"{PACKAGE}.{package}" for package in program.packages)]
     head = {
         "importer": IMPORTER + program.start,
         "names": list(modules),

@@ -94,12 +94,12 @@ def run(argv: Sequence[str]) -> int:
 def _click_error(err: click.ClickException) -> int:
     hint = ""
     if isinstance(err, click.UsageError) and err.ctx is not None:
-        hint = "%s -h shows the options" % err.ctx.command_path
+        hint = f"{err.ctx.command_path} -h shows the options"
     message = err.format_message()
     if isinstance(err, click.NoSuchOption) and err.ctx is not None:
         from distrun.cli import hints  # for a mistake only
 
-        message = "No such option %s. %s" % (err.option_name, hints.no_such_option(err))
+        message = f"No such option {err.option_name}. {hints.no_such_option(err)}"
     if isinstance(err, click.MissingParameter):
         from distrun.cli import hints
 
@@ -117,7 +117,7 @@ def _other(err: Exception, settings: Settings) -> int:
         return _fail(str(err), hint, facts.EXIT_USAGE, settings)
     if isinstance(err, RuntimeFault):
         return _fail(str(err), "", facts.EXIT_INTERNAL, settings)
-    text = "%s: %s" % (type(err).__name__, err)
+    text = f"{type(err).__name__}: {err}"
     return _fail("internal error: " + text, "please report it, with what -vv prints", facts.EXIT_INTERNAL, settings)
 
 
@@ -127,9 +127,9 @@ def _fail(message: str, hint: str, code: int, settings: Settings) -> int:
 
         print_err(traceback.format_exc())
     lines = message.splitlines() or [""]
-    print_err("".join("distrun: error: %s\n" % line for line in lines))
+    print_err("".join(f"distrun: error: {line}\n" for line in lines))
     if hint:
-        print_err("distrun: hint: %s\n" % hint)
+        print_err(f"distrun: hint: {hint}\n")
     return code
 
 

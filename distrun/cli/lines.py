@@ -46,7 +46,7 @@ def prefix(task: str, host: str, is_error: bool = False, coloured: bool = False)
 
     With colours, the bar of lines that came from stderr is red.
     """
-    name = ("%s@%s" % (task, host)).encode("utf-8", "surrogateescape")
+    name = (f"{task}@{host}").encode("utf-8", "surrogateescape")
     if not coloured:
         return name + b" | "
     role, _, rank = task.partition("-")

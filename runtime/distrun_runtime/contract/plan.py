@@ -85,7 +85,7 @@ class Host(NamedTuple):
         import shlex  # for a message only
 
         login = "ssh -t" + self.login[3:] if asks and self.login.startswith("ssh ") else self.login
-        return "%s %s" % (login, shlex.quote(script))
+        return f"{login} {shlex.quote(script)}"
 
 
 class Limits(NamedTuple):
@@ -220,7 +220,7 @@ class Secrets:
     __hash__ = None  # type: ignore[assignment]  # it holds a mapping
 
     def __repr__(self) -> str:
-        return "Secrets(token=..., env of %s)" % ", ".join(sorted(self.env))
+        return "Secrets(token=..., env of {})".format(", ".join(sorted(self.env)))
 
 
 def references(task: Task) -> FrozenSet[str]:
@@ -243,7 +243,7 @@ def resolve(task: Task, facts: Mapping[str, str]) -> Dict[str, str]:
         try:
             return facts[match.group(1)]
         except KeyError:
-            raise ContractError("%s needs %r, which no agent has reported" % (task.name, match.group(1))) from None
+            raise ContractError(f"{task.name} needs {match.group(1)!r}, which no agent has reported") from None
 
     env = dict(task.env)
     env.update((name, _REFERENCE.sub(fill, text)) for name, text in task.refs.items())
@@ -277,7 +277,7 @@ def from_json(value: Mapping[str, Any]) -> Plan:
         members["sync"] = Sync(**_tuples(value["sync"], "activated")) if value["sync"] is not None else None
         return Plan(**_tuples(members, "command", "unset", "joined"))
     except (KeyError, TypeError) as err:
-        raise ContractError("this is not a plan of distrun: %s" % err) from err
+        raise ContractError(f"this is not a plan of distrun: {err}") from err
 
 
 def _tuples(value: Mapping[str, Any], *names: str) -> Dict[str, Any]:
