@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
@@ -12,9 +14,17 @@ from distrun_runtime.contract import plan
 from distrun_runtime.contract.plan import Host, Limits, Plan, Runtime, Secrets, Sync, Task
 from distrun_runtime.errors import ContractError
 
+T = TypeVar("T")
 words = st.text(max_size=12)
 names = st.dictionaries(words, words, max_size=3)
-tasks = st.builds(
+
+
+def values(kind: Callable[..., T], **members: st.SearchStrategy[Any]) -> st.SearchStrategy[T]:
+    """Values of a class; members that are not given have their defaults."""
+    return st.fixed_dictionaries(members).map(lambda found: kind(**found))
+
+
+tasks = values(
     Task,
     name=words,
     role=st.sampled_from(plan.ROLES),
@@ -27,8 +37,10 @@ tasks = st.builds(
     secret_env=st.lists(words, max_size=2).map(tuple),
     needs=st.lists(words, max_size=2).map(tuple),
 )
-hosts = st.builds(Host, words, words, st.lists(words, max_size=2).map(tuple), names, words)
-plans = st.builds(
+hosts = values(
+    Host, name=words, address=words, ports=st.lists(words, max_size=2).map(tuple), reach=names, interface=words
+)
+plans = values(
     Plan,
     job=words,
     name=words,
@@ -37,13 +49,12 @@ plans = st.builds(
     cwd=words,
     hosts=st.lists(hosts, max_size=3).map(tuple),
     tasks=st.lists(tasks, max_size=3).map(tuple),
-    limits=st.builds(Limits, grace_s=st.floats(0, 100), timeout_s=st.none() | st.floats(0, 1e6)),
+    limits=values(Limits, grace_s=st.floats(0, 100), timeout_s=st.none() | st.floats(0, 1e6)),
     on_eof=st.sampled_from([plan.STOP, plan.HOLD]),
     unset=st.lists(words, max_size=2).map(tuple),
-    runtime=st.builds(Runtime, words, words),
+    runtime=values(Runtime, path=words, digest=words),
     activate=words,
-    sync=st.none() | st.builds(Sync, words, st.integers(0), st.integers(0), st.booleans()),
-    version=st.just(plan.VERSION),
+    sync=st.none() | values(Sync, source=words, size=st.integers(0), files=st.integers(0), delete=st.booleans()),
 )
 
 
