@@ -157,11 +157,11 @@ def coordinate(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int = 
 def _run(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int) -> tuple[Outcome, Mapping[str, Swept]]:
     channels = job.backend.connect(job.plan.hosts, job.plan.job)
     job.backend.boot(channels)
-    from distrun_runtime.coordinator import loop  # the client does not need it, and agents start meanwhile
+    from distrun_runtime.coordinator import jobrun  # the client does not need it, and agents start meanwhile
 
     copier = _copier(job, sink)
     try:
-        outcome = loop.run(
+        outcome = jobrun.run(
             job.plan,
             job.secrets,
             channels,

@@ -297,12 +297,12 @@ def test_the_page_lists_what_the_coordinator_sends() -> None:
     sent = [
         frames.begin(PLAN, Secrets("t", {"API_KEY": "k"}), "d1"),
         frames.runtime("ab", b"PK"),
-        frames.ask(1, "survey", {}),
-        frames.settle(),
+        frames.ask(actions.AskAgent("d1", 1, "survey", {})),
+        frames.settle(actions.Settle("d1")),
         frames.spawn(actions.Spawn("d1", "worker-0", {})),
         frames.stop(actions.StopTasks("d1", ("worker-0",), (("TERM", 1.0),))),
         frames.end(actions.EndAgent("d1")),
-        frames.ack("worker-0", "out", 1),
+        frames.ack(actions.Ack("d1", "worker-0", "out", 1)),
         frames.ping(1),
     ]
     listed = members("Coordinator to agent")

@@ -59,8 +59,8 @@ COORDINATOR = Program(("contract", "coordinator"), "from distrun_runtime.coordin
 FILES = ("__init__.py", "errors.py")
 TABLE_ROW = "_row"
 """What makes a row of `contract.environ.TABLE`; its fourth argument is for readers."""
-LEFT_OUT = ("jobid.py", "jobstore.py")
-"""Files of the coordinator that stay at home: naming and finding jobs is for the machine that launches them."""
+LEFT_OUT = ("jobid.py", "jobstore.py", "jobrun.py")
+"""Files of the coordinator that stay at home: jobs are named, found and run by the machine that launches them."""
 
 BOOT = (
     'exec("import binascii,json,os,sys,zlib\\n'

@@ -14,11 +14,12 @@ from distrun.cli.options import LauncherOption
 from distrun.cli.reach import host_options, hosts_of, tell_warnings
 from distrun.cli.values import seconds
 from distrun.errors import UsageError
-from distrun.fleet import Problem, Ran, fold, run
-from distrun.fleet.running import KEPT
+from distrun.fleet import Problem, Ran, run
+from distrun.fleet.commands import KEPT
 from distrun_runtime.contract import environ, facts
 
 SCHEMA = "distrun.exec/1"
+RULE = b"-" * 15 + b"\n"
 
 
 @click.command("exec", context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]})
@@ -67,19 +68,19 @@ def execute(command: tuple[str, ...], **options: Any) -> int:
     else:
         _show_folded(found)
     for line in remarks(found):
-        print_err("distrun: %s\n" % line)
+        print_err(f"distrun: {line}\n")
     return code
 
 
 def exit_code(found: Mapping[str, Ran | Problem]) -> int:
-    """Return the command's exit code: the largest of all; a host with a problem counts as 3. Pure."""
+    """Return the command's exit code: the largest of all; a host with a problem counts as 3."""
     ran = [each for each in found.values() if isinstance(each, Ran)]
     has_problem = len(ran) < len(found) or any(each.problem for each in ran)
     return max([0, *(each.code or 0 for each in ran), facts.EXIT_PREFLIGHT if has_problem else 0])
 
 
 def remarks(found: Mapping[str, Ran | Problem]) -> list[str]:
-    """Return what went wrong, a line for each kind of it. Pure."""
+    """Return what went wrong, a line for each kind of it."""
     from distrun import hosts
 
     codes: dict[str, list[str]] = {}
@@ -87,21 +88,20 @@ def remarks(found: Mapping[str, Ran | Problem]) -> list[str]:
     for name, each in found.items():
         problem = each if isinstance(each, Problem) else each.problem
         if problem is not None:
-            lines.append("error: %s: %s" % (name, problem.text))
-            lines += ["hint: %s" % line for line in problem.fix.splitlines()]
+            lines.append(f"error: {name}: {problem.text}")
+            lines += [f"hint: {line}" for line in problem.fix.splitlines()]
         if isinstance(each, Ran) and each.code:
-            late = "it took too long and was ended, code %d" % each.code
-            text = late if each.is_late else "exit code %d" % each.code
+            text = f"it took too long and was ended, code {each.code}" if each.is_late else f"exit code {each.code}"
             codes.setdefault(text + (": " + each.reason if each.reason else ""), []).append(name)
     cut = [name for name, each in found.items() if isinstance(each, Ran) and each.is_cut]
     if cut:
-        text = "warning: %s: only the first %d MiB of the output are shown; --no-fold shows all as it comes"
-        lines.append(text % (hosts.fold(cut), KEPT >> 20))
-    return ["%s: %s" % (hosts.fold(names), text) for text, names in codes.items()] + lines
+        text = f"only the first {KEPT >> 20} MiB of the output are shown; --no-fold shows all as it comes"
+        lines.append(f"warning: {hosts.fold(cut)}: {text}")
+    return [f"{hosts.fold(names)}: {text}" for text, names in codes.items()] + lines
 
 
 def as_json(command: tuple[str, ...], found: Mapping[str, Ran | Problem], code: int) -> dict[str, Any]:
-    """Return the JSON form. Pure."""
+    """Return the JSON form."""
     rows: list[dict[str, Any]] = []
     for name, each in found.items():
         row: dict[str, Any] = {
@@ -125,22 +125,41 @@ def as_json(command: tuple[str, ...], found: Mapping[str, Ran | Problem], code: 
 
 
 def _show_folded(found: Mapping[str, Ran | Problem]) -> None:
+    ran = {name: each for name, each in found.items() if isinstance(each, Ran)}
+    copy_out(folded({name: bytes(each.out) for name, each in ran.items()}))
+    errors = folded({name: bytes(each.err) for name, each in ran.items()}, "stderr")
+    print_err(errors.decode("utf-8", "surrogateescape"))
+
+
+def folded(said: Mapping[str, bytes], what: str = "") -> bytes:
+    """Return outputs of hosts, equal ones once, under the names of the hosts; empty ones are left out.
+
+    Args:
+        said: by host.
+        what: added to each heading.
+    """
     from distrun import hosts
 
-    ran = {name: each for name, each in found.items() if isinstance(each, Ran)}
-    copy_out(fold.text({name: bytes(each.out) for name, each in ran.items()}, hosts.fold))
-    errors = fold.text({name: bytes(each.err) for name, each in ran.items()}, hosts.fold, "stderr")
-    print_err(errors.decode("utf-8", "surrogateescape"))
+    alike: dict[bytes, list[str]] = {}
+    for host, data in said.items():
+        if data:
+            alike.setdefault(data, []).append(host)
+    parts = []
+    for data, names in alike.items():
+        count = f" ({len(names)})" if len(names) > 1 else ""
+        heading = f"{hosts.fold(names)}{count}{', ' + what if what else ''}\n"
+        parts += [RULE, heading.encode("utf-8", "surrogateescape"), RULE, data, b"" if data.endswith(b"\n") else b"\n"]
+    return b"".join(parts)
 
 
 class _Streams:
     """Prints lines as they come."""
 
     def __init__(self) -> None:
-        self._lines: dict[tuple[str, str], fold.Lines] = {}
+        self._lines: dict[tuple[str, str], Lines] = {}
 
     def take(self, host: str, stream: str, data: bytes) -> None:
-        lines = self._lines.setdefault((host, stream), fold.Lines(host + ": "))
+        lines = self._lines.setdefault((host, stream), Lines(host + ": "))
         self._print(stream, lines.feed(data))
 
     def end(self) -> None:
@@ -152,3 +171,26 @@ class _Streams:
             copy_out(data)
         else:
             print_err(data.decode("utf-8", "surrogateescape"))
+
+
+class Lines:
+    """Cuts a stream into whole lines, each with a prefix."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix.encode("utf-8", "surrogateescape")
+        self._rest: list[bytes] = []
+        """Pieces of the line that has not ended: adding to one long piece again and again would copy it each time."""
+
+    def feed(self, data: bytes) -> bytes:
+        """Add bytes and return the lines that are whole now."""
+        if b"\n" not in data:
+            self._rest.append(data)
+            return b""
+        *lines, rest = b"".join([*self._rest, data]).split(b"\n")
+        self._rest = [rest]
+        return b"".join(self._prefix + line + b"\n" for line in lines)
+
+    def end(self) -> bytes:
+        """Return the line that was not ended."""
+        rest, self._rest = b"".join(self._rest), []
+        return self._prefix + rest + b"\n" if rest else b""

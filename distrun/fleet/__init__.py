@@ -6,8 +6,8 @@ is over, agents are ended and channels closed.
 
 from __future__ import annotations
 
-from distrun.fleet.running import Ran, run
-from distrun.fleet.talk import Answer, Fleet, ask
+from distrun.fleet.commands import Ran, run
+from distrun.fleet.questions import Answer, Fleet, ask
 from distrun_runtime.coordinator.outcome import Problem
 
 __all__ = ["Answer", "Fleet", "Problem", "Ran", "ask", "run"]

@@ -21,6 +21,7 @@ from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract import wire
 from distrun_runtime.contract.plan import Host, Runtime, Sync, Task
 from distrun_runtime.coordinator import frames
+from distrun_runtime.coordinator.actions import AskAgent
 
 both_ways = pytest.mark.parametrize(
     "way",
@@ -492,10 +493,10 @@ def test_workers_of_several_hosts_are_told_the_interface_unless_the_user_did(own
 
 def test_questions_are_answered_before_a_job_only() -> None:
     with agent(shell("true")) as driver:
-        driver.send(frames.ask(3, "no such tool", {}))
+        driver.send(frames.ask(AskAgent(HOST, 3, "no such tool", {})))
         answer = driver.wait("answer").header
         assert answer["id"] == 3
         assert "no such tool" in str(answer["error"])
         driver.begin()
-        driver.send(frames.ask(4, "survey", {}))
+        driver.send(frames.ask(AskAgent(HOST, 4, "survey", {})))
         assert "before a job" in str(driver.wait("answer").header["error"])

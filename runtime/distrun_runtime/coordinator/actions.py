@@ -1,9 +1,12 @@
-"""What the supervisor wants done; the loop does it. One frozen value each."""
+"""Actions that decision classes (a job's `Supervisor`, questions to hosts) return. One frozen value each.
+
+The loop performs those of `AgentAction`, which concern one agent each; the others are performed by who runs the loop.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Mapping, Tuple, Union
+from typing import Any, Mapping, Tuple, Union
 
 from distrun_runtime.coordinator.outcome import Outcome
 
@@ -68,10 +71,51 @@ class EndAgent:
 
 
 @dataclass(frozen=True)
-class Drop:
-    """Close the channel: the agent is not worth waiting for (it will end its tasks when it sees the end of input)."""
+class AskAgent:
+    """Have a tool of the agent answer. Only before `Begin`."""
 
     host: str
+    id: int
+    """Comes back in `Answered`."""
+    what: str
+    """Name of the tool (`distrun_runtime.agent.tools`)."""
+    args: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Ack:
+    """Tell the agent that everything before `offset` of a task's stream has been taken: it may send more."""
+
+    host: str
+    task: str
+    stream: str
+    offset: int
+
+
+@dataclass(frozen=True)
+class Close:
+    """Let the agent see the end of its input after what was sent: it ends its tasks gently and goes."""
+
+    host: str
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Cut the channel: the agent is not worth waiting for (it will end its tasks when it sees the end of input)."""
+
+    host: str
+
+
+AgentAction = Union[Begin, SendRuntime, Settle, Spawn, StopTasks, EndAgent, AskAgent, Ack, Close, Drop]
+
+
+@dataclass(frozen=True)
+class Show:
+    """Hand output of a task to its reader, who says so by `events.Shown`."""
+
+    host: str
+    stream: str
+    data: bytes
 
 
 @dataclass(frozen=True)
@@ -89,4 +133,5 @@ class Finish:
     outcome: Outcome
 
 
-Action = Union[Begin, SendRuntime, Prepare, Settle, Spawn, StopTasks, EndAgent, Drop, Announce, Finish]
+Action = Union[AgentAction, Prepare, Announce, Finish]
+"""What the supervisor returns."""

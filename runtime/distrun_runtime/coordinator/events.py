@@ -1,7 +1,7 @@
-"""What happens to a job: everything that reaches the supervisor, one frozen value each.
+"""Events: everything that reaches a decision class (a job's `Supervisor`, questions to hosts). One frozen value each.
 
 Times called `time` are wall-clock seconds since the epoch: of the agent's clock where an agent stamped them, of
-ours elsewhere. The supervisor's own `now` is another clock (monotonic) and is passed beside the event.
+ours elsewhere. The `now` of decision classes is another clock (monotonic) and is passed beside the event.
 """
 
 from __future__ import annotations
@@ -214,6 +214,13 @@ class Interrupt:
 
 
 @dataclass(frozen=True)
+class Shown:
+    """The reader of output has taken `size` bytes that were handed to it (`actions.Show`)."""
+
+    size: int
+
+
+@dataclass(frozen=True)
 class PauseToggled:
     """Ctrl-Z: printing pauses or goes on. The supervisor has no part in it."""
 
@@ -239,5 +246,6 @@ Event = Union[
     AgentLost,
     Tick,
     Interrupt,
+    Shown,
     PauseToggled,
 ]

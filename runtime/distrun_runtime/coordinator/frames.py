@@ -1,4 +1,4 @@
-"""Between frames and the coordinator's values: an agent's frame becomes an event, an action becomes a frame. Pure."""
+"""Frames of agents to events, and actions to frames. No side effects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract import wire
 from distrun_runtime.contract.plan import Plan, Secrets
 from distrun_runtime.coordinator import events
-from distrun_runtime.coordinator.actions import EndAgent, Spawn, StopTasks
+from distrun_runtime.coordinator.actions import Ack, AskAgent, EndAgent, Settle, Spawn, StopTasks
 from distrun_runtime.errors import ContractError
 
 
@@ -136,12 +136,12 @@ def runtime(digest: str, archive: bytes) -> bytes:
     return wire.encode({"type": "runtime", "digest": digest}, archive)
 
 
-def ask(number: int, what: str, args: Mapping[str, Any]) -> bytes:
+def ask(action: AskAgent) -> bytes:
     """Return the frame that has an agent's tool answer. Only before `begin`."""
-    return wire.encode({"type": "ask", "id": number, "what": what, "args": dict(args)})
+    return wire.encode({"type": "ask", "id": action.id, "what": action.what, "args": dict(action.args)})
 
 
-def settle() -> bytes:
+def settle(action: Settle) -> bytes:
     """Return the frame that has an agent activate and look at what was copied."""
     return wire.encode({"type": "settle"})
 
@@ -162,9 +162,9 @@ def end(action: EndAgent) -> bytes:
     return wire.encode({"type": "end"})
 
 
-def ack(task: str, stream: str, offset: int) -> bytes:
+def ack(action: Ack) -> bytes:
     """Return the frame that says: everything before `offset` is safe here."""
-    return wire.encode({"type": "ack", "task": task, "stream": stream, "offset": offset})
+    return wire.encode({"type": "ack", "task": action.task, "stream": action.stream, "offset": action.offset})
 
 
 def ping(n: int) -> bytes:

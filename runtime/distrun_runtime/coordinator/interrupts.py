@@ -1,4 +1,4 @@
-"""Signals to the launcher become events on the loop's queue."""
+"""Turns signals to this process into events."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import signal
 import threading
 import time
 from types import FrameType, TracebackType
-from typing import Any, Callable, Dict, Optional, Type
+from typing import Any, Callable, Dict, Optional, Sequence, Type
 
 from distrun_runtime.coordinator.events import Event, Interrupt, PauseToggled
 
-_NAMES = ("INT", "TERM", "HUP", "TSTP")
+ALL = ("INT", "TERM", "HUP", "TSTP")
 
 
 class Interrupts:
-    """While it is entered, in the main thread, signals are events; elsewhere it does nothing.
+    """While it is entered, in the main thread, the signals of `names` are events; elsewhere it does nothing.
 
     A signal that was ignored before (nohup) stays ignored. Everything is put back at the end.
 
@@ -24,8 +24,9 @@ class Interrupts:
     descriptor is used, which gets one byte for each signal whatever the threads do, and a thread of ours reads it.
     """
 
-    def __init__(self, put: Callable[[Event], None]) -> None:
+    def __init__(self, put: Callable[[Event], None], names: Sequence[str] = ALL) -> None:
         self._put = put
+        self._names = names
         self._before: Dict[int, Any] = {}
         self._wakeup_before = -1
         self._write_fd = -1
@@ -39,7 +40,7 @@ class Interrupts:
         self._wakeup_before = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         self._reader = threading.Thread(target=self._read, args=(read_fd,), name="signals", daemon=True)
         self._reader.start()
-        for name in _NAMES:
+        for name in self._names:
             number = getattr(signal, "SIG" + name)
             before = signal.getsignal(number)
             # None: a handler that is not Python's; it could not be put back.

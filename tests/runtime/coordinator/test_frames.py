@@ -10,7 +10,7 @@ from distrun_runtime.contract import wire
 from distrun_runtime.contract.plan import Secrets
 from distrun_runtime.contract.wire import Frame
 from distrun_runtime.coordinator import events, frames
-from distrun_runtime.coordinator.actions import EndAgent, Spawn, StopTasks
+from distrun_runtime.coordinator.actions import Ack, EndAgent, Spawn, StopTasks
 from distrun_runtime.errors import ContractError
 
 
@@ -101,5 +101,5 @@ def test_actions_become_frames() -> None:
     stop = decoded(frames.stop(StopTasks("d1", ("w",), (("TERM", 2.5), ("KILL", 0.0)))))
     assert stop == {"type": "stop", "tasks": ["w"], "ladder": [["TERM", 2.5], ["KILL", 0.0]]}
     assert decoded(frames.end(EndAgent("d1"))) == {"type": "end"}
-    assert decoded(frames.ack("w", "out", 7)) == {"type": "ack", "task": "w", "stream": "out", "offset": 7}
+    assert decoded(frames.ack(Ack("d1", "w", "out", 7))) == {"type": "ack", "task": "w", "stream": "out", "offset": 7}
     assert decoded(frames.ping(3)) == {"type": "ping", "n": 3}

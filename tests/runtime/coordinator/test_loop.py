@@ -18,7 +18,7 @@ from scripted_agent import Script, ScriptedAgent
 from distrun import report
 from distrun_runtime.contract import wire
 from distrun_runtime.contract.plan import Plan, Runtime, Secrets
-from distrun_runtime.coordinator import events, loop
+from distrun_runtime.coordinator import events, jobrun, loop
 from distrun_runtime.coordinator.channel import Put
 from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
 from distrun_runtime.coordinator.outcome import Outcome
@@ -70,7 +70,9 @@ class Job:
 
     def run(self, **more: Any) -> Outcome:
         begin = time.monotonic()
-        outcome = loop.run(self.plan, SECRETS, [agent.channel for agent in self.agents], self.folder, self.sink, **more)
+        outcome = jobrun.run(
+            self.plan, SECRETS, [agent.channel for agent in self.agents], self.folder, self.sink, **more
+        )
         self.took = time.monotonic() - begin
         for agent in self.agents:
             agent.join()
@@ -293,7 +295,7 @@ def test_a_folder_that_vanishes_is_said_once_and_the_job_goes_on(tmp_path: Path)
 
     job = Job(tmp_path, one_worker(), script)
     moved = job.folder.path
-    outcome = loop.run(job.plan, SECRETS, [agent.channel for agent in job.agents], job.folder, job.sink)
+    outcome = jobrun.run(job.plan, SECRETS, [agent.channel for agent in job.agents], job.folder, job.sink)
     job.agents[0].join()
     assert outcome.exit_code == 0
     assert job.sink.text.count("cannot write to") == 1
@@ -518,4 +520,4 @@ def test_a_trace_says_frames_but_neither_bytes_nor_values(tmp_path: Path) -> Non
 def test_channels_must_be_those_of_the_plan(tmp_path: Path) -> None:
     plan = sample_plan(hosts=("d1", "d2"))
     with pytest.raises(ContractError, match="hosts d1, d2"):
-        loop.run(plan, SECRETS, [], JobStore(tmp_path).create(plan), Notes())
+        jobrun.run(plan, SECRETS, [], JobStore(tmp_path).create(plan), Notes())

@@ -17,10 +17,10 @@ from agentkit import poll
 from distrun import fleet
 from distrun.backends.local import ChildChannel
 from distrun.cli import exec as command
-from distrun.fleet import Problem, Ran, running
+from distrun.fleet import Problem, Ran, commands
 from distrun_runtime.contract import process, wire
 from distrun_runtime.contract.plan import Host
-from distrun_runtime.coordinator import events
+from distrun_runtime.coordinator import events, loop
 from distrun_runtime.coordinator.channel import Channel, Put
 
 HOSTS = (Host("a"), Host("b"))
@@ -121,7 +121,7 @@ class Silent(Broken):
 
 
 def test_a_host_that_falls_silent_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distrun.fleet.running.LOST_S", 0.2)
+    monkeypatch.setattr("distrun.fleet.commands.LOST_S", 0.2)
 
     class Backend:
         name = "test"
@@ -170,13 +170,14 @@ def piece(offset: int, data: bytes) -> events.Output:
 
 def test_output_that_still_comes_after_the_end_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     passed = [0.0]
-    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0]))
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], time=time.time)
+    monkeypatch.setattr(loop, "time", clock)
 
     def reply(header: dict[str, Any]) -> Sequence[events.Event]:
         if header["type"] == "spawn":
             return [events.Exited("a", "worker-0", 0, out=6), piece(0, b"a")]
         if header["type"] == "ack" and header["offset"] < 6:
-            passed[0] += 0.8 * running.SETTLE_S
+            passed[0] += 0.8 * commands.SETTLE_S
             return [piece(header["offset"], b"x")]
         return []
 
@@ -185,7 +186,7 @@ def test_output_that_still_comes_after_the_end_is_waited_for(monkeypatch: pytest
 
 
 def test_output_that_does_not_come_is_told_and_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "SETTLE_S", 0.2)
+    monkeypatch.setattr(commands, "SETTLE_S", 0.2)
 
     def reply(header: dict[str, Any]) -> Sequence[events.Event]:
         return [piece(0, b"abc"), events.Exited("a", "worker-0", 0, out=5)] if header["type"] == "spawn" else []
@@ -210,9 +211,9 @@ def test_a_host_that_is_lost_before_all_output_came_is_told() -> None:
 
 
 def test_who_reads_slowly_is_no_reason_to_lose_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distrun.fleet.talk.PING_S", 0.05)
-    monkeypatch.setattr("distrun.fleet.relay.ROOM", 1)
-    monkeypatch.setattr(running, "SETTLE_S", 1.0)
+    monkeypatch.setattr("distrun_runtime.coordinator.loop.PING_S", 0.05)
+    monkeypatch.setattr("distrun.fleet.commands.ROOM", 1)
+    monkeypatch.setattr(commands, "SETTLE_S", 1.0)
     pings, taken, enough = [], [], threading.Event()
 
     def reply(header: dict[str, Any]) -> Sequence[events.Event]:

@@ -1,0 +1,248 @@
+"""Runs a job: the supervisor on the loop, and what the supervisor need not know.
+
+That is what is kept and shown of a job: its log files, its folder with states and events, the messages to the user.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Optional, Sequence
+
+from distrun_runtime.contract import facts
+from distrun_runtime.contract.plan import Plan, Secrets
+from distrun_runtime.coordinator import actions, events, frames, loop
+from distrun_runtime.coordinator.channel import Channel, Put
+from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.coordinator.outcome import Outcome
+from distrun_runtime.coordinator.output import Sink
+from distrun_runtime.coordinator.spool import Spool
+from distrun_runtime.coordinator.supervisor import Supervisor
+from distrun_runtime.errors import ContractError
+
+STATE_S = 0.25
+"""state.json is replaced at most so often."""
+TRACE = 2
+"""From this verbosity on every frame is said."""
+END_S = 5.0
+"""If the loop fails: how long, past the grace time, the ends of the agents are awaited."""
+
+
+def _no_runtime() -> bytes:
+    raise ContractError("an agent asks for the runtime, and there is none to send")
+
+
+def run(
+    plan: Plan,
+    secrets: Secrets,
+    channels: Sequence[Channel],
+    folder: JobFolder,
+    sink: Sink,
+    *,
+    verbosity: int = 0,
+    runtime: Callable[[], bytes] = _no_runtime,
+    prepare: Optional[Callable[[Put], None]] = None,
+) -> Outcome:
+    """Run a job to its end: one channel for each host of the plan. Blocks; returns when no agent is left.
+
+    Called in the main thread it takes over INT, TERM, HUP and TSTP and gives them back; a signal that was ignored
+    stays ignored. `verbosity` >= 2 says every frame at level debug. The outcome is also in the folder
+    (state.json, outcome.json).
+
+    `runtime()` returns the archive (a zip) whose digest the plan names; it is called when the first agent asks for it.
+    `prepare(put)` is called once, when every host is ready, and before any task is spawned: it begins, in a thread of
+    its own, what is to be done by then, returns at once, and puts `Prepared` or `PrepareFailed` at its end.
+
+    Should the loop itself fail, the agents are let go (they end their tasks), the folder says so, and the error
+    is raised.
+
+    Raises:
+        ContractError: channels and hosts of the plan do not match.
+    """
+    named = sorted(channel.host for channel in channels)
+    if named != sorted(host.name for host in plan.hosts):
+        wanted = ", ".join(host.name for host in plan.hosts)
+        raise ContractError(f"channels to {', '.join(named)} were given for a plan of hosts {wanted}")
+    return _Job(plan, secrets, channels, folder, sink, verbosity=verbosity, runtime=runtime, prepare=prepare).run()
+
+
+class _Job:
+    """One job: `loop.Decisions` around the supervisor."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        secrets: Secrets,
+        channels: Sequence[Channel],
+        folder: JobFolder,
+        sink: Sink,
+        *,
+        verbosity: int,
+        runtime: Callable[[], bytes],
+        prepare: Optional[Callable[[Put], None]],
+    ) -> None:
+        self._plan = plan
+        self._folder = folder
+        self._sink = sink
+        self._verbosity = verbosity
+        self._runtime = runtime
+        self._archive = b""
+        self._prepare = prepare
+        self._supervisor = Supervisor(plan, has_preparation=prepare is not None)
+        self._spool = Spool(folder.logs)
+        self._outcome: Optional[Outcome] = None
+        # Several answers must be missing before a host is suspect.
+        self._ping_s = min(loop.PING_S, plan.limits.suspect_s / 4)
+        self._touched = 0.0
+        self._saved = 0.0
+        self._is_dirty = False
+        self._folder_warned = False
+        self._loop = loop.Loop(
+            self,
+            channels,
+            encoders={
+                actions.Begin: lambda action: frames.begin(plan, secrets, action.host),
+                actions.SendRuntime: lambda action: frames.runtime(plan.runtime.digest, self._archive),
+            },
+            ping_s=self._ping_s,
+        )
+
+    def run(self) -> Outcome:
+        try:
+            self._loop.run()
+            assert self._outcome is not None
+            outcome = self._outcome
+        except BaseException as err:
+            self._give_up(err)
+            raise
+        finally:
+            self._loop.close()
+            self._spool.close()
+        self._try(lambda: self._folder.finish(outcome))
+        self._record("finished", exit_code=outcome.exit_code, reason=outcome.reason, message=outcome.message)
+        return outcome
+
+    @property
+    def is_over(self) -> bool:
+        return self._outcome is not None
+
+    def wake_s(self) -> float:
+        return self._supervisor.wake_s()
+
+    def handle(self, event: events.Event, now: float) -> List[actions.AgentAction]:
+        """Note an event, have the supervisor decide, and do what concerns no agent; return the rest."""
+        if self._verbosity >= TRACE and not isinstance(event, (events.Tick, events.Pong)):
+            self._sink.say(f"< {_shown(event)}", actions.DEBUG)
+        if isinstance(event, events.PauseToggled):
+            self._sink.toggle_pause()
+            return []
+        found: List[actions.AgentAction] = []
+        if isinstance(event, events.Output):
+            found += self._write(event)
+        elif type(event) in _RECORDED:
+            self._is_dirty = True
+            self._record(_RECORDED[type(event)], **_facts(event))
+        before = self._supervisor.job_state
+        for action in self._supervisor.handle(event, now):
+            found += self._perform(action)
+        self._is_dirty = self._is_dirty or self._supervisor.job_state != before
+        self._keep_folder(now)
+        return found
+
+    def _write(self, event: events.Output) -> List[actions.AgentAction]:
+        """Log and show output; return the acknowledgement."""
+        if event.task not in self._supervisor.roster.tasks:
+            return []  # the supervisor says what it thinks of that
+        written = self._spool.add(event.task, event.stream, event.offset, event.data)
+        if written.fresh:
+            self._sink.output(event.task, event.host, event.stream, written.fresh, written.at)
+        if written.fresh and written.at is None:
+            warning = self._spool.warning()
+            if warning:
+                self._sink.say(warning, actions.WARNING)
+        return [actions.Ack(event.host, event.task, event.stream, written.offset)]
+
+    def _perform(self, action: actions.Action) -> List[actions.AgentAction]:
+        """Do what an action says, or return it if the loop does that."""
+        if isinstance(action, actions.Announce):
+            self._sink.say(action.text, action.level)
+            if action.level != actions.DEBUG:
+                self._record("said", level=action.level, text=action.text)
+            return []
+        if self._verbosity >= TRACE:
+            self._sink.say(f"> {_shown(action)}", actions.DEBUG)
+        self._is_dirty = True
+        if isinstance(action, actions.Finish):
+            self._outcome = action.outcome
+            return []
+        if isinstance(action, actions.Prepare):
+            if self._prepare is not None:
+                self._prepare(self._loop.put)
+            return []
+        if isinstance(action, actions.SendRuntime):
+            self._archive = self._archive or self._runtime()
+        return [action]
+
+    def _keep_folder(self, now: float) -> None:
+        """Show that this process lives, and write the states of the job and its tasks, if it is time."""
+        if now >= self._touched + self._ping_s:
+            self._touched = now
+            self._try(self._folder.touch)
+        if self._is_dirty and now >= self._saved + STATE_S and not self.is_over:
+            self._saved = now
+            self._is_dirty = False
+            tasks = self._supervisor.roster.tasks.values()
+            self._try(lambda: self._folder.write_state(self._supervisor.job_state, tasks))
+
+    def _record(self, kind: str, /, **facts: Any) -> None:
+        self._try(lambda: self._folder.record(kind, **facts))
+
+    def _try(self, write: Callable[[], None]) -> None:
+        """Write to the job's folder; a disk that is full, or gone, is said once and stops nothing."""
+        try:
+            write()
+        except OSError as err:
+            if not self._folder_warned:
+                self._folder_warned = True
+                text = f"cannot write to {self._folder.path}: {err}; `distrun status` will not know all"
+                self._sink.say(text, actions.WARNING)
+
+    def _give_up(self, err: BaseException) -> None:
+        """The loop failed: let the agents end their tasks, wait for that as long as it may take, and note it."""
+        left = self._loop.let_go(self._plan.limits.grace_s + END_S)
+        tasks = tuple(self._supervisor.roster.tasks.values())
+        text = f"distrun itself failed: {type(err).__name__}: {err}"
+        outcome = Outcome(facts.EXIT_INTERNAL, facts.INTERNAL, text, tasks=tasks, survivors=tuple(sorted(left)))
+        self._try(lambda: self._folder.finish(outcome))
+
+
+_RECORDED = {
+    events.AgentHello: "hello",
+    events.AgentReady: "ready",
+    events.Settled: "settled",
+    events.Prepared: "prepared",
+    events.PrepareFailed: "prepare_failed",
+    events.StartFailed: "start_failed",
+    events.Started: "started",
+    events.Published: "published",
+    events.Exited: "exited",
+    events.Cleared: "cleared",
+    events.Warned: "warning",
+    events.AgentEnding: "ending",
+    events.Bye: "bye",
+    events.AgentLost: "lost",
+    events.Interrupt: "interrupt",
+}
+"""What is noted in events.jsonl, and under which name."""
+
+
+def _facts(event: Any) -> Dict[str, Any]:
+    facts = dict(vars(event))
+    if "time" in facts:
+        facts["stamp"] = facts.pop("time")
+    return facts
+
+
+def _shown(value: Any) -> str:
+    """Return an event or action in one line, without bytes of the user's or values of the environment."""
+    hidden = {"data": f"{len(getattr(value, 'data', b''))} bytes", "env": "..."}
+    members = (f"{name}={hidden.get(name, repr(member))}" for name, member in vars(value).items())
+    return f"{type(value).__name__}({', '.join(members)})"
