@@ -54,13 +54,13 @@ sys.stderr.flush()
 os._exit(code)  # taking the interpreter down costs 10 ms, in the agent and in its guard
 """,
 )
-COORDINATOR = Program(("contract", "coordinator"), "from distrun_runtime.coordinator import loop, service\n")
+COORDINATOR = Program(("contract", "coordinator"), "from distrun_runtime.coordinator import jobrun, service\n")
 """For jobs whose coordinator is not to run where they are launched."""
 FILES = ("__init__.py", "errors.py")
 TABLE_ROW = "_row"
 """What makes a row of `contract.environ.TABLE`; its fourth argument is for readers."""
-LEFT_OUT = ("jobid.py", "jobstore.py", "jobrun.py")
-"""Files of the coordinator that stay at home: jobs are named, found and run by the machine that launches them."""
+LEFT_OUT = ("jobid.py", "jobstore.py")
+"""Files of the coordinator that stay at home: jobs are named and found by the machine that launches them."""
 
 BOOT = (
     'exec("import binascii,json,os,sys,zlib\\n'

@@ -77,7 +77,7 @@ def test_no_module_of_a_blob_imports_what_is_not_in_it(name: str) -> None:
 
 def test_the_coordinators_blob_is_imported_from_memory(tmp_path: Path) -> None:
     """By a Python that finds nothing of ours anywhere else."""
-    told = "print(loop.__file__, len([n for n in sys.modules if n.startswith('distrun_runtime.')]))\n"
+    told = "print(jobrun.__file__, len([n for n in sys.modules if n.startswith('distrun_runtime.')]))\n"
     program = blob.COORDINATOR._replace(start=blob.COORDINATOR.start + told)
     command = (sys.executable, "-S", *blob.command(sys.executable)[1:])
     done = subprocess.run(
@@ -91,7 +91,7 @@ def test_the_coordinators_blob_is_imported_from_memory(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr.decode()
     file, count = done.stdout.decode().rsplit(" ", 1)
-    assert file == "<distrun>/distrun_runtime/coordinator/loop.py"
+    assert file == "<distrun>/distrun_runtime/coordinator/jobrun.py"
     assert int(count) > 10
 
 
