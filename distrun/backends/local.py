@@ -110,7 +110,7 @@ class ChildChannel:
                 pipe.close()
         inner = StreamChannel(self._host, ends[0], ends[1], explain=self._explain)
         inner.start(put)
-        inner.send(blob.build(with_origin=True))
+        inner.send(blob.agent(with_origin=True))
         self._inner = inner
 
     @property
