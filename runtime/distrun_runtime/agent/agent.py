@@ -353,6 +353,7 @@ class Agent:
         note = {"type": "begin", "folder": share.folder, "job": share.plan.job, "host": share.host}
         with contextlib.suppress(OSError):  # it is dead: the loop will notice
             os.write(self._guard.notes, wire.encode(dict(note, grace_s=self._grace_s())))
+        os.close(self._guard.notes)
 
     def _save(self) -> None:
         """Update the record. A full disk only makes a later sweep less reliable."""

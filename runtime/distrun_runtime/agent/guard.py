@@ -69,7 +69,7 @@ class GuardLink(NamedTuple):
     alive: int
     """Pipe that is closed when the guard ends."""
     notes: int
-    """Pipe for what the guard must know if the agent dies."""
+    """Pipe for what the guard must know if the agent dies. It is written once, then closed."""
 
 
 class Wakeup:
