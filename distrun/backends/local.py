@@ -110,7 +110,7 @@ class ChildChannel:
         except OSError as err:
             self._failure = err
             return
-        self._program = blob.build(blob.AGENT, with_origin=True)
+        self._program = blob.agent(with_origin=True)
         assert self._child.stdin is not None  # a pipe
         fd = self._child.stdin.fileno()
         with contextlib.suppress(OSError):  # it has ended: `start` hears why

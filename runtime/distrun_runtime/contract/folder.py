@@ -1,8 +1,9 @@
 """The folder on a host that files are copied to: found, made and checked.
 
 What is in that folder is on the import path of the tasks. So nobody but the user and root may be able to put anything
-there, or another folder in its place. The agent asks for it before a job (agent/places.py), and the program that runs
-rsync on the host asks again (distrun/sync/receiver.py), which sends this very file: it imports nothing of distrun's.
+there, or another folder in its place. The agent asks for it before a job (agent/preflight.py), and the program
+that runs rsync on the host asks again (distrun/sync/receiver.py). It sends this very file, which imports nothing of
+distrun's.
 
 The path is followed from / on, and each folder is judged before it is entered. What was judged cannot be changed by
 anybody else afterwards, so the path stays safe to use by its name.
