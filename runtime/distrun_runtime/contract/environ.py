@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 from typing import Any, Dict, List, Mapping, MutableMapping, NamedTuple, Optional, Tuple
 
 from distrun_runtime.errors import ContractError
@@ -512,7 +511,7 @@ def read(name: str, env: Optional[Mapping[str, str]] = None) -> Any:
         return _parse(row, value.strip())
     except ValueError:
         raise ContractError(
-            "%s=%r on host %s: expected %s%s" % (name, value, socket.gethostname(), row.range_text(), _default(row))
+            "%s=%r on host %s: expected %s%s" % (name, value, os.uname().nodename, row.range_text(), _default(row))
         ) from None
 
 
@@ -526,7 +525,7 @@ def need(name: str, env: Optional[Mapping[str, str]] = None) -> Any:
     if value is None:
         row = BY_NAME[name]
         raise ContractError(
-            "%s is not set on host %s: %s Expected %s." % (name, socket.gethostname(), row.doc, row.range_text())
+            "%s is not set on host %s: %s Expected %s." % (name, os.uname().nodename, row.doc, row.range_text())
         )
     return value
 
