@@ -49,7 +49,7 @@ BOOT = (
 """Python source of one line: reads the blob from descriptor 0, leaves what came after it in `r`, runs its importer."""
 
 # Before this text come the blob's own facts: `names`, `packages`, `origin`, `digest`. After it comes what is to be run.
-# Not importlib.abc and friends: they cost 25 ms. No f-strings or the like: an old Python must come to the message.
+# Nothing from importlib: it costs up to 25 ms. No f-strings or the like: an old Python must come to the message.
 # `inspect` costs 6 ms and is imported by `dataclasses` for what is not used here. It is imported when it is used.
 # Nothing is collected while modules are imported: there is no garbage, and looking for it costs 2 ms.
 IMPORTER = '''\
@@ -59,8 +59,8 @@ if sys.version_info < (3, 8):
 import gc
 gc.disable()
 import marshal
+from _frozen_importlib import ModuleSpec
 from _frozen_importlib_external import MAGIC_NUMBER
-from importlib.machinery import ModuleSpec
 
 def load_inspect(name):
     if sys.modules.get("inspect") is late:

@@ -158,8 +158,8 @@ def _note(notes: int) -> Optional[Dict[str, Any]]:
 
 
 def _clean_up(note: Dict[str, Any]) -> None:
-    """End what the dead agent started, and remove the job's folder."""
-    from distrun_runtime.agent import record, sweep  # rarely needed
+    """End what the agent started and left, and remove the job's folder."""
+    from distrun_runtime.agent import record, sweep  # not before the first frame; their code is in memory
 
     folder = str(note["folder"])
     found = record.find(folder)

@@ -14,8 +14,7 @@ import errno
 import json
 import os
 import stat
-from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 from distrun_runtime.contract import environ, facts, process
 from distrun_runtime.contract.process import Identity
@@ -31,8 +30,7 @@ FREE_FILES = 16
 """What must be free on the disk of the folder."""
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """What an agent started, for those who must end it if the agent cannot."""
 
     job: str
@@ -129,7 +127,7 @@ def create(job: str, host: str, token: str) -> str:
             folder = os.path.join(parent, safe_name(host))
             _private(folder)
             _check_space(folder)
-            _empty(os.path.join(folder, "spool"))
+            _delete(os.path.join(folder, "spool"))  # of an earlier agent of the same job
             os.mkdir(os.path.join(folder, "spool"), 0o700)
             if token:
                 write(os.path.join(folder, TOKEN), token.encode("utf-8"))
@@ -141,29 +139,17 @@ def create(job: str, host: str, token: str) -> str:
     raise PreflightFailure("disk" if is_full else "other", text)
 
 
-def _empty(folder: str) -> None:
-    """Remove a folder that was left by an agent of the same job, if there is one."""
-    if os.path.lexists(folder):
-        import shutil
-
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def remove(folder: str) -> None:
     """Remove the folder of a job on this host, and the job's if that is empty then. Errors are ignored."""
-    import shutil  # with its archives: at the end, not before the start
-
-    shutil.rmtree(folder, ignore_errors=True)
+    _delete(folder)
     with contextlib.suppress(OSError):  # another host of the job lives on this machine
         os.rmdir(os.path.dirname(folder))
 
 
 def strip(folder: str) -> None:
-    """Remove what is in the folder of a job on this host, but for the record. Errors are ignored."""
-    _empty(os.path.join(folder, "spool"))
-    for name in (TOKEN, KILLED):
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(folder, name))
+    """Remove what is in the folder of a job on this host, except the record. Errors are ignored."""
+    for name in ("spool", TOKEN, KILLED):
+        _delete(os.path.join(folder, name))
 
 
 def save(folder: str, record: Record) -> None:
@@ -226,6 +212,18 @@ def write(path: str, data: bytes) -> None:
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
     os.replace(path + ".new", path)
+
+
+def _delete(path: str) -> None:
+    """Remove a file, or a folder with everything in it. Errors are ignored."""
+    # Not shutil.rmtree: importing shutil takes longer than the rest of an agent's end.
+    with contextlib.suppress(OSError):
+        if not os.path.isdir(path) or os.path.islink(path):
+            os.unlink(path)
+            return
+        for name in os.listdir(path):
+            _delete(os.path.join(path, name))
+        os.rmdir(path)
 
 
 def safe_name(name: str) -> str:

@@ -9,8 +9,7 @@ import contextlib
 import math
 import os
 import signal
-from dataclasses import dataclass
-from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
 
 from distrun_runtime.agent.processes import JOB, RunningTask, owners
 from distrun_runtime.contract import process
@@ -156,8 +155,7 @@ def signal_group(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
-@dataclass(frozen=True)
-class StopSequence:
+class StopSequence(NamedTuple):
     """Signals and when they are sent. No clock and no side effects: the caller passes the time."""
 
     steps: Tuple[Tuple[str, float], ...]
@@ -203,7 +201,7 @@ class StopSequence:
             if sequence.sent >= len(sequence.steps):
                 # Repeats that were missed are skipped.
                 sent = max(sent, len(sequence.steps) + int((now - sequence.kill_at) / REPEAT_S))
-            sequence = StopSequence(sequence.steps, sequence.began, sent)
+            sequence = sequence._replace(sent=sent)
         return sequence, None if name is None else signal_number(name)
 
 

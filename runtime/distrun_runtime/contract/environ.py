@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 from typing import Any, Dict, List, Mapping, MutableMapping, NamedTuple, Optional, Tuple
 
 from distrun_runtime.errors import ContractError
@@ -512,7 +511,7 @@ def read(name: str, env: Optional[Mapping[str, str]] = None) -> Any:
         return _parse(row, value.strip())
     except ValueError:
         raise ContractError(
-            f"{name}={value!r} on host {socket.gethostname()}: expected {row.range_text()}{_default(row)}"
+            f"{name}={value!r} on host {os.uname().nodename}: expected {row.range_text()}{_default(row)}"
         ) from None
 
 
@@ -525,7 +524,7 @@ def need(name: str, env: Optional[Mapping[str, str]] = None) -> Any:
     value = read(name, env)
     if value is None:
         row = BY_NAME[name]
-        raise ContractError(f"{name} is not set on host {socket.gethostname()}: {row.doc} Expected {row.range_text()}.")
+        raise ContractError(f"{name} is not set on host {os.uname().nodename}: {row.doc} Expected {row.range_text()}.")
     return value
 
 
