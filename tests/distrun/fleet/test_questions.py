@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -152,6 +154,26 @@ def test_ctrl_c_closes_every_channel() -> None:
     with pytest.raises(KeyboardInterrupt), Fleet(Backend(channel), [Host("a")]) as talk:  # type: ignore[arg-type]
         talk.ask("survey", {}, 60.0)
         raise KeyboardInterrupt
+    assert channel.is_killed
+
+
+def test_a_signal_while_agents_are_asked_is_a_ctrl_c_and_other_signals_keep_their_effect() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    during: list[object] = []
+
+    def reply(header: dict[str, Any]) -> list[events.Event]:
+        if header["type"] == "ask":
+            during.extend(signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGTSTP))
+            os.kill(os.getpid(), signal.SIGINT)
+        return []
+
+    channel = Scripted("a", [events.AgentHello("a")], reply)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        ask(channel)
+    assert time.monotonic() - began < 30.0
+    assert during == [before, signal.getsignal(signal.SIGTSTP)]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert channel.is_killed
 
 
