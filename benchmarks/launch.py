@@ -1,9 +1,14 @@
-"""Start one process on each of many hosts and end them all, beside other ways to do that, and write the table.
+"""Measures how fast a job starts and ends on many hosts, beside other ways to run programs there.
 
     python benchmarks/launch.py --write         # as root: the hosts are the lab's; docs/benchmarks.md
 
-The task is the same everywhere: python3 prints a line and sleeps until it is ended. Measured is the time from the
-start of the launcher to the first line of the last host, then from Ctrl-C until no process of it is left anywhere.
+Three jobs, each with one process on every host:
+
+* python3 prints a line and sleeps until it is ended. Measured: from the start of the launcher to the first line of the
+  last host, then from Ctrl-C until no process of it is left anywhere.
+* `true`. Measured: from the start of the launcher to its end.
+* On this machine: python3 prints a line, beside a bare `python3 -c pass`.
+
 All systems take turns in every run, so that a disturbance of the machine meets all of them. What is not installed is
 left out.
 """
@@ -22,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +44,9 @@ LIMIT_S = 120.0
 SETTLE_S = 0.5
 """Between the last line and Ctrl-C, so that whoever still starts something has done so."""
 TASK = ("/usr/bin/python3", "-c", "import time; print('up', flush=True); time.sleep(3600)")
+TRUE = ("true",)
+BARE = ("/usr/bin/python3", "-c", "pass")
+HELLO = ("/usr/bin/python3", "-c", "print('up', flush=True)")
 LOOP = str(ROOT / "benchmarks/peers/ssh_loop.py")
 MPI_ENV = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 # The launcher has two networks; without this mpirun may choose one at random.
@@ -54,10 +62,10 @@ class System:
     program: str
     """What has to be installed."""
 
-    def command(self, hosts: str, count: int, mark: str) -> list[str]:
+    def command(self, hosts: str, count: int, mark: str, task: tuple[str, ...] = TASK) -> list[str]:
         """Return the whole command."""
         words = [word.format(hosts=hosts, count=count, mark=mark) for word in self.argv]
-        return [*words, *TASK, mark]
+        return [*words, *task, mark]
 
 
 SYSTEMS = (
@@ -81,9 +89,11 @@ class Run:
     cpu_s: float
     """Processor time of the launcher and of all programs that it started where it runs."""
     memory: int
-    """The most memory that the launcher's own process had."""
+    """Memory of the launcher's own processes when all hosts were up; what they share counts once (PSS)."""
     left: int
     """Processes that were still there LIMIT_S after Ctrl-C, or came later."""
+    whole_s: float
+    """A job of `true`, from the start of the launcher to its end."""
 
 
 def strangers(lab: Lab, before: set[int]) -> list[Process]:
@@ -113,12 +123,14 @@ def child_of(pid: int) -> int:
     return int(text[0])
 
 
-def high_water(pid: int) -> int:
-    """Return the most memory a process ever had, bytes."""
-    for line in Path("/proc/%d/status" % pid).read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
+def memory_of(pid: int) -> int:
+    """Return the memory of a process and its children, bytes; pages that several processes share count once."""
+    total = 0
+    for each in [pid, *map(int, Path("/proc/%d/task/%d/children" % (pid, pid)).read_text().split())]:
+        with contextlib.suppress(OSError):  # it has ended
+            for line in Path("/proc/%d/smaps_rollup" % each).read_text().splitlines():
+                total += int(line.split()[1]) * 1024 if line.startswith("Pss:") else 0
+    return total
 
 
 def wait_gone(pids: list[int]) -> None:
@@ -134,16 +146,35 @@ def wait_gone(pids: list[int]) -> None:
             select.select([fd], [], [], max(0.0, end - time.monotonic()))
 
 
+def environment(lab: Lab, folder: Path) -> dict[str, str]:
+    """Return the launcher's variables."""
+    state = {"XDG_STATE_HOME": str(folder / "state"), "XDG_CACHE_HOME": str(folder.parent / "cache")}
+    # As where it is installed: compiled once. Not into this checkout.
+    compiled = {"PYTHONPYCACHEPREFIX": str(folder.parent / "pycache"), "PYTHONDONTWRITEBYTECODE": ""}
+    return {**lab.launcher_env(os.environ), **state, **compiled, **MPI_ENV}
+
+
+def measure_true(lab: Lab, system: System, listed: Path, count: int, folder: Path) -> float:
+    """Run `true` once on every host; return the seconds until the launcher's end."""
+    argv = lab.enter_argv(*system.command(str(listed), count, "mark", TRUE), cwd="/tmp")
+    begun = time.monotonic()
+    done = subprocess.run(
+        argv, env=environment(lab, folder), stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT_S, check=False
+    )
+    took = time.monotonic() - begun
+    if done.returncode:
+        raise RuntimeError("%s: exit code %d; its words:\n%s" % (system.name, done.returncode, done.stderr.decode()))
+    return took
+
+
 def measure(lab: Lab, system: System, hosts: list[str], folder: Path) -> Run:
     """Run a system once over these hosts."""
     mark = "mark-" + secrets.token_hex(6)
     listed = folder / "hosts"
     listed.write_text("".join(host + "\n" for host in hosts))
+    whole_s = measure_true(lab, system, listed, len(hosts), folder)
     before = {process.pid for process in lab.processes()}
-    state = {"XDG_STATE_HOME": str(folder / "state"), "XDG_CACHE_HOME": str(folder.parent / "cache")}
-    # As where it is installed: compiled once. Not into this checkout.
-    compiled = {"PYTHONPYCACHEPREFIX": str(folder.parent / "pycache"), "PYTHONDONTWRITEBYTECODE": ""}
-    env = {**lab.launcher_env(os.environ), **state, **compiled, **MPI_ENV}
+    env = environment(lab, folder)
     # A session of its own: Ctrl-C goes to all of it, as from a terminal, and not to nsenter.
     argv = lab.enter_argv("setsid", *system.command(str(listed), len(hosts), mark), cwd="/tmp")
     with (folder / "err").open("wb") as err:
@@ -153,7 +184,7 @@ def measure(lab: Lab, system: System, hosts: list[str], folder: Path) -> Run:
         up = lines(child, len(hosts))
         time.sleep(SETTLE_S)
         launcher = child_of(child.pid)
-        memory = high_water(launcher)
+        memory = memory_of(launcher)
         pids = [process.pid for process in strangers(lab, before)]
         ended = time.monotonic()
         os.killpg(launcher, signal.SIGINT)
@@ -171,7 +202,37 @@ def measure(lab: Lab, system: System, hosts: list[str], folder: Path) -> Run:
         if child.stdout is not None:
             child.stdout.close()
         child.wait()
-    return Run(up - begun, over - ended, usage.ru_utime + usage.ru_stime, memory, len(left))
+    return Run(up - begun, over - ended, usage.ru_utime + usage.ru_stime, memory, len(left), whole_s)
+
+
+def measure_local(runs: int, home: Path) -> tuple[float, float, float, float]:
+    """Run one worker on this machine; medians in seconds: its first line, the launcher's end, a bare python3, the
+    ratio of the first line to a bare python3 of the same run."""
+    state = {"XDG_STATE_HOME": str(home / "state"), "XDG_CACHE_HOME": str(home / "cache")}
+    compiled = {"PYTHONPYCACHEPREFIX": str(home / "pycache"), "PYTHONDONTWRITEBYTECODE": ""}
+    env = {**os.environ, **state, **compiled}
+    launch = (sys.executable, "-m", "distrun", "launch", "-q", "--no-prefix", "-n", "1", "-s", "0", *HELLO)
+    found = []
+    for number in range(runs + 1):
+        bare = min(seconds(lambda: subprocess.run(BARE, check=True)) for _ in range(3))
+        begun = time.monotonic()
+        child = subprocess.Popen(launch, env=env, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        first = lines(child, 1) - begun
+        if child.wait(LIMIT_S):
+            raise RuntimeError("a local job ended with code %d" % child.returncode)
+        if number:
+            found.append((first, time.monotonic() - begun, bare, first / bare))
+        if child.stdout is not None:
+            child.stdout.close()
+    first, end, bare, ratio = (statistics.median(values) for values in zip(*found, strict=True))
+    return first, end, bare, ratio
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Return how long `work` takes."""
+    begun = time.monotonic()
+    work()
+    return time.monotonic() - begun
 
 
 def measure_all(
@@ -189,8 +250,10 @@ def measure_all(
                     except RuntimeError as error:
                         say(str(error))
                         continue
-                what = (count, system.name, number, run.start_s, run.end_s, run.cpu_s, run.memory / 1e6, run.left)
-                say("%d hosts, %s, run %d: start %.2f s, end %.2f s, CPU %.2f s, %.0f MB, left %d" % what)
+                say(
+                    f"{count} hosts, {system.name}, run {number}: start {run.start_s:.2f} s, end {run.end_s:.2f} s, "
+                    f"true {run.whole_s:.2f} s, CPU {run.cpu_s:.2f} s, {run.memory / 1e6:.0f} MB, left {run.left}"
+                )
                 if number:  # the first one finds cold caches, here and on the hosts
                     found.setdefault((count, system.name), []).append(run)
     return found
@@ -251,13 +314,21 @@ Seconds from the start to the first line of the last host; ratio: distrun's time
 
 %s
 
+Seconds from the start to the end of a job of `true`, which prints nothing.
+
+%s
+
 Seconds from Ctrl-C until no process of it is left on any host, launcher included.
 
 %s
 
-The launcher: its time and memory, and CPU milliseconds a host where it runs, with all programs that it starts there.
+The launcher: its time and memory, and CPU milliseconds a host where it runs, with all programs that it starts there,
+from the start to the end after Ctrl-C.
 
 %s
+
+One worker on this machine, which prints a line: %.0f ms to that line, %.0f ms to the end of the launcher. A bare
+`python3 -c pass` takes %.0f ms; ratio to the first line: %.1f.
 
 %s
 * Median of %d runs after one that is not counted; the systems take turns. Load before: %s.
@@ -304,18 +375,23 @@ def main() -> None:
     load = "%.1f" % os.getloadavg()[0]
     with lab_of(max(options.hosts)) as lab, tempfile.TemporaryDirectory(prefix="bench-") as home:
         found = measure_all(lab, columns, options, Path(home))
+    with tempfile.TemporaryDirectory(prefix="bench-") as home:
+        local = measure_local(max(options.runs, 9), Path(home))
     tables = (
         times(columns, options.hosts, found, "start_s"),
+        times(columns, options.hosts, found, "whole_s"),
         times(columns, options.hosts, found, "end_s"),
         costs(columns, options.hosts, found),
     )
+    alone = (*(value * 1e3 for value in local[:3]), local[3])
     print("\n\n".join(tables))
+    print("\nlocal: first line %.0f ms, end %.0f ms, bare python3 %.0f ms, ratio %.1f" % alone)
     if options.write:
         import report
 
         note = "* %s\n" % options.note if options.note else ""
         lines_ = report.circumstances("launch.py", "--note")
-        report.write(HEADING, SECTION % (WINDOW, *tables, lines_, options.runs, load, note))
+        report.write(HEADING, SECTION % (WINDOW, *tables, *alone, lines_, options.runs, load, note))
     is_clean = all(run.left == 0 for (_, name), runs in found.items() if name == OURS for run in runs)
     is_whole = all(len(found.get((count, s.name), ())) == options.runs for count in options.hosts for s in columns)
     sys.exit(0 if is_clean and is_whole else 1)

@@ -23,7 +23,7 @@ TARGET = ROOT / "docs" / "benchmarks.md"
 CHARTS = TARGET.with_suffix("")
 """The folder of the charts."""
 TITLE = """\
-<!-- Each section is written by the program that it names, with `--write`. Do not edit this page. -->
+<!-- Each section that names a program is written by it, with `--write`. Do not edit those. -->
 
 # Benchmarks
 

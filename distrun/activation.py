@@ -6,7 +6,6 @@ on stderr that says which word failed and why, when a step fails; the steps afte
 
 from __future__ import annotations
 
-import difflib
 import posixpath
 import re
 from collections.abc import Sequence
@@ -112,19 +111,21 @@ def folders(words: Sequence[str]) -> tuple[str, ...] | None:
 
 def _step(word: str, cwd: str) -> str:
     if not word.strip() or "\0" in word:
-        raise UsageError("--activate: expected %s or shell text, found %r" % (_forms(), word))
+        raise UsageError(f"--activate: expected {_forms()} or shell text, found {word!r}")
     match = re.fullmatch(r"([A-Za-z][\w-]*):(\S.*|)", word)
     if match is None or (match.group(1) not in KINDS and re.search(r"\s", word)):
         return _fill(_SNIPPET, word, quote(word))
     kind, value = match.group(1), match.group(2).rstrip()
     if kind not in KINDS:
+        import difflib  # for a mistake only
+
         near = difflib.get_close_matches(kind, KINDS, n=1)
         raise UsageError(
-            "--activate: expected %s or shell text, found %r" % (_forms(), word),
-            "did you mean %s:%s?" % (near[0], value) if near else "",
+            f"--activate: expected {_forms()} or shell text, found {word!r}",
+            f"did you mean {near[0]}:{value}?" if near else "",
         )
     if not value or value.startswith("-"):
-        raise UsageError("--activate %s: expected %s" % (word, _FORMS[kind]))
+        raise UsageError(f"--activate {word}: expected {_FORMS[kind]}")
     if kind == "venv":
         return _fill(_VENV, word, _path(value, cwd))
     if kind == "conda":
@@ -140,7 +141,7 @@ _FORMS = {
 
 
 def _forms() -> str:
-    return ", ".join("%s:..." % kind for kind in KINDS)
+    return ", ".join(f"{kind}:..." for kind in KINDS)
 
 
 def _fill(template: str, word: str, value: str) -> str:

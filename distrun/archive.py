@@ -6,10 +6,8 @@ quarter of a megabyte), so that it goes to an agent in one frame.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
-import zipfile
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +30,8 @@ def build(package: Path | None = None) -> tuple[str, bytes]:
     Unpacked into a folder that is put on PYTHONPATH, `distrun_runtime` can be imported from it. `package` is the
     package's folder; None: the one that this process uses.
     """
+    import hashlib  # local jobs need no archive
+
     sources = _sources(location() if package is None else package)
     # Compressing takes longer than all else that a small launch does itself.
     data = keep.kept(_name(sources), ".runtime.zip", lambda: _zip(sources))
@@ -50,6 +50,8 @@ def _sources(package: Path) -> dict[str, bytes]:
 
 def _name(sources: Mapping[str, bytes]) -> str:
     """Return a digest of all that the archive is made from: the sources, and what compresses them."""
+    import hashlib
+
     digest = hashlib.sha256(("%d %s" % (FORMAT, zlib.ZLIB_RUNTIME_VERSION)).encode())
     for name, source in sources.items():
         digest.update(b"%d %s\0%d " % (len(os.fsencode(name)), os.fsencode(name), len(source)) + source)
@@ -57,6 +59,8 @@ def _name(sources: Mapping[str, bytes]) -> str:
 
 
 def _zip(sources: Mapping[str, bytes]) -> bytes:
+    import zipfile
+
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         for name, source in sources.items():

@@ -55,7 +55,7 @@ class Killed:
     def _told(self, of: Callable[[Swept], list[str]]) -> list[str]:
         """Return lines about each host; it is named where there are several."""
         found = [(host, line) for host, each in self.swept.items() for line in of(each)]
-        return ["%s: %s" % pair for pair in found] if len(self.swept) > 1 else [line for _, line in found]
+        return ["{}: {}".format(*pair) for pair in found] if len(self.swept) > 1 else [line for _, line in found]
 
 
 def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) -> Killed:
@@ -74,13 +74,13 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
     if state in facts.OVER:
         # Its end may have left something that would not die then.
         swept = backends.load(folder.plan().backend).sweep(folder.plan(), grace_s or 0.0)
-        return Killed(("is over already: %s" % state,), swept, is_quiet=True)
+        return Killed((f"is over already: {state}",), swept, is_quiet=True)
     plan, launcher, done = _read(folder)
     here = socket.gethostname()
     if launcher.get("host", here) != here:
         raise UsageError(
-            "job %s was launched on %s" % (folder.id, launcher["host"]),
-            "type this command there; or name the job's hosts: distrun kill -H FILE %s" % folder.id,
+            "job {} was launched on {}".format(folder.id, launcher["host"]),
+            f"type this command there; or name the job's hosts: distrun kill -H FILE {folder.id}",
         )
     if grace_s is None:
         grace_s = Limits().grace_s if plan is None else plan.limits.grace_s
@@ -95,21 +95,21 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
         else:
             process.send_signal(who, signal.SIGKILL)
             _wait_gone(who, wait_s)
-            done.append("killed the launcher, which did not end within %s" % duration(grace_s + wait_s))
+            done.append(f"killed the launcher, which did not end within {duration(grace_s + wait_s)}")
     elif launcher:
         done.append("its launcher (pid %d) is gone" % who.pid)
     if plan is None:
         raise UsageError(
-            "job %s: %s" % (folder.id, "; ".join(done)),
-            "to end what may be left of it: distrun kill -H FILE %s, where FILE names its hosts (without -H and with"
-            " --stale: this machine)" % folder.id,
+            "job {}: {}".format(folder.id, "; ".join(done)),
+            f"to end what may be left of it: distrun kill -H FILE {folder.id}, where FILE names its hosts (without -H "
+            "and with --stale: this machine)",
         )
     swept = backends.load(plan.backend).sweep(plan, grace_s)
     if state != facts.DAMAGED and not any(each.problem for each in swept.values()):
         try:
             folder.bury(tuple(left for each in swept.values() for left in each.left))
         except OSError as err:
-            done.append("its end could not be recorded: %s" % err)
+            done.append(f"its end could not be recorded: {err}")
     return Killed(tuple(done), swept)
 
 

@@ -7,10 +7,8 @@ that nobody else can write to. What is damaged is removed and made again.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import stat
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +52,8 @@ def _read(path: Path) -> bytes:
 
 def _digest(path: Path, data: bytes) -> bytes:
     """Return what tells whether a file is whole, and what its name says."""
+    import hashlib
+
     return hashlib.sha256(os.fsencode(path.name) + b"\0" + data).hexdigest().encode("ascii")
 
 
@@ -64,6 +64,8 @@ def _is_private(path: Path) -> bool:
 
 
 def _write(path: Path, data: bytes) -> None:
+    import tempfile  # where nothing was kept
+
     fd, fresh = tempfile.mkstemp(prefix=".new-", dir=path.parent)
     try:
         with open(fd, "wb") as file:

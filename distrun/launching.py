@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -23,9 +22,6 @@ from distrun.planning import PlannedJob
 from distrun_runtime.contract import facts, wire
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.coordinator import outcome as ends
-from distrun_runtime.coordinator.events import Event, Interrupt, PauseToggled
-from distrun_runtime.coordinator.failures import listed
-from distrun_runtime.coordinator.interrupts import Interrupts
 from distrun_runtime.coordinator.jobstore import JobFolder
 from distrun_runtime.coordinator.outcome import Outcome, TaskResult
 from distrun_runtime.coordinator.output import Piece, Sink
@@ -33,6 +29,7 @@ from distrun_runtime.coordinator.output import Piece, Sink
 if TYPE_CHECKING:
     from distrun.sync import Copier
     from distrun_runtime.coordinator.channel import Channel
+    from distrun_runtime.coordinator.events import Event
 
 SHOWN = 60
 """Characters of a process that was ended which are shown."""
@@ -100,6 +97,8 @@ def _coordinator_process(job: PlannedJob, folder: JobFolder, connection: socket.
             client.fail(_error(err))
         client.close()
     except BaseException:
+        import traceback
+
         traceback.print_exc()
     finally:
         os._exit(code)
@@ -120,6 +119,8 @@ def _detach_streams(folder: JobFolder) -> None:
 
 def _error(err: BaseException) -> dict[str, Any]:
     """Return what the client is told of an error."""
+    import traceback
+
     trace = "".join(traceback.format_exception(type(err), err, err.__traceback__))
     told: dict[str, Any] = {"trace": trace, "kind": type(err).__name__, "message": str(err), "hint": ""}
     if isinstance(err, DistrunError):
@@ -154,9 +155,10 @@ def coordinate(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int = 
 
 
 def _run(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int) -> tuple[Outcome, Mapping[str, Swept]]:
-    from distrun_runtime.coordinator import jobrun  # the client does not need it
-
     channels = job.backend.connect(job.plan.hosts, job.plan.job)
+    job.backend.boot(channels)
+    from distrun_runtime.coordinator import jobrun  # the client does not need it, and agents start meanwhile
+
     copier = _copier(job, sink)
     try:
         outcome = jobrun.run(
@@ -178,22 +180,24 @@ def _run(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int) -> tupl
 
 def _clear_up(job: PlannedJob, channels: Sequence[Channel], sink: Sink) -> Mapping[str, Swept]:
     """Wait for the ends of agents and guards; end what is left on hosts where that is not known. Ctrl-C ends it."""
+    from distrun_runtime.coordinator.failures import listed
+
     plan = job.plan
     left: tuple[str, ...] = ()
     try:
         left = job.backend.release(channels, plan.limits.grace_s + RELEASE_S)
         if not left:
             return {}
-        sink.say("ending what may be left on %s" % listed(left), "info")
+        sink.say(f"ending what may be left on {listed(left)}", "info")
         swept = job.backend.sweep(plan, plan.limits.grace_s, left)
     except KeyboardInterrupt:
         swept = {host: Swept(problem="interrupted") for host in left}
     for host, each in swept.items():
         for line in each.told_problem + each.told_left:
-            sink.say("%s: %s" % (host, line), "warning")
+            sink.say(f"{host}: {line}", "warning")
         if not each.problem:
-            ended = "ended %s" % listed([_cut(text) for text in each.ended]) if each.ended else "nothing was left"
-            sink.say("%s: %s" % (host, ended), "info")
+            ended = f"ended {listed([_cut(text) for text in each.ended])}" if each.ended else "nothing was left"
+            sink.say(f"{host}: {ended}", "info")
     return swept
 
 
@@ -211,7 +215,7 @@ def _note_fault(job: PlannedJob, folder: JobFolder, err: BaseException) -> None:
             128 + signal.SIGINT, facts.INTERRUPTED, "interrupted before anything was started", tasks=tasks
         )
     else:
-        text = "distrun itself failed: %s: %s" % (type(err).__name__, err)
+        text = f"distrun itself failed: {type(err).__name__}: {err}"
         outcome = Outcome(facts.EXIT_INTERNAL, facts.INTERNAL, text, tasks=tasks)
     with contextlib.suppress(OSError):  # the fault may be just that
         folder.finish(outcome)
@@ -224,7 +228,7 @@ def with_swept(outcome: Outcome, swept: Mapping[str, Swept], lease_s: float) -> 
     """
     known = {host: each for host, each in swept.items() if not each.problem}
     survivors = [text for text in outcome.survivors if text.rpartition(" on ")[2] not in known]
-    survivors += ["%s on %s" % (left, host) for host, each in known.items() for left in each.left]
+    survivors += [f"{left} on {host}" for host, each in known.items() for left in each.left]
     message = outcome.message
     lost = outcome.culprit.host if outcome.reason == facts.HOST_LOST and outcome.culprit is not None else ""
     if lost in swept:
@@ -232,7 +236,7 @@ def with_swept(outcome: Outcome, swept: Mapping[str, Swept], lease_s: float) -> 
         if swept[lost].problem:
             text = ": if that machine still runs, its agent, unless it is frozen, ends the tasks there within %s"
             message += text % duration(lease_s)
-            message += "; to make sure: distrun kill %s" % outcome.job
+            message += f"; to make sure: distrun kill {outcome.job}"
     return dataclasses.replace(outcome, message=message, survivors=tuple(survivors))
 
 
@@ -276,6 +280,8 @@ class _Client:
 
     def run(self) -> Outcome:
         """Show what the coordinator sends until it ends; return the outcome."""
+        from distrun_runtime.coordinator.interrupts import Interrupts  # while the coordinator begins its work
+
         self._terminal.start()
         with Interrupts(self._forward):
             try:
@@ -322,6 +328,8 @@ class _Client:
 
     def _forward(self, event: Event) -> None:
         """Tell the coordinator of a signal; called in the thread that reads signals."""
+        from distrun_runtime.coordinator.events import Interrupt, PauseToggled
+
         if isinstance(event, PauseToggled):
             self._terminal.toggle_pause()
         elif isinstance(event, Interrupt):

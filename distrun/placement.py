@@ -73,19 +73,17 @@ def place(
         UsageError: no hosts, none that takes a role, too few slots (E115), a scheduler host that is not among them.
     """
     if policy not in POLICIES:
-        raise UsageError("--placement: expected one of %s, found %r" % (", ".join(POLICIES), policy))
+        raise UsageError("--placement: expected one of {}, found {!r}".format(", ".join(POLICIES), policy))
     if not hosts.specs:
         raise UsageError("there is no host to run on", "name some with -H FILE or --hosts A,B")
     if scheduler_host and scheduler_host not in hosts.names:
         raise UsageError(
-            "--scheduler-host: %r is none of the job's hosts: %s" % (scheduler_host, ", ".join(hosts.names))
+            "--scheduler-host: {!r} is none of the job's hosts: {}".format(scheduler_host, ", ".join(hosts.names))
         )
     counts = {SERVER: servers, WORKER: workers}
     for role, count in counts.items():
         if count and not any(takes(spec, role) for spec in hosts.specs):
-            raise UsageError(
-                "no host takes a %s: all have another role" % role, "leave role= out, or write role=%s" % role
-            )
+            raise UsageError(f"no host takes a {role}: all have another role", f"leave role= out, or write role={role}")
     if policy == CYCLE:
         chosen = _cycle(counts, hosts)
     else:
@@ -219,7 +217,7 @@ def _check_room(counts: Mapping[str, int], rooms: _Rooms) -> None:
         return
     usable = rooms.limit("") + sum(min(count, rooms.limit(role)) for role, count in counts.items())
     offers = [
-        "%s:%d%s" % (spec.name, rooms.limits[spec.name], " for a %s" % spec.role if spec.role else "")
+        "%s:%d%s" % (spec.name, rooms.limits[spec.name], f" for a {spec.role}" if spec.role else "")
         for spec in rooms.specs
     ]
     if len(offers) > SHOWN:

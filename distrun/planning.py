@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
-import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from distrun import archive, backends, shell, ship
+from distrun import backends, shell, ship
 from distrun.backends.base import Backend, Rendered
 from distrun.errors import UsageError
 from distrun.hosts import HostSpec, Inventory, fold
@@ -137,7 +135,7 @@ def plan_job(request: Request, store: JobStore) -> PlannedJob:
         python="" if backend.ships_runtime else sys.executable,
         sync=None if tree is None else _sync(request, allocation, tree),
         inherited=request.outer if backend.inherits_env else {},
-        token="" if request.dry_run else secrets.token_hex(32),
+        token="" if request.dry_run else os.urandom(32).hex(),
     )
     plan, values = make_plan(request, allocation, setup)
     check_ports(request, plan)
@@ -175,6 +173,8 @@ def allocate(request: Request, backend: Backend) -> Allocation:
 def _check_python(request: Request) -> None:
     """Look for --python on this machine, where the servers will run."""
     if request.python and request.has_servers and request.ps == BUNDLED:
+        import shutil  # with all its formats of archives: not for every launch
+
         folders = given(request.settings, SERVER).get("PATH")
         path = request.outer.get("PATH", os.defpath) if folders is None else folders.value
         if shutil.which(os.path.expanduser(request.python), path=path) is None:
@@ -187,6 +187,8 @@ def _runtime(request: Request, backend: Backend) -> tuple[Runtime, bytes]:
     """Return where tasks find the runtime, and the archive that hosts are sent."""
     if not backend.ships_runtime:
         return Runtime(path=str(ship.runtime_root(request.outer, copy=not request.dry_run))), b""
+    from distrun import archive  # local jobs need none
+
     digest, data = archive.build()
     return Runtime(digest=digest), data
 
@@ -369,24 +371,24 @@ def _parameter_server(request: Request, slot: Slot, layout: _Layout) -> dict[str
 
 
 def _references(request: Request, slot: Slot, layout: _Layout) -> dict[str, str]:
-    address = "{host:%s.address}" % slot.host
+    address = f"{{host:{slot.host}.address}}"
     refs = {"DISTRUN_ADDR": address, "DMLC_NODE_HOST": address}
     if request.has_servers and request.ps == COMMAND:
         # A foreign scheduler publishes nothing: its port is one that the agent of its host holds.
         root = layout.first[SCHEDULER]
-        refs.update(DMLC_PS_ROOT_URI="{host:%s.address}" % root, DMLC_PS_ROOT_PORT="{%s/port:%s}" % (root, PS_PORT))
+        refs.update(DMLC_PS_ROOT_URI=f"{{host:{root}.address}}", DMLC_PS_ROOT_PORT=f"{{{root}/port:{PS_PORT}}}")
     elif request.has_servers and slot.role != SCHEDULER:
         # The bundled scheduler takes a free port itself and tells it; so it is given none.
         refs.update(DMLC_PS_ROOT_URI="{scheduler.address}", DMLC_PS_ROOT_PORT="{scheduler.port}")
     elif request.has_servers:
         # It tells a program of this job that speaks another protocol from a stranger.
-        refs["DISTRUN_WORKER_ADDRESSES"] = ",".join("{host:%s.address}" % host for host in layout.groups)
+        refs["DISTRUN_WORKER_ADDRESSES"] = ",".join(f"{{host:{host}.address}}" for host in layout.groups)
     if slot.role == WORKER:
         first = layout.first[WORKER]
         refs.update(
-            MASTER_ADDR="{host:%s.address}" % first,
-            MASTER_PORT="{%s/port:%s}" % (first, MASTER_PORT),
-            JAX_COORDINATOR_ADDRESS="{host:%s.address}:{%s/port:%s}" % (first, first, JAX_PORT),
+            MASTER_ADDR=f"{{host:{first}.address}}",
+            MASTER_PORT=f"{{{first}/port:{MASTER_PORT}}}",
+            JAX_COORDINATOR_ADDRESS=f"{{host:{first}.address}}:{{{first}/port:{JAX_PORT}}}",
         )
     return refs
 
@@ -445,7 +447,7 @@ def _hidden(slots: Sequence[Slot], users: Mapping[str, Mapping[str, Setting]]) -
         for name, setting in users[role].items():
             if setting.hidden and values.setdefault(name, setting.value) != setting.value:
                 raise UsageError(
-                    "%s has different values for two roles, and values that are kept secret are sent once" % name,
+                    f"{name} has different values for two roles, and values that are kept secret are sent once",
                     "give it under two names, or the same value to all with --env",
                 )
     return values
@@ -464,9 +466,9 @@ def check_ports(request: Request, plan: Plan) -> None:
         terms = []
         if request.has_servers and request.ps == BUNDLED:
             sizes = [(role, sum(task.host == host.name for task in plan.of_role(role))) for role in ROLES]
-            terms = [(size, "%s%s" % (role, "" if size == 1 else "s")) for role, size in sizes if size]
+            terms = [(size, "{}{}".format(role, "" if size == 1 else "s")) for role, size in sizes if size]
         if host.ports:
-            terms.append((len(host.ports), "held for other programs (%s)" % ", ".join(host.ports)))
+            terms.append((len(host.ports), "held for other programs ({})".format(", ".join(host.ports))))
         needed = sum(size for size, _ in terms)
         if needed > last - first + 1:
             raise UsageError(

@@ -57,23 +57,25 @@ def failure(outcome: Outcome, tail: Sequence[str] = (), log: str = "") -> str:
     lines: list[str] = _later(outcome)
     culprit = outcome.culprit
     if culprit is not None and culprit.task:
-        lines.append("first failure: %s on %s: %s" % (culprit.task, culprit.host, _how(culprit)))
+        lines.append(f"first failure: {culprit.task} on {culprit.host}: {_how(culprit)}")
         if culprit.consequence:
-            lines.append("  It had lost %s: %s" % (culprit.lost_peer, culprit.reason or "no reason known"))
+            lines.append("  It had lost {}: {}".format(culprit.lost_peer, culprit.reason or "no reason known"))
         elif culprit.reason and culprit.reason not in outcome.message:
-            lines.append("  %s" % culprit.reason)
+            lines.append(f"  {culprit.reason}")
         lines += _tail(tail, log)
     elif outcome.problems and (outcome.reason == facts.PREFLIGHT or len(outcome.problems) > 1):
         lines += _table(outcome.problems)
         lines.append("nothing was started on any host")
     elif culprit is not None:
-        lines.append("first failure: %s %s" % (culprit.host or "a host", _HOSTS.get(outcome.reason, "did not start")))
+        lines.append(
+            "first failure: {} {}".format(culprit.host or "a host", _HOSTS.get(outcome.reason, "did not start"))
+        )
         if "\n" in culprit.reason:
             lines += ["    | " + _cut(line) for line in culprit.reason.splitlines()[-TAIL_LINES:]]
     if outcome.survivors:
-        lines.append("may still run: %s" % ", ".join(outcome.survivors))
+        lines.append("may still run: {}".format(", ".join(outcome.survivors)))
     if culprit is not None and culprit.task and outcome.job:
-        lines.append("to read all that it wrote: distrun logs %s %s" % (outcome.job, culprit.task))
+        lines.append(f"to read all that it wrote: distrun logs {outcome.job} {culprit.task}")
     return "\n".join(lines)
 
 
@@ -83,7 +85,7 @@ def meaning(code: int | None, signal: str | None) -> str:
         return _SIGNALS.get(signal[3:] if signal.startswith("SIG") else signal, "")
     if code is not None and 128 < code < 128 + 65:
         try:
-            return "as a shell says of signal %s" % signals.Signals(code - 128).name[3:]
+            return f"as a shell says of signal {signals.Signals(code - 128).name[3:]}"
         except ValueError:
             return ""
     return _CODES.get(code or 0, "")
@@ -91,7 +93,7 @@ def meaning(code: int | None, signal: str | None) -> str:
 
 def _how(culprit: Culprit) -> str:
     if culprit.signal is not None:
-        text = "signal %s" % culprit.signal
+        text = f"signal {culprit.signal}"
     elif culprit.code == 0:
         text = "exit code 0, while workers still ran"
     elif culprit.missing:
@@ -99,17 +101,17 @@ def _how(culprit: Culprit) -> str:
     elif culprit.code is None:
         text = "it said that it fails"
     else:
-        text = "exit code %s" % culprit.code
+        text = f"exit code {culprit.code}"
     more = meaning(culprit.code, culprit.signal)
-    return "%s (%s)" % (text, more) if more else text
+    return f"{text} ({more})" if more else text
 
 
 def _tail(tail: Sequence[str], log: str) -> list[str]:
     if not tail:
-        return ["  It wrote nothing. Log: %s" % log] if log else []
+        return [f"  It wrote nothing. Log: {log}"] if log else []
     last = excerpt(tail)
     head = "  Its last line%s" % ("" if len(last) == 1 else "s")
-    return [head + (" (all of them: %s):" % log if log else ":")] + ["    | " + _cut(line) for line in last]
+    return [head + (f" (all of them: {log}):" if log else ":")] + ["    | " + _cut(line) for line in last]
 
 
 def excerpt(lines: Sequence[str]) -> list[str]:
@@ -172,15 +174,15 @@ def _later(outcome: Outcome) -> list[str]:
     failed = [task for task in outcome.tasks if task.state == facts.FAILED and task.name != first]
     if not failed:
         return []
-    named = ", ".join("%s (%s)" % (task.name, _short(task)) for task in failed[:_NAME_LIMIT])
+    named = ", ".join(f"{task.name} ({_short(task)})" for task in failed[:_NAME_LIMIT])
     more = " and %d more" % (len(failed) - _NAME_LIMIT) if len(failed) > _NAME_LIMIT else ""
     what = "1 other task" if len(failed) == 1 else "%d other tasks" % len(failed)
-    return ["%s failed later: %s%s" % (what, named, more)]
+    return [f"{what} failed later: {named}{more}"]
 
 
 def _short(task: TaskResult) -> str:
     if task.lost_peer:
-        return "lost %s" % task.lost_peer
+        return f"lost {task.lost_peer}"
     if task.signal is not None:
-        return "signal %s" % task.signal
+        return f"signal {task.signal}"
     return "exit code %d" % task.code if task.code is not None else task.reason

@@ -136,7 +136,7 @@ class Request:
         count("-n/--num-workers", self.workers, 1)
         count("-s/--num-servers", self.servers, 0)
         if self.ps not in PS_CHOICES:
-            raise UsageError("--ps: expected %s, found %r" % (" or ".join(PS_CHOICES), self.ps))
+            raise UsageError("--ps: expected {}, found {!r}".format(" or ".join(PS_CHOICES), self.ps))
         seconds("--grace", self.limits.grace_s, 0)
         seconds("--start-timeout", self.limits.start_s, environ.BY_NAME["DISTRUN_START_TIMEOUT"].low)
         seconds("--suspect-after", self.limits.suspect_s)
@@ -147,11 +147,11 @@ class Request:
             seconds("--op-timeout", self.op_timeout_s, environ.BY_NAME["DISTRUN_OP_TIMEOUT"].low)
         if self.limits.lost_s < self.limits.suspect_s:
             raise UsageError(
-                "--lost-after %g is less than --suspect-after %g" % (self.limits.lost_s, self.limits.suspect_s),
+                f"--lost-after {self.limits.lost_s:g} is less than --suspect-after {self.limits.suspect_s:g}",
                 "a host is first suspect, then lost",
             )
         if self.name and not re.fullmatch(r"[\w.+@:-]{1,64}", self.name):
-            raise UsageError("--name: expected up to 64 letters, digits or . _ + @ : -, found %r" % self.name)
+            raise UsageError(f"--name: expected up to 64 letters, digits or . _ + @ : -, found {self.name!r}")
         if self.port_range:
             parse_port_range(self.port_range)
         _check_imports(self)
@@ -159,7 +159,7 @@ class Request:
             _check_subnet(self.subnet)
         for word in self.command:
             if "\0" in word:
-                raise UsageError("the command holds a NUL character in %r; no program can be given one" % word)
+                raise UsageError(f"the command holds a NUL character in {word!r}; no program can be given one")
 
     @property
     def has_servers(self) -> bool:
@@ -226,8 +226,8 @@ def parse_env(words: Iterable[str], outer: Mapping[str, str]) -> tuple[list[Sett
         if pair and not equals and not fnmatch.filter(outer, name):
             shown = "..." if is_secret(pair[1]) else pair[2]
             raise UsageError(
-                "--env: expected NAME=VALUE, NAME or PREFIX*, found %r" % ("%s:%s" % (pair[1], shown)),
-                "type --env %s" % shlex.quote("%s=%s" % (pair[1], shown)),
+                "--env: expected NAME=VALUE, NAME or PREFIX*, found {!r}".format(f"{pair[1]}:{shown}"),
+                "type --env {}".format(shlex.quote(f"{pair[1]}={shown}")),
             )
         if equals:
             settings.append(setting("--env", name, value))
@@ -235,12 +235,12 @@ def parse_env(words: Iterable[str], outer: Mapping[str, str]) -> tuple[list[Sett
             names = sorted(n for n in outer if fnmatch.fnmatchcase(n, name) and not is_ours(n))
             settings += [Setting(n, outer[n], hidden=True) for n in names]
             if not names:
-                notes.append("--env %r: no variable here has such a name" % name)
+                notes.append(f"--env {name!r}: no variable here has such a name")
         elif name in outer:
             settings.append(setting("--env", name, outer[name], hidden=True))
         else:
             setting("--env", name, "")
-            notes.append("--env %s: it is not set here, so there is nothing to forward" % name)
+            notes.append(f"--env {name}: it is not set here, so there is nothing to forward")
     return settings, notes
 
 
@@ -255,7 +255,7 @@ def parse_role_env(role: str, words: Iterable[str]) -> list[Setting]:
     for word in words:
         match = re.match(r"([^=:]*)[=:](.*)\Z", word, re.DOTALL)
         if match is None:
-            raise UsageError("%s: expected NAME=VALUE, found %r" % (option, word))
+            raise UsageError(f"{option}: expected NAME=VALUE, found {word!r}")
         settings.append(setting(option, match.group(1), match.group(2), role=role))
     return settings
 
@@ -277,7 +277,7 @@ def parse_env_file(text: str, path: str) -> list[Setting]:
             continue
         name, equals, value = body.partition("=")
         if not equals:
-            raise UsageError("%s: expected KEY=VALUE, found %r" % (where, name.strip()))
+            raise UsageError(f"{where}: expected KEY=VALUE, found {name.strip()!r}")
         settings.append(setting(where, name.strip(), _unquote(value.strip(), where), hidden=True))
     return settings
 
@@ -289,13 +289,13 @@ def setting(option: str, name: str, value: str, role: str = "", hidden: bool = F
         UsageError: a name that is empty, malformed or set by distrun itself; a NUL character.
     """
     if not name or re.search(r"[\s=\0]", name):
-        raise UsageError("%s: expected a variable's name, found %r" % (option, name))
+        raise UsageError(f"{option}: expected a variable's name, found {name!r}")
     if "\0" in value:
-        raise UsageError("%s: the value of %s holds a NUL character" % (option, name))
+        raise UsageError(f"{option}: the value of {name} holds a NUL character")
     if is_ours(name):
         row = environ.BY_NAME[name]
         raise UsageError(
-            "%s: %s is set by distrun itself (%s)" % (option, name, row.doc.rstrip(".")),
+            "{}: {} is set by distrun itself ({})".format(option, name, row.doc.rstrip(".")),
             "leave it out; the other variables are yours",
         )
     return Setting(name, value, role, hidden or is_secret(name))
@@ -320,7 +320,7 @@ def parse_port_range(text: str) -> tuple[int, int]:
     """
     match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", text)
     if match is None or not 1 <= int(match.group(1)) <= int(match.group(2)) <= 65535:
-        raise UsageError("--port-range: expected FIRST-LAST within 1-65535, found %r" % text)
+        raise UsageError(f"--port-range: expected FIRST-LAST within 1-65535, found {text!r}")
     return int(match.group(1)), int(match.group(2))
 
 
@@ -346,7 +346,7 @@ def _unquote(value: str, where: str) -> str:
     match = re.fullmatch(pattern + r"\s*(?:#.*)?", value)
     if match is None:
         # The value may be a secret: it is not repeated here.
-        raise UsageError("%s: the value's %s is not closed, or something follows it" % (where, quote))
+        raise UsageError(f"{where}: the value's {quote} is not closed, or something follows it")
     if quote == "'":
         return match.group(1)
     known = {"n": "\n", "t": "\t", "r": "\r"}
@@ -357,13 +357,12 @@ def _check_imports(request: Request) -> None:
     for name in request.server_imports:
         if not all(part.isidentifier() for part in name.split(".")) or name.endswith(".py"):
             raise UsageError(
-                "--server-import: expected a module's name as `import` takes it, such as my_rules; found %r" % name,
+                f"--server-import: expected a module's name as `import` takes it, such as my_rules; found {name!r}",
                 "leave .py and folders out: servers start in the job's directory and import from there",
             )
     if request.server_imports and not (request.has_servers and request.ps == BUNDLED):
         raise UsageError(
-            "--server-import: this job has no servers of distrun's own that could import %s"
-            % request.server_imports[0],
+            f"--server-import: this job has no servers of distrun's own that could import {request.server_imports[0]}",
             "leave it out, or have some (-s 1 or more, and no --ps command)",
         )
 
@@ -374,7 +373,7 @@ def _check_subnet(text: str) -> None:
     try:
         ipaddress.ip_network(text, strict=False)
     except ValueError as err:
-        raise UsageError("--subnet: expected a network such as 10.0.0.0/8 or fd00::/8, found %r" % text) from err
+        raise UsageError(f"--subnet: expected a network such as 10.0.0.0/8 or fd00::/8, found {text!r}") from err
 
 
 def count(option: str, value: str | int, low: int, high: int = MOST) -> int:
@@ -403,7 +402,7 @@ def seconds(option: str, value: str | float, low: float | None = None) -> float:
     except ValueError:
         number = math.nan
     if not (number > 0 if low is None else low <= number) or not number <= environ.LONGEST_S:
-        least = "more than 0, at most" if low is None else "from %g to" % low
+        least = "more than 0, at most" if low is None else f"from {low:g} to"
         raise UsageError(
             "%s: expected a time in seconds, %s %d (a year), found %s"
             % (option, least, environ.LONGEST_S, _shown(value))
@@ -417,5 +416,5 @@ def exact(number: float) -> str:
 
 
 def _shown(value: str | float) -> str:
-    text = value if isinstance(value, str) else "%g" % value if isinstance(value, float) else str(value)
+    text = value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else str(value)
     return repr(text) if len(text) <= SHOWN else repr(text[:SHOWN]) + "..."

@@ -232,6 +232,13 @@ def test_golden_challenge_and_proof() -> None:
             {"type": "output", "task": "worker-0", "stream": "out", "offset": 0, "seq": 5},
             b"hello\n",
         ),
+        (GOLDEN["said"], {"type": "said", "text": "2 hosts are up", "level": "info"}, b""),
+        (
+            GOLDEN["place"],
+            {"type": "output", "task": "worker-0", "host": "h1", "stream": "out", "at": 4096, "length": 512},
+            b"",
+        ),
+        (GOLDEN["signal"], {"type": "signal", "name": "INT"}, b""),
     ],
 )
 def test_golden_frames(golden: str, header: dict[str, Any], raw: bytes) -> None:
@@ -306,16 +313,16 @@ def test_the_page_lists_what_the_coordinator_sends() -> None:
 
 
 def test_the_page_lists_what_the_agent_sends() -> None:
-    """As its source says it: each `_send("type", member=...)`, `_say(...)` and `{"type": ...}`."""
+    """As its source says it: each `say("type", member=...)` and `_say(...)`."""
     found: dict[str, set[str]] = {}
     for path in (ROOT / "runtime" / "distrun_runtime" / "agent").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
                 first = node.args[0]
-                if node.func.attr in ("_send", "_say") and isinstance(first, ast.Constant):
+                if node.func.attr in ("say", "_say") and isinstance(first, ast.Constant):
                     found.setdefault(str(first.value), set()).update(word.arg for word in node.keywords if word.arg)
     listed = members("Agent to coordinator")
-    assert set(found) | {"output"} == set(listed)
+    assert set(found) == set(listed)
     assert set(frames._EVENTS) == set(listed)
     for kind, names in found.items():
         assert names <= listed[kind], kind

@@ -36,7 +36,7 @@ def load(name: str) -> Backend:
     try:
         backend: Backend = getattr(importlib.import_module(module), member)()
     except (ImportError, AttributeError) as err:
-        raise DistrunError("--launcher %s: %s cannot be loaded: %s" % (name, path, err)) from err
+        raise DistrunError(f"--launcher {name}: {path} cannot be loaded: {err}") from err
     return backend
 
 
@@ -49,12 +49,12 @@ def _registered() -> dict[str, str]:
 def _unknown(name: str) -> UsageError:
     if name in PLANNED:
         return UsageError(
-            "--launcher %s: not implemented yet; this version has: %s" % (name, ", ".join(names())),
+            "--launcher {}: not implemented yet; this version has: {}".format(name, ", ".join(names())),
             "run on this machine with --launcher local",
         )
     import difflib
 
     known = names()
     near = difflib.get_close_matches(name, known + PLANNED, n=1)
-    guess = "did you mean %s?" % near[0] if near else ""
-    return UsageError("--launcher: there is no launcher %r; known: %s" % (name, ", ".join(known)), guess)
+    guess = f"did you mean {near[0]}?" if near else ""
+    return UsageError("--launcher: there is no launcher {!r}; known: {}".format(name, ", ".join(known)), guess)

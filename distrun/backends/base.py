@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from distrun_runtime.contract.plan import Host, Plan
-from distrun_runtime.coordinator.channel import Channel
 
 if TYPE_CHECKING:
     from distrun.hosts import HostSpec, Inventory
     from distrun.ssh.ask import Asker
+    from distrun_runtime.coordinator.channel import Channel
 
 
 GUARD_S = 5.0
@@ -42,12 +42,12 @@ class Swept:
     @property
     def told_left(self) -> list[str]:
         """What to tell the user of processes that are still there, a line each."""
-        return ["%s did not end" % each for each in self.left]
+        return [f"{each} did not end" for each in self.left]
 
     @property
     def told_problem(self) -> list[str]:
         """What to tell the user of a host that did not answer; empty if it did."""
-        return ["cannot be asked: %s" % self.problem] if self.problem else []
+        return [f"cannot be asked: {self.problem}"] if self.problem else []
 
     @property
     def short(self) -> str:
@@ -55,14 +55,14 @@ class Swept:
         if self.problem:
             return "it cannot be reached again"
         if self.left:
-            return "%s there did not end" % _count(len(self.left))
+            return f"{_count(len(self.left))} there did not end"
         if not self.ended:
             return "nothing was left there"
-        return "%s left there %s ended" % (_count(len(self.ended)), "was" if len(self.ended) == 1 else "were")
+        return "{} left there {} ended".format(_count(len(self.ended)), "was" if len(self.ended) == 1 else "were")
 
     def lines(self) -> list[str]:
         """Return what to tell the user, a line each."""
-        lines = ["ended %s" % each for each in self.ended] + self.told_left + self.told_problem
+        lines = [f"ended {each}" for each in self.ended] + self.told_left + self.told_problem
         return lines if self.left or self.problem else [*lines, "all its processes have ended"]
 
 
@@ -112,6 +112,9 @@ class Backend(ABC):
 
         `job`: the job whose agents they are. Agents and guards carry its marks (`marks`), as its tasks do. Empty: none.
         """
+
+    def boot(self, channels: Sequence[Channel]) -> None:  # noqa: B027 - most have nothing to do
+        """Begin what agents can do while the coordinator is not ready to hear them. Does nothing by default."""
 
     @abstractmethod
     def release(self, channels: Sequence[Channel], limit_s: float) -> tuple[str, ...]:

@@ -1,14 +1,16 @@
-"""The agent as one line of text: everything a host needs, compressed, imported from memory.
+"""Builds the blobs: the agent's and the coordinator's program as one line of text each, imported from memory on a host.
 
-A host needs nothing but a python3 of at least 3.8. It is started as `python -I -c BOOT` and reads its program from
-standard input: the first line is the blob, what follows are frames. Nothing has to be quoted but BOOT, which holds no
-character that a shell would touch inside single quotes.
+A host needs only a python3 of at least 3.8. It is started as `python -I -c BOOT` and reads its program from standard
+input: the first line is the blob, frames follow. BOOT contains no character that a shell would touch inside single
+quotes; nothing else has to be quoted.
 
-Compiling the modules is a third of an agent's start. So the first agent of a version on a host keeps them compiled in
-the user's cache, in a folder that nobody else can write to; where that cannot be, each agent compiles them.
+A blob is two words of base64. The first is the importer, Python source. The second is the source of the modules; it is
+only unpacked if a module is not in the cache. Compiling takes a third of an agent's start, so the first agent of a
+version on a host keeps the compiled modules in the user's cache, in a folder that only the user can write to. If that
+is not possible, each agent compiles them.
 
-The local backend starts from the same blob; there it carries the files' true names (`origin`), so that tracebacks
-and coverage mean the checkout. Docstrings and comments stay at home; line numbers are kept.
+The local backend uses the same blob, with the true file names (`with_origin`), so that tracebacks and coverage name the
+checkout. Docstrings and comments are left out; line numbers stay.
 """
 
 from __future__ import annotations
@@ -26,15 +28,12 @@ import distrun_runtime
 from distrun import keep
 
 LIMIT = 96 * 1024
-"""Bytes of base64. Linux caps one string of an exec at 128 KiB, should the blob ever travel as an argument."""
+"""Bytes of base64. Linux caps one string of an exec at 128 KiB, should a blob ever travel as an argument."""
 
 PACKAGE = "distrun_runtime"
-ROOMS = ("contract", "agent", "coordinator")
-FILES = ("__init__.py", "errors.py")
+SHARED = ("__init__.py", "errors.py")
 TABLE_ROW = "_row"
-"""What makes a row of `contract.environ.TABLE`; its fourth argument is for readers."""
-LEFT_OUT = ("jobid.py", "jobstore.py", "jobrun.py")
-"""Files of the coordinator that stay at home: jobs are named, found and run by the machine that launches them."""
+"""Function whose calls make the rows of `contract.environ.TABLE`. The fourth argument is documentation."""
 
 BOOT = (
     'exec("import binascii,json,os,sys,zlib\\n'
@@ -44,46 +43,48 @@ BOOT = (
     ' if not d:sys.exit(\\"distrun: standard input ended before the agent had arrived\\")\\n'
     " b+=d\\n"
     "l,_,r=bytes(b).partition(bytes([10]))\\n"
-    "m=json.loads(zlib.decompress(binascii.a2b_base64(l)).decode())\\n"
-    'exec(m[\\"importer\\"])")'
+    "importer,modules=[binascii.a2b_base64(each) for each in l.split()]\\n"
+    'exec(zlib.decompress(importer))")'
 )
 """Python source of one line: reads the blob from descriptor 0, leaves what came after it in `r`, runs its importer."""
 
-# Not importlib.abc and friends: they cost 25 ms. No f-strings or the like: an old Python must come to the message.
-# `inspect` costs 6 ms and is imported by `dataclasses` for what is not used here; should it be, it is imported then.
+# Before this text come the blob's own facts: `names`, `packages`, `origin`, `digest`. After it comes what is to be run.
+# Nothing from importlib: it costs up to 25 ms. No f-strings or the like: an old Python must come to the message.
+# `inspect` costs 6 ms and is imported by `dataclasses` for what is not used here. It is imported when it is used.
+# Nothing is collected while modules are imported: there is no garbage, and looking for it costs 2 ms.
 IMPORTER = '''\
 if sys.version_info < (3, 8):
     sys.exit("distrun: this host's %s is Python %s; the agent needs 3.8 or newer, name one that is"
              % (sys.executable, sys.version.split()[0]))
+import gc
+gc.disable()
 import marshal
+from _frozen_importlib import ModuleSpec
 from _frozen_importlib_external import MAGIC_NUMBER
-from importlib.machinery import ModuleSpec
 
-if "inspect" not in sys.modules:
-    late = type(sys)("inspect")
-    def load(name):
-        if sys.modules.get("inspect") is late:
-            del sys.modules["inspect"]
-        import inspect
-        return getattr(inspect, name)
-    late.__getattr__ = load
-    sys.modules["inspect"] = late
-    import dataclasses
+def load_inspect(name):
     if sys.modules.get("inspect") is late:
         del sys.modules["inspect"]
+    import inspect
+    return getattr(inspect, name)
+
+late = type(sys)("inspect")
+late.__getattr__ = load_inspect
+sys.modules.setdefault("inspect", late)
 
 cache = os.environ.get("XDG_CACHE_HOME", "")
 cache = os.path.join(cache if os.path.isabs(cache) else os.path.join(os.path.expanduser("~"), ".cache"), "distrun")
 folder = os.path.join(cache, "agent")
-file = os.path.join(folder, m["digest"] + "-" + binascii.hexlify(MAGIC_NUMBER).decode() + ".code")
+file = os.path.join(folder, digest + "-" + binascii.hexlify(MAGIC_NUMBER).decode() + ".code")
 codes = {}
+sources = {}
 
 def is_private(path):
     info = os.lstat(path)
     return info.st_uid == os.geteuid() and not info.st_mode & 18
 
 def mended(path):
-    # As agent/cache.py does it: ours to which others can write has nothing in it that is ours and not by us.
+    # As agent/cache.py does it: if others can write to a folder of ours, they cannot have put files of ours there.
     info = os.lstat(path)
     if info.st_mode & 61440 != 16384 or info.st_uid != os.geteuid():
         return False
@@ -91,11 +92,15 @@ def mended(path):
         os.chmod(path, info.st_mode & 4095 & ~18)
     return True
 
+def source(name):
+    if not sources:
+        sources.update(json.loads(zlib.decompress(modules).decode()))
+    return sources[name]
+
 def compiled(name):
-    return compile(m["modules"][name], blob.get_filename(name), "exec", dont_inherit=True)
+    return compile(source(name), blob.get_filename(name), "exec", dont_inherit=True)
 
 def keep():
-    names = [name for name in m["modules"] if ".coordinator" not in name]
     try:
         if all(name in codes for name in names):
             return
@@ -131,9 +136,9 @@ class Blob:
     """Imports what the blob holds, and nothing else."""
 
     def find_spec(self, name, path=None, target=None):
-        if name not in m["modules"]:
+        if name not in names:
             return None
-        spec = ModuleSpec(name, self, origin=self.get_filename(name), is_package=name in m["packages"])
+        spec = ModuleSpec(name, self, origin=self.get_filename(name), is_package=name in packages)
         spec.has_location = True
         return spec
 
@@ -149,66 +154,91 @@ class Blob:
         exec(code if type(code) is type(is_private.__code__) else compiled(name), module.__dict__)
 
     def is_package(self, name):
-        return name in m["packages"]
+        return name in packages
 
     def get_filename(self, name):
-        return m["origin"].get(name) or "<distrun agent>/" + name.replace(".", "/") + ".py"
+        return origin.get(name) or "<distrun agent>/" + name.replace(".", "/") + ".py"
 
     def get_source(self, name):
-        return m["modules"][name]
+        return source(name)
 
 blob = Blob()
 sys.meta_path.insert(0, blob)
-from distrun_runtime.agent.__main__ import main
-sys.exit(main(r, keep))
 '''
+
+START_AGENT = """\
+from distrun_runtime.agent import guard
+gc.enable()
+code = guard.serve(r, keep)
+sys.stderr.flush()
+os._exit(code)  # taking the interpreter down costs 10 ms, in the agent and in its guard
+"""
 
 
 def command(python: str) -> tuple[str, ...]:
-    """Return the argument list that starts an agent; the line of `build` goes to its standard input first.
+    """Return the argument list that starts a program; its blob goes to standard input first.
 
-    -I: neither the current folder nor PYTHONPATH may put a module of the user's in the agent's way.
+    -I: neither the current folder nor PYTHONPATH may put a module of the user's in the program's way.
     """
     return (python, "-I", "-c", BOOT)
 
 
 @functools.lru_cache(maxsize=2)
-def build(with_origin: bool = False) -> bytes:
-    """Return the blob: one line, newline included.
+def agent(with_origin: bool = False) -> bytes:
+    """Return the agent's blob: one line, newline included.
 
     Args:
         with_origin: name the true files of this machine in tracebacks (the agent runs here).
 
     Raises:
-        ValueError: it is over LIMIT. A test sees to it that this never reaches a user.
+        ValueError: it is over LIMIT. A test fails long before.
     """
-    files = _files()
+    return _kept("agent", START_AGENT, with_origin)
+
+
+def coordinator(start: str) -> bytes:
+    """Return the coordinator's blob.
+
+    Args:
+        start: Python source that is run when everything can be imported.
+
+    Raises:
+        ValueError: it is over LIMIT. A test fails long before.
+    """
+    return _kept("coordinator", start, with_origin=False)
+
+
+def _kept(program: str, start: str, with_origin: bool) -> bytes:
+    files = _files(program)
     sources = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
     origin = {name: str(file) for name, file in files.items()} if with_origin else {}
     # Leaving out what need not travel takes a fifth of a second; this very module says how.
-    made_from = [sources, origin, Path(__file__).read_text(encoding="utf-8")]
-    return keep.kept(_digest(made_from), ".blob", lambda: _line(sources, origin))
+    made_from = [program, start, sources, origin, Path(__file__).read_text(encoding="utf-8")]
+    return keep.kept(_digest(made_from), ".blob", lambda: _line(program, start, sources, origin))
 
 
-def _files() -> dict[str, Path]:
+def _files(program: str) -> dict[str, Path]:
     """Return the modules that travel, by name."""
     root = Path(distrun_runtime.__file__).parent
-    found = [(PACKAGE, root / name) for name in FILES]
-    for room in ROOMS:
-        files = sorted((root / room).glob("*.py"))
-        found += [("%s.%s" % (PACKAGE, room), file) for file in files if file.name not in LEFT_OUT]
-    return {package if file.name == "__init__.py" else "%s.%s" % (package, file.stem): file for package, file in found}
+    found = [(PACKAGE, root / name) for name in SHARED]
+    for package in ("contract", program):
+        found += [(f"{PACKAGE}.{package}", file) for file in sorted((root / package).glob("*.py"))]
+    return {package if file.name == "__init__.py" else f"{package}.{file.stem}": file for package, file in found}
 
 
-def _line(sources: Mapping[str, str], origin: Mapping[str, str]) -> bytes:
+def _line(program: str, start: str, sources: Mapping[str, str], origin: Mapping[str, str]) -> bytes:
     modules = {name: bare(source) for name, source in sources.items()}
-    packages = [PACKAGE, *("%s.%s" % (PACKAGE, room) for room in ROOMS)]
-    digest = _digest([modules, origin])[:32]
-    parts = {"importer": IMPORTER, "modules": modules, "packages": packages, "origin": origin, "digest": digest}
-    text = json.dumps(parts, sort_keys=True, ensure_ascii=False).encode("utf-8")
-    line = binascii.b2a_base64(zlib.compress(text, 9), newline=False)
+    facts = {
+        "names": sorted(modules),
+        "packages": [PACKAGE, f"{PACKAGE}.contract", f"{PACKAGE}.{program}"],
+        "origin": dict(origin),
+        "digest": _digest([modules, origin])[:32],
+    }
+    importer = "".join(f"{name} = {value!r}\n" for name, value in facts.items()) + IMPORTER + start
+    words = (importer, json.dumps(modules, sort_keys=True, ensure_ascii=False))
+    line = b" ".join(binascii.b2a_base64(zlib.compress(word.encode("utf-8"), 9), newline=False) for word in words)
     if len(line) > LIMIT:
-        raise ValueError("the agent's blob is %d bytes, the limit is %d; leave a module out" % (len(line), LIMIT))
+        raise ValueError(f"the blob of the {program} is {len(line)} bytes, the limit is {LIMIT}; leave a module out")
     return line + b"\n"
 
 
@@ -217,10 +247,9 @@ def _digest(value: object) -> str:
 
 
 def bare(source: str) -> str:
-    """Return Python source without comments; every statement stays on its line. Pure.
+    """Return Python source without comments; every statement stays on its line. No side effects.
 
-    Documentation is cut to a dot: docstrings, and what the rows of `contract.environ.TABLE` say of a variable. Lines
-    are indented by one blank for each level.
+    Documentation is cut to a dot: docstrings, and the descriptions of variables in `contract.environ.TABLE`.
     """
     import ast  # only needed for the first launch of a version
     import tokenize
@@ -244,30 +273,4 @@ def bare(source: str) -> str:
             lines[first + 1 : last + 1] = [""] * (last - first)
             if first < last:
                 lines[last] = rest
-    return _narrow("\n".join(lines) + "\n")
-
-
-def _narrow(source: str) -> str:
-    """Return Python source without comments whose lines are indented as little as possible. Pure."""
-    import tokenize
-
-    level = 0
-    is_new = True
-    levels: dict[int, int] = {}
-    inside: set[int] = set()  # a string: its lines stay as they are
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type in (tokenize.INDENT, tokenize.DEDENT):
-            level += 1 if token.type == tokenize.INDENT else -1
-        elif token.type not in (tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER):
-            if is_new:
-                levels[token.start[0] - 1] = level
-            inside.update(range(token.start[0], token.end[0]))
-        if token.type == tokenize.NEWLINE:
-            is_new = True
-        elif token.type not in (tokenize.NL, tokenize.INDENT, tokenize.DEDENT):
-            is_new = False
-    lines = source.splitlines()
-    return "".join(
-        (line if row in inside else " " * levels.get(row, 0) + line.lstrip(" ")) + "\n"
-        for row, line in enumerate(lines)
-    )
+    return "\n".join(lines) + "\n"

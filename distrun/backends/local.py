@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from distrun.backends import blob
 from distrun.backends.base import GUARD_S, Backend, Rendered, Swept, marks
@@ -20,8 +20,9 @@ from distrun.hosts import Inventory
 from distrun.hosts import local as this_machine
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.plan import Host, Plan
-from distrun_runtime.coordinator.channel import Channel, Put, StreamChannel
-from distrun_runtime.coordinator.events import StartFailed
+
+if TYPE_CHECKING:
+    from distrun_runtime.coordinator.channel import Channel, Put, StreamChannel
 
 LOOPBACK = "127.0.0.1"
 WELL = (0, 6, 143)
@@ -54,6 +55,12 @@ class Local(Backend):
         """Return the channel to the one agent."""
         return tuple(ChildChannel(host.name, _argv(), marks(job, host.name)) for host in hosts)
 
+    def boot(self, channels: Sequence[Channel]) -> None:
+        """Start the agent's process: its interpreter starts while our caller imports the loop."""
+        for channel in channels:
+            if isinstance(channel, ChildChannel):
+                channel.boot()
+
     def release(self, channels: Sequence[Channel], limit_s: float) -> tuple[str, ...]:
         """Wait for the end of agent and guard, so that nothing of a job is left when its launcher has ended."""
         ours = [channel for channel in channels if isinstance(channel, ChildChannel)]
@@ -69,7 +76,7 @@ class Local(Backend):
 
 
 class ChildChannel:
-    """A channel to an agent that is our child process, started by `start`."""
+    """A channel to an agent that is our child process, started by `boot`, or by `start` at the latest."""
 
     def __init__(self, host: str, argv: tuple[str, ...], env: Mapping[str, str] = MappingProxyType({})) -> None:
         """`env`: variables that are added to ours."""
@@ -78,6 +85,9 @@ class ChildChannel:
         self._env = env
         self._inner: StreamChannel | None = None
         self._child: subprocess.Popen[bytes] | None = None
+        self._failure: OSError | None = None
+        self._program = b""
+        """What of the agent's program is still to be sent."""
         self._words: deque[str] = deque(maxlen=LAST_WORDS)
         self._listener: threading.Thread | None = None
 
@@ -86,10 +96,10 @@ class ChildChannel:
         """`Host.name` of the plan."""
         return self._host
 
-    def start(self, put: Put) -> None:
-        """Start the agent and send it its own modules."""
+    def boot(self) -> None:
+        """Start the agent's process and give it what its pipe takes of its program. `start` tells of a failure."""
         try:
-            child = subprocess.Popen(
+            self._child = subprocess.Popen(
                 self._argv,
                 env={**environ.snapshot(), **self._env},
                 stdin=subprocess.PIPE,
@@ -98,9 +108,29 @@ class ChildChannel:
                 bufsize=0,
             )
         except OSError as err:
-            put(StartFailed(self._host, "cannot start %s: %s" % (self._argv[0], err.strerror), time.time()))
+            self._failure = err
             return
-        self._child = child
+        self._program = blob.agent(with_origin=True)
+        assert self._child.stdin is not None  # a pipe
+        fd = self._child.stdin.fileno()
+        with contextlib.suppress(OSError):  # it has ended: `start` hears why
+            os.set_blocking(fd, False)
+            _widen(fd, len(self._program))
+            self._program = self._program[os.write(fd, self._program) :]
+
+    def start(self, put: Put) -> None:
+        """Send the agent its own modules, and from now on put what arrives."""
+        # Not needed before: the agent's interpreter starts while these are imported.
+        from distrun_runtime.coordinator.channel import StreamChannel
+        from distrun_runtime.coordinator.events import StartFailed
+
+        if self._child is None and self._failure is None:
+            self.boot()
+        child = self._child
+        if child is None:
+            why = "" if self._failure is None else self._failure.strerror
+            put(StartFailed(self._host, f"cannot start {self._argv[0]}: {why}", time.time()))
+            return
         self._listener = threading.Thread(target=self._listen, args=(child.stderr,), name="agent stderr", daemon=True)
         self._listener.start()
         # The channel owns these two descriptors and closes them itself.
@@ -110,7 +140,8 @@ class ChildChannel:
                 pipe.close()
         inner = StreamChannel(self._host, ends[0], ends[1], explain=self._explain)
         inner.start(put)
-        inner.send(blob.build(with_origin=True))
+        if self._program:
+            inner.send(self._program)
         self._inner = inner
 
     @property
@@ -164,6 +195,14 @@ class ChildChannel:
         else:
             how = "it was ended by signal %d" % -code if code < 0 else "it ended with code %d" % code
         return "\n".join([how, *self._words])
+
+
+def _widen(fd: int, size: int) -> None:
+    """Let a pipe take `size` bytes at once, where the system can (Linux)."""
+    import fcntl
+
+    if hasattr(fcntl, "F_SETPIPE_SZ"):
+        fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, size)
 
 
 def _wait_s(channel: ChildChannel, limit_s: float) -> float:

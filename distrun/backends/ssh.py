@@ -70,7 +70,7 @@ class Ssh(Backend):
 
     def connect(self, hosts: Sequence[Host], job: str = "") -> tuple[Channel, ...]:
         """Return one channel for each host."""
-        agent = blob.build()
+        agent = blob.agent()
         targets = [(host.name, _target(host)) for host in hosts]
         return tuple(
             SshChannel(name, target, _command(target, job, name), agent, self._connector) for name, target in targets

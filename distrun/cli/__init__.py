@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -167,6 +166,8 @@ def _other(err: Exception, settings: Settings) -> int:
 
 def _fail(message: str, hint: str, code: int, settings: Settings) -> int:
     if settings.verbosity >= 2:
+        import traceback
+
         print_err(traceback.format_exc())
     lines = message.splitlines() or [""]
     print_err("".join(f"distrun: error: {line}\n" for line in lines))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -102,8 +101,8 @@ class Console:
         """Take one message of our own; below the chosen level it is dropped."""
         if LEVELS.index(level) < self._level:
             return
-        mark = "%s: " % level if level in ("warning", "error") else ""
-        self.write_err("distrun: %s%s\n" % (mark, text))
+        mark = f"{level}: " if level in ("warning", "error") else ""
+        self.write_err(f"distrun: {mark}{text}\n")
 
     def write_err(self, text: str) -> None:
         """Print text to stderr as it stands."""
@@ -153,7 +152,7 @@ class Console:
     def _on_broken(self, fd: int) -> None:
         if fd == self._fds["out"] and self._job:
             what = "all that the job printed" if self._is_closing else "the job goes on"
-            self.say("stdout is closed; %s: distrun logs %s" % (what, self._job))
+            self.say(f"stdout is closed; {what}: distrun logs {self._job}")
 
     def _find_log(self, task: str) -> Path | None:
         return self._log_path(task) if self._log_path else None
@@ -194,6 +193,8 @@ def is_terminal() -> bool:
 
 def width() -> int:
     """Return how many columns there are for a table on stdout."""
+    import shutil  # with all its formats of archives: for tables only
+
     return shutil.get_terminal_size().columns if is_terminal() else WIDE
 
 

@@ -40,10 +40,10 @@ def as_json(plan: Plan, rendered: Rendered) -> dict[str, Any]:
         "cwd": plan.cwd,
         "interface": plan.interface,
         "subnet": plan.subnet,
-        "limits": dict(vars(plan.limits)),
+        "limits": plan.limits._asdict(),
         "unset": list(plan.unset),
         "activate": plan.activate,
-        "sync": None if plan.sync is None else dict(vars(plan.sync)),
+        "sync": None if plan.sync is None else plan.sync._asdict(),
         "agent_env": agent_env(),
         "hosts": [
             {
@@ -81,7 +81,7 @@ def as_text(plan: Plan, rendered: Rendered, whole: bool = False) -> str:
     lines.append("nothing is started; {...} is filled in when it is known")
     if plan.sync is not None:
         what = "%d files, %d bytes" % (plan.sync.files, plan.sync.size)
-        lines += ["copied before: %s/ -> %s on each host (%s)" % (plan.sync.source.rstrip("/"), plan.cwd, what)]
+        lines += ["copied before: {}/ -> {} on each host ({})".format(plan.sync.source.rstrip("/"), plan.cwd, what)]
     if plan.activate:
         lines += ["run once on each host, for the environment that it leaves:"]
         lines += ["  " + line for line in plan.activate.splitlines()]
@@ -90,7 +90,7 @@ def as_text(plan: Plan, rendered: Rendered, whole: bool = False) -> str:
         for task in plan.tasks:
             names.setdefault(task.host, []).append(task.name)
         lines += ["", "placement:"]
-        lines += ["  %s: %s" % (host.name, " ".join(names.get(host.name, ()))) for host in plan.hosts]
+        lines += ["  {}: {}".format(host.name, " ".join(names.get(host.name, ()))) for host in plan.hosts]
     lines += _hosts(plan, rendered, whole)
     groups: dict[object, list[Task]] = {}
     for task in plan.tasks:
@@ -100,7 +100,7 @@ def as_text(plan: Plan, rendered: Rendered, whole: bool = False) -> str:
     if any(len(tasks) > 1 for tasks in groups.values()):
         lines += ["", "tasks that differ only by rank and host are shown once; -v shows each of them"]
     lines += ["", "and every task gets besides:"]
-    lines += ["  %s: set by %s" % pair for pair in agent_env().items()]
+    lines += ["  {}: set by {}".format(*pair) for pair in agent_env().items()]
     lines.append("  everything else in its agent's environment%s" % (", but for the names below" if plan.unset else ""))
     if plan.unset:
         lines.append("removed from that environment first: " + " ".join(plan.unset))
@@ -121,17 +121,19 @@ def _hosts(plan: Plan, rendered: Rendered, whole: bool) -> list[str]:
         argv = rendered.commands[names[0]]
         like = first[_generic(names[0], rendered)]
         if len(hosts) == 1:
-            lines += ["", "host %s (data address: %s)" % (names[0], hosts[0].address or "found by its agent")]
+            lines += ["", "host {} (data address: {})".format(names[0], hosts[0].address or "found by its agent")]
         else:
             where = ", ".join(host.address for host in hosts) if hosts[0].address else "found by their agents"
-            lines += ["", "hosts %s (data addresses: %s)" % (fold(names), where)]
+            lines += ["", f"hosts {fold(names)} (data addresses: {where})"]
         if like == names[0]:
-            lines.append("  agent: %s" % shell.join(map(_short, argv)))
-            lines.append("  stdin: %s" % rendered.stdin)
+            lines.append(f"  agent: {shell.join(map(_short, argv))}")
+            lines.append(f"  stdin: {rendered.stdin}")
         else:
-            lines.append("  agent: as on %s, with %s in its place" % (like, "its own name" if names[1:] else names[0]))
+            lines.append(
+                "  agent: as on {}, with {} in its place".format(like, "its own name" if names[1:] else names[0])
+            )
         if hosts[0].ports:
-            lines.append("  ports held: %s" % ", ".join(hosts[0].ports))
+            lines.append("  ports held: {}".format(", ".join(hosts[0].ports)))
     return lines
 
 
@@ -157,24 +159,24 @@ def _tasks(tasks: Sequence[Task]) -> list[str]:
     differing: dict[str, list[str]] = {}
     for name, value in every[0].items():
         if all(each[name] == value for each in every):
-            shared.append("%s=%s" % (name, value))
+            shared.append(f"{name}={value}")
             continue
         general = generic(first.host, value)
         if all(generic(task.host, each[name]) == general for task, each in zip(tasks, every, strict=True)):
-            shared.append("%s=%s" % (name, general))
+            shared.append(f"{name}={general}")
         else:
             differing.setdefault(series([each[name] for each in every]), []).append(name)
     hosts = list(dict.fromkeys(task.host for task in tasks))
     if len(tasks) == 1:
-        head = "%s@%s" % (first.name, first.host)
+        head = f"{first.name}@{first.host}"
     else:
         head = "%s@%s: %d tasks" % (fold([task.name for task in tasks]), fold(hosts), len(tasks))
         head += "; HOST is the name of the task's host" if len(hosts) > 1 else ""
-    lines = [head, "  run: %s" % shell.join(first.argv), "  in:  %s" % shell.quote(first.cwd)]
+    lines = [head, f"  run: {shell.join(first.argv)}", f"  in:  {shell.quote(first.cwd)}"]
     lines += ["  env: " + text for text in sorted(shared)]
     if differing:
         lines.append("  env, by task in their order:")
-        lines += ["    %s: %s" % (" ".join(sorted(names)), text) for text, names in sorted(differing.items())]
+        lines += ["    {}: {}".format(" ".join(sorted(names)), text) for text, names in sorted(differing.items())]
     return lines
 
 
@@ -223,7 +225,7 @@ def _period(values: Sequence[str]) -> int:
 
 def _run(run: Sequence[str]) -> str:
     if run[0] != run[-1]:
-        return "%s-%s" % (run[0], run[-1]) if len(run) > 2 else ", ".join(run)
+        return f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(run)
     return "%s (%d times)" % (run[0], len(run)) if len(run) > 2 else ", ".join(run)
 
 

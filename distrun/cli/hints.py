@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -101,7 +101,7 @@ def no_such_option(err: click.NoSuchOption) -> str:
 
     bare = {name.lstrip("-"): name for name in known if name.startswith("--")}
     near = difflib.get_close_matches(err.option_name.lstrip("-"), list(bare), n=1, cutoff=0.7)
-    return "Did you mean %s?" % bare[near[0]] if near else ""
+    return f"Did you mean {bare[near[0]]}?" if near else ""
 
 
 def missing(err: click.MissingParameter) -> str:
@@ -131,7 +131,7 @@ def _reordered(ctx: click.Context, command: Sequence[str], moved: Sequence[Behin
     options = [command[index] for index in sorted(taken)]
     rest = [word for index, word in enumerate(command) if index not in taken]
     line = " ".join(map(_shown, ["distrun", "launch", *before, *options, *rest]))
-    return "options of distrun come before the command: %s" % line
+    return f"options of distrun come before the command: {line}"
 
 
 def behind(command: Sequence[str], params: Sequence[click.Parameter]) -> Iterator[Behind]:
@@ -153,7 +153,7 @@ def behind(command: Sequence[str], params: Sequence[click.Parameter]) -> Iterato
         at += size
 
 
-def misplaced(command: Sequence[str], ctx: click.Context, launchers: Sequence[str]) -> str:
+def misplaced(command: Sequence[str], ctx: click.Context, launchers: Callable[[], Sequence[str]]) -> str:
     """Return a note on an option of ours that most probably was not meant for the script behind which it stands.
 
     Only if the script, and what lies beside it, does not mention the option; if it was not also given before the
@@ -172,7 +172,7 @@ def misplaced(command: Sequence[str], ctx: click.Context, launchers: Sequence[st
     ours = [each for each in ours if _is_ours(each, launchers) and not _is_mentioned(each.name, script)]
     if not ours:
         return ""
-    return "`%s` stands behind the command, so %s gets it; if it is meant for distrun, type it before %s" % (
+    return "`{}` stands behind the command, so {} gets it; if it is meant for distrun, type it before {}".format(
         " ".join(each.text for each in ours),
         os.path.basename(script),
         command[0],
@@ -191,10 +191,10 @@ def afterwards(command: Sequence[str], outcome: Outcome, tail: Sequence[str], ct
         return "many systems have no python, only python3: type that in the command"
     if culprit.code and _UNKNOWN.search(text):
         for each in behind(command, ctx.command.params):
-            if re.search(r"(?<![\w-])%s(?![\w-])" % re.escape(each.name), text):
-                return "`%s` stands behind the command, which got it; if it is meant for distrun, type it before %s" % (
-                    each.text,
-                    command[0],
+            if re.search(rf"(?<![\w-]){re.escape(each.name)}(?![\w-])", text):
+                return (
+                    f"`{each.text}` stands behind the command, which got it; if it is meant for distrun, type it "
+                    f"before {command[0]}"
                 )
     return ""
 
@@ -205,19 +205,20 @@ def _not_found(command: Sequence[str], ctx: click.Context) -> str:
         found = list(behind(command, ctx.command.params))
         if found:
             return _reordered(ctx, command, found)
-        return "%s is taken for one program with blanks in its name: give all words in one pair of quotes, or none" % (
-            shell.quote(first)
+        return (
+            f"{shell.quote(first)} is taken for one program with blanks in its name: give all words in one pair of "
+            "quotes, or none"
         )
     if first in shell.BUILTINS:
-        return "%s is the shell's own; give the command as one quoted word" % first
+        return f"{first} is the shell's own; give the command as one quoted word"
     if _ASSIGNMENT.match(first):
         given = [_shown(word) for word in _leading_assignments(command)]
-        return "%s is not a program: to set variables, type %s before the command" % (
+        return "{} is not a program: to set variables, type {} before the command".format(
             _shown(first),
             " ".join("--env " + word for word in given),
         )
     if "/" not in first and os.path.isfile(first):
-        return "%s is a file of this directory, which is not searched for programs: type %s" % (first, _runs(first))
+        return f"{first} is a file of this directory, which is not searched for programs: type {_runs(first)}"
     return ""
 
 
@@ -241,7 +242,7 @@ def _runs(name: str) -> str:
         return path
     programs = {".py": "python3", ".sh": "bash"}
     program = programs.get(os.path.splitext(name)[1], "")
-    return "%s %s" % (program, shell.quote(name)) if program else "%s after chmod +x %s" % (path, shell.quote(name))
+    return f"{program} {shell.quote(name)}" if program else f"{path} after chmod +x {shell.quote(name)}"
 
 
 def _script(command: Sequence[str]) -> str:
@@ -258,11 +259,11 @@ def _script(command: Sequence[str]) -> str:
     return first if first.endswith((".py", ".sh")) and os.path.isfile(first) else ""
 
 
-def _is_ours(each: Behind, launchers: Sequence[str]) -> bool:
+def _is_ours(each: Behind, launchers: Callable[[], Sequence[str]]) -> bool:
     if each.name in ("-H", "--hostfile"):
         return os.path.isfile(each.value)
     if each.name == "--launcher":
-        return each.value in launchers
+        return each.value in launchers()
     return each.name in DISTINCT
 
 

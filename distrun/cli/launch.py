@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -79,7 +78,7 @@ def _launch(
     launcher, found = _launcher(options, env, console)
     for warning in found.warnings if found else ():
         console.say(warning, "warning")  # before anything else can fail: it may be why
-    misplaced = hints.misplaced(command, ctx, backends.names())
+    misplaced = hints.misplaced(command, ctx, backends.names)
     if misplaced:
         console.say(misplaced)
     for note in placement.notes(found, options["placement"]) if found else ():
@@ -91,7 +90,7 @@ def _launch(
     for warning in device_warnings(job.plan):
         console.say(warning, "warning")
     if job.tree is not None:
-        console.say("to copy to each host: %s" % job.tree.text())
+        console.say(f"to copy to each host: {job.tree.text()}")
         for warning in job.tree.warnings():
             console.say(warning, "warning")
     if job.request.dry_run:
@@ -99,14 +98,14 @@ def _launch(
         return 0
     folder = _create(store, job)
     console.attach(folder.log_path, folder.id)
-    console.say("job %s (%s)" % (folder.id, _where(job, options["launcher"])))
-    console.say("job %s: logs in %s" % (folder.id, folder.path / "logs"), "debug")
+    console.say("job {} ({})".format(folder.id, _where(job, options["launcher"])))
+    console.say("job {}: logs in {}".format(folder.id, folder.path / "logs"), "debug")
     outcome = launching.launch(job, folder, console, options["verbosity"])
     console.end_output()
     tail = _report(outcome, folder, options["as_json"], console)
     hint = hints.afterwards(command, outcome, tail, ctx)
     if hint and not misplaced:
-        console.write_err("distrun: hint: %s\n" % hint)
+        console.write_err(f"distrun: hint: {hint}\n")
     return outcome.exit_code
 
 
@@ -174,7 +173,7 @@ def _limits(options: Mapping[str, Any]) -> Limits:
         lease_s=LEASE * options["lost_after"],
     )
     start_s = options["start_timeout"]
-    return limits if start_s is None else dataclasses.replace(limits, start_s=start_s)
+    return limits if start_s is None else limits._replace(start_s=start_s)
 
 
 def _rules(options: Mapping[str, Any]) -> Rules | None:
@@ -182,7 +181,7 @@ def _rules(options: Mapping[str, Any]) -> Rules | None:
         for name in ("sync_exclude", "sync_gitignore", "sync_extra", "sync_delete"):
             if options[name]:
                 raise UsageError(
-                    "--%s: nothing is copied without --sync-dst-dir" % name.replace("_", "-"),
+                    "--{}: nothing is copied without --sync-dst-dir".format(name.replace("_", "-")),
                     "add --sync-dst-dir DIR, or leave it out",
                 )
         return None
@@ -214,14 +213,14 @@ def _launcher(options: Mapping[str, Any], env: Mapping[str, str], console: Conso
             hosts.read(options["hostfile"])  # one that is not there is a mistake all the same
         for option, given in (("-H/--hostfile", options["hostfile"]), ("--hosts", options["hosts"])):
             if given is not None:
-                console.say("%s is ignored: --launcher local runs on this machine" % option)
+                console.say(f"{option} is ignored: --launcher local runs on this machine")
         if options["sync_dst_dir"]:
             console.say("--sync-dst-dir is ignored: --launcher local runs in the current directory")
         return named, None
     found = reach.find_hosts(options, env)
     launcher = named or ("local" if found is None else "ssh")
     if found is None and backends.load(launcher).needs_hosts:
-        raise UsageError("--launcher %s: no hosts are given" % launcher, "name some with -H FILE or --hosts A,B")
+        raise UsageError(f"--launcher {launcher}: no hosts are given", "name some with -H FILE or --hosts A,B")
     if found is None and options["sync_dst_dir"]:
         console.say("--sync-dst-dir is ignored: without hosts, the job runs in the current directory")
     return launcher, found
@@ -242,7 +241,7 @@ def _where(job: PlannedJob, named: str | None) -> str:
         return "on this machine" + ("; no hosts given" if named is None else "")
     used = hosts.fold([host.name for host in job.plan.hosts])
     found = job.request.hosts
-    source = "" if found is None else ", from %s" % found.source
+    source = "" if found is None else f", from {found.source}"
     count = len(job.plan.hosts)
     return "on %d host%s: %s%s" % (count, "" if count == 1 else "s", used, source)
 
@@ -255,7 +254,7 @@ def _unused(job: PlannedJob) -> list[str]:
     if not names:
         return []
     count = "%d of %d hosts get" % (len(names), len(used) + len(names)) if len(names) > 1 else "one host gets"
-    return ["%s no task: %s" % (count, hosts.fold(names))]
+    return [f"{count} no task: {hosts.fold(names)}"]
 
 
 def _show(job: PlannedJob, as_json: bool, whole: bool, console: Console) -> None:
@@ -278,7 +277,7 @@ def _report(outcome: Outcome, folder: JobFolder, as_json: bool, console: Console
         tail = folder.tail(task, report.READ_LINES) if task else []
         text = report.failure(outcome, tail, str(folder.log_path(task)) if task else "")
         console.write_err(text + "\n" if text else "")
-        console.write_err("distrun: error: %s\n" % outcome.message)
+        console.write_err(f"distrun: error: {outcome.message}\n")
     if as_json:
         console.write_out(json.dumps(folder.outcome_json(outcome)) + "\n")
     return tail

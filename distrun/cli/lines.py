@@ -8,7 +8,6 @@ that is drawn again (`Live`). Bars below each other (tqdm's nested ones) move th
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -47,7 +46,7 @@ def prefix(task: str, host: str, is_error: bool = False, coloured: bool = False)
 
     With colours, the bar of lines that came from stderr is red.
     """
-    name = ("%s@%s" % (task, host)).encode("utf-8", "surrogateescape")
+    name = (f"{task}@{host}").encode("utf-8", "surrogateescape")
     if not coloured:
         return name + b" | "
     role, _, rank = task.partition("-")
@@ -317,6 +316,8 @@ def clip(line: bytes, columns: int) -> bytes:
     text = line.decode("utf-8", "replace")
     if text.isascii() and text.isprintable():
         return line[:columns]
+    import unicodedata  # for such lines only: it is large
+
     parts: list[str] = []
     at = 0
     while at < len(text):

@@ -23,7 +23,7 @@ class LauncherOption(click.Option):
         """Return the option's two cells in the help."""
         from distrun import backends
 
-        self.help = "How tasks are started: %s." % ", ".join(backends.names())
+        self.help = "How tasks are started: {}.".format(", ".join(backends.names()))
         return super().get_help_record(ctx)
 
 
@@ -90,7 +90,7 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
     click.option("--env", "env", multiple=True, metavar="K=V|K|PFX*", help="Set or forward variables. Repeatable."),
     click.option("--env-file", "env_files", multiple=True, metavar="FILE", help="KEY=VALUE lines; hidden, not copied."),
     *(
-        click.option("--env-" + role, multiple=True, metavar="K=V", help="Set a variable for the %s role only." % role)
+        click.option("--env-" + role, multiple=True, metavar="K=V", help=f"Set a variable for the {role} role only.")
         for role in reversed(ROLES)
     ),
     click.option(
@@ -172,4 +172,6 @@ def _text(path: str) -> str:
     try:
         return Path(path).read_bytes().decode("utf-8", "surrogateescape")
     except (OSError, ValueError) as err:
-        raise UsageError("--env-file: cannot read %r: %s" % (path, getattr(err, "strerror", None) or err)) from err
+        raise UsageError(
+            "--env-file: cannot read {!r}: {}".format(path, getattr(err, "strerror", None) or err)
+        ) from err

@@ -6,7 +6,6 @@ coordinator's loop.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import queue
 import secrets
@@ -74,7 +73,7 @@ def run(
     Raises:
         KeyboardInterrupt: after the command was asked to end everywhere, and killed if it did not.
     """
-    plan = dataclasses.replace(plan_of(backend.name, hosts, argv, cwd), activate=activate)
+    plan = plan_of(backend.name, hosts, argv, cwd)._replace(activate=activate)
     command = RunCommand(plan, limit_s=limit_s, keep=keep, is_shown=on_output is not None)
     reader = _Reader(command, on_output or (lambda host, stream, data: None))
     channels = backend.connect(hosts)
@@ -108,7 +107,7 @@ def plan_of(backend: str, hosts: Sequence[Host], argv: Sequence[str] | Mapping[s
         command=tuple(next(iter(commands.values()), ())),
         cwd="/",
         # No peer will ask for an address, so that the agent need not look for one: also where `iface=` is wrong.
-        hosts=tuple(dataclasses.replace(host, address=host.address or "127.0.0.1", interface="") for host in hosts),
+        hosts=tuple(host._replace(address=host.address or "127.0.0.1", interface="") for host in hosts),
         tasks=tuple(
             Task(name=f"{WORKER}-{rank}", role=WORKER, rank=rank, host=host.name, argv=words[host.name], cwd="~")
             for rank, host in enumerate(hosts)

@@ -81,7 +81,7 @@ class Fleet:
         """Return the answer of each host's agent to one question, or why there is none, in the order of `hosts`.
 
         Args:
-            what: name of a tool (`distrun_runtime.agent.tools`).
+            what: name of a tool (`distrun_runtime.agent.query`).
             args: what it takes.
             limit_s: seconds that an agent has to answer, from the moment when it is there.
             hosts: whom to ask; all, if None.

@@ -1,8 +1,8 @@
-"""Passwords and passphrases for rsync's ssh: what the user typed for the connections of this launch.
+"""Answers the prompts of rsync's ssh with the passwords and passphrases that the user typed for this command.
 
-ssh runs a helper for an answer (SSH_ASKPASS), and the helper gets it over a socket in a folder that only this user may
-enter and that lives as long as the copy. So no answer is ever on a command line, in an environment or on a disk. Each
-way to a host has a helper of its own, which says for what it asks; a host gets only what was typed for it.
+ssh runs a helper for an answer (SSH_ASKPASS). The helper gets the answer over a socket, in a folder that only this user
+may enter and that is removed after the copy. So no answer is ever on a command line, in an environment or on a disk.
+Each remote shell has a helper of its own with a rule of its own; a host gets only what was typed for it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 
 LIMIT_S = 10.0
-"""How long a helper may take to say what it is asked."""
+"""How long a helper may take to send its prompt."""
 PROMPT_BYTES = 4096
 PATH_BYTES = 100
-"""Names of sockets may not be longer, about."""
+"""About the longest name that a socket may have."""
 
 _HELPER = (
     "import socket, sys; s = socket.socket(socket.AF_UNIX); s.settimeout(%g); s.connect(sys.argv[1]); "
@@ -34,11 +34,11 @@ _PASSPHRASE = re.compile(r"Enter passphrase for key '(.*)': ")
 _LOGIN = re.compile(r"(?:\((.+?@.+?)\) .*|(.+@.+)'s password: )", re.DOTALL)
 
 Rule = Callable[[str], "str | None"]
-"""Gives the answer to a prompt, or None."""
+"""Returns the answer to a prompt, or None."""
 
 
 def passphrases(recall: Rule) -> Rule:
-    """Return the rule of a way on which ssh may only unlock keys: of all prompts, those for a file. Pure."""
+    """Return the rule of an ssh that may only unlock keys: it answers prompts for a key file, no others."""
 
     def answer(prompt: str) -> str | None:
         found = _PASSPHRASE.fullmatch(prompt)
@@ -48,26 +48,27 @@ def passphrases(recall: Rule) -> Rule:
 
 
 def passwords(recall: Rule, user: str, names: tuple[str, ...], is_direct: bool) -> Rule:
-    """Return the rule of a way on which the host may ask for the user's password. Pure.
+    """Return the rule of an ssh of which the host may ask the user's password.
 
-    ssh says for whom it asks, but what an old one passes on from the host (keyboard-interactive). That is answered only
-    where no other ssh, a ProxyCommand of the user's, may be asking for another host. `names`: what ssh may call it.
+    A prompt of ssh names user and host; only an old ssh passes the host's own prompt on (keyboard-interactive). That
+    is answered only if no other ssh, a ProxyCommand of the user's, may be asking for another host (`is_direct`).
+    `names`: what ssh may call the host.
     """
-    logins = {"%s@%s" % (who, name.lower()) for who in (user, user[:30]) for name in names}
+    logins = {f"{who}@{name.lower()}" for who in (user, user[:30]) for name in names}
 
     def answer(prompt: str) -> str | None:
         if _PASSPHRASE.fullmatch(prompt) or "(yes/no" in prompt:
             return None
         found = _LOGIN.fullmatch(prompt)
         who, _, name = (found[1] or found[2]).rpartition("@") if found else ("", "", "")
-        is_ours = "%s@%s" % (who, name.lower()) in logins if found else is_direct
+        is_ours = f"{who}@{name.lower()}" in logins if found else is_direct
         return recall("password of " + user) if is_ours else None
 
     return answer
 
 
 class Helpers:
-    """Helpers for ssh, and who answers them, until it is closed. `env` is for any thread."""
+    """Makes helpers for ssh and answers them until it is closed. `env` may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -87,13 +88,13 @@ class Helpers:
             self._rules.clear()
             if self._server is not None:
                 with contextlib.suppress(OSError):
-                    self._server.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+                    self._server.shutdown(socket.SHUT_RDWR)  # wakes `accept`
                 self._server.close()
             if self._folder:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
     def env(self, rule: Rule, outer: Mapping[str, str]) -> dict[str, str]:
-        """Return what to add to the environment `outer` of an ssh whose questions `rule` answers.
+        """Return what to add to the environment `outer` of an ssh whose prompts `rule` answers.
 
         Raises:
             OSError: there is no place for a helper.
@@ -105,11 +106,11 @@ class Helpers:
                 self._open()
             number = len(self._rules)
             self._rules.append(rule)
-            path = os.path.join(self._folder, "ask%d" % number)
+            path = os.path.join(self._folder, f"ask{number}")
             words = [sys.executable, "-I", "-S", "-c", _HELPER, self._place, str(number)]
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o700), "w", encoding="utf-8") as file:
-                file.write('#!/bin/sh\nexec %s "$1"\n' % shlex.join(words))
-        # Before OpenSSH 8.4 it runs a helper only if it has a display, and no terminal.
+                file.write(f'#!/bin/sh\nexec {shlex.join(words)} "$1"\n')
+        # Before 8.4, OpenSSH runs a helper only if there is a display and no terminal.
         return {"SSH_ASKPASS": path, "SSH_ASKPASS_REQUIRE": "force", "DISPLAY": outer.get("DISPLAY") or ":0"}
 
     @property

@@ -1,7 +1,7 @@
-"""The copy of one folder to all hosts: in parallel, each distinct host once, with progress, until all have it.
+"""The copy of one folder to all hosts: in parallel, each distinct host once, with progress.
 
-A host that fails ends the copy: no other host is begun, those in work get a moment (their failures are then named
-too), and what they had before stays usable, because rsync puts files into place when all have arrived.
+A host that fails ends the copy: no other host is begun, and those in work get a few seconds, so that their failures
+are reported too. What the hosts had before stays usable, because rsync puts files into place when all have arrived.
 """
 
 from __future__ import annotations
@@ -9,26 +9,27 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import secrets
 import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from hashlib import sha256
 from typing import TYPE_CHECKING, Protocol
 
-from distrun.errors import DistrunError
+from distrun.errors import DistrunError, SyncError
 from distrun.ssh.abort import Abort
-from distrun.sync import askpass, distinct, remote, result
-from distrun.sync.order import Order, make_order
-from distrun.sync.result import Result
-from distrun.sync.rules import Rules
-from distrun.sync.scan import Tree
-from distrun.sync.transfer import Ended, Progress, Rate, Transfer
-from distrun.sync.units import count, size_text
-from distrun.sync.ways import SshWays, Way, Ways, one
+from distrun.sync import askpass, remote_shell, rsync
+from distrun.sync.receiver import NOTE, SAME, UNFIT
+from distrun.sync.remote_shell import RemoteShell, Shells
+from distrun.sync.rsync import Ended, Progress, Rate, Transfer
+from distrun.sync.rules import PARTIAL, Extra, Rules, check_folder, extra_filters, filters
+from distrun.sync.tree import Tree, chosen, count, size_text
 from distrun_runtime.contract import environ
+from distrun_runtime.contract.folder import identity as folder_identity
 from distrun_runtime.coordinator.events import Prepared, PrepareFailed
 
 if TYPE_CHECKING:
@@ -42,16 +43,17 @@ WINDOW = 8
 STALL_S = 60.0
 """rsync ends when nothing moves for so long."""
 ANSWER_S = 60.0
-"""How long a host may take from ssh's start to the first word of ours there."""
-MOMENT_S = 5.0
+"""How long a host may take from ssh's start to the first message of `receiver.py`."""
+OTHERS_S = 5.0
 """How long the other hosts go on after one has failed."""
 CANCEL_S = 5.0
 AGAIN_S = (0.5, 1.0, 2.0, 4.0)
-"""Waits, about, before ssh is tried again where a host (or the one on the way to it) has too many connections."""
+"""Waits, about, before ssh is tried again if a host (or its jump host) has too many connections."""
 RACES = 5
-"""How often rsync is run again because another copy into the same folder came between."""
+"""How often rsync is run again because another copy into the same folder ran at the same time."""
 REPORT_S = 5.0
 """Between two lines of progress."""
+INTERRUPTED = "the copy was interrupted; the hosts that were not done have what they had before"
 
 
 class Says(Protocol):
@@ -61,14 +63,76 @@ class Says(Protocol):
         """Take one message."""
 
 
+@dataclass(frozen=True)
+class Result:
+    """The copy to one host."""
+
+    host: str
+    names: tuple[str, ...] = ()
+    """All names that the job has for it, `host` first."""
+    files: int = 0
+    """Files that were sent."""
+    size: int = 0
+    """Bytes of these files."""
+    seconds: float = 0.0
+    same: bool = False
+    """The folder there is the source itself, so there was nothing to do."""
+    code: int = 0
+    """rsync's exit code, or 0."""
+    reason: str = ""
+    """Why it failed, in one line; empty: it did not."""
+    fix: str = ""
+    words: tuple[str, ...] = ()
+    """The last messages of rsync and ssh."""
+    cancelled: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything has arrived."""
+        return not self.reason and not self.cancelled
+
+    def line(self) -> str:
+        """Return it as one line."""
+        if self.cancelled:
+            return f"{self.host}: not finished"
+        if self.reason:
+            return f"{self.host}: {self.reason}"
+        if self.same:
+            return f"{self.host}: the same directory"
+        return f"{self.host}: {count(self.files, 'file')}, {size_text(self.size)} in {self.seconds:.1f} s"
+
+    def lines(self) -> list[str]:
+        """Return a failure in lines: the reason, the last messages, what to do."""
+        words = [word for word in self.words if word not in self.reason]
+        return [
+            self.line(),
+            *("    " + word for word in words),
+            *("    fix: " + line for line in self.fix.splitlines()),
+        ]
+
+
+@dataclass(frozen=True)
+class _Common:
+    """What is the same for all hosts of a copy."""
+
+    tool: rsync.Tool
+    filters: tuple[str, ...]
+    files_from: str
+    """A file with the names of what is copied; empty: the filters say it."""
+    scratch: str
+    """A temporary folder for that file and for links to extras; empty: there are none."""
+    run: str
+    """Distinguishes this copy from others into the same folder."""
+
+
 class Copier:
     """A copy that can be started once, and cancelled.
 
     `targets` is how each host is reached. `source` is a folder here, `dst` the folder there: `~` is the host's home,
-    where other relative paths begin too. `tree` is what `scan` found. With `keep_going` a failed host does not end the
-    copy to others. `on_progress` gets a line every `report_s` seconds; without it the sink does. `asker` knows what the
-    user typed to get into the hosts; with `may_ask` it is asked for more. `shell` gives the argv of another remote
-    shell for rsync, `identity` what is equal for two names of one host.
+    and other relative paths are below it too. `tree` is what `scan` found. With `keep_going` a failed host does not
+    end the copy to others. `on_progress` gets a line every `report_s` seconds; default: the sink does. `asker` knows
+    what the user typed to log in on the hosts; with `may_ask` it asks for more. `shell` returns the argv of another
+    remote shell for rsync, `identity` what is equal for two names of one host.
     """
 
     def __init__(  # noqa: PLR0917
@@ -90,9 +154,9 @@ class Copier:
         asker: Asker | None = None,
         may_ask: bool = False,
         shell: Callable[[Target], Sequence[str]] | None = None,
-        identity: distinct.Identity | None = None,
+        identity: remote_shell.Identity | None = None,
     ) -> None:
-        remote.check_folder(dst)
+        check_folder(dst)
         self._targets = dict(targets)
         self._source = os.path.abspath(source)
         self._dst = dst
@@ -108,10 +172,10 @@ class Copier:
         self._on_progress = on_progress or (lambda text: sink.say(text, "info"))
         self._helpers = askpass.Helpers()
         self._abort = Abort()
-        self._ways: Ways = SshWays(asker, self._helpers, self._abort, may_ask)
+        self._shells: Shells = remote_shell.SshShells(asker, self._helpers, self._abort, may_ask)
         if shell is not None:
-            self._ways = lambda target: one(shell(target))
-        self._identity = identity or distinct.ssh_identity
+            self._shells = lambda target: remote_shell.single(shell(target))
+        self._identity = identity or remote_shell.ssh_identity
         self._lock = threading.Lock()
         self._making_links = threading.Lock()
         self._cancelled = threading.Event()
@@ -120,11 +184,11 @@ class Copier:
         self._past = Progress()
         """What the runs that have ended have sent."""
         self._done: dict[str, int] = {}
-        """Of the tree's bytes, those of the runs that a host is done with."""
+        """Bytes of the tree that a host has, by the runs that have ended."""
         self._hosts = 0
         """Distinct hosts that have not failed."""
         self._tells = True
-        """Whether rsync says how far it is."""
+        """Whether rsync reports its progress."""
         self._rate = Rate()
         self._results: list[Result] = []
         self._notes: set[str] = set()
@@ -132,7 +196,15 @@ class Copier:
 
     def start(self, put: Put) -> None:
         """Begin, in a thread; at the end put `Prepared` or `PrepareFailed`. Returns at once."""
-        self._thread = threading.Thread(target=self._work, args=(put,), name="sync", daemon=True)
+
+        def work() -> None:
+            try:
+                host, reason, text = first_failure(self.copy())
+            except Exception as err:  # whatever it is, the loop must hear of it
+                host, reason, text = "", _text(err), getattr(err, "hint", "")
+            put(PrepareFailed(host, reason, time.time(), text) if reason else Prepared())
+
+        self._thread = threading.Thread(target=work, name="sync", daemon=True)
         self._thread.start()
 
     def cancel(self) -> None:
@@ -154,31 +226,6 @@ class Copier:
         """Whether `cancel` was called."""
         return self._cancelled.is_set()
 
-    def summary(self) -> str:
-        """Return what was copied: `sync 5/5 (60 files, 22.5 MiB)`."""
-        sent = self._sent()
-        return "%s (%s, %s)" % (self._ready(), count(sent.files, "file"), size_text(sent.size))
-
-    def line(self) -> str:
-        """Return how far it is: `sync 3/5: 64%, 38 files, 14.4 MiB sent, 1.2 MiB/s, 0:00:07 left`."""
-        if not self._tells:
-            return "%s; this rsync does not say how far it is" % self._ready()
-        sent = self._sent()
-        if not sent.size and not sent.files:
-            return "%s; nothing was sent so far" % self._ready()
-        total = self._tree.size * self._hosts
-        done = min(total, sent.done)
-        parts = ["%d%%" % min(99, 100 * done // total)] if total else []
-        parts += [count(sent.files, "file"), "%s sent" % size_text(sent.size)]
-        rate = self._rate.value()
-        if total and done == total:
-            parts.append("waiting for the hosts to finish")
-        elif rate is not None:
-            parts.append("%s/s" % size_text(rate))
-            if rate and total:
-                parts.append("%s left" % timedelta(seconds=round((total - done) / rate)))
-        return "%s: %s" % (self._ready(), ", ".join(parts))
-
     def copy(self) -> list[Result]:
         """Copy to all hosts; return one result for each distinct host, in the order of `targets`. Blocks.
 
@@ -191,26 +238,17 @@ class Copier:
             # Not made without need: a process that is killed leaves it behind.
             needed = self._rules.gitignore or self._rules.extra
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="distrun-sync-")) if needed else ""
-            order = make_order(
-                self._source,
-                self._dst,
-                self._rules,
-                scratch,
-                delete=self._delete,
-                size=self._tree.size,
-                files=self._tree.files,
-                stall_s=self._stall_s,
-            )
+            common = self._prepare(scratch)
             if not self._dst.startswith(("/", "~")):
-                self._sink.say("%s is below the home directory of each host" % self._dst, "info")
-            groups = distinct.groups(self._targets, self._identity, is_cancelled=self._cancelled.is_set)
-            self._hosts = len(groups)
-            self._tells = order.program.has("--info")
+                self._sink.say(f"{self._dst} is below the home directory of each host", "info")
+            hosts = remote_shell.distinct_hosts(self._targets, self._identity, is_cancelled=self._cancelled.is_set)
+            self._hosts = len(hosts)
+            self._tells = common.tool.has("--info")
             with self._lock:
-                self._waiting.extend(() if self._cancelled.is_set() else groups)
+                self._waiting.extend(() if self._cancelled.is_set() else hosts)
             threads = [
-                threading.Thread(target=self._drain, args=(order,), name="sync", daemon=True)
-                for _ in range(min(self._window, len(groups)))
+                threading.Thread(target=self._copy_to_waiting, args=(common,), name="sync", daemon=True)
+                for _ in range(min(self._window, len(hosts)))
             ]
             for thread in threads:
                 thread.start()
@@ -223,17 +261,21 @@ class Copier:
                     thread.join(max(until - time.monotonic(), 0.0))
                 raise
         finished = {each.host: each for each in self._results}
-        return [finished.get(names[0], Result(names[0], names, cancelled=True)) for names in groups]
+        return [finished.get(names[0], Result(names[0], names, cancelled=True)) for names in hosts]
 
-    def _work(self, put: Put) -> None:
-        try:
-            host, reason, text = result.told(self.copy())
-        except Exception as err:  # whatever it is, the loop must hear of it
-            host, reason, text = "", _text(err), getattr(err, "hint", "")
-        put(PrepareFailed(host, reason, time.time(), text) if reason else Prepared())
+    def _prepare(self, scratch: str) -> _Common:
+        tool = rsync.find()
+        options = filters(self._rules, self._source)
+        names = chosen(tool, self._rules, options, self._source)
+        files_from = ""
+        if names is not None:
+            files_from = os.path.join(scratch, "files")
+            with open(files_from, "wb") as file:
+                file.write(b"\0".join(names))
+        return _Common(tool, tuple(options), files_from, scratch, secrets.token_hex(4))
 
     def _wait(self, threads: Sequence[threading.Thread]) -> None:
-        """Wait for the threads; say how far it is; after a failure give the others a moment."""
+        """Wait for the threads; report progress; after a failure cancel the others soon."""
         begun = shown = time.monotonic()
         failed_at: float | None = None
         while any(thread.is_alive() for thread in threads):
@@ -244,113 +286,165 @@ class Copier:
                 failed_at = now
                 with self._lock:
                     self._waiting.clear()
-            if failed_at is not None and now > failed_at + MOMENT_S:
+            if failed_at is not None and now > failed_at + OTHERS_S:
                 self.cancel()
             self._rate.add(now, self._sent().size)
             if now > shown + self._report_s:
                 self._on_progress(self.line())
                 shown = now
         if all(each.ok for each in self._results) and not self._cancelled.is_set():
-            self._sink.say("%s in %.1f s" % (self.summary(), time.monotonic() - begun), "info")
+            self._sink.say(f"{self.summary()} in {time.monotonic() - begun:.1f} s", "info")
 
-    def _ready(self) -> str:
-        done = sum(len(each.names) for each in list(self._results) if each.ok)
-        return "sync %d/%d" % (done, len(self._targets))
+    # ------------------------------------------------------------------ one host, in one of the threads
 
-    def _sent(self) -> Progress:
-        with self._lock:
-            running = [each.progress for each in self._running.values()]
-            files = self._past.files + sum(each.files for each in running)
-            size = self._past.size + sum(each.size for each in running)
-            return Progress(files, size, sum(self._done.values()) + sum(each.done for each in running))
-
-    def _drain(self, order: Order) -> None:
+    def _copy_to_waiting(self, common: _Common) -> None:
+        """Copy to one host after the other until none is waiting."""
         while True:
             with self._lock:
                 if not self._waiting or self._cancelled.is_set():
                     return
                 names = self._waiting.popleft()
             try:
-                ended = self._copy_to(names, order)
+                result = self._copy_to(names, common)
             except Exception as err:  # a thread that dies of one would have its host waited for
-                ended = Result(names[0], names, code=-1, reason=_text(err), fix=getattr(err, "hint", ""))
+                result = Result(names[0], names, code=-1, reason=_text(err), fix=getattr(err, "hint", ""))
             with self._lock:
-                self._results.append(ended)
-                self._done[names[0]] = self._tree.size if ended.ok else 0
-                self._hosts -= not ended.ok
-            if not ended.ok and not ended.cancelled:
-                self._sink.say("sync to %s" % ended.line(), "warning")
+                self._results.append(result)
+                self._done[names[0]] = self._tree.size if result.ok else 0
+                self._hosts -= not result.ok
+            if not result.ok and not result.cancelled:
+                self._sink.say(f"sync to {result.line()}", "warning")
 
-    def _copy_to(self, names: tuple[str, ...], order: Order) -> Result:
+    def _copy_to(self, names: tuple[str, ...], common: _Common) -> Result:
         host = names[0]
         begun = time.monotonic()
         files = size = 0
         same = False
-        self._sink.say("rsync %s -> %s:%s" % (os.path.join(order.source, ""), host, order.dst), "info")
-        ways = self._ways(self._targets[host])
-        way = next(ways)
-        runs = self._runs(order, host, way)
-        made = Result(host, names)
+        self._sink.say(f"rsync {os.path.join(self._source, '')} -> {host}:{self._dst}", "info")
+        attempts = self._shells(self._targets[host])
+        shell = next(attempts)
+        commands = self._commands(common, host, shell)
+        result = Result(host, names)
         races = RACES
-        while runs:
-            sums = self._tree.sums[-len(runs)] if self._tree.sums else ()
-            ended, unreached = self._reach(host, runs[0], way, sums)
-            if unreached is not None and unreached.kind == distinct.AUTH and not self._cancelled.is_set():
+        while commands:
+            sums = self._tree.sums[-len(commands)] if self._tree.sums else ()
+            ended, unreached = self._run(host, commands[0], shell, sums)
+            if unreached is not None and unreached.kind == remote_shell.AUTH and not self._cancelled.is_set():
                 with contextlib.suppress(StopIteration):
-                    way = ways.send(unreached)
-                    runs = self._runs(order, host, way)[-len(runs) :]
+                    shell = attempts.send(unreached)
+                    commands = self._commands(common, host, shell)[-len(commands) :]
                     continue
-            if unreached is None and races and result.met_another(ended) and not self._cancelled.wait(random.random()):
+            if (
+                unreached is None
+                and races
+                and rsync.met_another_copy(ended)
+                and not self._cancelled.wait(random.random())
+            ):
                 races -= 1
                 continue
-            runs.pop(0)
-            self._tell_note(host, ended.says.get(remote.NOTE, ""))
-            if remote.SAME in ended.says:
+            commands.pop(0)
+            self._say_note(host, ended.says.get(NOTE, ""))
+            if SAME in ended.says:
                 ended.code, same = 0, True
             files, size = files + ended.files, size + ended.size
-            reason, fix = result.failure(ended, host, answer_s=self._answer_s, stall_s=order.stall_s)
-            made = Result(host, names, files, size, time.monotonic() - begun, same and not files)
+            reason, fix = rsync.explain(ended, host, answer_s=self._answer_s, stall_s=self._stall_s)
+            result = Result(host, names, files, size, time.monotonic() - begun, same and not files)
             if ended.cancelled and ended.code:
-                return replace(made, cancelled=True)
-            # What rsync says of a host that refused the folder would only mislead.
-            words = () if remote.UNFIT in ended.says else tuple(ended.words)
+                return replace(result, cancelled=True)
+            # After a host refused the folder, rsync's messages would only mislead.
+            words = () if UNFIT in ended.says else tuple(ended.words)
             if unreached is not None:
                 reason, fix = unreached.text, unreached.fix
             if reason:
-                return replace(made, code=ended.code, reason=reason, fix=fix, words=words)
-        return made
+                return replace(result, code=ended.code, reason=reason, fix=fix, words=words)
+        return result
 
-    def _tell_note(self, host: str, note: str) -> None:
-        """Tell what a host says of its folder; what others have said before is not repeated."""
+    def _say_note(self, host: str, note: str) -> None:
+        """Say what a host noted about its folder, unless another host has noted the same."""
         with self._lock:
             is_new = note not in self._notes
             self._notes.add(note)
         if note and is_new:
-            self._sink.say("%s: %s" % (host, note), "warning")
+            self._sink.say(f"{host}: {note}", "warning")
 
-    def _runs(self, order: Order, host: str, way: Way) -> list[list[str]]:
+    def _commands(self, common: _Common, name: str, shell: RemoteShell) -> list[list[str]]:
+        """Return the rsync commands for a host, in order: the folder, then each extra."""
+        target = self._targets[name]
+        # Hosts may share the folder too.
+        partial = f"{PARTIAL}{common.run}-{sha256(os.fsencode(target.host)).hexdigest()[:8]}"
+        remote = rsync.rsync_path(
+            self._dst,
+            size=self._tree.size,
+            files=self._tree.files,
+            source=folder_identity(self._source),
+            delete=self._delete,
+            partial=partial,
+            python=target.python,
+        )
+        commands = [
+            rsync.sending(
+                common.tool,
+                common.filters,
+                os.path.join(self._source, ""),
+                target.host,
+                shell=shell.argv,
+                rsync_path=remote,
+                partial=partial,
+                stall_s=self._stall_s,
+                delete=self._delete,
+                files_from=common.files_from,
+            )
+        ]
+        for number, extra in enumerate(self._rules.extra):
+            is_folder = os.path.isdir(extra.source)
+            source = extra.source if is_folder else self._link(common, number, extra)
+            below = extra.name if is_folder else os.path.dirname(extra.name)
+            remote = rsync.rsync_path(os.path.join(self._dst, below), extra=True, partial=partial, python=target.python)
+            commands.append(
+                rsync.sending(
+                    common.tool,
+                    extra_filters() if is_folder else (),
+                    os.path.join(source, ""),
+                    target.host,
+                    shell=shell.argv,
+                    rsync_path=remote,
+                    partial=partial,
+                    stall_s=self._stall_s,
+                    follow=not is_folder,
+                )
+            )
+        return commands
+
+    def _link(self, common: _Common, number: int, extra: Extra) -> str:
+        """Return a folder with nothing but a link to an extra that is a file: so rsync gives the file its new name."""
+        folder = os.path.join(common.scratch, str(number))
+        link = os.path.join(folder, os.path.basename(extra.name))
         with self._making_links:
-            target = self._targets[host]
-            return order.runs(target.host, way.shell, target.python)
+            os.makedirs(folder, exist_ok=True)
+            if not os.path.lexists(link):
+                os.symlink(extra.source, link)
+        return folder
 
-    def _reach(self, host: str, argv: list[str], way: Way, sums: Sequence[int]) -> tuple[Ended, SshFailure | None]:
-        """Run rsync, again if the host takes no more connections just now; return why ssh did not get there, if so."""
+    def _run(
+        self, host: str, argv: list[str], shell: RemoteShell, sums: Sequence[int]
+    ) -> tuple[Ended, SshFailure | None]:
+        """Run rsync, again if the host accepts no more connections just now; return why ssh failed, if it did."""
         for wait_s in (*AGAIN_S, None):
-            ended = self._run(host, argv, way, sums)
+            ended = self._run_once(host, argv, shell, sums)
             words = [word for word in ended.words if not word.startswith("rsync")]
             if ended.says or ended.overdue or ended.cancelled or not ended.code or not words:
                 break
-            failure = distinct.ssh_failure(self._targets[host], words)
+            failure = remote_shell.login_failure(self._targets[host], words)
             if wait_s is None or not failure.is_passing:
                 return ended, failure
             if self._cancelled.wait(wait_s * random.uniform(0.5, 1.5)):
                 return ended, failure
         return ended, None
 
-    def _run(self, host: str, argv: list[str], way: Way, sums: Sequence[int]) -> Ended:
-        # What the user's environment tells rsync (another shell, a partial folder) is not ours to guess about.
+    def _run_once(self, host: str, argv: list[str], shell: RemoteShell, sums: Sequence[int]) -> Ended:
+        # Not what the user's environment tells rsync (another shell, a partial folder).
         env = {name: value for name, value in environ.snapshot().items() if not name.startswith("RSYNC_")}
-        transfer = Transfer(argv, {**env, **way.env, "LC_ALL": "C"}, answer_s=self._answer_s, sums=sums)
+        transfer = Transfer(argv, {**env, **shell.env, "LC_ALL": "C"}, answer_s=self._answer_s, sums=sums)
         with self._lock:
             if self._cancelled.is_set():
                 transfer.cancel()
@@ -367,6 +461,75 @@ class Copier:
                 self._past.files += transfer.progress.files
                 self._past.size += transfer.progress.size
 
+    # ------------------------------------------------------------------ progress in words
+
+    def summary(self) -> str:
+        """Return what was copied: `sync 5/5 (60 files, 22.5 MiB)`."""
+        sent = self._sent()
+        return f"{self._ready()} ({count(sent.files, 'file')}, {size_text(sent.size)})"
+
+    def line(self) -> str:
+        """Return the progress: `sync 3/5: 64%, 38 files, 14.4 MiB sent, 1.2 MiB/s, 0:00:07 left`."""
+        if not self._tells:
+            return f"{self._ready()}; this rsync does not say how far it is"
+        sent = self._sent()
+        if not sent.size and not sent.files:
+            return f"{self._ready()}; nothing was sent so far"
+        total = self._tree.size * self._hosts
+        done = min(total, sent.done)
+        parts = [f"{min(99, 100 * done // total)}%"] if total else []
+        parts += [count(sent.files, "file"), f"{size_text(sent.size)} sent"]
+        rate = self._rate.value()
+        if total and done == total:
+            parts.append("waiting for the hosts to finish")
+        elif rate is not None:
+            parts.append(f"{size_text(rate)}/s")
+            if rate and total:
+                parts.append(f"{timedelta(seconds=round((total - done) / rate))} left")
+        return f"{self._ready()}: {', '.join(parts)}"
+
+    def _ready(self) -> str:
+        done = sum(len(each.names) for each in list(self._results) if each.ok)
+        return f"sync {done}/{len(self._targets)}"
+
+    def _sent(self) -> Progress:
+        with self._lock:
+            running = [each.progress for each in self._running.values()]
+            files = self._past.files + sum(each.files for each in running)
+            size = self._past.size + sum(each.size for each in running)
+            return Progress(files, size, sum(self._done.values()) + sum(each.done for each in running))
+
 
 def _text(err: Exception) -> str:
-    return str(err) if isinstance(err, (DistrunError, OSError)) else "%s: %s" % (type(err).__name__, err)
+    return str(err) if isinstance(err, (DistrunError, OSError)) else f"{type(err).__name__}: {err}"
+
+
+# ---------------------------------------------------------------------- all results in words
+
+
+def first_failure(results: Sequence[Result]) -> tuple[str, str, str]:
+    """Return the first host that failed, why in one line, and more lines; empty texts if none failed."""
+    failed = [each for each in results if each.reason]
+    if not failed:
+        return "", INTERRUPTED if any(each.cancelled for each in results) else "", ""
+    first, *others = failed
+    if not others:
+        return first.host, first.reason, "\n".join(line.strip() for line in first.lines()[1:])
+    nor = ", ".join(each.host for each in others)
+    return first.host, f"{first.reason} (nor {nor})", "\n".join(line for each in failed for line in each.lines())
+
+
+def error(results: Sequence[Result]) -> SyncError | None:
+    """Return the error that says which hosts failed, and why; None if none failed."""
+    failed = [result for result in results if not result.ok and not result.cancelled]
+    unfinished = [result for result in results if result.cancelled]
+    if not failed:
+        return SyncError(INTERRUPTED) if unfinished else None
+    total = sum(len(result.names) or 1 for result in results)
+    missed = sum(len(result.names) or 1 for result in failed)
+    lines = [f"the files did not reach {missed} of {count(total, 'host')}"]
+    for result in failed:
+        lines += result.lines()
+    if unfinished:
+        lines.append(f"not finished: {', '.join(result.host for result in unfinished)}")
+    return SyncError("\n".join(lines))

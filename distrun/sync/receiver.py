@@ -1,8 +1,8 @@
-"""Runs on a host in place of rsync: makes and checks the folder, then runs the host's rsync in it.
+"""The program that runs on a host in place of rsync: makes and checks the folder, then runs the host's rsync in it.
 
-This file is sent to the host with `contract/folder.py` (remote.py says how) and keeps to Python 3.8 and the standard
-library. What it finds it says in lines `distrun-sync: WORD DETAIL` on stderr. rsync is told to write to `./`, so that
-no path of the user's is ever parsed by a shell. Standard input and output are rsync's.
+This file is sent to the host with `contract/folder.py` (see `rsync.rsync_path`) and keeps to Python 3.8 and the
+standard library. It reports what it finds in lines `distrun-sync: WORD DETAIL` on stderr. rsync is told to write to
+`./`, so that no shell ever parses a path of the user's. Standard input and output are rsync's.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ NOTE = "note"
 NO_RSYNC = "norsync"
 
 STALE_S = 86400.0
-"""What a copy that was killed has left here goes after so long."""
+"""What a killed copy has left here is removed after so long."""
 NOT_FOUND = 127
 IO_ERROR = 11
 """rsync's code for a file that cannot be read or written."""
 MORE_FOLDERS = ("/usr/local/bin", "/opt/homebrew/bin")
-"""Where rsync may be, beyond the PATH of a login without a terminal."""
+"""Where rsync may be, besides the PATH of a login without a terminal."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,16 +54,16 @@ def main(argv: Sequence[str]) -> int:
     except Unfit as err:
         _say(UNFIT, json.dumps([str(err), err.fix]))
     except OSError as err:
-        _say(UNFIT, json.dumps(["the folder cannot be used: %s" % err, ""]))
+        _say(UNFIT, json.dumps([f"the folder cannot be used: {err}", ""]))
     return IO_ERROR
 
 
 def _copy(partial: str, beginning: str, argv: Sequence[str]) -> int:
-    """Run rsync. While it lasts there is a folder `PARTIAL.on`; what has arrived of a copy that failed goes."""
+    """Run rsync. Meanwhile there is a folder `PARTIAL.on`. What has arrived of a copy that failed is removed."""
     _forget(beginning)
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda *_: None)  # it is for rsync, whose end is waited for
+            signal.signal(number, lambda *_: None)  # rsync gets it too; its end is waited for
     with contextlib.suppress(OSError):
         os.mkdir(partial + ".on")
     code = _run(["rsync", *argv])
@@ -93,7 +93,7 @@ def _run(argv: List[str]) -> int:
 
 
 def _forget(beginning: str) -> None:
-    """Remove what copies have left that were killed here a day ago or earlier."""
+    """Remove what copies have left here that were killed a day ago or earlier."""
     for name in os.listdir("."):
         if name.startswith(beginning) and name.endswith(".on"):
             with contextlib.suppress(OSError):
@@ -103,7 +103,7 @@ def _forget(beginning: str) -> None:
 
 
 def _remove(name: str) -> None:
-    """Remove all folders of that name from here down."""
+    """Remove all folders of that name, here and below."""
     import shutil
 
     for at, folders, _ in os.walk("."):
@@ -113,7 +113,7 @@ def _remove(name: str) -> None:
 
 
 def _say(word: str, detail: str = "") -> None:
-    line = "%s%s %s" % (SAYS, word, detail)
+    line = f"{SAYS}{word} {detail}"
     os.write(2, line.rstrip().replace("\n", " ").encode("utf-8", "surrogateescape") + b"\n")
 
 

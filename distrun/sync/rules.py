@@ -1,9 +1,13 @@
-"""What is copied and what is not, as options for rsync. The first pattern that fits a path decides.
+"""The user's rules of a copy: which files, what else, and to which folder; and the filter options that rsync gets.
 
-In this order: distrun's own files, --sync-exclude, `.distrunignore` in the source (the syntax of rsync's
---exclude-from: one pattern a line, `#` begins a comment, `+ PATTERN` keeps what a later pattern would leave out),
-then `DEFAULT_EXCLUDES`. With --sync-gitignore git's own list of files takes the place of the defaults; patterns of
-.gitignore are never given to rsync, which would read them in another way.
+The first pattern that matches a path decides. Their order:
+
+1. distrun's own files
+2. --sync-exclude
+3. `.distrunignore` in the source. Its syntax is that of rsync's --exclude-from: one pattern a line, `#` begins a
+   comment, `+ PATTERN` keeps what a later pattern would leave out.
+4. `DEFAULT_EXCLUDES`, without --sync-gitignore. With it, git's list of files says what is copied (`tree.py`). Patterns
+   of .gitignore are never given to rsync, which reads them differently.
 """
 
 from __future__ import annotations
@@ -19,18 +23,18 @@ from distrun.errors import UsageError
 from distrun_runtime.contract.folder import MARKER
 
 PARTIAL = ".distrun-part-"
-"""Beginning of the names of folders that hold updates until all have arrived."""
+"""Prefix of the folders that hold files until all have arrived."""
 IGNORE_FILE = ".distrunignore"
 
 DEFAULT_EXCLUDES = (
-    # The history of a version control, which is often larger than the files.
+    # Version control: the history is often larger than the files.
     ".git",
     ".hg",
     ".svn",
-    # What Python makes of sources: made again on the host, for its own version.
+    # Compiled Python: the host compiles for its own version.
     "__pycache__",
     "*.py[co]",
-    # Environments do not work in another place; `venv` without a dot only as a folder.
+    # Environments do not work in another place. `venv` without a dot only as a folder.
     ".venv",
     "venv/",
     ".tox",
@@ -44,53 +48,52 @@ DEFAULT_EXCLUDES = (
     ".distrun",
     ".DS_Store",
 )
-"""Left out of every copy, in any folder. `+ NAME` in .distrunignore brings one back."""
+"""Left out of every copy, in any folder. `+ NAME` in .distrunignore includes one again."""
 
 
 @dataclass(frozen=True)
 class Extra:
-    """Something outside the source that goes along (--sync-extra)."""
+    """A file or folder outside the source that is copied too (--sync-extra)."""
 
     source: str
-    """An absolute path here: a file or a folder."""
+    """Its absolute path on this machine."""
     name: str
-    """Where it comes to be, below the destination."""
+    """Its path below the destination."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What the user asked for."""
+    """The files that the user wants to be copied."""
 
     excludes: tuple[str, ...] = ()
     """--sync-exclude, in order."""
     gitignore: bool = False
-    """Copy what git knows of or would (`git ls-files -co --exclude-standard`)."""
+    """Copy the files that git tracks or would add (`git ls-files -co --exclude-standard`)."""
     extra: tuple[Extra, ...] = ()
 
 
 def make_rules(
     excludes: Iterable[str] = (), gitignore: bool = False, extra: Iterable[str] = (), *, cwd: str, delete: bool = False
 ) -> Rules:
-    """Return the rules that options say. Pure. Relative paths of --sync-extra are below `cwd`.
+    """Return the rules of a command's options. Relative paths of --sync-extra are below `cwd`.
 
     Raises:
-        UsageError: an empty pattern, an extra that would not come to be below the destination, or what does not go
-            together.
+        UsageError: an empty pattern, an extra outside the destination, or options that contradict each other.
     """
     excludes = tuple(excludes)
     for pattern in excludes:
         if not pattern.strip() or "\0" in pattern or "\n" in pattern:
-            raise UsageError("--sync-exclude: expected a pattern, found %r" % pattern)
+            raise UsageError(f"--sync-exclude: expected a pattern, found {pattern!r}")
     if gitignore and delete:
         raise UsageError(
             "--sync-delete and --sync-gitignore do not go together: what git ignores would be lost or kept by chance",
-            "leave one of them out; patterns for both copying and deleting belong in %s" % IGNORE_FILE,
+            f"leave one of them out; patterns for both copying and deleting belong in {IGNORE_FILE}",
         )
     return Rules(excludes, gitignore, tuple(parse_extra(word, cwd) for word in extra))
 
 
 def parse_extra(word: str, cwd: str) -> Extra:
-    """Return what `SRC[:DST]` says; DST is a path below the destination, without it the last part of SRC. Pure.
+    """Read `SRC[:DST]`. DST is a path below the destination; default: the last part of SRC.
 
     Raises:
         UsageError: no SRC, or a DST that is not below the destination.
@@ -99,22 +102,40 @@ def parse_extra(word: str, cwd: str) -> Extra:
     if not colon:
         source, name = word, ""
     if not source or "\0" in word:
-        raise UsageError("--sync-extra: expected SRC or SRC:DST, found %r" % word)
+        raise UsageError(f"--sync-extra: expected SRC or SRC:DST, found {word!r}")
     source = os.path.normpath(os.path.join(cwd, os.path.expanduser(source)))
     wanted = name or os.path.basename(source)
     normal = posixpath.normpath(wanted)
     if normal.startswith(("/", "../", "~")) or normal in ("..", ".") or not wanted:
         raise UsageError(
-            "--sync-extra %s: expected DST to be a path below the directory of the copy, found %r" % (word, wanted)
+            f"--sync-extra {word}: expected DST to be a path below the directory of the copy, found {wanted!r}"
         )
     return Extra(source, normal)
 
 
-def filters(rules: Rules, source: str) -> list[str]:
-    """Return the filter options for the copy of `source`. Reads `.distrunignore` there.
+def check_folder(folder: str, option: str = "--sync-dst-dir") -> None:
+    """Check a destination.
 
     Raises:
-        UsageError: that file cannot be read.
+        UsageError: it is empty, the root of the file system, or names a user or variable as only a shell would read it.
+    """
+    if not folder or "\0" in folder:
+        raise UsageError(f"{option}: expected a directory on the hosts, found {folder!r}")
+    if folder.startswith("~") and not re.fullmatch(r"~[A-Za-z0-9._+-]*(/.*)?", folder, re.DOTALL):
+        raise UsageError(f"{option}: expected ~/DIR or ~USER/DIR, found {folder!r}", f"./{folder} is a name")
+    if folder.startswith("$"):
+        home = re.sub(r"\A\$(HOME|\{HOME\})(?=/|\Z)", "~", folder)
+        fix = f"write {home}" if home != folder else f"./{folder} is a name"
+        raise UsageError(f"{option}: variables are not expanded on the hosts: {folder!r}", fix)
+    if not folder.strip("/."):
+        raise UsageError(f"{option}: {folder!r} cannot take copies", "name one of its own, like ~/job")
+
+
+def filters(rules: Rules, source: str) -> list[str]:
+    """Return rsync's filter options for the copy of `source`. Reads its `.distrunignore`.
+
+    Raises:
+        UsageError: `.distrunignore` cannot be read.
     """
     patterns = ["/" + MARKER, PARTIAL + "*/", *rules.excludes, *_ignore_file(source)]
     if not rules.gitignore:
@@ -123,25 +144,25 @@ def filters(rules: Rules, source: str) -> list[str]:
 
 
 def extra_filters() -> list[str]:
-    """Return the filter options for the copy of an extra. Pure."""
+    """Return rsync's filter options for the copy of an extra."""
     return ["--exclude=" + pattern for pattern in (PARTIAL + "*/", *DEFAULT_EXCLUDES)]
 
 
 def protected(rules: Rules) -> list[str]:
-    """Return filters that keep --delete from extras, which the source does not have. Pure."""
+    """Return filters that protect extras, which are not in the source, from --delete."""
     found: dict[str, None] = {}
     for extra in rules.extra:
         parts = extra.name.split("/")
         for end in range(1, len(parts) + 1):
             found["--filter=P /" + literal("/".join(parts[:end]))] = None
-        found["--filter=P /%s/**" % literal(extra.name, always=True)] = None
+        found[f"--filter=P /{literal(extra.name, always=True)}/**"] = None
     return list(found)
 
 
 def literal(path: str, always: bool = False) -> str:
-    """Return a pattern that means exactly `path`. Pure.
+    """Return a pattern that matches exactly `path`.
 
-    rsync takes a backslash for itself unless the pattern has a wildcard somewhere (`always`: it will).
+    In a pattern without wildcards rsync takes a backslash literally. `always`: the whole pattern will have a wildcard.
     """
     return re.sub(r"([*?\[\\])", r"\\\1", path) if always or re.search(r"[*?\[]", path) else path
 
@@ -153,6 +174,6 @@ def _ignore_file(source: str) -> Sequence[str]:
     except FileNotFoundError:
         return ()
     except OSError as err:
-        raise UsageError("cannot read %s: %s" % (path, err.strerror or err)) from err
+        raise UsageError(f"cannot read {path}: {err.strerror or err}") from err
     lines = re.split(r"[\r\n]+", text)
     return [line for line in lines if line.strip() and not line.startswith(("#", ";")) and "\0" not in line]

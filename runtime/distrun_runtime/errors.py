@@ -2,6 +2,7 @@
 
     RuntimeFault
       + ContractError (ValueError)       a variable, plan or frame that is missing or malformed
+          + PreflightFailure             a host cannot take its part in a job: kind, fix
       + WireError (ValueError)           bytes that are no message of ours: magic, version, length
       + Refused (ConnectionError)        the other side would not let us in, and says why
       + PeerLost (ConnectionError)       a node died or fell silent: which, where, when
@@ -29,6 +30,15 @@ class RuntimeFault(Exception):
 
 class ContractError(RuntimeFault, ValueError):
     """A variable, plan or frame is missing or malformed: which, what was found, what would be right."""
+
+
+class PreflightFailure(ContractError):
+    """A host cannot take its part in a job. `kind` is one word (docs/protocol.md), `fix` what the user can do."""
+
+    def __init__(self, kind: str, text: str, fix: str = "") -> None:
+        super().__init__(text)
+        self.kind = kind
+        self.fix = fix
 
 
 class WireError(RuntimeFault, ValueError):

@@ -88,8 +88,8 @@ def test_only_the_latest_of_a_kind_stay(place: Path) -> None:
 
 
 def test_the_agent_of_the_cache_is_the_one_of_the_sources(place: Path) -> None:
-    blob.build.cache_clear()
-    made = blob.build()
-    blob.build.cache_clear()
+    blob.agent.cache_clear()
+    made = blob.agent()
+    blob.agent.cache_clear()
     assert len(list(place.iterdir())) == 1
-    assert blob.build() == made
+    assert blob.agent() == made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import io
 import os
@@ -44,7 +43,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def change(driver: AgentDriver, **members: Any) -> AgentDriver:
-    driver.plan = dataclasses.replace(driver.plan, **members)
+    driver.plan = driver.plan._replace(**members)
     return driver
 
 
@@ -183,7 +182,7 @@ def test_login_files_see_no_arguments_either(home: Path) -> None:
 
 
 def synced(driver: AgentDriver, folder: Path, *, brings: bool = True, **members: Any) -> AgentDriver:
-    tasks = tuple(dataclasses.replace(each, cwd=str(folder)) for each in driver.plan.tasks)
+    tasks = tuple(each._replace(cwd=str(folder)) for each in driver.plan.tasks)
     sync = Sync("/nowhere", 1, 1, brings=brings, activated=members.pop("activated", ()))
     return change(driver, sync=sync, cwd=str(folder), tasks=tasks, **members)
 
@@ -215,7 +214,7 @@ def test_what_is_missing_among_the_files_is_refused(tmp_path: Path, members: dic
         is_sub = members.pop("sub", 0)
         synced(driver, tmp_path / "job", **members)
         if is_sub:
-            change(driver, tasks=(dataclasses.replace(driver.plan.tasks[0], cwd=str(tmp_path / "job" / "sub")),))
+            change(driver, tasks=(driver.plan.tasks[0]._replace(cwd=str(tmp_path / "job" / "sub")),))
         assert driver.begin().type == "ready"
         frame = settle(driver)
         assert (frame.type, frame.header["kind"]) == ("refused", kind)
@@ -300,7 +299,7 @@ def test_the_advice_names_the_doctor_and_the_way_to_the_host_that_were_typed() -
 
 
 def test_servers_that_import_the_users_rules_are_not_to_be_left_out() -> None:
-    program = dataclasses.replace(needing("zmq_x"), env={"DISTRUN_SERVER_IMPORT": "rules"})
+    program = needing("zmq_x")._replace(env={"DISTRUN_SERVER_IMPORT": "rules"})
     with agent(program) as driver:
         assert "-s 0" not in str(refused(driver)["fix"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from math import prod
@@ -151,10 +152,10 @@ def test_the_ratio_of_a_launch_is_ours_divided_by_the_fastest_of_the_others() ->
     bench = load("launch.py")
     columns = [bench.System(name, (), "") for name in ("distrun", "loop", "mpirun")]
     found = {
-        (16, "distrun"): [bench.Run(start, 0.1, 0.8, 40_000_000, 0) for start in (0.7, 0.8, 3.0)],
-        (16, "loop"): [bench.Run(1.0, 0.9, 2.4, 0, 0)],
-        (16, "mpirun"): [bench.Run(1.6, 0.9, 2.4, 0, 0)],
-        (1, "distrun"): [bench.Run(0.3, 0.1, 0.2, 34_000_000, 0)],
+        (16, "distrun"): [bench.Run(start, 0.1, 0.8, 40_000_000, 0, 0.9) for start in (0.7, 0.8, 3.0)],
+        (16, "loop"): [bench.Run(1.0, 0.9, 2.4, 0, 0, 1.1)],
+        (16, "mpirun"): [bench.Run(1.6, 0.9, 2.4, 0, 0, 1.1)],
+        (1, "distrun"): [bench.Run(0.3, 0.1, 0.2, 34_000_000, 0, 0.4)],
     }
     rows = bench.times(columns, [1, 16], found, "start_s").splitlines()
     assert rows[0] == "| hosts | distrun | loop | mpirun | ratio |"
@@ -170,7 +171,8 @@ def test_a_launch_is_measured_on_hosts_beside_the_ssh_program() -> None:
     if "lab needs" in result.stderr or "no lab can be made" in result.stderr:
         pytest.skip(result.stderr.strip().splitlines()[-1])
     assert result.returncode == 0, result.stderr
-    assert result.stdout.count("| hosts |") == 3
+    assert result.stdout.count("| hosts |") == 4
+    assert re.search(r"^local: first line \d+ ms, end \d+ ms, bare python3 \d+ ms, ratio ", result.stdout, re.MULTILINE)
     assert "failed" not in result.stdout
 
 

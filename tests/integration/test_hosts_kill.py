@@ -37,15 +37,11 @@ class Job:
         )
         assert self.launcher.poll() is None, self.launcher.err
         (self.id,) = self._ids(lab) - before
-        self.coordinator = int(json.loads((self._jobs(lab) / self.id / "launcher.json").read_text())["pid"])
+        self.coordinator = self.launcher.coordinator()
 
     @staticmethod
-    def _jobs(lab: Site) -> Path:
-        return lab.home_folder / "state" / "distrun" / "jobs"
-
-    @classmethod
-    def _ids(cls, lab: Site) -> set[str]:
-        return {path.name for path in cls._jobs(lab).glob("*") if path.is_dir()}
+    def _ids(lab: Site) -> set[str]:
+        return {path.name for path in (lab.home_folder / "state" / "distrun" / "jobs").glob("*") if path.is_dir()}
 
     def agents(self, host: str) -> list[Process]:
         return [each for each in self.lab.processes(host) if AGENT in each.command and self._is_ours(each)]

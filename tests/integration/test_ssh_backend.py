@@ -20,7 +20,7 @@ from distrun.ssh.abort import Abort
 from distrun.ssh.channel import SshChannel
 from distrun.ssh.connector import Connector
 from distrun.ssh.target import TRANSPORTS, Target
-from distrun_runtime.agent import record, survey
+from distrun_runtime.agent import record, sweep
 from distrun_runtime.contract import process
 from distrun_runtime.contract.plan import Host, Limits, Plan, Secrets
 from distrun_runtime.contract.process import Identity
@@ -148,7 +148,7 @@ def test_a_guard_that_is_frozen_when_the_job_is_over_is_noticed_and_ended(
     left = backend.release((channel,), WAIT_S)
     assert left == ("here",)
     assert process.is_alive(guard)
-    (job,) = [each for each in survey.survey()["jobs"] if each["job"] == plan.job]
+    (job,) = [each for each in sweep.survey()["jobs"] if each["job"] == plan.job]
     assert (job["agent"], job["guard"]) == ("dead", "stopped")
     assert [row["task"] for row in job["processes"]] == ["guard"]
     swept = backend.sweep(plan, 1.0, left)["here"]
@@ -168,7 +168,7 @@ def test_a_frozen_guard_whose_record_is_lost_is_found_by_its_marks(sshd: Sshd, m
     left = backend.release((channel,), WAIT_S)
     for folder in record.folders(plan.job):
         record.remove(folder)  # as when somebody tidies up
-    assert [each["job"] for each in survey.survey()["jobs"]].count(plan.job) == 1
+    assert [each["job"] for each in sweep.survey()["jobs"]].count(plan.job) == 1
     swept = backend.sweep(plan, 1.0, left)["here"]
     assert swept.ended == ("pid %d (distrun's agent or distrun's guard)" % guard.pid,)
     assert not process.is_alive(guard)

@@ -92,7 +92,7 @@ class AgentDriver:
             env=None if env is None else dict(os.environ, **env),
         )
         assert self.child.stdin is not None
-        self._send(blob.build(with_origin))
+        self._send(blob.agent(with_origin))
 
     # Saying
 

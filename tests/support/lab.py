@@ -49,13 +49,14 @@ class Running:
 
     def _find(self) -> int | None:
         """The command itself, below nsenter, by the machine's number; nsenter's own if it has ended."""
-        for entry in os.listdir("/proc"):
-            with contextlib.suppress(OSError):
-                if entry.isdigit() and Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[1] == str(
-                    self._child.pid
-                ):
-                    return int(entry)
-        return self._child.pid if self._child.poll() is not None else None
+        below = child_of(self._child.pid)
+        return self._child.pid if below is None and self._child.poll() is not None else below
+
+    def coordinator(self) -> int:
+        """Return the machine's number of the process that runs the job of this `distrun launch`, its only child."""
+        pid = child_of(self.pid)
+        assert pid is not None, self.err
+        return pid
 
     @property
     def out(self) -> str:
@@ -192,6 +193,15 @@ class Site(Lab):
         path = self.home_folder / ("hosts-%d" % self._files)
         path.write_text("".join(line + "\n" for line in lines or self.hosts))
         return str(path)
+
+
+def child_of(pid: int) -> int | None:
+    """Return a child process of `pid`, if there is one."""
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if entry.isdigit() and Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[1] == str(pid):
+                return int(entry)
+    return None
 
 
 def wait_until(is_true: Any, limit_s: float, what: str = "") -> Any:

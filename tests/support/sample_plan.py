@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER, Host, Limits, Plan, Task
@@ -39,5 +38,5 @@ def sample_plan(
         cwd="/",
         hosts=tuple(Host(host) for host in hosts),
         tasks=tuple(tasks),
-        limits=dataclasses.replace(Limits(), **limits),
+        limits=Limits()._replace(**limits),
     )

@@ -145,7 +145,7 @@ class Meeting:
         self._queue: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
         self.channels = {
             target.host: SshChannel(
-                target.host, target, command or remote.command(blob.BOOT, target.python), blob.build(), self.connector
+                target.host, target, command or remote.command(blob.BOOT, target.python), blob.agent(), self.connector
             )
             for target in targets
         }

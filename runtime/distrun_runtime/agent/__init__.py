@@ -1,1 +1,1 @@
-"""One per host: starts, watches, reaps and ends the tasks there. Standard library only, Python 3.8."""
+"""The agent of a host: starts, watches and ends the tasks of a job there. Standard library only, Python 3.8."""

@@ -1,4 +1,4 @@
-"""`python -m distrun_runtime.agent`, and where the blob ends up: serve one host of a job over stdin and stdout."""
+"""Serves one host of a job over standard input and output: `python -m distrun_runtime.agent`, or from a blob."""
 
 from __future__ import annotations
 

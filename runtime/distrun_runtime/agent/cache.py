@@ -1,12 +1,12 @@
-"""What is kept for a user in `$XDG_CACHE_HOME/distrun` (~/.cache without that variable): here, the bundled runtime.
+"""Keeps the bundled runtime in the user's cache, `$XDG_CACHE_HOME/distrun` (~/.cache without that variable).
 
     runtime/DIGEST/distrun_runtime/...   one folder a version, unpacked from the archive that the launcher sends
     runtime/DIGEST/.files                what is in it; a folder of which something is missing does not count
     agent/, launcher/                    other kinds: see `distrun/backends/`
 
-Only folders of this user's that nobody else can write to are used; one of ours that others can write to is mended, for
-they can have put nothing there that is this user's own. A version appears whole or not at all, so that any number of
-agents may share one home. Where it cannot be written the job's private folder does.
+Only folders that belong to this user and that only this user can write to are used. If others can write to a folder of
+this user, its mode is corrected: they cannot have put files of this user there. A version appears whole or not at all,
+so any number of agents may share one home. If the cache cannot be written, the job's private folder is used.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import os
 import stat
 from typing import List, Mapping, Optional
 
-from distrun_runtime.agent.refusal import Refusal
 from distrun_runtime.contract import environ
+from distrun_runtime.errors import PreflightFailure
 
-# What unpacks is imported where it does: mostly the folder is there, and those modules are a tenth of an agent's start.
+# What unpacks is imported where it is used: usually the folder exists. Those modules are a tenth of an agent's start.
 SIZE_LIMIT = 64 * 1024 * 1024
 """Bytes, unpacked."""
 RUNTIME = "runtime"
 LIST = ".files"
 _FRESH = ".new-"
 UNUSED_S = 30 * 86400.0
-"""A version that was not used for so long goes when another comes."""
+"""A version that was not used for so long is removed when another is added."""
 STALE_S = 86400.0
-"""What somebody began to unpack so long ago was given up."""
+"""What another agent began to unpack so long ago was given up."""
 
 
 def base(env: Optional[Mapping[str, str]] = None) -> str:
@@ -82,7 +82,7 @@ def keep(digest: str, archive: bytes, private: str) -> str:
     """Unpack an archive and return its folder, in the cache or else below `private`.
 
     Raises:
-        Refusal: it is not what the digest says, it names files outside of its folder, or it fits nowhere.
+        PreflightFailure: it is not what the digest says, it names files outside of its folder, or it fits nowhere.
     """
     try:
         return install(digest, archive)
@@ -94,16 +94,16 @@ def keep(digest: str, archive: bytes, private: str) -> str:
             shutil.rmtree(path, ignore_errors=True)
             _unpack(digest, archive, path)
         except OSError as err:
-            text = "the runtime cannot be unpacked: %s; nor in %s: %s" % (in_cache, private, err.strerror or err)
-            raise Refusal("disk", text, "make room, or set XDG_CACHE_HOME") from None
+            text = f"the runtime cannot be unpacked: {in_cache}; nor in {private}: {err.strerror or err}"
+            raise PreflightFailure("disk", text, "make room, or set XDG_CACHE_HOME") from None
         return path
 
 
 def install(digest: str, archive: bytes, env: Optional[Mapping[str, str]] = None) -> str:
-    """Unpack an archive in the cache and return its folder; versions that nobody uses go.
+    """Unpack an archive in the cache and return its folder; unused versions are removed.
 
     Raises:
-        Refusal: it is not what the digest says, or it names files outside of its folder.
+        PreflightFailure: it is not what the digest says, or it names files outside of its folder.
         OSError: the cache cannot be written, or is not this user's.
     """
     import hashlib
@@ -111,14 +111,14 @@ def install(digest: str, archive: bytes, env: Optional[Mapping[str, str]] = None
     import tempfile
 
     if hashlib.sha256(archive).hexdigest() != _checked(digest):
-        raise Refusal("protocol", "the runtime that was sent is not the one of the plan (its digest differs)")
+        raise PreflightFailure("protocol", "the runtime that was sent is not the one of the plan (its digest differs)")
     parent = make(RUNTIME, env)
     path = os.path.join(parent, digest)
     fresh = tempfile.mkdtemp(prefix=_FRESH, dir=parent)
     try:
         _unpack(digest, archive, os.path.join(fresh, "tree"))
         if os.path.lexists(path) and not find(digest, env):
-            # Broken: somebody removed a part of it, or it is not ours. Renamed, so that nobody sees it half removed.
+            # Broken: a part of it was removed, or it is not ours. Renamed, so that no agent sees it half removed.
             os.rename(path, os.path.join(fresh, "old"))
         with contextlib.suppress(OSError):  # another agent was first
             os.rename(os.path.join(fresh, "tree"), path)
@@ -126,7 +126,7 @@ def install(digest: str, archive: bytes, env: Optional[Mapping[str, str]] = None
         shutil.rmtree(fresh, ignore_errors=True)
     _thin_out(parent)
     if not find(digest, env):
-        raise OSError("%s cannot be made" % path)
+        raise OSError(f"{path} cannot be made")
     return path
 
 
@@ -143,13 +143,13 @@ def _thin_out(parent: str) -> None:
             if is_fresh or _is_digest(name):
                 with contextlib.suppress(OSError):
                     if os.lstat(path).st_mtime < now - (STALE_S if is_fresh else UNUSED_S):
-                        going = os.path.join(parent, "%sgoing-%s" % (_FRESH, name))
+                        going = os.path.join(parent, f"{_FRESH}going-{name}")
                         os.rename(path, going)
                         shutil.rmtree(going, ignore_errors=True)
 
 
 def _unpack(digest: str, archive: bytes, target: str) -> None:
-    """Write the files of a zip, and the list of them, below `target`. Raises OSError, Refusal."""
+    """Write the files of a zip, and the list of them, below `target`. Raises OSError, PreflightFailure."""
     import io
     import zipfile
 
@@ -158,29 +158,29 @@ def _unpack(digest: str, archive: bytes, target: str) -> None:
     try:
         with zipfile.ZipFile(io.BytesIO(archive)) as whole:
             if sum(entry.file_size for entry in whole.infolist()) > SIZE_LIMIT:
-                raise Refusal("protocol", "the runtime that was sent is over %d bytes" % SIZE_LIMIT)
+                raise PreflightFailure("protocol", f"the runtime that was sent is over {SIZE_LIMIT} bytes")
             for entry in whole.infolist():
                 parts = entry.filename.split("/")
                 if entry.filename.endswith("/") and _is_plain(parts[:-1]):
                     continue
                 if not _is_plain(parts):
-                    raise Refusal("protocol", "the runtime that was sent names a file %r" % entry.filename)
+                    raise PreflightFailure("protocol", f"the runtime that was sent names a file {entry.filename!r}")
                 path = os.path.join(target, *parts)
                 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
                 with open(path, "xb") as file:
                     file.write(whole.read(entry))
-                rows.append("%d %s\n" % (entry.file_size, entry.filename))
+                rows.append(f"{entry.file_size} {entry.filename}")
         with open(os.path.join(target, LIST), "x", encoding="utf-8", newline="\n") as listed:
-            listed.write("%s %d\n%s" % (digest, len(rows), "".join(rows)))
+            listed.writelines(line + "\n" for line in [f"{digest} {len(rows)}", *rows])
     except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as err:
-        raise Refusal("protocol", "the runtime that was sent is not an archive: %s" % err) from None
+        raise PreflightFailure("protocol", f"the runtime that was sent is not an archive: {err}") from None
 
 
 def _is_whole(path: str, digest: str) -> bool:
     """Whether everything that was unpacked is still there. Raises OSError, ValueError."""
     with open(os.path.join(path, LIST), encoding="utf-8", newline="\n") as listed:
         head, *rows = listed.read().split("\n")[:-1] or [""]
-    if head != "%s %d" % (digest, len(rows)):
+    if head != f"{digest} {len(rows)}":
         return False
     for row in rows:
         size, _, name = row.partition(" ")
@@ -191,12 +191,12 @@ def _is_whole(path: str, digest: str) -> bool:
 
 
 def _is_plain(parts: List[str]) -> bool:
-    """Whether a path stays where it begins."""
+    """Whether a path stays below the folder where it begins."""
     return all(part not in ("", ".", "..") and not set(part) & set("\\\0\n") for part in parts)
 
 
 def _is_private(path: str) -> bool:
-    """Whether it is a folder to which nobody else may write. Raises OSError."""
+    """Whether it is a folder to which only this user may write. Raises OSError."""
     info = os.lstat(path)
     return _is_ours(info) and not info.st_mode & 0o022
 
@@ -206,10 +206,10 @@ def _is_ours(info: os.stat_result) -> bool:
 
 
 def _mend(path: str) -> None:
-    """See to it that nobody else may write to a folder. Raises OSError: it is none, or not this user's."""
+    """Let only this user write to a folder. Raises OSError: it is no folder, or not this user's."""
     info = os.lstat(path)
     if not _is_ours(info):
-        raise OSError("%s is not a folder that only this user can write" % path)
+        raise OSError(f"{path} is not a folder that only this user can write")
     if info.st_mode & 0o022:
         os.chmod(path, stat.S_IMODE(info.st_mode) & ~0o022)
 
@@ -220,5 +220,5 @@ def _is_digest(text: str) -> bool:
 
 def _checked(digest: str) -> str:
     if not _is_digest(digest):
-        raise Refusal("protocol", "%r is no digest of a runtime" % digest)
+        raise PreflightFailure("protocol", f"{digest!r} is no digest of a runtime")
     return digest

@@ -1,4 +1,4 @@
-"""The agent's end of the byte stream to its coordinator: non-blocking, frames both ways, answers numbered."""
+"""The agent's end of the byte stream to its coordinator: non-blocking, frames in both directions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Deque, List
 from distrun_runtime.contract import wire
 from distrun_runtime.errors import WireError
 
-ROOM_BYTES = 1024 * 1024
-"""Output waits in its spool while so much is queued here already."""
+QUEUE_BYTES = 1024 * 1024
+"""If more is queued, the output of tasks waits in its spool."""
 _READ_BYTES = 256 * 1024
 
 
@@ -25,7 +25,7 @@ class Channel:
         self.is_broken = False
         """Nothing can be sent any more."""
         self.fault = ""
-        """Why the stream could not be read on, if it was not simply closed."""
+        """Why the stream cannot be read further, if it was not simply closed."""
         self._decoder = wire.Decoder()
         self._queue: Deque[memoryview] = deque()
         self._queued = 0
@@ -38,19 +38,19 @@ class Channel:
         """Bytes that wait to be written."""
         return self._queued
 
-    def has_room(self) -> bool:
-        """Return whether more output should be queued now."""
-        return self._queued < ROOM_BYTES and not self.is_broken
+    def takes_output(self) -> bool:
+        """Return whether more output of tasks should be queued now."""
+        return self._queued < QUEUE_BYTES and not self.is_broken
 
     def greet(self, line: bytes) -> None:
-        """Queue bytes that are no frame: the first line."""
+        """Queue the first line, which is no frame."""
         self._put(line)
 
-    def send(self, header: Any, body: bytes = b"") -> None:
-        """Queue one message; "seq" is filled in."""
+    def say(self, kind: str, body: bytes = b"", /, **members: Any) -> None:
+        """Queue one message of type `kind`; "seq" is filled in."""
         if not self.is_broken:
             self._number += 1
-            self._put(wire.encode(dict(header, seq=self._number), body))
+            self._put(wire.encode(dict(members, type=kind, seq=self._number), body))
 
     def flush(self) -> None:
         """Write what can be written without waiting."""

@@ -1,7 +1,7 @@
-"""The interpreters of tasks that need modules (bundled servers): found, new enough, and able to import them.
+"""Checks the interpreters of tasks that need modules (bundled servers): their version, and whether they import those.
 
-Where the chosen one cannot import them, servers run by the environment that `distrun doctor --fix` has made on the
-host, if there is one. Workers never do.
+If the interpreter of the command cannot import them, servers use the environment that `distrun doctor --fix` made on
+the host, if there is one. Workers never use it.
 
     $XDG_DATA_HOME/distrun/servers/python3.11-x86_64   a link to an environment that is whole
 """
@@ -15,13 +15,12 @@ import re
 import stat
 from typing import Any, Dict, Generator, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from distrun_runtime.agent import tasks
-from distrun_runtime.agent.activation import folder
-from distrun_runtime.agent.errand import FD, NOT_FOUND, TIMED_OUT, Command, Done
-from distrun_runtime.agent.refusal import Refusal
-from distrun_runtime.agent.share import Share
+from distrun_runtime.agent.commands import FD, NOT_FOUND, TIMED_OUT, Command, Done
+from distrun_runtime.agent.preflight import working_folder
+from distrun_runtime.agent.share import Share, exact, words
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.plan import Host
+from distrun_runtime.errors import PreflightFailure
 
 OLDEST = (3, 10)
 LIMIT_S = 60.0
@@ -31,7 +30,7 @@ WITHOUT = "add -s 0 if the command does not use the store"
 OTHER = "name another interpreter with --python, python= in the hosts file, or --activate"
 
 # Read by whatever Python is there: nothing in it is newer than 2.7.
-_PROBE = """\
+_LOOK = """\
 import json, os, sys
 fd, names = int(sys.argv[1]), sys.argv[2:]
 found = {"version": ".".join(str(part) for part in sys.version_info[:3]), "path": sys.executable or ""}
@@ -48,8 +47,8 @@ os.write(fd, json.dumps(found).encode("ascii"))
 """
 
 
-class Probe(NamedTuple):
-    """One interpreter to look at, and the tasks that it is for."""
+class Check(NamedTuple):
+    """One interpreter to check, and the tasks that use it."""
 
     name: str
     """argv[0] of the tasks."""
@@ -59,35 +58,33 @@ class Probe(NamedTuple):
 
 
 def chosen(share: Share) -> Generator[Command, Done, Share]:
-    """Look at the interpreters of tasks with needs; return the share with those that will do.
+    """Check the interpreters of tasks with needs; return the share with those that they will use.
 
-    Yields what is to be run, and is sent how it ended.
+    Yields commands, and is sent how each ended.
 
     Raises:
-        Refusal: kind python (not there, does not run, too old) or module (named, with what pip calls them).
+        PreflightFailure: kind python (not there, does not run, too old) or module (named, with what pip calls them).
     """
     found: Dict[str, str] = {}
     instead: Dict[str, str] = {}
-    for probe in _probes(share):
-        look = told(probe.command, (yield probe.command), probe.name, share.host)
+    for check in _checks(share):
+        look = told(check.command, (yield check.command), check.name, share.host)
         path = str(look["path"])
-        if not fits(look, probe.needs):
+        if not fits(look, check.needs):
             for path in environments(str(look["version"])):
-                command = probe.command._replace(argv=(os.fsencode(path), *probe.command.argv[1:]))
+                command = check.command._replace(argv=(os.fsencode(path), *check.command.argv[1:]))
                 done = yield command
-                spare = _parsed(done)
-                if spare is not None and fits(spare, probe.needs):
-                    look = spare
-                    instead.update((name, path) for name in probe.tasks)
+                other = _parsed(done)
+                if other is not None and fits(other, check.needs):
+                    look = other
+                    instead.update((name, path) for name in check.tasks)
                     break
             else:
-                raise _refusal(share, probe, look)
-        found[probe.name] = "%s %s" % (look["version"], path)
-    plan = dataclasses.replace(
-        share.plan,
+                raise _failure(share, check, look)
+        found[check.name] = f"{look['version']} {path}"
+    plan = share.plan._replace(
         tasks=tuple(
-            dataclasses.replace(task, argv=(instead.get(task.name, task.argv[0]), *task.argv[1:]))
-            for task in share.plan.tasks
+            task._replace(argv=(instead.get(task.name, task.argv[0]), *task.argv[1:])) for task in share.plan.tasks
         ),
     )
     return dataclasses.replace(share, python=found, plan=plan)
@@ -96,9 +93,9 @@ def chosen(share: Share) -> Generator[Command, Done, Share]:
 def command(
     name: bytes, needs: Sequence[str], env: Mapping[bytes, bytes], cwd: bytes, limit_s: float = LIMIT_S
 ) -> Command:
-    """Return what looks at an interpreter: `told` reads what came of it."""
-    modules = [tasks.exact(module) for module in needs]
-    return Command((name, b"-c", _PROBE.encode("ascii"), FD, *modules), env, cwd, limit_s)
+    """Return the command that looks at an interpreter; `told` reads its result."""
+    modules = [exact(module) for module in needs]
+    return Command((name, b"-c", _LOOK.encode("ascii"), FD, *modules), env, cwd, limit_s)
 
 
 def told(asked: Command, done: Done, name: str, host: str) -> Dict[str, Any]:
@@ -108,7 +105,7 @@ def told(asked: Command, done: Done, name: str, host: str) -> Dict[str, Any]:
     pip, venv and ensurepip it has not.
 
     Raises:
-        Refusal: there is none, or it does not work.
+        PreflightFailure: there is none, or it does not work.
     """
     found = _parsed(done)
     if found is not None:
@@ -118,18 +115,18 @@ def told(asked: Command, done: Done, name: str, host: str) -> Dict[str, Any]:
         where = "" if "/" in name else " (in no folder of the tasks' PATH)"
         if name == "python":
             other = "type python3 in the command, if that is what this host has, or " + other
-        raise Refusal("python", "there is no program %s on %s%s" % (name, host, where), other)
+        raise PreflightFailure("python", f"there is no program {name} on {host}{where}", other)
     if done.fault == TIMED_OUT:
         modules = ", ".join(os.fsdecode(each) for each in asked.argv[4:])
-        what, kind = "%s on %s did not import %s within %g s" % (name, host, modules, asked.limit_s), "module"
+        what, kind = f"{name} on {host} did not import {modules} within {asked.limit_s:g} s", "module"
     else:
-        how = "" if done.code is None else " (exit code %d)" % done.code
-        what, kind = "%s on %s is not a working Python%s" % (name, host, how), "python"
-    raise Refusal(kind, "\n".join([what, *done.last_lines.splitlines()]), other)
+        how = "" if done.code is None else f" (exit code {done.code})"
+        what, kind = f"{name} on {host} is not a working Python{how}", "python"
+    raise PreflightFailure(kind, "\n".join([what, *done.last_lines.splitlines()]), other)
 
 
 def fits(look: Mapping[str, Any], needs: Sequence[str]) -> bool:
-    """Return whether servers can run by an interpreter."""
+    """Return whether servers can use an interpreter."""
     return is_new(look) and not missing(look, needs)
 
 
@@ -145,7 +142,7 @@ def missing(look: Mapping[str, Any], needs: Sequence[str]) -> List[str]:
 
 def place(version: str) -> str:
     """Return where the environment of servers is, or would be made, for a Python of that version."""
-    return os.path.join(_home(), "python%s-%s" % (".".join(version.split(".")[:2]), os.uname().machine))
+    return os.path.join(_home(), f"python{'.'.join(version.split('.')[:2])}-{os.uname().machine}")
 
 
 def environments(version: str) -> Iterator[str]:
@@ -177,10 +174,10 @@ def how_to_install(look: Mapping[str, Any], modules: Sequence[str]) -> str:
 
     path, packages = shlex.quote(str(look["path"])), " ".join(PACKAGES.get(module, module) for module in modules)
     if look["is_own"] and "pip" not in look["lacks"]:
-        return "%s -m pip install %s" % (path, packages)
+        return f"{path} -m pip install {packages}"
     if "ensurepip" in look["lacks"] or "venv" in look["lacks"]:
         return ""
-    return "%s -m venv ~/venv && ~/venv/bin/pip install %s" % (path, packages)
+    return f"{path} -m venv ~/venv && ~/venv/bin/pip install {packages}"
 
 
 def _home() -> str:
@@ -194,8 +191,8 @@ def _is_private(info: os.stat_result) -> bool:
     return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o022
 
 
-def _probes(share: Share) -> Iterator[Probe]:
-    """Yield a probe for each distinct interpreter (name, path it is looked for in, modules) of tasks with needs."""
+def _checks(share: Share) -> Iterator[Check]:
+    """Yield a check for each distinct interpreter (name, path it is looked for in, modules) of tasks with needs."""
     alike: Dict[Tuple[object, ...], List[str]] = {}
     for task in share.plan.tasks:
         if task.needs:
@@ -204,28 +201,29 @@ def _probes(share: Share) -> Iterator[Probe]:
             alike.setdefault(key, []).append(task.name)
     for names in alike.values():
         task = share.plan.task(names[0])
-        env, cwd = share.environment(task, task.env), tasks.exact(folder(task.cwd))
-        asked = command(tasks.words(task)[0], task.needs, env, cwd)
-        yield Probe(task.argv[0], asked, task.needs, tuple(names))
+        env, cwd = share.environment(task, task.env), exact(working_folder(task.cwd))
+        asked = command(words(task)[0], task.needs, env, cwd)
+        yield Check(task.argv[0], asked, task.needs, tuple(names))
 
 
-def _refusal(share: Share, probe: Probe, look: Mapping[str, Any]) -> Refusal:
-    """Return why servers cannot run by an interpreter that works, with all ways out."""
-    plan, path, version = share.plan, look["path"] or probe.name, look["version"]
+def _failure(share: Share, check: Check, look: Mapping[str, Any]) -> PreflightFailure:
+    """Return why servers cannot use an interpreter that works, with everything that the user can do."""
+    plan, path, version = share.plan, look["path"] or check.name, look["version"]
     host = next((each for each in plan.hosts if each.name == share.host), Host(share.host))
     needs_store = any(task.env.get("DISTRUN_SERVER_IMPORT") for task in plan.tasks)
     fixes = [] if needs_store else [WITHOUT]
     if not is_new(look):
-        text = "%s on %s is Python %s; servers and scheduler need %d.%d or newer" % (path, share.host, version, *OLDEST)
-        return Refusal("python", text, "\n".join([*fixes, ("or " if fixes else "") + OTHER]))
-    modules = missing(look, probe.needs)
-    text = "%s on %s (Python %s) cannot import %s" % (path, share.host, version, ", ".join(modules))
-    lines = ["%s: %s" % (module, look[module + "_error"]) for module in modules]
-    fixes += ["for servers: %s --fix" % plan.doctor] if plan.doctor else []
+        oldest = ".".join(str(part) for part in OLDEST)
+        text = f"{path} on {share.host} is Python {version}; servers and scheduler need {oldest} or newer"
+        return PreflightFailure("python", text, "\n".join([*fixes, ("or " if fixes else "") + OTHER]))
+    modules = missing(look, check.needs)
+    text = f"{path} on {share.host} (Python {version}) cannot import {', '.join(modules)}"
+    lines = [f"{module}: {look[module + '_error']}" for module in modules]
+    fixes += [f"for servers: {plan.doctor} --fix"] if plan.doctor else []
     script = how_to_install(look, modules)
     then = ", then --activate venv:~/venv" if "~/venv" in script else ""
-    fixes += ["for servers and workers: %s%s" % (host.typed(script), then)] if script else []
-    return Refusal("module", "\n".join([text, *lines]), "\n".join([*fixes, "or " + OTHER]))
+    fixes += [f"for servers and workers: {host.typed(script)}{then}"] if script else []
+    return PreflightFailure("module", "\n".join([text, *lines]), "\n".join([*fixes, "or " + OTHER]))
 
 
 def _parsed(done: Done) -> Optional[Dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Facts about this host for the doctor: what is there, how much of it, whether it answers. It judges nothing."""
+"""Gathers facts about this host for `distrun doctor`: programs, folders, limits, network, GPUs. Judges nothing."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ import tempfile
 import time
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from distrun_runtime.agent import activation, errand, interpreters
-from distrun_runtime.agent.refusal import Refusal
+from distrun_runtime.agent import commands, interpreters, preflight
 from distrun_runtime.contract import address, environ
 from distrun_runtime.contract import folder as destination
 from distrun_runtime.contract.plan import SERVER_MODULES
-from distrun_runtime.errors import ContractError
+from distrun_runtime.errors import ContractError, PreflightFailure
 
 PROGRAM_S = 10.0
 """How long a program may take to answer."""
@@ -39,7 +38,7 @@ def probe(args: Mapping[str, Any]) -> Dict[str, Any]:
     if args.get("activate"):
         try:
             base = activated(str(args["activate"]), str(args.get("dst") or args.get("cwd") or ""))
-        except Refusal as err:
+        except PreflightFailure as err:
             error = str(err)
     return {
         "activation": {"error": error},
@@ -72,8 +71,8 @@ def python(name: str, base: Optional[Mapping[bytes, bytes]] = None) -> Dict[str,
     env = environ.snapshot_bytes() if base is None else base
     asked = interpreters.command(os.fsencode(os.path.expanduser(name)), SERVER_MODULES, env, b"", PROGRAM_S)
     try:
-        found = interpreters.told(asked, errand.run(asked), name, socket.gethostname())
-    except Refusal as err:
+        found = interpreters.told(asked, commands.run(asked), name, socket.gethostname())
+    except PreflightFailure as err:
         return {"error": str(err)}
     if not interpreters.is_new(found):
         return found
@@ -88,8 +87,8 @@ def python(name: str, base: Optional[Mapping[bytes, bytes]] = None) -> Dict[str,
 def _environment(version: str, env: Mapping[bytes, bytes]) -> Dict[str, Any]:
     for path in interpreters.environments(version):
         asked = interpreters.command(os.fsencode(path), SERVER_MODULES, env, b"", PROGRAM_S)
-        with contextlib.suppress(Refusal):
-            found = interpreters.told(asked, errand.run(asked), path, "")
+        with contextlib.suppress(PreflightFailure):
+            found = interpreters.told(asked, commands.run(asked), path, "")
             if interpreters.fits(found, SERVER_MODULES):
                 return dict(found, path=path)
     return {}
@@ -99,10 +98,10 @@ def activated(script: str, cwd: str) -> Dict[bytes, bytes]:
     """Return the environment that shell text leaves, as in a launch.
 
     Raises:
-        Refusal: it failed.
+        PreflightFailure: it failed.
     """
-    asked = activation.command(script, environ.snapshot_bytes(), {}, activation.folder(cwd))
-    return activation.environment(errand.run(asked), asked, socket.gethostname())
+    asked = preflight.activation(script, environ.snapshot_bytes(), {}, cwd)
+    return preflight.activated(commands.run(asked), asked, socket.gethostname())
 
 
 def folder(path: str, is_destination: bool = False) -> Dict[str, Any]:
@@ -172,7 +171,7 @@ def gpus() -> Dict[str, Any]:
     query = "--query-gpu=name,driver_version,memory.total"
     code, out, err = run(["nvidia-smi", query, "--format=csv,noheader"])
     if code != 0:
-        return {"gpus": [], "error": _last(err or out) or "nvidia-smi ended with code %s" % code}
+        return {"gpus": [], "error": _last(err or out) or f"nvidia-smi ended with code {code}"}
     return {
         "gpus": [[cell.strip() for cell in line.split(",")] for line in out.splitlines() if line.strip()],
         "error": "",
@@ -192,15 +191,15 @@ def loose(home: str) -> List[str]:
 def run(argv: Sequence[str], limit_s: float = PROGRAM_S) -> Tuple[Optional[int], str, str]:
     """Run a program and return its code, stdout and stderr; the code is None if it did not start, or not end in time.
 
-    When its time is over, what it has started is ended too. One that cannot even be killed (a driver that hangs) is
-    left: nobody waits for it.
+    When its time is over, what it has started is killed too. A program that cannot even be killed (a driver that hangs)
+    is left: nothing waits for it.
     """
     try:
         child = subprocess.Popen(
             list(argv), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
     except OSError as err:
-        return None, "", "%s: %s" % (argv[0], err.strerror)
+        return None, "", f"{argv[0]}: {err.strerror}"
     try:
         out, err_text = child.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -212,7 +211,7 @@ def run(argv: Sequence[str], limit_s: float = PROGRAM_S) -> Tuple[Optional[int],
         for pipe in (child.stdout, child.stderr):
             if pipe is not None:
                 pipe.close()
-        return None, "", "%s did not answer within %g s" % (argv[0], limit_s)
+        return None, "", f"{argv[0]} did not answer within {limit_s:g} s"
     return child.returncode, out.decode("utf-8", "replace"), err_text.decode("utf-8", "replace")
 
 
@@ -221,7 +220,7 @@ def _first_line(argv: Sequence[str]) -> Dict[str, str]:
     lines = out.strip().splitlines()
     if code == 0 and lines:
         return {"version": lines[0].strip(), "error": ""}
-    return {"version": "", "error": _last(err or out) or "%s ended with code %s" % (argv[0], code)}
+    return {"version": "", "error": _last(err or out) or f"{argv[0]} ended with code {code}"}
 
 
 def _last(text: str) -> str:

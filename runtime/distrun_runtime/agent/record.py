@@ -1,9 +1,9 @@
-"""A job's private folder on one host: token, spool, and the record of what was started.
+"""Keeps a job's private folder on a host: its token, its spool, and the record of what was started.
 
     HOSTDIR/JOB/HOST/{token, agent.json, spool/, killed}
 
 HOSTDIR is $XDG_RUNTIME_DIR/distrun or, without one, /tmp/distrun-UID: mode 0700, owned by the user, no link.
-HOST is there because several hosts of a job may be one machine (a test, containers that share /tmp).
+HOST is part of the path because several hosts of a job may be one machine (a test, containers that share /tmp).
 The record lets the guard, `distrun kill` and a sweep end exactly what was started; it is rewritten whole.
 """
 
@@ -14,27 +14,24 @@ import errno
 import json
 import os
 import stat
-from dataclasses import dataclass
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
-from distrun_runtime.agent.refusal import Refusal
 from distrun_runtime.contract import environ, facts, process
 from distrun_runtime.contract.process import Identity
-from distrun_runtime.errors import ContractError
+from distrun_runtime.errors import ContractError, PreflightFailure
 
 VERSION = 1
 TOKEN = "token"
 RECORD = "agent.json"
 KILLED = "killed"
 """File that says: `distrun kill` on this host ended the job."""
-ROOM_BYTES = 1024 * 1024
-ROOM_FILES = 16
-"""What must be free where the folder is."""
+FREE_BYTES = 1024 * 1024
+FREE_FILES = 16
+"""What must be free on the disk of the folder."""
 
 
-@dataclass(frozen=True)
-class Record:
-    """What an agent started, for whoever must end it when the agent cannot."""
+class Record(NamedTuple):
+    """What an agent started, for those who must end it if the agent cannot."""
 
     job: str
     host: str
@@ -71,7 +68,7 @@ def from_json(value: Any) -> Record:
     """
     try:
         if value["version"] != VERSION:
-            raise ContractError("agent record of version %r; this program knows %d" % (value["version"], VERSION))
+            raise ContractError(f"agent record of version {value['version']!r}; this program knows {VERSION}")
         return Record(
             job=str(value["job"]),
             host=str(value["host"]),
@@ -83,22 +80,22 @@ def from_json(value: Any) -> Record:
             lease_s=float(value["lease_s"]),
         )
     except (KeyError, TypeError, ValueError) as err:
-        raise ContractError("this is not an agent record: %r" % err) from err
+        raise ContractError(f"this is not an agent record: {err!r}") from err
 
 
 def roots() -> List[str]:
     """Return where HOSTDIR may be, best first."""
     named = environ.text("XDG_RUNTIME_DIR")
-    fallback = "/tmp/distrun-%d" % os.geteuid()
+    fallback = f"/tmp/distrun-{os.geteuid()}"
     return [os.path.join(named, "distrun"), fallback] if os.path.isabs(named) else [fallback]
 
 
 def places() -> List[str]:
-    """Return where the folders of this user's jobs may be: a job and who looks for it may have different variables.
+    """Return where the folders of this user's jobs may be: a later `distrun kill` may have other variables than a job.
 
     A login through a desktop or a console has XDG_RUNTIME_DIR, one through ssh often has not.
     """
-    usual = ["/run/user/%d/distrun" % os.geteuid(), "/tmp/distrun-%d" % os.geteuid()]
+    usual = [f"/run/user/{os.geteuid()}/distrun", f"/tmp/distrun-{os.geteuid()}"]
     return list(dict.fromkeys([*roots(), *usual]))
 
 
@@ -129,8 +126,8 @@ def create(job: str, host: str, token: str) -> str:
             _private(parent)
             folder = os.path.join(parent, safe_name(host))
             _private(folder)
-            _check_room(folder)
-            _empty(os.path.join(folder, "spool"))
+            _check_space(folder)
+            _delete(os.path.join(folder, "spool"))  # of an earlier agent of the same job
             os.mkdir(os.path.join(folder, "spool"), 0o700)
             if token:
                 write(os.path.join(folder, TOKEN), token.encode("utf-8"))
@@ -138,34 +135,21 @@ def create(job: str, host: str, token: str) -> str:
         except (OSError, ContractError) as err:
             wrong.append(str(err))
             is_full = is_full or getattr(err, "errno", 0) in (errno.ENOSPC, errno.EDQUOT)
-    raise Refusal(
-        "disk" if is_full else "other", "no private folder can be made for the job on %s: %s" % (host, "; ".join(wrong))
-    )
-
-
-def _empty(folder: str) -> None:
-    """Remove a folder that was left by an agent of the same job, if there is one."""
-    if os.path.lexists(folder):
-        import shutil
-
-        shutil.rmtree(folder, ignore_errors=True)
+    text = f"no private folder can be made for the job on {host}: {'; '.join(wrong)}"
+    raise PreflightFailure("disk" if is_full else "other", text)
 
 
 def remove(folder: str) -> None:
-    """Remove the folder of a job on this host, and the job's if that is empty then. Errors are no matter."""
-    import shutil  # with its archives: at the end, not before the start
-
-    shutil.rmtree(folder, ignore_errors=True)
+    """Remove the folder of a job on this host, and the job's if that is empty then. Errors are ignored."""
+    _delete(folder)
     with contextlib.suppress(OSError):  # another host of the job lives on this machine
         os.rmdir(os.path.dirname(folder))
 
 
 def strip(folder: str) -> None:
-    """Remove what is in the folder of a job on this host, but for the record. Errors are no matter."""
-    _empty(os.path.join(folder, "spool"))
-    for name in (TOKEN, KILLED):
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(folder, name))
+    """Remove what is in the folder of a job on this host, except the record. Errors are ignored."""
+    for name in ("spool", TOKEN, KILLED):
+        _delete(os.path.join(folder, name))
 
 
 def save(folder: str, record: Record) -> None:
@@ -174,13 +158,13 @@ def save(folder: str, record: Record) -> None:
 
 
 def touch(folder: str) -> None:
-    """Note that the agent is alive and was heard from, without writing the record again. Errors are no matter."""
+    """Note that the agent is alive and was heard from, without writing the record again. Errors are ignored."""
     with contextlib.suppress(OSError):
         os.utime(os.path.join(folder, RECORD))
 
 
 def note_kill(folder: str) -> None:
-    """Note that `distrun kill` ends the job here, before its agent gets a signal. Errors are no matter."""
+    """Note that `distrun kill` ends the job here, before its agent gets a signal. Errors are ignored."""
     with contextlib.suppress(OSError):  # it is for a message only
         write(os.path.join(folder, KILLED), b"")
 
@@ -197,7 +181,15 @@ def load(folder: str) -> Record:
     try:
         return from_json(json.loads(text))
     except (RecursionError, OverflowError) as err:
-        raise ContractError("this is not an agent record: %r" % err) from None
+        raise ContractError(f"this is not an agent record: {err!r}") from None
+
+
+def find(folder: str) -> Optional[Record]:
+    """Return the record of a folder; None if there is none that can be read."""
+    try:
+        return load(folder)
+    except (OSError, ContractError, ValueError):
+        return None
 
 
 def folders(job: str) -> List[str]:
@@ -222,6 +214,18 @@ def write(path: str, data: bytes) -> None:
     os.replace(path + ".new", path)
 
 
+def _delete(path: str) -> None:
+    """Remove a file, or a folder with everything in it. Errors are ignored."""
+    # Not shutil.rmtree: importing shutil takes longer than the rest of an agent's end.
+    with contextlib.suppress(OSError):
+        if not os.path.isdir(path) or os.path.islink(path):
+            os.unlink(path)
+            return
+        for name in os.listdir(path):
+            _delete(os.path.join(path, name))
+        os.rmdir(path)
+
+
 def safe_name(name: str) -> str:
     """Return a name as one component of a path: no slash, no leading dot."""
     text = "".join(letter if (letter.isascii() and letter.isalnum()) or letter in "-_.:@" else "_" for letter in name)
@@ -230,21 +234,18 @@ def safe_name(name: str) -> str:
 
 def _refuse_a_second(job: str, host: str) -> None:
     for folder in folders(job):
-        try:
-            other = load(folder)
-        except (OSError, ContractError, ValueError):
-            continue
-        if other.host == host and process.is_alive(other.agent):
+        other = find(folder)
+        if other is not None and other.host == host and process.is_alive(other.agent):
             raise ContractError(
-                "job %s already has an agent for host %s on this machine, process %d; end it with: distrun kill %s"
-                % (job, host, other.agent.pid, job)
+                f"job {job} already has an agent for host {host} on this machine, process {other.agent.pid};"
+                f" end it with: distrun kill {job}"
             )
 
 
-def _check_room(folder: str) -> None:
-    """Refuse a disk that is as good as full: token, record and output would not fit. Raises OSError."""
+def _check_space(folder: str) -> None:
+    """Refuse a disk that is almost full: token, record and output would not fit. Raises OSError."""
     info = os.statvfs(folder)
-    if info.f_bavail * info.f_frsize < ROOM_BYTES or (info.f_files and info.f_favail < ROOM_FILES):
+    if info.f_bavail * info.f_frsize < FREE_BYTES or (info.f_files and info.f_favail < FREE_FILES):
         with contextlib.suppress(OSError):  # only what is empty
             os.rmdir(folder)
             os.rmdir(os.path.dirname(folder))
@@ -258,12 +259,12 @@ def _private(folder: str) -> None:
 
 
 def _check(folder: str) -> None:
-    """Refuse a folder that somebody else could have put there or can look into."""
+    """Refuse a folder that another user could have made, and close one that others can read."""
     info = os.lstat(folder)
     if not stat.S_ISDIR(info.st_mode):
-        raise ContractError("%s is not a folder (a link?); remove it" % folder)
+        raise ContractError(f"{folder} is not a folder (a link?); remove it")
     if info.st_uid != os.geteuid():
-        raise ContractError("%s belongs to user %d, not to %d; remove it" % (folder, info.st_uid, os.geteuid()))
+        raise ContractError(f"{folder} belongs to user {info.st_uid}, not to {os.geteuid()}; remove it")
     if stat.S_IMODE(info.st_mode) & 0o077:
         os.chmod(folder, 0o700)
 

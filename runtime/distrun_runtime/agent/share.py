@@ -1,20 +1,25 @@
-"""One host's share of a job: what `begin` gave the agent, and what the agent prepared for it."""
+"""One host's share of a job: what `begin` gave the agent, and what the agent prepared for it.
+
+It has the address and the held ports of the host, and makes the environment and the argument list of each task. All of
+that is bytes: odd ones of the user's stay as they were typed.
+"""
 
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass, field
-from typing import Any, Dict, Mapping
+from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, Tuple
 
-from distrun_runtime.agent import ports, record, tasks
-from distrun_runtime.agent.refusal import Refusal
+from distrun_runtime.agent import record
 from distrun_runtime.contract import environ, wire
 from distrun_runtime.contract.plan import WORKER, Host, Plan, Task, from_json
-from distrun_runtime.errors import ContractError
+from distrun_runtime.errors import ContractError, PreflightFailure
+
+if TYPE_CHECKING:
+    import socket
 
 OF_THE_CONNECTION = ("SSH_*",)
-"""Variables by which the agent was reached: to a task they would tell of a login that is not its own."""
+"""Variables of the login by which the agent was reached. Tasks do not get them: it is not their login."""
 
 
 @dataclass(frozen=True)
@@ -63,22 +68,22 @@ class Share:
         # Last, so that nothing overrides what a leftover process is known by.
         last = dict(self.marks, DISTRUN_TOKEN_FILE=self.token_file) if self.token_file else self.marks
         secrets.update((name, self._joined(name, secrets[name])) for name in self.plan.joined if name in secrets)
-        env = tasks.environment(self.base, (), who, secrets, sent, last)
+        env = compose(self.base, (), who, secrets, sent, last)
         if not os.path.isdir(env.get(b"DISTRUN_RUN_DIR", b"")):
             env.pop(b"DISTRUN_RUN_DIR", None)  # the job's folder is on the launching machine; only a shared one is here
         if self.runtime:
-            folders = [tasks.exact(self.runtime), env.get(b"PYTHONPATH", b"")]
+            folders = [exact(self.runtime), env.get(b"PYTHONPATH", b"")]
             env[b"PYTHONPATH"] = os.fsencode(os.pathsep).join(folder for folder in folders if folder)
         if self.interface and task.role == WORKER:
-            env.setdefault(b"GLOO_SOCKET_IFNAME", tasks.exact(self.interface))
+            env.setdefault(b"GLOO_SOCKET_IFNAME", exact(self.interface))
             if self._asked_for:
-                env.setdefault(b"NCCL_SOCKET_IFNAME", tasks.exact(self.interface))
+                env.setdefault(b"NCCL_SOCKET_IFNAME", exact(self.interface))
         return env
 
     def _joined(self, name: str, sent: str) -> str:
-        """Return the folders that were sent and those that this host has: in front of them if activation set them."""
-        here = self.base.get(tasks.exact(name), b"")
-        is_activated = here != environ.snapshot_bytes().get(tasks.exact(name), b"")
+        """Return the folders that were sent and those of this host. The host's come first if activation set them."""
+        here = self.base.get(exact(name), b"")
+        is_activated = here != environ.snapshot_bytes().get(exact(name), b"")
         lists = [here.decode("utf-8", "surrogateescape"), sent]
         # An empty entry would mean the current directory.
         folders = [entry for each in (lists if is_activated else lists[::-1]) for entry in each.split(":") if entry]
@@ -86,12 +91,12 @@ class Share:
 
     @property
     def _asked_for(self) -> str:
-        """What the user asked for of the data address; without anything NCCL finds better interfaces than we."""
-        return _interface(self.plan, _host(self.plan, self.host)) or self.plan.subnet
+        """The interface or subnet that the user asked for. If empty, NCCL chooses: it knows faster interfaces."""
+        return _host(self.plan, self.host).interface or self.plan.interface or self.plan.subnet
 
     def ports(self) -> Dict[str, int]:
         """Return the numbers of the held ports by label."""
-        return {label: ports.number(held) for label, held in self.held.items()}
+        return {label: port_of(held) for label, held in self.held.items()}
 
     def close(self, has_guard: bool = False) -> None:
         """Let the ports go and remove the folder; a guard that lives removes it after us, and is in the record."""
@@ -107,14 +112,13 @@ def take(header: Mapping[str, Any]) -> Share:
     """Return the share that a `begin` message gives, prepared: address settled, ports held, folder made.
 
     Raises:
-        Refusal (a ContractError), or ContractError, OSError, LookupError, TypeError, ValueError: it cannot be taken;
-        the message says why.
+        PreflightFailure, ContractError, OSError, LookupError, TypeError, ValueError: it cannot be taken; the message
+            says why.
     """
     if header["version"] != wire.VERSION:
-        raise Refusal(
+        raise PreflightFailure(
             "protocol",
-            "the coordinator speaks version %r of the agent protocol, this agent %d"
-            % (header["version"], wire.VERSION),
+            f"the coordinator speaks version {header['version']!r} of the agent protocol, this agent {wire.VERSION}",
             "use one release of distrun on both",
         )
     plan = from_json(header["plan"])
@@ -123,7 +127,7 @@ def take(header: Mapping[str, Any]) -> Share:
     outer = environ.snapshot()
     address = host.address or _address(plan, host, outer)
     named = [task.env["DISTRUN_PORT_RANGE"] for task in plan.tasks if "DISTRUN_PORT_RANGE" in task.env]
-    held = {label: ports.hold(address, named[0] if named else "") for label in host.ports}
+    held = {label: hold(address, named[0] if named else "") for label in host.ports}
     folder = record.create(plan.job, host.name, token)
     token_file = os.path.join(folder, record.TOKEN) if token else ""
     # Tasks on this very machine have what the user has, the login included.
@@ -136,7 +140,7 @@ def take(header: Mapping[str, Any]) -> Share:
         folder,
         token_file,
         dict(header.get("secret_env") or {}),
-        base=tasks.environment(environ.snapshot_bytes(), unset),
+        base=compose(environ.snapshot_bytes(), unset),
         interface=_interface_of(address, plan),
     )
 
@@ -145,22 +149,19 @@ def _host(plan: Plan, name: str) -> Host:
     for host in plan.hosts:
         if host.name == name:
             return host
-    raise ContractError("the plan has no host %r; it has: %s" % (name, ", ".join(host.name for host in plan.hosts)))
-
-
-def _interface(plan: Plan, host: Host) -> str:
-    return host.interface or plan.interface
+    names = ", ".join(host.name for host in plan.hosts)
+    raise ContractError(f"the plan has no host {name!r}; it has: {names}")
 
 
 def _address(plan: Plan, host: Host, outer: Mapping[str, str]) -> str:
-    """Return the address that peers use for this host, when the plan does not say. Raises Refusal."""
+    """Return the address that peers use for this host, when the plan does not say. Raises PreflightFailure."""
     from distrun_runtime.contract import address  # ctypes: only when it is needed
 
     others = [each.address or each.name for each in plan.hosts if each.name != host.name]
     try:
-        return address.settle(_interface(plan, host), plan.subnet, others[0] if others else "", outer)
+        return address.settle(host.interface or plan.interface, plan.subnet, others[0] if others else "", outer)
     except ContractError as err:
-        raise Refusal("interface", str(err)) from None
+        raise PreflightFailure("interface", str(err)) from None
 
 
 def _interface_of(ip: str, plan: Plan) -> str:
@@ -170,3 +171,106 @@ def _interface_of(ip: str, plan: Plan) -> str:
     from distrun_runtime.contract import address
 
     return next((row.name for row in address.interfaces() if row.ip == ip), "")
+
+
+# Environments and arguments
+
+
+def compose(
+    base: Mapping[bytes, bytes],
+    unset: Iterable[str],
+    *added: Mapping[str, str],
+) -> Dict[bytes, bytes]:
+    """Return `base` without what `unset` names (a `*` at the end matches the rest), plus `added`. No side effects.
+
+    If several of `added` have a variable, the last one counts.
+    """
+    names = [exact(name) for name in unset]
+    whole = {name for name in names if not name.endswith(b"*")}
+    starts = tuple(name[:-1] for name in names if name.endswith(b"*"))
+    env = {
+        name: value for name, value in base.items() if name not in whole and not (starts and name.startswith(starts))
+    }
+    for more in added:
+        env.update((exact(name), exact(value)) for name, value in more.items())
+    return env
+
+
+def exact(text: str) -> bytes:
+    """Return the bytes that a string of the plan stands for (UTF-8, odd bytes as surrogates)."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def words(task: Task) -> List[bytes]:
+    """Return a task's argument list; `~` of the program is the home of the user of this host."""
+    return [os.path.expanduser(exact(word)) if not at else exact(word) for at, word in enumerate(task.argv)]
+
+
+# Held ports
+#
+# For programs that cannot tell which port they bound (torch, JAX, ps-lite). A held port is bound with SO_REUSEADDR and
+# never listens: the system gives it to no program that asks for any port, but a program that binds it by number with
+# SO_REUSEADDR (they all do) gets it. Tried with ZeroMQ, a plain listener, torch's TCPStore and JAX's coordinator on
+# Linux. The BSDs refuse a second bind to the very same address; there a program must bind a specific address, not the
+# wildcard.
+
+
+def hold(address: str, port_range: str = "") -> socket.socket:
+    """Return a socket that holds a free TCP port on all addresses of `address`'s family.
+
+    Args:
+        address: an IP address; only its family counts.
+        port_range: A-B, inclusive; empty: any free port.
+
+    Raises:
+        ContractError: the range is malformed, or nothing in it is free.
+    """
+    import socket  # most agents hold no port
+
+    numbers = ports_to_try(port_range)
+    family, anywhere = (socket.AF_INET6, "::") if ":" in address else (socket.AF_INET, "0.0.0.0")
+    held = socket.socket(family, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    for port in numbers:
+        try:
+            if port:
+                # Two sockets of ours may both be bound to one port: without SO_REUSEADDR only a free one is given.
+                with socket.socket(family, socket.SOCK_STREAM) as attempt:
+                    attempt.bind((anywhere, port))
+            held.bind((anywhere, port))
+            return held
+        except OSError:
+            continue
+    held.close()
+    span = f" in {port_range}" if port_range else ""
+    raise ContractError(f"no free port{span} on host {socket.gethostname()}; give a wider --port-range")
+
+
+def port_of(held: socket.socket) -> int:
+    """Return the port that is held."""
+    return int(held.getsockname()[1])
+
+
+def ports_to_try(port_range: str) -> List[int]:
+    """Return the ports to try, from a random one on; [0] (any) for an empty range.
+
+    Raises:
+        ContractError: not A-B with 1 <= A <= B <= 65535.
+    """
+    if not port_range.strip():
+        return [0]
+    low, high = _bounds(port_range)
+    # Jobs that start together should not all try the same ports first.
+    first = int.from_bytes(os.urandom(2), "big") % (high - low + 1)
+    return list(range(low + first, high + 1)) + list(range(low, low + first))
+
+
+def _bounds(port_range: str) -> Tuple[int, int]:
+    first, dash, last = port_range.partition("-")
+    try:
+        low, high = int(first), int(last if dash else first)
+    except ValueError:
+        low, high = 0, 0
+    if not 1 <= low <= high <= 65535:
+        raise ContractError(f"port range {port_range!r}: expected A-B with 1 <= A <= B <= 65535")
+    return low, high

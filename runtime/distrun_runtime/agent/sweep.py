@@ -1,22 +1,26 @@
-"""End what a job left on this machine: by the record of its agent, by descent, and by the mark in environments.
+"""Finds and ends what jobs run on this host: by the records of agents, by descent, and by marks in environments.
 
-Used by the guard when the agent died, and by `distrun kill` when both did. Each signal goes to a process whose
-identity was just verified; never by name, never to this process or its ancestors.
+`survey` tells of all jobs, `sweep` ends what a job left, `match` finds processes by a pattern of their command line.
+The guard uses this if the agent died, and `distrun kill` if both did.
+
+Only processes of the calling user count, also for root. A signal goes to a process whose identity was just verified;
+never by name, never to this process or its ancestors. What runs in another container (pid namespace) of this machine
+belongs to another host: its records cannot be seen from here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
-from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Pattern, Set, Tuple
 
 from distrun_runtime.agent import record
-from distrun_runtime.agent.ladder import GIVE_UP_S
 from distrun_runtime.agent.record import Record
-from distrun_runtime.contract import process
-from distrun_runtime.contract.plan import Limits
+from distrun_runtime.contract import process, ps
+from distrun_runtime.contract.facts import GIVE_UP_S, GRACE_S
 from distrun_runtime.contract.process import Identity, Process
 from distrun_runtime.errors import ContractError
 
@@ -25,6 +29,20 @@ AGENT = "import binascii,json,os,sys,zlib"
 """Stands in the command line of every agent and guard: how their program begins."""
 NAMES = ("distrun's agent", "distrun's guard")
 """What the two are called in a report: their command lines say nothing to a reader."""
+DAEMONS = ("sshd", "sshd-session", "sshd-auth")
+ALIVE = "alive"
+DEAD = "dead"
+STOPPED = "stopped"
+NONE = "none"
+"""No record names it, and none is above the tasks: only marks tell of the job."""
+_WHOLE = 100000
+"""Characters of a command line that are looked at."""
+
+Key = Tuple[str, str]
+"""A job and what it calls this host."""
+
+
+# Ending what a job left
 
 
 class Report(NamedTuple):
@@ -32,9 +50,9 @@ class Report(NamedTuple):
 
     job: str
     ended: Tuple[Tuple[int, str], ...]
-    """What was there and is no more."""
+    """What existed and was ended."""
     left: Tuple[Tuple[int, str], ...]
-    """What would not die, or is not ours to signal."""
+    """What did not die, or belongs to another user by now."""
     folders: Tuple[str, ...]
     """The job's private folders that were removed."""
 
@@ -42,15 +60,14 @@ class Report(NamedTuple):
 def sweep(job: str, grace_s: Optional[float]) -> Report:
     """End every process of a job of the calling user on this machine, and remove its private folders.
 
-    A living agent is asked to do it (SIGTERM, and SIGCONT in case it is frozen) and has `grace_s` and two seconds;
-    then, or without one, everything recorded or marked gets TERM, `grace_s`, KILL. Nothing to end is no error. Waits
-    until it is over.
-    Without a `grace_s` it is the job's own, as recorded.
+    A living agent is asked to do it (SIGTERM, and SIGCONT in case it is frozen) and gets `grace_s` and two seconds.
+    Then, or without an agent, everything recorded or marked gets TERM, `grace_s`, KILL. Nothing to end is no error.
+    Waits until it is over. `grace_s` None: the job's own, as recorded.
     """
     folders = record.folders(job)
-    records = [found for found in map(_load, folders) if found is not None]
+    records = [found for found in map(record.find, folders) if found is not None]
     if grace_s is None:
-        grace_s = max((found.grace_s for found in records), default=Limits().grace_s)
+        grace_s = max((found.grace_s for found in records), default=GRACE_S)
     ours = {who: name for found in records for who, name in zip((found.agent, found.guard), NAMES)}
 
     def find() -> List[Process]:
@@ -148,12 +165,220 @@ def _named(who: Identity, ours: Mapping[Identity, str]) -> str:
 
 
 def _send(who: Identity, number: int) -> None:
-    with contextlib.suppress(OSError):  # not ours to signal: it stays, and is reported
+    with contextlib.suppress(OSError):  # another user's: it stays, and is reported
         process.send_signal(who, number)
 
 
-def _load(folder: str) -> Optional[Record]:
+# What runs here
+
+
+class Found(NamedTuple):
+    """A job on this host that has a record."""
+
+    record: Record
+    folder: str
+    written: float
+    """When the agent last wrote it, wall clock."""
+
+
+def survey() -> Dict[str, Any]:
+    """Return all jobs of the calling user on this host, the ones with most processes last."""
+    rows = process.table()
+    kept = {(each.record.job, each.record.host): each for each in _kept()}
+    environs = _environs(_of_this_container(process.mine(_without_us(rows))))
+    marked = [(env["DISTRUN_JOB_ID"], env.get("DISTRUN_HOST", "")) for env in environs.values()]
+    keys = list(dict.fromkeys([*kept, *sorted(marked)]))
+    return {
+        "jobs": [_job(key, kept.get(key), environs) for key in keys],
+        "uid": os.geteuid(),
+        "hostname": os.uname().nodename,
+    }
+
+
+def age_s(start: str) -> Optional[float]:
+    """Return the age in seconds of a process with this start (`Identity.start`); None if that does not tell."""
+    kind, _, rest = start.partition(":")
     try:
-        return record.load(folder)
-    except (OSError, ContractError, ValueError):
+        if kind == "proc":
+            ticks = float(rest.rpartition(":")[2])
+            return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+        return max(0.0, time.time() - float(rest)) if kind == "ps" else None
+    except (ValueError, OSError, AttributeError):
         return None
+
+
+def described(each: Process, task: str = "") -> Dict[str, Any]:
+    """Return a process as answers describe it."""
+    age = age_s(each.start)
+    return {
+        "pid": each.pid,
+        "start": each.start,
+        "command": process.command_of(each.pid),
+        "task": task,
+        "age_s": None if age is None else round(age, 1),
+        "state": each.state,
+    }
+
+
+def _job(key: Key, found: Optional[Found], environs: Dict[int, Dict[str, str]]) -> Dict[str, Any]:
+    marks = {"DISTRUN_JOB_ID": key[0]}
+    if key[1]:
+        marks["DISTRUN_HOST"] = key[1]
+    records = [found.record] if found else []
+    # A mark without a host's name means just that, not any host.
+    processes = [
+        each
+        for each in process.mine(belongings(records, marks))
+        if key[1] or "DISTRUN_HOST" not in environs.get(each.pid, {})
+    ]
+    agent, guard = (found.record.agent, found.record.guard) if found else _above(processes)
+    names = _names(records)
+    return {
+        "job": key[0],
+        "host": key[1],
+        "agent": _state(agent),
+        "guard": _state(guard),
+        "quiet_s": max(0.0, round(time.time() - found.written, 1)) if found else None,
+        "lease_s": found.record.lease_s if found else None,
+        "grace_s": found.record.grace_s if found else None,
+        "processes": [
+            described(each, names.get(each.identity) or _task(environs.get(each.pid, {}))) for each in processes
+        ],
+        "folder": found.folder if found else "",
+    }
+
+
+def _names(records: Iterable[Record]) -> Dict[Identity, str]:
+    names: Dict[Identity, str] = {}
+    for each in records:
+        names.update({who: name for name, who in each.tasks})
+        names.update({each.agent: "agent", each.guard: "guard"})
+    return names
+
+
+def _task(env: Dict[str, str]) -> str:
+    role, rank = env.get("DISTRUN_ROLE", ""), env.get("DISTRUN_RANK", "")
+    return f"{role}-{rank}" if role and rank else ""
+
+
+def _above(processes: List[Process]) -> Tuple[Optional[Identity], Optional[Identity]]:
+    """Return agent and guard of a job whose record is lost (/tmp was cleaned), by what they run.
+
+    The agent is the nearest such process above the tasks, the guard its parent.
+    """
+    rows = {each.pid: each for each in process.table()}
+    for each in processes:
+        above = rows.get(each.ppid)
+        while above is not None and above.pid > 1:
+            if is_ours(above.pid):
+                guard = rows.get(above.ppid)
+                return above.identity, guard.identity if guard else None
+            above = rows.get(above.ppid)
+    return None, None
+
+
+def _state(who: Optional[Identity]) -> str:
+    if who is None:
+        return NONE
+    if not process.is_alive(who):
+        return DEAD
+    # T: a signal stopped it; t: a debugger did.
+    return STOPPED if any(each.state in "Tt" for each in process.table([who.pid])) else ALIVE
+
+
+def _kept() -> List[Found]:
+    found = []
+    for job in record.jobs():
+        for folder in record.folders(job):
+            with contextlib.suppress(OSError, ContractError, ValueError):
+                written = os.stat(os.path.join(folder, record.RECORD)).st_mtime
+                found.append(Found(record.load(folder), folder, written))
+    return found
+
+
+def _without_us(rows: List[Process]) -> List[Process]:
+    """Return the living processes except this one and its ancestors."""
+    spared = process.ancestors(os.getpid(), rows) | {os.getpid()}
+    return [each for each in rows if not each.is_dead and each.pid not in spared]
+
+
+def _of_this_container(rows: List[Process]) -> List[Process]:
+    """Return the processes of this container (pid namespace)."""
+    ours = _namespace(os.getpid())
+    return [each for each in rows if _namespace(each.pid) in ("", ours)]
+
+
+def _namespace(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except OSError:
+        return ""
+
+
+def _environs(rows: List[Process]) -> Dict[int, Dict[str, str]]:
+    """Return the environments of those of `rows` that carry a job's mark, by pid."""
+    pids = [each.pid for each in rows]
+    found = ps.environs(pids) if process.is_portable() else {pid: process.environ_of(pid) for pid in pids}
+    return {pid: env for pid, env in found.items() if env.get("DISTRUN_JOB_ID")}
+
+
+# By a pattern, whoever started it
+
+
+def match(args: Mapping[str, Any]) -> Dict[str, Any]:
+    """Return the processes in whose command line the pattern is found, and end them if that is wanted.
+
+    Never the first process, this one or those above it, an agent, a guard, or an ssh daemon. Arguments: `regex`;
+    `kill`, whether to end them; `grace_s`, seconds between TERM and KILL; `only`, pairs of pid and start: of those
+    found only these; `spare`, such pairs that are left alone.
+
+    Raises:
+        ContractError: the pattern is not a regular expression.
+    """
+    try:
+        pattern = re.compile(str(args["regex"]))
+    except re.error as err:
+        raise ContractError(f"--match {args['regex']}: this is not a regular expression: {err}") from None
+    found = matching(process.table(), pattern, _identities(args.get("spare")))
+    if args.get("only") is not None:
+        only = _identities(args["only"])
+        found = [each for each in found if each.identity in only]
+    rows = [described(each) for each in found]
+    if not args.get("kill"):
+        return {"found": rows, "ended": [], "left": []}
+    chosen = {each.identity for each in found}
+
+    def find() -> List[Process]:
+        return [
+            each for each in process.table([who.pid for who in chosen]) if each.identity in chosen and not each.is_dead
+        ]
+
+    signalled, left = end_all(find, float(args.get("grace_s") or 0.0))
+    remaining = {each.pid for each in left}
+    return {
+        "found": rows,
+        "ended": [[who.pid, text] for who, text in signalled.items() if who.pid not in remaining],
+        "left": [[each.pid, process.command_of(each.pid)] for each in left],
+    }
+
+
+def matching(rows: List[Process], pattern: Pattern[str], spare: Set[Identity]) -> List[Process]:
+    """Return the processes of the calling user in `rows` that match the pattern and may be ended."""
+    spared = process.ancestors(os.getpid(), rows) | {os.getpid(), 1}
+    candidates = [each for each in rows if not each.is_dead and each.pid not in spared and each.identity not in spare]
+    found = []
+    for each in process.mine(candidates):
+        command = process.command_of(each.pid, _WHOLE)
+        if AGENT not in command and not is_daemon(command) and pattern.search(command):
+            found.append(each)
+    return found
+
+
+def is_daemon(command: str) -> bool:
+    """Return whether a command line is one of the ssh server's."""
+    first = command.partition(" ")[0].rstrip(":").strip("[]")
+    return os.path.basename(first) in DAEMONS
+
+
+def _identities(pairs: Any) -> Set[Identity]:
+    return {Identity(int(pid), str(start)) for pid, start in pairs or ()}

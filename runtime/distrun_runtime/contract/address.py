@@ -88,14 +88,14 @@ def choose(interface: str = "", subnet: str = "", toward: str = "") -> str:
     if interface:
         names = [name.strip() for name in interface.split(",") if name.strip()]
         rows = [row for name in names for row in _ipv4_first(interfaces()) if row.name == name]
-        return _first(rows, "no interface %r with an address" % interface, "--interface (or DMLC_INTERFACE)")
+        return _first(rows, f"no interface {interface!r} with an address", "--interface (or DMLC_INTERFACE)")
     if subnet:
         try:
             network = ipaddress.ip_network(subnet.strip(), strict=False)
         except ValueError as err:
-            raise ContractError("--subnet %s: %s; write it as 10.0.0.0/8 or fd00::/8" % (subnet, err)) from None
+            raise ContractError(f"--subnet {subnet}: {err}; write it as 10.0.0.0/8 or fd00::/8") from None
         rows = [row for row in _ipv4_first(interfaces()) if ipaddress.ip_address(row.ip) in network]
-        return _first(rows, "no address inside %s" % subnet, "--subnet")
+        return _first(rows, f"no address inside {subnet}", "--subnet")
     if toward:
         source = _source(toward)
         if source:
@@ -159,12 +159,12 @@ def resolve_host(name: str) -> str:
         pass
     if not text or text.replace(".", "").isdigit():
         # The resolver would read a host called 116 as the address 0.0.0.116.
-        raise ContractError("%r is neither an IP address nor a host name; write the address in full" % name)
+        raise ContractError(f"{name!r} is neither an IP address nor a host name; write the address in full")
     try:
         answers = socket.getaddrinfo(text, None, type=socket.SOCK_STREAM)
     except OSError as err:
         raise ContractError(
-            "cannot resolve host %r on %s: %s; give an IP address instead" % (name, socket.gethostname(), err)
+            f"cannot resolve host {name!r} on {socket.gethostname()}: {err}; give an IP address instead"
         ) from None
     found = [str(answer[4][0]).split("%")[0] for answer in answers]
     return sorted(found, key=lambda ip: ":" in ip)[0]
@@ -179,9 +179,7 @@ def _first(rows: List[Interface], wrong: str, option: str) -> str:
     if rows:
         return rows[0].ip
     known = ", ".join("%s %s/%d" % row for row in interfaces()) or "none that the system would tell"
-    raise ContractError(
-        "%s on host %s; it has: %s. Give one of them with %s" % (wrong, socket.gethostname(), known, option)
-    )
+    raise ContractError(f"{wrong} on host {socket.gethostname()}; it has: {known}. Give one of them with {option}")
 
 
 def _source(peer: str) -> str:

@@ -11,7 +11,7 @@ _DAYS_FROM = 48 * 3600
 def duration(seconds: float) -> str:
     """Return a duration: `0.5 s`, `45 s`, `2 min`, `1 h 30 min`, `3 d`. From a minute on, to the nearest second."""
     if seconds < 60:
-        return "%g s" % round(seconds, 3 if seconds < 1 else 2 if seconds < 10 else 1)
+        return f"{round(seconds, 3 if seconds < 1 else 2 if seconds < 10 else 1):g} s"
     left = round(seconds)
     units = [("d", 86400)] if left >= _DAYS_FROM else []
     words = []

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 from typing import Any, Dict, List, Mapping, MutableMapping, NamedTuple, Optional, Tuple
 
 from distrun_runtime.errors import ContractError
@@ -52,14 +51,14 @@ class Variable(NamedTuple):
         if self.type in (TEXT, BOOL):
             return self.type
         if self.low is not None and self.high is not None:
-            return "%s from %s to %s" % (self.type, _number(self.low), _number(self.high))
+            return f"{self.type} from {_number(self.low)} to {_number(self.high)}"
         if self.low is not None:
-            return "%s, at least %s" % (self.type, _number(self.low))
+            return f"{self.type}, at least {_number(self.low)}"
         return self.type
 
 
 def _number(value: float) -> str:
-    return "%d" % value if value == int(value) else "%g" % value
+    return "%d" % value if value == int(value) else f"{value:g}"
 
 
 _PORT = {"type": INT, "low": 1, "high": 65535}
@@ -512,7 +511,7 @@ def read(name: str, env: Optional[Mapping[str, str]] = None) -> Any:
         return _parse(row, value.strip())
     except ValueError:
         raise ContractError(
-            "%s=%r on host %s: expected %s%s" % (name, value, socket.gethostname(), row.range_text(), _default(row))
+            f"{name}={value!r} on host {os.uname().nodename}: expected {row.range_text()}{_default(row)}"
         ) from None
 
 
@@ -525,9 +524,7 @@ def need(name: str, env: Optional[Mapping[str, str]] = None) -> Any:
     value = read(name, env)
     if value is None:
         row = BY_NAME[name]
-        raise ContractError(
-            "%s is not set on host %s: %s Expected %s." % (name, socket.gethostname(), row.doc, row.range_text())
-        )
+        raise ContractError(f"{name} is not set on host {os.uname().nodename}: {row.doc} Expected {row.range_text()}.")
     return value
 
 

@@ -92,3 +92,5 @@ SUSPECT_S = 15.0
 LOST_S = 30.0
 LEASE_S = 45.0
 """Longer than LOST_S: a host is given up before its agent ends what it runs."""
+GIVE_UP_S = 3.0
+"""What still exists so long after the first KILL (uninterruptible, or another user's) is reported and left."""

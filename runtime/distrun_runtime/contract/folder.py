@@ -1,8 +1,9 @@
 """The folder on a host that files are copied to: found, made and checked.
 
 What is in that folder is on the import path of the tasks. So nobody but the user and root may be able to put anything
-there, or another folder in its place. The agent asks for it before a job (agent/places.py), and the program that runs
-rsync on the host asks again (distrun/sync/receiver.py), which sends this very file: it imports nothing of distrun's.
+there, or another folder in its place. The agent asks for it before a job (agent/preflight.py), and the program
+that runs rsync on the host asks again (distrun/sync/receiver.py). It sends this very file, which imports nothing of
+distrun's.
 
 The path is followed from / on, and each folder is judged before it is entered. What was judged cannot be changed by
 anybody else afterwards, so the path stays safe to use by its name.
@@ -76,11 +77,11 @@ def prepare(
         names = os.listdir(path)
         own(path, where, notes)
     except OSError as err:
-        raise Unfit(_kind(err), "cannot make %s: %s: %s" % (where, err.filename, err.strerror), _OWN) from None
+        raise Unfit(_kind(err), f"cannot make {where}: {err.filename}: {err.strerror}", _OWN) from None
     is_source = bool(source) and identity(path) == source
     if not is_source:
         if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-            raise Unfit("folder", "%s cannot be written to" % where, _OWN)
+            raise Unfit("folder", f"{where} cannot be written to", _OWN)
         if not names:
             _check_room(path, where, size, files)
             if marks:
@@ -88,10 +89,10 @@ def prepare(
         elif delete and MARKER not in names:
             raise Unfit(
                 "folder",
-                "--sync-delete would remove your own files: %s has files that distrun did not copy (no %s in it)"
-                % (where, MARKER),
-                "leave --sync-delete out, or give a new folder; if all in it may go, on that host: touch %s/%s"
-                % (path, MARKER),
+                f"--sync-delete would remove your own files: {where} has files that distrun did not copy (no {MARKER} "
+                "in it)",
+                "leave --sync-delete out, or give a new folder; if all in it may go, on that host: "
+                f"touch {path}/{MARKER}",
             )
     return Place(path, is_source, tuple(notes))
 
@@ -105,7 +106,7 @@ def expand(folder: str, on: str = "") -> str:
     path = os.path.expanduser(folder)
     if path.startswith("~"):  # as it stands it would be a folder `~NAME`
         name = path.partition("/")[0]
-        raise Unfit("folder", "there is no user %s%s" % (name, on), _OWN)
+        raise Unfit("folder", f"there is no user {name}{on}", _OWN)
     return os.path.join(os.path.expanduser("~"), path)
 
 
@@ -167,11 +168,11 @@ def own(path: str, where: str, notes: Dict[str, None], limit_s: float = LOOK_S) 
                     continue
                 fault, note = _fault(entry.path, info, is_last=True)
                 if fault:
-                    found.append("%s (%s)" % (os.path.relpath(entry.path, path), fault))
+                    found.append(f"{os.path.relpath(entry.path, path)} ({fault})")
                 elif stat.S_ISDIR(info.st_mode):
                     todo.append(entry.path)
                 if note:
-                    notes["%s: %s files in it" % (where, note)] = None
+                    notes[f"{where}: {note} files in it"] = None
                 count += 1
                 if count % 256 == 0 and time.monotonic() > deadline:
                     text = "%s: only the nearest %d files in it were checked for files of others"
@@ -182,8 +183,9 @@ def own(path: str, where: str, notes: Dict[str, None], limit_s: float = LOOK_S) 
         more = " and others" if len(found) >= SHOWN else ""
         raise Unfit(
             "folder",
-            "%s has files that others own or can change, and the job could run them: %s%s"
-            % (where, ", ".join(sorted(found)[: SHOWN - 1]), more),
+            "{} has files that others own or can change, and the job could run them: {}{}".format(
+                where, ", ".join(sorted(found)[: SHOWN - 1]), more
+            ),
             "on that host, remove them or make them yours (chown, chmod go-w); or " + _OWN,
         )
 
@@ -212,15 +214,15 @@ def _judge(path: str, info: os.stat_result, where: str, notes: Dict[str, None], 
     fault, note = _fault(path, info, is_last)
     if fault:
         which = "the link " + path if stat.S_ISLNK(info.st_mode) else path
-        named = where if (where + " ").startswith(path + " ") else "%s: %s" % (where, which)
+        named = where if (where + " ").startswith(path + " ") else f"{where}: {which}"
         is_mine = info.st_uid == os.geteuid() and not info.st_mode & stat.S_ISVTX
         raise Unfit(
             "folder",
-            "%s is %s, so others could change what the job runs" % (named, fault),
-            "on that host: chmod go-w %s; or %s" % (path, _OWN) if is_mine else _OWN,
+            f"{named} is {fault}, so others could change what the job runs",
+            f"on that host: chmod go-w {path}; or {_OWN}" if is_mine else _OWN,
         )
     if note:
-        notes["%s: %s %s" % (where, note, path)] = None
+        notes[f"{where}: {note} {path}"] = None
 
 
 def _fault(path: str, info: os.stat_result, is_last: bool) -> Tuple[str, str]:
@@ -230,12 +232,12 @@ def _fault(path: str, info: os.stat_result, is_last: bool) -> Tuple[str, str]:
     (not `is_last`) that is enough, since whatever stands there is judged too.
     """
     if info.st_uid not in (0, os.geteuid()):
-        return "owned by %s" % _user(info.st_uid), ""
+        return f"owned by {_user(info.st_uid)}", ""
     if stat.S_ISLNK(info.st_mode) or (info.st_mode & stat.S_ISVTX and stat.S_ISDIR(info.st_mode) and not is_last):
         return "", ""
     mode = stat.S_IMODE(info.st_mode)
     if mode & stat.S_IWOTH:
-        return "writable by everyone (mode %04o)" % mode, ""
+        return f"writable by everyone (mode {mode:04o})", ""
     if mode & stat.S_IWGRP:
         if _has_list(path):  # then these bits are the most that anybody in the list may do
             if os.geteuid() == 0:
@@ -243,8 +245,8 @@ def _fault(path: str, info: os.stat_result, is_last: bool) -> Tuple[str, str]:
             return "", "an access list lets others change"
         if not _is_private(info.st_gid):
             if os.geteuid() == 0 or info.st_gid not in (os.getegid(), *os.getgroups()):
-                return "writable by the group %s (mode %04o)" % (_group(info.st_gid), mode), ""
-            return "", "the members of your group %s can change" % _group(info.st_gid)
+                return f"writable by the group {_group(info.st_gid)} (mode {mode:04o})", ""
+            return "", f"the members of your group {_group(info.st_gid)} can change"
     return "", ""
 
 
@@ -286,11 +288,11 @@ def _check_room(path: str, where: str, size: int, files: int) -> None:
     free = info.f_bavail * info.f_frsize
     short: List[str] = []
     if free < size:
-        short.append("%s free, %s needed" % (_size(free), _size(size)))
+        short.append(f"{_size(free)} free, {_size(size)} needed")
     if info.f_files and info.f_favail < files:  # some file systems count no inodes
         short.append("%d more files possible, %d needed" % (info.f_favail, files))
     if short:
-        text = "too little room in %s: %s" % (where, "; ".join(short))
+        text = "too little room in {}: {}".format(where, "; ".join(short))
         raise Unfit("disk", text, "make room, or leave files out with --sync-exclude")
 
 
@@ -302,7 +304,7 @@ def _mark(path: str, where: str) -> None:
         finally:
             os.close(descriptor)
     except OSError as err:
-        text = "cannot write into %s: %s" % (where, err.strerror)
+        text = f"cannot write into {where}: {err.strerror}"
         raise Unfit(_kind(err), text, _OWN) from None
 
 
@@ -313,6 +315,6 @@ def _kind(err: OSError) -> str:
 def _size(count: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1000:
-            return "%.3g %s" % (count, unit)
+            return f"{count:.3g} {unit}"
         count /= 1024
-    return "%.3g TiB" % count
+    return f"{count:.3g} TiB"

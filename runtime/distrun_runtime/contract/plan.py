@@ -5,14 +5,15 @@ the agents only, and is never written. What is known only later (the scheduler's
 `Task.refs` as `{name}` references; `resolve` fills them from the facts that the agents report.
 
 Pure. JSON both ways; the format is fixed by `docs/protocol.md` and carries a version.
+
+The values are named tuples: every agent makes these classes when it starts, and frozen dataclasses take six times as
+long.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from dataclasses import dataclass, field
-from typing import Any, Dict, FrozenSet, Mapping, Optional, Tuple
+from typing import Any, Dict, FrozenSet, Mapping, NamedTuple, Optional, Tuple
 
 from distrun_runtime.contract import facts
 from distrun_runtime.errors import ContractError
@@ -33,11 +34,12 @@ STOP = "stop"
 HOLD = "hold"
 """`on_eof`: the tasks go on until the lease ends (detached jobs)."""
 
+_NONE: Mapping[str, str] = {}
+"""Never changed."""
 _REFERENCE = re.compile(r"\{([^{}]+)\}")
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """One process to be."""
 
     name: str
@@ -50,9 +52,9 @@ class Task:
     argv: Tuple[str, ...]
     """Executed exactly, without a shell."""
     cwd: str
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = _NONE
     """Variables added, literally."""
-    refs: Mapping[str, str] = field(default_factory=dict)
+    refs: Mapping[str, str] = _NONE
     """Variables added once their `{references}` are known, e.g. DMLC_PS_ROOT_PORT -> "{scheduler.port}"."""
     secret_env: Tuple[str, ...] = ()
     """Names of variables whose values travel in `Secrets.env` (given with --env, or forwarded)."""
@@ -60,8 +62,7 @@ class Task:
     """Modules that the interpreter argv[0] must be able to import: checked on its host before anything starts."""
 
 
-@dataclass(frozen=True)
-class Host:
+class Host(NamedTuple):
     """One machine of the job."""
 
     name: str
@@ -70,7 +71,7 @@ class Host:
     """Address that peers use for data; empty: the agent finds it (interface, subnet, route)."""
     ports: Tuple[str, ...] = ()
     """Names of the ports that its agent holds for foreign programs: the fact `HOST/port:NAME` for each."""
-    reach: Mapping[str, str] = field(default_factory=dict)
+    reach: Mapping[str, str] = _NONE
     """How the backend gets there, in that backend's own words; nobody else reads it."""
     interface: str = ""
     """Takes the place of `Plan.interface` on this host."""
@@ -84,11 +85,10 @@ class Host:
         import shlex  # for a message only
 
         login = "ssh -t" + self.login[3:] if asks and self.login.startswith("ssh ") else self.login
-        return "%s %s" % (login, shlex.quote(script))
+        return f"{login} {shlex.quote(script)}"
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """The times of a job, seconds. None: no limit."""
 
     grace_s: float = facts.GRACE_S
@@ -109,8 +109,7 @@ class Limits:
     """A host that is silent for so long is lost: the job ends with exit code 7."""
 
 
-@dataclass(frozen=True)
-class Runtime:
+class Runtime(NamedTuple):
     """Where the tasks of a host find the package `distrun_runtime`. Neither given: nobody looks after that."""
 
     path: str = ""
@@ -119,8 +118,7 @@ class Runtime:
     """Else: SHA-256 (hex) of the archive that the agent keeps unpacked, and asks for if it does not have it."""
 
 
-@dataclass(frozen=True)
-class Sync:
+class Sync(NamedTuple):
     """The tree that is copied to `Plan.cwd` of every host before tasks start."""
 
     source: str
@@ -139,8 +137,7 @@ class Sync:
     """Folders of environments that are activated, as typed: one that is below `Plan.cwd` comes with the files."""
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """All of a job."""
 
     job: str
@@ -199,24 +196,31 @@ class Plan:
         """
         others = [each for each in self.hosts if each.name != host][:1]
         hosts = [each for each in self.hosts if each.name == host or each in others]
-        return dataclasses.replace(
-            self,
-            hosts=tuple(dataclasses.replace(each, reach={}) for each in hosts),
+        return self._replace(
+            hosts=tuple(each._replace(reach={}) for each in hosts),
             tasks=tuple(task for task in self.tasks if task.host == host),
         )
 
 
-@dataclass(frozen=True, repr=False)
 class Secrets:
-    """What a plan names but does not hold. Goes to the agents; never written, printed or logged."""
+    """What a plan names but does not hold. Goes to the agents; never written, printed or logged.
 
-    token: str = ""
-    """The job's token, hex; a job without servers has one too."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Values of the variables that `Task.secret_env` names."""
+    Arguments:
+        token: the job's token, hex; a job without servers has one too.
+        env: values of the variables that `Task.secret_env` names.
+    """
+
+    def __init__(self, token: str = "", env: Mapping[str, str] = _NONE) -> None:
+        self.token = token
+        self.env = env
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secrets) and (self.token, self.env) == (other.token, other.env)
+
+    __hash__ = None  # type: ignore[assignment]  # it holds a mapping
 
     def __repr__(self) -> str:
-        return "Secrets(token=..., env of %s)" % ", ".join(sorted(self.env))
+        return "Secrets(token=..., env of {})".format(", ".join(sorted(self.env)))
 
 
 def references(task: Task) -> FrozenSet[str]:
@@ -239,7 +243,7 @@ def resolve(task: Task, facts: Mapping[str, str]) -> Dict[str, str]:
         try:
             return facts[match.group(1)]
         except KeyError:
-            raise ContractError("%s needs %r, which no agent has reported" % (task.name, match.group(1))) from None
+            raise ContractError(f"{task.name} needs {match.group(1)!r}, which no agent has reported") from None
 
     env = dict(task.env)
     env.update((name, _REFERENCE.sub(fill, text)) for name, text in task.refs.items())
@@ -248,12 +252,11 @@ def resolve(task: Task, facts: Mapping[str, str]) -> Dict[str, str]:
 
 def to_json(plan: Plan) -> Dict[str, Any]:
     """Return the plan as JSON-able values; `from_json` gives it back."""
-    # Not dataclasses.asdict: it copies every string, which takes its time for each of many hosts.
-    value: Dict[str, Any] = dict(vars(plan))
-    value["hosts"] = [dict(vars(host)) for host in plan.hosts]
-    value["tasks"] = [dict(vars(task)) for task in plan.tasks]
-    value.update(limits=dict(vars(plan.limits)), runtime=dict(vars(plan.runtime)))
-    value["sync"] = dict(vars(plan.sync)) if plan.sync is not None else None
+    value: Dict[str, Any] = plan._asdict()
+    value["hosts"] = [host._asdict() for host in plan.hosts]
+    value["tasks"] = [task._asdict() for task in plan.tasks]
+    value.update(limits=plan.limits._asdict(), runtime=plan.runtime._asdict())
+    value["sync"] = plan.sync._asdict() if plan.sync is not None else None
     return value
 
 
@@ -274,7 +277,7 @@ def from_json(value: Mapping[str, Any]) -> Plan:
         members["sync"] = Sync(**_tuples(value["sync"], "activated")) if value["sync"] is not None else None
         return Plan(**_tuples(members, "command", "unset", "joined"))
     except (KeyError, TypeError) as err:
-        raise ContractError("this is not a plan of distrun: %s" % err) from err
+        raise ContractError(f"this is not a plan of distrun: {err}") from err
 
 
 def _tuples(value: Mapping[str, Any], *names: str) -> Dict[str, Any]:

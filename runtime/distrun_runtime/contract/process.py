@@ -242,7 +242,7 @@ def _boot() -> str:
 
 def _row_of_proc(name: str) -> Optional[Process]:
     try:
-        with open("/proc/%s/stat" % name, "rb") as file:
+        with open(f"/proc/{name}/stat", "rb") as file:
             text = file.read()
     except OSError:
         return None

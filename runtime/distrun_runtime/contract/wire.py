@@ -23,7 +23,7 @@ HEADER_LIMIT = 16 * 1024 * 1024
 BODY_LIMIT = 16 * 1024 * 1024
 
 _LENGTH = struct.Struct(">I")
-_HALF_CHARACTER = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+_HALF_CHARACTER = "[\ud800-\udc7f\udd00-\udfff]"
 """Surrogates that stand for no byte: UTF-8 cannot write them, JSON can (as an escape)."""
 
 
@@ -45,7 +45,11 @@ def encode(header: Dict[str, Any], body: bytes = b"") -> bytes:
         header = dict(header, size=len(body))
     # Arguments and values may hold bytes that are not UTF-8; os.fsdecode made surrogates of them.
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
-    head = _HALF_CHARACTER.sub(lambda found: "\\u%04x" % ord(found.group()), text).encode("utf-8", "surrogateescape")
+    try:
+        head = text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        text = re.sub(_HALF_CHARACTER, lambda found: f"\\u{ord(found.group()):04x}", text)
+        head = text.encode("utf-8", "surrogateescape")
     if len(head) > HEADER_LIMIT or len(body) > BODY_LIMIT:
         raise WireError("frame of %d + %d bytes is over the limit of %d" % (len(head), len(body), HEADER_LIMIT))
     return _LENGTH.pack(len(head)) + head + body
@@ -82,7 +86,7 @@ class Decoder:
             header = _header(bytes(self._buffer[_LENGTH.size : start]))
             size = header.get("size", 0)
             if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= BODY_LIMIT:
-                raise WireError("frame %r announces a body of %r bytes" % (header.get("type"), size))
+                raise WireError("frame {!r} announces a body of {!r} bytes".format(header.get("type"), size))
             if len(self._buffer) < start + size:
                 return
             body = bytes(self._buffer[start : start + size])
@@ -94,7 +98,7 @@ def _header(text: bytes) -> Dict[str, Any]:
     try:
         header = json.loads(text.decode("utf-8", "surrogateescape"))
     except (ValueError, RecursionError) as err:  # the latter: brackets without end
-        raise WireError("frame header is not JSON: %s" % err) from err
+        raise WireError(f"frame header is not JSON: {err}") from err
     if not isinstance(header, dict) or not isinstance(header.get("type"), str):
         raise WireError('frame header is not an object with a "type": %.80r' % text)
     return header

@@ -78,7 +78,7 @@ class AskAgent:
     id: int
     """Comes back in `Answered`."""
     what: str
-    """Name of the tool (`distrun_runtime.agent.tools`)."""
+    """Name of the tool (`distrun_runtime.agent.query`)."""
     args: Mapping[str, Any]
 
 

@@ -56,14 +56,14 @@ class Cause:
 def task_failed(task: TaskResult) -> Cause:
     """Return the cause that a task is which ended by itself with a code or a signal."""
     code = facts.exit_code(task.code, task.signal)
-    where = "%s on %s" % (task.name, task.host)
-    short = "%s: %s" % (where, "exit code %d" % code if task.signal is None else "signal %s" % task.signal)
+    where = f"{task.name} on {task.host}"
+    short = "{}: {}".format(where, "exit code %d" % code if task.signal is None else f"signal {task.signal}")
     if task.lost_peer:
-        how = "ended with code %d" % code if task.signal is None else "was ended by signal %s" % task.signal
-        text = "%s %s after it lost %s" % (where, how, task.lost_peer)
-        short += " (it lost %s)" % task.lost_peer
+        how = "ended with code %d" % code if task.signal is None else f"was ended by signal {task.signal}"
+        text = f"{where} {how} after it lost {task.lost_peer}"
+        short += f" (it lost {task.lost_peer})"
     elif task.signal is not None:
-        text = "%s was ended by signal %s" % (where, task.signal)
+        text = f"{where} was ended by signal {task.signal}"
     elif code in COULD_NOT_RUN and task.reason and not task.own_failure:
         text = "%s could not run (exit code %d): %s" % (where, code, _one_line(task.reason))
     else:
@@ -76,17 +76,17 @@ def task_failed(task: TaskResult) -> Cause:
 def task_failing(task: TaskResult, time: float) -> Cause:
     """Return the cause that a task is which said at `time` that it fails, and did not end by itself, or with 0."""
     how = "yet it ended with 0" if task.state == facts.EXITED else "it was stopped before it had ended"
-    text = "%s on %s failed: %s; %s" % (task.name, task.host, _one_line(task.own_failure), how)
-    short = "%s on %s said that it fails" % (task.name, task.host)
+    text = f"{task.name} on {task.host} failed: {_one_line(task.own_failure)}; {how}"
+    short = f"{task.name} on {task.host} said that it fails"
     return dataclasses.replace(_of_task(task, 1, text, short), time=time, code=None, signal=None)
 
 
 def ended_early(task: TaskResult) -> Cause:
     """Return the cause that a server or scheduler is which ended with 0 while workers went on."""
-    text = "%s on %s ended before the workers did (it said 0; the job's exit code is 1)" % (task.name, task.host)
+    text = f"{task.name} on {task.host} ended before the workers did (it said 0; the job's exit code is 1)"
     if task.reason and not task.lost_peer:
         text += ": " + _one_line(task.reason)
-    return _of_task(task, 1, text, "%s on %s ended before the workers did" % (task.name, task.host))
+    return _of_task(task, 1, text, f"{task.name} on {task.host} ended before the workers did")
 
 
 def _of_task(task: TaskResult, code: int, text: str, short: str) -> Cause:
@@ -112,29 +112,29 @@ def missing(task: TaskResult, consequence: Cause, why: str) -> Cause:
         consequence: the first task that failed because of it; its exit code becomes the job's.
         why: what that task, or another, said about the loss, and which one.
     """
-    where = "%s on %s" % (task.name, task.host)
+    where = f"{task.name} on {task.host}"
     if task.state == facts.EXITED:
-        text, code = "%s ended with 0 while others still needed it" % where, task.code
+        text, code = f"{where} ended with 0 while others still needed it", task.code
     elif task.state in (facts.PENDING, facts.STARTING):
-        text, code = "%s had not started" % where, None
+        text, code = f"{where} had not started", None
     else:
-        text = "%s did not answer the other tasks, although it ran (frozen, still busy, or cut off from them?)" % where
+        text = f"{where} did not answer the other tasks, although it ran (frozen, still busy, or cut off from them?)"
         code = None
-    short = "%s does not answer the other tasks" % where
+    short = f"{where} does not answer the other tasks"
     cause = dataclasses.replace(_of_task(task, consequence.exit_code, text + ": " + _one_line(why), short))
     return dataclasses.replace(cause, time=consequence.time, code=code, signal=None, detail=why, is_missing=True)
 
 
 def host_lost(host: str, why: str, time: float) -> Cause:
     """Return the failure of a host that can no longer be heard."""
-    text = "lost %s: %s" % (host, _one_line(why))
-    return Cause(facts.HOST_LOST, facts.EXIT_HOST_LOST, time, text, "lost %s" % host, host=host, detail=why)
+    text = f"lost {host}: {_one_line(why)}"
+    return Cause(facts.HOST_LOST, facts.EXIT_HOST_LOST, time, text, f"lost {host}", host=host, detail=why)
 
 
 def host_silent(host: str, silence_s: float, time: float) -> Cause:
     """Return the failure of a host that has been silent for `silence_s` while tasks elsewhere lost those on it."""
-    cause = host_lost(host, "silent for %s" % rounded(silence_s), time)
-    short = "%s has been silent for %s, and tasks on other hosts lost those on it" % (host, rounded(silence_s))
+    cause = host_lost(host, f"silent for {rounded(silence_s)}", time)
+    short = f"{host} has been silent for {rounded(silence_s)}, and tasks on other hosts lost those on it"
     return dataclasses.replace(cause, short=short)
 
 
@@ -145,44 +145,44 @@ def agent_ended(host: str, why: str, by_user: bool, time: float) -> Cause:
     """
     if not by_user:
         return host_lost(host, why, time)
-    text = "stopped by distrun kill on %s" % host
+    text = f"stopped by distrun kill on {host}"
     return Cause(facts.TERMINATED, facts.exit_code(None, "TERM"), time, text, text)
 
 
 def no_agent(host: str, why: str, time: float) -> Cause:
     """Return the cause that a host is whose agent never answered."""
-    short = "no agent on %s" % host
-    text = "%s: %s" % (short, _one_line(why))
+    short = f"no agent on {host}"
+    text = f"{short}: {_one_line(why)}"
     return Cause(facts.START_FAILED, facts.EXIT_START_FAILED, time, text, short, host=host, detail=why)
 
 
 def bad_host(host: str, why: str, time: float) -> Cause:
     """Return the cause that a host is of which it is known why it cannot be used."""
-    return Cause(facts.PREFLIGHT, facts.EXIT_PREFLIGHT, time, "", "%s cannot be used" % host, host=host, detail=why)
+    return Cause(facts.PREFLIGHT, facts.EXIT_PREFLIGHT, time, "", f"{host} cannot be used", host=host, detail=why)
 
 
 def unusable(problems: Sequence[Problem], hosts: int, time: float, first: str) -> Cause:
     """Return the cause that all hosts are, of `hosts` in the job, which cannot be used. `first`: first in time."""
     detail = next(problem.text for problem in problems if problem.host == first)
     if len(problems) == 1:
-        short = "%s cannot be used" % first
-        text = "%s: %s" % (short, _one_line(detail))
+        short = f"{first} cannot be used"
+        text = f"{short}: {_one_line(detail)}"
     else:
         short = "%d of %d hosts cannot be used" % (len(problems), hosts)
-        text = "%s: %s" % (short, listed(["%s (%s)" % (problem.host, problem.kind) for problem in problems]))
+        text = "{}: {}".format(short, listed([f"{problem.host} ({problem.kind})" for problem in problems]))
     return Cause(facts.PREFLIGHT, facts.EXIT_PREFLIGHT, time, text, short, host=first, detail=detail)
 
 
 def not_prepared(host: str, why: str, time: float, detail: str) -> Cause:
     """Return the cause that a host is which the files did not reach (or, without a host, that the copying is)."""
     short = "the files did not reach %s" % (host or "the hosts")
-    text = "%s: %s" % (short, _one_line(why))
+    text = f"{short}: {_one_line(why)}"
     return Cause(facts.SYNC, facts.EXIT_SYNC, time, text, short, host=host, detail=detail or why)
 
 
 def start_too_slow(limit_s: float, missing: Sequence[str], time: float) -> Cause:
     """Return the cause that agents or tasks are which did not start in time."""
-    text = "not started within %s (--start-timeout): %s" % (duration(limit_s), listed(missing))
+    text = f"not started within {duration(limit_s)} (--start-timeout): {listed(missing)}"
     return Cause(facts.START_FAILED, facts.EXIT_START_FAILED, time, text, "the start took too long")
 
 
@@ -192,9 +192,9 @@ def timed_out(limit_s: float, time: float, unfinished: Sequence[str], is_running
     Arguments:
         unfinished: what had not ended or, unless `is_running`, what had not started; a few words each.
     """
-    short = "the job did not end within %s (--timeout)" % duration(limit_s)
+    short = f"the job did not end within {duration(limit_s)} (--timeout)"
     what = "had not ended" if is_running else "had not started"
-    text = "%s: %s %s" % (short, listed(unfinished), what) if unfinished else short
+    text = f"{short}: {listed(unfinished)} {what}" if unfinished else short
     return Cause(facts.TIMEOUT, facts.EXIT_TIMEOUT, time, text, short)
 
 
@@ -287,8 +287,8 @@ def _explain(consequences: Sequence[Cause], tasks: Mapping[str, TaskResult], kno
     lost_it = [task for task in tasks.values() if task.lost_peer == root.name and task.reason]
     witness = min(lost_it, key=lambda task: known.lost_at.get(task.name, 0.0), default=None)
     if witness is None:
-        return missing(root, first, "%s on %s lost it" % (first.task, first.host))
-    return missing(root, first, "%s on %s says: %s" % (witness.name, witness.host, witness.reason))
+        return missing(root, first, f"{first.task} on {first.host} lost it")
+    return missing(root, first, f"{witness.name} on {witness.host} says: {witness.reason}")
 
 
 def _causes_of(causes: Sequence[Cause], tasks: Mapping[str, TaskResult]) -> List[Cause]:
@@ -395,7 +395,7 @@ class UnusableHosts:
         if any(cause.reason == facts.PREFLIGHT for cause in self._causes):
             first = unusable(problems, len(self._hosts), first.time, first.host)
         if waiting:
-            first = dataclasses.replace(first, text="%s; not heard of by then: %s" % (first.text, listed(waiting)))
+            first = dataclasses.replace(first, text=f"{first.text}; not heard of by then: {listed(waiting)}")
         return dataclasses.replace(first, problems=problems)
 
 

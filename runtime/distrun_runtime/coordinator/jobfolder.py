@@ -283,7 +283,7 @@ class JobFolder:
 
     def _is_mine(self, path: Path, job: str) -> None:
         if job != self.id:
-            raise stored.damaged(path, "it is of job %s" % job)
+            raise stored.damaged(path, f"it is of job {job}")
 
     def _take_outcome(self, state: Dict[str, Any]) -> bool:
         """Bring a state up to date with outcome.json; return whether there is one that can be read."""
@@ -401,6 +401,6 @@ def _text(value: Mapping[str, Any]) -> str:
     for key, member in value.items():
         text = json.dumps(member)
         if isinstance(member, list) and member and isinstance(member[0], dict):
-            text = "[\n  %s\n ]" % ",\n  ".join(json.dumps(each) for each in member)
-        lines.append(" %s: %s" % (json.dumps(key), text))
-    return "{\n%s\n}\n" % ",\n".join(lines)
+            text = "[\n  {}\n ]".format(",\n  ".join(json.dumps(each) for each in member))
+        lines.append(f" {json.dumps(key)}: {text}")
+    return "{{\n{}\n}}\n".format(",\n".join(lines))

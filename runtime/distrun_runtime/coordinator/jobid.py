@@ -44,8 +44,8 @@ def new_id(taken: Callable[[str], bool], name: str = "", chance: Optional[random
     chance = chance or random.SystemRandom()
     stem = _NOT_PLAIN.sub("-", name).strip("-._")[:_NAME_LIMIT].rstrip("-._")
     for _ in range(_TRIES):
-        front = stem or "%s-%s" % (chance.choice(_FIRST.split()), chance.choice(_SECOND.split()))
-        wanted = "%s-%03x" % (front, chance.randrange(16**3))
+        front = stem or f"{chance.choice(_FIRST.split())}-{chance.choice(_SECOND.split())}"
+        wanted = f"{front}-{chance.randrange(16**3):03x}"
         if not taken(wanted):
             return wanted
     raise JobStoreError("no free job id of the form %s-xxx; choose another --name" % (stem or "word-word"))

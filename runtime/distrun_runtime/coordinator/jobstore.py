@@ -6,9 +6,7 @@ DIR/ID and a link to it stands in its place. What a folder holds is `jobfolder`.
 
 from __future__ import annotations
 
-import difflib
 import os
-import shutil
 from pathlib import Path
 from typing import List, Optional
 
@@ -49,7 +47,7 @@ class JobStore:
         entry = self.jobs / plan.job
         place = entry if run_dir is None else Path(os.path.abspath(str(run_dir))) / plan.job
         if os.path.lexists(str(entry)) or os.path.lexists(str(place)):
-            raise JobStoreError("there is a job %s already: %s" % (plan.job, place))
+            raise JobStoreError(f"there is a job {plan.job} already: {place}")
         try:
             self.jobs.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as err:
@@ -64,6 +62,8 @@ class JobStore:
             if entry != place:
                 entry.symlink_to(place, target_is_directory=True)
         except OSError as err:
+            import shutil
+
             shutil.rmtree(str(place), ignore_errors=True)
             raise _cannot_make(place, err, run_dir) from err
         return folder
@@ -114,26 +114,28 @@ class JobStore:
         if found:
             return found
         known = [job.id for job in jobs]
+        import difflib  # for a mistake only
+
         near = difflib.get_close_matches(wanted, known + [job.name() for job in jobs if job.name()], _SHOWN, 0.6)
         if near:
-            hint = "near: %s" % _listed(list(dict.fromkeys(near)))
+            hint = f"near: {_listed(list(dict.fromkeys(near)))}"
         elif known:
-            hint = "%s: %s" % ("there are" if len(known) <= _SHOWN else "the newest", _listed(known))
+            hint = "{}: {}".format("there are" if len(known) <= _SHOWN else "the newest", _listed(known))
         else:
-            hint = "there are no jobs in %s" % self.jobs
-        raise NoSuchJob("no job %r; %s" % (wanted, hint))
+            hint = f"there are no jobs in {self.jobs}"
+        raise NoSuchJob(f"no job {wanted!r}; {hint}")
 
 
 def _only(found: List[JobFolder], wanted: str) -> JobFolder:
     if len(found) > 1:
-        raise NoSuchJob("%r could be %s; type more of the id" % (wanted, _listed([job.id for job in found])))
+        raise NoSuchJob(f"{wanted!r} could be {_listed([job.id for job in found])}; type more of the id")
     return found[0]
 
 
 def _cannot_make(place: Path, err: OSError, run_dir: Optional[Path]) -> JobStoreError:
     what = "--run-dir" if run_dir is not None else "XDG_STATE_HOME"
-    why = "cannot make the job's folder %s: %s" % (place, err.strerror or err)
-    return JobStoreError("%s; set %s to a place that can be written" % (why, what))
+    why = f"cannot make the job's folder {place}: {err.strerror or err}"
+    return JobStoreError(f"{why}; set {what} to a place that can be written")
 
 
 def _listed(names: List[str]) -> str:

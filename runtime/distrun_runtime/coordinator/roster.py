@@ -1,4 +1,4 @@
-"""The hosts and tasks of a job as the supervisor knows them: who answered, who is silent, what runs. No side effects."""
+"""Hosts and tasks of a job as the supervisor knows them: who answered, who is silent, what runs. No side effects."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ terminal: an attached job is stopped.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -111,6 +112,10 @@ class ClientConnection:
             self._changed.notify_all()
         while self._writer.is_alive() and time.monotonic() - self._progress < END_S:
             self._writer.join(GLANCE_S)
+        with contextlib.suppress(OSError):  # its end came first
+            self._connection.shutdown(socket.SHUT_RDWR)  # also ends the threads' calls
+        self._reader.join()
+        self._writer.join()
         self._connection.close()
 
     def _send(self, header: Dict[str, Any]) -> None:

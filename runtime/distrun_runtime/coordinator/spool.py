@@ -106,7 +106,7 @@ class Spool:
         for log in self._logs.values():
             if log.error:
                 self._warned = True
-                return "cannot write %s: %s; the job goes on without what does not fit" % (log.path, log.error)
+                return f"cannot write {log.path}: {log.error}; the job goes on without what does not fit"
         return ""
 
     def close(self) -> None:

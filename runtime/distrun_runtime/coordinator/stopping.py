@@ -127,6 +127,6 @@ class StopSequence:
     def _survive(self, host: HostState) -> None:
         for task in self._roster.on_host(host.name):
             if not task.is_over:
-                self._roster.survivors.append("%s (pid %s) on %s" % (task.name, task.pid or "unknown", host.name))
+                self._roster.survivors.append("{} (pid {}) on {}".format(task.name, task.pid or "unknown", host.name))
         if host.greeted:
-            self._roster.survivors.append("the agent on %s" % host.name)
+            self._roster.survivors.append(f"the agent on {host.name}")

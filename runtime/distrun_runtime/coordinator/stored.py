@@ -60,12 +60,12 @@ def optional(kind: Kind) -> Kind:
 
 def several(kind: Kind) -> Kind:
     """Return the kind of a list of such members."""
-    return Kind("a list, each %s" % kind.words, lambda value: isinstance(value, list) and all(map(kind.fits, value)))
+    return Kind(f"a list, each {kind.words}", lambda value: isinstance(value, list) and all(map(kind.fits, value)))
 
 
 def one_of(*words: str) -> Kind:
     """Return the kind of a word among `words`."""
-    return Kind("one of %s" % ", ".join(words), lambda value: isinstance(value, str) and value in words)
+    return Kind("one of {}".format(", ".join(words)), lambda value: isinstance(value, str) and value in words)
 
 
 TEXT = Kind("a text", _is_text)
@@ -138,7 +138,7 @@ def seconds(text: str) -> float:
 
 def damaged(path: Path, what: str) -> JobStoreError:
     """Return the error that says that a file of a job's folder is damaged."""
-    return JobStoreError("%s is damaged: %s" % (path, what))
+    return JobStoreError(f"{path} is damaged: {what}")
 
 
 def opened(path: Path) -> BinaryIO:
@@ -153,7 +153,7 @@ def opened(path: Path) -> BinaryIO:
     except FileNotFoundError:
         raise
     except OSError as err:
-        raise JobStoreError("cannot read %s: %s" % (path, err.strerror or err)) from err
+        raise JobStoreError(f"cannot read {path}: {err.strerror or err}") from err
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
@@ -175,12 +175,12 @@ def load(path: Path, version: int) -> Dict[str, Any]:
     except JobStoreError:
         raise
     except OSError as err:
-        raise JobStoreError("cannot read %s: %s" % (path, err.strerror or err)) from err
+        raise JobStoreError(f"cannot read {path}: {err.strerror or err}") from err
     except (RecursionError, ValueError) as err:
-        why = "it is nested too deep" if isinstance(err, RecursionError) else "it is not JSON: %s" % err
+        why = "it is nested too deep" if isinstance(err, RecursionError) else f"it is not JSON: {err}"
         raise damaged(path, why) from None
     if not isinstance(value, dict):
-        raise damaged(path, "expected an object, found %s" % reprlib.repr(value))
+        raise damaged(path, f"expected an object, found {reprlib.repr(value)}")
     if value.get("version") != version or isinstance(value["version"], bool):
         found = reprlib.repr(value.get("version"))
         raise JobStoreError("%s has version %s; this program knows version %d" % (path, found, version))
@@ -195,20 +195,20 @@ def check(path: Path, value: Any, members: Members, where: str = "") -> None:
     """
     if not isinstance(value, dict):
         raise damaged(
-            path, "%s: expected an object, found %s" % (where.rstrip(".") or "all of it", reprlib.repr(value))
+            path, "{}: expected an object, found {}".format(where.rstrip(".") or "all of it", reprlib.repr(value))
         )
     for name, kind in members.items():
         if name not in value:
-            raise damaged(path, "%s%s is missing" % (where, name))
+            raise damaged(path, f"{where}{name} is missing")
         if not kind.fits(value[name]):
             found = reprlib.repr(value[name])
-            raise damaged(path, "%s%s: expected %s, found %s" % (where, name, kind.words, found))
+            raise damaged(path, f"{where}{name}: expected {kind.words}, found {found}")
 
 
 def check_list(path: Path, value: Mapping[str, Any], name: str, members: Members) -> None:
     """Check the objects in the list `name`, which must have different names. Raises JobStoreError."""
     if not isinstance(value.get(name), list):
-        raise damaged(path, "%s: expected a list, found %s" % (name, reprlib.repr(value.get(name))))
+        raise damaged(path, f"{name}: expected a list, found {reprlib.repr(value.get(name))}")
     seen = set()
     for number, each in enumerate(value[name]):
         check(path, each, members, "%s[%d]." % (name, number))
@@ -225,11 +225,11 @@ def check_plan(path: Path, value: Mapping[str, Any]) -> None:
     hosts = {host["name"] for host in value["hosts"]}
     stray = [task["name"] for task in value["tasks"] if task["host"] not in hosts]
     if not hosts or stray:
-        raise damaged(path, "no host %s" % ("is there" if not hosts else "of hosts has task %s" % stray[0]))
+        raise damaged(path, "no host %s" % ("is there" if not hosts else f"of hosts has task {stray[0]}"))
     limits = value.get("limits")
     if not isinstance(limits, dict) or not all(
         each is None or (_is_number(each) and each >= 0) for each in limits.values()
     ):
-        raise damaged(path, "limits: expected numbers from 0, found %s" % reprlib.repr(limits))
+        raise damaged(path, f"limits: expected numbers from 0, found {reprlib.repr(limits)}")
     if value.get("sync") is not None:
         check(path, value["sync"], PLAN_SYNC, "sync.")

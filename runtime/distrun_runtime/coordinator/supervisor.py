@@ -114,7 +114,7 @@ class Supervisor:
                 handler(self, event)
         else:
             what = (getattr(event, "host", "?"), type(event).__name__, getattr(event, "task", ""))
-            self._say("%s sent %s of %r, which is not a task of that host; ignored" % what, WARNING)
+            self._say("{} sent {} of {!r}, which is not a task of that host; ignored".format(*what), WARNING)
         self._advance()
         return self._actions
 
@@ -148,7 +148,7 @@ class Supervisor:
         if host.is_suspect or host.silence_s:
             host.is_suspect = False
             host.silence_s = 0.0
-            self._say("%s answers again" % host.name)
+            self._say(f"{host.name} answers again")
 
     def _on_hello(self, event: events.AgentHello) -> None:
         host = self.roster.hosts[event.host]
@@ -162,7 +162,7 @@ class Supervisor:
         skew = event.arrived - stamp if isinstance(stamp, (int, float)) else 0.0
         if abs(skew) > SKEW_LIMIT_S:
             where = "behind" if skew > 0 else "ahead of"
-            why = "the clock of %s is %.0f s %s that of this machine" % (host.name, abs(skew), where)
+            why = f"the clock of {host.name} is {abs(skew):.0f} s {where} that of this machine"
             of_plan = next(each for each in self.plan.hosts if each.name == host.name)
             # Root needs no sudo, and often there is none.
             script = "sudo=$(command -v sudo); $sudo chronyc makestep || $sudo timedatectl set-ntp true"
@@ -172,15 +172,15 @@ class Supervisor:
         host.greeted = True
         if abs(skew) > SKEW_S:
             host.skew_s = skew
-            self._say("the clock of %s is off by %.1f s; its times are corrected" % (host.name, -skew), WARNING)
+            self._say(f"the clock of {host.name} is off by {-skew:.1f} s; its times are corrected", WARNING)
         if not host.was_ended:
             self._actions.append(Begin(event.host))
 
     def _on_ready(self, event: events.AgentReady) -> None:
         self.roster.hosts[event.host].is_ready = True
-        self.roster.facts["host:%s.address" % event.host] = event.address
+        self.roster.facts[f"host:{event.host}.address"] = event.address
         for label, port in event.ports.items():
-            self.roster.facts["%s/port:%s" % (event.host, label)] = str(port)
+            self.roster.facts[f"{event.host}/port:{label}"] = str(port)
         self._tell_python(event.host, event.python)
 
     def _on_settled(self, event: events.Settled) -> None:
@@ -189,7 +189,7 @@ class Supervisor:
 
     def _tell_python(self, host: str, found: Mapping[str, str]) -> None:
         for text in found.values():
-            self._say("%s: servers run by Python %s" % (host, text), DEBUG)
+            self._say(f"{host}: servers run by Python {text}", DEBUG)
 
     def _on_needed(self, event: events.Needed) -> None:
         if event.digest == self.plan.runtime.digest and not self.roster.hosts[event.host].was_ended:
@@ -221,7 +221,7 @@ class Supervisor:
                 self._has_remarked = True
                 short = self._unusable.cause().short
                 self._say(
-                    "%s; waiting up to %s to hear from %s" % (short, duration(ANSWERS_S), failures.listed(waiting)),
+                    f"{short}; waiting up to {duration(ANSWERS_S)} to hear from {failures.listed(waiting)}",
                     WARNING,
                 )
         elif waiting:
@@ -266,13 +266,13 @@ class Supervisor:
         missing = self.roster.undrained(event.host)
         live = self.roster.lose(event.host, facts.STOPPED if is_asked else facts.FAILED, event.time)
         if missing:
-            self._say("the last lines of %s were lost with %s" % (failures.listed(missing), event.host), WARNING)
+            self._say(f"the last lines of {failures.listed(missing)} were lost with {event.host}", WARNING)
         if live or (pending and not is_asked):
             self._fail(failures.host_lost(event.host, event.reason, event.time))
         elif not host.was_ended:
-            self._say("%s is gone (%s); all its tasks had ended" % (event.host, event.reason), WARNING)
+            self._say(f"{event.host} is gone ({event.reason}); all its tasks had ended", WARNING)
         elif host.greeted and not host.cleared and self.roster.on_host(event.host):
-            self._say("the agent on %s went without saying that nothing is left there" % event.host, WARNING)
+            self._say(f"the agent on {event.host} went without saying that nothing is left there", WARNING)
 
     def _on_cleared(self, event: events.Cleared) -> None:
         host = self.roster.hosts[event.host]
@@ -286,7 +286,7 @@ class Supervisor:
         host = self.roster.hosts[event.host]
         if host.was_ended or self.phase not in UNDECIDED:
             return
-        self._say("%s: its agent ends all tasks there: %s" % (host.name, event.reason), WARNING)
+        self._say(f"{host.name}: its agent ends all tasks there: {event.reason}", WARNING)
         if event.by_user or any(not task.is_over for task in self.roster.on_host(event.host)):
             self._fail(failures.agent_ended(event.host, event.reason, event.by_user, event.time + host.skew_s))
 
@@ -308,7 +308,7 @@ class Supervisor:
                 host.silence_s = max(host.silence_s, silence)
             shown = failures.rounded(silence)
             if silence >= limits.lost_s:
-                self._on_lost(events.AgentLost(host.name, "silent for %s" % shown, event.time - silence))
+                self._on_lost(events.AgentLost(host.name, f"silent for {shown}", event.time - silence))
             elif silence >= limits.suspect_s and not host.is_suspect:
                 host.is_suspect = True
                 if host.silence_s:
@@ -332,7 +332,7 @@ class Supervisor:
         if task.role == SCHEDULER:
             for name in ("address", "port"):
                 if name in event.values:
-                    self.roster.facts["scheduler.%s" % name] = str(event.values[name])
+                    self.roster.facts[f"scheduler.{name}"] = str(event.values[name])
         if task.is_over or task.own_failure or task.lost_peer or event.stopped:
             return  # what it says or loses on its way out is no cause of its end
         time = event.time + self.roster.hosts[event.host].skew_s
@@ -345,7 +345,9 @@ class Supervisor:
             self.roster.change(event.task, own_failure=why, reason=why)
             self._analysis.note_failing(event.task, time)
         elif event.values.get("told"):
-            self.roster.change(event.task, reason="it was asked to end by %s, not by distrun" % event.values["told"])
+            self.roster.change(
+                event.task, reason="it was asked to end by {}, not by distrun".format(event.values["told"])
+            )
 
     def _on_output(self, event: events.Output) -> None:
         self.roster.received(event)
@@ -370,11 +372,11 @@ class Supervisor:
             max_rss_kb=event.max_rss_kb,
             cpu_s=event.cpu_s,
         )
-        self._say("%s on %s ended: %s" % (task.name, task.host, _how(task)), DEBUG)
+        self._say(f"{task.name} on {task.host} ended: {_how(task)}", DEBUG)
         if state == facts.FAILED:
             self._on_failure(task)
         elif state == facts.STOPPED and self.phase in (STARTING, RUNNING):
-            why = "its agent ended %s without being told to, and did not say why" % task.name
+            why = f"its agent ended {task.name} without being told to, and did not say why"
             self._fail(failures.host_lost(event.host, why, task.ended or 0.0))
         elif state == facts.EXITED and task.role != WORKER and self.phase in (STARTING, RUNNING):
             self._analysis.background.append(failures.ended_early(task))
@@ -385,7 +387,7 @@ class Supervisor:
 
     def _on_failure(self, task: ends.TaskResult) -> None:
         if self.phase == DRAINING:
-            self._say("%s on %s ended after the workers were done: %s" % (task.name, task.host, _how(task)), WARNING)
+            self._say(f"{task.name} on {task.host} ended after the workers were done: {_how(task)}", WARNING)
             return
         cause = failures.task_failed(task)
         if task.lost_peer and self.phase in (STARTING, RUNNING):
@@ -441,10 +443,10 @@ class Supervisor:
             self._fail(cause, stopping.KILL_ALL)
         elif event.signal == "INT":
             grace = duration(self.plan.limits.grace_s)
-            self._say("%s: workers have %s to end; Ctrl-C again kills them now" % (cause.text, grace), WARNING)
+            self._say(f"{cause.text}: workers have {grace} to end; Ctrl-C again kills them now", WARNING)
             self._fail(cause, stopping.ASK_WORKERS)
         else:
-            self._say("%s: stopping all tasks" % cause.text, WARNING)
+            self._say(f"{cause.text}: stopping all tasks", WARNING)
             self._fail(cause, stopping.ASK_ALL)
 
     def _fail(self, cause: Cause, level: int = stopping.ASK_ALL) -> None:
@@ -486,7 +488,7 @@ class Supervisor:
             self._end_for_unusable()
         elif self._now >= self._comment_at:
             self._comment_at = self._now + 2 * COMMENT_S
-            self._say("waiting for %s (%s)" % (failures.listed(self.roster.missing()), duration(round(starting))))
+            self._say(f"waiting for {failures.listed(self.roster.missing())} ({duration(round(starting))})")
 
     def _on_prepared(self, event: events.Prepared) -> None:
         if self.phase == PREPARING:
@@ -525,7 +527,7 @@ class Supervisor:
 
 
 def _how(task: ends.TaskResult) -> str:
-    return "signal %s" % task.signal if task.signal is not None else "exit code %s" % task.code
+    return f"signal {task.signal}" if task.signal is not None else f"exit code {task.code}"
 
 
 _HANDLERS: Dict[type, Callable[[Supervisor, Any], None]] = {
@@ -541,7 +543,7 @@ _HANDLERS: Dict[type, Callable[[Supervisor, Any], None]] = {
     events.Output: Supervisor._on_output,
     events.Exited: Supervisor._on_exited,
     events.Cleared: Supervisor._on_cleared,
-    events.Warned: lambda supervisor, event: supervisor._say("%s: %s" % (event.host, event.text), WARNING),
+    events.Warned: lambda supervisor, event: supervisor._say(f"{event.host}: {event.text}", WARNING),
     events.AgentEnding: Supervisor._on_agent_ending,
     events.Bye: Supervisor._on_bye,
     events.AgentLost: Supervisor._on_lost,

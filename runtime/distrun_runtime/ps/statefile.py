@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shutil
+import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,6 +47,10 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 """Names from messages and manifests: one word, so that nothing outside the folder of a save is opened."""
 
 _READ_ERRORS = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError)
+
+_READING = threading.Lock()
+"""Held while numpy reads an array: it parses the array's head with `ast`, and Python 3.11 before 3.11.8 may raise
+SystemError when two threads do that (CPython issue 106905). Several nodes of one process are such threads."""
 
 
 def new_part() -> str:
@@ -132,8 +137,9 @@ class StateFile:
         if size != holds.get("bytes", size):
             raise self.wrong("has %d bytes where the manifest says %d" % (size, holds["bytes"]))
         try:
-            found = np.load(self._stream, allow_pickle=False)
-            return found, str(found[MARK])
+            with _READING:
+                found = np.load(self._stream, allow_pickle=False)
+                return found, str(found[MARK])
         except (*_READ_ERRORS, IndexError) as err:
             raise self._torn(err) from err
 
@@ -144,7 +150,8 @@ class StateFile:
             KVError: there is none, or its bytes are not what was written.
         """
         try:
-            found: Array = self._file[name]
+            with _READING:
+                found: Array = self._file[name]
         except _READ_ERRORS as err:
             raise self._torn(err) from err
         return found.view(BFLOAT16) if name in self._halves else found

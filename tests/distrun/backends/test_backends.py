@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -123,6 +122,6 @@ def test_an_agent_that_dies_leaves_its_last_words(code: str, words: list[str]) -
 def test_sweeping_a_job_that_never_was_finds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
-    assert local.Local().sweep(dataclasses.replace(PLAN, job="no-such-job-000"), 0.1) == {"here": Swept()}
+    assert local.Local().sweep(PLAN._replace(job="no-such-job-000"), 0.1) == {"here": Swept()}
     assert Swept().lines() == ["all its processes have ended"]
     assert Swept(("pid 1 (a)",), ("pid 2 (b)",)).lines() == ["ended pid 1 (a)", "pid 2 (b) did not end"]

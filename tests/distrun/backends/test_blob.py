@@ -21,54 +21,106 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pythons import TOO_OLD, VERSIONS, need
 
+from distrun import keep
 from distrun.backends import blob
 from distrun_runtime.agent import cache
 from distrun_runtime.contract import environ
 
-MAIN = "sys.exit(main(r, keep))"
+PROGRAMS = ("agent", "coordinator")
+START = blob.START_AGENT
+FULL = 0.8
+"""Share of the limit at which a module has to leave its blob."""
 
 
-def unpack(line: bytes) -> dict[str, dict[str, str]]:
-    unpacked: dict[str, dict[str, str]] = json.loads(zlib.decompress(binascii.a2b_base64(line)))
-    return unpacked
+def built(program: str, start: str = "") -> bytes:
+    return blob.agent() if program == "agent" else blob.coordinator(start)
 
 
-def test_blob_is_one_line_within_its_limit() -> None:
-    for line in (blob.build(), blob.build(with_origin=True)):
-        assert len(line) <= blob.LIMIT == 96 * 1024
+def unpack(line: bytes) -> tuple[str, dict[str, str]]:
+    """The importer and the modules of a blob."""
+    importer, modules = (zlib.decompress(binascii.a2b_base64(word)).decode() for word in line.split())
+    return importer, json.loads(modules)
+
+
+def with_start(line: bytes, start: str) -> bytes:
+    """The agent's blob, but with something else to be run."""
+    importer, modules = line.split()
+    text = zlib.decompress(binascii.a2b_base64(importer)).decode()
+    assert text.endswith(START)
+    return (
+        binascii.b2a_base64(zlib.compress((text[: -len(START)] + start).encode()), newline=False)
+        + b" "
+        + modules
+        + b"\n"
+    )
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_blob_is_one_line_and_far_from_its_limit(program: str) -> None:
+    lines = [built(program), blob.agent(with_origin=True)] if program == "agent" else [built(program)]
+    for line in lines:
+        full = len(line) / blob.LIMIT
+        figure = f"the blob of the {program} has {len(line):,} of {blob.LIMIT:,} bytes: it is {full:.0%} full"
+        assert full <= FULL, figure
         assert line.count(b"\n") == 1
         assert line.endswith(b"\n")
+    assert blob.LIMIT == 96 * 1024
 
 
-def test_blob_holds_every_module_of_its_rooms_but_for_those_that_stay_at_home() -> None:
-    parts = unpack(blob.build())
+def test_a_blob_over_its_limit_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = len(blob.coordinator("")) - 1
+    monkeypatch.setattr(blob, "LIMIT", size - 1)
+    monkeypatch.setattr(keep, "kept", lambda name, suffix, make: make())
+    with pytest.raises(ValueError, match=f"the blob of the coordinator is {size} bytes, the limit is {size - 1}"):
+        blob.coordinator("")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_blob_holds_the_program_and_what_all_programs_share(program: str) -> None:
+    _, modules = unpack(built(program))
     root = Path(str(importlib.resources.files("distrun_runtime")))
     expected = {"distrun_runtime", "distrun_runtime.errors"}
-    for room in ("contract", "agent", "coordinator"):
-        for file in (root / room).glob("*.py"):
-            name = "distrun_runtime.%s.%s" % (room, file.stem)
-            expected.add(name.removesuffix(".__init__"))
-    left_out = {"distrun_runtime.coordinator." + name.removesuffix(".py") for name in blob.LEFT_OUT}
-    assert left_out < expected
-    assert set(parts["modules"]) == expected - left_out
+    for package in ("contract", program):
+        for file in (root / package).glob("*.py"):
+            expected.add(f"distrun_runtime.{package}.{file.stem}".removesuffix(".__init__"))
+    assert set(modules) == expected
 
 
-def test_no_module_of_the_blob_imports_what_stays_at_home() -> None:
-    names = [name.removesuffix(".py") for name in blob.LEFT_OUT]
-    for name, source in unpack(blob.build())["modules"].items():
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.ImportFrom):
-                found = [(node.module or "").rpartition(".")[2], *(each.name for each in node.names)]
-                assert not set(found) & set(names), name
+IMPORT_ALL = """
+import importlib, sys
+for name in names:
+    if not name.endswith("__main__"):
+        importlib.import_module(name)
+loaded = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "distrun_runtime"}
+print(json.dumps([sorted(loaded), sorted({type(module.__loader__).__name__ for module in loaded.values()}), sys.path]))
+"""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_everything_a_blob_holds_is_imported_from_memory(program: str, version: str) -> None:
+    line = with_start(blob.agent(), IMPORT_ALL) if program == "agent" else blob.coordinator(IMPORT_ALL)
+    command = [need(version), "-I", "-S", "-c", blob.BOOT]
+    done = subprocess.run(command, input=line, capture_output=True, timeout=60, check=False, cwd="/")
+    assert done.returncode == 0, done.stderr.decode()
+    loaded, loaders, path = json.loads(done.stdout)
+    _, modules = unpack(line)
+    assert set(loaded) == {name for name in modules if not name.endswith("__main__")}
+    assert loaders == ["Blob"]
+    checkout = Path(str(importlib.resources.files("distrun_runtime"))).parent.parent
+    assert not [place for place in path if Path(place).is_relative_to(checkout)]
+    assert not [place for place in path if "site-packages" in place]
 
 
 def test_blob_names_no_place_unless_asked() -> None:
-    parts = unpack(blob.build())
     root = Path(str(importlib.resources.files("distrun_runtime")))
-    assert parts["origin"] == {}
-    assert str(root) not in json.dumps(parts)
-    origin = unpack(blob.build(with_origin=True))["origin"]
-    assert {Path(path).exists() for path in origin.values()} == {True}
+    for line in map(built, PROGRAMS):
+        importer, modules = unpack(line)
+        assert str(root) not in importer + json.dumps(modules)
+    importer, _ = unpack(blob.agent(with_origin=True))
+    facts: dict[str, dict[str, str]] = {}
+    exec(importer[: importer.index("if sys.version_info")], facts)
+    assert {Path(path).exists() for path in facts["origin"].values()} == {True}
 
 
 def test_boot_line_needs_no_quoting_beyond_single_quotes() -> None:
@@ -110,9 +162,9 @@ def test_bare_source_means_the_same_on_the_same_lines() -> None:
         assert lines == before, path
 
 
-def test_lines_of_long_strings_stay_and_other_lines_are_indented_by_one_blank() -> None:
-    source = 'if x:\n    y = """a\n    b\n"""\n    z = (1,\n         2)\n    if z:\n        pass\n'
-    assert blob.bare(source) == 'if x:\n y = """a\n    b\n"""\n z = (1,\n2)\n if z:\n  pass\n'
+def test_lines_of_long_strings_stay() -> None:
+    source = 'if x:\n    y = """a\n    # b\n"""  # gone\n    pass\n'
+    assert blob.bare(source) == 'if x:\n    y = """a\n    # b\n"""\n    pass\n'
 
 
 @given(st.text(alphabet="#'\" ab", max_size=12))
@@ -179,7 +231,7 @@ def test_agent_ends_its_tasks_under_every_python_that_is_here(version: str) -> N
 @pytest.mark.parametrize("version", TOO_OLD)
 def test_python_that_is_too_old_is_named_with_the_fix(version: str) -> None:
     command = blob.command(need(version))
-    done = subprocess.run(command, input=blob.build(), capture_output=True, timeout=60, check=False)
+    done = subprocess.run(command, input=blob.agent(), capture_output=True, timeout=60, check=False)
     assert done.returncode == 1
     assert b"the agent needs 3.8 or newer" in done.stderr
     assert done.stdout == b""
@@ -202,18 +254,9 @@ def test_modules_of_the_users_folder_are_not_imported(tmp_path: Path, monkeypatc
         assert driver.exited()["code"] == 0
 
 
-def with_importer(old: str, new: str) -> bytes:
-    """The blob with a changed importer."""
-    parts = unpack(blob.build())
-    importer = str(parts["importer"])
-    assert old in importer
-    text = json.dumps({**parts, "importer": importer.replace(old, new)}).encode()
-    return binascii.b2a_base64(zlib.compress(text), newline=True)
-
-
 def test_traceback_of_the_agent_names_file_and_line_of_the_checkout() -> None:
     failing = "from distrun_runtime.contract import wire\nwire.encode({'type': 'x', 'bad': {1, 2}})\n"
-    line = with_importer(MAIN, failing)
+    line = with_start(blob.agent(), failing)
     done = subprocess.run(blob.command(sys.executable), input=line, capture_output=True, timeout=60, check=False)
     found = re.search(r'File "<distrun agent>/distrun_runtime/contract/wire.py", line (\d+)', done.stderr.decode())
     assert found
@@ -246,14 +289,14 @@ def test_the_first_agent_keeps_its_modules_compiled_for_the_next(tmp_path: Path)
     serve_once(tmp_path)
     assert kept(tmp_path) == [file]
     assert file.stat().st_mtime_ns == before
-    stand_in = compile("def main(*_): print('kept'); return 5", "x", "exec")
-    codes["distrun_runtime.agent.__main__"] = marshal.dumps(stand_in)
+    stand_in = compile("def serve(*_): print('kept', flush=True); return 5", "x", "exec")
+    codes["distrun_runtime.agent.guard"] = marshal.dumps(stand_in)
     file.write_bytes(marshal.dumps(codes))
     environment = dict(os.environ, XDG_CACHE_HOME=str(tmp_path))
     command = blob.command(sys.executable)
-    done = subprocess.run(command, input=blob.build(), capture_output=True, timeout=60, check=False, env=environment)
+    done = subprocess.run(command, input=blob.agent(), capture_output=True, timeout=60, check=False, env=environment)
     assert (done.returncode, done.stdout) == (5, b"kept\n"), "it was used"
-    codes["distrun_runtime.agent.__main__"] = b"broken"
+    codes["distrun_runtime.agent.guard"] = b"broken"
     file.write_bytes(marshal.dumps(codes))
     serve_once(tmp_path)
     file.chmod(0o620)
@@ -300,8 +343,9 @@ def test_an_agent_does_without_a_cache(tmp_path: Path) -> None:
 
 def test_agent_starts_fast() -> None:
     """Under 100 ms of CPU beyond a bare interpreter's start; here with room for a busy machine."""
-    timing = "import time\nt = time.process_time()\nimport distrun_runtime.agent.guard\nprint(time.process_time() - t)"
-    line = with_importer(MAIN, timing)
+    imports = "import distrun_runtime.agent.guard, distrun_runtime.agent.agent"
+    timing = f"import time\nt = time.process_time()\n{imports}\nprint(time.process_time() - t)"
+    line = with_start(blob.agent(), timing)
     command = blob.command(sys.executable)
     times = [
         float(subprocess.run(command, input=line, capture_output=True, timeout=60, check=True).stdout) for _ in range(5)
@@ -310,7 +354,7 @@ def test_agent_starts_fast() -> None:
 
 
 def test_what_the_table_of_variables_says_to_readers_stays_at_home() -> None:
-    source = unpack(blob.build())["modules"]["distrun_runtime.contract.environ"]
+    source = unpack(blob.agent())[1]["distrun_runtime.contract.environ"]
     module: dict[str, object] = {"__name__": "travelled"}
     exec(compile(source, "environ", "exec", dont_inherit=True), module)
     table = module["TABLE"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from sample_plan import sample_plan
 
@@ -43,7 +41,7 @@ def test_nothing_is_known_of_the_addresses_beforehand() -> None:
 
 
 def test_the_dry_run_shows_an_ssh_command_for_each_host_and_nothing_of_the_users() -> None:
-    rendered = Ssh().render(dataclasses.replace(PLAN, hosts=HOSTS))
+    rendered = Ssh().render(PLAN._replace(hosts=HOSTS))
     first, second = rendered.commands["d1"], rendered.commands["d2"]
     assert first[:3] == ("ssh", "-p", "2222")
     assert first[-3:-1] == ("--", "d1")
@@ -67,7 +65,7 @@ def test_a_sweep_says_for_each_host_what_ended_what_stayed_and_why_it_could_not_
     monkeypatch.setattr(Fleet, "ask", ask)
     monkeypatch.setattr(Fleet, "__enter__", lambda self: self)
     monkeypatch.setattr(Fleet, "__exit__", lambda *_: None)
-    found = Ssh().sweep(dataclasses.replace(PLAN, hosts=HOSTS), 0.5)
+    found = Ssh().sweep(PLAN._replace(hosts=HOSTS), 0.5)
     assert asked == [("sweep", {"job": PLAN.job, "grace_s": 0.5})]
     assert found["d1"].lines() == ["ended pid 7 (sleep 1)", "pid 8 (dd) did not end"]
     assert found["d2"].problem == "nothing listens"

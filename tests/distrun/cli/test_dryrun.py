@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from distrun.backends.base import Rendered
@@ -97,7 +95,7 @@ def test_a_single_task_is_shown_as_it_is() -> None:
 
 def test_hosts_that_are_reached_alike_are_shown_once() -> None:
     made = plan("d[1-3]\nd4 addr=10.0.0.4\nd5 addr=10.0.0.5\nd6", 20, 0)
-    made = dataclasses.replace(made, hosts=(*made.hosts[:5], dataclasses.replace(made.hosts[5], ports=("x",))))
+    made = made._replace(hosts=(*made.hosts[:5], made.hosts[5]._replace(ports=("x",))))
     heads = [line for line in shown(made).splitlines() if line.startswith("host")]
     assert heads == [
         "host d1 (data address: found by its agent)",

@@ -19,9 +19,8 @@ from fakehosts import FakeHosts, Sink, living, tree, write
 
 from distrun.errors import UsageError
 from distrun.ssh.target import Target
-from distrun.sync import Copier, Rules, error, make_rules, transfer
-from distrun.sync.result import Result, told
-from distrun.sync.scan import Tree
+from distrun.sync import Copier, Result, Rules, Tree, error, make_rules, rsync
+from distrun.sync.copier import first_failure
 from distrun_runtime.coordinator.events import Prepared, PrepareFailed
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -347,8 +346,8 @@ def test_a_disk_that_cannot_hold_it_is_said_before_anything_is_sent(bench: Bench
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a host does after a copy that failed is waited for as long as a busy machine takes."""
-    monkeypatch.setattr(transfer, "LAST_WORDS_S", LIMIT_S)
-    monkeypatch.setattr(transfer, "KILL_AFTER_S", LIMIT_S)
+    monkeypatch.setattr(rsync, "LAST_WORDS_S", LIMIT_S)
+    monkeypatch.setattr(rsync, "KILL_AFTER_S", LIMIT_S)
 
 
 @pytest.mark.usefixtures("patient")
@@ -607,9 +606,9 @@ def _lines(path: Path) -> list[str]:
 
 def test_several_failures_are_told_together() -> None:
     results = [Result("a"), Result("b", reason="r1", fix="f1", words=("w1",)), Result("c", reason="r2")]
-    assert told(results) == ("b", "r1 (nor c)", "b: r1\n    w1\n    fix: f1\nc: r2")
-    assert told(results[:2]) == ("b", "r1", "w1\nfix: f1")
-    assert told([Result("a")]) == ("", "", "")
+    assert first_failure(results) == ("b", "r1 (nor c)", "b: r1\n    w1\n    fix: f1\nc: r2")
+    assert first_failure(results[:2]) == ("b", "r1", "w1\nfix: f1")
+    assert first_failure([Result("a")]) == ("", "", "")
     assert str(error([*results, Result("d", cancelled=True)])).splitlines() == [
         "the files did not reach 2 of 4 hosts", "b: r1", "    w1", "    fix: f1", "c: r2", "not finished: d",
     ]  # fmt: skip

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from distrun.sync import listing, options, tool
+from distrun.sync import rsync, scan, tree
+from distrun.sync.rsync import Progress, Rate, Transfer
 from distrun.sync.rules import Rules
-from distrun.sync.scan import scan
-from distrun.sync.transfer import Progress, Rate, Transfer
 
 SUMS = [0, 0, 100, 100, 600, 1000]
 """The folder itself, a file of 100 bytes, a folder, files of 500 and 400 bytes."""
@@ -54,8 +53,8 @@ def test_the_sums_of_a_listing_are_in_the_order_of_the_copy(tmp_path: Path) -> N
     (source / "empty").mkdir()
     (sums,) = scan(str(source), Rules()).sums
     assert sums[-1] == scan(str(source), Rules()).size
-    argv = options.sending(
-        tool.find(), [], "%s/" % source, "host", shell=[], rsync_path="", partial=".part", stall_s=60.0
+    argv = rsync.sending(
+        rsync.find(), [], "%s/" % source, "host", shell=[], rsync_path="", partial=".part", stall_s=60.0
     )
     local = [word for word in argv[:-1] if not word.startswith(("--rsh", "--rsync-path"))]
     done = subprocess.run(
@@ -76,8 +75,8 @@ def test_the_sums_of_a_listing_are_in_the_order_of_the_copy(tmp_path: Path) -> N
 
 def test_sums_count_folders_as_entries_and_only_files_as_bytes() -> None:
     output = b"4096 .d..t...... ./\n5 >f+++++++++ a\n4096 cd+++++++++ d/\n7 >f+++++++++ d/b\n3 cL+++++++++ l -> a\n"
-    assert list(listing.sums(output)) == [0, 0, 5, 5, 12, 12]
-    assert listing.entries(output) == [(b"a", 5), (b"d/b", 7), (b"l -> a", 0)]
+    assert list(tree.sums(output)) == [0, 0, 5, 5, 12, 12]
+    assert tree.entries(output) == [(b"a", 5), (b"d/b", 7), (b"l -> a", 0)]
 
 
 def test_a_rate_is_measured_over_some_seconds_since_rsync_speaks_once_a_second() -> None:

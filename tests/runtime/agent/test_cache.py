@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distrun_runtime.agent import cache
-from distrun_runtime.agent.refusal import Refusal
+from distrun_runtime.errors import PreflightFailure
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +144,7 @@ def test_versions_that_were_not_used_for_long_go_when_another_comes(home: Path) 
 @pytest.mark.parametrize("name", ["../evil.py", "/etc/evil", "a/../../evil", "a//b", "./x", "a\\..\\b"])
 def test_an_archive_that_names_files_outside_is_refused_and_leaves_nothing(home: Path, name: str) -> None:
     digest, data = archive(**{name: "evil"})
-    with pytest.raises(Refusal, match="names a file"):
+    with pytest.raises(PreflightFailure, match="names a file"):
         cache.keep(digest, data, str(home))
     assert os.listdir(home / "cache" / "distrun" / "runtime") == []
     assert not list(home.rglob("evil*"))
@@ -152,12 +152,12 @@ def test_an_archive_that_names_files_outside_is_refused_and_leaves_nothing(home:
 
 def test_only_what_the_digest_says_is_unpacked(home: Path) -> None:
     digest, data = archive()
-    with pytest.raises(Refusal, match="digest differs"):
+    with pytest.raises(PreflightFailure, match="digest differs"):
         cache.keep(digest, data + b"x", str(home))
-    with pytest.raises(Refusal, match="not an archive"):
+    with pytest.raises(PreflightFailure, match="not an archive"):
         cache.keep(hashlib.sha256(b"rubbish").hexdigest(), b"rubbish", str(home))
     for wrong in ("..", "../../x", "A" * 64, ""):
-        with pytest.raises(Refusal, match="no digest"):
+        with pytest.raises(PreflightFailure, match="no digest"):
             cache.find(wrong)
 
 

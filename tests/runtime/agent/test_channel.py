@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from distrun_runtime.agent.channel import ROOM_BYTES, Channel
+from distrun_runtime.agent.channel import QUEUE_BYTES, Channel
 from distrun_runtime.contract import wire
 
 
@@ -36,8 +36,8 @@ def ends() -> Iterator[Ends]:
 
 def test_messages_are_numbered(ends: Ends) -> None:
     ends.channel.greet(b"DISTRUN/1 x\n")
-    ends.channel.send({"type": "pong", "n": 1})
-    ends.channel.send({"type": "bye"})
+    ends.channel.say("pong", n=1)
+    ends.channel.say("bye")
     ends.channel.flush()
     data = os.read(ends.from_agent, 4096)
     assert data.startswith(b"DISTRUN/1 x\n")
@@ -46,16 +46,16 @@ def test_messages_are_numbered(ends: Ends) -> None:
 
 def test_full_pipe_never_blocks_and_nothing_is_lost(ends: Ends) -> None:
     for _ in range(20):
-        ends.channel.send({"type": "output"}, b"x" * 100_000)
+        ends.channel.say("output", b"x" * 100_000)
     ends.channel.flush()
-    assert ends.channel.queued > ROOM_BYTES
-    assert not ends.channel.has_room()
+    assert ends.channel.queued > QUEUE_BYTES
+    assert not ends.channel.takes_output()
     decoder, count = wire.Decoder(), 0
     while count < 20:
         count += len(decoder.feed(os.read(ends.from_agent, 1 << 16)))
         ends.channel.flush()
     assert ends.channel.queued == 0
-    assert ends.channel.has_room()
+    assert ends.channel.takes_output()
 
 
 def test_end_of_input_is_noticed(ends: Ends) -> None:
@@ -78,8 +78,8 @@ def test_stream_that_is_not_ours_ends_the_channel_with_a_reason(ends: Ends) -> N
 
 def test_reader_that_is_gone_breaks_the_channel_quietly(ends: Ends) -> None:
     ends.close(ends.from_agent)
-    ends.channel.send({"type": "pong"})
+    ends.channel.say("pong")
     ends.channel.flush()
     assert ends.channel.is_broken
-    ends.channel.send({"type": "pong"})
+    ends.channel.say("pong")
     assert ends.channel.queued == 0

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from agentkit import poll
 
-from distrun_runtime.agent import probe, tools
+from distrun_runtime.agent import probe, query
 from distrun_runtime.contract import process
 
 
 def test_the_probe_tells_json_able_facts(tmp_path: Path) -> None:
-    facts = tools.answer(
+    facts = query.answer(
         "probe", {"python": sys.executable, "cwd": str(tmp_path), "dst": str(tmp_path / "a" / "b"), "interface": "lo"}
     )
     assert json.loads(json.dumps(facts)) == facts
@@ -72,10 +72,10 @@ def test_an_interpreter_that_is_none_is_told() -> None:
 def test_an_interpreter_is_looked_for_in_the_environment_that_the_activation_left(tmp_path: Path) -> None:
     (tmp_path / "mypython").symlink_to(sys.executable)
     asked = {"python": "mypython", "activate": "export PATH=$PWD:$PATH", "cwd": str(tmp_path)}
-    facts = tools.answer("probe", asked)
+    facts = query.answer("probe", asked)
     assert facts["activation"] == {"error": ""}
     assert facts["python"]["path"].startswith(str(tmp_path))
-    failed = tools.answer("probe", {**asked, "activate": "echo no such thing >&2; false"})
+    failed = query.answer("probe", {**asked, "activate": "echo no such thing >&2; false"})
     assert "no such thing" in failed["activation"]["error"]
     assert failed["python"] == failed["activation"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -76,15 +77,13 @@ def test_lists_of_folders_are_joined_and_activation_comes_first(
     name = "LD_LIBRARY_PATH"
     monkeypatch.setenv(name, login)
     share = shares.take(header())
-    task = dataclasses.replace(share.plan.task("worker-0"), secret_env=(name,))
-    share = dataclasses.replace(
-        share, plan=dataclasses.replace(share.plan, joined=(name,), tasks=(task,)), secret_env={name: sent}
-    )
+    task = share.plan.task("worker-0")._replace(secret_env=(name,))
+    share = dataclasses.replace(share, plan=share.plan._replace(joined=(name,), tasks=(task,)), secret_env={name: sent})
     if activated is not None:
         share = dataclasses.replace(share, base={**share.base, name.encode(): os.fsencode(activated)})
     env = share.environment(task, {})
     assert env[name.encode()] == expected.encode("utf-8", "surrogateescape")
-    other = dataclasses.replace(task, secret_env=())
+    other = task._replace(secret_env=())
     assert share.environment(other, {name: "/mine"})[name.encode()] == b"/mine", "what the user gave a role replaces it"
     share.close()
 
@@ -110,3 +109,62 @@ def test_the_jobs_folder_is_named_only_where_it_is(tmp_path: Path) -> None:
     assert share.environment(task, there)[b"DISTRUN_RUN_DIR"] == os.fsencode(tmp_path)
     assert b"DISTRUN_RUN_DIR" not in share.environment(task, {"DISTRUN_RUN_DIR": str(tmp_path / "elsewhere")})
     share.close()
+
+
+# Environments
+
+
+def test_stale_names_go_first_and_the_later_addition_wins() -> None:
+    base = {b"RANK": b"9", b"SLURM_X": b"1", b"SLURM": b"2", b"PATH": b"/bin", b"\xff": b"\xfe"}
+    env = shares.compose(base, ["RANK", "SLURM_*"], {"RANK": "0", "A": "1"}, {"A": "2"})
+    assert env == {b"SLURM": b"2", b"PATH": b"/bin", b"\xff": b"\xfe", b"RANK": b"0", b"A": b"2"}
+    assert base[b"RANK"] == b"9"
+
+
+def test_star_alone_removes_everything() -> None:
+    assert shares.compose({b"A": b"1"}, ["*"], {"B": "2"}) == {b"B": b"2"}
+
+
+def test_text_stands_for_the_bytes_that_were_typed() -> None:
+    assert shares.exact(os.fsdecode(b"a\xff\xc3\xa9")) == b"a\xff\xc3\xa9"
+    assert shares.exact("é") == b"\xc3\xa9"
+
+
+# Held ports
+
+
+def test_held_port_is_within_the_range_and_not_given_twice() -> None:
+    with shares.hold("127.0.0.1") as first:
+        base = shares.port_of(first)
+        low = max(1024, min(base, 65435))
+        span = "%d-%d" % (low, low + 100)
+        with shares.hold("127.0.0.1", span) as second, shares.hold("127.0.0.1", span) as third:
+            numbers = {base, shares.port_of(second), shares.port_of(third)}
+            assert len(numbers) == 3
+            assert numbers - {base} <= set(range(low, low + 101))
+
+
+def test_range_without_a_free_port_says_so() -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        number = taken.getsockname()[1]
+        with pytest.raises(ContractError, match="no free port in %d-%d" % (number, number)):
+            shares.hold("127.0.0.1", "%d-%d" % (number, number))
+
+
+@pytest.mark.parametrize("text", ["x", "0-5", "9-8", "1-65536", "1-2-3"])
+def test_malformed_range_is_refused(text: str) -> None:
+    with pytest.raises(ContractError, match="expected A-B"):
+        shares.ports_to_try(text)
+
+
+def test_every_port_of_a_range_is_tried_once() -> None:
+    assert sorted(shares.ports_to_try("100-110")) == list(range(100, 111))
+    assert shares.ports_to_try("7") == [7]
+    assert shares.ports_to_try("") == [0]
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
+def test_address_family_of_the_host_is_held() -> None:
+    with shares.hold("fd00::5") as held:
+        assert held.family == socket.AF_INET6

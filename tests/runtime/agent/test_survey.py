@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from agentkit import HOST, WAIT_S, AgentDriver, agent, poll, python, shell
 
-from distrun_runtime.agent import match, record, survey, sweep, tools
+from distrun_runtime.agent import query, record, sweep
 from distrun_runtime.contract import process
 from distrun_runtime.contract.plan import Limits
 from distrun_runtime.errors import ContractError
@@ -42,7 +42,7 @@ def running(driver: AgentDriver, name: str = "worker-0") -> None:
 
 def found(job: str) -> dict[str, Any]:
     """What the survey says of one job (others of this user may run meanwhile)."""
-    (only,) = [each for each in tools.answer("survey", {})["jobs"] if each["job"] == job]
+    (only,) = [each for each in query.answer("survey", {})["jobs"] if each["job"] == job]
     assert isinstance(only, dict)
     return only
 
@@ -139,7 +139,7 @@ def test_a_folder_that_nothing_belongs_to_is_told_of_and_removed() -> None:
         freeze_and_kill(driver)
         os.kill(found(driver.job)["processes"][0]["pid"], signal.SIGKILL)
         poll(lambda: found(driver.job)["processes"] == [], "nothing lives")
-        assert tools.answer("sweep", {"job": driver.job, "grace_s": 0.1}) == {"ended": [], "left": []}
+        assert query.answer("sweep", {"job": driver.job, "grace_s": 0.1}) == {"ended": [], "left": []}
         assert record.folders(driver.job) == []
 
 
@@ -156,7 +156,7 @@ def test_sweep_and_sweeps_end_what_was_left() -> None:
             running(driver)
             freeze_and_kill(driver)
         names = [driver.job for driver in drivers]
-        told = tools.answer("sweeps", {"jobs": names, "grace_s": 1.0})
+        told = query.answer("sweeps", {"jobs": names, "grace_s": 1.0})
         assert list(told) == names
         for driver in drivers:
             assert told[driver.job]["left"] == []
@@ -178,9 +178,9 @@ def test_without_a_grace_time_each_job_has_the_one_that_it_was_launched_with(mon
         running(driver)
         freeze_and_kill(driver)
         assert found(driver.job)["grace_s"] == 4.5
-        assert tools.answer("sweeps", {"jobs": [driver.job]})[driver.job]["left"] == []
-    assert tools.answer("sweep", {"job": "no-such-job"}) == {"ended": [], "left": []}
-    tools.answer("sweep", {"job": "no-such-job", "grace_s": 0.0})
+        assert query.answer("sweeps", {"jobs": [driver.job]})[driver.job]["left"] == []
+    assert query.answer("sweep", {"job": "no-such-job"}) == {"ended": [], "left": []}
+    query.answer("sweep", {"job": "no-such-job", "grace_s": 0.0})
     assert graces == [4.5, Limits().grace_s, 0.0]
 
 
@@ -189,9 +189,9 @@ def test_what_another_user_runs_is_neither_found_nor_ended_whatever_it_claims() 
     job = "u" + uuid.uuid4().hex[:8]
     seconds = "601%09d" % (uuid.uuid4().int % 10**9)  # as nobody else on this machine sleeps
     with bystander("sleep", seconds, uid=NOBODY, DISTRUN_JOB_ID=job) as child:
-        assert [each for each in tools.answer("survey", {})["jobs"] if each["job"] == job] == []
-        assert tools.answer("sweep", {"job": job, "grace_s": 0.1}) == {"ended": [], "left": []}
-        assert tools.answer("match", {"regex": "^sleep %s$" % seconds})["found"] == []
+        assert [each for each in query.answer("survey", {})["jobs"] if each["job"] == job] == []
+        assert query.answer("sweep", {"job": job, "grace_s": 0.1}) == {"ended": [], "left": []}
+        assert query.answer("match", {"regex": "^sleep %s$" % seconds})["found"] == []
         assert child.poll() is None
         rows = process.table([child.pid, os.getpid()])
         assert [row.pid for row in process.mine(rows)] == [os.getpid()]
@@ -216,13 +216,13 @@ def test_a_pattern_finds_and_ends_what_it_means_and_nothing_else() -> None:
         bystander(sys.executable, "-c", code + word[::-1]) as other,
     ):
         asked = {"regex": word + "$", "kill": False}
-        rows = tools.answer("match", asked)["found"]
+        rows = query.answer("match", asked)["found"]
         assert [row["pid"] for row in rows] == [meant.pid]
-        nothing = tools.answer("match", {**asked, "kill": True, "grace_s": 60.0, "only": []})
+        nothing = query.answer("match", {**asked, "kill": True, "grace_s": 60.0, "only": []})
         assert nothing == {"found": [], "ended": [], "left": []}
         identity = [rows[0]["pid"], rows[0]["start"]]
-        assert tools.answer("match", {**asked, "spare": [identity]})["found"] == []
-        done = tools.answer("match", {**asked, "kill": True, "grace_s": 60.0, "only": [identity]})
+        assert query.answer("match", {**asked, "spare": [identity]})["found"] == []
+        done = query.answer("match", {**asked, "kill": True, "grace_s": 60.0, "only": [identity]})
         assert [pid for pid, _ in done["ended"]] == [meant.pid]
         assert meant.wait(WAIT_S) == -signal.SIGTERM
         assert other.poll() is None
@@ -231,7 +231,7 @@ def test_a_pattern_finds_and_ends_what_it_means_and_nothing_else() -> None:
 def test_no_pattern_means_us_those_above_us_agents_or_the_first_process() -> None:
     with agent(python("import time; print('up', flush=True); time.sleep(600)")) as driver:
         running(driver)
-        pids = {row.pid for row in match.matching(process.table(), re.compile(""), set())}
+        pids = {row.pid for row in sweep.matching(process.table(), re.compile(""), set())}
         spared = {1, os.getpid(), *process.ancestors(os.getpid()), driver.child.pid, driver.agent_pid()}
         assert not pids & spared
         assert pids
@@ -250,12 +250,12 @@ def test_no_pattern_means_us_those_above_us_agents_or_the_first_process() -> Non
     ],
 )
 def test_the_ssh_daemon_is_known(command: str, is_daemon: bool) -> None:
-    assert match.is_daemon(command) is is_daemon
+    assert sweep.is_daemon(command) is is_daemon
 
 
 def test_what_is_no_pattern_is_refused() -> None:
     with pytest.raises(ContractError, match="not a regular expression"):
-        tools.answer("match", {"regex": "*"})
+        query.answer("match", {"regex": "*"})
 
 
 # Ages
@@ -263,4 +263,4 @@ def test_what_is_no_pattern_is_refused() -> None:
 
 @pytest.mark.parametrize("start", ["", "proc:x:y", "ps:", "other:1"])
 def test_a_start_that_tells_nothing_gives_no_age(start: str) -> None:
-    assert survey.age_s(start) is None
+    assert sweep.age_s(start) is None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
@@ -13,9 +14,17 @@ from distrun_runtime.contract import plan
 from distrun_runtime.contract.plan import Host, Limits, Plan, Runtime, Secrets, Sync, Task
 from distrun_runtime.errors import ContractError
 
+T = TypeVar("T")
 words = st.text(max_size=12)
 names = st.dictionaries(words, words, max_size=3)
-tasks = st.builds(
+
+
+def values(kind: Callable[..., T], **members: st.SearchStrategy[Any]) -> st.SearchStrategy[T]:
+    """Values of a class; members that are not given have their defaults."""
+    return st.fixed_dictionaries(members).map(lambda found: kind(**found))
+
+
+tasks = values(
     Task,
     name=words,
     role=st.sampled_from(plan.ROLES),
@@ -28,8 +37,10 @@ tasks = st.builds(
     secret_env=st.lists(words, max_size=2).map(tuple),
     needs=st.lists(words, max_size=2).map(tuple),
 )
-hosts = st.builds(Host, words, words, st.lists(words, max_size=2).map(tuple), names, words)
-plans = st.builds(
+hosts = values(
+    Host, name=words, address=words, ports=st.lists(words, max_size=2).map(tuple), reach=names, interface=words
+)
+plans = values(
     Plan,
     job=words,
     name=words,
@@ -38,12 +49,12 @@ plans = st.builds(
     cwd=words,
     hosts=st.lists(hosts, max_size=3).map(tuple),
     tasks=st.lists(tasks, max_size=3).map(tuple),
-    limits=st.builds(Limits, grace_s=st.floats(0, 100), timeout_s=st.none() | st.floats(0, 1e6)),
+    limits=values(Limits, grace_s=st.floats(0, 100), timeout_s=st.none() | st.floats(0, 1e6)),
     on_eof=st.sampled_from([plan.STOP, plan.HOLD]),
     unset=st.lists(words, max_size=2).map(tuple),
-    runtime=st.builds(Runtime, words, words),
+    runtime=values(Runtime, path=words, digest=words),
     activate=words,
-    sync=st.none() | st.builds(Sync, words, st.integers(0), st.integers(0), st.booleans()),
+    sync=st.none() | values(Sync, source=words, size=st.integers(0), files=st.integers(0), delete=st.booleans()),
 )
 
 
@@ -88,13 +99,13 @@ def test_missing_fact_is_named() -> None:
 
 def test_share_holds_the_hosts_own_tasks_and_one_other_host_and_not_how_they_are_reached() -> None:
     hosts = tuple(Host("d%d" % number, reach={"identity": "~/.ssh/key"}) for number in (1, 2, 3))
-    whole = dataclasses.replace(example(), hosts=hosts)
+    whole = example()._replace(hosts=hosts)
     for name, kept, tasks in (("d1", ["d1", "d2"], ["worker-0"]), ("d3", ["d1", "d3"], [])):
         share = whole.share(name)
         assert [task.name for task in share.tasks] == tasks
         assert [host.name for host in share.hosts] == kept
         assert [host.reach for host in share.hosts] == [{}, {}]
-    alone = dataclasses.replace(example(), hosts=hosts[:1])
+    alone = example()._replace(hosts=hosts[:1])
     assert [host.name for host in alone.share("d1").hosts] == ["d1"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -106,7 +105,7 @@ def test_the_runtime_is_sent_to_whoever_asks_and_read_once(tmp_path: Path) -> No
         agent.over(task)
         agent.finish()
 
-    plan = dataclasses.replace(sample_plan(workers=2, servers=0, hosts=("d1", "d2")), runtime=Runtime(digest="abc"))
+    plan = sample_plan(workers=2, servers=0, hosts=("d1", "d2"))._replace(runtime=Runtime(digest="abc"))
     read: list[int] = []
 
     def runtime() -> bytes:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from history import WALL, History
 from sample_plan import sample_plan
@@ -30,7 +28,7 @@ def prepared(**limits: float) -> History:
 def settling(**limits: float) -> History:
     """Files are on all hosts, and what came with them is to be activated and looked at."""
     plan = sample_plan(workers=2, servers=0, hosts=("d1", "d2"), **limits)
-    plan = dataclasses.replace(plan, sync=Sync("/src", 1, 1), activate=". ./env.sh")
+    plan = plan._replace(sync=Sync("/src", 1, 1), activate=". ./env.sh")
     return History(plan, has_preparation=True).gather().beat_to(200).tell(events.Prepared())
 
 
@@ -266,7 +264,7 @@ def test_tasks_start_when_every_host_has_settled_with_what_was_copied() -> None:
 
 
 def test_without_anything_to_activate_or_to_import_no_host_is_asked_again() -> None:
-    plan = dataclasses.replace(sample_plan(workers=2, servers=0, hosts=("d1", "d2")), sync=Sync("/src", 1, 1))
+    plan = sample_plan(workers=2, servers=0, hosts=("d1", "d2"))._replace(sync=Sync("/src", 1, 1))
     history = History(plan, has_preparation=True).gather().tell(events.Prepared())
     assert history.did(Settle) == []
     assert len(history.did(Spawn)) == 2

@@ -8,9 +8,8 @@ from fakehosts import write
 
 from distrun.errors import UsageError
 from distrun.sync import scan
-from distrun.sync.gitfiles import listed
 from distrun.sync.rules import Extra, Rules
-from distrun.sync.scan import Tree, summary
+from distrun.sync.tree import Tree, git_files, summary
 
 
 def git(folder: Path, *words: str) -> None:
@@ -57,11 +56,11 @@ def test_what_git_ignores_is_left_out_and_new_and_nested_files_are_not(tmp_path:
     git(repo, "submodule", "add", "-q", str(other), "module")
     write(repo, **{"new é.py": "5", "x.log": "6", "build/out": "7", "module/new.py": "8", "sub/y.log": "9"})
     (repo / "gone.py").unlink()
-    names = {name.decode() for name in listed(str(repo))}
+    names = {name.decode() for name in git_files(str(repo))}
     assert names == {
         "a.py", ".gitignore", ".gitmodules", "sub/b.py", "new é.py", "module/c.py", "module/new.py"
     }  # fmt: skip
-    assert {name.decode() for name in listed(str(repo / "sub"))} == {"b.py"}
+    assert {name.decode() for name in git_files(str(repo / "sub"))} == {"b.py"}
     assert scan(str(repo), Rules(gitignore=True)).files == 7
     assert scan(str(repo), Rules(("module",), gitignore=True)).files == 5
     (repo / "we -> ird\n\\#101 name").touch()
@@ -71,10 +70,10 @@ def test_what_git_ignores_is_left_out_and_new_and_nested_files_are_not(tmp_path:
 def test_gits_list_needs_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     with pytest.raises(UsageError, match="--sync-gitignore: git cannot list"):
-        listed(str(tmp_path))
+        git_files(str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="needs git"):
-        listed(str(tmp_path))
+        git_files(str(tmp_path))
 
 
 def test_much_is_warned_of_with_the_folders_that_matter() -> None:

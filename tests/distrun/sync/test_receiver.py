@@ -8,7 +8,8 @@ import pytest
 from pythons import TOO_OLD, VERSIONS, need
 
 from distrun.errors import UsageError
-from distrun.sync import check_folder, receiver, remote
+from distrun.sync import check_folder, receiver, rsync
+from distrun_runtime.contract import folder as folder_contract
 
 
 @pytest.mark.parametrize(
@@ -44,10 +45,10 @@ def run(command: str, home: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_program_on_the_host_runs_under_every_python_that_is_here(version: str, tmp_path: Path) -> None:
-    rsync = tmp_path / "rsync"
-    rsync.write_text('#!/bin/sh\npwd; echo "$@"; exit 7\n')
-    rsync.chmod(0o755)
-    done = run(remote.rsync_path("~/a 'b'", partial="p", python=need(version)) + " --server . ./", tmp_path)
+    program = tmp_path / "rsync"
+    program.write_text('#!/bin/sh\npwd; echo "$@"; exit 7\n')
+    program.chmod(0o755)
+    done = run(rsync.rsync_path("~/a 'b'", partial="p", python=need(version)) + " --server . ./", tmp_path)
     assert (done.returncode, done.stdout) == (7, "%s/a 'b'\n--server . ./\n" % tmp_path)
     assert done.stderr == "distrun-sync: begin\n"
     assert [path.name for path in (tmp_path / "a 'b'").iterdir()] == [".distrun-sync"]
@@ -55,14 +56,14 @@ def test_the_program_on_the_host_runs_under_every_python_that_is_here(version: s
 
 @pytest.mark.parametrize("version", TOO_OLD)
 def test_a_python_that_is_too_old_is_named(version: str, tmp_path: Path) -> None:
-    done = run(remote.rsync_path("~/job", python=need(version)), tmp_path)
+    done = run(rsync.rsync_path("~/job", python=need(version)), tmp_path)
     assert done.returncode == 127
     assert "distrun-sync: nopython " in done.stderr
     assert " is Python %s." % version in done.stderr
 
 
 def test_a_host_without_python_is_said(tmp_path: Path) -> None:
-    command = remote.rsync_path("~/job").replace("python3", "no-such-python")
+    command = rsync.rsync_path("~/job").replace("python3", "no-such-python")
     done = run(command, tmp_path)
     assert done.returncode == 127
     assert "distrun-sync: nopython there is no " in done.stderr
@@ -72,6 +73,6 @@ def test_the_program_on_the_host_keeps_to_python_3_8_and_imports_only_what_is_se
     tree = ast.parse(Path(receiver.__file__).read_text("utf-8"), feature_version=(3, 8))
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name for name in imported if str(name).startswith("distrun")} == {"distrun_runtime.contract.folder"}
-    contract = ast.parse(Path(remote.contract.__file__).read_text("utf-8"), feature_version=(3, 8))
+    contract = ast.parse(Path(folder_contract.__file__).read_text("utf-8"), feature_version=(3, 8))
     imported = {node.module for node in ast.walk(contract) if isinstance(node, ast.ImportFrom)}
     assert not any(str(name).startswith("distrun") for name in imported)

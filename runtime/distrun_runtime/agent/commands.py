@@ -1,6 +1,6 @@
-"""A program that the agent runs for itself before a job begins: watched by the loop, never waited for.
+"""Runs the agent's own commands (activation, checks of interpreters) without blocking its loop.
 
-What it has to tell comes over a pipe of its own, whose number it is given; stdout and stderr are words for people.
+A command writes its result to a pipe whose number it is given. Its stdout and stderr are text for people.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ NOT_STARTED = "not started"
 TIMED_OUT = "timed out"
 
 RESULT_LIMIT = 8 * 1024 * 1024
-WORDS_LIMIT = 4096
-"""Bytes of the last words that are kept."""
-GLANCE_S = 0.02
+TEXT_LIMIT = 4096
+"""Bytes of the end of the text that are kept."""
+POLL_S = 0.02
 _READ_BYTES = 64 * 1024
 
 
@@ -42,57 +42,57 @@ class Command(NamedTuple):
 
 
 class Done(NamedTuple):
-    """How it ended."""
+    """How a command ended."""
 
     code: Optional[int]
     """Exit code, or minus the signal's number; None: see `fault`."""
     result: bytes = b""
-    words: str = ""
-    """The end of what it printed; of one that could not be started, why."""
+    text: str = ""
+    """The end of what it printed, or why it could not be started."""
     fault: str = ""
-    """NOT_FOUND: there is no such program. NOT_STARTED. TIMED_OUT: it was ended. Else empty."""
+    """NOT_FOUND: there is no such program. NOT_STARTED. TIMED_OUT: it was killed. Else empty."""
 
     @property
     def last_lines(self) -> str:
-        """The last few lines of its words."""
-        lines = [line.rstrip() for line in self.words.splitlines() if line.strip()]
+        """The last few lines of its text."""
+        lines = [line.rstrip() for line in self.text.splitlines() if line.strip()]
         return "\n".join(lines[-10:])
 
 
 def run(command: Command) -> Done:
-    """Run a command and return how it ended. It blocks, at most as long as the command may take."""
+    """Run a command and return how it ended. Waits for it, at most for its `limit_s`."""
     found: List[Done] = []
     with selectors.PollSelector() as selector:
-        errand = Errand(command, selector, found.append)
-        errand.start()
+        running = RunningCommand(command, selector, found.append)
+        running.start()
         while not found:
-            for key, _ in selector.select(GLANCE_S):
+            for key, _ in selector.select(POLL_S):
                 key.data()
-            if time.monotonic() >= errand.deadline:
-                errand.expire()
+            if time.monotonic() >= running.deadline:
+                running.expire()
             else:
-                errand.look()
+                running.look()
     return found[0]
 
 
-class Errand:
-    """One run of a command. `on_done` is called once: from `reaped` or `expire`, or from `start` if it cannot start."""
+class RunningCommand:
+    """A command that runs. `on_done` is called once: by `reaped` or `expire`, or by `start` if it cannot start."""
 
     def __init__(self, command: Command, selector: selectors.BaseSelector, on_done: Callable[[Done], None]) -> None:
         self.deadline = time.monotonic() + command.limit_s
         self._command = command
         self._selector = selector
         self._on_done = on_done
-        self._heard: Dict[int, bytearray] = {}
+        self._received: Dict[int, bytearray] = {}
         self._child: Optional[subprocess.Popen[bytes]] = None
-        self._result = self._words = -1
+        self._result = self._text = -1
 
     def start(self) -> None:
         """Start it."""
         command = self._command
         self._result, result = os.pipe()
-        self._words, words = os.pipe()
-        theirs = [result, words]
+        self._text, text = os.pipe()
+        theirs = [result, text]
         try:
             script = self._script(result) if command.script else -1
             theirs += [script] if command.script else []
@@ -100,30 +100,30 @@ class Errand:
             self._child = subprocess.Popen(
                 [word.replace(FD, b"%d" % result).replace(SCRIPT, own) for word in command.argv],
                 stdin=subprocess.DEVNULL,
-                stdout=words,
-                stderr=words,
-                pass_fds=[each for each in theirs if each != words],
+                stdout=text,
+                stderr=text,
+                pass_fds=[each for each in theirs if each != text],
                 cwd=command.cwd or None,
                 env=command.env,
                 start_new_session=True,
             )
         except (OSError, ValueError) as err:
             os.close(self._result)
-            os.close(self._words)
+            os.close(self._text)
             fault = NOT_FOUND if is_missing(err, command.argv[0], command.env) else NOT_STARTED
-            self._on_done(Done(None, words=str(err), fault=fault))
+            self._on_done(Done(None, text=str(err), fault=fault))
             return
         finally:
             for descriptor in theirs:
                 os.close(descriptor)
-        for descriptor in (self._result, self._words):
+        for descriptor in (self._result, self._text):
             os.set_blocking(descriptor, False)
-            self._heard[descriptor] = bytearray()
+            self._received[descriptor] = bytearray()
             self._watch(descriptor)
 
     def _script(self, result: int) -> int:
         """Return a descriptor of the script, to be closed. Raises OSError."""
-        import tempfile
+        import tempfile  # only for scripts
 
         try:
             with tempfile.TemporaryFile() as file:
@@ -134,7 +134,7 @@ class Errand:
             raise OSError(str(err)) from None
 
     def reaped(self, pid: int, status: int) -> None:
-        """Take note of a child's end, if it is ours: what it left running in the background is not waited for."""
+        """Note a child's end, if it is this command's. What it left in the background is not waited for."""
         if self._child is None or pid != self._child.pid:
             return
         code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status)
@@ -142,44 +142,44 @@ class Errand:
         self._finish(code)
 
     def look(self) -> None:
-        """Reap the child if it has ended, where no one else does."""
+        """Reap the child if it has ended, for a caller that reaps no children itself."""
         if self._child is not None:
             pid, status = os.waitpid(self._child.pid, os.WNOHANG)
             if pid:
                 self.reaped(pid, status)
 
     def expire(self) -> None:
-        """Its time is over: end it and say so."""
+        """Kill it, because its time is over, and report that."""
         self.kill()
         self._finish(None, TIMED_OUT)
 
     def kill(self) -> None:
-        """End it, and whatever it started that did not leave its group. Nothing is told."""
+        """Kill it, and whatever it started that did not leave its group. Nothing is reported."""
         if self._child is not None and self._child.returncode is None:
             with contextlib.suppress(OSError):
                 os.killpg(self._child.pid, signal.SIGKILL)
 
     def cancel(self) -> None:
-        """End it without a word to anybody."""
+        """Kill it and forget it. Nothing is reported."""
         self.kill()
         self._close()
 
     def _finish(self, code: Optional[int], fault: str = "") -> None:
         if self._child is None:
             return
-        for descriptor in list(self._heard):
+        for descriptor in list(self._received):
             while self._read(descriptor):
                 pass
-        result, words = bytes(self._heard[self._result]), bytes(self._heard[self._words])
+        result, text = bytes(self._received[self._result]), bytes(self._received[self._text])
         self._close()
-        self._on_done(Done(code, result, words.decode("utf-8", "replace"), fault))
+        self._on_done(Done(code, result, text.decode("utf-8", "replace"), fault))
 
     def _watch(self, descriptor: int) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._read(descriptor))
 
     def _read(self, descriptor: int) -> bool:
         """Read once; return whether something was there."""
-        heard = self._heard[descriptor]
+        received = self._received[descriptor]
         try:
             data = os.read(descriptor, _READ_BYTES)
         except OSError:
@@ -188,10 +188,10 @@ class Errand:
             if descriptor in self._selector.get_map():
                 self._selector.unregister(descriptor)
             return False
-        heard += data
-        if descriptor == self._words:
-            del heard[:-WORDS_LIMIT]
-        elif len(heard) > RESULT_LIMIT:
+        received += data
+        if descriptor == self._text:
+            del received[:-TEXT_LIMIT]
+        elif len(received) > RESULT_LIMIT:
             self.kill()
             return False
         return True
@@ -202,7 +202,7 @@ class Errand:
         # Popen complains of a child that was not waited for; the agent's loop reaps it.
         self._child.returncode = self._child.returncode if self._child.returncode is not None else 0
         self._child = None
-        for descriptor in self._heard:
+        for descriptor in self._received:
             if descriptor in self._selector.get_map():
                 self._selector.unregister(descriptor)
             os.close(descriptor)

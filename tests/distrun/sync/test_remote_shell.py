@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 
 from distrun.ssh.target import Target
-from distrun.sync import distinct
+from distrun.sync.remote_shell import distinct_hosts
 
 LIMIT_S = 60.0
 
 
 def test_names_of_one_host_are_one_group_in_the_order_of_the_hosts() -> None:
     targets = {name: Target(name) for name in ("a", "b", "a2", "c")}
-    assert distinct.groups(targets, lambda target: target.host[0]) == [("a", "a2"), ("b",), ("c",)]
+    assert distinct_hosts(targets, lambda target: target.host[0]) == [("a", "a2"), ("b",), ("c",)]
 
 
 def test_a_name_that_cannot_be_looked_up_in_time_is_a_host_of_its_own() -> None:
@@ -26,7 +26,7 @@ def test_a_name_that_cannot_be_looked_up_in_time_is_a_host_of_its_own() -> None:
         return "same"
 
     targets = {name: Target(name) for name in ("a", "slow1", "b", "slow2")}
-    assert distinct.groups(targets, look, limit_s=2.0) == [("a", "b"), ("slow1",), ("slow2",)]
+    assert distinct_hosts(targets, look, limit_s=2.0) == [("a", "b"), ("slow1",), ("slow2",)]
     assert all(thread.daemon for thread in threads)
     silent.set()
 
@@ -39,7 +39,7 @@ def test_who_cancels_does_not_wait_for_names() -> None:
         silent.wait(LIMIT_S)
         return "same"
 
-    found = distinct.groups({"a": Target("a")}, look, limit_s=LIMIT_S, is_cancelled=cancelled.is_set)
+    found = distinct_hosts({"a": Target("a")}, look, limit_s=LIMIT_S, is_cancelled=cancelled.is_set)
     assert found == [("a",)]
     assert not silent.is_set()
     silent.set()

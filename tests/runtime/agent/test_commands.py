@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distrun_runtime.agent.errand import is_missing
+from distrun_runtime.agent.commands import is_missing
 
 DENIED = PermissionError(13, "Permission denied")
 

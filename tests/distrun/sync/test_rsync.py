@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from distrun.errors import SyncError
-from distrun.sync import options, tool
-from distrun.sync.tool import Tool
+from distrun.sync import rsync
+from distrun.sync.rsync import Tool
 
 NEW = Tool(
     "rsync",
@@ -31,7 +31,7 @@ OLD = Tool("rsync", "openrsync", frozenset())
 
 def sending(program: Tool, **more: object) -> list[str]:
     given: dict[str, object] = {"shell": ["ssh"], "rsync_path": "P", "partial": ".p", "stall_s": 60.0, **more}
-    return options.sending(program, ["--exclude=x"], "/src/", "h", **given)  # type: ignore[arg-type]
+    return rsync.sending(program, ["--exclude=x"], "/src/", "h", **given)  # type: ignore[arg-type]
 
 
 def test_updates_are_delayed_and_nothing_is_deleted_unless_asked() -> None:
@@ -54,11 +54,11 @@ def test_an_rsync_that_knows_little_is_given_little() -> None:
         "--", "--rsh", "--rsync-path", "--timeout", "--delete", "--delete-after", "--exclude", "--stats",
     }  # fmt: skip
     assert "-p" in argv
-    assert options.listing(OLD, [], "/src/", "/empty/")[-4:] == ["--stats", "--", "/src/", "/empty/"]
+    assert rsync.listing(OLD, [], "/src/", "/empty/")[-4:] == ["--stats", "--", "/src/", "/empty/"]
 
 
 def test_an_ipv6_address_stands_in_brackets() -> None:
-    assert options.sending(NEW, [], "/s/", "fe80::1", shell=["ssh"], rsync_path="", partial="", stall_s=1)[-1] == (
+    assert rsync.sending(NEW, [], "/s/", "fe80::1", shell=["ssh"], rsync_path="", partial="", stall_s=1)[-1] == (
         "[fe80::1]:./"
     )
 
@@ -72,7 +72,7 @@ def script(path: Path, text: str) -> str:
 def test_rsync_gets_the_words_of_the_shell_back(tmp_path: Path) -> None:
     program = script(tmp_path / "show me", 'printf "%s\\n" "$@" >"$OUT"; exit 9')
     words = [program, "-o", "ProxyCommand=nc 'a b' \"c\"", "", "it's", "plain"]
-    command = [tool.find().program, "-r", "--rsh=" + options.join(words), "--", "%s/" % tmp_path, "host:./"]
+    command = [rsync.find().program, "-r", "--rsh=" + rsync.join(words), "--", "%s/" % tmp_path, "host:./"]
     env = {"OUT": str(tmp_path / "out"), "PATH": "/usr/bin:/bin"}
     subprocess.run(command, env=env, capture_output=True, timeout=60, check=False)
     assert (tmp_path / "out").read_text().splitlines()[:5] == [*words[1:], "host"][:5]
@@ -89,19 +89,19 @@ def test_rsync_gets_the_words_of_the_shell_back(tmp_path: Path) -> None:
 )
 def test_an_rsync_is_asked_what_it_is(said: str, version: str, tmp_path: Path) -> None:
     program = script(tmp_path / "rsync", 'case $1 in --version) echo "%s";; *) echo "[--info=FLAGS]" >&2;; esac' % said)
-    found = tool.probe(program)
+    found = rsync.probe(program)
     assert (found.version, found.options) == (version, frozenset({"--info"}))
 
 
 def test_a_missing_rsync_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SyncError, match="there is no rsync on this machine") as caught:
-        tool.find()
+        rsync.find()
     assert caught.value.hint.startswith("install rsync")
     assert caught.value.exit_code == 4
 
 
 def test_codes_are_words() -> None:
-    assert tool.meaning(23) == "some files were not copied (code 23)"
-    assert tool.meaning(99) == "code 99"
-    assert tool.meaning(-9) == "ended by signal 9"
+    assert rsync.meaning(23) == "some files were not copied (code 23)"
+    assert rsync.meaning(99) == "code 99"
+    assert rsync.meaning(-9) == "ended by signal 9"

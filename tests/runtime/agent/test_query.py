@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from distrun_runtime.agent import links, tools
+from distrun_runtime.agent import query
 from distrun_runtime.errors import ContractError
 
 
@@ -15,19 +15,19 @@ def target(host: str, port: int, nonce: str, address: str = "127.0.0.1") -> dict
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_nonces_that_were_left_are_told_when_listening_ends(address: str) -> None:
     try:
-        port = tools.answer("listen", {"address": address})["port"]
+        port = query.answer("listen", {"address": address})["port"]
     except ContractError:
         pytest.skip("no %s here" % address)
     targets = [target("a", port, "first", address), target("b", port, "second", address)]
-    told = tools.answer("connect", {"targets": targets, "limit_s": 60.0})
+    told = query.answer("connect", {"targets": targets, "limit_s": 60.0})
     assert told == {"results": {"a": "", "b": ""}}
-    assert sorted(tools.answer("close", {})["nonces"]) == ["first", "second"]
-    assert tools.answer("close", {}) == {"nonces": []}
-    assert links.connect([target("a", port, "x", address)], 60.0) == {"a": "Connection refused"}
+    assert sorted(query.answer("close", {})["nonces"]) == ["first", "second"]
+    assert query.answer("close", {}) == {"nonces": []}
+    assert query.connect([target("a", port, "x", address)], 60.0) == {"a": "Connection refused"}
 
 
 def test_what_answers_nothing_is_late_and_delays_no_other() -> None:
-    port = links.listen("127.0.0.1")
+    port = query.listen("127.0.0.1")
     with socket.socket() as full:
         # A queue of one that is full: the system drops what comes then.
         full.bind(("127.0.0.1", 0))
@@ -37,19 +37,19 @@ def test_what_answers_nothing_is_late_and_delays_no_other() -> None:
         for each in fillers:
             each.setblocking(False)
             each.connect_ex(("127.0.0.1", silent))
-        told = links.connect([target("a", silent, "x"), target("b", port, "y")], 3.0)
+        told = query.connect([target("a", silent, "x"), target("b", port, "y")], 3.0)
         for each in fillers:
             each.close()
     assert told == {"a": "no answer within 3 s", "b": ""}
-    assert links.close() == ["y"]
+    assert query.close() == ["y"]
 
 
 def test_ports_come_from_the_range_and_an_address_of_another_host_is_refused() -> None:
-    port = links.listen("127.0.0.1")
-    links.close()
-    assert tools.answer("listen", {"address": "127.0.0.1", "port_range": "%d-%d" % (port, port)}) == {"port": port}
+    port = query.listen("127.0.0.1")
+    query.close()
+    assert query.answer("listen", {"address": "127.0.0.1", "port_range": "%d-%d" % (port, port)}) == {"port": port}
     with pytest.raises(ContractError, match="Address already in use"):
-        links.listen("127.0.0.1", "%d-%d" % (port, port))
-    links.close()
+        query.listen("127.0.0.1", "%d-%d" % (port, port))
+    query.close()
     with pytest.raises(ContractError, match=r"cannot listen on 192\.0\.2\.77"):
-        links.listen("192.0.2.77")
+        query.listen("192.0.2.77")

@@ -1,0 +1,255 @@
+"""The files of a copy: how many, how large, in which order; and which files git has.
+
+rsync itself is asked, by a dry run into an empty folder, so that its rules are those of the copy.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from distrun.errors import SyncError, UsageError
+from distrun.sync import rsync, rules
+from distrun.sync.rules import Rules
+from distrun_runtime.contract import environ
+
+BIG_SIZE = 1 << 30
+BIG_FILES = 50_000
+"""Above these the user has probably forgotten to leave something out."""
+SHOWN = 3
+LIST_S = 600.0
+"""How long rsync may take to look at everything."""
+VANISHED = 24
+"""rsync's code for files that were removed meanwhile, which does no harm to a list."""
+GIT_S = 120.0
+"""How long git may take for one repository."""
+DEPTH = 16
+"""Repositories within repositories."""
+
+_LINE = re.compile(rb"(\d+) [<>c.h*]([fLd])\S* (.*)")
+_ESCAPED = re.compile(rb"\\#(\d{3})")
+_STATS = (re.compile(rb"Number of files: ([\d,.]+)"), re.compile(rb"Total file size: ([\d,.]+)"))
+_UNITS = ("KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True)
+class Tree:
+    """What would be copied to an empty folder."""
+
+    files: int = 0
+    """Files and links."""
+    size: int = 0
+    """Bytes."""
+    biggest: tuple[tuple[str, int, int], ...] = ()
+    """The folders (and files) of the source with the most bytes or files: name, files, bytes."""
+    sums: tuple[Sequence[int], ...] = field(default=(), repr=False, compare=False)
+    """`sums` of the source and of each extra; empty: rsync does not list."""
+
+    def text(self) -> str:
+        """Return the size in words."""
+        return f"{count(self.files, 'file')}, {size_text(self.size)}"
+
+    def warnings(self) -> list[str]:
+        """Return what to tell the user before a large tree is sent."""
+        if self.size <= BIG_SIZE and self.files <= BIG_FILES:
+            return []
+        parts = [f"{name} ({count(files, 'file')}, {size_text(size)})" for name, files, size in self.biggest]
+        text = f"{self.text()} are to be copied to each host"
+        if parts:
+            text += f"; the most is in {', '.join(parts)}"
+        return [f"{text}; leave out what the job does not need: --sync-exclude PATTERN, or {rules.IGNORE_FILE}"]
+
+
+def scan(source: str, wanted: Rules) -> Tree:
+    """Return what a copy of the folder `source` would send to an empty folder, extras included.
+
+    Raises:
+        UsageError: the source or an extra does not exist; --sync-gitignore outside a repository.
+        SyncError: there is no rsync here, or it fails.
+    """
+    if not os.path.isdir(source):
+        raise UsageError(f"there is no directory {source} to copy")
+    tool = rsync.find()
+    filters = rules.filters(wanted, source)
+    tree = summary(_dry_run(tool, filters, source, chosen(tool, wanted, filters, source)))
+    for extra in wanted.extra:
+        if not os.path.exists(extra.source):
+            raise UsageError(f"--sync-extra: there is no {extra.source}")
+        if os.path.isdir(extra.source):
+            more = summary(_dry_run(tool, rules.extra_filters(), extra.source))
+        else:
+            size = os.path.getsize(extra.source)
+            more = Tree(1, size, sums=([0, 0, size],))
+        named = (extra.name, more.files, more.size)
+        tree = Tree(
+            tree.files + more.files,
+            tree.size + more.size,
+            _biggest([*tree.biggest, named]),
+            (*tree.sums, *more.sums),
+        )
+    return tree
+
+
+def chosen(tool: rsync.Tool, wanted: Rules, filters: Sequence[str], source: str) -> list[bytes] | None:
+    """Return the files of --sync-gitignore that no pattern leaves out; None: rsync chooses by itself.
+
+    rsync does not match patterns against the parent folders of the names in a list, so a run without a list matches
+    them here.
+
+    Raises:
+        UsageError: `source` is in no git repository.
+        SyncError: rsync fails, or is too old to list names.
+    """
+    if not wanted.gitignore:
+        return None
+    names = git_files(source)
+    if not tool.has("--out-format"):
+        raise SyncError(f"--sync-gitignore needs a newer rsync than {tool.program} {tool.version}")
+    kept = {name for name, _ in entries(_dry_run(tool, filters, source))}
+    return [name for name in names if name in kept]
+
+
+def _dry_run(tool: rsync.Tool, filters: Sequence[str], source: str, names: Sequence[bytes] | None = None) -> bytes:
+    """Return what rsync prints about a copy of the folder `source`, or of `names` in it, to an empty folder.
+
+    Raises:
+        SyncError: it fails.
+    """
+    env = {**environ.snapshot(), "LC_ALL": "C"}
+    with tempfile.TemporaryDirectory(prefix="distrun-scan-") as empty:
+        files_from = "" if names is None else "-"
+        command = rsync.listing(tool, filters, os.path.join(source, ""), empty + "/", files_from)
+        data = b"" if names is None else b"\0".join(names)
+        try:
+            result = subprocess.run(command, env=env, input=data, capture_output=True, timeout=LIST_S, check=False)
+        except subprocess.TimeoutExpired as err:
+            text = f"rsync has not listed the files of {source} after {LIST_S:g} s"
+            hint = f"leave out large folders with --sync-exclude PATTERN, or {rules.IGNORE_FILE}"
+            raise SyncError(text, hint) from err
+    if result.returncode not in (0, VANISHED):
+        words = " ".join(os.fsdecode(result.stderr).split())
+        raise SyncError(f"rsync cannot list {source}: {rsync.meaning(result.returncode)}: {words}")
+    return result.stdout
+
+
+# ---------------------------------------------------------------------- what a dry run prints
+
+
+def summary(output: bytes) -> Tree:
+    """Return the tree that a dry run lists. No side effects."""
+    files = size = 0
+    tops: dict[bytes, tuple[int, int]] = {}
+    for name, length in entries(output):
+        top = name.split(b"/", 1)[0]
+        before = tops.get(top, (0, 0))
+        tops[top] = (before[0] + 1, before[1] + length)
+        files, size = files + 1, size + length
+    biggest = _biggest([(os.fsdecode(name), *sizes) for name, sizes in tops.items()])
+    if files:
+        return Tree(files, size, biggest, (sums(output),))
+    # An rsync that cannot list prints its statistics only.
+    found = [pattern.search(output) for pattern in _STATS]
+    files, size = (int(re.sub(rb"\D", b"", each.group(1))) if each else 0 for each in found)
+    return Tree(files, size)
+
+
+def _biggest(named: Sequence[tuple[str, int, int]]) -> tuple[tuple[str, int, int], ...]:
+    by_size = sorted(named, key=lambda each: -each[2])[:SHOWN]
+    by_files = sorted(named, key=lambda each: -each[1])[:1]
+    return tuple(dict.fromkeys([*by_size, *by_files]))
+
+
+def entries(output: bytes) -> list[tuple[bytes, int]]:
+    """Return path and bytes of each file and link (0 bytes) of a dry run."""
+    found = []
+    for match in map(_LINE.fullmatch, output.split(b"\n")):
+        if match is not None and match.group(2) != b"d":
+            name = _ESCAPED.sub(lambda escaped: bytes([int(escaped.group(1), 8)]), match.group(3))
+            found.append((name, int(match.group(1)) if match.group(2) == b"f" else 0))
+    return found
+
+
+def sums(output: bytes) -> array[int]:
+    """Return for each n the bytes of the first n entries of a dry run, in rsync's order, the folder itself first.
+
+    During a copy rsync reports how many entries it has passed, but not the size of those that it did not send.
+    """
+    found = array("Q", [0, 0])
+    for match in map(_LINE.fullmatch, output.split(b"\n")):
+        if match is not None and match.group(3) != b"./":
+            found.append(found[-1] + (int(match.group(1)) if match.group(2) == b"f" else 0))
+    return found
+
+
+# ---------------------------------------------------------------------- the files of git
+
+
+def git_files(source: str) -> list[bytes]:
+    """Return the paths, relative to `source`, of the files that git tracks there or would add, each once.
+
+    Repositories within it (submodules and others) are asked themselves. Deleted files are left out.
+
+    Raises:
+        UsageError: there is no git, `source` is in no repository, or git fails.
+    """
+    root = os.fsencode(source)
+    found: dict[bytes, None] = {}
+
+    def add(below: bytes, depth: int) -> None:
+        for name in _ls_files(os.path.join(root, below)):
+            path = os.path.join(below, name.rstrip(b"/"))
+            full = os.path.join(root, path)
+            if os.path.isdir(full) and not os.path.islink(full):
+                # A submodule, or a repository that this one does not know: listed as one name.
+                if depth and os.path.lexists(os.path.join(full, b".git")):
+                    add(path, depth - 1)
+            elif os.path.lexists(full):
+                found[path] = None
+
+    add(b"", DEPTH)
+    return list(found)
+
+
+def _ls_files(folder: bytes) -> list[bytes]:
+    name = os.fsdecode(folder)
+    command = ["git", "-C", name, "ls-files", "-co", "--exclude-standard", "-z"]
+    env = {**environ.snapshot(), "LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        result = subprocess.run(
+            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=GIT_S, check=False
+        )
+    except FileNotFoundError as err:
+        raise UsageError("--sync-gitignore needs git, which is not on this machine", "install git") from err
+    except subprocess.TimeoutExpired as err:
+        raise UsageError(f"--sync-gitignore: git has not listed the files of {name} after {GIT_S:g} s") from err
+    if result.returncode:
+        words = " ".join(os.fsdecode(result.stderr).split())
+        raise UsageError(
+            f"--sync-gitignore: git cannot list the files of {name}: {words}",
+            "without --sync-gitignore everything but the usual caches is copied; `.distrunignore` says what not",
+        )
+    return [each for each in result.stdout.split(b"\0") if each]
+
+
+# ---------------------------------------------------------------------- sizes and counts in words
+
+
+def size_text(size: float) -> str:
+    """Return a number of bytes: `512 B`, `3.4 MiB`."""
+    if size < 1024:
+        return f"{int(size)} B"
+    for unit in _UNITS:
+        size /= 1024
+        if size < 1024 or unit == _UNITS[-1]:
+            break
+    return f"{size:.1f} {unit}"
+
+
+def count(number: int, noun: str) -> str:
+    """Return `1 file`, `2 files`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

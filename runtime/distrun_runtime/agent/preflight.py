@@ -1,0 +1,303 @@
+"""Preflight: what an agent prepares and checks between `begin` and `ready`, and again for `settle`.
+
+In this order: the folders of tasks, the runtime, the environment that `--activate` makes, the interpreters of tasks
+that need modules. Activation and interpreters may come with the files that are copied to the host. Then they are
+checked after the copy: that is `settle`. Otherwise they are checked before it, so that nothing is copied in vain.
+
+`steps` and `settle` are generators: each yields what it wants (a `Command` to be run, or a runtime to be sent) and is
+sent the result. `Preflight` does these things for the agent's loop. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import selectors
+import sys
+from typing import Any, Callable, Dict, Generator, Mapping, NamedTuple, Optional, Union
+
+from distrun_runtime.agent.commands import FD, NOT_FOUND, SCRIPT, TIMED_OUT, Command, Done, RunningCommand
+from distrun_runtime.agent.share import Share
+from distrun_runtime.contract.plan import ACTIVATE_S, Plan
+from distrun_runtime.errors import PreflightFailure, RuntimeFault
+
+_END = b"distrun-end"
+_DUMP = (
+    'import os\nwith os.fdopen(%(fd)s, "wb") as f:\n'
+    ' f.write(b"".join(k + b"=" + v + b"\\0" for k, v in os.environb.items()) + b"distrun-end")'
+) % {"fd": FD.decode()}
+# The second way is for an environment in which our interpreter does not start (LD_LIBRARY_PATH).
+_SCRIPT = """%s
+__distrun_code=$?
+[ $__distrun_code -eq 0 ] || exit $__distrun_code
+unset __distrun_code
+%s -I -S -c %s || { env -0 && printf distrun-end; } >&%s
+"""
+_OF_THE_SHELL = (b"_", b"SHLVL", b"PWD", b"OLDPWD", b"BASH_EXECUTION_STRING")
+"""Variables of the shell itself, which would mislead a task."""
+
+
+class Need(NamedTuple):
+    """The archive of the runtime is wanted; it is sent as bytes."""
+
+    digest: str
+
+
+Steps = Generator[Union[Command, Need], Any, Share]
+
+
+def steps(share: Share) -> Steps:
+    """Prepare and check what the plan asks of this host before files are copied; return the share with what was found.
+
+    Raises:
+        PreflightFailure: the host cannot take its part.
+        OSError: of the system, in a step that expected none.
+    """
+    plan = share.plan
+    if plan.sync is not None or any(task.cwd for task in plan.tasks):
+        check_folders(plan, share.host)
+    if plan.runtime.path:
+        share = dataclasses.replace(share, runtime=plan.runtime.path)
+    elif plan.runtime.digest:
+        from distrun_runtime.agent import cache
+
+        folder = cache.find(plan.runtime.digest)
+        if not folder:
+            folder = cache.keep(plan.runtime.digest, (yield Need(plan.runtime.digest)), share.folder)
+        share = dataclasses.replace(share, runtime=folder)
+    return share if _may_be_copied(share) else (yield from _environment(share))
+
+
+def settle(share: Share) -> Steps:
+    """Activate and check what may have come with the files. Returns and raises as `steps`."""
+    if share.plan.sync is not None:
+        check_copied_folders(share.plan, share.host)
+    return share if share.has_environment else (yield from _environment(share))
+
+
+def _may_be_copied(share: Share) -> bool:
+    """Return whether the environment of tasks, or an interpreter with its modules, may come with the files."""
+    plan = share.plan
+    if plan.sync is None or not (plan.activate or any(task.needs for task in plan.tasks)):
+        return False
+    if plan.sync.brings:
+        return True
+    found = [path for path in plan.sync.activated if is_copied(path, plan)]
+    for task in plan.tasks:
+        if task.needs:
+            env = share.environment(task, task.env)
+            lists = [env.get(name, b"").split(b":") for name in (b"PATH", b"PYTHONPATH")]
+            named = [os.fsdecode(path) for paths in lists for path in paths if path]
+            named += [task.argv[0]] if "/" in task.argv[0] else []
+            found += [path for path in named if is_copied(path, plan)]
+    return bool(found)
+
+
+def _environment(share: Share) -> Steps:
+    plan = share.plan
+    if plan.activate:
+        command = activation(plan.activate, share.base, share.marks, share.cwd)
+        share = dataclasses.replace(share, base=activated((yield command), command, share.host))
+    if any(task.needs for task in plan.tasks):
+        from distrun_runtime.agent import interpreters
+
+        share = yield from interpreters.chosen(share)
+    return dataclasses.replace(share, has_environment=True)
+
+
+class Preflight:
+    """Takes the steps of one agent, to `ready` or to `settled`, and runs the command that the current one waits for."""
+
+    def __init__(
+        self,
+        todo: Steps,
+        selector: selectors.BaseSelector,
+        *,
+        ask_for: Callable[[str], None],
+        on_done: Callable[[Share], None],
+        on_failed: Callable[[Exception], None],
+    ) -> None:
+        """`ask_for` gets the digest of a runtime. One of `on_done` and `on_failed` is called at the end."""
+        self._steps: Optional[Steps] = todo
+        self._selector = selector
+        self._ask_for = ask_for
+        self._on_success = on_done
+        self._on_failed = on_failed
+        self._command: Optional[RunningCommand] = None
+        self._needed = ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it ended, by success or failure or because it was cancelled."""
+        return self._steps is None
+
+    @property
+    def deadline(self) -> float:
+        """When `expire` is to be called; infinite: no command runs."""
+        return self._command.deadline if self._command is not None else math.inf
+
+    def proceed(self, result: Any = None) -> None:
+        """Take the next step, given the result of the last one."""
+        if self._steps is None:
+            return
+        try:
+            wanted = self._steps.send(result)
+        except StopIteration as end:
+            self._steps = None
+            self._on_success(end.value)
+        except (RuntimeFault, OSError) as err:
+            self._steps = None
+            self._on_failed(err)
+        else:
+            if isinstance(wanted, Need):
+                self._needed = wanted.digest
+                self._ask_for(wanted.digest)
+            else:
+                self._command = RunningCommand(wanted, self._selector, self._on_done)
+                self._command.start()
+
+    def take_runtime(self, digest: str, archive: bytes) -> bool:
+        """Take the archive that was asked for; return False if none was, or another."""
+        if self._steps is None or not self._needed or digest != self._needed:
+            return False
+        self._needed = ""
+        self.proceed(archive)
+        return True
+
+    def reaped(self, pid: int, status: int) -> None:
+        """Note the end of a child, if it was the command's."""
+        if self._command is not None:
+            self._command.reaped(pid, status)
+
+    def expire(self) -> None:
+        """Kill the command: its time is over."""
+        if self._command is not None:
+            self._command.expire()
+
+    def cancel(self) -> None:
+        """Take no further step; kill the command."""
+        self._steps = None
+        if self._command is not None:
+            self._command.cancel()
+            self._command = None
+
+    def _on_done(self, done: Done) -> None:
+        self._command = None
+        self.proceed(done)
+
+
+# Folders of tasks
+
+
+def check_folders(plan: Plan, host: str) -> None:
+    """Check the folders of the plan's tasks, and make the one that files will be copied to.
+
+    Raises:
+        PreflightFailure: one is missing, cannot be made or used, or has too little room.
+    """
+    sync = plan.sync
+    if sync is not None:
+        from distrun_runtime.contract.folder import Unfit, prepare
+
+        size, files, delete, source = sync.size, sync.files, sync.delete, sync.identity
+        try:
+            prepare(plan.cwd, f" on {host}", size=size, files=files, delete=delete, source=source)
+        except Unfit as err:
+            raise PreflightFailure(err.kind, str(err), err.fix) from None
+    for cwd in dict.fromkeys(task.cwd for task in plan.tasks if task.cwd):
+        if not is_copied(cwd, plan):
+            _must_be(cwd, plan, host)
+
+
+def check_copied_folders(plan: Plan, host: str) -> None:
+    """Check the folders of tasks that come with the files. Raises PreflightFailure."""
+    for cwd in dict.fromkeys(task.cwd for task in plan.tasks if task.cwd):
+        if is_copied(cwd, plan):
+            _must_be(cwd, plan, host)
+
+
+def is_copied(path: str, plan: Plan) -> bool:
+    """Return whether a path is where files are copied to, or below it; a relative one is seen from there."""
+    if plan.sync is None:
+        return False
+    place = os.path.normpath(expand(plan.cwd))
+    path = os.path.normpath(os.path.join(place, expand(path)))
+    return (path + os.sep).startswith(place.rstrip(os.sep) + os.sep)
+
+
+def expand(folder: str) -> str:
+    """Return the path that a folder of the plan means here: `~` is the home of the user of this host."""
+    return os.path.expanduser(folder)
+
+
+def _must_be(cwd: str, plan: Plan, host: str) -> None:
+    folder = expand(cwd)
+    if folder.startswith("~"):  # as it stands it would be a folder `~NAME` below the home directory
+        text = f"there is no user {cwd.partition('/')[0]} on {host}"
+        raise PreflightFailure("folder", text, "give a directory of a user that all hosts have")
+    fix = "" if plan.backend == "local" else "copy it there with --sync-dst-dir DIR, or mount it"
+    if not os.path.isdir(folder):
+        what = "is not a folder" if os.path.lexists(folder) else "does not exist"
+        raise PreflightFailure("folder", f"{cwd} {what} on {host}", fix)
+    if not os.access(folder, os.X_OK):
+        raise PreflightFailure("folder", f"{cwd} on {host} cannot be entered: no permission", fix)
+
+
+def working_folder(cwd: str) -> str:
+    """Return the folder in which a command for tasks runs: theirs if it exists, else that of the agent (empty)."""
+    path = expand(cwd)
+    return path if os.path.isdir(path) and os.access(path, os.X_OK) else ""
+
+
+# Activation
+
+
+def activation(script: str, base: Mapping[bytes, bytes], marks: Mapping[str, str], cwd: str) -> Command:
+    """Return the command that runs the shell text of `--activate`, in the environment `base` and the folder of tasks.
+
+    A login shell reads the text from a descriptor, so that no process list shows it. Then our own interpreter writes
+    the variables to a pipe. What either prints is ignored unless it fails. `marks` are variables that identify its
+    processes.
+    """
+    text = _SCRIPT % (script, _quoted(sys.executable), _quoted(_DUMP), FD.decode())
+    env = dict(base)
+    env.update((os.fsencode(name), os.fsencode(value)) for name, value in marks.items())
+    argv = (b"bash", b"-l", b"/dev/fd/" + SCRIPT)
+    return Command(argv, env, os.fsencode(working_folder(cwd)), ACTIVATE_S, text.encode("utf-8", "surrogateescape"))
+
+
+def activated(done: Done, asked: Command, host: str) -> Dict[bytes, bytes]:
+    """Return the environment that the activation made.
+
+    Raises:
+        PreflightFailure: it failed, took too long or told nothing; with the end of what it printed.
+    """
+    printed = "\n" + done.last_lines if done.last_lines else ""
+    if done.fault == NOT_FOUND:
+        raise PreflightFailure("activation", f"--activate needs bash, and there is none on {host}")
+    if done.code is None:
+        what = f"did not end within {asked.limit_s:g} s" if done.fault == TIMED_OUT else "cannot be run"
+        raise PreflightFailure("activation", f"activation on {host} {what}{printed}", _fix(host))
+    if done.code != 0:
+        how = f"exit code {done.code}" if done.code > 0 else f"signal {-done.code}"
+        raise PreflightFailure("activation", f"activation on {host} failed ({how}){printed}", _fix(host))
+    if not done.result.endswith(_END):
+        text = f"activation on {host} ended without telling its variables{printed}"
+        raise PreflightFailure("activation", text, _fix(host))
+    pairs = (entry.partition(b"=") for entry in done.result[: -len(_END)].split(b"\0"))
+    found = {name: value for name, equals, value in pairs if equals and name}
+    for name in _OF_THE_SHELL:
+        found.pop(name, None)
+        if name in asked.env and name != b"_":
+            found[name] = asked.env[name]
+    return found
+
+
+def _fix(host: str) -> str:
+    return f"try it there by hand: ssh {host}, then bash -l and the text of --activate"
+
+
+def _quoted(text: str) -> str:
+    """Return text as one word of a shell."""
+    return "'" + text.replace("'", "'\\''") + "'"

@@ -1,0 +1,478 @@
+"""Starts the tasks of this host, forwards what they write and publish, and reaps them.
+
+Every string that reaches a task is bytes here: arguments and values reach the program exactly as they were typed,
+whatever this host's locale is.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Set, Tuple
+
+from distrun_runtime.agent.channel import Channel
+from distrun_runtime.agent.output import Outlet, Spool
+from distrun_runtime.agent.share import exact, words
+from distrun_runtime.contract import process
+from distrun_runtime.contract.plan import Task
+from distrun_runtime.contract.process import Identity, Process
+
+NOT_FOUND = 127
+NOT_EXECUTABLE = 126
+JOB = ""
+"""Owner of processes that belong to the job, but to no known task."""
+LINE_LIMIT = 64 * 1024
+"""Bytes of a published line."""
+_READ_BYTES = 64 * 1024
+
+
+class TaskRunner:
+    """The tasks of this host: their pipes in the selector, their ends as messages. Never waits."""
+
+    def __init__(self, channel: Channel, selector: selectors.BaseSelector) -> None:
+        self.tasks: Dict[str, RunningTask] = {}
+        """Every task that was started, those that ended included."""
+        self.on_other: Callable[[int, int], None] = lambda pid, status: None
+        """Called with the process id and wait status of each child that is no task's first process."""
+        self.discards_output = False
+        """What tasks write from now on is thrown away."""
+        self._channel = channel
+        self._selector = selector
+        self._has_warned_of_disk = False
+
+    def spawn(self, task: Task, env: Dict[bytes, bytes], spool_folder: str) -> bool:
+        """Start a task and say `started`, or say `exited` with the reason; return which."""
+        try:
+            running = start(task, env, spool_folder)
+        except CannotStart as err:
+            nothing = {"signal": None, "stopped": False, "out": 0, "err": 0, "max_rss_kb": 0, "cpu_s": 0.0}
+            self._channel.say("exited", task=task.name, code=err.code, reason=str(err), time=time.time(), **nothing)
+            return False
+        self.tasks[task.name] = running
+        for outlet in running.outlets:
+            self._watch(running, outlet)
+        self._selector.register(
+            running.publisher.descriptor or 0, selectors.EVENT_READ, lambda: self._on_publish(running)
+        )
+        leader = running.leader
+        self._channel.say("started", task=task.name, pid=leader.pid, start=leader.start, time=running.started)
+        return True
+
+    def reap(self) -> int:
+        """Reap every child that ended and return how many did; say `exited` for tasks."""
+        count = 0
+        for pid, status, usage in reaped():
+            now = time.time()
+            count += 1
+            for running in self.tasks.values():
+                if running.leader.pid == pid and not running.is_reaped:
+                    running.processes.is_reaped = True
+                    # Popen must not wait for it once more.
+                    running.child.returncode = status
+                    self._on_end(running, now, exit_facts(status, usage))
+                    break
+            else:
+                self.on_other(pid, status)
+        return count
+
+    def read_published(self) -> None:
+        """Pass on what tasks have published so far."""
+        for running in self.tasks.values():
+            self._on_publish(running)
+
+    def acknowledge(self, name: str, stream: str, offset: int) -> None:
+        """Note what of a task's output has arrived; unknown tasks are ignored. Raises ValueError: no such stream."""
+        number = ("out", "err").index(stream)
+        if name in self.tasks:
+            outlet = self.tasks[name].outlets[number]
+            outlet.acknowledge(offset)
+            self._watch(self.tasks[name], outlet)
+
+    def pump(self, whole: bool = False) -> bool:
+        """Queue output as far as the channel takes it; return whether that is all. `whole`: also beyond the window."""
+        outlets = self._outlets()
+        for outlet in outlets:
+            if not outlet.is_sent:
+                self._pump(outlet, **({"window": sys.maxsize} if whole else {}))
+        return all(outlet.is_sent for outlet in outlets)
+
+    def drain(self) -> None:
+        """Read what is left in the pipes."""
+        for outlet in self._outlets():
+            outlet.drain()
+
+    def close(self) -> None:
+        """Close the pipes and remove the spools."""
+        for running in self.tasks.values():
+            running.publisher.close()
+            for outlet in running.outlets:
+                outlet.close()
+                outlet.spool.close()
+
+    def _on_end(self, running: RunningTask, now: float, facts: Mapping[str, object]) -> None:
+        for outlet in sorted(running.outlets, key=lambda outlet: not outlet.is_mid_line):
+            descriptor = outlet.descriptor
+            outlet.drain()
+            self._unwatch_if_closed(descriptor, outlet.descriptor)
+            self._pump(outlet)
+        self._on_publish(running)
+        out, err = (outlet.total for outlet in running.outlets)
+        stopped = running.was_signalled
+        self._channel.say("exited", task=running.task.name, time=now, stopped=stopped, out=out, err=err, **facts)
+
+    def _on_output(self, running: RunningTask, outlet: Outlet) -> None:
+        # An unfinished line goes first, such as a progress bar on stderr: what came on stdout came after its end.
+        for other in running.outlets:
+            if other is not outlet and other.is_mid_line and not other.spool.is_full:
+                self._forward(other)
+        if outlet.descriptor is not None:
+            self._forward(outlet)
+
+    def _forward(self, outlet: Outlet) -> None:
+        """Read once from a task's pipe and send it on."""
+        descriptor = outlet.descriptor
+        outlet.read()
+        self._unwatch_if_closed(descriptor, outlet.descriptor)
+        if self.discards_output:
+            outlet.discard()
+        if outlet.spool.failure and not self._has_warned_of_disk:
+            self._has_warned_of_disk = True
+            text = "output cannot be kept on this host's disk; tasks wait while you do not take it: "
+            self._channel.say("warning", text=text + outlet.spool.failure)
+        if outlet.spool.is_full and outlet.descriptor is not None:
+            self._selector.unregister(outlet.descriptor)
+        self._pump(outlet)
+
+    def _on_publish(self, running: RunningTask) -> None:
+        descriptor = running.publisher.descriptor
+        objects, wrong = running.publisher.read()
+        for values in objects:
+            stopped = running.was_signalled
+            self._channel.say("published", task=running.task.name, values=values, time=time.time(), stopped=stopped)
+        for text in wrong:
+            self._channel.say("warning", text=text)
+        self._unwatch_if_closed(descriptor, running.publisher.descriptor)
+
+    def _watch(self, running: RunningTask, outlet: Outlet) -> None:
+        """Read from a task's pipe, for the first time or again."""
+        readable = outlet.descriptor is not None and not outlet.spool.is_full
+        if readable and outlet.descriptor not in self._selector.get_map():
+            self._selector.register(
+                outlet.descriptor or 0, selectors.EVENT_READ, lambda: self._on_output(running, outlet)
+            )
+
+    def _unwatch_if_closed(self, before: Optional[int], after: Optional[int]) -> None:
+        # At once: the next pipe may be given the same number.
+        if before is not None and after is None and before in self._selector.get_map():
+            self._selector.unregister(before)
+
+    def _pump(self, outlet: Outlet, **window: int) -> None:
+        def send(offset: int, data: bytes) -> None:
+            self._channel.say("output", data, task=outlet.task, stream=outlet.stream, offset=offset)
+
+        outlet.pump(send, self._channel.takes_output, **window)
+
+    def _outlets(self) -> List[Outlet]:
+        return [outlet for running in self.tasks.values() for outlet in running.outlets]
+
+
+@dataclass
+class RunningTask:
+    """A task that was started."""
+
+    task: Task
+    leader: Identity
+    """Its first process."""
+    processes: TaskProcesses
+    outlets: Tuple[Outlet, Outlet]
+    publisher: Publisher
+    started: float
+    child: subprocess.Popen[bytes]
+    was_signalled: bool = False
+    """The agent sent it a signal, so its end is no failure of its own."""
+
+    @property
+    def is_reaped(self) -> bool:
+        """Its first process ended and was waited for."""
+        return self.processes.is_reaped
+
+
+# Starting
+
+
+class CannotStart(Exception):
+    """A task could not be started. `code` is the exit code that a shell would give."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+def start(task: Task, env: Dict[bytes, bytes], spool_folder: str) -> RunningTask:
+    """Start a task in a session of its own, with no input, and return it.
+
+    Its pipes are non-blocking; `env` gets DISTRUN_PUBLISH_FD.
+
+    Raises:
+        CannotStart: with the exit code (126, 127) and the reason.
+    """
+    argv = words(task)
+    _check(task, argv, env)
+    ours: List[int] = []
+    theirs: List[int] = []
+    try:
+        for _ in range(3):
+            reading, writing = os.pipe()
+            ours.append(reading)
+            theirs.append(writing)
+            os.set_blocking(reading, False)
+        env[b"DISTRUN_PUBLISH_FD"] = b"%d" % theirs[2]
+        child = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=theirs[0],
+            stderr=theirs[1],
+            pass_fds=(theirs[2],),
+            cwd=os.path.expanduser(exact(task.cwd)) or None,
+            env=env,
+            start_new_session=True,
+        )
+        started = time.time()
+    except (OSError, ValueError) as err:
+        for descriptor in ours:
+            os.close(descriptor)
+        raise _why(task, argv, err) from err
+    finally:
+        for descriptor in theirs:
+            os.close(descriptor)
+    try:
+        leader = process.identity(child.pid)
+    except ProcessLookupError:
+        leader = Identity(child.pid, "")  # ps could not be run; a child cannot lose its id before it is reaped
+    outlets = (
+        Outlet(task.name, "out", ours[0], Spool(os.path.join(spool_folder, f"{task.name}.out"))),
+        Outlet(task.name, "err", ours[1], Spool(os.path.join(spool_folder, f"{task.name}.err"))),
+    )
+    publisher = Publisher(task.name, ours[2])
+    return RunningTask(task, leader, TaskProcesses(task.name, leader), outlets, publisher, started, child)
+
+
+def _check(task: Task, argv: List[bytes], env: Mapping[bytes, bytes]) -> None:
+    """Raise CannotStart for what exec would report ambiguously."""
+    if not argv or not argv[0]:
+        raise CannotStart(NOT_FOUND, f"{task.name} has an empty command")
+    cwd = os.path.expanduser(exact(task.cwd))
+    if cwd and not os.path.isdir(cwd):
+        what = "is not a folder" if os.path.exists(cwd) else "does not exist"
+        raise CannotStart(NOT_EXECUTABLE, f"the working folder {task.cwd} {what} on this host")
+    if cwd and not os.access(cwd, os.X_OK):
+        raise CannotStart(NOT_EXECUTABLE, f"the working folder {task.cwd} cannot be entered: no permission")
+    folders = env.get(b"PATH", os.fsencode(os.defpath)).split(b":")
+    places = [b""] if b"/" in argv[0] else folders
+    found = [os.path.join(cwd or b".", place, argv[0]) for place in places]
+    found = [path for path in found if os.path.exists(path)]
+    if not found:
+        where = "" if b"/" in argv[0] else " (in no folder of the task's PATH)"
+        if argv[0] == b"python" and any(os.path.exists(os.path.join(place, b"python3")) for place in folders):
+            where = " (in no folder of the task's PATH, but there is python3: type that)"
+        word, equals, _ = _text(argv[0]).partition("=")  # of an assignment only the name: its value may be a secret
+        raise CannotStart(NOT_FOUND, f"command not found: {word}{'=...' if equals else ''}{where}")
+    if not any(os.path.isfile(path) and os.access(path, os.X_OK) for path in found):
+        what = "is a folder" if os.path.isdir(found[0]) else "is not executable; chmod +x it or name its interpreter"
+        raise CannotStart(NOT_EXECUTABLE, f"{_text(found[0])} {what}")
+
+
+def _why(task: Task, argv: List[bytes], err: Exception) -> CannotStart:
+    number = err.errno if isinstance(err, OSError) else None
+    if number == errno.ENOENT:
+        # The file is there (it was checked): what its first line names is not.
+        return CannotStart(NOT_EXECUTABLE, f"{_text(argv[0])}: the interpreter in its first line does not exist")
+    if number == errno.ENOEXEC:
+        what = "is neither a program of this machine nor a script with a #! line"
+        return CannotStart(NOT_EXECUTABLE, f"{_text(argv[0])} {what}")
+    return CannotStart(NOT_EXECUTABLE, f"{task.name} cannot be started: {err}")
+
+
+def _text(word: bytes) -> str:
+    return word.decode("utf-8", "replace")
+
+
+# What tasks publish
+
+
+class Publisher:
+    """Reads what one task publishes: one JSON object a line, on the pipe DISTRUN_PUBLISH_FD."""
+
+    def __init__(self, task: str, descriptor: int) -> None:
+        self.task = task
+        self.descriptor: Optional[int] = descriptor
+        """Non-blocking; None once it is closed."""
+        self._rest = b""
+
+    def read(self) -> Tuple[List[Dict[str, str]], List[str]]:
+        """Return the objects that arrived, and what was wrong with other lines."""
+        if self.descriptor is None:
+            return [], []
+        try:
+            data = os.read(self.descriptor, _READ_BYTES)
+        except BlockingIOError:
+            return [], []
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            data = b"\n" if self._rest else b""
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        objects, wrong = [], []
+        if len(self._rest) > LINE_LIMIT:
+            self._rest = b""
+            wrong.append(f"{self.task} published a line of more than {LINE_LIMIT} bytes; it was dropped")
+        for line in lines:
+            value = _object(line)
+            if value is not None:
+                objects.append(value)
+            elif line.strip():
+                what = "published a line that is not a JSON object of texts and numbers"
+                wrong.append(f"{self.task} {what}: {line!r:.200}")
+        return objects, wrong
+
+    def close(self) -> None:
+        """Close the pipe."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+
+def _object(line: bytes) -> Optional[Dict[str, str]]:
+    try:
+        value = json.loads(line.decode("utf-8", "surrogateescape"))
+    except (ValueError, RecursionError):  # the latter: brackets without end
+        return None
+    if not isinstance(value, dict) or not all(isinstance(fact, (str, int, float)) for fact in value.values()):
+        return None
+    return {
+        _writable(name): _writable(fact if isinstance(fact, str) else json.dumps(fact)) for name, fact in value.items()
+    }
+
+
+def _writable(text: str) -> str:
+    """Return text that can be written: JSON can name halves of a character, which are shown as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+# Reaping
+
+
+def reaped() -> Iterator[Tuple[int, int, resource.struct_rusage]]:
+    """Yield (pid, wait status, resources used) of each child that ended, without waiting."""
+    while True:
+        try:
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, status, usage
+
+
+def exit_facts(status: int, usage: resource.struct_rusage) -> Dict[str, object]:
+    """Return how a child ended, as the `exited` message says it."""
+    # macOS counts bytes, other systems kibibytes (getrusage(2)).
+    rss_kb = usage.ru_maxrss // 1024 if sys.platform == "darwin" else usage.ru_maxrss
+    return {
+        "code": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
+        "signal": _signal_name(os.WTERMSIG(status)) if os.WIFSIGNALED(status) else None,
+        "max_rss_kb": int(rss_kb),
+        "cpu_s": round(usage.ru_utime + usage.ru_stime, 6),
+    }
+
+
+def _signal_name(number: int) -> str:
+    """Return a signal's name without SIG; real-time signals have only a number."""
+    try:
+        return signal.Signals(number).name[3:]
+    except ValueError:
+        return str(number)
+
+
+# Which processes belong to which task
+
+
+@dataclass
+class TaskProcesses:
+    """What is known of one task's processes."""
+
+    name: str
+    leader: Identity
+    is_reaped: bool = False
+    """The leader was waited for: from then on its id may be given to another process."""
+    is_scattered: bool = False
+    """Reaped, and nothing was left in its group and session: these ids mean nothing any more."""
+    known: Set[Identity] = field(default_factory=set)
+    """Everything that was ever seen to belong to it and was alive at the last look."""
+
+
+def owners(
+    rows: Iterable[Process],
+    tasks: Iterable[TaskProcesses],
+    others: Iterable[Process],
+    mark_of: Callable[[Process], str],
+    not_ours: Set[int],
+) -> Dict[str, List[Process]]:
+    """Return the living processes of each task; under `JOB` those of the job that belong to no known task.
+
+    A task is a session of its own. A process that left the session is found as a descendant, or was seen as one before,
+    or (reparented to the agent by then) names the task in its environment.
+
+    Args:
+        rows: the process table.
+        tasks: what is known of each; their `known` and `is_scattered` are updated.
+        others: processes that are the job's for another reason (below the agent, or marked).
+        mark_of: the task that a process's environment names; empty if none.
+        not_ours: ids of processes that belong to no task: the agent, its guard, its ancestors.
+    """
+    living = [row for row in rows if not row.is_dead and row.pid not in not_ours]
+    owned: Dict[str, List[Process]] = {JOB: []}
+    taken: Set[int] = set()
+    for task in tasks:
+        mine = _with_descendants([row for row in living if _is_seed(row, task)], living, taken)
+        owned[task.name] = mine
+    for row in others:
+        if row.pid in taken or row.is_dead or row.pid in not_ours:
+            continue
+        mark = mark_of(row)
+        owned[mark if mark in owned else JOB].extend(_with_descendants([row], living, taken))
+    for task in tasks:
+        mine = owned[task.name]
+        task.known = {row.identity for row in mine}
+        if task.is_reaped and not any(task.leader.pid in (row.pgid, row.sid) for row in mine):
+            task.is_scattered = True
+    return owned
+
+
+def _is_seed(row: Process, task: TaskProcesses) -> bool:
+    if row.identity in task.known:
+        return True
+    if task.is_scattered:
+        return False
+    return task.leader.pid in (row.pgid, row.sid) or (row.pid == task.leader.pid and not task.is_reaped)
+
+
+def _with_descendants(seeds: List[Process], living: List[Process], taken: Set[int]) -> List[Process]:
+    """Return `seeds` and all below them, each once, and note them in `taken`."""
+    both = seeds + process.descendants([row.pid for row in seeds], living)
+    mine = []
+    for row in both:
+        if row.pid not in taken:
+            taken.add(row.pid)
+            mine.append(row)
+    return mine

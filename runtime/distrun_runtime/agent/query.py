@@ -1,0 +1,175 @@
+"""Answers what an agent is asked before, or instead of, a job: one JSON-able value for each question.
+
+An answer may block the agent, up to a deadline of its own.
+
+`listen`, `connect` and `close` tell whether a host can be reached on its data ports: one host listens, others send a
+nonce, and the first says which came. Nothing has to run meanwhile: the system completes connections and keeps what was
+sent until `close` reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import selectors
+import socket
+import time
+from typing import Any, Callable, Dict, List, Mapping, Optional
+
+from distrun_runtime.agent import sweep
+from distrun_runtime.agent.share import ports_to_try
+from distrun_runtime.errors import ContractError
+
+BACKLOG = 256
+NONCE_LIMIT = 64
+"""Bytes."""
+READ_S = 1.0
+"""How long `close` waits for the nonce of an accepted connection."""
+
+_listening: List[socket.socket] = []
+
+
+def answer(what: str, args: Mapping[str, Any]) -> Dict[str, Any]:
+    """Return the answer to the question `what`.
+
+    Raises:
+        ContractError: there is no such question, or it cannot be answered.
+        LookupError, TypeError, ValueError: an argument is missing or malformed.
+        OSError: the system refused something.
+    """
+    if what not in _ANSWERS:
+        raise ContractError(f"this agent has no tool {what!r}")
+    return _ANSWERS[what](args)
+
+
+def _survey(args: Mapping[str, Any]) -> Dict[str, Any]:
+    del args
+    return sweep.survey()
+
+
+def _sweep(args: Mapping[str, Any]) -> Dict[str, Any]:
+    return _ended(str(args["job"]), args)
+
+
+def _sweeps(args: Mapping[str, Any]) -> Dict[str, Any]:
+    """End several jobs here, one after the other."""
+    return {str(job): _ended(str(job), args) for job in args["jobs"]}
+
+
+def _ended(job: str, args: Mapping[str, Any]) -> Dict[str, Any]:
+    grace_s: Optional[float] = None if args.get("grace_s") is None else float(args["grace_s"])
+    report = sweep.sweep(job, grace_s)
+    return {"ended": [list(each) for each in report.ended], "left": [list(each) for each in report.left]}
+
+
+def _probe(args: Mapping[str, Any]) -> Dict[str, Any]:
+    from distrun_runtime.agent import probe  # imports much that no other answer needs
+
+    return probe.probe(args)
+
+
+def _listen(args: Mapping[str, Any]) -> Dict[str, Any]:
+    return {"port": listen(str(args["address"]), str(args.get("port_range") or ""))}
+
+
+def _connect(args: Mapping[str, Any]) -> Dict[str, Any]:
+    return {"results": connect(list(args["targets"]), float(args["limit_s"]))}
+
+
+def _close(args: Mapping[str, Any]) -> Dict[str, Any]:
+    del args
+    return {"nonces": close()}
+
+
+_ANSWERS: Mapping[str, Callable[[Mapping[str, Any]], Dict[str, Any]]] = {
+    "survey": _survey,
+    "sweep": _sweep,
+    "sweeps": _sweeps,
+    "match": sweep.match,
+    "probe": _probe,
+    "listen": _listen,
+    "connect": _connect,
+    "close": _close,
+}
+
+
+def listen(address: str, port_range: str = "") -> int:
+    """Listen on a port of `address`, within A-B if a range is given; return the port. Raises ContractError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    reason = "none was tried"
+    for port in ports_to_try(port_range):
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, port))
+            listener.listen(BACKLOG)
+        except OSError as err:
+            listener.close()
+            reason = err.strerror or str(err)
+            if err.errno != errno.EADDRINUSE:
+                break
+            continue
+        _listening.append(listener)
+        return int(listener.getsockname()[1])
+    span = f", ports {port_range}" if port_range else ""
+    raise ContractError(f"cannot listen on {address}{span}: {reason}")
+
+
+def connect(targets: List[Mapping[str, Any]], limit_s: float) -> Dict[str, str]:
+    """Send each target (host, address, port, nonce) its nonce, all at once; return by host why it failed, or ""."""
+    results = {str(each["host"]): f"no answer within {limit_s:g} s" for each in targets}
+    deadline = time.monotonic() + limit_s
+    with selectors.DefaultSelector() as selector:
+        for each in targets:
+            family = socket.AF_INET6 if ":" in str(each["address"]) else socket.AF_INET
+            opened = socket.socket(family, socket.SOCK_STREAM)
+            opened.setblocking(False)
+            code = opened.connect_ex((str(each["address"]), int(each["port"])))
+            if code in (0, errno.EINPROGRESS):
+                selector.register(opened, selectors.EVENT_WRITE, each)
+            else:
+                results[str(each["host"])] = os.strerror(code)
+                opened.close()
+        while selector.get_map():
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            for key, _ in ready:
+                selector.unregister(key.fileobj)
+                results[str(key.data["host"])] = _send_nonce(key.fileobj, str(key.data["nonce"]))
+            if not ready and time.monotonic() >= deadline:
+                for key in list(selector.get_map().values()):
+                    _shut(key.fileobj)
+                break
+    return results
+
+
+def close() -> List[str]:
+    """Return the nonces that arrived, and stop listening."""
+    found = []
+    while _listening:
+        listener = _listening.pop()
+        listener.setblocking(False)
+        with contextlib.suppress(OSError):
+            while True:
+                came, _ = listener.accept()
+                with came, contextlib.suppress(OSError):
+                    came.settimeout(READ_S)
+                    found.append(came.recv(NONCE_LIMIT).decode("ascii", "replace"))
+        listener.close()
+    return found
+
+
+def _send_nonce(opened: Any, nonce: str) -> str:
+    code = opened.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    try:
+        if not code:
+            opened.send(nonce.encode("ascii"))
+    except OSError as err:
+        code = err.errno
+    _shut(opened)
+    return os.strerror(code) if code else ""
+
+
+def _shut(opened: Any) -> None:
+    with contextlib.suppress(OSError):
+        opened.close()

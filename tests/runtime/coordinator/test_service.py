@@ -1,0 +1,246 @@
+"""The coordinator's connection to its client, over a real socket pair."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from distrun_runtime.contract import wire
+from distrun_runtime.coordinator import output, service
+from distrun_runtime.coordinator.service import ClientConnection
+
+LIMIT_S = 20.0
+
+
+class Client:
+    """The other end, as a test: it reads when it is told to."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.socket.settimeout(LIMIT_S)
+        self._decoder = wire.Decoder()
+        self._frames: list[wire.Frame] = []
+
+    def next(self) -> wire.Frame:
+        """Return the next frame; fail if none comes."""
+        while not self._frames:
+            data = self.socket.recv(65536)
+            assert data, "the connection has ended"
+            self._frames += self._decoder.feed(data)
+        return self._frames.pop(0)
+
+    def rest(self) -> list[wire.Frame]:
+        """Return all frames until the end of the connection."""
+        while data := self.socket.recv(65536):
+            self._frames += self._decoder.feed(data)
+        return self._frames
+
+    def send(self, header: dict[str, Any], body: bytes = b"") -> None:
+        self.socket.sendall(wire.encode(header, body))
+
+
+@pytest.fixture
+def hangups() -> Iterator[list[str]]:
+    """The signals that this process was sent; the end of a client is SIGHUP."""
+    seen: list[str] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        seen.append(signal.Signals(number).name)
+
+    names = ("SIGINT", "SIGTERM", "SIGHUP")
+    before = {name: signal.signal(getattr(signal, name), note) for name in names}
+    yield seen
+    for name, handler in before.items():
+        signal.signal(getattr(signal, name), handler)
+
+
+@pytest.fixture
+def pair(hangups: list[str]) -> Iterator[tuple[ClientConnection, Client]]:
+    ours, its = socket.socketpair()
+    connection = ClientConnection(ours)
+    connection.start()
+    with its:
+        yield connection, Client(its)
+        connection.close()  # so that no signal comes later
+
+
+def wait_for(seen: list[str], count: int = 1) -> list[str]:
+    end = time.monotonic() + LIMIT_S
+    while len(seen) < count and time.monotonic() < end:
+        time.sleep(0.01)
+    return seen
+
+
+def test_output_messages_and_outcome_arrive_in_order(pair: tuple[ClientConnection, Client]) -> None:
+    connection, client = pair
+    connection.output("worker-0", "h1", "out", b"hello\n", 0)
+    connection.say("2 hosts are up", "info")
+    connection.finish({"exit_code": 3})
+    connection.close()
+    first, second, third = client.rest()
+    names = {"task": "worker-0", "host": "h1", "stream": "out", "at": 0, "length": 6}
+    assert first == ({"type": "output", "size": 6, **names}, b"hello\n")
+    assert second.header == {"type": "said", "text": "2 hosts are up", "level": "info"}
+    assert third.header == {"type": "outcome", "outcome": {"exit_code": 3}}
+
+
+def test_a_slow_client_gets_places_in_the_log_and_every_message(
+    pair: tuple[ClientConnection, Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "QUEUE_LIMIT", 100_000)
+    connection, client = pair
+    for number in range(300):
+        connection.output("worker-0", "h1", "out", b"x" * 10_000, number * 10_000)
+    connection.say("after", "info")
+    threading.Thread(target=connection.close).start()
+    *pieces, said = client.rest()
+    assert said.header["text"] == "after"
+    places = [piece.header for piece in pieces if not piece.body]
+    assert places, "all was sent as bytes"
+    at = 0
+    for piece in pieces:  # nothing twice, nothing left out
+        assert piece.header["at"] == at
+        at += piece.header["length"]
+    assert at == 3_000_000
+
+
+@pytest.mark.parametrize("name", ["INT", "TERM", "HUP"])
+def test_a_signal_of_the_client_is_a_signal_to_the_coordinator(
+    name: str, pair: tuple[ClientConnection, Client], hangups: list[str]
+) -> None:
+    _, client = pair
+    client.send({"type": "signal", "name": name})
+    assert wait_for(hangups) == ["SIG" + name]
+
+
+def test_the_end_of_the_client_hangs_up(pair: tuple[ClientConnection, Client], hangups: list[str]) -> None:
+    connection, client = pair
+    client.socket.close()
+    assert wait_for(hangups) == ["SIGHUP"]
+    connection.say("nobody hears it", "info")
+    connection.close()
+
+
+def test_the_end_of_the_client_terminates_where_hangups_are_ignored(
+    pair: tuple[ClientConnection, Client], hangups: list[str]
+) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    pair[1].socket.close()
+    assert wait_for(hangups) == ["SIGTERM"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        b"\xff" * 8,
+        wire.encode({"type": "signal", "name": "KILL"}),
+        wire.encode({"type": "signal"}),
+        wire.encode({"type": "spawn"}),
+        wire.encode({"type": "answer", "id": "x"}),
+    ],
+    ids=["no frame", "another signal", "no signal", "another type", "no number"],
+)
+def test_a_client_that_sends_anything_else_is_gone(
+    wrong: bytes, pair: tuple[ClientConnection, Client], hangups: list[str]
+) -> None:
+    _, client = pair
+    client.socket.sendall(wrong)
+    assert wait_for(hangups) == ["SIGHUP"]
+
+
+def test_after_the_outcome_the_end_of_the_client_is_no_hangup(
+    pair: tuple[ClientConnection, Client], hangups: list[str]
+) -> None:
+    connection, client = pair
+    connection.finish({})
+    connection.close()
+    client.socket.close()
+    connection._reader.join(LIMIT_S)
+    assert hangups == []
+
+
+class Asking(threading.Thread):
+    """A call of `ask` in a thread of its own."""
+
+    def __init__(self, connection: ClientConnection, limit_s: float = LIMIT_S) -> None:
+        super().__init__()
+        self.wanted = True
+        self.answer: str | None = "nothing yet"
+        self.error: Exception | None = None
+        self._connection = connection
+        self._limit_s = limit_s
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.answer = self._connection.ask("Password: ", self._limit_s, self._check)
+        except RuntimeError as err:
+            self.error = err
+
+    def _check(self) -> None:
+        if not self.wanted:
+            raise RuntimeError("no longer wanted")
+
+    def ended(self) -> Asking:
+        self.join(LIMIT_S)
+        assert not self.is_alive()
+        return self
+
+
+def test_a_question_is_answered_by_its_number(pair: tuple[ClientConnection, Client]) -> None:
+    connection, client = pair
+    first = Asking(connection)
+    one = client.next().header
+    assert one == {"type": "prompt", "id": 1, "text": "Password: ", "limit_s": LIMIT_S}
+    second = Asking(connection)
+    two = client.next().header
+    client.send({"type": "answer", "id": two["id"], "given": True}, b"b")
+    client.send({"type": "answer", "id": one["id"], "given": True}, "ä".encode())
+    assert (first.ended().answer, second.ended().answer) == ("ä", "b")
+
+
+def test_an_empty_answer_is_one_and_none_is_none(pair: tuple[ClientConnection, Client]) -> None:
+    connection, client = pair
+    for given, expected in ((True, ""), (False, None)):
+        asking = Asking(connection)
+        client.send({"type": "answer", "id": client.next().header["id"], "given": given})
+        assert asking.ended().answer == expected
+
+
+def test_a_question_that_is_not_wanted_any_more_is_withdrawn(pair: tuple[ClientConnection, Client]) -> None:
+    connection, client = pair
+    asking = Asking(connection)
+    number = client.next().header["id"]
+    asking.wanted = False
+    assert client.next().header == {"type": "withdrawn", "id": number}
+    assert str(asking.ended().error) == "no longer wanted"
+
+
+def test_a_question_ends_with_the_client(pair: tuple[ClientConnection, Client], hangups: list[str]) -> None:
+    connection, client = pair
+    asking = Asking(connection)
+    client.next()
+    client.socket.close()
+    assert asking.ended().answer is None
+    assert wait_for(hangups) == ["SIGHUP"]
+
+
+def test_a_client_that_takes_nothing_is_given_up_at_the_end(
+    pair: tuple[ClientConnection, Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "END_S", 0.3)
+    connection, client = pair
+    connection.output("worker-0", "h1", "out", b"x" * 4_000_000, 0)
+    begun = time.monotonic()
+    connection.close()
+    assert 0.3 <= time.monotonic() - begun < LIMIT_S
+    with contextlib.suppress(ConnectionError):
+        assert len(client.rest()) == 0
