@@ -11,10 +11,9 @@ from distrun.backends.base import GUARD_S, Backend, Rendered, Swept, marks
 from distrun.errors import UsageError
 from distrun.fleet import Answer, Fleet, Problem
 from distrun.hosts import HostSpec, Inventory
-from distrun.ssh import program, remote
 from distrun.ssh.channel import SshChannel
 from distrun.ssh.connector import Connector
-from distrun.ssh.target import Target
+from distrun.ssh.target import PROGRAM, Target, remote_command, ssh_arguments, ssh_flags
 from distrun_runtime.contract.plan import Host, Plan
 from distrun_runtime.coordinator.channel import Channel
 
@@ -52,7 +51,7 @@ class Ssh(Backend):
     def login(self, reach: Mapping[str, str]) -> str:
         """Return the `ssh` command for that host."""
         target = Target.from_reach(reach)
-        return shell.join([program.PROGRAM, *program.flags(target), target.host])
+        return shell.join([PROGRAM, *ssh_flags(target), target.host])
 
     def addresses(self, hosts: Sequence[str]) -> Mapping[str, str]:
         """Return nothing: how ssh reaches a host says nothing about the address of its data."""
@@ -64,7 +63,7 @@ class Ssh(Backend):
         for host in plan.hosts:
             target = _target(host)
             command = _command(target, plan.job, host.name)
-            argv = [*program.arguments(target, {}, target.connect_s), "--", target.host, command]
+            argv = [*ssh_arguments(target, {}, target.connect_s), "--", target.host, command]
             commands[host.name] = tuple(argv)
         return Rendered(commands, "the agent's modules, then frames")
 
@@ -111,4 +110,4 @@ def _target(host: Host) -> Target:
 
 
 def _command(target: Target, job: str, host: str) -> str:
-    return remote.command(blob.BOOT, target.python, env=marks(job, host))
+    return remote_command(blob.BOOT, target.python, env=marks(job, host))

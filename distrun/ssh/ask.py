@@ -39,7 +39,7 @@ class Asker:
         self._is_closed = False
 
     def __repr__(self) -> str:
-        return "Asker(%d answers)" % len(self._answers)
+        return f"Asker({len(self._answers)} answers)"
 
     def by(self, read: Read) -> None:
         """Have another than this process's terminal read the answers."""

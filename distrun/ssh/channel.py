@@ -8,9 +8,8 @@ import threading
 import time
 
 from distrun.ssh.abort import Abort, Aborted
-from distrun.ssh.connector import Connector
+from distrun.ssh.connector import Connector, Link
 from distrun.ssh.failure import SshFailure, unforeseen
-from distrun.ssh.link import Link
 from distrun.ssh.target import Target
 from distrun_runtime.coordinator.channel import Inlet, Outbox, Put
 from distrun_runtime.coordinator.events import AgentLost, StartFailed, Warned

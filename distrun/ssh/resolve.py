@@ -7,14 +7,14 @@ import getpass
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distrun.ssh.failure import OTHER, SshFailure, Where
-from distrun.ssh.program import PROGRAM, Options, arguments, flags, has_program
-from distrun.ssh.target import CONNECT_S, Target
+from distrun.ssh.target import CONNECT_S, PROGRAM, Options, Target, ssh_arguments, ssh_flags
 from distrun_runtime.contract import environ
 
 ASK_S = 10.0
@@ -24,7 +24,7 @@ JUMPS = 8
 """Hosts in between, at most; a configuration that jumps in circles ends here."""
 
 DEFAULT_IDENTITIES = tuple(
-    "~/.ssh/id_%s" % kind for kind in ("rsa", "ecdsa", "ecdsa_sk", "ed25519", "ed25519_sk", "xmss", "dsa")
+    f"~/.ssh/id_{kind}" for kind in ("rsa", "ecdsa", "ecdsa_sk", "ed25519", "ed25519_sk", "xmss", "dsa")
 )
 _USUAL = {"~/.ssh/id_rsa", "~/.ssh/id_ecdsa", "~/.ssh/id_ed25519"}
 _NOT_SET = ("", "none", "any:any")
@@ -94,7 +94,7 @@ class Resolved:
         if self.host_key_alias:
             return self.host_key_alias
         name = self.hostname.lower()
-        return name if self.port == 22 else "[%s]:%d" % (name, self.port)
+        return name if self.port == 22 else f"[{name}]:{self.port}"
 
 
 def resolve(target: Target) -> Resolved:
@@ -105,6 +105,11 @@ def resolve(target: Target) -> Resolved:
     """
     options = _ask_program(target) if has_program() else _read_files(target)
     return digest(target, options, environ.snapshot())
+
+
+def has_program() -> bool:
+    """Return whether there is an `ssh` program here."""
+    return shutil.which(PROGRAM) is not None
 
 
 def shell(resolved: Resolved, named: bool | None = None, depth: int = 0) -> list[str]:
@@ -119,14 +124,14 @@ def shell(resolved: Resolved, named: bool | None = None, depth: int = 0) -> list
     target = resolved.target
     only = named and resolved.has_named_key
     if not resolved.jump:
-        return arguments(target, resolved.options, resolved.connect_s, only)
+        return ssh_arguments(target, resolved.options, resolved.connect_s, only)
     if depth >= JUMPS:
-        raise SshFailure(OTHER, "more than %d hosts in between (ProxyJump in a circle?)" % JUMPS)
+        raise SshFailure(OTHER, f"more than {JUMPS} hosts in between (ProxyJump in a circle?)")
     way = resolve(hop(resolved))
     words = [word.replace("%", "%%") for word in shell(way, named, depth + 1)]
     proxy = shlex.join([*words, "-W", "[%h]:%p", "--", way.target.host])
-    plain = arguments(dataclasses.replace(target, jump=""), resolved.options, resolved.connect_s, only)
-    return [*plain, "-o", "ProxyCommand=%s" % proxy]
+    plain = ssh_arguments(dataclasses.replace(target, jump=""), resolved.options, resolved.connect_s, only)
+    return [*plain, "-o", f"ProxyCommand={proxy}"]
 
 
 def hop(resolved: Resolved) -> Target:
@@ -257,17 +262,17 @@ def _local_user() -> str:
 
 
 def _ask_program(target: Target) -> dict[str, list[str]]:
-    argv = [PROGRAM, "-G", *flags(target), "--", target.host]
+    argv = [PROGRAM, "-G", *ssh_flags(target), "--", target.host]
     try:
         done = subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=ASK_S, check=False, start_new_session=True
         )
     except subprocess.TimeoutExpired:
-        raise SshFailure(OTHER, "`ssh -G %s` did not end within %g s" % (target.host, ASK_S)) from None
+        raise SshFailure(OTHER, f"`ssh -G {target.host}` did not end within {ASK_S:g} s") from None
     if done.returncode != 0:
         words = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
-        why = "; ".join(line for line in words if "Pseudo-terminal" not in line) or "code %d" % done.returncode
-        raise SshFailure(OTHER, "the ssh configuration cannot be used: %s" % why, "try: ssh -G %s" % target.host)
+        why = "; ".join(line for line in words if "Pseudo-terminal" not in line) or f"code {done.returncode}"
+        raise SshFailure(OTHER, f"the ssh configuration cannot be used: {why}", f"try: ssh -G {target.host}")
     return parse(done.stdout.decode("utf-8", "replace"))
 
 
@@ -280,7 +285,7 @@ def _read_files(target: Target) -> dict[str, list[str]]:
         config = fabric.Config(runtime_ssh_path=target.config or None)
         found = config.base_ssh_config.lookup(target.host)
     except (OSError, SSHException, UnicodeDecodeError) as err:
-        raise SshFailure(OTHER, "the ssh configuration cannot be read: %s" % err) from err
+        raise SshFailure(OTHER, f"the ssh configuration cannot be read: {err}") from err
     options = {name: list(value) if isinstance(value, list) else [str(value)] for name, value in found.items()}
     for name, value in (("user", target.user), ("proxyjump", target.jump), ("identityfile", target.identity)):
         if value:
