@@ -244,11 +244,10 @@ def _copier(job: PlannedJob, sink: Sink) -> Copier | None:
     sync, rules = job.plan.sync, job.request.sync_rules
     if sync is None or rules is None:
         return None
-    from distrun.ssh.target import Target
-    from distrun.sync import Copier
+    from distrun.sync import CopyRequest
 
-    targets = {host.name: Target.from_reach(host.reach) for host in job.plan.hosts}
-    return Copier(targets, sync.source, job.plan.cwd, rules, sync.delete, sink, tree=job.tree, asker=job.backend.asker)
+    request = CopyRequest(sync.source, job.plan.cwd, rules, sync.delete, job.tree)
+    return job.backend.copier(job.plan.hosts, request, sink)
 
 
 # ---------------------------------------------------------------------- the client

@@ -33,6 +33,7 @@ from distrun_runtime.contract.plan import (
     WORKER,
     Host,
     Plan,
+    Reach,
     Runtime,
     Secrets,
     Sync,
@@ -90,8 +91,8 @@ class Allocation:
 
     hosts: Inventory
     slots: tuple[Slot, ...]
-    reach: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """How the backend reaches each host, in its own words."""
+    reach: Mapping[str, Reach] = field(default_factory=dict)
+    """How the backend reaches each host; only the backend reads it."""
     logins: Mapping[str, str] = field(default_factory=dict)
     """What a user types before a command to run it on a host, by host."""
     addresses: Mapping[str, str] = field(default_factory=dict)
@@ -280,7 +281,7 @@ def _host(request: Request, layout: _Layout, allocation: Allocation, name: str) 
         name=name,
         address=spec.addr or ("" if spec.iface else allocation.addresses.get(name, "")),
         ports=_ports(request, layout, name),
-        reach=allocation.reach.get(name, {}),
+        reach=allocation.reach.get(name, Reach({})),
         interface=spec.iface,
         login=allocation.logins.get(name, ""),
     )

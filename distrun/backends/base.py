@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distrun_runtime.contract.plan import Host, Plan
+from distrun.errors import UsageError
+from distrun_runtime.contract.plan import Host, Plan, Reach
 
 if TYPE_CHECKING:
     from distrun.hosts import HostSpec, Inventory
     from distrun.ssh.ask import Asker
+    from distrun.sync import Copier, CopyRequest, Says
     from distrun_runtime.coordinator.channel import Channel
 
 
@@ -87,16 +89,24 @@ class Backend(ABC):
     def inventory(self, found: Inventory | None) -> Inventory:
         """Return the job's hosts, given those that the user named (None: none)."""
 
-    def reach(self, spec: HostSpec, options: Mapping[str, str]) -> Mapping[str, str]:
-        """Return how a host is reached, in this backend's own words: `Host.reach` of the plan. Pure.
+    def reach(self, spec: HostSpec, options: Mapping[str, str]) -> Reach:
+        """Return how a host is reached: `Host.reach` of the plan, which only this backend reads. Pure.
 
         Options are the user's, for all hosts (`transport`, `strict`, `config`, `connect_s`); empty ones are left out.
         """
-        return {}
+        return Reach({})
 
-    def login(self, reach: Mapping[str, str]) -> str:
+    def login(self, reach: Reach) -> str:
         """Return what a user types before a command to run it on a host that is reached so; empty: nothing. Pure."""
         return ""
+
+    def copier(self, hosts: Sequence[Host], request: CopyRequest, sink: Says) -> Copier:
+        """Return what copies files to the hosts, not yet started. Messages go to `sink`, from threads of the copier's.
+
+        Raises:
+            UsageError: this backend copies no files.
+        """
+        raise UsageError(f"--launcher {self.name} copies no files to its hosts", "leave out --sync-dst-dir")
 
     @abstractmethod
     def addresses(self, hosts: Sequence[str]) -> Mapping[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from distrun import shell
 from distrun.backends import blob
@@ -14,8 +15,11 @@ from distrun.hosts import HostSpec, Inventory
 from distrun.ssh.channel import SshChannel
 from distrun.ssh.connector import Connector
 from distrun.ssh.target import PROGRAM, Target, remote_command, ssh_arguments, ssh_flags
-from distrun_runtime.contract.plan import Host, Plan
+from distrun_runtime.contract.plan import Host, Plan, Reach
 from distrun_runtime.coordinator.channel import Channel
+
+if TYPE_CHECKING:
+    from distrun.sync import Copier, CopyRequest, Says
 
 SWEEP_S = 20.0
 """How long a host may take to be swept, beyond the two grace times that this takes at most."""
@@ -44,14 +48,21 @@ class Ssh(Backend):
             )
         return found
 
-    def reach(self, spec: HostSpec, options: Mapping[str, str]) -> Mapping[str, str]:
+    def reach(self, spec: HostSpec, options: Mapping[str, str]) -> Reach:
         """Return the host's `Target`, as text."""
-        return Target.of(spec, **options).reach()
+        return Reach(Target.of(spec, **options).texts())
 
-    def login(self, reach: Mapping[str, str]) -> str:
+    def login(self, reach: Reach) -> str:
         """Return the `ssh` command for that host."""
-        target = Target.from_reach(reach)
+        target = _target(reach)
         return shell.join([PROGRAM, *ssh_flags(target), target.host])
+
+    def copier(self, hosts: Sequence[Host], request: CopyRequest, sink: Says) -> Copier:
+        """Return a copier whose ssh reaches the hosts as our connections do, with what the user typed for these."""
+        from distrun.sync import Copier  # most launches copy nothing
+
+        targets = {host.name: _target(host.reach, host.name) for host in hosts}
+        return Copier(targets, request, sink, asker=self.asker)
 
     def addresses(self, hosts: Sequence[str]) -> Mapping[str, str]:
         """Return nothing: how ssh reaches a host says nothing about the address of its data."""
@@ -61,7 +72,7 @@ class Ssh(Backend):
         """Return the `ssh` command line that does what a connection does."""
         commands = {}
         for host in plan.hosts:
-            target = _target(host)
+            target = _target(host.reach, host.name)
             command = _command(target, plan.job, host.name)
             argv = [*ssh_arguments(target, {}, target.connect_s), "--", target.host, command]
             commands[host.name] = tuple(argv)
@@ -70,7 +81,7 @@ class Ssh(Backend):
     def connect(self, hosts: Sequence[Host], job: str = "") -> tuple[Channel, ...]:
         """Return one channel for each host."""
         agent = blob.agent()
-        targets = [(host.name, _target(host)) for host in hosts]
+        targets = [(host.name, _target(host.reach, host.name)) for host in hosts]
         return tuple(
             SshChannel(name, target, _command(target, job, name), agent, self._connector) for name, target in targets
         )
@@ -105,8 +116,9 @@ def _swept(answer: Answer | Problem) -> Swept:
     return Swept(ended, left)
 
 
-def _target(host: Host) -> Target:
-    return Target.from_reach({"host": host.name, **host.reach})
+def _target(reach: Reach, name: str = "") -> Target:
+    """Return the target that `Ssh.reach` wrote; where it names no host, `name` is the host."""
+    return Target.parse({"host": name, **reach})
 
 
 def _command(target: Target, job: str, host: str) -> str:

@@ -78,27 +78,27 @@ class Target:
     """An interpreter there to run the agent, if it can be found before anything is activated."""
 
     @staticmethod
-    def from_reach(reach: Mapping[str, str]) -> Target:
-        """Return the target that `reach` wrote.
+    def parse(texts: Mapping[str, str]) -> Target:
+        """Return the target whose members `texts` gives; other names are passed over.
 
         Raises:
             UsageError: a value is not of its kind.
         """
         known = {each.name for each in fields(Target)}
-        values: dict[str, object] = {name: value for name, value in reach.items() if name in known and value}
+        values: dict[str, object] = {name: value for name, value in texts.items() if name in known and value}
         if "host" not in values:
-            raise UsageError(f"there is no host in {dict(reach)!r}")
+            raise UsageError(f"there is no host in {dict(texts)!r}")
         if "port" in values:
-            values["port"] = int(_number("port", reach["port"]))
+            values["port"] = int(_number("port", texts["port"]))
         if "connect_s" in values:
-            values["connect_s"] = _number("connect_s", reach["connect_s"])
-        values["strict"] = reach.get("strict", "") in (YES, "1", "true", "True")
+            values["connect_s"] = _number("connect_s", texts["connect_s"])
+        values["strict"] = texts.get("strict", "") in (YES, "1", "true", "True")
         if values.get("transport", FABRIC) not in TRANSPORTS:
             raise UsageError(f"--transport: there is no {values['transport']!r}", f"one of: {', '.join(TRANSPORTS)}")
         return Target(**values)  # type: ignore[arg-type]  # checked above, member by member
 
-    def reach(self) -> dict[str, str]:
-        """Return the members that are set, as text: `Host.reach` of a plan."""
+    def texts(self) -> dict[str, str]:
+        """Return the members that are set, as text; `parse` gives the target back."""
         plain = Target(self.host)
         found = {"host": self.host}
         for each in fields(self):
@@ -118,7 +118,7 @@ class Target:
             "jump": spec.jump,
             "python": spec.python,
         }
-        return Target.from_reach({**options, **{name: value for name, value in given.items() if value}})
+        return Target.parse({**options, **{name: value for name, value in given.items() if value}})
 
 
 def _number(name: str, text: str) -> float:

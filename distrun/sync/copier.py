@@ -64,6 +64,28 @@ class Says(Protocol):
 
 
 @dataclass(frozen=True)
+class CopyRequest:
+    """A copy that is wanted: what, where to, and how it is told."""
+
+    source: str
+    """A folder here."""
+    dst: str
+    """The folder there: `~` is the host's home, and other relative paths are below it too."""
+    rules: Rules
+    delete: bool = False
+    """Whether files that only a host has are deleted there."""
+    tree: Tree | None = None
+    """What `scan` found."""
+    keep_going: bool = False
+    """A host that fails does not end the copy to others."""
+    may_ask: bool = False
+    """The user is asked for a password where nothing else lets us in."""
+    on_progress: Callable[[str], None] | None = None
+    """Gets a line every `report_s` seconds; None: the sink does."""
+    report_s: float = REPORT_S
+
+
+@dataclass(frozen=True)
 class Result:
     """The copy to one host."""
 
@@ -128,51 +150,40 @@ class _Common:
 class Copier:
     """A copy that can be started once, and cancelled.
 
-    `targets` is how each host is reached. `source` is a folder here, `dst` the folder there: `~` is the host's home,
-    and other relative paths are below it too. `tree` is what `scan` found. With `keep_going` a failed host does not
-    end the copy to others. `on_progress` gets a line every `report_s` seconds; default: the sink does. `asker` knows
-    what the user typed to log in on the hosts; with `may_ask` it asks for more. `shell` returns the argv of another
-    remote shell for rsync, `identity` what is equal for two names of one host.
+    `targets` is how each host is reached. `asker` knows what the user typed to log in on the hosts. `shell` returns the
+    argv of another remote shell for rsync, `identity` what is equal for two names of one host.
     """
 
-    def __init__(  # noqa: PLR0917
+    def __init__(
         self,
         targets: Mapping[str, Target],
-        source: str,
-        dst: str,
-        rules: Rules,
-        delete: bool,
+        request: CopyRequest,
         sink: Says,
         *,
-        tree: Tree | None = None,
-        keep_going: bool = False,
         window: int = WINDOW,
         stall_s: float = STALL_S,
         answer_s: float = ANSWER_S,
-        report_s: float = REPORT_S,
-        on_progress: Callable[[str], None] | None = None,
         asker: Asker | None = None,
-        may_ask: bool = False,
         shell: Callable[[Target], Sequence[str]] | None = None,
         identity: remote_shell.Identity | None = None,
     ) -> None:
-        check_folder(dst)
+        check_folder(request.dst)
         self._targets = dict(targets)
-        self._source = os.path.abspath(source)
-        self._dst = dst
-        self._rules = rules
-        self._delete = delete
+        self._source = os.path.abspath(request.source)
+        self._dst = request.dst
+        self._rules = request.rules
+        self._delete = request.delete
         self._sink = sink
-        self._tree = tree or Tree()
-        self._keep_going = keep_going
+        self._tree = request.tree or Tree()
+        self._keep_going = request.keep_going
         self._window = window
         self._stall_s = stall_s
         self._answer_s = answer_s
-        self._report_s = report_s
-        self._on_progress = on_progress or (lambda text: sink.say(text, "info"))
+        self._report_s = request.report_s
+        self._on_progress = request.on_progress or (lambda text: sink.say(text, "info"))
         self._helpers = askpass.Helpers()
         self._abort = Abort()
-        self._shells: Shells = remote_shell.SshShells(asker, self._helpers, self._abort, may_ask)
+        self._shells: Shells = remote_shell.SshShells(asker, self._helpers, self._abort, request.may_ask)
         if shell is not None:
             self._shells = lambda target: remote_shell.single(shell(target))
         self._identity = identity or remote_shell.ssh_identity

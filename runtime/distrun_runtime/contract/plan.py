@@ -13,7 +13,7 @@ long.
 from __future__ import annotations
 
 import re
-from typing import Any, Dict, FrozenSet, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Dict, FrozenSet, Mapping, NamedTuple, NewType, Optional, Tuple
 
 from distrun_runtime.contract import facts
 from distrun_runtime.errors import ContractError
@@ -36,6 +36,8 @@ HOLD = "hold"
 
 _NONE: Mapping[str, str] = {}
 """Never changed."""
+Reach = NewType("Reach", Mapping[str, str])
+"""How a backend gets to a host, in texts. That backend makes it and reads it; all others hand it on."""
 _REFERENCE = re.compile(r"\{([^{}]+)\}")
 
 
@@ -71,8 +73,8 @@ class Host(NamedTuple):
     """Address that peers use for data; empty: the agent finds it (interface, subnet, route)."""
     ports: Tuple[str, ...] = ()
     """Names of the ports that its agent holds for foreign programs: the fact `HOST/port:NAME` for each."""
-    reach: Mapping[str, str] = _NONE
-    """How the backend gets there, in that backend's own words; nobody else reads it."""
+    reach: Reach = Reach(_NONE)
+    """How the backend gets there; only the backend reads it."""
     interface: str = ""
     """Takes the place of `Plan.interface` on this host."""
     login: str = ""
@@ -197,7 +199,7 @@ class Plan(NamedTuple):
         others = [each for each in self.hosts if each.name != host][:1]
         hosts = [each for each in self.hosts if each.name == host or each in others]
         return self._replace(
-            hosts=tuple(each._replace(reach={}) for each in hosts),
+            hosts=tuple(each._replace(reach=Reach(_NONE)) for each in hosts),
             tasks=tuple(task for task in self.tasks if task.host == host),
         )
 

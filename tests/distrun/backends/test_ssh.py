@@ -9,10 +9,10 @@ from distrun import hosts
 from distrun.backends.ssh import Ssh
 from distrun.errors import UsageError
 from distrun.fleet import Answer, Fleet, Problem
-from distrun_runtime.contract.plan import Host
+from distrun_runtime.contract.plan import Host, Reach
 
 PLAN = sample_plan()
-HOSTS = (Host("d1", reach={"host": "d1", "port": "2222", "python": "/py"}), Host("d2"))
+HOSTS = (Host("d1", reach=Reach({"host": "d1", "port": "2222", "python": "/py"})), Host("d2"))
 
 
 def test_hosts_have_to_be_named() -> None:

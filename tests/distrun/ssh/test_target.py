@@ -18,10 +18,10 @@ from distrun.ssh.target import Target, remote_command
 
 def test_a_target_survives_the_plan() -> None:
     full = Target("d1", "me", 2222, "/k", "jump", "/cfg", "openssh", True, 2.5, "/py")
-    assert Target.from_reach(full.reach()) == full
-    assert all(isinstance(value, str) and value for value in full.reach().values())
-    assert Target("d1").reach() == {"host": "d1"}
-    assert Target.from_reach({"host": "d1", "user": "", "somebody_elses": "x"}) == Target("d1")
+    assert Target.parse(full.texts()) == full
+    assert all(isinstance(value, str) and value for value in full.texts().values())
+    assert Target("d1").texts() == {"host": "d1"}
+    assert Target.parse({"host": "d1", "user": "", "somebody_elses": "x"}) == Target("d1")
 
 
 def test_a_line_of_the_hosts_file_wins_over_options_for_all_hosts() -> None:
@@ -31,12 +31,12 @@ def test_a_line_of_the_hosts_file_wins_over_options_for_all_hosts() -> None:
 
 
 @pytest.mark.parametrize(
-    "reach",
+    "texts",
     [{}, {"host": "a", "port": "ssh"}, {"host": "a", "connect_s": "soon"}, {"host": "a", "transport": "telnet"}],
 )
-def test_a_target_that_makes_no_sense_is_an_error_of_the_users(reach: dict[str, str]) -> None:
+def test_a_target_that_makes_no_sense_is_an_error_of_the_users(texts: dict[str, str]) -> None:
     with pytest.raises(UsageError):
-        Target.from_reach(reach)
+        Target.parse(texts)
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash", "dash", "ksh", "zsh", "csh", "tcsh", "fish"])

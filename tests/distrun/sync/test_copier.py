@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from fakehosts import FakeHosts, Sink, living, tree, write
 
 from distrun.errors import UsageError
 from distrun.ssh.target import Target
-from distrun.sync import Copier, Result, Rules, Tree, error, make_rules, rsync
+from distrun.sync import Copier, CopyRequest, Result, Rules, Tree, error, make_rules, rsync
 from distrun.sync.copier import first_failure
 from distrun_runtime.coordinator.events import Prepared, PrepareFailed
 
@@ -60,8 +61,10 @@ class Bench:
     ) -> Copier:
         self.hosts.add(*(name for name in names if not self.hosts.home(name).exists()))
         targets = {name: Target(name) for name in names}
+        how = {name: more.pop(name) for name in [each.name for each in fields(CopyRequest)] if name in more}
+        request = CopyRequest(str(self.source), dst, rules or Rules(), delete, **how)  # type: ignore[arg-type]
         options = {"shell": self.hosts.shell, "identity": self.hosts.identity, **more}
-        return Copier(targets, str(self.source), dst, rules or Rules(), delete, self.sink, **options)  # type: ignore[arg-type]
+        return Copier(targets, request, self.sink, **options)  # type: ignore[arg-type]
 
     def copy(self, *names: str, **more: object) -> list[Result]:
         return self.copier(*names, **more).copy()  # type: ignore[arg-type]
@@ -288,7 +291,8 @@ def test_a_failed_host_ends_the_copy_with_its_last_words(bench: Bench) -> None:
     got: queue.SimpleQueue[object] = queue.SimpleQueue()
     targets = {"good": Target("good"), "gone": Target("gone")}
     shell, identity = bench.hosts.shell, bench.hosts.identity
-    Copier(targets, str(bench.source), "job", Rules(), False, bench.sink, shell=shell, identity=identity).start(got.put)
+    request = CopyRequest(str(bench.source), "job", Rules())
+    Copier(targets, request, bench.sink, shell=shell, identity=identity).start(got.put)
     event = got.get(timeout=LIMIT_S)
     assert isinstance(event, PrepareFailed)
     assert event.host == "gone"
@@ -495,12 +499,13 @@ def test_a_launcher_that_is_killed_leaves_no_process(bench: Bench, tmp_path: Pat
         sys.path[:0] = %r
         from fakehosts import FakeHosts, Sink
         from distrun.ssh.target import Target
-        from distrun.sync import Copier, Rules
+        from distrun.sync import Copier, CopyRequest, Rules
         hosts = FakeHosts.__new__(FakeHosts)
         from pathlib import Path
         hosts.program = Path(%r)
         targets = {name: Target(name) for name in ("d1", "d2")}
-        Copier(targets, %r, "job", Rules(), False, Sink(), shell=hosts.shell, identity=hosts.identity).copy()
+        request = CopyRequest(%r, "job", Rules())
+        Copier(targets, request, Sink(), shell=hosts.shell, identity=hosts.identity).copy()
         """
         % (
             [str(ROOT), str(ROOT / "runtime"), str(ROOT / "tests" / "support")],
