@@ -22,7 +22,7 @@ from distrun.ssh.target import OPENSSH, Target
 if TYPE_CHECKING:
     import fabric
 
-    from distrun.ssh.login import KeyRing, Login
+    from distrun.ssh.login import KeyCache, Login
 
 WINDOW = 32
 """Connections that are being made at a time."""
@@ -56,8 +56,8 @@ class Link(Protocol):
     def finish(self) -> str:
         """Free everything; return the last lines of its stderr."""
 
-    def explain(self, words: str, noise: str) -> SshFailure:
-        """Return why there was no agent, after `finish`. `words`: its stderr; `noise`: its stdout."""
+    def explain(self, stderr: str, stdout: str) -> SshFailure:
+        """Return why there was no agent, after `finish`, from what it wrote to stderr and stdout."""
 
 
 def _ignore(text: str) -> None:
@@ -72,8 +72,8 @@ class Connector:
         """Knows what the user typed."""
         self._window = threading.BoundedSemaphore(WINDOW)
         self._lock = threading.Lock()
-        self._doors: dict[tuple[str, int], threading.BoundedSemaphore] = {}
-        self._ring: KeyRing | None = None
+        self._sshds: dict[tuple[str, int], threading.BoundedSemaphore] = {}
+        self._key_cache: KeyCache | None = None
         self._jumps: dict[Target, _Jump] = {}
 
     @contextlib.contextmanager
@@ -125,7 +125,7 @@ class Connector:
     ) -> tuple[fabric.Connection, Any, Any]:
         """Connect and log in, over as many connections as the host wants for the keys there are."""
         login: Login | None = None
-        with _held(self._door(resolved), abort):
+        with _held(self._sshd_window(resolved), abort):
             for _ in range(LOGINS):
                 # Before the libraries are imported: the hosts set to work in the tenth of a second that this takes.
                 sock, program = self._reach(resolved, abort, warn, depth)
@@ -136,9 +136,9 @@ class Connector:
                 try:
                     return fabric_link.log_in(resolved, sock, login, abort, warn), sock, program
                 except (TooManyTries, Aborted, SshFailure) as err:
-                    words = program.end() if program is not None else ""
+                    stderr = program.end() if program is not None else ""
                     if isinstance(err, SshFailure):
-                        raise (proxy_failed(resolved.where, words) if words and err.is_passing else err) from err
+                        raise (proxy_failed(resolved.where, stderr) if stderr and err.is_passing else err) from err
                     abort.check()
         raise too_many_keys(resolved.where)
 
@@ -161,17 +161,17 @@ class Connector:
         with self._lock:
             return self._jumps.setdefault(target, _Jump(target))
 
-    def _door(self, resolved: Resolved) -> threading.BoundedSemaphore:
+    def _sshd_window(self, resolved: Resolved) -> threading.BoundedSemaphore:
         with self._lock:
             key = (resolved.hostname, resolved.port)
-            return self._doors.setdefault(key, threading.BoundedSemaphore(WINDOW_A_SSHD))
+            return self._sshds.setdefault(key, threading.BoundedSemaphore(WINDOW_A_SSHD))
 
-    def _keys(self) -> KeyRing:
-        from distrun.ssh.login import KeyRing
+    def _keys(self) -> KeyCache:
+        from distrun.ssh.login import KeyCache
 
         with self._lock:
-            self._ring = self._ring or KeyRing()
-            return self._ring
+            self._key_cache = self._key_cache or KeyCache()
+            return self._key_cache
 
 
 class _Jump:

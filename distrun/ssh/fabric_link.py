@@ -148,7 +148,7 @@ class FabricLink:
         self._connection = connection
         self._sock = sock
         self._program = program
-        self._words = LastLines()
+        self._last_lines = LastLines()
         # Paramiko waits for the answer to "exec" without a limit.
         late = threading.Timer(OPEN_S, shut, (sock,))
         late.daemon = True
@@ -195,18 +195,18 @@ class FabricLink:
         shut(self._sock)
 
     def finish(self) -> str:
-        """Close the connection; return the last words."""
+        """Close the connection; return the last lines of stderr."""
         self._read_stderr()
         self._end()
-        return self._words.text
+        return self._last_lines.text
 
-    def explain(self, words: str, noise: str) -> SshFailure:
+    def explain(self, stderr: str, stdout: str) -> SshFailure:
         """Return why there was no agent."""
-        return failure.no_agent(self._resolved.where, words, noise)
+        return failure.no_agent(self._resolved.where, stderr, stdout)
 
     def _read_stderr(self) -> None:
         while self._channel.recv_stderr_ready():
-            self._words.feed(self._channel.recv_stderr(_READ_SIZE))
+            self._last_lines.feed(self._channel.recv_stderr(_READ_SIZE))
 
     def _end(self) -> None:
         with contextlib.suppress(SSHException, OSError, EOFError):

@@ -149,9 +149,9 @@ def overrun(where: Where) -> SshFailure:
     )
 
 
-def proxy_failed(where: Where, words: str) -> SshFailure:
-    """Return the failure of a ProxyCommand that did not lead to the host. `words`: its stderr."""
-    theirs = [line.strip() for line in words.splitlines() if line.strip() and not _OWN_LINE.match(line)]
+def proxy_failed(where: Where, stderr: str) -> SshFailure:
+    """Return the failure of a ProxyCommand that did not lead to the host."""
+    theirs = [line.strip() for line in stderr.splitlines() if line.strip() and not _OWN_LINE.match(line)]
     told = theirs[-1] if theirs else "nothing"
     return SshFailure(OTHER, f"the ProxyCommand did not lead to {where.place}; it said: {told}")
 
@@ -242,18 +242,18 @@ def wrong_password(where: Where) -> SshFailure:
     return SshFailure(PASSWORD, text, f"type it again, or use a key: {copy_id(where)}")
 
 
-def no_python(where: Where, words: str) -> SshFailure:
-    """Return the failure of a host without a Python that could run the agent; `words`: what it said itself."""
+def no_python(where: Where, message: str) -> SshFailure:
+    """Return the failure of a host without a Python that could run the agent; `message`: what it said itself."""
     fix = "install python3 (3.8 or newer) there, or name one: python=/path/to/python3 in the hosts file"
-    return SshFailure(PYTHON, words.replace("distrun: ", "", 1), fix)
+    return SshFailure(PYTHON, message.replace("distrun: ", "", 1), fix)
 
 
-def no_agent(where: Where, words: str, noise: str) -> SshFailure:
-    """Return the failure of a host that let us in and started no agent. `words`: its stderr; `noise`: its stdout."""
-    for line in words.splitlines():
+def no_agent(where: Where, stderr: str, stdout: str) -> SshFailure:
+    """Return the failure of a host that let us in and started no agent, by what it wrote."""
+    for line in stderr.splitlines():
         if line.startswith("distrun: ") and "python" in line.lower():
             return no_python(where, line)
-    told = " | ".join(line.strip() for line in words.splitlines() if line.strip()) or noise
+    told = " | ".join(line.strip() for line in stderr.splitlines() if line.strip()) or stdout
     text = f"{where.place} let user {where.user or '?'} in, but the agent did not start"
     if told:
         text += "; it said: " + (told if len(told) < 400 else "..." + told[-400:])

@@ -103,20 +103,20 @@ def check_host_key(resolved: Resolved, kind: str, raw: bytes, key: str, warn: Ca
 
 def read(paths: Iterable[str]) -> Entries:
     """Return the entries of all files that can be read, in order. Do not change it: who asks next gets the same."""
-    stamps = []
+    versions = []
     for path in paths:
         try:
             found = os.stat(path)
         except OSError:
             continue
-        stamps.append((path, found.st_ino, found.st_size, found.st_mtime_ns))
-    return _read(tuple(stamps))
+        versions.append((path, found.st_ino, found.st_size, found.st_mtime_ns))
+    return _read(tuple(versions))
 
 
 @functools.lru_cache(maxsize=4)
-def _read(stamps: tuple[tuple[str, int, int, int], ...]) -> Entries:
+def _read(versions: tuple[tuple[str, int, int, int], ...]) -> Entries:
     found: list[Entry] = []
-    for path, *_ in stamps:
+    for path, *_ in versions:
         try:
             with open(path, encoding="utf-8", errors="replace") as file:
                 lines = file.readlines()
@@ -178,7 +178,7 @@ def look_up(found: Sequence[Entry], name: str, kind: str, key: str) -> KeyStatus
         if entry.key == key:
             return KeyStatus(KNOWN, entry)
     bare = _BRACKETS.match(name)
-    if bare is not None:  # recorded without its port, by an older hand
+    if bare is not None:  # recorded without its port, by an older program
         for entry in of_host(found, bare[1]):
             if entry.key == key and not entry.marker:
                 return KeyStatus(KNOWN, entry)

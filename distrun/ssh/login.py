@@ -39,8 +39,8 @@ class TooManyTries(Exception):
     """The host ended the connection after too many keys; there are more to offer over another one."""
 
 
-class KeyRing:
-    """Key files that were read, for all connections of a launch."""
+class KeyCache:
+    """Keys that were read from files, for all connections of a launch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -87,9 +87,9 @@ class Login:
     It has the form of paramiko's AuthStrategy, and fabric takes it as one.
     """
 
-    def __init__(self, resolved: Resolved, ring: KeyRing, asker: Asker, abort: Abort) -> None:
+    def __init__(self, resolved: Resolved, key_cache: KeyCache, asker: Asker, abort: Abort) -> None:
         self._resolved = resolved
-        self._ring = ring
+        self._key_cache = key_cache
         self._asker = asker
         self._abort = abort
         self._tried: set[Choice] = set()
@@ -177,7 +177,7 @@ class Login:
             return held.get(choice.public)
         try:
             if choice.source == FILE:
-                return self._certified(self._ring.load(choice.path))
+                return self._certified(self._key_cache.load(choice.path))
             return self._unlock(choice.path)
         except _UNREADABLE as err:
             self._note(f"{choice.path} cannot be used ({str(err) or type(err).__name__})")
@@ -199,7 +199,7 @@ class Login:
                 self._fix = self._fix or f"ssh-add {path}"
                 return None
             try:
-                return self._certified(self._ring.load(path, passphrase))
+                return self._certified(self._key_cache.load(path, passphrase))
             except _UNREADABLE:
                 wrong = passphrase
 

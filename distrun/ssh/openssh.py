@@ -20,7 +20,7 @@ from distrun.ssh.resolve import Resolved, shell
 from distrun.ssh.target import PROGRAM
 
 OWN_FAILURE = 255
-"""Exit code of the program when it failed itself; also, alas, of a command that said 255."""
+"""Exit code of the program when it failed itself; a command that ended with 255 looks the same."""
 END_S = 1.0
 """How long the program may take to end after its output has."""
 KILLED_S = 5.0
@@ -102,13 +102,13 @@ class ProxyProgram:
                 raise SshFailure(OTHER, f"the ProxyCommand cannot be run: {err}") from err
 
     def end(self) -> str:
-        """Make sure that it ends; return the last words that it wrote to stderr."""
+        """Make sure that it ends; return the last line that it wrote to stderr."""
         self.sock.close()
         child, stderr = Child(self._child), self._child.stderr
         assert stderr is not None  # asked for above
         child.end(0.5)
-        words = b"" if stderr.closed else read_rest(stderr)
-        lines = words.decode("utf-8", "replace").strip().splitlines()
+        rest = b"" if stderr.closed else read_rest(stderr)
+        lines = rest.decode("utf-8", "replace").strip().splitlines()
         stderr.close()
         return lines[-1] if lines else ""
 
@@ -135,7 +135,7 @@ class OpensshLink:
         self._in, self._out, self._err = (_pipe(each) for each in (popen.stdin, popen.stdout, popen.stderr))
         os.set_blocking(self._in.fileno(), False)
         self._writing = threading.Lock()
-        self._words = LastLines()
+        self._last_lines = LastLines()
         self._poll = select.poll()
         for pipe in (self._out, self._err):
             self._poll.register(pipe, select.POLLIN)
@@ -173,27 +173,27 @@ class OpensshLink:
         self._child.kill()
 
     def finish(self) -> str:
-        """Wait a moment for the program's end, then make it end; return its last words."""
+        """Wait a moment for the program's end, then make it end; return the last lines of its stderr."""
         self._child.end(END_S)
         self.end_input()  # only now: whoever is writing is woken by the program's end
         # Not to its end: a master connection that it left behind (ControlPersist) holds it open.
-        self._words.feed(read_rest(self._err, END_S))
+        self._last_lines.feed(read_rest(self._err, END_S))
         self._out.close()
         self._err.close()
-        return self._words.text
+        return self._last_lines.text
 
-    def explain(self, words: str, noise: str) -> SshFailure:
+    def explain(self, stderr: str, stdout: str) -> SshFailure:
         """Return why there was no agent: by what the program said if it failed itself, else by what the host said."""
-        found = no_agent(self._resolved.where, words, noise)
+        found = no_agent(self._resolved.where, stderr, stdout)
         if found.kind == OTHER and self._child.code == OWN_FAILURE:
-            found = classify(words, self._resolved.where)
+            found = classify(stderr, self._resolved.where)
             if self._resolved.proxy_command and found.is_passing:
-                return proxy_failed(self._resolved.where, words)
+                return proxy_failed(self._resolved.where, stderr)
         return found
 
     def _read_stderr(self) -> bool:
         data = os.read(self._err.fileno(), _READ_SIZE)
-        self._words.feed(data)
+        self._last_lines.feed(data)
         if not data:
             with contextlib.suppress(KeyError):
                 self._poll.unregister(self._err)
