@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from distrun.hosts.findings import Fault, Finding, error_of
+from distrun.hosts.grammar import Fault, Finding, error_of
 
 LIMIT = 65_536
 """Hosts that one job may have."""
