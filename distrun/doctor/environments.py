@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distrun.doctor import making
-from distrun.doctor.checks import SERVER_PYTHON, needed_for_venv, version
-from distrun.doctor.row import ON
+from distrun.doctor.checks import ON, SERVER_PYTHON, needed_for_venv, version
 from distrun.fleet import Problem, Ran, run
 from distrun.hosts import fold
 from distrun.shell import quote
@@ -24,7 +23,7 @@ from distrun_runtime.contract.plan import SERVER_MODULES
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
-    from distrun.doctor.checks import Patient
+    from distrun.doctor.checks import ExaminedHost
     from distrun_runtime.contract.plan import Host
 
 REQUIREMENTS = ("numpy>=1.23", "pyzmq>=25")
@@ -70,16 +69,16 @@ class Made:
     """Path and versions of the environment."""
 
 
-def wanted(patients: Sequence[Patient]) -> list[Wanted]:
+def wanted(examined: Sequence[ExaminedHost]) -> list[Wanted]:
     """Return the environments that are missing and can be made. Pure."""
     found = []
-    for patient in patients:
-        python = patient.facts.get("python", {})
+    for host in examined:
+        python = host.facts.get("python", {})
         if not python or python.get("error") or version(python["version"]) < SERVER_PYTHON:
             continue
         is_missing = not all(python.get(name) for name in SERVER_MODULES) and not python["environment"]
-        if is_missing and not needed_for_venv(patient):
-            found.append(Wanted(patient.name, python["path"], python["version"], python["place"]))
+        if is_missing and not needed_for_venv(host):
+            found.append(Wanted(host.name, python["path"], python["version"], python["place"]))
     return found
 
 
