@@ -19,7 +19,7 @@ from distrun.ssh.target import Target
 from distrun_runtime.contract import environ
 
 if TYPE_CHECKING:
-    from distrun.sync import Result, Tree
+    from distrun.sync import CopyResult, Tree
 
 SCHEMA = "distrun.sync/1"
 REFRESH_S = 0.25
@@ -110,7 +110,7 @@ def sync(**options: Any) -> int:
     return 0
 
 
-def as_json(result: Result) -> dict[str, Any]:
+def as_json(result: CopyResult) -> dict[str, Any]:
     """Return a result in its JSON form."""
     return {
         "host": result.host,

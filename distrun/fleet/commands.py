@@ -21,7 +21,7 @@ from distrun_runtime.contract.plan import ACTIVATE_S, WORKER, Host, Limits, Plan
 from distrun_runtime.coordinator import events, frames
 from distrun_runtime.coordinator.actions import Ack, AgentAction, Begin, Show, Spawn, StopTasks
 from distrun_runtime.coordinator.channel import Put
-from distrun_runtime.coordinator.loop import Loop
+from distrun_runtime.coordinator.loop import HostLoop
 from distrun_runtime.coordinator.outcome import Problem
 
 if TYPE_CHECKING:
@@ -75,9 +75,9 @@ def run(
     """
     plan = plan_of(backend.name, hosts, argv, cwd)._replace(activate=activate)
     command = RunCommand(plan, limit_s=limit_s, keep=keep, is_shown=on_output is not None)
-    reader = _Reader(command, on_output or (lambda host, stream, data: None))
+    reader = _OutputThread(command, on_output or (lambda host, stream, data: None))
     channels = backend.connect(hosts)
-    loop = Loop(
+    loop = HostLoop(
         reader,
         channels,
         encoders={Begin: lambda action: frames.begin(plan, Secrets(), action.host)},
@@ -312,7 +312,7 @@ class RunCommand:
         return ran
 
 
-class _Reader:
+class _OutputThread:
     """The command's decisions for the loop, whose output is handed on by a thread of its own.
 
     A reader that is slow keeps nobody from hearing the hosts.

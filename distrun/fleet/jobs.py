@@ -18,7 +18,7 @@ SHOWN = 100
 
 
 @dataclass(frozen=True)
-class Process:
+class JobProcess:
     """One process of a host."""
 
     pid: int
@@ -40,7 +40,7 @@ class HostJob:
     agent: str
     """alive, stopped, dead or none."""
     guard: str
-    processes: tuple[Process, ...]
+    processes: tuple[JobProcess, ...]
     quiet_s: float | None = None
     """How long ago its agent heard from its launcher, at most."""
     lease_s: float | None = None
@@ -81,10 +81,12 @@ def read(host: str, answer: Mapping[str, Any]) -> list[HostJob]:
     ]
 
 
-def processes(rows: Iterable[Mapping[str, Any]]) -> list[Process]:
+def processes(rows: Iterable[Mapping[str, Any]]) -> list[JobProcess]:
     """Return the processes that a tool told of."""
     return [
-        Process(int(row["pid"]), str(row["start"]), str(row["command"]), str(row.get("task") or ""), row.get("age_s"))
+        JobProcess(
+            int(row["pid"]), str(row["start"]), str(row["command"]), str(row.get("task") or ""), row.get("age_s")
+        )
         for row in rows
     ]
 
@@ -110,7 +112,7 @@ def _meant(word: str, ids: Sequence[str]) -> list[str]:
     return found
 
 
-def shown(process: Process) -> str:
+def shown(process: JobProcess) -> str:
     """Return a process's command for a table: ours by its name, for theirs is long; others cut."""
     if process.task in ("agent", "guard"):
         return f"distrun's {process.task}"

@@ -18,7 +18,7 @@ from distrun.fleet.agents import END_S, SIGNALS, Agents
 from distrun_runtime.contract.plan import Host
 from distrun_runtime.coordinator import events
 from distrun_runtime.coordinator.actions import AgentAction, AskAgent
-from distrun_runtime.coordinator.loop import Loop
+from distrun_runtime.coordinator.loop import HostLoop
 from distrun_runtime.coordinator.outcome import Problem
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Fleet:
         """`hello_s`: how long the first frame of an agent is waited for."""
         self._channels = backend.connect(hosts)
         self._questions = Questions([channel.host for channel in self._channels], hello_s)
-        self._loop = Loop(self._questions, self._channels, signals=SIGNALS)
+        self._loop = HostLoop(self._questions, self._channels, signals=SIGNALS)
 
     def __enter__(self) -> Fleet:
         """Do nothing: the first question connects."""

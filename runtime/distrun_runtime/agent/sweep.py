@@ -45,7 +45,7 @@ Key = Tuple[str, str]
 # Ending what a job left
 
 
-class Report(NamedTuple):
+class SweepReport(NamedTuple):
     """What a sweep did. Processes are (pid, command)."""
 
     job: str
@@ -57,7 +57,7 @@ class Report(NamedTuple):
     """The job's private folders that were removed."""
 
 
-def sweep(job: str, grace_s: Optional[float]) -> Report:
+def sweep(job: str, grace_s: Optional[float]) -> SweepReport:
     """End every process of a job of the calling user on this machine, and remove its private folders.
 
     A living agent is asked to do it (SIGTERM, and SIGCONT in case it is frozen) and gets `grace_s` and two seconds.
@@ -95,7 +95,7 @@ def sweep(job: str, grace_s: Optional[float]) -> Report:
     remaining = tuple((row.pid, process.command_of(row.pid)) for row in left)
     stuck = {row.identity for row in left}
     ended = tuple((who.pid, text) for who, text in there.items() if who not in stuck)
-    return Report(job, ended, remaining, tuple(gone))
+    return SweepReport(job, ended, remaining, tuple(gone))
 
 
 def belongings(
