@@ -212,7 +212,7 @@ def _note_fault(job: PlannedJob, folder: JobFolder, err: BaseException) -> None:
     tasks = tuple(TaskResult(task.name, task.role, task.rank, task.host) for task in job.plan.tasks)
     if isinstance(err, KeyboardInterrupt):
         outcome = Outcome(
-            128 + signal.SIGINT, facts.INTERRUPTED, "interrupted before anything was started", tasks=tasks
+            facts.EXIT_INTERRUPTED, facts.INTERRUPTED, "interrupted before anything was started", tasks=tasks
         )
     else:
         text = f"distrun itself failed: {type(err).__name__}: {err}"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 GRACE_S = 3.0
 """Seconds between asking the command to end and killing it, after --timeout or Ctrl-C."""
-LOST_S = Limits().lost_s
+LOST_S = facts.LOST_S
 """A host that is silent for so long is lost."""
 SETTLE_S = 10.0
 """How long an agent may take to begin; and, when its command has ended, until more of the output comes."""
@@ -284,7 +284,7 @@ class RunCommand:
             if self.agents.silence_s(host) < LOST_S:
                 return []
             text = f"it was silent for {LOST_S:.0f} s; its agent, unless it is frozen, ends the command after"
-            text += f" {Limits().lease_s:.0f} s"
+            text += f" {facts.LEASE_S:.0f} s"
             problem = Problem(host, "timeout", text, f"distrun kill --hosts {quote(host)} --stale")
         elif ran.code is not None:
             del self._by[host]  # its output is kept as far as it came

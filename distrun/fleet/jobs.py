@@ -7,11 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distrun.errors import UsageError
-
-ALIVE = "alive"
-STOPPED = "stopped"
-NONE = "none"
-
+from distrun_runtime.contract import facts
 
 SHOWN = 100
 """Characters of a command line in a table; the JSON has all."""
@@ -50,7 +46,7 @@ class HostJob:
     @property
     def is_stale(self) -> bool:
         """Whether nobody looks after it: its agent is dead, stopped, or past its lease."""
-        return self.agent != ALIVE or self.is_past_lease
+        return self.agent != facts.AGENT_ALIVE or self.is_past_lease
 
     @property
     def is_past_lease(self) -> bool:
@@ -59,9 +55,9 @@ class HostJob:
 
     def state(self) -> str:
         """Return how its agent stands, in words."""
-        if self.agent == ALIVE:
+        if self.agent == facts.AGENT_ALIVE:
             return f"silent {age(self.quiet_s)}" if self.is_past_lease else "runs"
-        return "agent " + {STOPPED: "stopped", NONE: "unknown"}.get(self.agent, "gone")
+        return "agent " + {facts.AGENT_STOPPED: "stopped", facts.AGENT_NONE: "unknown"}.get(self.agent, "gone")
 
 
 def read(host: str, answer: Mapping[str, Any]) -> list[HostJob]:

@@ -19,7 +19,7 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Opt
 
 from distrun_runtime.agent import record
 from distrun_runtime.agent.record import Record
-from distrun_runtime.contract import process, ps
+from distrun_runtime.contract import facts, process, ps
 from distrun_runtime.contract.facts import GIVE_UP_S, GRACE_S
 from distrun_runtime.contract.process import Identity, Process
 from distrun_runtime.errors import ContractError
@@ -30,10 +30,6 @@ AGENT = "import binascii,json,os,sys,zlib"
 NAMES = ("distrun's agent", "distrun's guard")
 """What the two are called in a report: their command lines say nothing to a reader."""
 DAEMONS = ("sshd", "sshd-session", "sshd-auth")
-ALIVE = "alive"
-DEAD = "dead"
-STOPPED = "stopped"
-NONE = "none"
 """No record names it, and none is above the tasks: only marks tell of the job."""
 _WHOLE = 100000
 """Characters of a command line that are looked at."""
@@ -279,11 +275,11 @@ def _above(processes: List[Process]) -> Tuple[Optional[Identity], Optional[Ident
 
 def _state(who: Optional[Identity]) -> str:
     if who is None:
-        return NONE
+        return facts.AGENT_NONE
     if not process.is_alive(who):
-        return DEAD
+        return facts.AGENT_DEAD
     # T: a signal stopped it; t: a debugger did.
-    return STOPPED if any(each.state in "Tt" for each in process.table([who.pid])) else ALIVE
+    return facts.AGENT_STOPPED if any(each.state in "Tt" for each in process.table([who.pid])) else facts.AGENT_ALIVE
 
 
 def _kept() -> List[Found]:

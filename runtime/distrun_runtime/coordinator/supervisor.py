@@ -42,10 +42,10 @@ from distrun_runtime.coordinator.roster import SKEW_LIMIT_S, SKEW_S, HostState, 
 GATHERING = "gathering"
 PREPARING = "preparing"
 SETTLING = "settling"
-STARTING = "starting"
-RUNNING = "running"
+STARTING = facts.STARTING
+RUNNING = facts.RUNNING
 DRAINING = "draining"
-STOPPING = "stopping"
+STOPPING = facts.STOPPING
 OVER = "over"
 ASKING = (GATHERING, SETTLING)
 """Hosts say whether they can be used; the job goes on when all have."""
