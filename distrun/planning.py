@@ -187,9 +187,7 @@ def _runtime(request: JobRequest, backend: Backend) -> tuple[Runtime, bytes]:
     """Return where tasks find the runtime, and the archive that hosts are sent."""
     if not backend.ships_runtime:
         return Runtime(path=str(ship.runtime_root(request.outer, copy=not request.dry_run))), b""
-    from distrun import archive  # local jobs need none
-
-    digest, data = archive.build()
+    digest, data = ship.archive()
     return Runtime(digest=digest), data
 
 

@@ -35,7 +35,7 @@ SETTLE_S = 10.0
 """How long an agent may take to begin; and, when its command has ended, until more of the output comes."""
 KEPT = 16 * 1024 * 1024
 """Bytes of each stream of a host that are kept, unless the caller says otherwise."""
-ROOM = 8 * 1024 * 1024
+UNREAD_LIMIT = 8 * 1024 * 1024
 """Bytes that may wait for the reader of output before no more is asked for; agents keep the rest on their disks."""
 IN_FOLDER = 'cd && cd -- "$0" && exec "$@"'
 """Run by sh: the folder is seen from the home directory."""
@@ -269,7 +269,7 @@ class RunCommand:
     def _acknowledge(self, now: float) -> list[AgentAction]:
         """Ask for more output, unless too much of it waits for its reader already."""
         acks = list(self._acks.values())
-        if self._unread < ROOM:
+        if self._unread < UNREAD_LIMIT:
             self._acks.clear()
             return [ack for ack in acks if ack.host not in self.agents.problems]
         for ack in acks:
