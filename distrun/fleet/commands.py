@@ -245,25 +245,26 @@ class RunCommand:
         if host not in self._by:
             return []
         ran = self._ran[host]
-        if isinstance(event, events.AgentHello):
-            self._by[host] = now + self._begin_s
-            return [Begin(host)]
-        if isinstance(event, events.AgentReady):
-            self._spawned.add(host)
-            self._by[host] = now + self._limit_s
-            return [Spawn(host, self._tasks[host])]
-        if isinstance(event, events.Output):
-            ran.take(event.stream, event.data)
-            end = event.offset + len(event.data)
-            self._acks[host, event.task, event.stream] = Ack(host, event.task, event.stream, end)
-            if ran.code is not None:
+        match event:
+            case events.AgentHello():
+                self._by[host] = now + self._begin_s
+                return [Begin(host)]
+            case events.AgentReady():
+                self._spawned.add(host)
+                self._by[host] = now + self._limit_s
+                return [Spawn(host, self._tasks[host])]
+            case events.Output():
+                ran.take(event.stream, event.data)
+                end = event.offset + len(event.data)
+                self._acks[host, event.task, event.stream] = Ack(host, event.task, event.stream, end)
+                if ran.code is not None:
+                    self._by[host] = now + SETTLE_S
+                if self._is_shown:
+                    self._unread += len(event.data)
+                    return [Show(host, event.stream, event.data)]
+            case events.Exited():
+                ran.end(event)
                 self._by[host] = now + SETTLE_S
-            if self._is_shown:
-                self._unread += len(event.data)
-                return [Show(host, event.stream, event.data)]
-        elif isinstance(event, events.Exited):
-            ran.end(event)
-            self._by[host] = now + SETTLE_S
         return []
 
     def _acknowledge(self, now: float) -> list[AgentAction]:

@@ -152,12 +152,13 @@ class Questions:
         if self._close_s is not None:
             return [] if self.agents.is_closing else self.agents.let_go(self._close_s)
         found: list[AgentAction] = []
-        if isinstance(event, events.AgentHello) and event.host in self._by:
-            found += self._put(event.host, now)
-        elif isinstance(event, events.Answered) and event.id == self._number and event.host in self._by:
-            self._take(event.host, Problem(event.host, "other", event.error) if event.error else Answer(event.value))
-        elif isinstance(event, events.Tick):
-            found += self._begin(now)
+        match event:
+            case events.AgentHello(host=host) if host in self._by:
+                found += self._put(host, now)
+            case events.Answered(host=host) if event.id == self._number and host in self._by:
+                self._take(host, Problem(host, "other", event.error) if event.error else Answer(event.value))
+            case events.Tick():
+                found += self._begin(now)
         for host in [host for host in self._by if host in self.agents.problems]:
             self._take(host, self.agents.problems[host])
         if isinstance(event, events.Tick):

@@ -187,7 +187,7 @@ def _raise_signal(name: str) -> None:
     """Have this process act as if it had received a signal. One that it ignores (nohup) becomes SIGTERM."""
     if name not in SIGNALS:
         raise WireError(f"a client sent the signal {name!r}")
-    number = getattr(signal, "SIG" + name)
+    number = signal.Signals["SIG" + name]
     if name == "HUP" and signal.getsignal(number) == signal.SIG_IGN:
         number = signal.SIGTERM
     os.kill(os.getpid(), number)
