@@ -40,7 +40,7 @@ class Slot:
     @property
     def name(self) -> str:
         """The task's name: role and rank; `scheduler`, of which there is one."""
-        return self.role if self.role == SCHEDULER else "%s-%d" % (self.role, self.rank)
+        return self.role if self.role == SCHEDULER else f"{self.role}-{self.rank}"
 
 
 def place(
@@ -119,7 +119,9 @@ def notes(hosts: Inventory, policy: str) -> tuple[str, ...]:
         if spec.slots is None:
             guessed.setdefault(capacity(spec), []).append(spec.name)
     return tuple(
-        "--placement %s: no slots= for %s: taken as %d%s" % (policy, fold(names), count, " each" if names[1:] else "")
+        "--placement {}: no slots= for {}: taken as {}{}".format(
+            policy, fold(names), count, " each" if names[1:] else ""
+        )
         for count, names in guessed.items()
     )
 
@@ -215,16 +217,15 @@ def _check_fits(counts: Mapping[str, int], free: _FreeSlots) -> None:
         return
     usable = free.limit("") + sum(min(count, free.limit(role)) for role, count in counts.items())
     offers = [
-        "%s:%d%s" % (spec.name, free.limits[spec.name], f" for a {spec.role}" if spec.role else "")
+        "{}:{}{}".format(spec.name, free.limits[spec.name], f" for a {spec.role}" if spec.role else "")
         for spec in free.specs
     ]
     if len(offers) > SHOWN:
-        offers[SHOWN:] = ["... %d more" % (len(offers) - SHOWN)]
+        offers[SHOWN:] = [f"... {len(offers) - SHOWN} more"]
     restricted = any(spec.role for spec in free.specs)
     raise UsageError(
-        "E115: %s processes need %d slots, hosts offer %d%s (%s). %s"
-        % (
-            " + ".join("%d %s" % (counts[role], role) for role in (WORKER, SERVER) if counts[role]),
+        "E115: {} processes need {} slots, hosts offer {}{} ({}). {}".format(
+            " + ".join(f"{counts[role]} {role}" for role in (WORKER, SERVER) if counts[role]),
             *(sum(counts.values()), usable),
             " that these roles can use" if restricted else "",
             (", " if restricted else " ").join(offers),

@@ -50,7 +50,7 @@ def runtime_root(env: Mapping[str, str], copy: bool = True) -> Path:
             found = cache.install(digest, data, env)
         except OSError as err:
             raise PreflightError(
-                "cannot keep a copy of the runtime for the tasks in %s: %s" % (cache.base(env), err.strerror or err),
+                f"cannot keep a copy of the runtime for the tasks in {cache.base(env)}: {err.strerror or err}",
                 "set XDG_CACHE_HOME to a place that can be written",
             ) from err
     return Path(found or cache.base(env), *(() if found else (cache.RUNTIME, digest)))
@@ -94,7 +94,7 @@ def _name(sources: Mapping[str, bytes]) -> str:
     """Return a digest of all that the archive is made from: the sources, and what compresses them."""
     import hashlib
 
-    digest = hashlib.sha256(("%d %s" % (FORMAT, zlib.ZLIB_RUNTIME_VERSION)).encode())
+    digest = hashlib.sha256((f"{FORMAT} {zlib.ZLIB_RUNTIME_VERSION}").encode())
     for name, source in sources.items():
         digest.update(b"%d %s\0%d " % (len(os.fsencode(name)), os.fsencode(name), len(source)) + source)
     return digest.hexdigest()
@@ -106,7 +106,7 @@ def _zip(sources: Mapping[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as packed:
         for name, source in sources.items():
-            entry = zipfile.ZipInfo("%s/%s" % (PACKAGE, name), _EPOCH)
+            entry = zipfile.ZipInfo(f"{PACKAGE}/{name}", _EPOCH)
             entry.create_system = 3  # unix: the mode below means something
             entry.external_attr = _MODE
             entry.compress_type = zipfile.ZIP_DEFLATED

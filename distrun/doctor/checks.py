@@ -54,16 +54,16 @@ class Ways:
 
     def typed(self, names: Sequence[str], script: str, asks: bool = False) -> str:
         """Return what to type to run shell text on these hosts. `asks`: it may ask for a password, as sudo does."""
-        hosts = [self.hosts.get(name) or Host(name, login="ssh %s" % quote(name)) for name in names]
+        hosts = [self.hosts.get(name) or Host(name, login=f"ssh {quote(name)}") for name in names]
         if len(hosts) == 1 or not all(host.login for host in hosts):
             return hosts[0].typed(script, asks)
-        is_plain = all(host.login == "ssh %s" % quote(host.name) for host in hosts)
+        is_plain = all(host.login == f"ssh {quote(host.name)}" for host in hosts)
         if not asks and self.every and set(names) == set(self.hosts):
-            return "%s %s" % (self.every, quote(script))
+            return f"{self.every} {quote(script)}"
         if not asks and is_plain:
-            return "distrun exec --hosts %s %s" % (quote(fold(names)), quote(script))
+            return f"distrun exec --hosts {quote(fold(names))} {quote(script)}"
         if is_plain:  # `distrun exec` gives its command no terminal to ask on
-            return "for host in %s; do ssh -t $host %s; done" % (" ".join(map(quote, names)), quote(script))
+            return "for host in {}; do ssh -t $host {}; done".format(" ".join(map(quote, names)), quote(script))
         return "; ".join(host.typed(script, asks) for host in hosts)
 
 
@@ -183,17 +183,17 @@ def activation(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
     if not error:
         yield Row(host.name, "activation", OK, "works")
     elif request.dst and request.is_activated_later:
-        text = "%s; it may come with the files that --sync-dst-dir copies" % error
+        text = f"{error}; it may come with the files that --sync-dst-dir copies"
         yield Row(host.name, "activation", WARN, text)
     else:
-        fix = "try the text of --activate in the shell that this starts: %s" % ON
+        fix = f"try the text of --activate in the shell that this starts: {ON}"
         yield Row(host.name, "activation", BAD, error, fix, "bash -l")
 
 
 def python(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
     """Yield the interpreters: the agent's, and that of servers with the modules they need."""
     agent = host.facts["agent_python"]
-    text = "%s %s" % (agent["version"], agent["path"])
+    text = "{} {}".format(agent["version"], agent["path"])
     if version(agent["version"]) < AGENT_PYTHON:
         yield Row(host.name, "python", BAD, text + ": older than 3.8", OTHER_PYTHON)
     else:
@@ -205,29 +205,29 @@ def python(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
 def _server_python(host: ExaminedHost, request: DoctorRequest) -> Row:
     found, check = host.facts["python"], "server python"
     if found.get("error"):
-        fix = "%s; --no-servers if there will be none (launch with -s 0)" % OTHER_PYTHON
+        fix = f"{OTHER_PYTHON}; --no-servers if there will be none (launch with -s 0)"
         return Row(host.name, check, BAD, str(found["error"]), fix)
-    text = "%s %s" % (found["version"], found["path"])
+    text = "{} {}".format(found["version"], found["path"])
     if version(found["version"]) < SERVER_PYTHON:
-        fix = "%s, of one that is 3.10 or newer" % OTHER_PYTHON
+        fix = f"{OTHER_PYTHON}, of one that is 3.10 or newer"
         return Row(host.name, check, BAD, text + ": servers need 3.10 or newer", fix)
     missing = [name for name in SERVER_MODULES if not found.get(name)]
     if not missing:
-        return Row(host.name, check, OK, "%s, numpy %s, zmq %s" % (text, found["numpy"], found["zmq"]))
-    lacks = "%s: no %s" % (text, ", no ".join(missing))
+        return Row(host.name, check, OK, "{}, numpy {}, zmq {}".format(text, found["numpy"], found["zmq"]))
+    lacks = "{}: no {}".format(text, ", no ".join(missing))
     other = found["environment"]
     if other:
-        own = "%s %s, numpy %s, zmq %s" % (other["version"], other["path"], other["numpy"], other["zmq"])
-        return Row(host.name, check, OK, "%s; servers use %s" % (lacks, own))
+        own = "{} {}, numpy {}, zmq {}".format(other["version"], other["path"], other["numpy"], other["zmq"])
+        return Row(host.name, check, OK, f"{lacks}; servers use {own}")
     why = "; ".join(str(found.get(name + "_error") or "no " + name) for name in missing)
     script = needed_for_venv(host)
     if script:
-        return Row(host.name, check, BAD, "%s: %s" % (text, why), "%s\nthen: %s --fix" % (ON, request.doctor), script)
-    fixes = ["for servers: %s --fix" % request.doctor]
+        return Row(host.name, check, BAD, f"{text}: {why}", f"{ON}\nthen: {request.doctor} --fix", script)
+    fixes = [f"for servers: {request.doctor} --fix"]
     if found["install"]:
         then = ", then --activate venv:~/venv" if "~/venv" in found["install"] else ""
-        fixes.append("for servers and workers: %s%s" % (ON, then))
-    return Row(host.name, check, BAD, "%s: %s" % (text, why), "\n".join(fixes), found["install"])
+        fixes.append(f"for servers and workers: {ON}{then}")
+    return Row(host.name, check, BAD, f"{text}: {why}", "\n".join(fixes), found["install"])
 
 
 def needed_for_venv(host: ExaminedHost) -> str:
@@ -235,7 +235,7 @@ def needed_for_venv(host: ExaminedHost) -> str:
     found = host.facts["python"]
     if not {"venv", "ensurepip"} & set(found["lacks"]) or not host.facts["debian"]:
         return ""
-    return apt(host, "python%d.%d-venv" % version(found["version"]))
+    return apt(host, "python{}.{}-venv".format(*version(found["version"])))
 
 
 def rsync(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
@@ -245,7 +245,7 @@ def rsync(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
         yield Row(host.name, "rsync", OK, " ".join(str(found["version"]).split()[:3]))
     else:
         script = apt(host, "rsync")
-        yield Row(host.name, "rsync", BAD if request.dst else WARN, "not there: %s" % found["error"], ON, script)
+        yield Row(host.name, "rsync", BAD if request.dst else WARN, "not there: {}".format(found["error"]), ON, script)
 
 
 def folders(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
@@ -257,7 +257,7 @@ def folders(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
             yield Row(host.name, "sync folder", BAD, place["fault"], place["fix"])
         elif place["is_folder"] and place["writable"]:
             how = "there" if place["exists"] else "can be made"
-            yield _space(host.name, "sync folder", place, "%s %s" % (place["path"], how))
+            yield _space(host.name, "sync folder", place, "{} {}".format(place["path"], how))
         else:
             yield _unusable(host, "sync folder", place, "cannot be written", "give another --sync-dst-dir; or ")
     if "cwd" in found and (host.workdir or not request.dst):
@@ -270,8 +270,8 @@ def folders(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
             yield _unusable(host, "folder", place, "does not exist", other)
     tmp = host.facts["tmp"]
     if not tmp["writable"]:
-        script = as_root(host, "chmod 1777 %s" % quote(tmp["path"]))
-        yield Row(host.name, "temporary files", BAD, "%s cannot be written" % tmp["path"], ON, script)
+        script = as_root(host, "chmod 1777 {}".format(quote(tmp["path"])))
+        yield Row(host.name, "temporary files", BAD, "{} cannot be written".format(tmp["path"]), ON, script)
     else:
         yield _space(host.name, "temporary files", tmp, tmp["path"])
 
@@ -280,13 +280,13 @@ def _unusable(host: ExaminedHost, check: str, place: Mapping[str, Any], what: st
     """Return the row of a folder that is missing or not this user's to write to."""
     path = quote(place["path"])
     if not place["is_folder"]:
-        text = "%s: %s is not a folder" % (place["path"], place["near"])
-        fix = "%ssee what it is: %s" % (other, ON)
-        return Row(host.name, check, BAD, text, fix, "ls -l %s" % quote(place["near"]))
-    script = "mkdir -p %s" % path
+        text = "{}: {} is not a folder".format(place["path"], place["near"])
+        fix = f"{other}see what it is: {ON}"
+        return Row(host.name, check, BAD, text, fix, "ls -l {}".format(quote(place["near"])))
+    script = f"mkdir -p {path}"
     if not place["writable"]:
-        script = as_root(host, script, "chown $(id -u) %s" % path)
-    return Row(host.name, check, BAD, "%s %s" % (place["path"], what), other + ON, script)
+        script = as_root(host, script, f"chown $(id -u) {path}")
+    return Row(host.name, check, BAD, "{} {}".format(place["path"], what), other + ON, script)
 
 
 def clock(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
@@ -295,11 +295,11 @@ def clock(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
     if offset is None:
         return
     if abs(offset) < CLOCK_S:
-        yield Row(host.name, "clock", OK, "less than %g s off" % CLOCK_S)
+        yield Row(host.name, "clock", OK, f"less than {CLOCK_S:g} s off")
     else:
-        text = "%.1f s %s of this machine" % (abs(offset), "ahead" if offset > 0 else "behind")
+        text = "{:.1f} s {} of this machine".format(abs(offset), "ahead" if offset > 0 else "behind")
         sudo = sudo_of(host)
-        script = "%schronyc makestep || %stimedatectl set-ntp true" % (sudo, sudo)
+        script = f"{sudo}chronyc makestep || {sudo}timedatectl set-ntp true"
         yield Row(host.name, "clock", BAD, text, ON, script)
 
 
@@ -307,15 +307,15 @@ def limits(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
     """Yield open files and locked memory."""
     found = host.facts["limits"]
     files, memory = found["nofile"][0], found["memlock"][0]
-    text = "%s open files, %s locked memory" % (
+    text = "{} open files, {} locked memory".format(
         "unlimited" if files is None else files,
         "unlimited" if memory is None else size(memory),
     )
     if files is not None and files < NOFILE:
         # `*` is every user but root.
-        line = "echo '%s - nofile 65536'" % ("root" if host.facts["uid"] == 0 else "*")
-        script = "%s | %stee /etc/security/limits.d/90-nofile.conf" % (line, sudo_of(host))
-        yield Row(host.name, "limits", WARN, text, "%s (at the next login)" % ON, script)
+        line = f"echo '{'root' if host.facts['uid'] == 0 else '*'} - nofile 65536'"
+        script = f"{line} | {sudo_of(host)}tee /etc/security/limits.d/90-nofile.conf"
+        yield Row(host.name, "limits", WARN, text, f"{ON} (at the next login)", script)
     else:
         yield Row(host.name, "limits", OK, text)
 
@@ -328,17 +328,17 @@ def shm(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
         yield Row(host.name, "shared memory", WARN, "no /dev/shm", ON, script)
     elif total < SHM:
         script = as_root(host, "mount -o remount,size=50% /dev/shm")
-        fix = "%s (in a container: docker run --shm-size=8g)" % ON
-        yield Row(host.name, "shared memory", WARN, "/dev/shm has %s only" % size(total), fix, script)
+        fix = f"{ON} (in a container: docker run --shm-size=8g)"
+        yield Row(host.name, "shared memory", WARN, f"/dev/shm has {size(total)} only", fix, script)
     else:
-        yield Row(host.name, "shared memory", OK, "/dev/shm has %s" % size(total))
+        yield Row(host.name, "shared memory", OK, f"/dev/shm has {size(total)}")
 
 
 def logout(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
     """Yield whether the system ends what a login leaves behind: a job outlives no connection then."""
     found = host.facts["logind"]
     if found["kill_user_processes"] and not found["linger"]:
-        script = as_root(host, "loginctl enable-linger %s" % quote(host.facts["user"]))
+        script = as_root(host, "loginctl enable-linger {}".format(quote(host.facts["user"])))
         yield Row(host.name, "logout", WARN, "KillUserProcesses=yes: what runs ends with the login", ON, script)
     else:
         yield Row(host.name, "logout", OK, "what runs may stay" + (" (linger)" if found["linger"] else ""))
@@ -352,7 +352,7 @@ def network(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
         return
     names = [name for name, ip, _ in found["interfaces"] if ip == found["address"]]
     every = ", ".join(dict.fromkeys(name for name, _, _ in found["interfaces"]))
-    text = "%s (%s)" % (found["address"], "on %s of %s" % (names[0], every) if names else "on none of %s" % every)
+    text = "{} ({})".format(found["address"], f"on {names[0]} of {every}" if names else f"on none of {every}")
     if request.count > 1 and (found["address"].startswith("127.") or found["address"] == "::1"):
         fix = "--interface NAME or --subnet CIDR of the network that the hosts share"
         yield Row(host.name, "address", BAD, text + ": no other host can use it", fix)
@@ -371,13 +371,13 @@ def gpus(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
         kinds: dict[str, int] = {}
         for cells in found["gpus"]:
             kinds[", ".join(cells)] = kinds.get(", ".join(cells), 0) + 1
-        yield Row(host.name, "GPUs", OK, "; ".join("%d x %s" % (n, kind) for kind, n in kinds.items()))
+        yield Row(host.name, "GPUs", OK, "; ".join(f"{n} x {kind}" for kind, n in kinds.items()))
 
 
 def loose(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
     """Yield permissions that make sshd refuse keys (StrictModes)."""
     if host.facts["loose"]:
-        text = "others may write %s: sshd then refuses keys" % ", ".join(host.facts["loose"])
+        text = "others may write {}: sshd then refuses keys".format(", ".join(host.facts["loose"]))
         yield Row(host.name, "permissions", WARN, text, ON, join(["chmod", "go-w", *host.facts["loose"]]))
 
 
@@ -393,7 +393,7 @@ def as_root(host: ExaminedHost, *commands: str) -> str:
 
 def apt(host: ExaminedHost, package: str) -> str:
     """Return shell text that installs a package of Debian or Ubuntu, also where no list of packages is there yet."""
-    return as_root(host, "apt-get update", "apt-get install -y %s" % package)
+    return as_root(host, "apt-get update", f"apt-get install -y {package}")
 
 
 def version(text: str) -> tuple[int, int]:
@@ -406,19 +406,19 @@ def size(count: int) -> str:
     """Return bytes for people."""
     for unit, scale in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB)):
         if count >= scale:
-            return "%.1f %s" % (count / scale, unit)
-    return "%d KiB" % (count >> 10)
+            return f"{count / scale:.1f} {unit}"
+    return f"{count >> 10} KiB"
 
 
 def _space(host: str, check: str, place: Mapping[str, Any], text: str) -> Row:
     free = place["free"]
     if free is None:
         return Row(host, check, OK, text)
-    text = "%s, %s free" % (text, size(free))
+    text = f"{text}, {size(free)} free"
     if free >= FREE:
         return Row(host, check, OK, text)
-    fix = "%s shows what fills it" % ON
-    return Row(host, check, BAD if free < FREE_LEAST else WARN, text, fix, "df -h %s" % quote(place["near"]))
+    fix = f"{ON} shows what fills it"
+    return Row(host, check, BAD if free < FREE_LEAST else WARN, text, fix, "df -h {}".format(quote(place["near"])))
 
 
 def _number(text: str) -> int:
@@ -428,7 +428,7 @@ def _number(text: str) -> int:
 def _failed(host: str, check: str, problem: Problem) -> Row:
     if problem.fix:
         return Row(host, check, BAD, problem.text, problem.fix)
-    return Row(host, check, BAD, problem.text, "does this print ok? %s" % ON, "echo ok")
+    return Row(host, check, BAD, problem.text, f"does this print ok? {ON}", "echo ok")
 
 
 def between(examined: Sequence[ExaminedHost], request: DoctorRequest) -> list[Row]:
@@ -440,15 +440,15 @@ def between(examined: Sequence[ExaminedHost], request: DoctorRequest) -> list[Ro
         found = _by({each.name: str(each.facts["python"].get(name) or "") for each in known})
         if len(found) > 1:
             what = "python" if name == "version" else name
-            text = "%s differs: %s" % (what, "; ".join("%s on %s" % (v, fold(h)) for v, h in found.items()))
+            text = "{} differs: {}".format(what, "; ".join(f"{v} on {fold(h)}" for v, h in found.items()))
             rows.append(Row("", "versions", WARN, text, "--python PATH, or --activate, of the same on all hosts"))
     drivers = _by({each.name: _drivers(each.facts["gpus"]["gpus"]) for each in known})
     if len(drivers) > 1:
-        text = "GPU drivers differ: %s" % "; ".join("%s on %s" % (v, fold(h)) for v, h in drivers.items())
+        text = "GPU drivers differ: {}".format("; ".join(f"{v} on {fold(h)}" for v, h in drivers.items()))
         rows.append(Row("", "versions", WARN, text))
     for address, names in _by({each.name: str(each.facts["network"]["address"]) for each in known}).items():
         if len(names) > 1:
-            text = "%s is the address of %s: are they one machine?" % (address, fold(names))
+            text = f"{address} is the address of {fold(names)}: are they one machine?"
             rows.append(Row("", "address", WARN, text, "name each machine once in the hosts file"))
     return rows
 

@@ -130,16 +130,16 @@ def _ports(fleet: Fleet, hosts: Sequence[Host], examined: Sequence[ExaminedHost]
 
 
 def _endpoint(address: str, port: int) -> str:
-    return "[%s]:%d" % (address, port) if ":" in address else "%s:%d" % (address, port)
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def this_machine(uses_ssh: bool) -> list[Row]:
     """Return the rows of this machine. Runs `ssh -V` and `rsync --version`."""
-    text = "distrun %s, python %s %s" % (__version__, platform.python_version(), sys.executable)
+    text = f"distrun {__version__}, python {platform.python_version()} {sys.executable}"
     found = [Row(HERE, "this machine", OK, text)]
     if uses_ssh:
         sudo = "" if os.geteuid() == 0 else "sudo "
-        install = "%sapt-get update && %sapt-get install -y %%s" % (sudo, sudo)
+        install = f"{sudo}apt-get update && {sudo}apt-get install -y %s"
         for name, argv, need in (
             ("ssh", ["ssh", "-V"], "rsync, --transport openssh and parts of the ssh configuration need it"),
             ("rsync", ["rsync", "--version"], "--sync-dst-dir needs it"),
@@ -147,7 +147,7 @@ def this_machine(uses_ssh: bool) -> list[Row]:
             version = first_line(argv)
             package = "openssh-client" if name == "ssh" else name
             if not version:
-                found.append(Row(HERE, "this machine", WARN, "no %s: %s" % (name, need), install % package))
+                found.append(Row(HERE, "this machine", WARN, f"no {name}: {need}", install % package))
             elif version.startswith("openrsync"):
                 fix = "brew install rsync"
                 found.append(Row(HERE, "this machine", WARN, version + " lacks what --sync-dst-dir needs", fix))
@@ -213,11 +213,10 @@ def port_rows(
             if reason:
                 wrong.setdefault(reason, []).append(source)
         if wrong:
-            text = "; ".join("%s cannot reach %s: %s" % (fold(who), places[name], why) for why, who in wrong.items())
+            text = "; ".join(f"{fold(who)} cannot reach {places[name]}: {why}" for why, who in wrong.items())
             fix = "open the data ports between the hosts (a firewall?), name open ones by --port-range A-B, or choose "
             rows.append(Row(name, "data ports", BAD, text, fix + "another network by --interface or --subnet"))
         elif count:
-            rows.append(
-                Row(name, "data ports", OK, "reached by %s" % ("all %d asked" % count if count > 1 else "its peer"))
-            )
+            peers = f"all {count} asked" if count > 1 else "its peer"
+            rows.append(Row(name, "data ports", OK, f"reached by {peers}"))
     return rows

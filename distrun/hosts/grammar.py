@@ -123,7 +123,7 @@ class Finding:
     @property
     def head(self) -> str:
         """`file:line:col: CODE: text`."""
-        return "%s:%d:%d: %s: %s" % (self.source, self.line, self.column, self.code, self.text)
+        return f"{self.source}:{self.line}:{self.column}: {self.code}: {self.text}"
 
     def __str__(self) -> str:
         if not self.line:
@@ -133,7 +133,7 @@ class Finding:
             start = max(0, min(at - WIDE // 2, len(line) - WIDE))
             line, at = "..." + line[start : start + WIDE] + "...", at - start + 3
         line = "".join(char if char.isprintable() else " " if char == "\t" else "?" for char in line)
-        return "%s\n  %s\n  %s^" % (self.head, line, " " * _width(line[:at]))
+        return "{}\n  {}\n  {}^".format(self.head, line, " " * _width(line[:at]))
 
 
 def _width(text: str) -> int:
@@ -157,7 +157,7 @@ def error_of(findings: Sequence[Finding], hint: str = "") -> HostsError:
     """Return the error that holds all findings."""
     lines = [str(finding) for finding in findings[:SHOWN]]
     if len(findings) > SHOWN:
-        lines.append("... and %d more errors" % (len(findings) - SHOWN))
+        lines.append(f"... and {len(findings) - SHOWN} more errors")
     return HostsError("\n".join(lines), hint, len(findings))
 
 
@@ -219,9 +219,9 @@ def unquote(text: str) -> tuple[str, bool]:
         return text, False
     closing = _closing(text, 0)
     if closing >= len(text):
-        raise Fault(0, "E116", "unclosed quote in %r" % text)
+        raise Fault(0, "E116", f"unclosed quote in {text!r}")
     if closing + 1 < len(text):
-        raise Fault(0, "E116", "text after the closing quote in %r" % text)
+        raise Fault(0, "E116", f"text after the closing quote in {text!r}")
     chars, at = [], 1
     while at < closing:
         at += text[at] == "\\" and text[at + 1] in '"\\'
@@ -243,7 +243,7 @@ def port(text: str, at: int = 0) -> int:
     """
     value = number(text)
     if not 1 <= value <= 65535:
-        raise Fault(at, "E103", "port must be 1-65535, got %s" % quote(text))
+        raise Fault(at, "E103", f"port must be 1-65535, got {quote(text)}")
     return value
 
 
@@ -255,7 +255,7 @@ def slots(text: str, key: str = "slots", at: int = 0) -> int:
     """
     value = number(text)
     if not value:
-        raise Fault(at, "E106", "%s must be a positive integer, got %s" % (key, quote(text)))
+        raise Fault(at, "E106", f"{key} must be a positive integer, got {quote(text)}")
     return value
 
 
@@ -269,9 +269,9 @@ def name(text: str, at: int = 0) -> str:
     if not _NAME.fullmatch(text):
         problem = "allowed are letters, digits, '.', '-', '_'"
     elif not text[0].isalnum() and text[0] != "_":
-        problem = "it begins with %r" % text[0]
+        problem = f"it begins with {text[0]!r}"
     elif len(text) > _LONGEST:
-        problem = "it is longer than %d characters" % _LONGEST
+        problem = f"it is longer than {_LONGEST} characters"
     elif _DOTTED.fullmatch(text):
         try:
             ipaddress.IPv4Address(text)
@@ -280,7 +280,7 @@ def name(text: str, at: int = 0) -> str:
         else:
             return "ipv4"
     if problem:
-        raise Fault(at, "E102", "invalid host name %s: %s" % (quote(text), problem))
+        raise Fault(at, "E102", f"invalid host name {quote(text)}: {problem}")
     return "name"
 
 
@@ -301,7 +301,7 @@ def user(text: str, at: int = 0) -> str:
         Fault: E116.
     """
     if not _USER.fullmatch(text):
-        raise Fault(at, "E116", "invalid user %s: expected letters, digits, '.', '-', '_'" % quote(text))
+        raise Fault(at, "E116", f"invalid user {quote(text)}: expected letters, digits, '.', '-', '_'")
     return text
 
 
@@ -343,7 +343,7 @@ def value(key: str, text: str) -> object:
 
 def wrong(key: str, right: str, text: str) -> Fault:
     """Return the fault of an attribute's value."""
-    return Fault(0, "E116", "%s must be %s, got %s" % (key, right, quote(text)))
+    return Fault(0, "E116", f"{key} must be {right}, got {quote(text)}")
 
 
 def key(text: str) -> str:
@@ -356,8 +356,8 @@ def key(text: str) -> str:
         import difflib  # for a mistake only
 
         near = difflib.get_close_matches(text.lower(), KEYS, n=1)
-        advice = "Did you mean %r? " % near[0] if near else ""
-        raise Fault(0, "E107", "unknown attribute %s. %sKnown: %s" % (quote(text), advice, ", ".join(SYNONYMS)))
+        advice = f"Did you mean {near[0]!r}? " if near else ""
+        raise Fault(0, "E107", "unknown attribute {}. {}Known: {}".format(quote(text), advice, ", ".join(SYNONYMS)))
     return KEYS[text]
 
 

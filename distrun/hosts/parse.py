@@ -64,8 +64,8 @@ def parse(
     _file(text, source, state, ())
     if not merger.order and not state.findings:
         lines = text.count("\n") + (not text.endswith("\n") and bool(text))
-        what = "%d line%s, all blank or comments" % (lines, "" if lines == 1 else "s")
-        raise error_of([Finding(source, 0, 0, "E101", "no hosts in file (%s)" % what)])
+        what = "{} line{}, all blank or comments".format(lines, "" if lines == 1 else "s")
+        raise error_of([Finding(source, 0, 0, "E101", f"no hosts in file ({what})")])
     return _finish(source, state, saw)
 
 
@@ -84,12 +84,12 @@ def parse_list(text: str, source: str = "--hosts", *, form: str = "auto") -> Inv
             count = None if star < 0 else grammar.slots(item[star + 1 :], at=star)
             target = read_target(spec, state.form, state.saw, brief=True)
             if count is not None and target.slots is not None:
-                raise Fault(star, "E116", "slots given twice: %d and %d" % (target.slots, count))
+                raise Fault(star, "E116", f"slots given twice: {target.slots} and {count}")
             _add(target, {**target.given, "slots": count or target.slots}, HostEntry(source, 1, at + 1, text), state)
         except Fault as fault:
             state.findings.append(Finding(source, 1, at + fault.at + 1, fault.code, fault.text, text))
     if not merger.order and not state.findings:
-        raise error_of([Finding(source, 0, 0, "E101", "no hosts in %s" % grammar.quote(text))])
+        raise error_of([Finding(source, 0, 0, "E101", f"no hosts in {grammar.quote(text)}")])
     return _finish(source, state, None)
 
 
@@ -140,14 +140,14 @@ def _entry(found: list[Word], entry: HostEntry, state: _State) -> None:
             if not name or not equals:
                 if not said_text:
                     said_text = True
-                    text = "text after host is not key=value: %s" % grammar.quote(word.text)
+                    text = f"text after host is not key=value: {grammar.quote(word.text)}"
                     raise Fault(0, "E113", text)
                 continue
             key = grammar.key(name)
             text, quoted = grammar.unquote(raw)
             value = grammar.value(key, text)
             if given.get(key) not in (None, value):
-                raise Fault(0, "E116", "%s given twice: %r and %r" % (key, str(given[key]), text))
+                raise Fault(0, "E116", f"{key} given twice: {str(given[key])!r} and {text!r}")
             given[key] = value
             state.saw |= {"key." + name, "quoted"} if quoted else {"key." + name}
             if key == "gpus":
@@ -158,7 +158,7 @@ def _entry(found: list[Word], entry: HostEntry, state: _State) -> None:
         return
     try:
         if target.count > 1 and given.get("addr"):
-            text = "addr=%s would be the address of %d hosts" % (given["addr"], target.count)
+            text = "addr={} would be the address of {} hosts".format(given["addr"], target.count)
             raise Fault(0, "E116", text)
         _add(target, given, entry, state)
     except Fault as fault:
@@ -181,7 +181,7 @@ def _sge(found: list[Word], entry: HostEntry, state: _State) -> None:
         at = found[1].at - found[0].at if len(found) > 1 else 0
         count = grammar.slots(found[1].text if len(found) > 1 else "", at=at)
         if len(found) > 4:
-            text = "text after host is not slots, queue, processors: %s" % grammar.quote(found[4].text)
+            text = f"text after host is not slots, queue, processors: {grammar.quote(found[4].text)}"
             raise Fault(found[4].at - found[0].at, "E113", text)
         _add(target, {"slots": count}, entry, state)
     except Fault as fault:
@@ -192,10 +192,10 @@ def _directive(found: list[Word], entry: HostEntry, state: _State, chain: tuple[
     """Read `@include PATH`."""
     try:
         if found[0].text != "@include":
-            text = "expected '@include' or a host, got %s" % grammar.quote(found[0].text)
+            text = f"expected '@include' or a host, got {grammar.quote(found[0].text)}"
             raise Fault(found[0].at, "E117", text)
         if len(found) != 2:
-            raise Fault(found[0].at, "E117", "@include: expected one path, got %d" % (len(found) - 1))
+            raise Fault(found[0].at, "E117", f"@include: expected one path, got {len(found) - 1}")
         try:
             path = grammar.unquote(found[1].text)[0]
             text, path = _included(path, entry.source, state, chain)
@@ -216,12 +216,12 @@ def _included(path: str, source: str, state: _State, chain: tuple[str, ...]) -> 
         path = os.path.normpath(os.path.join(os.path.dirname(source), path))
     if path in chain:
         circle = " -> ".join(grammar.quote(each) for each in [*chain[chain.index(path) :], path])
-        raise Fault(0, "E117", "@include: a file includes itself: %s" % circle)
+        raise Fault(0, "E117", f"@include: a file includes itself: {circle}")
     state.files += 1
     if len(chain) >= DEEPEST:
-        raise Fault(0, "E117", "@include: deeper than %d files" % DEEPEST)
+        raise Fault(0, "E117", f"@include: deeper than {DEEPEST} files")
     if state.files > MOST:
-        raise Fault(0, "E117", "@include: more than %d files" % MOST)
+        raise Fault(0, "E117", f"@include: more than {MOST} files")
     return state.read(path), path
 
 
@@ -260,7 +260,7 @@ def read_target(text: str, form: str, saw: set[str], brief: bool = False) -> Hos
         Fault: its place is counted from the beginning of the text.
     """
     if text.count("@") > 1:
-        raise Fault(0, "E111", "two '@' in %s" % grammar.quote(text))
+        raise Fault(0, "E111", f"two '@' in {grammar.quote(text)}")
     user, sign, rest = text.rpartition("@")
     start = len(user) + len(sign)
     if sign:
@@ -268,14 +268,14 @@ def read_target(text: str, form: str, saw: set[str], brief: bool = False) -> Hos
         saw.add("user")
     end = rest.find("]") if rest.startswith("[") else -1
     if rest.startswith("[") and end < 0:
-        raise Fault(start, "E109", "unclosed '[' in %s" % grammar.quote(rest))
+        raise Fault(start, "E109", f"unclosed '[' in {grammar.quote(rest)}")
     if end > 0 and ":" in rest[:end]:
         name = rest[1:end]
         if not grammar.ipv6(name):
-            raise Fault(start, "E102", "invalid host name %s: it is not an IPv6 address" % grammar.quote(name))
+            raise Fault(start, "E102", f"invalid host name {grammar.quote(name)}: it is not an IPv6 address")
         if rest[end + 1 :] and rest[end + 1] != ":":
             tail = grammar.quote(rest[end + 1 :])
-            raise Fault(start + end + 1, "E104", "expected ':' and a port number after ']', got %s" % tail)
+            raise Fault(start + end + 1, "E104", f"expected ':' and a port number after ']', got {tail}")
         saw.add("ipv6.zone" if "%" in name else "ipv6.brackets")
         target = HostPattern((name,), 1, user)
         colon = end + 1 if rest[end + 1 :] else -1
@@ -324,16 +324,16 @@ def _number(text: str, colon: int, form: str, brief: bool) -> tuple[int | None, 
         return None, grammar.slots(digits, at=colon + 1)
     if not digits.isdecimal() or not digits.isascii():
         advice = "For several IPv6 colons use [addr]:port"
-        text = "expected a port number after ':', got %s. %s" % (grammar.quote(digits), advice)
+        text = f"expected a port number after ':', got {grammar.quote(digits)}. {advice}"
         raise Fault(colon + 1, "E104", text)
     port = grammar.port(digits, colon + 1)
     if form == "dmlc" or port == 22 or port >= 1024:
         return port, None
-    how = "Write '%s slots=%d' or '%s port=%d', or pass --hostfile-format" % (name, port, name, port)
+    how = f"Write '{name} slots={port}' or '{name} port={port}', or pass --hostfile-format"
     if brief:
-        how = "Write '%s*%d' for slots, or pass --hostfile-format dmlc for the port" % (name, port)
-    what = "port %d (dmlc style) or %d slots (MPI style)" % (port, port)
-    raise Fault(colon, "E105", "%s is ambiguous: %s? %s" % (grammar.quote(text), what, how))
+        how = f"Write '{name}*{port}' for slots, or pass --hostfile-format dmlc for the port"
+    what = f"port {port} (dmlc style) or {port} slots (MPI style)"
+    raise Fault(colon, "E105", f"{grammar.quote(text)} is ambiguous: {what}? {how}")
 
 
 @dataclass(frozen=True)
@@ -390,8 +390,8 @@ class Merger:
         for each in dataclasses.fields(HostSpec)[1:]:
             ours, theirs = getattr(known, each.name), getattr(spec, each.name)
             if each.name != "slots" and ours != theirs:
-                difference = "%s (%s vs %s)" % (each.name, _shown(ours), _shown(theirs))
-                text = "%r already listed on %s with different %s" % (spec.name, self._where(key, entry), difference)
+                difference = f"{each.name} ({_shown(ours)} vs {_shown(theirs)})"
+                text = f"{spec.name!r} already listed on {self._where(key, entry)} with different {difference}"
                 self._errors.append(entry.here("E108", text))
                 return
         self._specs[key] = dataclasses.replace(known, slots=(known.slots or 1) + (spec.slots or 1))
@@ -407,19 +407,20 @@ class Merger:
         return [
             entry.here(
                 "W120",
-                "duplicate host %r (%s): slots added, now %d"
-                % (self._specs[key].name, self._where(key, entry).removeprefix("on "), self._specs[key].slots or 1),
+                "duplicate host {!r} ({}): slots added, now {}".format(
+                    self._specs[key].name, self._where(key, entry).removeprefix("on "), self._specs[key].slots or 1
+                ),
             )
             for key, entry in self._repeated.items()
         ]
 
     def _where(self, key: str, entry: HostEntry) -> str:
         first = self._first[key]
-        return "line %d%s" % (first.line, "" if first.source == entry.source else " of " + first.source)
+        return "line {}{}".format(first.line, "" if first.source == entry.source else " of " + first.source)
 
     def _too_many_slots(self) -> list[Finding]:
         return [
-            self._first[key].here("E116", "slots must be at most max_slots=%d, got '%d'" % (spec.max_slots, spec.slots))
+            self._first[key].here("E116", f"slots must be at most max_slots={spec.max_slots}, got '{spec.slots}'")
             for key, spec in self._specs.items()
             if spec.max_slots is not None and spec.slots is not None and spec.slots > spec.max_slots
         ]
@@ -431,7 +432,7 @@ class Merger:
             return []
         advice = "other hosts cannot reach it. Use this machine's name or addr="
         return [
-            self._first[key].here("E112", "%r mixed with remote host %r: %s" % (spec.name, remote, advice))
+            self._first[key].here("E112", f"{spec.name!r} mixed with remote host {remote!r}: {advice}")
             for key, spec in self._specs.items()
             if is_loopback(spec.name) and not spec.addr
         ]
