@@ -15,7 +15,7 @@ from distrun.backends.base import Swept
 from distrun.errors import UsageError
 from distrun_runtime.contract import facts, process
 from distrun_runtime.contract.duration import duration
-from distrun_runtime.contract.plan import Limits, Plan
+from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator.jobstore import JobFolder
 from distrun_runtime.errors import JobStoreError
 
@@ -83,7 +83,7 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
             f"type this command there; or name the job's hosts: distrun kill -H FILE {folder.id}",
         )
     if grace_s is None:
-        grace_s = Limits().grace_s if plan is None else plan.limits.grace_s
+        grace_s = facts.GRACE_S if plan is None else plan.limits.grace_s
     who = process.Identity(launcher.get("pid", 0), launcher.get("start", ""))
     if launcher and process.is_alive(who):
         with contextlib.suppress(OSError):  # it is for a message only

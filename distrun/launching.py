@@ -24,7 +24,7 @@ from distrun_runtime.contract.duration import duration
 from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator.jobstore import JobFolder
 from distrun_runtime.coordinator.outcome import Outcome, TaskResult
-from distrun_runtime.coordinator.output import Piece, Sink
+from distrun_runtime.coordinator.output import OutputPiece, Sink
 
 if TYPE_CHECKING:
     from distrun.sync import Copier
@@ -45,7 +45,7 @@ class Terminal(Protocol):
     def start(self) -> None:
         """Start the threads that print."""
 
-    def show(self, piece: Piece) -> None:
+    def show(self, piece: OutputPiece) -> None:
         """Take a piece of a task's output."""
 
     def say(self, text: str, level: str) -> None:
@@ -212,7 +212,7 @@ def _note_fault(job: PlannedJob, folder: JobFolder, err: BaseException) -> None:
     tasks = tuple(TaskResult(task.name, task.role, task.rank, task.host) for task in job.plan.tasks)
     if isinstance(err, KeyboardInterrupt):
         outcome = Outcome(
-            128 + signal.SIGINT, facts.INTERRUPTED, "interrupted before anything was started", tasks=tasks
+            facts.EXIT_INTERRUPTED, facts.INTERRUPTED, "interrupted before anything was started", tasks=tasks
         )
     else:
         text = f"distrun itself failed: {type(err).__name__}: {err}"
@@ -313,7 +313,7 @@ class _Client:
         header = frame.header
         if frame.type == "output":
             names = (header["task"], header["host"], header["stream"], header["at"], header["length"])
-            self._terminal.show(Piece(frame.body, *names))
+            self._terminal.show(OutputPiece(frame.body, *names))
         elif frame.type == "said":
             self._terminal.say(header["text"], header["level"])
         elif frame.type == "prompt":

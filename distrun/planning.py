@@ -22,7 +22,7 @@ from distrun.backends.base import Backend, Rendered
 from distrun.errors import UsageError
 from distrun.hosts import HostSpec, Inventory, fold
 from distrun.placement import Slot, hosts_of, place, worker_hosts
-from distrun.request import BUNDLED, COMMAND, Request, Setting, check_tuning, exact, given, parse_port_range
+from distrun.request import BUNDLED, COMMAND, JobRequest, Setting, check_tuning, exact, given, parse_port_range
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.folder import identity
 from distrun_runtime.contract.plan import (
@@ -71,7 +71,7 @@ _PYTHON = re.compile(r"(.*/)?(python|pypy)[\d.]*\Z")
 class PlannedJob:
     """A job that is ready to be launched. Nothing of it has happened."""
 
-    request: Request
+    request: JobRequest
     plan: Plan
     secrets: Secrets
     backend: Backend
@@ -115,7 +115,7 @@ class Setup:
     token: str = ""
 
 
-def plan_job(request: Request, store: JobStore) -> PlannedJob:
+def plan_job(request: JobRequest, store: JobStore) -> PlannedJob:
     """Return a job that is ready to be launched.
 
     Raises:
@@ -143,7 +143,7 @@ def plan_job(request: Request, store: JobStore) -> PlannedJob:
     return PlannedJob(request, plan, values, backend, data, tree)
 
 
-def allocate(request: Request, backend: Backend) -> Allocation:
+def allocate(request: JobRequest, backend: Backend) -> Allocation:
     """Return the allocation of a backend that is given its hosts: tasks placed on the hosts of the request.
 
     Raises:
@@ -171,7 +171,7 @@ def allocate(request: Request, backend: Backend) -> Allocation:
     )
 
 
-def _check_python(request: Request) -> None:
+def _check_python(request: JobRequest) -> None:
     """Look for --python on this machine, where the servers will run."""
     if request.python and request.has_servers and request.ps == BUNDLED:
         import shutil  # with all its formats of archives: not for every launch
@@ -184,17 +184,15 @@ def _check_python(request: Request) -> None:
             )
 
 
-def _runtime(request: Request, backend: Backend) -> tuple[Runtime, bytes]:
+def _runtime(request: JobRequest, backend: Backend) -> tuple[Runtime, bytes]:
     """Return where tasks find the runtime, and the archive that hosts are sent."""
     if not backend.ships_runtime:
         return Runtime(path=str(ship.runtime_root(request.outer, copy=not request.dry_run))), b""
-    from distrun import archive  # local jobs need none
-
-    digest, data = archive.build()
+    digest, data = ship.archive()
     return Runtime(digest=digest), data
 
 
-def _scan(request: Request) -> Tree | None:
+def _scan(request: JobRequest) -> Tree | None:
     if request.sync_rules is None or not request.sync_dst_dir:
         return None
     from distrun.sync import scan  # not needed for jobs that copy nothing
@@ -202,7 +200,7 @@ def _scan(request: Request) -> Tree | None:
     return scan(request.cwd, request.sync_rules)
 
 
-def _sync(request: Request, allocation: Allocation, tree: Tree) -> Sync:
+def _sync(request: JobRequest, allocation: Allocation, tree: Tree) -> Sync:
     rules = request.sync_rules
     extra = () if rules is None else (each.name.partition("/")[0] for each in rules.extra)
     top = [*os.listdir(request.cwd), *extra]
@@ -217,14 +215,14 @@ def _sync(request: Request, allocation: Allocation, tree: Tree) -> Sync:
     )
 
 
-def make_plan(request: Request, allocation: Allocation, setup: Setup) -> tuple[Plan, Secrets]:
+def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tuple[Plan, Secrets]:
     """Return the plan of a job, and the secret values that it only names. No side effects.
 
     Raises:
         UsageError: one hidden variable has different values for two roles.
     """
     slots = allocation.slots
-    layout = _Layout.of(allocation)
+    layout = _JobLayout.of(allocation)
     users = {role: given(request.settings, role) for role in (SCHEDULER, SERVER, WORKER)}
     tasks = tuple(_task(request, slot, layout, setup, users[slot.role]) for slot in slots)
     plan = Plan(
@@ -249,7 +247,7 @@ def make_plan(request: Request, allocation: Allocation, setup: Setup) -> tuple[P
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _JobLayout:
     """What a task's variables say of the other tasks: worked out once, since a job may have many."""
 
     hosts: Inventory
@@ -263,10 +261,10 @@ class _Layout:
     """Host of each role's first task."""
 
     @staticmethod
-    def of(allocation: Allocation) -> _Layout:
+    def of(allocation: Allocation) -> _JobLayout:
         slots = allocation.slots
         roles = [slot.role for slot in slots]
-        return _Layout(
+        return _JobLayout(
             hosts=allocation.hosts,
             nodes={name: index for index, name in enumerate(hosts_of(slots, allocation.hosts.order))},
             groups={name: index for index, name in enumerate(worker_hosts(slots))},
@@ -275,7 +273,7 @@ class _Layout:
         )
 
 
-def _host(request: Request, layout: _Layout, allocation: Allocation, name: str) -> Host:
+def _host(request: JobRequest, layout: _JobLayout, allocation: Allocation, name: str) -> Host:
     spec = allocation.hosts.spec(name)
     return Host(
         name=name,
@@ -287,7 +285,7 @@ def _host(request: Request, layout: _Layout, allocation: Allocation, name: str) 
     )
 
 
-def _task(request: Request, slot: Slot, layout: _Layout, setup: Setup, users: Mapping[str, Setting]) -> Task:
+def _task(request: JobRequest, slot: Slot, layout: _JobLayout, setup: Setup, users: Mapping[str, Setting]) -> Task:
     spec = layout.hosts.spec(slot.host)
     env = {
         **_identity(slot, layout, setup),
@@ -319,7 +317,7 @@ def _task(request: Request, slot: Slot, layout: _Layout, setup: Setup, users: Ma
     )
 
 
-def _argv(request: Request, spec: HostSpec, role: str, python: str) -> tuple[str, ...]:
+def _argv(request: JobRequest, spec: HostSpec, role: str, python: str) -> tuple[str, ...]:
     if role == WORKER or request.ps == COMMAND:
         return shell.to_argv(request.command, request.shell)
     return (request.python or spec.python or python or _interpreter(request.command), "-m", "distrun_runtime", role)
@@ -336,7 +334,7 @@ def _devices(spec: HostSpec) -> str:
     return ",".join(map(str, range(int(spec.gpus)))) if spec.gpus.isdigit() else spec.gpus.strip(",")
 
 
-def _identity(slot: Slot, layout: _Layout, setup: Setup) -> dict[str, str]:
+def _identity(slot: Slot, layout: _JobLayout, setup: Setup) -> dict[str, str]:
     return {
         "DISTRUN_JOB_ID": setup.job_id,
         "DISTRUN_ROLE": slot.role,
@@ -352,7 +350,7 @@ def _identity(slot: Slot, layout: _Layout, setup: Setup) -> dict[str, str]:
     }
 
 
-def _parameter_server(request: Request, slot: Slot, layout: _Layout) -> dict[str, str]:
+def _parameter_server(request: JobRequest, slot: Slot, layout: _JobLayout) -> dict[str, str]:
     env = {
         "DMLC_ROLE": slot.role,
         "DMLC_NUM_WORKER": str(request.workers),
@@ -371,7 +369,7 @@ def _parameter_server(request: Request, slot: Slot, layout: _Layout) -> dict[str
     return env
 
 
-def _references(request: Request, slot: Slot, layout: _Layout) -> dict[str, str]:
+def _references(request: JobRequest, slot: Slot, layout: _JobLayout) -> dict[str, str]:
     address = f"{{host:{slot.host}.address}}"
     refs = {"DISTRUN_ADDR": address, "DMLC_NODE_HOST": address}
     if request.has_servers and request.ps == COMMAND:
@@ -394,7 +392,7 @@ def _references(request: Request, slot: Slot, layout: _Layout) -> dict[str, str]
     return refs
 
 
-def _torch(slot: Slot, layout: _Layout, job_id: str) -> dict[str, str]:
+def _torch(slot: Slot, layout: _JobLayout, job_id: str) -> dict[str, str]:
     rank, size, group = str(slot.rank), str(layout.sizes[WORKER]), str(layout.groups[slot.host])
     return {
         "RANK": rank,
@@ -413,7 +411,7 @@ def _torch(slot: Slot, layout: _Layout, job_id: str) -> dict[str, str]:
     }
 
 
-def _jax(slot: Slot, layout: _Layout) -> dict[str, str]:
+def _jax(slot: Slot, layout: _JobLayout) -> dict[str, str]:
     return {"JAX_NUM_PROCESSES": str(layout.sizes[WORKER]), "JAX_PROCESS_ID": str(slot.rank)}
 
 
@@ -422,7 +420,7 @@ def _unbuffered(setup: Setup, users: Mapping[str, Setting]) -> dict[str, str]:
     return {} if is_chosen else {"PYTHONUNBUFFERED": "1"}
 
 
-def _tuning(request: Request) -> dict[str, str]:
+def _tuning(request: JobRequest) -> dict[str, str]:
     env = {}
     if request.op_timeout_s is not None:
         env["DISTRUN_OP_TIMEOUT"] = exact(request.op_timeout_s)
@@ -433,7 +431,7 @@ def _tuning(request: Request) -> dict[str, str]:
     return env
 
 
-def _ports(request: Request, layout: _Layout, host: str) -> tuple[str, ...]:
+def _ports(request: JobRequest, layout: _JobLayout, host: str) -> tuple[str, ...]:
     labels: tuple[str, ...] = ()
     if host == layout.first[WORKER]:
         labels += (JAX_PORT, MASTER_PORT)
@@ -454,7 +452,7 @@ def _hidden(slots: Sequence[Slot], users: Mapping[str, Mapping[str, Setting]]) -
     return values
 
 
-def check_ports(request: Request, plan: Plan) -> None:
+def check_ports(request: JobRequest, plan: Plan) -> None:
     """Check that --port-range has a port for each process of ours, and each held port, on every host. Pure.
 
     Raises:
@@ -486,7 +484,7 @@ def check_ports(request: Request, plan: Plan) -> None:
             )
 
 
-def may_bring(request: Request, hosts: Sequence[HostSpec], names: Iterable[str]) -> bool:
+def may_bring(request: JobRequest, hosts: Sequence[HostSpec], names: Iterable[str]) -> bool:
     """Return whether what servers run by may be among the files that are copied, as far as can be said here. Pure.
 
     `names`: of the files and folders at the top of what is copied. Paths are judged on the host.

@@ -17,7 +17,7 @@ from distrun_runtime.contract.plan import ROLES, SCHEDULER, Limits
 
 if TYPE_CHECKING:
     from distrun.hosts import Inventory
-    from distrun.sync import Rules
+    from distrun.sync import CopyRules
 
 BUNDLED = "bundled"
 """`--ps bundled`: distrun's own servers and scheduler."""
@@ -70,7 +70,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Request:
+class JobRequest:
     """What the user asked for: the options of `distrun launch`, and what it found on the submitting machine.
 
     Raises:
@@ -117,7 +117,7 @@ class Request:
     """Folders of environments that it activates; None: nobody knows what it needs (`activation.folders`)."""
     sync_dst_dir: str = ""
     """Folder on each host that the current directory is copied to, and where tasks then start; empty: no copy."""
-    sync_rules: Rules | None = None
+    sync_rules: CopyRules | None = None
     """What of `cwd` is copied; None: nothing."""
     sync_delete: bool = False
     """Files that only a host has are deleted there."""
@@ -353,7 +353,7 @@ def _unquote(value: str, where: str) -> str:
     return re.sub(r"\\(.)", lambda found: known.get(found.group(1), found.group(1)), match.group(1))
 
 
-def _check_imports(request: Request) -> None:
+def _check_imports(request: JobRequest) -> None:
     for name in request.server_imports:
         if not all(part.isidentifier() for part in name.split(".")) or name.endswith(".py"):
             raise UsageError(

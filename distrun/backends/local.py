@@ -18,14 +18,14 @@ from distrun.backends import blob
 from distrun.backends.base import GUARD_S, Backend, Rendered, Swept, marks
 from distrun.hosts import Inventory
 from distrun.hosts import local as this_machine
-from distrun_runtime.contract import environ
+from distrun_runtime.contract import environ, facts
 from distrun_runtime.contract.plan import Host, Plan
 
 if TYPE_CHECKING:
     from distrun_runtime.coordinator.channel import Channel, Put, StreamChannel
 
 LOOPBACK = "127.0.0.1"
-WELL = (0, 6, 143)
+ENDED_WELL = (0, facts.EXIT_START_FAILED, facts.EXIT_TERMINATED)
 """Exit codes of an agent that has seen to its tasks: it was told to end, refused to begin, or was left alone."""
 LAST_WORDS = 20
 """Lines of the agent's stderr that are kept for the report of its death."""
@@ -64,7 +64,7 @@ class Local(Backend):
     def release(self, channels: Sequence[Channel], limit_s: float) -> tuple[str, ...]:
         """Wait for the end of agent and guard, so that nothing of a job is left when its launcher has ended."""
         ours = [channel for channel in channels if isinstance(channel, ChildChannel)]
-        return tuple(channel.host for channel in ours if channel.join(_wait_s(channel, limit_s)) not in WELL)
+        return tuple(channel.host for channel in ours if channel.join(_wait_s(channel, limit_s)) not in ENDED_WELL)
 
     def sweep(self, plan: Plan, grace_s: float, hosts: Sequence[str] | None = None) -> Mapping[str, Swept]:
         """End the job's processes on this machine."""

@@ -153,13 +153,14 @@ def _click_error(err: click.ClickException) -> int:
 def _other(err: Exception, settings: Settings) -> int:
     from distrun_runtime.errors import JobStoreError, NoSuchJob, RuntimeFault
 
-    if isinstance(err, NoSuchJob):
-        return _fail(str(err), "distrun status lists the jobs", facts.EXIT_USAGE, settings)
-    if isinstance(err, JobStoreError):
-        hint = "distrun status lists the jobs; a folder that is damaged, and of no job that runs, can go: rm -r"
-        return _fail(str(err), hint, facts.EXIT_USAGE, settings)
-    if isinstance(err, RuntimeFault):
-        return _fail(str(err), "", facts.EXIT_INTERNAL, settings)
+    match err:
+        case NoSuchJob():
+            return _fail(str(err), "distrun status lists the jobs", facts.EXIT_USAGE, settings)
+        case JobStoreError():
+            hint = "distrun status lists the jobs; a folder that is damaged, and of no job that runs, can go: rm -r"
+            return _fail(str(err), hint, facts.EXIT_USAGE, settings)
+        case RuntimeFault():
+            return _fail(str(err), "", facts.EXIT_INTERNAL, settings)
     text = f"{type(err).__name__}: {err}"
     return _fail("internal error: " + text, "please report it, with what -vv prints", facts.EXIT_INTERNAL, settings)
 

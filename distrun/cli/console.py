@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from distrun.cli.lines import Feed, Live, prefix
 from distrun.cli.writer import ENDS_OUTPUT, Writer, encode
-from distrun_runtime.coordinator.output import Piece
+from distrun_runtime.coordinator.output import OutputPiece
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -90,9 +90,9 @@ class Console:
 
     def output(self, task: str, host: str, stream: str, data: bytes, at: int | None) -> None:
         """Take bytes of a task; they begin at byte `at` of its log file."""
-        self.show(Piece(data, task, host, stream, at, len(data)))
+        self.show(OutputPiece(data, task, host, stream, at, len(data)))
 
-    def show(self, piece: Piece) -> None:
+    def show(self, piece: OutputPiece) -> None:
         """Take a piece of a task's output."""
         self.start()
         self._writers[piece.stream].put(piece)
@@ -114,7 +114,7 @@ class Console:
 
     def _put(self, stream: str, text: str) -> None:
         if self._writers:
-            self._writers[stream].put(Piece(encode(text), stream=stream))
+            self._writers[stream].put(OutputPiece(encode(text), stream=stream))
         else:
             _print_plain(self._fds[stream], text)
 
@@ -169,7 +169,7 @@ class _Feeds:
         self._coloured = coloured
         self._live = live
 
-    def make(self, piece: Piece) -> Feed:
+    def make(self, piece: OutputPiece) -> Feed:
         before, fd = b"", self._fds[piece.stream]
         if self._has_prefix:
             before = prefix(piece.task, piece.host, piece.stream == "err", self._coloured[fd])

@@ -300,7 +300,7 @@ def _spared() -> list[list[Any]]:
     return [list(row.identity) for row in process.table(pids)]
 
 
-def _show_matches(found: Found, chosen: Mapping[str, Sequence[jobs.Process]]) -> None:
+def _show_matches(found: Found, chosen: Mapping[str, Sequence[jobs.JobProcess]]) -> None:
     rows = []
     for host, each in found.items():
         if isinstance(each, Problem):
@@ -310,7 +310,7 @@ def _show_matches(found: Found, chosen: Mapping[str, Sequence[jobs.Process]]) ->
 
 
 def _report_matches(
-    found: Found, chosen: Mapping[str, Sequence[jobs.Process]], swept: Found, options: Mapping[str, Any]
+    found: Found, chosen: Mapping[str, Sequence[jobs.JobProcess]], swept: Found, options: Mapping[str, Any]
 ) -> int:
     problems, done = _problems(found, swept), _values(swept)
     code = _exit_code(any(report["left"] for report in done.values()), problems)

@@ -16,14 +16,14 @@ from distrun.cli.console import Console
 from distrun.cli.options import collect_env, launch_options
 from distrun.errors import UsageError
 from distrun.planning import device_warnings
-from distrun.request import Request, Setting, forwarded
+from distrun.request import JobRequest, Setting, forwarded
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.plan import ROLES, Limits
 
 if TYPE_CHECKING:
     from distrun.hosts import Inventory
     from distrun.planning import PlannedJob
-    from distrun.sync import Rules
+    from distrun.sync import CopyRules
     from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
     from distrun_runtime.coordinator.outcome import Outcome
 
@@ -117,7 +117,7 @@ def _request(
     launcher: str,
     found: Inventory | None,
     env: Mapping[str, str],
-) -> Request:
+) -> JobRequest:
     by_role = {role: options["env_" + role] for role in ROLES}
     settings, notes = collect_env(options["env"], options["env_files"], by_role, env)
     for note in notes:
@@ -128,7 +128,7 @@ def _request(
     if options["verbosity"] >= FULL_TRACEBACKS:
         settings = (Setting("DISTRUN_TRACEBACK", "full"), *settings)
     given = {setting.name: setting.value for setting in settings if not setting.role}
-    return Request(
+    return JobRequest(
         command=command,
         launcher=launcher,
         hosts=found,
@@ -176,7 +176,7 @@ def _limits(options: Mapping[str, Any]) -> Limits:
     return limits if start_s is None else limits._replace(start_s=start_s)
 
 
-def _rules(options: Mapping[str, Any]) -> Rules | None:
+def _rules(options: Mapping[str, Any]) -> CopyRules | None:
     if not options["sync_dst_dir"]:
         for name in ("sync_exclude", "sync_gitignore", "sync_extra", "sync_delete"):
             if options[name]:

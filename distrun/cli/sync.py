@@ -17,7 +17,7 @@ from distrun.errors import SyncError
 from distrun_runtime.contract import environ
 
 if TYPE_CHECKING:
-    from distrun.sync import Result, Tree
+    from distrun.sync import CopyResult, Tree
 
 SCHEMA = "distrun.sync/1"
 REFRESH_S = 0.25
@@ -106,7 +106,7 @@ def sync(**options: Any) -> int:
     return 0
 
 
-def as_json(result: Result) -> dict[str, Any]:
+def as_json(result: CopyResult) -> dict[str, Any]:
     """Return a result in its JSON form."""
     return {
         "host": result.host,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from distrun.cli.lines import DRAW_S, Feed, Live
-from distrun_runtime.coordinator.output import Backlog, Piece
+from distrun_runtime.coordinator.output import Backlog, OutputPiece
 
 STUCK_S = 10.0
 """At the end, a terminal that takes nothing for so long is given up."""
@@ -23,7 +23,7 @@ LOOK_S = 0.1
 """While output comes without a pause, it is looked so often for what other tasks have to show."""
 
 
-ENDS_OUTPUT = Piece()
+ENDS_OUTPUT = OutputPiece()
 """Tasks will write nothing more: what they did not end with a newline is printed now."""
 
 
@@ -33,7 +33,7 @@ class Writer:
     def __init__(
         self,
         fds: Mapping[str, int],
-        make_feed: Callable[[Piece], Feed],
+        make_feed: Callable[[OutputPiece], Feed],
         find_log: Callable[[str], Path | None],
         on_broken: Callable[[int], None] = lambda fd: None,
         live: Live | None = None,
@@ -57,7 +57,7 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="console", daemon=True)
         self._thread.start()
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: OutputPiece) -> None:
         """Queue a piece; never waits."""
         with self._changed:
             self._queue.put(piece)
@@ -143,7 +143,7 @@ class Writer:
             columns, rows = 0, 0
         self._send(self._live_fd, self._live.draw(bars, columns or 80, rows or 24))
 
-    def _print(self, piece: Piece) -> None:
+    def _print(self, piece: OutputPiece) -> None:
         if piece is ENDS_OUTPUT:
             self._flush_feeds()
             return
@@ -162,7 +162,7 @@ class Writer:
         else:
             self._write(fd, feed.feed(piece.data, time.monotonic()))
 
-    def _print_from_log(self, piece: Piece, feed: Feed) -> None:
+    def _print_from_log(self, piece: OutputPiece, feed: Feed) -> None:
         fd = self._fds[piece.stream]
         path = self._find_log(piece.task)
         at, left = piece.at or 0, piece.length

@@ -7,18 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from distrun.errors import UsageError
-
-ALIVE = "alive"
-STOPPED = "stopped"
-NONE = "none"
-
+from distrun_runtime.contract import facts
 
 SHOWN = 100
 """Characters of a command line in a table; the JSON has all."""
 
 
 @dataclass(frozen=True)
-class Process:
+class JobProcess:
     """One process of a host."""
 
     pid: int
@@ -40,7 +36,7 @@ class HostJob:
     agent: str
     """alive, stopped, dead or none."""
     guard: str
-    processes: tuple[Process, ...]
+    processes: tuple[JobProcess, ...]
     quiet_s: float | None = None
     """How long ago its agent heard from its launcher, at most."""
     lease_s: float | None = None
@@ -50,7 +46,7 @@ class HostJob:
     @property
     def is_stale(self) -> bool:
         """Whether nobody looks after it: its agent is dead, stopped, or past its lease."""
-        return self.agent != ALIVE or self.is_past_lease
+        return self.agent != facts.AGENT_ALIVE or self.is_past_lease
 
     @property
     def is_past_lease(self) -> bool:
@@ -59,9 +55,9 @@ class HostJob:
 
     def state(self) -> str:
         """Return how its agent stands, in words."""
-        if self.agent == ALIVE:
+        if self.agent == facts.AGENT_ALIVE:
             return f"silent {age(self.quiet_s)}" if self.is_past_lease else "runs"
-        return "agent " + {STOPPED: "stopped", NONE: "unknown"}.get(self.agent, "gone")
+        return "agent " + {facts.AGENT_STOPPED: "stopped", facts.AGENT_NONE: "unknown"}.get(self.agent, "gone")
 
 
 def read(host: str, answer: Mapping[str, Any]) -> list[HostJob]:
@@ -81,10 +77,12 @@ def read(host: str, answer: Mapping[str, Any]) -> list[HostJob]:
     ]
 
 
-def processes(rows: Iterable[Mapping[str, Any]]) -> list[Process]:
+def processes(rows: Iterable[Mapping[str, Any]]) -> list[JobProcess]:
     """Return the processes that a tool told of."""
     return [
-        Process(int(row["pid"]), str(row["start"]), str(row["command"]), str(row.get("task") or ""), row.get("age_s"))
+        JobProcess(
+            int(row["pid"]), str(row["start"]), str(row["command"]), str(row.get("task") or ""), row.get("age_s")
+        )
         for row in rows
     ]
 
@@ -110,7 +108,7 @@ def _meant(word: str, ids: Sequence[str]) -> list[str]:
     return found
 
 
-def shown(process: Process) -> str:
+def shown(process: JobProcess) -> str:
     """Return a process's command for a table: ours by its name, for theirs is long; others cut."""
     if process.task in ("agent", "guard"):
         return f"distrun's {process.task}"

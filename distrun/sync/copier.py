@@ -26,11 +26,11 @@ from distrun.sync import askpass, remote_shell, rsync
 from distrun.sync.receiver import NOTE, SAME, UNFIT
 from distrun.sync.remote_shell import RemoteShell, Shells
 from distrun.sync.rsync import Ended, Progress, Rate, Transfer
-from distrun.sync.rules import PARTIAL, Extra, Rules, check_folder, extra_filters, filters
+from distrun.sync.rules import PARTIAL, CopyRules, Extra, check_folder, extra_filters, filters
 from distrun.sync.tree import Tree, chosen, count, size_text
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.folder import identity as folder_identity
-from distrun_runtime.coordinator.events import Prepared, PrepareFailed
+from distrun_runtime.coordinator.events import AllPrepared, PrepareFailed
 
 if TYPE_CHECKING:
     from distrun.ssh.ask import Asker
@@ -71,7 +71,7 @@ class CopyRequest:
     """A folder here."""
     dst: str
     """The folder there: `~` is the host's home, and other relative paths are below it too."""
-    rules: Rules
+    rules: CopyRules
     delete: bool = False
     """Whether files that only a host has are deleted there."""
     tree: Tree | None = None
@@ -86,7 +86,7 @@ class CopyRequest:
 
 
 @dataclass(frozen=True)
-class Result:
+class CopyResult:
     """The copy to one host."""
 
     host: str
@@ -201,19 +201,19 @@ class Copier:
         self._tells = True
         """Whether rsync reports its progress."""
         self._rate = Rate()
-        self._results: list[Result] = []
+        self._results: list[CopyResult] = []
         self._notes: set[str] = set()
         self._thread: threading.Thread | None = None
 
     def start(self, put: Put) -> None:
-        """Begin, in a thread; at the end put `Prepared` or `PrepareFailed`. Returns at once."""
+        """Begin, in a thread; at the end put `AllPrepared` or `PrepareFailed`. Returns at once."""
 
         def work() -> None:
             try:
                 host, reason, text = first_failure(self.copy())
             except Exception as err:  # whatever it is, the loop must hear of it
                 host, reason, text = "", _text(err), getattr(err, "hint", "")
-            put(PrepareFailed(host, reason, time.time(), text) if reason else Prepared())
+            put(PrepareFailed(host, reason, time.time(), text) if reason else AllPrepared())
 
         self._thread = threading.Thread(target=work, name="sync", daemon=True)
         self._thread.start()
@@ -237,7 +237,7 @@ class Copier:
         """Whether `cancel` was called."""
         return self._cancelled.is_set()
 
-    def copy(self) -> list[Result]:
+    def copy(self) -> list[CopyResult]:
         """Copy to all hosts; return one result for each distinct host, in the order of `targets`. Blocks.
 
         Raises:
@@ -272,7 +272,7 @@ class Copier:
                     thread.join(max(until - time.monotonic(), 0.0))
                 raise
         finished = {each.host: each for each in self._results}
-        return [finished.get(names[0], Result(names[0], names, cancelled=True)) for names in hosts]
+        return [finished.get(names[0], CopyResult(names[0], names, cancelled=True)) for names in hosts]
 
     def _prepare(self, scratch: str) -> _Common:
         tool = rsync.find()
@@ -318,7 +318,7 @@ class Copier:
             try:
                 result = self._copy_to(names, common)
             except Exception as err:  # a thread that dies of one would have its host waited for
-                result = Result(names[0], names, code=-1, reason=_text(err), fix=getattr(err, "hint", ""))
+                result = CopyResult(names[0], names, code=-1, reason=_text(err), fix=getattr(err, "hint", ""))
             with self._lock:
                 self._results.append(result)
                 self._done[names[0]] = self._tree.size if result.ok else 0
@@ -326,7 +326,7 @@ class Copier:
             if not result.ok and not result.cancelled:
                 self._sink.say(f"sync to {result.line()}", "warning")
 
-    def _copy_to(self, names: tuple[str, ...], common: _Common) -> Result:
+    def _copy_to(self, names: tuple[str, ...], common: _Common) -> CopyResult:
         host = names[0]
         begun = time.monotonic()
         files = size = 0
@@ -335,7 +335,7 @@ class Copier:
         attempts = self._shells(self._targets[host])
         shell = next(attempts)
         commands = self._commands(common, host, shell)
-        result = Result(host, names)
+        result = CopyResult(host, names)
         races = RACES
         while commands:
             sums = self._tree.sums[-len(commands)] if self._tree.sums else ()
@@ -359,7 +359,7 @@ class Copier:
                 ended.code, same = 0, True
             files, size = files + ended.files, size + ended.size
             reason, fix = rsync.explain(ended, host, answer_s=self._answer_s, stall_s=self._stall_s)
-            result = Result(host, names, files, size, time.monotonic() - begun, same and not files)
+            result = CopyResult(host, names, files, size, time.monotonic() - begun, same and not files)
             if ended.cancelled and ended.code:
                 return replace(result, cancelled=True)
             # After a host refused the folder, rsync's messages would only mislead.
@@ -518,7 +518,7 @@ def _text(err: Exception) -> str:
 # ---------------------------------------------------------------------- all results in words
 
 
-def first_failure(results: Sequence[Result]) -> tuple[str, str, str]:
+def first_failure(results: Sequence[CopyResult]) -> tuple[str, str, str]:
     """Return the first host that failed, why in one line, and more lines; empty texts if none failed."""
     failed = [each for each in results if each.reason]
     if not failed:
@@ -530,7 +530,7 @@ def first_failure(results: Sequence[Result]) -> tuple[str, str, str]:
     return first.host, f"{first.reason} (nor {nor})", "\n".join(line for each in failed for line in each.lines())
 
 
-def error(results: Sequence[Result]) -> SyncError | None:
+def error(results: Sequence[CopyResult]) -> SyncError | None:
     """Return the error that says which hosts failed, and why; None if none failed."""
     failed = [result for result in results if not result.ok and not result.cancelled]
     unfinished = [result for result in results if result.cancelled]

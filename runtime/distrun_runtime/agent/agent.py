@@ -26,7 +26,7 @@ from distrun_runtime.contract.plan import STOP
 from distrun_runtime.contract.process import Identity, Process
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
 
-FIRST_LEASE_S = 45.0
+FIRST_LEASE_S = facts.LEASE_S
 """How long the agent waits for `begin`, and between frames until then."""
 GUARD_LOST_GRACE_S = 2.0
 """Without its guard the agent hurries: if it died now, nothing would clean up after it."""

@@ -16,7 +16,7 @@ import time
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional
 
 from distrun_runtime.agent.channel import Channel
-from distrun_runtime.contract import process, wire
+from distrun_runtime.contract import facts, process, wire
 from distrun_runtime.contract.process import Identity, Process
 
 TERMINAL_SIGNALS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTSTP", "SIGTTIN", "SIGTTOU")
@@ -139,12 +139,7 @@ def _watch(agent: int, notes: int, idle: Callable[[], None]) -> int:
     note = _note(notes)
     if note is not None:
         _clean_up(note)
-    return exit_code(status)
-
-
-def exit_code(status: int) -> int:
-    """Return a wait status as a shell's exit code: 128 + number for a signal."""
-    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+    return facts.exit_code_of(status)
 
 
 def _note(notes: int) -> Optional[Dict[str, Any]]:

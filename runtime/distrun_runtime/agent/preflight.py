@@ -17,7 +17,7 @@ import selectors
 import sys
 from typing import Any, Callable, Dict, Generator, Mapping, NamedTuple, Optional, Union
 
-from distrun_runtime.agent.commands import FD, NOT_FOUND, SCRIPT, TIMED_OUT, Command, Done, RunningCommand
+from distrun_runtime.agent.commands import FD, NOT_FOUND, SCRIPT, TIMED_OUT, Command, CommandResult, RunningCommand
 from distrun_runtime.agent.share import Share
 from distrun_runtime.contract.plan import ACTIVATE_S, Plan
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
@@ -182,7 +182,7 @@ class Preflight:
             self._command.cancel()
             self._command = None
 
-    def _on_done(self, done: Done) -> None:
+    def _on_done(self, done: CommandResult) -> None:
         self._command = None
         self.proceed(done)
 
@@ -267,7 +267,7 @@ def activation(script: str, base: Mapping[bytes, bytes], marks: Mapping[str, str
     return Command(argv, env, os.fsencode(working_folder(cwd)), ACTIVATE_S, text.encode("utf-8", "surrogateescape"))
 
 
-def activated(done: Done, asked: Command, host: str) -> Dict[bytes, bytes]:
+def activated(done: CommandResult, asked: Command, host: str) -> Dict[bytes, bytes]:
     """Return the environment that the activation made.
 
     Raises:

@@ -22,11 +22,10 @@ from distrun_runtime.agent.channel import Channel
 from distrun_runtime.agent.output import Outlet, Spool
 from distrun_runtime.agent.share import exact, words
 from distrun_runtime.contract import process
+from distrun_runtime.contract.facts import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND
 from distrun_runtime.contract.plan import Task
 from distrun_runtime.contract.process import Identity, Process
 
-NOT_FOUND = 127
-NOT_EXECUTABLE = 126
 JOB = ""
 """Owner of processes that belong to the job, but to no known task."""
 LINE_LIMIT = 64 * 1024
@@ -268,13 +267,13 @@ def start(task: Task, env: Dict[bytes, bytes], spool_folder: str) -> RunningTask
 def _check(task: Task, argv: List[bytes], env: Mapping[bytes, bytes]) -> None:
     """Raise CannotStart for what exec would report ambiguously."""
     if not argv or not argv[0]:
-        raise CannotStart(NOT_FOUND, f"{task.name} has an empty command")
+        raise CannotStart(EXIT_NOT_FOUND, f"{task.name} has an empty command")
     cwd = os.path.expanduser(exact(task.cwd))
     if cwd and not os.path.isdir(cwd):
         what = "is not a folder" if os.path.exists(cwd) else "does not exist"
-        raise CannotStart(NOT_EXECUTABLE, f"the working folder {task.cwd} {what} on this host")
+        raise CannotStart(EXIT_NOT_EXECUTABLE, f"the working folder {task.cwd} {what} on this host")
     if cwd and not os.access(cwd, os.X_OK):
-        raise CannotStart(NOT_EXECUTABLE, f"the working folder {task.cwd} cannot be entered: no permission")
+        raise CannotStart(EXIT_NOT_EXECUTABLE, f"the working folder {task.cwd} cannot be entered: no permission")
     folders = env.get(b"PATH", os.fsencode(os.defpath)).split(b":")
     places = [b""] if b"/" in argv[0] else folders
     found = [os.path.join(cwd or b".", place, argv[0]) for place in places]
@@ -284,21 +283,21 @@ def _check(task: Task, argv: List[bytes], env: Mapping[bytes, bytes]) -> None:
         if argv[0] == b"python" and any(os.path.exists(os.path.join(place, b"python3")) for place in folders):
             where = " (in no folder of the task's PATH, but there is python3: type that)"
         word, equals, _ = _text(argv[0]).partition("=")  # of an assignment only the name: its value may be a secret
-        raise CannotStart(NOT_FOUND, f"command not found: {word}{'=...' if equals else ''}{where}")
+        raise CannotStart(EXIT_NOT_FOUND, f"command not found: {word}{'=...' if equals else ''}{where}")
     if not any(os.path.isfile(path) and os.access(path, os.X_OK) for path in found):
         what = "is a folder" if os.path.isdir(found[0]) else "is not executable; chmod +x it or name its interpreter"
-        raise CannotStart(NOT_EXECUTABLE, f"{_text(found[0])} {what}")
+        raise CannotStart(EXIT_NOT_EXECUTABLE, f"{_text(found[0])} {what}")
 
 
 def _why(task: Task, argv: List[bytes], err: Exception) -> CannotStart:
     number = err.errno if isinstance(err, OSError) else None
     if number == errno.ENOENT:
         # The file is there (it was checked): what its first line names is not.
-        return CannotStart(NOT_EXECUTABLE, f"{_text(argv[0])}: the interpreter in its first line does not exist")
+        return CannotStart(EXIT_NOT_EXECUTABLE, f"{_text(argv[0])}: the interpreter in its first line does not exist")
     if number == errno.ENOEXEC:
         what = "is neither a program of this machine nor a script with a #! line"
-        return CannotStart(NOT_EXECUTABLE, f"{_text(argv[0])} {what}")
-    return CannotStart(NOT_EXECUTABLE, f"{task.name} cannot be started: {err}")
+        return CannotStart(EXIT_NOT_EXECUTABLE, f"{_text(argv[0])} {what}")
+    return CannotStart(EXIT_NOT_EXECUTABLE, f"{task.name} cannot be started: {err}")
 
 
 def _text(word: bytes) -> str:

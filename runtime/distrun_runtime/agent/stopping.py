@@ -246,7 +246,7 @@ def signal_number(name: Any) -> int:
 
 def _signal(name: Any) -> signal.Signals:
     text = str(name).upper()
-    found = getattr(signal, text if text.startswith("SIG") else "SIG" + text, None)
-    if not isinstance(found, signal.Signals):
-        raise ContractError(f"no signal is called {name!r} here; write it as TERM, INT or KILL")
-    return found
+    try:
+        return signal.Signals[text if text.startswith("SIG") else "SIG" + text]
+    except KeyError:
+        raise ContractError(f"no signal is called {name!r} here; write it as TERM, INT or KILL") from None

@@ -19,7 +19,7 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Opt
 
 from distrun_runtime.agent import record
 from distrun_runtime.agent.record import Record
-from distrun_runtime.contract import process, ps
+from distrun_runtime.contract import facts, process, ps
 from distrun_runtime.contract.facts import GIVE_UP_S, GRACE_S
 from distrun_runtime.contract.process import Identity, Process
 from distrun_runtime.errors import ContractError
@@ -30,10 +30,6 @@ AGENT = "import binascii,json,os,sys,zlib"
 NAMES = ("distrun's agent", "distrun's guard")
 """What the two are called in a report: their command lines say nothing to a reader."""
 DAEMONS = ("sshd", "sshd-session", "sshd-auth")
-ALIVE = "alive"
-DEAD = "dead"
-STOPPED = "stopped"
-NONE = "none"
 """No record names it, and none is above the tasks: only marks tell of the job."""
 _WHOLE = 100000
 """Characters of a command line that are looked at."""
@@ -45,7 +41,7 @@ Key = Tuple[str, str]
 # Ending what a job left
 
 
-class Report(NamedTuple):
+class SweepReport(NamedTuple):
     """What a sweep did. Processes are (pid, command)."""
 
     job: str
@@ -57,7 +53,7 @@ class Report(NamedTuple):
     """The job's private folders that were removed."""
 
 
-def sweep(job: str, grace_s: Optional[float]) -> Report:
+def sweep(job: str, grace_s: Optional[float]) -> SweepReport:
     """End every process of a job of the calling user on this machine, and remove its private folders.
 
     A living agent is asked to do it (SIGTERM, and SIGCONT in case it is frozen) and gets `grace_s` and two seconds.
@@ -95,7 +91,7 @@ def sweep(job: str, grace_s: Optional[float]) -> Report:
     remaining = tuple((row.pid, process.command_of(row.pid)) for row in left)
     stuck = {row.identity for row in left}
     ended = tuple((who.pid, text) for who, text in there.items() if who not in stuck)
-    return Report(job, ended, remaining, tuple(gone))
+    return SweepReport(job, ended, remaining, tuple(gone))
 
 
 def belongings(
@@ -279,11 +275,11 @@ def _above(processes: List[Process]) -> Tuple[Optional[Identity], Optional[Ident
 
 def _state(who: Optional[Identity]) -> str:
     if who is None:
-        return NONE
+        return facts.AGENT_NONE
     if not process.is_alive(who):
-        return DEAD
+        return facts.AGENT_DEAD
     # T: a signal stopped it; t: a debugger did.
-    return STOPPED if any(each.state in "Tt" for each in process.table([who.pid])) else ALIVE
+    return facts.AGENT_STOPPED if any(each.state in "Tt" for each in process.table([who.pid])) else facts.AGENT_ALIVE
 
 
 def _kept() -> List[Found]:

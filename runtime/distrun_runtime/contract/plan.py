@@ -101,9 +101,9 @@ class Limits(NamedTuple):
     """Until every agent has answered and every task was started; then exit code 6."""
     lease_s: float = facts.LEASE_S
     """How long an agent goes on without hearing from the coordinator; longer than `lost_s`."""
-    verdict_s: float = 1.0
-    """How long the verdict waits for an earlier failure to be reported."""
-    early_exit_s: float = 10.0
+    verdict_s: float = facts.EARLIER_FAILURE_S
+    """How long reports of an earlier failure are awaited before the cause is named."""
+    early_exit_s: float = facts.EARLY_EXIT_S
     """How long workers may take to end after a server or scheduler ended with 0."""
     suspect_s: float = facts.SUSPECT_S
     """A host that is silent for so long is suspect: said, and nothing else."""

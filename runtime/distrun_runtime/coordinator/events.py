@@ -58,7 +58,7 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class AllPrepared:
     """What `Prepare` began is done on all hosts."""
 
 
@@ -231,7 +231,7 @@ Event = Union[
     Settled,
     Needed,
     Answered,
-    Prepared,
+    AllPrepared,
     PrepareFailed,
     StartFailed,
     Started,

@@ -352,7 +352,7 @@ class JobFolder:
         """Return what the user called it; may be empty."""
         return self._member("name", stored.TEXT)
 
-    def _member(self, member: str, kind: stored.Kind) -> str:
+    def _member(self, member: str, kind: stored.MemberType) -> str:
         """Return a text of state.json, "" where that cannot be read."""
         try:
             value = stored.load(self.path / "state.json", VERSION).get(member)

@@ -49,7 +49,7 @@ def run(
 
     `runtime()` returns the archive (a zip) whose digest the plan names; it is called when the first agent asks for it.
     `prepare(put)` is called once, when every host is ready, and before any task is spawned: it begins, in a thread of
-    its own, what is to be done by then, returns at once, and puts `Prepared` or `PrepareFailed` at its end.
+    its own, what is to be done by then, returns at once, and puts `AllPrepared` or `PrepareFailed` at its end.
 
     Should the loop itself fail, the agents are let go (they end their tasks), the folder says so, and the error
     is raised.
@@ -95,7 +95,7 @@ class _Job:
         self._saved = 0.0
         self._is_dirty = False
         self._folder_warned = False
-        self._loop = loop.Loop(
+        self._loop = loop.HostLoop(
             self,
             channels,
             encoders={
@@ -170,7 +170,7 @@ class _Job:
         if self._verbosity >= TRACE:
             self._sink.say(f"> {_shown(action)}", actions.DEBUG)
         self._is_dirty = True
-        if isinstance(action, actions.Finish):
+        if isinstance(action, actions.FinishJob):
             self._outcome = action.outcome
             return []
         if isinstance(action, actions.Prepare):
@@ -218,7 +218,7 @@ _RECORDED = {
     events.AgentHello: "hello",
     events.AgentReady: "ready",
     events.Settled: "settled",
-    events.Prepared: "prepared",
+    events.AllPrepared: "prepared",
     events.PrepareFailed: "prepare_failed",
     events.StartFailed: "start_failed",
     events.Started: "started",

@@ -36,7 +36,7 @@ class Decisions(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing more to do: `Loop.run` returns."""
+        """Whether there is nothing more to do: `HostLoop.run` returns."""
 
     def handle(self, event: events.Event, now: float) -> Sequence[actions.AgentAction]:
         """Return what is to be done about `event`. `now`: monotonic clock, seconds."""
@@ -45,7 +45,7 @@ class Decisions(Protocol):
         """Return after how many seconds at most the next Tick is wanted."""
 
 
-class Loop:
+class HostLoop:
     """Drives `decisions` over one channel a host.
 
     Arguments:

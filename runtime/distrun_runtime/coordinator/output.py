@@ -30,7 +30,7 @@ class Sink(Protocol):
 
 
 @dataclass
-class Piece:
+class OutputPiece:
     """A piece of what is to be shown: output of a task, as bytes or as a place in its log file, or other bytes."""
 
     data: bytes = b""
@@ -59,13 +59,13 @@ class Backlog:
     def __init__(self) -> None:
         self.skipped = 0
         """Bytes that were dropped."""
-        self._pieces: Deque[Piece] = deque()
+        self._pieces: Deque[OutputPiece] = deque()
         self._size = 0
 
     def __len__(self) -> int:
         return len(self._pieces)
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: OutputPiece) -> None:
         """Add a piece, or only its place in the log file, or nothing."""
         size = len(piece.data)
         if piece.task and self._size + size > QUEUE_LIMIT:
@@ -80,7 +80,7 @@ class Backlog:
         self._pieces.append(piece)
         self._size += size
 
-    def take(self) -> Optional[Piece]:
+    def take(self) -> Optional[OutputPiece]:
         """Return the piece that has waited longest; None: there is none."""
         if not self._pieces:
             return None
@@ -88,7 +88,7 @@ class Backlog:
         self._size -= len(piece.data)
         return piece
 
-    def _extends_last(self, piece: Piece) -> bool:
+    def _extends_last(self, piece: OutputPiece) -> bool:
         last = self._pieces[-1] if self._pieces else None
         if (
             last is None

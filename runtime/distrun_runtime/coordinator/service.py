@@ -22,7 +22,7 @@ import time
 from typing import Any, Callable, Dict, Optional
 
 from distrun_runtime.contract import wire
-from distrun_runtime.coordinator.output import Backlog, Piece
+from distrun_runtime.coordinator.output import Backlog, OutputPiece
 from distrun_runtime.errors import WireError
 
 SIGNALS = ("INT", "TERM", "HUP")
@@ -58,7 +58,7 @@ class ClientConnection:
 
     def output(self, task: str, host: str, stream: str, data: bytes, at: Optional[int]) -> None:
         """Send bytes of a task; a client that is slow is told later where they are in the log file."""
-        self._put(Piece(data, task, host, stream, at, len(data)))
+        self._put(OutputPiece(data, task, host, stream, at, len(data)))
 
     def say(self, text: str, level: str) -> None:
         """Send one message of distrun's own."""
@@ -119,9 +119,9 @@ class ClientConnection:
         self._connection.close()
 
     def _send(self, header: Dict[str, Any]) -> None:
-        self._put(Piece(wire.encode(header)))
+        self._put(OutputPiece(wire.encode(header)))
 
-    def _put(self, piece: Piece) -> None:
+    def _put(self, piece: OutputPiece) -> None:
         with self._changed:
             if not self._is_gone:
                 self._backlog.put(piece)
@@ -178,7 +178,7 @@ class ClientConnection:
             self._changed.notify_all()
 
 
-def _output(piece: Piece) -> bytes:
+def _output(piece: OutputPiece) -> bytes:
     header: Dict[str, Any] = {"type": "output", "task": piece.task, "host": piece.host, "stream": piece.stream}
     return wire.encode({**header, "at": piece.at, "length": piece.length}, piece.data)
 
@@ -187,7 +187,7 @@ def _raise_signal(name: str) -> None:
     """Have this process act as if it had received a signal. One that it ignores (nohup) becomes SIGTERM."""
     if name not in SIGNALS:
         raise WireError(f"a client sent the signal {name!r}")
-    number = getattr(signal, "SIG" + name)
+    number = signal.Signals["SIG" + name]
     if name == "HUP" and signal.getsignal(number) == signal.SIG_IGN:
         number = signal.SIGTERM
     os.kill(os.getpid(), number)

@@ -76,7 +76,7 @@ def test_the_answer_of_an_agent_is_read() -> None:
     }
     (found,) = jobs.read("h1", answer)
     assert found == HostJob(
-        "h1", "j1", "dead", "dead", (jobs.Process(7, "proc:x:1", "sleep 9", "worker-0", 3.5),), 3.0, 45.0, 3.5
+        "h1", "j1", "dead", "dead", (jobs.JobProcess(7, "proc:x:1", "sleep 9", "worker-0", 3.5),), 3.0, 45.0, 3.5
     )
 
 
@@ -90,7 +90,7 @@ def test_ages_are_short(seconds: float | None, text: str) -> None:
 
 def test_a_table_names_our_own_processes_and_cuts_long_commands() -> None:
     def shown(command: str, task: str = "") -> str:
-        return jobs.shown(jobs.Process(7, "s", command, task))
+        return jobs.shown(jobs.JobProcess(7, "s", command, task))
 
     assert shown("python3 -I -S -c exec(...)", "agent") == "distrun's agent"
     assert shown("python3 -I -S -c exec(...)", "guard") == "distrun's guard"

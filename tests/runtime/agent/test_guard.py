@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from distrun_runtime.agent import guard
+from distrun_runtime.contract import facts
 
 
 def test_signals_are_inherited_as_defaults_by_what_is_executed() -> None:
@@ -45,4 +45,4 @@ def test_wakeup_carries_signal_numbers() -> None:
 @pytest.mark.parametrize(("script", "code"), [("exit 7", 7), ("kill -KILL $$", 128 + signal.SIGKILL)])
 def test_a_signal_becomes_the_exit_code_of_a_shell(script: str, code: int) -> None:
     pid = os.posix_spawnp("sh", ["sh", "-c", script], os.environ)
-    assert guard.exit_code(os.waitpid(pid, 0)[1]) == code
+    assert facts.exit_code_of(os.waitpid(pid, 0)[1]) == code
