@@ -12,7 +12,7 @@ from distrun import backends, hosts
 from distrun.backends import local
 from distrun.backends.base import Backend, Swept
 from distrun.errors import DistrunError, UsageError
-from distrun.sync import CopyRequest, Rules
+from distrun.sync import CopyRequest, CopyRules
 from distrun_runtime.contract.plan import Host, Plan, Task
 from distrun_runtime.coordinator.events import AgentLost, Event, StartFailed
 
@@ -55,7 +55,7 @@ def test_a_backend_that_copies_no_files_says_so() -> None:
             raise AssertionError(text)
 
     with pytest.raises(UsageError, match="--launcher local copies no files") as caught:
-        backends.load("local").copier(PLAN.hosts, CopyRequest("/", "job", Rules()), Says())
+        backends.load("local").copier(PLAN.hosts, CopyRequest("/", "job", CopyRules()), Says())
     assert "--sync-dst-dir" in caught.value.hint
 
 
