@@ -13,7 +13,7 @@ from distrun.ssh.ask import Asker
 from distrun.ssh.failure import OTHER, SshFailure, proxy_failed, too_many_keys
 from distrun.ssh.link import Link
 from distrun.ssh.openssh import OpensshLink
-from distrun.ssh.resolve import JUMPS, Resolved, hop, resolve
+from distrun.ssh.resolve import JUMPS, Resolved, hop, many, resolve
 from distrun.ssh.target import OPENSSH, Target
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class Connector:
         self._doors: dict[tuple[str, int], threading.BoundedSemaphore] = {}
         self._ring: KeyRing | None = None
         self._jumps: dict[Target, _Jump] = {}
+        self._alike = many()
 
     @contextlib.contextmanager
     def turn(self, abort: Abort) -> Iterator[None]:
@@ -69,7 +70,7 @@ class Connector:
             SshFailure: the host cannot be reached, or does not let us in.
             Aborted: it was given up.
         """
-        resolved = resolve(target)
+        resolved = resolve(target, self._alike)
         abort.check()
         if target.transport == OPENSSH:
             return OpensshLink(resolved, command)
