@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from distrun import backends, shell, ship
 from distrun.backends.base import Backend, Rendered
@@ -66,8 +66,7 @@ SHOWN = 8
 _PYTHON = re.compile(r"(.*/)?(python|pypy)[\d.]*\Z")
 
 
-@dataclass(frozen=True)
-class PlannedJob:
+class PlannedJob(NamedTuple):
     """A job that is ready to be launched. Nothing of it has happened."""
 
     request: Request
@@ -84,17 +83,16 @@ class PlannedJob:
         return self.backend.render(self.plan)
 
 
-@dataclass(frozen=True)
-class Allocation:
+class Allocation(NamedTuple):
     """Which task runs on which host, and how hosts are reached."""
 
     hosts: Inventory
     slots: tuple[Slot, ...]
-    reach: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    reach: Mapping[str, Mapping[str, str]] = {}
     """How the backend reaches each host, in its own words."""
-    logins: Mapping[str, str] = field(default_factory=dict)
+    logins: Mapping[str, str] = {}
     """What a user types before a command to run it on a host, by host."""
-    addresses: Mapping[str, str] = field(default_factory=dict)
+    addresses: Mapping[str, str] = {}
     """Data addresses that are known beforehand, by host."""
 
 
@@ -247,8 +245,7 @@ def make_plan(request: Request, allocation: Allocation, setup: Setup) -> tuple[P
     return plan, Secrets(token=setup.token, env=_hidden(slots, users))
 
 
-@dataclass(frozen=True)
-class _Layout:
+class _Layout(NamedTuple):
     """What a task's variables say of the other tasks: worked out once, since a job may have many."""
 
     hosts: Inventory

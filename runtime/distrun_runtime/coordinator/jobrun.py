@@ -250,4 +250,4 @@ def _shown(value: Any) -> str:
 
 def _members(value: Any) -> Dict[str, Any]:
     """Return the members of an event or action."""
-    return dict(value._asdict() if isinstance(value, tuple) else vars(value))
+    return dict(value._asdict() if hasattr(value, "_asdict") else vars(value))
