@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from distrun.errors import UsageError
 from distrun.hosts import HostSpec, Inventory, fold
@@ -24,8 +24,7 @@ SHOWN = 16
 """Hosts that are named in an error, at most."""
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """One place for one task."""
 
     role: str

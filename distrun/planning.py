@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from distrun import backends, shell, ship
 from distrun.backends.base import Backend, Rendered
@@ -67,8 +67,7 @@ SHOWN = 8
 _PYTHON = re.compile(r"(.*/)?(python|pypy)[\d.]*\Z")
 
 
-@dataclass(frozen=True)
-class PlannedJob:
+class PlannedJob(NamedTuple):
     """A job that is ready to be launched. Nothing of it has happened."""
 
     request: JobRequest
@@ -85,17 +84,16 @@ class PlannedJob:
         return self.backend.render(self.plan)
 
 
-@dataclass(frozen=True)
-class Allocation:
+class Allocation(NamedTuple):
     """Which task runs on which host, and how hosts are reached."""
 
     hosts: Inventory
     slots: tuple[Slot, ...]
-    reach: Mapping[str, Reach] = field(default_factory=dict)
+    reach: Mapping[str, Reach] = {}
     """How the backend reaches each host; only the backend reads it."""
-    logins: Mapping[str, str] = field(default_factory=dict)
+    logins: Mapping[str, str] = {}
     """What a user types before a command to run it on a host, by host."""
-    addresses: Mapping[str, str] = field(default_factory=dict)
+    addresses: Mapping[str, str] = {}
     """Data addresses that are known beforehand, by host."""
 
 
@@ -246,8 +244,7 @@ def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tupl
     return plan, Secrets(token=setup.token, env=_hidden(slots, users))
 
 
-@dataclass(frozen=True)
-class _JobLayout:
+class _JobLayout(NamedTuple):
     """What a task's variables say of the other tasks: worked out once, since a job may have many."""
 
     hosts: Inventory

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from distrun.errors import UsageError
 from distrun_runtime.contract import environ
@@ -55,8 +55,7 @@ _MERGED = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONUNBUFFERED")
 """Variables that distrun sets with the user's value in mind, so that giving them is no mistake."""
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """One variable that the user gives to tasks."""
 
     name: str

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import os
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -93,6 +92,7 @@ def _sources(package: Path) -> dict[str, bytes]:
 def _name(sources: Mapping[str, bytes]) -> str:
     """Return a digest of all that the archive is made from: the sources, and what compresses them."""
     import hashlib
+    import zlib
 
     digest = hashlib.sha256((f"{FORMAT} {zlib.ZLIB_RUNTIME_VERSION}").encode())
     for name, source in sources.items():

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from distrun.errors import UsageError
 from distrun_runtime.contract.plan import Host, Plan, Reach
@@ -21,8 +20,7 @@ GUARD_S = 5.0
 """How long the end of a guard that has nothing to do any more is waited for; it needs milliseconds."""
 
 
-@dataclass(frozen=True)
-class Rendered:
+class Rendered(NamedTuple):
     """Exactly what a backend executes to start the agents; the dry run shows it."""
 
     commands: Mapping[str, tuple[str, ...]]
@@ -31,8 +29,7 @@ class Rendered:
     """What is written to each, in words. Nothing of the user's is on a command line."""
 
 
-@dataclass(frozen=True)
-class Swept:
+class Swept(NamedTuple):
     """What became of the processes of a job whose agents were gone. Each is named as `pid 123 (command)`."""
 
     ended: tuple[str, ...] = ()

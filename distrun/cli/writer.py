@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from distrun.cli.lines import DRAW_S, Feed, Live
-from distrun_runtime.coordinator.output import Backlog, OutputPiece
+from distrun_runtime.coordinator.output import Backlog, OutputPiece, encoded
 
 STUCK_S = 10.0
 """At the end, a terminal that takes nothing for so long is given up."""
@@ -62,6 +62,10 @@ class Writer:
         with self._changed:
             self._queue.put(piece)
             self._changed.notify()
+
+    def end_output(self) -> None:
+        """Say that no task will write anything more."""
+        self.put(ENDS_OUTPUT)
 
     def toggle_pause(self) -> bool:
         """Pause or go on; return whether it is paused now."""
@@ -177,7 +181,7 @@ class Writer:
                     self._write(fd, feed.feed(data, time.monotonic()))
                     at, left = at + len(data), left - len(data)
         except (OSError, EOFError) as err:
-            self._write(fd, encode("distrun: warning: %d bytes not shown: %s: %s\n" % (left, path, err)))
+            self._write(fd, encoded("distrun: warning: %d bytes not shown: %s: %s\n" % (left, path, err)))
 
     def _flush_feeds(self) -> None:
         if self._live is not None and self._live_fd >= 0 and not self._must_forget:
@@ -189,7 +193,7 @@ class Writer:
         self._flush_feeds()
         if self._queue.skipped:
             text = f"distrun: warning: {self._queue.skipped} bytes of output were not shown\n"
-            self._write(self._fds["err"], encode(text))
+            self._write(self._fds["err"], encoded(text))
 
     def _write(self, fd: int, data: bytes) -> None:
         if not data:
@@ -221,11 +225,3 @@ def _in_order(item: tuple[tuple[int, str, str], Feed]) -> tuple[str, int, str]:
     _, task, stream = item[0]
     role, _, rank = task.partition("-")
     return role, int(rank) if rank.isdecimal() else 0, stream
-
-
-def encode(text: str) -> bytes:
-    """Return the bytes that a word stood for (os.fsdecode made surrogates of what is not UTF-8)."""
-    try:
-        return text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:  # other surrogates stand for no bytes
-        return text.encode("utf-8", "backslashreplace")

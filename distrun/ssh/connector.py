@@ -16,7 +16,7 @@ from distrun.ssh.abort import Abort, Aborted
 from distrun.ssh.ask import Asker
 from distrun.ssh.failure import OTHER, SshFailure, Where, classify, proxy_failed, timeout, too_many_keys
 from distrun.ssh.openssh import OpensshLink, ProxyProgram
-from distrun.ssh.resolve import JUMPS, Resolved, hop, resolve
+from distrun.ssh.resolve import JUMPS, Resolved, hop, many, resolve
 from distrun.ssh.target import OPENSSH, Target
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ class Connector:
         self._sshds: dict[tuple[str, int], threading.BoundedSemaphore] = {}
         self._key_cache: KeyCache | None = None
         self._jumps: dict[Target, _Jump] = {}
+        self._alike = many()
 
     @contextlib.contextmanager
     def turn(self, abort: Abort) -> Iterator[None]:
@@ -99,7 +100,7 @@ class Connector:
             SshFailure: the host cannot be reached, or does not let us in.
             Aborted: it was given up.
         """
-        resolved = resolve(target)
+        resolved = resolve(target, self._alike)
         abort.check()
         if target.transport == OPENSSH:
             return OpensshLink(resolved, command)

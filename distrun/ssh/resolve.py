@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from distrun.ssh.alike import Alike
 from distrun.ssh.failure import OTHER, SshFailure, Where
 from distrun.ssh.target import CONNECT_S, PROGRAM, Options, Target, ssh_arguments, ssh_flags
 from distrun_runtime.contract import environ
@@ -97,14 +98,26 @@ class Resolved:
         return name if self.port == 22 else f"[{name}]:{self.port}"
 
 
-def resolve(target: Target) -> Resolved:
+def resolve(target: Target, alike: Alike | None = None) -> Resolved:
     """Return what the user's configuration makes of `target`.
+
+    Args:
+        target: where.
+        alike: what is known of other hosts of the launch, and is told of this one; None: it is asked for alone.
 
     Raises:
         SshFailure: the configuration cannot be read.
     """
-    options = _ask_program(target) if has_program() else _read_files(target)
+    if not has_program():
+        options = _read_files(target)
+    else:
+        options = _ask_program(target) if alike is None else alike.options(target)
     return digest(target, options, environ.snapshot())
+
+
+def many() -> Alike:
+    """Return what `resolve` takes where there are many targets."""
+    return Alike(_ask_program, _reading)
 
 
 def has_program() -> bool:
@@ -262,18 +275,27 @@ def _local_user() -> str:
 
 
 def _ask_program(target: Target) -> dict[str, list[str]]:
-    argv = [PROGRAM, "-G", *ssh_flags(target), "--", target.host]
-    try:
-        done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=ASK_S, check=False, start_new_session=True
-        )
-    except subprocess.TimeoutExpired:
-        raise SshFailure(OTHER, f"`ssh -G {target.host}` did not end within {ASK_S:g} s") from None
+    done = _run(target, "-G")
     if done.returncode != 0:
         words = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
         why = "; ".join(line for line in words if "Pseudo-terminal" not in line) or f"code {done.returncode}"
         raise SshFailure(OTHER, f"the ssh configuration cannot be used: {why}", f"try: ssh -G {target.host}")
     return parse(done.stdout.decode("utf-8", "replace"))
+
+
+def _reading(target: Target) -> str:
+    """Return what the program says of the files that it reads for a target."""
+    return _run(target, "-v", "-G").stderr.decode("utf-8", "surrogateescape")
+
+
+def _run(target: Target, *words: str) -> subprocess.CompletedProcess[bytes]:
+    argv = [PROGRAM, *words, *ssh_flags(target), "--", target.host]
+    try:
+        return subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=ASK_S, check=False, start_new_session=True
+        )
+    except subprocess.TimeoutExpired:
+        raise SshFailure(OTHER, f"`ssh -G {target.host}` did not end within {ASK_S:g} s") from None
 
 
 def _read_files(target: Target) -> dict[str, list[str]]:

@@ -8,7 +8,6 @@ the host, if there is one. Workers never use it.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -87,7 +86,7 @@ def chosen(share: Share) -> Generator[Command, CommandResult, Share]:
             task._replace(argv=(instead.get(task.name, task.argv[0]), *task.argv[1:])) for task in share.plan.tasks
         ),
     )
-    return dataclasses.replace(share, python=found, plan=plan)
+    return share._replace(python=found, plan=plan)
 
 
 def command(

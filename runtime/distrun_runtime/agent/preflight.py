@@ -10,7 +10,6 @@ sent the result. `Preflight` does these things for the agent's loop. Nothing her
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import selectors
@@ -58,14 +57,14 @@ def steps(share: Share) -> Steps:
     if plan.sync is not None or any(task.cwd for task in plan.tasks):
         check_folders(plan, share.host)
     if plan.runtime.path:
-        share = dataclasses.replace(share, runtime=plan.runtime.path)
+        share = share._replace(runtime=plan.runtime.path)
     elif plan.runtime.digest:
         from distrun_runtime.agent import cache
 
         folder = cache.find(plan.runtime.digest)
         if not folder:
             folder = cache.keep(plan.runtime.digest, (yield Need(plan.runtime.digest)), share.folder)
-        share = dataclasses.replace(share, runtime=folder)
+        share = share._replace(runtime=folder)
     return share if _may_be_copied(share) else (yield from _environment(share))
 
 
@@ -98,12 +97,12 @@ def _environment(share: Share) -> Steps:
     plan = share.plan
     if plan.activate:
         command = activation(plan.activate, share.base, share.marks, share.cwd)
-        share = dataclasses.replace(share, base=activated((yield command), command, share.host))
+        share = share._replace(base=activated((yield command), command, share.host))
     if any(task.needs for task in plan.tasks):
         from distrun_runtime.agent import interpreters
 
         share = yield from interpreters.chosen(share)
-    return dataclasses.replace(share, has_environment=True)
+    return share._replace(has_environment=True)
 
 
 class Preflight:

@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
 from typing import Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Set, Tuple
 
 from distrun_runtime.agent.channel import Channel
@@ -183,20 +182,29 @@ class TaskRunner:
         return [outlet for running in self.tasks.values() for outlet in running.outlets]
 
 
-@dataclass
 class RunningTask:
     """A task that was started."""
 
-    task: Task
-    leader: Identity
-    """Its first process."""
-    processes: TaskProcesses
-    outlets: Tuple[Outlet, Outlet]
-    publisher: Publisher
-    started: float
-    child: subprocess.Popen[bytes]
-    was_signalled: bool = False
-    """The agent sent it a signal, so its end is no failure of its own."""
+    def __init__(
+        self,
+        task: Task,
+        leader: Identity,
+        *,
+        outlets: Tuple[Outlet, Outlet],
+        publisher: Publisher,
+        started: float,
+        child: subprocess.Popen[bytes],
+    ) -> None:
+        self.task = task
+        self.leader = leader
+        """Its first process."""
+        self.processes = TaskProcesses(task.name, leader)
+        self.outlets = outlets
+        self.publisher = publisher
+        self.started = started
+        self.child = child
+        self.was_signalled = False
+        """The agent sent it a signal, so its end is no failure of its own."""
 
     @property
     def is_reaped(self) -> bool:
@@ -261,7 +269,7 @@ def start(task: Task, env: Dict[bytes, bytes], spool_folder: str) -> RunningTask
         Outlet(task.name, "err", ours[1], Spool(os.path.join(spool_folder, f"{task.name}.err"))),
     )
     publisher = Publisher(task.name, ours[2])
-    return RunningTask(task, leader, TaskProcesses(task.name, leader), outlets, publisher, started, child)
+    return RunningTask(task, leader, outlets=outlets, publisher=publisher, started=started, child=child)
 
 
 def _check(task: Task, argv: List[bytes], env: Mapping[bytes, bytes]) -> None:
@@ -406,18 +414,18 @@ def _signal_name(number: int) -> str:
 # Which processes belong to which task
 
 
-@dataclass
 class TaskProcesses:
     """What is known of one task's processes."""
 
-    name: str
-    leader: Identity
-    is_reaped: bool = False
-    """The leader was waited for: from then on its id may be given to another process."""
-    is_scattered: bool = False
-    """Reaped, and nothing was left in its group and session: these ids mean nothing any more."""
-    known: Set[Identity] = field(default_factory=set)
-    """Everything that was ever seen to belong to it and was alive at the last look."""
+    def __init__(self, name: str, leader: Identity, is_reaped: bool = False, is_scattered: bool = False) -> None:
+        self.name = name
+        self.leader = leader
+        self.is_reaped = is_reaped
+        """The leader was waited for: from then on its id may be given to another process."""
+        self.is_scattered = is_scattered
+        """Reaped, and nothing was left in its group and session: these ids mean nothing any more."""
+        self.known: Set[Identity] = set()
+        """Everything that was ever seen to belong to it and was alive at the last look."""
 
 
 def owners(

@@ -7,8 +7,7 @@ that is bytes: odd ones of the user's stay as they were typed.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, NamedTuple, Tuple
 
 from distrun_runtime.agent import record
 from distrun_runtime.contract import environ, wire
@@ -22,8 +21,7 @@ OF_THE_CONNECTION = ("SSH_*",)
 """Variables of the login by which the agent was reached. Tasks do not get them: it is not their login."""
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """The plan cut down to this host, its address, its held ports, its private folder."""
 
     plan: Plan
@@ -35,13 +33,13 @@ class Share:
     folder: str
     token_file: str
     secret_env: Mapping[str, str]
-    base: Mapping[bytes, bytes] = field(default_factory=dict)
+    base: Mapping[bytes, bytes] = {}
     """The environment that tasks start from."""
     interface: str = ""
     """Name of the interface that has `address`, if the job has other hosts too."""
     runtime: str = ""
     """Folder that goes first on the tasks' PYTHONPATH; empty: none."""
-    python: Mapping[str, str] = field(default_factory=dict)
+    python: Mapping[str, str] = {}
     """`VERSION PATH` of the interpreters of tasks that need modules, by the name they are called by."""
     has_environment: bool = False
     """The environment was activated, and interpreters were looked at."""

@@ -235,7 +235,7 @@ _RECORDED = {
 
 
 def _facts(event: Any) -> Dict[str, Any]:
-    facts = dict(vars(event))
+    facts = _members(event)
     if "time" in facts:
         facts["stamp"] = facts.pop("time")
     return facts
@@ -244,5 +244,10 @@ def _facts(event: Any) -> Dict[str, Any]:
 def _shown(value: Any) -> str:
     """Return an event or action in one line, without bytes of the user's or values of the environment."""
     hidden = {"data": f"{len(getattr(value, 'data', b''))} bytes", "env": "..."}
-    members = (f"{name}={hidden.get(name, repr(member))}" for name, member in vars(value).items())
+    members = (f"{name}={hidden.get(name, repr(member))}" for name, member in _members(value).items())
     return f"{type(value).__name__}({', '.join(members)})"
+
+
+def _members(value: Any) -> Dict[str, Any]:
+    """Return the members of an event or action."""
+    return dict(value._asdict() if hasattr(value, "_asdict") else vars(value))

@@ -99,3 +99,11 @@ class Backlog:
             return False
         last.length += piece.length
         return True
+
+
+def encoded(text: str) -> bytes:
+    """Return the bytes that a word stood for (os.fsdecode made surrogates of what is not UTF-8)."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # other surrogates stand for no bytes
+        return text.encode("utf-8", "backslashreplace")
