@@ -245,6 +245,7 @@ class _Ordered:
                     replay.add(piece)
             self._cursor = found.cursor
         self._cursor = cursor
+        replay.begin()
         return replay
 
     def pieces(self) -> Iterator[Piece]:

@@ -69,6 +69,8 @@ class Replay:
     _feeds: dict[Key, Feed] = field(default_factory=dict)
     _due: dict[Key, float] = field(default_factory=dict)
     """When a feed may have something although nothing more comes."""
+    _fed: set[Key] = field(default_factory=set)
+    """Whose feeds have got something since `begin`."""
     _attempts: dict[Key, int] = field(default_factory=dict)
 
     def add(self, piece: Piece) -> list[bytes]:
@@ -80,6 +82,7 @@ class Replay:
         if feed is None:
             before, live = self.style.prefix(*key), self.style.live
             feed = self._feeds[key] = Feed(before, terminal=self.style.terminal, live=live)
+        self._fed.add(key)
         self._attempts[key] = piece.attempt
         data = piece.data
         if piece.stream == NOTE and not self.style.is_raw:
@@ -109,10 +112,14 @@ class Replay:
         keys = sorted(self._feeds, key=lambda key: in_order(*key))
         return [bar for key in keys for bar in self._feeds[key].bars(self.clock)]
 
+    def begin(self) -> None:
+        """What was taken so far is not shown; of lines that have begun, only those are that go on after this."""
+        self._fed.clear()
+
     def flush(self) -> list[bytes]:
         """Return what is left of lines that have no end."""
         printed: list[bytes] = []
-        for key in sorted(self._feeds, key=lambda key: in_order(*key)):
+        for key in sorted(self._fed, key=lambda key: in_order(*key)):
             printed += self._shown(key, self._feeds[key].flush())
         self._due.clear()
         return printed
