@@ -122,6 +122,8 @@ class JobRequest:
     """Files that only a host has are deleted there."""
     run_dir: Path | None = None
     """Folder for the job's folder; None: the job store's."""
+    log_limit: int = 0
+    """Bytes that are kept of each task's log, about; 0: all."""
     doctor: str = ""
     """What the user types to have the hosts examined, for messages."""
     dry_run: bool = False

@@ -21,7 +21,8 @@ from distrun_runtime.arrays.dtypes import name_of
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract import wire
 from distrun_runtime.contract.plan import Host, Plan, Runtime, Secrets, Sync, Task
-from distrun_runtime.coordinator import actions, frames
+from distrun_runtime.coordinator import actions, frames, logindex
+from distrun_runtime.coordinator.logindex import Entry as Record
 from distrun_runtime.errors import WireError
 from distrun_runtime.ops import rows as rowcodec
 from distrun_runtime.ops.compression import CODECS
@@ -248,6 +249,16 @@ def test_golden_frames(golden: str, header: dict[str, Any], raw: bytes) -> None:
     [frame] = wire.Decoder().feed(expected)
     assert frame.header == (dict(header, size=len(raw)) if raw else header)
     assert frame.body == raw
+
+
+def test_golden_index() -> None:
+    written = [
+        Record(1790000000.25, "worker-1", "out", 0, 4096, 12, 70000),
+        Record(1790000000.5, "scheduler", "err", 0, 0, 80, 70012),
+    ]
+    golden = bytes.fromhex(GOLDEN["index"])
+    assert b"".join(map(logindex.encode, written)) == golden
+    assert list(logindex.entries(golden)) == written
 
 
 def test_golden_plan() -> None:

@@ -159,6 +159,7 @@ def _request(
         sync_rules=_rules(options),
         sync_delete=options["sync_delete"],
         run_dir=options["run_dir"],
+        log_limit=options["log_limit"],
         doctor=shell.join(["distrun", "doctor", *reach.typed(options, found), *reach.typed_python(options)]),
         dry_run=options["dry_run"],
     )

@@ -55,6 +55,12 @@ def prefix(task: str, host: str, is_error: bool = False, coloured: bool = False)
     return b"%s%s%s %s " % (_colour(colours[int(rank) % len(colours) if rank.isdecimal() else 0]), name, _RESET, bar)
 
 
+def in_order(task: str, stream: str) -> tuple[str, int, str]:
+    """Return a key that sorts streams by task, role and rank."""
+    role, _, rank = task.partition("-")
+    return role, int(rank) if rank.isdecimal() else 0, stream
+
+
 def _colour(number: int) -> bytes:
     return b"\x1b[38;5;%dm" % number
 

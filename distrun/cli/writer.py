@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from distrun.cli.lines import DRAW_S, Feed, Live
+from distrun.cli.lines import DRAW_S, Feed, Live, in_order
 from distrun_runtime.coordinator.output import Backlog, OutputPiece, encoded
+from distrun_runtime.errors import JobStoreError
 
 STUCK_S = 10.0
 """At the end, a terminal that takes nothing for so long is given up."""
@@ -140,7 +141,11 @@ class Writer:
         if self._must_forget:
             self._must_forget = False
             self._live.forget()
-        bars = [bar for _, feed in sorted(self._feeds.items(), key=_in_order) for bar in feed.bars(now)]
+        bars = [
+            bar
+            for _, feed in sorted(self._feeds.items(), key=lambda item: in_order(*item[0][1:]))
+            for bar in feed.bars(now)
+        ]
         try:
             columns, rows = os.get_terminal_size(self._live_fd)
         except OSError:
@@ -173,20 +178,24 @@ class Writer:
         try:
             if path is None:
                 raise FileNotFoundError(2, "no log file")
-            with path.open("rb", buffering=0) as file:
+            from distrun_runtime.coordinator.logfiles import LogFile  # for slow readers only
+
+            with LogFile(path) as log:
                 while left and fd not in self._broken:
-                    data = os.pread(file.fileno(), min(left, READ_SIZE), at)
+                    data = log.read(at, min(left, READ_SIZE))
                     if not data:
-                        raise EOFError("it is shorter than it was")
+                        raise EOFError(
+                            "they are gone: --log-limit" if log.begin() > at else "it is shorter than it was"
+                        )
                     self._write(fd, feed.feed(data, time.monotonic()))
                     at, left = at + len(data), left - len(data)
-        except (OSError, EOFError) as err:
+        except (OSError, EOFError, JobStoreError) as err:
             self._write(fd, encoded("distrun: warning: %d bytes not shown: %s: %s\n" % (left, path, err)))
 
     def _flush_feeds(self) -> None:
         if self._live is not None and self._live_fd >= 0 and not self._must_forget:
             self._send(self._live_fd, self._live.erase())
-        for (fd, _, _), feed in sorted(self._feeds.items(), key=_in_order):
+        for (fd, _, _), feed in sorted(self._feeds.items(), key=lambda item: in_order(*item[0][1:])):
             self._write(fd, feed.flush())
 
     def _finish(self) -> None:
@@ -218,10 +227,3 @@ class Writer:
                 # The reader is gone (`| head -1`), or the terminal: the job goes on, its logs are files.
                 self._broken.add(fd)
                 self._on_broken(fd)
-
-
-def _in_order(item: tuple[tuple[int, str, str], Feed]) -> tuple[str, int, str]:
-    """Order feeds by task: role, rank, stream."""
-    _, task, stream = item[0]
-    role, _, rank = task.partition("-")
-    return role, int(rank) if rank.isdecimal() else 0, stream
