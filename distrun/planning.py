@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 DRY_RUN_ID = "dry-run"
 SET_ELSEWHERE: Mapping[str, str] = {
+    "DISTRUN_JOB_NONCE": "the agent, which finds processes by it",
     "DISTRUN_TOKEN_FILE": "the agent, which writes that file",
     "DISTRUN_PUBLISH_FD": "the agent, which opens that pipe",
     "PYTHONPATH": "the agent: the bundled runtime's folder, then the value that is already there",
@@ -112,6 +113,7 @@ class Setup:
     inherited: Mapping[str, str] = field(default_factory=dict)
     """The environment of this process, where tasks inherit it."""
     token: str = ""
+    nonce: str = ""
 
 
 def plan_job(request: Request, store: JobStore) -> PlannedJob:
@@ -131,6 +133,7 @@ def plan_job(request: Request, store: JobStore) -> PlannedJob:
     setup = Setup(
         job_id=job_id,
         run_dir=os.path.abspath((request.run_dir or store.jobs) / job_id),
+        nonce=DRY_RUN_ID if request.dry_run else os.urandom(8).hex(),
         runtime=runtime,
         python="" if backend.ships_runtime else sys.executable,
         sync=None if tree is None else _sync(request, allocation, tree),
@@ -243,6 +246,7 @@ def make_plan(request: Request, allocation: Allocation, setup: Setup) -> tuple[P
         sync=setup.sync,
         joined=tuple(sorted({s.name for each in users.values() for s in each.values() if s.joins})),
         doctor=request.doctor,
+        nonce=setup.nonce,
     )
     return plan, Secrets(token=setup.token, env=_hidden(slots, users))
 

@@ -75,6 +75,7 @@ PLAN = Plan(
     ),
     joined=("LD_LIBRARY_PATH",),
     doctor="distrun doctor -H hosts",
+    nonce="8c5e1f0a93b7d246",
 )
 
 

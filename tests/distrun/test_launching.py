@@ -230,7 +230,7 @@ def test_what_a_sweep_after_the_job_found_ended_is_not_said_to_run() -> None:
         (Swept(("pid 7 (sleep)",), ("pid 9 (stuck)",)), "; 1 process there did not end"),
         (
             Swept(problem="no route"),
-            "; it cannot be reached again: if that machine still runs, its agent, unless it is frozen, ends the tasks"
+            "; it cannot be reached again: if that machine still runs, its agent or guard ends the tasks"
             " there within 45 s; to make sure: distrun kill calm-otter-7f3",
         ),
     ],

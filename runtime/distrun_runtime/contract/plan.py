@@ -166,6 +166,8 @@ class Plan(NamedTuple):
     """Variables of `Task.secret_env` that are lists of folders and do not replace what a host has for its tasks."""
     doctor: str = ""
     """What a user types to have these hosts examined, for messages: `distrun doctor -H hosts`."""
+    nonce: str = ""
+    """64 random bits, hex: tells the job's processes from those of a job of another store by the same id. No secret."""
     version: int = VERSION
 
     def task(self, name: str) -> Task:
