@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distrun import backends, shell, ship
 from distrun.backends.base import Backend, Rendered
@@ -72,6 +72,7 @@ class PlannedJob:
     """A job that is ready to be launched. Nothing of it has happened."""
 
     request: Request
+    allocation: Allocation
     plan: Plan
     secrets: Secrets
     backend: Backend
@@ -97,6 +98,19 @@ class Allocation:
     """What a user types before a command to run it on a host, by host."""
     addresses: Mapping[str, str] = field(default_factory=dict)
     """Data addresses that are known beforehand, by host."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what allocation.json holds: JSON-able values."""
+        hosts = [
+            {
+                "name": name,
+                "address": self.addresses.get(name, ""),
+                "reach": dict(self.reach.get(name, {})),
+                "login": self.logins.get(name, ""),
+            }
+            for name in hosts_of(self.slots, self.hosts.order)
+        ]
+        return {"hosts": hosts, "tasks": [{"name": slot.name, "host": slot.host} for slot in self.slots]}
 
 
 @dataclass(frozen=True, repr=False)
@@ -142,7 +156,7 @@ def plan_job(request: Request, store: JobStore) -> PlannedJob:
     )
     plan, values = make_plan(request, allocation, setup)
     check_ports(request, plan)
-    return PlannedJob(request, plan, values, backend, data, tree)
+    return PlannedJob(request, allocation, plan, values, backend, data, tree)
 
 
 def allocate(request: Request, backend: Backend) -> Allocation:

@@ -53,7 +53,7 @@ def _sweep(args: Mapping[str, Any]) -> Dict[str, Any]:
 
 
 def _sweeps(args: Mapping[str, Any]) -> Dict[str, Any]:
-    """End several jobs here, one after the other. Each is named as `ID/NONCE`; one of an older version has only an id."""
+    """End several jobs here, one after the other. Each is named as `ID/NONCE`; one of an older version by its id."""
     return {str(each): _ended(*_parted(str(each)), args) for each in args["jobs"]}
 
 

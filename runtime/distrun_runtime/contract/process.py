@@ -246,10 +246,11 @@ def _look(who: Identity) -> Optional[Process]:
 
 
 @functools.lru_cache(maxsize=None)
-def _boot() -> str:
+def boot_id() -> str:
+    """Return what this boot of this machine is called; empty where the system does not say (it is not Linux)."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()[:8]
+            return file.read().strip()
     except OSError:
         return ""
 
@@ -262,7 +263,7 @@ def _row_of_proc(name: str) -> Optional[Process]:
         return None
     # The command may hold blanks and brackets: the last bracket ends it (proc(5), /proc/pid/stat).
     fields = text[text.rindex(b")") + 2 :].split()
-    start = "proc:%s:%d" % (_boot(), int(fields[19]))
+    start = "proc:%s:%d" % (boot_id()[:8], int(fields[19]))
     return Process(int(name), int(fields[1]), int(fields[2]), int(fields[3]), start, fields[0].decode("ascii"))
 
 

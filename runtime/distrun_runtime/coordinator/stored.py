@@ -86,6 +86,8 @@ ANY = Kind("anything", lambda value: True)
 
 Members = Mapping[str, Kind]
 
+REQUEST: Members = {"id": TEXT, "time": TIME, "name": TEXT, "launcher": TEXT, "command": TEXTS, "cwd": TEXT}
+ALLOCATION: Members = {"id": TEXT, "time": TIME}
 LAUNCHER: Members = {"pid": COUNT, "start": TEXT, "host": TEXT}
 TASK: Members = {
     "name": NAME,
