@@ -149,9 +149,16 @@ class JobFolder:
             value.update(message=outcome.message)
         _replace(self.path / "state.json", value)
 
+    @property
+    def is_unplanned(self) -> bool:
+        """Whether the job never got an allocation, so that nothing of it can have been started."""
+        names = ("request.json", "plan.json")
+        request, plan = (os.path.lexists(str(self.path / name)) for name in names)
+        return request and not plan
+
     def _asked(self) -> Dict[str, Any]:
         """Return what state.json repeats of the plan, or, while there is none, of the request."""
-        if self._plan is None and not os.path.lexists(str(self.path / "plan.json")):
+        if self._plan is None and self.is_unplanned:
             request = self.request() or {}
             known = {name: request.get(name, "") for name in ("name", "cwd")}
             command = list(request.get("command", ()))
