@@ -55,6 +55,17 @@ class HostJob:
         return f"{self.job}/{self.nonce}" if self.nonce else self.job
 
     @property
+    def tasks(self) -> tuple[str, ...]:
+        """The names of its tasks that have a process here."""
+        names = (each.task for each in self.processes if each.task not in ("", "agent", "guard"))
+        return tuple(dict.fromkeys(names))
+
+    @property
+    def age_s(self) -> float | None:
+        """How old its oldest process is; None: nothing tells."""
+        return max((each.age_s for each in self.processes if each.age_s is not None), default=None)
+
+    @property
     def is_stale(self) -> bool:
         """Whether nobody looks after it: its agent is dead, stopped, or past its lease."""
         return self.agent != ALIVE or self.is_past_lease
