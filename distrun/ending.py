@@ -72,6 +72,8 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
     """
     state = folder.standing()
     if state in facts.OVER:
+        if folder.is_unplanned:
+            return Killed((f"is over already: {state}",), is_quiet=True)
         # Its end may have left something that would not die then.
         swept = backends.load(folder.plan().backend).sweep(folder.plan(), grace_s or 0.0)
         return Killed((f"is over already: {state}",), swept, is_quiet=True)
@@ -98,6 +100,8 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
             done.append(f"killed the launcher, which did not end within {duration(grace_s + wait_s)}")
     elif launcher:
         done.append("its launcher (pid %d) is gone" % who.pid)
+    if folder.is_unplanned:
+        return Killed((*done, *_buried(folder, {})))
     if plan is None:
         raise UsageError(
             "job {}: {}".format(folder.id, "; ".join(done)),
@@ -106,11 +110,17 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
         )
     swept = backends.load(plan.backend).sweep(plan, grace_s)
     if state != facts.DAMAGED and not any(each.problem for each in swept.values()):
-        try:
-            folder.bury(tuple(left for each in swept.values() for left in each.left))
-        except OSError as err:
-            done.append(f"its end could not be recorded: {err}")
+        done += _buried(folder, swept)
     return Killed(tuple(done), swept)
+
+
+def _buried(folder: JobFolder, swept: Mapping[str, Swept]) -> list[str]:
+    """Write the end of a job that had lost its launcher; return what went wrong, a line each."""
+    try:
+        folder.bury(tuple(left for each in swept.values() for left in each.left))
+    except OSError as err:
+        return [f"its end could not be recorded: {err}"]
+    return []
 
 
 def _read(folder: JobFolder) -> tuple[Plan | None, dict[str, Any], list[str]]:
@@ -119,7 +129,7 @@ def _read(folder: JobFolder) -> tuple[Plan | None, dict[str, Any], list[str]]:
     launcher: dict[str, Any] = {}
     wrong = []
     try:
-        plan = folder.plan()
+        plan = None if folder.is_unplanned else folder.plan()
     except JobStoreError as err:
         wrong.append(str(err))
     try:

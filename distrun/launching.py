@@ -155,7 +155,7 @@ def coordinate(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int = 
 
 
 def _run(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int) -> tuple[Outcome, Mapping[str, Swept]]:
-    channels = job.backend.connect(job.plan.hosts, job.plan.job)
+    channels = job.backend.connect(job.plan.hosts, job.plan.job, job.plan.nonce)
     job.backend.boot(channels)
     from distrun_runtime.coordinator import jobrun  # the client does not need it, and agents start meanwhile
 
@@ -234,7 +234,7 @@ def with_swept(outcome: Outcome, swept: Mapping[str, Swept], lease_s: float) -> 
     if lost in swept:
         message += "; " + swept[lost].short
         if swept[lost].problem:
-            text = ": if that machine still runs, its agent, unless it is frozen, ends the tasks there within %s"
+            text = ": if that machine still runs, its agent or guard ends the tasks there within %s"
             message += text % duration(lease_s)
             message += f"; to make sure: distrun kill {outcome.job}"
     return dataclasses.replace(outcome, message=message, survivors=tuple(survivors))

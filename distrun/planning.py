@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distrun import backends, shell, ship
 from distrun.backends.base import Backend, Rendered
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 DRY_RUN_ID = "dry-run"
 SET_ELSEWHERE: Mapping[str, str] = {
+    "DISTRUN_JOB_NONCE": "the agent, which finds processes by it",
     "DISTRUN_TOKEN_FILE": "the agent, which writes that file",
     "DISTRUN_PUBLISH_FD": "the agent, which opens that pipe",
     "PYTHONPATH": "the agent: the bundled runtime's folder, then the value that is already there",
@@ -71,6 +72,7 @@ class PlannedJob(NamedTuple):
     """A job that is ready to be launched. Nothing of it has happened."""
 
     request: JobRequest
+    allocation: Allocation
     plan: Plan
     secrets: Secrets
     backend: Backend
@@ -96,6 +98,19 @@ class Allocation(NamedTuple):
     addresses: Mapping[str, str] = {}
     """Data addresses that are known beforehand, by host."""
 
+    def to_json(self) -> dict[str, Any]:
+        """Return what allocation.json holds: JSON-able values."""
+        hosts = [
+            {
+                "name": name,
+                "address": self.addresses.get(name, ""),
+                "reach": dict(self.reach.get(name, {})),
+                "login": self.logins.get(name, ""),
+            }
+            for name in hosts_of(self.slots, self.hosts.order)
+        ]
+        return {"hosts": hosts, "tasks": [{"name": slot.name, "host": slot.host} for slot in self.slots]}
+
 
 @dataclass(frozen=True, repr=False)
 class Setup:
@@ -111,6 +126,7 @@ class Setup:
     inherited: Mapping[str, str] = field(default_factory=dict)
     """The environment of this process, where tasks inherit it."""
     token: str = ""
+    nonce: str = ""
 
 
 def plan_job(request: JobRequest, store: JobStore) -> PlannedJob:
@@ -130,6 +146,7 @@ def plan_job(request: JobRequest, store: JobStore) -> PlannedJob:
     setup = Setup(
         job_id=job_id,
         run_dir=os.path.abspath((request.run_dir or store.jobs) / job_id),
+        nonce=DRY_RUN_ID if request.dry_run else os.urandom(8).hex(),
         runtime=runtime,
         python="" if backend.ships_runtime else sys.executable,
         sync=None if tree is None else _sync(request, allocation, tree),
@@ -138,7 +155,7 @@ def plan_job(request: JobRequest, store: JobStore) -> PlannedJob:
     )
     plan, values = make_plan(request, allocation, setup)
     check_ports(request, plan)
-    return PlannedJob(request, plan, values, backend, data, tree)
+    return PlannedJob(request, allocation, plan, values, backend, data, tree)
 
 
 def allocate(request: JobRequest, backend: Backend) -> Allocation:
@@ -241,6 +258,7 @@ def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tupl
         joined=tuple(sorted({s.name for each in users.values() for s in each.values() if s.joins})),
         doctor=request.doctor,
         log_limit=request.log_limit,
+        nonce=setup.nonce,
     )
     return plan, Secrets(token=setup.token, env=_hidden(slots, users))
 

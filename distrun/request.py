@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distrun.errors import UsageError
 from distrun_runtime.contract import environ
@@ -128,6 +128,42 @@ class JobRequest:
     """What the user types to have the hosts examined, for messages."""
     dry_run: bool = False
     """The plan gets a placeholder for its id and no token, and nothing is written."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what request.json holds: JSON-able values. Hidden variables are named, and their values left out."""
+        variables = [
+            {"name": each.name, "role": each.role, "value": None if each.hidden else each.value}
+            for each in self.settings
+        ]
+        rules = self.sync_rules
+        return {
+            "name": self.name,
+            "launcher": self.launcher,
+            "command": list(self.command),
+            "cwd": self.cwd,
+            "workers": self.workers,
+            "servers": self.servers,
+            "hosts": None if self.hosts is None else list(self.hosts.names),
+            "reach": dict(self.reach),
+            "ps": self.ps,
+            "shell": self.shell,
+            "variables": variables,
+            "python": self.python,
+            "interface": self.interface,
+            "subnet": self.subnet,
+            "port_range": self.port_range,
+            "server_imports": list(self.server_imports),
+            "scheduler_host": self.scheduler_host,
+            "limits": self.limits._asdict(),
+            "op_timeout_s": self.op_timeout_s,
+            "start_timeout_s": self.start_timeout_s,
+            "keep_outer_env": self.keep_outer_env,
+            "placement": self.placement,
+            "oversubscribe": self.oversubscribe,
+            "activate": self.activate,
+            "sync_dst_dir": self.sync_dst_dir if rules is not None else "",
+            "sync_delete": self.sync_delete,
+        }
 
     def __post_init__(self) -> None:
         if not self.command or not self.command[0]:

@@ -16,12 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from distrun import backends, hosts, planning
+from distrun.request import Request, Setting
 from distrun_runtime.agent.agent import Agent
 from distrun_runtime.arrays.dtypes import name_of
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract import wire
 from distrun_runtime.contract.plan import Host, Plan, Runtime, Secrets, Sync, Task
 from distrun_runtime.coordinator import actions, frames, logindex
+from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.coordinator.logindex import Entry as Record
 from distrun_runtime.errors import WireError
 from distrun_runtime.ops import rows as rowcodec
@@ -76,6 +79,7 @@ PLAN = Plan(
     ),
     joined=("LD_LIBRARY_PATH",),
     doctor="distrun doctor -H hosts",
+    nonce="8c5e1f0a93b7d246",
 )
 
 
@@ -265,6 +269,32 @@ def test_golden_plan() -> None:
     golden = json.loads(GOLDEN["plan"])
     assert json.loads(json.dumps(plans.to_json(PLAN))) == golden
     assert plans.from_json(golden) == PLAN
+
+
+@pytest.fixture
+def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Request:
+    """What a user asks for whose files are the golden ones."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return Request(
+        command=("python", "train.py"),
+        workers=2,
+        servers=1,
+        cwd="/srv/code",
+        launcher="ssh",
+        name="digits",
+        hosts=hosts.find(None, "ann@d1,d2", {}),
+        reach={"connect_s": "10"},
+        settings=(Setting("OMP_NUM_THREADS", "4"), Setting("API_KEY", "s3cret", role="worker", hidden=True)),
+    )
+
+
+def test_golden_files_of_a_job(submitted: Request, tmp_path: Path) -> None:
+    folder = JobStore(tmp_path).submit("digits-7f3", submitted.to_json())
+    folder.allocate(planning.allocate(submitted, backends.load("ssh")).to_json())
+    for name, golden in (("request", GOLDEN["request"]), ("allocation", GOLDEN["allocation"])):
+        text = (folder.path / f"{name}.json").read_text()
+        assert text.replace(json.loads(text)["time"], json.loads(golden)["time"]) == golden
+        assert "s3cret" not in text
 
 
 def test_golden_publish_line(monkeypatch: pytest.MonkeyPatch) -> None:

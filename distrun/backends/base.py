@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from distrun.errors import UsageError
+from distrun_runtime.contract import process
 from distrun_runtime.contract.plan import Host, Plan, Reach
 
 if TYPE_CHECKING:
@@ -114,10 +115,11 @@ class Backend(ABC):
         """Return what would be executed. No effects."""
 
     @abstractmethod
-    def connect(self, hosts: Sequence[Host], job: str = "") -> tuple[Channel, ...]:
+    def connect(self, hosts: Sequence[Host], job: str = "", nonce: str = "") -> tuple[Channel, ...]:
         """Return one channel for each host. Nothing is started before a channel's own `start`.
 
-        `job`: the job whose agents they are. Agents and guards carry its marks (`marks`), as its tasks do. Empty: none.
+        `job`, `nonce`: the job whose agents they are. Agents and guards carry its marks (`marks`), as its tasks do.
+        Without a job they carry none.
         """
 
     def boot(self, channels: Sequence[Channel]) -> None:  # noqa: B027 - most have nothing to do
@@ -139,6 +141,6 @@ class Backend(ABC):
         """
 
 
-def marks(job: str, host: str) -> dict[str, str]:
+def marks(job: str, nonce: str, host: str) -> dict[str, str]:
     """Return the variables by which processes of a job on a host are found; none without a job. Pure."""
-    return {"DISTRUN_JOB_ID": job, "DISTRUN_HOST": host} if job else {}
+    return process.marks(job, nonce, host) if job else {}

@@ -51,9 +51,9 @@ class Local(Backend):
         """Return the agent's command."""
         return Rendered({host.name: _argv() for host in plan.hosts}, "the agent's modules, then frames")
 
-    def connect(self, hosts: Sequence[Host], job: str = "") -> tuple[Channel, ...]:
+    def connect(self, hosts: Sequence[Host], job: str = "", nonce: str = "") -> tuple[Channel, ...]:
         """Return the channel to the one agent."""
-        return tuple(ChildChannel(host.name, _argv(), marks(job, host.name)) for host in hosts)
+        return tuple(ChildChannel(host.name, _argv(), marks(job, nonce, host.name)) for host in hosts)
 
     def boot(self, channels: Sequence[Channel]) -> None:
         """Start the agent's process: its interpreter starts while our caller imports the loop."""
@@ -70,7 +70,7 @@ class Local(Backend):
         """End the job's processes on this machine."""
         from distrun_runtime.agent import sweep
 
-        report = sweep.sweep(plan.job, grace_s)
+        report = sweep.sweep(plan.job, grace_s, plan.nonce)
         ended, left = (tuple("pid %d (%s)" % each for each in found) for found in (report.ended, report.left))
         return {plan.hosts[0].name: Swept(ended, left)}
 

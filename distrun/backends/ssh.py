@@ -73,17 +73,18 @@ class Ssh(Backend):
         commands = {}
         for host in plan.hosts:
             target = _target(host.reach, host.name)
-            command = _command(target, plan.job, host.name)
+            command = _command(target, plan.job, plan.nonce, host.name)
             argv = [*ssh_arguments(target, {}, target.connect_s), "--", target.host, command]
             commands[host.name] = tuple(argv)
         return Rendered(commands, "the agent's modules, then frames")
 
-    def connect(self, hosts: Sequence[Host], job: str = "") -> tuple[Channel, ...]:
+    def connect(self, hosts: Sequence[Host], job: str = "", nonce: str = "") -> tuple[Channel, ...]:
         """Return one channel for each host."""
         agent = blob.agent()
         targets = [(host.name, _target(host.reach, host.name)) for host in hosts]
         return tuple(
-            SshChannel(name, target, _command(target, job, name), agent, self._connector) for name, target in targets
+            SshChannel(name, target, _command(target, job, nonce, name), agent, self._connector)
+            for name, target in targets
         )
 
     def release(self, channels: Sequence[Channel], limit_s: float) -> tuple[str, ...]:
@@ -103,7 +104,7 @@ class Ssh(Backend):
         limit_s = 2 * grace_s + SWEEP_S
         try:
             with Fleet(self, chosen, limit_s if hosts is None else REACH_S) as fleet:
-                found = fleet.ask("sweep", {"job": plan.job, "grace_s": grace_s}, limit_s)
+                found = fleet.ask("sweep", {"job": plan.job, "nonce": plan.nonce, "grace_s": grace_s}, limit_s)
         finally:
             self._connector.close()
         return {name: _swept(answer) for name, answer in found.items()}
@@ -121,5 +122,5 @@ def _target(reach: Reach, name: str = "") -> Target:
     return Target.parse({"host": name, **reach})
 
 
-def _command(target: Target, job: str, host: str) -> str:
-    return remote_command(blob.BOOT, target.python, env=marks(job, host))
+def _command(target: Target, job: str, nonce: str, host: str) -> str:
+    return remote_command(blob.BOOT, target.python, env=marks(job, nonce, host))

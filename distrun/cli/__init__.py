@@ -33,6 +33,7 @@ COMMANDS = {
     "status": ("distrun.cli.status:status", "Show my jobs, or the tasks of one."),
     "logs": ("distrun.cli.logs:logs", "Show what a job's tasks printed."),
     "kill": ("distrun.cli.kill:kill", "Stop a job, or all that jobs left on hosts."),
+    "gc": ("distrun.cli.gc:gc", "Remove the folders of jobs that are over."),
     "sync": ("distrun.cli.sync:sync", "Copy the current directory to all hosts."),
     "exec": ("distrun.cli.exec:execute", "Run a command on all hosts, equal outputs folded."),
     "doctor": ("distrun.cli.doctor:doctor", "Check hosts: reachable, complete, able to reach each other."),

@@ -231,7 +231,7 @@ def _create(store: JobStore, job: PlannedJob) -> JobFolder:
     from distrun_runtime.errors import JobStoreError
 
     try:
-        return store.create(job.plan, job.request.run_dir)
+        return store.create(job.plan, job.request.run_dir, job.request.to_json(), job.allocation.to_json())
     except JobStoreError as err:
         raise UsageError(str(err)) from err
 

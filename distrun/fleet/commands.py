@@ -284,8 +284,7 @@ class RunCommand:
         if now < self._by[host]:
             if self.agents.silence_s(host) < LOST_S:
                 return []
-            text = f"it was silent for {LOST_S:.0f} s; its agent, unless it is frozen, ends the command after"
-            text += f" {facts.LEASE_S:.0f} s"
+            text = f"it was silent for {LOST_S:.0f} s; its agent or guard ends the command after {facts.LEASE_S:.0f} s"
             problem = Problem(host, "timeout", text, f"distrun kill --hosts {quote(host)} --stale")
         elif ran.code is not None:
             del self._by[host]  # its output is kept as far as it came

@@ -230,7 +230,7 @@ def test_what_a_sweep_after_the_job_found_ended_is_not_said_to_run() -> None:
         (Swept(("pid 7 (sleep)",), ("pid 9 (stuck)",)), "; 1 process there did not end"),
         (
             Swept(problem="no route"),
-            "; it cannot be reached again: if that machine still runs, its agent, unless it is frozen, ends the tasks"
+            "; it cannot be reached again: if that machine still runs, its agent or guard ends the tasks"
             " there within 45 s; to make sure: distrun kill calm-otter-7f3",
         ),
     ],
@@ -246,7 +246,7 @@ def test_the_last_line_about_a_lost_host_says_what_was_done_there(swept: Swept, 
 def test_a_job_that_we_failed_to_run_is_not_lost(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = prepare(store)
     folder = store.create(ready.plan)
-    monkeypatch.setattr(type(ready.backend), "connect", lambda self, hosts, job: 1 / 0)
+    monkeypatch.setattr(type(ready.backend), "connect", lambda self, hosts, job, nonce: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         launching.coordinate(ready, folder, None)  # type: ignore[arg-type]  # it does not come to that
     state = folder.state()

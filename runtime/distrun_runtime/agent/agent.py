@@ -15,7 +15,7 @@ from typing import Any, Callable, ClassVar, Dict, List, Optional
 
 from distrun_runtime.agent import preflight, record, stopping
 from distrun_runtime.agent.channel import Channel
-from distrun_runtime.agent.guard import GuardLink, Wakeup
+from distrun_runtime.agent.guard import GuardLink, Wakeup, beat_s
 from distrun_runtime.agent.preflight import Preflight
 from distrun_runtime.agent.processes import TaskRunner
 from distrun_runtime.agent.record import Record
@@ -36,6 +36,8 @@ LOST_FLUSH_S = 1.0
 """The same if the coordinator closed its end."""
 REMEMBER_S = 5.0
 """Without a subreaper, the interval at which the tasks' processes are remembered, before they can lose their parent."""
+PREPARING_S = 60.0
+"""What the agent does before its first task may keep it from beating for so long at least."""
 OTHER = "other"
 """`kind` of a failure without a kind of its own."""
 
@@ -53,7 +55,7 @@ class Agent:
         self._selector = selectors.PollSelector()
         self._runner = TaskRunner(channel, self._selector)
         self._runner.on_other = self._on_other_end
-        self._stopping = Stopping("", "", self._runner.tasks, is_subreaper)
+        self._stopping = Stopping({}, self._runner.tasks, is_subreaper)
         self._share: Optional[Share] = None
         self._preflight: Optional[Preflight] = None
         self._is_settled = False
@@ -61,6 +63,7 @@ class Agent:
         self._code = 0
         self._heard_at = time.monotonic()
         self._remember_at = math.inf
+        self._beat_at = math.inf
         self._is_writing = False
 
     # The loop
@@ -85,13 +88,14 @@ class Agent:
     def _timeout(self) -> float:
         lease_end = math.inf if self._is_leaving else self._lease_end()
         preflight_at = self._preflight.deadline if self._preflight is not None else math.inf
-        due = min(self._stopping.next_at, self._remember_at, lease_end, preflight_at)
+        due = min(self._stopping.next_at, self._remember_at, self._beat_at, lease_end, preflight_at)
         return max(0.0, min(due - time.monotonic(), 3600.0))
 
     def _lease_end(self) -> float:
         return self._heard_at + (self._share.plan.limits.lease_s if self._share else FIRST_LEASE_S)
 
     def _tick(self, now: float) -> None:
+        self._beat(now)
         if not self._is_leaving and now >= self._lease_end():
             self._say_ending(f"it heard nothing from the coordinator for {now - self._heard_at:.1f} s")
             self._leave(self._gentle(), facts.EXIT_TERMINATED)
@@ -138,6 +142,7 @@ class Agent:
         with selectors.PollSelector() as writable:
             writable.register(channel.writing, selectors.EVENT_WRITE)
             while not channel.is_broken and time.monotonic() < deadline:
+                self._beat(time.monotonic())
                 is_all_queued = not output or self._runner.pump(whole=True)
                 channel.flush()
                 if is_all_queued and not channel.queued:
@@ -199,7 +204,7 @@ class Agent:
             self._fail(err)
             return
         self._share = share
-        self._stopping = Stopping(share.plan.job, share.host, self._runner.tasks, self._is_subreaper)
+        self._stopping = Stopping(share.marks, self._runner.tasks, self._is_subreaper)
         self._save()
         self._tell_guard(share)
         self._prepare(preflight.steps(share), self._on_ready)
@@ -274,6 +279,7 @@ class Agent:
             self._warn(f"`spawn` was ignored: {task.name} was started before")
             return
         if self._runner.spawn(task, share.environment(task, header.get("env") or {}), share.spool_folder):
+            self._beat_at = 0.0  # from now on the lease counts
             self._save()
             if not self._is_subreaper:
                 self._remember_at = min(self._remember_at, time.monotonic() + 0.5)
@@ -350,10 +356,22 @@ class Agent:
 
     def _tell_guard(self, share: Share) -> None:
         """Note what the guard must know to do the agent's work."""
-        note = {"type": "begin", "folder": share.folder, "job": share.plan.job, "host": share.host}
+        note = {"type": "begin", "folder": share.folder, "marks": share.marks}
+        os.set_blocking(self._guard.notes, False)  # a guard that is stopped reads nothing
         with contextlib.suppress(OSError):  # it is dead: the loop will notice
             os.write(self._guard.notes, wire.encode(dict(note, grace_s=self._grace_s())))
-        os.close(self._guard.notes)
+        self._beat_at = 0.0
+        self._beat(time.monotonic())
+
+    def _beat(self, now: float) -> None:
+        """Show the guard that this loop goes on, if it is time."""
+        if now < self._beat_at or self._share is None:
+            return
+        lease_s = self._share.plan.limits.lease_s
+        self._beat_at = now + beat_s(lease_s)
+        limit_s = lease_s if self._runner.tasks else max(lease_s, PREPARING_S)
+        with contextlib.suppress(OSError):
+            os.write(self._guard.notes, wire.encode({"type": "beat", "limit_s": limit_s}))
 
     def _save(self) -> None:
         """Update the record. A full disk only makes a later sweep less reliable."""
@@ -371,6 +389,7 @@ class Agent:
             leaders,
             tuple(sorted(others)),
             share.plan.limits.lease_s,
+            share.plan.nonce,
         )
         with contextlib.suppress(OSError):
             record.save(share.folder, current)

@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, NamedTuple, Tuple
 
 from distrun_runtime.agent import record
-from distrun_runtime.contract import environ, wire
+from distrun_runtime.contract import environ, process, wire
 from distrun_runtime.contract.plan import WORKER, Host, Plan, Task, from_json
 from distrun_runtime.errors import ContractError, PreflightFailure
 
@@ -57,7 +57,7 @@ class Share(NamedTuple):
     @property
     def marks(self) -> Dict[str, str]:
         """What a process of the job is known by, whoever its parent is by then."""
-        return {"DISTRUN_JOB_ID": self.plan.job, "DISTRUN_HOST": self.host}
+        return process.marks(self.plan.job, self.plan.nonce, self.host)
 
     def environment(self, task: Task, sent: Mapping[str, str]) -> Dict[bytes, bytes]:
         """Return a task's environment: this host's, its secrets, what was sent with it, and what it is known by."""
@@ -126,7 +126,7 @@ def take(header: Mapping[str, Any]) -> Share:
     address = host.address or _address(plan, host, outer)
     named = [task.env["DISTRUN_PORT_RANGE"] for task in plan.tasks if "DISTRUN_PORT_RANGE" in task.env]
     held = {label: hold(address, named[0] if named else "") for label in host.ports}
-    folder = record.create(plan.job, host.name, token)
+    folder = record.create(plan.job, host.name, token, plan.nonce)
     token_file = os.path.join(folder, record.TOKEN) if token else ""
     # Tasks on this very machine have what the user has, the login included.
     unset = plan.unset if plan.backend == "local" else (*plan.unset, *OF_THE_CONNECTION)

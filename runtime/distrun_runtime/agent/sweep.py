@@ -34,8 +34,8 @@ DAEMONS = ("sshd", "sshd-session", "sshd-auth")
 _WHOLE = 100000
 """Characters of a command line that are looked at."""
 
-Key = Tuple[str, str]
-"""A job and what it calls this host."""
+Key = Tuple[str, str, str]
+"""A job, its nonce, and what it calls this host."""
 
 
 # Ending what a job left
@@ -53,21 +53,23 @@ class SweepReport(NamedTuple):
     """The job's private folders that were removed."""
 
 
-def sweep(job: str, grace_s: Optional[float]) -> SweepReport:
+def sweep(job: str, grace_s: Optional[float], nonce: str = "") -> SweepReport:
     """End every process of a job of the calling user on this machine, and remove its private folders.
+
+    A job of another store by the same id has another nonce, and is left alone.
 
     A living agent is asked to do it (SIGTERM, and SIGCONT in case it is frozen) and gets `grace_s` and two seconds.
     Then, or without an agent, everything recorded or marked gets TERM, `grace_s`, KILL. Nothing to end is no error.
     Waits until it is over. `grace_s` None: the job's own, as recorded.
     """
-    folders = record.folders(job)
+    folders = record.folders(job, nonce)
     records = [found for found in map(record.find, folders) if found is not None]
     if grace_s is None:
         grace_s = max((found.grace_s for found in records), default=GRACE_S)
     ours = {who: name for found in records for who, name in zip((found.agent, found.guard), NAMES)}
 
     def find() -> List[Process]:
-        return process.mine(belongings(records, {"DISTRUN_JOB_ID": job}))
+        return process.mine(belongings(records, process.marks(job, nonce)))
 
     there = {row.identity: _named(row.identity, ours) for row in find()}
     for folder in folders:
@@ -180,9 +182,12 @@ class Found(NamedTuple):
 def survey() -> Dict[str, Any]:
     """Return all jobs of the calling user on this host, the ones with most processes last."""
     rows = process.table()
-    kept = {(each.record.job, each.record.host): each for each in _kept()}
+    kept = {(each.record.job, each.record.nonce, each.record.host): each for each in _kept()}
     environs = _environs(_of_this_container(process.mine(_without_us(rows))))
-    marked = [(env["DISTRUN_JOB_ID"], env.get("DISTRUN_HOST", "")) for env in environs.values()]
+    marked = [
+        (env["DISTRUN_JOB_ID"], env.get("DISTRUN_JOB_NONCE", ""), env.get("DISTRUN_HOST", ""))
+        for env in environs.values()
+    ]
     keys = list(dict.fromkeys([*kept, *sorted(marked)]))
     return {
         "jobs": [_job(key, kept.get(key), environs) for key in keys],
@@ -217,21 +222,15 @@ def described(each: Process, task: str = "") -> Dict[str, Any]:
 
 
 def _job(key: Key, found: Optional[Found], environs: Dict[int, Dict[str, str]]) -> Dict[str, Any]:
-    marks = {"DISTRUN_JOB_ID": key[0]}
-    if key[1]:
-        marks["DISTRUN_HOST"] = key[1]
     records = [found.record] if found else []
     # A mark without a host's name means just that, not any host.
-    processes = [
-        each
-        for each in process.mine(belongings(records, marks))
-        if key[1] or "DISTRUN_HOST" not in environs.get(each.pid, {})
-    ]
+    processes = process.mine(belongings(records, process.marks(*key)))
     agent, guard = (found.record.agent, found.record.guard) if found else _above(processes)
     names = _names(records)
     return {
         "job": key[0],
-        "host": key[1],
+        "nonce": key[1],
+        "host": key[2],
         "agent": _state(agent),
         "guard": _state(guard),
         "quiet_s": max(0.0, round(time.time() - found.written, 1)) if found else None,
@@ -284,11 +283,10 @@ def _state(who: Optional[Identity]) -> str:
 
 def _kept() -> List[Found]:
     found = []
-    for job in record.jobs():
-        for folder in record.folders(job):
-            with contextlib.suppress(OSError, ContractError, ValueError):
-                written = os.stat(os.path.join(folder, record.RECORD)).st_mtime
-                found.append(Found(record.load(folder), folder, written))
+    for folder in record.every():
+        with contextlib.suppress(OSError, ContractError, ValueError):
+            written = os.stat(os.path.join(folder, record.RECORD)).st_mtime
+            found.append(Found(record.load(folder), folder, written))
     return found
 
 

@@ -83,15 +83,20 @@ STOPPED = "stopped"
 TASK_STATES = (PENDING, STARTING, RUNNING, EXITED, FAILED, STOPPED)
 """exited: by itself with 0. failed: by itself otherwise, or its host was lost. stopped: we ended it."""
 
+SUBMITTING = "submitting"
+QUEUED = "queued"
 STOPPING = "stopping"
 KILLED = "killed"
 LOST = "lost"
-JOB_STATES = (STARTING, RUNNING, STOPPING, SUCCEEDED, FAILED, KILLED, LOST)
-"""killed: interrupted or terminated. lost: the launcher died and nobody finished the job."""
-LIVE = (STARTING, RUNNING, STOPPING)
+JOB_STATES = (SUBMITTING, QUEUED, STARTING, RUNNING, STOPPING, SUCCEEDED, FAILED, KILLED, LOST)
+"""submitting, queued: it has no allocation yet, so no limit of time runs. killed: interrupted or terminated. lost: the
+launcher died and nobody finished the job."""
+LIVE = (SUBMITTING, QUEUED, STARTING, RUNNING, STOPPING)
 """States of a job that goes on."""
 OVER = (SUCCEEDED, FAILED, KILLED)
 """States of a job that has an outcome."""
+UNKNOWN = "unknown"
+"""In place of the state of a live job that another host of a shared home runs, and has not updated for LOST_S."""
 DAMAGED = "damaged"
 """In place of the state of a job whose files cannot be read."""
 

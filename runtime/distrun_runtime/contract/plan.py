@@ -170,6 +170,8 @@ class Plan(NamedTuple):
     """What a user types to have these hosts examined, for messages: `distrun doctor -H hosts`."""
     log_limit: int = 0
     """Bytes that are kept of each task's log, about: older ones are removed. 0: all are kept."""
+    nonce: str = ""
+    """64 random bits, hex: tells the job's processes from those of a job of another store by the same id. No secret."""
     version: int = VERSION
 
     def task(self, name: str) -> Task:

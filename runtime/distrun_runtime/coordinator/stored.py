@@ -88,6 +88,8 @@ ANY = MemberType("anything", lambda value: True)
 
 Members = Mapping[str, MemberType]
 
+REQUEST: Members = {"id": TEXT, "time": TIME, "name": TEXT, "launcher": TEXT, "command": TEXTS, "cwd": TEXT}
+ALLOCATION: Members = {"id": TEXT, "time": TIME}
 LAUNCHER: Members = {"pid": COUNT, "start": TEXT, "host": TEXT}
 TASK: Members = {
     "name": NAME,

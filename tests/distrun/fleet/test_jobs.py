@@ -96,3 +96,17 @@ def test_a_table_names_our_own_processes_and_cuts_long_commands() -> None:
     assert shown("python3 -I -S -c exec(...)", "guard") == "distrun's guard"
     assert shown("sleep 9", "worker-0") == "sleep 9"
     assert len(shown("x" * 500)) == 103
+
+
+def test_jobs_of_two_stores_by_one_id_are_named_with_their_nonces() -> None:
+    ours, theirs, other = like(nonce="a1"), like(nonce="b2"), like(job="bold-fox-2", nonce="c3")
+    assert jobs.names([ours, theirs, other]) == {
+        "calm-otter-1/a1": "calm-otter-1/a1",
+        "calm-otter-1/b2": "calm-otter-1/b2",
+        "bold-fox-2/c3": "bold-fox-2",
+    }
+    with pytest.raises(UsageError, match=r"'calm-otter-1' could be calm-otter-1/a1, calm-otter-1/b2$"):
+        jobs.chosen([ours, theirs, other], ["calm-otter-1"])
+    assert jobs.chosen([ours, theirs, other], ["calm-otter-1/b"]) == [theirs]
+    assert jobs.chosen([ours, like(host="h2", nonce="a1")], ["calm"]) == [ours, like(host="h2", nonce="a1")]
+    assert jobs.chosen([ours, theirs]) == [ours, theirs]
