@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from distrun_runtime.agent import guard
 from distrun_runtime.contract import facts
 
 
