@@ -228,6 +228,8 @@ _RECORDED = {
     events.Warned: "warning",
     events.AgentEnding: "ending",
     events.Bye: "bye",
+    events.Cut: "cut",
+    events.Resumed: "resumed",
     events.AgentLost: "lost",
     events.Interrupt: "interrupt",
 }
