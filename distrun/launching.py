@@ -21,6 +21,7 @@ from distrun.errors import DistrunError
 from distrun.planning import PlannedJob
 from distrun_runtime.contract import facts, wire
 from distrun_runtime.contract.duration import duration
+from distrun_runtime.contract.plan import HOLD
 from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator.jobstore import JobFolder
 from distrun_runtime.coordinator.outcome import Outcome, TaskResult
@@ -155,7 +156,8 @@ def coordinate(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int = 
 
 
 def _run(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int) -> tuple[Outcome, Mapping[str, Swept]]:
-    channels = job.backend.connect(job.plan.hosts, job.plan.job, job.plan.nonce)
+    holds_s = job.plan.limits.lease_s if job.plan.on_eof == HOLD else 0.0
+    channels = job.backend.connect(job.plan.hosts, job.plan.job, job.plan.nonce, holds_s)
     job.backend.boot(channels)
     from distrun_runtime.coordinator import jobrun  # the client does not need it, and agents start meanwhile
 

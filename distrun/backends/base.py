@@ -115,11 +115,14 @@ class Backend(ABC):
         """Return what would be executed. No effects."""
 
     @abstractmethod
-    def connect(self, hosts: Sequence[Host], job: str = "", nonce: str = "") -> tuple[Channel, ...]:
+    def connect(
+        self, hosts: Sequence[Host], job: str = "", nonce: str = "", holds_s: float = 0.0
+    ) -> tuple[Channel, ...]:
         """Return one channel for each host. Nothing is started before a channel's own `start`.
 
         `job`, `nonce`: the job whose agents they are. Agents and guards carry its marks (`marks`), as its tasks do.
         Without a job they carry none.
+        `holds_s`: how long agents go on without a connection, so that it can be made again; 0: they do not.
         """
 
     def boot(self, channels: Sequence[Channel]) -> None:  # noqa: B027 - most have nothing to do

@@ -78,12 +78,14 @@ class Ssh(Backend):
             commands[host.name] = tuple(argv)
         return Rendered(commands, "the agent's modules, then frames")
 
-    def connect(self, hosts: Sequence[Host], job: str = "", nonce: str = "") -> tuple[Channel, ...]:
+    def connect(
+        self, hosts: Sequence[Host], job: str = "", nonce: str = "", holds_s: float = 0.0
+    ) -> tuple[Channel, ...]:
         """Return one channel for each host."""
         agent = blob.agent()
         targets = [(host.name, _target(host.reach, host.name)) for host in hosts]
         return tuple(
-            SshChannel(name, target, _command(target, job, nonce, name), agent, self._connector)
+            SshChannel(name, target, _command(target, job, nonce, name), agent, self._connector, holds_s=holds_s)
             for name, target in targets
         )
 

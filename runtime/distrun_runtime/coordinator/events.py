@@ -98,6 +98,8 @@ class Started(NamedTuple):
     pid: int
     start: str = ""
     time: float = 0.0
+    attempt: int = 0
+    """How often the task was started before."""
 
 
 class Published(NamedTuple):
@@ -119,6 +121,7 @@ class Output(NamedTuple):
     stream: str
     offset: int
     data: bytes
+    attempt: int = 0
 
 
 class Exited(NamedTuple):
@@ -136,6 +139,7 @@ class Exited(NamedTuple):
     err: int = 0
     max_rss_kb: int = 0
     cpu_s: float = 0.0
+    attempt: int = 0
 
 
 class Cleared(NamedTuple):
@@ -164,7 +168,7 @@ class AgentEnding(NamedTuple):
 
 
 class Pong(NamedTuple):
-    """An agent answered a ping."""
+    """An agent answered a ping, or gave another sign of life (then `n` is 0)."""
 
     host: str
     n: int = 0
@@ -176,8 +180,29 @@ class Bye(NamedTuple):
     host: str
 
 
+class Holding(NamedTuple):
+    """An agent that goes on without a connection waits for another one at this path on its host. For its channel."""
+
+    host: str
+    path: str
+
+
+class Cut(NamedTuple):
+    """The connection to an agent ended. The agent goes on until its lease ends; a new connection is being made."""
+
+    host: str
+    reason: str
+    time: float = 0.0
+
+
+class Resumed(NamedTuple):
+    """A new connection to an agent goes on where the last one was cut."""
+
+    host: str
+
+
 class AgentLost(NamedTuple):
-    """The channel to an agent ended, or brought bytes that are no frames."""
+    """The channel to an agent ended for good, or brought bytes that are no frames."""
 
     host: str
     reason: str
@@ -226,6 +251,9 @@ Event = Union[
     AgentEnding,
     Pong,
     Bye,
+    Holding,
+    Cut,
+    Resumed,
     AgentLost,
     Tick,
     Interrupt,

@@ -152,7 +152,7 @@ class _Job:
         """Log and show output; return the acknowledgement."""
         if event.task not in self._supervisor.roster.tasks:
             return []  # the supervisor says what it thinks of that
-        written = self._spool.add(event.task, event.stream, event.offset, event.data)
+        written = self._spool.add(event.task, event.stream, event.offset, event.data, event.attempt)
         if written.fresh:
             self._sink.output(event.task, event.host, event.stream, written.fresh, written.at)
         if written.fresh and written.at is None:
@@ -234,6 +234,8 @@ _RECORDED = {
     events.Warned: "warning",
     events.AgentEnding: "ending",
     events.Bye: "bye",
+    events.Cut: "cut",
+    events.Resumed: "resumed",
     events.AgentLost: "lost",
     events.Interrupt: "interrupt",
 }
