@@ -14,6 +14,7 @@ from distrun.cli import hints, reach
 from distrun.cli.common import current_folder
 from distrun.cli.console import Console
 from distrun.cli.options import collect_env, launch_options
+from distrun.client import Detached
 from distrun.errors import UsageError
 from distrun.planning import device_warnings
 from distrun.request import Request, Setting, forwarded
@@ -101,12 +102,20 @@ def _launch(
     console.say("job {} ({})".format(folder.id, _where(job, options["launcher"])))
     console.say("job {}: logs in {}".format(folder.id, folder.path / "logs"), "debug")
     outcome = launching.launch(job, folder, console, options["verbosity"])
+    if isinstance(outcome, Detached):
+        return _leave(outcome, folder, console)
     console.end_output()
     tail = _report(outcome, folder, options["as_json"], console)
     hint = hints.afterwards(command, outcome, tail, ctx)
     if hint and not misplaced:
         console.write_err(f"distrun: hint: {hint}\n")
     return outcome.exit_code
+
+
+def _leave(detached: Detached, folder: JobFolder, console: Console) -> int:
+    """Say that the job goes on without this terminal; return the exit code."""
+    console.say(f"job {folder.id} goes on without this terminal; to come back: distrun attach {folder.id}")
+    return 0
 
 
 def _request(

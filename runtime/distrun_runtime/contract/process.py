@@ -232,12 +232,17 @@ def _look(who: Identity) -> Optional[Process]:
 
 
 @functools.lru_cache(maxsize=None)
-def _boot() -> str:
+def boot() -> str:
+    """Return what tells this boot of the machine from others; empty where the system does not say (no /proc)."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()[:8]
+            return file.read().strip()
     except OSError:
         return ""
+
+
+def _boot() -> str:
+    return boot()[:8]
 
 
 def _row_of_proc(name: str) -> Optional[Process]:

@@ -87,6 +87,7 @@ ANY = Kind("anything", lambda value: True)
 Members = Mapping[str, Kind]
 
 LAUNCHER: Members = {"pid": COUNT, "start": TEXT, "host": TEXT}
+CONTROL: Members = {"pid": COUNT, "start": TEXT, "host": TEXT, "boot": TEXT, "path": TEXT}
 TASK: Members = {
     "name": NAME,
     "role": one_of(*plans.ROLES),
