@@ -166,6 +166,8 @@ class Plan(NamedTuple):
     """Variables of `Task.secret_env` that are lists of folders and do not replace what a host has for its tasks."""
     doctor: str = ""
     """What a user types to have these hosts examined, for messages: `distrun doctor -H hosts`."""
+    log_limit: int = 0
+    """Bytes that are kept of each task's log, about: older ones are removed. 0: all are kept."""
     version: int = VERSION
 
     def task(self, name: str) -> Task:

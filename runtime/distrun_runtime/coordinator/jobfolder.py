@@ -28,7 +28,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional
 from distrun_runtime.contract import facts, process
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.plan import Plan
-from distrun_runtime.coordinator import spool, stored
+from distrun_runtime.coordinator import logfiles, spool, stored
 from distrun_runtime.coordinator.outcome import Outcome, TaskResult
 from distrun_runtime.errors import ContractError, JobStoreError
 
@@ -222,7 +222,7 @@ class JobFolder:
 
     def log_path(self, task: str) -> Path:
         """Return where the log of `task` is, or will be."""
-        return spool.log_path(self.logs, task)
+        return logfiles.log_path(self.logs, task)
 
     def tail(self, task: str, lines: int) -> List[str]:
         """Return the last lines of a task's log, decoded, without newlines; [] if there is none."""

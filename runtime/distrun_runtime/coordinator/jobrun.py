@@ -94,7 +94,7 @@ class _Job:
         self._prepare = prepare
         self._watcher = watcher
         self._supervisor = Supervisor(plan, has_preparation=prepare is not None)
-        self._spool = Spool(folder.logs)
+        self._spool = Spool(folder.logs, plan.log_limit)
         self._outcome: Optional[Outcome] = None
         # Several answers must be missing before a host is suspect.
         self._ping_s = min(loop.PING_S, plan.limits.suspect_s / 4)
@@ -110,6 +110,7 @@ class _Job:
                 actions.SendRuntime: lambda action: frames.runtime(plan.runtime.digest, self._archive),
             },
             ping_s=self._ping_s,
+            after_turn=self._flush_logs,
         )
 
     def run(self) -> Outcome:
@@ -172,6 +173,11 @@ class _Job:
             if warning:
                 self._sink.say(warning, actions.WARNING)
         return [actions.Ack(event.host, event.task, event.stream, written.offset)]
+
+    def _flush_logs(self) -> None:
+        warning = self._spool.flush()
+        if warning:
+            self._sink.say(warning, actions.WARNING)
 
     def _perform(self, action: actions.Action) -> List[actions.AgentAction]:
         """Do what an action says, or return it if the loop does that."""
