@@ -59,7 +59,7 @@ def launch(
     """
     place = start_coordinator(job, folder, verbosity, detach)
     with Connection(place.connection) as connection:
-        return _Client(connection, place, folder, terminal, verbosity, detach).run()
+        return _Client(connection, place, folder, terminal, verbosity).run(detach)
 
 
 @dataclass(frozen=True)
@@ -307,23 +307,23 @@ class _Client:
         folder: JobFolder,
         terminal: Terminal,
         verbosity: int,
-        detach: bool,
     ) -> None:
         self._connection = connection
         self._place = place
         self._folder = folder
         self._terminal = terminal
         self._verbosity = verbosity
-        self._follower = Follower(connection, terminal, has_output=not detach, on_event=self._on_event)
-        self._detach = detach
 
-    def run(self) -> Outcome | Detached:
-        """Show what the coordinator sends until it ends, or lets us go; return the outcome."""
+    def run(self, detach: bool) -> Outcome | Detached:
+        """Show what the coordinator sends until it ends, or lets us go; return the outcome.
+
+        With `detach`, output is not shown, and the coordinator is asked to let us go when all tasks run.
+        """
         from distrun_runtime.coordinator.interrupts import Interrupts  # while the coordinator begins its work
 
-        found = self._follower
-        if self._detach:
-            self._connection.send("subscribe", events=True)
+        found = Follower(self._connection, self._terminal, has_output=not detach, on_event=self._on_event)
+        if detach:
+            self._connection.send("subscribe", events=True)  # no others come otherwise
         self._terminal.start()
         status = None
         with Interrupts(self._forward):
@@ -341,7 +341,7 @@ class _Client:
         return outcome
 
     def _on_event(self, event: Mapping[str, Any]) -> None:
-        if self._detach and event["event"] == "state" and event["state"] == facts.RUNNING:
+        if event["event"] == "state" and event["state"] == facts.RUNNING:
             self._connection.send("detach")
 
     def _forward(self, event: Event) -> None:

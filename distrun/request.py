@@ -125,6 +125,8 @@ class Request:
     """Folder for the job's folder; None: the job store's."""
     doctor: str = ""
     """What the user types to have the hosts examined, for messages."""
+    detach: bool = False
+    """The job goes on without the terminal that launches it."""
     dry_run: bool = False
     """The plan gets a placeholder for its id and no token, and nothing is written."""
 
