@@ -94,8 +94,12 @@ class Connection:
 
     def send(self, kind: str, body: bytes = b"", /, **members: Any) -> None:
         """Send a frame; if the coordinator has gone, reading tells."""
+        self.send_bytes(wire.encode({"type": kind, **members}, body))
+
+    def send_bytes(self, data: bytes) -> None:
+        """Send a frame that is encoded."""
         with self._sending, contextlib.suppress(OSError):
-            self._socket.sendall(wire.encode({"type": kind, **members}, body))
+            self._socket.sendall(data)
 
     def receive(self, limit_s: float | None = None) -> wire.Frame | None:
         """Return the next frame; None: the connection has ended.
@@ -241,7 +245,7 @@ def _greet(connection: Connection, folder: JobFolder, where: Mapping[str, Any]) 
     Raises:
         CoordinatorLost: there is no answer, or it is another job's coordinator.
     """
-    connection.send("hello", version=list(control.VERSION))
+    connection.send_bytes(control.client_hello())
     limit_s = ANSWER_S if connection._relay is None else CONNECT_S
     try:
         frame = connection.receive(limit_s)

@@ -400,12 +400,15 @@ class Service:
         if not data:
             self._lose(client)
             return
+        if client.is_last:
+            return
         try:
             for frame in client.decoder.feed(data):
                 if not client.is_last:
                     self._take(client, frame)
         except WireError as err:
             self._refuse(client, control.Refusal(str(err), is_last=True))
+            return
         if client.decoder.pending > control.FRAME_LIMIT:
             self._refuse(client, control.Refusal("the frame is too long", is_last=True))
 
