@@ -14,6 +14,7 @@ import shlex
 import socket
 import subprocess
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator.jobstore import JobFolder
 from distrun_runtime.coordinator.outcome import Outcome
 from distrun_runtime.coordinator.output import Piece
-from distrun_runtime.errors import WireError
+from distrun_runtime.errors import JobStoreError, WireError
 
 READ_SIZE = 256 * 1024
 ANSWER_S = 10.0
@@ -151,6 +152,16 @@ class Connection:
             if frame.type in (kind, "refused"):
                 return frame
 
+    def ends(self, limit_s: float) -> bool:
+        """Wait, at most so long, for the end of the connection; return whether it has ended."""
+        until = time.monotonic() + limit_s
+        try:
+            while self.receive(max(0.001, until - time.monotonic())) is not None:
+                pass
+        except TimeoutError:
+            return False
+        return True
+
     def end(self) -> None:
         """End the connection from another thread: `receive` returns None."""
         with contextlib.suppress(OSError):
@@ -189,6 +200,16 @@ def connect(folder: JobFolder) -> Connection:
         connection.close()
         raise
     return connection
+
+
+def forget(folder: JobFolder) -> None:
+    """Remove the control socket of a job whose coordinator is dead, if it left one on this machine."""
+    from distrun_runtime.coordinator import control as sockets
+
+    with contextlib.suppress(JobStoreError):
+        where = folder.control()
+        if where is not None and is_here(where):
+            sockets.remove_stale(where["path"])
 
 
 def is_here(where: Mapping[str, Any]) -> bool:

@@ -56,7 +56,7 @@ def logs(job: str, task: str | None, follow: bool, lines: int | None) -> int:
         feed = Feed(before, terminal=is_terminal(), live=live is not None)
         path = folder.log_path(row["name"])
         shown.append(_Log(path, feed, 0 if lines is None else tail_offset(path, lines)))
-    _show(shown, (lambda: folder.state()["state"] in facts.LIVE) if follow else lambda: False, live)
+    _show(shown, (lambda: folder.state()["state"] in facts.GOING) if follow else lambda: False, live)
     return 0
 
 

@@ -245,6 +245,8 @@ class JobFolder:
         """Read state.json; "state" is "lost" when the launcher died before the job was finished.
 
         Then tasks that had not ended are "lost" as well, and "heard" says when anything of the job was last written.
+        Where the launcher is on another machine, which shares this folder, "state" is "unknown" instead, if nothing was
+        heard of the job for facts.UNKNOWN_S; its tasks are as they were then.
         A job whose end is only in outcome.json, because the disk was full, has ended as that says.
 
         Raises:
@@ -260,7 +262,17 @@ class JobFolder:
                 for task in value["tasks"]:
                     if task["state"] in _UNFINISHED:
                         task["state"] = facts.LOST
+        elif value["state"] in facts.LIVE and self._is_silent():
+            value["state"] = facts.UNKNOWN
+            value["heard"] = self._heard(value["updated"])
         return value
+
+    def _is_silent(self) -> bool:
+        """Whether the job is another machine's, and its state was not written, nor touched, for some time."""
+        with contextlib.suppress(JobStoreError, OSError):
+            age_s = time.time() - os.stat(str(self.path / "state.json")).st_mtime
+            return age_s > facts.UNKNOWN_S and self.launcher()["host"] != socket.gethostname()
+        return False
 
     def standing(self) -> str:
         """Return the job's state, `damaged` if it cannot be read."""
