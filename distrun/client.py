@@ -34,6 +34,10 @@ ANSWER_S = 10.0
 """How long a coordinator's answer is awaited."""
 CONNECT_S = 30.0
 """How long an ssh connection to the coordinator's host may take, passwords included."""
+END_S = 5.0
+"""How long the end of the ssh program is awaited."""
+DEAF = 'trap "" INT QUIT TSTP; exec "$@"'
+"""Shell text that runs a program to which the terminal's keys mean nothing: they are for us."""
 NOBODY = 3
 """Exit code of the relay: nobody listens at the socket."""
 RELAY = f"""
@@ -173,7 +177,11 @@ class Connection:
         self._socket.close()
         if self._relay is not None:
             self._relay.terminate()
-            self._relay.wait()
+            try:
+                self._relay.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self._relay.kill()
+                self._relay.wait()
 
 
 # ---------------------------------------------------------------------- finding the coordinator
@@ -247,7 +255,19 @@ def _there(folder: JobFolder, where: Mapping[str, Any]) -> Connection:
     ours, its = socket.socketpair()
     command = shlex.join(["python3", "-I", "-c", RELAY, where["path"]])
     try:
-        argv = ["ssh", "-T", "-o", f"ConnectTimeout={ANSWER_S:.0f}", "--", where["host"], command]
+        argv = [
+            "sh",
+            "-c",
+            DEAF,
+            "sh",
+            "ssh",
+            "-T",
+            "-o",
+            f"ConnectTimeout={ANSWER_S:.0f}",
+            "--",
+            where["host"],
+            command,
+        ]
         relay = subprocess.Popen(argv, stdin=its.fileno(), stdout=its.fileno())
     except OSError as err:
         ours.close()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun.cli import standing
-from distrun.cli.common import count, find_job
+from distrun.cli.common import count
 from distrun.cli.console import Console
 from distrun.client import Connection, Follower
 from distrun.errors import UsageError
@@ -52,7 +52,7 @@ def attach(job: str, since_start: bool, tail: int | None, no_prefix: bool, quiet
     if since_start and tail is not None:
         raise UsageError("--since-start and --tail contradict each other")
     store = JobStore()
-    folder = find_job(store, job)
+    folder = store.find_living(job)
     console = Console(environ.snapshot(), prefix=not no_prefix, level="error" if quiet else "info")
     state = folder.state()["state"]
     if state in facts.OVER:

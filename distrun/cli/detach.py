@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import click
 
-from distrun.cli.common import find_job
 from distrun.cli.console import print_out
 from distrun.errors import UsageError
 from distrun_runtime.contract import facts
@@ -21,7 +20,7 @@ def detach(job: str) -> int:
     from distrun import client
     from distrun_runtime.coordinator.jobstore import JobStore
 
-    folder = find_job(JobStore(), job)
+    folder = JobStore().find_living(job)
     state = folder.state()["state"]
     if state in facts.OVER:
         raise UsageError(f"job {folder.id} is over: {state}", f"what it printed: distrun logs {folder.id}")

@@ -51,12 +51,13 @@ def distrun(tmp_path: Path) -> Iterator[Distrun]:
 class Terminal:
     """A terminal with a process in a session of its own, as a shell's foreground job."""
 
-    def __init__(self, distrun: Distrun, *words: str) -> None:
+    def __init__(self, distrun: Distrun, *words: str, argv: list[str] | None = None, **env: str) -> None:
+        """`argv`: what runs in it; default: `distrun WORDS`."""
         self._ours, its = pty.openpty()
         self.shown = ""
         self.process = subprocess.Popen(
-            distrun.argv(*words),
-            env=distrun.env,
+            argv or distrun.argv(*words),
+            env={**distrun.env, **env},
             cwd=distrun.work,
             stdin=its,
             stdout=its,
@@ -301,8 +302,7 @@ def test_a_terminal_goes_on_where_it_stood(distrun: Distrun) -> None:
     attach = " ".join(distrun.argv("attach"))
     script = distrun.work / "twice.sh"
     script.write_text(f"{attach} --since-start {job}; echo left $?; touch more; {attach} {job}; echo ended $?\n")
-    terminal = Terminal.__new__(Terminal)
-    terminal.__init__(_Shell(distrun, script))  # type: ignore[misc,arg-type]
+    terminal = Terminal(distrun, argv=["bash", str(script)])
     terminal.expect("up", 2)
     terminal.type("\x03")
     terminal.expect("[d]etach")
@@ -314,17 +314,6 @@ def test_a_terminal_goes_on_where_it_stood(distrun: Distrun) -> None:
     terminal.ends()
     assert [terminal.shown.count(f"| {word}") for word in ("up", "more", "over")] == [2, 2, 2]
     assert launch.wait(LIMIT_S) == 0
-
-
-class _Shell:
-    """Runs a script in a terminal, in place of the command."""
-
-    def __init__(self, distrun: Distrun, script: Path) -> None:
-        self.env, self.work = distrun.env, distrun.work
-        self._script = script
-
-    def argv(self) -> list[str]:
-        return ["bash", str(self._script)]
 
 
 def test_a_job_that_is_over_says_so_and_gives_its_code(distrun: Distrun) -> None:
@@ -565,6 +554,19 @@ def test_a_job_of_another_machine_is_followed_by_a_relay_there(distrun: Distrun)
     assert attached.returncode == 3
     assert out.count(b"over") == 2
     assert " -- elsewhere python3 -I -c" in (distrun.home / "asked").read_text()
+
+
+def test_ctrl_c_on_a_terminal_does_not_end_the_relay(distrun: Distrun) -> None:
+    job = detached(distrun)
+    move_away(distrun)
+    terminal = Terminal(distrun, "attach", "--since-start", job, **ssh_stand_in(distrun))
+    terminal.expect("up", 2)
+    terminal.type("\x03")
+    terminal.expect("[g]o on?")
+    terminal.type("g")
+    go(distrun)
+    assert terminal.ends() == 0
+    assert terminal.shown.count("| over") == 2
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import List
+
 from distrun_runtime.contract import control
 from distrun_runtime.coordinator.jobfolder import JobFolder
-from distrun_runtime.coordinator.logreader import LogReader
+from distrun_runtime.coordinator.logreader import READ_LIMIT, LogReader
+
+TAIL_LIMIT = 64 * 1024 * 1024
+"""Lines before the end are looked for in so many bytes: meanwhile other clients wait."""
 
 
 class LoggedOutput:
@@ -43,4 +48,28 @@ def begin(reader: LogReader, wanted: control.Output) -> int:
     """Return the cursor at which a client's output begins."""
     if wanted.cursor is not None:
         return max(reader.begin(), min(wanted.cursor, reader.end()))
-    return reader.end() if wanted.tail is None else reader.cursor_back_lines(wanted.tail)
+    return reader.end() if wanted.tail is None else _lines_back(reader, wanted.tail)
+
+
+def _lines_back(reader: LogReader, lines: int) -> int:
+    """Return a cursor with `lines` lines after it, or so, but no further back than TAIL_LIMIT."""
+    stop, left = reader.end(), lines + 1  # the newline before the first of these lines
+    first = reader.cursor_back(TAIL_LIMIT)
+    while stop > first:
+        start = max(first, stop - READ_LIMIT)
+        ends: List[int] = []
+        cursor = start
+        while cursor < stop:
+            found = reader.read(cursor, stop - cursor)
+            if found.cursor == cursor:
+                break
+            for piece in found.pieces:
+                at = -1
+                while (at := piece.data.find(b"\n", at + 1)) >= 0:
+                    ends.append(piece.cursor + at + 1)
+            cursor = found.cursor
+        if len(ends) >= left:
+            return ends[-left]
+        left -= len(ends)
+        stop = start
+    return stop

@@ -39,6 +39,8 @@ CLIENTS = 64
 """Clients by the control socket at a time."""
 MAIL_LIMIT = 1024 * 1024
 """Bytes of events and messages that wait for one client."""
+TURN_S = 0.02
+"""How long one client is served before the others."""
 CHUNK = 128 * 1024
 """Bytes of output that are read from the logs at once, for one client."""
 HELLO_S = 10.0
@@ -546,7 +548,7 @@ class Service:
         for client in list(self._clients):
             client.may_read = client.may_read or is_time
             if not client.is_waiting:
-                self._shielded(client, functools.partial(self._send, client, now + GLANCE_S))
+                self._shielded(client, functools.partial(self._send, client, time.monotonic() + TURN_S))
             if not client.is_gone:
                 self._watch(client)
 
