@@ -251,7 +251,7 @@ def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tupl
         hosts=tuple(_host(request, layout, allocation, name) for name in layout.nodes),
         tasks=tasks,
         limits=request.limits,
-        on_eof=HOLD if request.reconnect else STOP,
+        on_eof=HOLD if request.detach or request.reconnect else STOP,
         interface=request.interface,
         subnet=request.subnet,
         unset=() if request.keep_outer_env else environ.stale_names(),

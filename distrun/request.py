@@ -128,6 +128,8 @@ class JobRequest:
     """Bytes that are kept of each task's log, about; 0: all."""
     doctor: str = ""
     """What the user types to have the hosts examined, for messages."""
+    detach: bool = False
+    """The job goes on without the terminal that launches it."""
     dry_run: bool = False
     """The plan gets a placeholder for its id and no token, and nothing is written."""
 

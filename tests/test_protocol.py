@@ -20,8 +20,9 @@ from distrun import backends, hosts, planning
 from distrun.request import Request, Setting
 from distrun_runtime.agent.agent import Agent
 from distrun_runtime.arrays.dtypes import name_of
+from distrun_runtime.contract import control, wire
 from distrun_runtime.contract import plan as plans
-from distrun_runtime.contract import wire
+from distrun_runtime.contract.control import Chunk
 from distrun_runtime.contract.plan import Host, Plan, Runtime, Secrets, Sync, Task
 from distrun_runtime.coordinator import actions, frames, logindex
 from distrun_runtime.coordinator.jobstore import JobStore
@@ -252,6 +253,10 @@ def test_golden_challenge_and_proof() -> None:
             b"",
         ),
         (GOLDEN["signal"], {"type": "signal", "name": "INT"}, b""),
+        (GOLDEN["ask_state"], {"type": "state"}, b""),
+        (GOLDEN["ask_stop"], {"type": "stop", "signal": "TERM"}, b""),
+        (GOLDEN["ask_kill"], {"type": "kill"}, b""),
+        (GOLDEN["subscribe"], {"type": "subscribe", "events": True, "output": {"cursor": 0}}, b""),
     ],
 )
 def test_golden_frames(golden: str, header: dict[str, Any], raw: bytes) -> None:
@@ -271,6 +276,40 @@ def test_golden_index() -> None:
     golden = bytes.fromhex(GOLDEN["index"])
     assert b"".join(map(logindex.encode, written)) == golden
     assert list(logindex.entries(golden)) == written
+
+
+EVENT = {"event": "state", "state": "running", "time": "2026-01-31T12:00:00.000Z", "version": 1}
+
+
+@pytest.mark.parametrize(
+    ("golden", "made"),
+    [
+        (GOLDEN["hello_client"], control.client_hello()),
+        (GOLDEN["hello_coordinator"], control.hello("calm-otter-7f3", 4711, "d1")),
+        (GOLDEN["told_state"], control.state({"id": "calm-otter-7f3", "state": "running"}, missed=3)),
+        (GOLDEN["event"], control.event(EVENT)),
+        (GOLDEN["told_output"], control.output(Chunk("worker-0", "d1", "out", 0, 6, b"hello\n", 6))),
+        (GOLDEN["gap"], control.gap(512, 4096)),
+        (GOLDEN["detached"], control.detached(4096)),
+        (
+            GOLDEN["refused"],
+            control.refused(
+                control.Refusal("the job has 64 clients already", "end one of them, such as a distrun attach")
+            ),
+        ),
+        (GOLDEN["said"], control.said("2 hosts are up", "info")),
+        (GOLDEN["place"], control.output(Chunk("worker-0", "h1", "out", 4096, 512))),
+    ],
+)
+def test_golden_frames_of_the_control_socket(golden: str, made: bytes) -> None:
+    length, _, text = golden.strip().partition(" ")
+    assert made == bytes.fromhex(length) + text.replace("\\n", "\n").encode()
+
+
+def test_every_type_that_a_client_may_send_has_its_row() -> None:
+    named = {name for row in rows("Client to coordinator") for name in re.findall(r"`(\w+)`", row[0])}
+    assert named == set(control._READERS)
+    assert set(control.FIXED) <= named
 
 
 def test_golden_plan() -> None:

@@ -132,6 +132,21 @@ class Console:
             with contextlib.suppress(OSError):
                 os.write(self._fds["err"], b"distrun: printing is paused, the job goes on; Ctrl-Z again to go on\n")
 
+    def hold(self, text: str) -> None:
+        """Stop printing for a question, which is printed at once; until `release`."""
+        self.start()
+        for writer in self._each():
+            writer.hold(True)
+        with contextlib.suppress(OSError):
+            os.write(self._fds["err"], encoded(text))
+
+    def release(self, text: str) -> None:
+        """Print the end of the question's line, and go on printing."""
+        with contextlib.suppress(OSError):
+            os.write(self._fds["err"], encoded(text))
+        for writer in self._each():
+            writer.hold(False)
+
     def end_output(self) -> None:
         """Take note that all tasks have ended: their last words come before what is said of their end."""
         for writer in self._each():

@@ -82,7 +82,7 @@ def logs(
         as_json=as_json,
     )
     names = [str(row["name"]) for row in chosen]
-    goes_on = (lambda: folder.state()["state"] in facts.LIVE) if follow else lambda: False
+    goes_on = (lambda: folder.state()["state"] in facts.GOING) if follow else lambda: False
     with LogReader(folder.logs) as reader:
         if not (merge or as_json or start is not None):
             source: _Source = _Files(folder, names, lines)

@@ -139,6 +139,11 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
         variable="DISTRUN_OP_TIMEOUT",
         help="Seconds that one store call may take. [default: 1800]",
     ),
+    # Life
+    click.option(
+        "--detach", is_flag=True, help="Print the job's id on stdout when all tasks run, and leave it: distrun attach."
+    ),
+    click.option("--in-scope", is_flag=True, hidden=True),
     # Output
     click.option("--name", default="", help="A name for the job."),
     click.option("--run-dir", type=_path(), metavar="DIR", help="Keep the job's folder below DIR."),

@@ -92,7 +92,7 @@ def status(job: str | None, watch: bool, everything: bool, as_json: bool, **opti
     if watch and not as_json:
         live(
             lambda: tasks_table(folder.state(), time.time(), width()),
-            lambda: folder.state()["state"] in facts.LIVE,
+            lambda: folder.state()["state"] in facts.GOING,
             INTERVAL_S,
         )
     state = folder.state()
@@ -100,7 +100,7 @@ def status(job: str | None, watch: bool, everything: bool, as_json: bool, **opti
         print_out(json.dumps({"schema": SCHEMA, "job": state}, indent=2) + "\n")
     elif not watch:
         print_out(render(tasks_table(state, time.time(), width())))
-    return 0 if state["state"] in (*facts.LIVE, facts.SUCCEEDED) else 1
+    return 0 if state["state"] in (*facts.GOING, facts.SUCCEEDED) else 1
 
 
 def jobs_table(states: Sequence[Mapping[str, Any]], now: float, columns: int = WIDE) -> Table:

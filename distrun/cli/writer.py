@@ -50,7 +50,7 @@ class Writer:
         self._find_log = find_log
         self._feeds: dict[tuple[int, str, str], Feed] = {}
         self._queue = Backlog()
-        self._paused = self._ending = False
+        self._paused = self._held = self._ending = False
         self._broken: set[int] = set()
         self._writing = -1
         self._progress = time.monotonic()
@@ -76,16 +76,23 @@ class Writer:
             self._changed.notify()
             return self._paused
 
+    def hold(self, is_held: bool) -> None:
+        """Stop for a question on the terminal, or go on after it; a pause of the user's stays one."""
+        with self._changed:
+            self._held = is_held
+            self._must_forget = True  # the question stands there
+            self._changed.notify()
+
     def resume(self) -> None:
         """Go on, if it is paused."""
         with self._changed:
-            self._paused = False
+            self._paused = self._held = False
             self._changed.notify()
 
     def end(self) -> None:
         """Say that nothing more will come."""
         with self._changed:
-            self._ending, self._paused = True, False
+            self._ending, self._paused, self._held = True, False, False
             self._progress = time.monotonic()
             self._changed.notify()
 
@@ -100,10 +107,10 @@ class Writer:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while self._paused or not (self._queue or self._ending):
+                while self._is_silent or not (self._queue or self._ending):
                     wait_s = self._next_due()
                     self._changed.wait(wait_s)
-                    if wait_s is not None and not self._queue and not self._paused:
+                    if wait_s is not None and not self._queue and not self._is_silent:
                         break
                 piece = self._queue.take()
                 over = piece is None and self._ending
@@ -116,6 +123,10 @@ class Writer:
                 return
             else:
                 self._print_due()
+
+    @property
+    def _is_silent(self) -> bool:
+        return self._paused or self._held
 
     def _next_due(self) -> float | None:
         now = time.monotonic()

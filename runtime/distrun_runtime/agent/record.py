@@ -2,7 +2,8 @@
 
     HOSTDIR/JOB.NONCE/HOST/{token, agent.json, spool/, killed}
 
-HOSTDIR is $XDG_RUNTIME_DIR/distrun or, without one, /tmp/distrun-UID: mode 0700, owned by the user, no link.
+HOSTDIR is $XDG_RUNTIME_DIR/distrun or, without one, /tmp/distrun-UID: mode 0700, owned by the user, no link. A detached
+job's is /var/tmp/distrun-UID: the others may be removed when the user logs out.
 HOST is part of the path because several hosts of a job may be one machine (a test, containers that share /tmp).
 The record lets the guard, `distrun kill` and a sweep end exactly what was started; it is rewritten whole.
 """
@@ -100,7 +101,12 @@ def places() -> List[str]:
     A login through a desktop or a console has XDG_RUNTIME_DIR, one through ssh often has not.
     """
     usual = [f"/run/user/{os.geteuid()}/distrun", f"/tmp/distrun-{os.geteuid()}"]
-    return list(dict.fromkeys([*roots(), *usual]))
+    return list(dict.fromkeys([*roots(), *usual, lasting_root()]))
+
+
+def lasting_root() -> str:
+    """Return the HOSTDIR that a logout leaves alone. The control sockets of coordinators are there, too."""
+    return f"/var/tmp/distrun-{os.geteuid()}"
 
 
 def every() -> List[str]:
@@ -115,15 +121,15 @@ def every() -> List[str]:
     return [folder for name in dict.fromkeys(found) for folder in _below(name)]
 
 
-def create(job: str, host: str, token: str, nonce: str = "") -> str:
-    """Make the folder of a job on this host, with its token, and return its path.
+def create(job: str, host: str, token: str, nonce: str = "", lasts: bool = False) -> str:
+    """Make the folder of a job on this host, with its token, and return its path. `lasts`: a logout may not remove it.
 
     Raises:
         ContractError: no root can be used, with the reason for each; or the folder is in use by a living agent.
     """
     _refuse_a_second(job, nonce, host)
     wrong, is_full = [], False
-    for root in roots():
+    for root in [lasting_root(), *roots()] if lasts else roots():
         try:
             _private(root)
             parent = os.path.join(root, _name(job, nonce))

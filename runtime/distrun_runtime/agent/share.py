@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, NamedTuple
 
 from distrun_runtime.agent import record
 from distrun_runtime.contract import environ, process, wire
-from distrun_runtime.contract.plan import WORKER, Host, Plan, Task, from_json
+from distrun_runtime.contract.plan import HOLD, WORKER, Host, Plan, Task, from_json
 from distrun_runtime.errors import ContractError, PreflightFailure
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def take(header: Mapping[str, Any]) -> Share:
     address = host.address or _address(plan, host, outer)
     named = [task.env["DISTRUN_PORT_RANGE"] for task in plan.tasks if "DISTRUN_PORT_RANGE" in task.env]
     held = {label: hold(address, named[0] if named else "") for label in host.ports}
-    folder = record.create(plan.job, host.name, token, plan.nonce)
+    folder = record.create(plan.job, host.name, token, plan.nonce, lasts=plan.on_eof == HOLD)
     token_file = os.path.join(folder, record.TOKEN) if token else ""
     # Tasks on this very machine have what the user has, the login included.
     unset = plan.unset if plan.backend == "local" else (*plan.unset, *OF_THE_CONNECTION)

@@ -91,12 +91,14 @@ LOST = "lost"
 JOB_STATES = (SUBMITTING, QUEUED, STARTING, RUNNING, STOPPING, SUCCEEDED, FAILED, KILLED, LOST)
 """submitting, queued: it has no allocation yet, so no limit of time runs. killed: interrupted or terminated. lost: the
 launcher died and nobody finished the job."""
-LIVE = (SUBMITTING, QUEUED, STARTING, RUNNING, STOPPING)
-"""States of a job that goes on."""
-OVER = (SUCCEEDED, FAILED, KILLED)
-"""States of a job that has an outcome."""
 UNKNOWN = "unknown"
 """In place of the state of a live job that another host of a shared home runs, and has not updated for LOST_S."""
+LIVE = (SUBMITTING, QUEUED, STARTING, RUNNING, STOPPING)
+"""States of a job that goes on."""
+GOING = (*LIVE, UNKNOWN)
+"""What is said of a job that goes on, as far as is known."""
+OVER = (SUCCEEDED, FAILED, KILLED)
+"""States of a job that has an outcome."""
 DAMAGED = "damaged"
 """In place of the state of a job whose files cannot be read."""
 
@@ -121,5 +123,7 @@ SUSPECT_S = 15.0
 LOST_S = 30.0
 LEASE_S = 45.0
 """Longer than LOST_S: a host is given up before its agent ends what it runs."""
+UNKNOWN_S = 30.0
+"""After so long without a word of a job, another machine that shares its folder does not know whether it runs."""
 GIVE_UP_S = 3.0
 """What still exists so long after the first KILL (uninterruptible, or another user's) is reported and left."""

@@ -4,6 +4,7 @@
     allocation.json  which task runs on which host             plan.json       the plan, as it was made
     state.json     how the job and its tasks stand             outcome.json    how it ended; absent before
     events.jsonl   what happened, one object a line            logs/TASK.log   what the tasks wrote
+    control.json   where its coordinator is: host, boot id, pid, start, path of the control socket
     kill.json      `distrun kill` asked for its end; absent before
     reserve        room for outcome.json, should the disk be full at the end; absent afterwards
     coordinator.log  what the coordinator's process wrote to its stderr; empty unless it failed
@@ -55,6 +56,8 @@ class JobFolder:
         self._plan: Optional[Plan] = None
         self._request: Optional[Dict[str, Any]] = None
         self._created = ""
+        self.written: Dict[str, Any] = {}
+        """What this process last wrote, or tried to write, into state.json."""
 
     @classmethod
     def make(
@@ -147,6 +150,7 @@ class JobFolder:
         if outcome is not None:
             value.update(finished=value["updated"], exit_code=outcome.exit_code, reason=outcome.reason)
             value.update(message=outcome.message)
+        self.written = value
         _replace(self.path / "state.json", value)
 
     @property
@@ -254,9 +258,12 @@ class JobFolder:
 
     def record(self, kind: str, /, **facts: Any) -> None:
         """Append one line to events.jsonl. Raises OSError."""
-        line = json.dumps(dict(facts, version=VERSION, time=rfc3339(time.time()), event=kind))
+        self.append(event(kind, **facts))
+
+    def append(self, event: Mapping[str, Any]) -> None:
+        """Append an event (`event`) to events.jsonl. Raises OSError."""
         with open(str(self.path / "events.jsonl"), "a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            file.write(json.dumps(event) + "\n")
 
     def _task(self, task: TaskResult) -> Dict[str, Any]:
         value = dict(vars(task))
@@ -392,6 +399,25 @@ class JobFolder:
             raise stored.damaged(path, "pid: expected one from 1, found %d" % value["pid"])
         return value
 
+    def write_control(self, path: str) -> None:
+        """Write control.json: this process is the coordinator, and `path` its control socket. Raises OSError."""
+        who = process.identity(os.getpid())
+        value = {"version": VERSION, "host": socket.gethostname(), "boot": process.boot_id(), "pid": who.pid}
+        _replace(self.path / "control.json", dict(value, start=who.start, path=path))
+
+    def control(self) -> Optional[Dict[str, Any]]:
+        """Read control.json: {"host", "boot", "pid", "start", "path", "version"}; None: there is none.
+
+        Raises:
+            JobStoreError: it cannot be read, or is damaged.
+        """
+        path = self.path / "control.json"
+        if not os.path.lexists(str(path)):
+            return None
+        value = stored.load(path, VERSION)
+        stored.check(path, value, stored.CONTROL)
+        return value
+
     def has_launcher(self) -> bool:
         """Whether the launcher still runs, as far as this machine can know."""
         return not self._absence()
@@ -446,6 +472,11 @@ class JobFolder:
         except JobStoreError:
             return ""
         return str(value) if kind.fits(value) else ""
+
+
+def event(kind: str, /, **facts: Any) -> Dict[str, Any]:
+    """Return what is a line of events.jsonl, with the time now."""
+    return dict(facts, version=VERSION, time=rfc3339(time.time()), event=kind)
 
 
 def rfc3339(when: float) -> str:

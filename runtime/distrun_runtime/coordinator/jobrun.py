@@ -9,11 +9,11 @@ from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.plan import Plan, Secrets
-from distrun_runtime.coordinator import actions, events, frames, loop
+from distrun_runtime.coordinator import actions, events, frames, jobfolder, loop
 from distrun_runtime.coordinator.channel import Channel, Put
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.outcome import Outcome
-from distrun_runtime.coordinator.output import Sink
+from distrun_runtime.coordinator.output import Sink, Watcher
 from distrun_runtime.coordinator.spool import Spool
 from distrun_runtime.coordinator.supervisor import Supervisor
 from distrun_runtime.errors import ContractError
@@ -40,6 +40,7 @@ def run(
     verbosity: int = 0,
     runtime: Callable[[], bytes] = _no_runtime,
     prepare: Optional[Callable[[Put], None]] = None,
+    watcher: Optional[Watcher] = None,
 ) -> Outcome:
     """Run a job to its end: one channel for each host of the plan. Blocks; returns when no agent is left.
 
@@ -50,6 +51,7 @@ def run(
     `runtime()` returns the archive (a zip) whose digest the plan names; it is called when the first agent asks for it.
     `prepare(put)` is called once, when every host is ready, and before any task is spawned: it begins, in a thread of
     its own, what is to be done by then, returns at once, and puts `AllPrepared` or `PrepareFailed` at its end.
+    `watcher` is told every event that is recorded, and every state.
 
     Should the loop itself fail, the agents are let go (they end their tasks), the folder says so, and the error
     is raised.
@@ -61,7 +63,10 @@ def run(
     if named != sorted(host.name for host in plan.hosts):
         wanted = ", ".join(host.name for host in plan.hosts)
         raise ContractError(f"channels to {', '.join(named)} were given for a plan of hosts {wanted}")
-    return _Job(plan, secrets, channels, folder, sink, verbosity=verbosity, runtime=runtime, prepare=prepare).run()
+    job = _Job(
+        plan, secrets, channels, folder, sink, verbosity=verbosity, runtime=runtime, prepare=prepare, watcher=watcher
+    )
+    return job.run()
 
 
 class _Job:
@@ -78,6 +83,7 @@ class _Job:
         verbosity: int,
         runtime: Callable[[], bytes],
         prepare: Optional[Callable[[Put], None]],
+        watcher: Optional[Watcher],
     ) -> None:
         self._plan = plan
         self._folder = folder
@@ -86,6 +92,7 @@ class _Job:
         self._runtime = runtime
         self._archive = b""
         self._prepare = prepare
+        self._watcher = watcher
         self._supervisor = Supervisor(plan, has_preparation=prepare is not None)
         self._spool = Spool(folder.logs, plan.log_limit)
         self._outcome: Optional[Outcome] = None
@@ -107,6 +114,8 @@ class _Job:
         )
 
     def run(self) -> Outcome:
+        if self._watcher is not None:
+            self._watcher.opened(self._loop.put)
         try:
             self._loop.run()
             assert self._outcome is not None
@@ -118,6 +127,7 @@ class _Job:
             self._loop.close()
             self._spool.close()
         self._try(lambda: self._folder.finish(outcome))
+        self._tell_state()
         self._record("finished", exit_code=outcome.exit_code, reason=outcome.reason, message=outcome.message)
         return outcome
 
@@ -144,7 +154,10 @@ class _Job:
         before = self._supervisor.job_state
         for action in self._supervisor.handle(event, now):
             found += self._perform(action)
-        self._is_dirty = self._is_dirty or self._supervisor.job_state != before
+        if self._supervisor.job_state != before and not self.is_over:
+            self._is_dirty = True
+            self._saved = 0.0  # at once
+            self._record("state", state=self._supervisor.job_state)
         self._keep_folder(now)
         return found
 
@@ -197,9 +210,17 @@ class _Job:
             self._is_dirty = False
             tasks = self._supervisor.roster.tasks.values()
             self._try(lambda: self._folder.write_state(self._supervisor.job_state, tasks))
+            self._tell_state()
 
     def _record(self, kind: str, /, **facts: Any) -> None:
-        self._try(lambda: self._folder.record(kind, **facts))
+        event = jobfolder.event(kind, **facts)
+        self._try(lambda: self._folder.append(event))
+        if self._watcher is not None:
+            self._watcher.event(event)
+
+    def _tell_state(self) -> None:
+        if self._watcher is not None:
+            self._watcher.state(self._folder.written)
 
     def _try(self, write: Callable[[], None]) -> None:
         """Write to the job's folder; a disk that is full, or gone, is said once and stops nothing."""

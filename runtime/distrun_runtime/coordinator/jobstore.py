@@ -118,7 +118,7 @@ class JobStore:
         """
         found = self._matches(wanted)
         states = [job.standing() for job in found]
-        for standing in (facts.LIVE, (facts.LOST, facts.UNKNOWN, facts.DAMAGED)):
+        for standing in (facts.GOING, (facts.LOST, facts.DAMAGED)):
             chosen = [job for job, state in zip(found, states) if state in standing]
             if chosen:
                 return _only(chosen, wanted)

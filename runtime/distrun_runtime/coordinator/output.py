@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Deque, Optional, Protocol
+from typing import Any, Callable, Deque, Mapping, Optional, Protocol
+
+from distrun_runtime.coordinator.events import Event
 
 QUEUE_LIMIT = 8 * 1024 * 1024
 """Bytes of output that wait in memory for one reader. Past it, only their places in the log files are kept."""
@@ -27,6 +29,19 @@ class Sink(Protocol):
 
     def toggle_pause(self) -> None:
         """Ctrl-Z was pressed: stop printing, or go on."""
+
+
+class Watcher(Protocol):
+    """Is told what happens to a job. Called by the loop's thread only, and must never make it wait."""
+
+    def opened(self, put: Callable[[Event], None]) -> None:
+        """Take note that the job's loop begins, and how any thread has it handle an event."""
+
+    def event(self, value: Mapping[str, Any]) -> None:
+        """Take what is a line of events.jsonl."""
+
+    def state(self, value: Mapping[str, Any]) -> None:
+        """Take the job's new state: what state.json holds."""
 
 
 @dataclass

@@ -91,6 +91,7 @@ Members = Mapping[str, MemberType]
 REQUEST: Members = {"id": TEXT, "time": TIME, "name": TEXT, "launcher": TEXT, "command": TEXTS, "cwd": TEXT}
 ALLOCATION: Members = {"id": TEXT, "time": TIME}
 LAUNCHER: Members = {"pid": COUNT, "start": TEXT, "host": TEXT}
+CONTROL: Members = {"pid": COUNT, "start": TEXT, "host": TEXT, "boot": TEXT, "path": TEXT}
 TASK: Members = {
     "name": NAME,
     "role": one_of(*plans.ROLES),

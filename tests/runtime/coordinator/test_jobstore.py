@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sample_plan import sample_plan
 
-from distrun_runtime.contract import process
+from distrun_runtime.contract import facts, process
 from distrun_runtime.coordinator import fileclock, jobfolder, jobstore
 from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.coordinator.outcome import Culprit, Outcome, TaskResult
@@ -190,6 +190,13 @@ def test_a_job_whose_launcher_died_is_shown_as_lost(tmp_path: Path) -> None:
     assert folder.state()["state"] == "lost"
     (folder.path / "launcher.json").write_text(json.dumps(dict(launcher, host="elsewhere")))
     assert folder.state()["state"] == "starting"  # another machine's process cannot be judged from here
+    silent = time.time() - facts.UNKNOWN_S - 1
+    os.utime(folder.path / "state.json", (silent, silent))
+    state = folder.state()
+    assert (state["state"], folder.standing()) == ("unknown", "unknown")
+    assert {task["state"] for task in state["tasks"]} == {"pending"}
+    folder.touch()
+    assert folder.state()["state"] == "starting"
 
 
 def mixed() -> list[TaskResult]:
