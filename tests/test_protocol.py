@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from distrun import backends, hosts, planning
-from distrun.request import Request, Setting
+from distrun.request import JobRequest, Setting
 from distrun_runtime.agent.agent import Agent
 from distrun_runtime.arrays.dtypes import name_of
 from distrun_runtime.contract import control, wire
@@ -319,10 +319,10 @@ def test_golden_plan() -> None:
 
 
 @pytest.fixture
-def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Request:
+def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobRequest:
     """What a user asks for whose files are the golden ones."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    return Request(
+    return JobRequest(
         command=("python", "train.py"),
         workers=2,
         servers=1,
@@ -335,7 +335,7 @@ def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Request:
     )
 
 
-def test_golden_files_of_a_job(submitted: Request, tmp_path: Path) -> None:
+def test_golden_files_of_a_job(submitted: JobRequest, tmp_path: Path) -> None:
     folder = JobStore(tmp_path).submit("digits-7f3", submitted.to_json())
     folder.allocate(planning.allocate(submitted, backends.load("ssh")).to_json())
     for name, golden in (("request", GOLDEN["request"]), ("allocation", GOLDEN["allocation"])):
