@@ -65,7 +65,7 @@ def gc(names: tuple[str, ...], **options: Any) -> int:
     --lost, a damaged one if it is named. Of a job with --run-dir only the link in the job store goes. The exit code is
     1 if something could not be removed.
     """
-    from distrun_runtime.coordinator import removal
+    from distrun import removal
     from distrun_runtime.coordinator.jobstore import JobStore
 
     store = JobStore()

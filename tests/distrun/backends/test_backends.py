@@ -74,6 +74,8 @@ def test_only_backends_read_how_a_host_is_reached() -> None:
         ("cli/dryrun.py", "host.reach"),
         ("planning.py", "allocation.reach"),
         ("planning.py", "request.reach"),
+        ("planning.py", "self.reach"),  # into allocation.json
+        ("request.py", "self.reach"),  # into request.json
     }
 
 
