@@ -26,7 +26,7 @@ from distrun_runtime.contract.duration import duration
 from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator.jobstore import JobFolder
 from distrun_runtime.coordinator.outcome import Outcome
-from distrun_runtime.coordinator.output import Piece
+from distrun_runtime.coordinator.output import OutputPiece
 from distrun_runtime.errors import JobStoreError, WireError
 
 READ_SIZE = 256 * 1024
@@ -341,7 +341,7 @@ class Terminal(Protocol):
     def start(self) -> None:
         """Start the threads that print."""
 
-    def show(self, piece: Piece) -> None:
+    def show(self, piece: OutputPiece) -> None:
         """Take a piece of a task's output."""
 
     def say(self, text: str, level: str) -> None:
@@ -426,7 +426,9 @@ class Follower:
         self.cursor = header.get("cursor", self.cursor)
         if self._has_output:
             stream = header["stream"] if header["stream"] in ("out", "err") else "out"
-            self._terminal.show(Piece(data, header["task"], header["host"], stream, header["at"], header["length"]))
+            self._terminal.show(
+                OutputPiece(data, header["task"], header["host"], stream, header["at"], header["length"])
+            )
 
     def _ask(self, number: int, prompt: str, limit_s: float) -> None:
         def answer(text: str | None) -> None:

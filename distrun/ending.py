@@ -16,7 +16,7 @@ from distrun.client import CoordinatorLost
 from distrun.errors import DistrunError, UsageError
 from distrun_runtime.contract import facts, process
 from distrun_runtime.contract.duration import duration
-from distrun_runtime.contract.plan import Limits, Plan
+from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator.jobstore import JobFolder
 from distrun_runtime.errors import JobStoreError
 
@@ -73,12 +73,14 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
     """
     state = folder.standing()
     if state in facts.OVER:
+        if folder.is_unplanned:
+            return Killed((f"is over already: {state}",), is_quiet=True)
         # Its end may have left something that would not die then.
         swept = backends.load(folder.plan().backend).sweep(folder.plan(), grace_s or 0.0)
         return Killed((f"is over already: {state}",), swept, is_quiet=True)
     plan, launcher, done = _read(folder)
     if grace_s is None:
-        grace_s = Limits().grace_s if plan is None else plan.limits.grace_s
+        grace_s = facts.GRACE_S if plan is None else plan.limits.grace_s
     here = socket.gethostname()
     if launcher.get("host", here) != here:
         return _kill_elsewhere(folder, launcher["host"], grace_s + wait_s)
@@ -99,6 +101,8 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
             done.append(f"killed the launcher, which did not end within {duration(grace_s + wait_s)}")
     elif launcher:
         done.append("its launcher (pid %d) is gone" % who.pid)
+    if folder.is_unplanned:
+        return Killed((*done, *_buried(folder, {})))
     if plan is None:
         raise UsageError(
             "job {}: {}".format(folder.id, "; ".join(done)),
@@ -108,11 +112,17 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
     swept = backends.load(plan.backend).sweep(plan, grace_s)
     client.forget(folder)
     if state != facts.DAMAGED and not any(each.problem for each in swept.values()):
-        try:
-            folder.bury(tuple(left for each in swept.values() for left in each.left))
-        except OSError as err:
-            done.append(f"its end could not be recorded: {err}")
+        done += _buried(folder, swept)
     return Killed(tuple(done), swept)
+
+
+def _buried(folder: JobFolder, swept: Mapping[str, Swept]) -> list[str]:
+    """Write the end of a job that had lost its launcher; return what went wrong, a line each."""
+    try:
+        folder.bury(tuple(left for each in swept.values() for left in each.left))
+    except OSError as err:
+        return [f"its end could not be recorded: {err}"]
+    return []
 
 
 class _Asked:
@@ -177,7 +187,7 @@ def _read(folder: JobFolder) -> tuple[Plan | None, dict[str, Any], list[str]]:
     launcher: dict[str, Any] = {}
     wrong = []
     try:
-        plan = folder.plan()
+        plan = None if folder.is_unplanned else folder.plan()
     except JobStoreError as err:
         wrong.append(str(err))
     try:

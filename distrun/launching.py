@@ -197,7 +197,8 @@ def coordinate(job: PlannedJob, folder: JobFolder, sink: Service, verbosity: int
 
 
 def _run(job: PlannedJob, folder: JobFolder, sink: Service, verbosity: int) -> tuple[Outcome, Mapping[str, Swept]]:
-    channels = job.backend.connect(job.plan.hosts, job.plan.job)
+    holds_s = job.plan.limits.lease_s if job.plan.on_eof == HOLD else 0.0
+    channels = job.backend.connect(job.plan.hosts, job.plan.job, job.plan.nonce, holds_s)
     job.backend.boot(channels)
     from distrun_runtime.coordinator import jobrun  # the client does not need it, and agents start meanwhile
 
@@ -255,7 +256,7 @@ def _note_fault(job: PlannedJob, folder: JobFolder, err: BaseException) -> None:
     tasks = tuple(TaskResult(task.name, task.role, task.rank, task.host) for task in job.plan.tasks)
     if isinstance(err, KeyboardInterrupt):
         outcome = Outcome(
-            128 + signal.SIGINT, facts.INTERRUPTED, "interrupted before anything was started", tasks=tasks
+            facts.EXIT_INTERRUPTED, facts.INTERRUPTED, "interrupted before anything was started", tasks=tasks
         )
     else:
         text = f"distrun itself failed: {type(err).__name__}: {err}"
@@ -277,7 +278,7 @@ def with_swept(outcome: Outcome, swept: Mapping[str, Swept], lease_s: float) -> 
     if lost in swept:
         message += "; " + swept[lost].short
         if swept[lost].problem:
-            text = ": if that machine still runs, its agent, unless it is frozen, ends the tasks there within %s"
+            text = ": if that machine still runs, its agent or guard ends the tasks there within %s"
             message += text % duration(lease_s)
             message += f"; to make sure: distrun kill {outcome.job}"
     return dataclasses.replace(outcome, message=message, survivors=tuple(survivors))
@@ -287,11 +288,10 @@ def _copier(job: PlannedJob, sink: Sink) -> Copier | None:
     sync, rules = job.plan.sync, job.request.sync_rules
     if sync is None or rules is None:
         return None
-    from distrun.ssh.target import Target
-    from distrun.sync import Copier
+    from distrun.sync import CopyRequest
 
-    targets = {host.name: Target.from_reach(host.reach) for host in job.plan.hosts}
-    return Copier(targets, sync.source, job.plan.cwd, rules, sync.delete, sink, tree=job.tree, asker=job.backend.asker)
+    request = CopyRequest(sync.source, job.plan.cwd, rules, sync.delete, job.tree)
+    return job.backend.copier(job.plan.hosts, request, sink)
 
 
 # ---------------------------------------------------------------------- the client

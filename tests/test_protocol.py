@@ -16,13 +16,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from distrun import backends, hosts, planning
+from distrun.request import JobRequest, Setting
 from distrun_runtime.agent.agent import Agent
 from distrun_runtime.arrays.dtypes import name_of
 from distrun_runtime.contract import control, wire
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.control import Chunk
 from distrun_runtime.contract.plan import Host, Plan, Runtime, Secrets, Sync, Task
-from distrun_runtime.coordinator import actions, frames
+from distrun_runtime.coordinator import actions, frames, logindex
+from distrun_runtime.coordinator.jobstore import JobStore
+from distrun_runtime.coordinator.logindex import Entry as Record
 from distrun_runtime.errors import WireError
 from distrun_runtime.ops import rows as rowcodec
 from distrun_runtime.ops.compression import CODECS
@@ -76,6 +80,7 @@ PLAN = Plan(
     ),
     joined=("LD_LIBRARY_PATH",),
     doctor="distrun doctor -H hosts",
+    nonce="8c5e1f0a93b7d246",
 )
 
 
@@ -230,8 +235,16 @@ def test_golden_challenge_and_proof() -> None:
         (GOLDEN["ping"], {"type": "ping", "n": 3}, b""),
         (
             GOLDEN["output"],
-            {"type": "output", "task": "worker-0", "stream": "out", "offset": 0, "seq": 5},
+            {"type": "output", "task": "worker-0", "attempt": 0, "stream": "out", "offset": 0, "seq": 5},
             b"hello\n",
+        ),
+        (GOLDEN["received"], {"type": "received", "seq": 7}, b""),
+        (GOLDEN["credit"], {"type": "credit", "bytes": 2097152}, b""),
+        (GOLDEN["resume"], {"type": "resume", "received": 7, "credit": 2097152}, b""),
+        (
+            GOLDEN["chunk"],
+            {"type": "runtime", "digest": "ab", "chunk": 131072, "last": True, "seq": 9},
+            b"PK",
         ),
         (GOLDEN["said"], {"type": "said", "text": "2 hosts are up", "level": "info"}, b""),
         (
@@ -253,6 +266,16 @@ def test_golden_frames(golden: str, header: dict[str, Any], raw: bytes) -> None:
     [frame] = wire.Decoder().feed(expected)
     assert frame.header == (dict(header, size=len(raw)) if raw else header)
     assert frame.body == raw
+
+
+def test_golden_index() -> None:
+    written = [
+        Record(1790000000.25, "worker-1", "out", 0, 4096, 12, 70000),
+        Record(1790000000.5, "scheduler", "err", 0, 0, 80, 70012),
+    ]
+    golden = bytes.fromhex(GOLDEN["index"])
+    assert b"".join(map(logindex.encode, written)) == golden
+    assert list(logindex.entries(golden)) == written
 
 
 EVENT = {"event": "state", "state": "running", "time": "2026-01-31T12:00:00.000Z", "version": 1}
@@ -295,6 +318,32 @@ def test_golden_plan() -> None:
     assert plans.from_json(golden) == PLAN
 
 
+@pytest.fixture
+def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobRequest:
+    """What a user asks for whose files are the golden ones."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return JobRequest(
+        command=("python", "train.py"),
+        workers=2,
+        servers=1,
+        cwd="/srv/code",
+        launcher="ssh",
+        name="digits",
+        hosts=hosts.find(None, "ann@d1,d2", {}),
+        reach={"connect_s": "10"},
+        settings=(Setting("OMP_NUM_THREADS", "4"), Setting("API_KEY", "s3cret", role="worker", hidden=True)),
+    )
+
+
+def test_golden_files_of_a_job(submitted: JobRequest, tmp_path: Path) -> None:
+    folder = JobStore(tmp_path).submit("digits-7f3", submitted.to_json())
+    folder.allocate(planning.allocate(submitted, backends.load("ssh")).to_json())
+    for name, golden in (("request", GOLDEN["request"]), ("allocation", GOLDEN["allocation"])):
+        text = (folder.path / f"{name}.json").read_text()
+        assert text.replace(json.loads(text)["time"], json.loads(golden)["time"]) == golden
+        assert "s3cret" not in text
+
+
 def test_golden_publish_line(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     monkeypatch.setenv("DISTRUN_PUBLISH_FD", str(writing))
@@ -332,6 +381,10 @@ def members(title: str) -> dict[str, set[str]]:
     return {row[0].strip("`"): set(re.findall(r"`(\w+)`", row[1])) for row in rows(title)}
 
 
+OF_THE_CHANNEL = {"resume_key", "chunk", "last", "fault"}
+"""Members that a channel or session adds."""
+
+
 def test_the_page_lists_what_the_coordinator_sends() -> None:
     sent = [
         frames.begin(PLAN, Secrets("t", {"API_KEY": "k"}), "d1"),
@@ -345,9 +398,9 @@ def test_the_page_lists_what_the_coordinator_sends() -> None:
         frames.ping(1),
     ]
     listed = members("Coordinator to agent")
-    for data in sent:
-        [frame] = wire.Decoder().feed(data)
-        assert set(frame.header) - {"type", "size"} == listed[frame.type], frame.type
+    for each in sent:
+        kind = each.header["type"]
+        assert set(each.header) - {"type"} == listed[kind] - OF_THE_CHANNEL, kind
     assert set(listed) == set(Agent._HANDLERS)
 
 

@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import binascii
 import functools
-import hashlib
 import io
 import json
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -235,6 +233,8 @@ def _line(program: str, start: str, sources: Mapping[str, str], origin: Mapping[
         "digest": _digest([modules, origin])[:32],
     }
     importer = "".join(f"{name} = {value!r}\n" for name, value in facts.items()) + IMPORTER + start
+    import zlib  # only needed for the first launch of a version
+
     words = (importer, json.dumps(modules, sort_keys=True, ensure_ascii=False))
     line = b" ".join(binascii.b2a_base64(zlib.compress(word.encode("utf-8"), 9), newline=False) for word in words)
     if len(line) > LIMIT:
@@ -243,6 +243,8 @@ def _line(program: str, start: str, sources: Mapping[str, str], origin: Mapping[
 
 
 def _digest(value: object) -> str:
+    import hashlib  # with OpenSSL: while the agent's interpreter starts
+
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode("utf-8")).hexdigest()
 
 

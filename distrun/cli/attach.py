@@ -141,7 +141,7 @@ class _Attached:
     def _show_rest(self) -> None:
         """Show, from the job's logs, what the coordinator did not wait to send: this terminal was too slow."""
         from distrun_runtime.coordinator.logreader import LogReader
-        from distrun_runtime.coordinator.output import Piece
+        from distrun_runtime.coordinator.output import OutputPiece
 
         cursor = self._follower.cursor
         if cursor is None:
@@ -153,7 +153,7 @@ class _Attached:
                 for each in found.pieces:
                     stream = each.stream if each.stream in ("out", "err") else "out"
                     host = hosts.get(each.task, "")
-                    self._console.show(Piece(each.data, each.task, host, stream, each.at, len(each.data)))
+                    self._console.show(OutputPiece(each.data, each.task, host, stream, each.at, len(each.data)))
                 cursor = found.cursor
 
     # ------------------------------------------------------------------ signals; called in the thread that reads them

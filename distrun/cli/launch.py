@@ -17,14 +17,14 @@ from distrun.cli.options import collect_env, launch_options
 from distrun.client import Detached
 from distrun.errors import UsageError
 from distrun.planning import device_warnings
-from distrun.request import Request, Setting, forwarded
+from distrun.request import JobRequest, Setting, forwarded
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.plan import ROLES, Limits
 
 if TYPE_CHECKING:
     from distrun.hosts import Inventory
     from distrun.planning import PlannedJob
-    from distrun.sync import Rules
+    from distrun.sync import CopyRules
     from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
     from distrun_runtime.coordinator.outcome import Outcome
 
@@ -137,7 +137,7 @@ def _request(
     launcher: str,
     found: Inventory | None,
     env: Mapping[str, str],
-) -> Request:
+) -> JobRequest:
     by_role = {role: options["env_" + role] for role in ROLES}
     settings, notes = collect_env(options["env"], options["env_files"], by_role, env)
     for note in notes:
@@ -148,7 +148,7 @@ def _request(
     if options["verbosity"] >= FULL_TRACEBACKS:
         settings = (Setting("DISTRUN_TRACEBACK", "full"), *settings)
     given = {setting.name: setting.value for setting in settings if not setting.role}
-    return Request(
+    return JobRequest(
         command=command,
         launcher=launcher,
         hosts=found,
@@ -168,6 +168,7 @@ def _request(
         server_imports=options["server_imports"],
         scheduler_host=options["scheduler_host"],
         limits=_limits(options),
+        reconnect=options["reconnect"],
         op_timeout_s=options["op_timeout"],
         start_timeout_s=options["start_timeout"],
         keep_outer_env=options["keep_outer_env"],
@@ -179,6 +180,7 @@ def _request(
         sync_rules=_rules(options),
         sync_delete=options["sync_delete"],
         run_dir=options["run_dir"],
+        log_limit=options["log_limit"],
         detach=options["detach"],
         doctor=shell.join(["distrun", "doctor", *reach.typed(options, found), *reach.typed_python(options)]),
         dry_run=options["dry_run"],
@@ -197,7 +199,7 @@ def _limits(options: Mapping[str, Any]) -> Limits:
     return limits if start_s is None else limits._replace(start_s=start_s)
 
 
-def _rules(options: Mapping[str, Any]) -> Rules | None:
+def _rules(options: Mapping[str, Any]) -> CopyRules | None:
     if not options["sync_dst_dir"]:
         for name in ("sync_exclude", "sync_gitignore", "sync_extra", "sync_delete"):
             if options[name]:
@@ -251,7 +253,7 @@ def _create(store: JobStore, job: PlannedJob) -> JobFolder:
     from distrun_runtime.errors import JobStoreError
 
     try:
-        return store.create(job.plan, job.request.run_dir)
+        return store.create(job.plan, job.request.run_dir, job.request.to_json(), job.allocation.to_json())
     except JobStoreError as err:
         raise UsageError(str(err)) from err
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from distrun.cli.common import count, seconds
+from distrun.cli.common import count, seconds, size
 from distrun.cli.reach import HOST_OPTIONS
 from distrun.errors import UsageError
 from distrun.placement import POLICIES
@@ -30,6 +30,8 @@ class LauncherOption(click.Option):
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _LIMITS = Limits()
+LOG_LIMIT = 1024 * 1024
+"""The least that --log-limit may keep: several chunks of output."""
 
 
 def _path(**more: Any) -> click.Path:
@@ -127,6 +129,11 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
         show_default=True,
         help="Silence after which a host is lost (exit code 7); its own tasks end half as long after.",
     ),
+    click.option(
+        "--reconnect",
+        is_flag=True,
+        help="Connect again to a host whose connection is cut; its tasks go on for 1.5 times --lost-after meanwhile.",
+    ),
     seconds(
         "--op-timeout",
         variable="DISTRUN_OP_TIMEOUT",
@@ -140,6 +147,7 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
     # Output
     click.option("--name", default="", help="A name for the job."),
     click.option("--run-dir", type=_path(), metavar="DIR", help="Keep the job's folder below DIR."),
+    size("--log-limit", low=LOG_LIMIT, help="Keep about so much of each task's log (100M, 2G). [default: all]"),
     click.option("--no-prefix", is_flag=True, help="Print tasks' output unchanged."),
     click.option("--dry-run", is_flag=True, help="Show what would be started, and start nothing; -v shows each task."),
     click.option("--json", "as_json", is_flag=True, help="The dry run, or the outcome (last line), as JSON on stdout."),

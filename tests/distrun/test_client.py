@@ -16,7 +16,7 @@ import pytest
 from distrun import client, ending, planning
 from distrun.client import CoordinatorLost
 from distrun.errors import UsageError
-from distrun.request import Request
+from distrun.request import JobRequest
 from distrun_runtime.contract import process, wire
 from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
 
@@ -58,7 +58,7 @@ class Coordinator:
 @pytest.fixture
 def folder(tmp_path: Path) -> JobFolder:
     store = JobStore(tmp_path / "state")
-    return store.create(planning.plan_job(Request(command=("true",), workers=1, servers=0, cwd="/"), store).plan)
+    return store.create(planning.plan_job(JobRequest(command=("true",), workers=1, servers=0, cwd="/"), store).plan)
 
 
 @pytest.fixture

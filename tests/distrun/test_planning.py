@@ -11,7 +11,7 @@ from distrun import request as requests
 from distrun.errors import UsageError
 from distrun.hosts import Inventory, named, parse
 from distrun.placement import place
-from distrun.request import Request, Setting
+from distrun.request import JobRequest, Setting
 from distrun_runtime.contract import environ
 from distrun_runtime.contract import plan as contract
 from distrun_runtime.contract.plan import Plan, Runtime, Secrets
@@ -35,7 +35,7 @@ def make(
     **more: object,
 ) -> tuple[Plan, Secrets]:
     members: dict[str, object] = {"command": ("python", "t.py"), "workers": workers, "servers": servers, "cwd": "/w"}
-    request = Request(**{**members, **more})  # type: ignore[arg-type]
+    request = JobRequest(**{**members, **more})  # type: ignore[arg-type]
     inventory = hosts if isinstance(hosts, Inventory) else named(hosts)
     how = {"scheduler": request.has_servers, "relays": request.adds_on_hosts}
     slots = place(workers, servers, inventory, scheduler_host=request.scheduler_host, **how)
@@ -300,5 +300,5 @@ def test_a_plan_survives_json() -> None:
 def test_interpreters_are_looked_at_before_the_copy_unless_they_may_come_with_it(
     activated: tuple[str, ...] | None, hosts: str, names: list[str], brings: bool
 ) -> None:
-    request = Request(command=("true",), workers=1, servers=1, cwd="/w", activated=activated)
+    request = JobRequest(command=("true",), workers=1, servers=1, cwd="/w", activated=activated)
     assert plans.may_bring(request, parse(hosts, "hosts").specs, names) is brings

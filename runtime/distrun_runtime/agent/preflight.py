@@ -10,14 +10,13 @@ sent the result. `Preflight` does these things for the agent's loop. Nothing her
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import selectors
 import sys
 from typing import Any, Callable, Dict, Generator, Mapping, NamedTuple, Optional, Union
 
-from distrun_runtime.agent.commands import FD, NOT_FOUND, SCRIPT, TIMED_OUT, Command, Done, RunningCommand
+from distrun_runtime.agent.commands import FD, NOT_FOUND, SCRIPT, TIMED_OUT, Command, CommandResult, RunningCommand
 from distrun_runtime.agent.share import Share
 from distrun_runtime.contract.plan import ACTIVATE_S, Plan
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
@@ -58,14 +57,14 @@ def steps(share: Share) -> Steps:
     if plan.sync is not None or any(task.cwd for task in plan.tasks):
         check_folders(plan, share.host)
     if plan.runtime.path:
-        share = dataclasses.replace(share, runtime=plan.runtime.path)
+        share = share._replace(runtime=plan.runtime.path)
     elif plan.runtime.digest:
         from distrun_runtime.agent import cache
 
         folder = cache.find(plan.runtime.digest)
         if not folder:
             folder = cache.keep(plan.runtime.digest, (yield Need(plan.runtime.digest)), share.folder)
-        share = dataclasses.replace(share, runtime=folder)
+        share = share._replace(runtime=folder)
     return share if _may_be_copied(share) else (yield from _environment(share))
 
 
@@ -98,12 +97,12 @@ def _environment(share: Share) -> Steps:
     plan = share.plan
     if plan.activate:
         command = activation(plan.activate, share.base, share.marks, share.cwd)
-        share = dataclasses.replace(share, base=activated((yield command), command, share.host))
+        share = share._replace(base=activated((yield command), command, share.host))
     if any(task.needs for task in plan.tasks):
         from distrun_runtime.agent import interpreters
 
         share = yield from interpreters.chosen(share)
-    return dataclasses.replace(share, has_environment=True)
+    return share._replace(has_environment=True)
 
 
 class Preflight:
@@ -126,6 +125,7 @@ class Preflight:
         self._on_failed = on_failed
         self._command: Optional[RunningCommand] = None
         self._needed = ""
+        self._archive = bytearray()
 
     @property
     def is_over(self) -> bool:
@@ -157,12 +157,20 @@ class Preflight:
                 self._command = RunningCommand(wanted, self._selector, self._on_done)
                 self._command.start()
 
-    def take_runtime(self, digest: str, archive: bytes) -> bool:
-        """Take the archive that was asked for; return False if none was, or another."""
+    def take_runtime(self, digest: str, piece: bytes, offset: int = 0, is_last: bool = True, fault: str = "") -> bool:
+        """Take a piece of the archive that was asked for; return False if none was, or another.
+
+        `fault`: why there will be no further pieces although they are missing.
+        """
         if self._steps is None or not self._needed or digest != self._needed:
             return False
-        self._needed = ""
-        self.proceed(archive)
+        self._archive[offset:] = piece
+        if fault:
+            self.cancel()
+            self._on_failed(RuntimeFault(f"the runtime was not sent whole: {fault}"))
+        elif is_last:
+            archive, self._archive, self._needed = bytes(self._archive), bytearray(), ""
+            self.proceed(archive)
         return True
 
     def reaped(self, pid: int, status: int) -> None:
@@ -182,7 +190,7 @@ class Preflight:
             self._command.cancel()
             self._command = None
 
-    def _on_done(self, done: Done) -> None:
+    def _on_done(self, done: CommandResult) -> None:
         self._command = None
         self.proceed(done)
 
@@ -267,7 +275,7 @@ def activation(script: str, base: Mapping[bytes, bytes], marks: Mapping[str, str
     return Command(argv, env, os.fsencode(working_folder(cwd)), ACTIVATE_S, text.encode("utf-8", "surrogateescape"))
 
 
-def activated(done: Done, asked: Command, host: str) -> Dict[bytes, bytes]:
+def activated(done: CommandResult, asked: Command, host: str) -> Dict[bytes, bytes]:
     """Return the environment that the activation made.
 
     Raises:

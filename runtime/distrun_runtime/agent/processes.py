@@ -15,18 +15,16 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
 from typing import Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Set, Tuple
 
 from distrun_runtime.agent.channel import Channel
 from distrun_runtime.agent.output import Outlet, Spool
 from distrun_runtime.agent.share import exact, words
 from distrun_runtime.contract import process
+from distrun_runtime.contract.facts import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND
 from distrun_runtime.contract.plan import Task
 from distrun_runtime.contract.process import Identity, Process
 
-NOT_FOUND = 127
-NOT_EXECUTABLE = 126
 JOB = ""
 """Owner of processes that belong to the job, but to no known task."""
 LINE_LIMIT = 64 * 1024
@@ -46,15 +44,17 @@ class TaskRunner:
         """What tasks write from now on is thrown away."""
         self._channel = channel
         self._selector = selector
+        self._said: Dict[str, List[Tuple[str, Dict[str, object]]]] = {}
         self._has_warned_of_disk = False
 
-    def spawn(self, task: Task, env: Dict[bytes, bytes], spool_folder: str) -> bool:
+    def spawn(self, task: Task, env: Dict[bytes, bytes], spool_folder: str, attempt: int = 0) -> bool:
         """Start a task and say `started`, or say `exited` with the reason; return which."""
         try:
-            running = start(task, env, spool_folder)
+            running = start(task, env, spool_folder, attempt)
         except CannotStart as err:
             nothing = {"signal": None, "stopped": False, "out": 0, "err": 0, "max_rss_kb": 0, "cpu_s": 0.0}
-            self._channel.say("exited", task=task.name, code=err.code, reason=str(err), time=time.time(), **nothing)
+            ended = {"code": err.code, "reason": str(err), "time": time.time(), **nothing}
+            self._say("exited", task=task.name, attempt=attempt, **ended)
             return False
         self.tasks[task.name] = running
         for outlet in running.outlets:
@@ -62,9 +62,26 @@ class TaskRunner:
         self._selector.register(
             running.publisher.descriptor or 0, selectors.EVENT_READ, lambda: self._on_publish(running)
         )
-        leader = running.leader
-        self._channel.say("started", task=task.name, pid=leader.pid, start=leader.start, time=running.started)
+        leader, started = running.leader, running.started
+        self._say("started", task=task.name, attempt=attempt, pid=leader.pid, start=leader.start, time=started)
         return True
+
+    def repeat(self, name: str, attempt: int) -> bool:
+        """If that attempt of a task was spawned before, say again how it started and ended; return whether it was."""
+        said = self._said.get(name, [])
+        if not said:
+            return False
+        if any(members["attempt"] != attempt for _, members in said):
+            self._channel.say("warning", text=f"`spawn` was ignored: {name} was started before, as another attempt")
+            return True
+        for kind, members in said:
+            self._channel.say(kind, **members)
+        return True
+
+    def _say(self, kind: str, /, **members: object) -> None:
+        """Say how a task started or ended, and remember it for `repeat`."""
+        self._said.setdefault(str(members["task"]), []).append((kind, members))
+        self._channel.say(kind, **members)
 
     def reap(self) -> int:
         """Reap every child that ended and return how many did; say `exited` for tasks."""
@@ -105,9 +122,16 @@ class TaskRunner:
         return all(outlet.is_sent for outlet in outlets)
 
     def drain(self) -> None:
-        """Read what is left in the pipes."""
+        """Read what is left in the pipes, for the last time."""
         for outlet in self._outlets():
+            descriptor = outlet.descriptor
             outlet.drain()
+            outlet.close()
+            self._unwatch_if_closed(descriptor, None)
+        for running in self.tasks.values():
+            descriptor = running.publisher.descriptor
+            running.publisher.close()
+            self._unwatch_if_closed(descriptor, None)
 
     def close(self) -> None:
         """Close the pipes and remove the spools."""
@@ -125,8 +149,8 @@ class TaskRunner:
             self._pump(outlet)
         self._on_publish(running)
         out, err = (outlet.total for outlet in running.outlets)
-        stopped = running.was_signalled
-        self._channel.say("exited", task=running.task.name, time=now, stopped=stopped, out=out, err=err, **facts)
+        name, stopped = running.task.name, running.was_signalled
+        self._say("exited", task=name, attempt=running.attempt, time=now, stopped=stopped, out=out, err=err, **facts)
 
     def _on_output(self, running: RunningTask, outlet: Outlet) -> None:
         # An unfinished line goes first, such as a progress bar on stderr: what came on stdout came after its end.
@@ -176,7 +200,8 @@ class TaskRunner:
 
     def _pump(self, outlet: Outlet, **window: int) -> None:
         def send(offset: int, data: bytes) -> None:
-            self._channel.say("output", data, task=outlet.task, stream=outlet.stream, offset=offset)
+            name, attempt = outlet.task, outlet.attempt
+            self._channel.say("output", data, task=name, stream=outlet.stream, attempt=attempt, offset=offset)
 
         outlet.pump(send, self._channel.takes_output, **window)
 
@@ -184,20 +209,32 @@ class TaskRunner:
         return [outlet for running in self.tasks.values() for outlet in running.outlets]
 
 
-@dataclass
 class RunningTask:
     """A task that was started."""
 
-    task: Task
-    leader: Identity
-    """Its first process."""
-    processes: TaskProcesses
-    outlets: Tuple[Outlet, Outlet]
-    publisher: Publisher
-    started: float
-    child: subprocess.Popen[bytes]
-    was_signalled: bool = False
-    """The agent sent it a signal, so its end is no failure of its own."""
+    def __init__(
+        self,
+        task: Task,
+        leader: Identity,
+        *,
+        outlets: Tuple[Outlet, Outlet],
+        publisher: Publisher,
+        started: float,
+        child: subprocess.Popen[bytes],
+        attempt: int = 0,
+    ) -> None:
+        self.task = task
+        self.leader = leader
+        """Its first process."""
+        self.processes = TaskProcesses(task.name, leader)
+        self.outlets = outlets
+        self.publisher = publisher
+        self.started = started
+        self.child = child
+        self.attempt = attempt
+        """How often it was started before."""
+        self.was_signalled = False
+        """The agent sent it a signal, so its end is no failure of its own."""
 
     @property
     def is_reaped(self) -> bool:
@@ -216,7 +253,7 @@ class CannotStart(Exception):
         self.code = code
 
 
-def start(task: Task, env: Dict[bytes, bytes], spool_folder: str) -> RunningTask:
+def start(task: Task, env: Dict[bytes, bytes], spool_folder: str, attempt: int = 0) -> RunningTask:
     """Start a task in a session of its own, with no input, and return it.
 
     Its pipes are non-blocking; `env` gets DISTRUN_PUBLISH_FD.
@@ -258,23 +295,25 @@ def start(task: Task, env: Dict[bytes, bytes], spool_folder: str) -> RunningTask
     except ProcessLookupError:
         leader = Identity(child.pid, "")  # ps could not be run; a child cannot lose its id before it is reaped
     outlets = (
-        Outlet(task.name, "out", ours[0], Spool(os.path.join(spool_folder, f"{task.name}.out"))),
-        Outlet(task.name, "err", ours[1], Spool(os.path.join(spool_folder, f"{task.name}.err"))),
+        Outlet(task.name, "out", ours[0], Spool(os.path.join(spool_folder, f"{task.name}.out")), attempt),
+        Outlet(task.name, "err", ours[1], Spool(os.path.join(spool_folder, f"{task.name}.err")), attempt),
     )
     publisher = Publisher(task.name, ours[2])
-    return RunningTask(task, leader, TaskProcesses(task.name, leader), outlets, publisher, started, child)
+    return RunningTask(
+        task, leader, outlets=outlets, publisher=publisher, started=started, child=child, attempt=attempt
+    )
 
 
 def _check(task: Task, argv: List[bytes], env: Mapping[bytes, bytes]) -> None:
     """Raise CannotStart for what exec would report ambiguously."""
     if not argv or not argv[0]:
-        raise CannotStart(NOT_FOUND, f"{task.name} has an empty command")
+        raise CannotStart(EXIT_NOT_FOUND, f"{task.name} has an empty command")
     cwd = os.path.expanduser(exact(task.cwd))
     if cwd and not os.path.isdir(cwd):
         what = "is not a folder" if os.path.exists(cwd) else "does not exist"
-        raise CannotStart(NOT_EXECUTABLE, f"the working folder {task.cwd} {what} on this host")
+        raise CannotStart(EXIT_NOT_EXECUTABLE, f"the working folder {task.cwd} {what} on this host")
     if cwd and not os.access(cwd, os.X_OK):
-        raise CannotStart(NOT_EXECUTABLE, f"the working folder {task.cwd} cannot be entered: no permission")
+        raise CannotStart(EXIT_NOT_EXECUTABLE, f"the working folder {task.cwd} cannot be entered: no permission")
     folders = env.get(b"PATH", os.fsencode(os.defpath)).split(b":")
     places = [b""] if b"/" in argv[0] else folders
     found = [os.path.join(cwd or b".", place, argv[0]) for place in places]
@@ -284,21 +323,21 @@ def _check(task: Task, argv: List[bytes], env: Mapping[bytes, bytes]) -> None:
         if argv[0] == b"python" and any(os.path.exists(os.path.join(place, b"python3")) for place in folders):
             where = " (in no folder of the task's PATH, but there is python3: type that)"
         word, equals, _ = _text(argv[0]).partition("=")  # of an assignment only the name: its value may be a secret
-        raise CannotStart(NOT_FOUND, f"command not found: {word}{'=...' if equals else ''}{where}")
+        raise CannotStart(EXIT_NOT_FOUND, f"command not found: {word}{'=...' if equals else ''}{where}")
     if not any(os.path.isfile(path) and os.access(path, os.X_OK) for path in found):
         what = "is a folder" if os.path.isdir(found[0]) else "is not executable; chmod +x it or name its interpreter"
-        raise CannotStart(NOT_EXECUTABLE, f"{_text(found[0])} {what}")
+        raise CannotStart(EXIT_NOT_EXECUTABLE, f"{_text(found[0])} {what}")
 
 
 def _why(task: Task, argv: List[bytes], err: Exception) -> CannotStart:
     number = err.errno if isinstance(err, OSError) else None
     if number == errno.ENOENT:
         # The file is there (it was checked): what its first line names is not.
-        return CannotStart(NOT_EXECUTABLE, f"{_text(argv[0])}: the interpreter in its first line does not exist")
+        return CannotStart(EXIT_NOT_EXECUTABLE, f"{_text(argv[0])}: the interpreter in its first line does not exist")
     if number == errno.ENOEXEC:
         what = "is neither a program of this machine nor a script with a #! line"
-        return CannotStart(NOT_EXECUTABLE, f"{_text(argv[0])} {what}")
-    return CannotStart(NOT_EXECUTABLE, f"{task.name} cannot be started: {err}")
+        return CannotStart(EXIT_NOT_EXECUTABLE, f"{_text(argv[0])} {what}")
+    return CannotStart(EXIT_NOT_EXECUTABLE, f"{task.name} cannot be started: {err}")
 
 
 def _text(word: bytes) -> str:
@@ -407,18 +446,18 @@ def _signal_name(number: int) -> str:
 # Which processes belong to which task
 
 
-@dataclass
 class TaskProcesses:
     """What is known of one task's processes."""
 
-    name: str
-    leader: Identity
-    is_reaped: bool = False
-    """The leader was waited for: from then on its id may be given to another process."""
-    is_scattered: bool = False
-    """Reaped, and nothing was left in its group and session: these ids mean nothing any more."""
-    known: Set[Identity] = field(default_factory=set)
-    """Everything that was ever seen to belong to it and was alive at the last look."""
+    def __init__(self, name: str, leader: Identity, is_reaped: bool = False, is_scattered: bool = False) -> None:
+        self.name = name
+        self.leader = leader
+        self.is_reaped = is_reaped
+        """The leader was waited for: from then on its id may be given to another process."""
+        self.is_scattered = is_scattered
+        """Reaped, and nothing was left in its group and session: these ids mean nothing any more."""
+        self.known: Set[Identity] = set()
+        """Everything that was ever seen to belong to it and was alive at the last look."""
 
 
 def owners(

@@ -1,6 +1,6 @@
 """Keeps a job's private folder on a host: its token, its spool, and the record of what was started.
 
-    HOSTDIR/JOB/HOST/{token, agent.json, spool/, killed}
+    HOSTDIR/JOB.NONCE/HOST/{token, agent.json, spool/, killed}
 
 HOSTDIR is $XDG_RUNTIME_DIR/distrun or, without one, /tmp/distrun-UID: mode 0700, owned by the user, no link. A detached
 job's is /var/tmp/distrun-UID: the others may be removed when the user logs out.
@@ -45,6 +45,8 @@ class Record(NamedTuple):
     """Other processes that were seen to belong to the job."""
     lease_s: float = facts.LEASE_S
     """How long the agent goes on without hearing from its coordinator. The file's time says when it last heard."""
+    nonce: str = ""
+    """`Plan.nonce`."""
 
     def to_json(self) -> Dict[str, Any]:
         """Return the record as JSON-able values."""
@@ -58,6 +60,7 @@ class Record(NamedTuple):
             "tasks": [dict(who._asdict(), name=name, pgid=who.pid) for name, who in self.tasks],
             "known": [who._asdict() for who in self.known],
             "lease_s": self.lease_s,
+            "nonce": self.nonce,
         }
 
 
@@ -79,6 +82,7 @@ def from_json(value: Any) -> Record:
             tasks=tuple((str(task["name"]), _identity(task)) for task in value["tasks"]),
             known=tuple(_identity(who) for who in value["known"]),
             lease_s=float(value["lease_s"]),
+            nonce=str(value.get("nonce", "")),
         )
     except (KeyError, TypeError, ValueError) as err:
         raise ContractError(f"this is not an agent record: {err!r}") from err
@@ -105,8 +109,8 @@ def lasting_root() -> str:
     return f"/var/tmp/distrun-{os.geteuid()}"
 
 
-def jobs() -> List[str]:
-    """Return the jobs that have a folder on this machine, as names of folders: what `folders` takes."""
+def every() -> List[str]:
+    """Return the folders of all jobs on this machine."""
     found = []
     for root in places():
         try:
@@ -114,21 +118,21 @@ def jobs() -> List[str]:
             found += sorted(os.listdir(root))
         except (OSError, ContractError):
             continue
-    return list(dict.fromkeys(found))
+    return [folder for name in dict.fromkeys(found) for folder in _below(name)]
 
 
-def create(job: str, host: str, token: str, lasts: bool = False) -> str:
+def create(job: str, host: str, token: str, nonce: str = "", lasts: bool = False) -> str:
     """Make the folder of a job on this host, with its token, and return its path. `lasts`: a logout may not remove it.
 
     Raises:
         ContractError: no root can be used, with the reason for each; or the folder is in use by a living agent.
     """
-    _refuse_a_second(job, host)
+    _refuse_a_second(job, nonce, host)
     wrong, is_full = [], False
     for root in [lasting_root(), *roots()] if lasts else roots():
         try:
             _private(root)
-            parent = os.path.join(root, safe_name(job))
+            parent = os.path.join(root, _name(job, nonce))
             _private(parent)
             folder = os.path.join(parent, safe_name(host))
             _private(folder)
@@ -198,11 +202,20 @@ def find(folder: str) -> Optional[Record]:
         return None
 
 
-def folders(job: str) -> List[str]:
+def folders(job: str, nonce: str = "") -> List[str]:
     """Return the folders of a job on this machine, of all its hosts that are here."""
+    return _below(_name(job, nonce))
+
+
+def _name(job: str, nonce: str) -> str:
+    """Return what the folder of a job is called. Two stores may each have a job of that id."""
+    return safe_name(f"{job}.{nonce}" if nonce else job)
+
+
+def _below(name: str) -> List[str]:
     found = []
     for root in places():
-        parent = os.path.join(root, safe_name(job))
+        parent = os.path.join(root, name)
         try:
             _check(root)
             _check(parent)
@@ -238,8 +251,8 @@ def safe_name(name: str) -> str:
     return "_" + text if text.startswith(".") or not text else text
 
 
-def _refuse_a_second(job: str, host: str) -> None:
-    for folder in folders(job):
+def _refuse_a_second(job: str, nonce: str, host: str) -> None:
+    for folder in folders(job, nonce):
         other = find(folder)
         if other is not None and other.host == host and process.is_alive(other.agent):
             raise ContractError(

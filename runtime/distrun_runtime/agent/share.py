@@ -7,11 +7,10 @@ that is bytes: odd ones of the user's stay as they were typed.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, NamedTuple, Tuple
 
 from distrun_runtime.agent import record
-from distrun_runtime.contract import environ, wire
+from distrun_runtime.contract import environ, process, wire
 from distrun_runtime.contract.plan import HOLD, WORKER, Host, Plan, Task, from_json
 from distrun_runtime.errors import ContractError, PreflightFailure
 
@@ -22,8 +21,7 @@ OF_THE_CONNECTION = ("SSH_*",)
 """Variables of the login by which the agent was reached. Tasks do not get them: it is not their login."""
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """The plan cut down to this host, its address, its held ports, its private folder."""
 
     plan: Plan
@@ -35,13 +33,13 @@ class Share:
     folder: str
     token_file: str
     secret_env: Mapping[str, str]
-    base: Mapping[bytes, bytes] = field(default_factory=dict)
+    base: Mapping[bytes, bytes] = {}
     """The environment that tasks start from."""
     interface: str = ""
     """Name of the interface that has `address`, if the job has other hosts too."""
     runtime: str = ""
     """Folder that goes first on the tasks' PYTHONPATH; empty: none."""
-    python: Mapping[str, str] = field(default_factory=dict)
+    python: Mapping[str, str] = {}
     """`VERSION PATH` of the interpreters of tasks that need modules, by the name they are called by."""
     has_environment: bool = False
     """The environment was activated, and interpreters were looked at."""
@@ -59,7 +57,7 @@ class Share:
     @property
     def marks(self) -> Dict[str, str]:
         """What a process of the job is known by, whoever its parent is by then."""
-        return {"DISTRUN_JOB_ID": self.plan.job, "DISTRUN_HOST": self.host}
+        return process.marks(self.plan.job, self.plan.nonce, self.host)
 
     def environment(self, task: Task, sent: Mapping[str, str]) -> Dict[bytes, bytes]:
         """Return a task's environment: this host's, its secrets, what was sent with it, and what it is known by."""
@@ -128,7 +126,7 @@ def take(header: Mapping[str, Any]) -> Share:
     address = host.address or _address(plan, host, outer)
     named = [task.env["DISTRUN_PORT_RANGE"] for task in plan.tasks if "DISTRUN_PORT_RANGE" in task.env]
     held = {label: hold(address, named[0] if named else "") for label in host.ports}
-    folder = record.create(plan.job, host.name, token, lasts=plan.on_eof == HOLD)
+    folder = record.create(plan.job, host.name, token, plan.nonce, lasts=plan.on_eof == HOLD)
     token_file = os.path.join(folder, record.TOKEN) if token else ""
     # Tasks on this very machine have what the user has, the login included.
     unset = plan.unset if plan.backend == "local" else (*plan.unset, *OF_THE_CONNECTION)

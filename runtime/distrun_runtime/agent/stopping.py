@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import signal
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Set, Tuple
 
 from distrun_runtime.agent.processes import JOB, RunningTask, owners
 from distrun_runtime.contract import process
@@ -33,11 +33,11 @@ _ORDER = (WORKER, SERVER, SCHEDULER)
 class Stopping:
     """The tasks that are being stopped, each with its stop sequence."""
 
-    def __init__(self, job: str, host: str, tasks: Dict[str, RunningTask], is_subreaper: bool) -> None:
-        """`tasks`: every task that was started, by name. Processes of the job are marked with `job` and `host`."""
+    def __init__(self, marks: Mapping[str, str], tasks: Dict[str, RunningTask], is_subreaper: bool) -> None:
+        """`tasks`: every task that was started, by name. `marks`: what processes of the job are known by here."""
         self.left: List[Process] = []
         """What still existed at the last look and should not have."""
-        self._marks = {"DISTRUN_JOB_ID": job, "DISTRUN_HOST": host}
+        self._marks = marks
         self._tasks = tasks
         self._is_subreaper = is_subreaper
         self._sequences: Dict[str, StopSequence] = {}
@@ -124,7 +124,7 @@ class Stopping:
     def _task_of(self, row: Process) -> str:
         """Return the task that a process's environment names; empty if none."""
         env = process.environ_of(row.pid)
-        if any(env.get(name) != value for name, value in self._marks.items()):
+        if not process.has_marks(env, self._marks):
             return ""
         for name, running in self._tasks.items():
             if (running.task.role, str(running.task.rank)) == (env.get("DISTRUN_ROLE"), env.get("DISTRUN_RANK")):
@@ -246,7 +246,7 @@ def signal_number(name: Any) -> int:
 
 def _signal(name: Any) -> signal.Signals:
     text = str(name).upper()
-    found = getattr(signal, text if text.startswith("SIG") else "SIG" + text, None)
-    if not isinstance(found, signal.Signals):
-        raise ContractError(f"no signal is called {name!r} here; write it as TERM, INT or KILL")
-    return found
+    try:
+        return signal.Signals[text if text.startswith("SIG") else "SIG" + text]
+    except KeyError:
+        raise ContractError(f"no signal is called {name!r} here; write it as TERM, INT or KILL") from None

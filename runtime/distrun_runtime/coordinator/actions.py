@@ -52,6 +52,8 @@ class Spawn:
     host: str
     task: str
     env: Mapping[str, str] = field(default_factory=dict)
+    attempt: int = 0
+    """How often it was started before."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +129,11 @@ class Announce:
 
 
 @dataclass(frozen=True)
-class Finish:
+class FinishJob:
     """The job is over."""
 
     outcome: Outcome
 
 
-Action = Union[AgentAction, Prepare, Announce, Finish]
+Action = Union[AgentAction, Prepare, Announce, FinishJob]
 """What the supervisor returns."""

@@ -50,7 +50,7 @@ def run(
 
     `runtime()` returns the archive (a zip) whose digest the plan names; it is called when the first agent asks for it.
     `prepare(put)` is called once, when every host is ready, and before any task is spawned: it begins, in a thread of
-    its own, what is to be done by then, returns at once, and puts `Prepared` or `PrepareFailed` at its end.
+    its own, what is to be done by then, returns at once, and puts `AllPrepared` or `PrepareFailed` at its end.
     `watcher` is told every event that is recorded, and every state.
 
     Should the loop itself fail, the agents are let go (they end their tasks), the folder says so, and the error
@@ -102,7 +102,7 @@ class _Job:
         self._saved = 0.0
         self._is_dirty = False
         self._folder_warned = False
-        self._loop = loop.Loop(
+        self._loop = loop.HostLoop(
             self,
             channels,
             encoders={
@@ -165,7 +165,7 @@ class _Job:
         """Log and show output; return the acknowledgement."""
         if event.task not in self._supervisor.roster.tasks:
             return []  # the supervisor says what it thinks of that
-        written = self._spool.add(event.task, event.stream, event.offset, event.data)
+        written = self._spool.add(event.task, event.stream, event.offset, event.data, event.attempt)
         if written.fresh:
             self._sink.output(event.task, event.host, event.stream, written.fresh, written.at)
         if written.fresh and written.at is None:
@@ -189,7 +189,7 @@ class _Job:
         if self._verbosity >= TRACE:
             self._sink.say(f"> {_shown(action)}", actions.DEBUG)
         self._is_dirty = True
-        if isinstance(action, actions.Finish):
+        if isinstance(action, actions.FinishJob):
             self._outcome = action.outcome
             return []
         if isinstance(action, actions.Prepare):
@@ -245,7 +245,7 @@ _RECORDED = {
     events.AgentHello: "hello",
     events.AgentReady: "ready",
     events.Settled: "settled",
-    events.Prepared: "prepared",
+    events.AllPrepared: "prepared",
     events.PrepareFailed: "prepare_failed",
     events.StartFailed: "start_failed",
     events.Started: "started",
@@ -255,6 +255,8 @@ _RECORDED = {
     events.Warned: "warning",
     events.AgentEnding: "ending",
     events.Bye: "bye",
+    events.Cut: "cut",
+    events.Resumed: "resumed",
     events.AgentLost: "lost",
     events.Interrupt: "interrupt",
 }
@@ -262,7 +264,7 @@ _RECORDED = {
 
 
 def _facts(event: Any) -> Dict[str, Any]:
-    facts = dict(vars(event))
+    facts = _members(event)
     if "time" in facts:
         facts["stamp"] = facts.pop("time")
     return facts
@@ -271,5 +273,10 @@ def _facts(event: Any) -> Dict[str, Any]:
 def _shown(value: Any) -> str:
     """Return an event or action in one line, without bytes of the user's or values of the environment."""
     hidden = {"data": f"{len(getattr(value, 'data', b''))} bytes", "env": "..."}
-    members = (f"{name}={hidden.get(name, repr(member))}" for name, member in vars(value).items())
+    members = (f"{name}={hidden.get(name, repr(member))}" for name, member in _members(value).items())
     return f"{type(value).__name__}({', '.join(members)})"
+
+
+def _members(value: Any) -> Dict[str, Any]:
+    """Return the members of an event or action."""
+    return dict(value._asdict() if hasattr(value, "_asdict") else vars(value))

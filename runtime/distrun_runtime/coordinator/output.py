@@ -45,7 +45,7 @@ class Watcher(Protocol):
 
 
 @dataclass
-class Piece:
+class OutputPiece:
     """A piece of what is to be shown: output of a task, as bytes or as a place in its log file, or other bytes."""
 
     data: bytes = b""
@@ -74,13 +74,13 @@ class Backlog:
     def __init__(self) -> None:
         self.skipped = 0
         """Bytes that were dropped."""
-        self._pieces: Deque[Piece] = deque()
+        self._pieces: Deque[OutputPiece] = deque()
         self._size = 0
 
     def __len__(self) -> int:
         return len(self._pieces)
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: OutputPiece) -> None:
         """Add a piece, or only its place in the log file, or nothing."""
         size = len(piece.data)
         if piece.task and self._size + size > QUEUE_LIMIT:
@@ -95,7 +95,7 @@ class Backlog:
         self._pieces.append(piece)
         self._size += size
 
-    def take(self) -> Optional[Piece]:
+    def take(self) -> Optional[OutputPiece]:
         """Return the piece that has waited longest; None: there is none."""
         if not self._pieces:
             return None
@@ -103,7 +103,7 @@ class Backlog:
         self._size -= len(piece.data)
         return piece
 
-    def _extends_last(self, piece: Piece) -> bool:
+    def _extends_last(self, piece: OutputPiece) -> bool:
         last = self._pieces[-1] if self._pieces else None
         if (
             last is None
@@ -114,3 +114,11 @@ class Backlog:
             return False
         last.length += piece.length
         return True
+
+
+def encoded(text: str) -> bytes:
+    """Return the bytes that a word stood for (os.fsdecode made surrogates of what is not UTF-8)."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # other surrogates stand for no bytes
+        return text.encode("utf-8", "backslashreplace")

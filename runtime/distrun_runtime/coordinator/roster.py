@@ -33,6 +33,8 @@ class HostState:
     last_seen: float = 0.0
     """`now` of its last event."""
     is_suspect: bool = False
+    cut_at: float = -1.0
+    """`now` when its connection was cut; negative: it is not."""
     silence_s: float = 0.0
     """For how long it was silent, at most, when tasks elsewhere had lost those on it; 0: nothing was lost so."""
     skew_s: float = 0.0
@@ -50,12 +52,17 @@ class HostState:
         return self.is_ready or self.is_gone
 
     @property
+    def is_cut(self) -> bool:
+        """Whether its connection is being made again."""
+        return self.cut_at >= 0
+
+    @property
     def was_ended(self) -> bool:
         """Whether it was told to end whatever is left."""
         return self.ended_at >= 0
 
 
-class Roster:
+class JobRoster:
     """All hosts, tasks and facts of one job."""
 
     def __init__(self, plan: Plan) -> None:

@@ -30,7 +30,7 @@ from typing import Any, Callable, Deque, Dict, List, Mapping, Optional, Protocol
 
 from distrun_runtime.contract import control, wire
 from distrun_runtime.coordinator.events import Event, Interrupt
-from distrun_runtime.coordinator.output import Backlog, Piece
+from distrun_runtime.coordinator.output import Backlog, OutputPiece
 from distrun_runtime.errors import WireError
 
 READ_SIZE = 256 * 1024
@@ -195,7 +195,7 @@ class Service:
             launcher = self._launcher
             self._cursor += len(data) if at is not None else 0
             if launcher is not None:
-                launcher.backlog.put(Piece(data, task, host, stream, at, len(data)))
+                launcher.backlog.put(OutputPiece(data, task, host, stream, at, len(data)))
                 self._wake()
             if not self._has_output:
                 self._has_output = True
@@ -289,14 +289,14 @@ class Service:
 
     def _to_launcher(self, data: bytes) -> None:
         if self._launcher is not None:
-            self._launcher.backlog.put(Piece(data))
+            self._launcher.backlog.put(OutputPiece(data))
             self._wake()
 
     def _post(self, data: bytes, is_wanted: Callable[[control.Subscribe], bool]) -> None:
         for client in self._clients:
             if is_wanted(client.wants) and not client.is_last:
                 if client.is_launcher:
-                    client.backlog.put(Piece(data))
+                    client.backlog.put(OutputPiece(data))
                 else:
                     client.post(data)
                 self._wake()
@@ -477,7 +477,7 @@ class Service:
             launcher = self._launcher
             if launcher is None:
                 return False
-            launcher.backlog.put(Piece(control.detached(self._cursor)))
+            launcher.backlog.put(OutputPiece(control.detached(self._cursor)))
             launcher.is_last = True
             self._launcher = None
             self._changed.notify_all()  # who asks a question gets no answer
@@ -486,7 +486,7 @@ class Service:
     def _reply(self, client: _Client, data: bytes) -> None:
         with self._changed:
             if client.is_launcher:
-                client.backlog.put(Piece(data))
+                client.backlog.put(OutputPiece(data))
             else:
                 client.replies.append(data)
 
@@ -648,13 +648,13 @@ def _patience_s(client: _Client) -> float:
     return END_S if client.is_launcher else OTHERS_END_S
 
 
-def _output(piece: Piece) -> bytes:
+def _output(piece: OutputPiece) -> bytes:
     return control.output(control.Chunk(piece.task, piece.host, piece.stream, piece.at, piece.length, piece.data))
 
 
 def raise_signal(name: str) -> None:
     """Have this process act as if it had received a signal. One that it ignores (nohup) becomes SIGTERM."""
-    number = getattr(signal, "SIG" + name)
+    number = signal.Signals["SIG" + name]
     if signal.getsignal(number) == signal.SIG_IGN:
         number = signal.SIGTERM
     is_deadly = number == signal.SIGTERM and signal.getsignal(number) == signal.SIG_DFL

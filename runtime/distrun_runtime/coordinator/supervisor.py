@@ -2,7 +2,7 @@ r"""The supervisor of a job: events in, actions out.
 
 It decides what to start, what the death of a task or host means, and when the job is over. It has no clock, no socket
 and prints nothing; `now` is any monotonic clock in seconds. It has two parts: `failures.FailureAnalysis` decides which
-failure ended the job, `stopping.StopSequence` ends the tasks. The phases:
+failure ended the job, `stopping.JobStopSequence` ends the tasks. The phases:
 
     gathering -> [preparing] -> [settling] -> starting -> running -> draining (all workers ended with 0) -> over
             \----------\------------\-----------\----------\--> stopping (something ended the job)   -> over
@@ -30,22 +30,22 @@ from distrun_runtime.coordinator.actions import (
     Announce,
     Begin,
     Drop,
-    Finish,
+    FinishJob,
     Prepare,
     SendRuntime,
     Settle,
     Spawn,
 )
 from distrun_runtime.coordinator.failures import ANSWERS_S, Cause
-from distrun_runtime.coordinator.roster import SKEW_LIMIT_S, SKEW_S, HostState, Roster
+from distrun_runtime.coordinator.roster import SKEW_LIMIT_S, SKEW_S, HostState, JobRoster
 
 GATHERING = "gathering"
 PREPARING = "preparing"
 SETTLING = "settling"
-STARTING = "starting"
-RUNNING = "running"
+STARTING = facts.STARTING
+RUNNING = facts.RUNNING
 DRAINING = "draining"
-STOPPING = "stopping"
+STOPPING = facts.STOPPING
 OVER = "over"
 ASKING = (GATHERING, SETTLING)
 """Hosts say whether they can be used; the job goes on when all have."""
@@ -70,14 +70,14 @@ class Supervisor:
 
     def __init__(self, plan: Plan, has_preparation: bool = False) -> None:
         self.plan = plan
-        self.roster = Roster(plan)
+        self.roster = JobRoster(plan)
         self.phase = GATHERING
         self._has_preparation = has_preparation
         self._has_remarked = False
         self._unusable = failures.UnusableHosts([host.name for host in plan.hosts])
         self._actions: List[Action] = []
         self._now = 0.0
-        self._stop = stopping.StopSequence(self.roster, plan.limits)
+        self._stop = stopping.JobStopSequence(self.roster, plan.limits)
         self._analysis = failures.FailureAnalysis(plan.limits.verdict_s)
         self._origin: Optional[float] = None
         self._start_from = 0.0
@@ -97,7 +97,7 @@ class Supervisor:
         return facts.RUNNING if self.phase == RUNNING else facts.STARTING if self.phase in UNDECIDED else facts.STOPPING
 
     def handle(self, event: events.Event, now: float) -> List[Action]:
-        """Return what is to be done about `event`. After `Finish` there is nothing more."""
+        """Return what is to be done about `event`. After `FinishJob` there is nothing more."""
         if self.phase == OVER:
             return []
         if self._origin is None:
@@ -142,7 +142,7 @@ class Supervisor:
 
     def _hear(self, event: events.Event) -> None:
         host = self.roster.hosts.get(getattr(event, "host", ""))
-        if host is None or isinstance(event, (events.AgentLost, events.StartFailed, events.PrepareFailed)):
+        if host is None or isinstance(event, _NO_SIGNS_OF_LIFE):
             return
         host.last_seen = self._now
         if host.is_suspect or host.silence_s:
@@ -274,6 +274,23 @@ class Supervisor:
         elif host.greeted and not host.cleared and self.roster.on_host(event.host):
             self._say(f"the agent on {event.host} went without saying that nothing is left there", WARNING)
 
+    def _on_cut(self, event: events.Cut) -> None:
+        host = self.roster.hosts[event.host]
+        if host.is_gone or host.is_cut:
+            return
+        host.cut_at = self._now
+        host.is_suspect = False
+        self._say(f"{host.name}: connection lost, trying again", WARNING)
+        self._say(f"{host.name}: {event.reason}", DEBUG)
+
+    def _on_resumed(self, event: events.Resumed) -> None:
+        host = self.roster.hosts[event.host]
+        if host.is_cut:
+            self._say(f"{host.name}: reconnected after {failures.rounded(self._now - host.cut_at)}")
+            host.cut_at = -1.0
+            if host.was_ended:
+                host.ended_at = self._now  # what it was told reaches it only now
+
     def _on_cleared(self, event: events.Cleared) -> None:
         host = self.roster.hosts[event.host]
         host.cleared = host.told_to_stop
@@ -300,6 +317,8 @@ class Supervisor:
 
     def _listen(self, event: events.Tick) -> None:
         limits = self.plan.limits
+        # An agent that goes on without a connection can be reached again until its lease ends.
+        lost_s = limits.lease_s if self.plan.on_eof == plans.HOLD else limits.lost_s
         for host in self.roster.hosts.values():
             silence = self._now - host.last_seen
             if not host.greeted or host.is_gone:
@@ -307,14 +326,15 @@ class Supervisor:
             if host.silence_s:
                 host.silence_s = max(host.silence_s, silence)
             shown = failures.rounded(silence)
-            if silence >= limits.lost_s:
-                self._on_lost(events.AgentLost(host.name, f"silent for {shown}", event.time - silence))
-            elif silence >= limits.suspect_s and not host.is_suspect:
+            if silence >= lost_s:
+                how = f"its connection was cut, and nothing came for {shown}" if host.is_cut else f"silent for {shown}"
+                self._on_lost(events.AgentLost(host.name, how, event.time - silence))
+            elif silence >= limits.suspect_s and not (host.is_suspect or host.is_cut):
                 host.is_suspect = True
                 if host.silence_s:
                     continue  # the job is being stopped for it: that was said
                 text = "%s has been silent for %s (suspect); it counts as lost after %s"
-                self._say(text % (host.name, shown, duration(limits.lost_s)), WARNING)
+                self._say(text % (host.name, shown, duration(lost_s)), WARNING)
 
     def _wall_of(self, host: HostState) -> float:
         return max((task.ended or task.started or 0.0 for task in self.roster.on_host(host.name)), default=0.0)
@@ -490,7 +510,7 @@ class Supervisor:
             self._comment_at = self._now + 2 * COMMENT_S
             self._say(f"waiting for {failures.listed(self.roster.missing())} ({duration(round(starting))})")
 
-    def _on_prepared(self, event: events.Prepared) -> None:
+    def _on_prepared(self, event: events.AllPrepared) -> None:
         if self.phase == PREPARING:
             self._settle()
             self._start_from = self._now
@@ -523,19 +543,20 @@ class Supervisor:
             if self._stop.is_over:
                 self.phase = OVER
                 roster.settle()
-                self._actions.append(Finish(self._outcome()))
+                self._actions.append(FinishJob(self._outcome()))
 
 
 def _how(task: ends.TaskResult) -> str:
     return f"signal {task.signal}" if task.signal is not None else f"exit code {task.code}"
 
 
+_NO_SIGNS_OF_LIFE = (events.AgentLost, events.StartFailed, events.PrepareFailed, events.Cut)
 _HANDLERS: Dict[type, Callable[[Supervisor, Any], None]] = {
     events.AgentHello: Supervisor._on_hello,
     events.Settled: Supervisor._on_settled,
     events.AgentReady: Supervisor._on_ready,
     events.Needed: Supervisor._on_needed,
-    events.Prepared: Supervisor._on_prepared,
+    events.AllPrepared: Supervisor._on_prepared,
     events.PrepareFailed: Supervisor._on_prepare_failed,
     events.StartFailed: Supervisor._on_start_failed,
     events.Started: Supervisor._on_started,
@@ -546,6 +567,8 @@ _HANDLERS: Dict[type, Callable[[Supervisor, Any], None]] = {
     events.Warned: lambda supervisor, event: supervisor._say(f"{event.host}: {event.text}", WARNING),
     events.AgentEnding: Supervisor._on_agent_ending,
     events.Bye: Supervisor._on_bye,
+    events.Cut: Supervisor._on_cut,
+    events.Resumed: Supervisor._on_resumed,
     events.AgentLost: Supervisor._on_lost,
     events.Interrupt: Supervisor._on_interrupt,
     events.Tick: Supervisor._on_tick,

@@ -136,7 +136,7 @@ def test_the_preparation_runs_beside_the_loop_once_all_hosts_are_ready(tmp_path:
     def prepare(put: Put) -> None:
         def work() -> None:
             assert pinged.wait(LIMIT_S), "agents are pinged while the preparation goes on"
-            put(events.Prepared() if works else events.PrepareFailed("d1", "disk full", time.time(), "a\nb"))
+            put(events.AllPrepared() if works else events.PrepareFailed("d1", "disk full", time.time(), "a\nb"))
 
         threading.Thread(target=work, daemon=True).start()
 
@@ -512,8 +512,8 @@ def test_a_trace_says_frames_but_neither_bytes_nor_values(tmp_path: Path) -> Non
 
     job = Job(tmp_path, one_worker(), script)
     job.run(verbosity=2)
-    assert "> Spawn(host='d1', task='worker-0', env=...)" in job.sink.text
-    assert "< Output(host='d1', task='worker-0', stream='out', offset=0, data=7 bytes)" in job.sink.text
+    assert "> Spawn(host='d1', task='worker-0', env=..., attempt=0)" in job.sink.text
+    assert "< Output(host='d1', task='worker-0', stream='out', offset=0, data=7 bytes, attempt=0)" in job.sink.text
     assert "private" not in job.sink.text
 
 
