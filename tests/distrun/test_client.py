@@ -125,7 +125,7 @@ def test_control_json_says_where_the_coordinator_is(folder: JobFolder) -> None:
     assert folder.control() == {
         "version": 1,
         "host": socket.gethostname(),
-        "boot": process.boot(),
+        "boot": process.boot_id(),
         "pid": who.pid,
         "start": who.start,
         "path": "/var/tmp/distrun-0/j.s",
