@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -314,6 +315,23 @@ def test_a_terminal_goes_on_where_it_stood(distrun: Distrun) -> None:
     terminal.ends()
     assert [terminal.shown.count(f"| {word}") for word in ("up", "more", "over")] == [2, 2, 2]
     assert launch.wait(LIMIT_S) == 0
+
+
+def test_the_terminal_that_launched_a_job_goes_on_where_it_stood(distrun: Distrun) -> None:
+    launch = shlex.join(distrun.argv("launch", "--launcher", "local", "--name", "demo", "-n", "2", "-s", "0"))
+    text = f"echo up; until [ -e more ]; do sleep 0.02; done; echo more; {GO}; echo over"
+    script = distrun.work / "launch.sh"
+    attach = shlex.join(distrun.argv("attach", "demo"))
+    script.write_text(f"{launch} bash -c '{text}'; echo left $?; touch more; {attach}; echo ended $?\n")
+    terminal = Terminal(distrun, argv=["bash", str(script)])
+    terminal.expect("| up", 2)
+    assert distrun.run("detach", "demo").returncode == 0
+    terminal.expect("left 0")
+    terminal.expect("| more", 2)
+    go(distrun)
+    terminal.expect("ended 0")
+    terminal.ends()
+    assert [terminal.shown.count(f"| {word}") for word in ("up", "more", "over")] == [2, 2, 2]
 
 
 def test_a_job_that_is_over_says_so_and_gives_its_code(distrun: Distrun) -> None:
