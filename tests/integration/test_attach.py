@@ -161,6 +161,7 @@ def test_attach_prints_what_launch_prints_and_ends_with_the_jobs_code(distrun: D
     assert err.decode().splitlines()[-1] == (distrun.home / "err").read_text().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_20_clients_see_it_all(distrun: Distrun) -> None:
     text = f"echo up; {GO}; for i in $(seq 2000); do echo line $i; done"
     launch, job = begin(distrun, text)
