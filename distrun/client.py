@@ -305,7 +305,7 @@ def _greet(connection: Connection, folder: JobFolder, where: Mapping[str, Any]) 
 def _unanswered(connection: Connection, folder: JobFolder, where: Mapping[str, Any]) -> CoordinatorLost:
     relay = connection._relay
     if relay is None:
-        return gone(folder, where, "ended the connection")
+        return gone(folder, where)
     with contextlib.suppress(subprocess.TimeoutExpired):
         relay.wait(1.0)
     if relay.returncode in (NOBODY, None):

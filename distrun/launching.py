@@ -102,7 +102,7 @@ def _coordinator_process(job: PlannedJob, folder: JobFolder, connection: socket.
             job.backend.asker.by(service.ask)
         try:
             folder.take_over()
-            _listen(service, folder, job.plan.on_eof == HOLD)
+            _listen(service, folder, job.request.detach)
             service.finish(dataclasses.asdict(coordinate(job, folder, service, verbosity)))
             code = 0
         except BaseException as err:
@@ -328,9 +328,10 @@ class _Client:
         status = None
         with Interrupts(self._forward):
             found.run()
-            if found.detached is None and self._place.is_child:
+            is_left = found.detached is not None and found.outcome is None and found.failure is None
+            if self._place.is_child and not is_left:
                 _, status = os.waitpid(self._place.pid, 0)
-        if found.detached is not None:
+        if found.detached is not None and is_left:
             return found.detached
         if found.failure is not None:
             raise client.raised(found.failure, self._terminal, self._verbosity)

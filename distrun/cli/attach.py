@@ -17,6 +17,7 @@ from distrun.cli.console import Console
 from distrun.client import Connection, Follower
 from distrun.errors import UsageError
 from distrun_runtime.contract import environ, facts
+from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
     from distrun_runtime.coordinator.events import Event
@@ -114,9 +115,9 @@ class _Attached:
             self._withdraw()
         if self._follower.cursor is not None:
             places.write(self._follower.cursor)
-        return self._end(places)
+        return self._end(start, places)
 
-    def _end(self, places: standing.Standing) -> int:
+    def _end(self, start: dict[str, int], places: standing.Standing) -> int:
         from distrun import client
         from distrun.cli.launch import report
 
@@ -131,24 +132,27 @@ class _Attached:
             where = self._folder.control()
             assert where is not None  # we were connected
             raise client.gone(self._folder, where)
-        if found.outcome is None:
-            self._show_rest()
+        try:
+            self._show_rest(start)
+        except JobStoreError as err:
+            self._console.say(f"{err}; what is missing here: distrun logs {self._folder.id}", "warning")
         places.forget()
         self._console.end_output()
         report(outcome, self._folder, False, self._console)
         return outcome.exit_code
 
-    def _show_rest(self) -> None:
-        """Show, from the job's logs, what the coordinator did not wait to send: this terminal was too slow."""
+    def _show_rest(self, start: dict[str, int]) -> None:
+        """Show, from the job's logs, what the coordinator did not send: it waits for no terminal that is slow."""
+        from distrun_runtime.contract import control
+        from distrun_runtime.coordinator import logged
         from distrun_runtime.coordinator.logreader import LogReader
         from distrun_runtime.coordinator.output import OutputPiece
 
-        cursor = self._follower.cursor
-        if cursor is None:
-            self._console.say(f"what it printed: distrun logs {self._folder.id}", "warning")
-            return
         hosts = {task.name: task.host for task in self._folder.plan().tasks}
         with LogReader(self._folder.logs) as reader:
+            cursor = self._follower.cursor
+            if cursor is None:
+                cursor = logged.begin(reader, control.Output(**start))
             while (found := reader.read(cursor)).cursor != cursor:
                 for each in found.pieces:
                     stream = each.stream if each.stream in ("out", "err") else "out"

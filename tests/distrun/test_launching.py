@@ -246,7 +246,7 @@ def test_the_last_line_about_a_lost_host_says_what_was_done_there(swept: Swept, 
 def test_a_job_that_we_failed_to_run_is_not_lost(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = prepare(store)
     folder = store.create(ready.plan)
-    monkeypatch.setattr(type(ready.backend), "connect", lambda self, *about: 1 / 0)
+    monkeypatch.setattr(type(ready.backend), "connect", lambda *of: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         launching.coordinate(ready, folder, None)  # type: ignore[arg-type]  # it does not come to that
     state = folder.state()

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -160,6 +161,7 @@ def test_attach_prints_what_launch_prints_and_ends_with_the_jobs_code(distrun: D
     assert err.decode().splitlines()[-1] == (distrun.home / "err").read_text().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_20_clients_see_it_all(distrun: Distrun) -> None:
     text = f"echo up; {GO}; for i in $(seq 2000); do echo line $i; done"
     launch, job = begin(distrun, text)
@@ -314,6 +316,23 @@ def test_a_terminal_goes_on_where_it_stood(distrun: Distrun) -> None:
     terminal.ends()
     assert [terminal.shown.count(f"| {word}") for word in ("up", "more", "over")] == [2, 2, 2]
     assert launch.wait(LIMIT_S) == 0
+
+
+def test_the_terminal_that_launched_a_job_goes_on_where_it_stood(distrun: Distrun) -> None:
+    launch = shlex.join(distrun.argv("launch", "--launcher", "local", "--name", "demo", "-n", "2", "-s", "0"))
+    text = f"echo up; until [ -e more ]; do sleep 0.02; done; echo more; {GO}; echo over"
+    script = distrun.work / "launch.sh"
+    attach = shlex.join(distrun.argv("attach", "demo"))
+    script.write_text(f"{launch} bash -c '{text}'; echo left $?; touch more; {attach}; echo ended $?\n")
+    terminal = Terminal(distrun, argv=["bash", str(script)])
+    terminal.expect("| up", 2)
+    assert distrun.run("detach", "demo").returncode == 0
+    terminal.expect("left 0")
+    terminal.expect("| more", 2)
+    go(distrun)
+    terminal.expect("ended 0")
+    terminal.ends()
+    assert [terminal.shown.count(f"| {word}") for word in ("up", "more", "over")] == [2, 2, 2]
 
 
 def test_a_job_that_is_over_says_so_and_gives_its_code(distrun: Distrun) -> None:

@@ -255,10 +255,6 @@ def boot_id() -> str:
         return ""
 
 
-def _boot() -> str:
-    return boot_id()[:8]
-
-
 def _row_of_proc(name: str) -> Optional[Process]:
     try:
         with open(f"/proc/{name}/stat", "rb") as file:

@@ -370,7 +370,8 @@ class Service:
             if connection is None:
                 if not why:
                     return
-                self._to_launcher(control.said(f"control socket: {why}", "warning"))
+                with self._changed:
+                    self._to_launcher(control.said(f"control socket: {why}", "warning"))
                 continue
             client = _Client(connection, is_launcher=False)
             with self._changed:
