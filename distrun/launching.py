@@ -156,8 +156,9 @@ def coordinate(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int = 
 
 
 def _run(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int) -> tuple[Outcome, Mapping[str, Swept]]:
-    holds_s = job.plan.limits.lease_s if job.plan.on_eof == HOLD else 0.0
-    channels = job.backend.connect(job.plan.hosts, job.plan.job, holds_s)
+    # Not every backend can make a connection again; it need not know the argument then.
+    holds = {"holds_s": job.plan.limits.lease_s} if job.plan.on_eof == HOLD else {}
+    channels = job.backend.connect(job.plan.hosts, job.plan.job, **holds)
     job.backend.boot(channels)
     from distrun_runtime.coordinator import jobrun  # the client does not need it, and agents start meanwhile
 
