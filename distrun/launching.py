@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from distrun import client, daemon
 from distrun.backends.base import Swept
-from distrun.client import Connection, CoordinatorError, Detached, Follower, Terminal
+from distrun.client import ControlConnection, CoordinatorError, Detached, Follower, Terminal
 from distrun.errors import DistrunError, UsageError
 from distrun.planning import PlannedJob
 from distrun_runtime.contract import facts
@@ -33,7 +33,7 @@ from distrun_runtime.errors import ContractError
 
 if TYPE_CHECKING:
     from distrun.sync import Copier
-    from distrun_runtime.contract.control import Output
+    from distrun_runtime.contract.control import OutputWanted
     from distrun_runtime.coordinator.channel import Channel
     from distrun_runtime.coordinator.events import Event
     from distrun_runtime.coordinator.service import OutputReader, Service
@@ -57,14 +57,14 @@ def launch(
         DistrunError: the coordinator failed; the message says how.
         KeyboardInterrupt: the job was interrupted before anything was started.
     """
-    place = start_coordinator(job, folder, verbosity, detach)
-    with Connection(place.connection) as connection:
-        return _Client(connection, place, folder, terminal, verbosity).run(detach)
+    coordinator = start_coordinator(job, folder, verbosity, detach)
+    with ControlConnection(coordinator.connection) as connection:
+        return _LaunchClient(connection, coordinator, folder, terminal, verbosity).run(detach)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a job's coordinator was started."""
+class Coordinator:
+    """The process of a job's coordinator, and the connection to it."""
 
     connection: socket.socket
     pid: int
@@ -72,7 +72,7 @@ class Place:
     """It is a child process of ours."""
 
 
-def start_coordinator(job: PlannedJob, folder: JobFolder, verbosity: int, detach: bool) -> Place:
+def start_coordinator(job: PlannedJob, folder: JobFolder, verbosity: int, detach: bool) -> Coordinator:
     """Start the coordinator of a job: here, as a child of this process, or as a daemon if the job is detached."""
     ours, its = socket.socketpair()
     pid = daemon.fork(keep=[its.fileno()]) if detach else os.fork()
@@ -82,7 +82,7 @@ def start_coordinator(job: PlannedJob, folder: JobFolder, verbosity: int, detach
             os.setsid()  # Ctrl-C and the end of the terminal reach the client, which tells us
         _coordinator_process(job, folder, its, verbosity)
     its.close()
-    return Place(ours, pid, is_child=not detach)
+    return Coordinator(ours, pid, is_child=not detach)
 
 
 # ---------------------------------------------------------------------- the coordinator's process
@@ -135,7 +135,7 @@ def _listen(service: Service, folder: JobFolder, is_needed: bool) -> None:
         folder.write_control(path)
 
 
-def _logged(folder: JobFolder, wanted: Output) -> OutputReader:
+def _logged(folder: JobFolder, wanted: OutputWanted) -> OutputReader:
     from distrun_runtime.coordinator.logged import LoggedOutput  # most jobs have one client, which needs it not
 
     return LoggedOutput(folder, wanted)
@@ -297,19 +297,19 @@ def _copier(job: PlannedJob, sink: Sink) -> Copier | None:
 # ---------------------------------------------------------------------- the client
 
 
-class _Client:
-    """The terminal's side of the connection to the coordinator that was started at `place`."""
+class _LaunchClient:
+    """The terminal's side of the connection to the coordinator."""
 
     def __init__(
         self,
-        connection: Connection,
-        place: Place,
+        connection: ControlConnection,
+        coordinator: Coordinator,
         folder: JobFolder,
         terminal: Terminal,
         verbosity: int,
     ) -> None:
         self._connection = connection
-        self._place = place
+        self._coordinator = coordinator
         self._folder = folder
         self._terminal = terminal
         self._verbosity = verbosity
@@ -329,8 +329,8 @@ class _Client:
         with Interrupts(self._forward):
             found.run()
             is_left = found.detached is not None and found.outcome is None and found.failure is None
-            if self._place.is_child and not is_left:
-                _, status = os.waitpid(self._place.pid, 0)
+            if self._coordinator.is_child and not is_left:
+                _, status = os.waitpid(self._coordinator.pid, 0)
         if found.detached is not None and is_left:
             return found.detached
         if found.failure is not None:
@@ -360,7 +360,7 @@ class _Client:
             code = os.waitstatus_to_exitcode(status)
             how = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         return CoordinatorError(
-            f"job {self._folder.id}: its coordinator (pid {self._place.pid}) {how}; its agents end the tasks",
+            f"job {self._folder.id}: its coordinator (pid {self._coordinator.pid}) {how}; its agents end the tasks",
             f"to make sure: distrun kill {self._folder.id}",
             facts.EXIT_INTERNAL,
         )

@@ -26,7 +26,7 @@ from distrun_runtime.contract.control import Chunk
 from distrun_runtime.contract.plan import Host, Plan, Runtime, Secrets, Sync, Task
 from distrun_runtime.coordinator import actions, frames, logindex
 from distrun_runtime.coordinator.jobstore import JobStore
-from distrun_runtime.coordinator.logindex import Entry as Record
+from distrun_runtime.coordinator.logindex import IndexEntry as Record
 from distrun_runtime.errors import WireError
 from distrun_runtime.ops import rows as rowcodec
 from distrun_runtime.ops.compression import CODECS

@@ -321,7 +321,7 @@ class SessionChannel:
         connection: Connection,
         program: bytes = b"",
         ahead: bytes = b"",
-        glance: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None,
     ) -> str:
         """Carry the session over a connection until that ends, and return why it did; empty: another took its place.
 
@@ -331,7 +331,7 @@ class SessionChannel:
             connection: whoever is at its other end has proved who they are.
             program: what the other side reads before the first frame.
             ahead: what was read from it already.
-            glance: called after each read, about once a second at least. What it raises ends the connection.
+            check: called after each read, about once a second at least. What it raises ends the connection.
         """
         with self.changed:
             while self._put is None and not self.is_killed:
@@ -357,7 +357,7 @@ class SessionChannel:
                 if data == b"":
                     break
                 self._hear(connection, data or b"")
-                glance()
+                check()
             self.is_over = not self.holds and not self.is_killed
         except RuntimeFault as err:  # nothing that comes after this could be understood
             reason, self.is_over = str(err), True

@@ -63,13 +63,13 @@ def run(
     if named != sorted(host.name for host in plan.hosts):
         wanted = ", ".join(host.name for host in plan.hosts)
         raise ContractError(f"channels to {', '.join(named)} were given for a plan of hosts {wanted}")
-    job = _Job(
+    job = _JobRun(
         plan, secrets, channels, folder, sink, verbosity=verbosity, runtime=runtime, prepare=prepare, watcher=watcher
     )
     return job.run()
 
 
-class _Job:
+class _JobRun:
     """One job: `loop.Decisions` around the supervisor."""
 
     def __init__(
