@@ -21,7 +21,7 @@ from distrun import backends, shell, ship
 from distrun.backends.base import Backend, Rendered
 from distrun.errors import UsageError
 from distrun.hosts import HostSpec, Inventory, fold
-from distrun.placement import Slot, hosts_of, place, worker_hosts
+from distrun.placement import Slot, hosts_of, place, worker_places
 from distrun.request import BUNDLED, COMMAND, Request, Setting, check_tuning, exact, given, parse_port_range
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.folder import identity
@@ -32,6 +32,7 @@ from distrun_runtime.contract.plan import (
     SERVER_MODULES,
     WORKER,
     Host,
+    Place,
     Plan,
     Runtime,
     Secrets,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 DRY_RUN_ID = "dry-run"
 SET_ELSEWHERE: Mapping[str, str] = {
     "DISTRUN_TOKEN_FILE": "the agent, which writes that file",
+    "DISTRUN_PLACE": "the agent, which has that place",
     "DISTRUN_PUBLISH_FD": "the agent, which opens that pipe",
     "PYTHONPATH": "the agent: the bundled runtime's folder, then the value that is already there",
     "GLOO_SOCKET_IFNAME": "the agent, which knows the interface",
@@ -96,6 +98,8 @@ class Allocation:
     """What a user types before a command to run it on a host, by host."""
     addresses: Mapping[str, str] = field(default_factory=dict)
     """Data addresses that are known beforehand, by host."""
+    places: tuple[Place, ...] = ()
+    """The places that an engine gave; empty: one a host."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -243,6 +247,7 @@ def make_plan(request: Request, allocation: Allocation, setup: Setup) -> tuple[P
         sync=setup.sync,
         joined=tuple(sorted({s.name for each in users.values() for s in each.values() if s.joins})),
         doctor=request.doctor,
+        places=allocation.places,
     )
     return plan, Secrets(token=setup.token, env=_hidden(slots, users))
 
@@ -255,11 +260,11 @@ class _Layout:
     nodes: Mapping[str, int]
     """Hosts that have a task, and their index."""
     groups: Mapping[str, int]
-    """Hosts that have a worker, and their index."""
+    """Places that have a worker, and their index."""
     sizes: Mapping[str, int]
     """Tasks of each role."""
-    first: Mapping[str, str]
-    """Host of each role's first task."""
+    first: Mapping[str, Slot]
+    """Each role's first task."""
 
     @staticmethod
     def of(allocation: Allocation) -> _Layout:
@@ -268,9 +273,9 @@ class _Layout:
         return _Layout(
             hosts=allocation.hosts,
             nodes={name: index for index, name in enumerate(hosts_of(slots, allocation.hosts.order))},
-            groups={name: index for index, name in enumerate(worker_hosts(slots))},
+            groups={name: index for index, name in enumerate(worker_places(slots))},
             sizes={role: roles.count(role) for role in ROLES},
-            first={slot.role: slot.host for slot in reversed(slots)},
+            first={slot.role: slot for slot in reversed(slots)},
         )
 
 
@@ -315,6 +320,7 @@ def _task(request: Request, slot: Slot, layout: _Layout, setup: Setup, users: Ma
         refs=refs,
         secret_env=tuple(sorted(name for name, s in users.items() if s.hidden and name not in env)),
         needs=SERVER_MODULES if is_ours else (),
+        place=slot.at,
     )
 
 
@@ -371,20 +377,20 @@ def _parameter_server(request: Request, slot: Slot, layout: _Layout) -> dict[str
 
 
 def _references(request: Request, slot: Slot, layout: _Layout) -> dict[str, str]:
-    address = f"{{host:{slot.host}.address}}"
+    address = f"{{host:{slot.place}.address}}"
     refs = {"DISTRUN_ADDR": address, "DMLC_NODE_HOST": address}
     if request.has_servers and request.ps == COMMAND:
         # A foreign scheduler publishes nothing: its port is one that the agent of its host holds.
-        root = layout.first[SCHEDULER]
+        root = layout.first[SCHEDULER].place
         refs.update(DMLC_PS_ROOT_URI=f"{{host:{root}.address}}", DMLC_PS_ROOT_PORT=f"{{{root}/port:{PS_PORT}}}")
     elif request.has_servers and slot.role != SCHEDULER:
         # The bundled scheduler takes a free port itself and tells it; so it is given none.
         refs.update(DMLC_PS_ROOT_URI="{scheduler.address}", DMLC_PS_ROOT_PORT="{scheduler.port}")
     elif request.has_servers:
         # It tells a program of this job that speaks another protocol from a stranger.
-        refs["DISTRUN_WORKER_ADDRESSES"] = ",".join(f"{{host:{host}.address}}" for host in layout.groups)
+        refs["DISTRUN_WORKER_ADDRESSES"] = ",".join(f"{{host:{name}.address}}" for name in layout.groups)
     if slot.role == WORKER:
-        first = layout.first[WORKER]
+        first = layout.first[WORKER].place
         refs.update(
             MASTER_ADDR=f"{{host:{first}.address}}",
             MASTER_PORT=f"{{{first}/port:{MASTER_PORT}}}",
@@ -394,7 +400,7 @@ def _references(request: Request, slot: Slot, layout: _Layout) -> dict[str, str]
 
 
 def _torch(slot: Slot, layout: _Layout, job_id: str) -> dict[str, str]:
-    rank, size, group = str(slot.rank), str(layout.sizes[WORKER]), str(layout.groups[slot.host])
+    rank, size, group = str(slot.rank), str(layout.sizes[WORKER]), str(layout.groups[slot.place])
     return {
         "RANK": rank,
         "WORLD_SIZE": size,
@@ -434,9 +440,9 @@ def _tuning(request: Request) -> dict[str, str]:
 
 def _ports(request: Request, layout: _Layout, host: str) -> tuple[str, ...]:
     labels: tuple[str, ...] = ()
-    if host == layout.first[WORKER]:
+    if host == layout.first[WORKER].host:
         labels += (JAX_PORT, MASTER_PORT)
-    if request.has_servers and request.ps == COMMAND and host == layout.first[SCHEDULER]:
+    if request.has_servers and request.ps == COMMAND and host == layout.first[SCHEDULER].host:
         labels += (PS_PORT,)
     return labels
 

@@ -21,7 +21,7 @@ from distrun_runtime.agent.agent import Agent
 from distrun_runtime.arrays.dtypes import name_of
 from distrun_runtime.contract import enrolment, wire
 from distrun_runtime.contract import plan as plans
-from distrun_runtime.contract.plan import Host, Plan, Runtime, Secrets, Sync, Task
+from distrun_runtime.contract.plan import Host, Place, Plan, Resources, Runtime, Secrets, Sync, Task
 from distrun_runtime.coordinator import actions, frames
 from distrun_runtime.coordinator.listener import Register
 from distrun_runtime.errors import WireError
@@ -59,9 +59,10 @@ PLAN = Plan(
             ("python", "train.py"),
             "/srv/code",
             {"DMLC_ROLE": "worker"},
-            {"DMLC_PS_ROOT_PORT": "{scheduler.port}", "MASTER_PORT": "{d1/port:master}"},
+            {"DMLC_PS_ROOT_PORT": "{scheduler.port}", "MASTER_PORT": "{7/port:master}"},
             ("API_KEY",),
             ("numpy",),
+            "7",
         ),
     ),
     unset=("DMLC_ROLE", "SLURM_*"),
@@ -77,6 +78,7 @@ PLAN = Plan(
     ),
     joined=("LD_LIBRARY_PATH",),
     doctor="distrun doctor -H hosts",
+    places=(Place("7", "d1", Resources(8, 68719476736, ("0", "1"))),),
 )
 
 
@@ -328,7 +330,7 @@ def members(title: str) -> dict[str, set[str]]:
 
 def test_the_page_lists_what_the_coordinator_sends() -> None:
     sent = [
-        frames.begin(PLAN, Secrets("t", {"API_KEY": "k"}), "d1"),
+        frames.begin(PLAN, Secrets("t", {"API_KEY": "k"}), "7"),
         frames.runtime("ab", b"PK"),
         frames.ask(actions.AskAgent("d1", 1, "survey", {})),
         frames.settle(actions.Settle("d1")),

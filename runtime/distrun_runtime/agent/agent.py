@@ -53,7 +53,7 @@ class Agent:
         self._selector = selectors.PollSelector()
         self._runner = TaskRunner(channel, self._selector)
         self._runner.on_other = self._on_other_end
-        self._stopping = Stopping("", "", self._runner.tasks, is_subreaper)
+        self._stopping = Stopping({"DISTRUN_JOB_ID": ""}, self._runner.tasks, is_subreaper)  # nothing has this mark
         self._share: Optional[Share] = None
         self._preflight: Optional[Preflight] = None
         self._is_settled = False
@@ -199,7 +199,7 @@ class Agent:
             self._fail(err)
             return
         self._share = share
-        self._stopping = Stopping(share.plan.job, share.host, self._runner.tasks, self._is_subreaper)
+        self._stopping = Stopping(share.marks, self._runner.tasks, self._is_subreaper)
         self._save()
         self._tell_guard(share)
         self._prepare(preflight.steps(share), self._on_ready)
@@ -350,7 +350,7 @@ class Agent:
 
     def _tell_guard(self, share: Share) -> None:
         """Note what the guard must know to do the agent's work."""
-        note = {"type": "begin", "folder": share.folder, "job": share.plan.job, "host": share.host}
+        note = {"type": "begin", "folder": share.folder, "job": share.plan.job, "marks": share.marks}
         with contextlib.suppress(OSError):  # it is dead: the loop will notice
             os.write(self._guard.notes, wire.encode(dict(note, grace_s=self._grace_s())))
         os.close(self._guard.notes)
@@ -364,7 +364,7 @@ class Agent:
         others = {who for each in running for who in each.processes.known if who != each.leader}
         current = Record(
             share.plan.job,
-            share.host,
+            share.place,
             self._guard.identity,
             self._me,
             self._grace_s(),

@@ -164,7 +164,7 @@ def _clean_up(note: Dict[str, Any]) -> None:
     folder = str(note["folder"])
     found = record.find(folder)
     records = [] if found is None else [found]
-    marks = {"DISTRUN_JOB_ID": str(note["job"]), "DISTRUN_HOST": str(note["host"])}
+    marks = dict(note["marks"])
 
     def find() -> List[Process]:
         return sweep.belongings(records, marks, below=[os.getpid()], is_fresh=True)

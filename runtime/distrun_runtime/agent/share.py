@@ -38,6 +38,8 @@ class Share:
     secret_env: Mapping[str, str]
     base: Mapping[bytes, bytes] = field(default_factory=dict)
     """The environment that tasks start from."""
+    place: str = ""
+    """Name of the place that the agent is; where a host has one, it is called as the host."""
     interface: str = ""
     """Name of the interface that has `address`, if the job has other hosts too."""
     runtime: str = ""
@@ -60,7 +62,7 @@ class Share:
     @property
     def marks(self) -> Dict[str, str]:
         """What a process of the job is known by, whoever its parent is by then."""
-        return {"DISTRUN_JOB_ID": self.plan.job, "DISTRUN_HOST": self.host}
+        return {"DISTRUN_JOB_ID": self.plan.job, "DISTRUN_HOST": self.host, "DISTRUN_PLACE": self.place}
 
     def environment(self, task: Task, sent: Mapping[str, str]) -> Dict[bytes, bytes]:
         """Return a task's environment: this host's, its secrets, what was sent with it, and what it is known by."""
@@ -124,12 +126,13 @@ def take(header: Mapping[str, Any]) -> Share:
         )
     plan = from_json(header["plan"])
     host = _host(plan, str(header["host"]))
+    place = str(header.get("place") or host.name)
     token = str(header.get("token") or "")
     outer = environ.snapshot()
     address = host.address or _address(plan, host, outer)
     named = [task.env["DISTRUN_PORT_RANGE"] for task in plan.tasks if "DISTRUN_PORT_RANGE" in task.env]
     held = {label: hold(address, named[0] if named else "") for label in host.ports}
-    folder = record.create(plan.job, host.name, token)
+    folder = record.create(plan.job, place, token)
     token_file = os.path.join(folder, record.TOKEN) if token else ""
     # Tasks on this very machine have what the user has, the login included.
     unset = plan.unset if plan.backend == "local" else (*plan.unset, *OF_THE_CONNECTION)
@@ -142,6 +145,7 @@ def take(header: Mapping[str, Any]) -> Share:
         token_file,
         dict(header.get("secret_env") or {}),
         base=compose(environ.snapshot_bytes(), unset),
+        place=place,
         interface=_interface_of(address, plan),
     )
 

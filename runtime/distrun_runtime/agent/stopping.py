@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import signal
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Set, Tuple
 
 from distrun_runtime.agent.processes import JOB, RunningTask, owners
 from distrun_runtime.contract import process
@@ -33,11 +33,11 @@ _ORDER = (WORKER, SERVER, SCHEDULER)
 class Stopping:
     """The tasks that are being stopped, each with its stop sequence."""
 
-    def __init__(self, job: str, host: str, tasks: Dict[str, RunningTask], is_subreaper: bool) -> None:
-        """`tasks`: every task that was started, by name. Processes of the job are marked with `job` and `host`."""
+    def __init__(self, marks: Mapping[str, str], tasks: Dict[str, RunningTask], is_subreaper: bool) -> None:
+        """`tasks`: every task that was started, by name. `marks`: what processes of the job are known by here."""
         self.left: List[Process] = []
         """What still existed at the last look and should not have."""
-        self._marks = {"DISTRUN_JOB_ID": job, "DISTRUN_HOST": host}
+        self._marks = marks
         self._tasks = tasks
         self._is_subreaper = is_subreaper
         self._sequences: Dict[str, StopSequence] = {}

@@ -74,10 +74,30 @@ TABLE: Tuple[Variable, ...] = (
     # What every task can ask about itself.
     _row("DISTRUN_JOB_ID", "distrun", BOTH, "The job's id; also the marker by which leftover processes are found."),
     _row("DISTRUN_ROLE", "distrun", GIVEN, "The task's role.", choices=("scheduler", "server", "worker")),
+    _row(
+        "DISTRUN_PLACE",
+        "distrun",
+        GIVEN,
+        "The task's place: its agent's name. A host with one agent is one place of its own name.",
+    ),
     _row("DISTRUN_RANK", "distrun", BOTH, "Index of the task in its role, from 0.", type=INT, low=0),
     _row("DISTRUN_WORLD_SIZE", "distrun", GIVEN, "Number of tasks of the role.", type=INT, low=1),
-    _row("DISTRUN_LOCAL_RANK", "distrun", GIVEN, "Index among the tasks of the role on this host.", type=INT, low=0),
-    _row("DISTRUN_LOCAL_SIZE", "distrun", GIVEN, "Number of tasks of the role on this host.", type=INT, low=1),
+    _row(
+        "DISTRUN_LOCAL_RANK",
+        "distrun",
+        GIVEN,
+        "Index among the tasks of the role on this host, or of this place.",
+        type=INT,
+        low=0,
+    ),
+    _row(
+        "DISTRUN_LOCAL_SIZE",
+        "distrun",
+        GIVEN,
+        "Number of tasks of the role on this host, or of this place.",
+        type=INT,
+        low=1,
+    ),
     _row("DISTRUN_NODE_RANK", "distrun", GIVEN, "Index of this host among the job's hosts.", type=INT, low=0),
     _row("DISTRUN_NUM_NODES", "distrun", GIVEN, "Number of hosts of the job.", type=INT, low=1),
     _row("DISTRUN_HOST", "distrun", BOTH, "What the job calls this host (as in the output's prefixes)."),
@@ -162,8 +182,8 @@ TABLE: Tuple[Variable, ...] = (
     # torch.distributed's env:// rendezvous. Workers only.
     _row("RANK", "torch", GIVEN, "The worker's rank.", type=INT, low=0),
     _row("WORLD_SIZE", "torch", GIVEN, "Number of workers.", type=INT, low=1),
-    _row("LOCAL_RANK", "torch", GIVEN, "Index among the workers of this host.", type=INT, low=0),
-    _row("LOCAL_WORLD_SIZE", "torch", GIVEN, "Number of workers of this host.", type=INT, low=1),
+    _row("LOCAL_RANK", "torch", GIVEN, "Index among the workers of this host, or of this place.", type=INT, low=0),
+    _row("LOCAL_WORLD_SIZE", "torch", GIVEN, "Number of workers of this host, or of this place.", type=INT, low=1),
     _row("MASTER_ADDR", "torch", GIVEN, "Data address of worker 0's host."),
     _row(
         "MASTER_PORT",

@@ -74,7 +74,7 @@ class Supervisor:
         self.phase = GATHERING
         self._has_preparation = has_preparation
         self._has_remarked = False
-        self._unusable = failures.UnusableHosts([host.name for host in plan.hosts])
+        self._unusable = failures.UnusableHosts([place.name for place in plan.all_places])
         self._actions: List[Action] = []
         self._now = 0.0
         self._stop = stopping.StopSequence(self.roster, plan.limits)
@@ -163,7 +163,7 @@ class Supervisor:
         if abs(skew) > SKEW_LIMIT_S:
             where = "behind" if skew > 0 else "ahead of"
             why = f"the clock of {host.name} is {abs(skew):.0f} s {where} that of this machine"
-            of_plan = next(each for each in self.plan.hosts if each.name == host.name)
+            of_plan = self.plan.host_of(host.name)
             # Root needs no sudo, and often there is none.
             script = "sudo=$(command -v sudo); $sudo chronyc makestep || $sudo timedatectl set-ntp true"
             fix = of_plan.typed(script, asks=True)
@@ -258,7 +258,10 @@ class Supervisor:
             self._on_start_failed(events.StartFailed(event.host, event.reason, event.time))
             return
         is_asked = self.phase in (DRAINING, STOPPING)
-        pending = any(task.host == event.host and task.state == facts.PENDING for task in self.roster.tasks.values())
+        pending = any(
+            self.roster.places[name] == event.host and task.state == facts.PENDING
+            for name, task in self.roster.tasks.items()
+        )
         if self.phase in ASKING and not host.was_ended:
             self._add_unusable(failures.host_lost(event.host, event.reason, event.time))
             return
@@ -508,7 +511,7 @@ class Supervisor:
             for task in roster.spawnable():
                 roster.spawned.add(task.name)
                 roster.change(task.name, state=facts.STARTING)
-                self._actions.append(Spawn(task.host, task.name, plans.resolve(task, roster.facts)))
+                self._actions.append(Spawn(task.place_name, task.name, plans.resolve(task, roster.facts)))
             if self.phase == STARTING and roster.all_started:
                 self.phase = RUNNING
                 self._say("all tasks run", DEBUG)
