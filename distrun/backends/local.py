@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from distrun.backends import blob
 from distrun.backends.base import GUARD_S, Backend, Rendered, Swept, marks
@@ -22,6 +22,8 @@ from distrun_runtime.contract import environ
 from distrun_runtime.contract.plan import Host, Plan
 
 if TYPE_CHECKING:
+    from distrun_runtime.contract.session import Source
+    from distrun_runtime.contract.wire import Frame
     from distrun_runtime.coordinator.channel import Channel, Put, StreamChannel
 
 LOOPBACK = "127.0.0.1"
@@ -138,10 +140,8 @@ class ChildChannel:
         for pipe in (child.stdout, child.stdin):
             if pipe is not None:
                 pipe.close()
-        inner = StreamChannel(self._host, ends[0], ends[1], explain=self._explain)
+        inner = StreamChannel(self._host, ends[0], ends[1], program=self._program, explain=self._explain)
         inner.start(put)
-        if self._program:
-            inner.send(self._program)
         self._inner = inner
 
     @property
@@ -154,10 +154,15 @@ class ChildChannel:
         """Whether the agent has closed its end."""
         return self._inner is None or self._inner.is_over
 
-    def send(self, data: bytes) -> None:
-        """Queue bytes for the agent."""
+    def send(self, frame: Frame) -> None:
+        """Queue a frame for the agent."""
         if self._inner is not None:
-            self._inner.send(data)
+            self._inner.send(frame)
+
+    def send_large(self, header: dict[str, Any], source: Source) -> None:
+        """Queue a large body for the agent."""
+        if self._inner is not None:
+            self._inner.send_large(header, source)
 
     def close(self) -> None:
         """Let the agent see the end of its input."""

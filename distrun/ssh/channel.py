@@ -12,9 +12,8 @@ from distrun.ssh.connector import Connector
 from distrun.ssh.failure import SshFailure, unforeseen
 from distrun.ssh.link import Link
 from distrun.ssh.target import Target
-from distrun_runtime.coordinator.channel import Inlet, Outbox, Put
-from distrun_runtime.coordinator.events import AgentLost, StartFailed, Warned
-from distrun_runtime.errors import RuntimeFault
+from distrun_runtime.coordinator.channel import Put, SessionChannel
+from distrun_runtime.coordinator.events import StartFailed, Warned
 
 RETRIES = 3
 """Further attempts where the host dropped the connection before the key exchange."""
@@ -24,7 +23,7 @@ PAUSE_S = 0.5
 """Before the first further attempt, give or take half; doubled each time."""
 
 
-class SshChannel:
+class SshChannel(SessionChannel):
     """One host: connects, starts the agent, and carries frames. Two threads of its own, one reads and one writes.
 
     Args:
@@ -36,26 +35,14 @@ class SshChannel:
     """
 
     def __init__(self, host: str, target: Target, command: str, program: bytes, connector: Connector) -> None:
-        self._host = host
+        super().__init__(host)
         self._target = target
         self._command = command
         self._program = program
         self._connector = connector
-        self._put: Put = lambda event: None
         self._abort = Abort()
-        self._link: Link | None = None
-        self._inlet = Inlet(host)
-        self._outbox = Outbox()
-        self._changed = self._outbox.changed
-        self._killed = False
-        self._was_used = False
         self._ended = False
         self._reader: threading.Thread | None = None
-
-    @property
-    def host(self) -> str:
-        """`Host.name` of the plan."""
-        return self._host
 
     @property
     def ended_well(self) -> bool:
@@ -63,40 +50,24 @@ class SshChannel:
 
         What tells is the end of the connection: the guard holds it open until it has ended.
         """
-        return not (self._inlet.greeted and self._was_used) or self._ended
+        return not (self.greeted and self.was_used) or self._ended
 
     def start(self, put: Put) -> None:
         """Connect, in a thread of its own."""
-        self._put = put
-        self._reader = threading.Thread(target=self._run, name="ssh %s" % self._host, daemon=True)
+        super().start(put)
+        self._reader = threading.Thread(target=self._run, name=f"ssh {self._host}", daemon=True)
         self._reader.start()
-
-    def send(self, data: bytes) -> None:
-        """Queue bytes for the agent. Past WRITE_LIMIT it is given up."""
-        self._was_used = True
-        if self._outbox.put(data):
-            self._put(AgentLost(self._host, "it does not read what we send", time.time()))
-            self.kill()
 
     def close(self) -> None:
         """Close the agent's input when everything before is written; with nothing to write, stop connecting."""
-        with self._changed:
-            self._outbox.close()
-            gives_up = self._link is None and not self._outbox
-        if gives_up:
+        super().close()
+        if self.is_idle:
             self._abort.now()
 
     def kill(self) -> None:
         """Cut the connection, or stop making it. The agent sees the end of its input."""
-        with self._changed:
-            if self._killed:
-                return
-            self._killed = True
-            self._outbox.drop()
-            link = self._link
+        super().kill()
         self._abort.now()
-        if link is not None:
-            link.kill()
 
     def join(self, limit_s: float) -> bool:
         """Wait, at most so long, until the connection has ended; return whether it has."""
@@ -112,13 +83,13 @@ class SshChannel:
                 self._serve()
                 return
             except Aborted:
-                self._put(StartFailed(self._host, "it was given up before its agent had answered", time.time()))
+                self._say(StartFailed(self._host, "it was given up before its agent had answered", time.time()))
                 return
             except Exception as err:  # whatever it is, the job must hear of it
                 err = err if isinstance(err, SshFailure) else unforeseen(err)
                 if not err.is_passing or attempt == RETRIES or self._abort.is_set:
                     event = StartFailed(self._host, err.text, time.time(), kind=err.kind, fix=err.fix)
-                    self._put(event)
+                    self._say(event)
                     return
             try:
                 self._abort.wait(pause_s * random.uniform(0.5, 1.5))
@@ -134,86 +105,36 @@ class SshChannel:
             Aborted: it was given up.
         """
         self._abort.check()
-        self._inlet = Inlet(self._host)
-        reason = "its connection ended"
-        is_open = True
+        self.restart()
         with contextlib.ExitStack() as turn:
             turn.enter_context(self._connector.turn(self._abort))
             link = self._connector.open(self._target, self._command, self._abort, self._warn)
-            if not self._adopt(link):
+            if self.is_killed:
                 link.finish()
                 raise Aborted
-            threading.Thread(target=self._write, args=(link,), name="write %s" % self._host, daemon=True).start()
             patient_until = time.monotonic() + TURN_S
+
+            def glance() -> None:
+                if self.greeted or time.monotonic() >= patient_until:
+                    turn.close()
+
             try:
-                while is_open:
-                    is_open = self._take(link)
-                    if self._inlet.greeted or time.monotonic() >= patient_until:
-                        turn.close()
-            except (RuntimeFault, OSError, EOFError) as err:
-                reason = str(err) or reason
+                reason = self.serve(link, self._program, glance=glance)
             except Exception as err:
                 reason = unforeseen(err).text
         self._end(link, reason)
 
     def _warn(self, text: str) -> None:
-        self._put(Warned(self._host, text))
-
-    def _adopt(self, link: Link) -> bool:
-        with self._changed:
-            if not self._killed:
-                self._link = link
-        return not self._killed
-
-    def _take(self, link: Link) -> bool:
-        """Put what came; return whether there may be more."""
-        data = link.read()
-        if data:
-            had_greeted = self._inlet.greeted
-            for event in self._inlet.feed(data, time.time()):
-                self._put(event)
-            if self._inlet.greeted and not had_greeted:
-                with self._changed:
-                    self._changed.notify_all()
-        return data is None or bool(data)
+        self._say(Warned(self._host, text))
 
     def _end(self, link: Link, reason: str) -> None:
         now = time.time()
-        with self._changed:
-            self._link = None
-            was_ours = self._killed
-            self._changed.notify_all()
+        was_ours = self.is_killed
         words = link.finish()
-        if not self._inlet.greeted:
+        if not self.greeted:
             if was_ours:
                 raise Aborted
-            raise link.explain(words, self._inlet.noise)
-        self._ended = self._inlet.is_leaving and (not was_ours or not self._inlet.said_bye)
-        self._outbox.close()
-        self._put(AgentLost(self._host, "%s: %s" % (reason, words) if words else reason, now))
-
-    def _write(self, link: Link) -> None:
-        """Write the agent's program, and when it has greeted the frames for it, until `link` is not ours any more."""
-        try:
-            self._push(link, self._program)
-            while True:
-                with self._changed:
-                    while self._link is link and not self._is_due():
-                        self._changed.wait()
-                    if self._link is not link:
-                        return
-                    data = self._outbox.take()
-                if not data:
-                    link.end_input()
-                    return
-                self._push(link, data)
-                self._outbox.written(len(data))
-        except OSError:
-            pass  # It takes no more. The reading thread sees why and says so.
-
-    def _is_due(self) -> bool:
-        return self._inlet.greeted and (bool(self._outbox) or self._outbox.is_closing)
-
-    def _push(self, link: Link, data: bytes) -> None:
-        while data and self._link is link:
-            data = data[link.write(data) :]
+            raise link.explain(words, self.noise)
+        self._ended = self.is_leaving and (not was_ours or not self.said_bye)
+        self.close()
+        self.ended(reason, words, now)

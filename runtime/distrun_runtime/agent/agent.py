@@ -11,10 +11,10 @@ import os
 import selectors
 import signal
 import time
-from typing import Any, Callable, ClassVar, Dict, List, Optional
+from typing import Any, Callable, ClassVar, Dict, List, Optional, Protocol
 
 from distrun_runtime.agent import preflight, record, stopping
-from distrun_runtime.agent.channel import Channel
+from distrun_runtime.agent.channel import Channel, Connection
 from distrun_runtime.agent.guard import GuardLink, Wakeup
 from distrun_runtime.agent.preflight import Preflight
 from distrun_runtime.agent.processes import TaskRunner
@@ -22,7 +22,7 @@ from distrun_runtime.agent.record import Record
 from distrun_runtime.agent.share import Share, take
 from distrun_runtime.agent.stopping import Stopping, StopSequence
 from distrun_runtime.contract import facts, process, wire
-from distrun_runtime.contract.plan import STOP
+from distrun_runtime.contract.plan import HOLD
 from distrun_runtime.contract.process import Identity, Process
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
 
@@ -40,11 +40,38 @@ OTHER = "other"
 """`kind` of a failure without a kind of its own."""
 
 
+class Return(Protocol):
+    """How the agent of a plan with `on_eof: hold` gets another connection when one has ended."""
+
+    def begin(self) -> None:
+        """See to another connection: the last one has ended."""
+
+    def close(self) -> None:
+        """Free everything; no connection is wanted any more."""
+
+
+OnConnection = Callable[[Connection, bytes], None]
+"""Takes a connection whose other end has proved who it is, and the bytes that were read ahead from it."""
+Returns = Callable[[selectors.BaseSelector, OnConnection], Return]
+"""Makes a `Return`. That registers callbacks without arguments in the selector, and calls what it is given in one."""
+
+
 class Agent:
     """One host's share of a job."""
 
-    def __init__(self, channel: Channel, guard: GuardLink, me: Identity, wakeup: Wakeup, is_subreaper: bool) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        guard: GuardLink,
+        me: Identity,
+        wakeup: Wakeup,
+        is_subreaper: bool,
+        *,
+        returns: Optional[Returns] = None,
+    ) -> None:
         self._channel = channel
+        self._returns = returns
+        self._return: Optional[Return] = None
         self._guard = guard
         self._me = me
         self._wakeup = wakeup
@@ -56,31 +83,41 @@ class Agent:
         self._stopping = Stopping({"DISTRUN_JOB_ID": ""}, self._runner.tasks, is_subreaper)  # nothing has this mark
         self._share: Optional[Share] = None
         self._preflight: Optional[Preflight] = None
+        self._begun: Any = None
+        """The plan of `begin`, as it came."""
+        self._ready: Dict[str, Any] = {}
+        """What `ready` said."""
         self._is_settled = False
         self._is_leaving = False
         self._code = 0
         self._heard_at = time.monotonic()
         self._remember_at = math.inf
-        self._is_writing = False
+        self._listening: Optional[Connection] = None
+        """Connection whose input is waited for."""
+        self._writing = -1
+        """Descriptor that is waited for because something is to be written."""
 
     # The loop
 
     def run(self, first: bytes = b"") -> int:
         """Serve until the job is over here; return the exit code. `first`: bytes read ahead from the channel."""
-        self._selector.register(self._channel.reading, selectors.EVENT_READ, self._on_input)
         self._selector.register(self._wakeup.descriptor, selectors.EVENT_READ, self._on_signals)
         self._selector.register(self._guard.alive, selectors.EVENT_READ, self._on_guard_end)
-        self._take(self._channel.feed(first))
+        self._hear(self._channel.feed(first))
         while not (self._is_leaving and self._stopping.is_over):
             self._flush()
-            ready = self._selector.select(self._timeout())
-            self._reap()
-            for key, _ in ready:
-                # It may have been closed by an earlier one of this round.
-                if self._selector.get_map().get(key.fd) is key:
-                    key.data()
+            self._wait(self._timeout())
             self._tick(time.monotonic())
         return self._close()
+
+    def _wait(self, limit_s: float) -> None:
+        """Wait for something to happen, at most so long, and do what it asks for."""
+        ready = self._selector.select(limit_s)
+        self._reap()
+        for key, _ in ready:
+            # It may have been closed by an earlier one of this round.
+            if self._selector.get_map().get(key.fd) is key:
+                key.data()
 
     def _timeout(self) -> float:
         lease_end = math.inf if self._is_leaving else self._lease_end()
@@ -111,50 +148,96 @@ class Agent:
         self._channel.flush()
         if self._channel.is_broken and not self._channel.is_over:
             self._on_lost()
-        wanted = self._channel.queued > 0
-        if wanted != self._is_writing:
-            self._is_writing = wanted
-            if wanted:
-                self._selector.register(self._channel.writing, selectors.EVENT_WRITE, self._channel.flush)
-            else:
-                self._selector.unregister(self._channel.writing)
+        self._listen()
+
+    def _listen(self) -> None:
+        """Wait for what the connection asks for: input until it is over, and room for what is to be written."""
+        connection = self._channel.connection
+        reads = connection if connection is not None and not self._channel.is_over else None
+        writing = connection.writing if connection is not None and self._channel.wants_to_write else -1
+        if reads is self._listening and writing == self._writing:
+            return
+        self._deafen()
+        self._listening, self._writing = reads, writing
+        if reads is not None and reads.reading == writing:
+            self._selector.register(writing, selectors.EVENT_READ | selectors.EVENT_WRITE, self._on_both)
+            return
+        if reads is not None:
+            self._selector.register(reads.reading, selectors.EVENT_READ, self._on_input)
+        if writing >= 0:
+            self._selector.register(writing, selectors.EVENT_WRITE, self._channel.flush)
+
+    def _deafen(self) -> None:
+        """Wait for nothing of the connection."""
+        reading = self._listening.reading if self._listening is not None else -1
+        for descriptor in {reading, self._writing} - {-1}:
+            self._selector.unregister(descriptor)
+        self._listening, self._writing = None, -1
+
+    def _on_both(self) -> None:
+        self._channel.flush()
+        self._on_input()
 
     def _close(self) -> int:
         """Hand over the rest of the output, remove the job's folder, say bye."""
         self._runner.drain()
         self._hand_over(output=True)
         self._runner.close()
-        if self._share is not None:
+        if self._return is None and self._share is not None:
             self._share.close(process.is_alive(self._guard.identity))
         self._say("bye")
         self._hand_over(output=False)
+        if self._return is not None and self._share is not None:
+            self._return.close()
+            self._share.close(process.is_alive(self._guard.identity))
         return self._code
 
     def _hand_over(self, output: bool) -> None:
-        """Write until all is written, or the other side took nothing for FLUSH_S."""
+        """Write until all is written, or the other side took nothing for FLUSH_S.
+
+        If another connection may come, everything has to be acknowledged too: what was written may have been lost.
+        """
         channel = self._channel
-        limit_s = LOST_FLUSH_S if channel.is_over else FLUSH_S
-        deadline = time.monotonic() + limit_s
-        with selectors.PollSelector() as writable:
-            writable.register(channel.writing, selectors.EVENT_WRITE)
-            while not channel.is_broken and time.monotonic() < deadline:
-                is_all_queued = not output or self._runner.pump(whole=True)
-                channel.flush()
-                if is_all_queued and not channel.queued:
-                    return
-                if writable.select(0.5):
-                    deadline = time.monotonic() + limit_s
+        written, since = channel.written, time.monotonic()
+        while not channel.is_broken:
+            # Told to end, the coordinator still wants to hear of it, by another connection if this one is cut.
+            is_awaited = not channel.is_over and (channel.connection is not None or self._code == 0)
+            limit_s = FLUSH_S if is_awaited else LOST_FLUSH_S
+            is_all_queued = not output or self._runner.pump(whole=True)
+            channel.flush()
+            may_be_lost = not output and self._return is not None and not channel.is_acknowledged
+            if is_all_queued and not channel.wants_to_write and not may_be_lost:
+                return
+            if channel.written != written:
+                written, since = channel.written, time.monotonic()
+            left_s = since + limit_s - time.monotonic()
+            if left_s <= 0:
+                return
+            self._flush()
+            self._wait(min(left_s, 0.5))
 
     # What arrives
 
     def _on_input(self) -> None:
-        self._take(self._channel.receive())
+        frames = self._channel.receive()
+        if not self._channel.is_over:
+            self._heard_at = time.monotonic()  # a part of a frame is a sign of life, too
+        self._hear(frames)
+
+    def _on_connection(self, connection: Connection, ahead: bytes) -> None:
+        """Go on over another connection. One that seems to be there yet was cut where we cannot see it."""
+        self._deafen()
+        self._channel.attach(connection)
+        self._heard_at = time.monotonic()
+        self._hear(self._channel.feed(ahead))
+
+    def _hear(self, frames: List[wire.Frame]) -> None:
+        self._take(frames)
         if self._channel.is_over:
             self._on_lost()
 
     def _take(self, frames: List[wire.Frame]) -> None:
         for frame in frames:
-            self._heard_at = time.monotonic()
             handler = self._HANDLERS.get(frame.type)
             if handler is None:
                 self._warn(f"a frame of unknown type {frame.type!r} was ignored")
@@ -165,16 +248,17 @@ class Agent:
                 self._warn(f"a malformed {frame.type!r} frame was ignored: {type(err).__name__}: {err}")
 
     def _on_lost(self) -> None:
-        """Stop, or hold, because the coordinator closed the channel."""
+        """Stop, or hold, because the connection has ended."""
+        self._deafen()
+        if self._return is not None and not self._channel.fault:
+            self._channel.cut()
+            self._return.begin()
+            return  # the tasks go on until the lease ends
         self._channel.is_over = True
-        if self._channel.reading in self._selector.get_map():
-            self._selector.unregister(self._channel.reading)
         if self._channel.fault:
             self._warn(f"the coordinator's stream cannot be read on: {self._channel.fault}")
-        if self._share is None or self._share.plan.on_eof == STOP:
-            self._runner.discards_output = self._channel.is_broken
-            self._leave(self._gentle(), facts.EXIT_TERMINATED)
-        # Otherwise the tasks go on until the lease ends.
+        self._runner.discards_output = self._channel.is_broken
+        self._leave(self._gentle(), facts.EXIT_TERMINATED)
 
     def _on_guard_end(self) -> None:
         self._selector.unregister(self._guard.alive)
@@ -191,8 +275,12 @@ class Agent:
 
     def _begin(self, header: Dict[str, Any]) -> None:
         if self._share is not None or self._is_leaving:
-            self._warn("a second `begin` was ignored")
+            if self._begun != header["plan"]:
+                self._warn("a second `begin` was ignored")
+            elif self._ready:
+                self._say("ready", **self._ready)  # it is the first one again
             return
+        self._begun = header["plan"]
         try:
             share = take(header)
         except (RuntimeFault, LookupError, TypeError, ValueError, OSError) as err:
@@ -202,7 +290,19 @@ class Agent:
         self._stopping = Stopping(share.marks, self._runner.tasks, self._is_subreaper)
         self._save()
         self._tell_guard(share)
+        if share.plan.on_eof == HOLD:
+            self._return = self._make_return(share, header)
         self._prepare(preflight.steps(share), self._on_ready)
+
+    def _make_return(self, share: Share, header: Dict[str, Any]) -> Optional[Return]:
+        """Return how the next connection comes; None if there is no way for it: then the end of this one stops all."""
+        if self._returns is not None:
+            return self._returns(self._selector, self._on_connection)
+        if not header.get("resume_key"):
+            return None
+        from distrun_runtime.agent.waiting import Waiting  # most agents have one connection
+
+        return Waiting(share.folder, str(header["resume_key"]), self._selector, self._on_connection)
 
     def _prepare(self, steps: preflight.Steps, on_done: Callable[[Share], None]) -> None:
         self._preflight = Preflight(
@@ -216,11 +316,15 @@ class Agent:
 
     def _on_ready(self, share: Share) -> None:
         self._share = share
-        self._say("ready", address=share.address, ports=share.ports(), python=dict(share.python))
+        self._ready = {"address": share.address, "ports": share.ports(), "python": dict(share.python)}
+        self._say("ready", **self._ready)
 
     def _settle(self, header: Dict[str, Any]) -> None:
         del header
         share = self._share
+        if share is not None and self._is_settled and self._is_prepared and not self._is_leaving:
+            self._say("settled", python=dict(share.python))  # it is the first one again
+            return
         if share is None or not self._is_prepared or self._is_settled or self._is_leaving:
             self._warn("`settle` was ignored: nothing is to be settled")
             return
@@ -237,7 +341,10 @@ class Agent:
         return self._preflight is not None and self._preflight.is_over
 
     def _runtime(self, header: Dict[str, Any]) -> None:
-        if self._preflight is None or not self._preflight.take_runtime(header["digest"], header.get("body", b"")):
+        piece, offset = header.get("body", b""), int(header.get("chunk", 0))
+        is_last, fault = bool(header.get("last", "chunk" not in header)), str(header.get("fault", ""))
+        preflight = self._preflight
+        if preflight is None or not preflight.take_runtime(header["digest"], piece, offset, is_last, fault):
             self._warn("a `runtime` that was not asked for was ignored")
 
     def _fail(self, err: Exception) -> None:
@@ -270,10 +377,11 @@ class Agent:
             self._warn(f"`spawn` was ignored: the job {'ends' if self._is_leaving else 'has not begun'} here")
             return
         task = share.plan.task(header["task"])
-        if task.name in self._runner.tasks:
-            self._warn(f"`spawn` was ignored: {task.name} was started before")
+        attempt = int(header.get("attempt", 0))
+        if self._runner.repeat(task.name, attempt):
             return
-        if self._runner.spawn(task, share.environment(task, header.get("env") or {}), share.spool_folder):
+        env = share.environment(task, header.get("env") or {})
+        if self._runner.spawn(task, env, share.spool_folder, attempt):
             self._save()
             if not self._is_subreaper:
                 self._remember_at = min(self._remember_at, time.monotonic() + 0.5)
@@ -299,6 +407,12 @@ class Agent:
         if self._share is not None:
             record.touch(self._share.folder)
 
+    def _on_leave(self, header: Dict[str, Any]) -> None:
+        """The end of the connection will be no cut."""
+        del header
+        self._catch_up()
+        self._leave(self._gentle(), facts.EXIT_TERMINATED)
+
     def _end(self, header: Dict[str, Any]) -> None:
         del header
         self._catch_up()
@@ -314,6 +428,7 @@ class Agent:
         "stop": _stop,
         "ack": _ack,
         "ping": _ping,
+        "leave": _on_leave,
         "end": _end,
     }
 

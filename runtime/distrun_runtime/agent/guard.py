@@ -13,22 +13,33 @@ import os
 import signal
 import sys
 import time
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, NamedTuple, Optional
 
-from distrun_runtime.agent.channel import Channel
+from distrun_runtime.agent.channel import Channel, Connection, Descriptors
 from distrun_runtime.contract import process, wire
 from distrun_runtime.contract.process import Identity, Process
+
+if TYPE_CHECKING:
+    from distrun_runtime.agent.agent import Returns
 
 TERMINAL_SIGNALS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTSTP", "SIGTTIN", "SIGTTOU")
 """Signals of a terminal. The launcher gets them and tells the agent what to do."""
 
 
-def serve(first: bytes = b"", idle: Callable[[], None] = lambda: None) -> int:
-    """Serve as guard and agent over standard input and output; return the exit code (in both processes).
+def serve(
+    first: bytes = b"",
+    idle: Callable[[], None] = lambda: None,
+    connection: Optional[Connection] = None,
+    returns: Optional[Returns] = None,
+) -> int:
+    """Serve as guard and agent; return the exit code (in both processes).
 
     Args:
-        first: bytes that were read ahead from standard input.
+        first: bytes that were read ahead from the connection.
         idle: called once in the guard, which has nothing else to do then. Must neither wait nor raise.
+        connection: to the coordinator, both sides of which have proved who they are. None: standard input and output;
+            then the agent begins with its first line.
+        returns: how the agent gets another connection; None: it waits for one if the plan says `hold`.
     """
     set_signals()
     _own_session()
@@ -40,10 +51,12 @@ def serve(first: bytes = b"", idle: Callable[[], None] = lambda: None) -> int:
     if agent == 0:
         os.close(guard_lives)
         os.close(notes)
-        return _serve_as_agent(GuardLink(guard, alive, agent_notes), first)
+        return _serve_as_agent(GuardLink(guard, alive, agent_notes), first, connection, returns)
     os.close(alive)
     os.close(agent_notes)
     _leave_standard_streams()
+    if connection is not None:
+        connection.close()
     return _watch(agent, notes, idle)
 
 
@@ -89,15 +102,18 @@ class Wakeup:
             return b""
 
 
-def _serve_as_agent(guard: GuardLink, first: bytes) -> int:
+def _serve_as_agent(
+    guard: GuardLink, first: bytes, connection: Optional[Connection], returns: Optional[Returns]
+) -> int:
     set_signals([signal.SIGTERM, signal.SIGCHLD])
     wakeup = Wakeup()
     _own_session()
     is_subreaper = process.become_subreaper()
     me = process.identity(os.getpid())
-    channel = Channel(os.dup(0), os.dup(1))
+    channel = Channel(connection or Descriptors(os.dup(0), os.dup(1)))
     _leave_standard_streams()
-    channel.greet(b"DISTRUN/%d %s\n" % (wire.VERSION, os.urandom(8).hex().encode("ascii")))
+    if connection is None:
+        channel.greet(b"DISTRUN/%d %s\n" % (wire.VERSION, os.urandom(8).hex().encode("ascii")))
     channel.say(
         "hello",
         version=wire.VERSION,
@@ -116,7 +132,7 @@ def _serve_as_agent(guard: GuardLink, first: bytes) -> int:
     channel.flush()
     from distrun_runtime.agent.agent import Agent
 
-    return Agent(channel, guard, me, wakeup, is_subreaper).run(first)
+    return Agent(channel, guard, me, wakeup, is_subreaper, returns=returns).run(first)
 
 
 def _watch(agent: int, notes: int, idle: Callable[[], None]) -> int:

@@ -24,8 +24,9 @@ MEMORY_BYTES = 1024 * 1024
 class Outlet:
     """One stream ("out" or "err") of one task."""
 
-    def __init__(self, task: str, stream: str, descriptor: int, spool: Spool) -> None:
+    def __init__(self, task: str, stream: str, descriptor: int, spool: Spool, attempt: int = 0) -> None:
         self.task = task
+        self.attempt = attempt
         self.stream = stream
         self.descriptor: Optional[int] = descriptor
         """Reading end of the pipe, non-blocking; None once it is closed."""

@@ -155,6 +155,7 @@ class Preflight:
         self._needed = ""
         self._turn: Optional[Turn] = None
         self._try_at = self._try_until = math.inf
+        self._archive = bytearray()
 
     @property
     def is_over(self) -> bool:
@@ -189,12 +190,20 @@ class Preflight:
                 self._command = RunningCommand(wanted, self._selector, self._on_done)
                 self._command.start()
 
-    def take_runtime(self, digest: str, archive: bytes) -> bool:
-        """Take the archive that was asked for; return False if none was, or another."""
+    def take_runtime(self, digest: str, piece: bytes, offset: int = 0, is_last: bool = True, fault: str = "") -> bool:
+        """Take a piece of the archive that was asked for; return False if none was, or another.
+
+        `fault`: why there will be no further pieces although they are missing.
+        """
         if self._steps is None or not self._needed or digest != self._needed:
             return False
-        self._needed = ""
-        self.proceed(archive)
+        self._archive[offset:] = piece
+        if fault:
+            self.cancel()
+            self._on_failed(RuntimeFault(f"the runtime was not sent whole: {fault}"))
+        elif is_last:
+            archive, self._archive, self._needed = bytes(self._archive), bytearray(), ""
+            self.proceed(archive)
         return True
 
     def reaped(self, pid: int, status: int) -> None:

@@ -46,15 +46,17 @@ class TaskRunner:
         """What tasks write from now on is thrown away."""
         self._channel = channel
         self._selector = selector
+        self._said: Dict[str, List[Tuple[str, Dict[str, object]]]] = {}
         self._has_warned_of_disk = False
 
-    def spawn(self, task: Task, env: Dict[bytes, bytes], spool_folder: str) -> bool:
+    def spawn(self, task: Task, env: Dict[bytes, bytes], spool_folder: str, attempt: int = 0) -> bool:
         """Start a task and say `started`, or say `exited` with the reason; return which."""
         try:
-            running = start(task, env, spool_folder)
+            running = start(task, env, spool_folder, attempt)
         except CannotStart as err:
             nothing = {"signal": None, "stopped": False, "out": 0, "err": 0, "max_rss_kb": 0, "cpu_s": 0.0}
-            self._channel.say("exited", task=task.name, code=err.code, reason=str(err), time=time.time(), **nothing)
+            ended = {"code": err.code, "reason": str(err), "time": time.time(), **nothing}
+            self._say_again(task.name, "exited", {"task": task.name, "attempt": attempt, **ended})
             return False
         self.tasks[task.name] = running
         for outlet in running.outlets:
@@ -62,9 +64,26 @@ class TaskRunner:
         self._selector.register(
             running.publisher.descriptor or 0, selectors.EVENT_READ, lambda: self._on_publish(running)
         )
-        leader = running.leader
-        self._channel.say("started", task=task.name, pid=leader.pid, start=leader.start, time=running.started)
+        who = {"pid": running.leader.pid, "start": running.leader.start, "time": running.started}
+        self._say_again(task.name, "started", {"task": task.name, "attempt": attempt, **who})
         return True
+
+    def repeat(self, name: str, attempt: int) -> bool:
+        """If that attempt of a task was spawned before, say again how it started and ended; return whether it was."""
+        said = self._said.get(name, [])
+        if not said:
+            return False
+        if any(members["attempt"] != attempt for _, members in said):
+            self._channel.say("warning", text=f"`spawn` was ignored: {name} was started before, as another attempt")
+            return True
+        for kind, members in said:
+            self._channel.say(kind, **members)
+        return True
+
+    def _say_again(self, name: str, kind: str, members: Dict[str, object]) -> None:
+        """Say how a task started or ended, and remember it for `repeat`."""
+        self._said.setdefault(name, []).append((kind, members))
+        self._channel.say(kind, **members)
 
     def reap(self) -> int:
         """Reap every child that ended and return how many did; say `exited` for tasks."""
@@ -105,9 +124,16 @@ class TaskRunner:
         return all(outlet.is_sent for outlet in outlets)
 
     def drain(self) -> None:
-        """Read what is left in the pipes."""
+        """Read what is left in the pipes, for the last time."""
         for outlet in self._outlets():
+            descriptor = outlet.descriptor
             outlet.drain()
+            outlet.close()
+            self._unwatch_if_closed(descriptor, None)
+        for running in self.tasks.values():
+            descriptor = running.publisher.descriptor
+            running.publisher.close()
+            self._unwatch_if_closed(descriptor, None)
 
     def close(self) -> None:
         """Close the pipes and remove the spools."""
@@ -125,8 +151,9 @@ class TaskRunner:
             self._pump(outlet)
         self._on_publish(running)
         out, err = (outlet.total for outlet in running.outlets)
-        stopped = running.was_signalled
-        self._channel.say("exited", task=running.task.name, time=now, stopped=stopped, out=out, err=err, **facts)
+        who = {"task": running.task.name, "attempt": running.attempt}
+        ended = {"time": now, "stopped": running.was_signalled, "out": out, "err": err, **facts}
+        self._say_again(running.task.name, "exited", {**who, **ended})
 
     def _on_output(self, running: RunningTask, outlet: Outlet) -> None:
         # An unfinished line goes first, such as a progress bar on stderr: what came on stdout came after its end.
@@ -176,7 +203,8 @@ class TaskRunner:
 
     def _pump(self, outlet: Outlet, **window: int) -> None:
         def send(offset: int, data: bytes) -> None:
-            self._channel.say("output", data, task=outlet.task, stream=outlet.stream, offset=offset)
+            who = {"task": outlet.task, "stream": outlet.stream, "attempt": outlet.attempt}
+            self._channel.say("output", data, offset=offset, **who)
 
         outlet.pump(send, self._channel.takes_output, **window)
 
@@ -196,6 +224,8 @@ class RunningTask:
     publisher: Publisher
     started: float
     child: subprocess.Popen[bytes]
+    attempt: int = 0
+    """How often it was started before."""
     was_signalled: bool = False
     """The agent sent it a signal, so its end is no failure of its own."""
 
@@ -216,7 +246,7 @@ class CannotStart(Exception):
         self.code = code
 
 
-def start(task: Task, env: Dict[bytes, bytes], spool_folder: str) -> RunningTask:
+def start(task: Task, env: Dict[bytes, bytes], spool_folder: str, attempt: int = 0) -> RunningTask:
     """Start a task in a session of its own, with no input, and return it.
 
     Its pipes are non-blocking; `env` gets DISTRUN_PUBLISH_FD.
@@ -258,11 +288,11 @@ def start(task: Task, env: Dict[bytes, bytes], spool_folder: str) -> RunningTask
     except ProcessLookupError:
         leader = Identity(child.pid, "")  # ps could not be run; a child cannot lose its id before it is reaped
     outlets = (
-        Outlet(task.name, "out", ours[0], Spool(os.path.join(spool_folder, f"{task.name}.out"))),
-        Outlet(task.name, "err", ours[1], Spool(os.path.join(spool_folder, f"{task.name}.err"))),
+        Outlet(task.name, "out", ours[0], Spool(os.path.join(spool_folder, f"{task.name}.out")), attempt),
+        Outlet(task.name, "err", ours[1], Spool(os.path.join(spool_folder, f"{task.name}.err")), attempt),
     )
     publisher = Publisher(task.name, ours[2])
-    return RunningTask(task, leader, TaskProcesses(task.name, leader), outlets, publisher, started, child)
+    return RunningTask(task, leader, TaskProcesses(task.name, leader), outlets, publisher, started, child, attempt)
 
 
 def _check(task: Task, argv: List[bytes], env: Mapping[bytes, bytes]) -> None:

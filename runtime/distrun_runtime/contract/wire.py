@@ -16,7 +16,7 @@ from typing import Any, Dict, Iterator, List, NamedTuple
 
 from distrun_runtime.errors import WireError
 
-VERSION = 2
+VERSION = 3
 """Version of the agent protocol; both hellos carry it and a difference is refused."""
 
 HEADER_LIMIT = 16 * 1024 * 1024
@@ -41,18 +41,28 @@ class Frame(NamedTuple):
 
 def encode(header: Dict[str, Any], body: bytes = b"") -> bytes:
     """Return the bytes of one frame; "size" is filled in from `body`."""
-    if body:
-        header = dict(header, size=len(body))
+    return head(dict(header, size=checked(len(body))) if body else header) + body
+
+
+def checked(size: int) -> int:
+    """Return a body's size. Raises WireError: it is over the limit."""
+    if size > BODY_LIMIT:
+        raise WireError("a body of %d bytes is over the limit of %d" % (size, BODY_LIMIT))
+    return size
+
+
+def head(header: Dict[str, Any]) -> bytes:
+    """Return the bytes of a frame before its body."""
     # Arguments and values may hold bytes that are not UTF-8; os.fsdecode made surrogates of them.
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
     try:
-        head = text.encode("utf-8", "surrogateescape")
+        data = text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
         text = re.sub(_HALF_CHARACTER, lambda found: f"\\u{ord(found.group()):04x}", text)
-        head = text.encode("utf-8", "surrogateescape")
-    if len(head) > HEADER_LIMIT or len(body) > BODY_LIMIT:
-        raise WireError("frame of %d + %d bytes is over the limit of %d" % (len(head), len(body), HEADER_LIMIT))
-    return _LENGTH.pack(len(head)) + head + body
+        data = text.encode("utf-8", "surrogateescape")
+    if len(data) > HEADER_LIMIT:
+        raise WireError("a frame header of %d bytes is over the limit of %d" % (len(data), HEADER_LIMIT))
+    return _LENGTH.pack(len(data)) + data
 
 
 class Decoder:

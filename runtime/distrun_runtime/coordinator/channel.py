@@ -1,23 +1,23 @@
-"""A two-way pipe to one agent, and its form over a pair of file descriptors.
+"""A two-way channel to one agent: a session over a connection that may be replaced.
 
-`Channel` is what the loop needs of a transport. `StreamChannel` serves a child process's pipes. It owns two
-threads, one reading and one writing, so that an agent that does not read, or sends rubbish, never makes the loop
-wait.
+`Channel` is what the loop needs of a transport. `SessionChannel` is what all of them are made of: threads read and
+write its connection, so that an agent that does not read, or sends rubbish, never makes the loop wait. `StreamChannel`
+serves a child process's pipes.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
-import select
 import threading
 import time
-from collections import deque
-from typing import Callable, Deque, List, Optional, Protocol
+from typing import Any, Callable, Dict, List, Optional, Protocol
 
 from distrun_runtime.contract import wire
+from distrun_runtime.contract.session import Session, Source
 from distrun_runtime.coordinator import frames
-from distrun_runtime.coordinator.events import AgentLost, Bye, Event, StartFailed, Warned
+from distrun_runtime.coordinator.connection import Connection, Pipes
+from distrun_runtime.coordinator.events import AgentLost, Bye, Cut, Event, Pong, Resumed, StartFailed, Warned
 from distrun_runtime.errors import RuntimeFault, WireError
 
 Put = Callable[[Event], None]
@@ -26,11 +26,8 @@ MAGIC = re.compile(rb"DISTRUN/\d+ ")
 """Begins the first line of an agent; what comes before it is noise of the host's shell. `hello` has the version too,
 and there it is checked."""
 NOISE_LIMIT = 64 * 1024
-WRITE_LIMIT = 64 * 1024 * 1024
-"""Bytes that may wait for an agent to read them; past that it is lost."""
-READ_SIZE = 256 * 1024
-GLANCE_MS = 500
-"""How often a thread that waits for a descriptor looks whether the channel was killed."""
+ENDED = "its connection ended"
+WRITE_SIZE = 256 * 1024
 
 
 class Channel(Protocol):
@@ -43,11 +40,15 @@ class Channel(Protocol):
     def start(self, put: Put) -> None:
         """Connect if that is still to be done, and from now on put what arrives, from any thread.
 
-        Put `StartFailed` when there is no agent, `AgentLost` once when the channel ends.
+        Put `StartFailed` when there is no agent, `AgentLost` once when the channel ends, `Cut` and `Resumed` when its
+        connection ends and another takes its place.
         """
 
-    def send(self, data: bytes) -> None:
-        """Send bytes (whole frames), in order, some time soon."""
+    def send(self, frame: wire.Frame) -> None:
+        """Send a frame, in order, some time soon."""
+
+    def send_large(self, header: Dict[str, Any], source: Source) -> None:
+        """Send a large body in chunks, which frames overtake; it is read from its source as they leave."""
 
     def close(self) -> None:
         """Let the agent see the end of its input once everything sent before is written. May be repeated."""
@@ -105,8 +106,8 @@ class Greeting:
 class Inlet:
     """What an agent says, from its first byte on: bytes in, events out. Every channel has one. No side effects."""
 
-    def __init__(self, host: str) -> None:
-        self.greeted = False
+    def __init__(self, host: str, session: Session, greets: bool = True) -> None:
+        self.greeted = not greets
         """The agent's first line has come: there is an agent."""
         self.said_bye = False
         """Its last frame has come: the end of the stream is no loss."""
@@ -114,7 +115,7 @@ class Inlet:
         """It said that it ends by itself: `bye`, or `refused`."""
         self._host = host
         self._greeting = Greeting()
-        self._decoder = wire.Decoder()
+        self._session = session
 
     @property
     def noise(self) -> str:
@@ -123,6 +124,8 @@ class Inlet:
 
     def feed(self, data: bytes, now: float) -> List[Event]:
         """Add what arrived at `now` (wall clock, seconds) and return the events that are whole.
+
+        Whatever comes is a sign of life: if it makes no event, such as a part of a long frame, it is a `Pong`.
 
         Raises:
             WireError, ContractError: this is no agent of ours; the stream cannot be resumed.
@@ -135,67 +138,294 @@ class Inlet:
             self.greeted, data = True, rest
             if any(line.strip() for line in self._greeting.noise):
                 found.append(Warned(self._host, f"its shell printed before the agent: {self.noise}"))
-        found += [frames.to_event(self._host, frame, now) for frame in self._decoder.feed(data)]
+        found += [frames.to_event(self._host, frame, now) for frame in self._session.feed(data)]
         self.said_bye = self.said_bye or any(isinstance(event, Bye) for event in found)
         refused = any(isinstance(event, StartFailed) for event in found)
         self.is_leaving = self.is_leaving or self.said_bye or refused
-        return found
+        return found or ([Pong(self._host)] if data else [])
 
 
-class Outbox:
-    """What is to be written to one agent, within WRITE_LIMIT.
+class SessionChannel:
+    """A channel whose session outlives its connections: `serve` or `attach` gives it one, and later another.
 
-    Threads: any may put; `changed` is notified at every change, and holding it one may look at several things at once.
+    A connection has two threads: the one that serves it reads, another writes. Nobody who calls `send` waits.
+
+    Args:
+        host: `Host.name` of the plan.
+        holds: the agent goes on without a connection until its lease ends. So the end of one is a `Cut`, not the
+            `AgentLost` of a channel that does not hold; who owns the channel sees to the next.
+        greets: the agent's first line is still to come on the first connection, and noise may come before it.
+        is_eager: frames are written before that line has come.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: str, *, holds: bool = False, greets: bool = True, is_eager: bool = False) -> None:
         self.changed = threading.Condition()
-        self.is_closing = False
-        """Nothing more is taken in."""
-        self._queue: Deque[bytes] = deque()
-        self._waiting = 0
+        """Guards everything here, and is notified when there is something to write, or the channel ends."""
+        self.is_over = False
+        """The other side has closed its end, or was given up because of what it sent."""
+        self.is_killed = False
+        self.heard_at = time.monotonic()
+        """When the last bytes came."""
+        self._host = host
+        self._holds = holds
+        self._greets = greets
+        self._is_eager = is_eager
+        self._session = Session()
+        self._inlet = Inlet(host, self._session, greets)
+        self._put: Optional[Put] = None
+        self._connection: Optional[Connection] = None
+        self._is_closing = False
+        self._was_used = False
 
-    def __len__(self) -> int:
-        return len(self._queue)
+    @property
+    def host(self) -> str:
+        """`Host.name` of the plan."""
+        return self._host
 
-    def put(self, data: bytes) -> bool:
-        """Queue bytes, unless it is closing; return whether too much waits: the agent does not read."""
+    @property
+    def holds(self) -> bool:
+        """Whether a cut is not the end: so if it was asked for, and the agent was there and does not leave."""
+        return (
+            self._holds and self._inlet.greeted and not (self._inlet.is_leaving or self._is_closing or self.is_killed)
+        )
+
+    @property
+    def greeted(self) -> bool:
+        """Whether the agent's first line has come."""
+        return self._inlet.greeted
+
+    @property
+    def said_bye(self) -> bool:
+        """Whether the agent's last frame has come."""
+        return self._inlet.said_bye
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the agent has said that it ends by itself."""
+        return self._inlet.is_leaving
+
+    @property
+    def noise(self) -> str:
+        """What came that is no agent's, in one short line."""
+        return self._inlet.noise
+
+    @property
+    def was_used(self) -> bool:
+        """Whether anything was sent."""
+        return self._was_used
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no connection is there, and nothing waits for one."""
         with self.changed:
-            if self.is_closing:
-                return False
-            self._queue.append(data)
-            self._waiting += len(data)
+            return self._connection is None and self._session.is_idle
+
+    def start(self, put: Put) -> None:
+        """From now on put what arrives."""
+        with self.changed:
+            self._put = put
             self.changed.notify_all()
-            return self._waiting > WRITE_LIMIT
+
+    def send(self, frame: wire.Frame) -> None:
+        """Have a frame sent, after those before it. If the agent does not take them, it is given up."""
+        fault = ""
+        with self.changed:
+            if self._is_closing:
+                return
+            self._was_used = True
+            try:
+                self._session.say(frame.header, frame.body)
+            except WireError as err:
+                fault = str(err)
+            self.changed.notify_all()
+        if fault:
+            self._say(AgentLost(self._host, f"it does not read what we send: {fault}", time.time()))
+            self.kill()
+
+    def send_large(self, header: Dict[str, Any], source: Source) -> None:
+        """Have a large body sent in chunks, read as they leave; frames overtake them. See `Session.send_large`.
+
+        The source is used by the thread that writes, under `changed`: reading from it must not wait for long.
+        """
+        with self.changed:
+            if not self._is_closing:
+                self._was_used = True
+                self._session.send_large(header, source)
+                self.changed.notify_all()
 
     def close(self) -> None:
-        """Take nothing more in."""
+        """Let the agent see the end of its input when everything sent before is written."""
         with self.changed:
-            self.is_closing = True
+            if self._is_closing:
+                return
+            if self._holds and self._inlet.greeted and not self._inlet.is_leaving:
+                with contextlib.suppress(WireError):
+                    self._session.say({"type": "leave"})  # it would take the end of its input for a cut
+            self._is_closing = True
             self.changed.notify_all()
 
-    def drop(self) -> None:
-        """Close, and forget what is not written."""
+    def kill(self) -> None:
+        """Cut the connection, and forget what was not written."""
         with self.changed:
-            self._queue.clear()
-            self.close()
+            if self.is_killed:
+                return
+            self.is_killed = self._is_closing = True
+            connection = self._connection
+            self.changed.notify_all()
+        if connection is not None:
+            connection.kill()
 
-    def take(self) -> bytes:
-        """Return what is to be written next; nothing when there is nothing."""
+    # Connections
+
+    def restart(self) -> None:
+        """Forget a connection on which no agent answered: the next one is the first of the session."""
         with self.changed:
-            return self._queue.popleft() if self._queue else b""
+            session = self._session
+            if self._connection is None and not self.greeted and session.is_idle:
+                self._session = Session()
+                self._inlet = Inlet(self._host, self._session, self._greets)
 
-    def written(self, size: int) -> None:
-        """So many bytes of what was taken have left."""
+    def attach(self, connection: Connection, ahead: bytes = b"") -> None:
+        """Serve a connection in a thread of its own. `ahead`: what was read from it already.
+
+        It takes the place of one that is still there. Any thread; does not wait.
+        """
+        threading.Thread(
+            target=self._attached, args=(connection, ahead), name=f"read {self._host}", daemon=True
+        ).start()
+
+    def _attached(self, connection: Connection, ahead: bytes) -> None:
+        reason = self.serve(connection, ahead=ahead)
+        when = time.time()
+        self.ended(reason, connection.finish(), when)
+
+    def ended(self, reason: str, words: str = "", when: float = 0.0) -> None:
+        """Put what the end of a connection means, when `serve` has returned `reason`; empty: nothing.
+
+        `words`: what else is known of it. `when`: wall clock, seconds.
+        """
+        if reason:
+            kind = Cut if self.holds and not self.is_over else AgentLost
+            self._say(kind(self._host, f"{reason}: {words}" if words else reason, when))
+
+    def serve(
+        self,
+        connection: Connection,
+        program: bytes = b"",
+        ahead: bytes = b"",
+        glance: Callable[[], None] = lambda: None,
+    ) -> str:
+        """Carry the session over a connection until that ends, and return why it did; empty: another took its place.
+
+        Blocks; waits for `start` first. The caller then calls `connection.finish()`.
+
+        Args:
+            connection: whoever is at its other end has proved who they are.
+            program: what the other side reads before the first frame.
+            ahead: what was read from it already.
+            glance: called after each read, about once a second at least. What it raises ends the connection.
+        """
         with self.changed:
-            self._waiting -= size
+            while self._put is None and not self.is_killed:
+                self.changed.wait()
+            before, self._connection = self._connection, connection
+            self._session.connect()
+            self.heard_at = time.monotonic()
+            self.changed.notify_all()
+            is_killed = self.is_killed
+        if before is not None:
+            before.kill()
+        if is_killed:
+            connection.kill()
+        writer = threading.Thread(
+            target=self._write, args=(connection, program), name=f"write {self._host}", daemon=True
+        )
+        writer.start()
+        reason = ENDED
+        try:
+            self._hear(connection, ahead)
+            while True:
+                data = connection.read()
+                if data == b"":
+                    break
+                self._hear(connection, data or b"")
+                glance()
+            self.is_over = not self.holds and not self.is_killed
+        except RuntimeFault as err:  # nothing that comes after this could be understood
+            reason, self.is_over = str(err), True
+            connection.kill()
+        except (OSError, EOFError) as err:
+            reason = str(err) or reason
+        finally:
+            with self.changed:
+                is_ours = self._connection is connection
+                if is_ours:
+                    self._connection = None
+                    self._session.cut()
+                self.changed.notify_all()
+        return reason if is_ours else ""
+
+    def _hear(self, connection: Connection, data: bytes) -> None:
+        """Put what came."""
+        with self.changed:
+            if not data or self._connection is not connection:
+                return
+            self.heard_at = time.monotonic()
+            had_greeted, was_resumed = self._inlet.greeted, self._session.is_resumed
+            found = self._inlet.feed(data, time.time())
+            if self._session.is_resumed and not was_resumed:
+                self._say(Resumed(self._host))
+            for event in found:
+                self._say(event)
+            if self._session.is_ready or had_greeted != self._inlet.greeted:
+                self.changed.notify_all()
+
+    def _say(self, event: Event) -> None:
+        if self._put is not None:
+            self._put(event)
+
+    def _write(self, connection: Connection, program: bytes) -> None:
+        """Write `program` and then frames, until the connection is not ours any more, or everything is written."""
+        try:
+            data = program
+            while data or self._wait_to_write(connection):
+                self._push(connection, data)
+                with self.changed:
+                    data = self._next(connection)
+        except OSError:
+            pass  # It takes no more. The reading thread sees why.
+        connection.end_input()
+
+    def _wait_to_write(self, connection: Connection) -> bool:
+        """Wait until there is something to write; return False if there never will be."""
+        with self.changed:
+            while self._connection is connection and not self.is_killed:
+                if self._may_write and self._session.is_ready:
+                    return True
+                if self._may_write and self._is_closing and self._session.is_idle:
+                    return False
+                self.changed.wait()
+        return False
+
+    @property
+    def _may_write(self) -> bool:
+        return self._is_eager or self._inlet.greeted
+
+    def _next(self, connection: Connection) -> bytes:
+        is_ours = self._connection is connection and not self.is_killed
+        return self._session.next() if is_ours and self._may_write else b""
+
+    def _push(self, connection: Connection, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest and self._connection is connection and not self.is_killed:
+            rest = rest[connection.write(bytes(rest[:WRITE_SIZE])) :]
 
 
-class StreamChannel:
+class StreamChannel(SessionChannel):
     """A channel over two descriptors, ends of two pipes, which it owns from `start` on.
 
     `explain` is called once when the agent's output has ended, in the reading thread, and may wait a moment: its
-    text is added to the reason (exit code, last words on stderr). `on_kill` is called by `kill`.
+    text is added to the reason (exit code, last words on stderr). `program` is what the agent reads first.
     """
 
     def __init__(
@@ -204,106 +434,22 @@ class StreamChannel:
         read_fd: int,
         write_fd: int,
         *,
+        program: bytes = b"",
         explain: Callable[[], str] = lambda: "",
-        on_kill: Callable[[], None] = lambda: None,
     ) -> None:
-        self._host = host
-        self._read_fd = read_fd
-        self._write_fd = write_fd
-        self._explain = explain
-        self._on_kill = on_kill
-        self._put: Put = lambda event: None
-        self._outbox = Outbox()
-        self._killed = False
-        self._inlet = Inlet(host)
-        self.is_over = False
-        """The other side has closed its end, or was given up because of what it sent."""
-
-    @property
-    def host(self) -> str:
-        """`Host.name` of the plan."""
-        return self._host
-
-    @property
-    def said_bye(self) -> bool:
-        """Whether the agent's last frame has come."""
-        return self._inlet.said_bye
+        super().__init__(host, is_eager=True)
+        self._pipes = Pipes(read_fd, write_fd, explain)
+        self._program = program
 
     def start(self, put: Put) -> None:
         """Start the two threads."""
-        self._put = put
-        for name, work in (("read", self._read), ("write", self._write)):
-            threading.Thread(target=work, name=f"{name} {self._host}", daemon=True).start()
+        super().start(put)
+        threading.Thread(target=self._run, name=f"read {self._host}", daemon=True).start()
 
-    def send(self, data: bytes) -> None:
-        """Queue bytes for the writing thread. Past WRITE_LIMIT the agent is given up."""
-        if self._outbox.put(data):
-            self._put(AgentLost(self._host, "it does not read what we send", time.time()))
-            self.kill()
-
-    def close(self) -> None:
-        """Close the agent's input when everything before is written."""
-        self._outbox.close()
-
-    def kill(self) -> None:
-        """Forget what is not written, close, and call `on_kill`."""
-        with self._outbox.changed:
-            if self._killed:
-                return
-            self._killed = True
-            self._outbox.drop()
-        self._on_kill()
-
-    def _read(self) -> None:
-        reason = "its connection ended"
-        try:
-            self._read_frames()
-        except (RuntimeFault, OSError) as err:
-            reason, self.is_over = str(err), True
-            self.kill()
-        os.close(self._read_fd)
+    def _run(self) -> None:
+        reason = self.serve(self._pipes, self._program)
         when = time.time()
-        more = self._explain()
-        self._put(AgentLost(self._host, f"{reason}: {more}" if more else reason, when))
-
-    def _read_frames(self) -> None:
-        while True:
-            while not _is_ready(self._read_fd, select.POLLIN):
-                if self._killed:
-                    return
-            data = os.read(self._read_fd, READ_SIZE)
-            if not data:
-                self.is_over = True
-                return
-            for event in self._inlet.feed(data, time.time()):
-                self._put(event)
-
-    def _write(self) -> None:
-        try:
-            os.set_blocking(self._write_fd, False)  # a full pipe must not keep `kill` from closing it
-            while True:
-                with self._outbox.changed:
-                    while not self._outbox and not self._outbox.is_closing:
-                        self._outbox.changed.wait()
-                    data = memoryview(self._outbox.take())
-                size = len(data)
-                if not size:
-                    return
-                while data and not self._killed:
-                    if _is_ready(self._write_fd, select.POLLOUT):
-                        data = data[os.write(self._write_fd, data) :]
-                self._outbox.written(size)
-        except OSError:
-            # The agent reads no more. The reading thread sees the end and says so; nothing is left to do here.
-            self._outbox.drop()
-        finally:
-            os.close(self._write_fd)
-
-
-def _is_ready(fd: int, what: int) -> bool:
-    poll = select.poll()
-    poll.register(fd, what)
-    return bool(poll.poll(GLANCE_MS))
+        self.ended(reason, self._pipes.finish(), when)
 
 
 def _brief(lines: List[str]) -> str:

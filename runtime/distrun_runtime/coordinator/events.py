@@ -176,7 +176,7 @@ class AgentEnding:
 
 @dataclass(frozen=True)
 class Pong:
-    """An agent answered a ping."""
+    """An agent answered a ping, or gave another sign of life (then `n` is 0)."""
 
     host: str
     n: int = 0
@@ -190,8 +190,24 @@ class Bye:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """The connection to an agent ended. The agent goes on until its lease ends; a new connection is being made."""
+
+    host: str
+    reason: str
+    time: float = 0.0
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A new connection to an agent goes on where the last one was cut."""
+
+    host: str
+
+
+@dataclass(frozen=True)
 class AgentLost:
-    """The channel to an agent ended, or brought bytes that are no frames."""
+    """The channel to an agent ended for good, or brought bytes that are no frames."""
 
     host: str
     reason: str
@@ -243,6 +259,8 @@ Event = Union[
     AgentEnding,
     Pong,
     Bye,
+    Cut,
+    Resumed,
     AgentLost,
     Tick,
     Interrupt,

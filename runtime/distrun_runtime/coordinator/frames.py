@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Mapping
+from typing import Any, Callable, Dict, Mapping, NamedTuple
 
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract import wire
 from distrun_runtime.contract.plan import Plan, Secrets
+from distrun_runtime.contract.session import Source
 from distrun_runtime.coordinator import events
 from distrun_runtime.coordinator.actions import Ack, AskAgent, EndAgent, Settle, Spawn, StopTasks
 from distrun_runtime.errors import ContractError
+
+
+class Large(NamedTuple):
+    """A message whose body goes in chunks."""
+
+    header: Dict[str, Any]
+    source: Source
 
 
 def to_event(host: str, frame: wire.Frame, arrived: float) -> events.Event:
@@ -115,11 +123,11 @@ _EVENTS: Dict[str, Callable[[str, Mapping[str, Any], bytes, float], events.Event
 }
 
 
-def begin(plan: Plan, secrets: Secrets, place: str) -> bytes:
+def begin(plan: Plan, secrets: Secrets, place: str) -> wire.Frame:
     """Return the frame that gives the agent of `place` its share: its own tasks, and only their secrets."""
     share = plan.share(place)
     names = {name for task in share.tasks for name in task.secret_env}
-    return wire.encode(
+    return wire.Frame(
         {
             "type": "begin",
             "version": wire.VERSION,
@@ -132,42 +140,42 @@ def begin(plan: Plan, secrets: Secrets, place: str) -> bytes:
     )
 
 
-def runtime(digest: str, archive: bytes) -> bytes:
-    """Return the frame that carries the runtime: a zip."""
-    return wire.encode({"type": "runtime", "digest": digest}, archive)
+def runtime(digest: str, archive: Source) -> Large:
+    """Return the message that carries the runtime: a zip."""
+    return Large({"type": "runtime", "digest": digest}, archive)
 
 
-def ask(action: AskAgent) -> bytes:
+def ask(action: AskAgent) -> wire.Frame:
     """Return the frame that has an agent's tool answer. Only before `begin`."""
-    return wire.encode({"type": "ask", "id": action.id, "what": action.what, "args": dict(action.args)})
+    return wire.Frame({"type": "ask", "id": action.id, "what": action.what, "args": dict(action.args)})
 
 
-def settle(action: Settle) -> bytes:
+def settle(action: Settle) -> wire.Frame:
     """Return the frame that has an agent activate and look at what was copied."""
-    return wire.encode({"type": "settle"})
+    return wire.Frame({"type": "settle"})
 
 
-def spawn(action: Spawn) -> bytes:
+def spawn(action: Spawn) -> wire.Frame:
     """Return the frame that starts a task."""
-    return wire.encode({"type": "spawn", "task": action.task, "env": dict(action.env)})
+    return wire.Frame({"type": "spawn", "task": action.task, "env": dict(action.env)})
 
 
-def stop(action: StopTasks) -> bytes:
+def stop(action: StopTasks) -> wire.Frame:
     """Return the frame that stops tasks by a sequence of signals."""
     steps = [[name, wait_s] for name, wait_s in action.steps]
-    return wire.encode({"type": "stop", "tasks": list(action.tasks), "ladder": steps})
+    return wire.Frame({"type": "stop", "tasks": list(action.tasks), "ladder": steps})
 
 
-def end(action: EndAgent) -> bytes:
+def end(action: EndAgent) -> wire.Frame:
     """Return the frame that ends the agent."""
-    return wire.encode({"type": "end"})
+    return wire.Frame({"type": "end"})
 
 
-def ack(action: Ack) -> bytes:
+def ack(action: Ack) -> wire.Frame:
     """Return the frame that says: everything before `offset` is safe here."""
-    return wire.encode({"type": "ack", "task": action.task, "stream": action.stream, "offset": action.offset})
+    return wire.Frame({"type": "ack", "task": action.task, "stream": action.stream, "offset": action.offset})
 
 
-def ping(n: int) -> bytes:
+def ping(n: int) -> wire.Frame:
     """Return the frame that renews an agent's lease."""
-    return wire.encode({"type": "ping", "n": n})
+    return wire.Frame({"type": "ping", "n": n})

@@ -10,8 +10,9 @@ from __future__ import annotations
 import queue
 import time
 from types import MappingProxyType
-from typing import Any, Callable, Dict, List, Mapping, Optional, Protocol, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Protocol, Sequence, Set, Tuple, Union
 
+from distrun_runtime.contract.wire import Frame
 from distrun_runtime.coordinator import actions, events, frames, interrupts
 from distrun_runtime.coordinator.channel import Channel
 
@@ -19,8 +20,8 @@ PING_S = 2.0
 BATCH = 256
 """Events that are taken from the queue before acks, pings and ticks have their turn."""
 
-Encoder = Callable[[Any], bytes]
-"""Returns the frame of an action."""
+Encoder = Callable[[Any], Union[Frame, frames.Large]]
+"""Returns the message of an action."""
 
 _ENCODERS: Mapping[type, Encoder] = {
     actions.Settle: frames.settle,
@@ -170,11 +171,11 @@ class Loop:
         if host not in self._said_bye:
             self._channels[host].kill()
 
-    def _send(self, host: str, data: bytes) -> None:
-        try:
-            self._channels[host].send(data)
-        except OSError as err:
-            self.put(events.AgentLost(host, str(err), time.time()))
+    def _send(self, host: str, message: Union[Frame, frames.Large]) -> None:
+        if isinstance(message, frames.Large):
+            self._channels[host].send_large(*message)
+        else:
+            self._channels[host].send(message)
 
     def _ping(self, now: float) -> None:
         self._pinged = now

@@ -1,0 +1,372 @@
+"""A session: the numbered conversation of a coordinator and one agent, which outlives the connections that carry it.
+
+Both sides have one end of it, an object of this class. What one end is given by `say` comes out of the other end's
+`feed` once and in order, however often the connection is cut in between:
+
+* A frame has a number (`seq`) and is kept until the other side has said that it came (`received`). After a cut both
+  sides begin the new connection with `resume`, which says what came; the rest is sent again, and what comes twice is
+  dropped by its number. Frames of the types in UNNUMBERED say how things are now: they are neither numbered nor kept.
+* A large body (`send_large`) goes in chunks, each a frame of its own. They are read from their source as they are sent,
+  and only as far as the other side's `credit` goes, so little is on its way at any time. Every other frame overtakes
+  the chunks that have not left, so the host at the end of a slow line still answers pings.
+
+Pure: `feed` takes what has arrived, `next` returns what is to be written. `docs/protocol.md` has the bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, BinaryIO, Deque, Dict, Iterable, Iterator, List, NamedTuple, Tuple, Union
+
+from distrun_runtime.contract import wire
+from distrun_runtime.errors import WireError
+
+UNNUMBERED = frozenset(("ping", "pong", "resume", "received", "credit"))
+"""Types of frames that are lost in a cut, and need not be sent again."""
+CHUNK = 128 * 1024
+"""Bytes of a large body in one frame. The protocol allows CHUNK_LIMIT; a ping waits for one at most."""
+CHUNK_LIMIT = 1024 * 1024
+WINDOW = 1024 * 1024
+"""Bytes of large bodies that may be sent before the first `credit`, and that each one allows beyond what was taken."""
+ACK_FRAMES = 64
+ACK_BYTES = 256 * 1024
+"""So much may come before `received` is said; it is also said with each ping."""
+LIMIT = 64 * 1024 * 1024
+"""Bytes that may be kept because the other side has not said that they came."""
+WAITING = 64
+"""Pings and the like that may wait to be written; the oldest is dropped."""
+
+COORDINATOR = "coordinator"
+AGENT = "agent"
+"""Who proves to know the key of `begin`, where a new connection has to."""
+
+Source = Union[bytes, BinaryIO, Iterable[bytes]]
+"""Where a large body is: in memory, in a file (read from where it stands), or in pieces."""
+
+
+class _Kept(NamedTuple):
+    """A numbered frame that the other side has not said to have."""
+
+    seq: int
+    head: bytes
+    body: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.head) + len(self.body)
+
+
+class Session:
+    """One end of a session. Not for several threads at once.
+
+    `connect` begins each connection, `cut` ends it.
+    """
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self.received = 0
+        """Number of the last frame that came."""
+        self.is_connected = False
+        self.is_resumed = False
+        """The connection is not the session's first, and the other side has said what it has."""
+        self._limit = limit
+        self._decoder = wire.Decoder()
+        self._connections = 0
+        self._is_resume_due = False
+        self._said_resume = False
+        self._awaits_resume = False
+        """Nothing numbered may be sent: it is not known yet what the other side has."""
+        # What leaves
+        self._number = 0
+        self._first: Deque[bytes] = deque()
+        """Pings and the like."""
+        self._unsent: Deque[_Kept] = deque()
+        self._sent: Deque[_Kept] = deque()
+        self._acked = 0
+        self._held = 0
+        """Bytes of both."""
+        self._queued = 0
+        """Bytes of what was not sent."""
+        self._large: Deque[_Large] = deque()
+        self._large_sent = 0
+        """Bytes of large bodies in the whole session."""
+        self._allowed = WINDOW
+        # What comes
+        self._told = 0
+        """What `received` said last."""
+        self._bytes = 0
+        """Came since then."""
+        self._is_ack_due = False
+        self._taken = 0
+        """Bytes of large bodies in the whole session."""
+        self._granted = WINDOW
+        """What `credit` said last."""
+        self._is_credit_due = False
+
+    @property
+    def held(self) -> int:
+        """Bytes of frames that the other side has not said to have, sent or not; large bodies only as far as read."""
+        return self._held
+
+    @property
+    def unsent(self) -> int:
+        """Bytes of frames that wait to be sent; not those of large bodies, and not pings."""
+        return self._queued
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything that was said was written, large bodies included."""
+        return not (self._first or self._unsent or self._large)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `next` has something."""
+        if not self.is_connected:
+            return False
+        if self._is_resume_due or self._is_ack_due or self._is_credit_due or self._first:
+            return True
+        return not self._awaits_resume and bool(self._unsent or self._may_send_chunk())
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """Whether the other side has said that it has everything."""
+        return not (self._unsent or self._sent or self._large)
+
+    # What leaves
+
+    def say(self, header: Dict[str, Any], body: bytes = b"") -> None:
+        """Have a frame sent; "seq" is filled in.
+
+        Raises:
+            WireError: the other side has not taken what was said before, and no more can be kept.
+        """
+        if header["type"] in UNNUMBERED:
+            if self.is_connected:
+                self._first.append(wire.encode(header, body))
+                if len(self._first) > WAITING:
+                    self._first.popleft()
+            return
+        kept = self._keep(header, body)
+        self._unsent.append(kept)
+        self._queued += kept.size
+
+    def send_large(self, header: Dict[str, Any], source: Source) -> None:
+        """Have a large body sent in chunks, after the large bodies before it.
+
+        The other side gets a frame for each: the header with "chunk" (the offset of this piece) and, in the last one,
+        "last". If the source cannot be read on, the last one has "fault", the reason.
+        """
+        self._large.append(_Large(header, source))
+
+    def next(self) -> bytes:
+        """Return the next frame to be written; nothing while there is none. What was returned counts as sent."""
+        if not self.is_connected:
+            return b""
+        if self._is_resume_due:
+            self._is_resume_due, self._said_resume = False, True
+            return wire.encode({"type": "resume", "received": self._told_received(), "credit": self._told_credit()})
+        if self._is_ack_due:
+            return wire.encode({"type": "received", "seq": self._told_received()})
+        if self._is_credit_due:
+            return wire.encode({"type": "credit", "bytes": self._told_credit()})
+        if self._first:
+            return self._first.popleft()
+        if self._awaits_resume:
+            return b""
+        if self._unsent:
+            kept = self._unsent.popleft()
+            self._queued -= kept.size
+        elif self._may_send_chunk():
+            kept = self._chunk()
+        else:
+            return b""
+        self._sent.append(kept)
+        return kept.head + kept.body
+
+    def forget_sent(self) -> None:
+        """Keep nothing that was sent: nobody will say that it came, and there will be no other connection."""
+        self._held -= sum(kept.size for kept in self._sent)
+        self._sent.clear()
+
+    def _told_received(self) -> int:
+        self._is_ack_due = False
+        self._told, self._bytes = self.received, 0
+        return self.received
+
+    def _told_credit(self) -> int:
+        self._is_credit_due = False
+        self._granted = self._taken + WINDOW
+        return self._granted
+
+    def _keep(self, header: Dict[str, Any], body: bytes) -> _Kept:
+        numbered = dict(header, seq=self._number + 1)
+        if body:
+            numbered["size"] = wire.checked(len(body))
+        kept = _Kept(self._number + 1, wire.head(numbered), body)
+        if self._held + kept.size > self._limit:
+            count = len(self._sent) + len(self._unsent)
+            raise WireError(
+                f"the other side does not say that it has what was sent: {self._held} bytes in {count} frames are kept,"
+                f" and {header['type']!r} with {kept.size} more is over the limit of {self._limit}"
+            )
+        self._number += 1
+        self._held += kept.size
+        return kept
+
+    def _may_send_chunk(self) -> bool:
+        return bool(self._large) and self._allowed - self._large_sent >= self._large[0].size
+
+    def _chunk(self) -> _Kept:
+        large = self._large[0]
+        header, body = large.take()
+        if large.is_over:
+            self._large.popleft()
+        self._large_sent += len(body)
+        return self._keep(header, body)
+
+    # What comes
+
+    def feed(self, data: bytes) -> List[wire.Frame]:
+        """Add what has arrived; return the frames that are whole and new, without those of the session itself.
+
+        Raises:
+            WireError: this is no frame, or not of this session. It cannot be resumed.
+        """
+        return [frame for frame in self._decoder.feed(data) if self._take(frame)]
+
+    def _take(self, frame: wire.Frame) -> bool:
+        """Take in one frame; return whether it is for who uses the session."""
+        header = frame.header
+        handler = _OWN.get(frame.type)
+        if handler is not None:
+            try:
+                handler(self, header)
+            except (KeyError, TypeError) as err:
+                raise WireError(f"a malformed {frame.type!r} frame: {type(err).__name__}: {err}") from err
+            return False
+        seq = header.get("seq")
+        if seq is None:
+            # A ping, as a rule: the other side need not keep for longer what came before it.
+            self._is_ack_due = self._is_ack_due or self.received > self._told
+            return True
+        if not isinstance(seq, int) or seq > self.received + 1:
+            raise WireError(f"{frame.type!r} is frame {seq!r} of the session; the last one was {self.received}")
+        if seq <= self.received:
+            self._is_ack_due = True
+            return False
+        self.received = seq
+        self._bytes += len(frame.body)
+        is_enough = seq - self._told >= ACK_FRAMES or self._bytes >= ACK_BYTES
+        self._is_ack_due = self._is_ack_due or is_enough or frame.type == "bye"
+        if "chunk" in header:
+            self._taken += len(frame.body)
+            self._is_credit_due = self._granted - self._taken <= WINDOW // 2
+        return True
+
+    def _on_received(self, header: Dict[str, int]) -> None:
+        seq = header["seq"]
+        if not seq <= self._number - len(self._unsent):
+            raise WireError(f"frame {seq} is said to have come; the last that was sent is {self._number}")
+        while self._sent and self._sent[0].seq <= seq:
+            self._held -= self._sent.popleft().size
+        self._acked = max(self._acked, seq)
+
+    def _on_credit(self, header: Dict[str, int]) -> None:
+        self._allowed = max(self._allowed, header["bytes"])
+
+    # Connections
+
+    def connect(self) -> None:
+        """Begin a connection: what is said goes there, what was lost in the last one first."""
+        self.cut()
+        self.is_connected = True
+        self._connections += 1
+        self._is_resume_due = self._awaits_resume = self._connections > 1
+
+    def cut(self) -> None:
+        """End the connection. What was said is kept, but for unnumbered frames."""
+        self.is_connected = self.is_resumed = self._awaits_resume = self._said_resume = False
+        self._is_resume_due = self._is_ack_due = self._is_credit_due = False
+        self._first.clear()
+        self._decoder = wire.Decoder()
+
+    def _on_resume(self, header: Dict[str, int]) -> None:
+        received = header["received"]
+        if received < self._acked:
+            raise WireError(f"frames after {received} are asked for; those up to {self._acked} were said to have come")
+        self._on_received({"seq": received})
+        self._on_credit({"bytes": header["credit"]})
+        # If this connection is our first, it was only the other side's that was cut.
+        self._is_resume_due = not self._said_resume
+        self._awaits_resume, self.is_resumed = False, True
+        self._queued += sum(kept.size for kept in self._sent)
+        self._unsent.extendleft(reversed(self._sent))
+        self._sent.clear()
+
+
+_OWN = {"received": Session._on_received, "credit": Session._on_credit, "resume": Session._on_resume}
+
+
+class _Large:
+    """A large body that is being sent. The next chunk is always read ahead, to know whether it is the last."""
+
+    def __init__(self, header: Dict[str, Any], source: Source) -> None:
+        self.is_over = False
+        self._header = header
+        self._pieces = _pieces(source)
+        self._offset = 0
+        self._fault = ""
+        self._next = self._read()
+
+    @property
+    def size(self) -> int:
+        """Bytes of the next chunk."""
+        return len(self._next)
+
+    def take(self) -> Tuple[Dict[str, Any], bytes]:
+        """Return the next chunk."""
+        body = self._next
+        header = dict(self._header, chunk=self._offset)
+        self._offset += len(body)
+        self._next = self._read()
+        if not self._next:
+            self.is_over = header["last"] = True
+            if self._fault:
+                header["fault"] = self._fault
+        return header, body
+
+    def _read(self) -> bytes:
+        try:
+            return next(self._pieces, b"")
+        except (OSError, ValueError) as err:  # the latter: the file was closed
+            self._fault = str(err)
+            return b""
+
+
+def proof(key: str, who: str, agents_nonce: str, coordinators_nonce: str) -> str:
+    """Return the proof that `who` (COORDINATOR or AGENT) knows `key`, hex: HMAC-SHA256 of its name and both nonces."""
+    import hmac  # only where connections are resumed
+
+    text = f"distrun session {who} {agents_nonce} {coordinators_nonce}"
+    return hmac.new(key.encode(), text.encode(), "sha256").hexdigest()
+
+
+def is_proof(given: str, key: str, who: str, agents_nonce: str, coordinators_nonce: str) -> bool:
+    """Return whether `given` is that proof."""
+    import hmac
+
+    return hmac.compare_digest(given.encode(), proof(key, who, agents_nonce, coordinators_nonce).encode())
+
+
+def _pieces(source: Source) -> Iterator[bytes]:
+    """Yield a source in pieces of at most CHUNK bytes, none empty."""
+    pieces: Iterable[bytes]
+    if isinstance(source, bytes):
+        pieces = (source,)
+    elif hasattr(source, "read"):
+        read = source.read
+        pieces = iter(lambda: read(CHUNK), b"")
+    else:
+        pieces = source
+    for piece in pieces:
+        for start in range(0, len(piece), CHUNK):
+            yield piece[start : start + CHUNK]
