@@ -37,7 +37,7 @@ class Hall:
         self.listener.start(
             lambda place, connected: self.agents.put((place, connected)),
             self.twice.put,
-            lambda address, reason: self.denied.put((address, reason)),
+            lambda address, reason, is_claim: self.denied.put((address, reason)),
         )
 
     def agent(self) -> tuple[str, Connected]:
@@ -93,12 +93,12 @@ class Agent:
             self.dialer.tick(time.monotonic())
 
     def dial(self) -> Dialed:
-        self.dialer.start()
+        self.dialer.begin()
         self.until(lambda: self.found)
         return self.found[0]
 
     def close(self) -> None:
-        self.dialer.stop()
+        self.dialer.close()
         for dialed in self.found:
             dialed.socket.close()
         self.selector.close()

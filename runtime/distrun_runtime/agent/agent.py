@@ -43,8 +43,15 @@ OTHER = "other"
 class Return(Protocol):
     """How the agent of a plan with `on_eof: hold` gets another connection when one has ended."""
 
+    @property
+    def next_at(self) -> float:
+        """When `tick` has something to do (monotonic clock); infinite: never."""
+
     def begin(self) -> None:
         """See to another connection: the last one has ended."""
+
+    def tick(self, now: float) -> None:
+        """Do what is due."""
 
     def close(self) -> None:
         """Free everything; no connection is wanted any more."""
@@ -122,7 +129,8 @@ class Agent:
     def _timeout(self) -> float:
         lease_end = math.inf if self._is_leaving else self._lease_end()
         preflight_at = self._preflight.deadline if self._preflight is not None else math.inf
-        due = min(self._stopping.next_at, self._remember_at, lease_end, preflight_at)
+        return_at = self._return.next_at if self._return is not None else math.inf
+        due = min(self._stopping.next_at, self._remember_at, lease_end, preflight_at, return_at)
         return max(0.0, min(due - time.monotonic(), 3600.0))
 
     def _lease_end(self) -> float:
@@ -134,6 +142,8 @@ class Agent:
             self._leave(self._gentle(), facts.EXIT_TERMINATED)
         if self._preflight is not None and now >= self._preflight.deadline:
             self._preflight.expire()
+        if self._return is not None and now >= self._return.next_at:
+            self._return.tick(now)
         left = self._stopping.step(now)
         if left is not None:
             self._say("cleared", left=[_described(row) for row in left])

@@ -16,11 +16,15 @@ import selectors
 import socket
 import ssl
 import time
-from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
+from typing import TYPE_CHECKING, Callable, Dict, List, NamedTuple, Sequence, Tuple
 
+from distrun_runtime.agent.channel import Connection, Socket
 from distrun_runtime.contract import enrolment
 from distrun_runtime.contract.enrolment import AGENT, CLAIM, COORDINATOR, REDIAL, Claim, Talk
 from distrun_runtime.errors import ContractError, Refused, WireError
+
+if TYPE_CHECKING:
+    from distrun_runtime.agent.agent import OnConnection, Returns
 
 ATTEMPT_S = 10.0
 """How long one connection may take to be made and let in."""
@@ -94,16 +98,18 @@ class Dialer:
         """When `tick` has something to do (monotonic clock)."""
         return min([self._again_at] + [attempt.until for attempt in self._attempts])
 
-    def start(self) -> None:
-        """Begin to dial, at once."""
+    def begin(self) -> None:
+        """Dial, from now on."""
+        if self.is_dialing:
+            return
         self._pause_s = PAUSES_S[0]
         self.denied = ""
         self.is_dialing = True
         self._again_at = time.monotonic()
         self.tick(self._again_at)
 
-    def stop(self) -> None:
-        """Dial no more."""
+    def close(self) -> None:
+        """Dial no more, until `begin`."""
         self.is_dialing = False
         self._again_at = math.inf
         for attempt in list(self._attempts):
@@ -142,11 +148,11 @@ class Dialer:
             wanted = next(attempt.talk)
         except StopIteration as end:
             self._forget(attempt)
-            self.stop()
+            self.close()
             self._on_dialed(end.value)
         except Refused as err:
             self.denied = str(err)
-            self.stop()
+            self.close()
         except (OSError, WireError, ValueError) as err:
             self._fail(attempt, str(err))
         else:
@@ -220,6 +226,24 @@ class _Attempt:
         """It has found the coordinator, and waits until another one has failed to prove itself."""
         self.has_turn = False
         """It proves itself."""
+
+
+def returning(tls: ssl.SSLSocket, peer: Tuple[str, int], words: Sequence[str], *who: str) -> Tuple[Connection, Returns]:
+    """Return the connection of an agent that has dialled (`bootstrap`), and how it gets the next one.
+
+    Args:
+        peer: the address that answered. It is dialled too: `words` may be names, and to look them up is to wait.
+        words: `ADDRESS:PORT` of the coordinator.
+        who: pin, job, place, nonce and the place's own key.
+    """
+    pin, job, place, nonce, key = who
+    others = [each for each in addresses(words) if each != peer]
+    credentials = Credentials((peer, *others), pin, job, place, nonce, key)
+
+    def returns(selector: selectors.BaseSelector, on_connection: OnConnection) -> Dialer:
+        return Dialer(credentials, selector, lambda dialed: on_connection(Socket(dialed.socket), dialed.first))
+
+    return Socket(tls), returns
 
 
 def client_context() -> ssl.SSLContext:

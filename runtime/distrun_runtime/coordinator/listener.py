@@ -66,8 +66,8 @@ class Denied:
 
     reason: str
     reply: bytes
-    is_known: bool = False
-    """It has proven that it belongs to the job."""
+    is_claim: bool = True
+    """It said something that only agents say."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Register:
         try:
             claim = enrolment.claim_of(line)
         except WireError as err:
-            return _denied(str(err))
+            return _denied(str(err), is_claim=False)
         holder = self._holders.get(claim.place)
         kind = REDIAL if claim.is_redial else CLAIM
         key = self._secret if not claim.is_redial else holder.key if holder is not None else ""
@@ -141,7 +141,7 @@ class Register:
             holder.address = address
             return Admitted(claim.place, enrolment.welcome(proven), claim.program)
         if claim.place not in self._places:
-            return _denied(f"job {self._job} has no place {claim.place!r}", is_known=True)
+            return _denied(f"job {self._job} has no place {claim.place!r}")
         if holder is not None and holder.nonce != claim.nonce:
             reply = enrolment.denied(f"place {claim.place!r} has its agent already, at {holder.address}; the job ends")
             return ClaimedTwice(claim.place, holder.address, address, reply)
@@ -157,8 +157,8 @@ class Register:
         )
 
 
-def _denied(reason: str, is_known: bool = False) -> Denied:
-    return Denied(reason, enrolment.denied(reason), is_known)
+def _denied(reason: str, is_claim: bool = True) -> Denied:
+    return Denied(reason, enrolment.denied(reason), is_claim)
 
 
 # ---------------------------------------------------------------------- the sockets
@@ -203,7 +203,7 @@ class Listener:
         self._thread: Optional[threading.Thread] = None
         self._on_agent: Callable[[str, Connected], None]
         self._on_claimed_twice: Callable[[ClaimedTwice], None]
-        self._on_denied: Callable[[str, str], None]
+        self._on_denied: Callable[[str, str, bool], None]
 
     @property
     def port(self) -> int:
@@ -214,14 +214,14 @@ class Listener:
         self,
         on_agent: Callable[[str, Connected], None],
         on_claimed_twice: Callable[[ClaimedTwice], None],
-        on_denied: Callable[[str, str], None] = lambda address, reason: None,
+        on_denied: Callable[[str, str, bool], None] = lambda address, reason, is_claim: None,
     ) -> None:
         """Begin to let agents in. All three are called in the listener's thread, and must not wait.
 
         Args:
             on_agent: gets a place and a connection to its agent; it owns the connection from then on.
             on_claimed_twice: a second agent has claimed a place.
-            on_denied: gets the address of somebody who was refused or said nothing that makes sense, and why.
+            on_denied: gets the address of somebody who was refused, why, and whether they claimed to be an agent.
         """
         self._on_agent, self._on_claimed_twice, self._on_denied = on_agent, on_claimed_twice, on_denied
         self._thread = threading.Thread(target=self._run, name="listener", daemon=True)
@@ -325,13 +325,13 @@ class Listener:
         if isinstance(decision, ClaimedTwice):
             self._on_claimed_twice(decision)
         else:
-            self._on_denied(guest.address, decision.reason)
+            self._on_denied(guest.address, decision.reason, decision.is_claim)
         yield from enrolment.sent(tls, decision.reply)
         return None
 
     def _deny(self, guest: _Guest, reason: str) -> None:
         self._drop(guest)
-        self._on_denied(guest.address, reason)
+        self._on_denied(guest.address, reason, False)
 
     def _drop(self, guest: _Guest) -> None:
         self._forget(guest)

@@ -71,7 +71,7 @@ def test_a_man_in_the_middle_gets_nothing() -> None:
         thread.start()
         address = ("127.0.0.1", listening.getsockname()[1])
         with agent(here.credentials(addresses=(address,))) as dialing:
-            dialing.dialer.start()
+            dialing.dialer.begin()
             dialing.until(lambda: dialing.dialer.problems)
             thread.join(WAIT_S)
             [problem] = dialing.dialer.problems.values()
@@ -85,7 +85,7 @@ def test_a_coordinator_that_does_not_know_the_secret_is_not_believed(monkeypatch
     anybody = Admitted("0", enrolment.welcome("0" * 64, "1d" * 32))
     monkeypatch.setattr(Register, "decide", lambda self, line, nonce, address: anybody)
     with hall() as here, agent(here.credentials()) as dialing:
-        dialing.dialer.start()
+        dialing.dialer.begin()
         dialing.until(lambda: dialing.dialer.problems)
         assert list(dialing.dialer.problems.values()) == ["the other side does not know this job's secret"]
         assert not dialing.found
@@ -112,7 +112,7 @@ def test_an_agent_goes_on_dialing_until_there_is_a_coordinator(monkeypatch: pyte
     with closed_port() as port, hall() as here:
         credentials = here.credentials(addresses=(("127.0.0.1", port),))
         with agent(credentials) as dialing:
-            dialing.dialer.start()
+            dialing.dialer.begin()
             dialing.until(lambda: dialing.dialer.problems)
             dialing.dialer._credentials = here.credentials()
             dialing.until(lambda: dialing.found)
@@ -121,7 +121,7 @@ def test_an_agent_goes_on_dialing_until_there_is_a_coordinator(monkeypatch: pyte
 def test_an_address_that_never_answers_is_given_up_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dial, "ATTEMPT_S", 0.1)
     with silent_port() as port, agent(credentials(("127.0.0.1", port))) as dialing:
-        dialing.dialer.start()
+        dialing.dialer.begin()
         dialing.until(lambda: dialing.dialer.problems)
         assert dialing.dialer.problems == {f"127.0.0.1:{port}": "no answer within 0 s"}
         assert dialing.dialer.is_dialing
@@ -129,9 +129,9 @@ def test_an_address_that_never_answers_is_given_up_after_a_while(monkeypatch: py
 
 def test_a_stopped_dialer_leaves_nothing_in_the_loop() -> None:
     with silent_port() as port, agent(credentials(("127.0.0.1", port), ("127.0.0.1", port))) as dialing:
-        dialing.dialer.start()
+        dialing.dialer.begin()
         assert len(dialing.selector.get_map()) == 2
-        dialing.dialer.stop()
+        dialing.dialer.close()
         assert not dialing.selector.get_map()
         assert dialing.dialer.next_at == float("inf")
 
