@@ -155,7 +155,7 @@ def coordinate(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int = 
 
 
 def _run(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int) -> tuple[Outcome, Mapping[str, Swept]]:
-    channels = job.backend.connect(job.plan.hosts, job.plan.job)
+    channels = job.backend.channels(job.plan)
     job.backend.boot(channels)
     from distrun_runtime.coordinator import jobrun  # the client does not need it, and agents start meanwhile
 

@@ -113,6 +113,10 @@ class Backend(ABC):
         `job`: the job whose agents they are. Agents and guards carry its marks (`marks`), as its tasks do. Empty: none.
         """
 
+    def channels(self, plan: Plan) -> tuple[Channel, ...]:
+        """Return the channels of a job: one for each place of its plan, called as the place. See `connect`."""
+        return self.connect(plan.hosts, plan.job)
+
     def boot(self, channels: Sequence[Channel]) -> None:  # noqa: B027 - most have nothing to do
         """Begin what agents can do while the coordinator is not ready to hear them. Does nothing by default."""
 

@@ -159,6 +159,7 @@ class Warned:
     """An agent, or the channel to it, has something to say to the user."""
 
     host: str
+    """Empty: it is no host's."""
     text: str
 
 
@@ -215,6 +216,18 @@ class AgentLost:
 
 
 @dataclass(frozen=True)
+class PlaceClaimedTwice:
+    """A second agent, which knows the job's enrolment secret, claims the place of an agent that is there."""
+
+    host: str
+    """The place."""
+    first: str
+    """From where the agent dialled that has it."""
+    second: str
+    time: float = 0.0
+
+
+@dataclass(frozen=True)
 class Tick:
     """Nothing happened; time passed. `time` is our wall clock."""
 
@@ -262,6 +275,7 @@ Event = Union[
     Cut,
     Resumed,
     AgentLost,
+    PlaceClaimedTwice,
     Tick,
     Interrupt,
     Shown,

@@ -230,6 +230,7 @@ _RECORDED = {
     events.AgentEnding: "ending",
     events.Bye: "bye",
     events.AgentLost: "lost",
+    events.PlaceClaimedTwice: "claimed_twice",
     events.Interrupt: "interrupt",
 }
 """What is noted in events.jsonl, and under which name."""

@@ -142,7 +142,7 @@ class Supervisor:
 
     def _hear(self, event: events.Event) -> None:
         host = self.roster.hosts.get(getattr(event, "host", ""))
-        if host is None or isinstance(event, (events.AgentLost, events.StartFailed, events.PrepareFailed)):
+        if host is None or isinstance(event, _OF_NO_AGENT):
             return
         host.last_seen = self._now
         if host.is_suspect or host.silence_s:
@@ -292,6 +292,16 @@ class Supervisor:
         self._say(f"{host.name}: its agent ends all tasks there: {event.reason}", WARNING)
         if event.by_user or any(not task.is_over for task in self.roster.on_host(event.host)):
             self._fail(failures.agent_ended(event.host, event.reason, event.by_user, event.time + host.skew_s))
+
+    def _on_warned(self, event: events.Warned) -> None:
+        self._say(f"{event.host}: {event.text}" if event.host else event.text, WARNING)
+
+    def _on_claimed_twice(self, event: events.PlaceClaimedTwice) -> None:
+        cause = failures.claimed_twice(event.host, event.first, event.second, event.time)
+        if self.phase in UNDECIDED:
+            self._fail(cause)
+        else:
+            self._say(cause.text, WARNING)
 
     def _on_bye(self, event: events.Bye) -> None:
         host = self.roster.hosts[event.host]
@@ -533,6 +543,8 @@ def _how(task: ends.TaskResult) -> str:
     return f"signal {task.signal}" if task.signal is not None else f"exit code {task.code}"
 
 
+_OF_NO_AGENT = (events.AgentLost, events.StartFailed, events.PrepareFailed, events.PlaceClaimedTwice)
+"""They name a host, and are no sign of life of its agent."""
 _HANDLERS: Dict[type, Callable[[Supervisor, Any], None]] = {
     events.AgentHello: Supervisor._on_hello,
     events.Settled: Supervisor._on_settled,
@@ -546,10 +558,11 @@ _HANDLERS: Dict[type, Callable[[Supervisor, Any], None]] = {
     events.Output: Supervisor._on_output,
     events.Exited: Supervisor._on_exited,
     events.Cleared: Supervisor._on_cleared,
-    events.Warned: lambda supervisor, event: supervisor._say(f"{event.host}: {event.text}", WARNING),
+    events.Warned: Supervisor._on_warned,
     events.AgentEnding: Supervisor._on_agent_ending,
     events.Bye: Supervisor._on_bye,
     events.AgentLost: Supervisor._on_lost,
+    events.PlaceClaimedTwice: Supervisor._on_claimed_twice,
     events.Interrupt: Supervisor._on_interrupt,
     events.Tick: Supervisor._on_tick,
 }
