@@ -26,10 +26,12 @@ from distrun.request import BUNDLED, COMMAND, Request, Setting, check_tuning, ex
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.folder import identity
 from distrun_runtime.contract.plan import (
+    HOLD,
     ROLES,
     SCHEDULER,
     SERVER,
     SERVER_MODULES,
+    STOP,
     WORKER,
     Host,
     Place,
@@ -239,6 +241,7 @@ def make_plan(request: Request, allocation: Allocation, setup: Setup) -> tuple[P
         hosts=tuple(_host(request, layout, allocation, name) for name in layout.nodes),
         tasks=tasks,
         limits=request.limits,
+        on_eof=HOLD if request.reconnect else STOP,
         interface=request.interface,
         subnet=request.subnet,
         unset=() if request.keep_outer_env else environ.stale_names(),

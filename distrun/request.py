@@ -105,6 +105,8 @@ class Request:
     """Modules with the user's update rules, which our servers import."""
     scheduler_host: str = ""
     limits: Limits = field(default_factory=Limits)
+    reconnect: bool = False
+    """Tasks of a host whose connection is cut go on until its agent's lease ends, and the connection is made again."""
     op_timeout_s: float | None = None
     start_timeout_s: float | None = None
     """For the stores; `limits.start_s` is the launcher's own."""
@@ -149,6 +151,11 @@ class Request:
             raise UsageError(
                 f"--lost-after {self.limits.lost_s:g} is less than --suspect-after {self.limits.suspect_s:g}",
                 "a host is first suspect, then lost",
+            )
+        if self.reconnect and self.launcher == "local":
+            raise UsageError(
+                "--reconnect: a job on this machine has no connections that could be cut",
+                "leave it out, or name hosts with -H FILE or --hosts a,b",
             )
         if self.name and not re.fullmatch(r"[\w.+@:-]{1,64}", self.name):
             raise UsageError(f"--name: expected up to 64 letters, digits or . _ + @ : -, found {self.name!r}")

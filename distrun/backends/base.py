@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distrun_runtime.contract.plan import Host, Plan
+from distrun_runtime.contract.plan import HOLD, Host, Plan
 
 if TYPE_CHECKING:
     from distrun.hosts import HostSpec, Inventory
@@ -107,15 +107,16 @@ class Backend(ABC):
         """Return what would be executed. No effects."""
 
     @abstractmethod
-    def connect(self, hosts: Sequence[Host], job: str = "") -> tuple[Channel, ...]:
+    def connect(self, hosts: Sequence[Host], job: str = "", holds_s: float = 0.0) -> tuple[Channel, ...]:
         """Return one channel for each host. Nothing is started before a channel's own `start`.
 
         `job`: the job whose agents they are. Agents and guards carry its marks (`marks`), as its tasks do. Empty: none.
+        `holds_s`: how long agents go on without a connection, so that it can be made again; 0: they do not.
         """
 
     def channels(self, plan: Plan) -> tuple[Channel, ...]:
         """Return the channels of a job: one for each place of its plan, called as the place. See `connect`."""
-        return self.connect(plan.hosts, plan.job)
+        return self.connect(plan.hosts, plan.job, plan.limits.lease_s if plan.on_eof == HOLD else 0.0)
 
     def boot(self, channels: Sequence[Channel]) -> None:  # noqa: B027 - most have nothing to do
         """Begin what agents can do while the coordinator is not ready to hear them. Does nothing by default."""

@@ -53,7 +53,7 @@ class Local(Backend):
         """Return the agent's command."""
         return Rendered({host.name: _argv() for host in plan.hosts}, "the agent's modules, then frames")
 
-    def connect(self, hosts: Sequence[Host], job: str = "") -> tuple[Channel, ...]:
+    def connect(self, hosts: Sequence[Host], job: str = "", holds_s: float = 0.0) -> tuple[Channel, ...]:
         """Return the channel to the one agent."""
         return tuple(ChildChannel(host.name, _argv(), marks(job, host.name)) for host in hosts)
 

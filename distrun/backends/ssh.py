@@ -68,12 +68,13 @@ class Ssh(Backend):
             commands[host.name] = tuple(argv)
         return Rendered(commands, "the agent's modules, then frames")
 
-    def connect(self, hosts: Sequence[Host], job: str = "") -> tuple[Channel, ...]:
+    def connect(self, hosts: Sequence[Host], job: str = "", holds_s: float = 0.0) -> tuple[Channel, ...]:
         """Return one channel for each host."""
         agent = blob.agent()
         targets = [(host.name, _target(host)) for host in hosts]
         return tuple(
-            SshChannel(name, target, _command(target, job, name), agent, self._connector) for name, target in targets
+            SshChannel(name, target, _command(target, job, name), agent, self._connector, holds_s=holds_s)
+            for name, target in targets
         )
 
     def release(self, channels: Sequence[Channel], limit_s: float) -> tuple[str, ...]:

@@ -148,6 +148,7 @@ def _request(
         server_imports=options["server_imports"],
         scheduler_host=options["scheduler_host"],
         limits=_limits(options),
+        reconnect=options["reconnect"],
         op_timeout_s=options["op_timeout"],
         start_timeout_s=options["start_timeout"],
         keep_outer_env=options["keep_outer_env"],

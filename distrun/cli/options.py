@@ -127,6 +127,11 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
         show_default=True,
         help="Silence after which a host is lost (exit code 7); its own tasks end half as long after.",
     ),
+    click.option(
+        "--reconnect",
+        is_flag=True,
+        help="Connect again to a host whose connection is cut; its tasks go on for 1.5 times --lost-after meanwhile.",
+    ),
     seconds(
         "--op-timeout",
         variable="DISTRUN_OP_TIMEOUT",

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
+import secrets
 import threading
 import time
 
+from distrun.ssh import redial, remote
 from distrun.ssh.abort import Abort, Aborted
 from distrun.ssh.connector import Connector
 from distrun.ssh.failure import SshFailure, unforeseen
 from distrun.ssh.link import Link
 from distrun.ssh.target import Target
+from distrun_runtime.contract.wire import Frame
 from distrun_runtime.coordinator.channel import Put, SessionChannel
 from distrun_runtime.coordinator.events import StartFailed, Warned
+from distrun_runtime.errors import RuntimeFault
 
 RETRIES = 3
 """Further attempts where the host dropped the connection before the key exchange."""
@@ -21,10 +26,16 @@ TURN_S = 15.0
 """An agent that has not greeted by then (a slow disk, a shell that waits) does not hold up other hosts any more."""
 PAUSE_S = 0.5
 """Before the first further attempt, give or take half; doubled each time."""
+PAUSE_LIMIT_S = 5.0
+"""The longest pause while an agent is dialled again."""
+SILENCE = 3
+"""A connection is given up for another one when nothing came for this part of the lease."""
 
 
 class SshChannel(SessionChannel):
     """One host: connects, starts the agent, and carries frames. Two threads of its own, one reads and one writes.
+
+    If the agent holds, it is dialled again when its connection is cut, until it leaves or the channel is killed.
 
     Args:
         host: `Host.name` of the plan.
@@ -32,10 +43,15 @@ class SshChannel(SessionChannel):
         command: starts the agent there.
         program: what the agent reads first.
         connector: shared by the channels of a launch.
+        holds_s: how long the agent goes on without a connection; 0: its end is the agent's.
     """
 
-    def __init__(self, host: str, target: Target, command: str, program: bytes, connector: Connector) -> None:
-        super().__init__(host)
+    def __init__(
+        self, host: str, target: Target, command: str, program: bytes, connector: Connector, *, holds_s: float = 0.0
+    ) -> None:
+        super().__init__(host, holds=holds_s > 0)
+        self._silence_s = holds_s / SILENCE if holds_s else math.inf
+        self._key = secrets.token_hex(32) if holds_s else ""
         self._target = target
         self._command = command
         self._program = program
@@ -51,6 +67,17 @@ class SshChannel(SessionChannel):
         What tells is the end of the connection: the guard holds it open until it has ended.
         """
         return not (self.greeted and self.was_used) or self._ended
+
+    @property
+    def holds(self) -> bool:
+        """Whether the agent can be reached again when this connection ends."""
+        return super().holds and bool(self.waiting_at)
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame. The agent is told by what it will know another connection."""
+        if self._key and frame.type == "begin":
+            frame = Frame(dict(frame.header, resume_key=self._key), frame.body)
+        super().send(frame)
 
     def start(self, put: Put) -> None:
         """Connect, in a thread of its own."""
@@ -81,6 +108,7 @@ class SshChannel(SessionChannel):
         for attempt in range(RETRIES + 1):
             try:
                 self._serve()
+                self._redial()
                 return
             except Aborted:
                 self._say(StartFailed(self._host, "it was given up before its agent had answered", time.time()))
@@ -117,12 +145,58 @@ class SshChannel(SessionChannel):
             def glance() -> None:
                 if self.greeted or time.monotonic() >= patient_until:
                     turn.close()
+                self._glance()
 
             try:
                 reason = self.serve(link, self._program, glance=glance)
             except Exception as err:
                 reason = unforeseen(err).text
         self._end(link, reason)
+
+    def _glance(self) -> None:
+        """Give up a connection that brings nothing, where another can be made: it may be cut where we do not see it."""
+        silence_s = time.monotonic() - self.heard_at
+        if silence_s >= self._silence_s and self.holds:
+            raise OSError(f"nothing came for {silence_s:.0f} s")
+
+    def _redial(self) -> None:
+        """Make one connection after another while the agent holds."""
+        pause_s = PAUSE_S
+        try:
+            while self.holds:
+                self._abort.wait(pause_s * random.uniform(0.75, 1.25))
+                pause_s = PAUSE_S if self._return() else min(2 * pause_s, PAUSE_LIMIT_S)
+        except Aborted:
+            self.ended("it was given up while its connection was cut", when=time.time())
+
+    def _return(self) -> bool:
+        """Make one connection to the agent that waits, and serve it to its end; return whether it was made.
+
+        Raises:
+            Aborted: it was given up.
+        """
+        command = remote.command(redial.RELAY, self._target.python, [self.waiting_at])
+        with self._connector.turn(self._abort):
+            try:
+                link = self._connector.open(self._target, command, self._abort)
+            except SshFailure:
+                return False
+            ahead, fault = b"", ""
+            try:
+                ahead = redial.prove(link, self._key, TURN_S, self._abort)
+            except (RuntimeFault, OSError, EOFError, Aborted) as err:
+                fault = str(err) or type(err).__name__
+        if fault:
+            words = link.finish()
+            self._abort.check()
+            if redial.GONE in words:
+                self.is_over = True
+                self.ended("its agent ended while its connection was cut", when=time.time())
+                raise Aborted
+            return False
+        reason = self.serve(link, ahead=ahead, glance=self._glance)
+        self._end(link, reason)
+        return True
 
     def _warn(self, text: str) -> None:
         self._say(Warned(self._host, text))
@@ -136,5 +210,6 @@ class SshChannel(SessionChannel):
                 raise Aborted
             raise link.explain(words, self.noise)
         self._ended = self.is_leaving and (not was_ours or not self.said_bye)
-        self.close()
+        if not self.holds:
+            self.close()
         self.ended(reason, words, now)

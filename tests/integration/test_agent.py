@@ -397,7 +397,7 @@ def test_hello_introduces_agent_and_guard() -> None:
     driver = AgentDriver(shell("true"))
     try:
         hello = driver.hello()
-        assert driver.banner.startswith(b"DISTRUN/2 ")
+        assert driver.banner.startswith(b"DISTRUN/3 ")
         assert hello["seq"] == 1
         for name in ("agent", "guard"):
             who = hello[name]

@@ -475,6 +475,86 @@ def test_sshd_may_restart_while_a_job_runs(lab: Site) -> None:
     assert job.ends() == 0
 
 
+# Connections that are made again (--reconnect).
+
+COUNTS = "echo up; for i in $(seq 1000); do echo line $i; sleep 0.002; done; " + WHEN_TOLD + "echo end"
+LINES = ["up", *("line %d" % (i + 1) for i in range(1000)), "end"]
+
+
+def lines(job: Job, task: str) -> list[str]:
+    return [line.split(" | ")[1] for line in job.out.splitlines() if line.startswith(task)]
+
+
+@pytest.mark.parametrize("transport", ["fabric", "openssh"])
+def test_a_connection_that_is_killed_in_the_middle_of_output_is_made_again_and_no_line_is_lost(
+    transport: str, lab: Site
+) -> None:
+    job = Job(lab, COUNTS, "--reconnect", "--transport", transport)
+    for _ in range(2):
+        above = agents(lab, "h2")[0].parent  # the sshd process of this connection
+        count = job.err.count("h2: reconnected after")
+        os.kill(connection_of(lab, above), signal.SIGKILL)
+        wait_until(lambda count=count: job.err.count("h2: reconnected after") > count, LIMIT_S, "h2 is back")  # type: ignore[misc]
+    assert "h2: connection lost, trying again" in job.err
+    job.go("h1", "h2")
+    assert job.ends() == 0, job.err
+    for task in ("worker-0@h1", "worker-1@h2"):
+        assert lines(job, task) == LINES
+    nothing_stays(lab)
+
+
+@pytest.mark.parametrize("transport", ["fabric", "openssh"])
+def test_a_link_that_is_cut_for_less_than_the_lease_costs_no_line(transport: str, lab: Site) -> None:
+    """Cut for longer than --lost-after, after which such a host would be lost otherwise; the lease is 12 s."""
+    words = ("--suspect-after", "2", "--lost-after", "8", "--connect-timeout", "2", "--transport", transport)
+    job = Job(lab, COUNTS, "--reconnect", *words)
+    lab["h2"].down()
+    begin = time.monotonic()
+    wait_until(lambda: "h2: connection lost" in job.err, LIMIT_S, "the cut is noticed")
+    wait_until(lambda: time.monotonic() - begin > 8.5, LIMIT_S, "the link is down for longer than --lost-after")
+    lab["h2"].up()
+    wait_until(lambda: "h2: reconnected after" in job.err, LIMIT_S, "h2 is back")
+    job.go("h1", "h2")
+    assert job.ends() == 0, job.err
+    for task in ("worker-0@h1", "worker-1@h2"):
+        assert lines(job, task) == LINES
+    nothing_stays(lab)
+
+
+def test_a_link_that_is_cut_for_longer_than_the_lease_loses_the_host(lab: Site) -> None:
+    job = Job(lab, OBEYS, "--reconnect", *SHORT)
+    lab["h2"].down()
+    assert job.running.wait(LIMIT_S) == 7, job.err
+    assert "h2: connection lost, trying again" in job.err
+    assert "h2" in job.outcome["message"]
+    lab["h2"].up()
+    nothing_stays(lab)  # the lease of the agent on h2 has ended
+
+
+def test_the_agents_of_a_coordinator_that_was_killed_end_all_with_their_leases(lab: Site) -> None:
+    job = Job(lab, OBEYS, "--reconnect", *SHORT)
+    os.kill(job.running.coordinator(), signal.SIGKILL)
+    assert job.running.wait(LIMIT_S) == 8, job.err
+    assert job.lab.marked(job.id), "its tasks go on until then"
+    nothing_stays(lab)
+
+
+def test_a_job_that_is_stopped_while_a_connection_is_cut_leaves_nothing(lab: Site) -> None:
+    job = Job(lab, OBEYS, "--reconnect", *SHORT)
+    lab["h2"].down()
+    wait_until(lambda: "h2: connection lost" in job.err, LIMIT_S, "the cut is noticed")
+    job.running.signal(signal.SIGINT)
+    lab["h2"].up()
+    assert job.running.wait(LIMIT_S) == 130, job.err
+    nothing_stays(lab)
+
+
+def connection_of(lab: Site, pid: int) -> int:
+    """Return the newest process of sshd on h2 that carries a connection of a job: the relay's, or else the agent's."""
+    relays = [each for each in lab.strangers() if each.host == "h2" and b"copy(s.recv" in each.command]
+    return relays[0].parent if relays else pid
+
+
 # The agents.
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,8 @@ from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract import process, wire
 from distrun_runtime.contract.plan import Host, Limits, Plan, Task
 from distrun_runtime.contract.process import Identity
+from distrun_runtime.contract.session import Session
+from distrun_runtime.coordinator import frames
 
 WAIT_S = 60.0
 HOST = "here"
@@ -83,7 +86,10 @@ class AgentDriver:
         """Acknowledge output as it arrives."""
         self.banner = b""
         self._taken = 0
-        self._decoder = wire.Decoder()
+        self._sock: socket.socket | None = None
+        """Another connection than the pipes."""
+        self._session = Session()
+        self._session.connect()
         self.child = subprocess.Popen(
             blob.command(python),
             stdin=subprocess.PIPE,
@@ -97,9 +103,13 @@ class AgentDriver:
     # Saying
 
     def say(self, kind: str, **members: object) -> None:
-        self._send(wire.encode(dict(members, type=kind)))
+        self.send(wire.Frame(dict(members, type=kind)))
 
     def begin(self, token: str = "c0ffee", **members: object) -> wire.Frame:
+        self.say_begin(token, **members)
+        return self.wait("ready", "refused")
+
+    def say_begin(self, token: str = "c0ffee", **members: object) -> None:
         fields: dict[str, object] = {
             "version": wire.VERSION,
             "plan": plans.to_json(self.plan),
@@ -109,10 +119,17 @@ class AgentDriver:
         }
         fields.update(members)
         self.say("begin", **fields)
-        return self.wait("ready", "refused")
 
-    def send(self, data: bytes) -> None:
-        """Send a frame as it is."""
+    def send(self, message: wire.Frame | frames.Large) -> None:
+        """Send a frame, or a large body as far as the agent takes it: the rest leaves as it is heard."""
+        if isinstance(message, frames.Large):
+            self._session.send_large(*message)
+        else:
+            self._session.say(*message)
+        self._flush()
+
+    def raw(self, data: bytes) -> None:
+        """Send bytes as they are."""
         self._send(data)
 
     def spawn(self, name: str = "worker-0", **env: str) -> wire.Frame:
@@ -122,9 +139,33 @@ class AgentDriver:
     def stop(self, *names: str, ladder: Sequence[tuple[str, float]] = (("TERM", 5.0), ("KILL", 0))) -> None:
         self.say("stop", tasks=names, ladder=ladder)
 
+    def cut(self) -> None:
+        """End the connection; what was said is kept for another."""
+        for pipe in (self.child.stdin, self.child.stdout):
+            assert pipe is not None
+            pipe.close()
+        self._session.cut()
+        self._sock = None
+
+    def resume(self, sock: socket.socket) -> None:
+        """Go on over another connection."""
+        if self._sock is not None:
+            self._sock.close()
+        self._sock = sock
+        self._session.connect()
+        self._flush()
+
     def close_input(self) -> None:
         assert self.child.stdin is not None
         self.child.stdin.close()
+
+    def close(self) -> None:
+        """Close every end of ours."""
+        if self._sock is not None:
+            self._sock.close()
+        for pipe in (self.child.stdin, self.child.stdout):
+            if pipe is not None:
+                pipe.close()
 
     # Hearing
 
@@ -150,11 +191,12 @@ class AgentDriver:
     def hear(self, limit_s: float) -> bool:
         """Take what arrives next; return False at the end of the stream. Waits up to `limit_s`."""
         assert self.child.stdout is not None
+        source = self._sock.fileno() if self._sock is not None else self.child.stdout.fileno()
         with selectors.DefaultSelector() as selector:
-            selector.register(self.child.stdout, selectors.EVENT_READ)
+            selector.register(source, selectors.EVENT_READ)
             if not selector.select(limit_s):
                 return True
-        data = os.read(self.child.stdout.fileno(), 1 << 20)
+        data = os.read(source, 1 << 20)
         if not data:
             return False
         if b"\n" not in self.banner:
@@ -163,7 +205,10 @@ class AgentDriver:
             if not newline:
                 return True
             self.banner = head + newline
-        for frame in self._decoder.feed(data):
+        found = self._session.feed(data)
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            self._flush()
+        for frame in found:
             if frame.type == "output":
                 self._keep(frame)
             else:
@@ -220,7 +265,14 @@ class AgentDriver:
             with contextlib.suppress(BrokenPipeError, ValueError):
                 self.say("ack", task=name, stream=stream, offset=len(kept))
 
+    def _flush(self) -> None:
+        while self._session.is_ready:
+            self._send(self._session.next())
+
     def _send(self, data: bytes) -> None:
+        if self._sock is not None:
+            self._sock.sendall(data)
+            return
         assert self.child.stdin is not None
         view = memoryview(data)
         while view:
@@ -245,9 +297,7 @@ def agent(*tasks: Task, **members: object) -> Iterator[AgentDriver]:
         driver.wait("hello")
         yield driver
     finally:
-        for pipe in (driver.child.stdin, driver.child.stdout):
-            if pipe is not None:
-                pipe.close()
+        driver.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             driver.child.wait(30)
         for row in process.table():

@@ -54,7 +54,7 @@ class ScriptedAgent:
             data = os.read(self._in, 65536)
             if not data:
                 raise EOFError
-            self._ready += self._decoder.feed(data)
+            self._ready += [frame for frame in self._decoder.feed(data) if frame.type not in ("received", "credit")]
         frame = self._ready.pop(0)
         self.heard.append(frame)
         return frame

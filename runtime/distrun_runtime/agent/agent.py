@@ -22,7 +22,7 @@ from distrun_runtime.agent.record import Record
 from distrun_runtime.agent.share import Share, take
 from distrun_runtime.agent.stopping import Stopping, StopSequence
 from distrun_runtime.contract import facts, process, wire
-from distrun_runtime.contract.plan import HOLD
+from distrun_runtime.contract.plan import HOLD, STOP
 from distrun_runtime.contract.process import Identity, Process
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
 
@@ -263,12 +263,14 @@ class Agent:
         if self._return is not None and not self._channel.fault:
             self._channel.cut()
             self._return.begin()
-            return  # the tasks go on until the lease ends
+            return  # as below
         self._channel.is_over = True
         if self._channel.fault:
             self._warn(f"the coordinator's stream cannot be read on: {self._channel.fault}")
-        self._runner.discards_output = self._channel.is_broken
-        self._leave(self._gentle(), facts.EXIT_TERMINATED)
+        if self._share is None or self._share.plan.on_eof == STOP:
+            self._runner.discards_output = self._channel.is_broken
+            self._leave(self._gentle(), facts.EXIT_TERMINATED)
+        # Otherwise the tasks go on until the lease ends.
 
     def _on_guard_end(self) -> None:
         self._selector.unregister(self._guard.alive)
@@ -312,7 +314,9 @@ class Agent:
             return None
         from distrun_runtime.agent.waiting import Waiting  # most agents have one connection
 
-        return Waiting(share.folder, str(header["resume_key"]), self._selector, self._on_connection)
+        waiting = Waiting(share.folder, str(header["resume_key"]), self._selector, self._on_connection)
+        self._say("holding", path=waiting.path)
+        return waiting
 
     def _prepare(self, steps: preflight.Steps, on_done: Callable[[Share], None]) -> None:
         self._preflight = Preflight(
@@ -332,9 +336,6 @@ class Agent:
     def _settle(self, header: Dict[str, Any]) -> None:
         del header
         share = self._share
-        if share is not None and self._is_settled and self._is_prepared and not self._is_leaving:
-            self._say("settled", python=dict(share.python))  # it is the first one again
-            return
         if share is None or not self._is_prepared or self._is_settled or self._is_leaving:
             self._warn("`settle` was ignored: nothing is to be settled")
             return

@@ -56,7 +56,7 @@ class TaskRunner:
         except CannotStart as err:
             nothing = {"signal": None, "stopped": False, "out": 0, "err": 0, "max_rss_kb": 0, "cpu_s": 0.0}
             ended = {"code": err.code, "reason": str(err), "time": time.time(), **nothing}
-            self._say_again(task.name, "exited", {"task": task.name, "attempt": attempt, **ended})
+            self._say("exited", task=task.name, attempt=attempt, **ended)
             return False
         self.tasks[task.name] = running
         for outlet in running.outlets:
@@ -64,8 +64,8 @@ class TaskRunner:
         self._selector.register(
             running.publisher.descriptor or 0, selectors.EVENT_READ, lambda: self._on_publish(running)
         )
-        who = {"pid": running.leader.pid, "start": running.leader.start, "time": running.started}
-        self._say_again(task.name, "started", {"task": task.name, "attempt": attempt, **who})
+        leader, started = running.leader, running.started
+        self._say("started", task=task.name, attempt=attempt, pid=leader.pid, start=leader.start, time=started)
         return True
 
     def repeat(self, name: str, attempt: int) -> bool:
@@ -80,9 +80,9 @@ class TaskRunner:
             self._channel.say(kind, **members)
         return True
 
-    def _say_again(self, name: str, kind: str, members: Dict[str, object]) -> None:
+    def _say(self, kind: str, /, **members: object) -> None:
         """Say how a task started or ended, and remember it for `repeat`."""
-        self._said.setdefault(name, []).append((kind, members))
+        self._said.setdefault(str(members["task"]), []).append((kind, members))
         self._channel.say(kind, **members)
 
     def reap(self) -> int:
@@ -151,9 +151,8 @@ class TaskRunner:
             self._pump(outlet)
         self._on_publish(running)
         out, err = (outlet.total for outlet in running.outlets)
-        who = {"task": running.task.name, "attempt": running.attempt}
-        ended = {"time": now, "stopped": running.was_signalled, "out": out, "err": err, **facts}
-        self._say_again(running.task.name, "exited", {**who, **ended})
+        name, stopped = running.task.name, running.was_signalled
+        self._say("exited", task=name, attempt=running.attempt, time=now, stopped=stopped, out=out, err=err, **facts)
 
     def _on_output(self, running: RunningTask, outlet: Outlet) -> None:
         # An unfinished line goes first, such as a progress bar on stderr: what came on stdout came after its end.
@@ -203,8 +202,8 @@ class TaskRunner:
 
     def _pump(self, outlet: Outlet, **window: int) -> None:
         def send(offset: int, data: bytes) -> None:
-            who = {"task": outlet.task, "stream": outlet.stream, "attempt": outlet.attempt}
-            self._channel.say("output", data, offset=offset, **who)
+            name, attempt = outlet.task, outlet.attempt
+            self._channel.say("output", data, task=name, stream=outlet.stream, attempt=attempt, offset=offset)
 
         outlet.pump(send, self._channel.takes_output, **window)
 

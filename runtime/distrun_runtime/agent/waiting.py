@@ -96,7 +96,7 @@ class Waiting:
         if answer and guest.send(answer):
             self._selector.unregister(guest.descriptor)
             del self._guests[guest.descriptor]
-            self._on_connection(Socket(guest.socket), b"")
+            self._on_connection(Socket(guest.socket), guest.rest)
         elif answer:
             self._dismiss(guest)
 
@@ -115,6 +115,8 @@ class _Guest:
         self.descriptor = connection.fileno()
         self.until = until
         self.nonce = os.urandom(16).hex()
+        self.rest = b""
+        """What it sent after its proof."""
         self._received = b""
 
     def is_of_this_user(self) -> bool:
@@ -145,11 +147,9 @@ class _Guest:
         self._received += data
         if not data or len(self._received) > PROOF_BYTES:
             raise WireError("it does not prove who it is")
-        # Nothing follows the proof before it was answered.
-        frames = wire.Decoder().feed(self._received)
-        if not frames:
+        frame, self.rest = wire.first(self._received)
+        if frame is None:
             return b""
-        [frame] = frames
         theirs = str(frame.header["nonce"])
         if frame.type != "prove" or not session.is_proof(
             str(frame.header["proof"]), key, session.COORDINATOR, self.nonce, theirs

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from typing import Any, Dict, Iterator, List, NamedTuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 from distrun_runtime.errors import WireError
 
@@ -63,6 +63,20 @@ def head(header: Dict[str, Any]) -> bytes:
     if len(data) > HEADER_LIMIT:
         raise WireError("a frame header of %d bytes is over the limit of %d" % (len(data), HEADER_LIMIT))
     return _LENGTH.pack(len(data)) + data
+
+
+def first(data: bytes) -> Tuple[Optional[Frame], bytes]:
+    """Return the first frame of `data` and what comes after it; None and `data` if it is not whole.
+
+    Raises:
+        WireError: as `Decoder.feed`.
+    """
+    decoder = Decoder()
+    for end in range(1, len(data) + 1):  # short frames of a handshake only
+        frames = decoder.feed(data[end - 1 : end])
+        if frames:
+            return frames[0], data[end:]
+    return None, data
 
 
 class Decoder:

@@ -52,6 +52,8 @@ class Spawn:
     host: str
     task: str
     env: Mapping[str, str] = field(default_factory=dict)
+    attempt: int = 0
+    """How often it was started before."""
 
 
 @dataclass(frozen=True)

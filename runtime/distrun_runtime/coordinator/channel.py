@@ -17,7 +17,7 @@ from distrun_runtime.contract import wire
 from distrun_runtime.contract.session import Session, Source
 from distrun_runtime.coordinator import frames
 from distrun_runtime.coordinator.connection import Connection, Pipes
-from distrun_runtime.coordinator.events import AgentLost, Bye, Cut, Event, Pong, Resumed, StartFailed, Warned
+from distrun_runtime.coordinator.events import AgentLost, Bye, Cut, Event, Holding, Pong, Resumed, StartFailed, Warned
 from distrun_runtime.errors import RuntimeFault, WireError
 
 Put = Callable[[Event], None]
@@ -166,6 +166,8 @@ class SessionChannel:
         self.is_killed = False
         self.heard_at = time.monotonic()
         """When the last bytes came."""
+        self.waiting_at = ""
+        """Where on its host the agent waits for another connection; empty: nowhere."""
         self._host = host
         self._holds = holds
         self._greets = greets
@@ -185,9 +187,8 @@ class SessionChannel:
     @property
     def holds(self) -> bool:
         """Whether a cut is not the end: so if it was asked for, and the agent was there and does not leave."""
-        return (
-            self._holds and self._inlet.greeted and not (self._inlet.is_leaving or self._is_closing or self.is_killed)
-        )
+        ends = self.is_over or self._inlet.is_leaving or self._is_closing or self.is_killed
+        return self._holds and self._inlet.greeted and not ends
 
     @property
     def greeted(self) -> bool:
@@ -305,7 +306,7 @@ class SessionChannel:
         `words`: what else is known of it. `when`: wall clock, seconds.
         """
         if reason:
-            kind = Cut if self.holds and not self.is_over else AgentLost
+            kind = Cut if self.holds else AgentLost
             self._say(kind(self._host, f"{reason}: {words}" if words else reason, when))
 
     def serve(
@@ -376,7 +377,10 @@ class SessionChannel:
             if self._session.is_resumed and not was_resumed:
                 self._say(Resumed(self._host))
             for event in found:
-                self._say(event)
+                if isinstance(event, Holding):
+                    self.waiting_at = event.path
+                else:
+                    self._say(event)
             if self._session.is_ready or had_greeted != self._inlet.greeted:
                 self.changed.notify_all()
 

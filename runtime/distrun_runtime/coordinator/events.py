@@ -103,6 +103,8 @@ class Started:
     pid: int
     start: str = ""
     time: float = 0.0
+    attempt: int = 0
+    """How often the task was started before."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ class Output:
     stream: str
     offset: int
     data: bytes
+    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,7 @@ class Exited:
     err: int = 0
     max_rss_kb: int = 0
     cpu_s: float = 0.0
+    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -188,6 +192,14 @@ class Bye:
     """An agent has ended whatever was left and goes."""
 
     host: str
+
+
+@dataclass(frozen=True)
+class Holding:
+    """An agent that goes on without a connection waits for another one at this path on its host. For its channel."""
+
+    host: str
+    path: str
 
 
 @dataclass(frozen=True)
@@ -272,6 +284,7 @@ Event = Union[
     AgentEnding,
     Pong,
     Bye,
+    Holding,
     Cut,
     Resumed,
     AgentLost,

@@ -46,7 +46,7 @@ def _output(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -
     stream, offset = header["stream"], int(header["offset"])
     if stream not in ("out", "err") or offset < 0:
         raise ValueError(f"stream {stream!r}, offset {offset}")
-    return events.Output(host, str(header["task"]), stream, offset, body)
+    return events.Output(host, str(header["task"]), stream, offset, body, int(header.get("attempt", 0)))
 
 
 def _exited(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
@@ -62,12 +62,14 @@ def _exited(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -
         err=int(header.get("err", 0)),
         max_rss_kb=int(header.get("max_rss_kb") or 0),
         cpu_s=float(header.get("cpu_s") or 0.0),
+        attempt=int(header.get("attempt", 0)),
     )
 
 
 def _started(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
     time = float(header.get("time", arrived))
-    return events.Started(host, str(header["task"]), int(header["pid"]), str(header.get("start", "")), time)
+    pid, start, attempt = int(header["pid"]), str(header.get("start", "")), int(header.get("attempt", 0))
+    return events.Started(host, str(header["task"]), pid, start, time, attempt)
 
 
 def _published(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
@@ -117,6 +119,7 @@ _EVENTS: Dict[str, Callable[[str, Mapping[str, Any], bytes, float], events.Event
     "ending": _ending,
     "pong": lambda host, header, body, arrived: events.Pong(host, int(header.get("n", 0))),
     "refused": _refused,
+    "holding": lambda host, header, body, arrived: events.Holding(host, str(header["path"])),
     "need": lambda host, header, body, arrived: events.Needed(host, str(header["digest"])),
     "answer": _answer,
     "bye": lambda host, header, body, arrived: events.Bye(host),
@@ -157,7 +160,7 @@ def settle(action: Settle) -> wire.Frame:
 
 def spawn(action: Spawn) -> wire.Frame:
     """Return the frame that starts a task."""
-    return wire.Frame({"type": "spawn", "task": action.task, "env": dict(action.env)})
+    return wire.Frame({"type": "spawn", "task": action.task, "attempt": action.attempt, "env": dict(action.env)})
 
 
 def stop(action: StopTasks) -> wire.Frame:

@@ -229,6 +229,8 @@ _RECORDED = {
     events.Warned: "warning",
     events.AgentEnding: "ending",
     events.Bye: "bye",
+    events.Cut: "cut",
+    events.Resumed: "resumed",
     events.AgentLost: "lost",
     events.PlaceClaimedTwice: "claimed_twice",
     events.Interrupt: "interrupt",

@@ -33,6 +33,8 @@ class HostState:
     last_seen: float = 0.0
     """`now` of its last event."""
     is_suspect: bool = False
+    cut_at: float = -1.0
+    """`now` when its connection was cut; negative: it is not."""
     silence_s: float = 0.0
     """For how long it was silent, at most, when tasks elsewhere had lost those on it; 0: nothing was lost so."""
     skew_s: float = 0.0
@@ -48,6 +50,11 @@ class HostState:
     def has_answered(self) -> bool:
         """Whether it is known if the host can be used."""
         return self.is_ready or self.is_gone
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether its connection is being made again."""
+        return self.cut_at >= 0
 
     @property
     def was_ended(self) -> bool:

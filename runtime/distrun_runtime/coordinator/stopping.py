@@ -95,7 +95,8 @@ class StopSequence:
             if host.is_gone:
                 continue
             if host.was_ended:
-                if now >= host.ended_at + (END_S if host.greeted else ABSENT_S):
+                is_awaited = host.is_cut and self.level < KILL_ALL  # until it is reached again, or lost
+                if now >= host.ended_at + (END_S if host.greeted else ABSENT_S) and not is_awaited:
                     host.is_gone = True
                     self._survive(host)
                     actions.append(Drop(host.name))

@@ -142,7 +142,7 @@ class Supervisor:
 
     def _hear(self, event: events.Event) -> None:
         host = self.roster.hosts.get(getattr(event, "host", ""))
-        if host is None or isinstance(event, _OF_NO_AGENT):
+        if host is None or isinstance(event, _NO_SIGNS_OF_LIFE):
             return
         host.last_seen = self._now
         if host.is_suspect or host.silence_s:
@@ -277,6 +277,23 @@ class Supervisor:
         elif host.greeted and not host.cleared and self.roster.on_host(event.host):
             self._say(f"the agent on {event.host} went without saying that nothing is left there", WARNING)
 
+    def _on_cut(self, event: events.Cut) -> None:
+        host = self.roster.hosts[event.host]
+        if host.is_gone or host.is_cut:
+            return
+        host.cut_at = self._now
+        host.is_suspect = False
+        self._say(f"{host.name}: connection lost, trying again", WARNING)
+        self._say(f"{host.name}: {event.reason}", DEBUG)
+
+    def _on_resumed(self, event: events.Resumed) -> None:
+        host = self.roster.hosts[event.host]
+        if host.is_cut:
+            self._say(f"{host.name}: reconnected after {failures.rounded(self._now - host.cut_at)}")
+            host.cut_at = -1.0
+            if host.was_ended:
+                host.ended_at = self._now  # what it was told reaches it only now
+
     def _on_cleared(self, event: events.Cleared) -> None:
         host = self.roster.hosts[event.host]
         host.cleared = host.told_to_stop
@@ -313,6 +330,8 @@ class Supervisor:
 
     def _listen(self, event: events.Tick) -> None:
         limits = self.plan.limits
+        # An agent that goes on without a connection can be reached again until its lease ends.
+        lost_s = limits.lease_s if self.plan.on_eof == plans.HOLD else limits.lost_s
         for host in self.roster.hosts.values():
             silence = self._now - host.last_seen
             if not host.greeted or host.is_gone:
@@ -320,14 +339,15 @@ class Supervisor:
             if host.silence_s:
                 host.silence_s = max(host.silence_s, silence)
             shown = failures.rounded(silence)
-            if silence >= limits.lost_s:
-                self._on_lost(events.AgentLost(host.name, f"silent for {shown}", event.time - silence))
-            elif silence >= limits.suspect_s and not host.is_suspect:
+            if silence >= lost_s:
+                how = f"its connection was cut, and nothing came for {shown}" if host.is_cut else f"silent for {shown}"
+                self._on_lost(events.AgentLost(host.name, how, event.time - silence))
+            elif silence >= limits.suspect_s and not (host.is_suspect or host.is_cut):
                 host.is_suspect = True
                 if host.silence_s:
                     continue  # the job is being stopped for it: that was said
                 text = "%s has been silent for %s (suspect); it counts as lost after %s"
-                self._say(text % (host.name, shown, duration(limits.lost_s)), WARNING)
+                self._say(text % (host.name, shown, duration(lost_s)), WARNING)
 
     def _wall_of(self, host: HostState) -> float:
         return max((task.ended or task.started or 0.0 for task in self.roster.on_host(host.name)), default=0.0)
@@ -543,8 +563,13 @@ def _how(task: ends.TaskResult) -> str:
     return f"signal {task.signal}" if task.signal is not None else f"exit code {task.code}"
 
 
-_OF_NO_AGENT = (events.AgentLost, events.StartFailed, events.PrepareFailed, events.PlaceClaimedTwice)
-"""They name a host, and are no sign of life of its agent."""
+_NO_SIGNS_OF_LIFE = (
+    events.AgentLost,
+    events.StartFailed,
+    events.PrepareFailed,
+    events.PlaceClaimedTwice,
+    events.Cut,
+)
 _HANDLERS: Dict[type, Callable[[Supervisor, Any], None]] = {
     events.AgentHello: Supervisor._on_hello,
     events.Settled: Supervisor._on_settled,
@@ -561,6 +586,8 @@ _HANDLERS: Dict[type, Callable[[Supervisor, Any], None]] = {
     events.Warned: Supervisor._on_warned,
     events.AgentEnding: Supervisor._on_agent_ending,
     events.Bye: Supervisor._on_bye,
+    events.Cut: Supervisor._on_cut,
+    events.Resumed: Supervisor._on_resumed,
     events.AgentLost: Supervisor._on_lost,
     events.PlaceClaimedTwice: Supervisor._on_claimed_twice,
     events.Interrupt: Supervisor._on_interrupt,

@@ -11,6 +11,7 @@ from distrun import backends, hosts
 from distrun.backends import local
 from distrun.backends.base import Backend, Swept
 from distrun.errors import DistrunError, UsageError
+from distrun_runtime.contract import wire
 from distrun_runtime.contract.plan import Host, Plan, Task
 from distrun_runtime.coordinator.events import AgentLost, Event, StartFailed
 
@@ -88,7 +89,7 @@ def test_a_python_that_is_not_there_is_a_failed_start() -> None:
     events: list[Event] = []
     channel = local.ChildChannel("here", ("/nowhere/python",))
     channel.start(events.append)
-    channel.send(b"x")
+    channel.send(wire.Frame({"type": "x"}))
     channel.close()
     channel.kill()
     channel.join(0.1)

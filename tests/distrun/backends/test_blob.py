@@ -261,7 +261,7 @@ def test_traceback_of_the_agent_names_file_and_line_of_the_checkout() -> None:
     found = re.search(r'File "<distrun agent>/distrun_runtime/contract/wire.py", line (\d+)', done.stderr.decode())
     assert found
     source = next(path for path in sources() if path.name == "wire.py").read_text("utf-8")
-    assert "json.dumps(" in source.splitlines()[int(found.group(1)) - 1]
+    assert "head(dict(header" in source.splitlines()[int(found.group(1)) - 1]
 
 
 def serve_once(cache: Path) -> str:

@@ -20,6 +20,7 @@ from distrun.cli import exec as command
 from distrun.fleet import Problem, Ran, commands
 from distrun_runtime.contract import process, wire
 from distrun_runtime.contract.plan import Host
+from distrun_runtime.contract.session import Source
 from distrun_runtime.coordinator import events, loop
 from distrun_runtime.coordinator.channel import Channel, Put
 
@@ -35,7 +36,9 @@ class Broken:
     def start(self, put: Put) -> None:
         put(events.StartFailed(self.host, "no route", 0.0, kind="unreachable", fix="ping it"))
 
-    def send(self, data: bytes) -> None: ...
+    def send(self, frame: wire.Frame) -> None: ...
+
+    def send_large(self, header: dict[str, Any], source: Source) -> None: ...
     def close(self) -> None: ...
     def kill(self) -> None: ...
 
@@ -139,7 +142,6 @@ class Scripted(Broken):
 
     def __init__(self, reply: Callable[[dict[str, Any]], Sequence[events.Event]]) -> None:
         super().__init__("a")
-        self._decoder = wire.Decoder()
         self._reply = reply
         self._put: Put = lambda event: None
 
@@ -147,16 +149,15 @@ class Scripted(Broken):
         self._put = put
         put(events.AgentHello("a"))
 
-    def send(self, data: bytes) -> None:
-        for frame in self._decoder.feed(data):
-            kind = frame.header["type"]
-            if kind == "begin":
-                self._put(events.AgentReady("a", "127.0.0.1"))
-            elif kind == "end":
-                self._put(events.Bye("a"))
-                self._put(events.AgentLost("a", "its connection ended"))
-            for event in self._reply(frame.header):
-                self._put(event)
+    def send(self, frame: wire.Frame) -> None:
+        kind = frame.header["type"]
+        if kind == "begin":
+            self._put(events.AgentReady("a", "127.0.0.1"))
+        elif kind == "end":
+            self._put(events.Bye("a"))
+            self._put(events.AgentLost("a", "its connection ended"))
+        for event in self._reply(frame.header):
+            self._put(event)
 
 
 def scripted(reply: Callable[[dict[str, Any]], Sequence[events.Event]], **more: Any) -> Ran:

@@ -15,6 +15,7 @@ from distrun.backends.local import ChildChannel
 from distrun.fleet import Answer, Fleet, Problem
 from distrun_runtime.contract import wire
 from distrun_runtime.contract.plan import Host
+from distrun_runtime.contract.session import Source
 from distrun_runtime.coordinator import events
 from distrun_runtime.coordinator.channel import Put
 
@@ -32,7 +33,6 @@ class Scripted:
         self.is_killed = False
         self._first = first
         self._reply = reply
-        self._decoder = wire.Decoder()
         self._put: Put = lambda event: None
 
     def start(self, put: Put) -> None:
@@ -40,14 +40,15 @@ class Scripted:
         for event in self._first:
             put(event)
 
-    def send(self, data: bytes) -> None:
-        for frame in self._decoder.feed(data):
-            self.heard.append(frame.header)
-            for event in self._reply(frame.header):
-                self._put(event)
-            if frame.type == "end":
-                self._put(events.Bye(self.host))
-                self._put(events.AgentLost(self.host, "its connection ended"))
+    def send(self, frame: wire.Frame) -> None:
+        self.heard.append(frame.header)
+        for event in self._reply(frame.header):
+            self._put(event)
+        if frame.type == "end":
+            self._put(events.Bye(self.host))
+            self._put(events.AgentLost(self.host, "its connection ended"))
+
+    def send_large(self, header: dict[str, Any], source: Source) -> None: ...
 
     def close(self) -> None:
         self.is_closed = True

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 from collections.abc import Iterator
 
 import pytest
 
-from distrun_runtime.agent.channel import QUEUE_BYTES, Channel
+from distrun_runtime.agent.channel import HELD_BYTES, Channel, Descriptors, Socket
 from distrun_runtime.contract import wire
 
 
@@ -15,7 +17,7 @@ class Ends:
     def __init__(self) -> None:
         reading, self.to_agent = os.pipe()
         self.from_agent, writing = os.pipe()
-        self.channel = Channel(reading, writing)
+        self.channel = Channel(Descriptors(reading, writing))
         self._open = [reading, writing, self.to_agent, self.from_agent]
 
     def close(self, descriptor: int) -> None:
@@ -24,7 +26,8 @@ class Ends:
 
     def close_all(self) -> None:
         for descriptor in list(self._open):
-            self.close(descriptor)
+            with contextlib.suppress(OSError):  # the channel closed it
+                self.close(descriptor)
 
 
 @pytest.fixture
@@ -36,25 +39,26 @@ def ends() -> Iterator[Ends]:
 
 def test_messages_are_numbered(ends: Ends) -> None:
     ends.channel.greet(b"DISTRUN/1 x\n")
+    ends.channel.say("ready")
     ends.channel.say("pong", n=1)
     ends.channel.say("bye")
     ends.channel.flush()
     data = os.read(ends.from_agent, 4096)
     assert data.startswith(b"DISTRUN/1 x\n")
-    assert [frame.header["seq"] for frame in wire.Decoder().feed(data[12:])] == [1, 2]
+    assert [frame.header.get("seq") for frame in wire.Decoder().feed(data[12:])] == [None, 1, 2], "but for pings"
 
 
 def test_full_pipe_never_blocks_and_nothing_is_lost(ends: Ends) -> None:
     for _ in range(20):
         ends.channel.say("output", b"x" * 100_000)
     ends.channel.flush()
-    assert ends.channel.queued > QUEUE_BYTES
+    assert ends.channel.wants_to_write
     assert not ends.channel.takes_output()
     decoder, count = wire.Decoder(), 0
     while count < 20:
         count += len(decoder.feed(os.read(ends.from_agent, 1 << 16)))
         ends.channel.flush()
-    assert ends.channel.queued == 0
+    assert not ends.channel.wants_to_write
     assert ends.channel.takes_output()
 
 
@@ -82,4 +86,35 @@ def test_reader_that_is_gone_breaks_the_channel_quietly(ends: Ends) -> None:
     ends.channel.flush()
     assert ends.channel.is_broken
     ends.channel.say("pong")
-    assert ends.channel.queued == 0
+    assert not ends.channel.wants_to_write
+
+
+def test_output_waits_while_the_coordinator_does_not_say_that_it_has_what_was_sent(ends: Ends) -> None:
+    decoder, frames = wire.Decoder(), 0
+    while ends.channel.takes_output():
+        ends.channel.say("output", b"x" * 100_000)
+        while ends.channel.wants_to_write:
+            ends.channel.flush()
+            frames += len(decoder.feed(os.read(ends.from_agent, 1 << 16)))
+    assert frames == HELD_BYTES // 100_000 + 1
+    os.write(ends.to_agent, wire.encode({"type": "received", "seq": frames}))
+    assert ends.channel.receive() == []
+    assert ends.channel.takes_output()
+
+
+def test_another_connection_goes_on_where_the_last_one_was_cut(ends: Ends) -> None:
+    ends.channel.say("started")
+    ends.channel.cut()
+    assert not ends.channel.wants_to_write
+    ends.channel.say("exited")
+    ours, theirs = socket.socketpair()
+    ends.channel.attach(Socket(theirs))
+    with ours:
+        ours.sendall(wire.encode({"type": "resume", "received": 0, "credit": 0}))
+        assert ends.channel.receive() == []
+        ends.channel.flush()
+        found = wire.Decoder().feed(ours.recv(65536))
+        assert [frame.type for frame in found] == ["resume", "started", "exited"]
+    assert ends.channel.receive() == []
+    assert ends.channel.is_over
+    ends.channel.cut()

@@ -3,18 +3,27 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import re
+import socket
 import threading
 import time
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
-from distrun_runtime.contract import wire
-from distrun_runtime.coordinator import channel, events
-from distrun_runtime.coordinator.channel import Greeting, Inlet, StreamChannel
+from distrun_runtime.contract import session, wire
+from distrun_runtime.contract.session import Session
+from distrun_runtime.contract.wire import Frame
+from distrun_runtime.coordinator import events, frames
+from distrun_runtime.coordinator.channel import Greeting, Inlet, SessionChannel, StreamChannel
+from distrun_runtime.coordinator.connection import SocketConnection
 from distrun_runtime.errors import WireError
 
 LIMIT_S = 60.0
-HELLO = wire.encode({"type": "hello", "version": 1})
+HELLO = wire.encode({"type": "hello", "version": 1, "seq": 1})
+BYE = wire.encode({"type": "bye", "seq": 2})
 
 
 class Pipes:
@@ -23,12 +32,10 @@ class Pipes:
     def __init__(self) -> None:
         self.hear, theirs_out = os.pipe()
         theirs_in, self.say = os.pipe()
-        self.killed = threading.Event()
-        self.channel = StreamChannel(
-            "d1", theirs_in, theirs_out, explain=lambda: "exit code 9", on_kill=self.killed.set
-        )
+        self.channel = StreamChannel("d1", theirs_in, theirs_out, program=b"program\n", explain=lambda: "exit code 9")
         self.events: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
         self.channel.start(self.events.put)
+        assert os.read(self.hear, 8) == b"program\n"
 
     def next(self) -> events.Event:
         return self.events.get(timeout=LIMIT_S)
@@ -72,16 +79,19 @@ def test_endless_noise_is_given_up(line: bytes) -> None:
 
 
 def test_an_inlet_makes_events_of_an_agents_bytes_and_knows_its_last_word() -> None:
-    inlet = Inlet("d1")
+    session = Session()
+    session.connect()
+    inlet = Inlet("d1", session)
     assert inlet.feed(b"welcome\nDISTR", 5.0) == []
     assert not inlet.greeted
     assert inlet.noise == "welcome | DISTR"
-    found = inlet.feed(b"UN/2 x\n" + HELLO + wire.encode({"type": "bye"})[:7], 6.0)
+    found = inlet.feed(b"UN/2 x\n" + HELLO + BYE[:7], 6.0)
     assert [type(event) for event in found] == [events.Warned, events.AgentHello]
     assert isinstance(found[1], events.AgentHello)
     assert found[1].arrived == 6.0
     assert (inlet.greeted, inlet.said_bye) == (True, False)
-    assert inlet.feed(wire.encode({"type": "bye"})[7:], 7.0) == [events.Bye("d1")]
+    assert inlet.feed(BYE[7:9], 7.0) == [events.Pong("d1")], "a part of a frame is a sign of life"
+    assert inlet.feed(BYE[9:], 7.0) == [events.Bye("d1")]
     assert inlet.said_bye
 
 
@@ -101,44 +111,47 @@ def test_rubbish_ends_the_channel_with_a_reason(rubbish: bytes) -> None:
     pipes = Pipes()
     os.write(pipes.say, b"DISTRUN/1 x\n" + rubbish)
     assert "exit code 9" in lost(pipes)
-    assert pipes.killed.wait(LIMIT_S)
+    assert pipes.channel.is_over
+    assert os.read(pipes.hear, 1) == b"", "it sees the end of its input"
     os.close(pipes.say)
     os.close(pipes.hear)
 
 
 def test_what_is_sent_arrives_in_order_before_the_end_of_input() -> None:
     pipes = Pipes()
-    data = [b"%d," % number for number in range(50_000)]
-    for piece in data:
-        pipes.channel.send(piece)
+    for number in range(5_000):
+        pipes.channel.send(Frame({"type": "spawn", "n": number}, b"x" * 100))
     pipes.channel.close()
-    pipes.channel.send(b"too late")
-    got = b""
-    while True:
-        piece = os.read(pipes.hear, 1 << 20)
-        if not piece:
-            break
-        got += piece
-    assert got == b"".join(data)
+    pipes.channel.send(Frame({"type": "too late"}))
+    found = wire.Decoder().feed(read_all(pipes.hear))
+    assert [(frame.header["n"], frame.header["seq"]) for frame in found] == [(n, n + 1) for n in range(5_000)]
     pipes.close()
+
+
+def read_all(fd: int) -> bytes:
+    got = bytearray()
+    while True:
+        piece = os.read(fd, 1 << 20)
+        if not piece:
+            return bytes(got)
+        got += piece
 
 
 def test_an_agent_that_does_not_read_never_makes_us_wait() -> None:
     pipes = Pipes()
     begin = time.monotonic()
     for _ in range(17):
-        pipes.channel.send(b"x" * (channel.WRITE_LIMIT // 16))
+        pipes.channel.send(Frame({"type": "spawn"}, b"x" * (session.LIMIT // 16)))
     assert time.monotonic() - begin < 30  # it never reads
-    assert lost(pipes) == "it does not read what we send"
-    while os.read(pipes.hear, 1 << 20):  # it sees the end of its input although it did not read before
-        pass
+    assert re.match(r"it does not read what we send: .* over the limit of 67108864", lost(pipes))
+    read_all(pipes.hear)  # it sees the end of its input although it did not read before
     pipes.close()
 
 
 def test_kill_ends_both_threads_although_the_agent_does_nothing() -> None:
     before = threading.active_count()
     pipes = Pipes()
-    pipes.channel.send(b"x" * 1_000_000)
+    pipes.channel.send(Frame({"type": "spawn"}, b"x" * 1_000_000))
     pipes.close()
     until = time.monotonic() + LIMIT_S
     while threading.active_count() > before and time.monotonic() < until:
@@ -149,8 +162,144 @@ def test_kill_ends_both_threads_although_the_agent_does_nothing() -> None:
 def test_an_agent_that_died_is_no_error_to_the_sender() -> None:
     pipes = Pipes()
     os.close(pipes.hear)
-    pipes.channel.send(b"x")
-    pipes.channel.send(b"y")
+    pipes.channel.send(Frame({"type": "spawn"}))
+    pipes.channel.send(Frame({"type": "stop"}))
     os.close(pipes.say)
     assert "exit code 9" in lost(pipes)
     pipes.channel.kill()
+
+
+# Connections that are replaced
+
+
+class Far:
+    """An agent's end: the session, over the last of several socket pairs."""
+
+    def __init__(self, **members: Any) -> None:
+        self.session = Session()
+        self.channel = SessionChannel("d1", greets=False, **members)
+        self.events: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+        self.heard: list[Frame] = []
+        self.sock: socket.socket | None = None
+        self._opened: list[socket.socket] = []
+
+    def connect(self) -> None:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(LIMIT_S)
+        self.sock = ours
+        self._opened.append(ours)
+        self.session.connect()
+        self.channel.attach(SocketConnection(theirs))
+
+    def turn(self) -> None:
+        """Send what is due and take what comes next."""
+        assert self.sock is not None
+        while self.session.is_ready:
+            self.sock.sendall(self.session.next())
+        self.heard += self.session.feed(self.sock.recv(65536))
+
+    def until(self, kind: type[events.Event]) -> events.Event:
+        while True:
+            event = self.events.get(timeout=LIMIT_S)
+            if isinstance(event, kind):
+                return event
+
+    def cut(self) -> None:
+        assert self.sock is not None
+        self.sock.close()
+
+    def close(self) -> None:
+        self.channel.kill()
+        for sock in self._opened:
+            sock.close()
+
+
+@pytest.fixture
+def far() -> Iterator[Far]:
+    """An agent whose session holds."""
+    found = Far(holds=True)
+    yield found
+    found.close()
+
+
+def test_a_session_goes_on_over_another_connection(far: Far) -> None:
+    far.connect()  # a connection may be there before the loop starts
+    far.channel.start(far.events.put)
+    far.session.say({"type": "hello", "version": 3})
+    far.channel.send(Frame({"type": "begin"}))
+    while not far.heard:
+        far.turn()
+    assert isinstance(far.until(events.AgentHello), events.AgentHello)
+    far.cut()
+    assert isinstance(far.until(events.Cut), events.Cut)
+    far.channel.send(Frame({"type": "spawn"}))
+    far.session.say({"type": "warning", "text": "said without a connection"})
+    far.connect()
+    while len(far.heard) < 2:
+        far.turn()
+    assert [frame.type for frame in far.heard] == ["begin", "spawn"]
+    assert isinstance(far.until(events.Resumed), events.Resumed)
+    assert far.until(events.Warned) == events.Warned("d1", "said without a connection")
+
+
+def test_a_new_connection_takes_the_place_of_one_that_seems_to_be_there(far: Far) -> None:
+    far.channel.start(far.events.put)
+    far.connect()
+    far.session.say({"type": "hello", "version": 3})
+    assert far.sock is not None
+    far.sock.sendall(far.session.next())
+    assert isinstance(far.until(events.AgentHello), events.AgentHello)
+    first = far.sock
+    far.connect()
+    far.channel.send(Frame({"type": "begin"}))
+    while not far.heard:
+        far.turn()
+    first.settimeout(LIMIT_S)
+    assert read_all(first.fileno()) == b"", "the other one is closed"
+    assert isinstance(far.until(events.Resumed), events.Resumed)
+    with contextlib.suppress(queue.Empty):
+        while True:
+            assert not isinstance(far.events.get(timeout=0.2), events.Cut)
+
+
+def test_the_end_of_a_channel_that_holds_is_said_to_the_agent_and_is_no_cut(far: Far) -> None:
+    far.channel.start(far.events.put)
+    far.connect()
+    far.channel.close()
+    while not far.heard:
+        far.turn()
+    assert [frame.type for frame in far.heard] == ["leave"]
+    far.cut()
+    assert isinstance(far.until(events.AgentLost), events.AgentLost)
+
+
+def test_without_holding_the_end_of_a_connection_is_the_end() -> None:
+    far = Far()
+    far.channel.start(far.events.put)
+    far.connect()
+    far.cut()
+    assert far.until(events.AgentLost) == events.AgentLost("d1", "its connection ended", ANY)
+
+
+def test_pings_are_answered_while_a_large_body_crawls_through_a_slow_link(far: Far) -> None:
+    """80 MiB take minutes on such a link; still no ping has more than two windows of them before it."""
+    far.channel.start(far.events.put)
+    far.connect()
+    size = 80 * 1024 * 1024
+    far.channel.send_large({"type": "runtime", "digest": "ab"}, (bytes(1024 * 1024) for _ in range(80)))
+    assert far.sock is not None
+    far.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
+    taken, number, pinged_at, waited = 0, 0, 0, []
+    while taken < size:
+        far.turn()
+        for frame in far.heard:
+            taken += len(frame.body)
+            if frame.type == "ping":
+                assert frame.header["n"] == number
+                waited.append(taken - pinged_at)
+        far.heard.clear()
+        if taken - pinged_at > 4 * 1024 * 1024:
+            number, pinged_at = number + 1, taken
+            far.channel.send(frames.ping(number))
+    assert len(waited) > 10
+    assert max(waited) <= 2 * session.WINDOW

@@ -14,8 +14,8 @@ from distrun_runtime.coordinator.actions import Ack, EndAgent, Spawn, StopTasks
 from distrun_runtime.errors import ContractError
 
 
-def decoded(data: bytes) -> dict[str, Any]:
-    [frame] = wire.Decoder().feed(data)
+def decoded(sent: Frame) -> dict[str, Any]:
+    [frame] = wire.Decoder().feed(wire.encode(*sent))
     return frame.header
 
 
@@ -96,6 +96,7 @@ def test_actions_become_frames() -> None:
     assert decoded(frames.spawn(Spawn("d1", "w", {"A": "ü\udcff"}))) == {
         "type": "spawn",
         "task": "w",
+        "attempt": 0,
         "env": {"A": "ü\udcff"},
     }
     stop = decoded(frames.stop(StopTasks("d1", ("w",), (("TERM", 2.5), ("KILL", 0.0)))))

@@ -512,8 +512,8 @@ def test_a_trace_says_frames_but_neither_bytes_nor_values(tmp_path: Path) -> Non
 
     job = Job(tmp_path, one_worker(), script)
     job.run(verbosity=2)
-    assert "> Spawn(host='d1', task='worker-0', env=...)" in job.sink.text
-    assert "< Output(host='d1', task='worker-0', stream='out', offset=0, data=7 bytes)" in job.sink.text
+    assert "> Spawn(host='d1', task='worker-0', env=..., attempt=0)" in job.sink.text
+    assert "< Output(host='d1', task='worker-0', stream='out', offset=0, data=7 bytes, attempt=0)" in job.sink.text
     assert "private" not in job.sink.text
 
 
