@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from distrun import backends, shell, ship
-from distrun.backends.base import Backend, Rendered
+from distrun.backends.base import Backend, Listening, Rendered
 from distrun.errors import UsageError
 from distrun.hosts import HostSpec, Inventory, fold
 from distrun.placement import Slot, hosts_of, place, worker_places
@@ -127,6 +127,7 @@ def plan_job(request: Request, store: JobStore) -> PlannedJob:
         UsageError: the request cannot be fulfilled as it is.
     """
     backend = backends.load(request.launcher)
+    backend.listening = Listening(request.coordinator_addresses, request.port_range)
     check_tuning(request.settings, request.outer)
     if backend.inherits_env:
         _check_python(request)

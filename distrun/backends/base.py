@@ -70,6 +70,16 @@ def _count(number: int) -> str:
     return "%d process%s" % (number, "" if number == 1 else "es")
 
 
+@dataclass(frozen=True)
+class Listening:
+    """Where the coordinator listens for agents that dial back."""
+
+    addresses: tuple[str, ...] = ()
+    """What the agents are told to dial: addresses or names; empty: every address of this machine."""
+    port_range: str = ""
+    """`A-B`; empty: any port."""
+
+
 class Backend(ABC):
     """One way to start agents. Backends do not know each other, and decide nothing about a job."""
 
@@ -80,6 +90,8 @@ class Backend(ABC):
     """Whether tasks see the launcher's own environment without anything being forwarded."""
     ships_runtime: bool = True
     """Whether hosts have to be sent the bundled runtime; else they see this machine's folder."""
+    listening = Listening()
+    """What the user said of it, for backends whose agents dial back."""
     asker: Asker | None = None
     """Knows what the user typed to get into hosts; None: nothing was asked."""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from distrun.backends import blob, bootstrap, certificate
+from distrun.backends.base import Listening
 from distrun_runtime.contract import address, enrolment
 from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator.dialback import DialBack
@@ -18,22 +18,23 @@ class Callers:
 
     Arguments:
         plan: of the job. Each of its places has one agent.
-        given: addresses or names by which the user says that nodes reach this machine; none: all that it has.
-        port_range: `A-B`; empty: any port.
+        listening: what the user said of where to listen.
 
     Raises:
         ContractError: no port is free.
     """
 
-    def __init__(self, plan: Plan, given: Sequence[str] = (), port_range: str = "") -> None:
+    def __init__(self, plan: Plan, listening: Listening) -> None:
         made = certificate.make(plan.job)
         self.secret = os.urandom(enrolment.SECRET_BYTES).hex()
         """The enrolment secret: agents get it in a file or by the engine's own means, never on a command line."""
         self._job = plan.job
         self._limit_s = plan.limits.start_s
         places = [place.name for place in plan.all_places]
-        self.agents = DialBack(plan.job, self.secret, made.pem, places, program=blob.dialed, port_range=port_range)
-        self.addresses = tuple(_with_port(each, self.agents.port) for each in given or own_addresses())
+        self.agents = DialBack(
+            plan.job, self.secret, made.pem, places, program=blob.dialed, port_range=listening.port_range
+        )
+        self.addresses = tuple(_with_port(each, self.agents.port) for each in listening.addresses or own_addresses())
         """`ADDRESS:PORT` that agents try, in this order."""
 
     def command(self, python: str, place: str, secret: str) -> tuple[str, ...]:

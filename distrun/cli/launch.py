@@ -16,7 +16,7 @@ from distrun.cli.console import Console
 from distrun.cli.options import collect_env, launch_options
 from distrun.errors import UsageError
 from distrun.planning import device_warnings
-from distrun.request import Request, Setting, forwarded
+from distrun.request import Request, Setting, forwarded, parse_addresses
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.plan import ROLES, Limits
 
@@ -145,6 +145,7 @@ def _request(
         interface=options["interface"] or environ.text("DMLC_INTERFACE", {**env, **given}),
         subnet=options["subnet"],
         port_range=options["port_range"],
+        coordinator_addresses=parse_addresses(options["coordinator_address"]),
         server_imports=options["server_imports"],
         scheduler_host=options["scheduler_host"],
         limits=_limits(options),

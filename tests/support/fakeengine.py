@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from distrun import planning
-from distrun.backends.base import Backend, Rendered, Swept
+from distrun.backends.base import Backend, Listening, Rendered, Swept
 from distrun.backends.dialback import Callers
 from distrun.backends.local import Local
 from distrun.hosts import Inventory
@@ -42,7 +42,7 @@ class FakeEngine(Backend):
         """Between the agents and the coordinator, if there is to be one."""
         self.skipped: set[str] = set()
         """Places that the engine never starts."""
-        self.given: Sequence[str] = ("127.0.0.1",)
+        self.listening = Listening(("127.0.0.1",))
         self.callers: Callers
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         self._plan: Plan
@@ -61,7 +61,7 @@ class FakeEngine(Backend):
 
     def channels(self, plan: Plan) -> tuple[Channel, ...]:
         self._plan = plan
-        self.callers = Callers(plan, self.given)
+        self.callers = Callers(plan, self.listening)
         self.callers.write_secret(self.secret_file)
         if self.cable is not None:
             self.cable.lay(self.callers.agents.port)
