@@ -209,12 +209,13 @@ class Agent:
         """
         channel = self._channel
         written, since = channel.written, time.monotonic()
+        self._flush()
         while not channel.is_broken:
             # Told to end, the coordinator still wants to hear of it, by another connection if this one is cut.
             is_awaited = not channel.is_over and (channel.connection is not None or self._code == 0)
             limit_s = FLUSH_S if is_awaited else LOST_FLUSH_S
             is_all_queued = not output or self._runner.pump(whole=True)
-            channel.flush()
+            self._flush()
             may_be_lost = not output and self._return is not None and not channel.is_acknowledged
             if is_all_queued and not channel.wants_to_write and not may_be_lost:
                 return
@@ -223,7 +224,6 @@ class Agent:
             left_s = since + limit_s - time.monotonic()
             if left_s <= 0:
                 return
-            self._flush()
             self._wait(min(left_s, 0.5))
 
     # What arrives
