@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from agentkit import leftovers
 from fakeengine import Cable, FakeEngine, Shown, planned, wait_for
+from pythons import VERSIONS, need
 
 from distrun import launching
 from distrun_runtime.coordinator.jobstore import JobStore
@@ -57,6 +58,14 @@ def test_agents_dial_back_and_the_job_succeeds(run: Run) -> None:
     assert (outcome.exit_code, outcome.reason) == (0, "succeeded"), run.sink.said
     assert run.sink.text == {"worker-0": "7 of 0\n", "worker-1": "8 of 1\n"}
     assert [child.returncode for child in run.engine.children.values()] == [0, 0]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_agent_that_is_downloaded_runs_under_every_python(version: str, run: Run) -> None:
+    run.engine.python = need(version)
+    outcome = run(TELL, "7")
+    assert (outcome.exit_code, outcome.reason) == (0, "succeeded"), run.sink.said
+    assert run.sink.text == {"worker-0": "7 of 0\n"}
 
 
 def test_the_first_failing_task_gives_the_exit_code(run: Run) -> None:

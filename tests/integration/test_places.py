@@ -12,7 +12,7 @@ import agentkit
 import pytest
 from agentkit import AgentDriver, agent, python, shell
 
-from distrun_runtime.agent import record
+from distrun_runtime.agent import record, sweep
 from distrun_runtime.agent.nodelock import NodeLock
 from distrun_runtime.contract.plan import Place
 
@@ -111,3 +111,17 @@ def test_the_lock_is_free_when_its_holder_has_died(tmp_path: Path) -> None:
     mine.release()
     assert other.take()
     other.release()
+
+
+def test_a_survey_tells_the_places_of_a_host_apart() -> None:
+    with two("exec sleep 60") as (one, other):
+        for driver, place, name in ((one, "7", "worker-0"), (other, "8", "worker-1")):
+            driver.begin(place=place)
+            driver.spawn(name)
+        found = {each["host"]: each for each in sweep.survey()["jobs"] if each["job"] == one.job}
+        assert sorted(found) == ["7", "8"]
+        for place, name in (("7", "worker-0"), ("8", "worker-1")):
+            assert found[place]["agent"] == "alive"
+            assert [each["task"] for each in found[place]["processes"] if each["task"].startswith("worker")] == [name]
+        for driver in (one, other):
+            driver.finish()

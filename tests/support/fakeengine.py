@@ -40,6 +40,7 @@ class FakeEngine(Backend):
         self.secret_file = folder / "enrolment"
         self.cable: Cable | None = None
         """Between the agents and the coordinator, if there is to be one."""
+        self.python = sys.executable
         self.skipped: set[str] = set()
         """Places that the engine never starts."""
         self.listening = Listening(("127.0.0.1",))
@@ -75,7 +76,7 @@ class FakeEngine(Backend):
 
     def start(self, place: str, secret: str = "") -> subprocess.Popen[bytes]:
         """Start the process of a place."""
-        argv = self.callers.command(sys.executable, "env:FAKE_ENGINE_ID", secret or str(self.secret_file))
+        argv = self.callers.command(self.python, "env:FAKE_ENGINE_ID", secret or str(self.secret_file))
         return subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
