@@ -89,7 +89,7 @@ def test_ctrl_c_stops_the_tasks_of_all_places(run: Run) -> None:
 
 def test_an_agent_that_never_dials_is_named_when_the_start_limit_is_over(run: Run) -> None:
     run.engine.skipped.add("8")
-    outcome = run(TELL, start_s=3.0)
+    outcome = run(TELL, start_s=2.0)
     assert (outcome.exit_code, outcome.reason) == (6, "start_failed")
     assert "the agent on 8" in outcome.message
 
@@ -150,6 +150,22 @@ def test_a_connection_that_is_cut_is_dialled_again_and_nothing_is_lost(run: Run)
     assert run.sink.text == {"worker-0": whole, "worker-1": whole}
     assert len(cuts) == 3
     assert cable.made > 2
+
+
+def test_a_connection_that_falls_silent_is_replaced_by_the_agent(run: Run) -> None:
+    """The coordinator does not know where it is. The agent does not wait for the end of its lease."""
+    cable = run.engine.cable = Cable()
+
+    def freeze(task: str) -> None:
+        if cable.made == 1:
+            cable.freeze()
+
+    run.sink.on_output = freeze
+    outcome = run(("sh", "-c", "for i in 1 2 3 4 5 6; do echo $i; sleep 0.4; done"), "7", lease_s=4.5, suspect_s=0.5)
+    assert (outcome.exit_code, outcome.reason) == (0, "succeeded"), run.sink.said
+    assert run.sink.text == {"worker-0": "1\n2\n3\n4\n5\n6\n"}
+    assert cable.made == 2
+    assert any("reconnected" in text or "answers again" in text for text in run.sink.said)
 
 
 def test_agents_end_their_tasks_when_the_coordinator_does_not_come_back(run: Run, engine: FakeEngine) -> None:

@@ -156,6 +156,7 @@ class Cable:
         """Connections so far."""
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._lock = threading.Lock()
+        self._frozen: dict[socket.socket, threading.Event] = {}
         self._threads: list[threading.Thread] = []
 
     def lay(self, port: int) -> None:
@@ -171,7 +172,15 @@ class Cable:
                         each.shutdown(socket.SHUT_RDWR)
             self._pairs.clear()
 
+    def freeze(self) -> None:
+        """Carry nothing more on the connections that are there; neither end notices."""
+        with self._lock:
+            for near, _ in self._pairs:
+                self._frozen.setdefault(near, threading.Event())
+
     def close(self) -> None:
+        for thawed in self._frozen.values():
+            thawed.set()
         self._listening.shutdown(socket.SHUT_RDWR)
         self.cut()
         for thread in self._threads:
@@ -204,6 +213,8 @@ class Cable:
             while True:
                 for key, _ in selector.select():
                     assert isinstance(key.fileobj, socket.socket)
+                    if near in self._frozen:
+                        self._frozen[near].wait(WAIT_S)
                     data = key.fileobj.recv(65536)
                     if not data:
                         return

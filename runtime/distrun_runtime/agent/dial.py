@@ -99,11 +99,10 @@ class Dialer:
         return min([self._again_at] + [attempt.until for attempt in self._attempts])
 
     def begin(self) -> None:
-        """Dial, from now on."""
-        if self.is_dialing:
+        """Dial, from now on, unless it does so already or was refused for good."""
+        if self.is_dialing or self.denied:
             return
         self._pause_s = PAUSES_S[0]
-        self.denied = ""
         self.is_dialing = True
         self._again_at = time.monotonic()
         self.tick(self._again_at)
