@@ -18,7 +18,6 @@ from distrun.ssh.target import Target
 from distrun_runtime.contract.wire import Frame
 from distrun_runtime.coordinator.channel import Put, SessionChannel
 from distrun_runtime.coordinator.events import StartFailed, Warned
-from distrun_runtime.errors import RuntimeFault
 
 RETRIES = 3
 """Further attempts where the host dropped the connection before the key exchange."""
@@ -108,8 +107,7 @@ class SshChannel(SessionChannel):
         for attempt in range(RETRIES + 1):
             try:
                 self._serve()
-                self._redial()
-                return
+                break
             except Aborted:
                 self._say(StartFailed(self._host, "it was given up before its agent had answered", time.time()))
                 return
@@ -124,6 +122,7 @@ class SshChannel(SessionChannel):
             except Aborted:
                 continue
             pause_s *= 2
+        self._redial()
 
     def _serve(self) -> None:
         """Make one connection and serve it to its end.
@@ -162,15 +161,20 @@ class SshChannel(SessionChannel):
     def _redial(self) -> None:
         """Make one connection after another while the agent holds."""
         pause_s = PAUSE_S
-        try:
+        is_cut = False
+        with contextlib.suppress(Aborted):
             while self.holds:
+                is_cut = True
                 self._abort.wait(pause_s * random.uniform(0.75, 1.25))
-                pause_s = PAUSE_S if self._return() else min(2 * pause_s, PAUSE_LIMIT_S)
-        except Aborted:
+                is_cut = not self._return()
+                pause_s = min(2 * pause_s, PAUSE_LIMIT_S) if is_cut else PAUSE_S
+        if is_cut:
             self.ended("it was given up while its connection was cut", when=time.time())
 
     def _return(self) -> bool:
-        """Make one connection to the agent that waits, and serve it to its end; return whether it was made.
+        """Make one connection to the agent that waits, and serve it to its end; return whether one could be made.
+
+        It is also True if there is no agent any more. What followed was put.
 
         Raises:
             Aborted: it was given up.
@@ -179,12 +183,14 @@ class SshChannel(SessionChannel):
         with self._connector.turn(self._abort):
             try:
                 link = self._connector.open(self._target, command, self._abort)
-            except SshFailure:
+            except Aborted:
+                raise
+            except Exception:  # whatever it is this time, the next time may be another
                 return False
             ahead, fault = b"", ""
             try:
                 ahead = redial.prove(link, self._key, TURN_S, self._abort)
-            except (RuntimeFault, OSError, EOFError, Aborted) as err:
+            except Exception as err:
                 fault = str(err) or type(err).__name__
         if fault:
             words = link.finish()
@@ -192,9 +198,12 @@ class SshChannel(SessionChannel):
             if redial.GONE in words:
                 self.is_over = True
                 self.ended("its agent ended while its connection was cut", when=time.time())
-                raise Aborted
+                return True
             return False
-        reason = self.serve(link, ahead=ahead, glance=self._glance)
+        try:
+            reason = self.serve(link, ahead=ahead, glance=self._glance)
+        except Exception as err:
+            reason = unforeseen(err).text
         self._end(link, reason)
         return True
 

@@ -505,13 +505,11 @@ def test_a_connection_that_is_killed_in_the_middle_of_output_is_made_again_and_n
 
 @pytest.mark.parametrize("transport", ["fabric", "openssh"])
 def test_a_link_that_is_cut_for_less_than_the_lease_costs_no_line(transport: str, lab: Site) -> None:
-    """Cut for longer than --lost-after, after which such a host would be lost otherwise; the lease is 12 s."""
-    words = ("--suspect-after", "2", "--lost-after", "8", "--connect-timeout", "2", "--transport", transport)
+    """The lease is 30 s; after a third of it the silent connection is given up, and another one is made."""
+    words = ("--suspect-after", "2", "--lost-after", "20", "--connect-timeout", "2", "--transport", transport)
     job = Job(lab, COUNTS, "--reconnect", *words)
     lab["h2"].down()
-    begin = time.monotonic()
     wait_until(lambda: "h2: connection lost" in job.err, LIMIT_S, "the cut is noticed")
-    wait_until(lambda: time.monotonic() - begin > 8.5, LIMIT_S, "the link is down for longer than --lost-after")
     lab["h2"].up()
     wait_until(lambda: "h2: reconnected after" in job.err, LIMIT_S, "h2 is back")
     job.go("h1", "h2")

@@ -328,7 +328,11 @@ class Agent:
             return None
         from distrun_runtime.agent.waiting import Waiting  # most agents have one connection
 
-        waiting = Waiting(share.folder, str(header["resume_key"]), self._selector, self._on_connection)
+        try:
+            waiting = Waiting(share.folder, str(header["resume_key"]), self._selector, self._on_connection)
+        except OSError as err:
+            self._warn(f"should the connection be cut, there will be no other: {err}")
+            return None
         self._say("holding", path=waiting.path)
         return waiting
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-import socket
-from typing import Any, List, Optional, Protocol
+from typing import TYPE_CHECKING, Any, List, Optional, Protocol
 
 from distrun_runtime.contract import wire
 from distrun_runtime.contract.session import Session
 from distrun_runtime.errors import WireError
+
+if TYPE_CHECKING:
+    import socket  # most agents have pipes, and say hello before it is imported
 
 QUEUE_BYTES = 1024 * 1024
 """If more is queued, the output of tasks waits in its spool."""

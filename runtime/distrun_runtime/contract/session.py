@@ -337,8 +337,8 @@ class _Large:
     def _read(self) -> bytes:
         try:
             return next(self._pieces, b"")
-        except (OSError, ValueError) as err:  # the latter: the file was closed
-            self._fault = str(err)
+        except Exception as err:  # whatever is wrong with it, the other side has to hear of it
+            self._fault = str(err) or type(err).__name__
             return b""
 
 

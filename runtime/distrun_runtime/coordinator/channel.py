@@ -28,6 +28,7 @@ and there it is checked."""
 NOISE_LIMIT = 64 * 1024
 ENDED = "its connection ended"
 WRITE_SIZE = 256 * 1024
+SIGN_S = 1.0
 
 
 class Channel(Protocol):
@@ -116,6 +117,7 @@ class Inlet:
         self._host = host
         self._greeting = Greeting()
         self._session = session
+        self._sign_at = 0.0
 
     @property
     def noise(self) -> str:
@@ -125,7 +127,7 @@ class Inlet:
     def feed(self, data: bytes, now: float) -> List[Event]:
         """Add what arrived at `now` (wall clock, seconds) and return the events that are whole.
 
-        Whatever comes is a sign of life: if it makes no event, such as a part of a long frame, it is a `Pong`.
+        Whatever comes is a sign of life: if nothing else does, a part of a long frame makes a `Pong` each SIGN_S.
 
         Raises:
             WireError, ContractError: this is no agent of ours; the stream cannot be resumed.
@@ -142,7 +144,11 @@ class Inlet:
         self.said_bye = self.said_bye or any(isinstance(event, Bye) for event in found)
         refused = any(isinstance(event, StartFailed) for event in found)
         self.is_leaving = self.is_leaving or self.said_bye or refused
-        return found or ([Pong(self._host)] if data else [])
+        if data and not found and abs(now - self._sign_at) >= SIGN_S:
+            found.append(Pong(self._host))
+        if found:
+            self._sign_at = now
+        return found
 
 
 class SessionChannel:
@@ -229,7 +235,6 @@ class SessionChannel:
 
     def send(self, frame: wire.Frame) -> None:
         """Have a frame sent, after those before it. If the agent does not take them, it is given up."""
-        fault = ""
         with self.changed:
             if self._is_closing:
                 return
@@ -237,11 +242,13 @@ class SessionChannel:
             try:
                 self._session.say(frame.header, frame.body)
             except WireError as err:
-                fault = str(err)
+                self._give_up(err)
             self.changed.notify_all()
-        if fault:
-            self._say(AgentLost(self._host, f"it does not read what we send: {fault}", time.time()))
-            self.kill()
+
+    def _give_up(self, err: WireError) -> None:
+        """End the channel, because more than can be kept was not taken."""
+        self._say(AgentLost(self._host, f"it does not read what we send: {err}", time.time()))
+        self.kill()
 
     def send_large(self, header: Dict[str, Any], source: Source) -> None:
         """Have a large body sent in chunks, read as they leave; frames overtake them. See `Session.send_large`.
@@ -357,6 +364,7 @@ class SessionChannel:
             connection.kill()
         except (OSError, EOFError) as err:
             reason = str(err) or reason
+            connection.kill()
         finally:
             with self.changed:
                 is_ours = self._connection is connection
@@ -398,6 +406,8 @@ class SessionChannel:
                     data = self._next(connection)
         except OSError:
             pass  # It takes no more. The reading thread sees why.
+        except WireError as err:
+            self._give_up(err)
         connection.end_input()
 
     def _wait_to_write(self, connection: Connection) -> bool:

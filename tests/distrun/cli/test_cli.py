@@ -139,6 +139,7 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
         (("launch", "-n", "2", "--launcher", "ssh", "true"), ["--launcher ssh: no hosts are given", "-H FILE"]),
         (("launch", "-n", "2", "--backend", "slurm", "true"), ["--launcher slurm: not implemented yet"]),
         (("launch", "-n", "2", "--hosts", "a,b!", "true"), ["E102: invalid host name 'b!'"]),
+        (("launch", "-n", "2", "--reconnect", "true"), ["--reconnect: a job on this machine has no connections", "-H"]),
         (("launch", "-n", "2", "-H", "/dev/null", "true"), ["E101: no hosts in file"]),
         (("launch", "-n", "2", "--hosts", "a", "--sync-delete", "true"), ["without --sync-dst-dir", "add --sync-dst"]),
         (("launch", "-n", "2", "--lost-after", "0", "true"), ["--lost-after: expected a time in seconds, more than 0"]),

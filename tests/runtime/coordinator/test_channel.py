@@ -90,8 +90,9 @@ def test_an_inlet_makes_events_of_an_agents_bytes_and_knows_its_last_word() -> N
     assert isinstance(found[1], events.AgentHello)
     assert found[1].arrived == 6.0
     assert (inlet.greeted, inlet.said_bye) == (True, False)
-    assert inlet.feed(BYE[7:9], 7.0) == [events.Pong("d1")], "a part of a frame is a sign of life"
-    assert inlet.feed(BYE[9:], 7.0) == [events.Bye("d1")]
+    assert inlet.feed(BYE[7:9], 7.5) == [events.Pong("d1")], "a part of a frame is a sign of life"
+    assert inlet.feed(BYE[9:10], 8.0) == []
+    assert inlet.feed(BYE[10:], 8.0) == [events.Bye("d1")]
     assert inlet.said_bye
 
 
