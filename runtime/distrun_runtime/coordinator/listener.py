@@ -353,6 +353,7 @@ def server_context(pem: bytes) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     # Agents keep no tickets. One that was sent to an agent that has gone would only break its last words.
     context.num_tickets = 0
+    context.options |= ssl.OP_NO_RENEGOTIATION
     # Only a file can be loaded. This one is in memory, or is removed at once.
     with contextlib.ExitStack() as stack:
         if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
