@@ -25,7 +25,6 @@ from distrun.errors import DistrunError, UsageError
 from distrun.planning import PlannedJob
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.duration import duration
-from distrun_runtime.contract.plan import HOLD
 from distrun_runtime.coordinator.jobstore import JobFolder
 from distrun_runtime.coordinator.outcome import Outcome, TaskResult
 from distrun_runtime.coordinator.output import Sink
@@ -197,8 +196,7 @@ def coordinate(job: PlannedJob, folder: JobFolder, sink: Service, verbosity: int
 
 
 def _run(job: PlannedJob, folder: JobFolder, sink: Service, verbosity: int) -> tuple[Outcome, Mapping[str, Swept]]:
-    holds_s = job.plan.limits.lease_s if job.plan.on_eof == HOLD else 0.0
-    channels = job.backend.connect(job.plan.hosts, job.plan.job, job.plan.nonce, holds_s)
+    channels = job.backend.channels(job.plan)
     job.backend.boot(channels)
     from distrun_runtime.coordinator import jobrun  # the client does not need it, and agents start meanwhile
 

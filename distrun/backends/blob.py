@@ -175,6 +175,15 @@ sys.stderr.flush()
 os._exit(code)  # taking the interpreter down costs 10 ms, in the agent and in its guard
 """
 
+START_DIALED = """\
+from distrun_runtime.agent import dial, guard
+gc.enable()
+code = guard.serve(r, keep, *dial.returning(s, *dialed))
+sys.stderr.flush()
+os._exit(code)
+"""
+"""The same for an agent that has dialled, with the names that `bootstrap.PROGRAM` leaves."""
+
 
 def command(python: str) -> tuple[str, ...]:
     """Return the argument list that starts a program; its blob goes to standard input first.
@@ -182,6 +191,12 @@ def command(python: str) -> tuple[str, ...]:
     -I: neither the current folder nor PYTHONPATH may put a module of the user's in the program's way.
     """
     return (python, "-I", "-c", BOOT)
+
+
+@functools.lru_cache(maxsize=1)
+def dialed() -> bytes:
+    """Return the blob of an agent that dials back (`bootstrap`): one line, newline included. Raises as `agent`."""
+    return _kept("agent", START_DIALED, with_origin=False)
 
 
 @functools.lru_cache(maxsize=2)

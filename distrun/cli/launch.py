@@ -17,7 +17,7 @@ from distrun.cli.options import collect_env, launch_options
 from distrun.client import Detached
 from distrun.errors import UsageError
 from distrun.planning import device_warnings
-from distrun.request import JobRequest, Setting, forwarded
+from distrun.request import JobRequest, Setting, forwarded, parse_addresses
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.plan import ROLES, Limits
 
@@ -165,6 +165,7 @@ def _request(
         interface=options["interface"] or environ.text("DMLC_INTERFACE", {**env, **given}),
         subnet=options["subnet"],
         port_range=options["port_range"],
+        coordinator_addresses=parse_addresses(options["coordinator_address"]),
         server_imports=options["server_imports"],
         scheduler_host=options["scheduler_host"],
         limits=_limits(options),

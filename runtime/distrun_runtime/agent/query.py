@@ -18,7 +18,7 @@ import time
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from distrun_runtime.agent import sweep
-from distrun_runtime.agent.share import ports_to_try
+from distrun_runtime.contract.ports import ports_to_try
 from distrun_runtime.errors import ContractError
 
 BACKLOG = 256

@@ -42,7 +42,7 @@ def run(
     prepare: Optional[Callable[[Put], None]] = None,
     watcher: Optional[Watcher] = None,
 ) -> Outcome:
-    """Run a job to its end: one channel for each host of the plan. Blocks; returns when no agent is left.
+    """Run a job to its end: one channel for each place of the plan. Blocks; returns when no agent is left.
 
     Called in the main thread it takes over INT, TERM, HUP and TSTP and gives them back; a signal that was ignored
     stays ignored. `verbosity` >= 2 says every frame at level debug. The outcome is also in the folder
@@ -57,12 +57,12 @@ def run(
     is raised.
 
     Raises:
-        ContractError: channels and hosts of the plan do not match.
+        ContractError: channels and places of the plan do not match.
     """
     named = sorted(channel.host for channel in channels)
-    if named != sorted(host.name for host in plan.hosts):
-        wanted = ", ".join(host.name for host in plan.hosts)
-        raise ContractError(f"channels to {', '.join(named)} were given for a plan of hosts {wanted}")
+    if named != sorted(place.name for place in plan.all_places):
+        wanted = ", ".join(place.name for place in plan.all_places)
+        raise ContractError(f"channels to {', '.join(named)} were given for a plan of places {wanted}")
     job = _Job(
         plan, secrets, channels, folder, sink, verbosity=verbosity, runtime=runtime, prepare=prepare, watcher=watcher
     )
@@ -167,7 +167,8 @@ class _Job:
             return []  # the supervisor says what it thinks of that
         written = self._spool.add(event.task, event.stream, event.offset, event.data, event.attempt)
         if written.fresh:
-            self._sink.output(event.task, event.host, event.stream, written.fresh, written.at)
+            host = self._supervisor.roster.tasks[event.task].host
+            self._sink.output(event.task, host, event.stream, written.fresh, written.at)
         if written.fresh and written.at is None:
             warning = self._spool.warning()
             if warning:
@@ -258,6 +259,7 @@ _RECORDED = {
     events.Cut: "cut",
     events.Resumed: "resumed",
     events.AgentLost: "lost",
+    events.PlaceClaimedTwice: "claimed_twice",
     events.Interrupt: "interrupt",
 }
 """What is noted in events.jsonl, and under which name."""

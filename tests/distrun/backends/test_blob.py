@@ -55,6 +55,13 @@ def with_start(line: bytes, start: str) -> bytes:
     )
 
 
+def test_the_blob_of_an_agent_that_dials_back_is_that_of_any_other_but_for_its_start() -> None:
+    importer, modules = unpack(blob.agent())
+    other, the_same = unpack(blob.dialed())
+    assert modules == the_same
+    assert other == importer[: -len(blob.START_AGENT)] + blob.START_DIALED
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_blob_is_one_line_and_far_from_its_limit(program: str) -> None:
     lines = [built(program), blob.agent(with_origin=True)] if program == "agent" else [built(program)]
