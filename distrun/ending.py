@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from distrun import backends
+from distrun import backends, client
 from distrun.backends.base import Swept
-from distrun.errors import UsageError
+from distrun.client import CoordinatorLost
+from distrun.errors import DistrunError, UsageError
 from distrun_runtime.contract import facts, process
 from distrun_runtime.contract.duration import duration
-from distrun_runtime.contract.plan import Limits, Plan
+from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator.jobstore import JobFolder
 from distrun_runtime.errors import JobStoreError
 
@@ -61,36 +62,38 @@ class Killed:
 def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) -> Killed:
     """Stop a job, from any terminal of its machine; return what was done.
 
-    Its launcher is asked (SIGTERM) and given the grace time and `wait_s`. Then what is left is found by what was
-    recorded and by the job's mark, and ended. Never by name. A job that had lost its launcher is then `killed`,
-    unless a host could not be asked: it stays `lost`, so that this can be tried again.
+    Its launcher is asked, by the control socket or else by SIGTERM, and given the grace time and `wait_s`. Then what is
+    left is found by what was recorded and by the job's mark, and ended. Never by name. A job that had lost its launcher
+    is then `killed`, unless a host could not be asked: it stays `lost`, so that this can be tried again.
 
     A job whose files are damaged is ended as far as they can be read.
 
     Raises:
-        UsageError: the job was launched on another machine, or its plan cannot be read.
+        UsageError: the job was launched on another machine, which cannot be asked; or its plan cannot be read.
     """
     state = folder.standing()
     if state in facts.OVER:
+        if folder.is_unplanned:
+            return Killed((f"is over already: {state}",), is_quiet=True)
         # Its end may have left something that would not die then.
         swept = backends.load(folder.plan().backend).sweep(folder.plan(), grace_s or 0.0)
         return Killed((f"is over already: {state}",), swept, is_quiet=True)
     plan, launcher, done = _read(folder)
+    if grace_s is None:
+        grace_s = facts.GRACE_S if plan is None else plan.limits.grace_s
     here = socket.gethostname()
     if launcher.get("host", here) != here:
-        raise UsageError(
-            "job {} was launched on {}".format(folder.id, launcher["host"]),
-            f"type this command there; or name the job's hosts: distrun kill -H FILE {folder.id}",
-        )
-    if grace_s is None:
-        grace_s = Limits().grace_s if plan is None else plan.limits.grace_s
+        return _kill_elsewhere(folder, launcher["host"], grace_s + wait_s)
     who = process.Identity(launcher.get("pid", 0), launcher.get("start", ""))
     if launcher and process.is_alive(who):
-        with contextlib.suppress(OSError):  # it is for a message only
-            folder.ask_to_end()
-        process.send_signal(who, signal.SIGTERM)
-        done.append("asked its launcher (pid %d) to stop the job" % who.pid)
-        if _wait_gone(who, grace_s + wait_s):
+        with contextlib.closing(_Asked(folder)) as asked:
+            if not asked.stop():
+                with contextlib.suppress(OSError):  # it is for a message only
+                    folder.ask_to_end()
+                process.send_signal(who, signal.SIGTERM)
+            done.append("asked its launcher (pid %d) to stop the job" % who.pid)
+            has_ended = _wait_gone(who, grace_s + wait_s) or (asked.kill() and _wait_gone(who, wait_s))
+        if has_ended:
             done.append("the launcher has ended")
         else:
             process.send_signal(who, signal.SIGKILL)
@@ -98,6 +101,8 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
             done.append(f"killed the launcher, which did not end within {duration(grace_s + wait_s)}")
     elif launcher:
         done.append("its launcher (pid %d) is gone" % who.pid)
+    if folder.is_unplanned:
+        return Killed((*done, *_buried(folder, {})))
     if plan is None:
         raise UsageError(
             "job {}: {}".format(folder.id, "; ".join(done)),
@@ -105,12 +110,75 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
             "and with --stale: this machine)",
         )
     swept = backends.load(plan.backend).sweep(plan, grace_s)
+    client.forget(folder)
     if state != facts.DAMAGED and not any(each.problem for each in swept.values()):
-        try:
-            folder.bury(tuple(left for each in swept.values() for left in each.left))
-        except OSError as err:
-            done.append(f"its end could not be recorded: {err}")
+        done += _buried(folder, swept)
     return Killed(tuple(done), swept)
+
+
+def _buried(folder: JobFolder, swept: Mapping[str, Swept]) -> list[str]:
+    """Write the end of a job that had lost its launcher; return what went wrong, a line each."""
+    try:
+        folder.bury(tuple(left for each in swept.values() for left in each.left))
+    except OSError as err:
+        return [f"its end could not be recorded: {err}"]
+    return []
+
+
+class _Asked:
+    """Asks a job's coordinator by its control socket, if it has one and answers."""
+
+    def __init__(self, folder: JobFolder) -> None:
+        self._connection: client.Connection | None = None
+        with contextlib.suppress(DistrunError, JobStoreError, OSError):
+            self._connection = client.connect(folder)
+
+    def stop(self) -> bool:
+        """Ask it to stop the job; return whether it has heard that."""
+        return self._ask("stop")
+
+    def kill(self) -> bool:
+        """Ask it to kill all tasks at once; return whether it has heard that."""
+        return self._ask("kill")
+
+    def ends(self, limit_s: float) -> bool:
+        """Wait for its end."""
+        return self._connection is not None and self._connection.ends(limit_s)
+
+    def _ask(self, what: str) -> bool:
+        if self._connection is None:
+            return False
+        try:
+            return self._connection.ask(what).type == what
+        except CoordinatorLost:
+            return False
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._connection is not None:
+            self._connection.close()
+
+
+def _kill_elsewhere(folder: JobFolder, host: str, limit_s: float) -> Killed:
+    """Stop a job whose coordinator is on another machine, which shares our store.
+
+    Raises:
+        UsageError: it cannot be asked, or does not end.
+    """
+    problem = UsageError(
+        f"job {folder.id} was launched on {host}",
+        f"type this command there; or name the job's hosts: distrun kill -H FILE {folder.id}",
+    )
+    with contextlib.closing(_Asked(folder)) as asked:
+        if not asked.stop():
+            raise problem
+        done = [f"asked its coordinator on {host} to stop the job"]
+        if not asked.ends(limit_s):
+            asked.kill()
+            if not asked.ends(limit_s):
+                raise problem
+            done.append(f"asked it to kill the tasks, which did not end within {duration(limit_s)}")
+    return Killed((*done, "the coordinator has ended"))
 
 
 def _read(folder: JobFolder) -> tuple[Plan | None, dict[str, Any], list[str]]:
@@ -119,7 +187,7 @@ def _read(folder: JobFolder) -> tuple[Plan | None, dict[str, Any], list[str]]:
     launcher: dict[str, Any] = {}
     wrong = []
     try:
-        plan = folder.plan()
+        plan = None if folder.is_unplanned else folder.plan()
     except JobStoreError as err:
         wrong.append(str(err))
     try:

@@ -3,6 +3,8 @@
 `launch` forks. The child is the coordinator: in a session of its own it opens the channels to the agents, runs the loop
 and clears up. This process stays the terminal's client: it prints what the coordinator sends, forwards signals, asks
 for passwords, and returns the outcome. When the client ends, the coordinator stops the job.
+
+A detached job's coordinator survives its terminal (`daemon`). This process leaves it when all tasks run.
 """
 
 from __future__ import annotations
@@ -12,66 +14,74 @@ import dataclasses
 import os
 import signal
 import socket
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from distrun import client, daemon
 from distrun.backends.base import Swept
-from distrun.errors import DistrunError
+from distrun.client import Connection, CoordinatorError, Detached, Follower, Terminal
+from distrun.errors import DistrunError, UsageError
 from distrun.planning import PlannedJob
-from distrun_runtime.contract import facts, wire
+from distrun_runtime.contract import facts
 from distrun_runtime.contract.duration import duration
-from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator.jobstore import JobFolder
 from distrun_runtime.coordinator.outcome import Outcome, TaskResult
-from distrun_runtime.coordinator.output import Piece, Sink
+from distrun_runtime.coordinator.output import Sink
+from distrun_runtime.errors import ContractError
 
 if TYPE_CHECKING:
     from distrun.sync import Copier
+    from distrun_runtime.contract.control import Output
     from distrun_runtime.coordinator.channel import Channel
     from distrun_runtime.coordinator.events import Event
+    from distrun_runtime.coordinator.service import OutputReader, Service
 
 SHOWN = 60
 """Characters of a process that was ended which are shown."""
 RELEASE_S = 3.0
 """How long, past the grace time, the end of agents on this machine is waited for. They need milliseconds, unless one
 was killed: then its guard ends the tasks first."""
-READ_SIZE = 256 * 1024
 
 
-class Terminal(Protocol):
-    """What the client needs of the terminal printer."""
-
-    def start(self) -> None:
-        """Start the threads that print."""
-
-    def show(self, piece: Piece) -> None:
-        """Take a piece of a task's output."""
-
-    def say(self, text: str, level: str) -> None:
-        """Take one message of distrun's own."""
-
-    def toggle_pause(self) -> None:
-        """Stop printing, or go on."""
-
-
-def launch(job: PlannedJob, folder: JobFolder, terminal: Terminal, verbosity: int = 0) -> Outcome:
+def launch(
+    job: PlannedJob, folder: JobFolder, terminal: Terminal, verbosity: int = 0, detach: bool = False
+) -> Outcome | Detached:
     """Run a planned job to its end. Whatever happens, its folder says how it ended.
 
-    Forks, so no thread may run in this process.
+    Returns before the end, what `Detached` says, if the job is detached meanwhile; with `detach`, when all its tasks
+    run. Forks, so no thread may run in this process.
 
     Raises:
         DistrunError: the coordinator failed; the message says how.
         KeyboardInterrupt: the job was interrupted before anything was started.
     """
+    place = start_coordinator(job, folder, verbosity, detach)
+    with Connection(place.connection) as connection:
+        return _Client(connection, place, folder, terminal, verbosity).run(detach)
+
+
+@dataclass(frozen=True)
+class StartedCoordinator:
+    """Where a job's coordinator was started."""
+
+    connection: socket.socket
+    pid: int
+    is_child: bool
+    """It is a child process of ours."""
+
+
+def start_coordinator(job: PlannedJob, folder: JobFolder, verbosity: int, detach: bool) -> StartedCoordinator:
+    """Start the coordinator of a job: here, as a child of this process, or as a daemon if the job is detached."""
     ours, its = socket.socketpair()
-    pid = os.fork()
+    pid = daemon.fork(keep=[its.fileno()]) if detach else os.fork()
     if not pid:
-        ours.close()
+        if not detach:
+            daemon.close_all_but({0, 1, 2, its.fileno()})  # it may be detached later
+            os.setsid()  # Ctrl-C and the end of the terminal reach the client, which tells us
         _coordinator_process(job, folder, its, verbosity)
     its.close()
-    with ours:
-        return _Client(ours, pid, folder, terminal, verbosity).run()
+    return StartedCoordinator(ours, pid, is_child=not detach)
 
 
 # ---------------------------------------------------------------------- the coordinator's process
@@ -81,27 +91,58 @@ def _coordinator_process(job: PlannedJob, folder: JobFolder, connection: socket.
     """Run the job in this process, the forked child, tell the client how it ended, and exit."""
     code = facts.EXIT_INTERNAL
     try:
-        os.setsid()  # Ctrl-C and the end of the terminal reach the client, which tells us
         _detach_streams(folder)
-        from distrun_runtime.coordinator.service import ClientConnection
+        from distrun_runtime.coordinator.service import Service
 
-        client = ClientConnection(connection)
-        client.start()
+        service = Service(connection, folder.id, lambda wanted: _logged(folder, wanted), lambda: _note_stop(folder))
+        service.state(folder.written)
+        service.start()
         if job.backend.asker is not None:
-            job.backend.asker.by(client.ask)
+            job.backend.asker.by(service.ask)
         try:
             folder.take_over()
-            client.finish(dataclasses.asdict(coordinate(job, folder, client, verbosity)))
+            _listen(service, folder, job.request.detach)
+            service.finish(dataclasses.asdict(coordinate(job, folder, service, verbosity)))
             code = 0
         except BaseException as err:
-            client.fail(_error(err))
-        client.close()
+            service.fail(_error(err))
+        service.close()
     except BaseException:
         import traceback
 
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def _listen(service: Service, folder: JobFolder, is_needed: bool) -> None:
+    """Let clients in by the control socket. An attached job (not `is_needed`) does without, if it has to."""
+    from distrun_runtime.coordinator.control import ControlSocket
+
+    path = ""
+    try:
+        listener = ControlSocket(folder.id)
+    except (OSError, ContractError) as err:
+        why = f"there is no control socket for this job: {err}"
+        if is_needed:
+            raise UsageError(why) from err
+        service.say(f"{why}; distrun attach and detach will not find it", "warning")
+    else:
+        path = listener.path
+        service.listen(listener)
+    with contextlib.suppress(OSError):  # a full disk; the loop says so
+        folder.write_control(path)
+
+
+def _logged(folder: JobFolder, wanted: Output) -> OutputReader:
+    from distrun_runtime.coordinator.logged import LoggedOutput  # most jobs have one client, which needs it not
+
+    return LoggedOutput(folder, wanted)
+
+
+def _note_stop(folder: JobFolder) -> None:
+    with contextlib.suppress(OSError):  # it is for a message only
+        folder.ask_to_end()
 
 
 def _detach_streams(folder: JobFolder) -> None:
@@ -136,7 +177,7 @@ def _error(err: BaseException) -> dict[str, Any]:
     }
 
 
-def coordinate(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int = 0) -> Outcome:
+def coordinate(job: PlannedJob, folder: JobFolder, sink: Service, verbosity: int = 0) -> Outcome:
     """Run a planned job to its end in this process: channels, loop, and what is left behind.
 
     Raises:
@@ -154,7 +195,7 @@ def coordinate(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int = 
     return folder.explained(swept_too)
 
 
-def _run(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int) -> tuple[Outcome, Mapping[str, Swept]]:
+def _run(job: PlannedJob, folder: JobFolder, sink: Service, verbosity: int) -> tuple[Outcome, Mapping[str, Swept]]:
     channels = job.backend.channels(job.plan)
     job.backend.boot(channels)
     from distrun_runtime.coordinator import jobrun  # the client does not need it, and agents start meanwhile
@@ -170,6 +211,7 @@ def _run(job: PlannedJob, folder: JobFolder, sink: Sink, verbosity: int) -> tupl
             verbosity=verbosity,
             runtime=lambda: job.runtime,
             prepare=copier.start if copier else None,
+            watcher=sink,
         )
     finally:
         if copier:
@@ -212,7 +254,7 @@ def _note_fault(job: PlannedJob, folder: JobFolder, err: BaseException) -> None:
     tasks = tuple(TaskResult(task.name, task.role, task.rank, task.host) for task in job.plan.tasks)
     if isinstance(err, KeyboardInterrupt):
         outcome = Outcome(
-            128 + signal.SIGINT, facts.INTERRUPTED, "interrupted before anything was started", tasks=tasks
+            facts.EXIT_INTERRUPTED, facts.INTERRUPTED, "interrupted before anything was started", tasks=tasks
         )
     else:
         text = f"distrun itself failed: {type(err).__name__}: {err}"
@@ -234,7 +276,7 @@ def with_swept(outcome: Outcome, swept: Mapping[str, Swept], lease_s: float) -> 
     if lost in swept:
         message += "; " + swept[lost].short
         if swept[lost].problem:
-            text = ": if that machine still runs, its agent, unless it is frozen, ends the tasks there within %s"
+            text = ": if that machine still runs, its agent or guard ends the tasks there within %s"
             message += text % duration(lease_s)
             message += f"; to make sure: distrun kill {outcome.job}"
     return dataclasses.replace(outcome, message=message, survivors=tuple(survivors))
@@ -244,87 +286,62 @@ def _copier(job: PlannedJob, sink: Sink) -> Copier | None:
     sync, rules = job.plan.sync, job.request.sync_rules
     if sync is None or rules is None:
         return None
-    from distrun.ssh.target import Target
-    from distrun.sync import Copier
+    from distrun.sync import CopyRequest
 
-    targets = {host.name: Target.from_reach(host.reach) for host in job.plan.hosts}
-    return Copier(targets, sync.source, job.plan.cwd, rules, sync.delete, sink, tree=job.tree, asker=job.backend.asker)
+    request = CopyRequest(sync.source, job.plan.cwd, rules, sync.delete, job.tree)
+    return job.backend.copier(job.plan.hosts, request, sink)
 
 
 # ---------------------------------------------------------------------- the client
 
 
-class CoordinatorError(DistrunError):
-    """The coordinator ended without an outcome."""
-
-    def __init__(self, message: str, hint: str, exit_code: int) -> None:
-        super().__init__(message, hint)
-        self.exit_code = exit_code
-
-
 class _Client:
-    """The terminal's side of the connection to the coordinator `pid`, a child process of ours."""
+    """The terminal's side of the connection to the coordinator that was started at `place`."""
 
     def __init__(
-        self, connection: socket.socket, pid: int, folder: JobFolder, terminal: Terminal, verbosity: int
+        self,
+        connection: Connection,
+        place: StartedCoordinator,
+        folder: JobFolder,
+        terminal: Terminal,
+        verbosity: int,
     ) -> None:
         self._connection = connection
-        self._pid = pid
+        self._place = place
         self._folder = folder
         self._terminal = terminal
         self._verbosity = verbosity
-        self._sending = threading.Lock()
-        self._questions: dict[int, _Question] = {}
-        self._outcome: Outcome | None = None
-        self._failure: wire.Frame | None = None
 
-    def run(self) -> Outcome:
-        """Show what the coordinator sends until it ends; return the outcome."""
+    def run(self, detach: bool) -> Outcome | Detached:
+        """Show what the coordinator sends until it ends, or lets us go; return the outcome.
+
+        With `detach`, output is not shown, and the coordinator is asked to let us go when all tasks run.
+        """
         from distrun_runtime.coordinator.interrupts import Interrupts  # while the coordinator begins its work
 
+        found = Follower(self._connection, self._terminal, has_output=not detach, on_event=self._on_event)
+        if detach:
+            self._connection.send("subscribe", events=True)  # no others come otherwise
         self._terminal.start()
+        status = None
         with Interrupts(self._forward):
-            try:
-                self._follow()
-            finally:
-                for question in self._questions.values():
-                    question.withdraw()
-            _, status = os.waitpid(self._pid, 0)
-        if self._failure is not None:
-            raise self._raised(self._failure.header)
-        if self._outcome is None:
-            self._outcome = self._recorded()
-        if self._outcome is None:
+            found.run()
+            is_left = found.detached is not None and found.outcome is None and found.failure is None
+            if self._place.is_child and not is_left:
+                _, status = os.waitpid(self._place.pid, 0)
+        if found.detached is not None and is_left:
+            return found.detached
+        if found.failure is not None:
+            raise client.raised(found.failure, self._terminal, self._verbosity)
+        # The coordinator may have given us up: then its folder says how the job ended.
+        outcome = found.outcome or client.recorded(self._folder)
+        if outcome is None:
             raise self._died(status)
-        return self._outcome
+        return outcome
 
-    def _follow(self) -> None:
-        decoder = wire.Decoder()
-        while True:
-            try:
-                data = self._connection.recv(READ_SIZE)
-            except ConnectionError:
-                return
-            if not data:
-                return
-            for frame in decoder.feed(data):
-                self._take(frame)
-
-    def _take(self, frame: wire.Frame) -> None:
-        header = frame.header
-        if frame.type == "output":
-            names = (header["task"], header["host"], header["stream"], header["at"], header["length"])
-            self._terminal.show(Piece(frame.body, *names))
-        elif frame.type == "said":
-            self._terminal.say(header["text"], header["level"])
-        elif frame.type == "prompt":
-            self._ask(header["id"], header["text"], header["limit_s"])
-        elif frame.type == "withdrawn":
-            self._questions[header["id"]].withdraw()
-        elif frame.type == "outcome":
-            self._outcome = ends.from_json(header["outcome"])
-        elif frame.type == "failed":
-            self._failure = frame
+    def _on_event(self, event: Mapping[str, Any]) -> None:
+        if event["event"] == "state" and event["state"] == facts.RUNNING:
+            self._connection.send("detach")
 
     def _forward(self, event: Event) -> None:
         """Tell the coordinator of a signal; called in the thread that reads signals."""
@@ -333,64 +350,15 @@ class _Client:
         if isinstance(event, PauseToggled):
             self._terminal.toggle_pause()
         elif isinstance(event, Interrupt):
-            self._send({"type": "signal", "name": event.signal})
+            self._connection.send("signal", name=event.signal)
 
-    def _send(self, header: dict[str, Any], body: bytes = b"") -> None:
-        with self._sending, contextlib.suppress(OSError):  # it has ended, which `_follow` sees
-            self._connection.sendall(wire.encode(header, body))
-
-    def _ask(self, number: int, prompt: str, limit_s: float) -> None:
-        def answer(text: str | None) -> None:
-            header = {"type": "answer", "id": number, "given": text is not None}
-            self._send(header, b"" if text is None else text.encode("utf-8", "replace"))
-
-        self._questions[number] = _Question(prompt, limit_s, answer)
-
-    def _raised(self, told: Mapping[str, Any]) -> BaseException:
-        if self._verbosity >= 2:
-            self._terminal.say(told["trace"].rstrip("\n"), "error")
-        if told["kind"] == KeyboardInterrupt.__name__:
-            return KeyboardInterrupt()
-        return CoordinatorError(told["message"], told["hint"], told["exit_code"])
-
-    def _recorded(self) -> Outcome | None:
-        """Return what the job's folder says of its end: the coordinator may have given us up."""
-        found = self._folder.outcome()
-        if found is None:
-            return None
-        return Outcome(found["exit_code"], found["reason"], found["message"], job=self._folder.id)
-
-    def _died(self, status: int) -> CoordinatorError:
-        code = os.waitstatus_to_exitcode(status)
-        how = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    def _died(self, status: int | None) -> CoordinatorError:
+        how = "is gone"
+        if status is not None:
+            code = os.waitstatus_to_exitcode(status)
+            how = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         return CoordinatorError(
-            f"job {self._folder.id}: its coordinator (pid {self._pid}) {how}; its agents end the tasks",
+            f"job {self._folder.id}: its coordinator (pid {self._place.pid}) {how}; its agents end the tasks",
             f"to make sure: distrun kill {self._folder.id}",
             facts.EXIT_INTERNAL,
         )
-
-
-class _Question:
-    """A question on the terminal, asked in a thread of its own until it is answered or withdrawn."""
-
-    def __init__(self, prompt: str, limit_s: float, answer: Callable[[str | None], None]) -> None:
-        from distrun.ssh.abort import Abort
-
-        self._prompt = prompt
-        self._limit_s = limit_s
-        self._answer = answer
-        self._abort = Abort()
-        self._thread = threading.Thread(target=self._run, name="question", daemon=True)
-        self._thread.start()
-
-    def withdraw(self) -> None:
-        """Ask no more, and give the terminal its settings back."""
-        self._abort.now()
-        self._thread.join()
-
-    def _run(self) -> None:
-        from distrun.ssh.abort import Aborted
-        from distrun.ssh.ask import TERMINAL, read_secret
-
-        with contextlib.suppress(Aborted):
-            self._answer(read_secret(TERMINAL, self._prompt, self._limit_s, self._abort.check))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from distrun.errors import UsageError
 from distrun.hosts import HostSpec, Inventory, fold
@@ -24,8 +24,7 @@ SHOWN = 16
 """Hosts that are named in an error, at most."""
 
 
-@dataclass(frozen=True)
-class Slot:
+class Slot(NamedTuple):
     """Where one task runs."""
 
     role: str
@@ -42,7 +41,7 @@ class Slot:
     @property
     def name(self) -> str:
         """The task's name: role and rank; `scheduler`, of which there is one."""
-        return self.role if self.role == SCHEDULER else "%s-%d" % (self.role, self.rank)
+        return self.role if self.role == SCHEDULER else f"{self.role}-{self.rank}"
 
     @property
     def place(self) -> str:
@@ -94,9 +93,9 @@ def place(
     if policy == CYCLE:
         chosen = _cycle(counts, hosts)
     else:
-        rooms = _Rooms(hosts.specs, workers + servers, oversubscribe)
-        _check_room(counts, rooms)
-        chosen = _by_slots(counts, rooms, _pack if policy == PACK else _spread)
+        free = _FreeSlots(hosts.specs, workers + servers, oversubscribe)
+        _check_fits(counts, free)
+        chosen = _by_slots(counts, free, _pack if policy == PACK else _spread)
     if relays and servers:
         chosen[SERVER] += _without_server(chosen, hosts)
     places = [(role, rank, host) for role, names in chosen.items() for rank, host in enumerate(names)]
@@ -126,7 +125,9 @@ def notes(hosts: Inventory, policy: str) -> tuple[str, ...]:
         if spec.slots is None:
             guessed.setdefault(capacity(spec), []).append(spec.name)
     return tuple(
-        "--placement %s: no slots= for %s: taken as %d%s" % (policy, fold(names), count, " each" if names[1:] else "")
+        "--placement {}: no slots= for {}: taken as {}{}".format(
+            policy, fold(names), count, " each" if names[1:] else ""
+        )
         for count, names in guessed.items()
     )
 
@@ -146,30 +147,28 @@ def _without_server(chosen: Mapping[str, Sequence[str]], hosts: Inventory) -> li
     return [name for name in several if name not in chosen[SERVER] and takes(hosts.spec(name), SERVER)]
 
 
-def _by_slots(counts: Mapping[str, int], rooms: _Rooms, fill: _Fill) -> dict[str, list[str]]:
-    """Return each role's hosts. The rooms are enough. A role's own hosts come first, then those that take any."""
+def _by_slots(counts: Mapping[str, int], free: _FreeSlots, fill: _Fill) -> dict[str, list[str]]:
+    """Return each role's hosts. There are enough slots. A role's own hosts come first, then those that take any."""
     chosen: dict[str, list[str]] = {role: [] for role in counts}
     for role, count in counts.items():
         found = chosen[role]
         # What later roles must find on the hosts that take any role.
-        kept = sum(
-            max(0, counts[other] - rooms.limit(other)) for other in counts if not chosen[other] and other != role
-        )
+        kept = sum(max(0, counts[other] - free.limit(other)) for other in counts if not chosen[other] and other != role)
         while len(found) < count:
             before = len(found)
             for group in (role, ""):
                 most = count - len(found)
                 if not group:
-                    most = min(most, rooms.limit("") - kept)
-                for name in itertools.islice(fill(rooms.of(group), rooms.left), max(0, most)):
+                    most = min(most, free.limit("") - kept)
+                for name in itertools.islice(fill(free.of(group), free.left), max(0, most)):
                     found.append(name)
-                    rooms.use(name)
+                    free.use(name)
             if len(found) == before:
-                rooms.refill(role)
+                free.refill(role)
     return chosen
 
 
-class _Rooms:
+class _FreeSlots:
     """How many tasks hosts still take: `left` of the present turn, and at most. Hosts take turns if oversubscribed."""
 
     def __init__(self, specs: Sequence[HostSpec], wanted: int, oversubscribe: bool) -> None:
@@ -217,23 +216,22 @@ def _spread(group: Sequence[str], left: Mapping[str, int]) -> Iterator[str]:
                 yield name
 
 
-def _check_room(counts: Mapping[str, int], rooms: _Rooms) -> None:
+def _check_fits(counts: Mapping[str, int], free: _FreeSlots) -> None:
     """Refuse a job that does not fit, with the arithmetic."""
-    over = sum(max(0, count - rooms.limit(role)) for role, count in counts.items())
-    if over <= rooms.limit(""):
+    over = sum(max(0, count - free.limit(role)) for role, count in counts.items())
+    if over <= free.limit(""):
         return
-    usable = rooms.limit("") + sum(min(count, rooms.limit(role)) for role, count in counts.items())
+    usable = free.limit("") + sum(min(count, free.limit(role)) for role, count in counts.items())
     offers = [
-        "%s:%d%s" % (spec.name, rooms.limits[spec.name], f" for a {spec.role}" if spec.role else "")
-        for spec in rooms.specs
+        "{}:{}{}".format(spec.name, free.limits[spec.name], f" for a {spec.role}" if spec.role else "")
+        for spec in free.specs
     ]
     if len(offers) > SHOWN:
-        offers[SHOWN:] = ["... %d more" % (len(offers) - SHOWN)]
-    restricted = any(spec.role for spec in rooms.specs)
+        offers[SHOWN:] = [f"... {len(offers) - SHOWN} more"]
+    restricted = any(spec.role for spec in free.specs)
     raise UsageError(
-        "E115: %s processes need %d slots, hosts offer %d%s (%s). %s"
-        % (
-            " + ".join("%d %s" % (counts[role], role) for role in (WORKER, SERVER) if counts[role]),
+        "E115: {} processes need {} slots, hosts offer {}{} ({}). {}".format(
+            " + ".join(f"{counts[role]} {role}" for role in (WORKER, SERVER) if counts[role]),
             *(sum(counts.values()), usable),
             " that these roles can use" if restricted else "",
             (", " if restricted else " ").join(offers),

@@ -15,14 +15,14 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distrun import backends, shell, ship
 from distrun.backends.base import Backend, Listening, Rendered
 from distrun.errors import UsageError
 from distrun.hosts import HostSpec, Inventory, fold
 from distrun.placement import Slot, hosts_of, place, worker_places
-from distrun.request import BUNDLED, COMMAND, Request, Setting, check_tuning, exact, given, parse_port_range
+from distrun.request import BUNDLED, COMMAND, JobRequest, Setting, check_tuning, exact, given, parse_port_range
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.folder import identity
 from distrun_runtime.contract.plan import (
@@ -36,6 +36,7 @@ from distrun_runtime.contract.plan import (
     Host,
     Place,
     Plan,
+    Reach,
     Runtime,
     Secrets,
     Sync,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 DRY_RUN_ID = "dry-run"
 SET_ELSEWHERE: Mapping[str, str] = {
+    "DISTRUN_JOB_NONCE": "the agent, which finds processes by it",
     "DISTRUN_TOKEN_FILE": "the agent, which writes that file",
     "DISTRUN_PLACE": "the agent, which has that place",
     "DISTRUN_PUBLISH_FD": "the agent, which opens that pipe",
@@ -70,11 +72,11 @@ SHOWN = 8
 _PYTHON = re.compile(r"(.*/)?(python|pypy)[\d.]*\Z")
 
 
-@dataclass(frozen=True)
-class PlannedJob:
+class PlannedJob(NamedTuple):
     """A job that is ready to be launched. Nothing of it has happened."""
 
-    request: Request
+    request: JobRequest
+    allocation: Allocation
     plan: Plan
     secrets: Secrets
     backend: Backend
@@ -88,20 +90,32 @@ class PlannedJob:
         return self.backend.render(self.plan)
 
 
-@dataclass(frozen=True)
-class Allocation:
+class Allocation(NamedTuple):
     """Which task runs on which host, and how hosts are reached."""
 
     hosts: Inventory
     slots: tuple[Slot, ...]
-    reach: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """How the backend reaches each host, in its own words."""
-    logins: Mapping[str, str] = field(default_factory=dict)
+    reach: Mapping[str, Reach] = {}
+    """How the backend reaches each host; only the backend reads it."""
+    logins: Mapping[str, str] = {}
     """What a user types before a command to run it on a host, by host."""
-    addresses: Mapping[str, str] = field(default_factory=dict)
+    addresses: Mapping[str, str] = {}
     """Data addresses that are known beforehand, by host."""
     places: tuple[Place, ...] = ()
     """The places that an engine gave; empty: one a host."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what allocation.json holds: JSON-able values."""
+        hosts = [
+            {
+                "name": name,
+                "address": self.addresses.get(name, ""),
+                "reach": dict(self.reach.get(name, {})),
+                "login": self.logins.get(name, ""),
+            }
+            for name in hosts_of(self.slots, self.hosts.order)
+        ]
+        return {"hosts": hosts, "tasks": [{"name": slot.name, "host": slot.host} for slot in self.slots]}
 
 
 @dataclass(frozen=True, repr=False)
@@ -118,9 +132,10 @@ class Setup:
     inherited: Mapping[str, str] = field(default_factory=dict)
     """The environment of this process, where tasks inherit it."""
     token: str = ""
+    nonce: str = ""
 
 
-def plan_job(request: Request, store: JobStore) -> PlannedJob:
+def plan_job(request: JobRequest, store: JobStore) -> PlannedJob:
     """Return a job that is ready to be launched.
 
     Raises:
@@ -138,6 +153,7 @@ def plan_job(request: Request, store: JobStore) -> PlannedJob:
     setup = Setup(
         job_id=job_id,
         run_dir=os.path.abspath((request.run_dir or store.jobs) / job_id),
+        nonce=DRY_RUN_ID if request.dry_run else os.urandom(8).hex(),
         runtime=runtime,
         python="" if backend.ships_runtime else sys.executable,
         sync=None if tree is None else _sync(request, allocation, tree),
@@ -146,10 +162,10 @@ def plan_job(request: Request, store: JobStore) -> PlannedJob:
     )
     plan, values = make_plan(request, allocation, setup)
     check_ports(request, plan)
-    return PlannedJob(request, plan, values, backend, data, tree)
+    return PlannedJob(request, allocation, plan, values, backend, data, tree)
 
 
-def allocate(request: Request, backend: Backend) -> Allocation:
+def allocate(request: JobRequest, backend: Backend) -> Allocation:
     """Return the allocation of a backend that is given its hosts: tasks placed on the hosts of the request.
 
     Raises:
@@ -177,7 +193,7 @@ def allocate(request: Request, backend: Backend) -> Allocation:
     )
 
 
-def _check_python(request: Request) -> None:
+def _check_python(request: JobRequest) -> None:
     """Look for --python on this machine, where the servers will run."""
     if request.python and request.has_servers and request.ps == BUNDLED:
         import shutil  # with all its formats of archives: not for every launch
@@ -190,17 +206,15 @@ def _check_python(request: Request) -> None:
             )
 
 
-def _runtime(request: Request, backend: Backend) -> tuple[Runtime, bytes]:
+def _runtime(request: JobRequest, backend: Backend) -> tuple[Runtime, bytes]:
     """Return where tasks find the runtime, and the archive that hosts are sent."""
     if not backend.ships_runtime:
         return Runtime(path=str(ship.runtime_root(request.outer, copy=not request.dry_run))), b""
-    from distrun import archive  # local jobs need none
-
-    digest, data = archive.build()
+    digest, data = ship.archive()
     return Runtime(digest=digest), data
 
 
-def _scan(request: Request) -> Tree | None:
+def _scan(request: JobRequest) -> Tree | None:
     if request.sync_rules is None or not request.sync_dst_dir:
         return None
     from distrun.sync import scan  # not needed for jobs that copy nothing
@@ -208,7 +222,7 @@ def _scan(request: Request) -> Tree | None:
     return scan(request.cwd, request.sync_rules)
 
 
-def _sync(request: Request, allocation: Allocation, tree: Tree) -> Sync:
+def _sync(request: JobRequest, allocation: Allocation, tree: Tree) -> Sync:
     rules = request.sync_rules
     extra = () if rules is None else (each.name.partition("/")[0] for each in rules.extra)
     top = [*os.listdir(request.cwd), *extra]
@@ -223,14 +237,14 @@ def _sync(request: Request, allocation: Allocation, tree: Tree) -> Sync:
     )
 
 
-def make_plan(request: Request, allocation: Allocation, setup: Setup) -> tuple[Plan, Secrets]:
+def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tuple[Plan, Secrets]:
     """Return the plan of a job, and the secret values that it only names. No side effects.
 
     Raises:
         UsageError: one hidden variable has different values for two roles.
     """
     slots = allocation.slots
-    layout = _Layout.of(allocation)
+    layout = _JobLayout.of(allocation)
     users = {role: given(request.settings, role) for role in (SCHEDULER, SERVER, WORKER)}
     tasks = tuple(_task(request, slot, layout, setup, users[slot.role]) for slot in slots)
     plan = Plan(
@@ -242,7 +256,7 @@ def make_plan(request: Request, allocation: Allocation, setup: Setup) -> tuple[P
         hosts=tuple(_host(request, layout, allocation, name) for name in layout.nodes),
         tasks=tasks,
         limits=request.limits,
-        on_eof=HOLD if request.reconnect else STOP,
+        on_eof=HOLD if request.detach or request.reconnect else STOP,
         interface=request.interface,
         subnet=request.subnet,
         unset=() if request.keep_outer_env else environ.stale_names(),
@@ -252,12 +266,13 @@ def make_plan(request: Request, allocation: Allocation, setup: Setup) -> tuple[P
         joined=tuple(sorted({s.name for each in users.values() for s in each.values() if s.joins})),
         doctor=request.doctor,
         places=allocation.places,
+        log_limit=request.log_limit,
+        nonce=setup.nonce,
     )
     return plan, Secrets(token=setup.token, env=_hidden(slots, users))
 
 
-@dataclass(frozen=True)
-class _Layout:
+class _JobLayout(NamedTuple):
     """What a task's variables say of the other tasks: worked out once, since a job may have many."""
 
     hosts: Inventory
@@ -271,10 +286,10 @@ class _Layout:
     """Each role's first task."""
 
     @staticmethod
-    def of(allocation: Allocation) -> _Layout:
+    def of(allocation: Allocation) -> _JobLayout:
         slots = allocation.slots
         roles = [slot.role for slot in slots]
-        return _Layout(
+        return _JobLayout(
             hosts=allocation.hosts,
             nodes={name: index for index, name in enumerate(hosts_of(slots, allocation.hosts.order))},
             groups={name: index for index, name in enumerate(worker_places(slots))},
@@ -283,19 +298,19 @@ class _Layout:
         )
 
 
-def _host(request: Request, layout: _Layout, allocation: Allocation, name: str) -> Host:
+def _host(request: JobRequest, layout: _JobLayout, allocation: Allocation, name: str) -> Host:
     spec = allocation.hosts.spec(name)
     return Host(
         name=name,
         address=spec.addr or ("" if spec.iface else allocation.addresses.get(name, "")),
         ports=_ports(request, layout, name),
-        reach=allocation.reach.get(name, {}),
+        reach=allocation.reach.get(name, Reach({})),
         interface=spec.iface,
         login=allocation.logins.get(name, ""),
     )
 
 
-def _task(request: Request, slot: Slot, layout: _Layout, setup: Setup, users: Mapping[str, Setting]) -> Task:
+def _task(request: JobRequest, slot: Slot, layout: _JobLayout, setup: Setup, users: Mapping[str, Setting]) -> Task:
     spec = layout.hosts.spec(slot.host)
     env = {
         **_identity(slot, layout, setup),
@@ -328,7 +343,7 @@ def _task(request: Request, slot: Slot, layout: _Layout, setup: Setup, users: Ma
     )
 
 
-def _argv(request: Request, spec: HostSpec, role: str, python: str) -> tuple[str, ...]:
+def _argv(request: JobRequest, spec: HostSpec, role: str, python: str) -> tuple[str, ...]:
     if role == WORKER or request.ps == COMMAND:
         return shell.to_argv(request.command, request.shell)
     return (request.python or spec.python or python or _interpreter(request.command), "-m", "distrun_runtime", role)
@@ -345,7 +360,7 @@ def _devices(spec: HostSpec) -> str:
     return ",".join(map(str, range(int(spec.gpus)))) if spec.gpus.isdigit() else spec.gpus.strip(",")
 
 
-def _identity(slot: Slot, layout: _Layout, setup: Setup) -> dict[str, str]:
+def _identity(slot: Slot, layout: _JobLayout, setup: Setup) -> dict[str, str]:
     return {
         "DISTRUN_JOB_ID": setup.job_id,
         "DISTRUN_ROLE": slot.role,
@@ -361,7 +376,7 @@ def _identity(slot: Slot, layout: _Layout, setup: Setup) -> dict[str, str]:
     }
 
 
-def _parameter_server(request: Request, slot: Slot, layout: _Layout) -> dict[str, str]:
+def _parameter_server(request: JobRequest, slot: Slot, layout: _JobLayout) -> dict[str, str]:
     env = {
         "DMLC_ROLE": slot.role,
         "DMLC_NUM_WORKER": str(request.workers),
@@ -380,7 +395,7 @@ def _parameter_server(request: Request, slot: Slot, layout: _Layout) -> dict[str
     return env
 
 
-def _references(request: Request, slot: Slot, layout: _Layout) -> dict[str, str]:
+def _references(request: JobRequest, slot: Slot, layout: _JobLayout) -> dict[str, str]:
     address = f"{{host:{slot.place}.address}}"
     refs = {"DISTRUN_ADDR": address, "DMLC_NODE_HOST": address}
     if request.has_servers and request.ps == COMMAND:
@@ -403,7 +418,7 @@ def _references(request: Request, slot: Slot, layout: _Layout) -> dict[str, str]
     return refs
 
 
-def _torch(slot: Slot, layout: _Layout, job_id: str) -> dict[str, str]:
+def _torch(slot: Slot, layout: _JobLayout, job_id: str) -> dict[str, str]:
     rank, size, group = str(slot.rank), str(layout.sizes[WORKER]), str(layout.groups[slot.place])
     return {
         "RANK": rank,
@@ -422,7 +437,7 @@ def _torch(slot: Slot, layout: _Layout, job_id: str) -> dict[str, str]:
     }
 
 
-def _jax(slot: Slot, layout: _Layout) -> dict[str, str]:
+def _jax(slot: Slot, layout: _JobLayout) -> dict[str, str]:
     return {"JAX_NUM_PROCESSES": str(layout.sizes[WORKER]), "JAX_PROCESS_ID": str(slot.rank)}
 
 
@@ -431,7 +446,7 @@ def _unbuffered(setup: Setup, users: Mapping[str, Setting]) -> dict[str, str]:
     return {} if is_chosen else {"PYTHONUNBUFFERED": "1"}
 
 
-def _tuning(request: Request) -> dict[str, str]:
+def _tuning(request: JobRequest) -> dict[str, str]:
     env = {}
     if request.op_timeout_s is not None:
         env["DISTRUN_OP_TIMEOUT"] = exact(request.op_timeout_s)
@@ -442,7 +457,7 @@ def _tuning(request: Request) -> dict[str, str]:
     return env
 
 
-def _ports(request: Request, layout: _Layout, host: str) -> tuple[str, ...]:
+def _ports(request: JobRequest, layout: _JobLayout, host: str) -> tuple[str, ...]:
     labels: tuple[str, ...] = ()
     if host == layout.first[WORKER].host:
         labels += (JAX_PORT, MASTER_PORT)
@@ -463,7 +478,7 @@ def _hidden(slots: Sequence[Slot], users: Mapping[str, Mapping[str, Setting]]) -
     return values
 
 
-def check_ports(request: Request, plan: Plan) -> None:
+def check_ports(request: JobRequest, plan: Plan) -> None:
     """Check that --port-range has a port for each process of ours, and each held port, on every host. Pure.
 
     Raises:
@@ -495,7 +510,7 @@ def check_ports(request: Request, plan: Plan) -> None:
             )
 
 
-def may_bring(request: Request, hosts: Sequence[HostSpec], names: Iterable[str]) -> bool:
+def may_bring(request: JobRequest, hosts: Sequence[HostSpec], names: Iterable[str]) -> bool:
     """Return whether what servers run by may be among the files that are copied, as far as can be said here. Pure.
 
     `names`: of the files and folders at the top of what is copied. Paths are judged on the host.

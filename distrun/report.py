@@ -35,7 +35,10 @@ _SIGNALS = {
     "TERM": "it was asked to end, not by distrun",
     "XCPU": "it used up its CPU time (ulimit -t)",
 }
-_CODES = {126: "the command cannot be executed", 127: "the command was not found"}
+_CODES = {
+    facts.EXIT_NOT_EXECUTABLE: "the command cannot be executed",
+    facts.EXIT_NOT_FOUND: "the command was not found",
+}
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = (
     "During handling of the above exception, another exception occurred:",
@@ -83,9 +86,9 @@ def meaning(code: int | None, signal: str | None) -> str:
     """Return what a code or signal usually means; empty where nothing can be said."""
     if signal is not None:
         return _SIGNALS.get(signal[3:] if signal.startswith("SIG") else signal, "")
-    if code is not None and 128 < code < 128 + 65:
+    if code is not None and 0 < code - facts.SIGNAL_BASE < 65:
         try:
-            return f"as a shell says of signal {signals.Signals(code - 128).name[3:]}"
+            return f"as a shell says of signal {signals.Signals(code - facts.SIGNAL_BASE).name[3:]}"
         except ValueError:
             return ""
     return _CODES.get(code or 0, "")

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distrun.errors import UsageError
 from distrun_runtime.contract import environ
@@ -18,7 +18,7 @@ from distrun_runtime.contract.plan import ROLES, SCHEDULER, Limits
 
 if TYPE_CHECKING:
     from distrun.hosts import Inventory
-    from distrun.sync import Rules
+    from distrun.sync import CopyRules
 
 BUNDLED = "bundled"
 """`--ps bundled`: distrun's own servers and scheduler."""
@@ -56,8 +56,7 @@ _MERGED = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONUNBUFFERED")
 """Variables that distrun sets with the user's value in mind, so that giving them is no mistake."""
 
 
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """One variable that the user gives to tasks."""
 
     name: str
@@ -71,7 +70,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Request:
+class JobRequest:
     """What the user asked for: the options of `distrun launch`, and what it found on the submitting machine.
 
     Raises:
@@ -122,16 +121,56 @@ class Request:
     """Folders of environments that it activates; None: nobody knows what it needs (`activation.folders`)."""
     sync_dst_dir: str = ""
     """Folder on each host that the current directory is copied to, and where tasks then start; empty: no copy."""
-    sync_rules: Rules | None = None
+    sync_rules: CopyRules | None = None
     """What of `cwd` is copied; None: nothing."""
     sync_delete: bool = False
     """Files that only a host has are deleted there."""
     run_dir: Path | None = None
     """Folder for the job's folder; None: the job store's."""
+    log_limit: int = 0
+    """Bytes that are kept of each task's log, about; 0: all."""
     doctor: str = ""
     """What the user types to have the hosts examined, for messages."""
+    detach: bool = False
+    """The job goes on without the terminal that launches it."""
     dry_run: bool = False
     """The plan gets a placeholder for its id and no token, and nothing is written."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what request.json holds: JSON-able values. Hidden variables are named, and their values left out."""
+        variables = [
+            {"name": each.name, "role": each.role, "value": None if each.hidden else each.value}
+            for each in self.settings
+        ]
+        rules = self.sync_rules
+        return {
+            "name": self.name,
+            "launcher": self.launcher,
+            "command": list(self.command),
+            "cwd": self.cwd,
+            "workers": self.workers,
+            "servers": self.servers,
+            "hosts": None if self.hosts is None else list(self.hosts.names),
+            "reach": dict(self.reach),
+            "ps": self.ps,
+            "shell": self.shell,
+            "variables": variables,
+            "python": self.python,
+            "interface": self.interface,
+            "subnet": self.subnet,
+            "port_range": self.port_range,
+            "server_imports": list(self.server_imports),
+            "scheduler_host": self.scheduler_host,
+            "limits": self.limits._asdict(),
+            "op_timeout_s": self.op_timeout_s,
+            "start_timeout_s": self.start_timeout_s,
+            "keep_outer_env": self.keep_outer_env,
+            "placement": self.placement,
+            "oversubscribe": self.oversubscribe,
+            "activate": self.activate,
+            "sync_dst_dir": self.sync_dst_dir if rules is not None else "",
+            "sync_delete": self.sync_delete,
+        }
 
     def __post_init__(self) -> None:
         if not self.command or not self.command[0]:
@@ -384,7 +423,7 @@ def _unquote(value: str, where: str) -> str:
     return re.sub(r"\\(.)", lambda found: known.get(found.group(1), found.group(1)), match.group(1))
 
 
-def _check_imports(request: Request) -> None:
+def _check_imports(request: JobRequest) -> None:
     for name in request.server_imports:
         if not all(part.isidentifier() for part in name.split(".")) or name.endswith(".py"):
             raise UsageError(

@@ -38,7 +38,7 @@ def quote(word: str) -> str:
     if not _CONTROL.search(word):
         return shlex.quote(word)
     escaped = word.replace("\\", "\\\\").replace("'", "\\'")
-    return "$'%s'" % _CONTROL.sub(_escape, escaped)
+    return f"$'{_CONTROL.sub(_escape, escaped)}'"
 
 
 def join(words: Iterable[str]) -> str:
@@ -48,7 +48,7 @@ def join(words: Iterable[str]) -> str:
 
 def assignments(env: Mapping[str, str]) -> list[str]:
     """Return `NAME=value` for each variable, by name, values quoted."""
-    return ["%s=%s" % (name, quote(env[name])) for name in sorted(env)]
+    return [f"{name}={quote(env[name])}" for name in sorted(env)]
 
 
 def _escape(match: re.Match[str]) -> str:

@@ -17,13 +17,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from distrun import backends, hosts, planning
+from distrun.request import JobRequest, Setting
 from distrun_runtime.agent.agent import Agent
 from distrun_runtime.arrays.dtypes import name_of
-from distrun_runtime.contract import enrolment, wire
+from distrun_runtime.contract import control, enrolment, wire
 from distrun_runtime.contract import plan as plans
+from distrun_runtime.contract.control import Chunk
 from distrun_runtime.contract.plan import Host, Place, Plan, Resources, Runtime, Secrets, Sync, Task
-from distrun_runtime.coordinator import actions, frames
+from distrun_runtime.coordinator import actions, frames, logindex
+from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.coordinator.listener import Register
+from distrun_runtime.coordinator.logindex import Entry as Record
 from distrun_runtime.errors import WireError
 from distrun_runtime.ops import rows as rowcodec
 from distrun_runtime.ops.compression import CODECS
@@ -79,6 +84,7 @@ PLAN = Plan(
     joined=("LD_LIBRARY_PATH",),
     doctor="distrun doctor -H hosts",
     places=(Place("7", "d1", Resources(8, 68719476736, ("0", "1"))),),
+    nonce="8c5e1f0a93b7d246",
 )
 
 
@@ -251,6 +257,10 @@ def test_golden_challenge_and_proof() -> None:
             b"",
         ),
         (GOLDEN["signal"], {"type": "signal", "name": "INT"}, b""),
+        (GOLDEN["ask_state"], {"type": "state"}, b""),
+        (GOLDEN["ask_stop"], {"type": "stop", "signal": "TERM"}, b""),
+        (GOLDEN["ask_kill"], {"type": "kill"}, b""),
+        (GOLDEN["subscribe"], {"type": "subscribe", "events": True, "output": {"cursor": 0}}, b""),
     ],
 )
 def test_golden_frames(golden: str, header: dict[str, Any], raw: bytes) -> None:
@@ -292,10 +302,80 @@ def test_the_page_lists_the_lines_of_the_enrolment() -> None:
     assert said == listed
 
 
+def test_golden_index() -> None:
+    written = [
+        Record(1790000000.25, "worker-1", "out", 0, 4096, 12, 70000),
+        Record(1790000000.5, "scheduler", "err", 0, 0, 80, 70012),
+    ]
+    golden = bytes.fromhex(GOLDEN["index"])
+    assert b"".join(map(logindex.encode, written)) == golden
+    assert list(logindex.entries(golden)) == written
+
+
+EVENT = {"event": "state", "state": "running", "time": "2026-01-31T12:00:00.000Z", "version": 1}
+
+
+@pytest.mark.parametrize(
+    ("golden", "made"),
+    [
+        (GOLDEN["hello_client"], control.client_hello()),
+        (GOLDEN["hello_coordinator"], control.hello("calm-otter-7f3", 4711, "d1")),
+        (GOLDEN["told_state"], control.state({"id": "calm-otter-7f3", "state": "running"}, missed=3)),
+        (GOLDEN["event"], control.event(EVENT)),
+        (GOLDEN["told_output"], control.output(Chunk("worker-0", "d1", "out", 0, 6, b"hello\n", 6))),
+        (GOLDEN["gap"], control.gap(512, 4096)),
+        (GOLDEN["detached"], control.detached(4096)),
+        (
+            GOLDEN["refused"],
+            control.refused(
+                control.Refusal("the job has 64 clients already", "end one of them, such as a distrun attach")
+            ),
+        ),
+        (GOLDEN["said"], control.said("2 hosts are up", "info")),
+        (GOLDEN["place"], control.output(Chunk("worker-0", "h1", "out", 4096, 512))),
+    ],
+)
+def test_golden_frames_of_the_control_socket(golden: str, made: bytes) -> None:
+    length, _, text = golden.strip().partition(" ")
+    assert made == bytes.fromhex(length) + text.replace("\\n", "\n").encode()
+
+
+def test_every_type_that_a_client_may_send_has_its_row() -> None:
+    named = {name for row in rows("Client to coordinator") for name in re.findall(r"`(\w+)`", row[0])}
+    assert named == set(control._READERS)
+    assert set(control.FIXED) <= named
+
+
 def test_golden_plan() -> None:
     golden = json.loads(GOLDEN["plan"])
     assert json.loads(json.dumps(plans.to_json(PLAN))) == golden
     assert plans.from_json(golden) == PLAN
+
+
+@pytest.fixture
+def submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobRequest:
+    """What a user asks for whose files are the golden ones."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return JobRequest(
+        command=("python", "train.py"),
+        workers=2,
+        servers=1,
+        cwd="/srv/code",
+        launcher="ssh",
+        name="digits",
+        hosts=hosts.find(None, "ann@d1,d2", {}),
+        reach={"connect_s": "10"},
+        settings=(Setting("OMP_NUM_THREADS", "4"), Setting("API_KEY", "s3cret", role="worker", hidden=True)),
+    )
+
+
+def test_golden_files_of_a_job(submitted: JobRequest, tmp_path: Path) -> None:
+    folder = JobStore(tmp_path).submit("digits-7f3", submitted.to_json())
+    folder.allocate(planning.allocate(submitted, backends.load("ssh")).to_json())
+    for name, golden in (("request", GOLDEN["request"]), ("allocation", GOLDEN["allocation"])):
+        text = (folder.path / f"{name}.json").read_text()
+        assert text.replace(json.loads(text)["time"], json.loads(golden)["time"]) == golden
+        assert "s3cret" not in text
 
 
 def test_golden_publish_line(monkeypatch: pytest.MonkeyPatch) -> None:

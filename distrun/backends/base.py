@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from distrun_runtime.contract.plan import HOLD, Host, Plan
+from distrun.errors import UsageError
+from distrun_runtime.contract import process
+from distrun_runtime.contract.plan import HOLD, Host, Plan, Reach
 
 if TYPE_CHECKING:
     from distrun.hosts import HostSpec, Inventory
     from distrun.ssh.ask import Asker
+    from distrun.sync import Copier, CopyRequest, Says
     from distrun_runtime.coordinator.channel import Channel
 
 
@@ -19,8 +21,7 @@ GUARD_S = 5.0
 """How long the end of a guard that has nothing to do any more is waited for; it needs milliseconds."""
 
 
-@dataclass(frozen=True)
-class Rendered:
+class Rendered(NamedTuple):
     """Exactly what a backend executes to start the agents; the dry run shows it."""
 
     commands: Mapping[str, tuple[str, ...]]
@@ -29,8 +30,7 @@ class Rendered:
     """What is written to each, in words. Nothing of the user's is on a command line."""
 
 
-@dataclass(frozen=True)
-class Swept:
+class Swept(NamedTuple):
     """What became of the processes of a job whose agents were gone. Each is named as `pid 123 (command)`."""
 
     ended: tuple[str, ...] = ()
@@ -70,8 +70,7 @@ def _count(number: int) -> str:
     return "%d process%s" % (number, "" if number == 1 else "es")
 
 
-@dataclass(frozen=True)
-class Listening:
+class Listening(NamedTuple):
     """Where the coordinator listens for agents that dial back."""
 
     addresses: tuple[str, ...] = ()
@@ -99,16 +98,24 @@ class Backend(ABC):
     def inventory(self, found: Inventory | None) -> Inventory:
         """Return the job's hosts, given those that the user named (None: none)."""
 
-    def reach(self, spec: HostSpec, options: Mapping[str, str]) -> Mapping[str, str]:
-        """Return how a host is reached, in this backend's own words: `Host.reach` of the plan. Pure.
+    def reach(self, spec: HostSpec, options: Mapping[str, str]) -> Reach:
+        """Return how a host is reached: `Host.reach` of the plan, which only this backend reads. Pure.
 
         Options are the user's, for all hosts (`transport`, `strict`, `config`, `connect_s`); empty ones are left out.
         """
-        return {}
+        return Reach({})
 
-    def login(self, reach: Mapping[str, str]) -> str:
+    def login(self, reach: Reach) -> str:
         """Return what a user types before a command to run it on a host that is reached so; empty: nothing. Pure."""
         return ""
+
+    def copier(self, hosts: Sequence[Host], request: CopyRequest, sink: Says) -> Copier:
+        """Return what copies files to the hosts, not yet started. Messages go to `sink`, from threads of the copier's.
+
+        Raises:
+            UsageError: this backend copies no files.
+        """
+        raise UsageError(f"--launcher {self.name} copies no files to its hosts", "leave out --sync-dst-dir")
 
     @abstractmethod
     def addresses(self, hosts: Sequence[str]) -> Mapping[str, str]:
@@ -119,10 +126,13 @@ class Backend(ABC):
         """Return what would be executed. No effects."""
 
     @abstractmethod
-    def connect(self, hosts: Sequence[Host], job: str = "", holds_s: float = 0.0) -> tuple[Channel, ...]:
+    def connect(
+        self, hosts: Sequence[Host], job: str = "", nonce: str = "", holds_s: float = 0.0
+    ) -> tuple[Channel, ...]:
         """Return one channel for each host. Nothing is started before a channel's own `start`.
 
-        `job`: the job whose agents they are. Agents and guards carry its marks (`marks`), as its tasks do. Empty: none.
+        `job`, `nonce`: the job whose agents they are. Agents and guards carry its marks (`marks`), as its tasks do.
+        Without a job they carry none.
         `holds_s`: how long agents go on without a connection, so that it can be made again; 0: they do not.
         """
 
@@ -130,7 +140,7 @@ class Backend(ABC):
         """Return the channels of a job: one for each place of its plan, called as the place. See `connect`."""
         # Not every backend can make a connection again; it need not know the argument then.
         holds = {"holds_s": plan.limits.lease_s} if plan.on_eof == HOLD else {}
-        return self.connect(plan.hosts, plan.job, **holds)
+        return self.connect(plan.hosts, plan.job, plan.nonce, **holds)
 
     def boot(self, channels: Sequence[Channel]) -> None:  # noqa: B027 - most have nothing to do
         """Begin what agents can do while the coordinator is not ready to hear them. Does nothing by default."""
@@ -151,6 +161,6 @@ class Backend(ABC):
         """
 
 
-def marks(job: str, host: str) -> dict[str, str]:
+def marks(job: str, nonce: str, host: str) -> dict[str, str]:
     """Return the variables by which processes of a job on a host are found; none without a job. Pure."""
-    return {"DISTRUN_JOB_ID": job, "DISTRUN_HOST": host} if job else {}
+    return process.marks(job, nonce, host) if job else {}

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import binascii
 import functools
-import hashlib
 import io
 import json
-import zlib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -34,6 +33,8 @@ PACKAGE = "distrun_runtime"
 SHARED = ("__init__.py", "errors.py")
 TABLE_ROW = "_row"
 """Function whose calls make the rows of `contract.environ.TABLE`. The fourth argument is documentation."""
+
+_IMPORT = re.compile(r"^ *from ([\w.]+) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
 
 BOOT = (
     'exec("import binascii,json,os,sys,zlib\\n'
@@ -233,12 +234,31 @@ def _kept(program: str, start: str, with_origin: bool) -> bytes:
 
 
 def _files(program: str) -> dict[str, Path]:
-    """Return the modules that travel, by name."""
+    """Return the modules that travel, by name: the program's, and what they import of the contract."""
     root = Path(distrun_runtime.__file__).parent
-    found = [(PACKAGE, root / name) for name in SHARED]
-    for package in ("contract", program):
-        found += [(f"{PACKAGE}.{package}", file) for file in sorted((root / package).glob("*.py"))]
-    return {package if file.name == "__init__.py" else f"{package}.{file.stem}": file for package, file in found}
+    known = {_module(root, file): file for package in ("contract", program) for file in (root / package).glob("*.py")}
+    found = {_module(root, root / name): root / name for name in SHARED}
+    found.update((name, file) for name, file in known.items() if f".{program}" in name or file.name == "__init__.py")
+    todo = list(found)
+    while todo:
+        for name in _imported(found[todo.pop()].read_text(encoding="utf-8")):
+            if name in known and name not in found:
+                found[name] = known[name]
+                todo.append(name)
+    return dict(sorted(found.items()))
+
+
+def _module(root: Path, file: Path) -> str:
+    name = ".".join((PACKAGE, *file.relative_to(root).with_suffix("").parts))
+    return name[: -len(".__init__")] if file.name == "__init__.py" else name
+
+
+def _imported(source: str) -> list[str]:
+    """Return the names that Python source may import as modules, wherever the import stands."""
+    found = []
+    for package, names in _IMPORT.findall(source):
+        found += [package, *(f"{package}.{each}" for each in re.findall(r"\w+", names))]
+    return found
 
 
 def _line(program: str, start: str, sources: Mapping[str, str], origin: Mapping[str, str]) -> bytes:
@@ -250,6 +270,8 @@ def _line(program: str, start: str, sources: Mapping[str, str], origin: Mapping[
         "digest": _digest([modules, origin])[:32],
     }
     importer = "".join(f"{name} = {value!r}\n" for name, value in facts.items()) + IMPORTER + start
+    import zlib  # only needed for the first launch of a version
+
     words = (importer, json.dumps(modules, sort_keys=True, ensure_ascii=False))
     line = b" ".join(binascii.b2a_base64(zlib.compress(word.encode("utf-8"), 9), newline=False) for word in words)
     if len(line) > LIMIT:
@@ -258,6 +280,8 @@ def _line(program: str, start: str, sources: Mapping[str, str], origin: Mapping[
 
 
 def _digest(value: object) -> str:
+    import hashlib  # with OpenSSL: while the agent's interpreter starts
+
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode("utf-8")).hexdigest()
 
 

@@ -18,7 +18,7 @@ from distrun.backends import blob
 from distrun.backends.base import GUARD_S, Backend, Rendered, Swept, marks
 from distrun.hosts import Inventory
 from distrun.hosts import local as this_machine
-from distrun_runtime.contract import environ
+from distrun_runtime.contract import environ, facts
 from distrun_runtime.contract.plan import Host, Plan
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from distrun_runtime.coordinator.channel import Channel, Put, StreamChannel
 
 LOOPBACK = "127.0.0.1"
-WELL = (0, 6, 143)
+ENDED_WELL = (0, facts.EXIT_START_FAILED, facts.EXIT_TERMINATED)
 """Exit codes of an agent that has seen to its tasks: it was told to end, refused to begin, or was left alone."""
 LAST_WORDS = 20
 """Lines of the agent's stderr that are kept for the report of its death."""
@@ -53,9 +53,11 @@ class Local(Backend):
         """Return the agent's command."""
         return Rendered({host.name: _argv() for host in plan.hosts}, "the agent's modules, then frames")
 
-    def connect(self, hosts: Sequence[Host], job: str = "", holds_s: float = 0.0) -> tuple[Channel, ...]:
+    def connect(
+        self, hosts: Sequence[Host], job: str = "", nonce: str = "", holds_s: float = 0.0
+    ) -> tuple[Channel, ...]:
         """Return the channel to the one agent."""
-        return tuple(ChildChannel(host.name, _argv(), marks(job, host.name)) for host in hosts)
+        return tuple(ChildChannel(host.name, _argv(), marks(job, nonce, host.name)) for host in hosts)
 
     def boot(self, channels: Sequence[Channel]) -> None:
         """Start the agent's process: its interpreter starts while our caller imports the loop."""
@@ -66,13 +68,13 @@ class Local(Backend):
     def release(self, channels: Sequence[Channel], limit_s: float) -> tuple[str, ...]:
         """Wait for the end of agent and guard, so that nothing of a job is left when its launcher has ended."""
         ours = [channel for channel in channels if isinstance(channel, ChildChannel)]
-        return tuple(channel.host for channel in ours if channel.join(_wait_s(channel, limit_s)) not in WELL)
+        return tuple(channel.host for channel in ours if channel.join(_wait_s(channel, limit_s)) not in ENDED_WELL)
 
     def sweep(self, plan: Plan, grace_s: float, hosts: Sequence[str] | None = None) -> Mapping[str, Swept]:
         """End the job's processes on this machine."""
         from distrun_runtime.agent import sweep
 
-        report = sweep.sweep(plan.job, grace_s)
+        report = sweep.sweep(plan.job, grace_s, plan.nonce)
         ended, left = (tuple("pid %d (%s)" % each for each in found) for found in (report.ended, report.left))
         return {plan.hosts[0].name: Swept(ended, left)}
 

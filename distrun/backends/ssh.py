@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from distrun import shell
 from distrun.backends import blob
@@ -11,12 +12,14 @@ from distrun.backends.base import GUARD_S, Backend, Rendered, Swept, marks
 from distrun.errors import UsageError
 from distrun.fleet import Answer, Fleet, Problem
 from distrun.hosts import HostSpec, Inventory
-from distrun.ssh import program, remote
 from distrun.ssh.channel import SshChannel
 from distrun.ssh.connector import Connector
-from distrun.ssh.target import Target
-from distrun_runtime.contract.plan import Host, Plan
+from distrun.ssh.target import PROGRAM, Target, remote_command, ssh_arguments, ssh_flags
+from distrun_runtime.contract.plan import Host, Plan, Reach
 from distrun_runtime.coordinator.channel import Channel
+
+if TYPE_CHECKING:
+    from distrun.sync import Copier, CopyRequest, Says
 
 SWEEP_S = 20.0
 """How long a host may take to be swept, beyond the two grace times that this takes at most."""
@@ -45,14 +48,21 @@ class Ssh(Backend):
             )
         return found
 
-    def reach(self, spec: HostSpec, options: Mapping[str, str]) -> Mapping[str, str]:
+    def reach(self, spec: HostSpec, options: Mapping[str, str]) -> Reach:
         """Return the host's `Target`, as text."""
-        return Target.of(spec, **options).reach()
+        return Reach(Target.of(spec, **options).texts())
 
-    def login(self, reach: Mapping[str, str]) -> str:
+    def login(self, reach: Reach) -> str:
         """Return the `ssh` command for that host."""
-        target = Target.from_reach(reach)
-        return shell.join([program.PROGRAM, *program.flags(target), target.host])
+        target = _target(reach)
+        return shell.join([PROGRAM, *ssh_flags(target), target.host])
+
+    def copier(self, hosts: Sequence[Host], request: CopyRequest, sink: Says) -> Copier:
+        """Return a copier whose ssh reaches the hosts as our connections do, with what the user typed for these."""
+        from distrun.sync import Copier  # most launches copy nothing
+
+        targets = {host.name: _target(host.reach, host.name) for host in hosts}
+        return Copier(targets, request, sink, asker=self.asker)
 
     def addresses(self, hosts: Sequence[str]) -> Mapping[str, str]:
         """Return nothing: how ssh reaches a host says nothing about the address of its data."""
@@ -62,18 +72,20 @@ class Ssh(Backend):
         """Return the `ssh` command line that does what a connection does."""
         commands = {}
         for host in plan.hosts:
-            target = _target(host)
-            command = _command(target, plan.job, host.name)
-            argv = [*program.arguments(target, {}, target.connect_s), "--", target.host, command]
+            target = _target(host.reach, host.name)
+            command = _command(target, plan.job, plan.nonce, host.name)
+            argv = [*ssh_arguments(target, {}, target.connect_s), "--", target.host, command]
             commands[host.name] = tuple(argv)
         return Rendered(commands, "the agent's modules, then frames")
 
-    def connect(self, hosts: Sequence[Host], job: str = "", holds_s: float = 0.0) -> tuple[Channel, ...]:
+    def connect(
+        self, hosts: Sequence[Host], job: str = "", nonce: str = "", holds_s: float = 0.0
+    ) -> tuple[Channel, ...]:
         """Return one channel for each host."""
         agent = blob.agent()
-        targets = [(host.name, _target(host)) for host in hosts]
+        targets = [(host.name, _target(host.reach, host.name)) for host in hosts]
         return tuple(
-            SshChannel(name, target, _command(target, job, name), agent, self._connector, holds_s=holds_s)
+            SshChannel(name, target, _command(target, job, nonce, name), agent, self._connector, holds_s=holds_s)
             for name, target in targets
         )
 
@@ -94,7 +106,7 @@ class Ssh(Backend):
         limit_s = 2 * grace_s + SWEEP_S
         try:
             with Fleet(self, chosen, limit_s if hosts is None else REACH_S) as fleet:
-                found = fleet.ask("sweep", {"job": plan.job, "grace_s": grace_s}, limit_s)
+                found = fleet.ask("sweep", {"job": plan.job, "nonce": plan.nonce, "grace_s": grace_s}, limit_s)
         finally:
             self._connector.close()
         return {name: _swept(answer) for name, answer in found.items()}
@@ -107,9 +119,10 @@ def _swept(answer: Answer | Problem) -> Swept:
     return Swept(ended, left)
 
 
-def _target(host: Host) -> Target:
-    return Target.from_reach({"host": host.name, **host.reach})
+def _target(reach: Reach, name: str = "") -> Target:
+    """Return the target that `Ssh.reach` wrote; where it names no host, `name` is the host."""
+    return Target.parse({"host": name, **reach})
 
 
-def _command(target: Target, job: str, host: str) -> str:
-    return remote.command(blob.BOOT, target.python, env=marks(job, host))
+def _command(target: Target, job: str, nonce: str, host: str) -> str:
+    return remote_command(blob.BOOT, target.python, env=marks(job, nonce, host))

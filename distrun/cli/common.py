@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from distrun import request
+from distrun.cli import when
 from distrun.cli.console import print_err
 from distrun.errors import UsageError
 from distrun_runtime.contract import environ
@@ -43,6 +44,15 @@ def count(*names: str, low: int, high: int = request.MOST, **more: Any) -> Calla
         return None if value is None else request.count("/".join(param.opts), value, low, high)
 
     return click.option(*names, type=str, callback=convert, metavar="N", **more)
+
+
+def size(*names: str, low: int, **more: Any) -> Callable[[Function], Function]:
+    """Return an option for a number of bytes from `low` on; 0 if it is not given."""
+
+    def convert(ctx: click.Context, param: click.Parameter, value: str | None) -> int:
+        return 0 if value is None else when.size("/".join(param.opts), value, low)
+
+    return click.option(*names, type=str, callback=convert, metavar="SIZE", **more)
 
 
 def current_folder() -> str:

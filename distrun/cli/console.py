@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distrun.cli.lines import Feed, Live, prefix
-from distrun.cli.writer import ENDS_OUTPUT, Writer, encode
-from distrun_runtime.coordinator.output import Piece
+from distrun_runtime.coordinator.output import OutputPiece, encoded
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from distrun.cli.lines import Feed
+    from distrun.cli.writer import Writer
 
 WIDE = 400
 """Columns of a table that is not shown on a terminal."""
@@ -73,6 +74,10 @@ class Console:
         """Start the threads that print."""
         if self._writers:
             return
+        # Not before: a job's agents start while these are imported.
+        from distrun.cli.lines import Live
+        from distrun.cli.writer import Writer
+
         fds = self._fds
         live = {fd: self._has_prefix and can_draw(fd, self._env) for fd in fds.values()}
         make = _Feeds(self._has_prefix, fds, {fd: wants_colour(fd, self._env) for fd in fds.values()}, live)
@@ -90,9 +95,9 @@ class Console:
 
     def output(self, task: str, host: str, stream: str, data: bytes, at: int | None) -> None:
         """Take bytes of a task; they begin at byte `at` of its log file."""
-        self.show(Piece(data, task, host, stream, at, len(data)))
+        self.show(OutputPiece(data, task, host, stream, at, len(data)))
 
-    def show(self, piece: Piece) -> None:
+    def show(self, piece: OutputPiece) -> None:
         """Take a piece of a task's output."""
         self.start()
         self._writers[piece.stream].put(piece)
@@ -114,7 +119,7 @@ class Console:
 
     def _put(self, stream: str, text: str) -> None:
         if self._writers:
-            self._writers[stream].put(Piece(encode(text), stream=stream))
+            self._writers[stream].put(OutputPiece(encoded(text), stream=stream))
         else:
             _print_plain(self._fds[stream], text)
 
@@ -127,10 +132,25 @@ class Console:
             with contextlib.suppress(OSError):
                 os.write(self._fds["err"], b"distrun: printing is paused, the job goes on; Ctrl-Z again to go on\n")
 
+    def hold(self, text: str) -> None:
+        """Stop printing for a question, which is printed at once; until `release`."""
+        self.start()
+        for writer in self._each():
+            writer.hold(True)
+        with contextlib.suppress(OSError):
+            os.write(self._fds["err"], encoded(text))
+
+    def release(self, text: str) -> None:
+        """Print the end of the question's line, and go on printing."""
+        with contextlib.suppress(OSError):
+            os.write(self._fds["err"], encoded(text))
+        for writer in self._each():
+            writer.hold(False)
+
     def end_output(self) -> None:
         """Take note that all tasks have ended: their last words come before what is said of their end."""
         for writer in self._each():
-            writer.put(ENDS_OUTPUT)
+            writer.end_output()
 
     def close(self) -> None:
         """Print what is left and stop. A stuck terminal, or Ctrl-C, ends the wait."""
@@ -169,7 +189,9 @@ class _Feeds:
         self._coloured = coloured
         self._live = live
 
-    def make(self, piece: Piece) -> Feed:
+    def make(self, piece: OutputPiece) -> Feed:
+        from distrun.cli.lines import Feed, prefix
+
         before, fd = b"", self._fds[piece.stream]
         if self._has_prefix:
             before = prefix(piece.task, piece.host, piece.stream == "err", self._coloured[fd])
@@ -247,7 +269,7 @@ def _print_plain(fd: int, text: str | bytes) -> bool:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-    view = memoryview(encode(text) if isinstance(text, str) else text)
+    view = memoryview(encoded(text) if isinstance(text, str) else text)
     while view:
         try:
             view = view[os.write(fd, view) :]

@@ -16,7 +16,7 @@ from distrun.cli.common import agree, current_folder
 from distrun.cli.console import print_err, print_out, render
 from distrun.cli.options import LauncherOption
 from distrun.cli.reach import host_options, hosts_of, tell_warnings, typed, typed_python
-from distrun.doctor.row import Row, Ways
+from distrun.doctor.checks import Row, Ways
 from distrun.errors import UsageError
 from distrun.hosts import fold
 from distrun_runtime.contract import environ, facts
@@ -24,7 +24,7 @@ from distrun_runtime.contract import environ, facts
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
     from distrun.doctor.environments import Made, Wanted
-    from distrun.doctor.examine import Report
+    from distrun.doctor.examine import DoctorReport
     from distrun_runtime.contract.plan import Host
 
 SCHEMA = "distrun.doctor/1"
@@ -72,8 +72,8 @@ def doctor(**options: Any) -> int:
     environment with them, in the user's data folder there (~/.local/share/distrun). It is for the bundled servers only:
     they use it by themselves.
     """
-    from distrun.doctor.checks import Wish
-    from distrun.doctor.examine import Request, examine
+    from distrun.doctor.checks import DoctorRequest
+    from distrun.doctor.examine import examine
 
     env = environ.snapshot()
     if options["as_json"] and options["is_fixing"] and not options["yes"]:
@@ -84,15 +84,13 @@ def doctor(**options: Any) -> int:
     python = options["python"] or ("" if backend.needs_hosts else sys.executable)
     reached = typed(options, inventory)
     activated = activation.folders(options["activate"])
-    request = Request(
-        Wish(
-            dst=dst,
-            needs_servers=not options["no_servers"],
-            count=len(hosts),
-            activate=activation.script(options["activate"]),
-            is_activated_later=activated is None or bool(activated),
-            doctor=shell.join(["distrun", "doctor", *reached, *typed_python(options)]),
-        ),
+    request = DoctorRequest(
+        dst=dst,
+        needs_servers=not options["no_servers"],
+        count=len(hosts),
+        activate=activation.script(options["activate"]),
+        is_activated_later=activated is None or bool(activated),
+        doctor=shell.join(["distrun", "doctor", *reached, *typed_python(options)]),
         cwd="" if dst else current_folder(),
         interface=options["interface"] or environ.text("DMLC_INTERFACE", env),
         subnet=options["subnet"],
@@ -108,7 +106,7 @@ def doctor(**options: Any) -> int:
     made: list[Made] = []
     if options["is_fixing"]:
         wanted = _agreed(report, options)
-        made = _made(backend, hosts, wanted, request.wish.activate)
+        made = _made(backend, hosts, wanted, request.activate)
         _tell_made(made, ways, options["as_json"])
     fixed = {each.host for each in made if each.is_made}
     bad = [row for row in report.rows if row.mark == "bad"]
@@ -122,11 +120,11 @@ def doctor(**options: Any) -> int:
     return code
 
 
-def _agreed(report: Report, options: Mapping[str, Any]) -> list[Wanted]:
+def _agreed(report: DoctorReport, options: Mapping[str, Any]) -> list[Wanted]:
     """Return the environments that are missing, if the user agrees that they are made."""
     from distrun.doctor import environments
 
-    wanted = [] if options["no_servers"] else environments.wanted(report.patients)
+    wanted = [] if options["no_servers"] else environments.wanted(report.examined)
     say = print_err if options["as_json"] else print_out
     if not wanted:
         say("nothing to make: no host that was reached lacks only numpy or pyzmq for servers\n")
@@ -191,7 +189,7 @@ def table(rows: Sequence[Row], signs: dict[str, str], ways: Ways, quiet: bool = 
     from rich.markup import escape
     from rich.table import Table
 
-    from distrun.doctor.row import HERE, folded
+    from distrun.doctor.checks import HERE, folded
 
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("", "CHECK", "HOSTS"):

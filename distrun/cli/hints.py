@@ -12,6 +12,7 @@ import click
 
 from distrun import shell
 from distrun.request import is_secret
+from distrun_runtime.contract import facts
 
 if TYPE_CHECKING:
     from distrun_runtime.coordinator.outcome import Outcome
@@ -187,7 +188,8 @@ def afterwards(command: Sequence[str], outcome: Outcome, tail: Sequence[str], ct
     if culprit.reason.startswith("command not found"):
         return _not_found(command, ctx)
     text = "\n".join(tail)
-    if culprit.code == 127 and len(command) == 1 and re.search(r"\bpython: (command )?not found", text):
+    was_not_found = culprit.code == facts.EXIT_NOT_FOUND and len(command) == 1
+    if was_not_found and re.search(r"\bpython: (command )?not found", text):
         return "many systems have no python, only python3: type that in the command"
     if culprit.code and _UNKNOWN.search(text):
         for each in behind(command, ctx.command.params):

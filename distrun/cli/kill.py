@@ -113,7 +113,7 @@ def _preview(folders: Sequence[JobFolder], options: Mapping[str, Any]) -> int:
         plan, state = folder.plan(), folder.standing()
         with Fleet(backends.load(plan.backend), plan.hosts) as fleet:
             found = fleet.ask("survey", {}, SURVEY_S)
-        chosen = [each for each in _choose(found, (), False) if each.job == plan.job]
+        chosen = [each for each in _choose(found, (), False) if (each.job, each.nonce) == (plan.job, plan.nonce)]
         result = Result(found, chosen, is_dry=True)
         code = max(code, result.code)
         told.append({"job": folder.id, "state": state, "hosts": _rows_as_json(result)})
@@ -193,7 +193,7 @@ def end_jobs(fleet: Fleet, chosen: Sequence[HostJob], grace_s: float | None) -> 
     by_host: dict[str, dict[str, float]] = {}
     for each in chosen:
         own_s = Limits().grace_s if each.grace_s is None else each.grace_s
-        by_host.setdefault(each.host, {})[each.job] = own_s if grace_s is None else grace_s
+        by_host.setdefault(each.host, {})[each.mark] = own_s if grace_s is None else grace_s
     more = {} if grace_s is None else {"grace_s": grace_s}
     return fleet.ask(
         "sweeps",
@@ -205,6 +205,7 @@ def end_jobs(fleet: Fleet, chosen: Sequence[HostJob], grace_s: float | None) -> 
 
 def _show_jobs(found: Found, chosen: Sequence[HostJob]) -> None:
     rows: list[tuple[str, ...]] = []
+    names = jobs.names(chosen)
     for host, each in found.items():
         if isinstance(each, Problem):
             rows.append((host, "", "", "", "", "", "cannot be asked: " + each.text))
@@ -212,9 +213,9 @@ def _show_jobs(found: Found, chosen: Sequence[HostJob]) -> None:
             if job.host != host:
                 continue
             rows += [
-                (host, job.job, job.state(), row.task, str(row.pid), jobs.age(row.age_s), jobs.shown(row))
+                (host, names[job.mark], job.state(), row.task, str(row.pid), jobs.age(row.age_s), jobs.shown(row))
                 for row in job.processes
-            ] or [(host, job.job, job.state(), "", "", "", "only its folder is left")]
+            ] or [(host, names[job.mark], job.state(), "", "", "", "only its folder is left")]
     _print_table(("HOST", "JOB", "AGENT", "TASK", "PID", "AGE", "COMMAND"), rows)
 
 
@@ -228,8 +229,10 @@ def _report(result: Result, options: Mapping[str, Any]) -> int:
 
 
 def _tell(result: Result, nothing: str) -> None:
+    names = jobs.names(result.chosen)
     for host, by_job in result.done.items():
-        for job, report in by_job.items():
+        for mark, report in by_job.items():
+            job = names.get(mark, mark)
             count = len(report["ended"])
             ended = f"ended {count} process{'' if count == 1 else 'es'}" if count else "nothing had to be ended"
             print_out(f"{host}: {job}: {ended}\n")
@@ -252,11 +255,12 @@ def _rows_as_json(result: Result) -> list[dict[str, Any]]:
         mine = [
             {
                 "job": each.job,
+                "nonce": each.nonce,
                 "agent": each.agent,
                 "guard": each.guard,
                 "stale": each.is_stale,
                 "processes": [asdict(row) for row in each.processes],
-                **result.done.get(host, {}).get(each.job, {"ended": [], "left": []}),
+                **result.done.get(host, {}).get(each.mark, {"ended": [], "left": []}),
             }
             for each in result.chosen
             if each.host == host
@@ -300,7 +304,7 @@ def _spared() -> list[list[Any]]:
     return [list(row.identity) for row in process.table(pids)]
 
 
-def _show_matches(found: Found, chosen: Mapping[str, Sequence[jobs.Process]]) -> None:
+def _show_matches(found: Found, chosen: Mapping[str, Sequence[jobs.JobProcess]]) -> None:
     rows = []
     for host, each in found.items():
         if isinstance(each, Problem):
@@ -310,7 +314,7 @@ def _show_matches(found: Found, chosen: Mapping[str, Sequence[jobs.Process]]) ->
 
 
 def _report_matches(
-    found: Found, chosen: Mapping[str, Sequence[jobs.Process]], swept: Found, options: Mapping[str, Any]
+    found: Found, chosen: Mapping[str, Sequence[jobs.JobProcess]], swept: Found, options: Mapping[str, Any]
 ) -> int:
     problems, done = _problems(found, swept), _values(swept)
     code = _exit_code(any(report["left"] for report in done.values()), problems)

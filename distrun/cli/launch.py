@@ -9,21 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun import activation, backends, hosts, placement, shell
-from distrun.cli import hints, reach
+from distrun import activation, backends, daemon, hosts, placement, shell
+from distrun.cli import hints, reach, standing
 from distrun.cli.common import current_folder
 from distrun.cli.console import Console
 from distrun.cli.options import collect_env, launch_options
+from distrun.client import Detached
 from distrun.errors import UsageError
 from distrun.planning import device_warnings
-from distrun.request import Request, Setting, forwarded, parse_addresses
+from distrun.request import JobRequest, Setting, forwarded, parse_addresses
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.plan import ROLES, Limits
 
 if TYPE_CHECKING:
     from distrun.hosts import Inventory
     from distrun.planning import PlannedJob
-    from distrun.sync import Rules
+    from distrun.sync import CopyRules
     from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
     from distrun_runtime.coordinator.outcome import Outcome
 
@@ -93,6 +94,8 @@ def _launch(
         console.say(f"to copy to each host: {job.tree.text()}")
         for warning in job.tree.warnings():
             console.say(warning, "warning")
+    if options["detach"] and not options["in_scope"] and not options["dry_run"]:
+        daemon.outlive_logout(["launch", "--in-scope", *ctx.meta[hints.WORDS]])
     if job.request.dry_run:
         _show(job, options["as_json"], options["verbosity"] > 0, console)
         return 0
@@ -100,13 +103,30 @@ def _launch(
     console.attach(folder.log_path, folder.id)
     console.say("job {} ({})".format(folder.id, _where(job, options["launcher"])))
     console.say("job {}: logs in {}".format(folder.id, folder.path / "logs"), "debug")
-    outcome = launching.launch(job, folder, console, options["verbosity"])
+    outcome = launching.launch(job, folder, console, options["verbosity"], options["detach"])
+    if isinstance(outcome, Detached):
+        return _leave(outcome, store, folder, console, asked=options["detach"])
     console.end_output()
-    tail = _report(outcome, folder, options["as_json"], console)
+    tail = report(outcome, folder, options["as_json"], console)
     hint = hints.afterwards(command, outcome, tail, ctx)
     if hint and not misplaced:
         console.write_err(f"distrun: hint: {hint}\n")
     return outcome.exit_code
+
+
+def _leave(detached: Detached, store: JobStore, folder: JobFolder, console: Console, *, asked: bool) -> int:
+    """Say that the job goes on without this terminal; return the exit code. `asked`: by --detach."""
+    if asked:
+        console.say(f"all tasks run; to follow them: distrun attach {folder.id}")
+        console.write_out(folder.id + "\n")
+        return 0
+    if detached.cursor is not None:
+        standing.Standing(store.root, folder.id).write(detached.cursor)
+    console.say(f"job {folder.id} goes on without this terminal; to come back: distrun attach {folder.id}")
+    if daemon.ends_at_logout():
+        text = "a logout here ends it all the same (KillUserProcesses of systemd-logind); launch --detach survives one"
+        console.say(text, "warning")
+    return 0
 
 
 def _request(
@@ -117,7 +137,7 @@ def _request(
     launcher: str,
     found: Inventory | None,
     env: Mapping[str, str],
-) -> Request:
+) -> JobRequest:
     by_role = {role: options["env_" + role] for role in ROLES}
     settings, notes = collect_env(options["env"], options["env_files"], by_role, env)
     for note in notes:
@@ -128,7 +148,7 @@ def _request(
     if options["verbosity"] >= FULL_TRACEBACKS:
         settings = (Setting("DISTRUN_TRACEBACK", "full"), *settings)
     given = {setting.name: setting.value for setting in settings if not setting.role}
-    return Request(
+    return JobRequest(
         command=command,
         launcher=launcher,
         hosts=found,
@@ -161,6 +181,8 @@ def _request(
         sync_rules=_rules(options),
         sync_delete=options["sync_delete"],
         run_dir=options["run_dir"],
+        log_limit=options["log_limit"],
+        detach=options["detach"],
         doctor=shell.join(["distrun", "doctor", *reach.typed(options, found), *reach.typed_python(options)]),
         dry_run=options["dry_run"],
     )
@@ -178,7 +200,7 @@ def _limits(options: Mapping[str, Any]) -> Limits:
     return limits if start_s is None else limits._replace(start_s=start_s)
 
 
-def _rules(options: Mapping[str, Any]) -> Rules | None:
+def _rules(options: Mapping[str, Any]) -> CopyRules | None:
     if not options["sync_dst_dir"]:
         for name in ("sync_exclude", "sync_gitignore", "sync_extra", "sync_delete"):
             if options[name]:
@@ -232,7 +254,7 @@ def _create(store: JobStore, job: PlannedJob) -> JobFolder:
     from distrun_runtime.errors import JobStoreError
 
     try:
-        return store.create(job.plan, job.request.run_dir)
+        return store.create(job.plan, job.request.run_dir, job.request.to_json(), job.allocation.to_json())
     except JobStoreError as err:
         raise UsageError(str(err)) from err
 
@@ -269,15 +291,15 @@ def _show(job: PlannedJob, as_json: bool, whole: bool, console: Console) -> None
         console.write_out(dryrun.as_text(job.plan, rendered, whole))
 
 
-def _report(outcome: Outcome, folder: JobFolder, as_json: bool, console: Console) -> Sequence[str]:
+def report(outcome: Outcome, folder: JobFolder, as_json: bool, console: Console) -> Sequence[str]:
     """Say how the job ended; return the last lines of the task that ended it."""
-    from distrun import report
+    from distrun import report as reports
 
     tail: Sequence[str] = ()
     if outcome.exit_code:
         task = outcome.culprit.task if outcome.culprit else ""
-        tail = folder.tail(task, report.READ_LINES) if task else []
-        text = report.failure(outcome, tail, str(folder.log_path(task)) if task else "")
+        tail = folder.tail(task, reports.READ_LINES) if task else []
+        text = reports.failure(outcome, tail, str(folder.log_path(task)) if task else "")
         console.write_err(text + "\n" if text else "")
         console.write_err(f"distrun: error: {outcome.message}\n")
     if as_json:

@@ -55,12 +55,18 @@ def prefix(task: str, host: str, is_error: bool = False, coloured: bool = False)
     return b"%s%s%s %s " % (_colour(colours[int(rank) % len(colours) if rank.isdecimal() else 0]), name, _RESET, bar)
 
 
+def in_order(task: str, stream: str) -> tuple[str, int, str]:
+    """Return a key that sorts streams by task, role and rank."""
+    role, _, rank = task.partition("-")
+    return role, int(rank) if rank.isdecimal() else 0, stream
+
+
 def _colour(number: int) -> bytes:
     return b"\x1b[38;5;%dm" % number
 
 
 @dataclass
-class _Row:
+class _ScreenRow:
     """One line of a stream that has not ended, as a terminal would show it."""
 
     text: bytes = b""
@@ -124,7 +130,7 @@ class Feed:
     prefix: bytes
     terminal: bool = False
     live: bool = False
-    _rows: list[_Row] = field(default_factory=lambda: [_Row()])
+    _rows: list[_ScreenRow] = field(default_factory=lambda: [_ScreenRow()])
     """The last one is the lowest; above the cursor are rows that may have ended."""
     _at: int = 0
     _moves_up: bool = False
@@ -193,7 +199,7 @@ class Feed:
             return self._take_raw()
         self._rows[self._at].text += self._rest
         self._rest = b""
-        rows, self._rows, self._at = self._rows, [_Row()], 0
+        rows, self._rows, self._at = self._rows, [_ScreenRow()], 0
         return b"".join([self._ended(row) for row in rows if (row.visible.strip() if row.is_bar else row.visible)])
 
     def _feed_raw(self, data: bytes, now: float) -> bytes:
@@ -224,14 +230,14 @@ class Feed:
             row.write(mark, now)
         return b""
 
-    def _go_down(self, row: _Row, now: float) -> bytes:
+    def _go_down(self, row: _ScreenRow, now: float) -> bytes:
         is_lowest = self._at == len(self._rows) - 1
         if is_lowest and not (self._moves_up and row.is_bar):
             return self._end_rows(self._at + 1, now)
         row.left_at = now
         self._at += 1
         if is_lowest or not self._rows[self._at].visible.strip():
-            self._rows[self._at :] = [_Row(shown_at=self._shown_at), *self._rows[self._at + 1 :]]
+            self._rows[self._at :] = [_ScreenRow(shown_at=self._shown_at), *self._rows[self._at + 1 :]]
         else:
             self._rows[self._at].start_over()
         return self._end_rows(1, now) if len(self._rows) > ROWS else b""
@@ -241,7 +247,7 @@ class Feed:
         missing = min(count - self._at, ROWS - len(self._rows))
         if missing > 0:
             # These rows were taken for ended ones: nothing had shown by then that the cursor would come back.
-            self._rows[:0] = [_Row(shown_at=self._shown_at) for _ in range(missing)]
+            self._rows[:0] = [_ScreenRow(shown_at=self._shown_at) for _ in range(missing)]
             self._at += missing
         for row in self._rows[max(0, self._at - count) :]:
             row.left_at = None
@@ -254,10 +260,10 @@ class Feed:
         if any(row.is_bar for row in ended):
             self._shown_at = now
         if not self._rows:
-            self._rows = [_Row(shown_at=self._shown_at)]
+            self._rows = [_ScreenRow(shown_at=self._shown_at)]
         return b"".join([self._ended(row) for row in ended])
 
-    def _ended(self, row: _Row) -> bytes:
+    def _ended(self, row: _ScreenRow) -> bytes:
         """Return the line that a row has become; nothing if it was printed already as a bar's last state."""
         return b"" if row.shown and row.visible == row.shown else self._line(row.visible)
 

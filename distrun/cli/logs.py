@@ -1,133 +1,331 @@
-"""`distrun logs`: what the tasks of a job printed, from their log files."""
+"""`distrun logs`: what the tasks of a job printed, one task after the other or in the order in which it came."""
 
 from __future__ import annotations
 
 import difflib
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import click
 
 from distrun.cli.common import count, find_job
-from distrun.cli.console import can_draw, copy_out, is_terminal, wants_colour
-from distrun.cli.lines import Feed, Live, prefix
+from distrun.cli.console import can_draw, copy_out, is_terminal, print_err, wants_colour
+from distrun.cli.lines import Live
+from distrun.cli.replay import Replay, Style
+from distrun.cli.when import point_in_time
 from distrun.errors import UsageError
 from distrun_runtime.contract import environ, facts
-from distrun_runtime.coordinator import stored
+from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.coordinator.logfiles import LogFile
+from distrun_runtime.coordinator.logreader import LogReader, Piece
 
 POLL_S = 0.1
 READ_SIZE = 256 * 1024
 MOST_LINES = 1_000_000_000
-
-
-@dataclass
-class _Log:
-    """A log file that is being shown."""
-
-    path: Path
-    feed: Feed
-    offset: int = 0
+WARM_BYTES = 256 * 1024
+"""Output before the first that is shown that is looked at: lines may have begun there."""
+LINE_BYTES = 256
+"""How long a line is taken to be when the last lines are looked for."""
+INDEX_S = 0.5
+"""A job that has just begun to print has an index within that time."""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("job")
-@click.argument("task", required=False)
+@click.argument("tasks", metavar="[TASK]...", nargs=-1)
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job is over.")
-@count("-n", "--lines", low=0, high=MOST_LINES, help="Only the last N lines of each task.")
-def logs(job: str, task: str | None, follow: bool, lines: int | None) -> int:
+@click.option("--merge", is_flag=True, help="All tasks in the order in which they printed, as launch shows them.")
+@click.option(
+    "--since", metavar="TIME", help="Only what came since: 10m (ago), 10:00, 2026-11-24T10:00. Implies --merge."
+)
+@click.option("--grep", metavar="REGEX", help="Only lines in which this Python regular expression is found.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line: time, task, text ... Implies --merge.")
+@count("-n", "--lines", low=0, high=MOST_LINES, help="Only the last N lines: of each task, or of all with --merge.")
+def logs(
+    job: str,
+    tasks: tuple[str, ...],
+    *,
+    follow: bool,
+    merge: bool,
+    since: str | None,
+    grep: str | None,
+    as_json: bool,
+    lines: int | None,
+) -> int:
     """Show what JOB's tasks printed, stdout and stderr together.
 
-    TASK is a name (worker-0) or a role (worker). The log of a single task is shown unchanged, several with prefixes.
+    TASK is a name (worker-0) or a role (worker). The log of a single task is shown unchanged, several with prefixes,
+    one task after the other; with --merge in the order in which they printed.
     """
     from distrun_runtime.coordinator.jobstore import JobStore
 
     folder = find_job(JobStore(), job)
-    chosen = choose(folder.state()["tasks"], task)
+    chosen = choose(folder.state()["tasks"], tasks)
+    pattern = _pattern(grep)
+    start = None if since is None else point_in_time("--since", since, time.time())
     env = environ.snapshot()
-    live = Live() if follow and len(chosen) > 1 and can_draw(1, env) else None
-    shown = []
-    for row in chosen:
-        before = b"" if len(chosen) == 1 else prefix(row["name"], row["host"], coloured=wants_colour(1, env))
-        feed = Feed(before, terminal=is_terminal(), live=live is not None)
-        path = folder.log_path(row["name"])
-        shown.append(_Log(path, feed, 0 if lines is None else tail_offset(path, lines)))
-    _show(shown, (lambda: folder.state()["state"] in facts.LIVE) if follow else lambda: False, live)
+    prefixed = merge or len(chosen) > 1
+    live = Live() if follow and prefixed and not as_json and grep is None and can_draw(1, env) else None
+    style = Style(
+        hosts={str(row["name"]): str(row["host"]) for row in chosen},
+        prefixed=prefixed,
+        coloured=wants_colour(1, env),
+        terminal=is_terminal() and not as_json,
+        live=live is not None,
+        pattern=pattern,
+        as_json=as_json,
+    )
+    names = [str(row["name"]) for row in chosen]
+    goes_on = (lambda: folder.state()["state"] in facts.GOING) if follow else lambda: False
+    with LogReader(folder.logs) as reader:
+        if not (merge or as_json or start is not None):
+            source: _Source = _Files(folder, names, lines)
+            _Shown(source, Replay(style, from_start=lines is None), live).show(goes_on)
+        elif _is_ordered(folder, reader, names):
+            ordered = _Ordered(folder, reader, names)
+            replay = ordered.begin(style, start, lines)
+            _Shown(ordered, replay, live, lines).show(goes_on)
+        else:
+            if start is not None:
+                raise UsageError(
+                    f"--since: nothing is known of when job {folder.id} printed what: it has no logs/index",
+                    f"it was run by an earlier version; leave --since out: distrun logs {folder.id}",
+                )
+            print_err(f"distrun: the order of these lines is not known: job {folder.id} has no logs/index\n")
+            _Shown(_Files(folder, names, None), Replay(style), live, lines).show(goes_on)
     return 0
 
 
-def choose(tasks: Sequence[Mapping[str, Any]], wanted: str | None) -> list[Mapping[str, Any]]:
-    """Return the tasks of that name or role, or all.
+def choose(tasks: Sequence[Mapping[str, Any]], wanted: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Return the tasks of these names and roles, in the order of the job; all, if none is named.
 
     Raises:
-        UsageError: there is none; lists near ones.
+        UsageError: there is none of one; lists near ones.
     """
-    chosen = [task for task in tasks if wanted in (None, task["name"], task["role"])]
-    if not chosen:
-        names = [str(task["name"]) for task in tasks]
-        near = difflib.get_close_matches(str(wanted), names, n=3) or names[:8]
-        raise UsageError(f"no task {wanted!r} in this job; there is: {', '.join(near)}")
-    return chosen
+    for word in wanted:
+        if not any(word in (task["name"], task["role"]) for task in tasks):
+            names = [str(task["name"]) for task in tasks]
+            near = difflib.get_close_matches(word, names, n=3) or names[:8]
+            raise UsageError(f"no task {word!r} in this job; there is: {', '.join(near)}")
+    return [task for task in tasks if not wanted or task["name"] in wanted or task["role"] in wanted]
 
 
 def tail_offset(path: Path, lines: int) -> int:
-    """Return where the last `lines` lines of a file begin; 0 if it is not there."""
-    try:
-        with stored.opened(path) as file:
-            end = position = file.seek(0, os.SEEK_END)
-            found = 0
-            while position:
-                step = min(READ_SIZE, position)
-                position = file.seek(position - step)
-                data = file.read(step)
-                # The newline that ends the last line begins nothing.
-                index = len(data) - 1 if position + step == end and data.endswith(b"\n") else len(data)
-                if lines == 0:
-                    return end
-                while (index := data.rfind(b"\n", 0, index)) >= 0:
-                    found += 1
-                    if found == lines:
-                        return position + index + 1
-            return 0
-    except FileNotFoundError:
-        return 0
+    """Return where the last `lines` lines of a log begin, an absolute offset; the first one if it is not there."""
+    with LogFile(path) as log:
+        begin, end = log.begin(), log.end()
+        position = end
+        found = 0
+        while position > begin:
+            start = max(begin, position - READ_SIZE)
+            data = _between(log, start, position)
+            # The newline that ends the last line begins nothing.
+            index = len(data) - 1 if position == end and data.endswith(b"\n") else len(data)
+            if lines == 0:
+                return end
+            while (index := data.rfind(b"\n", 0, index)) >= 0:
+                found += 1
+                if found == lines:
+                    return start + index + 1
+            position = start
+        return begin
 
 
-def _show(shown: Sequence[_Log], goes_on: Callable[[], bool], live: Live | None) -> None:
-    while True:
-        # Asked before reading: what was written before the end is then shown.
-        last = not goes_on()
-        for log in shown:
-            if not _copy(log, live):
-                return
-        if last:
+def _between(log: LogFile, start: int, stop: int) -> bytes:
+    parts = []
+    while start < stop:
+        data = log.read(start, stop - start)
+        if not data:
             break
-        if live is not None:
-            now = time.monotonic()
-            copy_out(live.draw([bar for log in shown for bar in log.feed.bars(now)], *shutil.get_terminal_size()))
-        time.sleep(POLL_S)
-    for log in shown:
-        _print(log.feed.flush(), live)
+        parts.append(data)
+        start += len(data)
+    return b"".join(parts)
 
 
-def _copy(log: _Log, live: Live | None) -> bool:
+def _pattern(grep: str | None) -> re.Pattern[bytes] | None:
     try:
-        with stored.opened(log.path) as file:
-            file.seek(log.offset)
-            while data := file.read(READ_SIZE):
-                log.offset += len(data)
-                if not _print(log.feed.feed(data, time.monotonic()), live):
-                    return False
-    except FileNotFoundError:
-        return True
-    return _print(log.feed.due(time.monotonic()), live)
+        return None if grep is None else re.compile(os.fsencode(grep))
+    except re.error as err:
+        raise UsageError(
+            f"--grep: {grep!r} is no regular expression of Python: {err}", "write \\ before characters with a meaning"
+        ) from None
 
 
-def _print(data: bytes, live: Live | None) -> bool:
-    if data and live is not None:
-        data = live.erase() + data
-    return copy_out(data)
+def _is_ordered(folder: JobFolder, reader: LogReader, names: Sequence[str]) -> bool:
+    """Return whether the order of the output is known, or there is none yet; waits for it up to INDEX_S."""
+    until = time.monotonic() + INDEX_S
+    while not reader.has_index and any(folder.log_path(name).exists() for name in names):
+        if time.monotonic() >= until or folder.state()["state"] not in facts.LIVE:
+            return reader.has_index
+        time.sleep(POLL_S)
+    return True
+
+
+class _Source(Protocol):
+    """Where pieces come from."""
+
+    def pieces(self) -> Iterator[Piece]:
+        """Give what has come since the last call."""
+
+    def last(self) -> Iterator[Piece]:
+        """Give, after the last of `pieces`, what else there is of a job that is over."""
+
+
+class _Files:
+    """The log files of tasks, one after the other."""
+
+    def __init__(self, folder: JobFolder, names: Sequence[str], lines: int | None) -> None:
+        paths = {name: folder.log_path(name) for name in names}
+        self._next = {name: 0 if lines is None else tail_offset(path, lines) for name, path in paths.items()}
+        self._paths = paths
+
+    def pieces(self) -> Iterator[Piece]:
+        for name, path in self._paths.items():
+            # Opened each time: there may be more tasks than files that a process may open.
+            with LogFile(path) as log:
+                at = self._next[name]
+                while True:
+                    data = log.read(at, READ_SIZE)
+                    if data:
+                        yield Piece(0, time.time(), name, "", 0, at, data)
+                        at += len(data)
+                        self._next[name] = at
+                        continue
+                    begin = log.begin() if log.end() > at else 0
+                    if begin <= at:
+                        break
+                    at = begin
+
+    def last(self) -> Iterator[Piece]:
+        return iter(())
+
+
+class _Ordered:
+    """The output of tasks in the order of the index."""
+
+    def __init__(self, folder: JobFolder, reader: LogReader, names: Sequence[str]) -> None:
+        self._folder = folder
+        self._reader = reader
+        self._names = names
+        self._cursor = 0
+        self._since = 0.0
+
+    def begin(self, style: Style, since: float | None, lines: int | None) -> Replay:
+        """Go to where the lines since `since`, or at least the last `lines`, begin.
+
+        Return a replay that has seen the output before, so that a line that began there is whole.
+        """
+        first = 0 if since is None else self._reader.cursor_at(since)
+        self._since = since or 0.0
+        size = LINE_BYTES * lines + WARM_BYTES if lines is not None else 0
+        while lines is not None and self._reader.end() - size > first:
+            replay = self._warmed(style, self._reader.end() - size)
+            found = [part.count(b"\n") for piece in self.pieces() for part in replay.add(piece)]
+            if sum(found) >= lines:
+                return self._warmed(style, self._reader.end() - size)
+            size *= 8
+        return self._warmed(style, first)
+
+    def _warmed(self, style: Style, cursor: int) -> Replay:
+        """Go to a cursor; return what has seen the output just before it."""
+        replay = Replay(style, from_start=cursor <= 0)
+        self._cursor = max(0, cursor - (0 if style.is_raw else WARM_BYTES))
+        while self._cursor < cursor:
+            found = self._reader.read(self._cursor, min(READ_SIZE, cursor - self._cursor))
+            if found.cursor == self._cursor:
+                break
+            for piece in found.pieces:
+                if piece.task in self._names and piece.cursor < cursor:
+                    replay.add(piece)
+            self._cursor = found.cursor
+        self._cursor = cursor
+        replay.begin()
+        return replay
+
+    def pieces(self) -> Iterator[Piece]:
+        while True:
+            found = self._reader.read(self._cursor, READ_SIZE, self._names)
+            yield from found.pieces
+            if found.cursor == self._cursor:
+                return
+            self._cursor = found.cursor
+
+    def last(self) -> Iterator[Piece]:
+        if self._folder.state()["state"] in facts.LIVE:
+            return
+        said = False
+        for piece in self._reader.rest(self._names):
+            if piece.time >= self._since:
+                if not said:
+                    print_err("distrun: the order of the last lines is not known: their record was not written\n")
+                    said = True
+                yield piece
+
+
+class _Shown:
+    """Prints what a source gives. `lines`: only so many of the last lines of what is there at the beginning."""
+
+    def __init__(self, source: _Source, replay: Replay, live: Live | None, lines: int | None = None) -> None:
+        self._source = source
+        self._replay = replay
+        self._live = live
+        self._kept: deque[bytes] | None = None if lines is None else deque(maxlen=lines)
+        self._waiting: list[bytes] = []
+        self._size = 0
+
+    def show(self, goes_on: Callable[[], bool]) -> None:
+        """Print until `goes_on` says no, or nobody reads any more."""
+        while True:
+            # Asked before reading: what was written before the end is then shown.
+            is_last = not goes_on()
+            if not self._print_all(self._source.pieces()):
+                return
+            if is_last:
+                break
+            if not self._release():
+                return
+            if self._live is not None:
+                copy_out(self._live.draw(self._replay.bars(), *shutil.get_terminal_size()))
+            time.sleep(POLL_S)
+            self._take(self._replay.advance(self._replay.clock + POLL_S))
+        if self._print_all(self._source.last()):
+            self._take(self._replay.flush())
+            self._release()
+
+    def _print_all(self, pieces: Iterator[Piece]) -> bool:
+        """Print pieces; return whether anybody reads."""
+        for piece in pieces:
+            self._take(self._replay.add(piece))
+            if self._kept is None and self._size >= READ_SIZE and not self._write():
+                return False
+        return self._kept is not None or self._write()
+
+    def _take(self, parts: list[bytes]) -> None:
+        if self._kept is None:
+            self._waiting += parts
+            self._size += sum(map(len, parts))
+        else:
+            for part in parts:
+                whole, newline, rest = part.rpartition(b"\n")
+                self._kept.extend(line + b"\n" for line in (whole.split(b"\n") if newline else ()))
+                self._kept.extend([rest] if rest else ())
+
+    def _release(self) -> bool:
+        """Print the last lines that were kept, and from now on everything."""
+        if self._kept is not None:
+            kept, self._kept = self._kept, None
+            self._take(list(kept))
+        return self._write()
+
+    def _write(self) -> bool:
+        data = b"".join(self._waiting)
+        self._waiting, self._size = [], 0
+        if data and self._live is not None:
+            data = self._live.erase() + data
+        return copy_out(data) if data else True

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from distrun.cli.common import count, seconds
+from distrun.cli.common import count, seconds, size
 from distrun.cli.reach import HOST_OPTIONS
 from distrun.errors import UsageError
 from distrun.placement import POLICIES
@@ -30,6 +30,8 @@ class LauncherOption(click.Option):
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _LIMITS = Limits()
+LOG_LIMIT = 1024 * 1024
+"""The least that --log-limit may keep: several chunks of output."""
 
 
 def _path(**more: Any) -> click.Path:
@@ -143,9 +145,15 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
         variable="DISTRUN_OP_TIMEOUT",
         help="Seconds that one store call may take. [default: 1800]",
     ),
+    # Life
+    click.option(
+        "--detach", is_flag=True, help="Print the job's id on stdout when all tasks run, and leave it: distrun attach."
+    ),
+    click.option("--in-scope", is_flag=True, hidden=True),
     # Output
     click.option("--name", default="", help="A name for the job."),
     click.option("--run-dir", type=_path(), metavar="DIR", help="Keep the job's folder below DIR."),
+    size("--log-limit", low=LOG_LIMIT, help="Keep about so much of each task's log (100M, 2G). [default: all]"),
     click.option("--no-prefix", is_flag=True, help="Print tasks' output unchanged."),
     click.option("--dry-run", is_flag=True, help="Show what would be started, and start nothing; -v shows each task."),
     click.option("--json", "as_json", is_flag=True, help="The dry run, or the outcome (last line), as JSON on stdout."),

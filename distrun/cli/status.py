@@ -1,4 +1,7 @@
-"""`distrun status`: my jobs, or the tasks of one, as a table or as JSON."""
+"""`distrun status`: my jobs, or the tasks of one, as a table or as JSON.
+
+Jobs are those of this machine's job store; with -H those that hosts' agents find there, wherever they were launched.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,25 @@ import click
 
 from distrun import shell
 from distrun.cli.common import find_job
-from distrun.cli.console import WIDE, is_terminal, live, print_out, render, width
+from distrun.cli.console import WIDE, is_terminal, live, print_err, print_out, render, width
+from distrun.cli.reach import host_options, hosts_of, tell_warnings
+from distrun.errors import UsageError
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator import stored
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from distrun.fleet import Problem
+    from distrun.fleet.jobs import HostJob
     from distrun_runtime.coordinator.jobstore import JobStore
 
 SCHEMA = "distrun.status/1"
 SHOWN = 20
 """Jobs that are listed without --all."""
 INTERVAL_S = 0.5
+SURVEY_S = 30.0
+"""How long a host may take to say which jobs it has."""
 
 DROPPED = ("CPU", "MAX RSS", "PID", "TIME", "CODE")
 """Columns of a job's tasks that are left out where there is no room, the first one first."""
@@ -38,6 +47,8 @@ _STYLES = {
     "succeeded": "green",
     "exited": "green",
     "failed": "red",
+    "runs": "cyan",
+    "agent gone": "red",
     "lost": "red",
     "damaged": "red",
 }
@@ -48,11 +59,23 @@ _STYLES = {
 @click.option("-w", "--watch", is_flag=True, help="Show it again and again, until the job is over or Ctrl-C.")
 @click.option("-a", "--all", "everything", is_flag=True, help=f"List all jobs, not only the {SHOWN} newest.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def status(job: str | None, watch: bool, everything: bool, as_json: bool) -> int:
+@host_options
+def status(job: str | None, watch: bool, everything: bool, as_json: bool, **options: Any) -> int:
     """Show my jobs, the newest first; or the tasks of JOB (an id, the beginning of one, or a name).
 
-    With JOB the exit code is 1 if it failed, was killed or lost, 2 if its files cannot be read, else 0.
+    \b
+    Examples:
+      distrun status
+      distrun status calm-otter -w
+      distrun status -H hosts          # what of mine is on these hosts, launched from any machine
+
+    With JOB the exit code is 1 if it failed, was killed, lost or is unknown, 2 if its files cannot be read, else 0.
+    With -H it is 3 if a host cannot be asked.
     """
+    if options["hostfile"] is not None or options["hosts"] is not None:
+        if watch:
+            raise UsageError("-w/--watch shows jobs of this machine only", "leave it out, or leave -H out")
+        return _on_hosts(job, as_json, options)
     from distrun_runtime.coordinator.jobstore import JobStore
 
     store = JobStore()
@@ -69,7 +92,7 @@ def status(job: str | None, watch: bool, everything: bool, as_json: bool) -> int
     if watch and not as_json:
         live(
             lambda: tasks_table(folder.state(), time.time(), width()),
-            lambda: folder.state()["state"] in facts.LIVE,
+            lambda: folder.state()["state"] in facts.GOING,
             INTERVAL_S,
         )
     state = folder.state()
@@ -77,7 +100,7 @@ def status(job: str | None, watch: bool, everything: bool, as_json: bool) -> int
         print_out(json.dumps({"schema": SCHEMA, "job": state}, indent=2) + "\n")
     elif not watch:
         print_out(render(tasks_table(state, time.time(), width())))
-    return 0 if state["state"] in (*facts.LIVE, facts.SUCCEEDED) else 1
+    return 0 if state["state"] in (*facts.GOING, facts.SUCCEEDED) else 1
 
 
 def jobs_table(states: Sequence[Mapping[str, Any]], now: float, columns: int = WIDE) -> Table:
@@ -119,6 +142,68 @@ def tasks_table(state: Mapping[str, Any], now: float, columns: int = WIDE) -> Ta
     table.title = _plain(title + ("\n" + str(state["message"]) if state.get("message") else ""))
     table.title_justify, table.title_style = "left", ""
     return table
+
+
+def _on_hosts(wanted: str | None, as_json: bool, options: Mapping[str, Any]) -> int:
+    """Show my jobs on hosts; return the exit code."""
+    from distrun.fleet import Fleet, Problem, jobs
+
+    inventory, backend, hosts = hosts_of(options, {})
+    tell_warnings(inventory)
+    with Fleet(backend, hosts) as fleet:
+        answers = fleet.ask("survey", {}, SURVEY_S)
+    problems = {host: each for host, each in answers.items() if isinstance(each, Problem)}
+    every = [
+        job for host, each in answers.items() if not isinstance(each, Problem) for job in jobs.read(host, each.value)
+    ]
+    found = jobs.chosen(every, [wanted] if wanted is not None else ())
+    code = facts.EXIT_PREFLIGHT if problems else 0
+    if as_json:
+        rows = [_host_as_json(host, problems.get(host), found) for host in answers]
+        print_out(json.dumps({"schema": SCHEMA, "exit_code": code, "hosts": rows}, indent=2) + "\n")
+        return code
+    if found:
+        print_out(render(hosts_table(found, width())))
+    elif len(problems) < len(answers):
+        print_out("no job of mine is there\n" if not problems else "no job of mine is on the other hosts\n")
+    for host, problem in problems.items():
+        print_err(f"distrun: error: {host}: cannot be asked: {problem.text}\n")
+        for line in problem.fix.splitlines():
+            print_err(f"distrun: hint: {line}\n")
+    return code
+
+
+def hosts_table(found: Sequence[HostJob], columns: int = WIDE) -> Table:
+    """Return one row for each job of each host. `columns`: room."""
+    from distrun.fleet import jobs
+
+    names = jobs.names(found)
+    rows = [
+        (
+            job.host,
+            job.state(),
+            names[job.mark],
+            jobs.age(job.age_s),
+            "" if job.quiet_s is None else f"{jobs.age(job.quiet_s)} ago",
+            ", ".join(job.tasks) or ("only processes" if job.processes else "only its folder"),
+        )
+        for job in found
+    ]
+    return _table(("HOST", "AGENT", "JOB", "AGE", "HEARD", "TASKS"), rows, columns, ("HEARD", "AGE"))
+
+
+def _host_as_json(host: str, problem: Problem | None, found: Sequence[HostJob]) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    mine = [
+        {
+            **{"job": job.job, "nonce": job.nonce, "agent": job.agent, "guard": job.guard, "stale": job.is_stale},
+            **{"age_s": job.age_s, "quiet_s": job.quiet_s, "lease_s": job.lease_s, "tasks": list(job.tasks)},
+        }
+        for job in found
+        if job.host == host
+    ]
+    return {"host": host, "problem": None if problem is None else asdict(problem), "jobs": mine}
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], columns: int, dispensable: Sequence[str]) -> Table:

@@ -14,12 +14,10 @@ from distrun.cli.common import current_folder
 from distrun.cli.console import print_err, print_out
 from distrun.cli.reach import host_options, hosts_of
 from distrun.errors import SyncError
-from distrun.ssh.ask import Asker
-from distrun.ssh.target import Target
 from distrun_runtime.contract import environ
 
 if TYPE_CHECKING:
-    from distrun.sync import Result, Tree
+    from distrun.sync import CopyResult, Tree
 
 SCHEMA = "distrun.sync/1"
 REFRESH_S = 0.25
@@ -62,7 +60,7 @@ def sync(**options: Any) -> int:
     rules = copying.make_rules(
         options["excludes"], options["gitignore"], options["extra"], cwd=source, delete=options["delete"]
     )
-    inventory, _, hosts = hosts_of(options, environ.snapshot(), "ssh")
+    inventory, backend, hosts = hosts_of(options, environ.snapshot(), "ssh")
     screen = _Screen(is_quiet=options["quiet"] or options["as_json"])
     for warning in inventory.warnings:
         screen.say(warning, "warning")
@@ -78,20 +76,18 @@ def sync(**options: Any) -> int:
             found = {**_facts(source, options, tree), "dry_run": True, "hosts": [{"host": name} for name in names]}
             print_out(json.dumps(found, indent=2) + "\n")
         return 0
-    copier = copying.Copier(
-        {host.name: Target.from_reach(host.reach) for host in hosts},
+    request = copying.CopyRequest(
         source,
         options["dst"],
         rules,
         options["delete"],
-        screen,
-        tree=tree,
+        tree,
         keep_going=True,
-        asker=Asker(),
         may_ask=True,
         on_progress=screen.progress if screen.is_live else None,
         report_s=REFRESH_S if screen.is_live else copying.REPORT_S,
     )
+    copier = backend.copier(hosts, request, screen)
     try:
         results = copier.copy()
     finally:
@@ -110,7 +106,7 @@ def sync(**options: Any) -> int:
     return 0
 
 
-def as_json(result: Result) -> dict[str, Any]:
+def as_json(result: CopyResult) -> dict[str, Any]:
     """Return a result in its JSON form."""
     return {
         "host": result.host,

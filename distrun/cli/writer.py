@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from distrun.cli.lines import DRAW_S, Feed, Live
-from distrun_runtime.coordinator.output import Backlog, Piece
+from distrun.cli.lines import DRAW_S, Feed, Live, in_order
+from distrun_runtime.coordinator.output import Backlog, OutputPiece, encoded
+from distrun_runtime.errors import JobStoreError
 
 STUCK_S = 10.0
 """At the end, a terminal that takes nothing for so long is given up."""
@@ -23,7 +24,7 @@ LOOK_S = 0.1
 """While output comes without a pause, it is looked so often for what other tasks have to show."""
 
 
-ENDS_OUTPUT = Piece()
+ENDS_OUTPUT = OutputPiece()
 """Tasks will write nothing more: what they did not end with a newline is printed now."""
 
 
@@ -33,7 +34,7 @@ class Writer:
     def __init__(
         self,
         fds: Mapping[str, int],
-        make_feed: Callable[[Piece], Feed],
+        make_feed: Callable[[OutputPiece], Feed],
         find_log: Callable[[str], Path | None],
         on_broken: Callable[[int], None] = lambda fd: None,
         live: Live | None = None,
@@ -49,7 +50,7 @@ class Writer:
         self._find_log = find_log
         self._feeds: dict[tuple[int, str, str], Feed] = {}
         self._queue = Backlog()
-        self._paused = self._ending = False
+        self._paused = self._held = self._ending = False
         self._broken: set[int] = set()
         self._writing = -1
         self._progress = time.monotonic()
@@ -57,11 +58,15 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="console", daemon=True)
         self._thread.start()
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: OutputPiece) -> None:
         """Queue a piece; never waits."""
         with self._changed:
             self._queue.put(piece)
             self._changed.notify()
+
+    def end_output(self) -> None:
+        """Say that no task will write anything more."""
+        self.put(ENDS_OUTPUT)
 
     def toggle_pause(self) -> bool:
         """Pause or go on; return whether it is paused now."""
@@ -71,16 +76,23 @@ class Writer:
             self._changed.notify()
             return self._paused
 
+    def hold(self, is_held: bool) -> None:
+        """Stop for a question on the terminal, or go on after it; a pause of the user's stays one."""
+        with self._changed:
+            self._held = is_held
+            self._must_forget = True  # the question stands there
+            self._changed.notify()
+
     def resume(self) -> None:
         """Go on, if it is paused."""
         with self._changed:
-            self._paused = False
+            self._paused = self._held = False
             self._changed.notify()
 
     def end(self) -> None:
         """Say that nothing more will come."""
         with self._changed:
-            self._ending, self._paused = True, False
+            self._ending, self._paused, self._held = True, False, False
             self._progress = time.monotonic()
             self._changed.notify()
 
@@ -95,10 +107,10 @@ class Writer:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while self._paused or not (self._queue or self._ending):
+                while self._is_silent or not (self._queue or self._ending):
                     wait_s = self._next_due()
                     self._changed.wait(wait_s)
-                    if wait_s is not None and not self._queue and not self._paused:
+                    if wait_s is not None and not self._queue and not self._is_silent:
                         break
                 piece = self._queue.take()
                 over = piece is None and self._ending
@@ -111,6 +123,10 @@ class Writer:
                 return
             else:
                 self._print_due()
+
+    @property
+    def _is_silent(self) -> bool:
+        return self._paused or self._held
 
     def _next_due(self) -> float | None:
         now = time.monotonic()
@@ -136,14 +152,18 @@ class Writer:
         if self._must_forget:
             self._must_forget = False
             self._live.forget()
-        bars = [bar for _, feed in sorted(self._feeds.items(), key=_in_order) for bar in feed.bars(now)]
+        bars = [
+            bar
+            for _, feed in sorted(self._feeds.items(), key=lambda item: in_order(*item[0][1:]))
+            for bar in feed.bars(now)
+        ]
         try:
             columns, rows = os.get_terminal_size(self._live_fd)
         except OSError:
             columns, rows = 0, 0
         self._send(self._live_fd, self._live.draw(bars, columns or 80, rows or 24))
 
-    def _print(self, piece: Piece) -> None:
+    def _print(self, piece: OutputPiece) -> None:
         if piece is ENDS_OUTPUT:
             self._flush_feeds()
             return
@@ -162,34 +182,38 @@ class Writer:
         else:
             self._write(fd, feed.feed(piece.data, time.monotonic()))
 
-    def _print_from_log(self, piece: Piece, feed: Feed) -> None:
+    def _print_from_log(self, piece: OutputPiece, feed: Feed) -> None:
         fd = self._fds[piece.stream]
         path = self._find_log(piece.task)
         at, left = piece.at or 0, piece.length
         try:
             if path is None:
                 raise FileNotFoundError(2, "no log file")
-            with path.open("rb", buffering=0) as file:
+            from distrun_runtime.coordinator.logfiles import LogFile  # for slow readers only
+
+            with LogFile(path) as log:
                 while left and fd not in self._broken:
-                    data = os.pread(file.fileno(), min(left, READ_SIZE), at)
+                    data = log.read(at, min(left, READ_SIZE))
                     if not data:
-                        raise EOFError("it is shorter than it was")
+                        raise EOFError(
+                            "they are gone: --log-limit" if log.begin() > at else "it is shorter than it was"
+                        )
                     self._write(fd, feed.feed(data, time.monotonic()))
                     at, left = at + len(data), left - len(data)
-        except (OSError, EOFError) as err:
-            self._write(fd, encode("distrun: warning: %d bytes not shown: %s: %s\n" % (left, path, err)))
+        except (OSError, EOFError, JobStoreError) as err:
+            self._write(fd, encoded("distrun: warning: %d bytes not shown: %s: %s\n" % (left, path, err)))
 
     def _flush_feeds(self) -> None:
         if self._live is not None and self._live_fd >= 0 and not self._must_forget:
             self._send(self._live_fd, self._live.erase())
-        for (fd, _, _), feed in sorted(self._feeds.items(), key=_in_order):
+        for (fd, _, _), feed in sorted(self._feeds.items(), key=lambda item: in_order(*item[0][1:])):
             self._write(fd, feed.flush())
 
     def _finish(self) -> None:
         self._flush_feeds()
         if self._queue.skipped:
             text = f"distrun: warning: {self._queue.skipped} bytes of output were not shown\n"
-            self._write(self._fds["err"], encode(text))
+            self._write(self._fds["err"], encoded(text))
 
     def _write(self, fd: int, data: bytes) -> None:
         if not data:
@@ -214,18 +238,3 @@ class Writer:
                 # The reader is gone (`| head -1`), or the terminal: the job goes on, its logs are files.
                 self._broken.add(fd)
                 self._on_broken(fd)
-
-
-def _in_order(item: tuple[tuple[int, str, str], Feed]) -> tuple[str, int, str]:
-    """Order feeds by task: role, rank, stream."""
-    _, task, stream = item[0]
-    role, _, rank = task.partition("-")
-    return role, int(rank) if rank.isdecimal() else 0, stream
-
-
-def encode(text: str) -> bytes:
-    """Return the bytes that a word stood for (os.fsdecode made surrogates of what is not UTF-8)."""
-    try:
-        return text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:  # other surrogates stand for no bytes
-        return text.encode("utf-8", "backslashreplace")

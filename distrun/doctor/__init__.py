@@ -1,1 +1,1 @@
-"""What `distrun doctor` finds out about hosts: `examine` asks, everything else judges and is pure."""
+"""Examines hosts for `distrun doctor`: `examine` asks, `checks` judges, `environments` makes what is missing."""

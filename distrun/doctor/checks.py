@@ -1,18 +1,25 @@
-"""Judges what a host's agent told: facts in, rows out. Pure.
+"""Checks of hosts: what their agents told goes in, a row for each finding comes out. Pure.
 
-The facts are those of `distrun_runtime.agent.probe`; each check is a function of one host's.
+The facts are those of `distrun_runtime.agent.probe`. Each check is a function of one host's; `between` compares hosts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from distrun.doctor.row import BAD, OK, ON, WARN, Row
+from distrun.hosts import fold
 from distrun.shell import join, quote
-from distrun_runtime.contract.plan import SERVER_MODULES
+from distrun_runtime.contract.plan import SERVER_MODULES, Host
 from distrun_runtime.coordinator.outcome import Problem
+
+OK = "ok"
+WARN = "warn"
+BAD = "bad"
+
+HERE = "this machine"
+ON = "{on}"
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -37,8 +44,66 @@ STEPS = (
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What the hosts are to be used for."""
+class Ways:
+    """How a user runs a command on hosts."""
+
+    hosts: Mapping[str, Host] = field(default_factory=dict)
+    """By name; one that is missing is reached by `ssh NAME`."""
+    every: str = ""
+    """What runs a command on all of `hosts`: `distrun exec -H hosts`."""
+
+    def typed(self, names: Sequence[str], script: str, asks: bool = False) -> str:
+        """Return what to type to run shell text on these hosts. `asks`: it may ask for a password, as sudo does."""
+        hosts = [self.hosts.get(name) or Host(name, login=f"ssh {quote(name)}") for name in names]
+        if len(hosts) == 1 or not all(host.login for host in hosts):
+            return hosts[0].typed(script, asks)
+        is_plain = all(host.login == f"ssh {quote(host.name)}" for host in hosts)
+        if not asks and self.every and set(names) == set(self.hosts):
+            return f"{self.every} {quote(script)}"
+        if not asks and is_plain:
+            return f"distrun exec --hosts {quote(fold(names))} {quote(script)}"
+        if is_plain:  # `distrun exec` gives its command no terminal to ask on
+            return "for host in {}; do ssh -t $host {}; done".format(" ".join(map(quote, names)), quote(script))
+        return "; ".join(host.typed(script, asks) for host in hosts)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found on one host in one respect."""
+
+    host: str
+    """Its name; `HERE` for the machine where the command was typed, empty where all hosts together are meant."""
+    check: str
+    mark: str
+    """OK, WARN or BAD."""
+    text: str
+    fix: str = ""
+    """What to do about it, a line each; never empty for BAD. ON stands for what runs `script` on the host."""
+    script: str = ""
+    """Shell text for the host."""
+
+    def fix_text(self, ways: Ways, hosts: Sequence[str] = ()) -> str:
+        """Return what to do, with what is to be typed, for several hosts at once if it says the same of them."""
+        if ON not in self.fix:
+            return self.fix
+        asks = "sudo " in self.script or self.script.startswith("bash -l")
+        return self.fix.replace(ON, ways.typed(list(hosts) or [self.host], self.script, asks))
+
+
+def folded(rows: Iterable[Row]) -> list[tuple[Row, list[str]]]:
+    """Return rows that say the same of several hosts once, with these hosts, in the order of the checks. Pure."""
+    rows = list(rows)
+    order = {check: index for index, check in reversed(list(enumerate(row.check for row in rows)))}
+    groups: dict[tuple[str, ...], tuple[Row, list[str]]] = {}
+    for row in rows:
+        key = row.check, row.mark, row.text, row.fix, row.script
+        groups.setdefault(key, (row, []))[1].append(row.host)
+    return sorted(groups.values(), key=lambda group: order[group[0].check])
+
+
+@dataclass(frozen=True)
+class DoctorRequest:
+    """What the hosts are to be used for, and where to look."""
 
     dst: str = ""
     """--sync-dst-dir."""
@@ -51,10 +116,18 @@ class Wish:
     """What is activated may come with the files that are copied."""
     doctor: str = "distrun doctor"
     """What was typed to examine these hosts."""
+    cwd: str = ""
+    interface: str = ""
+    subnet: str = ""
+    port_range: str = ""
+    pythons: Mapping[str, str] = field(default_factory=dict)
+    """Interpreters of servers, by host; python3 for the others."""
+    workdirs: Mapping[str, str] = field(default_factory=dict)
+    """`workdir=` of the hosts file, by host: tasks start there, wherever files are copied."""
 
 
 @dataclass(frozen=True)
-class Patient:
+class ExaminedHost:
     """One host, and all that is known of it."""
 
     name: str
@@ -70,257 +143,257 @@ class Patient:
     """Where its tasks start, if the hosts file says so."""
 
 
-def check(patient: Patient, wish: Wish) -> list[Row]:
+def check(host: ExaminedHost, request: DoctorRequest) -> list[Row]:
     """Return all rows of one host."""
-    rows = list(reach(patient))
-    if patient.noise:
-        rows.append(noise(patient, wish))
-    if patient.facts:
+    rows = list(reach(host))
+    if host.noise:
+        rows.append(noise(host, request))
+    if host.facts:
         for each in (activation, python, rsync, folders, clock, limits, shm, logout, network, gpus, loose):
-            rows += each(patient, wish)
+            rows += each(host, request)
     return rows
 
 
-def reach(patient: Patient) -> Iterator[Row]:
+def reach(host: ExaminedHost) -> Iterator[Row]:
     """Yield how far the way to the host goes: name, connection, host key, login, agent."""
-    problem = patient.problem
-    if problem is None or patient.is_met:
-        yield Row(patient.name, "reach", OK, "name, connection, host key, login")
+    problem = host.problem
+    if problem is None or host.is_met:
+        yield Row(host.name, "reach", OK, "name, connection, host key, login")
         if problem is not None:
-            yield _failed(patient.name, "agent", problem)
+            yield _failed(host.name, "agent", problem)
         return
     failed = next((step for step, kinds in STEPS if problem.kind in kinds), "agent")
     passed = [step for step, _ in STEPS][: [*(step for step, _ in STEPS), "agent"].index(failed)]
     if passed:
-        yield Row(patient.name, "reach", OK, ", ".join(passed))
-    yield _failed(patient.name, failed, problem)
+        yield Row(host.name, "reach", OK, ", ".join(passed))
+    yield _failed(host.name, failed, problem)
 
 
-def noise(patient: Patient, wish: Wish) -> Row:
+def noise(host: ExaminedHost, request: DoctorRequest) -> Row:
     """Return the row of a login shell that prints: rsync cannot work over it."""
     fix = "put this first into ~/.bashrc there: case $- in *i*) ;; *) return ;; esac"
-    return Row(patient.name, "shell", BAD if wish.dst else WARN, patient.noise, fix)
+    return Row(host.name, "shell", BAD if request.dst else WARN, host.noise, fix)
 
 
-def activation(patient: Patient, wish: Wish) -> Iterator[Row]:
+def activation(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
     """Yield whether --activate works."""
-    if not wish.activate:
+    if not request.activate:
         return
-    error = patient.facts["activation"]["error"]
+    error = host.facts["activation"]["error"]
     if not error:
-        yield Row(patient.name, "activation", OK, "works")
-    elif wish.dst and wish.is_activated_later:
-        text = "%s; it may come with the files that --sync-dst-dir copies" % error
-        yield Row(patient.name, "activation", WARN, text)
+        yield Row(host.name, "activation", OK, "works")
+    elif request.dst and request.is_activated_later:
+        text = f"{error}; it may come with the files that --sync-dst-dir copies"
+        yield Row(host.name, "activation", WARN, text)
     else:
-        fix = "try the text of --activate in the shell that this starts: %s" % ON
-        yield Row(patient.name, "activation", BAD, error, fix, "bash -l")
+        fix = f"try the text of --activate in the shell that this starts: {ON}"
+        yield Row(host.name, "activation", BAD, error, fix, "bash -l")
 
 
-def python(patient: Patient, wish: Wish) -> Iterator[Row]:
+def python(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
     """Yield the interpreters: the agent's, and that of servers with the modules they need."""
-    agent = patient.facts["agent_python"]
-    text = "%s %s" % (agent["version"], agent["path"])
+    agent = host.facts["agent_python"]
+    text = "{} {}".format(agent["version"], agent["path"])
     if version(agent["version"]) < AGENT_PYTHON:
-        yield Row(patient.name, "python", BAD, text + ": older than 3.8", OTHER_PYTHON)
+        yield Row(host.name, "python", BAD, text + ": older than 3.8", OTHER_PYTHON)
     else:
-        yield Row(patient.name, "python", OK, text)
-    if wish.needs_servers and not patient.facts["activation"]["error"]:
-        yield _server_python(patient, wish)
+        yield Row(host.name, "python", OK, text)
+    if request.needs_servers and not host.facts["activation"]["error"]:
+        yield _server_python(host, request)
 
 
-def _server_python(patient: Patient, wish: Wish) -> Row:
-    found, check = patient.facts["python"], "server python"
+def _server_python(host: ExaminedHost, request: DoctorRequest) -> Row:
+    found, check = host.facts["python"], "server python"
     if found.get("error"):
-        fix = "%s; --no-servers if there will be none (launch with -s 0)" % OTHER_PYTHON
-        return Row(patient.name, check, BAD, str(found["error"]), fix)
-    text = "%s %s" % (found["version"], found["path"])
+        fix = f"{OTHER_PYTHON}; --no-servers if there will be none (launch with -s 0)"
+        return Row(host.name, check, BAD, str(found["error"]), fix)
+    text = "{} {}".format(found["version"], found["path"])
     if version(found["version"]) < SERVER_PYTHON:
-        fix = "%s, of one that is 3.10 or newer" % OTHER_PYTHON
-        return Row(patient.name, check, BAD, text + ": servers need 3.10 or newer", fix)
+        fix = f"{OTHER_PYTHON}, of one that is 3.10 or newer"
+        return Row(host.name, check, BAD, text + ": servers need 3.10 or newer", fix)
     missing = [name for name in SERVER_MODULES if not found.get(name)]
     if not missing:
-        return Row(patient.name, check, OK, "%s, numpy %s, zmq %s" % (text, found["numpy"], found["zmq"]))
-    lacks = "%s: no %s" % (text, ", no ".join(missing))
+        return Row(host.name, check, OK, "{}, numpy {}, zmq {}".format(text, found["numpy"], found["zmq"]))
+    lacks = "{}: no {}".format(text, ", no ".join(missing))
     other = found["environment"]
     if other:
-        own = "%s %s, numpy %s, zmq %s" % (other["version"], other["path"], other["numpy"], other["zmq"])
-        return Row(patient.name, check, OK, "%s; servers use %s" % (lacks, own))
+        own = "{} {}, numpy {}, zmq {}".format(other["version"], other["path"], other["numpy"], other["zmq"])
+        return Row(host.name, check, OK, f"{lacks}; servers use {own}")
     why = "; ".join(str(found.get(name + "_error") or "no " + name) for name in missing)
-    script = needed_for_venv(patient)
+    script = needed_for_venv(host)
     if script:
-        return Row(patient.name, check, BAD, "%s: %s" % (text, why), "%s\nthen: %s --fix" % (ON, wish.doctor), script)
-    fixes = ["for servers: %s --fix" % wish.doctor]
+        return Row(host.name, check, BAD, f"{text}: {why}", f"{ON}\nthen: {request.doctor} --fix", script)
+    fixes = [f"for servers: {request.doctor} --fix"]
     if found["install"]:
         then = ", then --activate venv:~/venv" if "~/venv" in found["install"] else ""
-        fixes.append("for servers and workers: %s%s" % (ON, then))
-    return Row(patient.name, check, BAD, "%s: %s" % (text, why), "\n".join(fixes), found["install"])
+        fixes.append(f"for servers and workers: {ON}{then}")
+    return Row(host.name, check, BAD, f"{text}: {why}", "\n".join(fixes), found["install"])
 
 
-def needed_for_venv(patient: Patient) -> str:
+def needed_for_venv(host: ExaminedHost) -> str:
     """Return shell text that installs what virtual environments need on Debian and Ubuntu; empty if it is there."""
-    found = patient.facts["python"]
-    if not {"venv", "ensurepip"} & set(found["lacks"]) or not patient.facts["debian"]:
+    found = host.facts["python"]
+    if not {"venv", "ensurepip"} & set(found["lacks"]) or not host.facts["debian"]:
         return ""
-    return apt(patient, "python%d.%d-venv" % version(found["version"]))
+    return apt(host, "python{}.{}-venv".format(*version(found["version"])))
 
 
-def rsync(patient: Patient, wish: Wish) -> Iterator[Row]:
+def rsync(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
     """Yield whether files can be copied to it."""
-    found = patient.facts["rsync"]
+    found = host.facts["rsync"]
     if found["version"]:
-        yield Row(patient.name, "rsync", OK, " ".join(str(found["version"]).split()[:3]))
+        yield Row(host.name, "rsync", OK, " ".join(str(found["version"]).split()[:3]))
     else:
-        script = apt(patient, "rsync")
-        yield Row(patient.name, "rsync", BAD if wish.dst else WARN, "not there: %s" % found["error"], ON, script)
+        script = apt(host, "rsync")
+        yield Row(host.name, "rsync", BAD if request.dst else WARN, "not there: {}".format(found["error"]), ON, script)
 
 
-def folders(patient: Patient, wish: Wish) -> Iterator[Row]:
+def folders(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
     """Yield the folder in which tasks will start, and the one for temporary files."""
-    found = patient.facts["folders"]
-    if wish.dst:
+    found = host.facts["folders"]
+    if request.dst:
         place = found["dst"]
         if place["fault"]:
-            yield Row(patient.name, "sync folder", BAD, place["fault"], place["fix"])
+            yield Row(host.name, "sync folder", BAD, place["fault"], place["fix"])
         elif place["is_folder"] and place["writable"]:
             how = "there" if place["exists"] else "can be made"
-            yield _space(patient.name, "sync folder", place, "%s %s" % (place["path"], how))
+            yield _space(host.name, "sync folder", place, "{} {}".format(place["path"], how))
         else:
-            yield _unusable(patient, "sync folder", place, "cannot be written", "give another --sync-dst-dir; or ")
-    if "cwd" in found and (patient.workdir or not wish.dst):
+            yield _unusable(host, "sync folder", place, "cannot be written", "give another --sync-dst-dir; or ")
+    if "cwd" in found and (host.workdir or not request.dst):
         place = found["cwd"]
         if place["exists"] and place["is_folder"]:
             read_only = "" if place["writable"] else ", not writable"
-            yield _space(patient.name, "folder", place, place["path"] + read_only)
+            yield _space(host.name, "folder", place, place["path"] + read_only)
         else:
-            other = "" if patient.workdir else "--sync-dst-dir DIR copies the current directory there; or "
-            yield _unusable(patient, "folder", place, "does not exist", other)
-    tmp = patient.facts["tmp"]
+            other = "" if host.workdir else "--sync-dst-dir DIR copies the current directory there; or "
+            yield _unusable(host, "folder", place, "does not exist", other)
+    tmp = host.facts["tmp"]
     if not tmp["writable"]:
-        script = as_root(patient, "chmod 1777 %s" % quote(tmp["path"]))
-        yield Row(patient.name, "temporary files", BAD, "%s cannot be written" % tmp["path"], ON, script)
+        script = as_root(host, "chmod 1777 {}".format(quote(tmp["path"])))
+        yield Row(host.name, "temporary files", BAD, "{} cannot be written".format(tmp["path"]), ON, script)
     else:
-        yield _space(patient.name, "temporary files", tmp, tmp["path"])
+        yield _space(host.name, "temporary files", tmp, tmp["path"])
 
 
-def _unusable(patient: Patient, check: str, place: Mapping[str, Any], what: str, other: str) -> Row:
+def _unusable(host: ExaminedHost, check: str, place: Mapping[str, Any], what: str, other: str) -> Row:
     """Return the row of a folder that is missing or not this user's to write to."""
     path = quote(place["path"])
     if not place["is_folder"]:
-        text = "%s: %s is not a folder" % (place["path"], place["near"])
-        fix = "%ssee what it is: %s" % (other, ON)
-        return Row(patient.name, check, BAD, text, fix, "ls -l %s" % quote(place["near"]))
-    script = "mkdir -p %s" % path
+        text = "{}: {} is not a folder".format(place["path"], place["near"])
+        fix = f"{other}see what it is: {ON}"
+        return Row(host.name, check, BAD, text, fix, "ls -l {}".format(quote(place["near"])))
+    script = f"mkdir -p {path}"
     if not place["writable"]:
-        script = as_root(patient, script, "chown $(id -u) %s" % path)
-    return Row(patient.name, check, BAD, "%s %s" % (place["path"], what), other + ON, script)
+        script = as_root(host, script, f"chown $(id -u) {path}")
+    return Row(host.name, check, BAD, "{} {}".format(place["path"], what), other + ON, script)
 
 
-def clock(patient: Patient, wish: Wish) -> Iterator[Row]:
+def clock(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
     """Yield how much its clock differs: exits are ordered by the clocks of hosts."""
-    offset = patient.offset_s
+    offset = host.offset_s
     if offset is None:
         return
     if abs(offset) < CLOCK_S:
-        yield Row(patient.name, "clock", OK, "less than %g s off" % CLOCK_S)
+        yield Row(host.name, "clock", OK, f"less than {CLOCK_S:g} s off")
     else:
-        text = "%.1f s %s of this machine" % (abs(offset), "ahead" if offset > 0 else "behind")
-        sudo = sudo_of(patient)
-        script = "%schronyc makestep || %stimedatectl set-ntp true" % (sudo, sudo)
-        yield Row(patient.name, "clock", BAD, text, ON, script)
+        text = "{:.1f} s {} of this machine".format(abs(offset), "ahead" if offset > 0 else "behind")
+        sudo = sudo_of(host)
+        script = f"{sudo}chronyc makestep || {sudo}timedatectl set-ntp true"
+        yield Row(host.name, "clock", BAD, text, ON, script)
 
 
-def limits(patient: Patient, wish: Wish) -> Iterator[Row]:
+def limits(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
     """Yield open files and locked memory."""
-    found = patient.facts["limits"]
+    found = host.facts["limits"]
     files, memory = found["nofile"][0], found["memlock"][0]
-    text = "%s open files, %s locked memory" % (
+    text = "{} open files, {} locked memory".format(
         "unlimited" if files is None else files,
         "unlimited" if memory is None else size(memory),
     )
     if files is not None and files < NOFILE:
         # `*` is every user but root.
-        line = "echo '%s - nofile 65536'" % ("root" if patient.facts["uid"] == 0 else "*")
-        script = "%s | %stee /etc/security/limits.d/90-nofile.conf" % (line, sudo_of(patient))
-        yield Row(patient.name, "limits", WARN, text, "%s (at the next login)" % ON, script)
+        line = f"echo '{'root' if host.facts['uid'] == 0 else '*'} - nofile 65536'"
+        script = f"{line} | {sudo_of(host)}tee /etc/security/limits.d/90-nofile.conf"
+        yield Row(host.name, "limits", WARN, text, f"{ON} (at the next login)", script)
     else:
-        yield Row(patient.name, "limits", OK, text)
+        yield Row(host.name, "limits", OK, text)
 
 
-def shm(patient: Patient, wish: Wish) -> Iterator[Row]:
+def shm(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
     """Yield the shared memory: data loaders and collective libraries use it."""
-    total = patient.facts["shm"]["size"]
+    total = host.facts["shm"]["size"]
     if total is None:
-        script = as_root(patient, "mkdir -p /dev/shm", "mount -t tmpfs shm /dev/shm")
-        yield Row(patient.name, "shared memory", WARN, "no /dev/shm", ON, script)
+        script = as_root(host, "mkdir -p /dev/shm", "mount -t tmpfs shm /dev/shm")
+        yield Row(host.name, "shared memory", WARN, "no /dev/shm", ON, script)
     elif total < SHM:
-        script = as_root(patient, "mount -o remount,size=50% /dev/shm")
-        fix = "%s (in a container: docker run --shm-size=8g)" % ON
-        yield Row(patient.name, "shared memory", WARN, "/dev/shm has %s only" % size(total), fix, script)
+        script = as_root(host, "mount -o remount,size=50% /dev/shm")
+        fix = f"{ON} (in a container: docker run --shm-size=8g)"
+        yield Row(host.name, "shared memory", WARN, f"/dev/shm has {size(total)} only", fix, script)
     else:
-        yield Row(patient.name, "shared memory", OK, "/dev/shm has %s" % size(total))
+        yield Row(host.name, "shared memory", OK, f"/dev/shm has {size(total)}")
 
 
-def logout(patient: Patient, wish: Wish) -> Iterator[Row]:
+def logout(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
     """Yield whether the system ends what a login leaves behind: a job outlives no connection then."""
-    found = patient.facts["logind"]
+    found = host.facts["logind"]
     if found["kill_user_processes"] and not found["linger"]:
-        script = as_root(patient, "loginctl enable-linger %s" % quote(patient.facts["user"]))
-        yield Row(patient.name, "logout", WARN, "KillUserProcesses=yes: what runs ends with the login", ON, script)
+        script = as_root(host, "loginctl enable-linger {}".format(quote(host.facts["user"])))
+        yield Row(host.name, "logout", WARN, "KillUserProcesses=yes: what runs ends with the login", ON, script)
     else:
-        yield Row(patient.name, "logout", OK, "what runs may stay" + (" (linger)" if found["linger"] else ""))
+        yield Row(host.name, "logout", OK, "what runs may stay" + (" (linger)" if found["linger"] else ""))
 
 
-def network(patient: Patient, wish: Wish) -> Iterator[Row]:
+def network(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
     """Yield the address that peers would use for data."""
-    found = patient.facts["network"]
+    found = host.facts["network"]
     if found["error"]:
-        yield Row(patient.name, "address", BAD, found["error"], "--interface NAME or --subnet CIDR that all hosts have")
+        yield Row(host.name, "address", BAD, found["error"], "--interface NAME or --subnet CIDR that all hosts have")
         return
     names = [name for name, ip, _ in found["interfaces"] if ip == found["address"]]
     every = ", ".join(dict.fromkeys(name for name, _, _ in found["interfaces"]))
-    text = "%s (%s)" % (found["address"], "on %s of %s" % (names[0], every) if names else "on none of %s" % every)
-    if wish.count > 1 and (found["address"].startswith("127.") or found["address"] == "::1"):
+    text = "{} ({})".format(found["address"], f"on {names[0]} of {every}" if names else f"on none of {every}")
+    if request.count > 1 and (found["address"].startswith("127.") or found["address"] == "::1"):
         fix = "--interface NAME or --subnet CIDR of the network that the hosts share"
-        yield Row(patient.name, "address", BAD, text + ": no other host can use it", fix)
+        yield Row(host.name, "address", BAD, text + ": no other host can use it", fix)
     elif not names:
-        yield Row(patient.name, "address", BAD, text, "addr= in the hosts file must be an address of the host itself")
+        yield Row(host.name, "address", BAD, text, "addr= in the hosts file must be an address of the host itself")
     else:
-        yield Row(patient.name, "address", OK, text)
+        yield Row(host.name, "address", OK, text)
 
 
-def gpus(patient: Patient, wish: Wish) -> Iterator[Row]:
+def gpus(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
     """Yield what nvidia-smi shows, if it is there."""
-    found = patient.facts["gpus"]
+    found = host.facts["gpus"]
     if found["error"]:
-        yield Row(patient.name, "GPUs", WARN, found["error"], ON, "nvidia-smi")
+        yield Row(host.name, "GPUs", WARN, found["error"], ON, "nvidia-smi")
     elif found["gpus"]:
         kinds: dict[str, int] = {}
         for cells in found["gpus"]:
             kinds[", ".join(cells)] = kinds.get(", ".join(cells), 0) + 1
-        yield Row(patient.name, "GPUs", OK, "; ".join("%d x %s" % (n, kind) for kind, n in kinds.items()))
+        yield Row(host.name, "GPUs", OK, "; ".join(f"{n} x {kind}" for kind, n in kinds.items()))
 
 
-def loose(patient: Patient, wish: Wish) -> Iterator[Row]:
+def loose(host: ExaminedHost, request: DoctorRequest) -> Iterator[Row]:
     """Yield permissions that make sshd refuse keys (StrictModes)."""
-    if patient.facts["loose"]:
-        text = "others may write %s: sshd then refuses keys" % ", ".join(patient.facts["loose"])
-        yield Row(patient.name, "permissions", WARN, text, ON, join(["chmod", "go-w", *patient.facts["loose"]]))
+    if host.facts["loose"]:
+        text = "others may write {}: sshd then refuses keys".format(", ".join(host.facts["loose"]))
+        yield Row(host.name, "permissions", WARN, text, ON, join(["chmod", "go-w", *host.facts["loose"]]))
 
 
-def sudo_of(patient: Patient) -> str:
+def sudo_of(host: ExaminedHost) -> str:
     """Return what a command for root begins with: nothing where the user is root, who often has no sudo."""
-    return "" if patient.facts["uid"] == 0 else "sudo "
+    return "" if host.facts["uid"] == 0 else "sudo "
 
 
-def as_root(patient: Patient, *commands: str) -> str:
+def as_root(host: ExaminedHost, *commands: str) -> str:
     """Return shell text that runs these commands, one after the other, as root."""
-    return " && ".join(sudo_of(patient) + command for command in commands)
+    return " && ".join(sudo_of(host) + command for command in commands)
 
 
-def apt(patient: Patient, package: str) -> str:
+def apt(host: ExaminedHost, package: str) -> str:
     """Return shell text that installs a package of Debian or Ubuntu, also where no list of packages is there yet."""
-    return as_root(patient, "apt-get update", "apt-get install -y %s" % package)
+    return as_root(host, "apt-get update", f"apt-get install -y {package}")
 
 
 def version(text: str) -> tuple[int, int]:
@@ -333,19 +406,19 @@ def size(count: int) -> str:
     """Return bytes for people."""
     for unit, scale in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB)):
         if count >= scale:
-            return "%.1f %s" % (count / scale, unit)
-    return "%d KiB" % (count >> 10)
+            return f"{count / scale:.1f} {unit}"
+    return f"{count >> 10} KiB"
 
 
 def _space(host: str, check: str, place: Mapping[str, Any], text: str) -> Row:
     free = place["free"]
     if free is None:
         return Row(host, check, OK, text)
-    text = "%s, %s free" % (text, size(free))
+    text = f"{text}, {size(free)} free"
     if free >= FREE:
         return Row(host, check, OK, text)
-    fix = "%s shows what fills it" % ON
-    return Row(host, check, BAD if free < FREE_LEAST else WARN, text, fix, "df -h %s" % quote(place["near"]))
+    fix = f"{ON} shows what fills it"
+    return Row(host, check, BAD if free < FREE_LEAST else WARN, text, fix, "df -h {}".format(quote(place["near"])))
 
 
 def _number(text: str) -> int:
@@ -355,4 +428,38 @@ def _number(text: str) -> int:
 def _failed(host: str, check: str, problem: Problem) -> Row:
     if problem.fix:
         return Row(host, check, BAD, problem.text, problem.fix)
-    return Row(host, check, BAD, problem.text, "does this print ok? %s" % ON, "echo ok")
+    return Row(host, check, BAD, problem.text, f"does this print ok? {ON}", "echo ok")
+
+
+def between(examined: Sequence[ExaminedHost], request: DoctorRequest) -> list[Row]:
+    """Return what is wrong only between hosts: different versions, one address twice."""
+    known = [each for each in examined if each.facts]
+    rows = []
+    asked = ["version", "numpy", "zmq"] if request.needs_servers else []
+    for name in asked:
+        found = _by({each.name: str(each.facts["python"].get(name) or "") for each in known})
+        if len(found) > 1:
+            what = "python" if name == "version" else name
+            text = "{} differs: {}".format(what, "; ".join(f"{v} on {fold(h)}" for v, h in found.items()))
+            rows.append(Row("", "versions", WARN, text, "--python PATH, or --activate, of the same on all hosts"))
+    drivers = _by({each.name: _drivers(each.facts["gpus"]["gpus"]) for each in known})
+    if len(drivers) > 1:
+        text = "GPU drivers differ: {}".format("; ".join(f"{v} on {fold(h)}" for v, h in drivers.items()))
+        rows.append(Row("", "versions", WARN, text))
+    for address, names in _by({each.name: str(each.facts["network"]["address"]) for each in known}).items():
+        if len(names) > 1:
+            text = f"{address} is the address of {fold(names)}: are they one machine?"
+            rows.append(Row("", "address", WARN, text, "name each machine once in the hosts file"))
+    return rows
+
+
+def _by(values: Mapping[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, value in values.items():
+        if value:
+            found.setdefault(value, []).append(name)
+    return found
+
+
+def _drivers(rows: Sequence[Sequence[str]]) -> str:
+    return ", ".join(sorted({cells[1] for cells in rows if len(cells) > 1}))

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distrun.doctor import making
-from distrun.doctor.checks import SERVER_PYTHON, needed_for_venv, version
-from distrun.doctor.row import ON
+from distrun.doctor.checks import ON, SERVER_PYTHON, needed_for_venv, version
 from distrun.fleet import Problem, Ran, run
 from distrun.hosts import fold
 from distrun.shell import quote
@@ -24,21 +23,21 @@ from distrun_runtime.contract.plan import SERVER_MODULES
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
-    from distrun.doctor.checks import Patient
+    from distrun.doctor.checks import ExaminedHost
     from distrun_runtime.contract.plan import Host
 
 REQUIREMENTS = ("numpy>=1.23", "pyzmq>=25")
 """What pip is asked for, as in pyproject.toml. Which index it asks is its own configuration's business."""
 PACKAGES = tuple(requirement.partition(">")[0] for requirement in REQUIREMENTS)
 LIMIT_S = 900.0
-SEE = "see what it says there: %s" % ON
+SEE = f"see what it says there: {ON}"
 STEPS = {
     "folder": ("its folder cannot be used", "make it writable for this user only, or set XDG_DATA_HOME there"),
     "venv": ("python -m venv failed", SEE),
     "pip": (
         "pip failed",
         "if pip reaches no package index there, name one or a folder of wheels in its configuration (index-url, or"
-        " no-index and find-links, in ~/.config/pip/pip.conf), then type the same again\n%s" % SEE,
+        f" no-index and find-links, in ~/.config/pip/pip.conf), then type the same again\n{SEE}",
     ),
     "check": ("it was made, but does not work", SEE),
 }
@@ -70,16 +69,16 @@ class Made:
     """Path and versions of the environment."""
 
 
-def wanted(patients: Sequence[Patient]) -> list[Wanted]:
+def wanted(examined: Sequence[ExaminedHost]) -> list[Wanted]:
     """Return the environments that are missing and can be made. Pure."""
     found = []
-    for patient in patients:
-        python = patient.facts.get("python", {})
+    for host in examined:
+        python = host.facts.get("python", {})
         if not python or python.get("error") or version(python["version"]) < SERVER_PYTHON:
             continue
         is_missing = not all(python.get(name) for name in SERVER_MODULES) and not python["environment"]
-        if is_missing and not needed_for_venv(patient):
-            found.append(Wanted(patient.name, python["path"], python["version"], python["place"]))
+        if is_missing and not needed_for_venv(host):
+            found.append(Wanted(host.name, python["path"], python["version"], python["place"]))
     return found
 
 
@@ -138,21 +137,23 @@ def outcome(row: Wanted, ran: Ran | Problem) -> Made:
     if isinstance(ran, Problem):
         return Made(row.host, ran.text, fix=ran.fix or "type the same again")
     if ran.is_late:
-        text = "not done within %s; what was begun is removed" % duration(LIMIT_S)
-        return Made(row.host, text, fix="see what takes so long: %s" % ON, script=by_hand(row))
+        text = f"not done within {duration(LIMIT_S)}; what was begun is removed"
+        return Made(row.host, text, fix=f"see what takes so long: {ON}", script=by_hand(row))
     try:
         value: dict[str, str] = json.loads(bytes(ran.out).decode("utf-8", "replace").strip().splitlines()[-1])
     except (ValueError, IndexError):
         lines = [line for line in bytes(ran.err).decode("utf-8", "replace").splitlines() if line.strip()]
-        how = ran.reason or "exit code %s" % ran.code
-        text = "\n".join(["it did not end well (%s)" % how, *lines[-3:]])
+        how = ran.reason or f"exit code {ran.code}"
+        text = "\n".join([f"it did not end well ({how})", *lines[-3:]])
         return Made(row.host, text, fix=SEE, script=by_hand(row))
     if "path" in value:
-        text = "%s (Python %s, numpy %s, zmq %s)" % tuple(value[name] for name in ("path", "version", *SERVER_MODULES))
+        text = "{} (Python {}, numpy {}, zmq {})".format(
+            *tuple(value[name] for name in ("path", "version", *SERVER_MODULES))
+        )
         return Made(row.host, text, is_made=True, facts=value)
     what, fix = STEPS[value["step"]]
     words = pip_words(value["words"]) if value["step"] == "pip" else value["words"]
-    return Made(row.host, "%s:\n%s" % (what, words), fix=fix, script=by_hand(row))
+    return Made(row.host, f"{what}:\n{words}", fix=fix, script=by_hand(row))
 
 
 def pip_words(words: str) -> str:
@@ -165,7 +166,4 @@ def pip_words(words: str) -> str:
 def by_hand(row: Wanted) -> str:
     """Return shell text that tries the same, for the user to see what happens. Pure."""
     packages = " ".join(PACKAGES)
-    return 'at=$(mktemp -d) && %s -m venv "$at" && "$at"/bin/pip install %s; rm -r "$at"' % (
-        quote(row.python),
-        packages,
-    )
+    return f'at=$(mktemp -d) && {quote(row.python)} -m venv "$at" && "$at"/bin/pip install {packages}; rm -r "$at"'

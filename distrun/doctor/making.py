@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     except Failed as err:
         told = {"step": err.step, "words": err.words}
     except OSError as err:
-        told = {"step": "folder", "words": "%s: %s" % (err.filename or argv[0], err.strerror or err)}
+        told = {"step": "folder", "words": f"{err.filename or argv[0]}: {err.strerror or err}"}
     print(json.dumps(told), flush=True)
     return 0 if "path" in told else 1
 
@@ -60,7 +60,7 @@ def make(place: str, requirements: list[str]) -> dict[str, str]:
     os.makedirs(home, mode=0o700, exist_ok=True)
     info = os.lstat(home)
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
-        raise Failed("folder", "%s does not belong to this user" % home)
+        raise Failed("folder", f"{home} does not belong to this user")
     os.chmod(home, stat.S_IMODE(info.st_mode) & ~0o022)
     _remove_stale(home)
     if os.path.islink(place):
@@ -68,9 +68,9 @@ def make(place: str, requirements: list[str]) -> dict[str, str]:
             return _told(place, place)
     fresh = tempfile.mkdtemp(prefix=os.path.basename(place) + ".", dir=home)
     try:
-        say("making a virtual environment in %s" % fresh)
+        say(f"making a virtual environment in {fresh}")
         run("venv", sys.executable, "-I", "-m", "venv", fresh)
-        say("installing %s" % ", ".join(requirements))
+        say("installing {}".format(", ".join(requirements)))
         pip = [os.path.join(fresh, "bin", "python"), "-I", "-m", "pip"]
         run("pip", *pip, "install", "--disable-pip-version-check", "--no-input", *requirements)
         told = _told(fresh, place)
@@ -92,11 +92,11 @@ def run(step: str, *argv: str) -> str:
             argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
         )
     except OSError as err:
-        raise Failed(step, "%s: %s" % (argv[0], err.strerror)) from None
+        raise Failed(step, f"{argv[0]}: {err.strerror}") from None
     text = done.stdout.decode("utf-8", "replace")
     if done.returncode:
         lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-        raise Failed(step, "\n".join(lines[-KEPT_LINES:]) or "%s ended with code %d" % (argv[0], done.returncode))
+        raise Failed(step, "\n".join(lines[-KEPT_LINES:]) or f"{argv[0]} ended with code {done.returncode}")
     return text
 
 

@@ -55,18 +55,19 @@ class Agents:
         host = getattr(event, "host", "")
         if host:
             self._heard[host] = now
-        if isinstance(event, events.AgentHello):
-            self.hellos[host] = event
-        elif isinstance(event, events.StartFailed):
-            self._gone.add(host)
-            self.problems.setdefault(host, Problem(host, event.kind or "other", event.reason, event.fix))
-        elif isinstance(event, events.AgentLost):
-            self._gone.add(host)
-            self.problems.setdefault(host, Problem(host, "other", event.reason))
-        elif isinstance(event, events.Warned):
-            self.warnings.append(event)
-        elif isinstance(event, events.Interrupt):
-            self.is_interrupted = True
+        match event:
+            case events.AgentHello():
+                self.hellos[host] = event
+            case events.StartFailed():
+                self._gone.add(host)
+                self.problems.setdefault(host, Problem(host, event.kind or "other", event.reason, event.fix))
+            case events.AgentLost():
+                self._gone.add(host)
+                self.problems.setdefault(host, Problem(host, "other", event.reason))
+            case events.Warned():
+                self.warnings.append(event)
+            case events.Interrupt():
+                self.is_interrupted = True
 
     def silence_s(self, host: str) -> float:
         """Return for how long nothing has come from a host that was there; the loop pings it."""

@@ -21,7 +21,7 @@ from distrun_runtime.contract.plan import ACTIVATE_S, WORKER, Host, Limits, Plan
 from distrun_runtime.coordinator import events, frames
 from distrun_runtime.coordinator.actions import Ack, AgentAction, Begin, Show, Spawn, StopTasks
 from distrun_runtime.coordinator.channel import Put
-from distrun_runtime.coordinator.loop import Loop
+from distrun_runtime.coordinator.loop import HostLoop
 from distrun_runtime.coordinator.outcome import Problem
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 GRACE_S = 3.0
 """Seconds between asking the command to end and killing it, after --timeout or Ctrl-C."""
-LOST_S = Limits().lost_s
+LOST_S = facts.LOST_S
 """A host that is silent for so long is lost."""
 SETTLE_S = 10.0
 """How long an agent may take to begin; and, when its command has ended, until more of the output comes."""
 KEPT = 16 * 1024 * 1024
 """Bytes of each stream of a host that are kept, unless the caller says otherwise."""
-ROOM = 8 * 1024 * 1024
+UNREAD_LIMIT = 8 * 1024 * 1024
 """Bytes that may wait for the reader of output before no more is asked for; agents keep the rest on their disks."""
 IN_FOLDER = 'cd && cd -- "$0" && exec "$@"'
 """Run by sh: the folder is seen from the home directory."""
@@ -75,9 +75,9 @@ def run(
     """
     plan = plan_of(backend.name, hosts, argv, cwd)._replace(activate=activate)
     command = RunCommand(plan, limit_s=limit_s, keep=keep, is_shown=on_output is not None)
-    reader = _Reader(command, on_output or (lambda host, stream, data: None))
+    reader = _OutputThread(command, on_output or (lambda host, stream, data: None))
     channels = backend.connect(hosts)
-    loop = Loop(
+    loop = HostLoop(
         reader,
         channels,
         encoders={Begin: lambda action: frames.begin(plan, Secrets(), action.host)},
@@ -245,31 +245,32 @@ class RunCommand:
         if host not in self._by:
             return []
         ran = self._ran[host]
-        if isinstance(event, events.AgentHello):
-            self._by[host] = now + self._begin_s
-            return [Begin(host)]
-        if isinstance(event, events.AgentReady):
-            self._spawned.add(host)
-            self._by[host] = now + self._limit_s
-            return [Spawn(host, self._tasks[host])]
-        if isinstance(event, events.Output):
-            ran.take(event.stream, event.data)
-            end = event.offset + len(event.data)
-            self._acks[host, event.task, event.stream] = Ack(host, event.task, event.stream, end)
-            if ran.code is not None:
+        match event:
+            case events.AgentHello():
+                self._by[host] = now + self._begin_s
+                return [Begin(host)]
+            case events.AgentReady():
+                self._spawned.add(host)
+                self._by[host] = now + self._limit_s
+                return [Spawn(host, self._tasks[host])]
+            case events.Output():
+                ran.take(event.stream, event.data)
+                end = event.offset + len(event.data)
+                self._acks[host, event.task, event.stream] = Ack(host, event.task, event.stream, end)
+                if ran.code is not None:
+                    self._by[host] = now + SETTLE_S
+                if self._is_shown:
+                    self._unread += len(event.data)
+                    return [Show(host, event.stream, event.data)]
+            case events.Exited():
+                ran.end(event)
                 self._by[host] = now + SETTLE_S
-            if self._is_shown:
-                self._unread += len(event.data)
-                return [Show(host, event.stream, event.data)]
-        elif isinstance(event, events.Exited):
-            ran.end(event)
-            self._by[host] = now + SETTLE_S
         return []
 
     def _acknowledge(self, now: float) -> list[AgentAction]:
         """Ask for more output, unless too much of it waits for its reader already."""
         acks = list(self._acks.values())
-        if self._unread < ROOM:
+        if self._unread < UNREAD_LIMIT:
             self._acks.clear()
             return [ack for ack in acks if ack.host not in self.agents.problems]
         for ack in acks:
@@ -283,8 +284,7 @@ class RunCommand:
         if now < self._by[host]:
             if self.agents.silence_s(host) < LOST_S:
                 return []
-            text = f"it was silent for {LOST_S:.0f} s; its agent, unless it is frozen, ends the command after"
-            text += f" {Limits().lease_s:.0f} s"
+            text = f"it was silent for {LOST_S:.0f} s; its agent or guard ends the command after {facts.LEASE_S:.0f} s"
             problem = Problem(host, "timeout", text, f"distrun kill --hosts {quote(host)} --stale")
         elif ran.code is not None:
             del self._by[host]  # its output is kept as far as it came
@@ -312,7 +312,7 @@ class RunCommand:
         return ran
 
 
-class _Reader:
+class _OutputThread:
     """The command's decisions for the loop, whose output is handed on by a thread of its own.
 
     A reader that is slow keeps nobody from hearing the hosts.

@@ -18,7 +18,7 @@ from distrun.fleet.agents import END_S, SIGNALS, Agents
 from distrun_runtime.contract.plan import Host
 from distrun_runtime.coordinator import events
 from distrun_runtime.coordinator.actions import AgentAction, AskAgent
-from distrun_runtime.coordinator.loop import Loop
+from distrun_runtime.coordinator.loop import HostLoop
 from distrun_runtime.coordinator.outcome import Problem
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Fleet:
         """`hello_s`: how long the first frame of an agent is waited for."""
         self._channels = backend.connect(hosts)
         self._questions = Questions([channel.host for channel in self._channels], hello_s)
-        self._loop = Loop(self._questions, self._channels, signals=SIGNALS)
+        self._loop = HostLoop(self._questions, self._channels, signals=SIGNALS)
 
     def __enter__(self) -> Fleet:
         """Do nothing: the first question connects."""
@@ -152,12 +152,13 @@ class Questions:
         if self._close_s is not None:
             return [] if self.agents.is_closing else self.agents.let_go(self._close_s)
         found: list[AgentAction] = []
-        if isinstance(event, events.AgentHello) and event.host in self._by:
-            found += self._put(event.host, now)
-        elif isinstance(event, events.Answered) and event.id == self._number and event.host in self._by:
-            self._take(event.host, Problem(event.host, "other", event.error) if event.error else Answer(event.value))
-        elif isinstance(event, events.Tick):
-            found += self._begin(now)
+        match event:
+            case events.AgentHello(host=host) if host in self._by:
+                found += self._put(host, now)
+            case events.Answered(host=host) if event.id == self._number and host in self._by:
+                self._take(host, Problem(host, "other", event.error) if event.error else Answer(event.value))
+            case events.Tick():
+                found += self._begin(now)
         for host in [host for host in self._by if host in self.agents.problems]:
             self._take(host, self.agents.problems[host])
         if isinstance(event, events.Tick):

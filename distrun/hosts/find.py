@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 from typing import BinaryIO
 
-from distrun.errors import UsageError
-from distrun.hosts import slurm
-from distrun.hosts.findings import Fault, Finding, error_of
-from distrun.hosts.grammar import FORMATS
+from distrun.errors import HostsError, UsageError
+from distrun.hosts import grammar, ranges
+from distrun.hosts.grammar import FORMATS, Fault, Finding, error_of
 from distrun.hosts.parse import parse, parse_list
-from distrun.hosts.spec import Inventory
+from distrun.hosts.spec import HostSpec, Inventory
 
 STDIN = "<stdin>"
 FILES = ("DEEPLEARNING_WORKERS_PATH", "DISTRUN_HOSTFILE")
 """Variables that name a hosts file."""
 GRID_ENGINE = "PE_HOSTFILE"
-VARIABLES = (*FILES, GRID_ENGINE, slurm.NODES)
+SLURM_NODES = "SLURM_JOB_NODELIST"
+SLURM_TASKS = "SLURM_TASKS_PER_NODE"
+VARIABLES = (*FILES, GRID_ENGINE, SLURM_NODES)
 """Variables that give hosts, the first one first."""
-WAYS = "-H FILE, --hosts A,B, or one of the variables %s" % ", ".join(VARIABLES)
+WAYS = "-H FILE, --hosts A,B, or one of the variables {}".format(", ".join(VARIABLES))
 
 _LARGEST = 16 * 2**20
+_SLURM_COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
 def find(hostfile: str | None, hosts: str | None, env: Mapping[str, str], *, form: str = "auto") -> Inventory | None:
@@ -39,7 +42,7 @@ def find(hostfile: str | None, hosts: str | None, env: Mapping[str, str], *, for
         UsageError: both options, or an unknown form.
     """
     if form not in FORMATS:
-        raise UsageError("--hostfile-format: expected one of %s, found %r" % (", ".join(FORMATS), form))
+        raise UsageError("--hostfile-format: expected one of {}, found {!r}".format(", ".join(FORMATS), form))
     if hostfile is not None and hosts is not None:
         raise UsageError("-H/--hostfile and --hosts contradict each other", "give one of them")
     if hostfile is not None:
@@ -48,12 +51,45 @@ def find(hostfile: str | None, hosts: str | None, env: Mapping[str, str], *, for
         return parse_list(hosts, form=form)
     for name in FILES:
         if env.get(name):
-            return of_file(env[name], form=form, hint="the file is named by the variable %s" % name)
+            return of_file(env[name], form=form, hint=f"the file is named by the variable {name}")
     if env.get(GRID_ENGINE):
-        return of_file(env[GRID_ENGINE], form="sge", hint="the file is named by the variable %s" % GRID_ENGINE)
-    if env.get(slurm.NODES):
-        return slurm.parse(env[slurm.NODES], env.get(slurm.TASKS, ""))
+        return of_file(env[GRID_ENGINE], form="sge", hint=f"the file is named by the variable {GRID_ENGINE}")
+    if env.get(SLURM_NODES):
+        return _slurm(env[SLURM_NODES], env.get(SLURM_TASKS, ""))
     return None
+
+
+def _slurm(nodes: str, tasks: str) -> Inventory:
+    """Return the hosts of an allocation of Slurm, as of `n[01-04],x1` and `2(x3),1`.
+
+    `tasks` says how many fit on each, in the same order; it may be empty.
+
+    Raises:
+        HostsError: the node list is none.
+    """
+    try:
+        names = list(dict.fromkeys(ranges.expand(nodes)))
+    except HostsError as err:
+        raise HostsError(str(err).replace(ranges.SOURCE + ":", f"${SLURM_NODES}:"), count=err.count) from None
+    counts = _per_node(tasks)
+    warnings: tuple[str, ...] = ()
+    if tasks.strip() and len(counts) != len(names):
+        text = f"{len(counts)} values in {grammar.quote(tasks)} for {len(names)} nodes: ignored"
+        warnings = (Finding("$" + SLURM_TASKS, 1, 1, "W121", text).head,)
+    slots = dict(zip(names, counts, strict=True)) if len(counts) == len(names) else {}
+    specs = tuple(HostSpec(name, slots=slots.get(name)) for name in names)
+    return Inventory("$" + SLURM_NODES, specs, tuple(names), warnings)
+
+
+def _per_node(text: str) -> list[int]:
+    """Return the counts of `2(x3),1`: 2, 2, 2, 1. Empty, if it is something else. Pure."""
+    counts: list[int] = []
+    for item in text.strip().split(","):
+        match = _SLURM_COUNT.fullmatch(item)
+        if match is None or not int(match[1]) or len(counts) + int(match[2] or 1) > ranges.LIMIT:
+            return []
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
 
 
 def of_file(path: str, *, form: str = "auto", hint: str = "") -> Inventory:
@@ -92,7 +128,7 @@ def _text(path: str) -> str:
         with open(path, "rb") as file:
             return _decoded(file, path)
     except FileNotFoundError:
-        raise Fault(0, "E100", "hosts file not found: %r (cwd %s)" % (path, _cwd())) from None
+        raise Fault(0, "E100", f"hosts file not found: {path!r} (cwd {_cwd()})") from None
     except (OSError, ValueError) as err:
         raise _unreadable(path, getattr(err, "strerror", None) or str(err)) from None
 
@@ -100,7 +136,7 @@ def _text(path: str) -> str:
 def _decoded(file: BinaryIO, name: str) -> str:
     data = file.read(_LARGEST + 1)
     if len(data) > _LARGEST:
-        raise _unreadable(name, "it is larger than %d MiB" % (_LARGEST // 2**20))
+        raise _unreadable(name, f"it is larger than {_LARGEST // 2**20} MiB")
     if b"\0" in data:
         raise _unreadable(name, "it is not UTF-8 text")
     # Anything may stand in a comment; in a name, bytes that are no UTF-8 are refused where they stand.
@@ -108,7 +144,7 @@ def _decoded(file: BinaryIO, name: str) -> str:
 
 
 def _unreadable(name: str, why: str) -> Fault:
-    return Fault(0, "E118", "cannot read the hosts file %r: %s" % (name, why))
+    return Fault(0, "E118", f"cannot read the hosts file {name!r}: {why}")
 
 
 def _cwd() -> str:

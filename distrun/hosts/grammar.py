@@ -1,9 +1,9 @@
-"""The grammar of hosts files as tables: attributes, forms, codes. And the checks of single values. Pure.
+"""The grammar of hosts files: attributes, forms and codes as tables; errors, words and values of one line. Pure.
 
     file   := { line NEWLINE }
     line   := [ entry ] [ WS* ('#' | '//') text ]        a comment begins at the line's start or after white space
     entry  := target { WS+ attr }  |  '@include' WS+ path
-    target := [ user '@' ] name [ ':' INT ]              INT: the ssh port, see `Port` in parse.py
+    target := [ user '@' ] name [ ':' INT ]              INT: the ssh port, see `HostPattern` in parse.py
     name   := host name or ssh alias | IPv4 | '[' IPv6 [ '%' zone ] ']' | IPv6 (no port)  |  gpu[01-16,20]n[1-8/2]
     attr   := key '=' value
     value  := word | '"' text '"'                        in quotes \\" and \\\\ mean " and \\
@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from distrun.hosts.findings import Fault
+from distrun.errors import HostsError
 
 FORMATS = ("auto", "dmlc", "mpich", "horovod", "sge")
 """What the lines are: ours; ours with `:N` a port; with `:N` slots (two names); Grid Engine's $PE_HOSTFILE."""
@@ -96,6 +99,135 @@ _LABELS = re.compile(r"[^\s,]+(,[^\s,]+)*")
 _JUMP = re.compile(r"[A-Za-z0-9._\[][^\s,]*(,[A-Za-z0-9._\[][^\s,]*)*")
 _DOTTED = re.compile(r"[0-9]+(\.[0-9]+){3}")
 _LONGEST = 253
+SHOWN = 200
+"""Errors of one file that are printed; of a file that is none, every line is one."""
+WIDE = 120
+"""Characters of a line that are shown; of a longer one the surroundings of the caret."""
+BLANKS = " \t\r"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One error or warning."""
+
+    source: str
+    line: int
+    """From 1; 0: of no line."""
+    column: int
+    """In characters, from 1; 0: of no line."""
+    code: str
+    text: str
+    shown: str = ""
+    """The line itself."""
+
+    @property
+    def head(self) -> str:
+        """`file:line:col: CODE: text`."""
+        return f"{self.source}:{self.line}:{self.column}: {self.code}: {self.text}"
+
+    def __str__(self) -> str:
+        if not self.line:
+            return self.head
+        line, at = self.shown, self.column - 1
+        if len(line) > WIDE:
+            start = max(0, min(at - WIDE // 2, len(line) - WIDE))
+            line, at = "..." + line[start : start + WIDE] + "...", at - start + 3
+        line = "".join(char if char.isprintable() else " " if char == "\t" else "?" for char in line)
+        return "{}\n  {}\n  {}^".format(self.head, line, " " * _width(line[:at]))
+
+
+def _width(text: str) -> int:
+    """Return how many columns of a terminal a text takes."""
+    return sum(
+        0 if unicodedata.combining(char) else 2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text
+    )
+
+
+class Fault(Exception):
+    """One error, found in a piece of text: its place there, from 0, its code and words."""
+
+    def __init__(self, at: int, code: str, text: str) -> None:
+        super().__init__(text)
+        self.at = at
+        self.code = code
+        self.text = text
+
+
+def error_of(findings: Sequence[Finding], hint: str = "") -> HostsError:
+    """Return the error that holds all findings."""
+    lines = [str(finding) for finding in findings[:SHOWN]]
+    if len(findings) > SHOWN:
+        lines.append(f"... and {len(findings) - SHOWN} more errors")
+    return HostsError("\n".join(lines), hint, len(findings))
+
+
+@dataclass(frozen=True)
+class Word:
+    """A piece of a line between white space; white space in quotes is part of it."""
+
+    at: int
+    """From 0."""
+    text: str
+
+
+def cut(line: str) -> tuple[list[Word], str]:
+    """Return the words of a line, and the mark of the comment behind them: `#`, `//` or nothing."""
+    words: list[Word] = []
+    at = 0
+    while at < len(line):
+        if line[at] in BLANKS:
+            at += 1
+            continue
+        mark = "#" if line[at] == "#" else "//" if line.startswith("//", at) else ""
+        if mark:
+            return words, mark
+        end = _end(line, at)
+        words.append(Word(at, line[at:end]))
+        at = end
+    return words, ""
+
+
+def _end(line: str, start: int) -> int:
+    """Return where the word ends. Quotes count at its beginning and behind its first equals sign."""
+    at, was_equals = start, False
+    while at < len(line) and line[at] not in BLANKS:
+        if line[at] == '"' and (at == start or (line[at - 1] == "=" and not was_equals)):
+            at = _closing(line, at) + 1
+            was_equals = True
+            continue
+        if at > start and line[at - 1] == "=":
+            was_equals = True
+        at += 1
+    return min(at, len(line))
+
+
+def _closing(text: str, opening: int) -> int:
+    """Return the place of the closing quote, or the end of the text."""
+    at = opening + 1
+    while at < len(text) and text[at] != '"':
+        at += 2 if text[at] == "\\" else 1
+    return min(at, len(text))
+
+
+def unquote(text: str) -> tuple[str, bool]:
+    r"""Return a value without its quotes, and whether it had any. In quotes, `\"` and `\\` mean `"` and `\`.
+
+    Raises:
+        Fault: E116, if they are not closed or something follows; its place is the value's beginning.
+    """
+    if not text.startswith('"'):
+        return text, False
+    closing = _closing(text, 0)
+    if closing >= len(text):
+        raise Fault(0, "E116", f"unclosed quote in {text!r}")
+    if closing + 1 < len(text):
+        raise Fault(0, "E116", f"text after the closing quote in {text!r}")
+    chars, at = [], 1
+    while at < closing:
+        at += text[at] == "\\" and text[at + 1] in '"\\'
+        chars.append(text[at])
+        at += 1
+    return "".join(chars), True
 
 
 def number(text: str) -> int:
@@ -111,7 +243,7 @@ def port(text: str, at: int = 0) -> int:
     """
     value = number(text)
     if not 1 <= value <= 65535:
-        raise Fault(at, "E103", "port must be 1-65535, got %s" % quote(text))
+        raise Fault(at, "E103", f"port must be 1-65535, got {quote(text)}")
     return value
 
 
@@ -123,7 +255,7 @@ def slots(text: str, key: str = "slots", at: int = 0) -> int:
     """
     value = number(text)
     if not value:
-        raise Fault(at, "E106", "%s must be a positive integer, got %s" % (key, quote(text)))
+        raise Fault(at, "E106", f"{key} must be a positive integer, got {quote(text)}")
     return value
 
 
@@ -137,9 +269,9 @@ def name(text: str, at: int = 0) -> str:
     if not _NAME.fullmatch(text):
         problem = "allowed are letters, digits, '.', '-', '_'"
     elif not text[0].isalnum() and text[0] != "_":
-        problem = "it begins with %r" % text[0]
+        problem = f"it begins with {text[0]!r}"
     elif len(text) > _LONGEST:
-        problem = "it is longer than %d characters" % _LONGEST
+        problem = f"it is longer than {_LONGEST} characters"
     elif _DOTTED.fullmatch(text):
         try:
             ipaddress.IPv4Address(text)
@@ -148,7 +280,7 @@ def name(text: str, at: int = 0) -> str:
         else:
             return "ipv4"
     if problem:
-        raise Fault(at, "E102", "invalid host name %s: %s" % (quote(text), problem))
+        raise Fault(at, "E102", f"invalid host name {quote(text)}: {problem}")
     return "name"
 
 
@@ -169,7 +301,7 @@ def user(text: str, at: int = 0) -> str:
         Fault: E116.
     """
     if not _USER.fullmatch(text):
-        raise Fault(at, "E116", "invalid user %s: expected letters, digits, '.', '-', '_'" % quote(text))
+        raise Fault(at, "E116", f"invalid user {quote(text)}: expected letters, digits, '.', '-', '_'")
     return text
 
 
@@ -211,7 +343,7 @@ def value(key: str, text: str) -> object:
 
 def wrong(key: str, right: str, text: str) -> Fault:
     """Return the fault of an attribute's value."""
-    return Fault(0, "E116", "%s must be %s, got %s" % (key, right, quote(text)))
+    return Fault(0, "E116", f"{key} must be {right}, got {quote(text)}")
 
 
 def key(text: str) -> str:
@@ -224,8 +356,8 @@ def key(text: str) -> str:
         import difflib  # for a mistake only
 
         near = difflib.get_close_matches(text.lower(), KEYS, n=1)
-        advice = "Did you mean %r? " % near[0] if near else ""
-        raise Fault(0, "E107", "unknown attribute %s. %sKnown: %s" % (quote(text), advice, ", ".join(SYNONYMS)))
+        advice = f"Did you mean {near[0]!r}? " if near else ""
+        raise Fault(0, "E107", "unknown attribute {}. {}Known: {}".format(quote(text), advice, ", ".join(SYNONYMS)))
     return KEYS[text]
 
 

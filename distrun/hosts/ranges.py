@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from distrun.hosts.findings import Fault, Finding, error_of
+from distrun.hosts.grammar import Fault, Finding, error_of
 
 LIMIT = 65_536
 """Hosts that one job may have."""
@@ -80,7 +80,7 @@ def pattern(text: str) -> Pattern:
     while (start := text.find("[", at)) >= 0:
         end = text.find("]", start)
         if end < 0 or "[" in text[start + 1 : end]:
-            raise Fault(start, "E109", "unclosed '[' in %r" % text)
+            raise Fault(start, "E109", f"unclosed '[' in {text!r}")
         texts.append(_plain(text, at, start))
         ranges.append(_ranges(text, start + 1, end))
         at = end + 1
@@ -93,13 +93,13 @@ def pattern(text: str) -> Pattern:
 
 def too_many(count: int) -> str:
     """Return what is said of so many hosts."""
-    return "expands to %d hosts, limit %d" % (count, LIMIT)
+    return f"expands to {count} hosts, limit {LIMIT}"
 
 
 def _plain(text: str, start: int, end: int) -> str:
     stray = text.find("]", start, end)
     if stray >= 0:
-        raise Fault(stray, "E109", "stray ']' in %r" % text)
+        raise Fault(stray, "E109", f"stray ']' in {text!r}")
     return text[start:end]
 
 
@@ -114,15 +114,15 @@ def _ranges(text: str, start: int, end: int) -> tuple[Range, ...]:
 def _range(item: str, at: int) -> Range:
     match = _RANGE.fullmatch(item)
     if match is None:
-        raise Fault(at, "E110", "range %r is none of N, N-M, N-M/STEP" % item)
+        raise Fault(at, "E110", f"range {item!r} is none of N, N-M, N-M/STEP")
     low, high, step = match[1], match[2] or match[1], match[3] or "1"
     padded = any(len(bound) > 1 and bound[0] == "0" for bound in (low, high))
     if padded and len(low) != len(high):
-        raise Fault(at, "E110", "range bounds %r have different padding" % item)
+        raise Fault(at, "E110", f"range bounds {item!r} have different padding")
     if int(low) > int(high):
-        raise Fault(at, "E110", "range %r is descending" % item)
+        raise Fault(at, "E110", f"range {item!r} is descending")
     if not int(step):
-        raise Fault(at, "E110", "range %r has the step 0" % item)
+        raise Fault(at, "E110", f"range {item!r} has the step 0")
     return Range(int(low), int(high), int(step), len(low) if padded else 0)
 
 
@@ -224,9 +224,9 @@ def _written(field: _Field) -> str:
         else:
             runs.append([number])
         previous = width, value
-    return "[%s]" % ",".join("-".join(run) for run in runs)
+    return "[{}]".format(",".join("-".join(run) for run in runs))
 
 
 def generic(host: str, text: str) -> str:
     """Return a text about a host with HOST in place of its name, to compare it with that of another host. Pure."""
-    return re.sub(r"(?<![\w.-])%s(?![\w-])" % re.escape(host), "HOST", text) if host in text else text
+    return re.sub(rf"(?<![\w.-]){re.escape(host)}(?![\w-])", "HOST", text) if host in text else text

@@ -126,15 +126,15 @@ def write(inventory: Inventory) -> str:
 
 def line_of(spec: HostSpec) -> str:
     """Return the line of a hosts file that describes this host. Pure."""
-    words = ["[%s]" % spec.name if ":" in spec.name else spec.name]
+    words = [f"[{spec.name}]" if ":" in spec.name else spec.name]
     for each in dataclasses.fields(spec)[1:]:
         value = getattr(spec, each.name)
         if value not in ("", None, ()):
-            words.append("%s=%s" % (each.name, _quoted(",".join(value) if each.name == "labels" else str(value))))
+            words.append("{}={}".format(each.name, _quoted(",".join(value) if each.name == "labels" else str(value))))
     return " ".join(words)
 
 
 def _quoted(value: str) -> str:
     if not any(char in value for char in ' \t"'):
         return value
-    return '"%s"' % value.replace("\\", "\\\\").replace('"', '\\"')
+    return '"{}"'.format(value.replace("\\", "\\\\").replace('"', '\\"'))

@@ -19,7 +19,7 @@ LIMIT_S = 60.0
 """How long an answer is waited for."""
 TRIES = 3
 """How often one question is asked in all: whoever mistypes gets another chance, whoever does not know does not."""
-_GLANCE_S = 0.2
+_POLL_S = 0.2
 
 
 Read = Callable[[str, float, Callable[[], None]], "str | None"]
@@ -39,7 +39,7 @@ class Asker:
         self._is_closed = False
 
     def __repr__(self) -> str:
-        return "Asker(%d answers)" % len(self._answers)
+        return f"Asker({len(self._answers)} answers)"
 
     def by(self, read: Read) -> None:
         """Have another than this process's terminal read the answers."""
@@ -64,7 +64,7 @@ class Asker:
         Raises:
             Aborted: it was given up.
         """
-        while not self._lock.acquire(timeout=_GLANCE_S):
+        while not self._lock.acquire(timeout=_POLL_S):
             abort.check()
         try:
             abort.check()
@@ -136,7 +136,7 @@ def _line(fd: int, limit_s: float, check: Callable[[], None]) -> str | None:
     typed = b""
     while time.monotonic() < until:
         check()
-        if not poll.poll(_GLANCE_S * 1000):
+        if not poll.poll(_POLL_S * 1000):
             continue
         piece = os.read(fd, 1024)
         if not piece:

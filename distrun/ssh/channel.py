@@ -9,12 +9,11 @@ import secrets
 import threading
 import time
 
-from distrun.ssh import redial, remote
+from distrun.ssh import redial
 from distrun.ssh.abort import Abort, Aborted
-from distrun.ssh.connector import Connector
+from distrun.ssh.connector import Connector, Link
 from distrun.ssh.failure import SshFailure, unforeseen
-from distrun.ssh.link import Link
-from distrun.ssh.target import Target
+from distrun.ssh.target import Target, remote_command
 from distrun_runtime.contract.wire import Frame
 from distrun_runtime.coordinator.channel import Put, SessionChannel
 from distrun_runtime.coordinator.events import StartFailed, Warned
@@ -179,7 +178,7 @@ class SshChannel(SessionChannel):
         Raises:
             Aborted: it was given up.
         """
-        command = remote.command(redial.RELAY, self._target.python, [self.waiting_at])
+        command = remote_command(redial.RELAY, self._target.python, [self.waiting_at])
         with self._connector.turn(self._abort):
             try:
                 link = self._connector.open(self._target, command, self._abort)

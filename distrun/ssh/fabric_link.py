@@ -15,10 +15,9 @@ from paramiko.ssh_exception import SSHException
 
 from distrun.ssh import failure, known_hosts
 from distrun.ssh.abort import Abort, Aborted
-from distrun.ssh.dial import Program
-from distrun.ssh.failure import SshFailure, classify
-from distrun.ssh.link import LastWords
-from distrun.ssh.login import Login, ThrownOut, strategy
+from distrun.ssh.failure import LastLines, SshFailure, classify
+from distrun.ssh.login import Login, TooManyTries, strategy
+from distrun.ssh.openssh import ProxyProgram
 from distrun.ssh.resolve import Resolved
 
 AUTH_S = 30.0
@@ -30,7 +29,7 @@ WINDOW = 4 * 1024 * 1024
 """Bytes of a task's output that may be on their way to us."""
 _READ_SIZE = 256 * 1024
 _WRITE_SIZE = 32 * 1024
-_GLANCE_S = 1.0
+_WAIT_S = 1.0
 Warn = Callable[[str], None]
 _RSA = ("rsa-sha2-512", "rsa-sha2-256")
 
@@ -38,43 +37,14 @@ logging.getLogger("paramiko").addHandler(logging.NullHandler())  # what it has t
 
 
 class _Policy(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]  # paramiko has no types
-    """Judges every host key by the user's files; paramiko's own books stay empty."""
+    """Checks every host key by the user's files; paramiko's own books stay empty."""
 
     def __init__(self, resolved: Resolved, warn: Warn) -> None:
         self._resolved = resolved
         self._warn = warn
 
     def missing_host_key(self, client: Any, hostname: str, key: Any) -> None:
-        check_host_key(self._resolved, key.get_name(), key.asbytes(), key.get_base64(), self._warn)
-
-
-def check_host_key(resolved: Resolved, kind: str, raw: bytes, key: str, warn: Warn) -> None:
-    """Accept a host key, recording one that is new; where that cannot be written, warn, as ssh does.
-
-    Raises:
-        SshFailure: it is not the one that is known, or not known where only known ones will do.
-    """
-    name, where = resolved.known_name, resolved.where
-    found = known_hosts.read([*resolved.user_known_hosts, *resolved.global_known_hosts])
-    verdict = known_hosts.judge(found, name, kind, key)
-    print_ = known_hosts.fingerprint(raw)
-    if verdict.state == known_hosts.UNKNOWN and resolved.is_strict:
-        raise failure.host_key_unknown(where, kind, print_)
-    if verdict.state == known_hosts.UNKNOWN and resolved.user_known_hosts:
-        path = resolved.user_known_hosts[0]
-        try:
-            verdict = known_hosts.record(path, name, kind, key, resolved.hash_known_hosts)
-        except OSError as err:
-            text = "its host key (%s %s) cannot be recorded in %s: %s; it will be as unknown the next time"
-            warn(text % (kind, print_, path, err.strerror))
-    if verdict.entry is None or verdict.state == known_hosts.KNOWN:
-        return
-    if verdict.state == known_hosts.REVOKED:
-        raise failure.host_key_revoked(where, verdict.entry.place)
-    if verdict.state == known_hosts.SIGNED:
-        raise failure.host_key_signed(where, verdict.entry.place)
-    path = "" if verdict.entry.path.endswith("/.ssh/known_hosts") else verdict.entry.path
-    raise failure.host_key_changed(where, "%s %s" % (kind, print_), verdict.entry.place, failure.forget(name, path))
+        known_hosts.check_host_key(self._resolved, key.get_name(), key.asbytes(), key.get_base64(), self._warn)
 
 
 def log_in(resolved: Resolved, sock: Any, login: Login, abort: Abort, warn: Warn) -> fabric.Connection:
@@ -82,7 +52,7 @@ def log_in(resolved: Resolved, sock: Any, login: Login, abort: Abort, warn: Warn
 
     Raises:
         SshFailure: the host is not the one it should be, or does not let the user in.
-        ThrownOut: there are more keys to offer, over another connection.
+        TooManyTries: there are more keys to offer, over another connection.
         Aborted: it was given up.
     """
     config = fabric.Config(
@@ -109,7 +79,7 @@ def log_in(resolved: Resolved, sock: Any, login: Login, abort: Abort, warn: Warn
     try:
         with abort.calling(lambda: shut(sock)):
             connection.open()
-    except (SshFailure, ThrownOut, Aborted):
+    except (SshFailure, TooManyTries, Aborted):
         _drop(connection, sock)
         raise
     except (SSHException, OSError, EOFError, ValueError) as err:
@@ -124,7 +94,7 @@ def _transport(resolved: Resolved, sock: Any) -> Any:
     transport.handshake_timeout = resolved.connect_s
     found = known_hosts.read([*resolved.user_known_hosts, *resolved.global_known_hosts])
     wanted: list[str] = []
-    for kind in known_hosts.kinds(found, resolved.known_name):
+    for kind in known_hosts.recorded_kinds(found, resolved.known_name):
         wanted += _RSA if kind == "ssh-rsa" else (kind,)
     security = transport.get_security_options()
     usual = list(security.key_types)
@@ -160,20 +130,25 @@ def tunnel(jump: fabric.Connection, resolved: Resolved) -> Any:
         if not jump.transport.is_active():
             raise failure.unreachable(resolved.where, "the host in between is gone") from err
         why = getattr(err, "text", "") or str(err)
-        raise failure.unreachable(resolved.where, "%s, through %s" % (why.lower(), resolved.jump)) from err
+        raise failure.unreachable(resolved.where, f"{why.lower()}, through {resolved.jump}") from err
 
 
 class FabricLink:
     """A command on a host, over a connection of its own."""
 
     def __init__(
-        self, resolved: Resolved, connection: fabric.Connection, sock: Any, command: str, program: Program | None = None
+        self,
+        resolved: Resolved,
+        connection: fabric.Connection,
+        sock: Any,
+        command: str,
+        program: ProxyProgram | None = None,
     ) -> None:
         self._resolved = resolved
         self._connection = connection
         self._sock = sock
         self._program = program
-        self._words = LastWords()
+        self._last_lines = LastLines()
         # Paramiko waits for the answer to "exec" without a limit.
         late = threading.Timer(OPEN_S, shut, (sock,))
         late.daemon = True
@@ -186,7 +161,7 @@ class FabricLink:
             raise classify(err, resolved.where) from err
         finally:
             late.cancel()
-        self._channel.settimeout(_GLANCE_S)
+        self._channel.settimeout(_WAIT_S)
 
     def read(self) -> bytes | None:
         """Return what its stdout says next."""
@@ -195,7 +170,7 @@ class FabricLink:
         except TimeoutError:
             return None
         finally:
-            self._hear()
+            self._read_stderr()
         return data
 
     def write(self, data: bytes) -> int:
@@ -220,18 +195,18 @@ class FabricLink:
         shut(self._sock)
 
     def finish(self) -> str:
-        """Close the connection; return the last words."""
-        self._hear()
+        """Close the connection; return the last lines of stderr."""
+        self._read_stderr()
         self._end()
-        return self._words.text
+        return self._last_lines.text
 
-    def explain(self, words: str, noise: str) -> SshFailure:
+    def explain(self, stderr: str, stdout: str) -> SshFailure:
         """Return why there was no agent."""
-        return failure.no_agent(self._resolved.where, words, noise)
+        return failure.no_agent(self._resolved.where, stderr, stdout)
 
-    def _hear(self) -> None:
+    def _read_stderr(self) -> None:
         while self._channel.recv_stderr_ready():
-            self._words.feed(self._channel.recv_stderr(_READ_SIZE))
+            self._last_lines.feed(self._channel.recv_stderr(_READ_SIZE))
 
     def _end(self) -> None:
         with contextlib.suppress(SSHException, OSError, EOFError):

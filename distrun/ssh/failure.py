@@ -6,6 +6,7 @@ import errno
 import re
 import shlex
 import socket
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,11 @@ AUTH = "auth"
 PASSWORD = "password"
 PYTHON = "python"
 OTHER = "other"
+
+LINES = 20
+"""Lines of stderr that are kept for a report."""
+LINE_BYTES = 16 * 1024
+"""Of a line that does not end."""
 
 _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.EADDRNOTAVAIL)
 
@@ -36,7 +42,7 @@ class SshFailure(Exception):
         """It may be over in a moment: the host drops new connections because it has too many."""
 
     def __repr__(self) -> str:
-        return "SshFailure(%r, %r, %r)" % (self.kind, self.text, self.fix)
+        return f"SshFailure({self.kind!r}, {self.text!r}, {self.fix!r})"
 
 
 @dataclass(frozen=True)
@@ -63,12 +69,12 @@ class Where:
     @property
     def place(self) -> str:
         """The address and port."""
-        return "%s port %d" % (self.address or self.host, self.port)
+        return f"{self.address or self.host} port {self.port}"
 
     @property
     def login(self) -> str:
         """What one types after ssh-like commands."""
-        return "%s@%s" % (self.user, self.host) if self.user else self.host
+        return f"{self.user}@{self.host}" if self.user else self.host
 
     def command(self, *words: str) -> str:
         """Return a command of the ssh family for this host, with all that leads there."""
@@ -78,6 +84,26 @@ class Where:
         if self.jump:
             found += ["-J", self.jump] if words[0] == "ssh" else ["-o", "ProxyJump=" + self.jump]
         return shlex.join((words[0], *found, *words[1:], self.login))
+
+
+class LastLines:
+    """Keeps the last lines of a stream."""
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=LINES)
+        self._open = b""
+
+    def feed(self, data: bytes) -> None:
+        """Add what came."""
+        *lines, self._open = (self._open + data).split(b"\n")
+        self._lines.extend(line.decode("utf-8", "replace").rstrip("\r") for line in lines)
+        self._open = self._open[-LINE_BYTES:]
+
+    @property
+    def text(self) -> str:
+        """The lines."""
+        last = self._open.decode("utf-8", "replace").rstrip("\r")
+        return "\n".join([*self._lines, *([last] if last else [])])
 
 
 def classify(found: BaseException | str, where: Where) -> SshFailure:
@@ -92,40 +118,42 @@ def classify(found: BaseException | str, where: Where) -> SshFailure:
 def dns(where: Where, why: str = "") -> SshFailure:
     """Return the failure of a name that has no address."""
     name = where.address or where.host
-    text = "no address is known for the name %s%s" % (name, " (%s)" % why if why else "")
+    text = f"no address is known for the name {name}" + (f" ({why})" if why else "")
     return SshFailure(DNS, text, "correct the name, or give it a HostName in ~/.ssh/config")
 
 
 def refused(where: Where) -> SshFailure:
     """Return the failure of a port on which nothing listens."""
-    text = "%s refuses connections: nothing listens there" % where.place
-    return SshFailure(REFUSED, text, "start sshd there, or name its port: %s:PORT in the hosts file" % where.host)
+    text = f"{where.place} refuses connections: nothing listens there"
+    return SshFailure(REFUSED, text, f"start sshd there, or name its port: {where.host}:PORT in the hosts file")
 
 
 def timeout(where: Where, doing: str = "answer") -> SshFailure:
     """Return the failure of a host that is silent."""
-    text = "%s did not %s within %g s" % (where.place, doing, where.limit_s)
-    fix = "is it up, and may this machine connect to it? try: %s" % where.command("ssh", "-v")
+    text = f"{where.place} did not {doing} within {where.limit_s:g} s"
+    fix = f"is it up, and may this machine connect to it? try: {where.command('ssh', '-v')}"
     return SshFailure(TIMEOUT, text, fix)
 
 
 def unreachable(where: Where, why: str) -> SshFailure:
     """Return the failure of an address that no route leads to."""
-    return SshFailure(UNREACHABLE, "%s cannot be reached: %s" % (where.place, why), "check the network and the address")
+    return SshFailure(UNREACHABLE, f"{where.place} cannot be reached: {why}", "check the network and the address")
 
 
 def overrun(where: Where) -> SshFailure:
     """Return the failure of a host that closed the connection before it had shown its key."""
-    text = "%s closed the connection before the key exchange: too many at a time, or it does not want this machine"
+    why = "too many at a time, or it does not want this machine"
     fix = "raise MaxStartups in its sshd_config, or look into its log (journalctl -u ssh)"
-    return SshFailure(OTHER, text % where.place, fix, is_passing=True)
+    return SshFailure(
+        OTHER, f"{where.place} closed the connection before the key exchange: {why}", fix, is_passing=True
+    )
 
 
-def proxy_failed(where: Where, words: str) -> SshFailure:
-    """Return the failure of a ProxyCommand that did not lead to the host. `words`: its stderr."""
-    theirs = [line.strip() for line in words.splitlines() if line.strip() and not _OWN_LINE.match(line)]
+def proxy_failed(where: Where, stderr: str) -> SshFailure:
+    """Return the failure of a ProxyCommand that did not lead to the host."""
+    theirs = [line.strip() for line in stderr.splitlines() if line.strip() and not _OWN_LINE.match(line)]
     told = theirs[-1] if theirs else "nothing"
-    return SshFailure(OTHER, "the ProxyCommand did not lead to %s; it said: %s" % (where.place, told))
+    return SshFailure(OTHER, f"the ProxyCommand did not lead to {where.place}; it said: {told}")
 
 
 def host_key_changed(where: Where, shown: str, recorded: str, fix: str) -> SshFailure:
@@ -137,31 +165,26 @@ def host_key_changed(where: Where, shown: str, recorded: str, fix: str) -> SshFa
         recorded: where the one is that it should be.
         fix: the command that forgets that one (`forget`).
     """
-    text = "%s shows another host key than %s: %s. Someone may intercept this, or the host was reinstalled"
-    return SshFailure(
-        HOSTKEY, text % (where.place, recorded, shown), "if the host was reinstalled, remove the old key: %s" % fix
-    )
+    told = f"{where.place} shows another host key than {recorded}: {shown}"
+    text = f"{told}. Someone may intercept this, or the host was reinstalled"
+    return SshFailure(HOSTKEY, text, f"if the host was reinstalled, remove the old key: {fix}")
 
 
 def host_key_unknown(where: Where, kind: str, fingerprint: str) -> SshFailure:
     """Return the failure of a host whose key is not recorded, where only recorded ones will do."""
-    text = "the host key of %s is not known (%s %s), and unknown ones are to be refused" % (
-        where.place,
-        kind,
-        fingerprint,
-    )
-    return SshFailure(HOSTKEY, text, "compare it and accept it once: %s" % where.command("ssh"))
+    text = f"the host key of {where.place} is not known ({kind} {fingerprint}), and unknown ones are to be refused"
+    return SshFailure(HOSTKEY, text, f"compare it and accept it once: {where.command('ssh')}")
 
 
 def host_key_revoked(where: Where, recorded: str) -> SshFailure:
     """Return the failure of a host whose key is marked as revoked."""
-    text = "the host key of %s is revoked by %s" % (where.place, recorded)
+    text = f"the host key of {where.place} is revoked by {recorded}"
     return SshFailure(HOSTKEY, text, "give the host a new key")
 
 
 def host_key_signed(where: Where, recorded: str) -> SshFailure:
     """Return the failure of a host whose key is to be vouched for by an authority, which only the program checks."""
-    text = "%s has %s vouch for the host key of %s" % (recorded, "an authority (@cert-authority)", where.place)
+    text = f"{recorded} has an authority (@cert-authority) vouch for the host key of {where.place}"
     return SshFailure(HOSTKEY, text, "use --transport openssh, which checks host certificates")
 
 
@@ -172,9 +195,9 @@ def forget(name: str, path: str = "") -> str:
 
 def no_auth(where: Where, tried: str, accepted: str = "", fix: str = "") -> SshFailure:
     """Return the failure of a user who was not let in. `tried` says what was offered."""
-    text = "%s does not let user %s in: %s" % (where.place, where.user or "?", tried)
+    text = f"{where.place} does not let user {where.user or '?'} in: {tried}"
     if accepted:
-        text += "; it accepts %s" % accepted
+        text += f"; it accepts {accepted}"
     return SshFailure(AUTH, text, fix or let_in(where, accepted))
 
 
@@ -198,46 +221,48 @@ def copy_id(where: Where) -> str:
 def new_key(where: Where, accepted: str) -> str:
     """Return what a user does who has no key yet, a line each."""
     named = ["-f", where.identity] if where.identity else []
-    return "first: %s\nthen: %s" % (shlex.join(["ssh-keygen", "-t", "ed25519", *named]), let_in(where, accepted))
+    make = shlex.join(["ssh-keygen", "-t", "ed25519", *named])
+    return f"first: {make}\nthen: {let_in(where, accepted)}"
 
 
 def let_in(where: Where, accepted: str) -> str:
     """Return what makes a host accept this user's key. `accepted`: what it lets users in by; empty: not known."""
     if not accepted or "password" in accepted or "keyboard-interactive" in accepted:
         return copy_id(where)
+    key, user = where.identity or "~/.ssh/id_ed25519", where.user or "?"
     return (
-        "have your public key (%s.pub) added to ~/.ssh/authorized_keys of user %s there: it takes no password, so"
-        " ssh-copy-id cannot do it" % (where.identity or "~/.ssh/id_ed25519", where.user or "?")
+        f"have your public key ({key}.pub) added to ~/.ssh/authorized_keys of user {user} there: it takes no password,"
+        " so ssh-copy-id cannot do it"
     )
 
 
 def wrong_password(where: Where) -> SshFailure:
     """Return the failure of a password that was typed and not accepted."""
-    text = "%s does not accept the password of user %s" % (where.place, where.user)
-    return SshFailure(PASSWORD, text, "type it again, or use a key: %s" % copy_id(where))
+    text = f"{where.place} does not accept the password of user {where.user}"
+    return SshFailure(PASSWORD, text, f"type it again, or use a key: {copy_id(where)}")
 
 
-def no_python(where: Where, words: str) -> SshFailure:
-    """Return the failure of a host without a Python that could run the agent; `words`: what it said itself."""
+def no_python(where: Where, message: str) -> SshFailure:
+    """Return the failure of a host without a Python that could run the agent; `message`: what it said itself."""
     fix = "install python3 (3.8 or newer) there, or name one: python=/path/to/python3 in the hosts file"
-    return SshFailure(PYTHON, words.replace("distrun: ", "", 1), fix)
+    return SshFailure(PYTHON, message.replace("distrun: ", "", 1), fix)
 
 
-def no_agent(where: Where, words: str, noise: str) -> SshFailure:
-    """Return the failure of a host that let us in and started no agent. `words`: its stderr; `noise`: its stdout."""
-    for line in words.splitlines():
+def no_agent(where: Where, stderr: str, stdout: str) -> SshFailure:
+    """Return the failure of a host that let us in and started no agent, by what it wrote."""
+    for line in stderr.splitlines():
         if line.startswith("distrun: ") and "python" in line.lower():
             return no_python(where, line)
-    told = " | ".join(line.strip() for line in words.splitlines() if line.strip()) or noise
-    text = "%s let user %s in, but the agent did not start" % (where.place, where.user or "?")
+    told = " | ".join(line.strip() for line in stderr.splitlines() if line.strip()) or stdout
+    text = f"{where.place} let user {where.user or '?'} in, but the agent did not start"
     if told:
-        text += "; it said: %s" % (told if len(told) < 400 else "..." + told[-400:])
-    return SshFailure(OTHER, text, "does this print ok? %s true && echo ok" % where.command("ssh"))
+        text += "; it said: " + (told if len(told) < 400 else "..." + told[-400:])
+    return SshFailure(OTHER, text, f"does this print ok? {where.command('ssh')} true && echo ok")
 
 
 def unforeseen(err: BaseException) -> SshFailure:
     """Return the failure of this program itself."""
-    return SshFailure(OTHER, "distrun itself failed: %s: %s" % (type(err).__name__, err))
+    return SshFailure(OTHER, f"distrun itself failed: {type(err).__name__}: {err}")
 
 
 def _of_exception(err: BaseException, where: Where) -> SshFailure:
@@ -258,10 +283,10 @@ def _of_exception(err: BaseException, where: Where) -> SshFailure:
     text = str(err)
     if name == "IncompatiblePeer":
         fix = "use --transport openssh, or allow a newer algorithm on the host"
-        return SshFailure(OTHER, "%s and this program share no algorithm: %s" % (where.place, text), fix)
+        return SshFailure(OTHER, f"{where.place} and this program share no algorithm: {text}", fix)
     if name == "ChannelException":
         told = getattr(err, "text", text)
-        return SshFailure(OTHER, "%s does not let user %s run commands: %s" % (where.place, where.user, told))
+        return SshFailure(OTHER, f"{where.place} does not let user {where.user} run commands: {told}")
     if "banner" in text and isinstance(err.__context__, TimeoutError):
         return timeout(where, "say a word of ssh")
     if "banner" in text or "Negotiation failed" in text or text in ("", "EOFError"):
@@ -269,8 +294,8 @@ def _of_exception(err: BaseException, where: Where) -> SshFailure:
     if "Timeout" in text or "timed out" in text or "No existing session" in text:
         return timeout(where, "finish the key exchange")
     if isinstance(err, OSError):
-        return SshFailure(OTHER, "%s: %s" % (where.place, err.strerror or text))
-    return SshFailure(OTHER, "%s: %s" % (where.place, text or name), "try: %s" % where.command("ssh", "-v"))
+        return SshFailure(OTHER, f"{where.place}: {err.strerror or text}")
+    return SshFailure(OTHER, f"{where.place}: {text or name}", f"try: {where.command('ssh', '-v')}")
 
 
 def _of_stderr(text: str, where: Where) -> SshFailure:
@@ -280,18 +305,18 @@ def _of_stderr(text: str, where: Where) -> SshFailure:
             return make(where, found)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     last = lines[-1] if lines else "the ssh program ended without a message"
-    return SshFailure(OTHER, "%s: %s" % (where.place, last), "try: %s" % where.command("ssh", "-v"))
+    return SshFailure(OTHER, f"{where.place}: {last}", f"try: {where.command('ssh', '-v')}")
 
 
 def _changed(where: Where, found: re.Match[str]) -> SshFailure:
     text = found.string
     offending = re.search(r"Offending \S+ key in (\S+?)(?::(\d+))?\s*$", text, re.MULTILINE)
     path = offending[1] if offending else ""
-    recorded = "%s line %s" % (path, offending[2]) if offending and offending[2] else path or "the recorded one"
+    recorded = f"{path} line {offending[2]}" if offending and offending[2] else path or "the recorded one"
     kind = re.search(r"for the (\S+) key sent by the remote host", text)
     print_ = re.search(r"SHA256:[^\s.]+", text)
     name = re.search(r'-R "?([^"\s]+)"?', text) or re.search(r"[Hh]ost key for (\S+) has", text)
-    shown = "%s %s" % (kind[1] if kind else "a key", print_[0] if print_ else "that is not known")
+    shown = f"{kind[1] if kind else 'a key'} {print_[0] if print_ else 'that is not known'}"
     return host_key_changed(where, shown, recorded, forget(name[1] if name else known_name(where), path))
 
 
@@ -324,4 +349,4 @@ _STDERR: tuple[tuple[str, Callable[[Where, re.Match[str]], SshFailure]], ...] = 
 def known_name(where: Where) -> str:
     """Return what a known_hosts file calls a host."""
     name = where.address or where.host
-    return name if where.port == 22 else "[%s]:%d" % (name, where.port)
+    return name if where.port == 22 else f"[{name}]:{where.port}"

@@ -1,4 +1,4 @@
-"""Host keys that were seen before: looked up, judged, and recorded, in the files that the `ssh` program uses."""
+"""Host keys: looked up, accepted or refused, and recorded, in the files that the `ssh` program uses."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import hashlib
 import hmac
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+from distrun.ssh import failure
+from distrun.ssh.resolve import Resolved
 
 KNOWN = "known"
 UNKNOWN = "unknown"
@@ -42,7 +45,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class KeyStatus:
     """What the files say about a key."""
 
     state: str
@@ -50,7 +53,7 @@ class Verdict:
     """The line that decided it."""
 
 
-class Book(list[Entry]):
+class Entries(list[Entry]):
     """The entries of some files, and which of them name a host literally: thousands are not gone through for each."""
 
     def __init__(self, found: Iterable[Entry]) -> None:
@@ -64,34 +67,63 @@ class Book(list[Entry]):
             else:
                 self._other.append(index)
 
-    def may_be(self, name: str) -> list[Entry]:
+    def candidates(self, name: str) -> list[Entry]:
         """Return the entries that could mean a host, in order: those by its name, with patterns, and hashed ones."""
         return [self[index] for index in sorted([*self._named.get(name.lower(), ()), *self._other])]
 
 
-def read(paths: Iterable[str]) -> Book:
+def check_host_key(resolved: Resolved, kind: str, raw: bytes, key: str, warn: Callable[[str], None]) -> None:
+    """Accept a host key, recording one that is new; where that cannot be written, warn, as ssh does.
+
+    Raises:
+        SshFailure: it is not the one that is known, or not known where only known ones will do.
+    """
+    name, where = resolved.known_name, resolved.where
+    found = read([*resolved.user_known_hosts, *resolved.global_known_hosts])
+    status = look_up(found, name, kind, key)
+    shown = f"{kind} {fingerprint(raw)}"
+    if status.state == UNKNOWN and resolved.is_strict:
+        raise failure.host_key_unknown(where, kind, fingerprint(raw))
+    if status.state == UNKNOWN and resolved.user_known_hosts:
+        path = resolved.user_known_hosts[0]
+        try:
+            status = record(path, name, kind, key, resolved.hash_known_hosts)
+        except OSError as err:
+            text = f"its host key ({shown}) cannot be recorded in {path}: {err.strerror}"
+            warn(f"{text}; it will be as unknown the next time")
+    if status.entry is None or status.state == KNOWN:
+        return
+    if status.state == REVOKED:
+        raise failure.host_key_revoked(where, status.entry.place)
+    if status.state == SIGNED:
+        raise failure.host_key_signed(where, status.entry.place)
+    path = "" if status.entry.path.endswith("/.ssh/known_hosts") else status.entry.path
+    raise failure.host_key_changed(where, shown, status.entry.place, failure.forget(name, path))
+
+
+def read(paths: Iterable[str]) -> Entries:
     """Return the entries of all files that can be read, in order. Do not change it: who asks next gets the same."""
-    stamps = []
+    versions = []
     for path in paths:
         try:
             found = os.stat(path)
         except OSError:
             continue
-        stamps.append((path, found.st_ino, found.st_size, found.st_mtime_ns))
-    return _read(tuple(stamps))
+        versions.append((path, found.st_ino, found.st_size, found.st_mtime_ns))
+    return _read(tuple(versions))
 
 
 @functools.lru_cache(maxsize=4)
-def _read(stamps: tuple[tuple[str, int, int, int], ...]) -> Book:
+def _read(versions: tuple[tuple[str, int, int, int], ...]) -> Entries:
     found: list[Entry] = []
-    for path, *_ in stamps:
+    for path, *_ in versions:
         try:
             with open(path, encoding="utf-8", errors="replace") as file:
                 lines = file.readlines()
         except OSError:
             continue
         found += entries(lines, path)
-    return Book(found)
+    return Entries(found)
 
 
 def entries(lines: Iterable[str], path: str = "") -> list[Entry]:
@@ -101,7 +133,7 @@ def entries(lines: Iterable[str], path: str = "") -> list[Entry]:
         words = line.split()
         marker = words.pop(0) if words and words[0].startswith("@") else ""
         if len(words) >= 3 and not words[0].startswith("#"):
-            found.append(Entry("%s line %d" % (path, number), path, marker, words[0], words[1], words[2]))
+            found.append(Entry(f"{path} line {number}", path, marker, words[0], words[1], words[2]))
     return found
 
 
@@ -127,11 +159,11 @@ def matches(names: str, name: str) -> bool:
 
 def of_host(found: Sequence[Entry], name: str) -> list[Entry]:
     """Return the entries of one host. Pure."""
-    candidates = found.may_be(name) if isinstance(found, Book) else found
+    candidates = found.candidates(name) if isinstance(found, Entries) else found
     return [entry for entry in candidates if matches(entry.names, name)]
 
 
-def judge(found: Sequence[Entry], name: str, kind: str, key: str) -> Verdict:
+def look_up(found: Sequence[Entry], name: str, kind: str, key: str) -> KeyStatus:
     """Return what is known about the key that `name` showed. Pure.
 
     A host of which only keys of other kinds are recorded counts as changed: its kinds were asked for first, so
@@ -140,25 +172,25 @@ def judge(found: Sequence[Entry], name: str, kind: str, key: str) -> Verdict:
     mine = of_host(found, name)
     for entry in mine:
         if entry.marker == "@revoked" and entry.key == key:
-            return Verdict(REVOKED, entry)
+            return KeyStatus(REVOKED, entry)
     plain = [entry for entry in mine if not entry.marker]
     for entry in plain:
         if entry.key == key:
-            return Verdict(KNOWN, entry)
+            return KeyStatus(KNOWN, entry)
     bare = _BRACKETS.match(name)
-    if bare is not None:  # recorded without its port, by an older hand
+    if bare is not None:  # recorded without its port, by an older program
         for entry in of_host(found, bare[1]):
             if entry.key == key and not entry.marker:
-                return Verdict(KNOWN, entry)
+                return KeyStatus(KNOWN, entry)
     for entry in sorted(plain, key=lambda each: each.kind != kind):
-        return Verdict(CHANGED, entry)
+        return KeyStatus(CHANGED, entry)
     for entry in mine:
         if entry.marker == "@cert-authority":
-            return Verdict(SIGNED, entry)
-    return Verdict(UNKNOWN)
+            return KeyStatus(SIGNED, entry)
+    return KeyStatus(UNKNOWN)
 
 
-def kinds(found: Sequence[Entry], name: str) -> list[str]:
+def recorded_kinds(found: Sequence[Entry], name: str) -> list[str]:
     """Return the kinds of key that are recorded for a host, so that it can be asked for one of those. Pure."""
     return list(dict.fromkeys(entry.kind for entry in of_host(found, name) if not entry.marker))
 
@@ -174,10 +206,10 @@ def line_of(name: str, kind: str, key: str, hashed: bool, salt: bytes = b"") -> 
         salt = salt or os.urandom(20)
         digest = hmac.new(salt, name.encode(), hashlib.sha1).digest()
         name = _HASHED + "|".join(base64.b64encode(part).decode() for part in (salt, digest))
-    return "%s %s %s\n" % (name, kind, key)
+    return f"{name} {kind} {key}\n"
 
 
-def record(path: str, name: str, kind: str, key: str, hashed: bool = False) -> Verdict:
+def record(path: str, name: str, kind: str, key: str, hashed: bool = False) -> KeyStatus:
     """Record a key unless a line is there by now; return how it stands then (KNOWN: nobody said otherwise).
 
     The file is locked meanwhile, so that connections that see the host for the first time at once agree.
@@ -192,11 +224,11 @@ def record(path: str, name: str, kind: str, key: str, hashed: bool = False) -> V
     with open(fd, "r+", encoding="utf-8", errors="replace") as file:
         fcntl.flock(fd, fcntl.LOCK_EX)
         lines = file.readlines()
-        verdict = judge(entries(lines, path), name, kind, key)
-        if verdict.state not in (UNKNOWN, SIGNED):
-            return verdict
+        status = look_up(entries(lines, path), name, kind, key)
+        if status.state not in (UNKNOWN, SIGNED):
+            return status
         file.write(("" if not lines or lines[-1].endswith("\n") else "\n") + line_of(name, kind, key, hashed))
-    return Verdict(KNOWN)
+    return KeyStatus(KNOWN)
 
 
 def _literal(pattern: str) -> str:

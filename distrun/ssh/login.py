@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import contextlib
 import functools
 import os
 import socket
 import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import paramiko
@@ -14,23 +18,29 @@ from paramiko.agent import AgentSSH
 from paramiko.pkey import UnknownKeyType
 from paramiko.ssh_exception import AuthenticationException, BadAuthenticationType, SSHException
 
-from distrun.ssh import failure, keys
+from distrun.ssh import failure
 from distrun.ssh.abort import Abort
 from distrun.ssh.ask import Asker
 from distrun.ssh.failure import SshFailure
 from distrun.ssh.resolve import Resolved
 
+AGENT = "agent"
+FILE = "file"
+LOCKED = "locked"
+"""A key file whose passphrase has to be asked for."""
+
 AGENT_S = 10.0
 """How long an ssh-agent may take for an answer."""
+_MAGIC = b"openssh-key-v1\0"
 _UNREADABLE = (OSError, ValueError, TypeError, SSHException, UnknownKeyType)
 
 
-class ThrownOut(Exception):
+class TooManyTries(Exception):
     """The host ended the connection after too many keys; there are more to offer over another one."""
 
 
-class KeyRing:
-    """Key files that were read, for all connections of a launch."""
+class KeyCache:
+    """Keys that were read from files, for all connections of a launch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -77,12 +87,12 @@ class Login:
     It has the form of paramiko's AuthStrategy, and fabric takes it as one.
     """
 
-    def __init__(self, resolved: Resolved, ring: KeyRing, asker: Asker, abort: Abort) -> None:
+    def __init__(self, resolved: Resolved, key_cache: KeyCache, asker: Asker, abort: Abort) -> None:
         self._resolved = resolved
-        self._ring = ring
+        self._key_cache = key_cache
         self._asker = asker
         self._abort = abort
-        self._tried: set[keys.Choice] = set()
+        self._tried: set[Choice] = set()
         self._notes: list[str] = []
         self._fix = ""
         self._offered = 0
@@ -92,7 +102,7 @@ class Login:
 
         Raises:
             SshFailure: the host does not let this user in.
-            ThrownOut: it may, over another connection.
+            TooManyTries: it may, over another connection.
             Aborted: it was given up.
         """
         with contextlib.ExitStack() as stack:
@@ -101,11 +111,11 @@ class Login:
             accepted = self._accepted
             agent = self._open_agent(stack)
             held = self._held(agent) if agent is not None else {}
-            files = [keys.look(path) for path in self._resolved.identities]
+            files = [read_key_file(path) for path in self._resolved.identities]
             if self._resolved.is_explicit:
-                self._notes += ["%s does not exist" % path for path in keys.missing(files)]
-                self._notes += ["%s cannot be read" % each.path for each in files if keys.exists(each.path)]
-            choices = keys.order(files, held, self._resolved.is_explicit, self._resolved.identities_only)
+                self._notes += [f"{path} does not exist" for path in missing_keys(files)]
+                self._notes += [f"{each.path} cannot be read" for each in files if is_unreadable(each.path)]
+            choices = order_keys(files, held, self._resolved.is_explicit, self._resolved.identities_only)
             if "publickey" in accepted:
                 for choice in choices:
                     if choice not in self._tried and self._offer(transport, choice, held):
@@ -135,7 +145,7 @@ class Login:
         try:
             agent = Agent(self._resolved.agent)
         except (OSError, SSHException) as err:
-            self._note("the ssh-agent at %s does not answer (%s)" % (self._resolved.agent, err))
+            self._note(f"the ssh-agent at {self._resolved.agent} does not answer ({err})")
             return None
         stack.callback(agent.close)
         return agent
@@ -146,7 +156,7 @@ class Login:
             self._note("security keys of the ssh-agent need --transport openssh")
         return {blob: key for blob, key in held.items() if not key.get_name().startswith("sk-")}
 
-    def _offer(self, transport: Any, choice: keys.Choice, held: dict[bytes, Any]) -> bool:
+    def _offer(self, transport: Any, choice: Choice, held: dict[bytes, Any]) -> bool:
         self._abort.check()
         key = self._key(choice, held)
         self._tried.add(choice)
@@ -158,19 +168,19 @@ class Login:
         except (SSHException, OSError, ValueError) as err:
             self._abort.check()
             if not transport.is_active():
-                raise ThrownOut from err
+                raise TooManyTries from err
             return False
         return self._go_on(transport, more)
 
-    def _key(self, choice: keys.Choice, held: dict[bytes, Any]) -> Any:
-        if choice.source == keys.AGENT:
+    def _key(self, choice: Choice, held: dict[bytes, Any]) -> Any:
+        if choice.source == AGENT:
             return held.get(choice.public)
         try:
-            if choice.source == keys.FILE:
-                return self._certified(self._ring.load(choice.path))
+            if choice.source == FILE:
+                return self._certified(self._key_cache.load(choice.path))
             return self._unlock(choice.path)
         except _UNREADABLE as err:
-            self._note("%s cannot be used (%s)" % (choice.path, str(err) or type(err).__name__))
+            self._note(f"{choice.path} cannot be used ({str(err) or type(err).__name__})")
             return None
 
     def _certified(self, key: Any) -> Any:
@@ -183,13 +193,13 @@ class Login:
     def _unlock(self, path: str) -> Any:
         wrong: str | None = None
         while True:
-            passphrase = self._asker.ask("key " + path, "Passphrase of %s: " % path, self._abort, wrong)
+            passphrase = self._asker.ask("key " + path, f"Passphrase of {path}: ", self._abort, wrong)
             if passphrase is None:
-                self._note("%s has a passphrase" % path)
-                self._fix = self._fix or "ssh-add %s" % path
+                self._note(f"{path} has a passphrase")
+                self._fix = self._fix or f"ssh-add {path}"
                 return None
             try:
-                return self._certified(self._ring.load(path, passphrase))
+                return self._certified(self._key_cache.load(path, passphrase))
             except _UNREADABLE:
                 wrong = passphrase
 
@@ -198,7 +208,7 @@ class Login:
             return False
         wrong: str | None = None
         while True:
-            prompt = "Password of %s: " % self._resolved.where.login
+            prompt = f"Password of {self._resolved.where.login}: "
             password = self._asker.ask("password of " + self._resolved.user, prompt, self._abort, wrong)
             if password is None:
                 if wrong is not None:
@@ -211,7 +221,7 @@ class Login:
             except (SSHException, OSError) as err:
                 self._abort.check()
                 if not transport.is_active():
-                    raise ThrownOut from err
+                    raise TooManyTries from err
                 wrong = password
                 continue
             return self._go_on(transport, more, has_password=True)
@@ -242,12 +252,9 @@ class Login:
                 fix = fix or failure.new_key(resolved.where, accepted)
         else:
             names = [path for path in resolved.identities if any(path == each.path for each in self._tried)]
-            others = "%d of the ssh-agent" % held if held else ""
-            tried = "%d key%s cannot be used (%s)" % (
-                self._offered,
-                "" if self._offered == 1 else "s",
-                ", ".join([*names, others] if others else names) or "none",
-            )
+            others = f"{held} of the ssh-agent" if held else ""
+            offered = ", ".join([*names, others] if others else names) or "none"
+            tried = f"{self._offered} key{'' if self._offered == 1 else 's'} cannot be used ({offered})"
         tried = "; ".join([tried, *dict.fromkeys(self._notes)])
         return failure.no_auth(resolved.where, tried, accepted, fix)
 
@@ -259,3 +266,118 @@ def strategy(login: Login) -> Any:
         return login
 
     return functools.wraps(strategy)(make)
+
+
+@dataclass(frozen=True)
+class KeyFile:
+    """What is to be known of a key file before it is used."""
+
+    path: str
+    public: bytes = b""
+    """Its public half, as it crosses the wire; empty: not known without the passphrase."""
+    has_private: bool = False
+    is_locked: bool = False
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is anything under that name."""
+        return self.has_private or bool(self.public)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One key to offer."""
+
+    source: str
+    """AGENT, FILE or LOCKED."""
+    public: bytes = b""
+    path: str = ""
+
+
+def order_keys(files: Sequence[KeyFile], held: Iterable[bytes], explicit: bool, only: bool) -> list[Choice]:
+    """Return what to offer, best first. Pure.
+
+    Servers turn one out after a few wrong keys (MaxAuthTries, usually 6). So the keys that the user named come
+    before whatever else an agent holds; without such names the agent's come first, as with ssh itself.
+
+    Args:
+        files: the identities, in order.
+        held: public keys in the agent, in its order.
+        explicit: the user named the identities.
+        only: nothing but the identities may be offered (IdentitiesOnly).
+    """
+    held = list(held)
+    in_agent = [Choice(AGENT, key.public, key.path) for key in files if key.public in held]
+    known = {choice.public for choice in in_agent}
+    rest = [] if only else [Choice(AGENT, public) for public in held if public not in known]
+    plain = [Choice(FILE, key.public, key.path) for key in files if _is_usable(key, known) and not key.is_locked]
+    locked = [Choice(LOCKED, key.public, key.path) for key in files if _is_usable(key, known) and key.is_locked]
+    if not explicit:
+        return [*in_agent, *rest, *plain, *locked]
+    places = {key.path: place for place, key in enumerate(files)}
+    return [*sorted(in_agent + plain, key=lambda choice: places[choice.path]), *rest, *locked]
+
+
+def _is_usable(key: KeyFile, known: set[bytes]) -> bool:
+    return key.has_private and (not key.public or key.public not in known)
+
+
+def read_key_file(path: str) -> KeyFile:
+    """Return what the files `path` and `path.pub` tell without a passphrase. Nothing there is no error."""
+    public = public_of(_text(path if path.endswith(".pub") else path + ".pub"))
+    text = "" if path.endswith(".pub") else _text(path)
+    if "PRIVATE KEY" not in text:
+        return KeyFile(path, public or public_of(text))
+    inner, is_locked = read_private(text)
+    return KeyFile(path, inner or public, True, is_locked)
+
+
+def public_of(text: str) -> bytes:
+    """Return the key in a line of a .pub file; empty if there is none. Pure."""
+    words = text.split()
+    if len(words) < 2:
+        return b""
+    try:
+        return base64.b64decode(words[1], validate=True)
+    except (ValueError, binascii.Error):
+        return b""
+
+
+def read_private(text: str) -> tuple[bytes, bool]:
+    """Return the public half of a private key's file, if that is readable, and whether it is locked. Pure."""
+    if "BEGIN OPENSSH PRIVATE KEY" not in text:
+        return b"", "ENCRYPTED" in text
+    try:
+        body = base64.b64decode("".join(line for line in text.split("\n") if not line.startswith("-----")))
+    except (ValueError, binascii.Error):
+        return b"", False
+    if not body.startswith(_MAGIC):
+        return b"", False
+    cipher, rest = _string(body[len(_MAGIC) :])
+    _, rest = _string(rest)
+    _, rest = _string(rest)
+    public, _ = _string(rest[4:])
+    return public, cipher != b"none"
+
+
+def _string(data: bytes) -> tuple[bytes, bytes]:
+    size = int.from_bytes(data[:4], "big")
+    return data[4 : 4 + size], data[4 + size :]
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(65536)
+    except OSError:
+        return ""
+
+
+def missing_keys(files: Iterable[KeyFile]) -> list[str]:
+    """Return the paths under which there is nothing."""
+    return [key.path for key in files if not key.is_there]
+
+
+def is_unreadable(path: str) -> bool:
+    """Return whether there is a file that this user may not even read."""
+    return os.path.exists(path) and not os.access(path, os.R_OK)

@@ -10,7 +10,7 @@ import secrets
 import time
 
 from distrun.ssh.abort import Abort
-from distrun.ssh.link import Link
+from distrun.ssh.connector import Link
 from distrun_runtime.contract import session, wire
 from distrun_runtime.coordinator.channel import Greeting
 from distrun_runtime.errors import WireError
@@ -18,8 +18,8 @@ from distrun_runtime.errors import WireError
 GONE = "distrun: no agent waits here"
 """What the relay says where nobody listens: the agent has ended."""
 
-# In no quotes but these, and without a `!`: see `remote.command`. It goes to the folder of the socket because the path
-# may be too long for a socket's address.
+# In no quotes but these, and without a `!`: see `target.remote_command`. It goes to the folder of the socket because
+# the path may be too long for a socket's address.
 RELAY = (
     'exec("import os,socket,sys,threading\\n'
     "def copy(read,write):\\n"

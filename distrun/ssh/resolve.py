@@ -7,14 +7,15 @@ import getpass
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from distrun.ssh.alike import Alike
 from distrun.ssh.failure import OTHER, SshFailure, Where
-from distrun.ssh.program import PROGRAM, Options, arguments, flags, has_program
-from distrun.ssh.target import CONNECT_S, Target
+from distrun.ssh.target import CONNECT_S, PROGRAM, Options, Target, ssh_arguments, ssh_flags
 from distrun_runtime.contract import environ
 
 ASK_S = 10.0
@@ -24,7 +25,7 @@ JUMPS = 8
 """Hosts in between, at most; a configuration that jumps in circles ends here."""
 
 DEFAULT_IDENTITIES = tuple(
-    "~/.ssh/id_%s" % kind for kind in ("rsa", "ecdsa", "ecdsa_sk", "ed25519", "ed25519_sk", "xmss", "dsa")
+    f"~/.ssh/id_{kind}" for kind in ("rsa", "ecdsa", "ecdsa_sk", "ed25519", "ed25519_sk", "xmss", "dsa")
 )
 _USUAL = {"~/.ssh/id_rsa", "~/.ssh/id_ecdsa", "~/.ssh/id_ed25519"}
 _NOT_SET = ("", "none", "any:any")
@@ -94,17 +95,34 @@ class Resolved:
         if self.host_key_alias:
             return self.host_key_alias
         name = self.hostname.lower()
-        return name if self.port == 22 else "[%s]:%d" % (name, self.port)
+        return name if self.port == 22 else f"[{name}]:{self.port}"
 
 
-def resolve(target: Target) -> Resolved:
+def resolve(target: Target, alike: Alike | None = None) -> Resolved:
     """Return what the user's configuration makes of `target`.
+
+    Args:
+        target: where.
+        alike: what is known of other hosts of the launch, and is told of this one; None: it is asked for alone.
 
     Raises:
         SshFailure: the configuration cannot be read.
     """
-    options = _ask_program(target) if has_program() else _read_files(target)
+    if not has_program():
+        options = _read_files(target)
+    else:
+        options = _ask_program(target) if alike is None else alike.options(target)
     return digest(target, options, environ.snapshot())
+
+
+def many() -> Alike:
+    """Return what `resolve` takes where there are many targets."""
+    return Alike(_ask_program, _reading)
+
+
+def has_program() -> bool:
+    """Return whether there is an `ssh` program here."""
+    return shutil.which(PROGRAM) is not None
 
 
 def shell(resolved: Resolved, named: bool | None = None, depth: int = 0) -> list[str]:
@@ -119,14 +137,14 @@ def shell(resolved: Resolved, named: bool | None = None, depth: int = 0) -> list
     target = resolved.target
     only = named and resolved.has_named_key
     if not resolved.jump:
-        return arguments(target, resolved.options, resolved.connect_s, only)
+        return ssh_arguments(target, resolved.options, resolved.connect_s, only)
     if depth >= JUMPS:
-        raise SshFailure(OTHER, "more than %d hosts in between (ProxyJump in a circle?)" % JUMPS)
+        raise SshFailure(OTHER, f"more than {JUMPS} hosts in between (ProxyJump in a circle?)")
     way = resolve(hop(resolved))
     words = [word.replace("%", "%%") for word in shell(way, named, depth + 1)]
     proxy = shlex.join([*words, "-W", "[%h]:%p", "--", way.target.host])
-    plain = arguments(dataclasses.replace(target, jump=""), resolved.options, resolved.connect_s, only)
-    return [*plain, "-o", "ProxyCommand=%s" % proxy]
+    plain = ssh_arguments(dataclasses.replace(target, jump=""), resolved.options, resolved.connect_s, only)
+    return [*plain, "-o", f"ProxyCommand={proxy}"]
 
 
 def hop(resolved: Resolved) -> Target:
@@ -257,18 +275,27 @@ def _local_user() -> str:
 
 
 def _ask_program(target: Target) -> dict[str, list[str]]:
-    argv = [PROGRAM, "-G", *flags(target), "--", target.host]
+    done = _run(target, "-G")
+    if done.returncode != 0:
+        words = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
+        why = "; ".join(line for line in words if "Pseudo-terminal" not in line) or f"code {done.returncode}"
+        raise SshFailure(OTHER, f"the ssh configuration cannot be used: {why}", f"try: ssh -G {target.host}")
+    return parse(done.stdout.decode("utf-8", "replace"))
+
+
+def _reading(target: Target) -> str:
+    """Return what the program says of the files that it reads for a target."""
+    return _run(target, "-v", "-G").stderr.decode("utf-8", "surrogateescape")
+
+
+def _run(target: Target, *words: str) -> subprocess.CompletedProcess[bytes]:
+    argv = [PROGRAM, *words, *ssh_flags(target), "--", target.host]
     try:
-        done = subprocess.run(
+        return subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=ASK_S, check=False, start_new_session=True
         )
     except subprocess.TimeoutExpired:
-        raise SshFailure(OTHER, "`ssh -G %s` did not end within %g s" % (target.host, ASK_S)) from None
-    if done.returncode != 0:
-        words = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
-        why = "; ".join(line for line in words if "Pseudo-terminal" not in line) or "code %d" % done.returncode
-        raise SshFailure(OTHER, "the ssh configuration cannot be used: %s" % why, "try: ssh -G %s" % target.host)
-    return parse(done.stdout.decode("utf-8", "replace"))
+        raise SshFailure(OTHER, f"`ssh -G {target.host}` did not end within {ASK_S:g} s") from None
 
 
 def _read_files(target: Target) -> dict[str, list[str]]:
@@ -280,7 +307,7 @@ def _read_files(target: Target) -> dict[str, list[str]]:
         config = fabric.Config(runtime_ssh_path=target.config or None)
         found = config.base_ssh_config.lookup(target.host)
     except (OSError, SSHException, UnicodeDecodeError) as err:
-        raise SshFailure(OTHER, "the ssh configuration cannot be read: %s" % err) from err
+        raise SshFailure(OTHER, f"the ssh configuration cannot be read: {err}") from err
     options = {name: list(value) if isinstance(value, list) else [str(value)] for name, value in found.items()}
     for name, value in (("user", target.user), ("proxyjump", target.jump), ("identityfile", target.identity)):
         if value:

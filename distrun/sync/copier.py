@@ -26,11 +26,11 @@ from distrun.sync import askpass, remote_shell, rsync
 from distrun.sync.receiver import NOTE, SAME, UNFIT
 from distrun.sync.remote_shell import RemoteShell, Shells
 from distrun.sync.rsync import Ended, Progress, Rate, Transfer
-from distrun.sync.rules import PARTIAL, Extra, Rules, check_folder, extra_filters, filters
+from distrun.sync.rules import PARTIAL, CopyRules, Extra, check_folder, extra_filters, filters
 from distrun.sync.tree import Tree, chosen, count, size_text
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.folder import identity as folder_identity
-from distrun_runtime.coordinator.events import Prepared, PrepareFailed
+from distrun_runtime.coordinator.events import AllPrepared, PrepareFailed
 
 if TYPE_CHECKING:
     from distrun.ssh.ask import Asker
@@ -64,7 +64,29 @@ class Says(Protocol):
 
 
 @dataclass(frozen=True)
-class Result:
+class CopyRequest:
+    """A copy that is wanted: what, where to, and how it is told."""
+
+    source: str
+    """A folder here."""
+    dst: str
+    """The folder there: `~` is the host's home, and other relative paths are below it too."""
+    rules: CopyRules
+    delete: bool = False
+    """Whether files that only a host has are deleted there."""
+    tree: Tree | None = None
+    """What `scan` found."""
+    keep_going: bool = False
+    """A host that fails does not end the copy to others."""
+    may_ask: bool = False
+    """The user is asked for a password where nothing else lets us in."""
+    on_progress: Callable[[str], None] | None = None
+    """Gets a line every `report_s` seconds; None: the sink does."""
+    report_s: float = REPORT_S
+
+
+@dataclass(frozen=True)
+class CopyResult:
     """The copy to one host."""
 
     host: str
@@ -128,51 +150,40 @@ class _Common:
 class Copier:
     """A copy that can be started once, and cancelled.
 
-    `targets` is how each host is reached. `source` is a folder here, `dst` the folder there: `~` is the host's home,
-    and other relative paths are below it too. `tree` is what `scan` found. With `keep_going` a failed host does not
-    end the copy to others. `on_progress` gets a line every `report_s` seconds; default: the sink does. `asker` knows
-    what the user typed to log in on the hosts; with `may_ask` it asks for more. `shell` returns the argv of another
-    remote shell for rsync, `identity` what is equal for two names of one host.
+    `targets` is how each host is reached. `asker` knows what the user typed to log in on the hosts. `shell` returns the
+    argv of another remote shell for rsync, `identity` what is equal for two names of one host.
     """
 
-    def __init__(  # noqa: PLR0917
+    def __init__(
         self,
         targets: Mapping[str, Target],
-        source: str,
-        dst: str,
-        rules: Rules,
-        delete: bool,
+        request: CopyRequest,
         sink: Says,
         *,
-        tree: Tree | None = None,
-        keep_going: bool = False,
         window: int = WINDOW,
         stall_s: float = STALL_S,
         answer_s: float = ANSWER_S,
-        report_s: float = REPORT_S,
-        on_progress: Callable[[str], None] | None = None,
         asker: Asker | None = None,
-        may_ask: bool = False,
         shell: Callable[[Target], Sequence[str]] | None = None,
         identity: remote_shell.Identity | None = None,
     ) -> None:
-        check_folder(dst)
+        check_folder(request.dst)
         self._targets = dict(targets)
-        self._source = os.path.abspath(source)
-        self._dst = dst
-        self._rules = rules
-        self._delete = delete
+        self._source = os.path.abspath(request.source)
+        self._dst = request.dst
+        self._rules = request.rules
+        self._delete = request.delete
         self._sink = sink
-        self._tree = tree or Tree()
-        self._keep_going = keep_going
+        self._tree = request.tree or Tree()
+        self._keep_going = request.keep_going
         self._window = window
         self._stall_s = stall_s
         self._answer_s = answer_s
-        self._report_s = report_s
-        self._on_progress = on_progress or (lambda text: sink.say(text, "info"))
+        self._report_s = request.report_s
+        self._on_progress = request.on_progress or (lambda text: sink.say(text, "info"))
         self._helpers = askpass.Helpers()
         self._abort = Abort()
-        self._shells: Shells = remote_shell.SshShells(asker, self._helpers, self._abort, may_ask)
+        self._shells: Shells = remote_shell.SshShells(asker, self._helpers, self._abort, request.may_ask)
         if shell is not None:
             self._shells = lambda target: remote_shell.single(shell(target))
         self._identity = identity or remote_shell.ssh_identity
@@ -190,19 +201,19 @@ class Copier:
         self._tells = True
         """Whether rsync reports its progress."""
         self._rate = Rate()
-        self._results: list[Result] = []
+        self._results: list[CopyResult] = []
         self._notes: set[str] = set()
         self._thread: threading.Thread | None = None
 
     def start(self, put: Put) -> None:
-        """Begin, in a thread; at the end put `Prepared` or `PrepareFailed`. Returns at once."""
+        """Begin, in a thread; at the end put `AllPrepared` or `PrepareFailed`. Returns at once."""
 
         def work() -> None:
             try:
                 host, reason, text = first_failure(self.copy())
             except Exception as err:  # whatever it is, the loop must hear of it
                 host, reason, text = "", _text(err), getattr(err, "hint", "")
-            put(PrepareFailed(host, reason, time.time(), text) if reason else Prepared())
+            put(PrepareFailed(host, reason, time.time(), text) if reason else AllPrepared())
 
         self._thread = threading.Thread(target=work, name="sync", daemon=True)
         self._thread.start()
@@ -226,7 +237,7 @@ class Copier:
         """Whether `cancel` was called."""
         return self._cancelled.is_set()
 
-    def copy(self) -> list[Result]:
+    def copy(self) -> list[CopyResult]:
         """Copy to all hosts; return one result for each distinct host, in the order of `targets`. Blocks.
 
         Raises:
@@ -261,7 +272,7 @@ class Copier:
                     thread.join(max(until - time.monotonic(), 0.0))
                 raise
         finished = {each.host: each for each in self._results}
-        return [finished.get(names[0], Result(names[0], names, cancelled=True)) for names in hosts]
+        return [finished.get(names[0], CopyResult(names[0], names, cancelled=True)) for names in hosts]
 
     def _prepare(self, scratch: str) -> _Common:
         tool = rsync.find()
@@ -307,7 +318,7 @@ class Copier:
             try:
                 result = self._copy_to(names, common)
             except Exception as err:  # a thread that dies of one would have its host waited for
-                result = Result(names[0], names, code=-1, reason=_text(err), fix=getattr(err, "hint", ""))
+                result = CopyResult(names[0], names, code=-1, reason=_text(err), fix=getattr(err, "hint", ""))
             with self._lock:
                 self._results.append(result)
                 self._done[names[0]] = self._tree.size if result.ok else 0
@@ -315,7 +326,7 @@ class Copier:
             if not result.ok and not result.cancelled:
                 self._sink.say(f"sync to {result.line()}", "warning")
 
-    def _copy_to(self, names: tuple[str, ...], common: _Common) -> Result:
+    def _copy_to(self, names: tuple[str, ...], common: _Common) -> CopyResult:
         host = names[0]
         begun = time.monotonic()
         files = size = 0
@@ -324,7 +335,7 @@ class Copier:
         attempts = self._shells(self._targets[host])
         shell = next(attempts)
         commands = self._commands(common, host, shell)
-        result = Result(host, names)
+        result = CopyResult(host, names)
         races = RACES
         while commands:
             sums = self._tree.sums[-len(commands)] if self._tree.sums else ()
@@ -348,7 +359,7 @@ class Copier:
                 ended.code, same = 0, True
             files, size = files + ended.files, size + ended.size
             reason, fix = rsync.explain(ended, host, answer_s=self._answer_s, stall_s=self._stall_s)
-            result = Result(host, names, files, size, time.monotonic() - begun, same and not files)
+            result = CopyResult(host, names, files, size, time.monotonic() - begun, same and not files)
             if ended.cancelled and ended.code:
                 return replace(result, cancelled=True)
             # After a host refused the folder, rsync's messages would only mislead.
@@ -507,7 +518,7 @@ def _text(err: Exception) -> str:
 # ---------------------------------------------------------------------- all results in words
 
 
-def first_failure(results: Sequence[Result]) -> tuple[str, str, str]:
+def first_failure(results: Sequence[CopyResult]) -> tuple[str, str, str]:
     """Return the first host that failed, why in one line, and more lines; empty texts if none failed."""
     failed = [each for each in results if each.reason]
     if not failed:
@@ -519,7 +530,7 @@ def first_failure(results: Sequence[Result]) -> tuple[str, str, str]:
     return first.host, f"{first.reason} (nor {nor})", "\n".join(line for each in failed for line in each.lines())
 
 
-def error(results: Sequence[Result]) -> SyncError | None:
+def error(results: Sequence[CopyResult]) -> SyncError | None:
     """Return the error that says which hosts failed, and why; None if none failed."""
     failed = [result for result in results if not result.ok and not result.cancelled]
     unfinished = [result for result in results if result.cancelled]

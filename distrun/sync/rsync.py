@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distrun.errors import SyncError
-from distrun.ssh import remote
+from distrun.ssh.target import remote_command
 from distrun.sync import receiver
 from distrun.sync.receiver import NO_RSYNC, SAYS, UNFIT
 from distrun.sync.rules import PARTIAL
@@ -260,7 +260,7 @@ def rsync_path(
         "beginning": PARTIAL,
     }
     words = (_program(), _base64(json.dumps(options).encode("ascii")))
-    return remote.command(_BOOT, python, words, begin=SAYS + BEGIN, missing=SAYS + NO_PYTHON)
+    return remote_command(_BOOT, python, words, begin=SAYS + BEGIN, missing=SAYS + NO_PYTHON)
 
 
 @functools.lru_cache(maxsize=1)

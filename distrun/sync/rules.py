@@ -62,7 +62,7 @@ class Extra:
 
 
 @dataclass(frozen=True)
-class Rules:
+class CopyRules:
     """The files that the user wants to be copied."""
 
     excludes: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ class Rules:
 
 def make_rules(
     excludes: Iterable[str] = (), gitignore: bool = False, extra: Iterable[str] = (), *, cwd: str, delete: bool = False
-) -> Rules:
+) -> CopyRules:
     """Return the rules of a command's options. Relative paths of --sync-extra are below `cwd`.
 
     Raises:
@@ -89,7 +89,7 @@ def make_rules(
             "--sync-delete and --sync-gitignore do not go together: what git ignores would be lost or kept by chance",
             f"leave one of them out; patterns for both copying and deleting belong in {IGNORE_FILE}",
         )
-    return Rules(excludes, gitignore, tuple(parse_extra(word, cwd) for word in extra))
+    return CopyRules(excludes, gitignore, tuple(parse_extra(word, cwd) for word in extra))
 
 
 def parse_extra(word: str, cwd: str) -> Extra:
@@ -131,7 +131,7 @@ def check_folder(folder: str, option: str = "--sync-dst-dir") -> None:
         raise UsageError(f"{option}: {folder!r} cannot take copies", "name one of its own, like ~/job")
 
 
-def filters(rules: Rules, source: str) -> list[str]:
+def filters(rules: CopyRules, source: str) -> list[str]:
     """Return rsync's filter options for the copy of `source`. Reads its `.distrunignore`.
 
     Raises:
@@ -148,7 +148,7 @@ def extra_filters() -> list[str]:
     return ["--exclude=" + pattern for pattern in (PARTIAL + "*/", *DEFAULT_EXCLUDES)]
 
 
-def protected(rules: Rules) -> list[str]:
+def protected(rules: CopyRules) -> list[str]:
     """Return filters that protect extras, which are not in the source, from --delete."""
     found: dict[str, None] = {}
     for extra in rules.extra:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from distrun.errors import SyncError, UsageError
 from distrun.sync import rsync, rules
-from distrun.sync.rules import Rules
+from distrun.sync.rules import CopyRules
 from distrun_runtime.contract import environ
 
 BIG_SIZE = 1 << 30
@@ -65,7 +65,7 @@ class Tree:
         return [f"{text}; leave out what the job does not need: --sync-exclude PATTERN, or {rules.IGNORE_FILE}"]
 
 
-def scan(source: str, wanted: Rules) -> Tree:
+def scan(source: str, wanted: CopyRules) -> Tree:
     """Return what a copy of the folder `source` would send to an empty folder, extras included.
 
     Raises:
@@ -95,7 +95,7 @@ def scan(source: str, wanted: Rules) -> Tree:
     return tree
 
 
-def chosen(tool: rsync.Tool, wanted: Rules, filters: Sequence[str], source: str) -> list[bytes] | None:
+def chosen(tool: rsync.Tool, wanted: CopyRules, filters: Sequence[str], source: str) -> list[bytes] | None:
     """Return the files of --sync-gitignore that no pattern leaves out; None: rsync chooses by itself.
 
     rsync does not match patterns against the parent folders of the names in a list, so a run without a list matches

@@ -13,7 +13,7 @@ import pytest
 from distrun import backends, ending, launching, planning
 from distrun.backends.base import Swept
 from distrun.errors import UsageError
-from distrun.request import Request
+from distrun.request import JobRequest
 from distrun_runtime.contract import process
 from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
@@ -28,8 +28,8 @@ def store(tmp_path: Path) -> JobStore:
 SWEPT = ["ended pid 9 (sleep)", "all its processes have ended"]
 
 
-def prepare(store: JobStore, request: Request | None = None, **more: Any) -> planning.PlannedJob:
-    return planning.plan_job(request or Request(command=("true",), workers=1, servers=0, cwd="/", **more), store)
+def prepare(store: JobStore, request: JobRequest | None = None, **more: Any) -> planning.PlannedJob:
+    return planning.plan_job(request or JobRequest(command=("true",), workers=1, servers=0, cwd="/", **more), store)
 
 
 def make(store: JobStore, **launcher: object) -> JobFolder:
@@ -167,8 +167,8 @@ def test_what_a_command_is_called_says_nothing_about_its_end(store: JobStore, mo
     assert "ended pid 9 did not end" in killed.lines
 
 
-def request_of(**more: Any) -> Request:
-    return Request(**{"command": ("true",), "workers": 1, "servers": 1, "cwd": "/", **more})
+def request_of(**more: Any) -> JobRequest:
+    return JobRequest(**{"command": ("true",), "workers": 1, "servers": 1, "cwd": "/", **more})
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def request_of(**more: Any) -> Request:
         (request_of(python="/nope"), "--python: there is no program '/nope' on this machine"),
     ],
 )
-def test_what_cannot_work_here_is_refused_before_the_start(store: JobStore, request_: Request, message: str) -> None:
+def test_what_cannot_work_here_is_refused_before_the_start(store: JobStore, request_: JobRequest, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         prepare(store, request_)
 
@@ -201,7 +201,7 @@ def test_what_cannot_work_here_is_refused_before_the_start(store: JobStore, requ
         request_of(python="sh"),
     ],
 )
-def test_what_just_works_is_not_refused(store: JobStore, request_: Request) -> None:
+def test_what_just_works_is_not_refused(store: JobStore, request_: JobRequest) -> None:
     assert prepare(store, request_).plan.tasks
 
 
@@ -230,7 +230,7 @@ def test_what_a_sweep_after_the_job_found_ended_is_not_said_to_run() -> None:
         (Swept(("pid 7 (sleep)",), ("pid 9 (stuck)",)), "; 1 process there did not end"),
         (
             Swept(problem="no route"),
-            "; it cannot be reached again: if that machine still runs, its agent, unless it is frozen, ends the tasks"
+            "; it cannot be reached again: if that machine still runs, its agent or guard ends the tasks"
             " there within 45 s; to make sure: distrun kill calm-otter-7f3",
         ),
     ],
@@ -246,7 +246,7 @@ def test_the_last_line_about_a_lost_host_says_what_was_done_there(swept: Swept, 
 def test_a_job_that_we_failed_to_run_is_not_lost(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = prepare(store)
     folder = store.create(ready.plan)
-    monkeypatch.setattr(type(ready.backend), "connect", lambda self, hosts, job: 1 / 0)
+    monkeypatch.setattr(type(ready.backend), "connect", lambda *of: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         launching.coordinate(ready, folder, None)  # type: ignore[arg-type]  # it does not come to that
     state = folder.state()

@@ -11,7 +11,7 @@ from distrun import request as requests
 from distrun.errors import UsageError
 from distrun.hosts import Inventory, named, parse
 from distrun.placement import place, slots_in
-from distrun.request import Request, Setting
+from distrun.request import JobRequest, Setting
 from distrun_runtime.contract import environ
 from distrun_runtime.contract import plan as contract
 from distrun_runtime.contract.plan import Place, Plan, Runtime, Secrets
@@ -35,7 +35,7 @@ def make(
     **more: object,
 ) -> tuple[Plan, Secrets]:
     members: dict[str, object] = {"command": ("python", "t.py"), "workers": workers, "servers": servers, "cwd": "/w"}
-    request = Request(**{**members, **more})  # type: ignore[arg-type]
+    request = JobRequest(**{**members, **more})  # type: ignore[arg-type]
     inventory = hosts if isinstance(hosts, Inventory) else named(hosts)
     how = {"scheduler": request.has_servers, "relays": request.adds_on_hosts}
     slots = place(workers, servers, inventory, scheduler_host=request.scheduler_host, **how)
@@ -300,7 +300,7 @@ def test_a_plan_survives_json() -> None:
 def test_interpreters_are_looked_at_before_the_copy_unless_they_may_come_with_it(
     activated: tuple[str, ...] | None, hosts: str, names: list[str], brings: bool
 ) -> None:
-    request = Request(command=("true",), workers=1, servers=1, cwd="/w", activated=activated)
+    request = JobRequest(command=("true",), workers=1, servers=1, cwd="/w", activated=activated)
     assert plans.may_bring(request, parse(hosts, "hosts").specs, names) is brings
 
 
@@ -308,7 +308,7 @@ def test_tasks_of_two_places_of_a_node_are_told_apart() -> None:
     slots = slots_in([("worker", 0, "d1", "7"), ("worker", 1, "d1", "8"), ("worker", 2, "d1", "8")])
     places = (Place("7", "d1"), Place("8", "d1"))
     allocation = plans.Allocation(named(("d1",)), slots, places=places)
-    request = Request(command=("python", "t.py"), workers=3, servers=0, cwd="/w")
+    request = JobRequest(command=("python", "t.py"), workers=3, servers=0, cwd="/w")
     plan, _ = plans.make_plan(request, allocation, SETUP)
     assert plan.places == places
     assert [host.name for host in plan.hosts] == ["d1"]

@@ -4,13 +4,13 @@ import pytest
 
 from distrun import request
 from distrun.errors import UsageError
-from distrun.request import Request, Setting
+from distrun.request import JobRequest, Setting
 from distrun_runtime.contract.plan import Limits
 
 
-def make(**more: object) -> Request:
+def make(**more: object) -> JobRequest:
     members: dict[str, object] = {"command": ("true",), "workers": 1, "servers": 0, "cwd": "/w", **more}
-    return Request(**members)  # type: ignore[arg-type]
+    return JobRequest(**members)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -30,14 +30,14 @@ def test_a_checkout_is_used_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("neighbour", "expected"),
+    ("sibling", "expected"),
     [("README.md", False), ("__pycache__", False), (".git", False), ("numpy", True), ("six.py", True), ("a.pth", True)],
 )
-def test_neighbours_are_what_could_be_imported(neighbour: str, expected: bool, tmp_path: Path) -> None:
+def test_siblings_are_what_could_be_imported(sibling: str, expected: bool, tmp_path: Path) -> None:
     folder = package(tmp_path)
-    path = tmp_path / neighbour
-    path.touch() if "." in neighbour[1:] else path.mkdir()
-    assert ship.has_neighbours(folder) is expected
+    path = tmp_path / sibling
+    path.touch() if "." in sibling[1:] else path.mkdir()
+    assert ship.has_siblings(folder) is expected
 
 
 def test_beside_others_it_is_copied_once_under_the_name_of_its_content(

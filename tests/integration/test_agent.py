@@ -482,18 +482,22 @@ def kill_agent(driver: AgentDriver) -> None:
     os.kill(driver.agent_pid(), signal.SIGKILL)
 
 
+def freeze_agent(driver: AgentDriver) -> None:
+    os.kill(driver.agent_pid(), signal.SIGSTOP)
+
+
 def kill_guard(driver: AgentDriver) -> None:
     os.kill(driver.child.pid, signal.SIGKILL)
 
 
-ENDS = [close_input, lease_ends, stop, end, terminate_guard, kill_agent, kill_guard]
+ENDS = [close_input, lease_ends, stop, end, terminate_guard, kill_agent, freeze_agent, kill_guard]
 
 
 @both_ways
 @pytest.mark.parametrize("finish", ENDS, ids=lambda finish: finish.__name__)
 def test_nothing_of_the_job_is_left(way: Mapping[str, str], finish: Callable[[AgentDriver], None]) -> None:
     """Row of the issue: tasks that ignore SIGTERM, setsid, double-fork or nohup, whatever ends the job."""
-    limits = Limits(grace_s=0.5, lease_s=6.0) if finish is lease_ends else SHORT
+    limits = Limits(grace_s=0.5, lease_s=6.0) if finish in (lease_ends, freeze_agent) else SHORT
     with agent(*STUBBORN, env=way, limits=limits) as driver:
         driver.begin()
         for one in STUBBORN:
@@ -528,6 +532,24 @@ def test_private_folder_goes_with_the_job(finish: Callable[[AgentDriver], None])
         assert record.folders(driver.job)
         finish(driver)
         poll(lambda: not record.folders(driver.job), "the private folder is removed")
+
+
+@on_linux
+@pytest.mark.slow
+def test_agent_and_guard_that_were_stopped_for_longer_than_the_lease_go_on() -> None:
+    with agent(shell("echo ready; sleep 600"), limits=Limits(grace_s=0.5, lease_s=3.0)) as driver:
+        run(driver)
+        pids = [driver.agent_pid(), driver.child.pid]
+        for pid in reversed(pids):  # the guard first, as it watches the agent
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(5.0)  # the machine sleeps
+        driver.say("ping", n=1)  # a coordinator that slept as well
+        os.kill(driver.child.pid, signal.SIGCONT)
+        time.sleep(0.2)
+        os.kill(pids[0], signal.SIGCONT)
+        driver.wait("pong", n=1)
+        assert process.is_alive(driver.guard)
+        assert driver.finish() == 0
 
 
 @both_ways

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -239,6 +240,48 @@ def test_kill_by_name_stops_a_job_that_runs(lab: Site) -> None:
     done = lab.distrun("kill", job.id)
     assert done.code == 0
     assert job.launcher.wait() == 143
+    assert job.left() == []
+
+
+# From another machine of the same user, which has a job store of its own
+
+
+def test_another_machine_finds_a_job_by_its_hosts_and_ends_it(lab: Site, tmp_path: Path) -> None:
+    job = Job(lab, "h1", "h2")
+    there = {"XDG_STATE_HOME": str(tmp_path / "another")}
+    assert lab.distrun("status", job.id, env=there).code == 2
+    shown = lab.distrun("status", "--hosts", "h1,h2", env=there)
+    assert shown.code == 0, shown
+    rows = [line.split() for line in shown.out.splitlines()]
+    assert ["h1", "runs", job.id] in [row[:3] for row in rows]
+    assert {(row[0], row[-1]) for row in rows if job.id in row} == {("h1", "worker-0"), ("h2", "worker-1")}
+    found = json.loads(lab.distrun("status", job.id, "--hosts", "h1,h2,h3", "--json", env=there).out)
+    assert [[each["tasks"] for each in host["jobs"]] for host in found["hosts"]] == [[["worker-0"]], [["worker-1"]], []]
+    assert all(each["age_s"] >= 0 for host in found["hosts"] for each in host["jobs"])
+    assert kill(lab, job.id, "-y", hosts=("h1", "h2")).code == 0
+    assert job.launcher.wait() == 143
+    assert job.left() == []
+
+
+def test_a_host_that_cannot_be_asked_for_its_jobs_is_named(lab: Site) -> None:
+    done = lab.distrun("status", "--hosts", "h1,nosuch")
+    assert done.code == 3
+    assert "distrun: error: nosuch: cannot be asked" in done.err
+    assert "no job of mine is on the other hosts" in done.out
+
+
+def test_a_job_of_another_store_by_the_same_id_is_left_alone(lab: Site, tmp_path: Path) -> None:
+    job = Job(lab, "h1")
+    job.orphan()
+    theirs = tmp_path / "another" / "distrun" / "jobs" / job.id
+    shutil.copytree(lab.home_folder / "state" / "distrun" / "jobs" / job.id, theirs)
+    plan = json.loads((theirs / "plan.json").read_text())
+    (theirs / "plan.json").write_text(json.dumps({**plan, "nonce": "0123456789abcdef"}))
+    there = {"XDG_STATE_HOME": str(tmp_path / "another")}
+    done = lab.distrun("kill", job.id, env=there)
+    assert done.code == 0, done
+    assert job.left()
+    assert lab.distrun("kill", job.id).code == 0
     assert job.left() == []
 
 

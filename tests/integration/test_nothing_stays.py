@@ -158,6 +158,17 @@ def test_an_agent_that_is_frozen_does_not_keep_the_job(distrun: Distrun) -> None
     assert job.ends() == 143
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["obeys", "stubborn", "setsid", "double-fork"])
+def test_the_guard_ends_the_tasks_of_a_frozen_agent_whose_coordinator_is_dead(kind: str, distrun: Distrun) -> None:
+    job = Job(distrun, kind, "-n", "2", "-s", "0", "--suspect-after", "1", "--lost-after", "3")
+    os.kill(job.agents()[1], signal.SIGSTOP)
+    os.kill(job.coordinator, signal.SIGKILL)
+    job.launcher.wait(LIMIT_S)
+    wait_until(lambda: not job.left(), LIMIT_S, "the guard has ended everything")
+    assert distrun.left() == []
+
+
 def test_a_guard_that_is_frozen_does_not_stay_behind_a_job_that_ended_well(distrun: Distrun) -> None:
     job = Job(distrun, "touch up-$DMLC_RANK; until [ -e go ]; do sleep 0.02; done")
     guard = job.agents()[0]

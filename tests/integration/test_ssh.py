@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from sshd import USER, Deaf, Hole, Meeting, Sshd, key, meet, running
 
-from distrun.ssh import remote
 from distrun.ssh.target import TRANSPORTS, Target
 from distrun_runtime.coordinator import events
 
@@ -276,7 +275,7 @@ def test_what_the_shell_prints_first_is_a_warning_and_no_harm(sshd: Sshd, transp
 def test_a_host_without_python_says_where_it_was_looked_for(
     sshd: Sshd, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "PLACES", ("python3-nowhere",))
+    monkeypatch.setattr("distrun.ssh.target.PYTHONS", ("python3-nowhere",))
     event = meet(Target("d1", config=sshd.config(), transport=transport, python="/nowhere/python3"))
     assert event.kind == "python"
     assert "there is no python3 on this host, nor /nowhere/python3" in event.reason

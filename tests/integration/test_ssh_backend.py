@@ -22,7 +22,7 @@ from distrun.ssh.connector import Connector
 from distrun.ssh.target import TRANSPORTS, Target
 from distrun_runtime.agent import record, sweep
 from distrun_runtime.contract import process
-from distrun_runtime.contract.plan import Host, Limits, Plan, Secrets
+from distrun_runtime.contract.plan import Host, Limits, Plan, Reach, Secrets
 from distrun_runtime.contract.process import Identity
 from distrun_runtime.coordinator import actions, events, frames
 
@@ -52,7 +52,7 @@ def begin(
     found: queue.SimpleQueue[events.Event] | None = None,
 ) -> tuple[Plan, SshChannel, Any, Any]:
     """Start a job of one task; return its plan, channel, hello and Started. What comes then is put into `found`."""
-    host = Host("here", "127.0.0.1", reach={"host": "d1", "config": sshd.config(), "transport": transport})
+    host = Host("here", "127.0.0.1", reach=Reach({"host": "d1", "config": sshd.config(), "transport": transport}))
     plan = Plan(new_job(), "", "ssh", ("true",), "/", (host,), (shell(script),), Limits(grace_s=2.0))
     (channel,) = backend.connect(plan.hosts, plan.job)
     found = queue.SimpleQueue() if found is None else found

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from distrun_runtime.contract import wire
 from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator import events
-from distrun_runtime.coordinator.actions import Action, Announce, EndAgent, Finish, StopTasks
+from distrun_runtime.coordinator.actions import Action, Announce, EndAgent, FinishJob, StopTasks
 from distrun_runtime.coordinator.outcome import Outcome
 from distrun_runtime.coordinator.supervisor import Supervisor
 
@@ -120,7 +120,7 @@ class History:
 
     @property
     def outcome(self) -> Outcome | None:
-        finished = self.did(Finish)
+        finished = self.did(FinishJob)
         return finished[0].outcome if finished else None
 
     def end(self) -> Outcome:

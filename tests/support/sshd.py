@@ -21,11 +21,10 @@ import sizes
 from ports import free_port
 
 from distrun.backends import blob
-from distrun.ssh import remote
 from distrun.ssh.ask import Asker
 from distrun.ssh.channel import SshChannel
 from distrun.ssh.connector import Connector
-from distrun.ssh.target import CONNECT_S, Target
+from distrun.ssh.target import CONNECT_S, Target, remote_command
 from distrun_runtime.coordinator import events
 
 PROGRAM = "/usr/sbin/sshd"
@@ -145,7 +144,7 @@ class Meeting:
         self._queue: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
         self.channels = {
             target.host: SshChannel(
-                target.host, target, command or remote.command(blob.BOOT, target.python), blob.agent(), self.connector
+                target.host, target, command or remote_command(blob.BOOT, target.python), blob.agent(), self.connector
             )
             for target in targets
         }

@@ -39,9 +39,12 @@ ODD: tuple[Any, ...] = (
 
 def tamper(folder: Path, random_: random.Random) -> str:
     """Damage one file of a job's folder; return what was done."""
-    names = ["state.json", "plan.json", "launcher.json", "outcome.json", "kill.json", "events.jsonl", "reserve", "logs"]
+    weights = {
+        **{"state.json": 8, "plan.json": 6, "launcher.json": 5, "outcome.json": 4, "kill.json": 1, "request.json": 2},
+        **{"allocation.json": 2, "events.jsonl": 1, "reserve": 1, "logs": 2},
+    }
     logs = [path for path in folder.glob("logs/*") if path.is_file()]
-    path = folder / random_.choices(names, weights=[8, 6, 5, 4, 1, 1, 1, 2])[0]
+    path = folder / random_.choices(list(weights), weights=list(weights.values()))[0]
     if path.name == "logs" and logs and random_.random() < 0.7:
         path = random_.choice(logs)
     is_json = path.suffix == ".json" and path.is_file()

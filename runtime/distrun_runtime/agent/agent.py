@@ -15,7 +15,7 @@ from typing import Any, Callable, ClassVar, Dict, List, Optional, Protocol
 
 from distrun_runtime.agent import preflight, record, stopping
 from distrun_runtime.agent.channel import Channel, Connection
-from distrun_runtime.agent.guard import GuardLink, Wakeup
+from distrun_runtime.agent.guard import GuardLink, Wakeup, beat_s
 from distrun_runtime.agent.preflight import Preflight
 from distrun_runtime.agent.processes import TaskRunner
 from distrun_runtime.agent.record import Record
@@ -26,7 +26,7 @@ from distrun_runtime.contract.plan import HOLD, STOP
 from distrun_runtime.contract.process import Identity, Process
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
 
-FIRST_LEASE_S = 45.0
+FIRST_LEASE_S = facts.LEASE_S
 """How long the agent waits for `begin`, and between frames until then."""
 GUARD_LOST_GRACE_S = 2.0
 """Without its guard the agent hurries: if it died now, nothing would clean up after it."""
@@ -38,6 +38,8 @@ REMEMBER_S = 5.0
 """Without a subreaper, the interval at which the tasks' processes are remembered, before they can lose their parent."""
 SILENT = 1 / 3
 """Share of the lease after which an agent that can get another connection does not wait for this one any more."""
+PREPARING_S = 60.0
+"""What the agent does before its first task may keep it from beating for so long at least."""
 OTHER = "other"
 """`kind` of a failure without a kind of its own."""
 
@@ -103,6 +105,7 @@ class Agent:
         self._asked_at = 0.0
         """When another connection was last asked for because of silence."""
         self._remember_at = math.inf
+        self._beat_at = math.inf
         self._listening: Optional[Connection] = None
         """Connection whose input is waited for."""
         self._writing = -1
@@ -134,7 +137,7 @@ class Agent:
         lease_end = math.inf if self._is_leaving else self._lease_end()
         preflight_at = self._preflight.deadline if self._preflight is not None else math.inf
         return_at = min(self._return.next_at, self._silent_at()) if self._return is not None else math.inf
-        due = min(self._stopping.next_at, self._remember_at, lease_end, preflight_at, return_at)
+        due = min(self._stopping.next_at, self._remember_at, self._beat_at, lease_end, preflight_at, return_at)
         return max(0.0, min(due - time.monotonic(), 3600.0))
 
     def _lease_end(self) -> float:
@@ -147,6 +150,7 @@ class Agent:
         return max(self._heard_at, self._asked_at) + self._share.plan.limits.lease_s * SILENT
 
     def _tick(self, now: float) -> None:
+        self._beat(now)
         if not self._is_leaving and now >= self._lease_end():
             self._say_ending(f"it heard nothing from the coordinator for {now - self._heard_at:.1f} s")
             self._leave(self._gentle(), facts.EXIT_TERMINATED)
@@ -225,6 +229,7 @@ class Agent:
         written, since = channel.written, time.monotonic()
         self._flush()
         while not channel.is_broken:
+            self._beat(time.monotonic())
             # Told to end, the coordinator still wants to hear of it, by another connection if this one is cut.
             is_awaited = not channel.is_over and (channel.connection is not None or self._code == 0)
             limit_s = FLUSH_S if is_awaited else LOST_FLUSH_S
@@ -411,6 +416,7 @@ class Agent:
             return
         env = share.environment(task, header.get("env") or {})
         if self._runner.spawn(task, env, share.spool_folder, attempt):
+            self._beat_at = 0.0  # from now on the lease counts
             self._save()
             if not self._is_subreaper:
                 self._remember_at = min(self._remember_at, time.monotonic() + 0.5)
@@ -494,10 +500,22 @@ class Agent:
 
     def _tell_guard(self, share: Share) -> None:
         """Note what the guard must know to do the agent's work."""
-        note = {"type": "begin", "folder": share.folder, "job": share.plan.job, "marks": share.marks}
+        note = {"type": "begin", "folder": share.folder, "marks": share.marks}
+        os.set_blocking(self._guard.notes, False)  # a guard that is stopped reads nothing
         with contextlib.suppress(OSError):  # it is dead: the loop will notice
             os.write(self._guard.notes, wire.encode(dict(note, grace_s=self._grace_s())))
-        os.close(self._guard.notes)
+        self._beat_at = 0.0
+        self._beat(time.monotonic())
+
+    def _beat(self, now: float) -> None:
+        """Show the guard that this loop goes on, if it is time."""
+        if now < self._beat_at or self._share is None:
+            return
+        lease_s = self._share.plan.limits.lease_s
+        self._beat_at = now + beat_s(lease_s)
+        limit_s = lease_s if self._runner.tasks else max(lease_s, PREPARING_S)
+        with contextlib.suppress(OSError):
+            os.write(self._guard.notes, wire.encode({"type": "beat", "limit_s": limit_s}))
 
     def _save(self) -> None:
         """Update the record. A full disk only makes a later sweep less reliable."""
@@ -515,6 +533,7 @@ class Agent:
             leaders,
             tuple(sorted(others)),
             share.plan.limits.lease_s,
+            share.plan.nonce,
         )
         with contextlib.suppress(OSError):
             record.save(share.folder, current)

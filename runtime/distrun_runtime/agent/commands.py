@@ -41,7 +41,7 @@ class Command(NamedTuple):
     """Text that no process list may show, with FD as in `argv`. It is read from a file without a name."""
 
 
-class Done(NamedTuple):
+class CommandResult(NamedTuple):
     """How a command ended."""
 
     code: Optional[int]
@@ -59,9 +59,9 @@ class Done(NamedTuple):
         return "\n".join(lines[-10:])
 
 
-def run(command: Command) -> Done:
+def run(command: Command) -> CommandResult:
     """Run a command and return how it ended. Waits for it, at most for its `limit_s`."""
-    found: List[Done] = []
+    found: List[CommandResult] = []
     with selectors.PollSelector() as selector:
         running = RunningCommand(command, selector, found.append)
         running.start()
@@ -78,7 +78,9 @@ def run(command: Command) -> Done:
 class RunningCommand:
     """A command that runs. `on_done` is called once: by `reaped` or `expire`, or by `start` if it cannot start."""
 
-    def __init__(self, command: Command, selector: selectors.BaseSelector, on_done: Callable[[Done], None]) -> None:
+    def __init__(
+        self, command: Command, selector: selectors.BaseSelector, on_done: Callable[[CommandResult], None]
+    ) -> None:
         self.deadline = time.monotonic() + command.limit_s
         self._command = command
         self._selector = selector
@@ -111,7 +113,7 @@ class RunningCommand:
             os.close(self._result)
             os.close(self._text)
             fault = NOT_FOUND if is_missing(err, command.argv[0], command.env) else NOT_STARTED
-            self._on_done(Done(None, text=str(err), fault=fault))
+            self._on_done(CommandResult(None, text=str(err), fault=fault))
             return
         finally:
             for descriptor in theirs:
@@ -172,7 +174,7 @@ class RunningCommand:
                 pass
         result, text = bytes(self._received[self._result]), bytes(self._received[self._text])
         self._close()
-        self._on_done(Done(code, result, text.decode("utf-8", "replace"), fault))
+        self._on_done(CommandResult(code, result, text.decode("utf-8", "replace"), fault))
 
     def _watch(self, descriptor: int) -> None:
         self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._read(descriptor))

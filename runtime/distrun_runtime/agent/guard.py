@@ -1,7 +1,8 @@
-"""Starts the agent of a host and stays as its parent, the guard, which ends all tasks if the agent dies.
+"""Starts the agent of a host and stays as its parent, the guard, which ends all tasks if the agent dies or freezes.
 
-The guard is a subreaper, so it inherits every process that the agent started. It leaves the channel to the agent. If
-the guard dies first, the agent notices that a pipe between them was closed, and ends its tasks.
+The guard is a subreaper, so it inherits every process that the agent started. It leaves the channel to the agent. The
+agent beats over a pipe. If the guard hears no beat for the lease, it kills the agent, and ends the tasks. If the guard
+dies first, the agent notices that a pipe between them was closed, and ends its tasks.
 
 The agent's first frame leaves before most of the agent is imported, so that the coordinator need not wait for that.
 """
@@ -9,6 +10,7 @@ The agent's first frame leaves before most of the agent is imported, so that the
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -16,14 +18,19 @@ import time
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, NamedTuple, Optional
 
 from distrun_runtime.agent.channel import Channel, Connection, Descriptors
-from distrun_runtime.contract import process, wire
+from distrun_runtime.contract import facts, process, wire
 from distrun_runtime.contract.process import Identity, Process
+from distrun_runtime.errors import WireError
 
 if TYPE_CHECKING:
     from distrun_runtime.agent.agent import Returns
 
 TERMINAL_SIGNALS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTSTP", "SIGTTIN", "SIGTTOU")
 """Signals of a terminal. The launcher gets them and tells the agent what to do."""
+SHORTEST_BEAT_S = 0.5
+LONGEST_BEAT_S = 5.0
+KILLED_S = 3.0
+"""How long the end of an agent that was killed is waited for. One that waits for a dead disk does not end."""
 
 
 def serve(
@@ -82,7 +89,7 @@ class GuardLink(NamedTuple):
     alive: int
     """Pipe that is closed when the guard ends."""
     notes: int
-    """Pipe for what the guard must know if the agent dies. It is written once, then closed."""
+    """Pipe for what the guard must know if the agent dies, and then for the agent's beats."""
 
 
 class Wakeup:
@@ -135,8 +142,65 @@ def _serve_as_agent(
     return Agent(channel, guard, me, wakeup, is_subreaper, returns=returns).run(first)
 
 
-def _watch(agent: int, notes: int, idle: Callable[[], None]) -> int:
-    """Wait for the agent's end, then for the end of everything it started."""
+class Silence:
+    """How long the agent has not beaten, in time during which the guard itself ran. No clock, no side effects.
+
+    After a machine was suspended, or the guard stopped, the agent has to get its turn before it is judged: however
+    long a wait took, it counts as two intervals at most.
+    """
+
+    def __init__(self) -> None:
+        self._limit_s = math.inf
+        self._silent_s = 0.0
+        self._looked_at = 0.0
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds until the next look at the latest; infinite before the first beat."""
+        return math.inf if self._limit_s == math.inf else beat_s(self._limit_s)
+
+    def beat(self, limit_s: float, now: float) -> None:
+        """Note a beat. The next one has to come within `limit_s` seconds."""
+        self._limit_s, self._silent_s, self._looked_at = limit_s, 0.0, now
+
+    def is_over(self, now: float) -> bool:
+        """Return whether the agent has been silent for too long."""
+        self._silent_s += min(now - self._looked_at, 2 * self.interval_s)
+        self._looked_at = now
+        return self._silent_s >= self._limit_s
+
+
+def beat_s(lease_s: float) -> float:
+    """Return how often an agent beats, in seconds."""
+    return max(SHORTEST_BEAT_S, min(LONGEST_BEAT_S, lease_s / 10))
+
+
+class _Notes:
+    """What the agent writes to the guard: a note of its job, then beats."""
+
+    def __init__(self, pipe: int) -> None:
+        self.pipe = pipe
+        self.job: Optional[Dict[str, Any]] = None
+        """What must be known to do the agent's work; None until a job begins."""
+        self._decoder = wire.Decoder()
+        os.set_blocking(pipe, False)
+
+    def read(self) -> Optional[float]:
+        """Take what has come; return the time limit of the last beat, None if there was none."""
+        limit_s = None
+        with contextlib.suppress(OSError, WireError):
+            while data := os.read(self.pipe, 65536):
+                for frame in self._decoder.feed(data):
+                    if frame.type == "begin":
+                        self.job = frame.header
+                    else:
+                        limit_s = float(frame.header["limit_s"])
+        return limit_s
+
+
+def _watch(agent: int, pipe: int, idle: Callable[[], None]) -> int:
+    """Wait for the agent's end, or kill it if it no longer beats; then end everything that it started."""
+    import select  # not before the first frame
 
     def pass_on(number: int, frame: object) -> None:
         del frame
@@ -145,32 +209,54 @@ def _watch(agent: int, notes: int, idle: Callable[[], None]) -> int:
 
     # The child is ours until it is waited for, so its id cannot have become another's before that.
     signal.signal(signal.SIGTERM, pass_on)
+    signal.signal(signal.SIGCHLD, _do_nothing)
+    wakeup = Wakeup()
+    notes, silence = _Notes(pipe), Silence()
+    poller = select.poll()
+    poller.register(wakeup.descriptor, select.POLLIN)
+    poller.register(pipe, select.POLLIN)
     idle()
-    status = 0
-    while True:
-        pid, status = os.waitpid(-1, 0)
-        if pid == agent:
-            break
+    status = _reaped(agent)
+    while status is None:
+        wait_s = silence.interval_s
+        for descriptor, event in poller.poll(None if wait_s == math.inf else wait_s * 1000):
+            if descriptor == wakeup.descriptor:
+                wakeup.read()
+            elif event & select.POLLIN:
+                limit_s = notes.read()
+                if limit_s is not None:
+                    silence.beat(limit_s, time.monotonic())
+            else:
+                poller.unregister(pipe)  # the agent ends
+        status = _reaped(agent)
+        if status is None and silence.is_over(time.monotonic()):
+            status = _kill(agent)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    note = _note(notes)
-    if note is not None:
-        _clean_up(note)
-    return exit_code(status)
+    notes.read()
+    if notes.job is not None:
+        _clean_up(notes.job)
+    return facts.exit_code_of(status)
 
 
-def exit_code(status: int) -> int:
-    """Return a wait status as a shell's exit code: 128 + number for a signal."""
-    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+def _reaped(agent: int) -> Optional[int]:
+    """Reap what has ended; return the agent's wait status, None while it runs."""
+    while True:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in (0, agent):
+            return status if pid else None
 
 
-def _note(notes: int) -> Optional[Dict[str, Any]]:
-    """Return what the agent noted for the guard when the job began; None if no job began."""
-    os.set_blocking(notes, False)  # a process that the agent left behind may hold the other end
-    try:
-        frames = wire.Decoder().feed(os.read(notes, 65536))
-    except OSError:
-        return None
-    return frames[0].header if frames else None
+def _kill(agent: int) -> int:
+    """Kill an agent that is frozen or hangs; return its wait status. It stays if it cannot end now (a dead disk)."""
+    with contextlib.suppress(OSError):  # for the coordinator, which shows it if it still listens
+        os.write(2, b"distrun's guard: the agent froze or hangs; it is killed, and its tasks are ended\n")
+    os.kill(agent, signal.SIGKILL)
+    until = time.monotonic() + KILLED_S
+    status = _reaped(agent)
+    while status is None and time.monotonic() < until:
+        time.sleep(0.01)
+        status = _reaped(agent)
+    return int(signal.SIGKILL) if status is None else status
 
 
 def _clean_up(note: Dict[str, Any]) -> None:
@@ -180,7 +266,7 @@ def _clean_up(note: Dict[str, Any]) -> None:
     folder = str(note["folder"])
     found = record.find(folder)
     records = [] if found is None else [found]
-    marks = dict(note["marks"])
+    marks: Dict[str, str] = note["marks"]
 
     def find() -> List[Process]:
         return sweep.belongings(records, marks, below=[os.getpid()], is_fresh=True)

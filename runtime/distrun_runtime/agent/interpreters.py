@@ -8,14 +8,13 @@ the host, if there is one. Workers never use it.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
 import stat
 from typing import Any, Dict, Generator, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from distrun_runtime.agent.commands import FD, NOT_FOUND, TIMED_OUT, Command, Done
+from distrun_runtime.agent.commands import FD, NOT_FOUND, TIMED_OUT, Command, CommandResult
 from distrun_runtime.agent.preflight import working_folder
 from distrun_runtime.agent.share import Share, exact, words
 from distrun_runtime.contract import environ
@@ -47,7 +46,7 @@ os.write(fd, json.dumps(found).encode("ascii"))
 """
 
 
-class Check(NamedTuple):
+class InterpreterCheck(NamedTuple):
     """One interpreter to check, and the tasks that use it."""
 
     name: str
@@ -57,7 +56,7 @@ class Check(NamedTuple):
     tasks: Tuple[str, ...]
 
 
-def chosen(share: Share) -> Generator[Command, Done, Share]:
+def chosen(share: Share) -> Generator[Command, CommandResult, Share]:
     """Check the interpreters of tasks with needs; return the share with those that they will use.
 
     Yields commands, and is sent how each ended.
@@ -87,7 +86,7 @@ def chosen(share: Share) -> Generator[Command, Done, Share]:
             task._replace(argv=(instead.get(task.name, task.argv[0]), *task.argv[1:])) for task in share.plan.tasks
         ),
     )
-    return dataclasses.replace(share, python=found, plan=plan)
+    return share._replace(python=found, plan=plan)
 
 
 def command(
@@ -98,7 +97,7 @@ def command(
     return Command((name, b"-c", _LOOK.encode("ascii"), FD, *modules), env, cwd, limit_s)
 
 
-def told(asked: Command, done: Done, name: str, host: str) -> Dict[str, Any]:
+def told(asked: Command, done: CommandResult, name: str, host: str) -> Dict[str, Any]:
     """Return what an interpreter told: `version`, `path`, and by module its version (with `MODULE_error` if empty).
 
     Also `is_own`: it belongs to a virtual environment or to conda, so that pip may install there. `lacks`: which of
@@ -191,7 +190,7 @@ def _is_private(info: os.stat_result) -> bool:
     return stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o022
 
 
-def _checks(share: Share) -> Iterator[Check]:
+def _checks(share: Share) -> Iterator[InterpreterCheck]:
     """Yield a check for each distinct interpreter (name, path it is looked for in, modules) of tasks with needs."""
     alike: Dict[Tuple[object, ...], List[str]] = {}
     for task in share.plan.tasks:
@@ -203,10 +202,10 @@ def _checks(share: Share) -> Iterator[Check]:
         task = share.plan.task(names[0])
         env, cwd = share.environment(task, task.env), exact(working_folder(task.cwd))
         asked = command(words(task)[0], task.needs, env, cwd)
-        yield Check(task.argv[0], asked, task.needs, tuple(names))
+        yield InterpreterCheck(task.argv[0], asked, task.needs, tuple(names))
 
 
-def _failure(share: Share, check: Check, look: Mapping[str, Any]) -> PreflightFailure:
+def _failure(share: Share, check: InterpreterCheck, look: Mapping[str, Any]) -> PreflightFailure:
     """Return why servers cannot use an interpreter that works, with everything that the user can do."""
     plan, path, version = share.plan, look["path"] or check.name, look["version"]
     host = next((each for each in plan.hosts if each.name == share.host), Host(share.host))
@@ -226,7 +225,7 @@ def _failure(share: Share, check: Check, look: Mapping[str, Any]) -> PreflightFa
     return PreflightFailure("module", "\n".join([text, *lines]), "\n".join([*fixes, "or " + OTHER]))
 
 
-def _parsed(done: Done) -> Optional[Dict[str, Any]]:
+def _parsed(done: CommandResult) -> Optional[Dict[str, Any]]:
     try:
         value: Dict[str, Any] = json.loads(done.result.decode("ascii"))
         return value if value["version"] and "path" in value else None

@@ -10,7 +10,6 @@ sent the result. `Preflight` does these things for the agent's loop. Nothing her
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import selectors
@@ -18,7 +17,7 @@ import sys
 import time
 from typing import Any, Callable, Dict, Generator, Mapping, NamedTuple, Optional, Union
 
-from distrun_runtime.agent.commands import FD, NOT_FOUND, SCRIPT, TIMED_OUT, Command, Done, RunningCommand
+from distrun_runtime.agent.commands import FD, NOT_FOUND, SCRIPT, TIMED_OUT, Command, CommandResult, RunningCommand
 from distrun_runtime.agent.share import Share
 from distrun_runtime.contract.plan import ACTIVATE_S, Plan
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
@@ -45,16 +44,16 @@ class Need(NamedTuple):
     digest: str
 
 
-class Turn(NamedTuple):
+class NodeTurn(NamedTuple):
     """`take` is to be called again and again, until it returns true or `limit_s` are over."""
 
     take: Callable[[], bool]
     limit_s: float
 
 
-Steps = Generator[Union[Command, Need, Turn], Any, Share]
+Steps = Generator[Union[Command, Need, NodeTurn], Any, Share]
 TRY_S = 0.1
-"""Between two calls of `Turn.take`."""
+"""Between two calls of `NodeTurn.take`."""
 
 
 def steps(share: Share) -> Steps:
@@ -72,7 +71,7 @@ def steps(share: Share) -> Steps:
 
         lock = NodeLock(share.folder)
         try:
-            yield Turn(lock.take, TURN_S)
+            yield NodeTurn(lock.take, TURN_S)
             share = yield from _shared(share)
         finally:
             lock.release()
@@ -85,7 +84,7 @@ def _shared(share: Share) -> Steps:
     if plan.sync is not None or any(task.cwd for task in plan.tasks):
         check_folders(plan, share.host)
     if plan.runtime.path:
-        return dataclasses.replace(share, runtime=plan.runtime.path)
+        return share._replace(runtime=plan.runtime.path)
     if not plan.runtime.digest:
         return share
     from distrun_runtime.agent import cache
@@ -93,7 +92,7 @@ def _shared(share: Share) -> Steps:
     folder = cache.find(plan.runtime.digest)
     if not folder:
         folder = cache.keep(plan.runtime.digest, (yield Need(plan.runtime.digest)), share.folder)
-    return dataclasses.replace(share, runtime=folder)
+    return share._replace(runtime=folder)
 
 
 def settle(share: Share) -> Steps:
@@ -125,12 +124,12 @@ def _environment(share: Share) -> Steps:
     plan = share.plan
     if plan.activate:
         command = activation(plan.activate, share.base, share.marks, share.cwd)
-        share = dataclasses.replace(share, base=activated((yield command), command, share.host))
+        share = share._replace(base=activated((yield command), command, share.host))
     if any(task.needs for task in plan.tasks):
         from distrun_runtime.agent import interpreters
 
         share = yield from interpreters.chosen(share)
-    return dataclasses.replace(share, has_environment=True)
+    return share._replace(has_environment=True)
 
 
 class Preflight:
@@ -153,7 +152,7 @@ class Preflight:
         self._on_failed = on_failed
         self._command: Optional[RunningCommand] = None
         self._needed = ""
-        self._turn: Optional[Turn] = None
+        self._turn: Optional[NodeTurn] = None
         self._try_at = self._try_until = math.inf
         self._archive = bytearray()
 
@@ -183,7 +182,7 @@ class Preflight:
             if isinstance(wanted, Need):
                 self._needed = wanted.digest
                 self._ask_for(wanted.digest)
-            elif isinstance(wanted, Turn):
+            elif isinstance(wanted, NodeTurn):
                 self._turn, self._try_until = wanted, time.monotonic() + wanted.limit_s
                 self._try()
             else:
@@ -238,7 +237,7 @@ class Preflight:
         else:
             self._try_at = now + TRY_S
 
-    def _on_done(self, done: Done) -> None:
+    def _on_done(self, done: CommandResult) -> None:
         self._command = None
         self.proceed(done)
 
@@ -323,7 +322,7 @@ def activation(script: str, base: Mapping[bytes, bytes], marks: Mapping[str, str
     return Command(argv, env, os.fsencode(working_folder(cwd)), ACTIVATE_S, text.encode("utf-8", "surrogateescape"))
 
 
-def activated(done: Done, asked: Command, host: str) -> Dict[bytes, bytes]:
+def activated(done: CommandResult, asked: Command, host: str) -> Dict[bytes, bytes]:
     """Return the environment that the activation made.
 
     Raises:

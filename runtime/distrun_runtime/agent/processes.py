@@ -15,18 +15,16 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
 from typing import Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Set, Tuple
 
 from distrun_runtime.agent.channel import Channel
 from distrun_runtime.agent.output import Outlet, Spool
 from distrun_runtime.agent.share import exact, words
 from distrun_runtime.contract import process
+from distrun_runtime.contract.facts import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND
 from distrun_runtime.contract.plan import Task
 from distrun_runtime.contract.process import Identity, Process
 
-NOT_FOUND = 127
-NOT_EXECUTABLE = 126
 JOB = ""
 """Owner of processes that belong to the job, but to no known task."""
 LINE_LIMIT = 64 * 1024
@@ -211,22 +209,32 @@ class TaskRunner:
         return [outlet for running in self.tasks.values() for outlet in running.outlets]
 
 
-@dataclass
 class RunningTask:
     """A task that was started."""
 
-    task: Task
-    leader: Identity
-    """Its first process."""
-    processes: TaskProcesses
-    outlets: Tuple[Outlet, Outlet]
-    publisher: Publisher
-    started: float
-    child: subprocess.Popen[bytes]
-    attempt: int = 0
-    """How often it was started before."""
-    was_signalled: bool = False
-    """The agent sent it a signal, so its end is no failure of its own."""
+    def __init__(
+        self,
+        task: Task,
+        leader: Identity,
+        *,
+        outlets: Tuple[Outlet, Outlet],
+        publisher: Publisher,
+        started: float,
+        child: subprocess.Popen[bytes],
+        attempt: int = 0,
+    ) -> None:
+        self.task = task
+        self.leader = leader
+        """Its first process."""
+        self.processes = TaskProcesses(task.name, leader)
+        self.outlets = outlets
+        self.publisher = publisher
+        self.started = started
+        self.child = child
+        self.attempt = attempt
+        """How often it was started before."""
+        self.was_signalled = False
+        """The agent sent it a signal, so its end is no failure of its own."""
 
     @property
     def is_reaped(self) -> bool:
@@ -291,19 +299,21 @@ def start(task: Task, env: Dict[bytes, bytes], spool_folder: str, attempt: int =
         Outlet(task.name, "err", ours[1], Spool(os.path.join(spool_folder, f"{task.name}.err")), attempt),
     )
     publisher = Publisher(task.name, ours[2])
-    return RunningTask(task, leader, TaskProcesses(task.name, leader), outlets, publisher, started, child, attempt)
+    return RunningTask(
+        task, leader, outlets=outlets, publisher=publisher, started=started, child=child, attempt=attempt
+    )
 
 
 def _check(task: Task, argv: List[bytes], env: Mapping[bytes, bytes]) -> None:
     """Raise CannotStart for what exec would report ambiguously."""
     if not argv or not argv[0]:
-        raise CannotStart(NOT_FOUND, f"{task.name} has an empty command")
+        raise CannotStart(EXIT_NOT_FOUND, f"{task.name} has an empty command")
     cwd = os.path.expanduser(exact(task.cwd))
     if cwd and not os.path.isdir(cwd):
         what = "is not a folder" if os.path.exists(cwd) else "does not exist"
-        raise CannotStart(NOT_EXECUTABLE, f"the working folder {task.cwd} {what} on this host")
+        raise CannotStart(EXIT_NOT_EXECUTABLE, f"the working folder {task.cwd} {what} on this host")
     if cwd and not os.access(cwd, os.X_OK):
-        raise CannotStart(NOT_EXECUTABLE, f"the working folder {task.cwd} cannot be entered: no permission")
+        raise CannotStart(EXIT_NOT_EXECUTABLE, f"the working folder {task.cwd} cannot be entered: no permission")
     folders = env.get(b"PATH", os.fsencode(os.defpath)).split(b":")
     places = [b""] if b"/" in argv[0] else folders
     found = [os.path.join(cwd or b".", place, argv[0]) for place in places]
@@ -313,21 +323,21 @@ def _check(task: Task, argv: List[bytes], env: Mapping[bytes, bytes]) -> None:
         if argv[0] == b"python" and any(os.path.exists(os.path.join(place, b"python3")) for place in folders):
             where = " (in no folder of the task's PATH, but there is python3: type that)"
         word, equals, _ = _text(argv[0]).partition("=")  # of an assignment only the name: its value may be a secret
-        raise CannotStart(NOT_FOUND, f"command not found: {word}{'=...' if equals else ''}{where}")
+        raise CannotStart(EXIT_NOT_FOUND, f"command not found: {word}{'=...' if equals else ''}{where}")
     if not any(os.path.isfile(path) and os.access(path, os.X_OK) for path in found):
         what = "is a folder" if os.path.isdir(found[0]) else "is not executable; chmod +x it or name its interpreter"
-        raise CannotStart(NOT_EXECUTABLE, f"{_text(found[0])} {what}")
+        raise CannotStart(EXIT_NOT_EXECUTABLE, f"{_text(found[0])} {what}")
 
 
 def _why(task: Task, argv: List[bytes], err: Exception) -> CannotStart:
     number = err.errno if isinstance(err, OSError) else None
     if number == errno.ENOENT:
         # The file is there (it was checked): what its first line names is not.
-        return CannotStart(NOT_EXECUTABLE, f"{_text(argv[0])}: the interpreter in its first line does not exist")
+        return CannotStart(EXIT_NOT_EXECUTABLE, f"{_text(argv[0])}: the interpreter in its first line does not exist")
     if number == errno.ENOEXEC:
         what = "is neither a program of this machine nor a script with a #! line"
-        return CannotStart(NOT_EXECUTABLE, f"{_text(argv[0])} {what}")
-    return CannotStart(NOT_EXECUTABLE, f"{task.name} cannot be started: {err}")
+        return CannotStart(EXIT_NOT_EXECUTABLE, f"{_text(argv[0])} {what}")
+    return CannotStart(EXIT_NOT_EXECUTABLE, f"{task.name} cannot be started: {err}")
 
 
 def _text(word: bytes) -> str:
@@ -436,18 +446,18 @@ def _signal_name(number: int) -> str:
 # Which processes belong to which task
 
 
-@dataclass
 class TaskProcesses:
     """What is known of one task's processes."""
 
-    name: str
-    leader: Identity
-    is_reaped: bool = False
-    """The leader was waited for: from then on its id may be given to another process."""
-    is_scattered: bool = False
-    """Reaped, and nothing was left in its group and session: these ids mean nothing any more."""
-    known: Set[Identity] = field(default_factory=set)
-    """Everything that was ever seen to belong to it and was alive at the last look."""
+    def __init__(self, name: str, leader: Identity, is_reaped: bool = False, is_scattered: bool = False) -> None:
+        self.name = name
+        self.leader = leader
+        self.is_reaped = is_reaped
+        """The leader was waited for: from then on its id may be given to another process."""
+        self.is_scattered = is_scattered
+        """Reaped, and nothing was left in its group and session: these ids mean nothing any more."""
+        self.known: Set[Identity] = set()
+        """Everything that was ever seen to belong to it and was alive at the last look."""
 
 
 def owners(

@@ -15,7 +15,7 @@ import os
 import selectors
 import socket
 import time
-from typing import Any, Callable, Dict, List, Mapping, Optional
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from distrun_runtime.agent import sweep
 from distrun_runtime.contract.ports import ports_to_try
@@ -49,17 +49,22 @@ def _survey(args: Mapping[str, Any]) -> Dict[str, Any]:
 
 
 def _sweep(args: Mapping[str, Any]) -> Dict[str, Any]:
-    return _ended(str(args["job"]), args)
+    return _ended(str(args["job"]), str(args.get("nonce") or ""), args)
 
 
 def _sweeps(args: Mapping[str, Any]) -> Dict[str, Any]:
-    """End several jobs here, one after the other."""
-    return {str(job): _ended(str(job), args) for job in args["jobs"]}
+    """End several jobs here, one after the other. Each is named as `ID/NONCE`; one of an older version by its id."""
+    return {str(each): _ended(*_parted(str(each)), args) for each in args["jobs"]}
 
 
-def _ended(job: str, args: Mapping[str, Any]) -> Dict[str, Any]:
+def _parted(name: str) -> Tuple[str, str]:
+    job, _, nonce = name.partition("/")
+    return job, nonce
+
+
+def _ended(job: str, nonce: str, args: Mapping[str, Any]) -> Dict[str, Any]:
     grace_s: Optional[float] = None if args.get("grace_s") is None else float(args["grace_s"])
-    report = sweep.sweep(job, grace_s)
+    report = sweep.sweep(job, grace_s, nonce)
     return {"ended": [list(each) for each in report.ended], "left": [list(each) for each in report.left]}
 
 

@@ -1,8 +1,9 @@
 """Keeps a job's private folder on a host: its token, its spool, and the record of what was started.
 
-    HOSTDIR/JOB/PLACE/{token, agent.json, spool/, killed}
+    HOSTDIR/JOB.NONCE/PLACE/{token, agent.json, spool/, killed}
 
-HOSTDIR is $XDG_RUNTIME_DIR/distrun or, without one, /tmp/distrun-UID: mode 0700, owned by the user, no link.
+HOSTDIR is $XDG_RUNTIME_DIR/distrun or, without one, /tmp/distrun-UID: mode 0700, owned by the user, no link. A detached
+job's is /var/tmp/distrun-UID: the others may be removed when the user logs out.
 PLACE is the agent's place, called as the host where a host has one. A machine may have several, and so may several
 hosts of a job that are one machine (a test, containers that share /tmp).
 The record lets the guard, `distrun kill` and a sweep end exactly what was started; it is rewritten whole.
@@ -45,6 +46,8 @@ class Record(NamedTuple):
     """Other processes that were seen to belong to the job."""
     lease_s: float = facts.LEASE_S
     """How long the agent goes on without hearing from its coordinator. The file's time says when it last heard."""
+    nonce: str = ""
+    """`Plan.nonce`."""
 
     def to_json(self) -> Dict[str, Any]:
         """Return the record as JSON-able values."""
@@ -58,6 +61,7 @@ class Record(NamedTuple):
             "tasks": [dict(who._asdict(), name=name, pgid=who.pid) for name, who in self.tasks],
             "known": [who._asdict() for who in self.known],
             "lease_s": self.lease_s,
+            "nonce": self.nonce,
         }
 
 
@@ -79,6 +83,7 @@ def from_json(value: Any) -> Record:
             tasks=tuple((str(task["name"]), _identity(task)) for task in value["tasks"]),
             known=tuple(_identity(who) for who in value["known"]),
             lease_s=float(value["lease_s"]),
+            nonce=str(value.get("nonce", "")),
         )
     except (KeyError, TypeError, ValueError) as err:
         raise ContractError(f"this is not an agent record: {err!r}") from err
@@ -97,11 +102,16 @@ def places() -> List[str]:
     A login through a desktop or a console has XDG_RUNTIME_DIR, one through ssh often has not.
     """
     usual = [f"/run/user/{os.geteuid()}/distrun", f"/tmp/distrun-{os.geteuid()}"]
-    return list(dict.fromkeys([*roots(), *usual]))
+    return list(dict.fromkeys([*roots(), *usual, lasting_root()]))
 
 
-def jobs() -> List[str]:
-    """Return the jobs that have a folder on this machine, as names of folders: what `folders` takes."""
+def lasting_root() -> str:
+    """Return the HOSTDIR that a logout leaves alone. The control sockets of coordinators are there, too."""
+    return f"/var/tmp/distrun-{os.geteuid()}"
+
+
+def every() -> List[str]:
+    """Return the folders of all jobs on this machine."""
     found = []
     for root in places():
         try:
@@ -109,21 +119,21 @@ def jobs() -> List[str]:
             found += sorted(os.listdir(root))
         except (OSError, ContractError):
             continue
-    return list(dict.fromkeys(found))
+    return [folder for name in dict.fromkeys(found) for folder in _below(name)]
 
 
-def create(job: str, host: str, token: str) -> str:
-    """Make the folder of a job on this host, with its token, and return its path.
+def create(job: str, host: str, token: str, nonce: str = "", lasts: bool = False) -> str:
+    """Make the folder of a job on this host, with its token, and return its path. `lasts`: a logout may not remove it.
 
     Raises:
         ContractError: no root can be used, with the reason for each; or the folder is in use by a living agent.
     """
-    _refuse_a_second(job, host)
+    _refuse_a_second(job, nonce, host)
     wrong, is_full = [], False
-    for root in roots():
+    for root in [lasting_root(), *roots()] if lasts else roots():
         try:
             _private(root)
-            parent = os.path.join(root, safe_name(job))
+            parent = os.path.join(root, _name(job, nonce))
             _private(parent)
             folder = os.path.join(parent, safe_name(host))
             _private(folder)
@@ -193,11 +203,20 @@ def find(folder: str) -> Optional[Record]:
         return None
 
 
-def folders(job: str) -> List[str]:
+def folders(job: str, nonce: str = "") -> List[str]:
     """Return the folders of a job on this machine, of all its hosts that are here."""
+    return _below(_name(job, nonce))
+
+
+def _name(job: str, nonce: str) -> str:
+    """Return what the folder of a job is called. Two stores may each have a job of that id."""
+    return safe_name(f"{job}.{nonce}" if nonce else job)
+
+
+def _below(name: str) -> List[str]:
     found = []
     for root in places():
-        parent = os.path.join(root, safe_name(job))
+        parent = os.path.join(root, name)
         try:
             _check(root)
             _check(parent)
@@ -233,8 +252,8 @@ def safe_name(name: str) -> str:
     return "_" + text if text.startswith(".") or not text else text
 
 
-def _refuse_a_second(job: str, host: str) -> None:
-    for folder in folders(job):
+def _refuse_a_second(job: str, nonce: str, host: str) -> None:
+    for folder in folders(job, nonce):
         other = find(folder)
         if other is not None and other.host == host and process.is_alive(other.agent):
             raise ContractError(

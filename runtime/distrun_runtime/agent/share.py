@@ -7,12 +7,11 @@ that is bytes: odd ones of the user's stay as they were typed.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping
+from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, NamedTuple
 
 from distrun_runtime.agent import record
-from distrun_runtime.contract import environ, wire
-from distrun_runtime.contract.plan import WORKER, Host, Plan, Task, from_json
+from distrun_runtime.contract import environ, process, wire
+from distrun_runtime.contract.plan import HOLD, WORKER, Host, Plan, Task, from_json
 from distrun_runtime.contract.ports import ports_to_try
 from distrun_runtime.errors import ContractError, PreflightFailure
 
@@ -23,8 +22,7 @@ OF_THE_CONNECTION = ("SSH_*",)
 """Variables of the login by which the agent was reached. Tasks do not get them: it is not their login."""
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """The plan cut down to this host, its address, its held ports, its private folder."""
 
     plan: Plan
@@ -36,7 +34,7 @@ class Share:
     folder: str
     token_file: str
     secret_env: Mapping[str, str]
-    base: Mapping[bytes, bytes] = field(default_factory=dict)
+    base: Mapping[bytes, bytes] = {}
     """The environment that tasks start from."""
     place: str = ""
     """Name of the place that the agent is; where a host has one, it is called as the host."""
@@ -44,7 +42,7 @@ class Share:
     """Name of the interface that has `address`, if the job has other hosts too."""
     runtime: str = ""
     """Folder that goes first on the tasks' PYTHONPATH; empty: none."""
-    python: Mapping[str, str] = field(default_factory=dict)
+    python: Mapping[str, str] = {}
     """`VERSION PATH` of the interpreters of tasks that need modules, by the name they are called by."""
     has_environment: bool = False
     """The environment was activated, and interpreters were looked at."""
@@ -62,7 +60,7 @@ class Share:
     @property
     def marks(self) -> Dict[str, str]:
         """What a process of the job is known by, whoever its parent is by then."""
-        return {"DISTRUN_JOB_ID": self.plan.job, "DISTRUN_HOST": self.host, "DISTRUN_PLACE": self.place}
+        return dict(process.marks(self.plan.job, self.plan.nonce, self.host), DISTRUN_PLACE=self.place)
 
     def environment(self, task: Task, sent: Mapping[str, str]) -> Dict[bytes, bytes]:
         """Return a task's environment: this host's, its secrets, what was sent with it, and what it is known by."""
@@ -132,7 +130,7 @@ def take(header: Mapping[str, Any]) -> Share:
     address = host.address or _address(plan, host, outer)
     named = [task.env["DISTRUN_PORT_RANGE"] for task in plan.tasks if "DISTRUN_PORT_RANGE" in task.env]
     held = {label: hold(address, named[0] if named else "") for label in host.ports}
-    folder = record.create(plan.job, place, token)
+    folder = record.create(plan.job, place, token, plan.nonce, lasts=plan.on_eof == HOLD)
     token_file = os.path.join(folder, record.TOKEN) if token else ""
     # Tasks on this very machine have what the user has, the login included.
     unset = plan.unset if plan.backend == "local" else (*plan.unset, *OF_THE_CONNECTION)

@@ -124,7 +124,7 @@ class Stopping:
     def _task_of(self, row: Process) -> str:
         """Return the task that a process's environment names; empty if none."""
         env = process.environ_of(row.pid)
-        if any(env.get(name) != value for name, value in self._marks.items()):
+        if not process.has_marks(env, self._marks):
             return ""
         for name, running in self._tasks.items():
             if (running.task.role, str(running.task.rank)) == (env.get("DISTRUN_ROLE"), env.get("DISTRUN_RANK")):
@@ -246,7 +246,7 @@ def signal_number(name: Any) -> int:
 
 def _signal(name: Any) -> signal.Signals:
     text = str(name).upper()
-    found = getattr(signal, text if text.startswith("SIG") else "SIG" + text, None)
-    if not isinstance(found, signal.Signals):
-        raise ContractError(f"no signal is called {name!r} here; write it as TERM, INT or KILL")
-    return found
+    try:
+        return signal.Signals[text if text.startswith("SIG") else "SIG" + text]
+    except KeyError:
+        raise ContractError(f"no signal is called {name!r} here; write it as TERM, INT or KILL") from None

@@ -19,7 +19,7 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Opt
 
 from distrun_runtime.agent import record
 from distrun_runtime.agent.record import Record
-from distrun_runtime.contract import process, ps
+from distrun_runtime.contract import facts, process, ps
 from distrun_runtime.contract.facts import GIVE_UP_S, GRACE_S
 from distrun_runtime.contract.process import Identity, Process
 from distrun_runtime.errors import ContractError
@@ -30,22 +30,18 @@ AGENT = "import binascii,json,os,sys,zlib"
 NAMES = ("distrun's agent", "distrun's guard")
 """What the two are called in a report: their command lines say nothing to a reader."""
 DAEMONS = ("sshd", "sshd-session", "sshd-auth")
-ALIVE = "alive"
-DEAD = "dead"
-STOPPED = "stopped"
-NONE = "none"
 """No record names it, and none is above the tasks: only marks tell of the job."""
 _WHOLE = 100000
 """Characters of a command line that are looked at."""
 
-Key = Tuple[str, str]
-"""A job and what it calls this host."""
+Key = Tuple[str, str, str]
+"""A job, its nonce, and what it calls this host."""
 
 
 # Ending what a job left
 
 
-class Report(NamedTuple):
+class SweepReport(NamedTuple):
     """What a sweep did. Processes are (pid, command)."""
 
     job: str
@@ -57,21 +53,23 @@ class Report(NamedTuple):
     """The job's private folders that were removed."""
 
 
-def sweep(job: str, grace_s: Optional[float]) -> Report:
+def sweep(job: str, grace_s: Optional[float], nonce: str = "") -> SweepReport:
     """End every process of a job of the calling user on this machine, and remove its private folders.
+
+    A job of another store by the same id has another nonce, and is left alone.
 
     A living agent is asked to do it (SIGTERM, and SIGCONT in case it is frozen) and gets `grace_s` and two seconds.
     Then, or without an agent, everything recorded or marked gets TERM, `grace_s`, KILL. Nothing to end is no error.
     Waits until it is over. `grace_s` None: the job's own, as recorded.
     """
-    folders = record.folders(job)
+    folders = record.folders(job, nonce)
     records = [found for found in map(record.find, folders) if found is not None]
     if grace_s is None:
         grace_s = max((found.grace_s for found in records), default=GRACE_S)
     ours = {who: name for found in records for who, name in zip((found.agent, found.guard), NAMES)}
 
     def find() -> List[Process]:
-        return process.mine(belongings(records, {"DISTRUN_JOB_ID": job}))
+        return process.mine(belongings(records, process.marks(job, nonce)))
 
     there = {row.identity: _named(row.identity, ours) for row in find()}
     for folder in folders:
@@ -95,7 +93,7 @@ def sweep(job: str, grace_s: Optional[float]) -> Report:
     remaining = tuple((row.pid, process.command_of(row.pid)) for row in left)
     stuck = {row.identity for row in left}
     ended = tuple((who.pid, text) for who, text in there.items() if who not in stuck)
-    return Report(job, ended, remaining, tuple(gone))
+    return SweepReport(job, ended, remaining, tuple(gone))
 
 
 def belongings(
@@ -184,9 +182,9 @@ class Found(NamedTuple):
 def survey() -> Dict[str, Any]:
     """Return all jobs of the calling user on this host, the ones with most processes last."""
     rows = process.table()
-    kept = {(each.record.job, each.record.host): each for each in _kept()}
+    kept = {(each.record.job, each.record.nonce, each.record.host): each for each in _kept()}
     environs = _environs(_of_this_container(process.mine(_without_us(rows))))
-    marked = [(env["DISTRUN_JOB_ID"], _place(env)) for env in environs.values()]
+    marked = [(env["DISTRUN_JOB_ID"], env.get("DISTRUN_JOB_NONCE", ""), _place(env)) for env in environs.values()]
     keys = list(dict.fromkeys([*kept, *sorted(marked)]))
     return {
         "jobs": [_job(key, kept.get(key), environs) for key in keys],
@@ -221,19 +219,21 @@ def described(each: Process, task: str = "") -> Dict[str, Any]:
 
 
 def _job(key: Key, found: Optional[Found], environs: Dict[int, Dict[str, str]]) -> Dict[str, Any]:
-    marks = {"DISTRUN_JOB_ID": key[0]}
     records = [found.record] if found else []
-    every = belongings(records, dict(marks, DISTRUN_PLACE=key[1]) if key[1] else marks)
-    if key[1]:  # agents, guards and what older versions started are marked with their host only
-        known = {each.pid for each in every}
-        every += [each for each in belongings([], dict(marks, DISTRUN_HOST=key[1])) if each.pid not in known]
-    # A host may have several places, and a mark without a name means just that, not any of them.
-    processes = [each for each in process.mine(every) if _place(environs.get(each.pid, {}), key[1]) == key[1]]
+    # Agents, guards and what older versions started are marked with their host only. A host may have several places. A
+    # mark without a name means just that, not any host or place.
+    job, place = process.marks(key[0], key[1]), key[2]
+    marks = [dict(job, DISTRUN_PLACE=place), dict(job, DISTRUN_HOST=place)]
+    every = {
+        each.pid: each for one in (marks if place else [{**marks[0], **marks[1]}]) for each in belongings(records, one)
+    }
+    processes = [each for each in process.mine(every.values()) if _place(environs.get(each.pid, {}), place) == place]
     agent, guard = (found.record.agent, found.record.guard) if found else _above(processes)
     names = _names(records)
     return {
         "job": key[0],
-        "host": key[1],
+        "nonce": key[1],
+        "host": key[2],
         "agent": _state(agent),
         "guard": _state(guard),
         "quiet_s": max(0.0, round(time.time() - found.written, 1)) if found else None,
@@ -282,20 +282,19 @@ def _above(processes: List[Process]) -> Tuple[Optional[Identity], Optional[Ident
 
 def _state(who: Optional[Identity]) -> str:
     if who is None:
-        return NONE
+        return facts.AGENT_NONE
     if not process.is_alive(who):
-        return DEAD
+        return facts.AGENT_DEAD
     # T: a signal stopped it; t: a debugger did.
-    return STOPPED if any(each.state in "Tt" for each in process.table([who.pid])) else ALIVE
+    return facts.AGENT_STOPPED if any(each.state in "Tt" for each in process.table([who.pid])) else facts.AGENT_ALIVE
 
 
 def _kept() -> List[Found]:
     found = []
-    for job in record.jobs():
-        for folder in record.folders(job):
-            with contextlib.suppress(OSError, ContractError, ValueError):
-                written = os.stat(os.path.join(folder, record.RECORD)).st_mtime
-                found.append(Found(record.load(folder), folder, written))
+    for folder in record.every():
+        with contextlib.suppress(OSError, ContractError, ValueError):
+            written = os.stat(os.path.join(folder, record.RECORD)).st_mtime
+            found.append(Found(record.load(folder), folder, written))
     return found
 
 

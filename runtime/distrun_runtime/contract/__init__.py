@@ -1,1 +1,1 @@
-"""The room both sides enter: plan, environment table, agent frames. Standard library only, Python 3.8."""
+"""What both sides of a job share: plan, environment table, agent frames, facts. Standard library only, Python 3.8."""

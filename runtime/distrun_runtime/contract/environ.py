@@ -73,6 +73,12 @@ def _row(name: str, group: str, use: str, doc: str, **more: Any) -> Variable:
 TABLE: Tuple[Variable, ...] = (
     # What every task can ask about itself.
     _row("DISTRUN_JOB_ID", "distrun", BOTH, "The job's id; also the marker by which leftover processes are found."),
+    _row(
+        "DISTRUN_JOB_NONCE",
+        "distrun",
+        GIVEN,
+        "64 random bits of the job, hex: with the id, the marker by which leftover processes are found. No secret.",
+    ),
     _row("DISTRUN_ROLE", "distrun", GIVEN, "The task's role.", choices=("scheduler", "server", "worker")),
     _row(
         "DISTRUN_PLACE",

@@ -5,6 +5,7 @@ The table of exit codes for users is in docs/overview.md, "Deaths and exit codes
 
 from __future__ import annotations
 
+import os
 import signal as signals
 from typing import Optional
 
@@ -21,8 +22,13 @@ EXIT_START_FAILED = 6
 EXIT_HOST_LOST = 7
 EXIT_INTERNAL = 8
 EXIT_TIMEOUT = 124
-EXIT_INTERRUPTED = 128 + int(signals.SIGINT)
-EXIT_TERMINATED = 128 + int(signals.SIGTERM)
+EXIT_NOT_EXECUTABLE = 126
+EXIT_NOT_FOUND = 127
+"""A task's command cannot be executed, or was not found: as shells say it."""
+SIGNAL_BASE = 128
+"""A shell's exit code of what a signal ended is this and the signal's number."""
+EXIT_INTERRUPTED = SIGNAL_BASE + int(signals.SIGINT)
+EXIT_TERMINATED = SIGNAL_BASE + int(signals.SIGTERM)
 
 
 def exit_code(code: Optional[int], signal: Optional[str]) -> int:
@@ -31,9 +37,14 @@ def exit_code(code: Optional[int], signal: Optional[str]) -> int:
         return 0 if code is None else code
     name = signal if signal.startswith("SIG") else "SIG" + signal
     try:
-        return 128 + signals.Signals[name].value
+        return SIGNAL_BASE + signals.Signals[name].value
     except KeyError:
-        return 128 + int(signal) if signal.isdigit() else 1
+        return SIGNAL_BASE + int(signal) if signal.isdigit() else 1
+
+
+def exit_code_of(status: int) -> int:
+    """Return a wait status as a shell's exit code: 128 + number for a signal."""
+    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else SIGNAL_BASE + os.WTERMSIG(status)
 
 
 # Why a job ended.
@@ -72,25 +83,47 @@ STOPPED = "stopped"
 TASK_STATES = (PENDING, STARTING, RUNNING, EXITED, FAILED, STOPPED)
 """exited: by itself with 0. failed: by itself otherwise, or its host was lost. stopped: we ended it."""
 
+SUBMITTING = "submitting"
+QUEUED = "queued"
 STOPPING = "stopping"
 KILLED = "killed"
 LOST = "lost"
-JOB_STATES = (STARTING, RUNNING, STOPPING, SUCCEEDED, FAILED, KILLED, LOST)
-"""killed: interrupted or terminated. lost: the launcher died and nobody finished the job."""
-LIVE = (STARTING, RUNNING, STOPPING)
+JOB_STATES = (SUBMITTING, QUEUED, STARTING, RUNNING, STOPPING, SUCCEEDED, FAILED, KILLED, LOST)
+"""submitting, queued: it has no allocation yet, so no limit of time runs. killed: interrupted or terminated. lost: the
+launcher died and nobody finished the job."""
+UNKNOWN = "unknown"
+"""In place of the state of a live job that another host of a shared home runs, and has not updated for LOST_S."""
+LIVE = (SUBMITTING, QUEUED, STARTING, RUNNING, STOPPING)
 """States of a job that goes on."""
+GOING = (*LIVE, UNKNOWN)
+"""What is said of a job that goes on, as far as is known."""
 OVER = (SUCCEEDED, FAILED, KILLED)
 """States of a job that has an outcome."""
 DAMAGED = "damaged"
 """In place of the state of a job whose files cannot be read."""
 
+# States of an agent or guard that a survey of a host finds.
+
+AGENT_ALIVE = "alive"
+AGENT_DEAD = "dead"
+AGENT_STOPPED = "stopped"
+"""Frozen by a signal."""
+AGENT_NONE = "none"
+"""Nothing tells of it."""
+
 # How long is waited, in seconds, unless the user says otherwise (`plan.Limits`).
 
 GRACE_S = 10.0
 START_S = 120.0
+EARLIER_FAILURE_S = 1.0
+"""After a failure: reports of an earlier one may still arrive."""
+EARLY_EXIT_S = 10.0
+"""Workers may take so long to end after a server or scheduler ended with 0."""
 SUSPECT_S = 15.0
 LOST_S = 30.0
 LEASE_S = 45.0
 """Longer than LOST_S: a host is given up before its agent ends what it runs."""
+UNKNOWN_S = 30.0
+"""After so long without a word of a job, another machine that shares its folder does not know whether it runs."""
 GIVE_UP_S = 3.0
 """What still exists so long after the first KILL (uninterruptible, or another user's) is reported and left."""

@@ -13,7 +13,7 @@ long.
 from __future__ import annotations
 
 import re
-from typing import Any, Dict, FrozenSet, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Dict, FrozenSet, Mapping, NamedTuple, NewType, Optional, Tuple
 
 from distrun_runtime.contract import facts
 from distrun_runtime.errors import ContractError
@@ -36,6 +36,8 @@ HOLD = "hold"
 
 _NONE: Mapping[str, str] = {}
 """Never changed."""
+Reach = NewType("Reach", Mapping[str, str])
+"""How a backend gets to a host, in texts. That backend makes it and reads it; all others hand it on."""
 _REFERENCE = re.compile(r"\{([^{}]+)\}")
 
 
@@ -98,8 +100,8 @@ class Host(NamedTuple):
     """Address that peers use for data; empty: the agent finds it (interface, subnet, route)."""
     ports: Tuple[str, ...] = ()
     """Names of the ports that its agent holds for foreign programs: the fact `HOST/port:NAME` for each."""
-    reach: Mapping[str, str] = _NONE
-    """How the backend gets there, in that backend's own words; nobody else reads it."""
+    reach: Reach = Reach(_NONE)
+    """How the backend gets there; only the backend reads it."""
     interface: str = ""
     """Takes the place of `Plan.interface` on this host."""
     login: str = ""
@@ -126,9 +128,9 @@ class Limits(NamedTuple):
     """Until every agent has answered and every task was started; then exit code 6."""
     lease_s: float = facts.LEASE_S
     """How long an agent goes on without hearing from the coordinator; longer than `lost_s`."""
-    verdict_s: float = 1.0
-    """How long the verdict waits for an earlier failure to be reported."""
-    early_exit_s: float = 10.0
+    verdict_s: float = facts.EARLIER_FAILURE_S
+    """How long reports of an earlier failure are awaited before the cause is named."""
+    early_exit_s: float = facts.EARLY_EXIT_S
     """How long workers may take to end after a server or scheduler ended with 0."""
     suspect_s: float = facts.SUSPECT_S
     """A host that is silent for so long is suspect: said, and nothing else."""
@@ -193,6 +195,10 @@ class Plan(NamedTuple):
     """Variables of `Task.secret_env` that are lists of folders and do not replace what a host has for its tasks."""
     doctor: str = ""
     """What a user types to have these hosts examined, for messages: `distrun doctor -H hosts`."""
+    log_limit: int = 0
+    """Bytes that are kept of each task's log, about: older ones are removed. 0: all are kept."""
+    nonce: str = ""
+    """64 random bits, hex: tells the job's processes from those of a job of another store by the same id. No secret."""
     places: Tuple[Place, ...] = ()
     """The job's places; empty: each host is one, of its own name."""
     version: int = VERSION
@@ -240,7 +246,7 @@ class Plan(NamedTuple):
         others = [each for each in self.hosts if each.name != host][:1]
         hosts = [each for each in self.hosts if each.name == host or each in others]
         return self._replace(
-            hosts=tuple(each._replace(reach={}) for each in hosts),
+            hosts=tuple(each._replace(reach=Reach(_NONE)) for each in hosts),
             tasks=tuple(task for task in self.tasks if task.place_name == place),
             places=tuple(each for each in self.places if each.host == host),
         )

@@ -155,16 +155,30 @@ def environ_of(pid: int) -> Dict[str, str]:
     return _pairs(entry.decode("utf-8", "surrogateescape") for entry in entries)
 
 
+def marks(job: str, nonce: str, host: Optional[str] = None) -> Dict[str, str]:
+    """Return the variables by which processes of a job are found (those of one host, if given).
+
+    Ids are unique in a store only; with the nonce they are everywhere. A job of an older version has no nonce.
+    """
+    found = {"DISTRUN_JOB_ID": job, "DISTRUN_JOB_NONCE": nonce}
+    return found if host is None else {**found, "DISTRUN_HOST": host}
+
+
+def has_marks(env: Mapping[str, str], marks: Mapping[str, str]) -> bool:
+    """Return whether an environment holds every name and value of `marks`; an empty value means empty or absent."""
+    return all(env.get(name, "") == value for name, value in marks.items())
+
+
 def marked(marks: Mapping[str, str], rows: Optional[List[Process]] = None) -> List[Process]:
-    """Return our living processes of `rows` (or of all) whose environment holds every name and value of `marks`.
+    """Return our living processes of `rows` (or of all) whose environment has all `marks` (see `has_marks`).
 
     Only the calling user's: root can read everybody's environment, and anybody can write anything into his own.
     """
     living = [row for row in (table() if rows is None else rows) if not row.is_dead]
     if is_portable():
         environs = ps.environs([row.pid for row in living] if rows is not None else None)
-        return mine([row for row in living if marks.items() <= environs.get(row.pid, {}).items()])
-    return mine([row for row in living if marks.items() <= environ_of(row.pid).items()])
+        return mine([row for row in living if has_marks(environs.get(row.pid, {}), marks)])
+    return mine([row for row in living if has_marks(environ_of(row.pid), marks)])
 
 
 def mine(rows: Iterable[Process]) -> List[Process]:
@@ -232,10 +246,11 @@ def _look(who: Identity) -> Optional[Process]:
 
 
 @functools.lru_cache(maxsize=None)
-def _boot() -> str:
+def boot_id() -> str:
+    """Return what this boot of this machine is called; empty where the system does not say (it is not Linux)."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()[:8]
+            return file.read().strip()
     except OSError:
         return ""
 
@@ -248,7 +263,7 @@ def _row_of_proc(name: str) -> Optional[Process]:
         return None
     # The command may hold blanks and brackets: the last bracket ends it (proc(5), /proc/pid/stat).
     fields = text[text.rindex(b")") + 2 :].split()
-    start = "proc:%s:%d" % (_boot(), int(fields[19]))
+    start = "proc:%s:%d" % (boot_id()[:8], int(fields[19]))
     return Process(int(name), int(fields[1]), int(fields[2]), int(fields[3]), start, fields[0].decode("ascii"))
 
 

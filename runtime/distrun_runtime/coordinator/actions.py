@@ -129,11 +129,11 @@ class Announce:
 
 
 @dataclass(frozen=True)
-class Finish:
+class FinishJob:
     """The job is over."""
 
     outcome: Outcome
 
 
-Action = Union[AgentAction, Prepare, Announce, Finish]
+Action = Union[AgentAction, Prepare, Announce, FinishJob]
 """What the supervisor returns."""

@@ -2,53 +2,51 @@
 
 Times called `time` are wall-clock seconds since the epoch: of the agent's clock where an agent stamped them, of
 ours elsewhere. The `now` of decision classes is another clock (monotonic) and is passed beside the event.
+
+They are named tuples, as in `contract/plan.py`: frozen dataclasses would take a tenth of a small job's start. Those
+without members are dataclasses: an empty tuple is false, and equal to any other.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Mapping, Optional, Tuple, Union
+from dataclasses import dataclass
+from typing import Any, Mapping, NamedTuple, Optional, Tuple, Union
 
 
-@dataclass(frozen=True)
-class AgentHello:
+class AgentHello(NamedTuple):
     """An agent answered. `facts` is its hello frame; `arrived` is our wall clock when it came."""
 
     host: str
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = {}
     arrived: float = 0.0
 
 
-@dataclass(frozen=True)
-class AgentReady:
+class AgentReady(NamedTuple):
     """An agent has its share of the plan, and has made and found everything on its host that the plan asks for."""
 
     host: str
     address: str
-    ports: Mapping[str, int] = field(default_factory=dict)
-    python: Mapping[str, str] = field(default_factory=dict)
+    ports: Mapping[str, int] = {}
+    python: Mapping[str, str] = {}
     """For each argv[0] of tasks that need modules: `VERSION PATH` of the interpreter that it is there."""
 
 
-@dataclass(frozen=True)
-class Settled:
+class Settled(NamedTuple):
     """An agent has activated and found what came with the files."""
 
     host: str
-    python: Mapping[str, str] = field(default_factory=dict)
+    python: Mapping[str, str] = {}
     """As in `AgentReady`."""
 
 
-@dataclass(frozen=True)
-class Needed:
+class Needed(NamedTuple):
     """The agent of `host` wants the archive of the runtime."""
 
     host: str
     digest: str
 
 
-@dataclass(frozen=True)
-class Answered:
+class Answered(NamedTuple):
     """An agent's tool gave `value`, or, where `error` is not empty, failed."""
 
     host: str
@@ -58,12 +56,11 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class AllPrepared:
     """What `Prepare` began is done on all hosts."""
 
 
-@dataclass(frozen=True)
-class PrepareFailed:
+class PrepareFailed(NamedTuple):
     """What `Prepare` began failed, on `host` first (empty: on none in particular)."""
 
     host: str
@@ -74,8 +71,7 @@ class PrepareFailed:
     """More lines of it: the last words of whoever failed."""
 
 
-@dataclass(frozen=True)
-class StartFailed:
+class StartFailed(NamedTuple):
     """There will be no agent on `host`: it could not be reached, or refused us. `reason` says why."""
 
     host: str
@@ -94,8 +90,7 @@ class StartFailed:
         return self.refused or bool(self.kind)
 
 
-@dataclass(frozen=True)
-class Started:
+class Started(NamedTuple):
     """A task runs."""
 
     host: str
@@ -107,8 +102,7 @@ class Started:
     """How often the task was started before."""
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(NamedTuple):
     """A task told its agent facts, e.g. the scheduler its address and port, or a worker the peer that it lost."""
 
     host: str
@@ -119,8 +113,7 @@ class Published:
     """The agent had signalled it before it said so."""
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """Bytes that a task wrote. `offset` counts from the beginning of its stream ("out" or "err")."""
 
     host: str
@@ -131,8 +124,7 @@ class Output:
     attempt: int = 0
 
 
-@dataclass(frozen=True)
-class Exited:
+class Exited(NamedTuple):
     """A task was reaped. Either `code` or `signal` (a name such as "KILL") is set."""
 
     host: str
@@ -150,16 +142,14 @@ class Exited:
     attempt: int = 0
 
 
-@dataclass(frozen=True)
-class Cleared:
+class Cleared(NamedTuple):
     """After a stop of all tasks no process of the job is left on `host`, but for those in `left` (pid, command)."""
 
     host: str
     left: Tuple[Tuple[int, str], ...] = ()
 
 
-@dataclass(frozen=True)
-class Warned:
+class Warned(NamedTuple):
     """An agent, or the channel to it, has something to say to the user."""
 
     host: str
@@ -167,8 +157,7 @@ class Warned:
     text: str
 
 
-@dataclass(frozen=True)
-class AgentEnding:
+class AgentEnding(NamedTuple):
     """An agent ends all its tasks without being told to by us."""
 
     host: str
@@ -179,31 +168,27 @@ class AgentEnding:
     """`distrun kill` on that host asked it to."""
 
 
-@dataclass(frozen=True)
-class Pong:
+class Pong(NamedTuple):
     """An agent answered a ping, or gave another sign of life (then `n` is 0)."""
 
     host: str
     n: int = 0
 
 
-@dataclass(frozen=True)
-class Bye:
+class Bye(NamedTuple):
     """An agent has ended whatever was left and goes."""
 
     host: str
 
 
-@dataclass(frozen=True)
-class Holding:
+class Holding(NamedTuple):
     """An agent that goes on without a connection waits for another one at this path on its host. For its channel."""
 
     host: str
     path: str
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """The connection to an agent ended. The agent goes on until its lease ends; a new connection is being made."""
 
     host: str
@@ -211,15 +196,13 @@ class Cut:
     time: float = 0.0
 
 
-@dataclass(frozen=True)
-class Resumed:
+class Resumed(NamedTuple):
     """A new connection to an agent goes on where the last one was cut."""
 
     host: str
 
 
-@dataclass(frozen=True)
-class AgentLost:
+class AgentLost(NamedTuple):
     """The channel to an agent ended for good, or brought bytes that are no frames."""
 
     host: str
@@ -227,8 +210,7 @@ class AgentLost:
     time: float = 0.0
 
 
-@dataclass(frozen=True)
-class PlaceClaimedTwice:
+class PlaceClaimedTwice(NamedTuple):
     """A second agent, which knows the job's enrolment secret, claims the place of an agent that is there."""
 
     host: str
@@ -239,23 +221,20 @@ class PlaceClaimedTwice:
     time: float = 0.0
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(NamedTuple):
     """Nothing happened; time passed. `time` is our wall clock."""
 
     time: float = 0.0
 
 
-@dataclass(frozen=True)
-class Interrupt:
+class Interrupt(NamedTuple):
     """The launcher was sent a signal: "INT", "TERM" or "HUP"."""
 
     signal: str
     time: float = 0.0
 
 
-@dataclass(frozen=True)
-class Shown:
+class Shown(NamedTuple):
     """The reader of output has taken `size` bytes that were handed to it (`actions.Show`)."""
 
     size: int
@@ -272,7 +251,7 @@ Event = Union[
     Settled,
     Needed,
     Answered,
-    Prepared,
+    AllPrepared,
     PrepareFailed,
     StartFailed,
     Started,

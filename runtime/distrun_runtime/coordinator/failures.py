@@ -16,7 +16,7 @@ from distrun_runtime.contract.duration import duration
 from distrun_runtime.contract.plan import WORKER
 from distrun_runtime.coordinator.outcome import Culprit, Outcome, Problem, TaskResult
 
-COULD_NOT_RUN = (126, 127)
+COULD_NOT_RUN = (facts.EXIT_NOT_EXECUTABLE, facts.EXIT_NOT_FOUND)
 """With a reason of the agent: the command was never started."""
 ANSWERS_S = 15.0
 """After the first unusable host, the answers of the others are awaited for so long."""
@@ -309,11 +309,11 @@ def _causes_of(causes: Sequence[Cause], tasks: Mapping[str, TaskResult]) -> List
 class FailureAnalysis:
     """Collects what may have ended a job, and decides which of it did.
 
-    Reports of an earlier stamp may arrive late: after `start_deadline` they are awaited for `verdict_s` seconds.
+    Reports of an earlier stamp may arrive late: after `start_deadline` they are awaited for `wait_s` seconds.
     """
 
-    def __init__(self, verdict_s: float) -> None:
-        self._verdict_s = verdict_s
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s = wait_s
         self._until: Optional[float] = None
         self._causes: List[Cause] = []
         self._said: Dict[str, float] = {}
@@ -350,9 +350,9 @@ class FailureAnalysis:
         self.background.append(task_failing(task, self._said[task.name]))
 
     def start_deadline(self, now: float) -> None:
-        """The job is being stopped: from the first call on, reports are awaited for `verdict_s` only."""
+        """The job is being stopped: from the first call on, reports are awaited for `wait_s` only."""
         if self._until is None:
-            self._until = now + self._verdict_s
+            self._until = now + self._wait_s
 
     def choose(self, tasks: Mapping[str, TaskResult], silent: Mapping[str, float]) -> Optional[Cause]:
         """Return what ended the job as far as is known now. `silent`: as in `Evidence`."""

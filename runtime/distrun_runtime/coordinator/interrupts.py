@@ -41,7 +41,7 @@ class Interrupts:
         self._reader = threading.Thread(target=self._read, args=(read_fd,), name="signals", daemon=True)
         self._reader.start()
         for name in self._names:
-            number = getattr(signal, "SIG" + name)
+            number = signal.Signals["SIG" + name]
             before = signal.getsignal(number)
             # None: a handler that is not Python's; it could not be put back.
             if before not in (signal.SIG_IGN, None):

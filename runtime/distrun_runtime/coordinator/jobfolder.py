@@ -1,14 +1,17 @@
 """One job's folder.
 
-    plan.json      the plan, as it was made                    launcher.json   who runs it: pid, start, host
+    request.json   what was asked for; secrets by name         launcher.json   who runs it: pid, start, host, boot
+    allocation.json  which task runs on which host             plan.json       the plan, as it was made
     state.json     how the job and its tasks stand             outcome.json    how it ended; absent before
     events.jsonl   what happened, one object a line            logs/TASK.log   what the tasks wrote
+    control.json   where its coordinator is: host, boot id, pid, start, path of the control socket
     kill.json      `distrun kill` asked for its end; absent before
     reserve        room for outcome.json, should the disk be full at the end; absent afterwards
     coordinator.log  what the coordinator's process wrote to its stderr; empty unless it failed
 
 Every JSON file is replaced as a whole by a rename, so that a reader sees the old or the new one; each carries
-"version". No secret is in any of them.
+"version". No secret is in any of them. The folder may be on a file system that several hosts share: one process writes
+it, and readers elsewhere know that it lives by the time of state.json, which it touches every few seconds.
 """
 
 from __future__ import annotations
@@ -27,13 +30,15 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional
 from distrun_runtime.contract import facts, process
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.plan import Plan
-from distrun_runtime.coordinator import spool, stored
+from distrun_runtime.coordinator import fileclock, logfiles, spool, stored
 from distrun_runtime.coordinator.outcome import Outcome, TaskResult
 from distrun_runtime.errors import ContractError, JobStoreError
 
 VERSION = 1
 SCHEMA = "distrun.job/1"
 OUTCOME_SCHEMA = "distrun.outcome/1"
+REQUEST_SCHEMA = "distrun.request/1"
+ALLOCATION_SCHEMA = "distrun.allocation/1"
 RESERVE = "reserve"
 _RESERVE_BYTES = 32 * 1024
 _RESERVE_A_TASK = 3 * 1024
@@ -49,29 +54,68 @@ class JobFolder:
         self.id = path.name
         self.logs = path / "logs"
         self._plan: Optional[Plan] = None
+        self._request: Optional[Dict[str, Any]] = None
         self._created = ""
+        self.written: Dict[str, Any] = {}
+        """What this process last wrote, or tried to write, into state.json."""
 
     @classmethod
-    def make(cls, path: Path, plan: Plan) -> JobFolder:
-        """Fill an empty folder: plan, this process as launcher, state starting. Raises OSError."""
+    def make(
+        cls,
+        path: Path,
+        plan: Plan,
+        request: Optional[Mapping[str, Any]] = None,
+        allocation: Optional[Mapping[str, Any]] = None,
+    ) -> JobFolder:
+        """Fill an empty folder of a job that is planned already, this process as its launcher. Raises OSError."""
         folder = cls(path)
-        folder._plan = plan
-        folder._created = rfc3339(time.time())
-        folder.logs.mkdir()
+        folder._begin(request)
+        if allocation is not None:
+            folder.allocate(allocation)
+        folder.start(plan)
+        return folder
+
+    @classmethod
+    def submit(cls, path: Path, request: Mapping[str, Any]) -> JobFolder:
+        """Fill an empty folder of a job that waits for its allocation: state submitting. Raises OSError.
+
+        `request`: JSON-able values, among them `name`, `launcher`, `command` and `cwd`; no secret.
+        """
+        folder = cls(path)
+        folder._begin(request)
+        folder.write_state(facts.SUBMITTING, ())
+        return folder
+
+    def _begin(self, request: Optional[Mapping[str, Any]]) -> None:
+        self._created = rfc3339(time.time())
+        self.logs.mkdir()
         # First: a folder without state.json whose launcher lives is not damaged, but being made.
-        folder.take_over()
-        _replace(path / "plan.json", plans.to_json(plan))
-        with open(str(path / RESERVE), "wb") as file:
+        self.take_over()
+        if request is not None:
+            self._request = self._headed(REQUEST_SCHEMA, request)
+            _replace(self.path / "request.json", self._request)
+
+    def allocate(self, allocation: Mapping[str, Any]) -> None:
+        """Write where the job's tasks run, as JSON-able values. Raises OSError."""
+        _replace(self.path / "allocation.json", self._headed(ALLOCATION_SCHEMA, allocation))
+
+    def start(self, plan: Plan) -> None:
+        """Write the plan, which is made when the allocation is known: state starting. Raises OSError."""
+        self._plan = plan
+        _replace(self.path / "plan.json", plans.to_json(plan))
+        with open(str(self.path / RESERVE), "wb") as file:
             file.write(bytes(_RESERVE_BYTES + _RESERVE_A_TASK * len(plan.tasks)))
         tasks = [TaskResult(task.name, task.role, task.rank, task.host) for task in plan.tasks]
-        folder.write_state(facts.STARTING, tasks)
-        return folder
+        self.write_state(facts.STARTING, tasks)
+
+    def _headed(self, schema: str, value: Mapping[str, Any]) -> Dict[str, Any]:
+        return {"schema": schema, "version": VERSION, "id": self.id, "time": rfc3339(time.time()), **value}
 
     def exists(self) -> bool:
         """Whether there is a job here, whole or damaged; not whether one is being made."""
-        names = ("state.json", "plan.json")
-        state, plan = (os.path.lexists(str(self.path / name)) for name in names)
-        return state or (plan and not self.has_launcher())
+        names = ("state.json", "plan.json", "request.json")
+        state, *others = (os.path.lexists(str(self.path / name)) for name in names)
+        return state or (any(others) and not self.has_launcher())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, JobFolder) and self.path == other.path
@@ -84,22 +128,17 @@ class JobFolder:
     def take_over(self) -> None:
         """Make this process the one that runs the job. Raises OSError."""
         who = process.identity(os.getpid())
-        launcher = {"version": VERSION, "pid": who.pid, "start": who.start, "host": socket.gethostname()}
-        _replace(self.path / "launcher.json", launcher)
+        where = {"host": socket.gethostname(), "boot": process.boot_id()}
+        _replace(self.path / "launcher.json", {"version": VERSION, "pid": who.pid, "start": who.start, **where})
 
     def write_state(self, state: str, tasks: Iterable[TaskResult], outcome: Optional[Outcome] = None) -> None:
         """Replace state.json. Raises OSError."""
-        plan = self.plan()
         value: Dict[str, Any] = {
             "schema": SCHEMA,
             "version": VERSION,
-            "id": plan.job,
-            "name": plan.name,
-            "backend": plan.backend,
+            "id": self.id,
             "state": state,
-            "command": list(plan.command),
-            "cwd": plan.cwd,
-            "hosts": [host.name for host in plan.hosts],
+            **self._asked(),
             "created": self.created(),
             "updated": rfc3339(time.time()),
             "finished": None,
@@ -111,7 +150,26 @@ class JobFolder:
         if outcome is not None:
             value.update(finished=value["updated"], exit_code=outcome.exit_code, reason=outcome.reason)
             value.update(message=outcome.message)
+        self.written = value
         _replace(self.path / "state.json", value)
+
+    @property
+    def is_unplanned(self) -> bool:
+        """Whether the job never got an allocation, so that nothing of it can have been started."""
+        names = ("request.json", "plan.json")
+        request, plan = (os.path.lexists(str(self.path / name)) for name in names)
+        return request and not plan
+
+    def _asked(self) -> Dict[str, Any]:
+        """Return what state.json repeats of the plan, or, while there is none, of the request."""
+        if self._plan is None and self.is_unplanned:
+            request = self.request() or {}
+            known = {name: request.get(name, "") for name in ("name", "cwd")}
+            command = list(request.get("command", ()))
+            return {**known, "backend": request.get("launcher", ""), "command": command, "hosts": []}
+        plan = self.plan()
+        known = {"name": plan.name, "backend": plan.backend, "command": list(plan.command), "cwd": plan.cwd}
+        return {**known, "hosts": [host.name for host in plan.hosts]}
 
     @property
     def is_finished(self) -> bool:
@@ -200,9 +258,12 @@ class JobFolder:
 
     def record(self, kind: str, /, **facts: Any) -> None:
         """Append one line to events.jsonl. Raises OSError."""
-        line = json.dumps(dict(facts, version=VERSION, time=rfc3339(time.time()), event=kind))
+        self.append(event(kind, **facts))
+
+    def append(self, event: Mapping[str, Any]) -> None:
+        """Append an event (`event`) to events.jsonl. Raises OSError."""
         with open(str(self.path / "events.jsonl"), "a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            file.write(json.dumps(event) + "\n")
 
     def _task(self, task: TaskResult) -> Dict[str, Any]:
         value = dict(vars(task))
@@ -215,11 +276,30 @@ class JobFolder:
 
     def log_path(self, task: str) -> Path:
         """Return where the log of `task` is, or will be."""
-        return spool.log_path(self.logs, task)
+        return logfiles.log_path(self.logs, task)
 
     def tail(self, task: str, lines: int) -> List[str]:
         """Return the last lines of a task's log, decoded, without newlines; [] if there is none."""
         return spool.tail(self.log_path(task), lines)
+
+    def request(self) -> Optional[Dict[str, Any]]:
+        """Read request.json; None if there is none, as in folders of an older version. Raises JobStoreError."""
+        if self._request is None:
+            self._request = self._read("request.json", stored.REQUEST)
+        return self._request
+
+    def allocation(self) -> Optional[Dict[str, Any]]:
+        """Read allocation.json; None before the job has one, and in older folders. Raises JobStoreError."""
+        return self._read("allocation.json", stored.ALLOCATION)
+
+    def _read(self, name: str, members: stored.Members) -> Optional[Dict[str, Any]]:
+        path = self.path / name
+        if not os.path.lexists(str(path)):
+            return None
+        value = stored.load(path, VERSION)
+        stored.check(path, value, members)
+        self._is_mine(path, value["id"])
+        return value
 
     def plan(self) -> Plan:
         """Read plan.json. Raises JobStoreError."""
@@ -238,20 +318,22 @@ class JobFolder:
         """Read state.json; "state" is "lost" when the launcher died before the job was finished.
 
         Then tasks that had not ended are "lost" as well, and "heard" says when anything of the job was last written.
+        The state is "unknown" where the launcher is on another host, which has not updated the job for 30 s.
         A job whose end is only in outcome.json, because the disk was full, has ended as that says.
 
         Raises:
             JobStoreError: it cannot be read, or is damaged.
         """
         value = self._read_state()
-        if value["state"] in facts.LIVE and not self.has_launcher():
+        absence = self._absence() if value["state"] in facts.LIVE else ""
+        if absence:
             # It may have finished between the two looks.
             value = self._read_state()
             if value["state"] in facts.LIVE and not self._take_outcome(value):
-                value["state"] = facts.LOST
+                value["state"] = absence
                 value["heard"] = self._heard(value["updated"])
                 for task in value["tasks"]:
-                    if task["state"] in _UNFINISHED:
+                    if absence == facts.LOST and task["state"] in _UNFINISHED:
                         task["state"] = facts.LOST
         return value
 
@@ -303,17 +385,13 @@ class JobFolder:
 
     def outcome(self) -> Optional[Dict[str, Any]]:
         """Read outcome.json; None while the job is not over. Raises JobStoreError."""
-        path = self.path / "outcome.json"
-        if not os.path.lexists(str(path)):
-            return None
-        value = stored.load(path, VERSION)
-        stored.check(path, value, stored.OUTCOME)
-        stored.check_list(path, value, "tasks", stored.TASK)
-        self._is_mine(path, value["id"])
+        value = self._read("outcome.json", stored.OUTCOME)
+        if value is not None:
+            stored.check_list(self.path / "outcome.json", value, "tasks", stored.TASK)
         return value
 
     def launcher(self) -> Dict[str, Any]:
-        """Read launcher.json: {"pid", "start", "host", "version"}. Raises JobStoreError."""
+        """Read launcher.json: {"pid", "start", "host", "boot", "version"}. Raises JobStoreError."""
         path = self.path / "launcher.json"
         value = stored.load(path, VERSION)
         stored.check(path, value, stored.LAUNCHER)
@@ -321,15 +399,50 @@ class JobFolder:
             raise stored.damaged(path, "pid: expected one from 1, found %d" % value["pid"])
         return value
 
+    def write_control(self, path: str) -> None:
+        """Write control.json: this process is the coordinator, and `path` its control socket. Raises OSError."""
+        who = process.identity(os.getpid())
+        value = {"version": VERSION, "host": socket.gethostname(), "boot": process.boot_id(), "pid": who.pid}
+        _replace(self.path / "control.json", dict(value, start=who.start, path=path))
+
+    def control(self) -> Optional[Dict[str, Any]]:
+        """Read control.json: {"host", "boot", "pid", "start", "path", "version"}; None: there is none.
+
+        Raises:
+            JobStoreError: it cannot be read, or is damaged.
+        """
+        path = self.path / "control.json"
+        if not os.path.lexists(str(path)):
+            return None
+        value = stored.load(path, VERSION)
+        stored.check(path, value, stored.CONTROL)
+        return value
+
     def has_launcher(self) -> bool:
-        """Whether the launcher still runs, as far as this machine can know (yes, if it is another's)."""
+        """Whether the launcher still runs, as far as this machine can know."""
+        return not self._absence()
+
+    def _absence(self) -> str:
+        """Return `lost` if the launcher is gone; `unknown` if it is another host's, and silent; "" if it runs."""
         try:
             who = self.launcher()
         except JobStoreError:
-            return False
+            return facts.LOST
         if who["host"] != socket.gethostname():
-            return True
-        return process.is_alive(process.Identity(who["pid"], who["start"]))
+            return facts.UNKNOWN if self._silent_s() > facts.LOST_S else ""
+        if who.get("boot", process.boot_id()) != process.boot_id():
+            return facts.LOST  # this machine was started again
+        return "" if process.is_alive(process.Identity(who["pid"], who["start"])) else facts.LOST
+
+    def _silent_s(self) -> float:
+        """Return how long ago the launcher wrote or touched state.json, by the clock of the file's server."""
+        folder = Path(os.path.realpath(str(self.path)))
+        for name in ("state.json", "launcher.json"):
+            with contextlib.suppress(OSError, JobStoreError):
+                with stored.opened(folder / name) as file:  # opening asks the server, where stat may remember
+                    written = os.fstat(file.fileno()).st_mtime
+                return fileclock.now(folder.parent) - written
+        return 0.0
 
     def _heard(self, updated: str) -> str:
         """Return when the state was last written or touched, or an event or a task's output written (RFC 3339)."""
@@ -352,13 +465,18 @@ class JobFolder:
         """Return what the user called it; may be empty."""
         return self._member("name", stored.TEXT)
 
-    def _member(self, member: str, kind: stored.Kind) -> str:
+    def _member(self, member: str, kind: stored.MemberType) -> str:
         """Return a text of state.json, "" where that cannot be read."""
         try:
             value = stored.load(self.path / "state.json", VERSION).get(member)
         except JobStoreError:
             return ""
         return str(value) if kind.fits(value) else ""
+
+
+def event(kind: str, /, **facts: Any) -> Dict[str, Any]:
+    """Return what is a line of events.jsonl, with the time now."""
+    return dict(facts, version=VERSION, time=rfc3339(time.time()), event=kind)
 
 
 def rfc3339(when: float) -> str:
@@ -381,7 +499,11 @@ def _stopped(task: TaskResult, now: float) -> TaskResult:
 
 
 def _replace(path: Path, value: Mapping[str, Any]) -> None:
-    temporary = "%s.%d.tmp" % (path, os.getpid())
+    temporary = "%s.%s.%d.tmp" % (
+        path,
+        socket.gethostname(),
+        os.getpid(),
+    )  # hosts that share the folder have alike pids
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(_text(value))

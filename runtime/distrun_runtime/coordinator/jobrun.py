@@ -9,11 +9,11 @@ from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.plan import Plan, Secrets
-from distrun_runtime.coordinator import actions, events, frames, loop
+from distrun_runtime.coordinator import actions, events, frames, jobfolder, loop
 from distrun_runtime.coordinator.channel import Channel, Put
 from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.outcome import Outcome
-from distrun_runtime.coordinator.output import Sink
+from distrun_runtime.coordinator.output import Sink, Watcher
 from distrun_runtime.coordinator.spool import Spool
 from distrun_runtime.coordinator.supervisor import Supervisor
 from distrun_runtime.errors import ContractError
@@ -40,6 +40,7 @@ def run(
     verbosity: int = 0,
     runtime: Callable[[], bytes] = _no_runtime,
     prepare: Optional[Callable[[Put], None]] = None,
+    watcher: Optional[Watcher] = None,
 ) -> Outcome:
     """Run a job to its end: one channel for each place of the plan. Blocks; returns when no agent is left.
 
@@ -49,7 +50,8 @@ def run(
 
     `runtime()` returns the archive (a zip) whose digest the plan names; it is called when the first agent asks for it.
     `prepare(put)` is called once, when every host is ready, and before any task is spawned: it begins, in a thread of
-    its own, what is to be done by then, returns at once, and puts `Prepared` or `PrepareFailed` at its end.
+    its own, what is to be done by then, returns at once, and puts `AllPrepared` or `PrepareFailed` at its end.
+    `watcher` is told every event that is recorded, and every state.
 
     Should the loop itself fail, the agents are let go (they end their tasks), the folder says so, and the error
     is raised.
@@ -61,7 +63,10 @@ def run(
     if named != sorted(place.name for place in plan.all_places):
         wanted = ", ".join(place.name for place in plan.all_places)
         raise ContractError(f"channels to {', '.join(named)} were given for a plan of places {wanted}")
-    return _Job(plan, secrets, channels, folder, sink, verbosity=verbosity, runtime=runtime, prepare=prepare).run()
+    job = _Job(
+        plan, secrets, channels, folder, sink, verbosity=verbosity, runtime=runtime, prepare=prepare, watcher=watcher
+    )
+    return job.run()
 
 
 class _Job:
@@ -78,6 +83,7 @@ class _Job:
         verbosity: int,
         runtime: Callable[[], bytes],
         prepare: Optional[Callable[[Put], None]],
+        watcher: Optional[Watcher],
     ) -> None:
         self._plan = plan
         self._folder = folder
@@ -86,8 +92,9 @@ class _Job:
         self._runtime = runtime
         self._archive = b""
         self._prepare = prepare
+        self._watcher = watcher
         self._supervisor = Supervisor(plan, has_preparation=prepare is not None)
-        self._spool = Spool(folder.logs)
+        self._spool = Spool(folder.logs, plan.log_limit)
         self._outcome: Optional[Outcome] = None
         # Several answers must be missing before a host is suspect.
         self._ping_s = min(loop.PING_S, plan.limits.suspect_s / 4)
@@ -95,7 +102,7 @@ class _Job:
         self._saved = 0.0
         self._is_dirty = False
         self._folder_warned = False
-        self._loop = loop.Loop(
+        self._loop = loop.HostLoop(
             self,
             channels,
             encoders={
@@ -103,9 +110,12 @@ class _Job:
                 actions.SendRuntime: lambda action: frames.runtime(plan.runtime.digest, self._archive),
             },
             ping_s=self._ping_s,
+            after_turn=self._flush_logs,
         )
 
     def run(self) -> Outcome:
+        if self._watcher is not None:
+            self._watcher.opened(self._loop.put)
         try:
             self._loop.run()
             assert self._outcome is not None
@@ -117,6 +127,7 @@ class _Job:
             self._loop.close()
             self._spool.close()
         self._try(lambda: self._folder.finish(outcome))
+        self._tell_state()
         self._record("finished", exit_code=outcome.exit_code, reason=outcome.reason, message=outcome.message)
         return outcome
 
@@ -143,7 +154,10 @@ class _Job:
         before = self._supervisor.job_state
         for action in self._supervisor.handle(event, now):
             found += self._perform(action)
-        self._is_dirty = self._is_dirty or self._supervisor.job_state != before
+        if self._supervisor.job_state != before and not self.is_over:
+            self._is_dirty = True
+            self._saved = 0.0  # at once
+            self._record("state", state=self._supervisor.job_state)
         self._keep_folder(now)
         return found
 
@@ -151,7 +165,7 @@ class _Job:
         """Log and show output; return the acknowledgement."""
         if event.task not in self._supervisor.roster.tasks:
             return []  # the supervisor says what it thinks of that
-        written = self._spool.add(event.task, event.stream, event.offset, event.data)
+        written = self._spool.add(event.task, event.stream, event.offset, event.data, event.attempt)
         if written.fresh:
             host = self._supervisor.roster.tasks[event.task].host
             self._sink.output(event.task, host, event.stream, written.fresh, written.at)
@@ -160,6 +174,11 @@ class _Job:
             if warning:
                 self._sink.say(warning, actions.WARNING)
         return [actions.Ack(event.host, event.task, event.stream, written.offset)]
+
+    def _flush_logs(self) -> None:
+        warning = self._spool.flush()
+        if warning:
+            self._sink.say(warning, actions.WARNING)
 
     def _perform(self, action: actions.Action) -> List[actions.AgentAction]:
         """Do what an action says, or return it if the loop does that."""
@@ -171,7 +190,7 @@ class _Job:
         if self._verbosity >= TRACE:
             self._sink.say(f"> {_shown(action)}", actions.DEBUG)
         self._is_dirty = True
-        if isinstance(action, actions.Finish):
+        if isinstance(action, actions.FinishJob):
             self._outcome = action.outcome
             return []
         if isinstance(action, actions.Prepare):
@@ -192,9 +211,17 @@ class _Job:
             self._is_dirty = False
             tasks = self._supervisor.roster.tasks.values()
             self._try(lambda: self._folder.write_state(self._supervisor.job_state, tasks))
+            self._tell_state()
 
     def _record(self, kind: str, /, **facts: Any) -> None:
-        self._try(lambda: self._folder.record(kind, **facts))
+        event = jobfolder.event(kind, **facts)
+        self._try(lambda: self._folder.append(event))
+        if self._watcher is not None:
+            self._watcher.event(event)
+
+    def _tell_state(self) -> None:
+        if self._watcher is not None:
+            self._watcher.state(self._folder.written)
 
     def _try(self, write: Callable[[], None]) -> None:
         """Write to the job's folder; a disk that is full, or gone, is said once and stops nothing."""
@@ -219,7 +246,7 @@ _RECORDED = {
     events.AgentHello: "hello",
     events.AgentReady: "ready",
     events.Settled: "settled",
-    events.Prepared: "prepared",
+    events.AllPrepared: "prepared",
     events.PrepareFailed: "prepare_failed",
     events.StartFailed: "start_failed",
     events.Started: "started",
@@ -239,7 +266,7 @@ _RECORDED = {
 
 
 def _facts(event: Any) -> Dict[str, Any]:
-    facts = dict(vars(event))
+    facts = _members(event)
     if "time" in facts:
         facts["stamp"] = facts.pop("time")
     return facts
@@ -248,5 +275,10 @@ def _facts(event: Any) -> Dict[str, Any]:
 def _shown(value: Any) -> str:
     """Return an event or action in one line, without bytes of the user's or values of the environment."""
     hidden = {"data": f"{len(getattr(value, 'data', b''))} bytes", "env": "..."}
-    members = (f"{name}={hidden.get(name, repr(member))}" for name, member in vars(value).items())
+    members = (f"{name}={hidden.get(name, repr(member))}" for name, member in _members(value).items())
     return f"{type(value).__name__}({', '.join(members)})"
+
+
+def _members(value: Any) -> Dict[str, Any]:
+    """Return the members of an event or action."""
+    return dict(value._asdict() if hasattr(value, "_asdict") else vars(value))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import List, Optional
+from typing import Any, Callable, List, Mapping, Optional
 
 from distrun_runtime.contract import environ, facts
 from distrun_runtime.contract.plan import Plan
@@ -38,35 +38,58 @@ class JobStore:
         """Return an id that no job of the store has: `calm-otter-7f3`, or `NAME-7f3`."""
         return jobid.new_id(lambda wanted: os.path.lexists(str(self.jobs / wanted)), name)
 
-    def create(self, plan: Plan, run_dir: Optional[Path] = None) -> JobFolder:
+    def create(
+        self,
+        plan: Plan,
+        run_dir: Optional[Path] = None,
+        request: Optional[Mapping[str, Any]] = None,
+        allocation: Optional[Mapping[str, Any]] = None,
+    ) -> JobFolder:
         """Make the folder of `plan.job`, state starting, this process as its launcher.
+
+        `request`, `allocation`: what its files hold, JSON-able and without secrets.
 
         Raises:
             JobStoreError: it exists already, or cannot be made or written.
         """
-        entry = self.jobs / plan.job
-        place = entry if run_dir is None else Path(os.path.abspath(str(run_dir))) / plan.job
-        if os.path.lexists(str(entry)) or os.path.lexists(str(place)):
-            raise JobStoreError(f"there is a job {plan.job} already: {place}")
+        return self._make(plan.job, run_dir, lambda place: JobFolder.make(place, plan, request, allocation))
+
+    def submit(self, job: str, request: Mapping[str, Any], run_dir: Optional[Path] = None) -> JobFolder:
+        """Make the folder of a job that waits for its allocation, state submitting, this process as its launcher.
+
+        `JobFolder.allocate` and `start` follow. Raises JobStoreError as `create` does.
+        """
+        return self._make(job, run_dir, lambda place: JobFolder.submit(place, request))
+
+    def _make(self, job: str, run_dir: Optional[Path], fill: Callable[[Path], JobFolder]) -> JobFolder:
+        """Claim an id and fill the job's folder.
+
+        Of several hosts that share the store, one gets the id: making a folder or a link either works or says that it
+        is there, on NFS too.
+        """
+        entry = self.jobs / job
+        place = entry if run_dir is None else Path(os.path.abspath(str(run_dir))) / job
         try:
             self.jobs.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as err:
             raise _cannot_make(self.jobs, err, None) from err
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
-            place.mkdir(mode=0o700)
         except OSError as err:
             raise _cannot_make(place, err, run_dir) from err
+        made: List[Path] = []
         try:
-            folder = JobFolder.make(place, plan)
             if entry != place:
                 entry.symlink_to(place, target_is_directory=True)
+                made.append(entry)
+            place.mkdir(mode=0o700)
+            made.append(place)
+            return fill(place)
         except OSError as err:
-            import shutil
-
-            shutil.rmtree(str(place), ignore_errors=True)
+            _unmake(made)
+            if isinstance(err, FileExistsError) and place not in made:
+                raise JobStoreError(f"there is a job {job} already: {place}") from err
             raise _cannot_make(place, err, run_dir) from err
-        return folder
 
     def list(self) -> List[JobFolder]:
         """Return all jobs, newest first, damaged ones too. A folder that is being made is left out."""
@@ -74,7 +97,7 @@ class JobStore:
             names = os.listdir(str(self.jobs))
         except OSError:
             return []
-        folders = [JobFolder(self.jobs / name) for name in names]
+        folders = [JobFolder(self.jobs / name) for name in names if not name.startswith(".")]
         found = [(folder.created(), folder.id, folder) for folder in folders if folder.exists()]
         return [folder for _, _, folder in sorted(found, key=lambda row: row[:2], reverse=True)]
 
@@ -95,7 +118,7 @@ class JobStore:
         """
         found = self._matches(wanted)
         states = [job.standing() for job in found]
-        for standing in (facts.LIVE, (facts.LOST, facts.DAMAGED)):
+        for standing in (facts.GOING, (facts.LOST, facts.DAMAGED)):
             chosen = [job for job, state in zip(found, states) if state in standing]
             if chosen:
                 return _only(chosen, wanted)
@@ -130,6 +153,16 @@ def _only(found: List[JobFolder], wanted: str) -> JobFolder:
     if len(found) > 1:
         raise NoSuchJob(f"{wanted!r} could be {_listed([job.id for job in found])}; type more of the id")
     return found[0]
+
+
+def _unmake(made: List[Path]) -> None:
+    import shutil  # for a failure only
+
+    for path in reversed(made):
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(str(path), ignore_errors=True)
 
 
 def _cannot_make(place: Path, err: OSError, run_dir: Optional[Path]) -> JobStoreError:

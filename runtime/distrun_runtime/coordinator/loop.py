@@ -37,7 +37,7 @@ class Decisions(Protocol):
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing more to do: `Loop.run` returns."""
+        """Whether there is nothing more to do: `HostLoop.run` returns."""
 
     def handle(self, event: events.Event, now: float) -> Sequence[actions.AgentAction]:
         """Return what is to be done about `event`. `now`: monotonic clock, seconds."""
@@ -46,7 +46,7 @@ class Decisions(Protocol):
         """Return after how many seconds at most the next Tick is wanted."""
 
 
-class Loop:
+class HostLoop:
     """Drives `decisions` over one channel a host.
 
     Arguments:
@@ -54,6 +54,7 @@ class Loop:
         channels: one for each host that an action may name.
         encoders: by type of action, for those that need more than themselves (`Begin`: the plan).
         ping_s: how often agents are pinged; default: PING_S.
+        after_turn: called when the events at hand were handled, before they are acknowledged.
         signals: names of the signals that are events while `run` runs, if it is called in the main thread.
     """
 
@@ -64,12 +65,14 @@ class Loop:
         *,
         encoders: Mapping[type, Encoder] = MappingProxyType({}),
         ping_s: Optional[float] = None,
+        after_turn: Callable[[], None] = lambda: None,
         signals: Sequence[str] = interrupts.ALL,
     ) -> None:
         self._decisions = decisions
         self._channels = {channel.host: channel for channel in channels}
         self._encoders = {**_ENCODERS, **encoders}
         self._ping_s = PING_S if ping_s is None else ping_s
+        self._after_turn = after_turn
         self._signals = signals
         self._queue: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
         self._has_started = False
@@ -121,6 +124,7 @@ class Loop:
         due = min(self._ticked + self._decisions.wake_s(), self._pinged + self._ping_s)
         for event in self._wait(max(0.0, due - now)):
             self._handle(event)
+        self._after_turn()
         for ack in self._acks.values():
             self._send(ack.host, frames.ack(ack))
         self._acks.clear()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Deque, Optional, Protocol
+from typing import Any, Callable, Deque, Mapping, Optional, Protocol
+
+from distrun_runtime.coordinator.events import Event
 
 QUEUE_LIMIT = 8 * 1024 * 1024
 """Bytes of output that wait in memory for one reader. Past it, only their places in the log files are kept."""
@@ -29,8 +31,21 @@ class Sink(Protocol):
         """Ctrl-Z was pressed: stop printing, or go on."""
 
 
+class Watcher(Protocol):
+    """Is told what happens to a job. Called by the loop's thread only, and must never make it wait."""
+
+    def opened(self, put: Callable[[Event], None]) -> None:
+        """Take note that the job's loop begins, and how any thread has it handle an event."""
+
+    def event(self, value: Mapping[str, Any]) -> None:
+        """Take what is a line of events.jsonl."""
+
+    def state(self, value: Mapping[str, Any]) -> None:
+        """Take the job's new state: what state.json holds."""
+
+
 @dataclass
-class Piece:
+class OutputPiece:
     """A piece of what is to be shown: output of a task, as bytes or as a place in its log file, or other bytes."""
 
     data: bytes = b""
@@ -59,13 +74,13 @@ class Backlog:
     def __init__(self) -> None:
         self.skipped = 0
         """Bytes that were dropped."""
-        self._pieces: Deque[Piece] = deque()
+        self._pieces: Deque[OutputPiece] = deque()
         self._size = 0
 
     def __len__(self) -> int:
         return len(self._pieces)
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: OutputPiece) -> None:
         """Add a piece, or only its place in the log file, or nothing."""
         size = len(piece.data)
         if piece.task and self._size + size > QUEUE_LIMIT:
@@ -80,7 +95,7 @@ class Backlog:
         self._pieces.append(piece)
         self._size += size
 
-    def take(self) -> Optional[Piece]:
+    def take(self) -> Optional[OutputPiece]:
         """Return the piece that has waited longest; None: there is none."""
         if not self._pieces:
             return None
@@ -88,7 +103,7 @@ class Backlog:
         self._size -= len(piece.data)
         return piece
 
-    def _extends_last(self, piece: Piece) -> bool:
+    def _extends_last(self, piece: OutputPiece) -> bool:
         last = self._pieces[-1] if self._pieces else None
         if (
             last is None
@@ -99,3 +114,11 @@ class Backlog:
             return False
         last.length += piece.length
         return True
+
+
+def encoded(text: str) -> bytes:
+    """Return the bytes that a word stood for (os.fsdecode made surrogates of what is not UTF-8)."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # other surrogates stand for no bytes
+        return text.encode("utf-8", "backslashreplace")

@@ -62,7 +62,7 @@ class HostState:
         return self.ended_at >= 0
 
 
-class Roster:
+class JobRoster:
     """All hosts, tasks and facts of one job."""
 
     def __init__(self, plan: Plan) -> None:

@@ -1,82 +1,250 @@
-"""The coordinator's connection to its client: the terminal from which an attached job was launched.
+"""The coordinator's service: it has clients, tells them what happens to the job, and does what they ask for.
 
-The coordinator is a process of its own. It sends the client what is to be shown and what is to be asked; the client
-sends signals and answers. Both use the frames of `contract.wire` over a stream socket (docs/protocol.md, "Client and
-coordinator"):
+The first client is the terminal that launched the job, connected by a socket pair. Others come by the control socket
+(`control.ControlSocket`). All are served by one thread, which never waits for a client. The frames are in
+`contract.control`.
 
-    to the client:    output, said, prompt, withdrawn, outcome, failed
-    to us:            signal, answer
+What may wait for a client is bounded:
 
-Signals take effect as if this process had received them. The end of the connection counts as the end of the
-terminal: an attached job is stopped.
+* output for the launching client, as bytes or as places in the log files (`output.Backlog`);
+* events and messages for another client, up to MAIL_LIMIT bytes: what comes then is counted, and the client gets the
+  job's state instead once it has taken the rest;
+* output for another client does not wait at all. It is read from the job's logs when the client takes it.
+
+A signal from the launching client takes effect as if this process had received it. The end of its connection counts as
+the end of the terminal: an attached job is stopped. After `detach` it means nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import selectors
 import signal
 import socket
 import threading
 import time
-from typing import Any, Callable, Dict, Optional
+from collections import deque
+from typing import Any, Callable, Deque, Dict, List, Mapping, Optional, Protocol
 
-from distrun_runtime.contract import wire
-from distrun_runtime.coordinator.output import Backlog, Piece
+from distrun_runtime.contract import control, wire
+from distrun_runtime.coordinator.events import Event, Interrupt
+from distrun_runtime.coordinator.output import Backlog, OutputPiece
 from distrun_runtime.errors import WireError
 
-SIGNALS = ("INT", "TERM", "HUP")
-"""What a client may send."""
 READ_SIZE = 256 * 1024
+INPUT_SIZE = 64 * 1024
+CLIENTS = 64
+"""Clients by the control socket at a time."""
+MAIL_LIMIT = 1024 * 1024
+"""Bytes of events and messages that wait for one client."""
+TURN_S = 0.02
+"""How long one client is served before the others."""
+CHUNK = 128 * 1024
+"""Bytes of output that are read from the logs at once, for one client."""
+HELLO_S = 10.0
+"""A client that has not said hello for so long is dropped."""
 GLANCE_S = 0.2
 """Between two looks whether a question is still wanted."""
+PACE_S = 0.05
+"""New output is read from the logs so often, at most."""
 END_S = 30.0
-"""At the end, a client that takes nothing for so long is given up."""
+"""At the end, a launching client that takes nothing for so long is given up."""
+OTHERS_END_S = 2.0
+"""The same for others, which can read the rest in the job's logs."""
+OTHERS_LIMIT_S = 10.0
+"""At the end, others are given up after so long whatever they take: the end of `launch` waits for it."""
 
 
-class ClientConnection:
-    """One client. It is an `output.Sink` for the loop's thread; `ask` is for any thread."""
+class OutputReader(Protocol):
+    """Output of a job, read from its logs for one client. Used by the service's thread only."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+    @property
+    def cursor(self) -> int:
+        """Where a later reader goes on."""
+
+    def read(self, limit: int) -> bytes:
+        """Return frames (`control.output`, `control.gap`) with about `limit` bytes; empty: there is nothing new now."""
+
+    def close(self) -> None:
+        """Close the files."""
+
+
+class Listener(Protocol):
+    """Lets clients in (`control.ControlSocket`)."""
+
+    socket: socket.socket
+
+    def accept(self) -> Any:
+        """Return the next connection, or None and why."""
+
+    def close(self) -> None:
+        """Let no more in."""
+
+
+class _Client:
+    """One client: what it said, and what waits for it."""
+
+    def __init__(self, connection: socket.socket, is_launcher: bool) -> None:
+        self.socket = connection
+        self.is_launcher = is_launcher
+        self.conversation = control.Conversation(is_launcher)
+        self.decoder = wire.Decoder()
+        self.since = time.monotonic()
+        self.progress = self.since
+        self.backlog = Backlog()
+        """For the launching client: all that waits, in order."""
+        self.replies: Deque[bytes] = deque()
+        self.mail: Deque[bytes] = deque()
+        self.mail_size = 0
+        self.missed = 0
+        """Events and messages that were left out."""
+        self.wants = control.Subscribe()
+        self.has_subscribed = False
+        self.reader: Optional[OutputReader] = None
+        self.rest = memoryview(b"")
+        """What is being sent."""
+        self.is_waiting = False
+        """It takes nothing more at the moment."""
+        self.may_read = False
+        """There may be something new in the logs for it."""
+        self.is_last = False
+        """Nothing is added any more; when all is sent, the connection ends."""
+        self.is_gone = False
+
+    def post(self, data: bytes) -> None:
+        """Queue an event or a message, or count it."""
+        if self.missed or self.mail_size + len(data) > MAIL_LIMIT:
+            self.missed += 1
+            return
+        self.mail.append(data)
+        self.mail_size += len(data)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has so much to take that it may not ask for more."""
+        return sum(map(len, self.replies)) > MAIL_LIMIT
+
+
+class Service:
+    """The clients of a job. It is an `output.Sink` and a `Watcher` for the loop's thread; `ask` is for any thread.
+
+    Arguments:
+        launcher: connection to the client that launched the job.
+        job: the job's id.
+        open_output: returns a reader of the job's output for a client, which begins at a cursor or about so many lines
+            before the end; None: clients cannot have output.
+        on_stop: called, in the service's thread, before the signal of a client's `stop` or `kill` takes effect.
+    """
+
+    def __init__(
+        self,
+        launcher: Optional[socket.socket],
+        job: str = "",
+        open_output: Optional[Callable[[control.Output], OutputReader]] = None,
+        on_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._job = job
+        self._open_output = open_output
+        self._on_stop = on_stop
         self._changed = threading.Condition()
-        self._backlog = Backlog()
+        """Guards all that follows; notified when an answer has come or a client has gone."""
+        self._clients: List[_Client] = []
+        self._launcher: Optional[_Client] = None
+        self._listener: Optional[Listener] = None
+        self._state: bytes = b""
+        self._last: Optional[bytes] = None
+        """The outcome, or why there is none."""
+        self._put: Optional[Callable[[Event], None]] = None
+        self._cursor = 0
+        """Bytes of output so far: where the launching client stands in the logs."""
         self._answers: Dict[int, Optional[str]] = {}
         self._asked = 0
         self._is_closing = False
-        self._is_gone = False
-        self._progress = time.monotonic()
-        self._writer = threading.Thread(target=self._write, name="write client", daemon=True)
-        self._reader = threading.Thread(target=self._read, name="read client", daemon=True)
+        self._closing_since = 0.0
+        self._has_output = False
+        self._read_at = 0.0
+        self._state_value: Mapping[str, Any] = {}
+        self._wakeup, self._waking = os.pipe()
+        os.set_blocking(self._wakeup, False)
+        os.set_blocking(self._waking, False)
+        self._is_woken = False
+        self._selector = selectors.DefaultSelector()
+        self._thread = threading.Thread(target=self._serve, name="clients", daemon=True)
+        if launcher is not None:
+            launcher.setblocking(False)
+            self._launcher = _Client(launcher, is_launcher=True)
+            self._clients.append(self._launcher)
 
     def start(self) -> None:
-        """Start the two threads."""
-        self._writer.start()
-        self._reader.start()
+        """Start the thread."""
+        self._thread.start()
 
-    # ------------------------------------------------------------------ to the client
+    def listen(self, listener: Listener) -> None:
+        """Let clients in from now on. The service closes the listener at its end."""
+        with self._changed:
+            self._listener = listener
+            self._wake()
+
+    # ------------------------------------------------------------------ to the clients
 
     def output(self, task: str, host: str, stream: str, data: bytes, at: Optional[int]) -> None:
         """Send bytes of a task; a client that is slow is told later where they are in the log file."""
-        self._put(Piece(data, task, host, stream, at, len(data)))
+        with self._changed:
+            launcher = self._launcher
+            self._cursor += len(data) if at is not None else 0
+            if launcher is not None:
+                launcher.backlog.put(OutputPiece(data, task, host, stream, at, len(data)))
+                self._wake()
+            if not self._has_output:
+                self._has_output = True
+                if len(self._clients) > (launcher is not None):
+                    self._wake()  # to read the logs when it is time
 
     def say(self, text: str, level: str) -> None:
         """Send one message of distrun's own."""
-        self._send({"type": "said", "text": text, "level": level})
+        data = control.said(text, level)
+        with self._changed:
+            self._to_launcher(data)
+            if level != "debug":
+                self._post(data, lambda wants: wants.output is not None)
 
     def toggle_pause(self) -> None:
         """Do nothing: the client itself stops printing, or goes on."""
 
-    def finish(self, outcome: Dict[str, Any]) -> None:
-        """Send the job's outcome, as JSON-able values."""
-        self._send({"type": "outcome", "outcome": outcome})
+    def opened(self, put: Callable[[Event], None]) -> None:
+        """Have the job's loop end the job, from now on, when a client asks for that."""
+        self._put = put
 
-    def fail(self, error: Dict[str, Any]) -> None:
+    def event(self, value: Mapping[str, Any]) -> None:
+        """Send what is a line of events.jsonl to those who want events."""
+        with self._changed:
+            if any(client.wants.events for client in self._clients):
+                self._post(control.event(value), lambda wants: wants.events)
+
+    def state(self, value: Mapping[str, Any]) -> None:
+        """Keep the job's state for those who ask."""
+        with self._changed:
+            self._state_value, self._state = value, b""
+
+    def finish(self, outcome: Mapping[str, Any]) -> None:
+        """Send the job's outcome, as JSON-able values; nothing is sent after it."""
+        self._end(control.outcome(outcome))
+
+    def fail(self, error: Mapping[str, Any]) -> None:
         """Send why there is no outcome: kind, message, hint, exit_code, trace."""
-        self._send({"type": "failed", **error})
+        self._end(control.failed(error))
+
+    def _end(self, data: bytes) -> None:
+        with self._changed:
+            self._last = data
+            self._has_output = True  # no client gets it before all output
+            self._to_launcher(data)
+            self._wake()
 
     def ask(self, prompt: str, limit_s: float, check: Callable[[], None]) -> Optional[str]:
-        """Return what the user types at the client's terminal, which does not show it.
+        """Return what the user types at the launching client's terminal, which does not show it.
 
         Arguments:
             prompt: what the terminal shows.
@@ -89,105 +257,408 @@ class ClientConnection:
         with self._changed:
             self._asked += 1
             number = self._asked
-        self._send({"type": "prompt", "id": number, "text": prompt, "limit_s": limit_s})
+            self._to_launcher(control.prompt(number, prompt, limit_s))
         until = time.monotonic() + limit_s + 1.0
         try:
             while True:
                 with self._changed:
                     if number in self._answers:
                         return self._answers.pop(number)
-                    if self._is_gone or time.monotonic() >= until:
+                    if self._launcher is None or time.monotonic() >= until:
                         return None
                     self._changed.wait(GLANCE_S)
                 check()
         except BaseException:
-            self._send({"type": "withdrawn", "id": number})
+            with self._changed:
+                self._to_launcher(control.withdrawn(number))
             raise
 
     def close(self) -> None:
-        """Send what waits, then end the connection. A client that takes nothing for END_S is given up."""
+        """Send what waits, then end all connections. A client that takes nothing for END_S is given up."""
         with self._changed:
             self._is_closing = True
-            self._progress = time.monotonic()
-            self._changed.notify_all()
-        while self._writer.is_alive() and time.monotonic() - self._progress < END_S:
-            self._writer.join(GLANCE_S)
-        with contextlib.suppress(OSError):  # its end came first
-            self._connection.shutdown(socket.SHUT_RDWR)  # also ends the threads' calls
-        self._reader.join()
-        self._writer.join()
-        self._connection.close()
-
-    def _send(self, header: Dict[str, Any]) -> None:
-        self._put(Piece(wire.encode(header)))
-
-    def _put(self, piece: Piece) -> None:
+            self._closing_since = time.monotonic()
+            for client in self._clients:
+                client.progress = self._closing_since
+            self._wake()
+        self._thread.join()
         with self._changed:
-            if not self._is_gone:
-                self._backlog.put(piece)
-                self._changed.notify_all()
+            if self._waking >= 0:
+                os.close(self._waking)
+                self._waking = -1
 
-    def _write(self) -> None:
-        try:
-            while True:
-                with self._changed:
-                    while not self._backlog and not self._is_closing:
-                        self._changed.wait()
-                    piece = self._backlog.take()
-                if piece is None:
-                    return
-                rest = memoryview(piece.data if not piece.task else _output(piece))
-                while rest:
-                    rest = rest[self._connection.send(rest[:READ_SIZE]) :]
-                    self._progress = time.monotonic()
-        except OSError:
-            self._end()
+    def _to_launcher(self, data: bytes) -> None:
+        if self._launcher is not None:
+            self._launcher.backlog.put(OutputPiece(data))
+            self._wake()
 
-    # ------------------------------------------------------------------ from the client
+    def _post(self, data: bytes, is_wanted: Callable[[control.Subscribe], bool]) -> None:
+        for client in self._clients:
+            if is_wanted(client.wants) and not client.is_last:
+                if client.is_launcher:
+                    client.backlog.put(OutputPiece(data))
+                else:
+                    client.post(data)
+                self._wake()
 
-    def _read(self) -> None:
-        decoder = wire.Decoder()
-        try:
-            while True:
-                data = self._connection.recv(READ_SIZE)
-                if not data:
-                    break
-                for frame in decoder.feed(data):
-                    self._take(frame)
-        except (OSError, WireError, KeyError, ValueError):
-            pass  # its end, or no client of ours
-        self._end()
-        if not self._is_closing:
-            _raise_signal("HUP")
+    def _wake(self) -> None:
+        """Have the thread look; the lock is held."""
+        if not self._is_woken and self._waking >= 0:
+            self._is_woken = True
+            with contextlib.suppress(OSError):  # the pipe is full of wakes
+                os.write(self._waking, b"w")
 
-    def _take(self, frame: wire.Frame) -> None:
-        if frame.type == "signal":
-            _raise_signal(str(frame.header["name"]))
-        elif frame.type == "answer":
+    # ------------------------------------------------------------------ the thread
+
+    def _serve(self) -> None:
+        self._selector.register(self._wakeup, selectors.EVENT_READ)
+        for client in self._clients:
+            self._selector.register(client.socket, selectors.EVENT_READ, client)
+        is_listening = False
+        while True:
+            ready = self._selector.select(self._wait_s())
             with self._changed:
-                text = frame.body.decode("utf-8", "replace") if frame.header.get("given") else None
-                self._answers[int(frame.header["id"])] = text
-                self._changed.notify_all()
-        else:
-            raise WireError(f"a client sent {frame.type!r}")
+                self._is_woken = False
+                is_closing = self._is_closing
+            for key, mask in ready:
+                if isinstance(key.data, _Client):
+                    self._shielded(key.data, functools.partial(self._attend, key.data, mask))
+                elif key.data is not None:
+                    self._let_in()
+                else:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wakeup, 4096)
+            if self._listener is not None and not is_listening:
+                is_listening = True
+                self._selector.register(self._listener.socket, selectors.EVENT_READ, self._listener)
+            if self._listener is not None and is_closing:
+                self._stop_listening()
+            self._send_all()
+            self._drop_late(time.monotonic())
+            if is_closing and not self._clients:
+                break
+        self._selector.close()
+        os.close(self._wakeup)
 
-    def _end(self) -> None:
+    def _shielded(self, client: _Client, act: Callable[[], None]) -> None:
+        """Do something for a client; a fault of ours costs this client only, and is written to coordinator.log."""
+        try:
+            act()
+        except Exception:
+            import traceback
+
+            traceback.print_exc()
+            self._lose(client)
+
+    def _wait_s(self) -> Optional[float]:
+        """Return how long nothing has to be done unless something happens."""
+        now = time.monotonic()
         with self._changed:
-            self._is_gone = True
-            self._backlog = Backlog()
+            if self._is_closing:
+                return GLANCE_S
+            waits = [client.since + HELLO_S - now for client in self._clients if not client.conversation.has_greeted]
+            waits += [client.progress + _patience_s(client) - now for client in self._clients if client.is_last]
+            if self._has_output and any(client.reader is not None for client in self._clients):
+                waits.append(self._read_at + PACE_S - now)
+        return max(0.0, min(waits)) if waits else None
+
+    def _let_in(self) -> None:
+        """Accept clients that wait."""
+        listener = self._listener
+        while listener is not None:
+            connection, why = listener.accept()
+            if connection is None:
+                if not why:
+                    return
+                with self._changed:
+                    self._to_launcher(control.said(f"control socket: {why}", "warning"))
+                continue
+            client = _Client(connection, is_launcher=False)
+            with self._changed:
+                self._clients.append(client)
+            self._selector.register(connection, selectors.EVENT_READ, client)
+            if len(self._clients) - (self._launcher is not None) > CLIENTS:
+                text = f"the job has {CLIENTS} clients already"
+                self._refuse(client, control.Refusal(text, "end one of them, such as a distrun attach", is_last=True))
+
+    def _stop_listening(self) -> None:
+        assert self._listener is not None
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(self._listener.socket)
+        self._listener.close()
+        self._listener = None
+
+    def _attend(self, client: _Client, mask: int) -> None:
+        """Take what a client sent, and note that it takes more."""
+        if mask & selectors.EVENT_WRITE:
+            client.is_waiting = False
+        if not mask & selectors.EVENT_READ or client.is_gone:
+            return
+        try:
+            data = client.socket.recv(INPUT_SIZE)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lose(client)
+            return
+        if client.is_last:
+            return
+        try:
+            for frame in client.decoder.feed(data):
+                if not client.is_last:
+                    self._take(client, frame)
+        except WireError as err:
+            self._refuse(client, control.Refusal(str(err), is_last=True))
+            return
+        if client.decoder.pending > control.FRAME_LIMIT:
+            self._refuse(client, control.Refusal("the frame is too long", is_last=True))
+
+    def _take(self, client: _Client, frame: wire.Frame) -> None:
+        try:
+            self._do(client, client.conversation.take(frame))
+        except control.Refusal as refusal:
+            self._refuse(client, refusal)
+
+    def _do(self, client: _Client, request: control.Request) -> None:
+        if isinstance(request, control.Hello):
+            self._reply(client, control.hello(self._job, os.getpid(), socket.gethostname()))
+        elif isinstance(request, control.State):
+            self._reply(client, self._snapshot(0))
+        elif isinstance(request, control.Stop):
+            self._reply(client, control.done("stop"))
+            self._interrupt(request.signal)
+        elif isinstance(request, control.Kill):
+            self._reply(client, control.done("kill"))
+            self._interrupt("TERM", "INT")  # a Ctrl-C when the job is being stopped: nothing is waited for any more
+        elif isinstance(request, control.Detach):
+            self._reply(client, control.done("detach", released=self._release()))
+        elif isinstance(request, control.Subscribe):
+            self._subscribe(client, request)
+        elif isinstance(request, control.Stack):
+            raise control.Refusal("the stacks of tasks are not available in this version")
+        elif isinstance(request, control.Signal):
+            raise_signal(request.name)
+        else:
+            with self._changed:
+                self._answers[request.id] = request.text
+                self._changed.notify_all()
+
+    def _interrupt(self, *names: str) -> None:
+        """Stop the job as if this process had received signals."""
+        if "TERM" in names:
+            self._on_stop()
+        if self._put is None:
+            raise_signal(names[0])
+            return
+        for name in names:
+            self._put(Interrupt(name, time.time()))
+
+    def _subscribe(self, client: _Client, request: control.Subscribe) -> None:
+        if client.is_launcher:
+            request = control.Subscribe(events=request.events)  # its output comes anyway
+        if client.reader is not None:
+            client.reader.close()
+            client.reader = None
+        if request.output is not None:
+            if self._open_output is None:
+                raise control.Refusal("this job's output cannot be read by its coordinator")
+            try:
+                client.reader = self._open_output(request.output)
+            except OSError as err:
+                raise control.Refusal(f"the job's logs cannot be read: {err}") from err
+        client.may_read = True
+        with self._changed:
+            client.wants, client.has_subscribed = request, True
+
+    def _release(self) -> bool:
+        """Let the launching client go; return whether there was one."""
+        with self._changed:
+            launcher = self._launcher
+            if launcher is None:
+                return False
+            launcher.backlog.put(OutputPiece(control.detached(self._cursor)))
+            launcher.is_last = True
+            self._launcher = None
+            self._changed.notify_all()  # who asks a question gets no answer
+        return True
+
+    def _reply(self, client: _Client, data: bytes) -> None:
+        with self._changed:
+            if client.is_launcher:
+                client.backlog.put(OutputPiece(data))
+            else:
+                client.replies.append(data)
+
+    def _refuse(self, client: _Client, refusal: control.Refusal) -> None:
+        if client.is_launcher and refusal.is_last:
+            self._lose(client)  # no client of ours
+            return
+        self._reply(client, control.refused(refusal))
+        client.is_last = client.is_last or refusal.is_last
+
+    def _lose(self, client: _Client) -> None:
+        """A client has gone. If it is the launching one, the job ends with it."""
+        self._forget(client)
+        with self._changed:
+            if client is not self._launcher:
+                return
+            self._launcher = None
             self._changed.notify_all()
+            is_closing = self._is_closing
+        if not is_closing:
+            raise_signal("HUP")
+
+    def _forget(self, client: _Client) -> None:
+        if client.is_gone:
+            return
+        client.is_gone = True
+        with self._changed:
+            self._clients.remove(client)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(client.socket)
+        if client.reader is not None:
+            client.reader.close()
+        with contextlib.suppress(OSError):  # its end came first
+            client.socket.shutdown(socket.SHUT_RDWR)
+        client.socket.close()
+
+    def _snapshot(self, missed: int) -> bytes:
+        with self._changed:
+            value, known = self._state_value, self._state
+        if missed:
+            return control.state(value, missed)
+        if not known:
+            known = control.state(value)
+            with self._changed:
+                if self._state_value is value:
+                    self._state = known
+        return known
+
+    # ------------------------------------------------------------------ sending
+
+    def _send_all(self) -> None:
+        """Send every client what it takes."""
+        now = time.monotonic()
+        with self._changed:
+            is_time = self._is_closing or (self._has_output and now >= self._read_at + PACE_S)
+            if is_time:
+                self._has_output = False
+                self._read_at = now
+        for client in list(self._clients):
+            client.may_read = client.may_read or is_time
+            if not client.is_waiting:
+                self._shielded(client, functools.partial(self._send, client, time.monotonic() + TURN_S))
+            if not client.is_gone:
+                self._watch(client)
+
+    def _send(self, client: _Client, until: float) -> None:
+        """Send until a client takes no more, has all, or has had its turn. Never waits."""
+        while not client.is_gone:
+            if not client.rest:
+                client.rest = memoryview(self._next(client))
+            if not client.rest:
+                if client.is_last:
+                    self._forget(client)
+                return
+            try:
+                count = client.socket.send(client.rest[:READ_SIZE])
+            except BlockingIOError:
+                client.is_waiting = True
+                return
+            except OSError:
+                self._lose(client)
+                return
+            client.rest = client.rest[count:]
+            client.progress = time.monotonic()
+            if client.progress > until:  # now others
+                with self._changed:
+                    self._wake()
+                return
+
+    def _next(self, client: _Client) -> bytes:
+        """Return the next bytes for a client: replies, then events and messages, then output; at the end the outcome.
+
+        Reads the job's logs without the lock.
+        """
+        with self._changed:
+            last, is_closing = self._last, self._is_closing
+            if client.is_launcher:
+                piece = client.backlog.take()
+                if piece is None:
+                    client.is_last = client.is_last or is_closing
+                    return b""
+                return piece.data if not piece.task else _output(piece)
+            if client.replies:
+                return client.replies.popleft()
+            if client.is_last:
+                return b""
+            if client.mail:
+                data = client.mail.popleft()
+                client.mail_size -= len(data)
+                return data
+            missed, client.missed = client.missed, 0
+        if missed:
+            return self._snapshot(missed)
+        if client.reader is not None:
+            if not client.may_read:
+                return b""
+            found = self._read(client)
+            if found:
+                return found
+        if is_closing or (last is not None and client.has_subscribed):
+            client.is_last = True
+            return (last or b"") if client.conversation.is_same_major else b""
+        return b""
+
+    def _read(self, client: _Client) -> bytes:
+        """Return new output for a client; empty, until it is time again, where there is none."""
+        assert client.reader is not None
+        try:
+            found = client.reader.read(CHUNK)
+        except OSError as err:
+            client.reader.close()
+            client.reader = None
+            return control.said(f"the job's logs cannot be read: {err}", "warning")
+        client.may_read = bool(found)
+        return found
+
+    def _watch(self, client: _Client) -> None:
+        """Tell the selector what is wanted of a client."""
+        with self._changed:
+            wanted = selectors.EVENT_WRITE if client.is_waiting else 0
+            if not wanted or not client.is_busy:
+                wanted |= selectors.EVENT_READ
+        if self._selector.get_key(client.socket).events != wanted:
+            self._selector.modify(client.socket, wanted, client)
+
+    def _drop_late(self, now: float) -> None:
+        """Drop clients that have not said hello and, at the end, those that take nothing."""
+        for client in list(self._clients):
+            if not client.conversation.has_greeted and now >= client.since + HELLO_S:
+                self._forget(client)
+            elif self._is_closing or client.is_last:
+                is_over = not client.is_launcher and now >= self._closing_since + OTHERS_LIMIT_S
+                if (self._is_closing and is_over) or now >= client.progress + _patience_s(client):
+                    self._forget(client)
 
 
-def _output(piece: Piece) -> bytes:
-    header: Dict[str, Any] = {"type": "output", "task": piece.task, "host": piece.host, "stream": piece.stream}
-    return wire.encode({**header, "at": piece.at, "length": piece.length}, piece.data)
+def _patience_s(client: _Client) -> float:
+    """Return how long a client may take nothing of what it gets last."""
+    return END_S if client.is_launcher else OTHERS_END_S
 
 
-def _raise_signal(name: str) -> None:
+def _output(piece: OutputPiece) -> bytes:
+    return control.output(control.Chunk(piece.task, piece.host, piece.stream, piece.at, piece.length, piece.data))
+
+
+def raise_signal(name: str) -> None:
     """Have this process act as if it had received a signal. One that it ignores (nohup) becomes SIGTERM."""
-    if name not in SIGNALS:
-        raise WireError(f"a client sent the signal {name!r}")
-    number = getattr(signal, "SIG" + name)
-    if name == "HUP" and signal.getsignal(number) == signal.SIG_IGN:
+    number = signal.Signals["SIG" + name]
+    if signal.getsignal(number) == signal.SIG_IGN:
         number = signal.SIGTERM
+    is_deadly = number == signal.SIGTERM and signal.getsignal(number) == signal.SIG_DFL
+    if is_deadly and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        number = signal.SIGINT  # the loop does not run: the other would end this process without a word
     os.kill(os.getpid(), number)

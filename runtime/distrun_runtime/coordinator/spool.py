@@ -1,4 +1,4 @@
-"""The log files of a job: `logs/TASK.log`, stdout and stderr merged in the order of arrival.
+"""The log files of a job: `logs/TASK.log`, stdout and stderr merged in the order of arrival, and their index.
 
 Every chunk names its stream and offset, so that one that comes twice (after a reconnect) is written once. A disk
 that is full never stops the job: the bytes are counted, and a line in the log says how many are missing once
@@ -7,10 +7,19 @@ there is room again.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from pathlib import Path
-from typing import Callable, Dict, List, NamedTuple, Optional
+from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
+from distrun_runtime.coordinator import logindex
+from distrun_runtime.coordinator.logfiles import log_path, rotated
+from distrun_runtime.coordinator.logindex import Entry, IndexWriter
+
+INDEX_BYTES = 8 * 1024 * 1024
+"""With a limit, the index is rotated at so many bytes (150,000 pieces), or at half the bytes of all logs, if that is
+more."""
 _BLOCK = 64 * 1024
 _TAIL_LIMIT = 1024 * 1024
 """A tail reads no more than that from the end of the file."""
@@ -22,33 +31,52 @@ class Written(NamedTuple):
     fresh: bytes
     """The part that had not come before."""
     at: Optional[int]
-    """Where `fresh` begins in the log file; None: it could not be written."""
+    """Where `fresh` begins in the log: an absolute offset; None: it could not be written."""
     offset: int
     """Everything of the stream before this has come: what an ack says."""
+    note: int = 0
+    """Bytes of a line of ours that was written just before `fresh`."""
 
 
 class TaskLog:
-    """One task's log file, opened at the first write and appended to."""
+    """One task's log file, opened at the first write and appended to.
 
-    def __init__(self, path: Path, write: Callable[[int, memoryview], int] = os.write) -> None:
+    Arguments:
+        path: the file.
+        write: as os.write.
+        limit: bytes that are kept, about: past half of them the file is rotated, and the rotated one before it is
+            removed. 0: all.
+    """
+
+    def __init__(self, path: Path, write: Callable[[int, memoryview], int] = os.write, limit: int = 0) -> None:
         self.path = path
         self.error = ""
         """Why the last chunk could not be written; empty: it was."""
         self._write = write
+        self._limit = limit
         self._fd: Optional[int] = None
+        self._base = 0
+        """Absolute offset of the file's first byte."""
         self._size = 0
-        self._next: Dict[str, int] = {"out": 0, "err": 0}
+        self._next: Dict[Tuple[int, str], int] = {}
+        """By attempt and stream: what has come."""
         self._missing = 0
 
-    def add(self, stream: str, offset: int, data: bytes) -> Written:
-        """Append what of `data` (from byte `offset` of the stream) has not come before."""
-        expected = self._next[stream]
+    @property
+    def end(self) -> int:
+        """The absolute offset past what was written."""
+        return self._base + self._size
+
+    def add(self, stream: str, offset: int, data: bytes, attempt: int = 0) -> Written:
+        """Append what of `data` (from byte `offset` of the stream of that attempt) has not come before."""
+        expected = self._next.get((attempt, stream), 0)
         fresh = data[max(0, expected - offset) :] if offset < expected else data
         if not fresh:
             return Written(b"", None, expected)
         # A gap (offset > expected) can only be a fault of the agent; what did come is worth more than a stop.
-        self._next[stream] = offset + len(data)
-        return Written(fresh, self._append(fresh), self._next[stream])
+        self._next[attempt, stream] = offset + len(data)
+        at, note = self._append(fresh)
+        return Written(fresh, at, offset + len(data), note)
 
     def close(self) -> None:
         """Close the file; another `add` would open it again."""
@@ -56,24 +84,50 @@ class TaskLog:
             os.close(self._fd)
             self._fd = None
 
-    def _append(self, data: bytes) -> Optional[int]:
+    def _append(self, data: bytes) -> Tuple[Optional[int], int]:
+        """Return where `data` begins, if it could be written, and how many bytes of ours come before it."""
         before = self._size
+        text = b""
         try:
             if self._fd is None:
-                self._fd = os.open(str(self.path), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-                before = self._size = os.fstat(self._fd).st_size
+                self._open()
+            self._rotate(len(data))
+            before = self._size
             if self._missing:
                 note = "\n[distrun: %d bytes are missing here: %s]\n" % (self._missing, self.error)
-                self._put(note.encode())
+                text = note.encode()
+                self._put(text)
                 self._missing = 0
                 before = self._size
             self._put(data)
         except OSError as err:
             self.error = err.strerror or str(err)
             self._missing += len(data) - max(0, self._size - before)
-            return None
+            return None, 0
         self.error = ""
-        return before
+        return self._base + before, len(text)
+
+    def _open(self) -> None:
+        self._fd = os.open(str(self.path), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._size = os.fstat(self._fd).st_size
+        if not self._base:
+            self._base = max([end for end, _ in rotated(self.path)], default=0)
+
+    def _rotate(self, more: int) -> None:
+        """Begin another file if this one would become too long. A disk on which that fails goes on with this one."""
+        if not self._limit or not self._size or self._size + more <= self._limit // 2:
+            return
+        older = rotated(self.path)
+        try:
+            os.replace(str(self.path), f"{self.path}.{self.end}")
+        except OSError:
+            return
+        self.close()
+        self._base, self._size = self.end, 0
+        for _, path in older:
+            with contextlib.suppress(OSError):
+                os.unlink(str(path))
+        self._open()
 
     def _put(self, data: bytes) -> None:
         assert self._fd is not None
@@ -85,39 +139,56 @@ class TaskLog:
 
 
 class Spool:
-    """All log files of a job, below one folder."""
+    """All log files of a job and their index, below one folder.
 
-    def __init__(self, folder: Path) -> None:
+    `limit`: bytes that are kept of each task's log, about; 0: all.
+    """
+
+    def __init__(self, folder: Path, limit: int = 0, clock: Callable[[], float] = time.time) -> None:
         self._folder = folder
+        self._limit = limit
+        self._clock = clock
         self._logs: Dict[str, TaskLog] = {}
+        self._index = IndexWriter(folder)
         self._warned = False
 
-    def add(self, task: str, stream: str, offset: int, data: bytes) -> Written:
+    def add(self, task: str, stream: str, offset: int, data: bytes, attempt: int = 0) -> Written:
         """Append to the log of `task`; see `TaskLog.add`."""
         log = self._logs.get(task)
         if log is None:
-            log = self._logs[task] = TaskLog(log_path(self._folder, task))
-        return log.add(stream, offset, data)
+            log = self._logs[task] = TaskLog(log_path(self._folder, task), limit=self._limit)
+            self._index.limit = max(INDEX_BYTES, self._limit * len(self._logs) // 2) if self._limit else 0
+        written = log.add(stream, offset, data, attempt)
+        if written.at is not None:
+            now = self._clock()
+            if written.note:
+                start = written.at - written.note
+                self._index.add(Entry(now, task, logindex.NOTE, attempt, start, written.note))
+            self._index.add(Entry(now, task, stream, attempt, written.at, len(written.fresh)))
+        return written
+
+    def flush(self) -> str:
+        """Write the index of what was added: readers see it then. Return a `warning` if that failed."""
+        self._index.flush()
+        return self.warning() if self._index.error else ""
 
     def warning(self) -> str:
         """Return, once in the job's life, that logs cannot be written; else an empty text."""
         if self._warned:
             return ""
-        for log in self._logs.values():
-            if log.error:
+        files = [(log.path, log.error) for log in self._logs.values()] + [(self._index.path, self._index.error)]
+        for path, error in files:
+            if error:
                 self._warned = True
-                return f"cannot write {log.path}: {log.error}; the job goes on without what does not fit"
+                return f"cannot write {path}: {error}; the job goes on without what does not fit"
         return ""
 
     def close(self) -> None:
-        """Close all files."""
+        """Write the index to its end, and close all files."""
+        self._index.flush({task: log.end for task, log in self._logs.items()})
+        self._index.close()
         for log in self._logs.values():
             log.close()
-
-
-def log_path(folder: Path, task: str) -> Path:
-    """Return where the log of `task` is, or will be."""
-    return folder / (task + ".log")
 
 
 def tail(path: Path, lines: int) -> List[str]:
@@ -126,21 +197,29 @@ def tail(path: Path, lines: int) -> List[str]:
     A line that was overwritten by carriage returns, as a progress bar, is given as a terminal would show it in the
     end. Reads at most 1 MiB from the end.
     """
+    data = _end_of(path, lines)
+    for _, older in reversed(rotated(path)):
+        if data.count(b"\n") <= lines:
+            data = _end_of(older, lines) + data
+    text = data.decode("utf-8", "replace")
+    found = text[:-1].split("\n") if text.endswith("\n") else text.split("\n")
+    return [] if not text else [_overwritten(line) for line in found[-lines:]] if lines > 0 else []
+
+
+def _end_of(path: Path, lines: int) -> bytes:
+    """Return the end of a file, in which there are at least so many newlines if it is not too long."""
+    data = b""
     try:
         with open(str(path), "rb") as file:
-            start = file.seek(0, os.SEEK_END)
-            end = start
-            data = b""
+            start = end = file.seek(0, os.SEEK_END)
             while start > 0 and data.count(b"\n") <= lines and end - start < _TAIL_LIMIT:
                 step = min(_BLOCK, start)
                 start -= step
                 file.seek(start)
                 data = file.read(step) + data
     except OSError:
-        return []
-    text = data.decode("utf-8", "replace")
-    found = text[:-1].split("\n") if text.endswith("\n") else text.split("\n")
-    return [] if not text else [_overwritten(line) for line in found[-lines:]] if lines > 0 else []
+        return b""
+    return data
 
 
 def _overwritten(line: str) -> str:

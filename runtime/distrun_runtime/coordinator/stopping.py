@@ -9,7 +9,7 @@ from typing import List, Optional
 
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER, Limits
 from distrun_runtime.coordinator.actions import Action, Drop, EndAgent, Steps, StopTasks
-from distrun_runtime.coordinator.roster import HostState, Roster
+from distrun_runtime.coordinator.roster import HostState, JobRoster
 
 OPEN = 0
 ASK_WORKERS = 1
@@ -34,10 +34,10 @@ SILENT_S = 5.0
 _ORDER = {WORKER: 0, SERVER: 1, SCHEDULER: 2}
 
 
-class StopSequence:
+class JobStopSequence:
     """Ends one job. It starts when `linger` or `escalate` is called."""
 
-    def __init__(self, roster: Roster, limits: Limits) -> None:
+    def __init__(self, roster: JobRoster, limits: Limits) -> None:
         self._roster = roster
         self._limits = limits
         self.level = OPEN

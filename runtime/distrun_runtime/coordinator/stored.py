@@ -25,7 +25,7 @@ _NUMBER_LIMIT = 1e15
 _TIME = "%Y-%m-%dT%H:%M:%S.%fZ"
 
 
-class Kind(NamedTuple):
+class MemberType(NamedTuple):
     """What a member has to be."""
 
     words: str
@@ -53,40 +53,45 @@ def _is_time(value: Any) -> bool:
         return False
 
 
-def optional(kind: Kind) -> Kind:
+def optional(kind: MemberType) -> MemberType:
     """Return the kind that may also be null."""
-    return Kind(kind.words + " or null", lambda value: value is None or kind.fits(value))
+    return MemberType(kind.words + " or null", lambda value: value is None or kind.fits(value))
 
 
-def several(kind: Kind) -> Kind:
+def several(kind: MemberType) -> MemberType:
     """Return the kind of a list of such members."""
-    return Kind(f"a list, each {kind.words}", lambda value: isinstance(value, list) and all(map(kind.fits, value)))
+    return MemberType(
+        f"a list, each {kind.words}", lambda value: isinstance(value, list) and all(map(kind.fits, value))
+    )
 
 
-def one_of(*words: str) -> Kind:
+def one_of(*words: str) -> MemberType:
     """Return the kind of a word among `words`."""
-    return Kind("one of {}".format(", ".join(words)), lambda value: isinstance(value, str) and value in words)
+    return MemberType("one of {}".format(", ".join(words)), lambda value: isinstance(value, str) and value in words)
 
 
-TEXT = Kind("a text", _is_text)
-COUNT = Kind("a whole number", lambda value: isinstance(value, int) and _is_number(value))
-NUMBER = Kind("a number", _is_number)
-TIME = Kind("a time (RFC 3339)", _is_time)
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+TEXT = MemberType("a text", _is_text)
+COUNT = MemberType("a whole number", lambda value: isinstance(value, int) and _is_number(value))
+NUMBER = MemberType("a number", _is_number)
+TIME = MemberType("a time (RFC 3339)", _is_time)
+FLAG = MemberType("true or false", lambda value: isinstance(value, bool))
 TEXTS = several(TEXT)
-PAIRS = Kind(
+PAIRS = MemberType(
     "an object of texts",
     lambda value: isinstance(value, dict) and all(_is_text(each) for pair in value.items() for each in pair),
 )
-NAME = Kind(
+NAME = MemberType(
     "the name of a task",
     lambda value: isinstance(value, str) and bool(re.fullmatch(r"scheduler|[a-z]+-\d{1,9}", value)),
 )
-ANY = Kind("anything", lambda value: True)
+ANY = MemberType("anything", lambda value: True)
 
-Members = Mapping[str, Kind]
+Members = Mapping[str, MemberType]
 
+REQUEST: Members = {"id": TEXT, "time": TIME, "name": TEXT, "launcher": TEXT, "command": TEXTS, "cwd": TEXT}
+ALLOCATION: Members = {"id": TEXT, "time": TIME}
 LAUNCHER: Members = {"pid": COUNT, "start": TEXT, "host": TEXT}
+CONTROL: Members = {"pid": COUNT, "start": TEXT, "host": TEXT, "boot": TEXT, "path": TEXT}
 TASK: Members = {
     "name": NAME,
     "role": one_of(*plans.ROLES),

@@ -2,7 +2,7 @@ r"""The supervisor of a job: events in, actions out.
 
 It decides what to start, what the death of a task or host means, and when the job is over. It has no clock, no socket
 and prints nothing; `now` is any monotonic clock in seconds. It has two parts: `failures.FailureAnalysis` decides which
-failure ended the job, `stopping.StopSequence` ends the tasks. The phases:
+failure ended the job, `stopping.JobStopSequence` ends the tasks. The phases:
 
     gathering -> [preparing] -> [settling] -> starting -> running -> draining (all workers ended with 0) -> over
             \----------\------------\-----------\----------\--> stopping (something ended the job)   -> over
@@ -30,22 +30,22 @@ from distrun_runtime.coordinator.actions import (
     Announce,
     Begin,
     Drop,
-    Finish,
+    FinishJob,
     Prepare,
     SendRuntime,
     Settle,
     Spawn,
 )
 from distrun_runtime.coordinator.failures import ANSWERS_S, Cause
-from distrun_runtime.coordinator.roster import SKEW_LIMIT_S, SKEW_S, HostState, Roster
+from distrun_runtime.coordinator.roster import SKEW_LIMIT_S, SKEW_S, HostState, JobRoster
 
 GATHERING = "gathering"
 PREPARING = "preparing"
 SETTLING = "settling"
-STARTING = "starting"
-RUNNING = "running"
+STARTING = facts.STARTING
+RUNNING = facts.RUNNING
 DRAINING = "draining"
-STOPPING = "stopping"
+STOPPING = facts.STOPPING
 OVER = "over"
 ASKING = (GATHERING, SETTLING)
 """Hosts say whether they can be used; the job goes on when all have."""
@@ -70,14 +70,14 @@ class Supervisor:
 
     def __init__(self, plan: Plan, has_preparation: bool = False) -> None:
         self.plan = plan
-        self.roster = Roster(plan)
+        self.roster = JobRoster(plan)
         self.phase = GATHERING
         self._has_preparation = has_preparation
         self._has_remarked = False
         self._unusable = failures.UnusableHosts([place.name for place in plan.all_places])
         self._actions: List[Action] = []
         self._now = 0.0
-        self._stop = stopping.StopSequence(self.roster, plan.limits)
+        self._stop = stopping.JobStopSequence(self.roster, plan.limits)
         self._analysis = failures.FailureAnalysis(plan.limits.verdict_s)
         self._origin: Optional[float] = None
         self._start_from = 0.0
@@ -97,7 +97,7 @@ class Supervisor:
         return facts.RUNNING if self.phase == RUNNING else facts.STARTING if self.phase in UNDECIDED else facts.STOPPING
 
     def handle(self, event: events.Event, now: float) -> List[Action]:
-        """Return what is to be done about `event`. After `Finish` there is nothing more."""
+        """Return what is to be done about `event`. After `FinishJob` there is nothing more."""
         if self.phase == OVER:
             return []
         if self._origin is None:
@@ -523,7 +523,7 @@ class Supervisor:
             self._comment_at = self._now + 2 * COMMENT_S
             self._say(f"waiting for {failures.listed(self.roster.missing())} ({duration(round(starting))})")
 
-    def _on_prepared(self, event: events.Prepared) -> None:
+    def _on_prepared(self, event: events.AllPrepared) -> None:
         if self.phase == PREPARING:
             self._settle()
             self._start_from = self._now
@@ -556,7 +556,7 @@ class Supervisor:
             if self._stop.is_over:
                 self.phase = OVER
                 roster.settle()
-                self._actions.append(Finish(self._outcome()))
+                self._actions.append(FinishJob(self._outcome()))
 
 
 def _how(task: ends.TaskResult) -> str:
@@ -575,7 +575,7 @@ _HANDLERS: Dict[type, Callable[[Supervisor, Any], None]] = {
     events.Settled: Supervisor._on_settled,
     events.AgentReady: Supervisor._on_ready,
     events.Needed: Supervisor._on_needed,
-    events.Prepared: Supervisor._on_prepared,
+    events.AllPrepared: Supervisor._on_prepared,
     events.PrepareFailed: Supervisor._on_prepare_failed,
     events.StartFailed: Supervisor._on_start_failed,
     events.Started: Supervisor._on_started,

@@ -261,7 +261,7 @@ class Session:
         return StoreClosed("the node's thread has ended%s" % (": %r" % self._crash if self._crash else ""))
 
 
-class _Process:
+class _CurrentSession:
     """The one session of this process."""
 
     def __init__(self) -> None:
@@ -271,7 +271,7 @@ class _Process:
         """Whether the end of the process, and an exception that ends it, reach the session."""
 
 
-_process = _Process()
+_current = _CurrentSession()
 
 
 def current(make_config: Callable[[], Config]) -> Session:
@@ -283,13 +283,13 @@ def current(make_config: Callable[[], Config]) -> Session:
         StoreClosed: this process was forked from one that has a session.
         ContractError, Refused, TimedOut, PeerLost: why it could not be opened.
     """
-    with _process.lock:
-        session = _process.session
+    with _current.lock:
+        session = _current.session
         if session is None or session.has_failed:
             config = make_config()
             if session is not None:
                 session.end()
-            session = _process.session = Session(config)
+            session = _current.session = Session(config)
             _watch()
         session.check()
         if not session.is_open:
@@ -299,16 +299,16 @@ def current(make_config: Callable[[], Config]) -> Session:
 
 def _watch() -> None:
     """Have the process's end, and an exception that ends it, reach its session."""
-    if _process.is_watched:
+    if _current.is_watched:
         return
-    _process.is_watched = True
+    _current.is_watched = True
     atexit.register(_end_process)
     crash.watch(_note_crash)
 
 
 def _note_crash(error: BaseException) -> None:
-    if _process.session is not None:
-        _process.session.note_crash(error)
+    if _current.session is not None:
+        _current.session.note_crash(error)
 
 
 def _end_process() -> None:
@@ -318,7 +318,7 @@ def _end_process() -> None:
     exit handler has no gentler way to say otherwise.
     """
     crash.catch_up()
-    if _process.session is not None and _process.session.end() is not None:
+    if _current.session is not None and _current.session.end() is not None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

@@ -116,7 +116,7 @@ class _Run:
 
 
 @dataclass
-class _Plan:
+class _EncodingPlan:
     """How the values of a message are encoded."""
 
     setting: Compression
@@ -146,7 +146,7 @@ class Compressor:
         self._residuals: dict[tuple[Key, int], Array] = {}
         self._of: dict[Key, tuple[KeyRecord, Compression | None]] = {}
         """What `of` has found with the present settings."""
-        self._plans: WeakKeyDictionary[Portion, _Plan] = WeakKeyDictionary()
+        self._plans: WeakKeyDictionary[Portion, _EncodingPlan] = WeakKeyDictionary()
         self.version = 0
         """Changes with the settings."""
         self._residuals_version = 0
@@ -264,7 +264,7 @@ class Compressor:
             found.encode(flat, run.residual, params, room[run.payload], is_checked=True)
         return [room.data[begin:end] for begin, end in plan.cuts]
 
-    def _plan(self, portion: Portion, records: Sequence[KeyRecord]) -> _Plan:
+    def _plan(self, portion: Portion, records: Sequence[KeyRecord]) -> _EncodingPlan:
         shards = list(portion.shards())
         setting = self.of(records[shards[0][0]])
         assert setting is not None
@@ -311,7 +311,7 @@ class Compressor:
         close()
         gathered = max((run.elements.stop for run in runs if len(run.items) > 1), default=0)
         version = self._residuals_version
-        return _Plan(setting, version, runs, cuts, np.empty(at, np.uint8), np.empty(gathered, np.float32))
+        return _EncodingPlan(setting, version, runs, cuts, np.empty(at, np.uint8), np.empty(gathered, np.float32))
 
     def through(self, record: KeyRecord, flat: Array, device: int = 0) -> Array:
         """Return what a receiver would get of a value: encoded and decoded as one shard.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from distrun import backends, hosts
 from distrun.backends import local
 from distrun.backends.base import Backend, Swept
 from distrun.errors import DistrunError, UsageError
+from distrun.sync import CopyRequest, CopyRules
 from distrun_runtime.contract import wire
 from distrun_runtime.contract.plan import Host, Plan, Task
 from distrun_runtime.coordinator.events import AgentLost, Event, StartFailed
@@ -46,6 +48,35 @@ def test_every_backend_connects_nothing_before_it_is_told_to(name: str) -> None:
         channel.close()
         channel.kill()
     assert backend.release(channels, 1.0) == ()
+
+
+def test_a_backend_that_copies_no_files_says_so() -> None:
+    class Says:
+        def say(self, text: str, level: str) -> None:
+            raise AssertionError(text)
+
+    with pytest.raises(UsageError, match="--launcher local copies no files") as caught:
+        backends.load("local").copier(PLAN.hosts, CopyRequest("/", "job", CopyRules()), Says())
+    assert "--sync-dst-dir" in caught.value.hint
+
+
+def test_only_backends_read_how_a_host_is_reached() -> None:
+    """Planning hands on what a backend made of the user's options; the dry run prints it."""
+    root = Path(backends.__file__).parent.parent
+    found = set()
+    for path in sorted(root.rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        called = {node.func for node in nodes if isinstance(node, ast.Call)}
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and node.attr == "reach" and node not in called:
+                found.add((path.relative_to(root).as_posix(), ast.unparse(node)))
+    assert {(name, text) for name, text in found if not name.startswith("backends/")} == {
+        ("cli/dryrun.py", "host.reach"),
+        ("planning.py", "allocation.reach"),
+        ("planning.py", "request.reach"),
+        ("planning.py", "self.reach"),  # into allocation.json
+        ("request.py", "self.reach"),  # into request.json
+    }
 
 
 def test_planned_backends_are_told_of_registered_ones(monkeypatch: pytest.MonkeyPatch) -> None:

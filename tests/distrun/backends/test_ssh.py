@@ -9,10 +9,10 @@ from distrun import hosts
 from distrun.backends.ssh import Ssh
 from distrun.errors import UsageError
 from distrun.fleet import Answer, Fleet, Problem
-from distrun_runtime.contract.plan import Host
+from distrun_runtime.contract.plan import Host, Reach
 
 PLAN = sample_plan()
-HOSTS = (Host("d1", reach={"host": "d1", "port": "2222", "python": "/py"}), Host("d2"))
+HOSTS = (Host("d1", reach=Reach({"host": "d1", "port": "2222", "python": "/py"})), Host("d2"))
 
 
 def test_hosts_have_to_be_named() -> None:
@@ -41,12 +41,14 @@ def test_nothing_is_known_of_the_addresses_beforehand() -> None:
 
 
 def test_the_dry_run_shows_an_ssh_command_for_each_host_and_nothing_of_the_users() -> None:
-    rendered = Ssh().render(PLAN._replace(hosts=HOSTS))
+    rendered = Ssh().render(PLAN._replace(hosts=HOSTS, nonce="0123456789abcdef"))
     first, second = rendered.commands["d1"], rendered.commands["d2"]
     assert first[:3] == ("ssh", "-p", "2222")
     assert first[-3:-1] == ("--", "d1")
     assert first[-1].startswith("exec /bin/sh -c ")
-    assert first[-1].endswith(" /py DISTRUN_JOB_ID=calm-otter-7f3 DISTRUN_HOST=d1 --")
+    assert first[-1].endswith(
+        " /py DISTRUN_JOB_ID=calm-otter-7f3 DISTRUN_JOB_NONCE=0123456789abcdef DISTRUN_HOST=d1 --"
+    )
     assert second[-2] == "d2"
     text = " ".join(first + second)
     assert not any(value in text for task in PLAN.tasks for value in task.env.values() if len(value) > 3)
@@ -66,6 +68,6 @@ def test_a_sweep_says_for_each_host_what_ended_what_stayed_and_why_it_could_not_
     monkeypatch.setattr(Fleet, "__enter__", lambda self: self)
     monkeypatch.setattr(Fleet, "__exit__", lambda *_: None)
     found = Ssh().sweep(PLAN._replace(hosts=HOSTS), 0.5)
-    assert asked == [("sweep", {"job": PLAN.job, "grace_s": 0.5})]
+    assert asked == [("sweep", {"job": PLAN.job, "nonce": PLAN.nonce, "grace_s": 0.5})]
     assert found["d1"].lines() == ["ended pid 7 (sleep 1)", "pid 8 (dd) did not end"]
     assert found["d2"].problem == "nothing listens"

@@ -9,13 +9,13 @@ from distrun.cli.dryrun import RANK_LIKE, as_text, series
 from distrun.hosts import parse
 from distrun.placement import place
 from distrun.planning import Allocation, Setup, make_plan
-from distrun.request import Request, Setting
+from distrun.request import JobRequest, Setting
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.plan import WORKER, Plan, Runtime
 
 
 def plan(text: str = "d[1-4]", workers: int = 10, servers: int = 9, **more: object) -> Plan:
-    request = Request(("python", "t.py"), workers, servers, "/w", launcher="ssh", **more)  # type: ignore[arg-type]
+    request = JobRequest(("python", "t.py"), workers, servers, "/w", launcher="ssh", **more)  # type: ignore[arg-type]
     hosts = parse(text, "hosts")
     slots = place(workers, servers, hosts, scheduler=request.has_servers)
     return make_plan(request, Allocation(hosts, slots), Setup("dry-run", "/jobs/dry-run", Runtime(digest="0")))[0]

@@ -15,15 +15,20 @@ TASKS = [
 
 @pytest.mark.parametrize(
     ("wanted", "names"),
-    [(None, ["server-0", "worker-0", "worker-1"]), ("worker-1", ["worker-1"]), ("worker", ["worker-0", "worker-1"])],
+    [
+        ((), ["server-0", "worker-0", "worker-1"]),
+        (("worker-1",), ["worker-1"]),
+        (("worker",), ["worker-0", "worker-1"]),
+        (("worker-1", "server"), ["server-0", "worker-1"]),
+    ],
 )
-def test_a_task_a_role_or_all_are_chosen(wanted: str | None, names: list[str]) -> None:
+def test_tasks_roles_or_all_are_chosen(wanted: tuple[str, ...], names: list[str]) -> None:
     assert [task["name"] for task in choose(TASKS, wanted)] == names
 
 
 def test_a_task_that_is_not_there_gets_near_names() -> None:
     with pytest.raises(UsageError, match="no task 'worker-2' in this job; there is: worker"):
-        choose(TASKS, "worker-2")
+        choose(TASKS, ("worker", "worker-2"))
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from distrun.doctor import checks, together
-from distrun.doctor.checks import Patient, Wish
-from distrun.doctor.row import BAD, OK, WARN, Row, Ways
+from distrun.doctor import checks
+from distrun.doctor.checks import BAD, OK, WARN, DoctorRequest, ExaminedHost, Row, Ways
 from distrun_runtime.coordinator.outcome import KINDS, Problem
 
 PLACE = {
@@ -56,8 +55,8 @@ FACTS: dict[str, Any] = {
 }
 NO_ZMQ: dict[str, Any] = {"python__zmq": "", "python__zmq_error": "No module named 'zmq'", "python__install": INSTALL}
 WAYS = Ways()
-WISH = Wish(count=2)
-DST = Wish(dst="/x", count=2)
+REQUEST = DoctorRequest(count=2)
+DST = DoctorRequest(dst="/x", count=2)
 
 
 def facts(**changes: Any) -> dict[str, Any]:
@@ -72,8 +71,8 @@ def facts(**changes: Any) -> dict[str, Any]:
     return made
 
 
-def rows(wish: Wish = WISH, **changes: Any) -> list[Row]:
-    return checks.check(Patient("gpu01", facts(**changes), is_met=True, offset_s=0.1), wish)
+def rows(request_: DoctorRequest = REQUEST, **changes: Any) -> list[Row]:
+    return checks.check(ExaminedHost("gpu01", facts(**changes), is_met=True, offset_s=0.1), request_)
 
 
 def only(mark: str, found: list[Row]) -> Row:
@@ -82,8 +81,8 @@ def only(mark: str, found: list[Row]) -> Row:
 
 
 def test_a_host_in_order_has_no_fault_and_no_remark() -> None:
-    for wish in (WISH, DST):
-        assert {row.mark for row in rows(wish)} == {OK}
+    for request_ in (REQUEST, DST):
+        assert {row.mark for row in rows(request_)} == {OK}
     assert [row.check for row in rows()] == [
         "reach",
         "python",
@@ -100,10 +99,10 @@ def test_a_host_in_order_has_no_fault_and_no_remark() -> None:
     ]
 
 
-@pytest.mark.parametrize("wish", [WISH, DST])
-def test_a_folder_that_the_hosts_file_names_is_looked_at_whatever_is_copied(wish: Wish) -> None:
+@pytest.mark.parametrize("request_", [REQUEST, DST])
+def test_a_folder_that_the_hosts_file_names_is_looked_at_whatever_is_copied(request_: DoctorRequest) -> None:
     missing = facts(folders__cwd={**PLACE, "path": "/w", "exists": False})
-    row = only(BAD, checks.check(Patient("gpu01", missing, is_met=True, offset_s=0.1, workdir="/w"), wish))
+    row = only(BAD, checks.check(ExaminedHost("gpu01", missing, is_met=True, offset_s=0.1, workdir="/w"), request_))
     assert (row.check, row.text) == ("folder", "/w does not exist")
     assert "mkdir -p /w" in row.fix_text(WAYS)
     assert "sync" not in row.fix_text(WAYS)
@@ -123,20 +122,20 @@ def test_a_folder_that_the_hosts_file_names_is_looked_at_whatever_is_copied(wish
     ],
 )
 def test_a_host_that_cannot_be_reached_says_how_far_we_came(kind: str, check: str, passed: str) -> None:
-    found = checks.check(Patient("gpu01", problem=Problem("gpu01", kind, "why", "do this")), WISH)
+    found = checks.check(ExaminedHost("gpu01", problem=Problem("gpu01", kind, "why", "do this")), REQUEST)
     assert found[-1] == Row("gpu01", check, BAD, "why", "do this")
     assert [row.text for row in found[:-1]] == ([passed] if passed else [])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_problem_is_a_fault_with_something_to_type(kind: str) -> None:
-    row = checks.check(Patient("gpu01", problem=Problem("gpu01", kind, "why")), WISH)[-1]
+    row = checks.check(ExaminedHost("gpu01", problem=Problem("gpu01", kind, "why")), REQUEST)[-1]
     assert row.mark == BAD
     assert "gpu01" in row.fix_text(WAYS)
 
 
 def test_an_agent_that_was_there_and_did_not_answer_is_no_matter_of_reaching() -> None:
-    found = checks.check(Patient("gpu01", problem=Problem("gpu01", "timeout", "late"), is_met=True), WISH)
+    found = checks.check(ExaminedHost("gpu01", problem=Problem("gpu01", "timeout", "late"), is_met=True), REQUEST)
     assert [(row.check, row.mark) for row in found] == [("reach", OK), ("agent", BAD)]
 
 
@@ -191,8 +190,8 @@ def test_a_remark_is_no_fault(changes: dict[str, Any], check: str, text: str, fi
 def test_what_copying_files_needs_is_a_fault_only_if_files_are_copied() -> None:
     missing = {"rsync": {"version": "", "error": "none"}}
     assert only(BAD, rows(DST, **missing)).check == "rsync"
-    loud = Patient("gpu01", facts(), is_met=True, noise="its shell printed before the agent: hi")
-    assert only(WARN, checks.check(loud, WISH)).check == "shell"
+    loud = ExaminedHost("gpu01", facts(), is_met=True, noise="its shell printed before the agent: hi")
+    assert only(WARN, checks.check(loud, REQUEST)).check == "shell"
     assert only(BAD, checks.check(loud, DST)).check == "shell"
 
 
@@ -209,24 +208,26 @@ def test_the_folder_of_copies_need_not_be_there_but_must_be_possible() -> None:
 
 @pytest.mark.parametrize(("offset", "mark"), [(1.9, OK), (-1.9, OK), (2.1, BAD), (-90.0, BAD)])
 def test_a_clock_may_be_two_seconds_off(offset: float, mark: str) -> None:
-    found = checks.check(Patient("gpu01", facts(), is_met=True, offset_s=offset), WISH)
+    found = checks.check(ExaminedHost("gpu01", facts(), is_met=True, offset_s=offset), REQUEST)
     assert [row.mark for row in found if row.check == "clock"] == [mark]
 
 
 def test_servers_are_not_asked_for_when_there_are_none() -> None:
-    found = rows(Wish(needs_servers=False, count=2), python={"error": "none"})
+    found = rows(DoctorRequest(needs_servers=False, count=2), python={"error": "none"})
     assert {row.mark for row in found} == {OK}
 
 
 def test_loopback_is_good_enough_for_one_host() -> None:
-    assert {row.mark for row in rows(Wish(count=1), network__address="127.0.0.1")} == {OK}
+    assert {row.mark for row in rows(DoctorRequest(count=1), network__address="127.0.0.1")} == {OK}
 
 
 def test_hosts_that_differ_are_remarked() -> None:
-    same = [Patient(name, facts(network__address="10.0.0.%d" % n)) for n, name in enumerate(("h1", "h2", "h3"))]
-    assert together.together(same, WISH) == []
-    other = Patient("h4", facts(python__version="3.12.1", python__numpy="1.26", gpus__gpus=[["X", "535", "80 GiB"]]))
-    text = [row.text for row in together.together([*same, other, Patient("h5")], WISH)]
+    same = [ExaminedHost(name, facts(network__address="10.0.0.%d" % n)) for n, name in enumerate(("h1", "h2", "h3"))]
+    assert checks.between(same, REQUEST) == []
+    other = ExaminedHost(
+        "h4", facts(python__version="3.12.1", python__numpy="1.26", gpus__gpus=[["X", "535", "80 GiB"]])
+    )
+    text = [row.text for row in checks.between([*same, other, ExaminedHost("h5")], REQUEST)]
     assert text == [
         "python differs: 3.11.2 on h[1-3]; 3.12.1 on h4",
         "numpy differs: 2.0 on h[1-3]; 1.26 on h4",
@@ -235,7 +236,7 @@ def test_hosts_that_differ_are_remarked() -> None:
 
 
 def test_one_address_of_two_hosts_is_remarked() -> None:
-    (row,) = together.together([Patient("h1", facts()), Patient("h2", facts())], WISH)
+    (row,) = checks.between([ExaminedHost("h1", facts()), ExaminedHost("h2", facts())], REQUEST)
     assert (row.mark, row.text) == (WARN, "10.0.0.3 is the address of h[1-2]: are they one machine?")
 
 
@@ -245,7 +246,9 @@ def test_missing_modules_are_installed_into_an_environment_and_never_by_bare_pip
         "for servers and workers: ssh gpu01 '%s', then --activate venv:~/venv" % INSTALL,
     ]
     inside = "/data/me/v/bin/python -m pip install pyzmq"
-    row = only(BAD, rows(Wish(doctor="distrun doctor -H h --python x"), **{**NO_ZMQ, "python__install": inside}))
+    row = only(
+        BAD, rows(DoctorRequest(doctor="distrun doctor -H h --python x"), **{**NO_ZMQ, "python__install": inside})
+    )
     assert row.fix_text(WAYS).splitlines() == [
         "for servers: distrun doctor -H h --python x --fix",
         "for servers and workers: ssh gpu01 '%s'" % inside,
@@ -276,11 +279,11 @@ def test_an_environment_for_servers_makes_up_for_missing_modules() -> None:
 def test_an_activation_that_fails_is_a_fault_unless_it_may_come_with_the_files() -> None:
     broken = {"activation__error": "activation on gpu01 failed"}
     text = "source x/bin/activate"
-    assert [row.check for row in rows(Wish(activate=text)) if row.check == "activation"] == ["activation"]
-    row = only(BAD, rows(Wish(activate=text), **broken))
+    assert [row.check for row in rows(DoctorRequest(activate=text)) if row.check == "activation"] == ["activation"]
+    row = only(BAD, rows(DoctorRequest(activate=text), **broken))
     assert (row.check, row.text) == ("activation", "activation on gpu01 failed")
     assert "ssh -t gpu01 'bash -l'" in row.fix_text(WAYS)
-    later = Wish(activate=text, dst="/x", is_activated_later=True)
+    later = DoctorRequest(activate=text, dst="/x", is_activated_later=True)
     assert "may come with the files" in only(WARN, rows(later, **broken)).text
 
 

@@ -14,7 +14,7 @@ import wheels
 from distrun_cli import wait_until
 
 from distrun.doctor import environments, making
-from distrun.doctor.checks import Patient
+from distrun.doctor.checks import ExaminedHost
 from distrun.doctor.environments import Wanted, outcome, wanted
 from distrun.fleet import Problem, Ran
 
@@ -116,10 +116,10 @@ def test_what_was_begun_long_ago_goes_the_next_time(tmp_path: Path, place: Path)
     assert new.exists(), "another may be making it"
 
 
-def patient(**changes: object) -> Patient:
+def examined(**changes: object) -> ExaminedHost:
     python = {"version": "3.11.2", "path": "/usr/bin/python3", "numpy": "", "zmq": "", "lacks": [], "environment": {}}
     facts = {"python": {**python, "place": WANTED.place, **changes}, "debian": True, "uid": 0}
-    return Patient("h1", facts, is_met=True)
+    return ExaminedHost("h1", facts, is_met=True)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def patient(**changes: object) -> Patient:
 def test_an_environment_is_made_where_modules_are_missing_and_it_can_be(
     changes: dict[str, object], is_wanted: bool
 ) -> None:
-    assert wanted([patient(**changes), Patient("h2")]) == ([WANTED] if is_wanted else [])
+    assert wanted([examined(**changes), ExaminedHost("h2")]) == ([WANTED] if is_wanted else [])
 
 
 def test_how_it_went_is_told_with_what_to_do() -> None:

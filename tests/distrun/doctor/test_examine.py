@@ -6,8 +6,8 @@ import pytest
 
 from distrun.backends.ssh import Ssh
 from distrun.cli.reach import hosts_for
-from distrun.doctor.checks import Wish
-from distrun.doctor.examine import Request, questions
+from distrun.doctor.checks import DoctorRequest
+from distrun.doctor.examine import questions
 from distrun.hosts import parse
 from distrun_runtime.contract.plan import Host
 
@@ -19,19 +19,21 @@ def hosts(text: str) -> list[Host]:
 @pytest.mark.parametrize(
     ("line", "request_", "expected"),
     [
-        ("h1 iface=ib0", Request(Wish()), {"interface": "ib0"}),
-        ("h1 iface=ib0", Request(Wish(), interface="eth0", subnet="10.0.0.0/8"), {"interface": "ib0"}),
-        ("h1", Request(Wish(), interface="eth0"), {"interface": "eth0"}),
-        ("h1", Request(Wish(), subnet="10.0.0.0/8"), {"subnet": "10.0.0.0/8"}),
-        ("h1 addr=10.0.0.1", Request(Wish(), interface="eth0"), {"address": "10.0.0.1", "interface": "eth0"}),
-        ("h1 workdir=/w", Request(Wish(), cwd="/here", workdirs={"h1": "/w"}), {"cwd": "/w"}),
-        ("h1", Request(Wish(), cwd="/here", workdirs={"h1": ""}), {"cwd": "/here"}),
-        ("h1", Request(Wish(dst="/d"), workdirs={"h1": "/w"}), {"dst": "/d", "cwd": "/w"}),
+        ("h1 iface=ib0", DoctorRequest(), {"interface": "ib0"}),
+        ("h1 iface=ib0", DoctorRequest(interface="eth0", subnet="10.0.0.0/8"), {"interface": "ib0"}),
+        ("h1", DoctorRequest(interface="eth0"), {"interface": "eth0"}),
+        ("h1", DoctorRequest(subnet="10.0.0.0/8"), {"subnet": "10.0.0.0/8"}),
+        ("h1 addr=10.0.0.1", DoctorRequest(interface="eth0"), {"address": "10.0.0.1", "interface": "eth0"}),
+        ("h1 workdir=/w", DoctorRequest(cwd="/here", workdirs={"h1": "/w"}), {"cwd": "/w"}),
+        ("h1", DoctorRequest(cwd="/here", workdirs={"h1": ""}), {"cwd": "/here"}),
+        ("h1", DoctorRequest(dst="/d", workdirs={"h1": "/w"}), {"dst": "/d", "cwd": "/w"}),
     ],
 )
-def test_a_host_is_asked_for_what_a_launch_would_need(line: str, request_: Request, expected: dict[str, str]) -> None:
+def test_a_host_is_asked_for_what_a_launch_would_need(
+    line: str, request_: DoctorRequest, expected: dict[str, str]
+) -> None:
     assert questions("h1", hosts(line), request_) == expected
 
 
 def test_the_address_is_the_one_toward_another_host() -> None:
-    assert questions("h1", hosts("h1\nh2 addr=10.0.0.2\n"), Request(Wish())) == {"toward": "10.0.0.2"}
+    assert questions("h1", hosts("h1\nh2 addr=10.0.0.2\n"), DoctorRequest()) == {"toward": "10.0.0.2"}

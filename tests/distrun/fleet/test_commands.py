@@ -213,7 +213,7 @@ def test_a_host_that_is_lost_before_all_output_came_is_told() -> None:
 
 def test_who_reads_slowly_is_no_reason_to_lose_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distrun_runtime.coordinator.loop.PING_S", 0.05)
-    monkeypatch.setattr("distrun.fleet.commands.ROOM", 1)
+    monkeypatch.setattr("distrun.fleet.commands.UNREAD_LIMIT", 1)
     monkeypatch.setattr(commands, "SETTLE_S", 1.0)
     pings, taken, enough = [], [], threading.Event()
 

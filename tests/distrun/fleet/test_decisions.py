@@ -264,7 +264,7 @@ def test_output_that_does_not_come_any_more_is_no_reason_to_wait_for_ever() -> N
 
 
 def test_no_more_is_asked_for_than_the_reader_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "ROOM", 2)
+    monkeypatch.setattr(commands, "UNREAD_LIMIT", 2)
     command, history = running("a", is_shown=True)
     history.tell(output(0, b"a"))
     assert history.did(Ack) == [Ack("a", "worker-0", "out", 1)]

@@ -76,7 +76,7 @@ def test_the_answer_of_an_agent_is_read() -> None:
     }
     (found,) = jobs.read("h1", answer)
     assert found == HostJob(
-        "h1", "j1", "dead", "dead", (jobs.Process(7, "proc:x:1", "sleep 9", "worker-0", 3.5),), 3.0, 45.0, 3.5
+        "h1", "j1", "dead", "dead", (jobs.JobProcess(7, "proc:x:1", "sleep 9", "worker-0", 3.5),), 3.0, 45.0, 3.5
     )
 
 
@@ -90,9 +90,23 @@ def test_ages_are_short(seconds: float | None, text: str) -> None:
 
 def test_a_table_names_our_own_processes_and_cuts_long_commands() -> None:
     def shown(command: str, task: str = "") -> str:
-        return jobs.shown(jobs.Process(7, "s", command, task))
+        return jobs.shown(jobs.JobProcess(7, "s", command, task))
 
     assert shown("python3 -I -S -c exec(...)", "agent") == "distrun's agent"
     assert shown("python3 -I -S -c exec(...)", "guard") == "distrun's guard"
     assert shown("sleep 9", "worker-0") == "sleep 9"
     assert len(shown("x" * 500)) == 103
+
+
+def test_jobs_of_two_stores_by_one_id_are_named_with_their_nonces() -> None:
+    ours, theirs, other = like(nonce="a1"), like(nonce="b2"), like(job="bold-fox-2", nonce="c3")
+    assert jobs.names([ours, theirs, other]) == {
+        "calm-otter-1/a1": "calm-otter-1/a1",
+        "calm-otter-1/b2": "calm-otter-1/b2",
+        "bold-fox-2/c3": "bold-fox-2",
+    }
+    with pytest.raises(UsageError, match=r"'calm-otter-1' could be calm-otter-1/a1, calm-otter-1/b2$"):
+        jobs.chosen([ours, theirs, other], ["calm-otter-1"])
+    assert jobs.chosen([ours, theirs, other], ["calm-otter-1/b"]) == [theirs]
+    assert jobs.chosen([ours, like(host="h2", nonce="a1")], ["calm"]) == [ours, like(host="h2", nonce="a1")]
+    assert jobs.chosen([ours, theirs]) == [ours, theirs]

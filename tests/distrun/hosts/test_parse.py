@@ -9,7 +9,7 @@ import pytest
 from distrun import hosts
 from distrun.errors import HostsError
 from distrun.hosts import HostSpec, Inventory, grammar
-from distrun.hosts.findings import Fault
+from distrun.hosts.grammar import Fault
 
 
 def parse(text: str, form: str = "auto", files: dict[str, str] | None = None) -> Inventory:

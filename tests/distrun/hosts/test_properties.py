@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from distrun import hosts
 from distrun.errors import HostsError
 from distrun.hosts import FORMATS, HostSpec, Inventory
-from distrun.hosts.findings import Fault
+from distrun.hosts.grammar import Fault
 
 EXAMPLE = (Path(__file__).parents[3] / "hosts.example").read_text("utf-8")
 

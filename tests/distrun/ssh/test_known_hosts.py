@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distrun.ssh import known_hosts
-from distrun.ssh.known_hosts import entries, judge, line_of, matches, record
+from distrun.ssh.known_hosts import entries, line_of, look_up, matches, record
 
 ED = "ssh-ed25519"
 HASHED = line_of("d1", ED, "AAAA", True, b"0123456789abcdefghij").split()[0]
@@ -55,8 +55,8 @@ def test_names_mean_hosts_as_ssh_reads_them(names: str, name: str, want: bool) -
     ],
 )
 def test_a_key_is_judged_by_what_is_recorded(lines: list[str], name: str, state: str) -> None:
-    for found in (entries(lines, "/kh"), known_hosts.Book(entries(lines, "/kh"))):
-        assert judge(found, name, ED, "AAAA").state == state
+    for found in (entries(lines, "/kh"), known_hosts.Entries(entries(lines, "/kh"))):
+        assert look_up(found, name, ED, "AAAA").state == state
 
 
 def test_a_file_is_read_again_when_it_has_changed(tmp_path: Path) -> None:
@@ -67,18 +67,18 @@ def test_a_file_is_read_again_when_it_has_changed(tmp_path: Path) -> None:
     assert [entry.names for entry in known_hosts.of_host(first, "D3")] == ["d1,d3"]
     assert [entry.names for entry in known_hosts.of_host(first, "a.x")] == ["*.x"]
     known_hosts.record(str(path), "d2", ED, "BBBB")
-    assert judge(known_hosts.read([str(path)]), "d2", ED, "BBBB").state == known_hosts.KNOWN
+    assert look_up(known_hosts.read([str(path)]), "d2", ED, "BBBB").state == known_hosts.KNOWN
 
 
 def test_the_line_that_says_otherwise_is_named() -> None:
-    verdict = judge(entries(["# mine", "d1 ssh-ed25519 BBBB"], "/kh"), "d1", ED, "AAAA")
+    verdict = look_up(entries(["# mine", "d1 ssh-ed25519 BBBB"], "/kh"), "d1", ED, "AAAA")
     assert verdict.entry is not None
     assert verdict.entry.place == "/kh line 2"
 
 
 def test_a_host_is_asked_for_the_kinds_of_key_that_are_known_of_it() -> None:
     found = entries(["d1 ssh-rsa R", "d1 ecdsa-sha2-nistp256 E", "d1 ssh-rsa S", "@revoked d1 ssh-dss D"])
-    assert known_hosts.kinds(found, "d1") == ["ssh-rsa", "ecdsa-sha2-nistp256"]
+    assert known_hosts.recorded_kinds(found, "d1") == ["ssh-rsa", "ecdsa-sha2-nistp256"]
 
 
 def test_a_key_is_recorded_once_however_many_see_it_first(tmp_path: Path) -> None:
@@ -116,6 +116,6 @@ def test_ssh_finds_what_was_recorded(tmp_path: Path, hashed: bool) -> None:
     done = subprocess.run(["ssh-keygen", "-F", "[d1]:2222", "-f", tmp_path / "kh"], capture_output=True, check=True)
     assert key.encode() in done.stdout
     shown = subprocess.run(["ssh-keygen", "-l", "-f", tmp_path / "k.pub"], capture_output=True, check=True).stdout
-    from distrun.ssh.keys import public_of
+    from distrun.ssh.login import public_of
 
     assert known_hosts.fingerprint(public_of((tmp_path / "k.pub").read_text())).encode() in shown

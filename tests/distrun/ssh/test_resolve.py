@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from distrun.ssh import program, resolve
+from distrun.ssh import resolve
 from distrun.ssh.failure import SshFailure
 from distrun.ssh.resolve import digest, hop, parse, shell
-from distrun.ssh.target import Target
+from distrun.ssh.target import Target, ssh_arguments
 
 needs_ssh = pytest.mark.skipif(shutil.which("ssh") is None, reason="needs the ssh program")
 
@@ -123,7 +123,7 @@ def test_the_way_to_a_host_in_between_is_a_target_too(jump: str, want: Target) -
 
 
 def test_the_program_is_told_what_keeps_it_from_asking_or_hanging() -> None:
-    assert program.arguments(Target("d1", "me", 2222, "/k", "j", "/c"), parse(TUTORIAL), 10.0) == [
+    assert ssh_arguments(Target("d1", "me", 2222, "/k", "j", "/c"), parse(TUTORIAL), 10.0) == [
         *("ssh", "-F", "/c", "-p", "2222", "-l", "me", "-i", "/k", "-J", "j", "-T"),
         *("-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
         *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
@@ -135,13 +135,13 @@ def test_the_program_is_told_what_keeps_it_from_asking_or_hanging() -> None:
 def test_what_the_user_configured_is_not_said_again_to_the_program() -> None:
     mine = "connecttimeout 3\nserveraliveinterval 60\nstricthostkeychecking accept-new\nloglevel VERBOSE\n"
     options = {**parse(TUTORIAL), **parse(mine)}
-    said = " ".join(program.arguments(Target("d1"), options, 3.0))
+    said = " ".join(ssh_arguments(Target("d1"), options, 3.0))
     assert "ServerAlive" not in said
     assert "StrictHostKeyChecking" not in said
     assert "LogLevel" not in said
-    assert "StrictHostKeyChecking=yes" in " ".join(program.arguments(Target("d1", strict=True), options, 3.0))
+    assert "StrictHostKeyChecking=yes" in " ".join(ssh_arguments(Target("d1", strict=True), options, 3.0))
     never = {**options, "stricthostkeychecking": ["false"]}
-    assert "StrictHostKeyChecking=accept-new" in program.arguments(Target("d1"), never, 3.0)
+    assert "StrictHostKeyChecking=accept-new" in ssh_arguments(Target("d1"), never, 3.0)
 
 
 @needs_ssh
@@ -217,8 +217,8 @@ def test_a_key_of_the_hosts_file_comes_first_even_if_it_is_not_there() -> None:
 def test_a_named_key_is_the_only_one_that_the_program_offers(tmp_path: Path) -> None:
     """It would offer those of the ssh-agent before, and a host hangs up after a few."""
     only = "IdentitiesOnly=yes"
-    assert only in program.arguments(Target("d1", identity="/k"), parse(BARE), 10.0)
-    assert only not in program.arguments(Target("d1"), parse(BARE), 10.0)
+    assert only in ssh_arguments(Target("d1", identity="/k"), parse(BARE), 10.0)
+    assert only not in ssh_arguments(Target("d1"), parse(BARE), 10.0)
     there = digest(Target("d1"), {"identityfile": [str(tmp_path / "k")]}, {})
     assert only not in shell(there, named=True)
     (tmp_path / "k.pub").write_text("")  # the key itself is in the agent

@@ -13,16 +13,15 @@ import pytest
 from distrun.backends import blob
 from distrun.errors import UsageError
 from distrun.hosts import HostSpec
-from distrun.ssh import remote
-from distrun.ssh.target import Target
+from distrun.ssh.target import Target, remote_command
 
 
 def test_a_target_survives_the_plan() -> None:
     full = Target("d1", "me", 2222, "/k", "jump", "/cfg", "openssh", True, 2.5, "/py")
-    assert Target.from_reach(full.reach()) == full
-    assert all(isinstance(value, str) and value for value in full.reach().values())
-    assert Target("d1").reach() == {"host": "d1"}
-    assert Target.from_reach({"host": "d1", "user": "", "somebody_elses": "x"}) == Target("d1")
+    assert Target.parse(full.texts()) == full
+    assert all(isinstance(value, str) and value for value in full.texts().values())
+    assert Target("d1").texts() == {"host": "d1"}
+    assert Target.parse({"host": "d1", "user": "", "somebody_elses": "x"}) == Target("d1")
 
 
 def test_a_line_of_the_hosts_file_wins_over_options_for_all_hosts() -> None:
@@ -32,12 +31,12 @@ def test_a_line_of_the_hosts_file_wins_over_options_for_all_hosts() -> None:
 
 
 @pytest.mark.parametrize(
-    "reach",
+    "texts",
     [{}, {"host": "a", "port": "ssh"}, {"host": "a", "connect_s": "soon"}, {"host": "a", "transport": "telnet"}],
 )
-def test_a_target_that_makes_no_sense_is_an_error_of_the_users(reach: dict[str, str]) -> None:
+def test_a_target_that_makes_no_sense_is_an_error_of_the_users(texts: dict[str, str]) -> None:
     with pytest.raises(UsageError):
-        Target.from_reach(reach)
+        Target.parse(texts)
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash", "dash", "ksh", "zsh", "csh", "tcsh", "fish"])
@@ -45,7 +44,7 @@ def test_a_target_that_makes_no_sense_is_an_error_of_the_users(reach: dict[str, 
 def test_any_login_shell_hands_the_agent_on_as_it_is(shell: str, python: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip("no %s here" % shell)
-    done = subprocess.run([shell, "-c", remote.command(blob.BOOT, python)], input=b"", capture_output=True, check=False)
+    done = subprocess.run([shell, "-c", remote_command(blob.BOOT, python)], input=b"", capture_output=True, check=False)
     assert done.stderr.strip() == b"distrun: standard input ended before the agent had arrived"
 
 
@@ -54,10 +53,10 @@ def test_a_python_that_is_named_comes_first_and_the_usual_ones_after_it(tmp_path
     (tmp_path / "my python").chmod(0o755)
     env = {**os.environ, "HOME": str(tmp_path)}
     for named in ("~/my python", str(tmp_path / "my python")):
-        command = remote.command(blob.BOOT, named)
+        command = remote_command(blob.BOOT, named)
         done = subprocess.run(["sh", "-c", command], input=b"", capture_output=True, check=False, env=env)
         assert done.stdout == b"mine\n"
-    command = remote.command(blob.BOOT, "only-when-activated")
+    command = remote_command(blob.BOOT, "only-when-activated")
     done = subprocess.run(["sh", "-c", command], input=b"", capture_output=True, check=False, env=env)
     assert b"before the agent had arrived" in done.stderr
     command = command.replace("python3", "python3-nowhere")
@@ -67,7 +66,7 @@ def test_a_python_that_is_named_comes_first_and_the_usual_ones_after_it(tmp_path
 
 
 def test_without_python3_the_host_says_where_it_was_looked_for() -> None:
-    command = remote.command(blob.BOOT).replace("python3", "python3-nowhere")
+    command = remote_command(blob.BOOT).replace("python3", "python3-nowhere")
     done = subprocess.run(["sh", "-c", command], input=b"", capture_output=True, check=False)
     assert done.returncode == 127
     assert b"distrun: there is no python3-nowhere on this host (looked along PATH=/" in done.stderr

@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,9 @@ from fakehosts import FakeHosts, Sink, living, tree, write
 
 from distrun.errors import UsageError
 from distrun.ssh.target import Target
-from distrun.sync import Copier, Result, Rules, Tree, error, make_rules, rsync
+from distrun.sync import Copier, CopyRequest, CopyResult, CopyRules, Tree, error, make_rules, rsync
 from distrun.sync.copier import first_failure
-from distrun_runtime.coordinator.events import Prepared, PrepareFailed
+from distrun_runtime.coordinator.events import AllPrepared, PrepareFailed
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 60.0
@@ -56,14 +57,16 @@ class Bench:
         self.sink = Sink()
 
     def copier(
-        self, *names: str, dst: str = "job", rules: Rules | None = None, delete: bool = False, **more: object
+        self, *names: str, dst: str = "job", rules: CopyRules | None = None, delete: bool = False, **more: object
     ) -> Copier:
         self.hosts.add(*(name for name in names if not self.hosts.home(name).exists()))
         targets = {name: Target(name) for name in names}
+        how = {name: more.pop(name) for name in [each.name for each in fields(CopyRequest)] if name in more}
+        request = CopyRequest(str(self.source), dst, rules or CopyRules(), delete, **how)  # type: ignore[arg-type]
         options = {"shell": self.hosts.shell, "identity": self.hosts.identity, **more}
-        return Copier(targets, str(self.source), dst, rules or Rules(), delete, self.sink, **options)  # type: ignore[arg-type]
+        return Copier(targets, request, self.sink, **options)  # type: ignore[arg-type]
 
-    def copy(self, *names: str, **more: object) -> list[Result]:
+    def copy(self, *names: str, **more: object) -> list[CopyResult]:
         return self.copier(*names, **more).copy()  # type: ignore[arg-type]
 
     def there(self, name: str, folder: str = "job") -> dict[str, str]:
@@ -201,12 +204,12 @@ def test_what_hosts_say_of_their_folders_is_said_once(bench: Bench) -> None:
 
 def test_the_ignore_file_patterns_and_gits_list_are_kept_to(bench: Bench) -> None:
     write(bench.source, **{".distrunignore": "*.ckpt\n", "a.ckpt": "x", "data/big": "y", "k.log": "z"})
-    assert bench.copy("d1", rules=Rules(("data",)))[0].ok
+    assert bench.copy("d1", rules=CopyRules(("data",)))[0].ok
     assert set(bench.there("d1")) == {"train.py", "lib/a.py", ".distrunignore", "k.log"}
     shutil.rmtree(bench.source / ".git")
     subprocess.run(["git", "init", "-q", str(bench.source)], check=True, timeout=60)
     (bench.source / ".gitignore").write_text("*.log\n")
-    assert bench.copy("d2", "d3", rules=Rules(("data",), gitignore=True))[0].ok
+    assert bench.copy("d2", "d3", rules=CopyRules(("data",), gitignore=True))[0].ok
     for name in ("d2", "d3"):
         assert set(bench.there(name)) == {"train.py", "lib/a.py", ".distrunignore", ".gitignore"}
 
@@ -288,7 +291,8 @@ def test_a_failed_host_ends_the_copy_with_its_last_words(bench: Bench) -> None:
     got: queue.SimpleQueue[object] = queue.SimpleQueue()
     targets = {"good": Target("good"), "gone": Target("gone")}
     shell, identity = bench.hosts.shell, bench.hosts.identity
-    Copier(targets, str(bench.source), "job", Rules(), False, bench.sink, shell=shell, identity=identity).start(got.put)
+    request = CopyRequest(str(bench.source), "job", CopyRules())
+    Copier(targets, request, bench.sink, shell=shell, identity=identity).start(got.put)
     event = got.get(timeout=LIMIT_S)
     assert isinstance(event, PrepareFailed)
     assert event.host == "gone"
@@ -319,7 +323,7 @@ def test_a_fault_of_our_own_is_told_too(bench: Bench) -> None:
 def test_a_copy_that_succeeds_is_an_event(bench: Bench) -> None:
     got: queue.SimpleQueue[object] = queue.SimpleQueue()
     bench.copier("d1").start(got.put)
-    assert got.get(timeout=LIMIT_S) == Prepared()
+    assert got.get(timeout=LIMIT_S) == AllPrepared()
 
 
 def test_a_host_without_rsync_is_said_with_what_to_do(bench: Bench) -> None:
@@ -370,7 +374,7 @@ def test_copies_into_one_folder_at_the_same_time_do_not_break_each_other(bench: 
         write(bench.source, **{"d%d/f%d" % (number % 10, number): "x" * 2000})
     for number in range(50):
         (bench.source / ("l%d" % number)).symlink_to("d1")
-    results: list[Result] = []
+    results: list[CopyResult] = []
     threads = [threading.Thread(target=lambda: results.extend(bench.copy("d1"))) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -495,12 +499,13 @@ def test_a_launcher_that_is_killed_leaves_no_process(bench: Bench, tmp_path: Pat
         sys.path[:0] = %r
         from fakehosts import FakeHosts, Sink
         from distrun.ssh.target import Target
-        from distrun.sync import Copier, Rules
+        from distrun.sync import Copier, CopyRequest, CopyRules
         hosts = FakeHosts.__new__(FakeHosts)
         from pathlib import Path
         hosts.program = Path(%r)
         targets = {name: Target(name) for name in ("d1", "d2")}
-        Copier(targets, %r, "job", Rules(), False, Sink(), shell=hosts.shell, identity=hosts.identity).copy()
+        request = CopyRequest(%r, "job", CopyRules())
+        Copier(targets, request, Sink(), shell=hosts.shell, identity=hosts.identity).copy()
         """
         % (
             [str(ROOT), str(ROOT / "runtime"), str(ROOT / "tests" / "support")],
@@ -547,7 +552,7 @@ def test_progress_is_said_while_it_goes(bench: Bench) -> None:
     copier.start(got.put)
     wait(lambda: "sync 0/1; nothing was sent so far" in bench.sink.texts(), "a line")
     gate.touch()
-    assert got.get(timeout=LIMIT_S) == Prepared()
+    assert got.get(timeout=LIMIT_S) == AllPrepared()
 
 
 _SLOW = """#!/bin/sh
@@ -583,7 +588,7 @@ def test_progress_has_percent_rate_and_the_time_that_is_left(bench: Bench, monke
     gate.touch()
     wait(lambda: said(r"sync 0/2: 99%, 2 files, 97\.7 KiB sent, waiting for the hosts to finish"), "all is sent")
     end.touch()
-    assert got.get(timeout=LIMIT_S) == Prepared()
+    assert got.get(timeout=LIMIT_S) == AllPrepared()
 
 
 def test_where_rsync_does_not_say_how_far_it_is_no_rate_is_made_up(
@@ -597,7 +602,7 @@ def test_where_rsync_does_not_say_how_far_it_is_no_rate_is_made_up(
     bench.copier("d1", report_s=0.05).start(got.put)
     wait(lambda: "sync 0/1; this rsync does not say how far it is" in bench.sink.texts(), "a line")
     gate.touch()
-    assert got.get(timeout=LIMIT_S) == Prepared()
+    assert got.get(timeout=LIMIT_S) == AllPrepared()
 
 
 def _lines(path: Path) -> list[str]:
@@ -605,10 +610,10 @@ def _lines(path: Path) -> list[str]:
 
 
 def test_several_failures_are_told_together() -> None:
-    results = [Result("a"), Result("b", reason="r1", fix="f1", words=("w1",)), Result("c", reason="r2")]
+    results = [CopyResult("a"), CopyResult("b", reason="r1", fix="f1", words=("w1",)), CopyResult("c", reason="r2")]
     assert first_failure(results) == ("b", "r1 (nor c)", "b: r1\n    w1\n    fix: f1\nc: r2")
     assert first_failure(results[:2]) == ("b", "r1", "w1\nfix: f1")
-    assert first_failure([Result("a")]) == ("", "", "")
-    assert str(error([*results, Result("d", cancelled=True)])).splitlines() == [
+    assert first_failure([CopyResult("a")]) == ("", "", "")
+    assert str(error([*results, CopyResult("d", cancelled=True)])).splitlines() == [
         "the files did not reach 2 of 4 hosts", "b: r1", "    w1", "    fix: f1", "c: r2", "not finished: d",
     ]  # fmt: skip

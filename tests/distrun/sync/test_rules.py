@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from distrun.errors import UsageError
-from distrun.sync.rules import DEFAULT_EXCLUDES, Extra, Rules, filters, literal, make_rules, parse_extra, protected
+from distrun.sync.rules import DEFAULT_EXCLUDES, CopyRules, Extra, filters, literal, make_rules, parse_extra, protected
 
 
 def patterns(options: list[str]) -> list[str]:
@@ -14,19 +14,19 @@ def patterns(options: list[str]) -> list[str]:
 
 def test_the_users_patterns_come_before_the_ignore_file_and_that_before_the_defaults(tmp_path: Path) -> None:
     (tmp_path / ".distrunignore").write_text("# a comment\n\n; another\r\ndata/\r\n+ venv/\n")
-    found = patterns(filters(Rules(("*.ckpt",)), str(tmp_path)))
+    found = patterns(filters(CopyRules(("*.ckpt",)), str(tmp_path)))
     assert found[:2] == ["/.distrun-sync", ".distrun-part-*/"]
     assert found[2:] == ["*.ckpt", "data/", "+ venv/", *DEFAULT_EXCLUDES]
 
 
 def test_git_takes_the_place_of_the_defaults(tmp_path: Path) -> None:
-    assert patterns(filters(Rules(("x",), gitignore=True), str(tmp_path)))[2:] == ["x"]
+    assert patterns(filters(CopyRules(("x",), gitignore=True), str(tmp_path)))[2:] == ["x"]
 
 
 def test_an_ignore_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     (tmp_path / ".distrunignore").mkdir()
     with pytest.raises(UsageError, match="cannot read"):
-        filters(Rules(), str(tmp_path))
+        filters(CopyRules(), str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_deleting_and_gits_list_do_not_go_together() -> None:
 
 
 def test_an_extra_and_the_folders_above_it_are_kept_from_deletion() -> None:
-    assert protected(Rules(extra=(Extra("/x", "a/b[1]"),))) == [
+    assert protected(CopyRules(extra=(Extra("/x", "a/b[1]"),))) == [
         "--filter=P /a",
         "--filter=P /a/b\\[1]",
         "--filter=P /a/b\\[1]/**",

@@ -11,7 +11,7 @@ import pytest
 
 from distrun.sync import rsync, scan, tree
 from distrun.sync.rsync import Progress, Rate, Transfer
-from distrun.sync.rules import Rules
+from distrun.sync.rules import CopyRules
 
 SUMS = [0, 0, 100, 100, 600, 1000]
 """The folder itself, a file of 100 bytes, a folder, files of 500 and 400 bytes."""
@@ -51,8 +51,8 @@ def test_the_sums_of_a_listing_are_in_the_order_of_the_copy(tmp_path: Path) -> N
         path.write_bytes(bytes(sizes.randrange(1, 99999)))
     (source / "link").symlink_to("a")
     (source / "empty").mkdir()
-    (sums,) = scan(str(source), Rules()).sums
-    assert sums[-1] == scan(str(source), Rules()).size
+    (sums,) = scan(str(source), CopyRules()).sums
+    assert sums[-1] == scan(str(source), CopyRules()).size
     argv = rsync.sending(
         rsync.find(), [], "%s/" % source, "host", shell=[], rsync_path="", partial=".part", stall_s=60.0
     )

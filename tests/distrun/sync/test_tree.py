@@ -8,7 +8,7 @@ from fakehosts import write
 
 from distrun.errors import UsageError
 from distrun.sync import scan
-from distrun.sync.rules import Extra, Rules
+from distrun.sync.rules import CopyRules, Extra
 from distrun.sync.tree import Tree, git_files, summary
 
 
@@ -25,25 +25,25 @@ def source(folder: Path) -> Path:
 
 def test_files_and_bytes_are_counted_by_the_rules_of_the_copy(tmp_path: Path) -> None:
     folder = source(tmp_path / "it's a [source]")
-    tree = scan(str(folder), Rules())
+    tree = scan(str(folder), CopyRules())
     assert (tree.files, tree.size) == (3, 1005)
     assert tree.biggest[0] == ("data", 1, 1000)
     assert tree.text() == "3 files, 1005 B"
-    assert scan(str(folder), Rules(("data",))).size == 5
+    assert scan(str(folder), CopyRules(("data",))).size == 5
     (folder / ".distrunignore").write_text("*.bin\n+ .git\n")
-    assert scan(str(folder), Rules()).size == 5 + 3 + len("*.bin\n+ .git\n")
+    assert scan(str(folder), CopyRules()).size == 5 + 3 + len("*.bin\n+ .git\n")
 
 
 def test_extras_count_and_must_be_there(tmp_path: Path) -> None:
     folder = source(tmp_path / "s")
     lib = write(tmp_path / "lib", **{"a.so": "1234", "__pycache__/x.pyc": "."})
     extra = (Extra(str(lib), "lib"), Extra(str(lib / "a.so"), "b.so"))
-    tree = scan(str(folder), Rules(extra=extra))
+    tree = scan(str(folder), CopyRules(extra=extra))
     assert (tree.files, tree.size) == (5, 1013)
     with pytest.raises(UsageError, match="there is no /not/here"):
-        scan(str(folder), Rules(extra=(Extra("/not/here", "x"),)))
+        scan(str(folder), CopyRules(extra=(Extra("/not/here", "x"),)))
     with pytest.raises(UsageError, match="there is no directory"):
-        scan(str(tmp_path / "nothing"), Rules())
+        scan(str(tmp_path / "nothing"), CopyRules())
 
 
 def test_what_git_ignores_is_left_out_and_new_and_nested_files_are_not(tmp_path: Path) -> None:
@@ -61,10 +61,10 @@ def test_what_git_ignores_is_left_out_and_new_and_nested_files_are_not(tmp_path:
         "a.py", ".gitignore", ".gitmodules", "sub/b.py", "new é.py", "module/c.py", "module/new.py"
     }  # fmt: skip
     assert {name.decode() for name in git_files(str(repo / "sub"))} == {"b.py"}
-    assert scan(str(repo), Rules(gitignore=True)).files == 7
-    assert scan(str(repo), Rules(("module",), gitignore=True)).files == 5
+    assert scan(str(repo), CopyRules(gitignore=True)).files == 7
+    assert scan(str(repo), CopyRules(("module",), gitignore=True)).files == 5
     (repo / "we -> ird\n\\#101 name").touch()
-    assert scan(str(repo), Rules(gitignore=True)).files == 8
+    assert scan(str(repo), CopyRules(gitignore=True)).files == 8
 
 
 def test_gits_list_needs_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

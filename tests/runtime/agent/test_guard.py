@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from distrun_runtime.agent import guard
+from distrun_runtime.contract import facts
 
 
 def test_signals_are_inherited_as_defaults_by_what_is_executed() -> None:
@@ -45,4 +46,39 @@ def test_wakeup_carries_signal_numbers() -> None:
 @pytest.mark.parametrize(("script", "code"), [("exit 7", 7), ("kill -KILL $$", 128 + signal.SIGKILL)])
 def test_a_signal_becomes_the_exit_code_of_a_shell(script: str, code: int) -> None:
     pid = os.posix_spawnp("sh", ["sh", "-c", script], os.environ)
-    assert guard.exit_code(os.waitpid(pid, 0)[1]) == code
+    assert facts.exit_code_of(os.waitpid(pid, 0)[1]) == code
+
+
+def test_an_agent_that_beats_is_never_given_up() -> None:
+    silence = guard.Silence()
+    for second in range(0, 100, 5):
+        silence.beat(6.0, float(second))
+        assert not silence.is_over(second + 4.9)
+
+
+def test_an_agent_is_given_up_after_the_lease_without_a_beat() -> None:
+    silence = guard.Silence()
+    silence.beat(45.0, 0.0)
+    looks = [each * silence.interval_s for each in range(1, 12)]
+    assert next(now for now in looks if silence.is_over(now)) == 45.0
+
+
+def test_an_agent_that_never_began_a_job_is_not_watched() -> None:
+    silence = guard.Silence()
+    assert not silence.is_over(0.0)
+    assert not silence.is_over(1e9)
+    assert silence.interval_s == float("inf")
+
+
+def test_a_guard_that_was_suspended_gives_its_agent_time_to_beat() -> None:
+    silence = guard.Silence()
+    silence.beat(10.0, 0.0)
+    assert not silence.is_over(3600.0), "it slept for an hour"
+    assert not silence.is_over(7200.0), "and again"
+    silence.beat(10.0, 7201.0)
+    assert not silence.is_over(7202.0)
+
+
+@pytest.mark.parametrize(("lease_s", "beat_s"), [(1.0, 0.5), (20.0, 2.0), (45.0, 4.5), (600.0, 5.0)])
+def test_an_agent_beats_ten_times_a_lease_within_half_a_second_and_five(lease_s: float, beat_s: float) -> None:
+    assert guard.beat_s(lease_s) == beat_s

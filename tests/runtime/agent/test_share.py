@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 from pathlib import Path
@@ -78,9 +77,9 @@ def test_lists_of_folders_are_joined_and_activation_comes_first(
     monkeypatch.setenv(name, login)
     share = shares.take(header())
     task = share.plan.task("worker-0")._replace(secret_env=(name,))
-    share = dataclasses.replace(share, plan=share.plan._replace(joined=(name,), tasks=(task,)), secret_env={name: sent})
+    share = share._replace(plan=share.plan._replace(joined=(name,), tasks=(task,)), secret_env={name: sent})
     if activated is not None:
-        share = dataclasses.replace(share, base={**share.base, name.encode(): os.fsencode(activated)})
+        share = share._replace(base={**share.base, name.encode(): os.fsencode(activated)})
     env = share.environment(task, {})
     assert env[name.encode()] == expected.encode("utf-8", "surrogateescape")
     other = task._replace(secret_env=())

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agentkit import HOST, WAIT_S, AgentDriver, agent, poll, python, shell
+from agentkit import HOST, WAIT_S, AgentDriver, agent, new_job, poll, python, shell
 
 from distrun_runtime.agent import query, record, sweep
 from distrun_runtime.contract import process
@@ -264,3 +264,30 @@ def test_what_is_no_pattern_is_refused() -> None:
 @pytest.mark.parametrize("start", ["", "proc:x:y", "ps:", "other:1"])
 def test_a_start_that_tells_nothing_gives_no_age(start: str) -> None:
     assert sweep.age_s(start) is None
+
+
+@pytest.mark.parametrize("way", ["", pytest.param("1", marks=pytest.mark.portable)])
+def test_jobs_of_two_stores_by_one_id_are_told_apart_and_ended_apart(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTRUN_PORTABLE", way)
+    script = "setsid sleep 600 & echo ready; wait"
+    id_ = new_job()
+    with (
+        agent(shell(script), limits=SHORT, nonce="a" * 16, job=id_) as first,
+        agent(shell(script), limits=SHORT, nonce="b" * 16, job=id_) as second,
+    ):
+        for driver in (first, second):
+            running(driver)
+        jobs = [each for each in query.answer("survey", {})["jobs"] if each["job"] == id_]
+        assert sorted(each["nonce"] for each in jobs) == ["a" * 16, "b" * 16]
+        pids = [{row["pid"] for row in each["processes"]} for each in jobs]
+        assert not pids[0] & pids[1]
+        for driver in (first, second):
+            freeze_and_kill(driver)
+        name = f"{id_}/{'a' * 16}"
+        told = query.answer("sweeps", {"jobs": [name], "grace_s": 1.0})
+        assert told[name]["left"] == []
+        (other,) = [each for each in query.answer("survey", {})["jobs"] if each["job"] == id_]
+        assert other["nonce"] == "b" * 16
+        assert {row["task"] for row in other["processes"]} == {"worker-0"}
+        assert sweep.sweep(id_, 0.1).ended == (), "without its nonce it is another job"
+        assert len(sweep.sweep(id_, 1.0, "b" * 16).ended) >= 2

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distrun_runtime.contract import plan
-from distrun_runtime.contract.plan import Host, Limits, Plan, Runtime, Secrets, Sync, Task
+from distrun_runtime.contract.plan import Host, Limits, Plan, Reach, Runtime, Secrets, Sync, Task
 from distrun_runtime.errors import ContractError
 
 T = TypeVar("T")
@@ -38,7 +38,12 @@ tasks = values(
     needs=st.lists(words, max_size=2).map(tuple),
 )
 hosts = values(
-    Host, name=words, address=words, ports=st.lists(words, max_size=2).map(tuple), reach=names, interface=words
+    Host,
+    name=words,
+    address=words,
+    ports=st.lists(words, max_size=2).map(tuple),
+    reach=names.map(Reach),
+    interface=words,
 )
 plans = values(
     Plan,
@@ -98,7 +103,7 @@ def test_missing_fact_is_named() -> None:
 
 
 def test_share_holds_the_hosts_own_tasks_and_one_other_host_and_not_how_they_are_reached() -> None:
-    hosts = tuple(Host("d%d" % number, reach={"identity": "~/.ssh/key"}) for number in (1, 2, 3))
+    hosts = tuple(Host("d%d" % number, reach=Reach({"identity": "~/.ssh/key"})) for number in (1, 2, 3))
     whole = example()._replace(hosts=hosts)
     for name, kept, tasks in (("d1", ["d1", "d2"], ["worker-0"]), ("d3", ["d1", "d3"], [])):
         share = whole.share(name)

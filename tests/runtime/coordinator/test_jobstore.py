@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from sample_plan import sample_plan
 
-from distrun_runtime.contract import process
-from distrun_runtime.coordinator import jobfolder, jobstore
+from distrun_runtime.contract import facts, process
+from distrun_runtime.coordinator import fileclock, jobfolder, jobstore
 from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.coordinator.outcome import Culprit, Outcome, TaskResult
 from distrun_runtime.errors import JobStoreError, NoSuchJob
@@ -190,6 +190,13 @@ def test_a_job_whose_launcher_died_is_shown_as_lost(tmp_path: Path) -> None:
     assert folder.state()["state"] == "lost"
     (folder.path / "launcher.json").write_text(json.dumps(dict(launcher, host="elsewhere")))
     assert folder.state()["state"] == "starting"  # another machine's process cannot be judged from here
+    silent = time.time() - facts.UNKNOWN_S - 1
+    os.utime(folder.path / "state.json", (silent, silent))
+    state = folder.state()
+    assert (state["state"], folder.standing()) == ("unknown", "unknown")
+    assert {task["state"] for task in state["tasks"]} == {"pending"}
+    folder.touch()
+    assert folder.state()["state"] == "starting"
 
 
 def mixed() -> list[TaskResult]:
@@ -379,3 +386,97 @@ def test_a_file_that_is_not_ours_is_an_error_that_names_it(tmp_path: Path, text:
     with pytest.raises(JobStoreError, match=r"state\.json"):
         folder.state()
     assert JobStore(tmp_path / "state").list() == [folder]  # one broken job hides no other
+
+
+REQUEST = {"name": "digits", "launcher": "slurm", "command": ["python", "train.py"], "cwd": "/srv", "workers": 2}
+
+
+def test_a_job_that_waits_for_its_allocation_is_listed_with_what_was_asked_for(tmp_path: Path) -> None:
+    jobs = JobStore(tmp_path)
+    folder = jobs.submit("digits-001", REQUEST)
+    (listed,) = jobs.list()
+    state = listed.state()
+    assert (state["state"], state["name"], state["backend"]) == ("submitting", "digits", "slurm")
+    assert (state["command"], state["hosts"], state["tasks"]) == (["python", "train.py"], [], [])
+    folder.write_state("queued", ())
+    assert listed.state()["state"] == "queued"
+    folder.allocate({"hosts": [{"name": "d1"}]})
+    folder.start(sample_plan(job="digits-001", name="digits"))
+    assert listed.state()["state"] == "starting"
+    assert [task["name"] for task in listed.state()["tasks"]] == ["scheduler", "server-0", "worker-0", "worker-1"]
+    read = jobs.find("digits-001")
+    request, allocation = read.request(), read.allocation()
+    assert request is not None
+    assert allocation is not None
+    assert (request["schema"], request["version"], request["workers"]) == ("distrun.request/1", 1, 2)
+    assert (allocation["schema"], allocation["hosts"]) == ("distrun.allocation/1", [{"name": "d1"}])
+    assert request["time"] <= allocation["time"]
+
+
+def test_a_job_that_never_got_its_allocation_is_lost_with_its_launcher(tmp_path: Path) -> None:
+    folder = JobStore(tmp_path).submit("digits-001", REQUEST)
+    orphan(folder)
+    assert folder.state()["state"] == "lost"
+    folder.bury(())
+    assert folder.state()["state"] == "killed"
+
+
+def test_folders_of_an_older_version_have_neither_request_nor_allocation(tmp_path: Path) -> None:
+    folder = store(tmp_path, "a-1").find("a-1")
+    launcher = folder.launcher()
+    del launcher["boot"]
+    (folder.path / "launcher.json").write_text(json.dumps(launcher))
+    assert (folder.request(), folder.allocation()) == (None, None)
+    assert folder.state()["state"] == "starting"
+
+
+def elsewhere(folder: jobfolder.JobFolder, silent_s: float) -> None:
+    """Make another host the one that runs a job, and that has touched it so long ago by the server's clock."""
+    (folder.path / "launcher.json").write_text(json.dumps(dict(folder.launcher(), host="elsewhere", boot="other")))
+    when = fileclock.now(folder.path.parent) - silent_s
+    os.utime(folder.path / "state.json", (when, when))
+
+
+@pytest.mark.parametrize(("silent_s", "state"), [(0.0, "running"), (25.0, "running"), (35.0, "unknown")])
+@pytest.mark.parametrize("ahead_s", [0.0, 12 * 3600.0, -12 * 3600.0])
+def test_a_job_of_another_host_is_unknown_when_it_was_not_updated_for_30_s_by_the_servers_clock(
+    silent_s: float, state: str, ahead_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = store(tmp_path, "a-1").find("a-1")
+    folder.write_state("running", mixed())
+    elsewhere(folder, silent_s)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + ahead_s)  # this host's clock is wrong
+    found = folder.state()
+    assert found["state"] == state
+    assert [task["state"] for task in found["tasks"]][:3] == ["pending", "starting", "running"], "nobody knows better"
+    assert sorted(os.listdir(tmp_path / "state" / "jobs")) == ["a-1"], "the clock's file is gone"
+
+
+def test_a_job_of_another_boot_of_this_machine_is_lost(tmp_path: Path) -> None:
+    folder = store(tmp_path, "a-1").find("a-1")
+    (folder.path / "launcher.json").write_text(json.dumps(dict(folder.launcher(), boot="another")))
+    assert folder.state()["state"] == "lost"
+
+
+def test_of_many_who_want_one_id_one_gets_it(tmp_path: Path) -> None:
+    plan, got, wrong = sample_plan(), [], []
+
+    def claim(number: int) -> None:
+        try:
+            got.append(
+                JobStore(tmp_path / "state").create(plan, run_dir=tmp_path / str(number) if number % 2 else None)
+            )
+        except JobStoreError as err:
+            wrong.append(str(err))
+
+    threads = [threading.Thread(target=claim, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(got) == 1
+    assert len(wrong) == 15
+    assert all(text.startswith("there is a job calm-otter-7f3 already") for text in wrong)
+    assert [folder.id for folder in JobStore(tmp_path / "state").list()] == ["calm-otter-7f3"]
+    assert [path for path in tmp_path.glob("*/calm-otter-7f3") if path.is_dir()] in ([], [got[0].path])

@@ -136,7 +136,7 @@ def test_the_preparation_runs_beside_the_loop_once_all_hosts_are_ready(tmp_path:
     def prepare(put: Put) -> None:
         def work() -> None:
             assert pinged.wait(LIMIT_S), "agents are pinged while the preparation goes on"
-            put(events.Prepared() if works else events.PrepareFailed("d1", "disk full", time.time(), "a\nb"))
+            put(events.AllPrepared() if works else events.PrepareFailed("d1", "disk full", time.time(), "a\nb"))
 
         threading.Thread(target=work, daemon=True).start()
 

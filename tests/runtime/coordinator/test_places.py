@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
@@ -98,4 +97,4 @@ def test_a_task_of_another_place_of_the_same_node_is_not_believed() -> None:
     history = running()
     event = events.Exited("2", "worker-0", code=0)
     assert not history.supervisor.roster.knows(event)
-    assert history.supervisor.roster.knows(dataclasses.replace(event, host="1"))
+    assert history.supervisor.roster.knows(event._replace(host="1"))

@@ -29,7 +29,7 @@ def settling(**limits: float) -> History:
     """Files are on all hosts, and what came with them is to be activated and looked at."""
     plan = sample_plan(workers=2, servers=0, hosts=("d1", "d2"), **limits)
     plan = plan._replace(sync=Sync("/src", 1, 1), activate=". ./env.sh")
-    return History(plan, has_preparation=True).gather().beat_to(200).tell(events.Prepared())
+    return History(plan, has_preparation=True).gather().beat_to(200).tell(events.AllPrepared())
 
 
 # ---------------------------------------------------------------------- hosts
@@ -159,12 +159,12 @@ def test_the_preparation_begins_when_all_hosts_are_ready_and_tasks_when_it_is_do
     assert history.hello("d1").ready("d1").hello("d2").did(Prepare) == []
     assert history.ready("d2").did(Prepare) == [Prepare()]
     assert history.beat_to(300).did(Spawn) == []
-    assert len(history.tell(events.Prepared()).did(Spawn)) == 2
+    assert len(history.tell(events.AllPrepared()).did(Spawn)) == 2
     assert history.did(Prepare) == [Prepare()]
 
 
 def test_the_time_for_the_start_counts_from_the_end_of_the_preparation() -> None:
-    history = prepared(start_s=20.0).beat_to(100).tell(events.Prepared()).beat_to(115)
+    history = prepared(start_s=20.0).beat_to(100).tell(events.AllPrepared()).beat_to(115)
     assert history.outcome is None
     assert history.beat_to(121).end().exit_code == 6
 
@@ -191,7 +191,7 @@ def test_an_interrupt_during_the_preparation_ends_the_job_and_what_it_broke_is_n
     outcome = history.end()
     assert (outcome.exit_code, outcome.reason) == (130, "interrupted")
     assert history.now < 4
-    assert prepared().interrupt("INT").tell(events.Prepared()).did(Spawn) == []
+    assert prepared().interrupt("INT").tell(events.AllPrepared()).did(Spawn) == []
 
 
 def test_a_preparation_that_failed_before_the_interrupt_is_the_cause_though_reported_after_it() -> None:
@@ -265,7 +265,7 @@ def test_tasks_start_when_every_host_has_settled_with_what_was_copied() -> None:
 
 def test_without_anything_to_activate_or_to_import_no_host_is_asked_again() -> None:
     plan = sample_plan(workers=2, servers=0, hosts=("d1", "d2"))._replace(sync=Sync("/src", 1, 1))
-    history = History(plan, has_preparation=True).gather().tell(events.Prepared())
+    history = History(plan, has_preparation=True).gather().tell(events.AllPrepared())
     assert history.did(Settle) == []
     assert len(history.did(Spawn)) == 2
 

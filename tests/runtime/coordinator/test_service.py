@@ -15,7 +15,7 @@ import pytest
 
 from distrun_runtime.contract import wire
 from distrun_runtime.coordinator import output, service
-from distrun_runtime.coordinator.service import ClientConnection
+from distrun_runtime.coordinator.service import Service
 
 LIMIT_S = 20.0
 
@@ -63,9 +63,9 @@ def hangups() -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def pair(hangups: list[str]) -> Iterator[tuple[ClientConnection, Client]]:
+def pair(hangups: list[str]) -> Iterator[tuple[Service, Client]]:
     ours, its = socket.socketpair()
-    connection = ClientConnection(ours)
+    connection = Service(ours)
     connection.start()
     with its:
         yield connection, Client(its)
@@ -79,7 +79,7 @@ def wait_for(seen: list[str], count: int = 1) -> list[str]:
     return seen
 
 
-def test_output_messages_and_outcome_arrive_in_order(pair: tuple[ClientConnection, Client]) -> None:
+def test_output_messages_and_outcome_arrive_in_order(pair: tuple[Service, Client]) -> None:
     connection, client = pair
     connection.output("worker-0", "h1", "out", b"hello\n", 0)
     connection.say("2 hosts are up", "info")
@@ -93,7 +93,7 @@ def test_output_messages_and_outcome_arrive_in_order(pair: tuple[ClientConnectio
 
 
 def test_a_slow_client_gets_places_in_the_log_and_every_message(
-    pair: tuple[ClientConnection, Client], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Service, Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output, "QUEUE_LIMIT", 100_000)
     connection, client = pair
@@ -114,14 +114,14 @@ def test_a_slow_client_gets_places_in_the_log_and_every_message(
 
 @pytest.mark.parametrize("name", ["INT", "TERM", "HUP"])
 def test_a_signal_of_the_client_is_a_signal_to_the_coordinator(
-    name: str, pair: tuple[ClientConnection, Client], hangups: list[str]
+    name: str, pair: tuple[Service, Client], hangups: list[str]
 ) -> None:
     _, client = pair
     client.send({"type": "signal", "name": name})
     assert wait_for(hangups) == ["SIG" + name]
 
 
-def test_the_end_of_the_client_hangs_up(pair: tuple[ClientConnection, Client], hangups: list[str]) -> None:
+def test_the_end_of_the_client_hangs_up(pair: tuple[Service, Client], hangups: list[str]) -> None:
     connection, client = pair
     client.socket.close()
     assert wait_for(hangups) == ["SIGHUP"]
@@ -130,7 +130,7 @@ def test_the_end_of_the_client_hangs_up(pair: tuple[ClientConnection, Client], h
 
 
 def test_the_end_of_the_client_terminates_where_hangups_are_ignored(
-    pair: tuple[ClientConnection, Client], hangups: list[str]
+    pair: tuple[Service, Client], hangups: list[str]
 ) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     pair[1].socket.close()
@@ -149,28 +149,25 @@ def test_the_end_of_the_client_terminates_where_hangups_are_ignored(
     ids=["no frame", "another signal", "no signal", "another type", "no number"],
 )
 def test_a_client_that_sends_anything_else_is_gone(
-    wrong: bytes, pair: tuple[ClientConnection, Client], hangups: list[str]
+    wrong: bytes, pair: tuple[Service, Client], hangups: list[str]
 ) -> None:
     _, client = pair
     client.socket.sendall(wrong)
     assert wait_for(hangups) == ["SIGHUP"]
 
 
-def test_after_the_outcome_the_end_of_the_client_is_no_hangup(
-    pair: tuple[ClientConnection, Client], hangups: list[str]
-) -> None:
+def test_after_the_outcome_the_end_of_the_client_is_no_hangup(pair: tuple[Service, Client], hangups: list[str]) -> None:
     connection, client = pair
     connection.finish({})
     connection.close()
     client.socket.close()
-    connection._reader.join(LIMIT_S)
     assert hangups == []
 
 
 class Asking(threading.Thread):
     """A call of `ask` in a thread of its own."""
 
-    def __init__(self, connection: ClientConnection, limit_s: float = LIMIT_S) -> None:
+    def __init__(self, connection: Service, limit_s: float = LIMIT_S) -> None:
         super().__init__()
         self.wanted = True
         self.answer: str | None = "nothing yet"
@@ -195,7 +192,7 @@ class Asking(threading.Thread):
         return self
 
 
-def test_a_question_is_answered_by_its_number(pair: tuple[ClientConnection, Client]) -> None:
+def test_a_question_is_answered_by_its_number(pair: tuple[Service, Client]) -> None:
     connection, client = pair
     first = Asking(connection)
     one = client.next().header
@@ -207,7 +204,7 @@ def test_a_question_is_answered_by_its_number(pair: tuple[ClientConnection, Clie
     assert (first.ended().answer, second.ended().answer) == ("ä", "b")
 
 
-def test_an_empty_answer_is_one_and_none_is_none(pair: tuple[ClientConnection, Client]) -> None:
+def test_an_empty_answer_is_one_and_none_is_none(pair: tuple[Service, Client]) -> None:
     connection, client = pair
     for given, expected in ((True, ""), (False, None)):
         asking = Asking(connection)
@@ -215,7 +212,7 @@ def test_an_empty_answer_is_one_and_none_is_none(pair: tuple[ClientConnection, C
         assert asking.ended().answer == expected
 
 
-def test_a_question_that_is_not_wanted_any_more_is_withdrawn(pair: tuple[ClientConnection, Client]) -> None:
+def test_a_question_that_is_not_wanted_any_more_is_withdrawn(pair: tuple[Service, Client]) -> None:
     connection, client = pair
     asking = Asking(connection)
     number = client.next().header["id"]
@@ -224,7 +221,7 @@ def test_a_question_that_is_not_wanted_any_more_is_withdrawn(pair: tuple[ClientC
     assert str(asking.ended().error) == "no longer wanted"
 
 
-def test_a_question_ends_with_the_client(pair: tuple[ClientConnection, Client], hangups: list[str]) -> None:
+def test_a_question_ends_with_the_client(pair: tuple[Service, Client], hangups: list[str]) -> None:
     connection, client = pair
     asking = Asking(connection)
     client.next()
@@ -234,7 +231,7 @@ def test_a_question_ends_with_the_client(pair: tuple[ClientConnection, Client], 
 
 
 def test_a_client_that_takes_nothing_is_given_up_at_the_end(
-    pair: tuple[ClientConnection, Client], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Service, Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "END_S", 0.3)
     connection, client = pair

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from distrun.ssh.dial import Program
-from distrun.ssh.openssh import OpensshLink
+from distrun.ssh.openssh import OpensshLink, ProxyProgram
 from distrun.ssh.resolve import Resolved
 from distrun.ssh.target import Target
 
@@ -51,7 +50,7 @@ def number(path: Path) -> int:
 
 def test_who_holds_the_stderr_of_a_proxy_command_is_not_waited_for(pid_file: Path) -> None:
     """Such is the master connection of an ssh with ControlPersist."""
-    program = Program("sh -c 'echo no way >&2; setsid sleep 600 & echo $! >%s; exec sleep 600'" % pid_file)
+    program = ProxyProgram("sh -c 'echo no way >&2; setsid sleep 600 & echo $! >%s; exec sleep 600'" % pid_file)
     number(pid_file)
     said: list[str] = []
     thread = threading.Thread(target=lambda: said.append(program.end()), daemon=True)
@@ -62,7 +61,7 @@ def test_who_holds_the_stderr_of_a_proxy_command_is_not_waited_for(pid_file: Pat
 
 
 def test_a_proxy_command_that_has_ended_says_its_last_words_and_leaves_nobody(pid_file: Path) -> None:
-    program = Program("sh -c 'sleep 600 & echo $! >%s; echo no way >&2; exit 3'" % pid_file)
+    program = ProxyProgram("sh -c 'sleep 600 & echo $! >%s; echo no way >&2; exit 3'" % pid_file)
     pid = number(pid_file)
     assert program.end() == "no way"
     wait(lambda: not is_alive(pid), "what it had started has ended")

@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from distrun.doctor import pairs
-from distrun.doctor.row import BAD, OK, Row, Ways, folded
+from distrun.doctor import examine
+from distrun.doctor.checks import BAD, OK, Row, Ways, folded
 from distrun_runtime.contract.plan import Host
 
 NONCES = {("a", "b"): "n1", ("b", "a"): "n2", ("c", "b"): "n3"}
@@ -15,7 +15,7 @@ PLACES = {"a": "10.0.0.1:1", "b": "10.0.0.2:2"}
 @pytest.mark.parametrize("count", range(17))
 def test_few_hosts_are_tried_each_with_each(count: int) -> None:
     names = ["h%d" % n for n in range(count)]
-    found = pairs.pairs(names)
+    found = examine.pairs(names)
     assert len(found) == len(set(found)) == count * max(0, count - 1)
     assert all(one != other for one, other in found)
 
@@ -23,7 +23,7 @@ def test_few_hosts_are_tried_each_with_each(count: int) -> None:
 @pytest.mark.parametrize("count", [17, 64, 1000])
 def test_many_hosts_are_tried_in_a_ring_and_with_the_first(count: int) -> None:
     names = ["h%d" % n for n in range(count)]
-    found = pairs.pairs(names)
+    found = examine.pairs(names)
     assert len(found) == len(set(found)) <= 3 * count
     assert {to for _, to in found} == {source for source, _ in found} == set(names)
     assert all((names[0], name) in found and (name, names[0]) in found for name in names[1:])
@@ -32,7 +32,7 @@ def test_many_hosts_are_tried_in_a_ring_and_with_the_first(count: int) -> None:
 
 def test_a_host_is_reached_when_every_nonce_arrived() -> None:
     results = dict.fromkeys(NONCES, "")
-    rows = pairs.verdict(NONCES, results, {"a": ["n2"], "b": ["n3", "n1"]}, PLACES)
+    rows = examine.port_rows(NONCES, results, {"a": ["n2"], "b": ["n3", "n1"]}, PLACES)
     assert rows == [
         Row("a", "data ports", OK, "reached by its peer"),
         Row("b", "data ports", OK, "reached by all 2 asked"),
@@ -41,7 +41,7 @@ def test_a_host_is_reached_when_every_nonce_arrived() -> None:
 
 def test_who_cannot_reach_whom_is_said_with_the_reason() -> None:
     results = {("a", "b"): "Connection refused", ("b", "a"): "", ("c", "b"): "Connection refused"}
-    good, bad = pairs.verdict(NONCES, results, {"a": ["n2"], "b": []}, PLACES)
+    good, bad = examine.port_rows(NONCES, results, {"a": ["n2"], "b": []}, PLACES)
     assert (bad.mark, good.mark) == (BAD, OK)
     assert bad.text == "a,c cannot reach 10.0.0.2:2: Connection refused"
     assert "firewall" in bad.fix
@@ -49,12 +49,12 @@ def test_who_cannot_reach_whom_is_said_with_the_reason() -> None:
 
 def test_a_connection_that_somebody_else_took_is_a_fault() -> None:
     results = dict.fromkeys(NONCES, "")
-    _, bad = pairs.verdict(NONCES, results, {"a": ["n2"], "b": ["n1"]}, PLACES)
+    _, bad = examine.port_rows(NONCES, results, {"a": ["n2"], "b": ["n1"]}, PLACES)
     assert bad.text == "c cannot reach 10.0.0.2:2: something else answered there"
 
 
 def test_pairs_that_were_not_tried_say_nothing() -> None:
-    assert pairs.verdict(NONCES, {}, {}, PLACES) == []
+    assert examine.port_rows(NONCES, {}, {}, PLACES) == []
 
 
 def test_rows_that_say_the_same_are_folded_in_the_order_of_the_checks() -> None:

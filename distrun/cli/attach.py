@@ -1,0 +1,261 @@
+"""`distrun attach`: shows a job that runs, from any terminal, until it is over or the user leaves it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from distrun.cli import standing
+from distrun.cli.common import count
+from distrun.cli.console import Console
+from distrun.client import Connection, Follower
+from distrun.errors import UsageError
+from distrun_runtime.contract import environ, facts
+from distrun_runtime.errors import JobStoreError
+
+if TYPE_CHECKING:
+    from distrun_runtime.coordinator.events import Event
+    from distrun_runtime.coordinator.jobstore import JobFolder
+
+LINES = 20
+"""How much of what was printed before is shown where there is no terminal to fill."""
+QUESTION = "distrun: [d]etach, [s]top the job, or [g]o on? (Ctrl-C again: stop) "
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("job")
+@click.option("--since-start", is_flag=True, help="Show all that was printed since the job's start.")
+@count(
+    "--tail",
+    low=0,
+    help="Show the last N lines before what comes. [default: from where this terminal stood, else what fits]",
+)
+@click.option("--no-prefix", is_flag=True, help="Print tasks' output unchanged.")
+@click.option("-q", "--quiet", is_flag=True, help="Print errors only, and the tasks' output.")
+def attach(job: str, since_start: bool, tail: int | None, no_prefix: bool, quiet: bool) -> int:
+    """Show what JOB prints (an id, the beginning of one, or a name), as `launch` does, until it is over.
+
+    Ctrl-C asks whether to detach, to stop the job, or to go on; a second Ctrl-C stops it. Where nobody can be asked,
+    Ctrl-C detaches. Several terminals may be attached at once.
+
+    The exit code is the job's if its end was seen, 0 after a chosen detach, 130 after Ctrl-C without a question, and 7
+    if the job's coordinator is lost.
+    """
+    from distrun import client
+    from distrun_runtime.coordinator.jobstore import JobStore
+
+    if since_start and tail is not None:
+        raise UsageError("--since-start and --tail contradict each other")
+    store = JobStore()
+    folder = store.find_living(job)
+    console = Console(environ.snapshot(), prefix=not no_prefix, level="error" if quiet else "info")
+    state = folder.state()["state"]
+    if state in facts.OVER:
+        return _over(folder, console)
+    places = standing.Standing(store.root, folder.id)
+    console.attach(folder.log_path, folder.id)
+    try:
+        with client.connect(folder) as connection:
+            client.check_version(connection, folder)
+            attached = _Attached(connection, folder, console)
+            return attached.run(_start(places, since_start, tail), places)
+    finally:
+        console.close()
+
+
+def _over(folder: JobFolder, console: Console) -> int:
+    outcome = folder.outcome()
+    code = int(outcome["exit_code"]) if outcome is not None else facts.EXIT_HOST_LOST
+    console.say(f"job {folder.id} is over: {folder.state()['message']}")
+    console.say(f"what it printed: distrun logs {folder.id}")
+    return code
+
+
+def _start(places: standing.Standing, since_start: bool, tail: int | None) -> dict[str, int]:
+    """Return where the output begins, as `subscribe` takes it."""
+    if since_start:
+        return {"cursor": 0}
+    if tail is None:
+        stood = places.read()
+        if stood is not None:
+            return {"cursor": stood}
+        tail = max(1, shutil.get_terminal_size().lines - 2) if os.isatty(1) else LINES
+    return {"tail": tail}
+
+
+class _Attached:
+    """One `distrun attach`: follows the job, and asks what a Ctrl-C means."""
+
+    def __init__(self, connection: Connection, folder: JobFolder, console: Console) -> None:
+        self._connection = connection
+        self._folder = folder
+        self._console = console
+        self._follower = Follower(connection, console)
+        self._is_stopping = False
+        self._left: int | None = None
+        """The exit code of a user who left."""
+        self._asking: _Key | None = None
+        self._lock = threading.Lock()
+
+    def run(self, start: dict[str, int], places: standing.Standing) -> int:
+        from distrun_runtime.coordinator.interrupts import Interrupts
+
+        where = self._connection.hello
+        self._console.say(f"attached to job {self._folder.id} (its coordinator: pid {where['pid']} on {where['host']})")
+        self._console.start()
+        with Interrupts(self._on_signal):
+            self._connection.send("subscribe", events=False, output=start)
+            self._follower.run()
+            self._withdraw()
+        if self._follower.cursor is not None:
+            places.write(self._follower.cursor)
+        return self._end(start, places)
+
+    def _end(self, start: dict[str, int], places: standing.Standing) -> int:
+        from distrun import client
+        from distrun.cli.launch import report
+
+        found = self._follower
+        if self._left is not None and found.outcome is None:
+            self._console.say(f"detached; the job goes on; to come back: distrun attach {self._folder.id}")
+            return self._left
+        if found.failure is not None:
+            raise client.raised(found.failure, self._console, 0)
+        outcome = found.outcome or client.recorded(self._folder)
+        if outcome is None:
+            where = self._folder.control()
+            assert where is not None  # we were connected
+            raise client.gone(self._folder, where)
+        try:
+            self._show_rest(start)
+        except JobStoreError as err:
+            self._console.say(f"{err}; what is missing here: distrun logs {self._folder.id}", "warning")
+        places.forget()
+        self._console.end_output()
+        report(outcome, self._folder, False, self._console)
+        return outcome.exit_code
+
+    def _show_rest(self, start: dict[str, int]) -> None:
+        """Show, from the job's logs, what the coordinator did not send: it waits for no terminal that is slow."""
+        from distrun_runtime.contract import control
+        from distrun_runtime.coordinator import logged
+        from distrun_runtime.coordinator.logreader import LogReader
+        from distrun_runtime.coordinator.output import OutputPiece
+
+        hosts = {task.name: task.host for task in self._folder.plan().tasks}
+        with LogReader(self._folder.logs) as reader:
+            cursor = self._follower.cursor
+            if cursor is None:
+                cursor = logged.begin(reader, control.Output(**start))
+            while (found := reader.read(cursor)).cursor != cursor:
+                for each in found.pieces:
+                    stream = each.stream if each.stream in ("out", "err") else "out"
+                    host = hosts.get(each.task, "")
+                    self._console.show(OutputPiece(each.data, each.task, host, stream, each.at, len(each.data)))
+                cursor = found.cursor
+
+    # ------------------------------------------------------------------ signals; called in the thread that reads them
+
+    def _on_signal(self, event: Event) -> None:
+        from distrun_runtime.coordinator.events import Interrupt, PauseToggled
+
+        if isinstance(event, PauseToggled):
+            self._console.toggle_pause()
+        elif isinstance(event, Interrupt) and event.signal == "INT":
+            self._on_ctrl_c()
+        elif isinstance(event, Interrupt):
+            self._leave(facts.exit_code(None, event.signal))
+
+    def _on_ctrl_c(self) -> None:
+        with self._lock:
+            asking = self._asking
+        if self._is_stopping or asking is not None:
+            self._withdraw()
+            self._stop()
+        elif os.isatty(0) and os.isatty(2):
+            with self._lock:
+                self._asking = _Key(self._on_key)
+            self._console.hold(QUESTION)
+            self._asking.start()
+        else:
+            self._leave(facts.EXIT_INTERRUPTED)
+
+    def _on_key(self, key: str) -> None:
+        """Do what the user chose; called in the thread that waits for a key."""
+        with self._lock:
+            if self._asking is None:
+                return
+            self._asking = None
+        words = {"d": "detach", "s": "stop", "g": "go on"}
+        self._console.release(words.get(key, "go on") + "\n")
+        if key == "d":
+            self._leave(0)
+        elif key == "s":
+            self._stop()
+
+    def _withdraw(self) -> None:
+        with self._lock:
+            asking, self._asking = self._asking, None
+        if asking is not None:
+            asking.withdraw()
+            self._console.release("\n")
+
+    def _stop(self) -> None:
+        self._is_stopping = True
+        self._connection.send("stop", signal="INT")
+
+    def _leave(self, code: int) -> None:
+        self._left = code
+        self._connection.end()
+
+
+class _Key(threading.Thread):
+    """Waits for one of the keys d, s and g on the terminal, in a thread of its own."""
+
+    def __init__(self, on_key: Any) -> None:
+        super().__init__(name="key", daemon=True)
+        self._on_key = on_key
+        self._reading, self._waking = os.pipe()
+
+    def run(self) -> None:
+        """Read keys until one fits, the end of the terminal, or `withdraw`."""
+        import select
+        import termios
+        import tty
+
+        fd = sys.stdin.fileno()
+        try:
+            before = termios.tcgetattr(fd)
+        except termios.error:
+            before = None
+        key = ""
+        try:
+            if before is not None:
+                tty.setcbreak(fd, termios.TCSANOW)  # Ctrl-C stays a signal
+            while key not in ("d", "s", "g"):
+                ready, _, _ = select.select([fd, self._reading], [], [])
+                if self._reading in ready:
+                    return
+                data = os.read(fd, 1)
+                if not data:
+                    return
+                key = data.decode("latin-1").lower()
+        except (OSError, termios.error):
+            return
+        finally:
+            if before is not None:
+                with contextlib.suppress(termios.error):
+                    termios.tcsetattr(fd, termios.TCSANOW, before)
+        self._on_key(key)
+
+    def withdraw(self) -> None:
+        """Wait no more, and give the terminal its settings back."""
+        os.write(self._waking, b"w")
+        if threading.current_thread() is not self:
+            self.join()

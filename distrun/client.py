@@ -1,0 +1,481 @@
+"""A terminal's side of the connection to a job's coordinator: finds it, and shows what it sends.
+
+The coordinator is found by `control.json` in the job's folder. On this machine its control socket is opened. On
+another, `ssh HOST` runs a few lines of Python there that connect its standard streams to the socket.
+
+`Follower` shows a job as `distrun launch` does: its output, what distrun itself says of it, and its questions. It is
+used by the launching terminal, whose connection is a socket pair, and by `distrun attach`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import socket
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from distrun.errors import DistrunError, UsageError
+from distrun_runtime.contract import control, facts, process, wire
+from distrun_runtime.contract.duration import duration
+from distrun_runtime.coordinator import outcome as ends
+from distrun_runtime.coordinator.jobstore import JobFolder
+from distrun_runtime.coordinator.outcome import Outcome
+from distrun_runtime.coordinator.output import OutputPiece
+from distrun_runtime.errors import JobStoreError, WireError
+
+READ_SIZE = 256 * 1024
+ANSWER_S = 10.0
+"""How long a coordinator's answer is awaited."""
+CONNECT_S = 30.0
+"""How long an ssh connection to the coordinator's host may take, passwords included."""
+END_S = 5.0
+"""How long the end of the ssh program is awaited."""
+DEAF = 'trap "" INT QUIT TSTP; exec "$@"'
+"""Shell text that runs a program to which the terminal's keys mean nothing: they are for us."""
+NOBODY = 3
+"""Exit code of the relay: nobody listens at the socket."""
+RELAY = f"""
+import os, socket, sys, threading
+peer = socket.socket(socket.AF_UNIX)
+try:
+    peer.connect(sys.argv[1])
+except OSError as err:
+    sys.exit({NOBODY})
+def copy(read, write, end):
+    try:
+        while True:
+            data = read(65536)
+            if not data:
+                break
+            while data:
+                data = data[write(data):]
+    except OSError:
+        pass
+    end()
+def leave():
+    os._exit(0)
+threading.Thread(target=copy, args=(lambda n: os.read(0, n), peer.send, leave), daemon=True).start()
+copy(peer.recv, lambda data: os.write(1, data), leave)
+"""
+
+
+class CoordinatorLost(DistrunError):
+    """A job's coordinator is gone, or does not answer; what is known of the job is in its folder."""
+
+    exit_code = facts.EXIT_HOST_LOST
+
+
+class CoordinatorError(DistrunError):
+    """A job has no outcome: its coordinator failed. `exit_code` is what the coordinator gave."""
+
+    def __init__(self, message: str, hint: str, exit_code: int) -> None:
+        super().__init__(message, hint)
+        self.exit_code = exit_code
+
+
+class Connection:
+    """Frames in both directions over a stream socket. One thread reads; any may send."""
+
+    def __init__(self, stream: socket.socket, relay: subprocess.Popen[bytes] | None = None) -> None:
+        self._socket = stream
+        self._relay = relay
+        self._sending = threading.Lock()
+        self._decoder = wire.Decoder()
+        self._frames: deque[wire.Frame] = deque()
+        self.hello: Mapping[str, Any] = {}
+        """What the coordinator said of itself: job, pid, host, version."""
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def send(self, kind: str, body: bytes = b"", /, **members: Any) -> None:
+        """Send a frame; if the coordinator has gone, reading tells."""
+        self.send_bytes(wire.encode({"type": kind, **members}, body))
+
+    def send_bytes(self, data: bytes) -> None:
+        """Send a frame that is encoded."""
+        with self._sending, contextlib.suppress(OSError):
+            self._socket.sendall(data)
+
+    def receive(self, limit_s: float | None = None) -> wire.Frame | None:
+        """Return the next frame; None: the connection has ended.
+
+        Raises:
+            TimeoutError: none came within `limit_s`.
+        """
+        while not self._frames:
+            try:
+                data = self._read(limit_s)
+            except ConnectionError:
+                return None
+            if not data:
+                return None
+            try:
+                self._frames += self._decoder.feed(data)
+            except WireError:
+                return None
+        return self._frames.popleft()
+
+    def _read(self, limit_s: float | None) -> bytes:
+        if limit_s is None:
+            return self._socket.recv(READ_SIZE)
+        self._socket.settimeout(limit_s)
+        try:
+            return self._socket.recv(READ_SIZE)
+        finally:
+            self._socket.settimeout(None)
+
+    def frames(self) -> Iterator[wire.Frame]:
+        """Give all frames until the end of the connection."""
+        while (frame := self.receive()) is not None:
+            yield frame
+
+    def ask(self, kind: str, /, **members: Any) -> wire.Frame:
+        """Send a frame and return its answer, the next frame of its type or `refused`.
+
+        Raises:
+            CoordinatorLost: there is none.
+        """
+        self.send(kind, **members)
+        while True:
+            try:
+                frame = self.receive(ANSWER_S)
+            except TimeoutError:
+                raise CoordinatorLost(f"no answer to {kind!r} within {duration(ANSWER_S)}") from None
+            if frame is None:
+                raise CoordinatorLost(f"the coordinator ended the connection and did not answer {kind!r}")
+            if frame.type in (kind, "refused"):
+                return frame
+
+    def ends(self, limit_s: float) -> bool:
+        """Wait, at most so long, for the end of the connection; return whether it has ended."""
+        until = time.monotonic() + limit_s
+        try:
+            while self.receive(max(0.001, until - time.monotonic())) is not None:
+                pass
+        except TimeoutError:
+            return False
+        return True
+
+    def end(self) -> None:
+        """End the connection from another thread: `receive` returns None."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the connection and what carries it."""
+        self.end()
+        self._socket.close()
+        if self._relay is not None:
+            self._relay.terminate()
+            try:
+                self._relay.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self._relay.kill()
+                self._relay.wait()
+
+
+# ---------------------------------------------------------------------- finding the coordinator
+
+
+def connect(folder: JobFolder) -> Connection:
+    """Return a connection to the coordinator of a job, greeted.
+
+    Raises:
+        CoordinatorLost: it is gone, or does not answer.
+        UsageError: the job has no control socket.
+        JobStoreError: control.json is damaged.
+    """
+    where = folder.control()
+    if where is None or not where["path"]:
+        raise UsageError(
+            f"job {folder.id} has no control socket: it is just being started, or by an older distrun",
+            f"distrun status {folder.id} shows it, distrun logs -f {folder.id} what it prints",
+        )
+    connection = _here(folder, where) if is_here(where) else _there(folder, where)
+    try:
+        _greet(connection, folder, where)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def forget(folder: JobFolder) -> None:
+    """Remove the control socket of a job whose coordinator is dead, if it left one on this machine."""
+    from distrun_runtime.coordinator import control as sockets
+
+    with contextlib.suppress(JobStoreError):
+        where = folder.control()
+        if where is not None and is_here(where):
+            sockets.remove_stale(where["path"])
+
+
+def is_here(where: Mapping[str, Any]) -> bool:
+    """Return whether control.json, as `where`, names this machine."""
+    return bool(where["host"] == socket.gethostname())
+
+
+def gone(folder: JobFolder, where: Mapping[str, Any], how: str = "is gone") -> CoordinatorLost:
+    """Return the error of a coordinator that is not there."""
+    return CoordinatorLost(
+        f"job {folder.id}: its coordinator (pid {where['pid']} on {where['host']}) {how}",
+        f"what is known: distrun status {folder.id}; what it printed: distrun logs {folder.id}; "
+        f"to end what may be left of it: distrun kill {folder.id}",
+    )
+
+
+def _here(folder: JobFolder, where: Mapping[str, Any]) -> Connection:
+    stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    stream.settimeout(ANSWER_S)
+    try:
+        stream.connect(where["path"])
+    except TimeoutError:
+        stream.close()
+        raise gone(folder, where, f"does not answer within {duration(ANSWER_S)}") from None
+    except OSError as err:
+        stream.close()
+        if process.is_alive(process.Identity(where["pid"], where["start"])):
+            raise gone(folder, where, f"cannot be reached: {where['path']}: {err.strerror}") from None
+        raise gone(folder, where) from None
+    return Connection(stream)
+
+
+def _there(folder: JobFolder, where: Mapping[str, Any]) -> Connection:
+    """Return a connection by a relay on the coordinator's host."""
+    ours, its = socket.socketpair()
+    command = shlex.join(["python3", "-I", "-c", RELAY, where["path"]])
+    try:
+        argv = [
+            "sh",
+            "-c",
+            DEAF,
+            "sh",
+            "ssh",
+            "-T",
+            "-o",
+            f"ConnectTimeout={ANSWER_S:.0f}",
+            "--",
+            where["host"],
+            command,
+        ]
+        relay = subprocess.Popen(argv, stdin=its.fileno(), stdout=its.fileno())
+    except OSError as err:
+        ours.close()
+        raise CoordinatorLost(
+            f"job {folder.id}: its coordinator is on {where['host']}, and ssh cannot be started: {err.strerror}",
+            f"type this command on {where['host']}",
+        ) from None
+    finally:
+        its.close()
+    return Connection(ours, relay)
+
+
+def _greet(connection: Connection, folder: JobFolder, where: Mapping[str, Any]) -> None:
+    """Exchange hellos.
+
+    Raises:
+        CoordinatorLost: there is no answer, or it is another job's coordinator.
+    """
+    connection.send_bytes(control.client_hello())
+    limit_s = ANSWER_S if connection._relay is None else CONNECT_S
+    try:
+        frame = connection.receive(limit_s)
+    except TimeoutError:
+        how = f"does not answer within {duration(limit_s)}; is it stopped (ps -o stat= -p {where['pid']})?"
+        raise gone(folder, where, how) from None
+    if frame is None:
+        raise _unanswered(connection, folder, where)
+    if frame.type == "refused":
+        raise UsageError(f"job {folder.id}: {frame.header['message']}", frame.header["hint"])
+    if frame.type != "hello" or frame.header.get("job") != folder.id:
+        raise gone(folder, where, "is gone, and another job has its socket")
+    connection.hello = frame.header
+
+
+def _unanswered(connection: Connection, folder: JobFolder, where: Mapping[str, Any]) -> CoordinatorLost:
+    relay = connection._relay
+    if relay is None:
+        return gone(folder, where)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        relay.wait(1.0)
+    if relay.returncode in (NOBODY, None):
+        return gone(folder, where)
+    return CoordinatorLost(
+        f"job {folder.id}: its coordinator is on {where['host']}, which cannot be reached by ssh "
+        f"(exit code {relay.returncode}; what ssh said is above)",
+        f"try: ssh {where['host']} true; or type this command on {where['host']}",
+    )
+
+
+def check_version(connection: Connection, folder: JobFolder) -> None:
+    """Check that more can be asked for than state, stop and kill.
+
+    Raises:
+        UsageError: the coordinator is of another version.
+    """
+    version = connection.hello["version"]
+    if version[0] != control.VERSION[0]:
+        theirs, ours = (".".join(map(str, each)) for each in (version, control.VERSION))
+        raise UsageError(
+            f"job {folder.id}: its coordinator speaks control protocol {theirs}, and this distrun {ours}",
+            f"use the distrun that launched it; distrun status, logs and kill {folder.id} work with any",
+        )
+
+
+# ---------------------------------------------------------------------- following a job
+
+
+class Terminal(Protocol):
+    """What a follower needs of the terminal printer."""
+
+    def start(self) -> None:
+        """Start the threads that print."""
+
+    def show(self, piece: OutputPiece) -> None:
+        """Take a piece of a task's output."""
+
+    def say(self, text: str, level: str) -> None:
+        """Take one message of distrun's own."""
+
+    def toggle_pause(self) -> None:
+        """Stop printing, or go on."""
+
+
+@dataclass(frozen=True)
+class Detached:
+    """The job goes on without the terminal that launched it."""
+
+    cursor: int | None
+    """Where the terminal stood in the job's output; None: not known."""
+
+
+class Follower:
+    """Shows what a coordinator sends, and keeps what came of the job.
+
+    Arguments:
+        terminal: prints.
+        has_output: the tasks' output is shown.
+        on_event: called for each event (a line of events.jsonl), in the thread that reads.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        terminal: Terminal,
+        *,
+        has_output: bool = True,
+        on_event: Callable[[Mapping[str, Any]], None] = lambda event: None,
+    ) -> None:
+        self.connection = connection
+        self.cursor: int | None = None
+        """Where the output that was shown ends."""
+        self.outcome: Outcome | None = None
+        self.failure: Mapping[str, Any] | None = None
+        self.detached: Detached | None = None
+        self._terminal = terminal
+        self._has_output = has_output
+        self._on_event = on_event
+        self._questions: dict[int, _Question] = {}
+
+    def run(self) -> None:
+        """Show what comes until the connection ends."""
+        try:
+            for frame in self.connection.frames():
+                self._take(frame)
+        finally:
+            for question in self._questions.values():
+                question.withdraw()
+
+    def _take(self, frame: wire.Frame) -> None:
+        header = frame.header
+        if frame.type == "output":
+            self._show(header, frame.body)
+        elif frame.type == "said":
+            self._terminal.say(header["text"], header["level"])
+        elif frame.type == "event":
+            self._on_event(header["event"])
+        elif frame.type == "gap":
+            self.cursor = header["cursor"]
+            self._terminal.say(f"{header['length']} bytes of output are not in the logs any more", "warning")
+        elif frame.type == "state" and header.get("missed"):
+            self._terminal.say(f"{header['missed']} messages were left out: this terminal was too slow", "warning")
+        elif frame.type == "prompt":
+            self._ask(header["id"], header["text"], header["limit_s"])
+        elif frame.type == "withdrawn":
+            self._questions[header["id"]].withdraw()
+        elif frame.type == "outcome":
+            self.outcome = ends.from_json(header["outcome"])
+        elif frame.type == "failed":
+            self.failure = header
+        elif frame.type == "detached":
+            self.detached = Detached(header["cursor"])
+        elif frame.type == "refused":
+            self._terminal.say(header["message"], "warning")
+
+    def _show(self, header: Mapping[str, Any], data: bytes) -> None:
+        self.cursor = header.get("cursor", self.cursor)
+        if self._has_output:
+            stream = header["stream"] if header["stream"] in ("out", "err") else "out"
+            self._terminal.show(
+                OutputPiece(data, header["task"], header["host"], stream, header["at"], header["length"])
+            )
+
+    def _ask(self, number: int, prompt: str, limit_s: float) -> None:
+        def answer(text: str | None) -> None:
+            body = b"" if text is None else text.encode("utf-8", "replace")
+            self.connection.send("answer", body, id=number, given=text is not None)
+
+        self._questions[number] = _Question(prompt, limit_s, answer)
+
+
+def raised(told: Mapping[str, Any], terminal: Terminal, verbosity: int) -> BaseException:
+    """Return the error that a coordinator's `failed` frame tells of. With verbosity 2 its traceback is said."""
+    if verbosity >= 2:
+        terminal.say(told["trace"].rstrip("\n"), "error")
+    if told["kind"] == KeyboardInterrupt.__name__:
+        return KeyboardInterrupt()
+    return CoordinatorError(told["message"], told["hint"], told["exit_code"])
+
+
+def recorded(folder: JobFolder) -> Outcome | None:
+    """Return what a job's folder says of its end; None while the job is not over."""
+    found = folder.outcome()
+    if found is None:
+        return None
+    return Outcome(found["exit_code"], found["reason"], found["message"], job=folder.id)
+
+
+class _Question:
+    """A question on the terminal, asked in a thread of its own until it is answered or withdrawn."""
+
+    def __init__(self, prompt: str, limit_s: float, answer: Callable[[str | None], None]) -> None:
+        from distrun.ssh.abort import Abort
+
+        self._prompt = prompt
+        self._limit_s = limit_s
+        self._answer = answer
+        self._abort = Abort()
+        self._thread = threading.Thread(target=self._run, name="question", daemon=True)
+        self._thread.start()
+
+    def withdraw(self) -> None:
+        """Ask no more, and give the terminal its settings back."""
+        self._abort.now()
+        self._thread.join()
+
+    def _run(self) -> None:
+        from distrun.ssh.abort import Aborted
+        from distrun.ssh.ask import TERMINAL, read_secret
+
+        with contextlib.suppress(Aborted):
+            self._answer(read_secret(TERMINAL, self._prompt, self._limit_s, self._abort.check))

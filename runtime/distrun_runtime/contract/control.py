@@ -1,0 +1,313 @@
+"""Frames between a job's coordinator and its clients: terminals, `distrun kill`, a dashboard.
+
+A client opens the job's control socket (`control.json` in the job's folder has its path) and sends `hello`; the
+coordinator answers with its own. Frames are those of `contract.wire`. docs/protocol.md, "Clients and coordinator",
+lists them all; its golden bytes are tests.
+
+`hello`, `state`, `stop` and `kill` (FIXED) never change, so that any distrun can ask and end any job. All other frames
+need the same major version.
+
+The client that launched the job is connected by a socket pair. It sends no `hello`, and only it may send `signal` and
+`answer`.
+
+No side effects: `Conversation.take` checks what a client sent and returns what it asks for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Union
+
+from distrun_runtime.contract import wire
+from distrun_runtime.errors import RuntimeFault
+
+VERSION = (1, 0)
+"""Major and minor version of the control protocol."""
+FIXED = ("hello", "state", "stop", "kill")
+"""Types of frames that no version changes."""
+SIGNALS = ("INT", "TERM", "HUP")
+"""What the launching client may send as `signal`."""
+STOPS = ("TERM", "INT")
+"""What `stop` may name: how the job is stopped. The first is the default."""
+FRAME_LIMIT = 64 * 1024
+"""Bytes of one frame of a client."""
+
+
+class Refusal(RuntimeFault):
+    """A client asked for what it cannot have; it is told so by `refused`. `is_last`: the connection ends after that."""
+
+    def __init__(self, message: str, hint: str = "", is_last: bool = False) -> None:
+        super().__init__(message)
+        self.hint = hint
+        self.is_last = is_last
+
+
+# ---------------------------------------------------------------------- what a client asks for
+
+
+@dataclass(frozen=True)
+class Hello:
+    """The client introduces itself."""
+
+    version: Sequence[int]
+
+
+@dataclass(frozen=True)
+class State:
+    """The job's state is wanted: what state.json holds."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The job is to be stopped, as if the coordinator had received `signal` ("TERM" or "INT")."""
+
+    signal: str = STOPS[0]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """All tasks are to be killed at once."""
+
+
+@dataclass(frozen=True)
+class Detach:
+    """The job is to go on without the client that launched it."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """Output is wanted."""
+
+    cursor: Optional[int] = None
+    """From this place of the log's index on, 0 for all of it; None: from now on."""
+    tail: Optional[int] = None
+    """In place of a cursor: from about so many lines before the end."""
+
+
+@dataclass(frozen=True)
+class Subscribe:
+    """What the client wants to hear from now on. It replaces what was subscribed before."""
+
+    events: bool = False
+    metrics: bool = False
+    """Nothing is sent yet."""
+    output: Optional[Output] = None
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The stacks of a task are wanted."""
+
+    task: str = ""
+
+
+@dataclass(frozen=True)
+class Signal:
+    """The launching client has received a signal: "INT", "TERM" or "HUP"."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The user has answered a prompt; None: there is no terminal, or the time was up."""
+
+    id: int
+    text: Optional[str]
+
+
+Request = Union[Hello, State, Stop, Kill, Detach, Subscribe, Stack, Signal, Answer]
+
+
+class Conversation:
+    """What one client may ask for, given what it said before.
+
+    `is_launcher`: it is the client that launched the job. It need not say `hello`.
+    """
+
+    def __init__(self, is_launcher: bool = False) -> None:
+        self.is_launcher = is_launcher
+        self.has_greeted = is_launcher
+        self.is_same_major = is_launcher
+
+    def take(self, frame: wire.Frame) -> Request:
+        """Return what a frame asks for.
+
+        Raises:
+            Refusal: it is not allowed, of a kind that is not known, or malformed.
+        """
+        kind = frame.type
+        if not self.has_greeted and kind != "hello":
+            raise Refusal(f"the first frame must be hello, found {kind!r}", is_last=True)
+        if not self.is_same_major and kind not in FIXED:
+            raise Refusal(
+                f"{kind} needs control protocol {VERSION[0]}.x, which this coordinator speaks",
+                "use the distrun that launched the job",
+            )
+        read = _READERS.get(kind)
+        if read is None or (kind in _LAUNCHERS and not self.is_launcher):
+            raise Refusal(f"a client may not send {kind!r}", is_last=self.is_launcher)
+        try:
+            request = read(frame)
+        except (LookupError, TypeError, ValueError, AttributeError) as err:
+            what = f"a malformed {kind!r} frame: {err if isinstance(err, ValueError) else repr(err)}"
+            raise Refusal(what, is_last=True) from err
+        if isinstance(request, Hello):
+            self.has_greeted = True
+            self.is_same_major = request.version[0] == VERSION[0]
+        return request
+
+
+def _hello(frame: wire.Frame) -> Hello:
+    version = frame.header["version"]
+    if not isinstance(version, list) or len(version) < 2 or not all(_is_count(each) for each in version):
+        raise ValueError(f"version: expected [major, minor], found {version!r:.40}")
+    return Hello(tuple(version))
+
+
+def _stop(frame: wire.Frame) -> Stop:
+    return Stop(_one_of("signal", frame.header.get("signal", STOPS[0]), STOPS))
+
+
+def _subscribe(frame: wire.Frame) -> Subscribe:
+    header = frame.header
+    wanted = header.get("output", False)
+    if wanted is False or wanted is None:
+        output = None
+    else:
+        output = Output(_count_or_none("cursor", wanted.get("cursor")), _count_or_none("tail", wanted.get("tail")))
+    return Subscribe(bool(header.get("events", False)), bool(header.get("metrics", False)), output)
+
+
+def _signal(frame: wire.Frame) -> Signal:
+    return Signal(_one_of("name", frame.header["name"], SIGNALS))
+
+
+def _answer(frame: wire.Frame) -> Answer:
+    text = frame.body.decode("utf-8", "replace") if frame.header.get("given") else None
+    return Answer(int(frame.header["id"]), text)
+
+
+_READERS: Mapping[str, Callable[[wire.Frame], Request]] = {
+    "hello": _hello,
+    "state": lambda frame: State(),
+    "stop": _stop,
+    "kill": lambda frame: Kill(),
+    "detach": lambda frame: Detach(),
+    "subscribe": _subscribe,
+    "stack": lambda frame: Stack(str(frame.header.get("task", ""))),
+    "signal": _signal,
+    "answer": _answer,
+}
+_LAUNCHERS = ("signal", "answer")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _count_or_none(name: str, value: object) -> Optional[int]:
+    if value is None:
+        return None
+    if not isinstance(value, int) or not _is_count(value):
+        raise ValueError(f"{name}: expected a number from 0 or null, found {value!r:.40}")
+    return value
+
+
+def _one_of(name: str, value: object, allowed: Sequence[str]) -> str:
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(allowed)}, found {value!r:.40}")
+    return str(value)
+
+
+# ---------------------------------------------------------------------- frames to a client
+
+
+class Chunk(NamedTuple):
+    """A piece of a task's output on its way to a client."""
+
+    task: str
+    host: str
+    stream: str
+    at: Optional[int]
+    """Where it begins in the task's log; None: it is not there (disk full)."""
+    length: int
+    data: bytes = b""
+    """Empty: the bytes are only in the log."""
+    cursor: Optional[int] = None
+    """Where a later subscription goes on after this piece."""
+
+
+def hello(job: str, pid: int, host: str) -> bytes:
+    """Return the coordinator's `hello`."""
+    return wire.encode({"type": "hello", "version": list(VERSION), "job": job, "pid": pid, "host": host})
+
+
+def client_hello() -> bytes:
+    """Return a client's `hello`."""
+    return wire.encode({"type": "hello", "version": list(VERSION)})
+
+
+def state(value: Mapping[str, Any], missed: int = 0) -> bytes:
+    """Return the job's state. `missed`: so many events and messages were left out before it."""
+    header = {"type": "state", "state": dict(value)}
+    return wire.encode(dict(header, missed=missed) if missed else header)
+
+
+def event(value: Mapping[str, Any]) -> bytes:
+    """Return what is a line of events.jsonl."""
+    return wire.encode({"type": "event", "event": dict(value)})
+
+
+def output(chunk: Chunk) -> bytes:
+    """Return a piece of a task's output."""
+    header: Dict[str, Any] = {"type": "output", "task": chunk.task, "host": chunk.host, "stream": chunk.stream}
+    header.update(at=chunk.at, length=chunk.length)
+    if chunk.cursor is not None:
+        header["cursor"] = chunk.cursor
+    return wire.encode(header, chunk.data)
+
+
+def gap(length: int, cursor: int) -> bytes:
+    """Return that `length` bytes of output are not in the logs any more."""
+    return wire.encode({"type": "gap", "length": length, "cursor": cursor})
+
+
+def said(text: str, level: str) -> bytes:
+    """Return a message of distrun's own."""
+    return wire.encode({"type": "said", "text": text, "level": level})
+
+
+def prompt(number: int, text: str, limit_s: float) -> bytes:
+    """Return a question to the user."""
+    return wire.encode({"type": "prompt", "id": number, "text": text, "limit_s": limit_s})
+
+
+def withdrawn(number: int) -> bytes:
+    """Return that a question needs no answer any more."""
+    return wire.encode({"type": "withdrawn", "id": number})
+
+
+def done(kind: str, **members: Any) -> bytes:
+    """Return the answer to `stop`, `kill` or `detach`: a frame of the same type."""
+    return wire.encode({"type": kind, **members})
+
+
+def detached(cursor: Optional[int]) -> bytes:
+    """Return, to the client that launched the job, that it goes on without it. `cursor`: where its output ended."""
+    return wire.encode({"type": "detached", "cursor": cursor})
+
+
+def outcome(value: Mapping[str, Any]) -> bytes:
+    """Return the job's outcome (`coordinator.outcome.Outcome` as JSON-able values)."""
+    return wire.encode({"type": "outcome", "outcome": dict(value)})
+
+
+def failed(error: Mapping[str, Any]) -> bytes:
+    """Return why there is no outcome: kind, message, hint, exit_code, trace."""
+    return wire.encode({"type": "failed", **error})
+
+
+def refused(refusal: Refusal) -> bytes:
+    """Return why a client does not get what it asked for."""
+    return wire.encode({"type": "refused", "message": str(refusal), "hint": refusal.hint})
