@@ -265,9 +265,9 @@ def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tupl
         sync=setup.sync,
         joined=tuple(sorted({s.name for each in users.values() for s in each.values() if s.joins})),
         doctor=request.doctor,
-        places=allocation.places,
         log_limit=request.log_limit,
         nonce=setup.nonce,
+        places=allocation.places,
     )
     return plan, Secrets(token=setup.token, env=_hidden(slots, users))
 

@@ -83,8 +83,8 @@ PLAN = Plan(
     ),
     joined=("LD_LIBRARY_PATH",),
     doctor="distrun doctor -H hosts",
-    places=(Place("7", "d1", Resources(8, 68719476736, ("0", "1"))),),
     nonce="8c5e1f0a93b7d246",
+    places=(Place("7", "d1", Resources(8, 68719476736, ("0", "1"))),),
 )
 
 
@@ -272,36 +272,6 @@ def test_golden_frames(golden: str, header: dict[str, Any], raw: bytes) -> None:
     assert frame.body == raw
 
 
-def test_golden_enrolment() -> None:
-    """The lines of an agent and its coordinator, and who says what; a proof can be computed from the page."""
-    pin, secret, key = hashlib.sha256(b"test").hexdigest(), "2b7e151628aed2a6abf7158809cf4f3c" * 2, "1d" * 32
-    places = Register(PLAN.job, secret, pin, ["3"], make_key=lambda: key)
-    enrol, claim, welcome, redial, again, denied = GOLDEN["enrolment"].encode().splitlines(keepends=True)
-    nonces = ("f0" * 16, "0f" * 16)
-    words = GOLDEN["words"].rstrip("\n")
-    assert json.loads(claim)["proof"] == hmac.new(secret.encode(), words.encode(), "sha256").hexdigest()
-    assert enrolment.enrol(nonces[0]) == enrol
-    assert enrolment.nonce_of(enrol) == nonces[0]
-    for line, word, with_program, kind in ((claim, secret, True, "claim"), (redial, key, False, "redial")):
-        proof = enrolment.proof(word, "agent", kind, job=PLAN.job, place="3", pin=pin, nonces=nonces)
-        made = enrolment.Claim(kind == "redial", PLAN.job, "3", nonces[1], proof, with_program)
-        assert enrolment.claim(made) == line
-    answers = [places.decide(line, nonces[0], "10.0.0.7:41234") for line in (claim, redial)]
-    assert [answer.reply for answer in answers] == [welcome, again]
-    proof = enrolment.proof(secret, "agent", "claim", job=PLAN.job, place="3", pin=pin, nonces=(nonces[0], "other"))
-    second = enrolment.claim(enrolment.Claim(False, PLAN.job, "3", "other", proof))
-    assert places.decide(second, nonces[0], "10.0.0.8:5").reply == denied
-
-
-def test_the_page_lists_the_lines_of_the_enrolment() -> None:
-    listed = {row[0].strip("`"): set(re.findall(r"`(\w+)`", row[2])) for row in rows("Enrolment")}
-    said: dict[str, set[str]] = {}
-    for line in GOLDEN["enrolment"].splitlines():
-        members = json.loads(line)
-        said.setdefault(members.pop("type"), set()).update(members)
-    assert said == listed
-
-
 def test_golden_index() -> None:
     written = [
         Record(1790000000.25, "worker-1", "out", 0, 4096, 12, 70000),
@@ -344,6 +314,36 @@ def test_every_type_that_a_client_may_send_has_its_row() -> None:
     named = {name for row in rows("Client to coordinator") for name in re.findall(r"`(\w+)`", row[0])}
     assert named == set(control._READERS)
     assert set(control.FIXED) <= named
+
+
+def test_golden_enrolment() -> None:
+    """The lines of an agent and its coordinator, and who says what; a proof can be computed from the page."""
+    pin, secret, key = hashlib.sha256(b"test").hexdigest(), "2b7e151628aed2a6abf7158809cf4f3c" * 2, "1d" * 32
+    places = Register(PLAN.job, secret, pin, ["3"], make_key=lambda: key)
+    enrol, claim, welcome, redial, again, denied = GOLDEN["enrolment"].encode().splitlines(keepends=True)
+    nonces = ("f0" * 16, "0f" * 16)
+    words = GOLDEN["words"].rstrip("\n")
+    assert json.loads(claim)["proof"] == hmac.new(secret.encode(), words.encode(), "sha256").hexdigest()
+    assert enrolment.enrol(nonces[0]) == enrol
+    assert enrolment.nonce_of(enrol) == nonces[0]
+    for line, word, with_program, kind in ((claim, secret, True, "claim"), (redial, key, False, "redial")):
+        proof = enrolment.proof(word, "agent", kind, job=PLAN.job, place="3", pin=pin, nonces=nonces)
+        made = enrolment.Claim(kind == "redial", PLAN.job, "3", nonces[1], proof, with_program)
+        assert enrolment.claim(made) == line
+    answers = [places.decide(line, nonces[0], "10.0.0.7:41234") for line in (claim, redial)]
+    assert [answer.reply for answer in answers] == [welcome, again]
+    proof = enrolment.proof(secret, "agent", "claim", job=PLAN.job, place="3", pin=pin, nonces=(nonces[0], "other"))
+    second = enrolment.claim(enrolment.Claim(False, PLAN.job, "3", "other", proof))
+    assert places.decide(second, nonces[0], "10.0.0.8:5").reply == denied
+
+
+def test_the_page_lists_the_lines_of_the_enrolment() -> None:
+    listed = {row[0].strip("`"): set(re.findall(r"`(\w+)`", row[2])) for row in rows("Enrolment")}
+    said: dict[str, set[str]] = {}
+    for line in GOLDEN["enrolment"].splitlines():
+        members = json.loads(line)
+        said.setdefault(members.pop("type"), set()).update(members)
+    assert said == listed
 
 
 def test_golden_plan() -> None:

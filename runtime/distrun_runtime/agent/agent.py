@@ -36,10 +36,10 @@ LOST_FLUSH_S = 1.0
 """The same if the coordinator closed its end."""
 REMEMBER_S = 5.0
 """Without a subreaper, the interval at which the tasks' processes are remembered, before they can lose their parent."""
-SILENT = 1 / 3
-"""Share of the lease after which an agent that can get another connection does not wait for this one any more."""
 PREPARING_S = 60.0
 """What the agent does before its first task may keep it from beating for so long at least."""
+SILENT = 1 / 3
+"""Share of the lease after which an agent that can get another connection does not wait for this one any more."""
 OTHER = "other"
 """`kind` of a failure without a kind of its own."""
 
@@ -91,7 +91,7 @@ class Agent:
         self._selector = selectors.PollSelector()
         self._runner = TaskRunner(channel, self._selector)
         self._runner.on_other = self._on_other_end
-        self._stopping = Stopping({"DISTRUN_JOB_ID": ""}, self._runner.tasks, is_subreaper)  # nothing has this mark
+        self._stopping = Stopping({}, self._runner.tasks, is_subreaper)
         self._share: Optional[Share] = None
         self._preflight: Optional[Preflight] = None
         self._begun: Any = None

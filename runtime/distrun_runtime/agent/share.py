@@ -60,7 +60,7 @@ class Share(NamedTuple):
     @property
     def marks(self) -> Dict[str, str]:
         """What a process of the job is known by, whoever its parent is by then."""
-        return dict(process.marks(self.plan.job, self.plan.nonce, self.host), DISTRUN_PLACE=self.place)
+        return process.marks(self.plan.job, self.plan.nonce, self.host, self.place)
 
     def environment(self, task: Task, sent: Mapping[str, str]) -> Dict[bytes, bytes]:
         """Return a task's environment: this host's, its secrets, what was sent with it, and what it is known by."""

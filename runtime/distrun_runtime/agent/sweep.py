@@ -219,15 +219,14 @@ def described(each: Process, task: str = "") -> Dict[str, Any]:
 
 
 def _job(key: Key, found: Optional[Found], environs: Dict[int, Dict[str, str]]) -> Dict[str, Any]:
+    marks = process.marks(key[0], key[1])
     records = [found.record] if found else []
-    # Agents, guards and what older versions started are marked with their host only. A host may have several places. A
-    # mark without a name means just that, not any host or place.
-    job, place = process.marks(key[0], key[1]), key[2]
-    marks = [dict(job, DISTRUN_PLACE=place), dict(job, DISTRUN_HOST=place)]
-    every = {
-        each.pid: each for one in (marks if place else [{**marks[0], **marks[1]}]) for each in belongings(records, one)
-    }
-    processes = [each for each in process.mine(every.values()) if _place(environs.get(each.pid, {}), place) == place]
+    every = belongings(records, dict(marks, DISTRUN_PLACE=key[2]) if key[2] else marks)
+    if key[2]:  # agents, guards and what older versions started are marked with their host only
+        known = {each.pid for each in every}
+        every += [each for each in belongings([], dict(marks, DISTRUN_HOST=key[2])) if each.pid not in known]
+    # A host may have several places, and a mark without a name means just that, not any of them.
+    processes = [each for each in process.mine(every) if _place(environs.get(each.pid, {}), key[2]) == key[2]]
     agent, guard = (found.record.agent, found.record.guard) if found else _above(processes)
     names = _names(records)
     return {
