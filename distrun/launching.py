@@ -62,7 +62,7 @@ def launch(
 
 
 @dataclass(frozen=True)
-class Place:
+class StartedCoordinator:
     """Where a job's coordinator was started."""
 
     connection: socket.socket
@@ -71,7 +71,7 @@ class Place:
     """It is a child process of ours."""
 
 
-def start_coordinator(job: PlannedJob, folder: JobFolder, verbosity: int, detach: bool) -> Place:
+def start_coordinator(job: PlannedJob, folder: JobFolder, verbosity: int, detach: bool) -> StartedCoordinator:
     """Start the coordinator of a job: here, as a child of this process, or as a daemon if the job is detached."""
     ours, its = socket.socketpair()
     pid = daemon.fork(keep=[its.fileno()]) if detach else os.fork()
@@ -81,7 +81,7 @@ def start_coordinator(job: PlannedJob, folder: JobFolder, verbosity: int, detach
             os.setsid()  # Ctrl-C and the end of the terminal reach the client, which tells us
         _coordinator_process(job, folder, its, verbosity)
     its.close()
-    return Place(ours, pid, is_child=not detach)
+    return StartedCoordinator(ours, pid, is_child=not detach)
 
 
 # ---------------------------------------------------------------------- the coordinator's process
@@ -301,7 +301,7 @@ class _Client:
     def __init__(
         self,
         connection: Connection,
-        place: Place,
+        place: StartedCoordinator,
         folder: JobFolder,
         terminal: Terminal,
         verbosity: int,

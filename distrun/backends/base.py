@@ -138,8 +138,9 @@ class Backend(ABC):
 
     def channels(self, plan: Plan) -> tuple[Channel, ...]:
         """Return the channels of a job: one for each place of its plan, called as the place. See `connect`."""
-        holds_s = plan.limits.lease_s if plan.on_eof == HOLD else 0.0
-        return self.connect(plan.hosts, plan.job, plan.nonce, holds_s)
+        # Not every backend can make a connection again; it need not know the argument then.
+        holds = {"holds_s": plan.limits.lease_s} if plan.on_eof == HOLD else {}
+        return self.connect(plan.hosts, plan.job, plan.nonce, **holds)
 
     def boot(self, channels: Sequence[Channel]) -> None:  # noqa: B027 - most have nothing to do
         """Begin what agents can do while the coordinator is not ready to hear them. Does nothing by default."""

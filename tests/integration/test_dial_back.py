@@ -164,7 +164,7 @@ def test_a_connection_that_falls_silent_is_replaced_by_the_agent(run: Run) -> No
     outcome = run(("sh", "-c", "for i in 1 2 3 4 5 6; do echo $i; sleep 0.4; done"), "7", lease_s=4.5, suspect_s=0.5)
     assert (outcome.exit_code, outcome.reason) == (0, "succeeded"), run.sink.said
     assert run.sink.text == {"worker-0": "1\n2\n3\n4\n5\n6\n"}
-    assert cable.made == 2
+    assert cable.made >= 2
     assert any("reconnected" in text or "answers again" in text for text in run.sink.said)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from distrun.backends import certificate
 from distrun_runtime.agent.dial import Credentials, Dialed, Dialer
-from distrun_runtime.coordinator.listener import ClaimedTwice, Connected, Listener, Register
+from distrun_runtime.coordinator.listener import AgentListener, ClaimedTwice, Connected, Register
 
 JOB = "calm-otter-7f3"
 SECRET = "5e" * 32
@@ -27,7 +27,7 @@ class Hall:
 
     def __init__(self, places: Sequence[str], port_range: str = "") -> None:
         self.register = Register(JOB, SECRET, CERTIFICATE.pin, places)
-        self.listener = Listener(self.register, CERTIFICATE.pem, lambda: b"program\n", port_range)
+        self.listener = AgentListener(self.register, CERTIFICATE.pem, lambda: b"program\n", port_range)
         self.agents: queue.Queue[tuple[str, Connected]] = queue.Queue()
         self.twice: queue.Queue[ClaimedTwice] = queue.Queue()
         self.denied: queue.Queue[tuple[str, str]] = queue.Queue()

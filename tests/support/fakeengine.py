@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import selectors
 import socket
@@ -13,17 +12,19 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from distrun import planning
 from distrun.backends.base import Backend, Listening, Rendered, Swept
 from distrun.backends.dialback import Callers
 from distrun.backends.local import Local
 from distrun.hosts import Inventory
-from distrun.request import Request
+from distrun.request import JobRequest
 from distrun_runtime.contract.plan import HOLD, Host, Limits, Place, Plan
 from distrun_runtime.coordinator.channel import Channel
+from distrun_runtime.coordinator.events import Event
 from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
-from distrun_runtime.coordinator.output import Sink
+from distrun_runtime.coordinator.output import Sink, Watcher
 
 WAIT_S = 60.0
 
@@ -111,7 +112,7 @@ def planned(
 ) -> tuple[planning.PlannedJob, JobFolder]:
     """Return a job with one worker in each place, all on this machine, and its folder."""
     names = tuple(places)
-    request = Request(command=command, workers=len(names), servers=0, cwd="/", launcher="local")
+    request = JobRequest(command=command, workers=len(names), servers=0, cwd="/", launcher="local")
     job = planning.plan_job(request, store)
     host = job.plan.hosts[0].name
     plan = job.plan._replace(
@@ -123,11 +124,11 @@ def planned(
         ),
         limits=Limits(grace_s=5.0)._replace(**limits),
     )
-    job = dataclasses.replace(job, plan=plan, backend=engine)
+    job = job._replace(plan=plan, backend=engine)
     return job, store.create(plan)
 
 
-class Shown(Sink):
+class Shown(Sink, Watcher):
     """What a terminal would show; `on_output` is called after each piece."""
 
     def __init__(self) -> None:
@@ -143,6 +144,15 @@ class Shown(Sink):
         self.said.append(f"{level}: {text}")
 
     def toggle_pause(self) -> None:
+        pass
+
+    def opened(self, put: Callable[[Event], None]) -> None:
+        pass
+
+    def event(self, value: Mapping[str, Any]) -> None:
+        pass
+
+    def state(self, value: Mapping[str, Any]) -> None:
         pass
 
 

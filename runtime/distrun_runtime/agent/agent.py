@@ -91,7 +91,7 @@ class Agent:
         self._selector = selectors.PollSelector()
         self._runner = TaskRunner(channel, self._selector)
         self._runner.on_other = self._on_other_end
-        self._stopping = Stopping({}, self._runner.tasks, is_subreaper)
+        self._stopping = Stopping({"DISTRUN_JOB_ID": ""}, self._runner.tasks, is_subreaper)  # nothing has this mark
         self._share: Optional[Share] = None
         self._preflight: Optional[Preflight] = None
         self._begun: Any = None

@@ -44,16 +44,16 @@ class Need(NamedTuple):
     digest: str
 
 
-class Turn(NamedTuple):
+class NodeTurn(NamedTuple):
     """`take` is to be called again and again, until it returns true or `limit_s` are over."""
 
     take: Callable[[], bool]
     limit_s: float
 
 
-Steps = Generator[Union[Command, Need, Turn], Any, Share]
+Steps = Generator[Union[Command, Need, NodeTurn], Any, Share]
 TRY_S = 0.1
-"""Between two calls of `Turn.take`."""
+"""Between two calls of `NodeTurn.take`."""
 
 
 def steps(share: Share) -> Steps:
@@ -71,7 +71,7 @@ def steps(share: Share) -> Steps:
 
         lock = NodeLock(share.folder)
         try:
-            yield Turn(lock.take, TURN_S)
+            yield NodeTurn(lock.take, TURN_S)
             share = yield from _shared(share)
         finally:
             lock.release()
@@ -152,7 +152,7 @@ class Preflight:
         self._on_failed = on_failed
         self._command: Optional[RunningCommand] = None
         self._needed = ""
-        self._turn: Optional[Turn] = None
+        self._turn: Optional[NodeTurn] = None
         self._try_at = self._try_until = math.inf
         self._archive = bytearray()
 
@@ -182,7 +182,7 @@ class Preflight:
             if isinstance(wanted, Need):
                 self._needed = wanted.digest
                 self._ask_for(wanted.digest)
-            elif isinstance(wanted, Turn):
+            elif isinstance(wanted, NodeTurn):
                 self._turn, self._try_until = wanted, time.monotonic() + wanted.limit_s
                 self._try()
             else:

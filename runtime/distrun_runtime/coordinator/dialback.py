@@ -13,7 +13,7 @@ from typing import Callable, Dict, Iterable, Optional, Tuple
 from distrun_runtime.coordinator.channel import Put, SessionChannel
 from distrun_runtime.coordinator.connection import SocketConnection
 from distrun_runtime.coordinator.events import PlaceClaimedTwice, Warned
-from distrun_runtime.coordinator.listener import ClaimedTwice, Connected, Listener, Register, pin_of
+from distrun_runtime.coordinator.listener import AgentListener, ClaimedTwice, Connected, Register, pin_of
 
 WARNINGS = 5
 """So many agents that were refused are told of. Who does not know the secret may try as often as they like."""
@@ -50,7 +50,7 @@ class DialBack:
         self.pin = pin_of(pem)
         """What agents have to find."""
         self._channels: Dict[str, DialBackChannel] = {name: DialBackChannel(name, self) for name in places}
-        self._listener = Listener(Register(job, secret, self.pin, self._channels), pem, program, port_range)
+        self._listener = AgentListener(Register(job, secret, self.pin, self._channels), pem, program, port_range)
         self._put: Optional[Put] = None
         self._starting = threading.Lock()
         self._warnings = 0

@@ -1,6 +1,6 @@
 """The coordinator's listener: lets in the agents that dial back, and hands each connection to its place.
 
-`Register` decides who is let in, from what an agent says. `Listener` is one thread that leads the conversations
+`Register` decides who is let in, from what an agent says. `AgentListener` is one thread that leads the conversations
 (`contract/enrolment.py`) over TLS, on one port for IPv4 and IPv6. Until an agent has proven that it belongs to the
 job, it gets little: HANDSHAKE_S seconds, LINE_BYTES bytes, and one of UNPROVEN_LIMIT connections.
 """
@@ -61,7 +61,7 @@ class Admitted:
 
 
 @dataclass(frozen=True)
-class Denied:
+class Rejected:
     """The connection is closed after `reply`; nothing else follows."""
 
     reason: str
@@ -81,7 +81,7 @@ class ClaimedTwice:
     reply: bytes
 
 
-Decision = Union[Admitted, Denied, ClaimedTwice]
+Decision = Union[Admitted, Rejected, ClaimedTwice]
 
 
 @dataclass
@@ -157,14 +157,14 @@ class Register:
         )
 
 
-def _denied(reason: str, is_claim: bool = True) -> Denied:
-    return Denied(reason, enrolment.denied(reason), is_claim)
+def _denied(reason: str, is_claim: bool = True) -> Rejected:
+    return Rejected(reason, enrolment.denied(reason), is_claim)
 
 
 # ---------------------------------------------------------------------- the sockets
 
 
-class _Guest:
+class _Caller:
     """One connection before it is an agent's."""
 
     def __init__(self, raw: socket.socket, address: str, until: float) -> None:
@@ -176,7 +176,7 @@ class _Guest:
         self.talk: Talk[Optional[Tuple[Admitted, bytes]]]
 
 
-class Listener:
+class AgentListener:
     """Accepts agents of one job. Made: it is bound, and agents may dial. `start`: they are let in.
 
     Arguments:
@@ -195,7 +195,7 @@ class Listener:
         self._context = server_context(pem)
         self._listening = _bound(port_range)
         self._selector = selectors.DefaultSelector()
-        self._guests: Set[_Guest] = set()
+        self._guests: Set[_Caller] = set()
         self._wake, self._waker = os.pipe()
         self._is_accepting = False
         self._accept_at = 0.0
@@ -278,12 +278,12 @@ class Listener:
             self._accept_at = time.monotonic() + ACCEPT_AGAIN_S
             return
         raw.setblocking(False)
-        guest = _Guest(raw, shown(peer), time.monotonic() + HANDSHAKE_S)
+        guest = _Caller(raw, shown(peer), time.monotonic() + HANDSHAKE_S)
         guest.talk = self._talk(guest)
         self._guests.add(guest)
         self._proceed(guest)
 
-    def _proceed(self, guest: _Guest) -> None:
+    def _proceed(self, guest: _Caller) -> None:
         """Go on with a conversation as far as its socket allows."""
         try:
             wanted = next(guest.talk)
@@ -300,14 +300,14 @@ class Listener:
         else:
             self._await(guest, wanted)
 
-    def _await(self, guest: _Guest, wanted: int) -> None:
+    def _await(self, guest: _Caller, wanted: int) -> None:
         key = self._selector.get_map().get(guest.socket)
         if key is None:
             self._selector.register(guest.socket, wanted, functools.partial(self._proceed, guest))
         elif key.events != wanted:
             self._selector.modify(guest.socket, wanted, key.data)
 
-    def _talk(self, guest: _Guest) -> Talk[Optional[Tuple[Admitted, bytes]]]:
+    def _talk(self, guest: _Caller) -> Talk[Optional[Tuple[Admitted, bytes]]]:
         """Lead one conversation; return who was let in, and what came after it already."""
         guest.socket = tls = self._context.wrap_socket(guest.socket, server_side=True, do_handshake_on_connect=False)
         yield from enrolment.retried(tls.do_handshake)
@@ -329,15 +329,15 @@ class Listener:
         yield from enrolment.sent(tls, decision.reply)
         return None
 
-    def _deny(self, guest: _Guest, reason: str) -> None:
+    def _deny(self, guest: _Caller, reason: str) -> None:
         self._drop(guest)
         self._on_denied(guest.address, reason, False)
 
-    def _drop(self, guest: _Guest) -> None:
+    def _drop(self, guest: _Caller) -> None:
         self._forget(guest)
         guest.socket.close()
 
-    def _forget(self, guest: _Guest) -> None:
+    def _forget(self, guest: _Caller) -> None:
         self._guests.discard(guest)
         with contextlib.suppress(KeyError, ValueError):  # it never had to wait
             self._selector.unregister(guest.socket)
