@@ -85,6 +85,11 @@ class PlannedJob(NamedTuple):
     tree: Tree | None = None
     """Which files are copied to the hosts; None: none."""
 
+    @property
+    def is_hosted(self) -> bool:
+        """Whether the coordinator is to run on one of the job's hosts."""
+        return self.request.detach and self.backend.hosts_coordinator
+
     def rendered(self) -> Rendered:
         """Return what the backend would execute."""
         return self.backend.render(self.plan)
@@ -161,6 +166,7 @@ def plan_job(request: JobRequest, store: JobStore) -> PlannedJob:
         token="" if request.dry_run else os.urandom(32).hex(),
     )
     plan, values = make_plan(request, allocation, setup)
+    _check_coordinator_host(request, plan, backend)
     check_ports(request, plan)
     return PlannedJob(request, allocation, plan, values, backend, data, tree)
 
@@ -191,6 +197,21 @@ def allocate(request: JobRequest, backend: Backend) -> Allocation:
         logins={name: backend.login(way) for name, way in reach.items()},
         addresses={} if request.interface or request.subnet else backend.addresses(used),
     )
+
+
+def _check_coordinator_host(request: JobRequest, plan: Plan, backend: Backend) -> None:
+    """Check --coordinator-host. Raises UsageError."""
+    if not request.coordinator_host:
+        return
+    if not (request.detach and backend.hosts_coordinator):
+        raise UsageError(
+            "--coordinator-host: only detached jobs on hosts have their coordinator on one", "add --detach"
+        )
+    names = [host.name for host in plan.hosts]
+    if request.coordinator_host not in names:
+        raise UsageError(
+            f"--coordinator-host: {request.coordinator_host!r} is no host of this job", f"it has: {fold(names)}"
+        )
 
 
 def _check_python(request: JobRequest) -> None:

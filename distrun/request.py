@@ -103,6 +103,8 @@ class JobRequest:
     port_range: str = ""
     coordinator_addresses: tuple[str, ...] = ()
     """Where agents that dial back reach the coordinator; empty: at any address of its machine."""
+    coordinator_host: str = ""
+    """Host on which the coordinator of a detached job runs; empty: the first of the job."""
     server_imports: tuple[str, ...] = ()
     """Modules with the user's update rules, which our servers import."""
     scheduler_host: str = ""

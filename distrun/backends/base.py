@@ -87,6 +87,8 @@ class Backend(ABC):
     """Whether the user must say which hosts."""
     inherits_env: bool = False
     """Whether tasks see the launcher's own environment without anything being forwarded."""
+    hosts_coordinator: bool = False
+    """Whether the coordinator of a detached job runs on one of its hosts; else where distrun was typed."""
     ships_runtime: bool = True
     """Whether hosts have to be sent the bundled runtime; else they see this machine's folder."""
     listening = Listening()

@@ -189,6 +189,16 @@ os._exit(code)
 """The same for an agent that has dialled, with the names that `bootstrap.PROGRAM` leaves."""
 
 
+START_HOSTED = """\
+from distrun_runtime.coordinator import hosted
+gc.enable()
+code = hosted.main(r)
+sys.stderr.flush()
+os._exit(code)
+"""
+"""Runs a detached job on one of its hosts."""
+
+
 def command(python: str) -> tuple[str, ...]:
     """Return the argument list that starts a program; its blob goes to standard input first.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from distrun.backends import blob, bootstrap, certificate
 from distrun.backends.base import Listening
 from distrun_runtime.contract import address, enrolment
 from distrun_runtime.contract.plan import Plan
-from distrun_runtime.coordinator.dialback import DialBack
+from distrun_runtime.coordinator.dialback import DialBack, with_port
 
 
 class Callers:
@@ -34,7 +33,7 @@ class Callers:
         self.agents = DialBack(
             plan.job, self.secret, made.pem, places, program=blob.dialed, port_range=listening.port_range
         )
-        self.addresses = tuple(_with_port(each, self.agents.port) for each in listening.addresses or own_addresses())
+        self.addresses = tuple(with_port(each, self.agents.port) for each in listening.addresses or address.own())
         """`ADDRESS:PORT` that agents try, in this order."""
 
     def command(self, python: str, place: str, secret: str) -> tuple[str, ...]:
@@ -54,16 +53,3 @@ class Callers:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             file.write(self.secret + "\n")
-
-
-def own_addresses() -> list[str]:
-    """Return the addresses of this machine, those last that only this machine can reach."""
-    found = [ipaddress.ip_address(row.ip) for row in address.interfaces()]
-    # A link-local address means nothing without an interface, which each node calls as it likes.
-    usable = [each for each in dict.fromkeys(found) if not each.is_link_local and not each.is_loopback]
-    loopback = [each for each in dict.fromkeys(found) if each.is_loopback]
-    return [str(each) for each in [*usable, *loopback]] or ["127.0.0.1"]
-
-
-def _with_port(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -109,6 +109,12 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
         metavar="A[,B...]",
         help="Where agents that dial back reach this machine. [default: all its addresses]",
     ),
+    click.option(
+        "--coordinator-host",
+        default="",
+        metavar="HOST",
+        help="Host on which the coordinator of a detached job runs. [default: the first]",
+    ),
     # Time
     seconds(
         "--grace",

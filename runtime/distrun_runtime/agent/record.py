@@ -110,6 +110,13 @@ def lasting_root() -> str:
     return f"/var/tmp/distrun-{os.geteuid()}"
 
 
+def private_root() -> str:
+    """Return the HOSTDIR that a logout leaves alone, made if need be. Raises ContractError, OSError."""
+    root = lasting_root()
+    _private(root)
+    return root
+
+
 def every() -> List[str]:
     """Return the folders of all jobs on this machine."""
     found = []

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Callable, Dict, Iterable, Optional, Tuple
+from typing import Callable, Dict, Iterable, Optional, Sequence, Tuple
 
+from distrun_runtime.contract.duration import duration
 from distrun_runtime.coordinator.channel import Put, SessionChannel
 from distrun_runtime.coordinator.connection import SocketConnection
-from distrun_runtime.coordinator.events import PlaceClaimedTwice, Warned
+from distrun_runtime.coordinator.events import PlaceClaimedTwice, StartFailed, Warned
 from distrun_runtime.coordinator.listener import AgentListener, ClaimedTwice, Connected, Register, pin_of
 
+OPEN = (
+    "open that port for the job's hosts, name open ones with --port-range A-B, or say where it can be reached with "
+    "--coordinator-host and --coordinator-address"
+)
 WARNINGS = 5
 """So many agents that were refused are told of. Who does not know the secret may try as often as they like."""
 
@@ -32,6 +37,9 @@ class DialBack:
         places: the names that agents may claim, each once.
         program: returns the agent's blob (`blob.dialed`).
         port_range: `A-B`; empty: any port.
+        limit_s: how long the first connection of each agent is waited for once they are let in; None: the supervisor's
+            start limit is enough. An agent that is late is a host that cannot reach us.
+        addresses: what agents were told to dial, for messages.
 
     Raises:
         ContractError: no port is free there, or the certificate cannot be used.
@@ -46,11 +54,18 @@ class DialBack:
         *,
         program: Callable[[], bytes],
         port_range: str = "",
+        limit_s: Optional[float] = None,
+        addresses: Sequence[str] = (),
     ) -> None:
         self.pin = pin_of(pem)
         """What agents have to find."""
         self._channels: Dict[str, DialBackChannel] = {name: DialBackChannel(name, self) for name in places}
         self._listener = AgentListener(Register(job, secret, self.pin, self._channels), pem, program, port_range)
+        self.addresses = tuple(addresses)
+        self._limit_s = limit_s
+        self._late: Optional[threading.Timer] = None
+        self._absent = set(self._channels)
+        """Places whose agents have not dialled yet."""
         self._put: Optional[Put] = None
         self._starting = threading.Lock()
         self._warnings = 0
@@ -71,12 +86,27 @@ class DialBack:
             if self._put is None:
                 self._put = put
                 self._listener.start(self._attach, self._tell_claimed_twice, self._tell_denied)
+                if self._limit_s is not None:
+                    self._late = threading.Timer(self._limit_s, self._give_up)
+                    self._late.daemon = True
+                    self._late.start()
 
     def close(self) -> None:
         """Listen no more. The channels keep their connections."""
+        if self._late is not None:
+            self._late.cancel()
         self._listener.close()
 
+    def _give_up(self) -> None:
+        """Say which agents have not dialled in time."""
+        where = " or ".join(with_port(each, self.port) for each in self.addresses) or f"port {self.port}"
+        for place in sorted(self._absent):
+            if self._put is not None:
+                reason = f"its agent did not reach the coordinator at {where} within {duration(self._limit_s or 0.0)}"
+                self._put(StartFailed(place, reason, time.time(), kind="unreachable", fix=OPEN))
+
     def _attach(self, place: str, connected: Connected) -> None:
+        self._absent.discard(place)
         self._channels[place].attach(SocketConnection(connected.socket), connected.first)
 
     def _tell_claimed_twice(self, found: ClaimedTwice) -> None:
@@ -91,6 +121,11 @@ class DialBack:
             self._put(Warned("", "more agents were refused; they are not told of any more"))
         else:
             self._put(Warned("", f"an agent that dialled from {address} was refused: {reason}"))
+
+
+def with_port(host: str, port: int) -> str:
+    """Return `ADDRESS:PORT`. Pure."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class DialBackChannel(SessionChannel):

@@ -405,6 +405,19 @@ class JobFolder:
         value = {"version": VERSION, "host": socket.gethostname(), "boot": process.boot_id(), "pid": who.pid}
         _replace(self.path / "control.json", dict(value, start=who.start, path=path))
 
+    def place_elsewhere(self, told: Mapping[str, Any], host: str, login: str) -> None:
+        """Note that the coordinator runs on another host, which has the job's real folder. Raises OSError.
+
+        Args:
+            told: `pid`, `start`, `boot`, `path` of the control socket and `folder`, as it told them.
+            host: its host, as the job calls it.
+            login: what a user types before a command to run it there.
+        """
+        who = {"version": VERSION, "pid": told["pid"], "start": told["start"], "boot": told["boot"], "host": host}
+        where = {**who, "path": told["path"], "folder": told["folder"], "login": login}
+        _replace(self.path / "control.json", where)
+        _replace(self.path / "launcher.json", who)
+
     def control(self) -> Optional[Dict[str, Any]]:
         """Read control.json: {"host", "boot", "pid", "start", "path", "version"}; None: there is none.
 

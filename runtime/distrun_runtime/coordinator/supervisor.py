@@ -68,11 +68,19 @@ FAILING_S = 5.0
 class Supervisor:
     """One job's supervisor. `handle` is all there is to call; a Tick must come first, then one each `wake_s`."""
 
-    def __init__(self, plan: Plan, has_preparation: bool = False) -> None:
+    def __init__(self, plan: Plan, has_preparation: bool = False, ends_when_ready: bool = False) -> None:
+        """Begin a job.
+
+        Args:
+            plan: of the job.
+            has_preparation: something is to be done between readiness and the first task (`Prepare`).
+            ends_when_ready: no task is started. When every host is ready, all agents end, and the outcome is a success.
+        """
         self.plan = plan
         self.roster = JobRoster(plan)
         self.phase = GATHERING
         self._has_preparation = has_preparation
+        self._ends_when_ready = ends_when_ready
         self._has_remarked = False
         self._unusable = failures.UnusableHosts([place.name for place in plan.all_places])
         self._actions: List[Action] = []
@@ -227,7 +235,7 @@ class Supervisor:
         elif waiting:
             return
         elif self.phase == SETTLING:
-            self.phase = STARTING
+            self._begin_tasks()
         elif self._has_preparation:
             self.phase = PREPARING
             self._actions.append(Prepare())
@@ -236,11 +244,19 @@ class Supervisor:
 
     def _settle(self) -> None:
         """Have every host activate and check what was copied, if the plan left something for that."""
-        self.phase = SETTLING if self.plan.settles else STARTING
-        if self.phase == SETTLING:
-            for host in self.roster.hosts.values():
-                host.is_ready = False
-                self._actions.append(Settle(host.name))
+        if not self.plan.settles:
+            self._begin_tasks()
+            return
+        self.phase = SETTLING
+        for host in self.roster.hosts.values():
+            host.is_ready = False
+            self._actions.append(Settle(host.name))
+
+    def _begin_tasks(self) -> None:
+        """Every host is ready: start the tasks, unless that was all that was asked for."""
+        self.phase = DRAINING if self._ends_when_ready else STARTING
+        if self._ends_when_ready:
+            self._stop.linger(self._now, 0.0)
 
     def _end_for_unusable(self) -> None:
         """End the job because of the hosts that cannot be used."""
