@@ -29,7 +29,7 @@ from distrun_runtime.contract import environ
 PROGRAMS = ("agent", "dialed", "coordinator")
 START = blob.START_AGENT
 FULL = {"agent": 0.8, "dialed": 0.85, "coordinator": 0.93}
-"""Share of the limit at which a module has to leave its blob. The coordinator's goes to one host of a job only, and that of
+"""Share of the limit at which a module has to leave its blob. The coordinator's goes to one host of a job only. That of
 an agent that dials back never travels as an argument."""
 
 
