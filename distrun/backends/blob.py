@@ -10,7 +10,7 @@ version on a host keeps the compiled modules in the user's cache, in a folder th
 is not possible, each agent compiles them.
 
 The local backend uses the same blob, with the true file names (`with_origin`), so that tracebacks and coverage name the
-checkout. Docstrings and comments are left out; line numbers stay.
+checkout. Docstrings, comments and types are left out; line numbers stay.
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import distrun_runtime
 from distrun import keep
+
+if TYPE_CHECKING:
+    import ast
 
 LIMIT = 96 * 1024
 """Bytes of base64. Linux caps one string of an exec at 128 KiB, should a blob ever travel as an argument."""
@@ -289,12 +293,14 @@ def _digest(value: object) -> str:
 
 
 def bare(source: str) -> str:
-    """Return Python source without comments; every statement stays on its line. No side effects.
+    """Return Python source without comments and types; every statement stays on its line. No side effects.
 
     Documentation is cut to a dot: docstrings, and the descriptions of variables in `contract.environ.TABLE`.
     """
     import ast  # only needed for the first launch of a version
     import tokenize
+
+    source = _untyped(source)
 
     lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -316,3 +322,33 @@ def bare(source: str) -> str:
             if first < last:
                 lines[last] = rest
     return "\n".join(lines) + "\n"
+
+
+def _untyped(source: str) -> str:
+    """Return Python source without the annotations of parameters, results and variables of functions."""
+    import ast
+
+    lines = source.encode("utf-8").splitlines()
+    cuts: set[tuple[int, int, int, int]] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.arg) and node.annotation is not None:
+            cuts.add((*_at(node, len(node.arg.encode("utf-8"))), *_end(node.annotation)))
+        elif isinstance(node, ast.FunctionDef):
+            if node.returns is not None:
+                row, column = _at(node.returns)
+                cuts.add((row, len(lines[row][: lines[row].rindex(b"->", 0, column)].rstrip()), *_end(node.returns)))
+            own = [each for each in ast.walk(node) if isinstance(each, ast.AnnAssign) and each.value is not None]
+            cuts.update((*_end(each.target), *_end(each.annotation)) for each in own)
+    for first, begin, last, end in sorted(cuts, reverse=True):
+        rest = lines[last][end:]
+        lines[first : last + 1] = [lines[first][:begin], *[b""] * (last - first)]
+        lines[last] += rest
+    return b"\n".join(lines).decode("utf-8") + "\n"
+
+
+def _at(node: ast.expr | ast.arg, more: int = 0) -> tuple[int, int]:
+    return node.lineno - 1, node.col_offset + more
+
+
+def _end(node: ast.expr) -> tuple[int, int]:
+    return (node.end_lineno or node.lineno) - 1, node.end_col_offset or 0

@@ -156,7 +156,9 @@ def sources() -> Iterator[Path]:
 
 
 def plain(tree: ast.AST) -> str:
-    """The tree without texts for readers, which are strings that are statements and the texts of the table's rows."""
+    """The tree without texts for readers, which are strings that are statements and the texts of the table's rows, and
+    without the types of functions."""
+    tree = _Untyped().visit(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == blob.TABLE_ROW:
             del node.args[3]
@@ -164,6 +166,28 @@ def plain(tree: ast.AST) -> str:
         if isinstance(body, list):
             node.body = [each for each in body if not _is_text(each)] or [ast.Pass()]  # type: ignore[attr-defined]
     return ast.dump(tree)
+
+
+class _Untyped(ast.NodeTransformer):
+    """Leaves out annotations of parameters, of results, and of variables of functions."""
+
+    depth = 0
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        node.annotation = None
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        self.depth += 1
+        node.returns = None
+        found = self.generic_visit(node)
+        self.depth -= 1
+        return found
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        if not self.depth or node.value is None:
+            return node
+        return ast.copy_location(ast.Assign([node.target], node.value), node)
 
 
 def _is_text(node: ast.AST) -> bool:
@@ -176,7 +200,8 @@ def test_bare_source_means_the_same_on_the_same_lines() -> None:
         bare = blob.bare(source)
         assert plain(ast.parse(bare)) == plain(ast.parse(source)), path
         lines = {(type(n), n.lineno) for n in ast.walk(ast.parse(bare)) if isinstance(n, ast.stmt)}
-        before = {(type(n), n.lineno) for n in ast.walk(ast.parse(source)) if isinstance(n, ast.stmt)}
+        untyped = _Untyped().visit(ast.parse(source))
+        before = {(type(n), n.lineno) for n in ast.walk(untyped) if isinstance(n, ast.stmt)}
         assert lines == before, path
 
 

@@ -225,7 +225,7 @@ def test_addresses_that_do_not_answer_are_passed_over(secret: str) -> None:
 
 def test_nothing_secret_is_on_the_command_line() -> None:
     argv = bootstrap.command(
-        "python3", pin=CERTIFICATE.pin, job=JOB, place="env:RANK", secret="/home/a/s", limit_s=120, addresses=["h:1"]
+        "python3", pin=CERTIFICATE.pin, job=JOB, place="env:RANK", secret="/srv/secret", limit_s=120, addresses=["h:1"]
     )
     assert argv[:3] == ("python3", "-I", "-c")
-    assert argv[4:] == (CERTIFICATE.pin, JOB, "env:RANK", "/home/a/s", "120", "h:1")
+    assert argv[4:] == (CERTIFICATE.pin, JOB, "env:RANK", "/srv/secret", "120", "h:1")
