@@ -20,7 +20,7 @@ import functools
 import io
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,8 @@ LIMIT = 96 * 1024
 
 PACKAGE = "distrun_runtime"
 SHARED = ("__init__.py", "errors.py")
+DIALING = (f"{PACKAGE}.agent.dial",)
+"""What only agents that dial back need."""
 TABLE_ROW = "_row"
 """Function whose calls make the rows of `contract.environ.TABLE`. The fourth argument is documentation."""
 
@@ -210,7 +212,7 @@ def command(python: str) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=1)
 def dialed() -> bytes:
     """Return the blob of an agent that dials back (`bootstrap`): one line, newline included. Raises as `agent`."""
-    return _kept("agent", START_DIALED, with_origin=False)
+    return _kept("agent", START_DIALED, with_origin=False, without=())
 
 
 @functools.lru_cache(maxsize=2)
@@ -223,7 +225,7 @@ def agent(with_origin: bool = False) -> bytes:
     Raises:
         ValueError: it is over LIMIT. A test fails long before.
     """
-    return _kept("agent", START_AGENT, with_origin)
+    return _kept("agent", START_AGENT, with_origin, without=DIALING)
 
 
 def coordinator(start: str) -> bytes:
@@ -235,11 +237,11 @@ def coordinator(start: str) -> bytes:
     Raises:
         ValueError: it is over LIMIT. A test fails long before.
     """
-    return _kept("coordinator", start, with_origin=False)
+    return _kept("coordinator", start, with_origin=False, without=())
 
 
-def _kept(program: str, start: str, with_origin: bool) -> bytes:
-    files = _files(program)
+def _kept(program: str, start: str, with_origin: bool, without: Sequence[str]) -> bytes:
+    files = _files(program, without)
     sources = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
     origin = {name: str(file) for name, file in files.items()} if with_origin else {}
     # Leaving out what need not travel takes a fifth of a second; this very module says how.
@@ -247,10 +249,11 @@ def _kept(program: str, start: str, with_origin: bool) -> bytes:
     return keep.kept(_digest(made_from), ".blob", lambda: _line(program, start, sources, origin))
 
 
-def _files(program: str) -> dict[str, Path]:
-    """Return the modules that travel, by name: the program's, and what they import of the contract."""
+def _files(program: str, without: Sequence[str]) -> dict[str, Path]:
+    """Return the modules that travel, by name: the program's but for some, and what they import of the contract."""
     root = Path(distrun_runtime.__file__).parent
-    known = {_module(root, file): file for package in ("contract", program) for file in (root / package).glob("*.py")}
+    every = [file for package in ("contract", program) for file in (root / package).glob("*.py")]
+    known = {_module(root, file): file for file in every if _module(root, file) not in without}
     found = {_module(root, root / name): root / name for name in SHARED}
     found.update((name, file) for name, file in known.items() if f".{program}" in name or file.name == "__init__.py")
     todo = list(found)
