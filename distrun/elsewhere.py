@@ -13,7 +13,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import IO
 
 from distrun.errors import DistrunError
 from distrun_runtime.contract import facts
@@ -70,7 +70,8 @@ def refresh(folder: JobFolder) -> None:
     argv = [words[0], "-T", "-o", f"ConnectTimeout={LIMIT_S:.0f}", *words[1:], command]
     try:
         with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-            assert child.stdout is not None and child.stderr is not None  # pipes
+            assert child.stdout is not None
+            assert child.stderr is not None
             names = [_save(folder, name, pieces) for name, pieces in _files(child.stdout)]
             said = child.stderr.read().decode("utf-8", "replace").strip()
     except OSError as err:
@@ -94,7 +95,7 @@ def refreshed(folder: JobFolder) -> str:
     return ""
 
 
-def _files(stream: BinaryIO) -> Iterator[tuple[str, Iterator[bytes]]]:
+def _files(stream: IO[bytes]) -> Iterator[tuple[str, Iterator[bytes]]]:
     """Give name and content of the files that FETCH writes; what is no file of a job is an error."""
     while header := stream.readline(HEADER_LIMIT):
         try:
@@ -107,7 +108,7 @@ def _files(stream: BinaryIO) -> Iterator[tuple[str, Iterator[bytes]]]:
         yield name, _content(stream, name, size)
 
 
-def _content(stream: BinaryIO, name: str, size: int) -> Iterator[bytes]:
+def _content(stream: IO[bytes], name: str, size: int) -> Iterator[bytes]:
     while size:
         data = stream.read(min(size, READ_SIZE))
         if not data:

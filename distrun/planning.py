@@ -204,9 +204,7 @@ def _check_coordinator_host(request: JobRequest, plan: Plan, backend: Backend) -
     if not request.coordinator_host:
         return
     if not (request.detach and backend.hosts_coordinator):
-        raise UsageError(
-            "--coordinator-host: only detached jobs on hosts have their coordinator on one", "add --detach"
-        )
+        raise UsageError("--coordinator-host: only a detached job has its coordinator on a host", "add --detach")
     names = [host.name for host in plan.hosts]
     if request.coordinator_host not in names:
         raise UsageError(

@@ -221,13 +221,14 @@ class JobFolder:
             return outcome
         return dataclasses.replace(outcome, message="stopped by distrun kill")
 
-    def bury(self, survivors: Iterable[str]) -> None:
+    def bury(self, survivors: Iterable[str], is_gone: bool = False) -> None:
         """Write the end of a lost job whose processes `distrun kill` has ended, but for `survivors`.
 
-        A job that is not lost is left as it is. Raises OSError, JobStoreError.
+        A job that is not lost is left as it is, unless it is known that its coordinator `is_gone`.
+        Raises OSError, JobStoreError.
         """
         state = self.state()
-        if state["state"] != facts.LOST:
+        if state["state"] != facts.LOST and not is_gone:
             return
         now = time.time()
         tasks = tuple(_stopped(_result(task), now) for task in state["tasks"])
