@@ -254,18 +254,18 @@ def _there(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
     """Return a connection by a relay on the coordinator's host."""
     ours, its = socket.socketpair()
     command = shlex.join(["python3", "-I", "-c", RELAY, where["path"]])
+    words = shlex.split(where.get("login") or shlex.join(["ssh", where["host"]]))
     try:
         argv = [
             "sh",
             "-c",
             IGNORING_KEYS,
             "sh",
-            "ssh",
+            words[0],
             "-T",
             "-o",
             f"ConnectTimeout={ANSWER_S:.0f}",
-            "--",
-            where["host"],
+            *words[1:],
             command,
         ]
         relay = subprocess.Popen(argv, stdin=its.fileno(), stdout=its.fileno())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun.cli import standing
-from distrun.cli.common import count
+from distrun.cli.common import count, fetched
 from distrun.cli.console import Console
 from distrun.client import ControlConnection, Follower
 from distrun.errors import UsageError
@@ -53,7 +53,7 @@ def attach(job: str, since_start: bool, tail: int | None, no_prefix: bool, quiet
     if since_start and tail is not None:
         raise UsageError("--since-start and --tail contradict each other")
     store = JobStore()
-    folder = store.find_living(job)
+    folder = fetched(store.find_living(job))
     console = Console(environ.snapshot(), prefix=not no_prefix, level="error" if quiet else "info")
     state = folder.state()["state"]
     if state in facts.OVER:
@@ -127,6 +127,7 @@ class _Attached:
             return self._left
         if found.failure is not None:
             raise client.raised(found.failure, self._console, 0)
+        fetched(self._folder)  # its end, if it was elsewhere
         outcome = found.outcome or client.recorded(self._folder)
         if outcome is None:
             where = self._folder.control()

@@ -17,8 +17,8 @@ from distrun.cli.options import collect_env, launch_options
 from distrun.client import Detached
 from distrun.errors import UsageError
 from distrun.planning import device_warnings
-from distrun.request import JobRequest, Setting, forwarded
-from distrun_runtime.contract import environ
+from distrun.request import JobRequest, Setting, forwarded, parse_addresses
+from distrun_runtime.contract import environ, logout
 from distrun_runtime.contract.plan import ROLES, Limits
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _leave(detached: Detached, store: JobStore, folder: JobFolder, console: Cons
     if detached.cursor is not None:
         standing.Standing(store.root, folder.id).write(detached.cursor)
     console.say(f"job {folder.id} goes on without this terminal; to come back: distrun attach {folder.id}")
-    if daemon.ends_at_logout():
+    if logout.ends_at_logout():
         text = "a logout here ends it all the same (KillUserProcesses of systemd-logind); launch --detach survives one"
         console.say(text, "warning")
     return 0
@@ -165,6 +165,8 @@ def _request(
         interface=options["interface"] or environ.text("DMLC_INTERFACE", {**env, **given}),
         subnet=options["subnet"],
         port_range=options["port_range"],
+        coordinator_host=options["coordinator_host"],
+        coordinator_addresses=parse_addresses(options["coordinator_address"]),
         server_imports=options["server_imports"],
         scheduler_host=options["scheduler_host"],
         limits=_limits(options),

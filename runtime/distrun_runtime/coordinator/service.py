@@ -305,8 +305,7 @@ class Service:
         """Have the thread look; the lock is held."""
         if not self._is_woken and self._waking >= 0:
             self._is_woken = True
-            with contextlib.suppress(OSError):  # the pipe is full of wakes
-                os.write(self._waking, b"w")
+            os.write(self._waking, b"w")
 
     # ------------------------------------------------------------------ the thread
 
@@ -318,16 +317,15 @@ class Service:
         while True:
             ready = self._selector.select(self._wait_s())
             with self._changed:
-                self._is_woken = False
+                if self._is_woken:  # both at once: a byte that is taken later would be one that nobody writes again
+                    self._is_woken = False
+                    os.read(self._wakeup, 1)
                 is_closing = self._is_closing
             for key, mask in ready:
                 if isinstance(key.data, _Client):
                     self._shielded(key.data, functools.partial(self._attend, key.data, mask))
                 elif key.data is not None:
                     self._let_in()
-                else:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._wakeup, 4096)
             if self._listener is not None and not is_listening:
                 is_listening = True
                 self._selector.register(self._listener.socket, selectors.EVENT_READ, self._listener)

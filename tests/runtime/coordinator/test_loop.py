@@ -519,5 +519,5 @@ def test_a_trace_says_frames_but_neither_bytes_nor_values(tmp_path: Path) -> Non
 
 def test_channels_must_be_those_of_the_plan(tmp_path: Path) -> None:
     plan = sample_plan(hosts=("d1", "d2"))
-    with pytest.raises(ContractError, match="hosts d1, d2"):
+    with pytest.raises(ContractError, match="places d1, d2"):
         jobrun.run(plan, SECRETS, [], JobStore(tmp_path).create(plan), Notes())
