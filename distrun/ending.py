@@ -129,7 +129,7 @@ class _Asked:
     """Asks a job's coordinator by its control socket, if it has one and answers."""
 
     def __init__(self, folder: JobFolder) -> None:
-        self._connection: client.Connection | None = None
+        self._connection: client.ControlConnection | None = None
         with contextlib.suppress(DistrunError, JobStoreError, OSError):
             self._connection = client.connect(folder)
 

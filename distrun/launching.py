@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from distrun import client, daemon
 from distrun.backends.base import Swept
-from distrun.client import Connection, CoordinatorError, CoordinatorLost, Detached, Follower, Terminal
+from distrun.client import ControlConnection, CoordinatorError, CoordinatorLost, Detached, Follower, Terminal
 from distrun.errors import DistrunError, UsageError
 from distrun.planning import PlannedJob
 from distrun_runtime.contract import facts
@@ -58,9 +58,9 @@ def launch(
         KeyboardInterrupt: the job was interrupted before anything was started.
     """
     stays = detach and not job.is_hosted
-    place = start_coordinator(job, folder, verbosity, stays)
-    with Connection(place.connection) as connection:
-        outcome = _Client(connection, place, folder, terminal, verbosity).run(stays)
+    coordinator = start_coordinator(job, folder, verbosity, stays)
+    with ControlConnection(coordinator.connection) as connection:
+        outcome = _LaunchClient(connection, coordinator, folder, terminal, verbosity).run(stays)
     if job.is_hosted and isinstance(outcome, Outcome) and not outcome.exit_code:
         return _await_tasks(folder, terminal, verbosity)
     return outcome
@@ -90,7 +90,7 @@ def _await_tasks(folder: JobFolder, terminal: Terminal, verbosity: int) -> Outco
     return outcome
 
 
-def _until_running(connection: Connection, terminal: Terminal, verbosity: int) -> Mapping[str, Any] | None:
+def _until_running(connection: ControlConnection, terminal: Terminal, verbosity: int) -> Mapping[str, Any] | None:
     """Return the frame that says that all tasks run, or how the job ended; None: the coordinator has gone."""
     connection.send("subscribe", events=True)
     connection.send("state")
@@ -111,8 +111,8 @@ def _is_running(kind: str, told: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class StartedCoordinator:
-    """Where a job's coordinator was started."""
+class Coordinator:
+    """The process of a job's coordinator, and the connection to it."""
 
     connection: socket.socket
     pid: int
@@ -120,7 +120,7 @@ class StartedCoordinator:
     """It is a child process of ours."""
 
 
-def start_coordinator(job: PlannedJob, folder: JobFolder, verbosity: int, detach: bool) -> StartedCoordinator:
+def start_coordinator(job: PlannedJob, folder: JobFolder, verbosity: int, detach: bool) -> Coordinator:
     """Start the coordinator of a job: here, as a child of this process, or as a daemon if the job is detached."""
     ours, its = socket.socketpair()
     pid = daemon.fork(keep=[its.fileno()]) if detach else os.fork()
@@ -130,7 +130,7 @@ def start_coordinator(job: PlannedJob, folder: JobFolder, verbosity: int, detach
             os.setsid()  # Ctrl-C and the end of the terminal reach the client, which tells us
         _coordinator_process(job, folder, its, verbosity)
     its.close()
-    return StartedCoordinator(ours, pid, is_child=not detach)
+    return Coordinator(ours, pid, is_child=not detach)
 
 
 # ---------------------------------------------------------------------- the coordinator's process
@@ -332,19 +332,19 @@ def _copier(job: PlannedJob, sink: Sink) -> Copier | None:
 # ---------------------------------------------------------------------- the client
 
 
-class _Client:
-    """The terminal's side of the connection to the coordinator that was started at `place`."""
+class _LaunchClient:
+    """The terminal's side of the connection to the coordinator."""
 
     def __init__(
         self,
-        connection: Connection,
-        place: StartedCoordinator,
+        connection: ControlConnection,
+        coordinator: Coordinator,
         folder: JobFolder,
         terminal: Terminal,
         verbosity: int,
     ) -> None:
         self._connection = connection
-        self._place = place
+        self._coordinator = coordinator
         self._folder = folder
         self._terminal = terminal
         self._verbosity = verbosity
@@ -364,8 +364,8 @@ class _Client:
         with Interrupts(self._forward):
             found.run()
             is_left = found.detached is not None and found.outcome is None and found.failure is None
-            if self._place.is_child and not is_left:
-                _, status = os.waitpid(self._place.pid, 0)
+            if self._coordinator.is_child and not is_left:
+                _, status = os.waitpid(self._coordinator.pid, 0)
         if found.detached is not None and is_left:
             return found.detached
         if found.failure is not None:
@@ -395,7 +395,7 @@ class _Client:
             code = os.waitstatus_to_exitcode(status)
             how = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         return CoordinatorError(
-            f"job {self._folder.id}: its coordinator (pid {self._place.pid}) {how}; its agents end the tasks",
+            f"job {self._folder.id}: its coordinator (pid {self._coordinator.pid}) {how}; its agents end the tasks",
             f"to make sure: distrun kill {self._folder.id}",
             facts.EXIT_INTERNAL,
         )

@@ -1,4 +1,4 @@
-"""Which task runs on which host, by one of three policies. Pure.
+"""Places tasks on hosts by one of three policies. No side effects.
 
 Where workers of one host add what they push, hosts with several of them and without a server get one for it (`relays`).
 

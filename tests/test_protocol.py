@@ -28,7 +28,7 @@ from distrun_runtime.contract.plan import Host, Place, Plan, Resources, Runtime,
 from distrun_runtime.coordinator import actions, frames, logindex
 from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.coordinator.listener import Register
-from distrun_runtime.coordinator.logindex import Entry as Record
+from distrun_runtime.coordinator.logindex import IndexEntry as Record
 from distrun_runtime.errors import WireError
 from distrun_runtime.ops import rows as rowcodec
 from distrun_runtime.ops.compression import CODECS

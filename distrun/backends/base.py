@@ -1,4 +1,4 @@
-"""What a backend is: it says what it would execute, and it opens a channel to an agent on each host."""
+"""The base class of backends: a backend says what it would execute, and opens a channel to an agent on each host."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import click
 from distrun.cli import standing
 from distrun.cli.common import count, fetched
 from distrun.cli.console import Console
-from distrun.client import Connection, Follower
+from distrun.client import ControlConnection, Follower
 from distrun.errors import UsageError
 from distrun_runtime.contract import environ, facts
 from distrun_runtime.errors import JobStoreError
@@ -92,7 +92,7 @@ def _start(places: standing.Standing, since_start: bool, tail: int | None) -> di
 class _Attached:
     """One `distrun attach`: follows the job, and asks what a Ctrl-C means."""
 
-    def __init__(self, connection: Connection, folder: JobFolder, console: Console) -> None:
+    def __init__(self, connection: ControlConnection, folder: JobFolder, console: Console) -> None:
         self._connection = connection
         self._folder = folder
         self._console = console
@@ -153,7 +153,7 @@ class _Attached:
         with LogReader(self._folder.logs) as reader:
             cursor = self._follower.cursor
             if cursor is None:
-                cursor = logged.begin(reader, control.Output(**start))
+                cursor = logged.begin(reader, control.OutputWanted(**start))
             while (found := reader.read(cursor)).cursor != cursor:
                 for each in found.pieces:
                     stream = each.stream if each.stream in ("out", "err") else "out"

@@ -185,7 +185,7 @@ class Agent:
         writing = connection.writing if connection is not None and self._channel.wants_to_write else -1
         if reads is self._listening and writing == self._writing:
             return
-        self._deafen()
+        self._unlisten()
         self._listening, self._writing = reads, writing
         if reads is not None and reads.reading == writing:
             self._selector.register(writing, selectors.EVENT_READ | selectors.EVENT_WRITE, self._on_both)
@@ -195,7 +195,7 @@ class Agent:
         if writing >= 0:
             self._selector.register(writing, selectors.EVENT_WRITE, self._channel.flush)
 
-    def _deafen(self) -> None:
+    def _unlisten(self) -> None:
         """Wait for nothing of the connection."""
         reading = self._listening.reading if self._listening is not None else -1
         for descriptor in {reading, self._writing} - {-1}:
@@ -255,7 +255,7 @@ class Agent:
 
     def _on_connection(self, connection: Connection, ahead: bytes) -> None:
         """Go on over another connection. One that seems to be there yet was cut where we cannot see it."""
-        self._deafen()
+        self._unlisten()
         self._channel.attach(connection)
         self._heard_at = time.monotonic()
         self._hear(self._channel.feed(ahead))
@@ -278,7 +278,7 @@ class Agent:
 
     def _on_lost(self) -> None:
         """Stop, or hold, because the connection has ended."""
-        self._deafen()
+        self._unlisten()
         if self._return is not None and not self._channel.fault:
             self._channel.cut()
             self._return.begin()
@@ -432,7 +432,7 @@ class Agent:
 
     def _stop(self, header: Dict[str, Any]) -> None:
         self._catch_up()
-        self._stopping.stop(list(header["tasks"]), stopping.parse(header["ladder"], time.monotonic()))
+        self._stopping.stop(list(header["tasks"]), stopping.parse(header["steps"], time.monotonic()))
 
     def _ack(self, header: Dict[str, Any]) -> None:
         self._runner.acknowledge(header["task"], header["stream"], int(header["offset"]))

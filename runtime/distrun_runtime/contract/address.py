@@ -1,4 +1,4 @@
-"""Which address of this machine its peers use for data.
+"""Finds the address of this machine that its peers use for data.
 
 Standard library only, Python 3.8. Linux and macOS.
 """

@@ -166,7 +166,7 @@ def spawn(action: Spawn) -> wire.Frame:
 def stop(action: StopTasks) -> wire.Frame:
     """Return the frame that stops tasks by a sequence of signals."""
     steps = [[name, wait_s] for name, wait_s in action.steps]
-    return wire.Frame({"type": "stop", "tasks": list(action.tasks), "ladder": steps})
+    return wire.Frame({"type": "stop", "tasks": list(action.tasks), "steps": steps})
 
 
 def end(action: EndAgent) -> wire.Frame:

@@ -65,7 +65,7 @@ def run(
     if named != sorted(place.name for place in plan.all_places):
         wanted = ", ".join(place.name for place in plan.all_places)
         raise ContractError(f"channels to {', '.join(named)} were given for a plan of places {wanted}")
-    job = _Job(
+    job = _JobRun(
         plan,
         secrets,
         channels,
@@ -80,7 +80,7 @@ def run(
     return job.run()
 
 
-class _Job:
+class _JobRun:
     """One job: `loop.Decisions` around the supervisor."""
 
     def __init__(

@@ -11,7 +11,7 @@ from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.service import Service
 
 if TYPE_CHECKING:
-    from distrun_runtime.contract.control import Output
+    from distrun_runtime.contract.control import OutputWanted
     from distrun_runtime.coordinator.service import OutputReader
 
 LOG = "coordinator.log"
@@ -50,7 +50,7 @@ def leave_streams(folder: JobFolder) -> None:
         os.close(fd)
 
 
-def _logged(folder: JobFolder, wanted: Output) -> OutputReader:
+def _logged(folder: JobFolder, wanted: OutputWanted) -> OutputReader:
     from distrun_runtime.coordinator.logged import LoggedOutput  # most jobs have one client, which needs it not
 
     return LoggedOutput(folder, wanted)
