@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from distrun import client, daemon
 from distrun.backends.base import Swept
-from distrun.client import ControlConnection, CoordinatorError, Detached, Follower, Terminal
+from distrun.client import ControlConnection, CoordinatorError, CoordinatorLost, Detached, Follower, Terminal
 from distrun.errors import DistrunError, UsageError
 from distrun.planning import PlannedJob
 from distrun_runtime.contract import facts
@@ -70,23 +70,39 @@ def _await_tasks(folder: JobFolder, terminal: Terminal, verbosity: int) -> Outco
     """Wait until all tasks of a job run whose coordinator is on a host; return its outcome if it ends before."""
     from distrun import elsewhere
 
-    with client.connect(folder) as connection:
-        connection.send("subscribe", events=True)
-        connection.send("state")
-        for frame in connection.frames():
-            told = frame.header
-            if frame.type == "said":
-                terminal.say(told["text"], told["level"])
-            elif frame.type == "failed":
-                raise client.raised(told, terminal, verbosity)
-            elif frame.type == "outcome":
-                elsewhere.refresh(folder)
-                return ends.from_json(told["outcome"])
-            elif _is_running(frame.type, told):
-                return Detached(None)
-    where = folder.control()
-    assert where is not None  # we were connected
-    raise client.gone(folder, where)
+    told: Mapping[str, Any] | None = None
+    lost: CoordinatorLost | None = None
+    try:
+        with client.connect(folder) as connection:
+            told = _until_running(connection, terminal, verbosity)
+    except CoordinatorLost as err:  # the job may be over already
+        lost = err
+    warning = elsewhere.refreshed(folder)
+    if warning:
+        terminal.say(warning, "warning")
+    if told is not None and told["type"] != "outcome":
+        return Detached(None)
+    outcome = client.recorded(folder) if told is None else ends.from_json(told["outcome"])
+    if outcome is None:
+        where = folder.control()
+        assert where is not None  # it was written when the job was placed
+        raise lost or client.gone(folder, where)
+    return outcome
+
+
+def _until_running(connection: ControlConnection, terminal: Terminal, verbosity: int) -> Mapping[str, Any] | None:
+    """Return the frame that says that all tasks run, or how the job ended; None: the coordinator has gone."""
+    connection.send("subscribe", events=True)
+    connection.send("state")
+    for frame in connection.frames():
+        told = frame.header
+        if frame.type == "said":
+            terminal.say(told["text"], told["level"])
+        elif frame.type == "failed":
+            raise client.raised(told, terminal, verbosity)
+        elif frame.type == "outcome" or _is_running(frame.type, told):
+            return told
+    return None
 
 
 def _is_running(kind: str, told: Mapping[str, Any]) -> bool:
@@ -95,7 +111,7 @@ def _is_running(kind: str, told: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class StartedCoordinator:
+class Coordinator:
     """The process of a job's coordinator, and the connection to it."""
 
     connection: socket.socket
@@ -104,7 +120,7 @@ class StartedCoordinator:
     """It is a child process of ours."""
 
 
-def start_coordinator(job: PlannedJob, folder: JobFolder, verbosity: int, detach: bool) -> StartedCoordinator:
+def start_coordinator(job: PlannedJob, folder: JobFolder, verbosity: int, detach: bool) -> Coordinator:
     """Start the coordinator of a job: here, as a child of this process, or as a daemon if the job is detached."""
     ours, its = socket.socketpair()
     pid = daemon.fork(keep=[its.fileno()]) if detach else os.fork()
@@ -114,7 +130,7 @@ def start_coordinator(job: PlannedJob, folder: JobFolder, verbosity: int, detach
             os.setsid()  # Ctrl-C and the end of the terminal reach the client, which tells us
         _coordinator_process(job, folder, its, verbosity)
     its.close()
-    return StartedCoordinator(ours, pid, is_child=not detach)
+    return Coordinator(ours, pid, is_child=not detach)
 
 
 # ---------------------------------------------------------------------- the coordinator's process
@@ -322,7 +338,7 @@ class _LaunchClient:
     def __init__(
         self,
         connection: ControlConnection,
-        coordinator: StartedCoordinator,
+        coordinator: Coordinator,
         folder: JobFolder,
         terminal: Terminal,
         verbosity: int,

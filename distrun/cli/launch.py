@@ -94,7 +94,7 @@ def _launch(
         console.say(f"to copy to each host: {job.tree.text()}")
         for warning in job.tree.warnings():
             console.say(warning, "warning")
-    if options["detach"] and not options["in_scope"] and not options["dry_run"]:
+    if options["detach"] and not (job.is_hosted or options["in_scope"] or options["dry_run"]):
         daemon.outlive_logout(["launch", "--in-scope", *ctx.meta[hints.WORDS]])
     if job.request.dry_run:
         _show(job, options["as_json"], options["verbosity"] > 0, console)

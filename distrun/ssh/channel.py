@@ -217,7 +217,8 @@ class SshChannel(SessionChannel):
             if was_ours:
                 raise Aborted
             raise link.explain(words, self.noise)
-        self._ended = self.is_leaving and (not was_ours or not self.said_bye)
+        # After `bye` only the end of the connection tells of the guard's, and we cut it. Who refused started nothing.
+        self._ended = self.is_leaving and (not was_ours or not self.said_bye or self.has_refused)
         if not self.holds:
             self.close()
         self.ended(reason, words, now)

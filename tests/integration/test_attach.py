@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
-import select
 import shlex
 import shutil
 import signal
@@ -19,6 +17,7 @@ from typing import Any
 
 import pytest
 from distrun_cli import Distrun, processes, wait_until
+from terminal import Session
 
 from distrun_runtime.contract import process
 
@@ -49,65 +48,11 @@ def distrun(tmp_path: Path) -> Iterator[Distrun]:
             os.kill(int(line.split()[0]), signal.SIGKILL)
 
 
-class Terminal:
-    """A terminal with a process in a session of its own, as a shell's foreground job."""
+class Terminal(Session):
+    """A terminal in which `distrun WORDS` runs, or `argv`."""
 
     def __init__(self, distrun: Distrun, *words: str, argv: list[str] | None = None, **env: str) -> None:
-        """`argv`: what runs in it; default: `distrun WORDS`."""
-        self._ours, its = pty.openpty()
-        self.shown = ""
-        self.process = subprocess.Popen(
-            argv or distrun.argv(*words),
-            env={**distrun.env, **env},
-            cwd=distrun.work,
-            stdin=its,
-            stdout=its,
-            stderr=its,
-            preexec_fn=_own_terminal,  # noqa: PLW1509 - the job control of a shell
-        )
-        os.close(its)
-
-    def expect(self, text: str, times: int = 1) -> None:
-        until = time.monotonic() + LIMIT_S
-        while self.shown.count(text) < times:
-            assert time.monotonic() < until, self.shown
-            self._read(0.1)
-
-    def type(self, text: str) -> None:
-        os.write(self._ours, text.encode())
-
-    def ends(self) -> int:
-        until = time.monotonic() + LIMIT_S
-        while self.process.poll() is None:
-            assert time.monotonic() < until, self.shown
-            self._read(0.05)
-        while self._read(0.05):
-            pass
-        self.close()
-        return self.process.returncode
-
-    def _read(self, limit_s: float) -> bool:
-        if not select.select([self._ours], [], [], limit_s)[0]:
-            return False
-        try:
-            data = os.read(self._ours, 65536)
-        except OSError:  # its last process has gone
-            return False
-        self.shown += data.decode()
-        return bool(data)
-
-    def close(self) -> None:
-        if self._ours >= 0:
-            os.close(self._ours)
-            self._ours = -1
-
-
-def _own_terminal() -> None:
-    import fcntl
-    import termios
-
-    os.setsid()
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        super().__init__(argv or distrun.argv(*words), {**distrun.env, **env}, distrun.work)
 
 
 def begin(distrun: Distrun, text: str = WAITS, *words: str, **more: Any) -> tuple[subprocess.Popen[bytes], str]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import select
+import subprocess
+import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +43,65 @@ class Terminal:
     def close(self) -> None:
         os.close(self._ours)
         os.close(self._its)
+
+
+class Session:
+    """A terminal with a process in a session of its own, as a shell's foreground job."""
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, leads: bool = True) -> None:
+        """`leads`: the process is the session's first; otherwise what it starts makes the session (`setsid --ctty`)."""
+        self._ours, its = pty.openpty()
+        self.shown = ""
+        self.process = subprocess.Popen(
+            argv,
+            env=env,
+            cwd=cwd,
+            stdin=its,
+            stdout=its,
+            stderr=its,
+            preexec_fn=_own_terminal if leads else os.setsid,  # noqa: PLW1509 - the job control of a shell
+        )
+        os.close(its)
+
+    def expect(self, text: str, times: int = 1) -> None:
+        until = time.monotonic() + WAIT_S
+        while self.shown.count(text) < times:
+            assert time.monotonic() < until, self.shown
+            self._read(0.1)
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def ends(self) -> int:
+        until = time.monotonic() + WAIT_S
+        while self.process.poll() is None:
+            assert time.monotonic() < until, self.shown
+            self._read(0.05)
+        while self._read(0.05):
+            pass
+        self.close()
+        return self.process.returncode
+
+    def _read(self, limit_s: float) -> bool:
+        if not select.select([self._ours], [], [], limit_s)[0]:
+            return False
+        try:
+            data = os.read(self._ours, 65536)
+        except OSError:  # its last process has gone
+            return False
+        self.shown += data.decode()
+        return bool(data)
+
+    def close(self) -> None:
+        """Close the terminal: the kernel sends SIGHUP to what is left there."""
+        if self._ours >= 0:
+            os.close(self._ours)
+            self._ours = -1
+
+
+def _own_terminal() -> None:
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 @pytest.fixture

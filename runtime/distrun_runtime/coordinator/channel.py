@@ -112,12 +112,17 @@ class Inlet:
         """The agent's first line has come: there is an agent."""
         self.said_bye = False
         """Its last frame has come: the end of the stream is no loss."""
-        self.is_leaving = False
-        """It said that it ends by itself: `bye`, or `refused`."""
+        self.has_refused = False
+        """It cannot take its part; no task ran there."""
         self._host = host
         self._greeting = Greeting()
         self._session = session
         self._sign_at = 0.0
+
+    @property
+    def is_leaving(self) -> bool:
+        """It said that it ends by itself: `bye`, or `refused`."""
+        return self.said_bye or self.has_refused
 
     @property
     def noise(self) -> str:
@@ -142,8 +147,7 @@ class Inlet:
                 found.append(Warned(self._host, f"its shell printed before the agent: {self.noise}"))
         found += [frames.to_event(self._host, frame, now) for frame in self._session.feed(data)]
         self.said_bye = self.said_bye or any(isinstance(event, Bye) for event in found)
-        refused = any(isinstance(event, StartFailed) for event in found)
-        self.is_leaving = self.is_leaving or self.said_bye or refused
+        self.has_refused = self.has_refused or any(isinstance(event, StartFailed) for event in found)
         if data and not found and abs(now - self._sign_at) >= SIGN_S:
             found.append(Pong(self._host))
         if found:
@@ -205,6 +209,11 @@ class SessionChannel:
     def said_bye(self) -> bool:
         """Whether the agent's last frame has come."""
         return self._inlet.said_bye
+
+    @property
+    def has_refused(self) -> bool:
+        """Whether the agent has said that it cannot take its part."""
+        return self._inlet.has_refused
 
     @property
     def is_leaving(self) -> bool:

@@ -100,6 +100,8 @@ class Started(NamedTuple):
     time: float = 0.0
     attempt: int = 0
     """How often the task was started before."""
+    arrived: float = 0.0
+    """Our wall clock when it came, here and below; 0: not known."""
 
 
 class Published(NamedTuple):
@@ -111,6 +113,7 @@ class Published(NamedTuple):
     time: float = 0.0
     stopped: bool = False
     """The agent had signalled it before it said so."""
+    arrived: float = 0.0
 
 
 class Output(NamedTuple):
@@ -140,6 +143,7 @@ class Exited(NamedTuple):
     max_rss_kb: int = 0
     cpu_s: float = 0.0
     attempt: int = 0
+    arrived: float = 0.0
 
 
 class Cleared(NamedTuple):
@@ -166,6 +170,7 @@ class AgentEnding(NamedTuple):
     time: float = 0.0
     by_user: bool = False
     """`distrun kill` on that host asked it to."""
+    arrived: float = 0.0
 
 
 class Pong(NamedTuple):

@@ -63,18 +63,19 @@ def _exited(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -
         max_rss_kb=int(header.get("max_rss_kb") or 0),
         cpu_s=float(header.get("cpu_s") or 0.0),
         attempt=int(header.get("attempt", 0)),
+        arrived=arrived,
     )
 
 
 def _started(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
     time = float(header.get("time", arrived))
     pid, start, attempt = int(header["pid"]), str(header.get("start", "")), int(header.get("attempt", 0))
-    return events.Started(host, str(header["task"]), pid, start, time, attempt)
+    return events.Started(host, str(header["task"]), pid, start, time, attempt, arrived)
 
 
 def _published(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
     time, stopped = float(header.get("time", arrived)), bool(header.get("stopped", False))
-    return events.Published(host, str(header["task"]), dict(header["values"]), time, stopped)
+    return events.Published(host, str(header["task"]), dict(header["values"]), time, stopped, arrived)
 
 
 def _ready(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
@@ -85,7 +86,7 @@ def _ready(host: str, header: Mapping[str, Any], body: bytes, arrived: float) ->
 
 def _ending(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
     time, by_user = float(header.get("time", arrived)), bool(header.get("by_user", False))
-    return events.AgentEnding(host, str(header["reason"]), time, by_user)
+    return events.AgentEnding(host, str(header["reason"]), time, by_user, arrived)
 
 
 def _settled(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:

@@ -39,6 +39,8 @@ class HostState:
     """For how long it was silent, at most, when tasks elsewhere had lost those on it; 0: nothing was lost so."""
     skew_s: float = 0.0
     """Added to its stamps."""
+    stamp: float = 0.0
+    """Its last one, by its own clock."""
     told_to_stop: bool = False
     """A stop that named all its tasks was sent."""
     cleared: bool = False
@@ -60,6 +62,21 @@ class HostState:
     def was_ended(self) -> bool:
         """Whether it was told to end whatever is left."""
         return self.ended_at >= 0
+
+    def note_stamp(self, stamp: float, arrived: float) -> float:
+        """Take a stamp of the host that came at `arrived` by our clock. Return by how much the host's clock was set, 0
+        if it was not, and correct the stamps from now on.
+
+        A stamp that is much later than its arrival, or much earlier than the one before, shows that. One that is much
+        earlier than its arrival may have waited while the connection was cut, or while we slept.
+        """
+        moved = stamp + self.skew_s - arrived
+        is_set = moved > SKEW_LIMIT_S or stamp < self.stamp - SKEW_LIMIT_S
+        self.stamp = stamp
+        if not is_set:
+            return 0.0
+        self.skew_s = arrived - stamp
+        return moved
 
 
 class JobRoster:

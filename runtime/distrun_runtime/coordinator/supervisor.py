@@ -157,6 +157,13 @@ class Supervisor:
             host.is_suspect = False
             host.silence_s = 0.0
             self._say(f"{host.name} answers again")
+        if isinstance(event, _STAMPED) and event.arrived:
+            moved = host.note_stamp(event.time, event.arrived)
+            if moved:
+                text = (
+                    f"the clock of {host.name} (or of this machine) was set by {moved:+.0f} s; its times are corrected"
+                )
+                self._say(text, WARNING)
 
     def _on_hello(self, event: events.AgentHello) -> None:
         host = self.roster.hosts[event.host]
@@ -178,6 +185,8 @@ class Supervisor:
             self._on_start_failed(events.StartFailed(event.host, why, event.arrived, True, "clock", fix))
             return
         host.greeted = True
+        if isinstance(stamp, (int, float)):
+            host.stamp = stamp
         if abs(skew) > SKEW_S:
             host.skew_s = skew
             self._say(f"the clock of {host.name} is off by {-skew:.1f} s; its times are corrected", WARNING)
@@ -586,6 +595,7 @@ _NO_SIGNS_OF_LIFE = (
     events.PlaceClaimedTwice,
     events.Cut,
 )
+_STAMPED = (events.Started, events.Published, events.Exited, events.AgentEnding)
 _HANDLERS: Dict[type, Callable[[Supervisor, Any], None]] = {
     events.AgentHello: Supervisor._on_hello,
     events.Settled: Supervisor._on_settled,

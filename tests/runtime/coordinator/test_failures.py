@@ -190,6 +190,28 @@ def test_the_stamp_of_the_word_is_corrected_for_the_clock_of_its_host() -> None:
     assert history.end().exit_code == 5
 
 
+@pytest.mark.parametrize("jump_s", [43200.0, -43200.0], ids=["forward", "back"])
+def test_a_clock_that_is_set_while_the_job_runs_does_not_hide_the_first_failure(jump_s: float) -> None:
+    """d2 fails first. By its clock that was half a day later, or d1's consequence half a day after it."""
+    first, second = ("worker-1", "worker-0") if jump_s > 0 else ("worker-0", "worker-1")
+    history = History(sample_plan(workers=2, hosts=("d1", "d2")), obedient=False).start().beat_to(5)
+    off = {"worker-1": jump_s, "worker-0": 0.0}
+    history.exited(first, 5, at=5 + off[first], arrived=WALL + 5.1)
+    history.exited(second, 6, at=5.2 + off[second], arrived=WALL + 5.3)
+    outcome = history.end()
+    assert (outcome.exit_code, outcome.culprit and outcome.culprit.task) == (5, first)
+    assert f"the clock of d2 (or of this machine) was set by {jump_s:+.0f} s" in history.said()
+    ended = [task.ended for task in outcome.tasks if task.name == "worker-1"]
+    assert ended == [pytest.approx(WALL + 5, abs=0.4)]
+
+
+def test_an_exit_that_waited_while_a_connection_was_cut_keeps_its_time() -> None:
+    history = History(sample_plan(workers=2, hosts=("d1", "d2")), obedient=False).start().beat_to(5)
+    history.exited("worker-1", 5, at=5, arrived=WALL + 1000)
+    assert "was set" not in history.said()
+    assert [task.ended for task in history.supervisor.roster.tasks.values() if task.name == "worker-1"] == [WALL + 5]
+
+
 def test_workers_are_stopped_first_then_servers_then_the_scheduler() -> None:
     history = running().exited("worker-0", 1)
     assert history.stops()[0][0] == ("worker-0", "worker-1", "server-0", "scheduler")

@@ -25,20 +25,23 @@ def decoded(sent: Frame) -> dict[str, Any]:
         ({"type": "ready", "address": "::1", "ports": {"jax": 5}}, events.AgentReady("d1", "::1", {"jax": 5})),
         (
             {"type": "started", "task": "worker-0", "pid": 7, "start": "x", "time": 2},
-            events.Started("d1", "worker-0", 7, "x", 2.0),
+            events.Started("d1", "worker-0", 7, "x", 2.0, arrived=9.0),
         ),
-        ({"type": "published", "task": "s", "values": {"port": 1}}, events.Published("d1", "s", {"port": 1}, 9.0)),
+        (
+            {"type": "published", "task": "s", "values": {"port": 1}},
+            events.Published("d1", "s", {"port": 1}, 9.0, arrived=9.0),
+        ),
         (
             {"type": "published", "task": "w", "values": {"failed": "x"}, "time": 1.5, "stopped": True},
-            events.Published("d1", "w", {"failed": "x"}, 1.5, True),
+            events.Published("d1", "w", {"failed": "x"}, 1.5, True, arrived=9.0),
         ),
         (
             {"type": "exited", "task": "w", "code": None, "signal": "KILL", "time": 1.5, "stopped": True, "out": 3},
-            events.Exited("d1", "w", None, "KILL", 1.5, True, out=3),
+            events.Exited("d1", "w", None, "KILL", 1.5, True, out=3, arrived=9.0),
         ),
         (
             {"type": "exited", "task": "w", "code": 127, "reason": "no"},
-            events.Exited("d1", "w", 127, time=9.0, reason="no"),
+            events.Exited("d1", "w", 127, time=9.0, reason="no", arrived=9.0),
         ),
         ({"type": "cleared", "left": [{"pid": 3, "command": "sh"}]}, events.Cleared("d1", ((3, "sh"),))),
         ({"type": "warning", "text": "hm"}, events.Warned("d1", "hm")),

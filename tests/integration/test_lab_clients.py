@@ -1,0 +1,265 @@
+"""Jobs on real hosts whose terminals close, whose clients or coordinator die, and whose hosts or links fail meanwhile.
+
+After each: exit codes and causes as docs/failures.md says, and no process, no socket, no half-written file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+
+import pytest
+from lab import Running, Site, wait_until
+from labjob import EVERYWHERE, LIMIT_S, OBEYS, SHORT, WHEN_TOLD, Job, nothing_remains, nothing_stays
+from terminal import Session
+
+GO_ON = "echo up; " + WHEN_TOLD + "echo over"
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL]
+
+
+def name(number: int) -> str:
+    return signal.Signals(number).name
+
+
+def in_terminal(lab: Site, *words: str) -> Session:
+    """Start `distrun WORDS` of the launcher in a terminal of its own."""
+    words = ("setsid", "--ctty", "--wait", sys.executable, "-m", "distrun", *words)
+    return Session(lab.enter_argv(*words, cwd=str(EVERYWHERE)), lab.env(), lab.work, leads=False)
+
+
+def attached(lab: Site, job: str, *words: str) -> Running:
+    """Start `distrun attach`; return when it shows the job."""
+    running = lab.start("attach", "--since-start", *words, job)
+    wait_until(lambda: running.out.count("| up") >= 2 or running.poll() is not None, LIMIT_S, "it shows the job")
+    assert running.poll() is None, running.err
+    return running
+
+
+def only_job(lab: Site) -> str:
+    (path,) = wait_until(lambda: list((lab.home_folder / "state/distrun/jobs").glob("*/control.json")), LIMIT_S)
+    return str(path.parent.name)
+
+
+# Terminals.
+
+
+def test_a_job_is_left_by_closing_its_terminal_read_from_another_one_and_stopped_there(lab: Site) -> None:
+    """What docs/jobs.md promises to a new user."""
+    script = "for i in $(seq 2000); do echo step $i; sleep 0.1; done"
+    words = ("launch", "-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "0", "--grace", "1", "--name", "mine", script)
+    first = in_terminal(lab, *words)
+    first.expect("| step 3\r", 2)
+    assert lab.distrun("detach", "mine").code == 0
+    first.expect("goes on without this terminal; to come back: distrun attach " + only_job(lab))
+    assert first.ends() == 0
+    second = in_terminal(lab, "attach", "--since-start", "mine")
+    second.expect("| step 12\r", 2)
+    merged = lab.distrun("logs", "--merge", "mine").out
+    seen = [line.strip() for line in re.sub(r"\x1b\[[\d;]*m", "", second.shown).splitlines() if " | step" in line]
+    assert len(seen) >= 24
+    assert merged.splitlines()[: len(seen)] == seen
+    for task in ("worker-0@h1", "worker-1@h2"):
+        assert [line for line in seen if line.startswith(task)][:12] == [
+            "%s | step %d" % (task, i + 1) for i in range(12)
+        ]
+    second.type("\x03")
+    second.expect("[d]etach, [s]top the job, or [g]o on?")
+    second.type("s")
+    assert second.ends() == 130
+    assert lab.distrun("wait", "mine").code == 130
+    nothing_stays(lab)
+
+
+def test_a_terminal_that_closes_stops_a_job_that_was_not_detached(lab: Site) -> None:
+    words = ("launch", "-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "0", "--grace", "1", GO_ON)
+    terminal = in_terminal(lab, *words)
+    terminal.expect("| up", 2)
+    job = only_job(lab)
+    other = attached(lab, job)
+    terminal.close()
+    terminal.process.wait(LIMIT_S)
+    assert other.wait(LIMIT_S) == 129, other.err
+    assert lab.distrun("wait", job).code == 129
+    nothing_stays(lab)
+
+
+# Signals to launch, and what other clients hear of it.
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=name)
+def test_a_signal_that_ends_launch_ends_its_job_and_other_clients_get_the_jobs_code(number: int, lab: Site) -> None:
+    job = Job(lab, OBEYS)
+    other, waiting = attached(lab, job.id), lab.start("wait", job.id)
+    job.running.signal(number)
+    code = job.running.wait(LIMIT_S)
+    print("CODES", number, code, other.wait(LIMIT_S), waiting.wait(LIMIT_S), job.outcome["message"], other.err, job.err)
+    nothing_remains(lab, job)
+
+
+def test_20_clients_see_all_of_a_job_on_hosts_whatever_signal_ends_others(lab: Site) -> None:
+    job = Job(lab, "echo up; %sfor i in $(seq 500); do echo line $i; done; exit 3" % WHEN_TOLD, "--detach")
+    clients = [lab.start("attach", "--since-start", "-q", job.id) for _ in range(20)]
+    wait_until(lambda: all(client.out.count("| up") == 2 for client in clients), LIMIT_S, "all show the job")
+    ended = dict(zip(SIGNALS, clients, strict=False))
+    for number, client in ended.items():
+        client.signal(number)
+    codes = {number: client.wait(LIMIT_S) for number, client in ended.items()}
+    print("CODES", codes)
+    job.go("h1", "h2")
+    rest = clients[len(SIGNALS) :]
+    assert [client.wait(LIMIT_S) for client in rest] == [3] * len(rest)
+    assert {client.out.count("| line ") for client in rest} == {1000}
+    assert lab.distrun("wait", job.id).code == 3
+    nothing_remains(lab, job)
+
+
+def test_a_launch_that_is_stopped_by_a_signal_costs_its_job_nothing(lab: Site) -> None:
+    """And when it goes on it shows all."""
+    job = Job(lab, "echo up; %sfor i in $(seq 20000); do echo line $i of many; done" % WHEN_TOLD)
+    job.running.signal(signal.SIGSTOP)
+    job.go("h1", "h2")
+    assert lab.distrun("wait", job.id).code == 0
+    nothing_stays(lab)
+    assert job.running.poll() is None
+    job.running.signal(signal.SIGCONT)
+    assert job.ends() == 0, job.err
+    assert job.out.count("| line ") == 40000
+    nothing_remains(lab, job)
+
+
+# Coordinators.
+
+
+@pytest.mark.parametrize("words", [(), ("--detach",)], ids=["attached", "detached"])
+def test_a_coordinator_that_is_killed_is_lost_and_kill_ends_the_job(words: tuple[str, ...], lab: Site) -> None:
+    job = Job(lab, OBEYS, *SHORT, *words)
+    other, waiting = attached(lab, job.id), lab.start("wait", job.id)
+    where = json.loads((job.folder / "control.json").read_text())
+    os.kill(coordinator(lab, job), signal.SIGKILL)
+    print("CODES", other.wait(LIMIT_S), waiting.wait(LIMIT_S), job.running.wait(LIMIT_S), other.err, job.err, where)
+    print(lab.distrun("status", job.id))
+    nothing_stays(lab)
+    print(lab.distrun("kill", job.id))
+    nothing_remains(lab, job)
+
+
+def coordinator(lab: Site, job: Job) -> int:
+    """Return the machine's number of the job's coordinator."""
+    inner = json.loads((job.folder / "control.json").read_text())["pid"]
+    return next(each.pid for each in lab.processes("launcher") if each.inner == inner)
+
+
+def test_a_coordinator_that_is_stopped_for_longer_than_the_lease_loses_its_hosts(lab: Site) -> None:
+    job = Job(lab, OBEYS, *SHORT, "--detach")
+    pid = coordinator(lab, job)
+    waiting = lab.start("wait", job.id)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: not lab.marked(job.id), LIMIT_S, "the agents have ended their tasks")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    print("CODES", waiting.wait(LIMIT_S), job.outcome)
+    nothing_remains(lab, job)
+
+
+# Hosts and links of detached jobs.
+
+
+def test_a_host_of_a_detached_job_that_is_powered_off_ends_it_with_7(lab: Site) -> None:
+    job = Job(lab, OBEYS, *SHORT, "--detach")
+    other = attached(lab, job.id)
+    lab["h2"].poweroff()
+    print("CODES", other.wait(LIMIT_S), lab.distrun("wait", job.id), job.outcome, other.err)
+    nothing_stays(lab)
+
+
+def test_a_link_of_a_detached_job_that_is_cut_for_5_s_costs_no_line(lab: Site) -> None:
+    words = ("--suspect-after", "1", "--lost-after", "20", "--connect-timeout", "2", "--detach")
+    job = Job(lab, "echo up; for i in $(seq 1000); do echo line $i; sleep 0.005; done; " + WHEN_TOLD, *words)
+    other = attached(lab, job.id)
+    lab["h2"].down()
+    time.sleep(5)
+    lab["h2"].up()
+    job.go("h1", "h2")
+    assert other.wait(LIMIT_S) == 0, other.err
+    for task in ("worker-0@h1", "worker-1@h2"):
+        lines = [line.split(" | ")[1] for line in other.out.splitlines() if line.startswith(task)]
+        assert lines == ["up", *("line %d" % (i + 1) for i in range(1000))]
+    nothing_remains(lab, job)
+
+
+# Clocks.
+
+
+WRAPPER = """#!/bin/sh
+words=
+while [ $# -gt 0 ] && [ "$1" != -c ]; do words="$words $1"; shift; done
+[ $# -gt 0 ] || exec /usr/bin/python3 $words
+code=$2; shift 2
+exec /usr/bin/python3 $words -c %s"$code" "$@"
+"""
+
+
+def python_of_a_wrong_clock(lab: Site, host: str) -> str:
+    """Make a python3 on a host whose clock is off by what is written to /tmp/clock there; return its path.
+
+    A kernel has one clock for all hosts of a lab. What an agent sees of it is `time.time`.
+    """
+    code = (
+        "import time as clock, os\n"
+        "def off(right=clock.time):\n"
+        "    with open('/tmp/clock') as file: return right() + float(file.read())\n"
+        "clock.time = off\n"
+    )
+    path = lab[host].root / "tmp/python3"
+    path.write_text(WRAPPER % shlex.quote(code))
+    path.chmod(0o755)
+    return "/tmp/python3"
+
+
+def set_clock(lab: Site, host: str, off_s: float) -> None:
+    (lab[host].root / "tmp/clock.new").write_text("%r" % off_s)
+    (lab[host].root / "tmp/clock.new").rename(lab[host].root / "tmp/clock")
+
+
+@pytest.mark.parametrize(("off_h", "words"), [(12, "ahead of"), (-12, "behind")])
+def test_a_host_whose_clock_is_12_h_off_is_refused_with_what_sets_it(off_h: int, words: str, lab: Site) -> None:
+    path = python_of_a_wrong_clock(lab, "h2")
+    set_clock(lab, "h2", off_h * 3600.0)
+    hosts = lab.hosts_file("h1", "h2 python=" + path)
+    done = lab.distrun("launch", "-H", hosts, "-n", "2", "-s", "0", "hostname", cwd=EVERYWHERE)
+    assert done.code == 3, done.err
+    assert re.search(
+        r"^h2 +clock .*the clock of h2 is 4(3200|3199|3201) s %s that of this machine" % words, done.err, re.M
+    ), done.err
+    assert "timedatectl set-ntp true" in done.err
+    assert done.out == ""
+    nothing_stays(lab)
+
+
+@pytest.mark.parametrize("off_h", [12, -12])
+def test_a_clock_that_is_set_by_12_h_during_a_job_ends_nothing_and_does_not_change_the_order(
+    off_h: int, lab: Site
+) -> None:
+    path = python_of_a_wrong_clock(lab, "h2")
+    set_clock(lab, "h2", 0.0)
+    script = (
+        "echo up; for i in $(seq 30); do echo step $i; sleep 0.1; done; %s[ $RANK = 0 ] || exit 4; sleep 0.5; exit 5"
+        % WHEN_TOLD
+    )
+    job = Job(lab, script, *SHORT, hosts=["h1", "h2 python=" + path])
+    set_clock(lab, "h2", off_h * 3600.0)
+    other = attached(lab, job.id)
+    wait_until(lambda: other.out.count("| step 30") == 2, LIMIT_S, "it goes on")
+    job.go("h1", "h2")
+    assert job.ends() == 4, job.err
+    assert (other.wait(LIMIT_S), job.culprit) == (4, "worker-1@h2")
+    assert re.search(r"the clock of h2 \(or of this machine\) was set by [+-]4(3200|3199|3201) s", job.err), job.err
+    assert lab.distrun("logs", "--merge", job.id).out == other.out
+    assert "step" in lab.distrun("logs", "--since", "1m", "--merge", job.id).out
+    nothing_remains(lab, job)
