@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from distrun.backends import dialback
 from distrun.backends.base import Listening
 from distrun.backends.dialback import Callers
 from distrun_runtime.contract import address
@@ -44,9 +43,9 @@ def test_by_default_all_addresses_of_this_machine_are_tried_and_loopback_last(mo
         Interface("eth0", "10.0.0.7", 24),
     ]
     monkeypatch.setattr(address, "interfaces", lambda: rows)
-    assert dialback.own_addresses() == ["10.0.0.7", "fd00::7", "127.0.0.1", "::1"]
+    assert address.own() == ["10.0.0.7", "fd00::7", "127.0.0.1", "::1"]
     monkeypatch.setattr(address, "interfaces", list)
-    assert dialback.own_addresses() == ["127.0.0.1"]
+    assert address.own() == ["127.0.0.1"]
 
 
 def test_each_place_has_a_channel_of_its_name(callers: Callers) -> None:
