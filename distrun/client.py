@@ -265,7 +265,9 @@ def _there(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
             "-T",
             "-o",
             f"ConnectTimeout={ANSWER_S:.0f}",
-            *words[1:],
+            *words[1:-1],
+            "--",
+            words[-1],
             command,
         ]
         relay = subprocess.Popen(argv, stdin=its.fileno(), stdout=its.fileno())

@@ -67,7 +67,7 @@ def refresh(folder: JobFolder) -> None:
     assert where is not None  # of `is_elsewhere`
     words = shlex.split(where["login"])
     command = shlex.join(["python3", "-I", "-c", FETCH, where["folder"]])
-    argv = [words[0], "-T", "-o", f"ConnectTimeout={LIMIT_S:.0f}", *words[1:], command]
+    argv = [words[0], "-T", "-o", f"ConnectTimeout={LIMIT_S:.0f}", *words[1:-1], "--", words[-1], command]
     try:
         with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
             assert child.stdout is not None
