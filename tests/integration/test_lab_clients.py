@@ -106,7 +106,7 @@ def test_a_signal_that_ends_launch_ends_its_job_and_other_clients_get_the_jobs_c
     other, waiting = attached(lab, job.id), lab.start("wait", job.id)
     job.running.signal(number)
     code, is_heard = ENDS[number]
-    assert job.ends() == (code if is_heard else -number), job.err
+    assert job.running.wait(LIMIT_S) == (code if is_heard else -number), job.err
     assert [other.wait(LIMIT_S), waiting.wait(LIMIT_S)] == [code, code], other.err
     assert job.outcome["exit_code"] == code
     assert name(number if is_heard else signal.SIGHUP) in job.outcome["message"]
@@ -176,7 +176,8 @@ def test_a_coordinator_that_is_stopped_for_longer_than_the_lease_loses_its_hosts
         wait_until(lambda: not lab.marked(job.id), LIMIT_S, "the agents have ended their tasks")
     finally:
         os.kill(pid, signal.SIGCONT)
-    print("CODES", other.wait(LIMIT_S), other.err, job.outcome)
+    assert other.wait(LIMIT_S) == job.outcome["exit_code"] == 7, other.err
+    assert re.match(r"lost h[12]: its agent ended while its connection was cut", job.outcome["message"]), job.outcome
     nothing_remains(lab, job)
 
 
@@ -265,14 +266,14 @@ def test_a_clock_that_is_set_by_12_h_during_a_job_ends_nothing_and_does_not_chan
     path = python_of_a_wrong_clock(lab, "h2")
     set_clock(lab, "h2", 0.0)
     script = (
-        "echo up; for i in $(seq 30); do echo step $i; sleep 0.1; done; %s[ $RANK = 0 ] || exit 4; sleep 0.5; exit 5"
+        "echo up; for i in $(seq 30); do echo step $i; sleep 0.1; done; %s[ $RANK = 0 ] || exit 4; sleep 0.2; exit 5"
         % WHEN_TOLD
     )
     job = Job(lab, script, *SHORT, hosts=["h1", "h2 python=" + path])
     set_clock(lab, "h2", off_h * 3600.0)
     other = attached(lab, job.id)
     wait_until(lambda: other.out.count("| step 30") == 2, LIMIT_S, "it goes on")
-    job.go("h1", "h2")
+    job.go("h2", "h1")
     assert job.ends() == 4, job.err
     assert (other.wait(LIMIT_S), job.culprit) == (4, "worker-1@h2")
     assert re.search(r"the clock of h2 \(or of this machine\) was set by [+-]4(3200|3199|3201) s", job.err), job.err
