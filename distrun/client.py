@@ -36,7 +36,7 @@ CONNECT_S = 30.0
 """How long an ssh connection to the coordinator's host may take, passwords included."""
 END_S = 5.0
 """How long the end of the ssh program is awaited."""
-DEAF = 'trap "" INT QUIT TSTP; exec "$@"'
+IGNORING_KEYS = 'trap "" INT QUIT TSTP; exec "$@"'
 """Shell text that runs a program to which the terminal's keys mean nothing: they are for us."""
 NOBODY = 3
 """Exit code of the relay: nobody listens at the socket."""
@@ -79,7 +79,7 @@ class CoordinatorError(DistrunError):
         self.exit_code = exit_code
 
 
-class Connection:
+class ControlConnection:
     """Frames in both directions over a stream socket. One thread reads; any may send."""
 
     def __init__(self, stream: socket.socket, relay: subprocess.Popen[bytes] | None = None) -> None:
@@ -91,7 +91,7 @@ class Connection:
         self.hello: Mapping[str, Any] = {}
         """What the coordinator said of itself: job, pid, host, version."""
 
-    def __enter__(self) -> Connection:
+    def __enter__(self) -> ControlConnection:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -187,7 +187,7 @@ class Connection:
 # ---------------------------------------------------------------------- finding the coordinator
 
 
-def connect(folder: JobFolder) -> Connection:
+def connect(folder: JobFolder) -> ControlConnection:
     """Return a connection to the coordinator of a job, greeted.
 
     Raises:
@@ -234,7 +234,7 @@ def gone(folder: JobFolder, where: Mapping[str, Any], how: str = "is gone") -> C
     )
 
 
-def _here(folder: JobFolder, where: Mapping[str, Any]) -> Connection:
+def _here(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
     stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     stream.settimeout(ANSWER_S)
     try:
@@ -247,25 +247,25 @@ def _here(folder: JobFolder, where: Mapping[str, Any]) -> Connection:
         if process.is_alive(process.Identity(where["pid"], where["start"])):
             raise gone(folder, where, f"cannot be reached: {where['path']}: {err.strerror}") from None
         raise gone(folder, where) from None
-    return Connection(stream)
+    return ControlConnection(stream)
 
 
-def _there(folder: JobFolder, where: Mapping[str, Any]) -> Connection:
+def _there(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
     """Return a connection by a relay on the coordinator's host."""
     ours, its = socket.socketpair()
     command = shlex.join(["python3", "-I", "-c", RELAY, where["path"]])
+    words = shlex.split(where.get("login") or shlex.join(["ssh", where["host"]]))
     try:
         argv = [
             "sh",
             "-c",
-            DEAF,
+            IGNORING_KEYS,
             "sh",
-            "ssh",
+            words[0],
             "-T",
             "-o",
             f"ConnectTimeout={ANSWER_S:.0f}",
-            "--",
-            where["host"],
+            *words[1:],
             command,
         ]
         relay = subprocess.Popen(argv, stdin=its.fileno(), stdout=its.fileno())
@@ -277,10 +277,10 @@ def _there(folder: JobFolder, where: Mapping[str, Any]) -> Connection:
         ) from None
     finally:
         its.close()
-    return Connection(ours, relay)
+    return ControlConnection(ours, relay)
 
 
-def _greet(connection: Connection, folder: JobFolder, where: Mapping[str, Any]) -> None:
+def _greet(connection: ControlConnection, folder: JobFolder, where: Mapping[str, Any]) -> None:
     """Exchange hellos.
 
     Raises:
@@ -302,7 +302,7 @@ def _greet(connection: Connection, folder: JobFolder, where: Mapping[str, Any]) 
     connection.hello = frame.header
 
 
-def _unanswered(connection: Connection, folder: JobFolder, where: Mapping[str, Any]) -> CoordinatorLost:
+def _unanswered(connection: ControlConnection, folder: JobFolder, where: Mapping[str, Any]) -> CoordinatorLost:
     relay = connection._relay
     if relay is None:
         return gone(folder, where)
@@ -317,7 +317,7 @@ def _unanswered(connection: Connection, folder: JobFolder, where: Mapping[str, A
     )
 
 
-def check_version(connection: Connection, folder: JobFolder) -> None:
+def check_version(connection: ControlConnection, folder: JobFolder) -> None:
     """Check that more can be asked for than state, stop and kill.
 
     Raises:
@@ -370,7 +370,7 @@ class Follower:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: ControlConnection,
         terminal: Terminal,
         *,
         has_output: bool = True,

@@ -9,22 +9,14 @@ is started below the user's own service manager, which must go on without a logi
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pwd
 import shutil
 import signal
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from distrun.errors import DistrunError, UsageError
-
-_CONFIG = ("/usr/lib/systemd/logind.conf", "/etc/systemd/logind.conf")
-_DROP_INS = ("/usr/lib/systemd/logind.conf.d", "/run/systemd/logind.conf.d", "/etc/systemd/logind.conf.d")
-"""Later ones win; within the folders, by the files' names, whatever their folder."""
-_LINGER = "/var/lib/systemd/linger"
-_TRUE = ("1", "yes", "y", "true", "t", "on")
+from distrun_runtime.contract import logout
 
 
 def fork(keep: Iterable[int] = ()) -> int:
@@ -86,16 +78,17 @@ def outlive_logout(argv: Sequence[str], root: str = "") -> None:
     Raises:
         UsageError: it would not survive; the hint has the line to type.
     """
-    if not ends_at_logout(root):
+    if not logout.ends_at_logout(root):
         return
-    user = pwd.getpwuid(os.geteuid()).pw_name
-    why = "a logout ends all your processes here (KillUserProcesses of systemd-logind)"
-    if not os.path.exists(root + os.path.join(_LINGER, user)):
-        raise UsageError(f"--detach: {why}", f"allow yours to go on, once: loginctl enable-linger {user}")
+    line = logout.needs_linger(root)
+    if line is not None:
+        raise UsageError(f"--detach: {logout.WHY}", f"allow yours to go on, once: {line}")
     found = shutil.which("systemd-run")
     if found is None:
-        raise UsageError(f"--detach: {why}, and there is no systemd-run", "launch it without --detach, in tmux or so")
-    _replace_by([found, "--user", "--scope", "--quiet", "--collect", "--", sys.executable, "-m", "distrun", *argv])
+        raise UsageError(
+            f"--detach: {logout.WHY}, and there is no systemd-run", "launch it without --detach, in tmux or so"
+        )
+    _replace_by([found, *logout.SCOPE, sys.executable, "-m", "distrun", *argv])
 
 
 def _replace_by(argv: list[str]) -> None:
@@ -103,35 +96,3 @@ def _replace_by(argv: list[str]) -> None:
         os.execv(argv[0], argv)
     except OSError as err:
         raise UsageError(f"--detach: cannot run {argv[0]}: {err.strerror}") from err
-
-
-def ends_at_logout(root: str = "") -> bool:
-    """Return whether a logout ends this process and what it starts. `root`: where the system's files are; for tests."""
-    return _is_of_a_login(root) and _kills_users(root)
-
-
-def _is_of_a_login(root: str) -> bool:
-    """Return whether this process belongs to a login session, as systemd-logind counts them."""
-    try:
-        text = Path(root + "/proc/self/cgroup").read_text("utf-8", "replace")
-    except OSError:
-        return False
-    return any(part.startswith("session-") and part.endswith(".scope") for part in text.replace("\n", "/").split("/"))
-
-
-def _kills_users(root: str) -> bool:
-    settings = {"KillUserProcesses": "no", "KillOnlyUsers": "", "KillExcludeUsers": "root"}
-    drop_ins = {path.name: path for folder in _DROP_INS for path in sorted(Path(root + folder).glob("*.conf"))}
-    for path in [*(Path(root + name) for name in _CONFIG), *(drop_ins[name] for name in sorted(drop_ins))]:
-        with contextlib.suppress(OSError):
-            for line in path.read_text("utf-8", "replace").splitlines():
-                name, equals, value = line.partition("=")
-                if equals and name.strip() in settings:
-                    settings[name.strip()] = value.strip()
-    user = pwd.getpwuid(os.geteuid()).pw_name
-    only = settings["KillOnlyUsers"].split()
-    return (
-        settings["KillUserProcesses"].lower() in _TRUE
-        and (not only or user in only)
-        and user not in settings["KillExcludeUsers"].split()
-    )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from distrun import backends, client
+from distrun import backends, client, elsewhere
 from distrun.backends.base import Swept
 from distrun.client import CoordinatorLost
 from distrun.errors import DistrunError, UsageError
@@ -83,7 +83,7 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
         grace_s = facts.GRACE_S if plan is None else plan.limits.grace_s
     here = socket.gethostname()
     if launcher.get("host", here) != here:
-        return _kill_elsewhere(folder, launcher["host"], grace_s + wait_s)
+        return _kill_elsewhere(folder, plan, launcher["host"], grace_s, wait_s)
     who = process.Identity(launcher.get("pid", 0), launcher.get("start", ""))
     if launcher and process.is_alive(who):
         with contextlib.closing(_Asked(folder)) as asked:
@@ -116,10 +116,10 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
     return Killed(tuple(done), swept)
 
 
-def _buried(folder: JobFolder, swept: Mapping[str, Swept]) -> list[str]:
+def _buried(folder: JobFolder, swept: Mapping[str, Swept], is_gone: bool = False) -> list[str]:
     """Write the end of a job that had lost its launcher; return what went wrong, a line each."""
     try:
-        folder.bury(tuple(left for each in swept.values() for left in each.left))
+        folder.bury(tuple(left for each in swept.values() for left in each.left), is_gone)
     except OSError as err:
         return [f"its end could not be recorded: {err}"]
     return []
@@ -129,7 +129,7 @@ class _Asked:
     """Asks a job's coordinator by its control socket, if it has one and answers."""
 
     def __init__(self, folder: JobFolder) -> None:
-        self._connection: client.Connection | None = None
+        self._connection: client.ControlConnection | None = None
         with contextlib.suppress(DistrunError, JobStoreError, OSError):
             self._connection = client.connect(folder)
 
@@ -159,8 +159,8 @@ class _Asked:
             self._connection.close()
 
 
-def _kill_elsewhere(folder: JobFolder, host: str, limit_s: float) -> Killed:
-    """Stop a job whose coordinator is on another machine, which shares our store.
+def _kill_elsewhere(folder: JobFolder, plan: Plan | None, host: str, grace_s: float, wait_s: float) -> Killed:
+    """Stop a job whose coordinator is on another machine, which shares our store or is one of its hosts.
 
     Raises:
         UsageError: it cannot be asked, or does not end.
@@ -170,14 +170,22 @@ def _kill_elsewhere(folder: JobFolder, host: str, limit_s: float) -> Killed:
         f"type this command there; or name the job's hosts: distrun kill -H FILE {folder.id}",
     )
     with contextlib.closing(_Asked(folder)) as asked:
+        limit_s = grace_s + wait_s
         if not asked.stop():
-            raise problem
+            if plan is None or not elsewhere.is_elsewhere(folder):
+                raise problem
+            swept = backends.load(plan.backend).sweep(plan, grace_s)
+            done = [f"its coordinator on {host} does not answer"]
+            if not any(each.problem for each in swept.values()):
+                done += _buried(folder, swept, is_gone=True)
+            return Killed(tuple(done), swept)
         done = [f"asked its coordinator on {host} to stop the job"]
         if not asked.ends(limit_s):
             asked.kill()
             if not asked.ends(limit_s):
                 raise problem
             done.append(f"asked it to kill the tasks, which did not end within {duration(limit_s)}")
+    elsewhere.refreshed(folder)
     return Killed((*done, "the coordinator has ended"))
 
 

@@ -1,4 +1,4 @@
-"""What can go wrong where the user types, and the exit code of each.
+"""Errors of the command line and their exit codes.
 
     DistrunError                      exit 8    our own fault, unless a class below says otherwise
       + UsageError (ValueError)       exit 2    an option, its value, a name or a file that is wrong

@@ -1,4 +1,4 @@
-"""What takes long to make and is the same until a source changes: kept in the user's cache, never needed.
+"""Keeps in the user's cache what takes long to make and is the same until a source changes. Nothing needs the cache.
 
 Files are named by what they were made from, begin with a digest of name and content, and are read only from a folder
 that nobody else can write to. What is damaged is removed and made again.

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from distrun import client, daemon
 from distrun.backends.base import Swept
-from distrun.client import Connection, CoordinatorError, Detached, Follower, Terminal
+from distrun.client import ControlConnection, CoordinatorError, CoordinatorLost, Detached, Follower, Terminal
 from distrun.errors import DistrunError, UsageError
 from distrun.planning import PlannedJob
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.duration import duration
-from distrun_runtime.contract.plan import HOLD
+from distrun_runtime.contract.plan import STOP
+from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator.jobstore import JobFolder
 from distrun_runtime.coordinator.outcome import Outcome, TaskResult
 from distrun_runtime.coordinator.output import Sink
@@ -33,10 +34,9 @@ from distrun_runtime.errors import ContractError
 
 if TYPE_CHECKING:
     from distrun.sync import Copier
-    from distrun_runtime.contract.control import Output
     from distrun_runtime.coordinator.channel import Channel
     from distrun_runtime.coordinator.events import Event
-    from distrun_runtime.coordinator.service import OutputReader, Service
+    from distrun_runtime.coordinator.service import Service
 
 SHOWN = 60
 """Characters of a process that was ended which are shown."""
@@ -57,14 +57,62 @@ def launch(
         DistrunError: the coordinator failed; the message says how.
         KeyboardInterrupt: the job was interrupted before anything was started.
     """
-    place = start_coordinator(job, folder, verbosity, detach)
-    with Connection(place.connection) as connection:
-        return _Client(connection, place, folder, terminal, verbosity).run(detach)
+    stays = detach and not job.is_hosted
+    coordinator = start_coordinator(job, folder, verbosity, stays)
+    with ControlConnection(coordinator.connection) as connection:
+        outcome = _LaunchClient(connection, coordinator, folder, terminal, verbosity).run(stays)
+    if job.is_hosted and isinstance(outcome, Outcome) and not outcome.exit_code:
+        return _await_tasks(folder, terminal, verbosity)
+    return outcome
+
+
+def _await_tasks(folder: JobFolder, terminal: Terminal, verbosity: int) -> Outcome | Detached:
+    """Wait until all tasks of a job run whose coordinator is on a host; return its outcome if it ends before."""
+    from distrun import elsewhere
+
+    told: Mapping[str, Any] | None = None
+    lost: CoordinatorLost | None = None
+    try:
+        with client.connect(folder) as connection:
+            told = _until_running(connection, terminal, verbosity)
+    except CoordinatorLost as err:  # the job may be over already
+        lost = err
+    warning = elsewhere.refreshed(folder)
+    if warning:
+        terminal.say(warning, "warning")
+    if told is not None and told["type"] != "outcome":
+        return Detached(None)
+    outcome = client.recorded(folder) if told is None else ends.from_json(told["outcome"])
+    if outcome is None:
+        where = folder.control()
+        assert where is not None  # it was written when the job was placed
+        raise lost or client.gone(folder, where)
+    return outcome
+
+
+def _until_running(connection: ControlConnection, terminal: Terminal, verbosity: int) -> Mapping[str, Any] | None:
+    """Return the frame that says that all tasks run, or how the job ended; None: the coordinator has gone."""
+    connection.send("subscribe", events=True)
+    connection.send("state")
+    for frame in connection.frames():
+        told = frame.header
+        if frame.type == "said":
+            terminal.say(told["text"], told["level"])
+        elif frame.type == "failed":
+            raise client.raised(told, terminal, verbosity)
+        elif frame.type == "outcome" or _is_running(frame.type, told):
+            return told
+    return None
+
+
+def _is_running(kind: str, told: Mapping[str, Any]) -> bool:
+    value = told.get({"state": "state", "event": "event"}.get(kind, ""), {})
+    return bool(value.get("state") == facts.RUNNING)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a job's coordinator was started."""
+class Coordinator:
+    """The process of a job's coordinator, and the connection to it."""
 
     connection: socket.socket
     pid: int
@@ -72,7 +120,7 @@ class Place:
     """It is a child process of ours."""
 
 
-def start_coordinator(job: PlannedJob, folder: JobFolder, verbosity: int, detach: bool) -> Place:
+def start_coordinator(job: PlannedJob, folder: JobFolder, verbosity: int, detach: bool) -> Coordinator:
     """Start the coordinator of a job: here, as a child of this process, or as a daemon if the job is detached."""
     ours, its = socket.socketpair()
     pid = daemon.fork(keep=[its.fileno()]) if detach else os.fork()
@@ -82,7 +130,7 @@ def start_coordinator(job: PlannedJob, folder: JobFolder, verbosity: int, detach
             os.setsid()  # Ctrl-C and the end of the terminal reach the client, which tells us
         _coordinator_process(job, folder, its, verbosity)
     its.close()
-    return Place(ours, pid, is_child=not detach)
+    return Coordinator(ours, pid, is_child=not detach)
 
 
 # ---------------------------------------------------------------------- the coordinator's process
@@ -92,18 +140,16 @@ def _coordinator_process(job: PlannedJob, folder: JobFolder, connection: socket.
     """Run the job in this process, the forked child, tell the client how it ended, and exit."""
     code = facts.EXIT_INTERNAL
     try:
-        _detach_streams(folder)
-        from distrun_runtime.coordinator.service import Service
+        from distrun_runtime.coordinator import serving
 
-        service = Service(connection, folder.id, lambda wanted: _logged(folder, wanted), lambda: _note_stop(folder))
-        service.state(folder.written)
-        service.start()
+        serving.leave_streams(folder)
+        service = serving.service_of(folder, connection)
         if job.backend.asker is not None:
             job.backend.asker.by(service.ask)
         try:
             folder.take_over()
             _listen(service, folder, job.request.detach)
-            service.finish(dataclasses.asdict(coordinate(job, folder, service, verbosity)))
+            service.finish(dataclasses.asdict(_coordinate(job, folder, service, verbosity)))
             code = 0
         except BaseException as err:
             service.fail(_error(err))
@@ -118,45 +164,18 @@ def _coordinator_process(job: PlannedJob, folder: JobFolder, connection: socket.
 
 def _listen(service: Service, folder: JobFolder, is_needed: bool) -> None:
     """Let clients in by the control socket. An attached job (not `is_needed`) does without, if it has to."""
-    from distrun_runtime.coordinator.control import ControlSocket
+    from distrun_runtime.coordinator import serving
 
     path = ""
     try:
-        listener = ControlSocket(folder.id)
+        path = serving.listen(service, folder)
     except (OSError, ContractError) as err:
         why = f"there is no control socket for this job: {err}"
         if is_needed:
             raise UsageError(why) from err
         service.say(f"{why}; distrun attach and detach will not find it", "warning")
-    else:
-        path = listener.path
-        service.listen(listener)
     with contextlib.suppress(OSError):  # a full disk; the loop says so
         folder.write_control(path)
-
-
-def _logged(folder: JobFolder, wanted: Output) -> OutputReader:
-    from distrun_runtime.coordinator.logged import LoggedOutput  # most jobs have one client, which needs it not
-
-    return LoggedOutput(folder, wanted)
-
-
-def _note_stop(folder: JobFolder) -> None:
-    with contextlib.suppress(OSError):  # it is for a message only
-        folder.ask_to_end()
-
-
-def _detach_streams(folder: JobFolder) -> None:
-    """Read nothing, and write errors that nobody expected to a file of the job's folder."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    log = nothing
-    with contextlib.suppress(OSError):  # a full disk
-        path = str(folder.path / "coordinator.log")
-        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for fd, to in ((0, nothing), (1, nothing), (2, log)):
-        os.dup2(to, fd)
-    for fd in {nothing, log}:
-        os.close(fd)
 
 
 def _error(err: BaseException) -> dict[str, Any]:
@@ -178,14 +197,28 @@ def _error(err: BaseException) -> dict[str, Any]:
     }
 
 
-def coordinate(job: PlannedJob, folder: JobFolder, sink: Service, verbosity: int = 0) -> Outcome:
+def _coordinate(job: PlannedJob, folder: JobFolder, service: Service, verbosity: int) -> Outcome:
+    """Run a job here to its end or, if a host is to run it, until its hosts are ready and a host has it."""
+    if not job.is_hosted:
+        return coordinate(job, folder, service, verbosity)
+    from distrun import detaching
+
+    # These agents end with their connections; those that follow hold.
+    ready = job._replace(plan=job.plan._replace(on_eof=STOP))
+    outcome = coordinate(ready, folder, service, verbosity, ends_when_ready=True)
+    return outcome if outcome.exit_code else detaching.place(job, folder, service)
+
+
+def coordinate(
+    job: PlannedJob, folder: JobFolder, sink: Service, verbosity: int = 0, ends_when_ready: bool = False
+) -> Outcome:
     """Run a planned job to its end in this process: channels, loop, and what is left behind.
 
     Raises:
         Exception: anything that was not expected. The folder says so.
     """
     try:
-        outcome, swept = _run(job, folder, sink, verbosity)
+        outcome, swept = _run(job, folder, sink, verbosity, ends_when_ready)
     except BaseException as err:
         _note_fault(job, folder, err)
         raise
@@ -196,9 +229,10 @@ def coordinate(job: PlannedJob, folder: JobFolder, sink: Service, verbosity: int
     return folder.explained(swept_too)
 
 
-def _run(job: PlannedJob, folder: JobFolder, sink: Service, verbosity: int) -> tuple[Outcome, Mapping[str, Swept]]:
-    holds_s = job.plan.limits.lease_s if job.plan.on_eof == HOLD else 0.0
-    channels = job.backend.connect(job.plan.hosts, job.plan.job, job.plan.nonce, holds_s)
+def _run(
+    job: PlannedJob, folder: JobFolder, sink: Service, verbosity: int, ends_when_ready: bool
+) -> tuple[Outcome, Mapping[str, Swept]]:
+    channels = job.backend.channels(job.plan)
     job.backend.boot(channels)
     from distrun_runtime.coordinator import jobrun  # the client does not need it, and agents start meanwhile
 
@@ -214,6 +248,7 @@ def _run(job: PlannedJob, folder: JobFolder, sink: Service, verbosity: int) -> t
             runtime=lambda: job.runtime,
             prepare=copier.start if copier else None,
             watcher=sink,
+            ends_when_ready=ends_when_ready,
         )
     finally:
         if copier:
@@ -297,19 +332,19 @@ def _copier(job: PlannedJob, sink: Sink) -> Copier | None:
 # ---------------------------------------------------------------------- the client
 
 
-class _Client:
-    """The terminal's side of the connection to the coordinator that was started at `place`."""
+class _LaunchClient:
+    """The terminal's side of the connection to the coordinator."""
 
     def __init__(
         self,
-        connection: Connection,
-        place: Place,
+        connection: ControlConnection,
+        coordinator: Coordinator,
         folder: JobFolder,
         terminal: Terminal,
         verbosity: int,
     ) -> None:
         self._connection = connection
-        self._place = place
+        self._coordinator = coordinator
         self._folder = folder
         self._terminal = terminal
         self._verbosity = verbosity
@@ -329,8 +364,8 @@ class _Client:
         with Interrupts(self._forward):
             found.run()
             is_left = found.detached is not None and found.outcome is None and found.failure is None
-            if self._place.is_child and not is_left:
-                _, status = os.waitpid(self._place.pid, 0)
+            if self._coordinator.is_child and not is_left:
+                _, status = os.waitpid(self._coordinator.pid, 0)
         if found.detached is not None and is_left:
             return found.detached
         if found.failure is not None:
@@ -360,7 +395,7 @@ class _Client:
             code = os.waitstatus_to_exitcode(status)
             how = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         return CoordinatorError(
-            f"job {self._folder.id}: its coordinator (pid {self._place.pid}) {how}; its agents end the tasks",
+            f"job {self._folder.id}: its coordinator (pid {self._coordinator.pid}) {how}; its agents end the tasks",
             f"to make sure: distrun kill {self._folder.id}",
             facts.EXIT_INTERNAL,
         )

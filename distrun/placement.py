@@ -1,4 +1,4 @@
-"""Which task runs on which host, by one of three policies. Pure.
+"""Places tasks on hosts by one of three policies. No side effects.
 
 Where workers of one host add what they push, hosts with several of them and without a server get one for it (`relays`).
 
@@ -25,21 +25,28 @@ SHOWN = 16
 
 
 class Slot(NamedTuple):
-    """One place for one task."""
+    """Where one task runs."""
 
     role: str
     rank: int
     """Index in the role, from 0."""
     host: str
     local_rank: int
-    """Index among the tasks of the role on this host."""
+    """Index among the tasks of the role in this place."""
     local_size: int
-    """Number of tasks of the role on this host."""
+    """Number of tasks of the role in this place."""
+    at: str = ""
+    """`Place.name`; empty: the host has one place, of its own name."""
 
     @property
     def name(self) -> str:
         """The task's name: role and rank; `scheduler`, of which there is one."""
         return self.role if self.role == SCHEDULER else f"{self.role}-{self.rank}"
+
+    @property
+    def place(self) -> str:
+        """The name of its place."""
+        return self.at or self.host
 
 
 def place(
@@ -95,7 +102,7 @@ def place(
     if scheduler:
         own = (spec.name for spec in hosts.specs if spec.role == SCHEDULER)
         places.insert(0, (SCHEDULER, 0, scheduler_host or next(own, hosts.order[0])))
-    return _slots(places)
+    return slots_in([(*each, "") for each in places])
 
 
 def takes(spec: HostSpec, role: str) -> bool:
@@ -233,15 +240,20 @@ def _check_fits(counts: Mapping[str, int], free: _FreeSlots) -> None:
     )
 
 
-def _slots(places: Sequence[tuple[str, int, str]]) -> tuple[Slot, ...]:
+def slots_in(tasks: Sequence[tuple[str, int, str, str]]) -> tuple[Slot, ...]:
+    """Return the slots of tasks whose places are known: role, rank, host, place (empty: the host's own). Pure.
+
+    Local ranks count within a place: its tasks share what the place may use of its node, such as the GPUs.
+    """
     sizes: dict[tuple[str, str], int] = {}
     local_ranks = []
-    for role, _, host in places:
-        local_ranks.append(sizes.get((role, host), 0))
-        sizes[role, host] = local_ranks[-1] + 1
+    for role, _, host, place in tasks:
+        key = (role, place or host)
+        local_ranks.append(sizes.get(key, 0))
+        sizes[key] = local_ranks[-1] + 1
     return tuple(
-        Slot(role, rank, host, local_rank, sizes[role, host])
-        for (role, rank, host), local_rank in zip(places, local_ranks, strict=True)
+        Slot(role, rank, host, local_rank, sizes[role, place or host], place)
+        for (role, rank, host, place), local_rank in zip(tasks, local_ranks, strict=True)
     )
 
 
@@ -251,6 +263,6 @@ def hosts_of(slots: Sequence[Slot], order: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in dict.fromkeys(order) if name in used)
 
 
-def worker_hosts(slots: Sequence[Slot]) -> tuple[str, ...]:
-    """Return the hosts that have workers, the host of worker 0 first, as torch numbers its groups. Pure."""
-    return tuple(dict.fromkeys(slot.host for slot in slots if slot.role == WORKER))
+def worker_places(slots: Sequence[Slot]) -> tuple[str, ...]:
+    """Return the places that have workers, the place of worker 0 first, as torch numbers its groups. Pure."""
+    return tuple(dict.fromkeys(slot.place for slot in slots if slot.role == WORKER))

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distrun import backends, shell, ship
-from distrun.backends.base import Backend, Rendered
+from distrun.backends.base import Backend, Listening, Rendered
 from distrun.errors import UsageError
 from distrun.hosts import HostSpec, Inventory, fold
-from distrun.placement import Slot, hosts_of, place, worker_hosts
+from distrun.placement import Slot, hosts_of, place, worker_places
 from distrun.request import BUNDLED, COMMAND, JobRequest, Setting, check_tuning, exact, given, parse_port_range
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.folder import identity
@@ -34,6 +34,7 @@ from distrun_runtime.contract.plan import (
     STOP,
     WORKER,
     Host,
+    Place,
     Plan,
     Reach,
     Runtime,
@@ -50,6 +51,7 @@ DRY_RUN_ID = "dry-run"
 SET_ELSEWHERE: Mapping[str, str] = {
     "DISTRUN_JOB_NONCE": "the agent, which finds processes by it",
     "DISTRUN_TOKEN_FILE": "the agent, which writes that file",
+    "DISTRUN_PLACE": "the agent, which has that place",
     "DISTRUN_PUBLISH_FD": "the agent, which opens that pipe",
     "PYTHONPATH": "the agent: the bundled runtime's folder, then the value that is already there",
     "GLOO_SOCKET_IFNAME": "the agent, which knows the interface",
@@ -83,6 +85,11 @@ class PlannedJob(NamedTuple):
     tree: Tree | None = None
     """Which files are copied to the hosts; None: none."""
 
+    @property
+    def is_hosted(self) -> bool:
+        """Whether the coordinator is to run on one of the job's hosts."""
+        return self.request.detach and self.backend.hosts_coordinator
+
     def rendered(self) -> Rendered:
         """Return what the backend would execute."""
         return self.backend.render(self.plan)
@@ -99,6 +106,8 @@ class Allocation(NamedTuple):
     """What a user types before a command to run it on a host, by host."""
     addresses: Mapping[str, str] = {}
     """Data addresses that are known beforehand, by host."""
+    places: tuple[Place, ...] = ()
+    """The places that an engine gave; empty: one a host."""
 
     def to_json(self) -> dict[str, Any]:
         """Return what allocation.json holds: JSON-able values."""
@@ -138,6 +147,7 @@ def plan_job(request: JobRequest, store: JobStore) -> PlannedJob:
         UsageError: the request cannot be fulfilled as it is.
     """
     backend = backends.load(request.launcher)
+    backend.listening = Listening(request.coordinator_addresses, request.port_range)
     check_tuning(request.settings, request.outer)
     if backend.inherits_env:
         _check_python(request)
@@ -156,6 +166,7 @@ def plan_job(request: JobRequest, store: JobStore) -> PlannedJob:
         token="" if request.dry_run else os.urandom(32).hex(),
     )
     plan, values = make_plan(request, allocation, setup)
+    _check_coordinator_host(request, plan, backend)
     check_ports(request, plan)
     return PlannedJob(request, allocation, plan, values, backend, data, tree)
 
@@ -186,6 +197,19 @@ def allocate(request: JobRequest, backend: Backend) -> Allocation:
         logins={name: backend.login(way) for name, way in reach.items()},
         addresses={} if request.interface or request.subnet else backend.addresses(used),
     )
+
+
+def _check_coordinator_host(request: JobRequest, plan: Plan, backend: Backend) -> None:
+    """Check --coordinator-host. Raises UsageError."""
+    if not request.coordinator_host:
+        return
+    if not (request.detach and backend.hosts_coordinator):
+        raise UsageError("--coordinator-host: only a detached job has its coordinator on a host", "add --detach")
+    names = [host.name for host in plan.hosts]
+    if request.coordinator_host not in names:
+        raise UsageError(
+            f"--coordinator-host: {request.coordinator_host!r} is no host of this job", f"it has: {fold(names)}"
+        )
 
 
 def _check_python(request: JobRequest) -> None:
@@ -262,6 +286,7 @@ def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tupl
         doctor=request.doctor,
         log_limit=request.log_limit,
         nonce=setup.nonce,
+        places=allocation.places,
     )
     return plan, Secrets(token=setup.token, env=_hidden(slots, users))
 
@@ -273,11 +298,11 @@ class _JobLayout(NamedTuple):
     nodes: Mapping[str, int]
     """Hosts that have a task, and their index."""
     groups: Mapping[str, int]
-    """Hosts that have a worker, and their index."""
+    """Places that have a worker, and their index."""
     sizes: Mapping[str, int]
     """Tasks of each role."""
-    first: Mapping[str, str]
-    """Host of each role's first task."""
+    first: Mapping[str, Slot]
+    """Each role's first task."""
 
     @staticmethod
     def of(allocation: Allocation) -> _JobLayout:
@@ -286,9 +311,9 @@ class _JobLayout(NamedTuple):
         return _JobLayout(
             hosts=allocation.hosts,
             nodes={name: index for index, name in enumerate(hosts_of(slots, allocation.hosts.order))},
-            groups={name: index for index, name in enumerate(worker_hosts(slots))},
+            groups={name: index for index, name in enumerate(worker_places(slots))},
             sizes={role: roles.count(role) for role in ROLES},
-            first={slot.role: slot.host for slot in reversed(slots)},
+            first={slot.role: slot for slot in reversed(slots)},
         )
 
 
@@ -333,6 +358,7 @@ def _task(request: JobRequest, slot: Slot, layout: _JobLayout, setup: Setup, use
         refs=refs,
         secret_env=tuple(sorted(name for name, s in users.items() if s.hidden and name not in env)),
         needs=SERVER_MODULES if is_ours else (),
+        place=slot.at,
     )
 
 
@@ -389,20 +415,20 @@ def _parameter_server(request: JobRequest, slot: Slot, layout: _JobLayout) -> di
 
 
 def _references(request: JobRequest, slot: Slot, layout: _JobLayout) -> dict[str, str]:
-    address = f"{{host:{slot.host}.address}}"
+    address = f"{{host:{slot.place}.address}}"
     refs = {"DISTRUN_ADDR": address, "DMLC_NODE_HOST": address}
     if request.has_servers and request.ps == COMMAND:
         # A foreign scheduler publishes nothing: its port is one that the agent of its host holds.
-        root = layout.first[SCHEDULER]
+        root = layout.first[SCHEDULER].place
         refs.update(DMLC_PS_ROOT_URI=f"{{host:{root}.address}}", DMLC_PS_ROOT_PORT=f"{{{root}/port:{PS_PORT}}}")
     elif request.has_servers and slot.role != SCHEDULER:
         # The bundled scheduler takes a free port itself and tells it; so it is given none.
         refs.update(DMLC_PS_ROOT_URI="{scheduler.address}", DMLC_PS_ROOT_PORT="{scheduler.port}")
     elif request.has_servers:
         # It tells a program of this job that speaks another protocol from a stranger.
-        refs["DISTRUN_WORKER_ADDRESSES"] = ",".join(f"{{host:{host}.address}}" for host in layout.groups)
+        refs["DISTRUN_WORKER_ADDRESSES"] = ",".join(f"{{host:{name}.address}}" for name in layout.groups)
     if slot.role == WORKER:
-        first = layout.first[WORKER]
+        first = layout.first[WORKER].place
         refs.update(
             MASTER_ADDR=f"{{host:{first}.address}}",
             MASTER_PORT=f"{{{first}/port:{MASTER_PORT}}}",
@@ -412,7 +438,7 @@ def _references(request: JobRequest, slot: Slot, layout: _JobLayout) -> dict[str
 
 
 def _torch(slot: Slot, layout: _JobLayout, job_id: str) -> dict[str, str]:
-    rank, size, group = str(slot.rank), str(layout.sizes[WORKER]), str(layout.groups[slot.host])
+    rank, size, group = str(slot.rank), str(layout.sizes[WORKER]), str(layout.groups[slot.place])
     return {
         "RANK": rank,
         "WORLD_SIZE": size,
@@ -452,9 +478,9 @@ def _tuning(request: JobRequest) -> dict[str, str]:
 
 def _ports(request: JobRequest, layout: _JobLayout, host: str) -> tuple[str, ...]:
     labels: tuple[str, ...] = ()
-    if host == layout.first[WORKER]:
+    if host == layout.first[WORKER].host:
         labels += (JAX_PORT, MASTER_PORT)
-    if request.has_servers and request.ps == COMMAND and host == layout.first[SCHEDULER]:
+    if request.has_servers and request.ps == COMMAND and host == layout.first[SCHEDULER].host:
         labels += (PS_PORT,)
     return labels
 

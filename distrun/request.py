@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import math
 import re
@@ -100,6 +101,10 @@ class JobRequest:
     interface: str = ""
     subnet: str = ""
     port_range: str = ""
+    coordinator_addresses: tuple[str, ...] = ()
+    """Where agents that dial back reach the coordinator; empty: at any address of its machine."""
+    coordinator_host: str = ""
+    """Host on which the coordinator of a detached job runs; empty: the first of the job."""
     server_imports: tuple[str, ...] = ()
     """Modules with the user's update rules, which our servers import."""
     scheduler_host: str = ""
@@ -356,6 +361,27 @@ def is_ours(name: str) -> bool:
 def is_secret(name: str) -> bool:
     """Return whether a variable's name looks like a secret's. Pure."""
     return any(fnmatch.fnmatchcase(name.upper(), pattern) for pattern in environ.SECRET_PATTERNS)
+
+
+def parse_addresses(text: str) -> tuple[str, ...]:
+    """Return the addresses and host names of `A[,B...]`. Pure.
+
+    Raises:
+        UsageError: one of them is neither.
+    """
+    import ipaddress  # not for every launch
+
+    found = tuple(each.strip() for each in text.split(",")) if text else ()
+    for each in found:
+        with contextlib.suppress(ValueError):
+            ipaddress.ip_address(each)
+            continue
+        if not re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9])?", each):
+            raise UsageError(
+                f"--coordinator-address: expected addresses or host names with commas between, found {each!r}",
+                "the port is chosen by --port-range",
+            )
+    return tuple(dict.fromkeys(found))
 
 
 def parse_port_range(text: str) -> tuple[int, int]:

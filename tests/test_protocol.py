@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import hmac
 import itertools
 import json
@@ -20,13 +21,14 @@ from distrun import backends, hosts, planning
 from distrun.request import JobRequest, Setting
 from distrun_runtime.agent.agent import Agent
 from distrun_runtime.arrays.dtypes import name_of
-from distrun_runtime.contract import control, wire
+from distrun_runtime.contract import control, enrolment, wire
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.control import Chunk
-from distrun_runtime.contract.plan import Host, Plan, Runtime, Secrets, Sync, Task
+from distrun_runtime.contract.plan import Host, Place, Plan, Resources, Runtime, Secrets, Sync, Task
 from distrun_runtime.coordinator import actions, frames, logindex
 from distrun_runtime.coordinator.jobstore import JobStore
-from distrun_runtime.coordinator.logindex import Entry as Record
+from distrun_runtime.coordinator.listener import Register
+from distrun_runtime.coordinator.logindex import IndexEntry as Record
 from distrun_runtime.errors import WireError
 from distrun_runtime.ops import rows as rowcodec
 from distrun_runtime.ops.compression import CODECS
@@ -62,9 +64,10 @@ PLAN = Plan(
             ("python", "train.py"),
             "/srv/code",
             {"DMLC_ROLE": "worker"},
-            {"DMLC_PS_ROOT_PORT": "{scheduler.port}", "MASTER_PORT": "{d1/port:master}"},
+            {"DMLC_PS_ROOT_PORT": "{scheduler.port}", "MASTER_PORT": "{7/port:master}"},
             ("API_KEY",),
             ("numpy",),
+            "7",
         ),
     ),
     unset=("DMLC_ROLE", "SLURM_*"),
@@ -81,6 +84,7 @@ PLAN = Plan(
     joined=("LD_LIBRARY_PATH",),
     doctor="distrun doctor -H hosts",
     nonce="8c5e1f0a93b7d246",
+    places=(Place("7", "d1", Resources(8, 68719476736, ("0", "1"))),),
 )
 
 
@@ -312,6 +316,36 @@ def test_every_type_that_a_client_may_send_has_its_row() -> None:
     assert set(control.FIXED) <= named
 
 
+def test_golden_enrolment() -> None:
+    """The lines of an agent and its coordinator, and who says what; a proof can be computed from the page."""
+    pin, secret, key = hashlib.sha256(b"test").hexdigest(), "2b7e151628aed2a6abf7158809cf4f3c" * 2, "1d" * 32
+    places = Register(PLAN.job, secret, pin, ["3"], make_key=lambda: key)
+    enrol, claim, welcome, redial, again, denied = GOLDEN["enrolment"].encode().splitlines(keepends=True)
+    nonces = ("f0" * 16, "0f" * 16)
+    words = GOLDEN["words"].rstrip("\n")
+    assert json.loads(claim)["proof"] == hmac.new(secret.encode(), words.encode(), "sha256").hexdigest()
+    assert enrolment.enrol(nonces[0]) == enrol
+    assert enrolment.nonce_of(enrol) == nonces[0]
+    for line, word, with_program, kind in ((claim, secret, True, "claim"), (redial, key, False, "redial")):
+        proof = enrolment.proof(word, "agent", kind, job=PLAN.job, place="3", pin=pin, nonces=nonces)
+        made = enrolment.Claim(kind == "redial", PLAN.job, "3", nonces[1], proof, with_program)
+        assert enrolment.claim(made) == line
+    answers = [places.decide(line, nonces[0], "10.0.0.7:41234") for line in (claim, redial)]
+    assert [answer.reply for answer in answers] == [welcome, again]
+    proof = enrolment.proof(secret, "agent", "claim", job=PLAN.job, place="3", pin=pin, nonces=(nonces[0], "other"))
+    second = enrolment.claim(enrolment.Claim(False, PLAN.job, "3", "other", proof))
+    assert places.decide(second, nonces[0], "10.0.0.8:5").reply == denied
+
+
+def test_the_page_lists_the_lines_of_the_enrolment() -> None:
+    listed = {row[0].strip("`"): set(re.findall(r"`(\w+)`", row[2])) for row in rows("Enrolment")}
+    said: dict[str, set[str]] = {}
+    for line in GOLDEN["enrolment"].splitlines():
+        members = json.loads(line)
+        said.setdefault(members.pop("type"), set()).update(members)
+    assert said == listed
+
+
 def test_golden_plan() -> None:
     golden = json.loads(GOLDEN["plan"])
     assert json.loads(json.dumps(plans.to_json(PLAN))) == golden
@@ -374,6 +408,7 @@ def test_the_page_lists_every_element_type_with_its_code() -> None:
 def test_the_page_lists_the_versions() -> None:
     assert "message head %d (" % message.VERSION in section("Versions")
     assert "agent frames %d\n" % wire.VERSION in section("Versions")
+    assert "enrolment %d\n" % enrolment.VERSION in section("Versions")
     assert "plan %d\n" % plans.VERSION in section("Versions")
 
 
@@ -387,7 +422,7 @@ OF_THE_CHANNEL = {"resume_key", "chunk", "last", "fault"}
 
 def test_the_page_lists_what_the_coordinator_sends() -> None:
     sent = [
-        frames.begin(PLAN, Secrets("t", {"API_KEY": "k"}), "d1"),
+        frames.begin(PLAN, Secrets("t", {"API_KEY": "k"}), "7"),
         frames.runtime("ab", b"PK"),
         frames.ask(actions.AskAgent("d1", 1, "survey", {})),
         frames.settle(actions.Settle("d1")),

@@ -1,4 +1,4 @@
-"""What can start agents: name -> "module:Class", loaded on demand; others register by entry point."""
+"""The table of backends: name -> "module:Class", loaded on demand; others register by entry point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a backend is: it says what it would execute, and it opens a channel to an agent on each host."""
+"""The base class of backends: a backend says what it would execute, and opens a channel to an agent on each host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from distrun.errors import UsageError
 from distrun_runtime.contract import process
-from distrun_runtime.contract.plan import Host, Plan, Reach
+from distrun_runtime.contract.plan import HOLD, Host, Plan, Reach
 
 if TYPE_CHECKING:
     from distrun.hosts import HostSpec, Inventory
@@ -70,6 +70,15 @@ def _count(number: int) -> str:
     return "%d process%s" % (number, "" if number == 1 else "es")
 
 
+class Listening(NamedTuple):
+    """Where the coordinator listens for agents that dial back."""
+
+    addresses: tuple[str, ...] = ()
+    """What the agents are told to dial: addresses or names; empty: every address of this machine."""
+    port_range: str = ""
+    """`A-B`; empty: any port."""
+
+
 class Backend(ABC):
     """One way to start agents. Backends do not know each other, and decide nothing about a job."""
 
@@ -78,8 +87,12 @@ class Backend(ABC):
     """Whether the user must say which hosts."""
     inherits_env: bool = False
     """Whether tasks see the launcher's own environment without anything being forwarded."""
+    hosts_coordinator: bool = False
+    """Whether the coordinator of a detached job runs on one of its hosts; else where distrun was typed."""
     ships_runtime: bool = True
     """Whether hosts have to be sent the bundled runtime; else they see this machine's folder."""
+    listening = Listening()
+    """What the user said of it, for backends whose agents dial back."""
     asker: Asker | None = None
     """Knows what the user typed to get into hosts; None: nothing was asked."""
 
@@ -124,6 +137,12 @@ class Backend(ABC):
         Without a job they carry none.
         `holds_s`: how long agents go on without a connection, so that it can be made again; 0: they do not.
         """
+
+    def channels(self, plan: Plan) -> tuple[Channel, ...]:
+        """Return the channels of a job: one for each place of its plan, called as the place. See `connect`."""
+        # Not every backend can make a connection again; it need not know the argument then.
+        holds = {"holds_s": plan.limits.lease_s} if plan.on_eof == HOLD else {}
+        return self.connect(plan.hosts, plan.job, plan.nonce, **holds)
 
     def boot(self, channels: Sequence[Channel]) -> None:  # noqa: B027 - most have nothing to do
         """Begin what agents can do while the coordinator is not ready to hear them. Does nothing by default."""

@@ -10,7 +10,7 @@ version on a host keeps the compiled modules in the user's cache, in a folder th
 is not possible, each agent compiles them.
 
 The local backend uses the same blob, with the true file names (`with_origin`), so that tracebacks and coverage name the
-checkout. Docstrings and comments are left out; line numbers stay.
+checkout. Docstrings, comments and types are left out; line numbers stay.
 """
 
 from __future__ import annotations
@@ -20,17 +20,23 @@ import functools
 import io
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import distrun_runtime
 from distrun import keep
+
+if TYPE_CHECKING:
+    import ast
 
 LIMIT = 96 * 1024
 """Bytes of base64. Linux caps one string of an exec at 128 KiB, should a blob ever travel as an argument."""
 
 PACKAGE = "distrun_runtime"
 SHARED = ("__init__.py", "errors.py")
+DIALING = (f"{PACKAGE}.agent.dial",)
+"""What only agents that dial back need."""
 TABLE_ROW = "_row"
 """Function whose calls make the rows of `contract.environ.TABLE`. The fourth argument is documentation."""
 
@@ -175,6 +181,25 @@ sys.stderr.flush()
 os._exit(code)  # taking the interpreter down costs 10 ms, in the agent and in its guard
 """
 
+START_DIALED = """\
+from distrun_runtime.agent import dial, guard
+gc.enable()
+code = guard.serve(r, keep, *dial.returning(s, *dialed))
+sys.stderr.flush()
+os._exit(code)
+"""
+"""The same for an agent that has dialled, with the names that `bootstrap.PROGRAM` leaves."""
+
+
+START_HOSTED = """\
+from distrun_runtime.coordinator import hosted
+gc.enable()
+code = hosted.main(r)
+sys.stderr.flush()
+os._exit(code)
+"""
+"""Runs a detached job on one of its hosts."""
+
 
 def command(python: str) -> tuple[str, ...]:
     """Return the argument list that starts a program; its blob goes to standard input first.
@@ -182,6 +207,12 @@ def command(python: str) -> tuple[str, ...]:
     -I: neither the current folder nor PYTHONPATH may put a module of the user's in the program's way.
     """
     return (python, "-I", "-c", BOOT)
+
+
+@functools.lru_cache(maxsize=1)
+def dialed() -> bytes:
+    """Return the blob of an agent that dials back (`bootstrap`): one line, newline included. Raises as `agent`."""
+    return _kept("agent", START_DIALED, with_origin=False, without=())
 
 
 @functools.lru_cache(maxsize=2)
@@ -194,7 +225,7 @@ def agent(with_origin: bool = False) -> bytes:
     Raises:
         ValueError: it is over LIMIT. A test fails long before.
     """
-    return _kept("agent", START_AGENT, with_origin)
+    return _kept("agent", START_AGENT, with_origin, without=DIALING)
 
 
 def coordinator(start: str) -> bytes:
@@ -206,11 +237,11 @@ def coordinator(start: str) -> bytes:
     Raises:
         ValueError: it is over LIMIT. A test fails long before.
     """
-    return _kept("coordinator", start, with_origin=False)
+    return _kept("coordinator", start, with_origin=False, without=())
 
 
-def _kept(program: str, start: str, with_origin: bool) -> bytes:
-    files = _files(program)
+def _kept(program: str, start: str, with_origin: bool, without: Sequence[str]) -> bytes:
+    files = _files(program, without)
     sources = {name: file.read_text(encoding="utf-8") for name, file in files.items()}
     origin = {name: str(file) for name, file in files.items()} if with_origin else {}
     # Leaving out what need not travel takes a fifth of a second; this very module says how.
@@ -218,10 +249,11 @@ def _kept(program: str, start: str, with_origin: bool) -> bytes:
     return keep.kept(_digest(made_from), ".blob", lambda: _line(program, start, sources, origin))
 
 
-def _files(program: str) -> dict[str, Path]:
-    """Return the modules that travel, by name: the program's, and what they import of the contract."""
+def _files(program: str, without: Sequence[str]) -> dict[str, Path]:
+    """Return the modules that travel, by name: the program's but for some, and what they import of the contract."""
     root = Path(distrun_runtime.__file__).parent
-    known = {_module(root, file): file for package in ("contract", program) for file in (root / package).glob("*.py")}
+    every = [file for package in ("contract", program) for file in (root / package).glob("*.py")]
+    known = {_module(root, file): file for file in every if _module(root, file) not in without}
     found = {_module(root, root / name): root / name for name in SHARED}
     found.update((name, file) for name, file in known.items() if f".{program}" in name or file.name == "__init__.py")
     todo = list(found)
@@ -271,12 +303,14 @@ def _digest(value: object) -> str:
 
 
 def bare(source: str) -> str:
-    """Return Python source without comments; every statement stays on its line. No side effects.
+    """Return Python source without comments and types; every statement stays on its line. No side effects.
 
     Documentation is cut to a dot: docstrings, and the descriptions of variables in `contract.environ.TABLE`.
     """
     import ast  # only needed for the first launch of a version
     import tokenize
+
+    source = _untyped(source)
 
     lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -298,3 +332,33 @@ def bare(source: str) -> str:
             if first < last:
                 lines[last] = rest
     return "\n".join(lines) + "\n"
+
+
+def _untyped(source: str) -> str:
+    """Return Python source without the annotations of parameters, results and variables of functions."""
+    import ast
+
+    lines = source.encode("utf-8").splitlines()
+    cuts: set[tuple[int, int, int, int]] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.arg) and node.annotation is not None:
+            cuts.add((*_at(node, len(node.arg.encode("utf-8"))), *_end(node.annotation)))
+        elif isinstance(node, ast.FunctionDef):
+            if node.returns is not None:
+                row, column = _at(node.returns)
+                cuts.add((row, len(lines[row][: lines[row].rindex(b"->", 0, column)].rstrip()), *_end(node.returns)))
+            own = [each for each in ast.walk(node) if isinstance(each, ast.AnnAssign) and each.value is not None]
+            cuts.update((*_end(each.target), *_end(each.annotation)) for each in own)
+    for first, begin, last, end in sorted(cuts, reverse=True):
+        rest = lines[last][end:]
+        lines[first : last + 1] = [lines[first][:begin], *[b""] * (last - first)]
+        lines[last] += rest
+    return b"\n".join(lines).decode("utf-8") + "\n"
+
+
+def _at(node: ast.expr | ast.arg, more: int = 0) -> tuple[int, int]:
+    return node.lineno - 1, node.col_offset + more
+
+
+def _end(node: ast.expr) -> tuple[int, int]:
+    return (node.end_lineno or node.lineno) - 1, node.end_col_offset or 0

@@ -31,6 +31,7 @@ class Ssh(Backend):
     """The hosts that the user named, by ssh."""
 
     name = "ssh"
+    hosts_coordinator = True
 
     def __init__(self) -> None:
         self._connector = Connector()

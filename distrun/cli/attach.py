@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun.cli import standing
-from distrun.cli.common import count
+from distrun.cli.common import count, fetched
 from distrun.cli.console import Console
-from distrun.client import Connection, Follower
+from distrun.client import ControlConnection, Follower
 from distrun.errors import UsageError
 from distrun_runtime.contract import environ, facts
 from distrun_runtime.errors import JobStoreError
@@ -53,7 +53,7 @@ def attach(job: str, since_start: bool, tail: int | None, no_prefix: bool, quiet
     if since_start and tail is not None:
         raise UsageError("--since-start and --tail contradict each other")
     store = JobStore()
-    folder = store.find_living(job)
+    folder = fetched(store.find_living(job))
     console = Console(environ.snapshot(), prefix=not no_prefix, level="error" if quiet else "info")
     state = folder.state()["state"]
     if state in facts.OVER:
@@ -92,7 +92,7 @@ def _start(places: standing.Standing, since_start: bool, tail: int | None) -> di
 class _Attached:
     """One `distrun attach`: follows the job, and asks what a Ctrl-C means."""
 
-    def __init__(self, connection: Connection, folder: JobFolder, console: Console) -> None:
+    def __init__(self, connection: ControlConnection, folder: JobFolder, console: Console) -> None:
         self._connection = connection
         self._folder = folder
         self._console = console
@@ -129,6 +129,7 @@ class _Attached:
             return self._left
         if found.failure is not None:
             raise client.raised(found.failure, self._console, 0)
+        fetched(self._folder)  # its end, if it was elsewhere
         outcome = found.outcome or client.recorded(self._folder)
         if outcome is None:
             where = self._folder.control()
@@ -154,7 +155,7 @@ class _Attached:
         with LogReader(self._folder.logs) as reader:
             cursor = self._follower.cursor
             if cursor is None:
-                cursor = logged.begin(reader, control.Output(**start))
+                cursor = logged.begin(reader, control.OutputWanted(**start))
             while (found := reader.read(cursor)).cursor != cursor:
                 for each in found.pieces:
                     stream = each.stream if each.stream in ("out", "err") else "out"

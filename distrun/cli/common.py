@@ -77,6 +77,16 @@ def find_job(store: JobStore, wanted: str) -> JobFolder:
     count = len(store.named(wanted)) if folder.id != wanted else 0
     if count > 1:
         print_err(f"distrun: {wanted}: the newest of {count} jobs of that name, {folder.id}\n")
+    return fetched(folder)
+
+
+def fetched(folder: JobFolder) -> JobFolder:
+    """Return a job of which is known here what its coordinator's host knows; say so if that host cannot be asked."""
+    from distrun import elsewhere
+
+    warning = elsewhere.refreshed(folder)
+    if warning:
+        print_err(f"distrun: warning: {warning}\n")
     return folder
 
 

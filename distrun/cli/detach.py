@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from distrun.cli.common import fetched
 from distrun.cli.console import print_out
 from distrun.errors import UsageError
 from distrun_runtime.contract import facts
@@ -20,7 +21,7 @@ def detach(job: str) -> int:
     from distrun import client
     from distrun_runtime.coordinator.jobstore import JobStore
 
-    folder = JobStore().find_living(job)
+    folder = fetched(JobStore().find_living(job))
     state = folder.state()["state"]
     if state in facts.OVER:
         raise UsageError(f"job {folder.id} is over: {state}", f"what it printed: distrun logs {folder.id}")

@@ -26,7 +26,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
 @dataclass(frozen=True)
-class Job:
+class StoredJob:
     """A job of the store, as far as it matters here."""
 
     folder: JobFolder
@@ -97,23 +97,23 @@ def gc(names: tuple[str, ...], **options: Any) -> int:
     return code
 
 
-def removable(jobs: Iterable[Job], lost: bool) -> list[Job]:
+def removable(jobs: Iterable[StoredJob], lost: bool) -> list[StoredJob]:
     """Return the jobs that may be removed without being named: those that are over, lost ones if so."""
     states = (*facts.OVER, facts.LOST) if lost else facts.OVER
     return [job for job in jobs if job.state in states]
 
 
-def _old(jobs: Sequence[Job], older_s: float, now: float) -> list[Job]:
+def _old(jobs: Sequence[StoredJob], older_s: float, now: float) -> list[StoredJob]:
     return [job for job in jobs if now - job.ended >= older_s]
 
 
-def _job(folder: JobFolder) -> Job:
+def _job(folder: JobFolder) -> StoredJob:
     state = folder.shown()
     ended = state["finished"] or state.get("heard") or state["updated"]
-    return Job(folder, str(state["state"]), stored.seconds(ended) if ended else 0.0)
+    return StoredJob(folder, str(state["state"]), stored.seconds(ended) if ended else 0.0)
 
 
-def _refuse(named: Sequence[Job], lost: bool) -> None:
+def _refuse(named: Sequence[StoredJob], lost: bool) -> None:
     """Refuse to remove a job that was named and is not over.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What to type instead, for typical mistakes on the command line. Each hint needs evidence: none may be wrong."""
+"""Hints for typical mistakes on the command line: what to type instead. Each needs evidence: none may be wrong."""
 
 from __future__ import annotations
 

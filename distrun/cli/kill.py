@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun.cli.common import agree, seconds
+from distrun.cli.common import agree, fetched, seconds
 from distrun.cli.console import print_err, print_out, render
 from distrun.cli.reach import host_options, hosts_of, tell_warnings
 from distrun.errors import UsageError
@@ -85,7 +85,7 @@ def _by_name(names: Sequence[str], options: Mapping[str, Any]) -> int:
     from distrun_runtime.coordinator.jobstore import JobStore
 
     store = JobStore()
-    folders = list(dict.fromkeys(store.find_living(name) for name in names))
+    folders = [fetched(folder) for folder in dict.fromkeys(store.find_living(name) for name in names)]
     if options["dry_run"]:
         return _preview(folders, options)
     if len(folders) > 1:

@@ -17,8 +17,8 @@ from distrun.cli.options import collect_env, launch_options
 from distrun.client import Detached
 from distrun.errors import UsageError
 from distrun.planning import device_warnings
-from distrun.request import JobRequest, Setting, forwarded
-from distrun_runtime.contract import environ
+from distrun.request import JobRequest, Setting, forwarded, parse_addresses
+from distrun_runtime.contract import environ, logout
 from distrun_runtime.contract.plan import ROLES, Limits
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _launch(
         console.say(f"to copy to each host: {job.tree.text()}")
         for warning in job.tree.warnings():
             console.say(warning, "warning")
-    if options["detach"] and not options["in_scope"] and not options["dry_run"]:
+    if options["detach"] and not (job.is_hosted or options["in_scope"] or options["dry_run"]):
         daemon.outlive_logout(["launch", "--in-scope", *ctx.meta[hints.WORDS]])
     if job.request.dry_run:
         _show(job, options["as_json"], options["verbosity"] > 0, console)
@@ -123,7 +123,7 @@ def _leave(detached: Detached, store: JobStore, folder: JobFolder, console: Cons
     if detached.cursor is not None:
         standing.Standing(store.root, folder.id).write(detached.cursor)
     console.say(f"job {folder.id} goes on without this terminal; to come back: distrun attach {folder.id}")
-    if daemon.ends_at_logout():
+    if logout.ends_at_logout():
         text = "a logout here ends it all the same (KillUserProcesses of systemd-logind); launch --detach survives one"
         console.say(text, "warning")
     return 0
@@ -165,6 +165,8 @@ def _request(
         interface=options["interface"] or environ.text("DMLC_INTERFACE", {**env, **given}),
         subnet=options["subnet"],
         port_range=options["port_range"],
+        coordinator_host=options["coordinator_host"],
+        coordinator_addresses=parse_addresses(options["coordinator_address"]),
         server_imports=options["server_imports"],
         scheduler_host=options["scheduler_host"],
         limits=_limits(options),

@@ -1,4 +1,4 @@
-"""From the bytes of one stream to what is printed: whole prefixed lines, or the bytes unchanged. Pure.
+"""Turns the bytes of one stream into what is printed: whole prefixed lines, or the bytes unchanged. No side effects.
 
 A progress bar overwrites its line with carriage returns and ends it with a newline only when it is done. Its latest
 state is shown meanwhile: as a line, once a second; or, on a terminal that can move its cursor, in a place at the bottom

@@ -86,11 +86,11 @@ def logs(
     with LogReader(folder.logs) as reader:
         if not (merge or as_json or start is not None):
             source: _Source = _Files(folder, names, lines)
-            _Shown(source, Replay(style, from_start=lines is None), live).show(goes_on)
+            _LogPrinter(source, Replay(style, from_start=lines is None), live).show(goes_on)
         elif _is_ordered(folder, reader, names):
             ordered = _Ordered(folder, reader, names)
             replay = ordered.begin(style, start, lines)
-            _Shown(ordered, replay, live, lines).show(goes_on)
+            _LogPrinter(ordered, replay, live, lines).show(goes_on)
         else:
             if start is not None:
                 raise UsageError(
@@ -98,7 +98,7 @@ def logs(
                     f"it was run by an earlier version; leave --since out: distrun logs {folder.id}",
                 )
             print_err(f"distrun: the order of these lines is not known: job {folder.id} has no logs/index\n")
-            _Shown(_Files(folder, names, None), Replay(style), live, lines).show(goes_on)
+            _LogPrinter(_Files(folder, names, None), Replay(style), live, lines).show(goes_on)
     return 0
 
 
@@ -268,7 +268,7 @@ class _Ordered:
                 yield piece
 
 
-class _Shown:
+class _LogPrinter:
     """Prints what a source gives. `lines`: only so many of the last lines of what is there at the beginning."""
 
     def __init__(self, source: _Source, replay: Replay, live: Live | None, lines: int | None = None) -> None:

@@ -103,6 +103,18 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
     click.option("--interface", default="", metavar="NAME", help="Network interface for data, found on each host."),
     click.option("--subnet", default="", metavar="CIDR", help="Network for data, found on each host."),
     click.option("--port-range", default="", metavar="A-B", help="Ports that scheduler, servers and workers may bind."),
+    click.option(
+        "--coordinator-address",
+        default="",
+        metavar="A[,B...]",
+        help="Where agents that dial back reach this machine. [default: all its addresses]",
+    ),
+    click.option(
+        "--coordinator-host",
+        default="",
+        metavar="HOST",
+        help="Host on which the coordinator of a detached job runs. [default: the first]",
+    ),
     # Time
     seconds(
         "--grace",

@@ -1,4 +1,4 @@
-"""The output of a job's tasks, from pieces to what is printed, by the times at which the pieces came. Pure.
+"""Turns pieces of a job's output into what is printed, by the times at which they came. No side effects.
 
 `launch` prints by the clock: a progress bar once a second, a line without its end after a moment. `Replay` does the
 same by the clock of the record, so that what was printed is printed again.

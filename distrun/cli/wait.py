@@ -6,7 +6,7 @@ import time
 
 import click
 
-from distrun.cli.common import seconds
+from distrun.cli.common import fetched, seconds
 from distrun.cli.console import print_err
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.duration import duration
@@ -24,7 +24,7 @@ def wait(job: str, timeout: float | None) -> int:
     from distrun import client
     from distrun_runtime.coordinator.jobstore import JobStore
 
-    folder = JobStore().find_living(job)
+    folder = fetched(JobStore().find_living(job))
     outcome = client.recorded(folder)
     if outcome is not None:
         return outcome.exit_code

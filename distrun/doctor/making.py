@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 
 STALE_S = 86400.0
@@ -38,7 +38,7 @@ class Failed(Exception):
 def main(argv: list[str]) -> int:
     """Make the environment and tell what came of it."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+        signal.signal(number, _programs.end)
     try:
         told = make(argv[0], argv[1:])
     except Failed as err:
@@ -66,13 +66,14 @@ def make(place: str, requirements: list[str]) -> dict[str, str]:
     if os.path.islink(place):
         with contextlib.suppress(Failed):
             return _told(place, place)
-    fresh = tempfile.mkdtemp(prefix=os.path.basename(place) + ".", dir=home)
+    fresh = f"{place}.{secrets.token_hex(4)}"
     try:
+        os.mkdir(fresh, 0o700)
         say(f"making a virtual environment in {fresh}")
-        run("venv", sys.executable, "-I", "-m", "venv", fresh)
+        _programs.run("venv", sys.executable, "-I", "-m", "venv", fresh)
         say("installing {}".format(", ".join(requirements)))
         pip = [os.path.join(fresh, "bin", "python"), "-I", "-m", "pip"]
-        run("pip", *pip, "install", "--disable-pip-version-check", "--no-input", *requirements)
+        _programs.run("pip", *pip, "install", "--disable-pip-version-check", "--no-input", *requirements)
         told = _told(fresh, place)
         _link(fresh, place)
     except BaseException:
@@ -81,23 +82,55 @@ def make(place: str, requirements: list[str]) -> dict[str, str]:
     return told
 
 
-def run(step: str, *argv: str) -> str:
-    """Run a program and return its stdout.
+class Programs:
+    """Runs one program after another. After `end`, the one that runs is killed, and `run` exits this process."""
 
-    Raises:
-        Failed: it could not be started, or did not end with 0.
-    """
-    try:
-        done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
-        )
-    except OSError as err:
-        raise Failed(step, f"{argv[0]}: {err.strerror}") from None
-    text = done.stdout.decode("utf-8", "replace")
-    if done.returncode:
-        lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-        raise Failed(step, "\n".join(lines[-KEPT_LINES:]) or f"{argv[0]} ended with code {done.returncode}")
-    return text
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._ended_by = 0
+
+    def end(self, number: int, frame: object) -> None:
+        """Handle a signal. It does not raise: that could be before `run` knows the child."""
+        del frame
+        self._ended_by = self._ended_by or number
+        if self._child is not None and self._child.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGKILL)  # with its own children, which would write on
+
+    def run(self, step: str, *argv: str) -> str:
+        """Run a program and return its stdout.
+
+        Raises:
+            Failed: it could not be started, or did not end with 0.
+            SystemExit: a signal came.
+        """
+        self._check()
+        try:
+            self._child = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as err:
+            raise Failed(step, f"{argv[0]}: {err.strerror}") from None
+        with self._child as child:
+            if self._ended_by:
+                self.end(self._ended_by, None)
+            text = child.communicate()[0].decode("utf-8", "replace")
+        self._check()
+        if child.returncode:
+            lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+            raise Failed(step, "\n".join(lines[-KEPT_LINES:]) or f"{argv[0]} ended with code {child.returncode}")
+        return text
+
+    def _check(self) -> None:
+        if self._ended_by:
+            sys.exit(128 + self._ended_by)
+
+
+_programs = Programs()
 
 
 def say(text: str) -> None:
@@ -107,7 +140,7 @@ def say(text: str) -> None:
 
 def _told(folder: str, place: str) -> dict[str, str]:
     """Return what is known of an environment, if it works."""
-    line = run("check", os.path.join(folder, "bin", "python"), "-I", "-c", _CHECK)
+    line = _programs.run("check", os.path.join(folder, "bin", "python"), "-I", "-c", _CHECK)
     version, numpy, zmq = json.loads(line.strip().splitlines()[-1])
     return {"path": place, "version": version, "numpy": numpy, "zmq": zmq}
 

@@ -1,4 +1,4 @@
-"""Where the hosts of a job are named: options, then the environment, then the queue system. Reads files and stdin."""
+"""Finds the hosts of a job: in options, then the environment, then the queue system. Reads files and stdin."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ MOST = 1000
 
 
 @dataclass
-class _State:
+class _ParserState:
     """What the files of one inventory have in common."""
 
     form: str
@@ -60,7 +60,7 @@ def parse(
         HostsError: all errors of the file, and of those that it includes.
     """
     merger = Merger()
-    state = _State(form, read, merger)
+    state = _ParserState(form, read, merger)
     _file(text, source, state, ())
     if not merger.order and not state.findings:
         lines = text.count("\n") + (not text.endswith("\n") and bool(text))
@@ -76,7 +76,7 @@ def parse_list(text: str, source: str = "--hosts", *, form: str = "auto") -> Inv
         HostsError: all errors of it.
     """
     merger = Merger()
-    state = _State(form, None, merger)
+    state = _ParserState(form, None, merger)
     for at, item in ranges.split(text, ",\n"):
         try:
             star = item.rfind("*")
@@ -93,7 +93,7 @@ def parse_list(text: str, source: str = "--hosts", *, form: str = "auto") -> Inv
     return _finish(source, state, None)
 
 
-def _finish(source: str, state: _State, saw: set[str] | None) -> Inventory:
+def _finish(source: str, state: _ParserState, saw: set[str] | None) -> Inventory:
     found = [*state.findings, *state.merger.errors()]
     if found:
         files = list(dict.fromkeys(each.source for each in found))
@@ -105,7 +105,7 @@ def _finish(source: str, state: _State, saw: set[str] | None) -> Inventory:
     return Inventory(source, state.merger.specs, tuple(state.merger.order), warnings)
 
 
-def _file(text: str, source: str, state: _State, chain: tuple[str, ...]) -> None:
+def _file(text: str, source: str, state: _ParserState, chain: tuple[str, ...]) -> None:
     chain = (*chain, os.path.normpath(source))
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         line = line.rstrip("\r")
@@ -124,7 +124,7 @@ def _file(text: str, source: str, state: _State, chain: tuple[str, ...]) -> None
             _entry(found, entry, state)
 
 
-def _entry(found: list[Word], entry: HostEntry, state: _State) -> None:
+def _entry(found: list[Word], entry: HostEntry, state: _ParserState) -> None:
     """Read `target attr...`; every error of the line is found."""
     target = None
     try:
@@ -165,7 +165,7 @@ def _entry(found: list[Word], entry: HostEntry, state: _State) -> None:
         state.findings.append(entry.finding(fault, found[0].at))
 
 
-def _add(target: HostPattern, given: dict[str, object], entry: HostEntry, state: _State) -> None:
+def _add(target: HostPattern, given: dict[str, object], entry: HostEntry, state: _ParserState) -> None:
     total = len(state.merger.order) + target.count
     if total > ranges.LIMIT:
         raise Fault(0, "E110", ranges.too_many(total))
@@ -174,7 +174,7 @@ def _add(target: HostPattern, given: dict[str, object], entry: HostEntry, state:
         state.merger.add(HostSpec(name, **kept), entry)  # type: ignore[arg-type]
 
 
-def _sge(found: list[Word], entry: HostEntry, state: _State) -> None:
+def _sge(found: list[Word], entry: HostEntry, state: _ParserState) -> None:
     """Read `host slots [queue [processors]]`. Queue and processors say nothing that we use."""
     try:
         target = read_target(found[0].text, state.form, state.saw)
@@ -188,7 +188,7 @@ def _sge(found: list[Word], entry: HostEntry, state: _State) -> None:
         state.findings.append(entry.finding(fault, found[0].at))
 
 
-def _directive(found: list[Word], entry: HostEntry, state: _State, chain: tuple[str, ...]) -> None:
+def _directive(found: list[Word], entry: HostEntry, state: _ParserState, chain: tuple[str, ...]) -> None:
     """Read `@include PATH`."""
     try:
         if found[0].text != "@include":
@@ -208,7 +208,7 @@ def _directive(found: list[Word], entry: HostEntry, state: _State, chain: tuple[
     _file(text, path, state, chain)
 
 
-def _included(path: str, source: str, state: _State, chain: tuple[str, ...]) -> tuple[str, str]:
+def _included(path: str, source: str, state: _ParserState, chain: tuple[str, ...]) -> tuple[str, str]:
     """Return text and path of a file that another includes."""
     if state.read is None:
         raise Fault(0, "E117", "@include: not possible here")

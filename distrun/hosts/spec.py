@@ -1,4 +1,4 @@
-"""What is known of the hosts that the user named: one value for each, and the inventory of them all. Pure."""
+"""Host specifications, one for each host that the user named, and the inventory of a job. No side effects."""
 
 from __future__ import annotations
 

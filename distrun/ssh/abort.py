@@ -1,4 +1,4 @@
-"""Giving up at once: whatever a connection waits for registers how it is woken."""
+"""Gives up a connection at once: whatever it waits for registers how it is woken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Questions on the user's terminal: passwords and passphrases. Kept in memory only, for one launch."""
+"""Prompts for passwords and passphrases on the user's terminal. They are kept in memory only, for one launch."""
 
 from __future__ import annotations
 

@@ -138,20 +138,20 @@ class SshChannel(SessionChannel):
             if self.is_killed:
                 link.finish()
                 raise Aborted
-            patient_until = time.monotonic() + TURN_S
+            turn_until = time.monotonic() + TURN_S
 
-            def glance() -> None:
-                if self.greeted or time.monotonic() >= patient_until:
+            def check() -> None:
+                if self.greeted or time.monotonic() >= turn_until:
                     turn.close()
-                self._glance()
+                self._check_silence()
 
             try:
-                reason = self.serve(link, self._program, glance=glance)
+                reason = self.serve(link, self._program, check=check)
             except Exception as err:
                 reason = unforeseen(err).text
         self._end(link, reason)
 
-    def _glance(self) -> None:
+    def _check_silence(self) -> None:
         """Give up a connection that brings nothing, where another can be made: it may be cut where we do not see it."""
         silence_s = time.monotonic() - self.heard_at
         if silence_s >= self._silence_s and self.holds:
@@ -200,7 +200,7 @@ class SshChannel(SessionChannel):
                 return True
             return False
         try:
-            reason = self.serve(link, ahead=ahead, glance=self._glance)
+            reason = self.serve(link, ahead=ahead, check=self._check_silence)
         except Exception as err:
             reason = unforeseen(err).text
         self._end(link, reason)
@@ -217,7 +217,8 @@ class SshChannel(SessionChannel):
             if was_ours:
                 raise Aborted
             raise link.explain(words, self.noise)
-        self._ended = self.is_leaving and (not was_ours or not self.said_bye)
+        # After `bye` only the end of the connection tells of the guard's, and we cut it. Who refused started nothing.
+        self._ended = self.is_leaving and (not was_ours or not self.said_bye or self.has_refused)
         if not self.holds:
             self.close()
         self.ended(reason, words, now)

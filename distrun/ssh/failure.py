@@ -1,4 +1,4 @@
-"""Why a host cannot be reached: the kind, what was found, and how to fix it. Pure."""
+"""Failures to reach a host: their kind, what was found, and how to fix it. No side effects."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _BRACKETS = re.compile(r"^\[(.*)\]:\d+$")
 
 
 @dataclass(frozen=True)
-class Entry:
+class KnownHost:
     """One line of a file."""
 
     place: str
@@ -49,14 +49,14 @@ class KeyStatus:
     """What the files say about a key."""
 
     state: str
-    entry: Entry | None = None
+    entry: KnownHost | None = None
     """The line that decided it."""
 
 
-class Entries(list[Entry]):
+class KnownHosts(list[KnownHost]):
     """The entries of some files, and which of them name a host literally: thousands are not gone through for each."""
 
-    def __init__(self, found: Iterable[Entry]) -> None:
+    def __init__(self, found: Iterable[KnownHost]) -> None:
         super().__init__(found)
         self._named: dict[str, list[int]] = {}
         self._other: list[int] = []
@@ -67,7 +67,7 @@ class Entries(list[Entry]):
             else:
                 self._other.append(index)
 
-    def candidates(self, name: str) -> list[Entry]:
+    def candidates(self, name: str) -> list[KnownHost]:
         """Return the entries that could mean a host, in order: those by its name, with patterns, and hashed ones."""
         return [self[index] for index in sorted([*self._named.get(name.lower(), ()), *self._other])]
 
@@ -101,7 +101,7 @@ def check_host_key(resolved: Resolved, kind: str, raw: bytes, key: str, warn: Ca
     raise failure.host_key_changed(where, shown, status.entry.place, failure.forget(name, path))
 
 
-def read(paths: Iterable[str]) -> Entries:
+def read(paths: Iterable[str]) -> KnownHosts:
     """Return the entries of all files that can be read, in order. Do not change it: who asks next gets the same."""
     versions = []
     for path in paths:
@@ -114,8 +114,8 @@ def read(paths: Iterable[str]) -> Entries:
 
 
 @functools.lru_cache(maxsize=4)
-def _read(versions: tuple[tuple[str, int, int, int], ...]) -> Entries:
-    found: list[Entry] = []
+def _read(versions: tuple[tuple[str, int, int, int], ...]) -> KnownHosts:
+    found: list[KnownHost] = []
     for path, *_ in versions:
         try:
             with open(path, encoding="utf-8", errors="replace") as file:
@@ -123,17 +123,17 @@ def _read(versions: tuple[tuple[str, int, int, int], ...]) -> Entries:
         except OSError:
             continue
         found += entries(lines, path)
-    return Entries(found)
+    return KnownHosts(found)
 
 
-def entries(lines: Iterable[str], path: str = "") -> list[Entry]:
+def entries(lines: Iterable[str], path: str = "") -> list[KnownHost]:
     """Return the entries of one file; lines that are none are passed over, as ssh does. Pure."""
     found = []
     for number, line in enumerate(lines, 1):
         words = line.split()
         marker = words.pop(0) if words and words[0].startswith("@") else ""
         if len(words) >= 3 and not words[0].startswith("#"):
-            found.append(Entry(f"{path} line {number}", path, marker, words[0], words[1], words[2]))
+            found.append(KnownHost(f"{path} line {number}", path, marker, words[0], words[1], words[2]))
     return found
 
 
@@ -157,13 +157,13 @@ def matches(names: str, name: str) -> bool:
     return found
 
 
-def of_host(found: Sequence[Entry], name: str) -> list[Entry]:
+def of_host(found: Sequence[KnownHost], name: str) -> list[KnownHost]:
     """Return the entries of one host. Pure."""
-    candidates = found.candidates(name) if isinstance(found, Entries) else found
+    candidates = found.candidates(name) if isinstance(found, KnownHosts) else found
     return [entry for entry in candidates if matches(entry.names, name)]
 
 
-def look_up(found: Sequence[Entry], name: str, kind: str, key: str) -> KeyStatus:
+def look_up(found: Sequence[KnownHost], name: str, kind: str, key: str) -> KeyStatus:
     """Return what is known about the key that `name` showed. Pure.
 
     A host of which only keys of other kinds are recorded counts as changed: its kinds were asked for first, so
@@ -190,7 +190,7 @@ def look_up(found: Sequence[Entry], name: str, kind: str, key: str) -> KeyStatus
     return KeyStatus(UNKNOWN)
 
 
-def recorded_kinds(found: Sequence[Entry], name: str) -> list[str]:
+def recorded_kinds(found: Sequence[KnownHost], name: str) -> list[str]:
     """Return the kinds of key that are recorded for a host, so that it can be asked for one of those. Pure."""
     return list(dict.fromkeys(entry.kind for entry in of_host(found, name) if not entry.marker))
 

@@ -62,7 +62,7 @@ def _load(path: str, passphrase: str | None) -> Any:
     return paramiko.PKey.from_path(path, passphrase.encode() if passphrase is not None else None)
 
 
-class Agent(AgentSSH):  # type: ignore[misc]  # paramiko has no types
+class SshAgent(AgentSSH):  # type: ignore[misc]  # paramiko has no types
     """The ssh-agent behind a socket, which may be another one than SSH_AUTH_SOCK names."""
 
     def __init__(self, path: str) -> None:
@@ -139,18 +139,18 @@ class Login:
             return False
         return True
 
-    def _open_agent(self, stack: contextlib.ExitStack) -> Agent | None:
+    def _open_agent(self, stack: contextlib.ExitStack) -> SshAgent | None:
         if not self._resolved.agent:
             return None
         try:
-            agent = Agent(self._resolved.agent)
+            agent = SshAgent(self._resolved.agent)
         except (OSError, SSHException) as err:
             self._note(f"the ssh-agent at {self._resolved.agent} does not answer ({err})")
             return None
         stack.callback(agent.close)
         return agent
 
-    def _held(self, agent: Agent) -> dict[bytes, Any]:
+    def _held(self, agent: SshAgent) -> dict[bytes, Any]:
         held = {bytes(key.blob): key for key in agent.get_keys()}
         if any(key.get_name().startswith("sk-") for key in held.values()):
             self._note("security keys of the ssh-agent need --transport openssh")

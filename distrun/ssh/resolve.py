@@ -1,4 +1,4 @@
-"""What the user's ssh configuration makes of a target. The `ssh` program is asked (`ssh -G`) where there is one."""
+"""Applies the user's ssh configuration to a target. The `ssh` program is asked (`ssh -G`) if there is one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A host as the user named it, and the command lines that lead there: that of `ssh` here, that of sshd there. Pure."""
+"""A host as the user named it, and the command lines that lead there: of `ssh` here, of sshd there. No side effects."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import pytest
 
 from distrun import daemon
 from distrun.errors import UsageError
+from distrun_runtime.contract import logout
 
 USER = pwd.getpwuid(os.geteuid()).pw_name
 LOGIN = "0::/user.slice/user-1000.slice/session-3.scope\n"
@@ -46,7 +47,7 @@ def machine(root: Path, cgroup: str = LOGIN, **files: str) -> str:
 def test_whether_a_logout_ends_processes_is_read_from_the_system(
     cgroup: str, files: dict[str, str], ends: bool, tmp_path: Path
 ) -> None:
-    assert daemon.ends_at_logout(machine(tmp_path, cgroup, **files)) is ends
+    assert logout.ends_at_logout(machine(tmp_path, cgroup, **files)) is ends
 
 
 def test_where_it_does_not_nothing_is_done(tmp_path: Path) -> None:

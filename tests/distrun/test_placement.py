@@ -106,7 +106,7 @@ def test_hosts_without_a_task_are_not_of_the_job() -> None:
 
 
 def test_groups_of_workers_begin_with_the_host_of_worker_0() -> None:
-    assert placement.worker_hosts(place(3, 3, FIVE)) == ("h4", "h5", "h1")
+    assert placement.worker_places(place(3, 3, FIVE)) == ("h4", "h5", "h1")
 
 
 def test_the_scheduler_host_is_one_of_the_hosts() -> None:
@@ -257,3 +257,15 @@ def test_all_tasks_are_placed_within_slots_and_roles_or_refused_rightly(
         here = [slot for slot in slots if slot.host == spec.name and slot.role != "scheduler"]
         assert len(here) <= most[spec.name]
         assert all(placement.takes(spec, slot.role) for slot in here)
+
+
+def test_local_ranks_count_within_a_place() -> None:
+    tasks = [("worker", 0, "a", "7"), ("worker", 1, "a", "8"), ("worker", 2, "a", "8"), ("worker", 3, "b", "")]
+    slots = placement.slots_in(tasks)
+    assert [(slot.place, slot.local_rank, slot.local_size) for slot in slots] == [
+        ("7", 0, 1),
+        ("8", 0, 2),
+        ("8", 1, 2),
+        ("b", 0, 1),
+    ]
+    assert placement.worker_places(slots) == ("7", "8", "b")

@@ -10,11 +10,11 @@ from distrun import planning as plans
 from distrun import request as requests
 from distrun.errors import UsageError
 from distrun.hosts import Inventory, named, parse
-from distrun.placement import place
+from distrun.placement import place, slots_in
 from distrun.request import JobRequest, Setting
 from distrun_runtime.contract import environ
 from distrun_runtime.contract import plan as contract
-from distrun_runtime.contract.plan import Plan, Runtime, Secrets
+from distrun_runtime.contract.plan import Place, Plan, Runtime, Secrets
 
 FIVE = ("h1", "h2", "h3", "h4", "h5")
 SETUP = plans.Setup(
@@ -302,3 +302,20 @@ def test_interpreters_are_looked_at_before_the_copy_unless_they_may_come_with_it
 ) -> None:
     request = JobRequest(command=("true",), workers=1, servers=1, cwd="/w", activated=activated)
     assert plans.may_bring(request, parse(hosts, "hosts").specs, names) is brings
+
+
+def test_tasks_of_two_places_of_a_node_are_told_apart() -> None:
+    slots = slots_in([("worker", 0, "d1", "7"), ("worker", 1, "d1", "8"), ("worker", 2, "d1", "8")])
+    places = (Place("7", "d1"), Place("8", "d1"))
+    allocation = plans.Allocation(named(("d1",)), slots, places=places)
+    request = JobRequest(command=("python", "t.py"), workers=3, servers=0, cwd="/w")
+    plan, _ = plans.make_plan(request, allocation, SETUP)
+    assert plan.places == places
+    assert [host.name for host in plan.hosts] == ["d1"]
+    found = [added(plan, task.name) for task in plan.tasks]
+    names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "DISTRUN_NODE_RANK", "DMLC_NODE_HOST", "MASTER_PORT")
+    assert [tuple(env[name] for name in names) for env in found] == [
+        ("0", "1", "0", "0", "{host:7.address}", "{7/port:master}"),
+        ("0", "2", "1", "0", "{host:8.address}", "{7/port:master}"),
+        ("1", "2", "1", "0", "{host:8.address}", "{7/port:master}"),
+    ]

@@ -164,3 +164,15 @@ def test_wrong_tuning_variables_are_named_with_what_would_be_right() -> None:
 
 def test_what_the_user_gives_repairs_what_is_outside() -> None:
     request.check_tuning([Setting("PS_VERBOSE", "1")], {"PS_VERBOSE": "3"})
+
+
+def test_addresses_of_the_coordinator_are_addresses_or_names_without_a_port() -> None:
+    assert request.parse_addresses("") == ()
+    assert request.parse_addresses("10.0.0.1, head-0.example,fd00::1,10.0.0.1") == (
+        "10.0.0.1",
+        "head-0.example",
+        "fd00::1",
+    )
+    for wrong in ("10.0.0.1:4711", "a,,b", "-x", "a b", "[::1]"):
+        with pytest.raises(UsageError, match="--coordinator-address: expected addresses or host names"):
+            request.parse_addresses(wrong)

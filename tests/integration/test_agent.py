@@ -351,7 +351,7 @@ def test_what_a_task_publishes_is_stamped_and_says_whether_we_had_signalled_it()
         first = driver.wait("published").header
         assert (first["values"], first["stopped"]) == ({"failed": "mine"}, False)
         assert before <= float(str(first["time"])) <= time.time()
-        driver.say("stop", tasks=["worker-0"], ladder=[["TERM", 10.0], ["KILL", 0]])
+        driver.say("stop", tasks=["worker-0"], steps=[["TERM", 10.0], ["KILL", 0]])
         second = driver.wait("published").header
         assert (second["values"], second["stopped"]) == ({"failed": "late"}, True)
         driver.exited()
@@ -438,7 +438,7 @@ def test_unknown_and_malformed_frames_are_warned_of_and_do_no_harm() -> None:
         driver.say("dance")
         assert "dance" in str(driver.wait("warning").header["text"])
         driver.begin()
-        for broken in ({"type": "spawn"}, {"type": "stop", "tasks": ["worker-0"], "ladder": []}, {"type": "ack"}):
+        for broken in ({"type": "spawn"}, {"type": "stop", "tasks": ["worker-0"], "steps": []}, {"type": "ack"}):
             driver.say(str(broken.pop("type")), **broken)
             assert "malformed" in str(driver.wait("warning").header["text"])
         driver.spawn("worker-0")
@@ -467,7 +467,7 @@ def lease_ends(driver: AgentDriver) -> None:
 
 
 def stop(driver: AgentDriver) -> None:
-    driver.stop(*(one.name for one in STUBBORN), ladder=[("TERM", 0.5), ("KILL", 0)])
+    driver.stop(*(one.name for one in STUBBORN), steps=[("TERM", 0.5), ("KILL", 0)])
 
 
 def end(driver: AgentDriver) -> None:
@@ -557,7 +557,7 @@ def test_deaf_task_is_asked_first_and_killed_after_the_grace_time(way: Mapping[s
     with agent(python(DEAF), env=way) as driver:
         run(driver)
         began = time.monotonic()
-        driver.stop("worker-0", ladder=[("TERM", 0.7), ("KILL", 0)])
+        driver.stop("worker-0", steps=[("TERM", 0.7), ("KILL", 0)])
         exited = driver.exited()
         assert (exited["signal"], exited["stopped"]) == ("KILL", True)
         assert time.monotonic() - began >= 0.7
@@ -567,16 +567,16 @@ def test_deaf_task_is_asked_first_and_killed_after_the_grace_time(way: Mapping[s
 def test_harsher_stop_replaces_the_one_before() -> None:
     with agent(python(DEAF)) as driver:
         run(driver)
-        driver.stop("worker-0", ladder=[("INT", 300.0), ("TERM", 300.0), ("KILL", 0)])
-        driver.stop("worker-0", ladder=[("KILL", 0)])
+        driver.stop("worker-0", steps=[("INT", 300.0), ("TERM", 300.0), ("KILL", 0)])
+        driver.stop("worker-0", steps=[("KILL", 0)])
         assert driver.exited()["signal"] == "KILL"
 
 
 def test_gentler_stop_does_not_put_off_the_kill() -> None:
     with agent(python(DEAF)) as driver:
         run(driver)
-        driver.stop("worker-0", ladder=[("TERM", 0.5), ("KILL", 0)])
-        driver.stop("worker-0", ladder=[("TERM", 300.0), ("KILL", 0)])
+        driver.stop("worker-0", steps=[("TERM", 0.5), ("KILL", 0)])
+        driver.stop("worker-0", steps=[("TERM", 300.0), ("KILL", 0)])
         assert driver.exited()["signal"] == "KILL"
 
 
@@ -611,7 +611,7 @@ def test_stop_ends_what_an_ended_task_left_behind() -> None:
         driver.spawn()
         assert driver.exited()["code"] == 0
         poll(lambda: len(driver.leftovers()) == 2, "helpers may outlive their task until the job is told to stop")
-        driver.stop("worker-0", ladder=[("TERM", 1.0), ("KILL", 0)])
+        driver.stop("worker-0", steps=[("TERM", 1.0), ("KILL", 0)])
         assert driver.wait("cleared").header["left"] == []
         assert driver.leftovers() == []
 
@@ -622,7 +622,7 @@ def test_stopping_one_task_leaves_the_others_and_their_helpers_alone() -> None:
         run(driver)
         driver.spawn("worker-1")
         driver.hear_until(lambda: driver.text("worker-1"), "ready")
-        driver.stop("worker-0", ladder=[("TERM", 1.0), ("KILL", 0)])
+        driver.stop("worker-0", steps=[("TERM", 1.0), ("KILL", 0)])
         driver.exited("worker-0")
         poll(lambda: len(driver.leftovers()) == 2, "worker-0's helper ended, worker-1 and its helper live")
         assert not any(frame.type in ("cleared", "exited") for frame in driver.frames)

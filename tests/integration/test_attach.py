@@ -201,10 +201,18 @@ def test_s_or_another_ctrl_c_stops_the_job_as_launch_does(second: str, distrun: 
 @pytest.mark.parametrize("name", ["HUP", "TERM", "KILL", "QUIT", "USR1", "SEGV"])
 def test_whatever_ends_a_client_the_job_goes_on(name: str, distrun: Distrun) -> None:
     job = detached(distrun)
-    attached = distrun.start("attach", "--since-start", job, stdout=subprocess.PIPE)
+    number = getattr(signal, "SIG" + name)
+    is_ignored = signal.getsignal(number) == signal.SIG_IGN  # these tests run by a script's `&`: QUIT is
+    if is_ignored:
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        attached = distrun.start("attach", "--since-start", job, stdout=subprocess.PIPE)
+    finally:
+        if is_ignored:
+            signal.signal(number, signal.SIG_IGN)
     assert attached.stdout is not None
     attached.stdout.readline()
-    attached.send_signal(getattr(signal, "SIG" + name))
+    attached.send_signal(number)
     assert attached.wait(LIMIT_S) != 0
     attached.stdout.close()
     wait_until(lambda: not control_clients(distrun), LIMIT_S, "the coordinator has noticed")

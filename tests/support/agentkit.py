@@ -136,8 +136,8 @@ class AgentDriver:
         self.say("spawn", task=name, env=env)
         return self.wait("started", "exited", task=name)
 
-    def stop(self, *names: str, ladder: Sequence[tuple[str, float]] = (("TERM", 5.0), ("KILL", 0))) -> None:
-        self.say("stop", tasks=names, ladder=ladder)
+    def stop(self, *names: str, steps: Sequence[tuple[str, float]] = (("TERM", 5.0), ("KILL", 0))) -> None:
+        self.say("stop", tasks=names, steps=steps)
 
     def cut(self) -> None:
         """End the connection; what was said is kept for another."""

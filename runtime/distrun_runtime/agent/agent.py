@@ -38,6 +38,8 @@ REMEMBER_S = 5.0
 """Without a subreaper, the interval at which the tasks' processes are remembered, before they can lose their parent."""
 PREPARING_S = 60.0
 """What the agent does before its first task may keep it from beating for so long at least."""
+SILENT = 1 / 3
+"""Share of the lease after which an agent that can get another connection does not wait for this one any more."""
 OTHER = "other"
 """`kind` of a failure without a kind of its own."""
 
@@ -45,8 +47,15 @@ OTHER = "other"
 class Return(Protocol):
     """How the agent of a plan with `on_eof: hold` gets another connection when one has ended."""
 
+    @property
+    def next_at(self) -> float:
+        """When `tick` has something to do (monotonic clock); infinite: never."""
+
     def begin(self) -> None:
-        """See to another connection: the last one has ended."""
+        """See to another connection: the last one has ended, or is silent. It may be called again before one comes."""
+
+    def tick(self, now: float) -> None:
+        """Do what is due."""
 
     def close(self) -> None:
         """Free everything; no connection is wanted any more."""
@@ -82,7 +91,7 @@ class Agent:
         self._selector = selectors.PollSelector()
         self._runner = TaskRunner(channel, self._selector)
         self._runner.on_other = self._on_other_end
-        self._stopping = Stopping({}, self._runner.tasks, is_subreaper)
+        self._stopping = Stopping({"DISTRUN_JOB_ID": ""}, self._runner.tasks, is_subreaper)  # nothing has this mark
         self._share: Optional[Share] = None
         self._preflight: Optional[Preflight] = None
         self._begun: Any = None
@@ -93,6 +102,8 @@ class Agent:
         self._is_leaving = False
         self._code = 0
         self._heard_at = time.monotonic()
+        self._asked_at = 0.0
+        """When another connection was last asked for because of silence."""
         self._remember_at = math.inf
         self._beat_at = math.inf
         self._listening: Optional[Connection] = None
@@ -125,11 +136,18 @@ class Agent:
     def _timeout(self) -> float:
         lease_end = math.inf if self._is_leaving else self._lease_end()
         preflight_at = self._preflight.deadline if self._preflight is not None else math.inf
-        due = min(self._stopping.next_at, self._remember_at, self._beat_at, lease_end, preflight_at)
+        return_at = min(self._return.next_at, self._silent_at()) if self._return is not None else math.inf
+        due = min(self._stopping.next_at, self._remember_at, self._beat_at, lease_end, preflight_at, return_at)
         return max(0.0, min(due - time.monotonic(), 3600.0))
 
     def _lease_end(self) -> float:
         return self._heard_at + (self._share.plan.limits.lease_s if self._share else FIRST_LEASE_S)
+
+    def _silent_at(self) -> float:
+        """Return when another connection is wanted because the coordinator is silent: this one may be dead."""
+        if self._share is None or self._is_leaving:
+            return math.inf
+        return max(self._heard_at, self._asked_at) + self._share.plan.limits.lease_s * SILENT
 
     def _tick(self, now: float) -> None:
         self._beat(now)
@@ -138,6 +156,12 @@ class Agent:
             self._leave(self._gentle(), facts.EXIT_TERMINATED)
         if self._preflight is not None and now >= self._preflight.deadline:
             self._preflight.expire()
+        if self._return is not None:
+            if now >= self._silent_at():
+                self._asked_at = now
+                self._return.begin()
+            if now >= self._return.next_at:
+                self._return.tick(now)
         left = self._stopping.step(now)
         if left is not None:
             self._say("cleared", left=[_described(row) for row in left])
@@ -161,7 +185,7 @@ class Agent:
         writing = connection.writing if connection is not None and self._channel.wants_to_write else -1
         if reads is self._listening and writing == self._writing:
             return
-        self._deafen()
+        self._unlisten()
         self._listening, self._writing = reads, writing
         if reads is not None and reads.reading == writing:
             self._selector.register(writing, selectors.EVENT_READ | selectors.EVENT_WRITE, self._on_both)
@@ -171,7 +195,7 @@ class Agent:
         if writing >= 0:
             self._selector.register(writing, selectors.EVENT_WRITE, self._channel.flush)
 
-    def _deafen(self) -> None:
+    def _unlisten(self) -> None:
         """Wait for nothing of the connection."""
         reading = self._listening.reading if self._listening is not None else -1
         for descriptor in {reading, self._writing} - {-1}:
@@ -231,7 +255,7 @@ class Agent:
 
     def _on_connection(self, connection: Connection, ahead: bytes) -> None:
         """Go on over another connection. One that seems to be there yet was cut where we cannot see it."""
-        self._deafen()
+        self._unlisten()
         self._channel.attach(connection)
         self._heard_at = time.monotonic()
         self._hear(self._channel.feed(ahead))
@@ -254,7 +278,7 @@ class Agent:
 
     def _on_lost(self) -> None:
         """Stop, or hold, because the connection has ended."""
-        self._deafen()
+        self._unlisten()
         if self._return is not None and not self._channel.fault:
             self._channel.cut()
             self._return.begin()
@@ -408,7 +432,7 @@ class Agent:
 
     def _stop(self, header: Dict[str, Any]) -> None:
         self._catch_up()
-        self._stopping.stop(list(header["tasks"]), stopping.parse(header["ladder"], time.monotonic()))
+        self._stopping.stop(list(header["tasks"]), stopping.parse(header["steps"], time.monotonic()))
 
     def _ack(self, header: Dict[str, Any]) -> None:
         self._runner.acknowledge(header["task"], header["stream"], int(header["offset"]))
@@ -502,7 +526,7 @@ class Agent:
         others = {who for each in running for who in each.processes.known if who != each.leader}
         current = Record(
             share.plan.job,
-            share.host,
+            share.place,
             self._guard.identity,
             self._me,
             self._grace_s(),

@@ -24,7 +24,7 @@ MEMORY_BYTES = 1024 * 1024
 class Outlet:
     """One stream ("out" or "err") of one task."""
 
-    def __init__(self, task: str, stream: str, descriptor: int, spool: Spool, attempt: int = 0) -> None:
+    def __init__(self, task: str, stream: str, descriptor: int, spool: StreamSpool, attempt: int = 0) -> None:
         self.task = task
         self.attempt = attempt
         self.stream = stream
@@ -98,7 +98,7 @@ class Outlet:
             self.descriptor = None
 
 
-class Spool:
+class StreamSpool:
     """Bytes `begin` to `end` of one stream of a task, on this host's disk, addressed by byte offset.
 
     It is kept in segments, so that what the coordinator has acknowledged can be removed from the disk. If the disk is
@@ -113,7 +113,7 @@ class Spool:
         self._path = path
         self._segment_bytes = segment_bytes
         self._memory_bytes = memory_bytes
-        self._segments: List[_Segment] = []
+        self._segments: List[_SpoolFile] = []
         self._count = 0
         self._memory: Deque[bytes] = deque()
         self._in_memory = 0
@@ -171,12 +171,12 @@ class Spool:
         self._memory.clear()
         self._in_memory = 0
 
-    def _is_growing(self, segment: _Segment) -> bool:
+    def _is_growing(self, segment: _SpoolFile) -> bool:
         return segment is self._segments[-1] and segment.length < self._segment_bytes and not self.failure
 
     def _write(self, view: memoryview) -> int:
         if not self._segments or self._segments[-1].length >= self._segment_bytes:
-            self._segments.append(_Segment(f"{self._path}.{self._count}", self.end))
+            self._segments.append(_SpoolFile(f"{self._path}.{self._count}", self.end))
             self._count += 1
         segment = self._segments[-1]
         left = self._segment_bytes - segment.length
@@ -185,7 +185,7 @@ class Spool:
         return written
 
 
-class _Segment:
+class _SpoolFile:
     def __init__(self, path: str, start: int) -> None:
         self.path = path
         self.start = start

@@ -14,6 +14,7 @@ import math
 import os
 import selectors
 import sys
+import time
 from typing import Any, Callable, Dict, Generator, Mapping, NamedTuple, Optional, Union
 
 from distrun_runtime.agent.commands import FD, NOT_FOUND, SCRIPT, TIMED_OUT, Command, CommandResult, RunningCommand
@@ -43,7 +44,16 @@ class Need(NamedTuple):
     digest: str
 
 
-Steps = Generator[Union[Command, Need], Any, Share]
+class NodeTurn(NamedTuple):
+    """`take` is to be called again and again, until it returns true or `limit_s` are over."""
+
+    take: Callable[[], bool]
+    limit_s: float
+
+
+Steps = Generator[Union[Command, Need, NodeTurn], Any, Share]
+TRY_S = 0.1
+"""Between two calls of `NodeTurn.take`."""
 
 
 def steps(share: Share) -> Steps:
@@ -54,18 +64,35 @@ def steps(share: Share) -> Steps:
         OSError: of the system, in a step that expected none.
     """
     plan = share.plan
+    if len(plan.places) < 2:  # on this node
+        share = yield from _shared(share)
+    else:
+        from distrun_runtime.agent.nodelock import TURN_S, NodeLock
+
+        lock = NodeLock(share.folder)
+        try:
+            yield NodeTurn(lock.take, TURN_S)
+            share = yield from _shared(share)
+        finally:
+            lock.release()
+    return share if _may_be_copied(share) else (yield from _environment(share))
+
+
+def _shared(share: Share) -> Steps:
+    """Make or find what all places of a node share: the folders of tasks, and the runtime."""
+    plan = share.plan
     if plan.sync is not None or any(task.cwd for task in plan.tasks):
         check_folders(plan, share.host)
     if plan.runtime.path:
-        share = share._replace(runtime=plan.runtime.path)
-    elif plan.runtime.digest:
-        from distrun_runtime.agent import cache
+        return share._replace(runtime=plan.runtime.path)
+    if not plan.runtime.digest:
+        return share
+    from distrun_runtime.agent import cache
 
-        folder = cache.find(plan.runtime.digest)
-        if not folder:
-            folder = cache.keep(plan.runtime.digest, (yield Need(plan.runtime.digest)), share.folder)
-        share = share._replace(runtime=folder)
-    return share if _may_be_copied(share) else (yield from _environment(share))
+    folder = cache.find(plan.runtime.digest)
+    if not folder:
+        folder = cache.keep(plan.runtime.digest, (yield Need(plan.runtime.digest)), share.folder)
+    return share._replace(runtime=folder)
 
 
 def settle(share: Share) -> Steps:
@@ -125,6 +152,8 @@ class Preflight:
         self._on_failed = on_failed
         self._command: Optional[RunningCommand] = None
         self._needed = ""
+        self._turn: Optional[NodeTurn] = None
+        self._try_at = self._try_until = math.inf
         self._archive = bytearray()
 
     @property
@@ -134,8 +163,8 @@ class Preflight:
 
     @property
     def deadline(self) -> float:
-        """When `expire` is to be called; infinite: no command runs."""
-        return self._command.deadline if self._command is not None else math.inf
+        """When `expire` is to be called; infinite: never."""
+        return self._command.deadline if self._command is not None else self._try_at
 
     def proceed(self, result: Any = None) -> None:
         """Take the next step, given the result of the last one."""
@@ -153,6 +182,9 @@ class Preflight:
             if isinstance(wanted, Need):
                 self._needed = wanted.digest
                 self._ask_for(wanted.digest)
+            elif isinstance(wanted, NodeTurn):
+                self._turn, self._try_until = wanted, time.monotonic() + wanted.limit_s
+                self._try()
             else:
                 self._command = RunningCommand(wanted, self._selector, self._on_done)
                 self._command.start()
@@ -179,16 +211,31 @@ class Preflight:
             self._command.reaped(pid, status)
 
     def expire(self) -> None:
-        """Kill the command: its time is over."""
+        """Kill the command, whose time is over; or try again to have a turn."""
         if self._command is not None:
             self._command.expire()
+        elif self._turn is not None:
+            self._try()
 
     def cancel(self) -> None:
         """Take no further step; kill the command."""
-        self._steps = None
+        if self._steps is not None:
+            self._steps.close()
+        self._steps = self._turn = None
+        self._try_at = math.inf
         if self._command is not None:
             self._command.cancel()
             self._command = None
+
+    def _try(self) -> None:
+        """Go on if it is this agent's turn, or if it has waited long enough."""
+        now = time.monotonic()
+        assert self._turn is not None
+        if self._turn.take() or now >= self._try_until:
+            self._turn, self._try_at = None, math.inf
+            self.proceed()
+        else:
+            self._try_at = now + TRY_S
 
     def _on_done(self, done: CommandResult) -> None:
         self._command = None

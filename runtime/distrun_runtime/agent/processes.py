@@ -18,7 +18,7 @@ import time
 from typing import Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Set, Tuple
 
 from distrun_runtime.agent.channel import Channel
-from distrun_runtime.agent.output import Outlet, Spool
+from distrun_runtime.agent.output import Outlet, StreamSpool
 from distrun_runtime.agent.share import exact, words
 from distrun_runtime.contract import process
 from distrun_runtime.contract.facts import EXIT_NOT_EXECUTABLE, EXIT_NOT_FOUND
@@ -295,8 +295,8 @@ def start(task: Task, env: Dict[bytes, bytes], spool_folder: str, attempt: int =
     except ProcessLookupError:
         leader = Identity(child.pid, "")  # ps could not be run; a child cannot lose its id before it is reaped
     outlets = (
-        Outlet(task.name, "out", ours[0], Spool(os.path.join(spool_folder, f"{task.name}.out")), attempt),
-        Outlet(task.name, "err", ours[1], Spool(os.path.join(spool_folder, f"{task.name}.err")), attempt),
+        Outlet(task.name, "out", ours[0], StreamSpool(os.path.join(spool_folder, f"{task.name}.out")), attempt),
+        Outlet(task.name, "err", ours[1], StreamSpool(os.path.join(spool_folder, f"{task.name}.err")), attempt),
     )
     publisher = Publisher(task.name, ours[2])
     return RunningTask(

@@ -9,6 +9,7 @@ sent until `close` reads it.
 
 from __future__ import annotations
 
+import binascii
 import contextlib
 import errno
 import os
@@ -18,7 +19,7 @@ import time
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from distrun_runtime.agent import sweep
-from distrun_runtime.agent.share import ports_to_try
+from distrun_runtime.contract.ports import ports_to_try
 from distrun_runtime.errors import ContractError
 
 BACKLOG = 256
@@ -82,6 +83,15 @@ def _connect(args: Mapping[str, Any]) -> Dict[str, Any]:
     return {"results": connect(list(args["targets"]), float(args["limit_s"]))}
 
 
+def _daemon(args: Mapping[str, Any]) -> Dict[str, Any]:
+    """Start a process that goes on when this agent has ended."""
+    from distrun_runtime.agent import daemon
+
+    data = binascii.a2b_base64(str(args["input"]))
+    env = {str(name): str(value) for name, value in dict(args["env"]).items()}
+    return {"line": daemon.start([str(word) for word in args["argv"]], data, env, float(args["limit_s"]))}
+
+
 def _close(args: Mapping[str, Any]) -> Dict[str, Any]:
     del args
     return {"nonces": close()}
@@ -96,6 +106,7 @@ _ANSWERS: Mapping[str, Callable[[Mapping[str, Any]], Dict[str, Any]]] = {
     "listen": _listen,
     "connect": _connect,
     "close": _close,
+    "daemon": _daemon,
 }
 
 

@@ -1,10 +1,11 @@
 """Keeps a job's private folder on a host: its token, its spool, and the record of what was started.
 
-    HOSTDIR/JOB.NONCE/HOST/{token, agent.json, spool/, killed}
+    HOSTDIR/JOB.NONCE/PLACE/{token, agent.json, spool/, killed}
 
 HOSTDIR is $XDG_RUNTIME_DIR/distrun or, without one, /tmp/distrun-UID: mode 0700, owned by the user, no link. A detached
 job's is /var/tmp/distrun-UID: the others may be removed when the user logs out.
-HOST is part of the path because several hosts of a job may be one machine (a test, containers that share /tmp).
+PLACE is the agent's place, called as the host where a host has one. A machine may have several, and so may several
+hosts of a job that are one machine (a test, containers that share /tmp).
 The record lets the guard, `distrun kill` and a sweep end exactly what was started; it is rewritten whole.
 """
 
@@ -107,6 +108,13 @@ def places() -> List[str]:
 def lasting_root() -> str:
     """Return the HOSTDIR that a logout leaves alone. The control sockets of coordinators are there, too."""
     return f"/var/tmp/distrun-{os.geteuid()}"
+
+
+def private_root() -> str:
+    """Return the HOSTDIR that a logout leaves alone, made if need be. Raises ContractError, OSError."""
+    root = lasting_root()
+    _private(root)
+    return root
 
 
 def every() -> List[str]:

@@ -7,11 +7,12 @@ that is bytes: odd ones of the user's stay as they were typed.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, NamedTuple, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Mapping, NamedTuple
 
 from distrun_runtime.agent import record
 from distrun_runtime.contract import environ, process, wire
 from distrun_runtime.contract.plan import HOLD, WORKER, Host, Plan, Task, from_json
+from distrun_runtime.contract.ports import ports_to_try
 from distrun_runtime.errors import ContractError, PreflightFailure
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class Share(NamedTuple):
     secret_env: Mapping[str, str]
     base: Mapping[bytes, bytes] = {}
     """The environment that tasks start from."""
+    place: str = ""
+    """Name of the place that the agent is; where a host has one, it is called as the host."""
     interface: str = ""
     """Name of the interface that has `address`, if the job has other hosts too."""
     runtime: str = ""
@@ -57,7 +60,7 @@ class Share(NamedTuple):
     @property
     def marks(self) -> Dict[str, str]:
         """What a process of the job is known by, whoever its parent is by then."""
-        return process.marks(self.plan.job, self.plan.nonce, self.host)
+        return process.marks(self.plan.job, self.plan.nonce, self.host, self.place)
 
     def environment(self, task: Task, sent: Mapping[str, str]) -> Dict[bytes, bytes]:
         """Return a task's environment: this host's, its secrets, what was sent with it, and what it is known by."""
@@ -121,12 +124,13 @@ def take(header: Mapping[str, Any]) -> Share:
         )
     plan = from_json(header["plan"])
     host = _host(plan, str(header["host"]))
+    place = str(header.get("place") or host.name)
     token = str(header.get("token") or "")
     outer = environ.snapshot()
     address = host.address or _address(plan, host, outer)
     named = [task.env["DISTRUN_PORT_RANGE"] for task in plan.tasks if "DISTRUN_PORT_RANGE" in task.env]
     held = {label: hold(address, named[0] if named else "") for label in host.ports}
-    folder = record.create(plan.job, host.name, token, plan.nonce, lasts=plan.on_eof == HOLD)
+    folder = record.create(plan.job, place, token, plan.nonce, lasts=plan.on_eof == HOLD)
     token_file = os.path.join(folder, record.TOKEN) if token else ""
     # Tasks on this very machine have what the user has, the login included.
     unset = plan.unset if plan.backend == "local" else (*plan.unset, *OF_THE_CONNECTION)
@@ -139,6 +143,7 @@ def take(header: Mapping[str, Any]) -> Share:
         token_file,
         dict(header.get("secret_env") or {}),
         base=compose(environ.snapshot_bytes(), unset),
+        place=place,
         interface=_interface_of(address, plan),
     )
 
@@ -247,28 +252,3 @@ def hold(address: str, port_range: str = "") -> socket.socket:
 def port_of(held: socket.socket) -> int:
     """Return the port that is held."""
     return int(held.getsockname()[1])
-
-
-def ports_to_try(port_range: str) -> List[int]:
-    """Return the ports to try, from a random one on; [0] (any) for an empty range.
-
-    Raises:
-        ContractError: not A-B with 1 <= A <= B <= 65535.
-    """
-    if not port_range.strip():
-        return [0]
-    low, high = _bounds(port_range)
-    # Jobs that start together should not all try the same ports first.
-    first = int.from_bytes(os.urandom(2), "big") % (high - low + 1)
-    return list(range(low + first, high + 1)) + list(range(low, low + first))
-
-
-def _bounds(port_range: str) -> Tuple[int, int]:
-    first, dash, last = port_range.partition("-")
-    try:
-        low, high = int(first), int(last if dash else first)
-    except ValueError:
-        low, high = 0, 0
-    if not 1 <= low <= high <= 65535:
-        raise ContractError(f"port range {port_range!r}: expected A-B with 1 <= A <= B <= 65535")
-    return low, high

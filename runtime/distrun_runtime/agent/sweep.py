@@ -184,10 +184,7 @@ def survey() -> Dict[str, Any]:
     rows = process.table()
     kept = {(each.record.job, each.record.nonce, each.record.host): each for each in _kept()}
     environs = _environs(_of_this_container(process.mine(_without_us(rows))))
-    marked = [
-        (env["DISTRUN_JOB_ID"], env.get("DISTRUN_JOB_NONCE", ""), env.get("DISTRUN_HOST", ""))
-        for env in environs.values()
-    ]
+    marked = [(env["DISTRUN_JOB_ID"], env.get("DISTRUN_JOB_NONCE", ""), _place(env)) for env in environs.values()]
     keys = list(dict.fromkeys([*kept, *sorted(marked)]))
     return {
         "jobs": [_job(key, kept.get(key), environs) for key in keys],
@@ -222,9 +219,14 @@ def described(each: Process, task: str = "") -> Dict[str, Any]:
 
 
 def _job(key: Key, found: Optional[Found], environs: Dict[int, Dict[str, str]]) -> Dict[str, Any]:
+    marks = process.marks(key[0], key[1])
     records = [found.record] if found else []
-    # A mark without a host's name means just that, not any host.
-    processes = process.mine(belongings(records, process.marks(*key)))
+    every = belongings(records, dict(marks, DISTRUN_PLACE=key[2]) if key[2] else marks)
+    if key[2]:  # agents, guards and what older versions started are marked with their host only
+        known = {each.pid for each in every}
+        every += [each for each in belongings([], dict(marks, DISTRUN_HOST=key[2])) if each.pid not in known]
+    # A host may have several places, and a mark without a name means just that, not any of them.
+    processes = [each for each in process.mine(every) if _place(environs.get(each.pid, {}), key[2]) == key[2]]
     agent, guard = (found.record.agent, found.record.guard) if found else _above(processes)
     names = _names(records)
     return {
@@ -241,6 +243,11 @@ def _job(key: Key, found: Optional[Found], environs: Dict[int, Dict[str, str]]) 
         ],
         "folder": found.folder if found else "",
     }
+
+
+def _place(env: Mapping[str, str], unmarked: str = "") -> str:
+    """Return the place that a process's marks name; `unmarked` if it has none."""
+    return (env.get("DISTRUN_PLACE") or env.get("DISTRUN_HOST", "")) if env else unmarked
 
 
 def _names(records: Iterable[Record]) -> Dict[Identity, str]:

@@ -13,6 +13,7 @@ Then the session goes on. Nothing here waits: each connection has its callback i
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import socket
@@ -53,8 +54,13 @@ class Waiting:
         self._socket = _listen(folder)
         self._selector.register(self._socket.fileno(), selectors.EVENT_READ, self._accept)
 
+    next_at = math.inf
+
     def begin(self) -> None:
         """Do nothing: who wants to come comes."""
+
+    def tick(self, now: float) -> None:
+        """Do nothing: nothing is ever due."""
 
     def close(self) -> None:
         """Stop listening."""

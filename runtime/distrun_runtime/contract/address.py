@@ -1,4 +1,4 @@
-"""Which address of this machine its peers use for data.
+"""Finds the address of this machine that its peers use for data.
 
 Standard library only, Python 3.8. Linux and macOS.
 """
@@ -67,6 +67,17 @@ def interfaces() -> List[Interface]:
     finally:
         libc.freeifaddrs(first)
     return found
+
+
+def own() -> List[str]:
+    """Return the addresses of this machine, those last that only this machine can reach."""
+    import ipaddress
+
+    found = [ipaddress.ip_address(row.ip) for row in interfaces()]
+    # A link-local address means nothing without an interface, which each node calls as it likes.
+    usable = [each for each in dict.fromkeys(found) if not each.is_link_local and not each.is_loopback]
+    loopback = [each for each in dict.fromkeys(found) if each.is_loopback]
+    return [str(each) for each in [*usable, *loopback]] or ["127.0.0.1"]
 
 
 def choose(interface: str = "", subnet: str = "", toward: str = "") -> str:

@@ -75,7 +75,7 @@ class Detach:
 
 
 @dataclass(frozen=True)
-class Output:
+class OutputWanted:
     """Output is wanted."""
 
     cursor: Optional[int] = None
@@ -91,7 +91,7 @@ class Subscribe:
     events: bool = False
     metrics: bool = False
     """Nothing is sent yet."""
-    output: Optional[Output] = None
+    output: Optional[OutputWanted] = None
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,14 @@ class Signal:
 
 
 @dataclass(frozen=True)
-class Answer:
+class PromptAnswer:
     """The user has answered a prompt; None: there is no terminal, or the time was up."""
 
     id: int
     text: Optional[str]
 
 
-Request = Union[Hello, State, Stop, Kill, Detach, Subscribe, Stack, Signal, Answer]
+Request = Union[Hello, State, Stop, Kill, Detach, Subscribe, Stack, Signal, PromptAnswer]
 
 
 class Conversation:
@@ -175,7 +175,9 @@ def _subscribe(frame: wire.Frame) -> Subscribe:
     if wanted is False or wanted is None:
         output = None
     else:
-        output = Output(_count_or_none("cursor", wanted.get("cursor")), _count_or_none("tail", wanted.get("tail")))
+        output = OutputWanted(
+            _count_or_none("cursor", wanted.get("cursor")), _count_or_none("tail", wanted.get("tail"))
+        )
     return Subscribe(bool(header.get("events", False)), bool(header.get("metrics", False)), output)
 
 
@@ -183,9 +185,9 @@ def _signal(frame: wire.Frame) -> Signal:
     return Signal(_one_of("name", frame.header["name"], SIGNALS))
 
 
-def _answer(frame: wire.Frame) -> Answer:
+def _answer(frame: wire.Frame) -> PromptAnswer:
     text = frame.body.decode("utf-8", "replace") if frame.header.get("given") else None
-    return Answer(int(frame.header["id"]), text)
+    return PromptAnswer(int(frame.header["id"]), text)
 
 
 _READERS: Mapping[str, Callable[[wire.Frame], Request]] = {

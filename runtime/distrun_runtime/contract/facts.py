@@ -1,4 +1,4 @@
-"""What both sides of a job have to know alike: exit codes, states, and how long is waited. Each is said here once.
+"""Exit codes, states and time limits that both sides of a job use. Each is defined here only.
 
 The table of exit codes for users is in docs/overview.md, "Deaths and exit codes".
 """

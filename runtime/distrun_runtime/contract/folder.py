@@ -42,7 +42,7 @@ class Unfit(Exception):
         self.fix = fix
 
 
-class Place(NamedTuple):
+class PreparedFolder(NamedTuple):
     """The folder, ready for the files."""
 
     path: str
@@ -62,7 +62,7 @@ def prepare(
     delete: bool = False,
     source: str = "",
     marks: bool = True,
-) -> Place:
+) -> PreparedFolder:
     """Make the folder and look whether it can take a tree of `files` files and `size` bytes.
 
     `on` is put behind the folder in messages (` on h1`), `source` is the `identity` of the tree's own folder. With
@@ -94,7 +94,7 @@ def prepare(
                 "leave --sync-delete out, or give a new folder; if all in it may go, on that host: "
                 f"touch {path}/{MARKER}",
             )
-    return Place(path, is_source, tuple(notes))
+    return PreparedFolder(path, is_source, tuple(notes))
 
 
 def expand(folder: str, on: str = "") -> str:

@@ -18,7 +18,7 @@ from typing import Any, Dict, FrozenSet, Mapping, NamedTuple, NewType, Optional,
 from distrun_runtime.contract import facts
 from distrun_runtime.errors import ContractError
 
-VERSION = 2
+VERSION = 3
 
 SCHEDULER = "scheduler"
 SERVER = "server"
@@ -62,10 +62,37 @@ class Task(NamedTuple):
     """Names of variables whose values travel in `Secrets.env` (given with --env, or forwarded)."""
     needs: Tuple[str, ...] = ()
     """Modules that the interpreter argv[0] must be able to import: checked on its host before anything starts."""
+    place: str = ""
+    """`Place.name` of the agent that starts it; empty: it is called as the host."""
+
+    @property
+    def place_name(self) -> str:
+        """The name of its place."""
+        return self.place or self.host
+
+
+class Resources(NamedTuple):
+    """What a place may use of its node. What is not given is not limited."""
+
+    cores: Optional[int] = None
+    memory: Optional[int] = None
+    """Bytes."""
+    gpus: Tuple[str, ...] = ()
+    """As CUDA_VISIBLE_DEVICES names them."""
+
+
+class Place(NamedTuple):
+    """One agent with its share of a node's resources. A node may have several; each has tasks of its own."""
+
+    name: str
+    """What the agent is called: unique in the job. Where an engine started it, the engine's name for that process."""
+    host: str
+    """`Host.name` of its node."""
+    resources: Resources = Resources()
 
 
 class Host(NamedTuple):
-    """One machine of the job."""
+    """One machine of the job: a node."""
 
     name: str
     """What it is called in prefixes, reports and references."""
@@ -172,6 +199,8 @@ class Plan(NamedTuple):
     """Bytes that are kept of each task's log, about: older ones are removed. 0: all are kept."""
     nonce: str = ""
     """64 random bits, hex: tells the job's processes from those of a job of another store by the same id. No secret."""
+    places: Tuple[Place, ...] = ()
+    """The job's places; empty: each host is one, of its own name."""
     version: int = VERSION
 
     def task(self, name: str) -> Task:
@@ -180,6 +209,19 @@ class Plan(NamedTuple):
             if task.name == name:
                 return task
         raise KeyError(name)
+
+    @property
+    def all_places(self) -> Tuple[Place, ...]:
+        """All places: one agent each."""
+        return self.places or tuple(Place(host.name, host.name) for host in self.hosts)
+
+    def host_of(self, place: str) -> Host:
+        """Return the node of a place; KeyError if there is none."""
+        name = next((each.host for each in self.places if each.name == place), "" if self.places else place)
+        for host in self.hosts:
+            if host.name == name:
+                return host
+        raise KeyError(place)
 
     def of_role(self, role: str) -> Tuple[Task, ...]:
         """Return the tasks of `role`, by rank."""
@@ -194,17 +236,19 @@ class Plan(NamedTuple):
         more = self.activate or any(task.needs or task.cwd != self.cwd for task in self.tasks)
         return self.sync is not None and bool(more)
 
-    def share(self, host: str) -> Plan:
-        """Return the plan cut down to what the agent of `host` needs, however large the job is.
+    def share(self, place: str) -> Plan:
+        """Return the plan cut down to what the agent of `place` needs, however large the job is.
 
-        That is its own tasks, itself, and of the other hosts the first: towards it the agent looks for its address. How
-        they are reached is none of its business.
+        That is its own tasks, the places of its node, and of the other hosts the first: towards it the agent looks for
+        its address. How they are reached is none of its business.
         """
+        host = self.host_of(place).name
         others = [each for each in self.hosts if each.name != host][:1]
         hosts = [each for each in self.hosts if each.name == host or each in others]
         return self._replace(
             hosts=tuple(each._replace(reach=Reach(_NONE)) for each in hosts),
-            tasks=tuple(task for task in self.tasks if task.host == host),
+            tasks=tuple(task for task in self.tasks if task.place_name == place),
+            places=tuple(each for each in self.places if each.host == host),
         )
 
 
@@ -233,7 +277,7 @@ def references(task: Task) -> FrozenSet[str]:
     """Return the names of the facts that `task` waits for. Pure.
 
     Known facts: `scheduler.address` and `scheduler.port` (published by the scheduler task itself),
-    `host:NAME.address` and `NAME/port:LABEL` (from the agent of host NAME).
+    `host:NAME.address` and `NAME/port:LABEL` (from the agent of place NAME; one place a host is called as the host).
     """
     return frozenset(name for text in task.refs.values() for name in _REFERENCE.findall(text))
 
@@ -261,6 +305,7 @@ def to_json(plan: Plan) -> Dict[str, Any]:
     value: Dict[str, Any] = plan._asdict()
     value["hosts"] = [host._asdict() for host in plan.hosts]
     value["tasks"] = [task._asdict() for task in plan.tasks]
+    value["places"] = [dict(place._asdict(), resources=place.resources._asdict()) for place in plan.places]
     value.update(limits=plan.limits._asdict(), runtime=plan.runtime._asdict())
     value["sync"] = plan.sync._asdict() if plan.sync is not None else None
     return value
@@ -278,12 +323,17 @@ def from_json(value: Mapping[str, Any]) -> Plan:
         members = dict(value)
         members["hosts"] = tuple(Host(**_tuples(host, "ports")) for host in value["hosts"])
         members["tasks"] = tuple(Task(**_tuples(task, "argv", "secret_env", "needs")) for task in value["tasks"])
+        members["places"] = tuple(_place(place) for place in value["places"])
         members["limits"] = Limits(**value["limits"])
         members["runtime"] = Runtime(**value["runtime"])
         members["sync"] = Sync(**_tuples(value["sync"], "activated")) if value["sync"] is not None else None
         return Plan(**_tuples(members, "command", "unset", "joined"))
     except (KeyError, TypeError) as err:
         raise ContractError(f"this is not a plan of distrun: {err}") from err
+
+
+def _place(value: Mapping[str, Any]) -> Place:
+    return Place(**dict(value, resources=Resources(**_tuples(value["resources"], "gpus"))))
 
 
 def _tuples(value: Mapping[str, Any], *names: str) -> Dict[str, Any]:

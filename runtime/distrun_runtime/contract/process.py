@@ -155,13 +155,17 @@ def environ_of(pid: int) -> Dict[str, str]:
     return _pairs(entry.decode("utf-8", "surrogateescape") for entry in entries)
 
 
-def marks(job: str, nonce: str, host: Optional[str] = None) -> Dict[str, str]:
-    """Return the variables by which processes of a job are found (those of one host, if given).
+def marks(job: str, nonce: str, host: Optional[str] = None, place: Optional[str] = None) -> Dict[str, str]:
+    """Return the variables by which processes of a job are found (those of one host, or of one place, if given).
 
     Ids are unique in a store only; with the nonce they are everywhere. A job of an older version has no nonce.
     """
     found = {"DISTRUN_JOB_ID": job, "DISTRUN_JOB_NONCE": nonce}
-    return found if host is None else {**found, "DISTRUN_HOST": host}
+    if host is not None:
+        found["DISTRUN_HOST"] = host
+    if place is not None:
+        found["DISTRUN_PLACE"] = place
+    return found
 
 
 def has_marks(env: Mapping[str, str], marks: Mapping[str, str]) -> bool:

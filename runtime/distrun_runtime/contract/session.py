@@ -86,7 +86,7 @@ class Session:
         """Bytes of both."""
         self._queued = 0
         """Bytes of what was not sent."""
-        self._large: Deque[_Large] = deque()
+        self._large: Deque[_LargeBody] = deque()
         self._large_sent = 0
         """Bytes of large bodies in the whole session."""
         self._allowed = WINDOW
@@ -155,7 +155,7 @@ class Session:
         The other side gets a frame for each: the header with "chunk" (the offset of this piece) and, in the last one,
         "last". If the source cannot be read on, the last one has "fault", the reason.
         """
-        self._large.append(_Large(header, source))
+        self._large.append(_LargeBody(header, source))
 
     def next(self) -> bytes:
         """Return the next frame to be written; nothing while there is none. What was returned counts as sent."""
@@ -306,7 +306,7 @@ class Session:
 _OWN = {"received": Session._on_received, "credit": Session._on_credit, "resume": Session._on_resume}
 
 
-class _Large:
+class _LargeBody:
     """A large body that is being sent. The next chunk is always read ahead, to know whether it is the last."""
 
     def __init__(self, header: Dict[str, Any], source: Source) -> None:

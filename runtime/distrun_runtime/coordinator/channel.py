@@ -112,12 +112,17 @@ class Inlet:
         """The agent's first line has come: there is an agent."""
         self.said_bye = False
         """Its last frame has come: the end of the stream is no loss."""
-        self.is_leaving = False
-        """It said that it ends by itself: `bye`, or `refused`."""
+        self.has_refused = False
+        """It cannot take its part; no task ran there."""
         self._host = host
         self._greeting = Greeting()
         self._session = session
         self._sign_at = 0.0
+
+    @property
+    def is_leaving(self) -> bool:
+        """It said that it ends by itself: `bye`, or `refused`."""
+        return self.said_bye or self.has_refused
 
     @property
     def noise(self) -> str:
@@ -142,8 +147,7 @@ class Inlet:
                 found.append(Warned(self._host, f"its shell printed before the agent: {self.noise}"))
         found += [frames.to_event(self._host, frame, now) for frame in self._session.feed(data)]
         self.said_bye = self.said_bye or any(isinstance(event, Bye) for event in found)
-        refused = any(isinstance(event, StartFailed) for event in found)
-        self.is_leaving = self.is_leaving or self.said_bye or refused
+        self.has_refused = self.has_refused or any(isinstance(event, StartFailed) for event in found)
         if data and not found and abs(now - self._sign_at) >= SIGN_S:
             found.append(Pong(self._host))
         if found:
@@ -205,6 +209,11 @@ class SessionChannel:
     def said_bye(self) -> bool:
         """Whether the agent's last frame has come."""
         return self._inlet.said_bye
+
+    @property
+    def has_refused(self) -> bool:
+        """Whether the agent has said that it cannot take its part."""
+        return self._inlet.has_refused
 
     @property
     def is_leaving(self) -> bool:
@@ -321,7 +330,7 @@ class SessionChannel:
         connection: Connection,
         program: bytes = b"",
         ahead: bytes = b"",
-        glance: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None,
     ) -> str:
         """Carry the session over a connection until that ends, and return why it did; empty: another took its place.
 
@@ -331,7 +340,7 @@ class SessionChannel:
             connection: whoever is at its other end has proved who they are.
             program: what the other side reads before the first frame.
             ahead: what was read from it already.
-            glance: called after each read, about once a second at least. What it raises ends the connection.
+            check: called after each read, about once a second at least. What it raises ends the connection.
         """
         with self.changed:
             while self._put is None and not self.is_killed:
@@ -357,7 +366,7 @@ class SessionChannel:
                 if data == b"":
                     break
                 self._hear(connection, data or b"")
-                glance()
+                check()
             self.is_over = not self.holds and not self.is_killed
         except RuntimeFault as err:  # nothing that comes after this could be understood
             reason, self.is_over = str(err), True

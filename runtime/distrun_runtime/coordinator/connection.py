@@ -13,7 +13,7 @@ import threading
 from typing import Callable, Optional, Protocol, Tuple, Type
 
 READ_SIZE = 256 * 1024
-GLANCE_MS = 500
+CHECK_MS = 500
 """How long `read` and `write` wait at most."""
 
 
@@ -158,4 +158,4 @@ def _is_ready(fd: int, what: int) -> bool:
         return True  # closed: using it says so
     poll = select.poll()
     poll.register(fd, what)
-    return bool(poll.poll(GLANCE_MS))
+    return bool(poll.poll(CHECK_MS))

@@ -27,6 +27,8 @@ SUFFIX = ".s"
 BACKLOG = 64
 STALE_LIMIT = 64
 """Sockets of dead coordinators that one coordinator removes."""
+PAUSE_S = 0.05
+"""Without a descriptor for a client that waits, it is looked so often whether there is one."""
 LOCK_S = 5.0
 """How long another coordinator's judgement of the folder is awaited; it needs milliseconds."""
 _UCRED = struct.Struct("3i")
@@ -88,7 +90,9 @@ class ControlSocket:
         """Return the next client that waits, or None and why: empty if none waits, else whom it was refused to."""
         try:
             connection, _ = self.socket.accept()
-        except OSError:  # none waits, it has gone, or there are no descriptors: it is asked again
+        except OSError as err:  # none waits, or it has gone
+            if err.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(PAUSE_S)  # it waits until there is a descriptor
             return None, ""
         uid = peer_uid(connection)
         if uid not in (0, os.geteuid()):

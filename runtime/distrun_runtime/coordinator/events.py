@@ -157,6 +157,7 @@ class Warned(NamedTuple):
     """An agent, or the channel to it, has something to say to the user."""
 
     host: str
+    """Empty: it is no host's."""
     text: str
 
 
@@ -214,6 +215,17 @@ class AgentLost(NamedTuple):
     time: float = 0.0
 
 
+class PlaceClaimedTwice(NamedTuple):
+    """A second agent, which knows the job's enrolment secret, claims the place of an agent that is there."""
+
+    host: str
+    """The place."""
+    first: str
+    """From where the agent dialled that has it."""
+    second: str
+    time: float = 0.0
+
+
 class Tick(NamedTuple):
     """Nothing happened; time passed. `time` is our wall clock."""
 
@@ -260,6 +272,7 @@ Event = Union[
     Cut,
     Resumed,
     AgentLost,
+    PlaceClaimedTwice,
     Tick,
     Interrupt,
     Shown,

@@ -180,6 +180,16 @@ def not_prepared(host: str, why: str, time: float, detail: str) -> Cause:
     return Cause(facts.SYNC, facts.EXIT_SYNC, time, text, short, host=host, detail=detail or why)
 
 
+def claimed_twice(place: str, first: str, second: str, time: float) -> Cause:
+    """Return the cause that a second agent for a place is. Nobody can tell which of the two is right."""
+    short = f"two agents claim place {place}"
+    text = (
+        f"{short}: one from {first}, and another from {second}, which knows this job's secret too;"
+        " it was started twice, or somebody else has the secret"
+    )
+    return Cause(facts.START_FAILED, facts.EXIT_START_FAILED, time, text, short, host=place)
+
+
 def start_too_slow(limit_s: float, missing: Sequence[str], time: float) -> Cause:
     """Return the cause that agents or tasks are which did not start in time."""
     text = f"not started within {duration(limit_s)} (--start-timeout): {listed(missing)}"

@@ -127,15 +127,16 @@ _EVENTS: Dict[str, Callable[[str, Mapping[str, Any], bytes, float], events.Event
 }
 
 
-def begin(plan: Plan, secrets: Secrets, host: str) -> wire.Frame:
-    """Return the frame that gives the agent of `host` its share: its own tasks, and only their secrets."""
-    share = plan.share(host)
+def begin(plan: Plan, secrets: Secrets, place: str) -> wire.Frame:
+    """Return the frame that gives the agent of `place` its share: its own tasks, and only their secrets."""
+    share = plan.share(place)
     names = {name for task in share.tasks for name in task.secret_env}
     return wire.Frame(
         {
             "type": "begin",
             "version": wire.VERSION,
-            "host": host,
+            "host": plan.host_of(place).name,
+            "place": place,
             "plan": plans.to_json(share),
             "token": secrets.token,
             "secret_env": {name: value for name, value in secrets.env.items() if name in names},
@@ -166,7 +167,7 @@ def spawn(action: Spawn) -> wire.Frame:
 def stop(action: StopTasks) -> wire.Frame:
     """Return the frame that stops tasks by a sequence of signals."""
     steps = [[name, wait_s] for name, wait_s in action.steps]
-    return wire.Frame({"type": "stop", "tasks": list(action.tasks), "ladder": steps})
+    return wire.Frame({"type": "stop", "tasks": list(action.tasks), "steps": steps})
 
 
 def end(action: EndAgent) -> wire.Frame:

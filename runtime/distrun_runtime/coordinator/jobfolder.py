@@ -221,13 +221,14 @@ class JobFolder:
             return outcome
         return dataclasses.replace(outcome, message="stopped by distrun kill")
 
-    def bury(self, survivors: Iterable[str]) -> None:
+    def bury(self, survivors: Iterable[str], is_gone: bool = False) -> None:
         """Write the end of a lost job whose processes `distrun kill` has ended, but for `survivors`.
 
-        A job that is not lost is left as it is. Raises OSError, JobStoreError.
+        A job that is not lost is left as it is, unless it is known that its coordinator `is_gone`.
+        Raises OSError, JobStoreError.
         """
         state = self.state()
-        if state["state"] != facts.LOST:
+        if state["state"] != facts.LOST and not is_gone:
             return
         now = time.time()
         tasks = tuple(_stopped(_result(task), now) for task in state["tasks"])
@@ -404,6 +405,19 @@ class JobFolder:
         who = process.identity(os.getpid())
         value = {"version": VERSION, "host": socket.gethostname(), "boot": process.boot_id(), "pid": who.pid}
         _replace(self.path / "control.json", dict(value, start=who.start, path=path))
+
+    def place_elsewhere(self, told: Mapping[str, Any], host: str, login: str) -> None:
+        """Note that the coordinator runs on another host, which has the job's real folder. Raises OSError.
+
+        Args:
+            told: `pid`, `start`, `boot`, `path` of the control socket and `folder`, as it told them.
+            host: its host, as the job calls it.
+            login: what a user types before a command to run it there.
+        """
+        who = {"version": VERSION, "pid": told["pid"], "start": told["start"], "boot": told["boot"], "host": host}
+        where = {**who, "path": told["path"], "folder": told["folder"], "login": login}
+        _replace(self.path / "control.json", where)
+        _replace(self.path / "launcher.json", who)
 
     def control(self) -> Optional[Dict[str, Any]]:
         """Read control.json: {"host", "boot", "pid", "start", "path", "version"}; None: there is none.

@@ -41,8 +41,9 @@ def run(
     runtime: Callable[[], bytes] = _no_runtime,
     prepare: Optional[Callable[[Put], None]] = None,
     watcher: Optional[Watcher] = None,
+    ends_when_ready: bool = False,
 ) -> Outcome:
-    """Run a job to its end: one channel for each host of the plan. Blocks; returns when no agent is left.
+    """Run a job to its end: one channel for each place of the plan. Blocks; returns when no agent is left.
 
     Called in the main thread it takes over INT, TERM, HUP and TSTP and gives them back; a signal that was ignored
     stays ignored. `verbosity` >= 2 says every frame at level debug. The outcome is also in the folder
@@ -52,24 +53,34 @@ def run(
     `prepare(put)` is called once, when every host is ready, and before any task is spawned: it begins, in a thread of
     its own, what is to be done by then, returns at once, and puts `AllPrepared` or `PrepareFailed` at its end.
     `watcher` is told every event that is recorded, and every state.
+    `ends_when_ready`: no task is started. If every host gets ready, the folder does not say that the job has ended.
 
     Should the loop itself fail, the agents are let go (they end their tasks), the folder says so, and the error
     is raised.
 
     Raises:
-        ContractError: channels and hosts of the plan do not match.
+        ContractError: channels and places of the plan do not match.
     """
     named = sorted(channel.host for channel in channels)
-    if named != sorted(host.name for host in plan.hosts):
-        wanted = ", ".join(host.name for host in plan.hosts)
-        raise ContractError(f"channels to {', '.join(named)} were given for a plan of hosts {wanted}")
-    job = _Job(
-        plan, secrets, channels, folder, sink, verbosity=verbosity, runtime=runtime, prepare=prepare, watcher=watcher
+    if named != sorted(place.name for place in plan.all_places):
+        wanted = ", ".join(place.name for place in plan.all_places)
+        raise ContractError(f"channels to {', '.join(named)} were given for a plan of places {wanted}")
+    job = _JobRun(
+        plan,
+        secrets,
+        channels,
+        folder,
+        sink,
+        verbosity=verbosity,
+        runtime=runtime,
+        prepare=prepare,
+        watcher=watcher,
+        ends_when_ready=ends_when_ready,
     )
     return job.run()
 
 
-class _Job:
+class _JobRun:
     """One job: `loop.Decisions` around the supervisor."""
 
     def __init__(
@@ -84,6 +95,7 @@ class _Job:
         runtime: Callable[[], bytes],
         prepare: Optional[Callable[[Put], None]],
         watcher: Optional[Watcher],
+        ends_when_ready: bool,
     ) -> None:
         self._plan = plan
         self._folder = folder
@@ -93,7 +105,8 @@ class _Job:
         self._archive = b""
         self._prepare = prepare
         self._watcher = watcher
-        self._supervisor = Supervisor(plan, has_preparation=prepare is not None)
+        self._supervisor = Supervisor(plan, prepare is not None, ends_when_ready)
+        self._ends_when_ready = ends_when_ready
         self._spool = Spool(folder.logs, plan.log_limit)
         self._outcome: Optional[Outcome] = None
         # Several answers must be missing before a host is suspect.
@@ -126,6 +139,8 @@ class _Job:
         finally:
             self._loop.close()
             self._spool.close()
+        if self._ends_when_ready and not outcome.exit_code:
+            return outcome
         self._try(lambda: self._folder.finish(outcome))
         self._tell_state()
         self._record("finished", exit_code=outcome.exit_code, reason=outcome.reason, message=outcome.message)
@@ -167,7 +182,8 @@ class _Job:
             return []  # the supervisor says what it thinks of that
         written = self._spool.add(event.task, event.stream, event.offset, event.data, event.attempt)
         if written.fresh:
-            self._sink.output(event.task, event.host, event.stream, written.fresh, written.at)
+            host = self._supervisor.roster.tasks[event.task].host
+            self._sink.output(event.task, host, event.stream, written.fresh, written.at)
         if written.fresh and written.at is None:
             warning = self._spool.warning()
             if warning:
@@ -258,6 +274,7 @@ _RECORDED = {
     events.Cut: "cut",
     events.Resumed: "resumed",
     events.AgentLost: "lost",
+    events.PlaceClaimedTwice: "claimed_twice",
     events.Interrupt: "interrupt",
 }
 """What is noted in events.jsonl, and under which name."""

@@ -15,7 +15,7 @@ TAIL_LIMIT = 64 * 1024 * 1024
 class LoggedOutput:
     """An `OutputReader` of `service`, over `LogReader`. Raises JobStoreError (an OSError) where logs cannot be read."""
 
-    def __init__(self, folder: JobFolder, wanted: control.Output) -> None:
+    def __init__(self, folder: JobFolder, wanted: control.OutputWanted) -> None:
         self._hosts = {task.name: task.host for task in folder.plan().tasks}
         self._reader = LogReader(folder.logs)
         try:
@@ -44,7 +44,7 @@ class LoggedOutput:
         self._reader.close()
 
 
-def begin(reader: LogReader, wanted: control.Output) -> int:
+def begin(reader: LogReader, wanted: control.OutputWanted) -> int:
     """Return the cursor at which a client's output begins."""
     if wanted.cursor is not None:
         return max(reader.begin(), min(wanted.cursor, reader.end()))

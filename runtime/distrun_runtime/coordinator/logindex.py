@@ -34,7 +34,7 @@ _CODES = {name: code for code, name in enumerate(_STREAMS)}
 _CHECK = struct.Struct("<I")
 
 
-class Entry(NamedTuple):
+class IndexEntry(NamedTuple):
     """One record."""
 
     time: float
@@ -54,7 +54,7 @@ class Entry(NamedTuple):
         return self.position + self.length
 
 
-def encode(entry: Entry) -> bytes:
+def encode(entry: IndexEntry) -> bytes:
     """Return a record. Raises ValueError if the task's name has more than 20 bytes."""
     name = entry.task.encode("utf-8")
     if len(name) > 20:
@@ -72,7 +72,7 @@ def encode(entry: Entry) -> bytes:
     return head + _CHECK.pack(binascii.crc32(head))
 
 
-def decode(data: bytes, start: int = 0) -> Optional[Entry]:
+def decode(data: bytes, start: int = 0) -> Optional[IndexEntry]:
     """Return the record at `start`; None if there is no whole one."""
     if len(data) < start + SIZE:
         return None
@@ -82,10 +82,10 @@ def decode(data: bytes, start: int = 0) -> Optional[Entry]:
     if magic != _MAGIC or stream >= len(_STREAMS) or check != binascii.crc32(head):
         return None
     task = name.rstrip(b"\0").decode("utf-8", "replace")
-    return Entry(time, task, _STREAMS[stream], attempt, at, length, position)
+    return IndexEntry(time, task, _STREAMS[stream], attempt, at, length, position)
 
 
-def entries(data: bytes) -> Iterator[Entry]:
+def entries(data: bytes) -> Iterator[IndexEntry]:
     """Give the whole records in `data`, which begins with one."""
     for start in range(0, len(data) - SIZE + 1, SIZE):
         entry = decode(data, start)
@@ -116,9 +116,9 @@ class IndexWriter:
         self._time = 0.0
         self._covered: Dict[str, int] = {}
         """By task: the records on the disk stand for the log before this offset."""
-        self._pending: List[Entry] = []
+        self._pending: List[IndexEntry] = []
 
-    def add(self, piece: Entry) -> None:
+    def add(self, piece: IndexEntry) -> None:
         """Take a piece of output that is in the log. One that continues the last piece is joined to it."""
         last = self._pending[-1] if self._pending else None
         if (
@@ -158,9 +158,11 @@ class IndexWriter:
             os.close(self._fd)
             self._fd = None
 
-    def _whole(self, pending: List[Entry], ends: Mapping[str, int], covered: Dict[str, int]) -> Iterator[Entry]:
+    def _whole(
+        self, pending: List[IndexEntry], ends: Mapping[str, int], covered: Dict[str, int]
+    ) -> Iterator[IndexEntry]:
         """Give the pieces, none longer than PIECE_LIMIT, and before each what its task's log has since the last."""
-        last = [Entry(self._time, task, UNKNOWN, 0, end, 0) for task, end in ends.items()]
+        last = [IndexEntry(self._time, task, UNKNOWN, 0, end, 0) for task, end in ends.items()]
         for entry in (*pending, *last):
             start = covered.get(entry.task, 0)
             if start < entry.at:
@@ -211,12 +213,12 @@ class IndexWriter:
             self._size = start + SIZE
         os.ftruncate(self._fd, self._size)
 
-    def _take(self, entry: Entry) -> None:
+    def _take(self, entry: IndexEntry) -> None:
         self._time = max(self._time, entry.time)
         self._position = entry.end
         self._covered[entry.task] = max(self._covered.get(entry.task, 0), entry.at + entry.length)
 
 
-def _cut(entry: Entry) -> Iterator[Entry]:
+def _cut(entry: IndexEntry) -> Iterator[IndexEntry]:
     for start in range(0, entry.length, PIECE_LIMIT):
         yield entry._replace(at=entry.at + start, length=min(PIECE_LIMIT, entry.length - start))

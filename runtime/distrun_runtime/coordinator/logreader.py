@@ -14,7 +14,7 @@ from typing import Callable, Collection, Iterator, List, NamedTuple, Optional, T
 
 from distrun_runtime.coordinator import logindex, stored
 from distrun_runtime.coordinator.logfiles import LogFile, log_path
-from distrun_runtime.coordinator.logindex import NAME, OLDER, SIZE, Entry
+from distrun_runtime.coordinator.logindex import NAME, OLDER, SIZE, IndexEntry
 from distrun_runtime.errors import JobStoreError
 
 READ_LIMIT = 256 * 1024
@@ -59,7 +59,7 @@ class LogReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._segments: List[_Segment] = []
+        self._segments: List[_IndexFile] = []
         """The rotated file, if there is one, and the current one."""
         self._logs: OrderedDict[str, LogFile] = OrderedDict()
 
@@ -207,7 +207,7 @@ class LogReader:
         self._logs[task] = log
         return log
 
-    def _entries(self, cursor: int) -> Iterator[Entry]:
+    def _entries(self, cursor: int) -> Iterator[IndexEntry]:
         """Give the records from the one on that has `cursor`, at most _SCAN of them."""
         left = _SCAN
         for segment in self._segments:
@@ -231,7 +231,7 @@ class LogReader:
             for segment in self._segments:
                 segment.close()
             # The current one first: if it is rotated in between, it is found a second time, and none is missed.
-            files = [_Segment.open(self.folder / name) for name in (NAME, OLDER)]
+            files = [_IndexFile.open(self.folder / name) for name in (NAME, OLDER)]
             found = [segment for segment in reversed(files) if segment is not None]
             if len(found) > 1 and found[0].is_file(os.fstat(found[1].descriptor)):
                 found.pop().close()
@@ -240,7 +240,7 @@ class LogReader:
             segment.refresh()
 
 
-class _Segment:
+class _IndexFile:
     """One file of the index."""
 
     def __init__(self, descriptor: int) -> None:
@@ -251,7 +251,7 @@ class _Segment:
         self._block = b""
 
     @classmethod
-    def open(cls, path: Path) -> Optional[_Segment]:
+    def open(cls, path: Path) -> Optional[_IndexFile]:
         try:
             with stored.opened(path) as file:
                 return cls(os.dup(file.fileno()))
@@ -275,7 +275,7 @@ class _Segment:
             count -= 1
         self.count = count
 
-    def entry(self, number: int) -> Entry:
+    def entry(self, number: int) -> IndexEntry:
         """Return a record; for one that is damaged, the next whole one. The last is whole."""
         while True:
             found = self._decoded(number)
@@ -283,13 +283,13 @@ class _Segment:
                 return found
             number += 1
 
-    def entries(self, number: int) -> Iterator[Entry]:
+    def entries(self, number: int) -> Iterator[IndexEntry]:
         for each in range(number, self.count):
             found = self._decoded(each)
             if found is not None:
                 yield found
 
-    def first(self, fits: Callable[[Entry], bool]) -> int:
+    def first(self, fits: Callable[[IndexEntry], bool]) -> int:
         """Return the number of the first record that fits, `count` if none does; all after it must fit too."""
         low, high = 0, self.count
         while low < high:
@@ -300,7 +300,7 @@ class _Segment:
                 low = middle + 1
         return low
 
-    def _decoded(self, number: int) -> Optional[Entry]:
+    def _decoded(self, number: int) -> Optional[IndexEntry]:
         start = number * SIZE - self._block_at
         if not 0 <= start <= len(self._block) - SIZE:
             self._block_at, start = number * SIZE, 0

@@ -84,7 +84,10 @@ class JobRoster:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.hosts: Dict[str, HostState] = {host.name: HostState(host.name) for host in plan.hosts}
+        self.hosts: Dict[str, HostState] = {place.name: HostState(place.name) for place in plan.all_places}
+        """By the name of the place: the agents. Where a host has one, it is called as the host."""
+        self.places: Dict[str, str] = {task.name: task.place_name for task in plan.tasks}
+        """The place of each task."""
         self.tasks: Dict[str, TaskResult] = {
             task.name: TaskResult(task.name, task.role, task.rank, task.host) for task in plan.tasks
         }
@@ -104,7 +107,7 @@ class JobRoster:
         host, name = getattr(event, "host", ""), getattr(event, "task", None)
         if host and host not in self.hosts:
             return False
-        return name is None or (name in self.tasks and self.tasks[name].host == host)
+        return name is None or (name in self.tasks and self.places[name] == host)
 
     def lose(self, host: str, state: str, time: float) -> bool:
         """Mark a host gone and its live tasks as `state`; return whether anything ran there."""
@@ -117,7 +120,7 @@ class JobRoster:
 
     def on_host(self, host: str) -> List[TaskResult]:
         """Return the tasks of a host that were spawned, by name of the plan's order."""
-        return [task for task in self.tasks.values() if task.host == host and task.name in self.spawned]
+        return [task for task in self.tasks.values() if self.places[task.name] == host and task.name in self.spawned]
 
     def spawnable(self) -> List[Task]:
         """Return the tasks not spawned yet whose references are all known."""
@@ -125,14 +128,19 @@ class JobRoster:
             task
             for task in self.plan.tasks
             if task.name not in self.spawned
-            and not self.hosts[task.host].is_gone
+            and not self.hosts[task.place_name].is_gone
             and references(task) <= self.facts.keys()
         ]
 
     @property
     def silent(self) -> Dict[str, float]:
         """The hosts whose silence explains what tasks elsewhere lost, and how many seconds it lasted."""
-        return {host.name: host.silence_s for host in self.hosts.values() if host.silence_s}
+        found: Dict[str, float] = {}
+        for state in self.hosts.values():
+            if state.silence_s:
+                name = self.plan.host_of(state.name).name
+                found[name] = max(found.get(name, 0.0), state.silence_s)
+        return found
 
     @property
     def all_started(self) -> bool:
@@ -180,7 +188,7 @@ class JobRoster:
             task = self.tasks[name]
             if task.is_over:
                 continue
-            if self.hosts[task.host].silence_s:
+            if self.hosts[self.places[name]].silence_s:
                 self.change(name, state=facts.FAILED, reason=LOST_WITH_HOST)
             else:
                 self.change(name, state=facts.STOPPED, reason=task.reason or "its end was not reported")
@@ -204,7 +212,7 @@ class JobRoster:
         names = {
             key[0]
             for key, total in self._totals.items()
-            if self.tasks[key[0]].host == host and self._received.get(key, 0) < total
+            if self.places[key[0]] == host and self._received.get(key, 0) < total
         }
         return sorted(names)
 

@@ -45,7 +45,7 @@ CHUNK = 128 * 1024
 """Bytes of output that are read from the logs at once, for one client."""
 HELLO_S = 10.0
 """A client that has not said hello for so long is dropped."""
-GLANCE_S = 0.2
+CHECK_S = 0.2
 """Between two looks whether a question is still wanted."""
 PACE_S = 0.05
 """New output is read from the logs so often, at most."""
@@ -142,7 +142,7 @@ class Service:
         self,
         launcher: Optional[socket.socket],
         job: str = "",
-        open_output: Optional[Callable[[control.Output], OutputReader]] = None,
+        open_output: Optional[Callable[[control.OutputWanted], OutputReader]] = None,
         on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self._job = job
@@ -266,7 +266,7 @@ class Service:
                         return self._answers.pop(number)
                     if self._launcher is None or time.monotonic() >= until:
                         return None
-                    self._changed.wait(GLANCE_S)
+                    self._changed.wait(CHECK_S)
                 check()
         except BaseException:
             with self._changed:
@@ -305,8 +305,7 @@ class Service:
         """Have the thread look; the lock is held."""
         if not self._is_woken and self._waking >= 0:
             self._is_woken = True
-            with contextlib.suppress(OSError):  # the pipe is full of wakes
-                os.write(self._waking, b"w")
+            os.write(self._waking, b"w")
 
     # ------------------------------------------------------------------ the thread
 
@@ -318,16 +317,15 @@ class Service:
         while True:
             ready = self._selector.select(self._wait_s())
             with self._changed:
-                self._is_woken = False
+                if self._is_woken:  # both at once: a byte that is taken later would be one that nobody writes again
+                    self._is_woken = False
+                    os.read(self._wakeup, 1)
                 is_closing = self._is_closing
             for key, mask in ready:
                 if isinstance(key.data, _Client):
                     self._shielded(key.data, functools.partial(self._attend, key.data, mask))
                 elif key.data is not None:
                     self._let_in()
-                else:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._wakeup, 4096)
             if self._listener is not None and not is_listening:
                 is_listening = True
                 self._selector.register(self._listener.socket, selectors.EVENT_READ, self._listener)
@@ -355,9 +353,9 @@ class Service:
         now = time.monotonic()
         with self._changed:
             if self._is_closing:
-                return GLANCE_S
+                return CHECK_S
             waits = [client.since + HELLO_S - now for client in self._clients if not client.conversation.has_greeted]
-            waits += [client.progress + _patience_s(client) - now for client in self._clients if client.is_last]
+            waits += [client.progress + _take_limit_s(client) - now for client in self._clients if client.is_last]
             if self._has_output and any(client.reader is not None for client in self._clients):
                 waits.append(self._read_at + PACE_S - now)
         return max(0.0, min(waits)) if waits else None
@@ -640,11 +638,11 @@ class Service:
                 self._forget(client)
             elif self._is_closing or client.is_last:
                 is_over = not client.is_launcher and now >= self._closing_since + OTHERS_LIMIT_S
-                if (self._is_closing and is_over) or now >= client.progress + _patience_s(client):
+                if (self._is_closing and is_over) or now >= client.progress + _take_limit_s(client):
                     self._forget(client)
 
 
-def _patience_s(client: _Client) -> float:
+def _take_limit_s(client: _Client) -> float:
     """Return how long a client may take nothing of what it gets last."""
     return END_S if client.is_launcher else OTHERS_END_S
 

@@ -15,7 +15,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
 from distrun_runtime.coordinator import logindex
 from distrun_runtime.coordinator.logfiles import log_path, rotated
-from distrun_runtime.coordinator.logindex import Entry, IndexWriter
+from distrun_runtime.coordinator.logindex import IndexEntry, IndexWriter
 
 INDEX_BYTES = 8 * 1024 * 1024
 """With a limit, the index is rotated at so many bytes (150,000 pieces), or at half the bytes of all logs, if that is
@@ -163,8 +163,8 @@ class Spool:
             now = self._clock()
             if written.note:
                 start = written.at - written.note
-                self._index.add(Entry(now, task, logindex.NOTE, attempt, start, written.note))
-            self._index.add(Entry(now, task, stream, attempt, written.at, len(written.fresh)))
+                self._index.add(IndexEntry(now, task, logindex.NOTE, attempt, start, written.note))
+            self._index.add(IndexEntry(now, task, stream, attempt, written.at, len(written.fresh)))
         return written
 
     def flush(self) -> str:

@@ -68,13 +68,21 @@ FAILING_S = 5.0
 class Supervisor:
     """One job's supervisor. `handle` is all there is to call; a Tick must come first, then one each `wake_s`."""
 
-    def __init__(self, plan: Plan, has_preparation: bool = False) -> None:
+    def __init__(self, plan: Plan, has_preparation: bool = False, ends_when_ready: bool = False) -> None:
+        """Begin a job.
+
+        Args:
+            plan: of the job.
+            has_preparation: something is to be done between readiness and the first task (`Prepare`).
+            ends_when_ready: no task is started. When every host is ready, all agents end, and the outcome is a success.
+        """
         self.plan = plan
         self.roster = JobRoster(plan)
         self.phase = GATHERING
         self._has_preparation = has_preparation
+        self._ends_when_ready = ends_when_ready
         self._has_remarked = False
-        self._unusable = failures.UnusableHosts([host.name for host in plan.hosts])
+        self._unusable = failures.UnusableHosts([place.name for place in plan.all_places])
         self._actions: List[Action] = []
         self._now = 0.0
         self._stop = stopping.JobStopSequence(self.roster, plan.limits)
@@ -170,7 +178,7 @@ class Supervisor:
         if abs(skew) > SKEW_LIMIT_S:
             where = "behind" if skew > 0 else "ahead of"
             why = f"the clock of {host.name} is {abs(skew):.0f} s {where} that of this machine"
-            of_plan = next(each for each in self.plan.hosts if each.name == host.name)
+            of_plan = self.plan.host_of(host.name)
             # Root needs no sudo, and often there is none.
             script = "sudo=$(command -v sudo); $sudo chronyc makestep || $sudo timedatectl set-ntp true"
             fix = of_plan.typed(script, asks=True)
@@ -236,7 +244,7 @@ class Supervisor:
         elif waiting:
             return
         elif self.phase == SETTLING:
-            self.phase = STARTING
+            self._begin_tasks()
         elif self._has_preparation:
             self.phase = PREPARING
             self._actions.append(Prepare())
@@ -245,11 +253,19 @@ class Supervisor:
 
     def _settle(self) -> None:
         """Have every host activate and check what was copied, if the plan left something for that."""
-        self.phase = SETTLING if self.plan.settles else STARTING
-        if self.phase == SETTLING:
-            for host in self.roster.hosts.values():
-                host.is_ready = False
-                self._actions.append(Settle(host.name))
+        if not self.plan.settles:
+            self._begin_tasks()
+            return
+        self.phase = SETTLING
+        for host in self.roster.hosts.values():
+            host.is_ready = False
+            self._actions.append(Settle(host.name))
+
+    def _begin_tasks(self) -> None:
+        """Every host is ready: start the tasks, unless that was all that was asked for."""
+        self.phase = DRAINING if self._ends_when_ready else STARTING
+        if self._ends_when_ready:
+            self._stop.linger(self._now, 0.0)
 
     def _end_for_unusable(self) -> None:
         """End the job because of the hosts that cannot be used."""
@@ -267,7 +283,10 @@ class Supervisor:
             self._on_start_failed(events.StartFailed(event.host, event.reason, event.time))
             return
         is_asked = self.phase in (DRAINING, STOPPING)
-        pending = any(task.host == event.host and task.state == facts.PENDING for task in self.roster.tasks.values())
+        pending = any(
+            self.roster.places[name] == event.host and task.state == facts.PENDING
+            for name, task in self.roster.tasks.items()
+        )
         if self.phase in ASKING and not host.was_ended:
             self._add_unusable(failures.host_lost(event.host, event.reason, event.time))
             return
@@ -315,6 +334,16 @@ class Supervisor:
         self._say(f"{host.name}: its agent ends all tasks there: {event.reason}", WARNING)
         if event.by_user or any(not task.is_over for task in self.roster.on_host(event.host)):
             self._fail(failures.agent_ended(event.host, event.reason, event.by_user, event.time + host.skew_s))
+
+    def _on_warned(self, event: events.Warned) -> None:
+        self._say(f"{event.host}: {event.text}" if event.host else event.text, WARNING)
+
+    def _on_claimed_twice(self, event: events.PlaceClaimedTwice) -> None:
+        cause = failures.claimed_twice(event.host, event.first, event.second, event.time)
+        if self.phase in UNDECIDED:
+            self._fail(cause)
+        else:
+            self._say(cause.text, WARNING)
 
     def _on_bye(self, event: events.Bye) -> None:
         host = self.roster.hosts[event.host]
@@ -537,7 +566,7 @@ class Supervisor:
             for task in roster.spawnable():
                 roster.spawned.add(task.name)
                 roster.change(task.name, state=facts.STARTING)
-                self._actions.append(Spawn(task.host, task.name, plans.resolve(task, roster.facts)))
+                self._actions.append(Spawn(task.place_name, task.name, plans.resolve(task, roster.facts)))
             if self.phase == STARTING and roster.all_started:
                 self.phase = RUNNING
                 self._say("all tasks run", DEBUG)
@@ -559,7 +588,13 @@ def _how(task: ends.TaskResult) -> str:
     return f"signal {task.signal}" if task.signal is not None else f"exit code {task.code}"
 
 
-_NO_SIGNS_OF_LIFE = (events.AgentLost, events.StartFailed, events.PrepareFailed, events.Cut)
+_NO_SIGNS_OF_LIFE = (
+    events.AgentLost,
+    events.StartFailed,
+    events.PrepareFailed,
+    events.PlaceClaimedTwice,
+    events.Cut,
+)
 _STAMPED = (events.Started, events.Published, events.Exited, events.AgentEnding)
 _HANDLERS: Dict[type, Callable[[Supervisor, Any], None]] = {
     events.AgentHello: Supervisor._on_hello,
@@ -574,12 +609,13 @@ _HANDLERS: Dict[type, Callable[[Supervisor, Any], None]] = {
     events.Output: Supervisor._on_output,
     events.Exited: Supervisor._on_exited,
     events.Cleared: Supervisor._on_cleared,
-    events.Warned: lambda supervisor, event: supervisor._say(f"{event.host}: {event.text}", WARNING),
+    events.Warned: Supervisor._on_warned,
     events.AgentEnding: Supervisor._on_agent_ending,
     events.Bye: Supervisor._on_bye,
     events.Cut: Supervisor._on_cut,
     events.Resumed: Supervisor._on_resumed,
     events.AgentLost: Supervisor._on_lost,
+    events.PlaceClaimedTwice: Supervisor._on_claimed_twice,
     events.Interrupt: Supervisor._on_interrupt,
     events.Tick: Supervisor._on_tick,
 }

@@ -26,14 +26,15 @@ from distrun.backends import blob
 from distrun_runtime.agent import cache
 from distrun_runtime.contract import environ
 
-PROGRAMS = ("agent", "coordinator")
+PROGRAMS = ("agent", "dialed", "coordinator")
 START = blob.START_AGENT
-FULL = {"agent": 0.8, "coordinator": 0.9}
-"""Share of the limit at which a module has to leave its blob. The coordinator's goes to one host of a job only."""
+FULL = {"agent": 0.8, "dialed": 0.85, "coordinator": 0.93}
+"""Share of the limit at which a module has to leave its blob. The coordinator's goes to one host of a job only. That of
+an agent that dials back never travels as an argument."""
 
 
 def built(program: str, start: str = "") -> bytes:
-    return blob.agent() if program == "agent" else blob.coordinator(start)
+    return {"agent": blob.agent, "dialed": blob.dialed, "coordinator": lambda: blob.coordinator(start)}[program]()
 
 
 def unpack(line: bytes) -> tuple[str, dict[str, str]]:
@@ -42,17 +43,25 @@ def unpack(line: bytes) -> tuple[str, dict[str, str]]:
     return importer, json.loads(modules)
 
 
-def with_start(line: bytes, start: str) -> bytes:
+def with_start(line: bytes, start: str, before: str = START) -> bytes:
     """The agent's blob, but with something else to be run."""
     importer, modules = line.split()
     text = zlib.decompress(binascii.a2b_base64(importer)).decode()
-    assert text.endswith(START)
+    assert text.endswith(before)
     return (
-        binascii.b2a_base64(zlib.compress((text[: -len(START)] + start).encode()), newline=False)
+        binascii.b2a_base64(zlib.compress((text[: -len(before)] + start).encode()), newline=False)
         + b" "
         + modules
         + b"\n"
     )
+
+
+def test_the_blob_of_an_agent_that_dials_back_is_that_of_any_other_and_what_dials() -> None:
+    importer, modules = unpack(blob.agent())
+    other, the_same = unpack(blob.dialed())
+    more = {"distrun_runtime.agent.dial", "distrun_runtime.contract.enrolment"}
+    assert set(the_same) == set(modules) | more
+    assert other.endswith(importer[importer.index("if sys.version_info") : -len(blob.START_AGENT)] + blob.START_DIALED)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -79,7 +88,9 @@ def test_a_blob_over_its_limit_is_not_built(monkeypatch: pytest.MonkeyPatch) -> 
 def test_blob_holds_the_program_and_what_it_imports_of_the_contract(program: str) -> None:
     _, modules = unpack(built(program))
     root = Path(str(importlib.resources.files("distrun_runtime")))
-    own = {f"distrun_runtime.{program}.{file.stem}".removesuffix(".__init__") for file in (root / program).glob("*.py")}
+    package = "coordinator" if program == "coordinator" else "agent"
+    own = {f"distrun_runtime.{package}.{file.stem}".removesuffix(".__init__") for file in (root / package).glob("*.py")}
+    own -= set(blob.DIALING if program == "agent" else ())
     contract = {f"distrun_runtime.contract.{file.stem}" for file in (root / "contract").glob("*.py")}
     imported = set()
     for source in modules.values():
@@ -103,7 +114,10 @@ print(json.dumps([sorted(loaded), sorted({type(module.__loader__).__name__ for m
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_everything_a_blob_holds_is_imported_from_memory(program: str, version: str) -> None:
-    line = with_start(blob.agent(), IMPORT_ALL) if program == "agent" else blob.coordinator(IMPORT_ALL)
+    starts = {"agent": blob.START_AGENT, "dialed": blob.START_DIALED}
+    line = blob.coordinator(IMPORT_ALL)
+    if program in starts:
+        line = with_start(built(program), IMPORT_ALL, starts[program])
     command = [need(version), "-I", "-S", "-c", blob.BOOT]
     done = subprocess.run(command, input=line, capture_output=True, timeout=60, check=False, cwd="/")
     assert done.returncode == 0, done.stderr.decode()
@@ -142,7 +156,9 @@ def sources() -> Iterator[Path]:
 
 
 def plain(tree: ast.AST) -> str:
-    """The tree without texts for readers, which are strings that are statements and the texts of the table's rows."""
+    """The tree without texts for readers, which are strings that are statements and the texts of the table's rows, and
+    without the types of functions."""
+    tree = _Untyped().visit(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == blob.TABLE_ROW:
             del node.args[3]
@@ -150,6 +166,28 @@ def plain(tree: ast.AST) -> str:
         if isinstance(body, list):
             node.body = [each for each in body if not _is_text(each)] or [ast.Pass()]  # type: ignore[attr-defined]
     return ast.dump(tree)
+
+
+class _Untyped(ast.NodeTransformer):
+    """Leaves out annotations of parameters, of results, and of variables of functions."""
+
+    depth = 0
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        node.annotation = None
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        self.depth += 1
+        node.returns = None
+        found = self.generic_visit(node)
+        self.depth -= 1
+        return found
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        if not self.depth or node.value is None:
+            return node
+        return ast.copy_location(ast.Assign([node.target], node.value), node)
 
 
 def _is_text(node: ast.AST) -> bool:
@@ -162,7 +200,8 @@ def test_bare_source_means_the_same_on_the_same_lines() -> None:
         bare = blob.bare(source)
         assert plain(ast.parse(bare)) == plain(ast.parse(source)), path
         lines = {(type(n), n.lineno) for n in ast.walk(ast.parse(bare)) if isinstance(n, ast.stmt)}
-        before = {(type(n), n.lineno) for n in ast.walk(ast.parse(source)) if isinstance(n, ast.stmt)}
+        untyped = _Untyped().visit(ast.parse(source))
+        before = {(type(n), n.lineno) for n in ast.walk(untyped) if isinstance(n, ast.stmt)}
         assert lines == before, path
 
 

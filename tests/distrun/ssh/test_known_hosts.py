@@ -55,7 +55,7 @@ def test_names_mean_hosts_as_ssh_reads_them(names: str, name: str, want: bool) -
     ],
 )
 def test_a_key_is_judged_by_what_is_recorded(lines: list[str], name: str, state: str) -> None:
-    for found in (entries(lines, "/kh"), known_hosts.Entries(entries(lines, "/kh"))):
+    for found in (entries(lines, "/kh"), known_hosts.KnownHosts(entries(lines, "/kh"))):
         assert look_up(found, name, ED, "AAAA").state == state
 
 

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distrun_runtime.agent import output
-from distrun_runtime.agent.output import Outlet, Spool
+from distrun_runtime.agent.output import Outlet, StreamSpool
 
 
 class Rig:
     def __init__(self, folder: Path) -> None:
         reading, self.writing = os.pipe()
         os.set_blocking(reading, False)
-        self.outlet = Outlet("worker-0", "out", reading, Spool(str(folder / "x")))
+        self.outlet = Outlet("worker-0", "out", reading, StreamSpool(str(folder / "x")))
         self.sent: list[tuple[int, bytes]] = []
         self.room = True
 
@@ -77,7 +77,7 @@ def test_drain_takes_what_the_pipe_holds_and_does_not_wait(rig: Rig) -> None:
 def test_end_of_the_pipe_closes_it(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(writing)
-    outlet = Outlet("worker-0", "out", reading, Spool(str(tmp_path / "x")))
+    outlet = Outlet("worker-0", "out", reading, StreamSpool(str(tmp_path / "x")))
     assert outlet.read() is False
     assert outlet.descriptor is None
     assert outlet.read() is False
@@ -91,7 +91,7 @@ def test_discard_forgets_all(rig: Rig) -> None:
     assert rig.outlet.total == 14
 
 
-def whole(spool: Spool, offset: int, limit: int = 7) -> bytes:
+def whole(spool: StreamSpool, offset: int, limit: int = 7) -> bytes:
     data = b""
     while piece := spool.read(offset + len(data), limit):
         data += piece
@@ -104,7 +104,7 @@ def test_bytes_come_back_at_their_offsets(pieces: list[bytes], cut: int, on_disk
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        spool = Spool(os.path.join(folder, "x" if on_disk else "missing/x"), segment_bytes=16)
+        spool = StreamSpool(os.path.join(folder, "x" if on_disk else "missing/x"), segment_bytes=16)
         for piece in pieces:
             spool.append(piece)
         data = b"".join(pieces)
@@ -119,7 +119,7 @@ def test_bytes_come_back_at_their_offsets(pieces: list[bytes], cut: int, on_disk
 
 
 def test_acknowledged_segments_are_given_back_to_the_disk(tmp_path: Path) -> None:
-    spool = Spool(str(tmp_path / "x"), segment_bytes=10)
+    spool = StreamSpool(str(tmp_path / "x"), segment_bytes=10)
     spool.append(b"a" * 35)
     assert len(list(tmp_path.iterdir())) == 4
     spool.forget(20)
@@ -133,7 +133,7 @@ def test_acknowledged_segments_are_given_back_to_the_disk(tmp_path: Path) -> Non
 
 
 def test_full_disk_sends_the_stream_to_memory_within_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spool = Spool(str(tmp_path / "x"), memory_bytes=10)
+    spool = StreamSpool(str(tmp_path / "x"), memory_bytes=10)
     spool.append(b"on disk ")
 
     def full(*_: object) -> int:

@@ -151,18 +151,6 @@ def test_range_without_a_free_port_says_so() -> None:
             shares.hold("127.0.0.1", "%d-%d" % (number, number))
 
 
-@pytest.mark.parametrize("text", ["x", "0-5", "9-8", "1-65536", "1-2-3"])
-def test_malformed_range_is_refused(text: str) -> None:
-    with pytest.raises(ContractError, match="expected A-B"):
-        shares.ports_to_try(text)
-
-
-def test_every_port_of_a_range_is_tried_once() -> None:
-    assert sorted(shares.ports_to_try("100-110")) == list(range(100, 111))
-    assert shares.ports_to_try("7") == [7]
-    assert shares.ports_to_try("") == [0]
-
-
 @pytest.mark.skipif(not socket.has_ipv6, reason="needs IPv6")
 def test_address_family_of_the_host_is_held() -> None:
     with shares.hold("fd00::5") as held:

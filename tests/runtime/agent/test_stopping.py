@@ -30,7 +30,7 @@ def test_signals_go_to_workers_first_then_servers_then_the_scheduler(
     running = started("scheduler", "server-0", "worker-0", "worker-1")
     order: list[Any] = []
     monkeypatch.setattr(stopping, "deliver", lambda task, rows, number: order.append(task and task.task.name))
-    end = Stopping({}, running, is_subreaper=True)
+    end = Stopping({"DISTRUN_JOB_ID": "j"}, running, is_subreaper=True)
     monkeypatch.setattr(end, "look", dict)
     end.stop(asked, stopping.kill(0.0))
     end.step(0.0)

@@ -33,14 +33,14 @@ def greeted(version: Any = (1, 0), **more: bool) -> Conversation:
         (
             {"type": "subscribe", "output": {"cursor": None}},
             b"",
-            control.Subscribe(output=control.Output()),
+            control.Subscribe(output=control.OutputWanted()),
         ),
         (
             {"type": "subscribe", "metrics": True, "output": {"cursor": 7}},
             b"",
-            control.Subscribe(metrics=True, output=control.Output(7)),
+            control.Subscribe(metrics=True, output=control.OutputWanted(7)),
         ),
-        ({"type": "subscribe", "output": {"tail": 5}}, b"", control.Subscribe(output=control.Output(None, 5))),
+        ({"type": "subscribe", "output": {"tail": 5}}, b"", control.Subscribe(output=control.OutputWanted(None, 5))),
     ],
 )
 def test_a_client_that_has_greeted_may_ask(header: dict[str, Any], body: bytes, expected: control.Request) -> None:
@@ -80,8 +80,8 @@ def test_signals_and_answers_are_the_launching_clients(kind: str) -> None:
 def test_the_launching_client_need_not_greet() -> None:
     conversation = Conversation(is_launcher=True)
     assert conversation.take(Frame({"type": "signal", "name": "HUP"})) == control.Signal("HUP")
-    assert conversation.take(Frame({"type": "answer", "id": 3, "given": True}, b"x")) == control.Answer(3, "x")
-    assert conversation.take(Frame({"type": "answer", "id": 3, "given": False}, b"x")) == control.Answer(3, None)
+    assert conversation.take(Frame({"type": "answer", "id": 3, "given": True}, b"x")) == control.PromptAnswer(3, "x")
+    assert conversation.take(Frame({"type": "answer", "id": 3, "given": False}, b"x")) == control.PromptAnswer(3, None)
 
 
 @pytest.mark.parametrize(

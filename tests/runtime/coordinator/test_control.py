@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -451,6 +452,20 @@ def test_the_end_of_the_job_waits_for_no_stopped_client(job: Job, monkeypatch: p
     begun = time.monotonic()
     job.service.close()
     assert 0.2 < time.monotonic() - begun < 5.0
+
+
+def test_no_message_waits_for_another_one_to_wake_the_service(job: Job) -> None:
+    """Two threads at once: each message is delivered without a later one."""
+    client = Client(job.path)
+    client.send("subscribe", events=True)
+    client.ask("state")
+    rounds = 2000
+    for number in range(rounds):
+        other = threading.Thread(target=job.service.event, args=({"event": "b", "number": number},))
+        other.start()
+        job.service.event({"event": "a", "number": number})
+        assert sorted(client.next().header["event"]["event"] for _ in range(2)) == ["a", "b"]
+        other.join()
 
 
 def test_a_client_that_leaves_is_forgotten(job: Job) -> None:

@@ -103,7 +103,7 @@ def test_actions_become_frames() -> None:
         "env": {"A": "ü\udcff"},
     }
     stop = decoded(frames.stop(StopTasks("d1", ("w",), (("TERM", 2.5), ("KILL", 0.0)))))
-    assert stop == {"type": "stop", "tasks": ["w"], "ladder": [["TERM", 2.5], ["KILL", 0.0]]}
+    assert stop == {"type": "stop", "tasks": ["w"], "steps": [["TERM", 2.5], ["KILL", 0.0]]}
     assert decoded(frames.end(EndAgent("d1"))) == {"type": "end"}
     assert decoded(frames.ack(Ack("d1", "w", "out", 7))) == {"type": "ack", "task": "w", "stream": "out", "offset": 7}
     assert decoded(frames.ping(3)) == {"type": "ping", "n": 3}

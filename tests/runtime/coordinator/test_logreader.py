@@ -13,7 +13,7 @@ import pytest
 
 from distrun_runtime.coordinator import logindex
 from distrun_runtime.coordinator.logfiles import LogFile
-from distrun_runtime.coordinator.logindex import SIZE, Entry, IndexWriter, decode, encode
+from distrun_runtime.coordinator.logindex import SIZE, IndexEntry, IndexWriter, decode, encode
 from distrun_runtime.coordinator.logreader import LogReader, Piece
 from distrun_runtime.coordinator.spool import Spool
 
@@ -222,14 +222,14 @@ def test_what_the_index_had_no_room_for_is_recorded_later_without_its_stream(tmp
 
     index = IndexWriter(tmp_path, write=write)
     (tmp_path / "worker-0.log").write_bytes(b"abcdefgh")
-    index.add(Entry(1.0, "worker-0", "out", 0, 0, 2))
+    index.add(IndexEntry(1.0, "worker-0", "out", 0, 0, 2))
     index.flush()
     full[0] = True
-    index.add(Entry(2.0, "worker-0", "err", 0, 2, 2))
+    index.add(IndexEntry(2.0, "worker-0", "err", 0, 2, 2))
     index.flush()
     assert index.error == "No space left on device"
     full[0] = False
-    index.add(Entry(3.0, "worker-0", "out", 0, 4, 2))
+    index.add(IndexEntry(3.0, "worker-0", "out", 0, 4, 2))
     index.flush({"worker-0": 8})
     assert not index.error
     index.close()
@@ -344,7 +344,7 @@ def test_with_rotation_everything_is_given_or_counted(
 
 
 def test_a_record_is_read_as_it_was_written() -> None:
-    entry = Entry(1700000000.5, "worker-12", "err", 3, 10**12, 77, 10**13)
+    entry = IndexEntry(1700000000.5, "worker-12", "err", 3, 10**12, 77, 10**13)
     assert decode(encode(entry)) == entry
     assert len(encode(entry)) == SIZE
     with pytest.raises(ValueError, match="at most 20 bytes"):

@@ -410,8 +410,8 @@ def test_a_signal_ends_the_wait_at_once_and_the_job_by_its_rule(tmp_path: Path, 
         os.kill(os.getpid(), number)
         stop = agent.wait("stop").header
         sent.append(time.monotonic())
-        assert stop["ladder"][0][0] == ("INT" if number == signal.SIGINT else "TERM")
-        agent.exited(task, None, signal=stop["ladder"][0][0], stopped=True)
+        assert stop["steps"][0][0] == ("INT" if number == signal.SIGINT else "TERM")
+        agent.exited(task, None, signal=stop["steps"][0][0], stopped=True)
         agent.over(task)
         if number == signal.SIGINT:
             agent.wait("stop")
@@ -434,7 +434,7 @@ def test_two_interrupts_kill(tmp_path: Path) -> None:
         task = agent.spawn()
         for first in ("INT", "KILL"):
             os.kill(os.getpid(), signal.SIGINT)
-            assert agent.wait("stop").header["ladder"][0][0] == first
+            assert agent.wait("stop").header["steps"][0][0] == first
         agent.exited(task, None, signal="KILL", stopped=True)
         agent.say("cleared", left=[])
         agent.wait("end")
@@ -519,5 +519,5 @@ def test_a_trace_says_frames_but_neither_bytes_nor_values(tmp_path: Path) -> Non
 
 def test_channels_must_be_those_of_the_plan(tmp_path: Path) -> None:
     plan = sample_plan(hosts=("d1", "d2"))
-    with pytest.raises(ContractError, match="hosts d1, d2"):
+    with pytest.raises(ContractError, match="places d1, d2"):
         jobrun.run(plan, SECRETS, [], JobStore(tmp_path).create(plan), Notes())

@@ -296,7 +296,7 @@ def test_termination_asks_everything_to_go(signal: str, code: int) -> None:
 def test_termination_after_an_interrupt_is_harder_but_the_interrupt_came_first() -> None:
     history = History(sample_plan(), obedient=False).start().interrupt("INT").beat_to(0.5).interrupt("TERM")
     # What is left of the grace time that began with the interrupt.
-    assert [ladder for _, ladder in history.stops()] == [INT, (("TERM", 9.5), ("KILL", 0.0))]
+    assert [steps for _, steps in history.stops()] == [INT, (("TERM", 9.5), ("KILL", 0.0))]
     assert history.end().exit_code == 130
 
 
@@ -304,15 +304,15 @@ def test_an_interrupt_is_over_within_the_grace_time_though_workers_and_servers_a
     history = History(sample_plan(), obedient=False).start().interrupt("INT").beat_to(9.0)
     for name in ("worker-0", "worker-1"):
         history.killed(name, "KILL", stopped=True)
-    (ladder,) = [ladder for _, ladder in history.stops()[1:]]
-    assert ladder[0][0] == "TERM"
-    assert ladder[0][1] == pytest.approx(1.0, abs=0.2)
-    assert ladder[1][0] == "KILL"
+    (steps,) = [steps for _, steps in history.stops()[1:]]
+    assert steps[0][0] == "TERM"
+    assert steps[0][1] == pytest.approx(1.0, abs=0.2)
+    assert steps[1][0] == "KILL"
 
 
 def test_hangup_and_termination_together_do_not_kill() -> None:
     history = History(sample_plan(), obedient=False).start().interrupt("HUP").interrupt("TERM")
-    assert [ladder for _, ladder in history.stops()] == [TERM]
+    assert [steps for _, steps in history.stops()] == [TERM]
 
 
 def test_a_failure_before_the_interrupt_keeps_its_code_even_if_it_is_reported_after() -> None:

@@ -1,0 +1,156 @@
+"""The program that an engine starts in place of the agent: it dials the coordinator and runs the agent it gets there.
+
+An engine (mpirun, a queue system) starts one process for each place. It is a python3 of at least 3.8 with PROGRAM,
+which is small enough for any command line or job script and holds nothing of the user's. Its arguments are words:
+
+    PIN JOB PLACE SECRET LIMIT ADDRESS:PORT...
+
+PLACE and SECRET may be `env:NAME`: the variable in which the engine says which process this is, and the one that an
+engine's own file sets. Else SECRET is the path of a file of mode 0600. The secret itself is never an argument. LIMIT
+is how long the coordinator is tried, in seconds.
+
+PROGRAM compares the certificate's SHA-256 with PIN before it sends anything, proves itself and has the coordinator
+prove itself (`contract/enrolment.py`), and only then reads the agent's blob from the connection, which stays the
+agent's channel. Both end with exit code 6 (`facts.EXIT_START_FAILED`) if that fails.
+"""
+
+from __future__ import annotations
+
+import binascii
+import functools
+import zlib
+from collections.abc import Sequence
+
+from distrun_runtime.contract import enrolment, facts
+
+LIMIT = 4096
+"""Bytes of PROGRAM, and of the line that `source` makes of it."""
+
+# The importer and START_DIALED of `blob` use these names of it: modules, s, r, dialed.
+# No f-strings: an old Python must come to the message.
+PROGRAM = """\
+import binascii, hashlib, hmac, json, os, socket, ssl, stat, sys, time, zlib
+
+def fail(text):
+    sys.stderr.write("distrun: " + text + "\\n")
+    sys.exit(%(code)d)
+
+def named(word, forget):
+    if not word.startswith("env:"):
+        return word
+    found = os.environ.pop(word[4:], "") if forget else os.environ.get(word[4:], "")
+    return found or fail("the engine has not set " + word[4:])
+
+def secret_of(word):
+    if word.startswith("env:"):
+        return named(word, True).strip()
+    try:
+        fd = os.open(word, os.O_RDONLY | os.O_NOFOLLOW)
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 63:
+            fail("%%s must be a file of your own with mode 0600" %% word)
+        return os.read(fd, 4096).decode("ascii").strip()
+    except (OSError, ValueError) as err:
+        fail("the secret cannot be read: %%s" %% err)
+
+def line():
+    b = b""
+    while b.find(10) < 0:
+        d = s.recv(%(line)d) if len(b) < %(line)d else b""
+        if not d:
+            raise OSError("the connection ended during the enrolment")
+        b += d
+    head, _, rest = b.partition(bytes([10]))
+    return json.loads(head.decode()), rest
+
+def proof(side):
+    words = "distrun-enrolment-%(version)d", side, "claim", job, place, pin, theirs, nonce
+    return hmac.new(secret.encode(), "\\n".join(words).encode(), "sha256").hexdigest()
+
+def enrol():
+    global theirs
+    if hashlib.sha256(s.getpeercert(True)).hexdigest() != pin:
+        raise OSError("its certificate is not this job's; nothing was sent")
+    hello, _ = line()
+    if hello["version"] != %(version)d:
+        raise OSError("it speaks version %%s of the enrolment" %% hello["version"])
+    theirs = hello["nonce"]
+    claim = dict(type="claim", job=job, place=place, nonce=nonce, proof=proof("agent"), program=True)
+    s.sendall(json.dumps(claim).encode() + bytes([10]))
+    answer, rest = line()
+    if answer["type"] == "denied":
+        fail("the coordinator refuses place %%s: %%s" %% (place, answer["reason"]))
+    if not hmac.compare_digest(answer["proof"], proof("coordinator")):
+        raise OSError("the other side does not know this job's secret")
+    return answer["key"], rest
+
+if sys.version_info < (3, 8):
+    fail("this host's %%s is Python %%s; 3.8 or newer is needed" %% (sys.executable, sys.version.split()[0]))
+pin, job, place, word, limit = sys.argv[1:6]
+place, secret = named(place, False), secret_of(word)
+nonce = binascii.hexlify(os.urandom(%(nonce)d)).decode()
+context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+context.check_hostname = False
+context.verify_mode = ssl.CERT_NONE
+until = time.monotonic() + float(limit)
+pause = 0.2
+key = why = ""
+while not key:
+    for word in sys.argv[6:]:
+        host, _, port = word.rpartition(":")
+        s = None
+        try:
+            s = socket.create_connection((host.strip("[]"), int(port)), 5)
+            s = context.wrap_socket(s)
+            key, r = enrol()
+            break
+        except (OSError, ValueError, LookupError, TypeError) as err:
+            why = "%%s: %%s" %% (word, err)
+            if s:
+                s.close()
+    else:
+        if time.monotonic() > until:
+            fail("place %%s: no coordinator within %%s s; %%s" %% (place, limit, why))
+        time.sleep(pause)
+        pause = min(2 * pause, 5)
+try:
+    s.settimeout(30)
+    r = bytearray(r)
+    while r.find(10) < 0:
+        d = s.recv(65536)
+        if not d or len(r) > 1 << 20:
+            fail("the connection ended before the agent had arrived")
+        r += d
+    l, _, r = bytes(r).partition(bytes([10]))
+except OSError as err:
+    fail("the connection broke before the agent had arrived: %%s" %% err)
+importer, modules = [binascii.a2b_base64(each) for each in l.split()]
+dialed = s.getpeername()[:2], sys.argv[6:], pin, job, place, nonce, key
+exec(zlib.decompress(importer))
+""" % {
+    "code": facts.EXIT_START_FAILED,
+    "line": enrolment.LINE_BYTES,
+    "version": enrolment.VERSION,
+    "nonce": enrolment.NONCE_BYTES,
+}
+"""Python source, at most LIMIT bytes."""
+
+
+@functools.lru_cache(maxsize=1)
+def source() -> str:
+    """Return PROGRAM as one line of Python without a character that a shell would touch inside single quotes."""
+    packed = binascii.b2a_base64(zlib.compress(PROGRAM.encode("ascii"), 9), newline=False).decode("ascii")
+    return f'import binascii,zlib;exec(zlib.decompress(binascii.a2b_base64("{packed}")))'
+
+
+def command(
+    python: str, *, pin: str, job: str, place: str, secret: str, limit_s: float, addresses: Sequence[str]
+) -> tuple[str, ...]:
+    """Return the argument list that an engine executes for a place.
+
+    Args:
+        place: its name, or `env:NAME`.
+        secret: path of a file of mode 0600, or `env:NAME`. Never the secret.
+        addresses: `ADDRESS:PORT` of the coordinator, the best first.
+    """
+    return (python, "-I", "-c", source(), pin, job, place, secret, f"{limit_s:g}", *addresses)

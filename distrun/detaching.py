@@ -1,0 +1,117 @@
+"""Leaves a job to one of its hosts: `distrun launch --detach` with hosts.
+
+The launcher has checked the hosts and copied the files, as for any job, and its agents have ended. Now it starts the
+coordinator on one host, and on every host the bootstrap of an agent that dials this coordinator. It does so by agents
+that start these processes and end; nothing is left that the launcher's connections hold.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from distrun.backends import blob, bootstrap, certificate
+from distrun.fleet import Answer, Fleet, Problem
+from distrun_runtime.agent.daemon import PYTHON
+from distrun_runtime.contract import enrolment, facts, process
+from distrun_runtime.coordinator import outcome as ends
+from distrun_runtime.coordinator.hosted import DIAL_S, Order
+from distrun_runtime.coordinator.outcome import Outcome, TaskResult
+
+if TYPE_CHECKING:
+    from distrun.planning import PlannedJob
+    from distrun_runtime.coordinator.jobfolder import JobFolder
+    from distrun_runtime.coordinator.output import Sink
+
+READY_S = 30.0
+"""How long the coordinator may take to listen."""
+ASK_S = 20.0
+"""How long an agent may take to start a process."""
+SECRET = "DISTRUN_ENROLMENT"
+"""Variable by which a bootstrap gets the enrolment secret; it is removed before anything else runs."""
+
+
+def place(job: PlannedJob, folder: JobFolder, sink: Sink) -> Outcome:
+    """Start the coordinator and the agents of a job whose hosts are ready; the folder then says where it is.
+
+    Returns:
+        A success if the job has been placed; else how it ended, which the folder says, too.
+    """
+    plan = job.plan
+    host = job.request.coordinator_host or plan.hosts[0].name
+    secret = os.urandom(enrolment.SECRET_BYTES).hex()
+    told = _start_coordinator(job, host, secret)
+    if isinstance(told, Problem):
+        message = f"the coordinator could not be started on {host}: {told.text}"
+        return _ended(job, folder, message, told)
+    login = next(each.login for each in plan.hosts if each.name == host)
+    folder.place_elsewhere(told, host, login)
+    sink.say(
+        f"the coordinator runs on {host} (pid {told['pid']}); agents dial it at {' or '.join(told['dial'])}", "info"
+    )
+    for problem in _start_agents(job, secret, told):
+        sink.say(f"{problem.host}: its agent could not be started: {problem.text}", "warning")
+    return Outcome(0, facts.SUCCEEDED, f"the coordinator runs on {host}", job=plan.job)
+
+
+def _start_coordinator(job: PlannedJob, host: str, secret: str) -> Mapping[str, Any] | Problem:
+    """Start the coordinator; return what it tells of itself."""
+    request = job.request
+    order = Order(
+        plan=job.plan,
+        secrets=job.secrets,
+        enrolment=secret,
+        pem=certificate.make(job.plan.job).pem,
+        addresses=request.coordinator_addresses,
+        port_range=request.port_range,
+        request=request.to_json(),
+        allocation=job.allocation.to_json(),
+        verbosity=0,
+        program=blob.dialed(),
+        runtime=job.runtime,
+    )
+    args = _args(blob.command(PYTHON), blob.coordinator(blob.START_HOSTED) + order.encode(), {}, READY_S)
+    hosts = [each for each in job.plan.hosts if each.name == host]
+    with Fleet(job.backend, hosts) as fleet:
+        found = fleet.ask("daemon", args, READY_S + ASK_S)[host]
+    if isinstance(found, Problem):
+        return found
+    told: dict[str, Any] = json.loads(found.value["line"])
+    return told
+
+
+def _start_agents(job: PlannedJob, secret: str, told: Mapping[str, Any]) -> list[Problem]:
+    """Start the agents' bootstraps; return what went wrong. The coordinator notices who does not dial."""
+    plan = job.plan
+
+    def args(host: str) -> Mapping[str, Any]:
+        argv = bootstrap.command(
+            PYTHON,
+            pin=told["pin"],
+            job=plan.job,
+            place=host,
+            secret=f"env:{SECRET}",
+            limit_s=DIAL_S,
+            addresses=told["dial"],
+        )
+        return _args(argv, b"", {**process.marks(plan.job, plan.nonce, host, host), SECRET: secret}, 0.0)
+
+    with Fleet(job.backend, plan.hosts) as fleet:
+        found = fleet.ask("daemon", args, ASK_S)
+    return [each for each in found.values() if not isinstance(each, Answer)]
+
+
+def _args(argv: tuple[str, ...], data: bytes, env: Mapping[str, str], limit_s: float) -> Mapping[str, Any]:
+    return {"argv": list(argv), "input": base64.b64encode(data).decode("ascii"), "env": dict(env), "limit_s": limit_s}
+
+
+def _ended(job: PlannedJob, folder: JobFolder, message: str, problem: ends.Problem) -> Outcome:
+    tasks = tuple(TaskResult(task.name, task.role, task.rank, task.host) for task in job.plan.tasks)
+    outcome = Outcome(
+        facts.EXIT_START_FAILED, facts.START_FAILED, message, tasks=tasks, job=job.plan.job, problems=(problem,)
+    )
+    folder.finish(outcome)
+    return outcome

@@ -1,0 +1,132 @@
+"""Jobs whose coordinator is on one of their hosts: keeps this machine's folder of such a job up to date.
+
+The job's real folder is on that host. Its state is fetched whenever somebody looks; when the job is over, everything
+that is in the folder is fetched once, logs included, and from then on the job is like any other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from typing import IO
+
+from distrun.errors import DistrunError
+from distrun_runtime.contract import facts
+from distrun_runtime.coordinator.jobfolder import JobFolder
+
+LIMIT_S = 15.0
+"""How long a connection to the host may take."""
+READ_SIZE = 256 * 1024
+HEADER_LIMIT = 4096
+_NAME = re.compile(r"(state|outcome)\.json|events\.jsonl|coordinator\.log|logs/[A-Za-z0-9][A-Za-z0-9._-]*")
+FETCH = """
+import json, os, sys
+os.chdir(sys.argv[1])
+names = ["state.json"]
+if os.path.exists("outcome.json"):
+    names += ["events.jsonl", "coordinator.log"] + ["logs/" + name for name in os.listdir("logs")] + ["outcome.json"]
+out = sys.stdout.buffer
+for name in names:
+    if os.path.isfile(name):
+        with open(name, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            out.write(json.dumps({"name": name, "size": size}).encode() + bytes([10]))
+            while size:
+                data = file.read(min(size, 65536))
+                if not data:
+                    sys.exit("%s became shorter" % name)
+                out.write(data)
+                size -= len(data)
+"""
+
+
+class NotAsked(DistrunError):
+    """The host of a job's coordinator cannot be asked."""
+
+    exit_code = facts.EXIT_HOST_LOST
+
+
+def is_elsewhere(folder: JobFolder) -> bool:
+    """Return whether what is known of a job has to be fetched from one of its hosts."""
+    where = folder.control()
+    return where is not None and bool(where.get("login")) and not folder.is_finished
+
+
+def refresh(folder: JobFolder) -> None:
+    """Fetch what is new of a job that `is_elsewhere`.
+
+    Raises:
+        NotAsked: its host cannot be reached, or has no such folder.
+    """
+    where = folder.control()
+    assert where is not None  # of `is_elsewhere`
+    words = shlex.split(where["login"])
+    command = shlex.join(["python3", "-I", "-c", FETCH, where["folder"]])
+    argv = [words[0], "-T", "-o", f"ConnectTimeout={LIMIT_S:.0f}", *words[1:], command]
+    try:
+        with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            assert child.stderr is not None
+            names = [_save(folder, name, pieces) for name, pieces in _files(child.stdout)]
+            said = child.stderr.read().decode("utf-8", "replace").strip()
+    except OSError as err:
+        raise NotAsked(f"job {folder.id}: cannot run {argv[0]}: {err.strerror}") from None
+    if child.returncode or not names:
+        why = said.splitlines()[-1] if said else f"ssh ended with code {child.returncode}"
+        raise NotAsked(
+            f"job {folder.id}: its coordinator's host {where['host']} cannot be asked: {why}",
+            f"what is known here is older; try: {where['login']} true",
+        )
+
+
+def refreshed(folder: JobFolder) -> str:
+    """Fetch what is new of a job, if it has to be fetched; return a warning if that fails."""
+    if not is_elsewhere(folder):
+        return ""
+    try:
+        refresh(folder)
+    except NotAsked as err:
+        return f"{err}; {err.hint}"
+    return ""
+
+
+def _files(stream: IO[bytes]) -> Iterator[tuple[str, Iterator[bytes]]]:
+    """Give name and content of the files that FETCH writes; what is no file of a job is an error."""
+    while header := stream.readline(HEADER_LIMIT):
+        try:
+            about = json.loads(header)
+            name, size = about["name"], int(about["size"])
+        except (ValueError, KeyError, TypeError):
+            raise NotAsked(f"the host of the coordinator sent what is no file: {header[:80]!r}") from None
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or size < 0:
+            raise NotAsked(f"the host of the coordinator sent a file that no job has: {name!r}")
+        yield name, _content(stream, name, size)
+
+
+def _content(stream: IO[bytes], name: str, size: int) -> Iterator[bytes]:
+    while size:
+        data = stream.read(min(size, READ_SIZE))
+        if not data:
+            raise NotAsked(f"the connection ended within {name}, {size} bytes before its end")
+        size -= len(data)
+        yield data
+
+
+def _save(folder: JobFolder, name: str, pieces: Iterator[bytes]) -> str:
+    """Replace a file of the folder as a whole."""
+    path = folder.path / name
+    fresh = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(fresh, "wb") as file:
+            for data in pieces:
+                file.write(data)
+        os.replace(fresh, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(fresh)
+    return name

@@ -1,0 +1,184 @@
+"""The coordinator of a detached job on one of the job's hosts.
+
+The launcher has checked the hosts and copied the files. It starts this process there (`agent.daemon`) and gives it the
+job by standard input, secrets included: a frame with the plan, whose body is the program of the agents, and a frame
+with the runtime's archive. The process prints one line, a JSON object that says where it listens. From then on nobody
+holds it: agents dial back to it, clients come by its control socket, and the job's folder is in the job store of this
+host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import traceback
+from typing import Any, Dict, Iterator, List, NamedTuple, Tuple
+
+from distrun_runtime.contract import address, facts, process, wire
+from distrun_runtime.contract import plan as plans
+from distrun_runtime.contract.plan import Plan, Secrets
+from distrun_runtime.coordinator import jobrun, serving
+from distrun_runtime.coordinator.dialback import DialBack, with_port
+from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.coordinator.jobstore import JobStore
+from distrun_runtime.coordinator.service import Service
+from distrun_runtime.errors import ContractError, RuntimeFault
+
+DIAL_S = 60.0
+"""How long agents may take to dial at most."""
+DIAL_SHARE = 0.75
+"""The same, as a share of the time for the whole start."""
+READ_SIZE = 256 * 1024
+
+
+class Order(NamedTuple):
+    """What the launcher gives."""
+
+    plan: Plan
+    secrets: Secrets
+    enrolment: str
+    """The secret by which agents prove themselves."""
+    pem: bytes
+    """Certificate and key."""
+    addresses: Tuple[str, ...]
+    """What agents are told to dial; empty: every address of this host."""
+    port_range: str
+    request: Dict[str, Any]
+    allocation: Dict[str, Any]
+    verbosity: int
+    program: bytes
+    """The agents' blob."""
+    runtime: bytes
+
+    def encode(self) -> bytes:
+        """Return the frames that `read` understands."""
+        head = {
+            "type": "coordinate",
+            "version": wire.VERSION,
+            "plan": plans.to_json(self.plan),
+            "token": self.secrets.token,
+            "secret_env": dict(self.secrets.env),
+            "enrolment": self.enrolment,
+            "pem": self.pem.decode("ascii"),
+            "addresses": list(self.addresses),
+            "port_range": self.port_range,
+            "request": self.request,
+            "allocation": self.allocation,
+            "verbosity": self.verbosity,
+        }
+        return wire.encode(head, self.program) + wire.encode({"type": "runtime"}, self.runtime)
+
+
+def read(frames: Iterator[wire.Frame]) -> Order:
+    """Return what the launcher gives. Raises ContractError if it is of another version, or not whole."""
+    try:
+        first, second = next(frames), next(frames)
+    except StopIteration:
+        raise ContractError("the launcher's order is not whole") from None
+    head = first.header
+    if head.get("version") != wire.VERSION:
+        raise ContractError(f"the launcher speaks version {head.get('version')!r}, this coordinator {wire.VERSION}")
+    return Order(
+        plan=plans.from_json(head["plan"]),
+        secrets=Secrets(head["token"], head["secret_env"]),
+        enrolment=head["enrolment"],
+        pem=head["pem"].encode("ascii"),
+        addresses=tuple(head["addresses"]),
+        port_range=head["port_range"],
+        request=head["request"],
+        allocation=head["allocation"],
+        verbosity=head["verbosity"],
+        program=first.body,
+        runtime=second.body,
+    )
+
+
+def main(ahead: bytes) -> int:
+    """Coordinate the job that standard input has; return the exit code. `ahead`: bytes that were read already."""
+    try:
+        return _serve(ahead)
+    except (RuntimeFault, OSError) as err:  # the launcher shows it, if it still waits for our line
+        sys.stderr.write(f"{err}\n")
+        return facts.EXIT_INTERNAL
+
+
+def _serve(ahead: bytes) -> int:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    order = read(_frames(ahead))
+    plan = order.plan
+    folder = JobStore().create(plan, None, order.request, order.allocation)
+    limit_s = min(DIAL_S, DIAL_SHARE * plan.limits.start_s)
+    agents = DialBack(
+        plan.job,
+        order.enrolment,
+        order.pem,
+        [place.name for place in plan.all_places],
+        program=lambda: order.program,
+        port_range=order.port_range,
+        limit_s=limit_s,
+        addresses=order.addresses or tuple(address.own()),
+    )
+    service = serving.service_of(folder, None)
+    try:
+        path = serving.listen(service, folder)
+        folder.write_control(path)
+        _say_where(folder, agents, path)
+        serving.leave_streams(folder)
+        code = _run(order, folder, agents, service)
+    finally:
+        agents.close()
+        service.close()
+    return code
+
+
+def _run(order: Order, folder: JobFolder, agents: DialBack, service: Service) -> int:
+    try:
+        outcome = jobrun.run(
+            order.plan,
+            order.secrets,
+            agents.channels,
+            folder,
+            service,
+            verbosity=order.verbosity,
+            runtime=lambda: order.runtime,
+            watcher=service,
+        )
+    except Exception as err:
+        traceback.print_exc()
+        trace = traceback.format_exc()
+        text = f"internal error: {type(err).__name__}: {err}"
+        service.fail(
+            {"kind": type(err).__name__, "message": text, "hint": "", "exit_code": facts.EXIT_INTERNAL, "trace": trace}
+        )
+        return facts.EXIT_INTERNAL
+    service.finish(dataclasses.asdict(folder.explained(outcome)))
+    return 0
+
+
+def _frames(ahead: bytes) -> Iterator[wire.Frame]:
+    decoder = wire.Decoder()
+    data = ahead
+    while True:
+        found: List[wire.Frame] = decoder.feed(data)
+        yield from found
+        data = os.read(0, READ_SIZE)
+        if not data:
+            return
+
+
+def _say_where(folder: JobFolder, agents: DialBack, path: str) -> None:
+    who = process.identity(os.getpid())
+    told = {
+        "pid": who.pid,
+        "start": who.start,
+        "boot": process.boot_id(),
+        "path": path,
+        "folder": str(folder.path),
+        "pin": agents.pin,
+        "dial": [with_port(each, agents.port) for each in agents.addresses],
+    }
+    sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.flush()

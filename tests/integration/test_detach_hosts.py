@@ -1,0 +1,121 @@
+"""Detached jobs on hosts: the coordinator is on one of them, agents dial it, and the launching machine may go."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lab import Site, wait_until
+
+LIMIT_S = 60.0
+COUNTS = "for i in 1 2 3; do echo line $i of $RANK; done; until [ -e /tmp/go ]; do sleep 0.05; done; echo last of $RANK"
+
+
+def words(lab: Site, *hosts: str) -> list[str]:
+    return ["-H", lab.hosts_file(*hosts), "-n", str(len(hosts)), "-s", "0", "--grace", "1"]
+
+
+def launched(lab: Site, *command: str) -> str:
+    """Launch a detached job on two hosts; return its id."""
+    done = lab.distrun("launch", "--detach", *words(lab, "h1", "h2"), *command, cwd=Path("/tmp"))
+    assert done.code == 0, done.err
+    assert done.out.count("\n") == 1
+    return done.out.strip()
+
+
+def folder_of(lab: Site, job: str) -> Path:
+    return lab.home_folder / "state/distrun/jobs" / job
+
+
+def is_left(lab: Site, host: str) -> bool:
+    """Whether a control socket is there."""
+    return bool(lab[host].exec("sh", "-c", "ls /var/tmp/distrun-0/*.s 2>/dev/null || :").strip())
+
+
+def test_a_detached_job_runs_on_without_the_launching_machine_and_is_followed_to_its_end(lab: Site) -> None:
+    job = launched(lab, f"bash -c '{COUNTS}'")
+    where = json.loads((folder_of(lab, job) / "control.json").read_text())
+    assert where["host"] == "h1"
+    assert not [each for each in lab.marked() if each.host == "launcher"], "nothing of the job is left here"
+    assert "running" in lab.distrun("status", job).out
+    attached = lab.start("attach", "--since-start", job)
+    wait_until(lambda: attached.out.count("line 3 of") == 2, LIMIT_S, "both have printed")
+    for name in ("h1", "h2"):
+        lab[name].exec("touch", "/tmp/go")
+    assert attached.wait() == 0
+    assert attached.out.count("last of") == 2
+    assert lab.distrun("wait", job).code == 0
+    merged = lab.distrun("logs", "--merge", job)
+    assert sorted(merged.out.splitlines()) == sorted(attached.out.splitlines())
+    assert json.loads((folder_of(lab, job) / "outcome.json").read_text())["exit_code"] == 0
+    assert not is_left(lab, "h1")
+    assert not list(folder_of(lab, job).rglob("*.tmp"))
+
+
+def test_the_code_of_the_first_task_that_fails_comes_from_the_other_host(lab: Site) -> None:
+    job = launched(lab, "bash", "-c", "until [ -e /tmp/go ]; do sleep 0.05; done; exit $((RANK + 4))")
+    lab["h2"].exec("touch", "/tmp/go")
+    assert lab.distrun("wait", job).code == 5
+    assert "worker-1 on h2 failed with exit code 5" in lab.distrun("status", job).out
+
+
+def test_a_detached_job_on_a_named_host_is_killed_from_here(lab: Site) -> None:
+    more = ["--coordinator-host", "h2", *words(lab, "h1", "h2")]
+    done = lab.distrun("launch", "--detach", *more, "sleep", "600", cwd=Path("/tmp"))
+    job = done.out.strip()
+    assert json.loads((folder_of(lab, job) / "control.json").read_text())["host"] == "h2"
+    killed = lab.distrun("kill", job)
+    assert killed.code == 0, killed.err
+    assert lab.distrun("wait", job).code == 143
+    assert not lab.marked()
+
+
+def test_a_job_whose_coordinator_was_killed_on_its_host_is_ended_from_here(lab: Site) -> None:
+    job = launched(lab, "sleep", "600")
+    where = json.loads((folder_of(lab, job) / "control.json").read_text())
+    lab["h1"].exec("kill", "-KILL", str(where["pid"]))
+    attached = lab.distrun("attach", job)
+    assert attached.code == 7
+    assert f"distrun kill {job}" in attached.err
+    killed = lab.distrun("kill", job)
+    assert killed.code == 0, killed.err
+    assert not lab.marked()
+    assert "killed" in lab.distrun("status", job).out
+
+
+def test_agents_that_cannot_reach_the_coordinator_end_the_job_before_any_task(lab: Site) -> None:
+    lab["h1"].exec("sh", "-c", "iptables -A INPUT -p tcp --dport 1024:65535 -m conntrack --ctstate NEW ! -i lo -j DROP")
+    try:
+        more = ["--start-timeout", "12", *words(lab, "h1", "h2")]
+        done = lab.distrun("launch", "--detach", *more, "touch", "/tmp/started", cwd=Path("/tmp"))
+    finally:
+        lab["h1"].exec("iptables", "-F", "INPUT")
+    assert done.code == 3, done.err
+    assert not done.out
+    assert "its agent did not reach the coordinator at 10." in done.err
+    assert "--port-range" in done.err
+    assert not lab.marked()
+
+
+def test_a_command_that_is_not_there_ends_a_detached_launch_with_its_code_and_report(lab: Site) -> None:
+    done = lab.distrun("launch", "--detach", *words(lab, "h1", "h2"), "/nowhere/at-all", cwd=Path("/tmp"))
+    assert done.code == 127, done.err
+    assert not done.out
+    assert "command not found: /nowhere/at-all" in done.err
+
+
+def test_hosts_that_refuse_end_a_detached_launch_as_any_other_and_are_not_swept(lab: Site) -> None:
+    more = ["--activate", "venv:/nowhere", *words(lab, "h1", "h2")]
+    done = lab.distrun("launch", "--detach", *more, "true", cwd=Path("/tmp"))
+    assert done.code == 3, done.err
+    assert "there is no /nowhere/bin/activate" in done.err
+    assert "ending what may be left" not in done.err
+
+
+def test_a_coordinator_is_only_placed_on_a_host_of_the_job(lab: Site) -> None:
+    done = lab.distrun("launch", "--detach", "--coordinator-host", "h3", *words(lab, "h1", "h2"), "true")
+    assert done.code == 2
+    assert "'h3' is no host of this job" in done.err
+    done = lab.distrun("launch", "--coordinator-host", "h1", *words(lab, "h1", "h2"), "true")
+    assert done.code == 2
+    assert "--detach" in done.err
