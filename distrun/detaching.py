@@ -18,7 +18,7 @@ from distrun.fleet import Answer, Fleet, Problem
 from distrun_runtime.agent.daemon import PYTHON
 from distrun_runtime.contract import enrolment, facts, process
 from distrun_runtime.coordinator import outcome as ends
-from distrun_runtime.coordinator.hosted import DIAL_S, Order
+from distrun_runtime.coordinator.hosted import Order, dial_s
 from distrun_runtime.coordinator.outcome import Outcome, TaskResult
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _start_agents(job: PlannedJob, secret: str, told: Mapping[str, Any]) -> list
             job=plan.job,
             place=host,
             secret=f"env:{SECRET}",
-            limit_s=DIAL_S,
+            limit_s=dial_s(plan),
             addresses=told["dial"],
         )
         return _args(argv, b"", {**process.marks(plan.job, plan.nonce, host, host), SECRET: secret}, 0.0)

@@ -125,6 +125,23 @@ def test_dry_run_takes_the_shown_launch_commands(tmp_path: Path) -> None:
             assert result.returncode == 0, line + "\n" + result.stderr
 
 
+def tests_that_exist() -> set[str]:
+    """Return the names of all tests, without their parameters."""
+    files = (ROOT / "tests").rglob("test_*.py")
+    return {name for file in files for name in re.findall(r"^ *def (test_\w+)", file.read_text("utf-8"), re.MULTILINE)}
+
+
+def test_every_row_of_the_page_about_failures_names_a_test_and_each_exists() -> None:
+    rows = re.findall(r"^\| .* \|$", (ROOT / "docs" / "failures.md").read_text("utf-8"), re.MULTILINE)
+    cases = [row for row in rows if row.count(" | ") == 4 and not row.endswith("| Test |")]
+    assert len(cases) > 40
+    exist = tests_that_exist()
+    for case in cases:
+        names = re.findall(r"`(test_\w+)`", case.rpartition(" | ")[2])
+        assert names, case
+        assert set(names) <= exist, set(names) - exist
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_python_block_compiles(page: Path) -> None:
     for block in blocks(page, "python"):

@@ -108,6 +108,8 @@ class _Attached:
 
         where = self._connection.hello
         self._console.say(f"attached to job {self._folder.id} (its coordinator: pid {where['pid']} on {where['host']})")
+        if "tail" in start:
+            self._console.say(f"all that it printed before: distrun logs --merge {self._folder.id}")
         self._console.start()
         with Interrupts(self._on_signal):
             self._connection.send("subscribe", events=False, output=start)

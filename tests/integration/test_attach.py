@@ -133,11 +133,12 @@ def control_clients(distrun: Distrun) -> list[str]:
 
 def test_it_shows_the_last_lines_first(distrun: Distrun) -> None:
     launch, job = begin(distrun, f"for i in $(seq 100); do echo line $i; done; echo up; {GO}; echo over")
-    attached = distrun.start("attach", "--tail", "2", job, stdout=subprocess.PIPE)
+    attached = distrun.start("attach", "--tail", "2", job, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert attached.stdout is not None
     first = attached.stdout.readline() + attached.stdout.readline()
     go(distrun)
-    out, _ = attached.communicate(timeout=LIMIT_S)
+    out, err = attached.communicate(timeout=LIMIT_S)
+    assert f"all that it printed before: distrun logs --merge {job}" in err.decode()
     assert (first + out).count(b"\n") == 4  # two from before, and the last word of each worker
     assert attached.returncode == launch.wait(LIMIT_S) == 0
 
@@ -472,6 +473,18 @@ def test_a_coordinator_that_is_stopped_is_named(distrun: Distrun, monkeypatch: p
     os.kill(pid, signal.SIGCONT)
     go(distrun)
     assert distrun.run("wait", job).returncode == 0
+
+
+def test_a_control_socket_that_was_removed_is_named_and_kill_does_without_it(distrun: Distrun) -> None:
+    job = detached(distrun)
+    path = control(distrun)["path"]
+    os.unlink(path)
+    done = distrun.run("attach", job)
+    assert done.returncode == 7
+    assert f"cannot be reached: {path}: No such file or directory" in done.stderr.decode()
+    assert f"distrun kill {job}" in done.stderr.decode()
+    assert distrun.run("kill", job).returncode == 0
+    assert (distrun.state()["state"], distrun.state()["message"]) == ("killed", "stopped by distrun kill")
 
 
 # ---------------------------------------------------------------------- kill

@@ -8,7 +8,9 @@ from pathlib import Path
 from lab import Site, wait_until
 
 LIMIT_S = 60.0
-COUNTS = "for i in 1 2 3; do echo line $i of $RANK; done; until [ -e /tmp/go ]; do sleep 0.05; done; echo last of $RANK"
+COUNTS = (
+    "for i in 1 2 3; do echo line $i of $RANK; done; until [ -e /tmp/go-on ]; do sleep 0.05; done; echo last of $RANK"
+)
 
 
 def words(lab: Site, *hosts: str) -> list[str]:
@@ -41,7 +43,7 @@ def test_a_detached_job_runs_on_without_the_launching_machine_and_is_followed_to
     attached = lab.start("attach", "--since-start", job)
     wait_until(lambda: attached.out.count("line 3 of") == 2, LIMIT_S, "both have printed")
     for name in ("h1", "h2"):
-        lab[name].exec("touch", "/tmp/go")
+        lab[name].exec("touch", "/tmp/go-on")
     assert attached.wait() == 0
     assert attached.out.count("last of") == 2
     assert lab.distrun("wait", job).code == 0
@@ -53,8 +55,8 @@ def test_a_detached_job_runs_on_without_the_launching_machine_and_is_followed_to
 
 
 def test_the_code_of_the_first_task_that_fails_comes_from_the_other_host(lab: Site) -> None:
-    job = launched(lab, "bash", "-c", "until [ -e /tmp/go ]; do sleep 0.05; done; exit $((RANK + 4))")
-    lab["h2"].exec("touch", "/tmp/go")
+    job = launched(lab, "bash", "-c", "until [ -e /tmp/go-off ]; do sleep 0.05; done; exit $((RANK + 4))")
+    lab["h2"].exec("touch", "/tmp/go-off")
     assert lab.distrun("wait", job).code == 5
     assert "worker-1 on h2 failed with exit code 5" in lab.distrun("status", job).out
 
@@ -94,7 +96,7 @@ def test_agents_that_cannot_reach_the_coordinator_end_the_job_before_any_task(la
     assert not done.out
     assert "its agent did not reach the coordinator at 10." in done.err
     assert "--port-range" in done.err
-    assert not lab.marked()
+    wait_until(lambda: not lab.marked(), LIMIT_S, "the agents do not dial any more")
 
 
 def test_a_command_that_is_not_there_ends_a_detached_launch_with_its_code_and_report(lab: Site) -> None:

@@ -96,6 +96,11 @@ def read(frames: Iterator[wire.Frame]) -> Order:
     )
 
 
+def dial_s(plan: Plan) -> float:
+    """Return how long agents may take to dial, seconds. Pure."""
+    return min(DIAL_S, DIAL_SHARE * plan.limits.start_s)
+
+
 def main(ahead: bytes) -> int:
     """Coordinate the job that standard input has; return the exit code. `ahead`: bytes that were read already."""
     try:
@@ -110,7 +115,6 @@ def _serve(ahead: bytes) -> int:
     order = read(_frames(ahead))
     plan = order.plan
     folder = JobStore().create(plan, None, order.request, order.allocation)
-    limit_s = min(DIAL_S, DIAL_SHARE * plan.limits.start_s)
     agents = DialBack(
         plan.job,
         order.enrolment,
@@ -118,7 +122,7 @@ def _serve(ahead: bytes) -> int:
         [place.name for place in plan.all_places],
         program=lambda: order.program,
         port_range=order.port_range,
-        limit_s=limit_s,
+        limit_s=dial_s(plan),
         addresses=order.addresses or tuple(address.own()),
     )
     service = serving.service_of(folder, None)
