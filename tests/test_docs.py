@@ -125,7 +125,7 @@ def test_dry_run_takes_the_shown_launch_commands(tmp_path: Path) -> None:
             assert result.returncode == 0, line + "\n" + result.stderr
 
 
-def tests_that_exist() -> set[str]:
+def names_of_tests() -> set[str]:
     """Return the names of all tests, without their parameters."""
     files = (ROOT / "tests").rglob("test_*.py")
     return {name for file in files for name in re.findall(r"^ *def (test_\w+)", file.read_text("utf-8"), re.MULTILINE)}
@@ -135,7 +135,7 @@ def test_every_row_of_the_page_about_failures_names_a_test_and_each_exists() -> 
     rows = re.findall(r"^\| .* \|$", (ROOT / "docs" / "failures.md").read_text("utf-8"), re.MULTILINE)
     cases = [row for row in rows if row.count(" | ") == 4 and not row.endswith("| Test |")]
     assert len(cases) > 40
-    exist = tests_that_exist()
+    exist = names_of_tests()
     for case in cases:
         names = re.findall(r"`(test_\w+)`", case.rpartition(" | ")[2])
         assert names, case
