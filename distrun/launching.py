@@ -4,7 +4,8 @@
 and clears up. This process stays the terminal's client: it prints what the coordinator sends, forwards signals, asks
 for passwords, and returns the outcome. When the client ends, the coordinator stops the job.
 
-A detached job's coordinator survives its terminal (`daemon`). This process leaves it when all tasks run.
+A detached job's coordinator survives its terminal: it is a daemon here (`daemon`), or on one of the job's hosts
+(`detaching`). This process leaves it when all tasks run.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `plan_job` is the whole way. An allocation says which task runs on which host and how hosts are reached; for the local
 and ssh backends it follows from the hosts that the user named. The plan is every process with its exact argv, its
-folder and its environment (`make_plan`). Nothing is started or written here.
+folder and its environment (`make_plan`). Nothing of the job is started or written here.
 
 The variables of tasks are the rows of `contract/environ.py`. A test checks that each of them is set here, set by the
 agent, or named in `SET_ELSEWHERE`.

@@ -184,7 +184,7 @@ os._exit(code)  # taking the interpreter down costs 10 ms, in the agent and in i
 START_DIALED = """\
 from distrun_runtime.agent import dial, guard
 gc.enable()
-code = guard.serve(r, keep, *dial.returning(s, *dialed))
+code = guard.serve(r, keep, *dial.redialing(s, *dialed))
 sys.stderr.flush()
 os._exit(code)
 """

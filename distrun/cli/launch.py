@@ -18,7 +18,7 @@ from distrun.client import Detached
 from distrun.errors import UsageError
 from distrun.planning import device_warnings
 from distrun.request import JobRequest, Setting, forwarded, parse_addresses
-from distrun_runtime.contract import environ, logout
+from distrun_runtime.contract import environ, facts, logout
 from distrun_runtime.contract.plan import ROLES, Limits
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 FULL_TRACEBACKS = 2
 """From this verbosity on workers print whole tracebacks."""
-LEASE = 1.5
-"""An agent goes on without a word from us for so many times --lost-after: by then we have given its host up."""
 
 
 class _Launch(click.Command):
@@ -195,7 +193,7 @@ def _limits(options: Mapping[str, Any]) -> Limits:
         timeout_s=options["timeout"],
         suspect_s=min(options["suspect_after"], options["lost_after"]),
         lost_s=options["lost_after"],
-        lease_s=LEASE * options["lost_after"],
+        lease_s=facts.LEASE_FACTOR * options["lost_after"],
     )
     start_s = options["start_timeout"]
     return limits if start_s is None else limits._replace(start_s=start_s)

@@ -1,6 +1,7 @@
-"""The agent: one loop in one thread that starts, watches, reaps and stops this host's tasks, and never waits.
+"""The agent: one loop in one thread that starts, watches, reaps and stops this host's tasks.
 
-It is the only reader and writer of the channel. Messages: `docs/protocol.md`. Its parent is the guard (`guard.py`).
+It never waits while a task runs, and is the only reader and writer of the channel. Messages: `docs/protocol.md`. Its
+parent is the guard (`guard.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ OTHER = "other"
 """`kind` of a failure without a kind of its own."""
 
 
-class Return(Protocol):
+class Reconnector(Protocol):
     """How the agent of a plan with `on_eof: hold` gets another connection when one has ended."""
 
     @property
@@ -63,7 +64,7 @@ class Return(Protocol):
 
 OnConnection = Callable[[Connection, bytes], None]
 """Takes a connection whose other end has proved who it is, and the bytes that were read ahead from it."""
-Returns = Callable[[selectors.BaseSelector, OnConnection], Return]
+MakeReconnector = Callable[[selectors.BaseSelector, OnConnection], Reconnector]
 """Makes a `Return`. That registers callbacks without arguments in the selector, and calls what it is given in one."""
 
 
@@ -78,11 +79,11 @@ class Agent:
         wakeup: Wakeup,
         is_subreaper: bool,
         *,
-        returns: Optional[Returns] = None,
+        make_reconnector: Optional[MakeReconnector] = None,
     ) -> None:
         self._channel = channel
-        self._returns = returns
-        self._return: Optional[Return] = None
+        self._make_reconnector = make_reconnector
+        self._reconnector: Optional[Reconnector] = None
         self._guard = guard
         self._me = me
         self._wakeup = wakeup
@@ -136,7 +137,7 @@ class Agent:
     def _timeout(self) -> float:
         lease_end = math.inf if self._is_leaving else self._lease_end()
         preflight_at = self._preflight.deadline if self._preflight is not None else math.inf
-        return_at = min(self._return.next_at, self._silent_at()) if self._return is not None else math.inf
+        return_at = min(self._reconnector.next_at, self._silent_at()) if self._reconnector is not None else math.inf
         due = min(self._stopping.next_at, self._remember_at, self._beat_at, lease_end, preflight_at, return_at)
         return max(0.0, min(due - time.monotonic(), 3600.0))
 
@@ -156,12 +157,12 @@ class Agent:
             self._leave(self._gentle(), facts.EXIT_TERMINATED)
         if self._preflight is not None and now >= self._preflight.deadline:
             self._preflight.expire()
-        if self._return is not None:
+        if self._reconnector is not None:
             if now >= self._silent_at():
                 self._asked_at = now
-                self._return.begin()
-            if now >= self._return.next_at:
-                self._return.tick(now)
+                self._reconnector.begin()
+            if now >= self._reconnector.next_at:
+                self._reconnector.tick(now)
         left = self._stopping.step(now)
         if left is not None:
             self._say("cleared", left=[_described(row) for row in left])
@@ -211,12 +212,12 @@ class Agent:
         self._runner.drain()
         self._hand_over(output=True)
         self._runner.close()
-        if self._return is None and self._share is not None:
+        if self._reconnector is None and self._share is not None:
             self._share.close(process.is_alive(self._guard.identity))
         self._say("bye")
         self._hand_over(output=False)
-        if self._return is not None and self._share is not None:
-            self._return.close()
+        if self._reconnector is not None and self._share is not None:
+            self._reconnector.close()
             self._share.close(process.is_alive(self._guard.identity))
         return self._code
 
@@ -235,7 +236,7 @@ class Agent:
             limit_s = FLUSH_S if is_awaited else LOST_FLUSH_S
             is_all_queued = not output or self._runner.pump(whole=True)
             self._flush()
-            may_be_lost = not output and self._return is not None and not channel.is_acknowledged
+            may_be_lost = not output and self._reconnector is not None and not channel.is_acknowledged
             if is_all_queued and not channel.wants_to_write and not may_be_lost:
                 return
             if channel.written != written:
@@ -279,10 +280,10 @@ class Agent:
     def _on_lost(self) -> None:
         """Stop, or hold, because the connection has ended."""
         self._unlisten()
-        if self._return is not None and not self._channel.fault:
+        if self._reconnector is not None and not self._channel.fault:
             self._channel.cut()
-            self._return.begin()
-            return  # as below
+            self._reconnector.begin()
+            return  # the tasks go on until the lease ends
         self._channel.is_over = True
         if self._channel.fault:
             self._warn(f"the coordinator's stream cannot be read on: {self._channel.fault}")
@@ -322,13 +323,13 @@ class Agent:
         self._save()
         self._tell_guard(share)
         if share.plan.on_eof == HOLD:
-            self._return = self._make_return(share, header)
+            self._reconnector = self._reconnector_of(share, header)
         self._prepare(preflight.steps(share), self._on_ready)
 
-    def _make_return(self, share: Share, header: Dict[str, Any]) -> Optional[Return]:
+    def _reconnector_of(self, share: Share, header: Dict[str, Any]) -> Optional[Reconnector]:
         """Return how the next connection comes; None if there is no way for it: then the end of this one stops all."""
-        if self._returns is not None:
-            return self._returns(self._selector, self._on_connection)
+        if self._make_reconnector is not None:
+            return self._make_reconnector(self._selector, self._on_connection)
         if not header.get("resume_key"):
             return None
         from distrun_runtime.agent.waiting import Waiting  # most agents have one connection

@@ -24,7 +24,7 @@ from distrun_runtime.contract.enrolment import AGENT, CLAIM, COORDINATOR, REDIAL
 from distrun_runtime.errors import ContractError, Refused, WireError
 
 if TYPE_CHECKING:
-    from distrun_runtime.agent.agent import OnConnection, Returns
+    from distrun_runtime.agent.agent import MakeReconnector, OnConnection
 
 ATTEMPT_S = 10.0
 """How long one connection may take to be made and let in."""
@@ -227,7 +227,9 @@ class _Attempt:
         """It proves itself."""
 
 
-def returning(tls: ssl.SSLSocket, peer: Tuple[str, int], words: Sequence[str], *who: str) -> Tuple[Connection, Returns]:
+def redialing(
+    tls: ssl.SSLSocket, peer: Tuple[str, int], words: Sequence[str], *who: str
+) -> Tuple[Connection, MakeReconnector]:
     """Return the connection of an agent that has dialled (`bootstrap`), and how it gets the next one.
 
     Args:
@@ -239,10 +241,10 @@ def returning(tls: ssl.SSLSocket, peer: Tuple[str, int], words: Sequence[str], *
     others = [each for each in addresses(words) if each != peer]
     credentials = Credentials((peer, *others), pin, job, place, nonce, key)
 
-    def returns(selector: selectors.BaseSelector, on_connection: OnConnection) -> Dialer:
+    def make_reconnector(selector: selectors.BaseSelector, on_connection: OnConnection) -> Dialer:
         return Dialer(credentials, selector, lambda dialed: on_connection(Socket(dialed.socket), dialed.first))
 
-    return Socket(tls), returns
+    return Socket(tls), make_reconnector
 
 
 def client_context() -> ssl.SSLContext:

@@ -23,7 +23,7 @@ from distrun_runtime.contract.process import Identity, Process
 from distrun_runtime.errors import WireError
 
 if TYPE_CHECKING:
-    from distrun_runtime.agent.agent import Returns
+    from distrun_runtime.agent.agent import MakeReconnector
 
 TERMINAL_SIGNALS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTSTP", "SIGTTIN", "SIGTTOU")
 """Signals of a terminal. The launcher gets them and tells the agent what to do."""
@@ -37,7 +37,7 @@ def serve(
     first: bytes = b"",
     idle: Callable[[], None] = lambda: None,
     connection: Optional[Connection] = None,
-    returns: Optional[Returns] = None,
+    make_reconnector: Optional[MakeReconnector] = None,
 ) -> int:
     """Serve as guard and agent; return the exit code (in both processes).
 
@@ -46,7 +46,7 @@ def serve(
         idle: called once in the guard, which has nothing else to do then. Must neither wait nor raise.
         connection: to the coordinator, both sides of which have proved who they are. None: standard input and output;
             then the agent begins with its first line.
-        returns: how the agent gets another connection; None: it waits for one if the plan says `hold`.
+        make_reconnector: how the agent gets another connection; None: it waits for one if the plan says `hold`.
     """
     set_signals()
     _own_session()
@@ -58,7 +58,7 @@ def serve(
     if agent == 0:
         os.close(guard_lives)
         os.close(notes)
-        return _serve_as_agent(GuardLink(guard, alive, agent_notes), first, connection, returns)
+        return _serve_as_agent(GuardLink(guard, alive, agent_notes), first, connection, make_reconnector)
     os.close(alive)
     os.close(agent_notes)
     _leave_standard_streams()
@@ -110,7 +110,7 @@ class Wakeup:
 
 
 def _serve_as_agent(
-    guard: GuardLink, first: bytes, connection: Optional[Connection], returns: Optional[Returns]
+    guard: GuardLink, first: bytes, connection: Optional[Connection], make_reconnector: Optional[MakeReconnector]
 ) -> int:
     set_signals([signal.SIGTERM, signal.SIGCHLD])
     wakeup = Wakeup()
@@ -139,7 +139,7 @@ def _serve_as_agent(
     channel.flush()
     from distrun_runtime.agent.agent import Agent
 
-    return Agent(channel, guard, me, wakeup, is_subreaper, returns=returns).run(first)
+    return Agent(channel, guard, me, wakeup, is_subreaper, make_reconnector=make_reconnector).run(first)
 
 
 class Silence:

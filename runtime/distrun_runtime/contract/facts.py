@@ -1,4 +1,4 @@
-"""Exit codes, states and time limits that both sides of a job use. Each is defined here only.
+"""Exit codes, states, and the time limits that several parts of a job share. Each of these is defined here only.
 
 The table of exit codes for users is in docs/overview.md, "Deaths and exit codes".
 """
@@ -90,9 +90,9 @@ KILLED = "killed"
 LOST = "lost"
 JOB_STATES = (SUBMITTING, QUEUED, STARTING, RUNNING, STOPPING, SUCCEEDED, FAILED, KILLED, LOST)
 """submitting, queued: it has no allocation yet, so no limit of time runs. killed: interrupted or terminated. lost: the
-launcher died and nobody finished the job."""
+coordinator died and nobody finished the job."""
 UNKNOWN = "unknown"
-"""In place of the state of a live job that another host of a shared home runs, and has not updated for LOST_S."""
+"""In place of the state of a live job that another host of a shared home runs, and has not updated for UNKNOWN_S."""
 LIVE = (SUBMITTING, QUEUED, STARTING, RUNNING, STOPPING)
 """States of a job that goes on."""
 GOING = (*LIVE, UNKNOWN)
@@ -125,5 +125,7 @@ LEASE_S = 45.0
 """Longer than LOST_S: a host is given up before its agent ends what it runs."""
 UNKNOWN_S = 30.0
 """After so long without a word of a job, another machine that shares its folder does not know whether it runs."""
+LEASE_FACTOR = 1.5
+"""The lease is so many times the time after which a host is lost: by then the host has been given up."""
 GIVE_UP_S = 3.0
 """What still exists so long after the first KILL (uninterruptible, or another user's) is reported and left."""

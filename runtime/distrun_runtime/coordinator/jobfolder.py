@@ -443,7 +443,7 @@ class JobFolder:
         except JobStoreError:
             return facts.LOST
         if who["host"] != socket.gethostname():
-            return facts.UNKNOWN if self._silent_s() > facts.LOST_S else ""
+            return facts.UNKNOWN if self._silent_s() > facts.UNKNOWN_S else ""
         if who.get("boot", process.boot_id()) != process.boot_id():
             return facts.LOST  # this machine was started again
         return "" if process.is_alive(process.Identity(who["pid"], who["start"])) else facts.LOST

@@ -22,7 +22,7 @@ STATE_S = 0.25
 """state.json is replaced at most so often."""
 TRACE = 2
 """From this verbosity on every frame is said."""
-END_S = 5.0
+LET_GO_S = 5.0
 """If the loop fails: how long, past the grace time, the ends of the agents are awaited."""
 
 
@@ -228,8 +228,8 @@ class _JobRun:
             self._try(lambda: self._folder.write_state(self._supervisor.job_state, tasks))
             self._tell_state()
 
-    def _record(self, kind: str, /, **facts: Any) -> None:
-        event = jobfolder.event(kind, **facts)
+    def _record(self, kind: str, /, **members: Any) -> None:
+        event = jobfolder.event(kind, **members)
         self._try(lambda: self._folder.append(event))
         if self._watcher is not None:
             self._watcher.event(event)
@@ -250,7 +250,7 @@ class _JobRun:
 
     def _give_up(self, err: BaseException) -> None:
         """The loop failed: let the agents end their tasks, wait for that as long as it may take, and note it."""
-        left = self._loop.let_go(self._plan.limits.grace_s + END_S)
+        left = self._loop.let_go(self._plan.limits.grace_s + LET_GO_S)
         tasks = tuple(self._supervisor.roster.tasks.values())
         text = f"distrun itself failed: {type(err).__name__}: {err}"
         outcome = Outcome(facts.EXIT_INTERNAL, facts.INTERNAL, text, tasks=tasks, survivors=tuple(sorted(left)))
@@ -281,10 +281,10 @@ _RECORDED = {
 
 
 def _facts(event: Any) -> Dict[str, Any]:
-    facts = _members(event)
-    if "time" in facts:
-        facts["stamp"] = facts.pop("time")
-    return facts
+    found = _members(event)
+    if "time" in found:
+        found["stamp"] = found.pop("time")
+    return found
 
 
 def _shown(value: Any) -> str:

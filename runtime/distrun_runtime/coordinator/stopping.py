@@ -22,7 +22,7 @@ LINGER_S = 3.0
 """How long servers that are the user's own command may take to end by themselves after the workers."""
 MARGIN_S = 5.0
 """Past the last step, an agent that has not reported is awaited for so long."""
-END_S = 5.0
+BYE_S = 5.0
 """From `end` to `bye`; the agent itself gives up at 3 s."""
 ABSENT_S = 2.0
 """The same for an agent that never answered."""
@@ -96,7 +96,7 @@ class JobStopSequence:
                 continue
             if host.was_ended:
                 is_awaited = host.is_cut and self.level < KILL_ALL  # until it is reached again, or lost
-                if now >= host.ended_at + (END_S if host.greeted else ABSENT_S) and not is_awaited:
+                if now >= host.ended_at + (BYE_S if host.greeted else ABSENT_S) and not is_awaited:
                     host.is_gone = True
                     self._survive(host)
                     actions.append(Drop(host.name))

@@ -59,7 +59,7 @@ COMMENT_S = 5.0
 SLEPT_S = 5.0
 """A longer gap between two events means that this process was suspended, since the loop ticks more often; it does not
 mean that agents are silent. With a short `suspect_s`: half of it."""
-SILENT_S = 8.0
+PEERLESS_SILENCE_S = 8.0
 """When tasks elsewhere lose a peer, a host that has been silent for so long, or is suspect, counts as the cause."""
 FAILING_S = 5.0
 """A task that reported its failure may take so long to end when others have already died of its loss."""
@@ -353,7 +353,7 @@ class Supervisor:
             return
         host.is_gone = True
 
-    def _listen(self, event: events.Tick) -> None:
+    def _check_silence(self, event: events.Tick) -> None:
         limits = self.plan.limits
         # An agent that goes on without a connection can be reached again until its lease ends.
         lost_s = limits.lease_s if self.plan.on_eof == plans.HOLD else limits.lost_s
@@ -477,7 +477,7 @@ class Supervisor:
 
     def _note_silence(self) -> None:
         """Note which hosts have been silent for so long that they explain what tasks elsewhere lost."""
-        limit_s = min(SILENT_S, self.plan.limits.suspect_s)
+        limit_s = min(PEERLESS_SILENCE_S, self.plan.limits.suspect_s)
         for host in self.roster.hosts.values():
             silence_s = self._now - host.last_seen
             if host.greeted and not host.is_gone and silence_s >= limit_s:
@@ -529,7 +529,7 @@ class Supervisor:
     def _on_tick(self, event: events.Tick) -> None:
         limits = self.plan.limits
         passed, starting = self._now - (self._origin or 0.0), self._now - self._start_from
-        self._listen(event)
+        self._check_silence(event)
         if self.phase not in UNDECIDED:
             return
         if limits.timeout_s is not None and passed >= limits.timeout_s:
