@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import subprocess
+import time
 from collections.abc import Iterator
 from typing import IO
 
@@ -25,7 +26,7 @@ READ_SIZE = 256 * 1024
 HEADER_LIMIT = 4096
 _NAME = re.compile(r"(state|outcome)\.json|events\.jsonl|coordinator\.log|logs/[A-Za-z0-9][A-Za-z0-9._-]*")
 FETCH = """
-import json, os, sys
+import json, os, sys, time
 os.chdir(sys.argv[1])
 names = ["state.json"]
 if os.path.exists("outcome.json"):
@@ -34,8 +35,9 @@ out = sys.stdout.buffer
 for name in names:
     if os.path.isfile(name):
         with open(name, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            out.write(json.dumps({"name": name, "size": size}).encode() + bytes([10]))
+            found = os.fstat(file.fileno())
+            size, age_s = found.st_size, max(0.0, time.time() - found.st_mtime)
+            out.write(json.dumps({"name": name, "size": size, "age_s": age_s}).encode() + bytes([10]))
             while size:
                 data = file.read(min(size, 65536))
                 if not data:
@@ -72,7 +74,7 @@ def refresh(folder: JobFolder) -> None:
         with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
             assert child.stdout is not None
             assert child.stderr is not None
-            names = [_save(folder, name, pieces) for name, pieces in _files(child.stdout)]
+            names = [_save(folder, *each) for each in _files(child.stdout)]
             said = child.stderr.read().decode("utf-8", "replace").strip()
     except OSError as err:
         raise NotAsked(f"job {folder.id}: cannot run {argv[0]}: {err.strerror}") from None
@@ -95,17 +97,17 @@ def refreshed(folder: JobFolder) -> str:
     return ""
 
 
-def _files(stream: IO[bytes]) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """Give name and content of the files that FETCH writes; what is no file of a job is an error."""
+def _files(stream: IO[bytes]) -> Iterator[tuple[str, float, Iterator[bytes]]]:
+    """Give name, age in seconds, and content of the files that FETCH writes; what is no file of a job is an error."""
     while header := stream.readline(HEADER_LIMIT):
         try:
             about = json.loads(header)
-            name, size = about["name"], int(about["size"])
+            name, size, age_s = about["name"], int(about["size"]), float(about["age_s"])
         except (ValueError, KeyError, TypeError):
             raise NotAsked(f"the host of the coordinator sent what is no file: {header[:80]!r}") from None
         if not isinstance(name, str) or not _NAME.fullmatch(name) or size < 0:
             raise NotAsked(f"the host of the coordinator sent a file that no job has: {name!r}")
-        yield name, _content(stream, name, size)
+        yield name, age_s, _content(stream, name, size)
 
 
 def _content(stream: IO[bytes], name: str, size: int) -> Iterator[bytes]:
@@ -117,14 +119,16 @@ def _content(stream: IO[bytes], name: str, size: int) -> Iterator[bytes]:
         yield data
 
 
-def _save(folder: JobFolder, name: str, pieces: Iterator[bytes]) -> str:
-    """Replace a file of the folder as a whole."""
+def _save(folder: JobFolder, name: str, age_s: float, pieces: Iterator[bytes]) -> str:
+    """Replace a file of the folder as a whole. It gets its age, too: by that of the state, a job is `unknown`."""
     path = folder.path / name
     fresh = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with open(fresh, "wb") as file:
             for data in pieces:
                 file.write(data)
+        when = time.time() - age_s
+        os.utime(fresh, (when, when))
         os.replace(fresh, path)
     finally:
         with contextlib.suppress(FileNotFoundError):

@@ -104,12 +104,15 @@ class _Attached:
         self._lock = threading.Lock()
 
     def run(self, start: dict[str, int], places: standing.Standing) -> int:
+        from distrun import elsewhere
         from distrun_runtime.coordinator.interrupts import Interrupts
 
         where = self._connection.hello
         self._console.say(f"attached to job {self._folder.id} (its coordinator: pid {where['pid']} on {where['host']})")
         if "tail" in start:
-            self._console.say(f"all that it printed before: distrun logs --merge {self._folder.id}")
+            # The logs of a job on hosts are fetched when it is over.
+            how = "attach --since-start" if elsewhere.is_elsewhere(self._folder) else "logs --merge"
+            self._console.say(f"all that it printed before: distrun {how} {self._folder.id}")
         self._console.start()
         with Interrupts(self._on_signal):
             self._connection.send("subscribe", events=False, output=start)
