@@ -10,15 +10,13 @@ used by the launching terminal, whose connection is a socket pair, and by `distr
 from __future__ import annotations
 
 import contextlib
-import shlex
 import socket
-import subprocess
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from distrun.errors import DistrunError, UsageError
 from distrun_runtime.contract import control, facts, process, wire
@@ -28,6 +26,9 @@ from distrun_runtime.coordinator.jobstore import JobFolder
 from distrun_runtime.coordinator.outcome import Outcome
 from distrun_runtime.coordinator.output import OutputPiece
 from distrun_runtime.errors import JobStoreError, WireError
+
+if TYPE_CHECKING:
+    import subprocess  # only imported for relays
 
 READ_SIZE = 256 * 1024
 ANSWER_S = 10.0
@@ -176,6 +177,8 @@ class ControlConnection:
         self.end()
         self._socket.close()
         if self._relay is not None:
+            import subprocess
+
             self._relay.terminate()
             try:
                 self._relay.wait(END_S)
@@ -252,6 +255,9 @@ def _here(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
 
 def _there(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
     """Return a connection by a relay on the coordinator's host."""
+    import shlex
+    import subprocess
+
     ours, its = socket.socketpair()
     command = shlex.join(["python3", "-I", "-c", RELAY, where["path"]])
     words = shlex.split(where.get("login") or shlex.join(["ssh", where["host"]]))
@@ -308,6 +314,8 @@ def _unanswered(connection: ControlConnection, folder: JobFolder, where: Mapping
     relay = connection._relay
     if relay is None:
         return gone(folder, where)
+    import subprocess
+
     with contextlib.suppress(subprocess.TimeoutExpired):
         relay.wait(1.0)
     if relay.returncode in (NOBODY, None):

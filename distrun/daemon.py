@@ -10,7 +10,6 @@ is started below the user's own service manager, which must go on without a logi
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 from collections.abc import Iterable, Sequence
@@ -83,6 +82,8 @@ def outlive_logout(argv: Sequence[str], root: str = "") -> None:
     line = logout.needs_linger(root)
     if line is not None:
         raise UsageError(f"--detach: {logout.WHY}", f"allow yours to go on, once: {line}")
+    import shutil  # with all its formats of archives
+
     found = shutil.which("systemd-run")
     if found is None:
         raise UsageError(

@@ -7,7 +7,6 @@ terminal and the session that runs in it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import time
 from pathlib import Path
@@ -54,6 +53,8 @@ class Standing:
 
 def _terminal() -> str:
     """Return what tells this terminal, as it is used now, from others; empty: there is none."""
+    import hashlib  # not for every launch: OpenSSL takes a while
+
     for fd in (0, 2, 1):
         with contextlib.suppress(OSError):
             name = os.ttyname(fd)
