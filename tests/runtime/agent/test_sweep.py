@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import uuid
+from pathlib import Path
 
 import pytest
 from agentkit import poll
 
-from distrun_runtime.agent import sweep
+from distrun_runtime.agent import record, sweep
 from distrun_runtime.agent.record import Record
 from distrun_runtime.contract import process
 from distrun_runtime.contract.process import Identity, Process
@@ -44,6 +46,17 @@ def test_marked_processes_and_their_children_are_ended_and_reported(job: str) ->
 def test_nothing_to_end_is_no_error(job: str) -> None:
     report = sweep.sweep(job, 0.1)
     assert (report.ended, report.left, report.folders) == ((), (), ())
+
+
+def test_the_control_socket_of_a_dead_coordinator_goes_and_that_of_a_living_one_stays(job: str) -> None:
+    path = Path(record.private_root()) / f"{job}.s"
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        sweep.sweep(job, 0.1)
+        assert path.is_socket()
+    sweep.sweep(job, 0.1)
+    assert not path.exists()
 
 
 def test_recorded_leader_must_still_be_that_very_process() -> None:
