@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 READ_SIZE = 256 * 1024
 ANSWER_S = 10.0
 """How long a coordinator's answer is awaited."""
+ALIVE_S = 5
+ALIVE_COUNT = 3
 CONNECT_S = 30.0
 """How long an ssh connection to the coordinator's host may take, passwords included."""
 END_S = 5.0
@@ -260,22 +262,9 @@ def _there(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
 
     ours, its = socket.socketpair()
     command = shlex.join(["python3", "-I", "-c", RELAY, where["path"]])
-    words = shlex.split(where.get("login") or shlex.join(["ssh", where["host"]]))
+    login = where.get("login") or shlex.join(["ssh", where["host"]])
     try:
-        argv = [
-            "sh",
-            "-c",
-            IGNORING_KEYS,
-            "sh",
-            words[0],
-            "-T",
-            "-o",
-            f"ConnectTimeout={ANSWER_S:.0f}",
-            *words[1:-1],
-            "--",
-            words[-1],
-            command,
-        ]
+        argv = ["sh", "-c", IGNORING_KEYS, "sh", *ssh_argv(login, command)]
         relay = subprocess.Popen(argv, stdin=its.fileno(), stdout=its.fileno())
     except OSError as err:
         ours.close()
@@ -286,6 +275,21 @@ def _there(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
     finally:
         its.close()
     return ControlConnection(ours, relay)
+
+
+def ssh_argv(login: str, command: str) -> list[str]:
+    """Return how to run a command on a host whose loss is noticed within ALIVE_S * ALIVE_COUNT seconds. Pure.
+
+    Args:
+        login: what a user types before a command to run it there: `ssh -p 2222 ann@d1`.
+        command: for the login shell there.
+    """
+    import shlex
+
+    program, *flags, host = shlex.split(login)
+    limits = {"ConnectTimeout": ANSWER_S, "ServerAliveInterval": ALIVE_S, "ServerAliveCountMax": ALIVE_COUNT}
+    options = [word for name, value in limits.items() for word in ("-o", f"{name}={value:.0f}")]
+    return [program, "-T", *options, *flags, "--", host, command]
 
 
 def _greet(connection: ControlConnection, folder: JobFolder, where: Mapping[str, Any]) -> None:

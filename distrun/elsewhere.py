@@ -16,12 +16,11 @@ import time
 from collections.abc import Iterator
 from typing import IO
 
+from distrun.client import ssh_argv
 from distrun.errors import DistrunError
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator.jobfolder import JobFolder
 
-LIMIT_S = 15.0
-"""How long a connection to the host may take."""
 READ_SIZE = 256 * 1024
 HEADER_LIMIT = 4096
 _NAME = re.compile(r"(state|outcome)\.json|events\.jsonl|coordinator\.log|logs/[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -67,9 +66,8 @@ def refresh(folder: JobFolder) -> None:
     """
     where = folder.control()
     assert where is not None  # of `is_elsewhere`
-    words = shlex.split(where["login"])
     command = shlex.join(["python3", "-I", "-c", FETCH, where["folder"]])
-    argv = [words[0], "-T", "-o", f"ConnectTimeout={LIMIT_S:.0f}", *words[1:-1], "--", words[-1], command]
+    argv = ssh_argv(where["login"], command)
     try:
         with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
             assert child.stdout is not None

@@ -200,6 +200,17 @@ def test_a_host_of_a_detached_job_that_is_powered_off_ends_it_with_7(lab: Site) 
     nothing_remains(lab, job)
 
 
+def test_the_host_of_a_detached_jobs_coordinator_that_is_powered_off_ends_it_on_the_others(lab: Site) -> None:
+    job = Job(lab, OBEYS, *SHORT, "--detach")
+    other = attached(lab, job.id)
+    lab["h1"].poweroff()
+    assert other.wait(LIMIT_S) == 7, other.err
+    wait_until(lambda: not lab.marked(job.id), LIMIT_S, "the agent of h2 has ended its task with its lease")
+    killed = lab.distrun("kill", job.id)
+    assert killed.code != 0
+    assert "h1: cannot be asked" in killed.out + killed.err, killed.err
+
+
 def test_a_link_of_a_detached_job_that_is_cut_for_5_s_costs_no_line(lab: Site) -> None:
     words = ("--suspect-after", "1", "--lost-after", "20", "--connect-timeout", "2", "--detach")
     job = Job(lab, "echo up; for i in $(seq 1000); do echo line $i; sleep 0.005; done; " + WHEN_TOLD, *words)
