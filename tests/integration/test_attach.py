@@ -516,7 +516,7 @@ def ssh_stand_in(distrun: Distrun, text: str = 'shift $(($# - 1)); exec sh -c "$
     folder = distrun.home / "bin"
     folder.mkdir()
     path = folder / "ssh"
-    path.write_text('#!/bin/sh\necho "$@" | head -c 80 >%s\n%s\n' % (distrun.home / "asked", text))
+    path.write_text('#!/bin/sh\necho "$@" | head -c 200 >%s\n%s\n' % (distrun.home / "asked", text))
     path.chmod(0o755)
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
