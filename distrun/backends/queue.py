@@ -227,6 +227,7 @@ class QueueBackend(Backend):
             python=request.engine.config.get("python", "python3"),
             secret=secret,
             hosts=request.hosts,
+            outer=request.outer,
             is_dry=is_dry,
         )
 
