@@ -2,7 +2,7 @@
 # Grid Engine runs this for the distrun job @{job}: on the first host of its parallel environment, or once for each task
 # of an array. It starts an agent on every host (place), which dials the coordinator, and ends when all agents have.
 # Other users may read this file. The secret with which agents prove themselves is not in it: it is waited for in
-# a file of mode 0600 in the job's folder, if this host has that, or in $TMPDIR, where the coordinator's qrsh puts it.
+# a file of mode 0600 in the job's folder, if this host has that, or in $TMP, where the coordinator's qrsh puts it.
 
 # Options of qsub may be given here, too:
 #$ -S /bin/sh
@@ -15,7 +15,7 @@ trap 'stopped=143' USR2 TERM
 folder=@{folder}
 if [ -d "$folder" ] && [ -w "$folder" ]; then exec >>"$folder/agents.log" 2>&1; fi
 
-delivered=$TMPDIR/distrun-secret
+delivered=${TMP:-$TMPDIR}/distrun-secret
 waited=0
 until [ -r "$folder/secret" ] || [ -r "$delivered" ] || [ -n "$stopped" ]; do
     if [ "$waited" -ge @{limit} ]; then
@@ -27,6 +27,7 @@ until [ -r "$folder/secret" ] || [ -r "$delivered" ] || [ -n "$stopped" ]; do
 done
 [ -z "$stopped" ] || exit "$stopped"
 if [ -r "$delivered" ]; then secret=$(cat "$delivered"); else secret=$(cat "$folder/secret"); fi
+rm -f "$delivered"
 
 # program PLACE: write what a host executes. It travels by standard input, so no process list and no file has the secret.
 program() {

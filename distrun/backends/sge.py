@@ -104,8 +104,7 @@ class Sge(Engine):
 
     def _verify(self, submission: Submission, found: Mapping[str, str]) -> None:
         """Have Grid Engine say whether the job could run if the cluster were empty (`-w v`)."""
-        words = [*qsub(submission, found), "-w", "v", os.devnull]
-        code, said = _run(words)
+        code, said = _run((*qsub(submission, found), "-w", "v"), text="#!/bin/sh\n")  # any script would do
         if code:
             lines = [line for line in said.splitlines() if line and not line.startswith(("Exiting", "verification:"))]
             text = " ".join(lines).replace("Unable to run job:", "").strip() or f"exit code {code}"
@@ -156,13 +155,14 @@ class Sge(Engine):
         if not running or (handle.more.get("kind") == ARRAY and len(running) < int(handle.more["tasks"])):
             return self._waiting(handle, running, rows)
         found = grants(running, handle.more)
-        if self._secret and not self._delivered and handle.more.get("kind") == PARALLEL:
+        is_up = not any("t" in row.state for row in running)  # else its hosts do not know it yet
+        if is_up and self._secret and not self._delivered and handle.more.get("kind") == PARALLEL:
             self._deliver(handle.id, running)
         unheard = _unheard()
         gone = {
             each.place: f"Grid Engine does not hear of {each.node} any more" for each in found if each.node in unheard
         }
-        return Standing(RUNNING, _condition(running), found, gone)
+        return Standing(RUNNING, _condition(running) or self._undelivered, found, gone)
 
     def _waiting(self, handle: Handle, running: Sequence[Row], rows: Sequence[Row]) -> Standing:
         if running:
@@ -180,14 +180,16 @@ class Sge(Engine):
         return Standing(QUEUED, position(pending, handle.id))
 
     def _deliver(self, job: str, running: Sequence[Row]) -> None:
-        """Write the secret to a file of the job's own on its first host; that it cannot be done is no error yet."""
-        self._delivered = True
+        """Write the secret to a file of the job's own on its first host; tried again at the next look if it fails.
+
+        It is no error: the script may have found the secret in the job's folder.
+        """
         head = next((row.host for row in running if row.is_master), running[0].host)
         # Renamed when it is whole: the script reads it as soon as it is there.
-        text = 'umask 077\ncat >"$TMPDIR/distrun-new" <<END\n%s\nEND\n' % self._secret
-        text += 'mv "$TMPDIR/distrun-new" "$TMPDIR/distrun-secret"\n'
+        text = 'umask 077\ncd "${TMP:-$TMPDIR}" && cat >distrun-new <<END && mv distrun-new distrun-secret\n%s\nEND\n'
         words = ("env", f"JOB_ID={job}", "SGE_TASK_ID=undefined", "qrsh", "-inherit", head, "/bin/sh")
-        code, said = _run(words, text=text, limit_s=DELIVERY_S)
+        code, said = _run(words, text=text % self._secret, limit_s=DELIVERY_S)
+        self._delivered = code == 0
         self._undelivered = f"qrsh -inherit {head}: {_one_line(said)}" if code else ""
 
     def cancel(self, handle: Handle) -> None:
