@@ -515,7 +515,7 @@ def grants(running: Iterable[Row], more: Mapping[str, str]) -> tuple[Grant, ...]
 
 def position(pending: Sequence[Row], job: str) -> str:
     """Return which place a job has among those that wait, in the scheduler's order."""
-    ready = list(dict.fromkeys(row.id for row in pending if not set(row.state) & set("hEd")))
+    ready = list(dict.fromkeys(row.id for row in pending if not row.host and not set(row.state) & set("hEd")))
     if job not in ready:
         return "waiting to be scheduled"
     queue = next((row.queue for row in pending if row.id == job), "")
