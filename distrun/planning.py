@@ -154,7 +154,7 @@ def plan_job(request: JobRequest, store: JobStore) -> PlannedJob:
     allocation = allocate(request, backend)
     job_id = DRY_RUN_ID if request.dry_run else store.new_id(request.name)
     runtime, data = _runtime(request, backend)
-    tree = _scan(request)
+    tree = _scan(request, backend)
     setup = Setup(
         job_id=job_id,
         run_dir=os.path.abspath((request.run_dir or store.jobs) / job_id),
@@ -233,12 +233,15 @@ def _runtime(request: JobRequest, backend: Backend) -> tuple[Runtime, bytes]:
     return Runtime(digest=digest), data
 
 
-def _scan(request: JobRequest) -> Tree | None:
+def _scan(request: JobRequest, backend: Backend) -> Tree | None:
     if request.sync_rules is None or not request.sync_dst_dir:
         return None
-    from distrun.sync import scan  # not needed for jobs that copy nothing
+    from distrun.sync import check_channel_size, scan  # not needed for jobs that copy nothing
 
-    return scan(request.cwd, request.sync_rules)
+    tree = scan(request.cwd, request.sync_rules)
+    if backend.copies_over_channels:
+        check_channel_size(tree)
+    return tree
 
 
 def _sync(request: JobRequest, allocation: Allocation, tree: Tree) -> Sync:
