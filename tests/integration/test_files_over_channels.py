@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from agentkit import leftovers
-from fakeengine import Copied, FakeEngine, Shown, planned
+from fakeengine import Cable, Copied, FakeEngine, Shown, planned
+from pythons import VERSIONS, need
 
 from distrun import launching
 from distrun.sync import CopyRules
