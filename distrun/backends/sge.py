@@ -47,6 +47,7 @@ from distrun.backends.engine import (
 )
 from distrun.errors import UsageError
 from distrun_runtime.contract import facts
+from distrun_runtime.contract.duration import duration
 from distrun_runtime.contract.plan import SERVER, WORKER
 
 SCRIPT = "sge.sh"
@@ -61,8 +62,10 @@ GPU = "gpu"
 ARRAY_START_S = 120.0
 """From the first task of an array that starts, the others may take so long."""
 DELIVERY_S = 10.0
-EXPLAIN_S = 4.0
+EXPLAIN_S = 3.0
 """How long the record of a job that has ended is waited for: some sites write it up to 15 s later."""
+LOOKED_S = 5.0
+"""A job may have run for so long before it was seen to run."""
 CANCELLED = facts.EXIT_TERMINATED
 CANCELLED_CODES = (CANCELLED, facts.exit_code(None, "USR2"))
 """How the script ends after USR2, which `-notify` has sent before the end; or what is in its place."""
@@ -82,6 +85,8 @@ class Sge(Engine):
         """Why the secret could not be written to the first host; empty: it was, or need not be."""
         self._first_seen: dict[str, float] = {}
         """When the first task of an array ran (monotonic clock), by job."""
+        self._running_since: dict[str, float] = {}
+        """When a job was first seen to run (monotonic clock)."""
         self._deleted: set[str] = set()
         """Jobs that were seen being deleted."""
 
@@ -95,7 +100,7 @@ class Sge(Engine):
             _check_listed("queue", options.queue, _ask("qconf", "-sql"), "--queue")
         if options.project:
             _check_listed("project", options.project, _ask("qconf", "-sprjl", may_fail=True), "--project")
-        chosen = choose([parse_settings(_ask("qconf", "-sp", each)) for each in _listed_environments()], wanted)
+        chosen = choose([] if wanted == NO_PE else _environments(wanted), wanted)
         found = {"pe": chosen, "complexes": ""}
         if any(group.needs.memory or group.needs.gpus for group in submission.groups):
             found["complexes"] = " ".join(f"{k}={v}" for k, v in parse_complexes(_ask("qconf", "-sc")).items())
@@ -142,7 +147,7 @@ class Sge(Engine):
 
     def look(self, handle: Handle) -> Standing:
         """Ask `qstat`. A job with an error is deleted; the secret is delivered when the job starts."""
-        rows = [row for row in parse_jobs(_ask("qstat", "-xml", "-g", "t", "-u", _user())) if row.id == handle.id]
+        rows = _rows(handle.id, is_strict=True)
         if not rows:
             return Standing(ENDED, self._how_it_ended(handle))
         if any("d" in row.state for row in rows):
@@ -154,11 +159,14 @@ class Sge(Engine):
         running = [row for row in rows if row.host]
         if not running or (handle.more.get("kind") == ARRAY and len(running) < int(handle.more["tasks"])):
             return self._waiting(handle, running, rows)
+        self._running_since.setdefault(handle.id, time.monotonic())
         found = grants(running, handle.more)
         is_up = not any("t" in row.state for row in running)  # else its hosts do not know it yet
         if is_up and self._secret and not self._delivered and handle.more.get("kind") == PARALLEL:
             self._deliver(handle.id, running)
         unheard = _unheard()
+        if handle.id in self._deleted and any(row.host in unheard for row in running):
+            _run(("qdel", "-f", handle.id))  # if the user may; else it stays until the host is back
         gone = {
             each.place: f"Grid Engine does not hear of {each.node} any more" for each in found if each.node in unheard
         }
@@ -193,40 +201,34 @@ class Sge(Engine):
         self._undelivered = f"qrsh -inherit {head}: {_one_line(said)}" if code else ""
 
     def cancel(self, handle: Handle) -> None:
-        """Delete the job by `qdel`; by force where its host is not heard of and the user may."""
+        """Delete the job by `qdel`. `look` does so by force if one of its hosts is not heard of."""
         code, said = _run(("qdel", handle.id))
-        if "already in deletion" in said:
-            _run(("qdel", "-f", handle.id))
-        elif code and "does not exist" not in said:
+        if code and "does not exist" not in said:
             raise EngineError(f"qdel {handle.id}: {_one_line(said)}")
 
     def explain(self, handle: Handle, place: str) -> Explanation | None:
-        """Return what the accounting says of a job that has ended, else what was seen of it."""
+        """Return what the accounting says of a job that has ended, else what is seen of one that ends."""
         until = time.monotonic() + EXPLAIN_S
         while True:
-            records = parse_accounting(_ask("qacct", "-j", handle.id, may_fail=True))
-            found = explanation(records, handle.more, place)
-            if found or records or time.monotonic() > until or not self._has_ended(handle):
+            found = explanation(_accounted(handle.id), handle.more, place)
+            if found is not None:
+                return found
+            rows = _rows(handle.id)
+            if handle.id in self._deleted or any("d" in row.state for row in rows):
+                return Explanation(CANCELLED, "Grid Engine: the job was deleted from outside (qdel)")
+            host = place if handle.more.get("kind") == PARALLEL else next((r.host for r in rows if r.task == place), "")
+            if host and host in _unheard():
+                return Explanation(facts.EXIT_HOST_LOST, f"Grid Engine does not hear of {host} any more")
+            if time.monotonic() > until:
                 break
             time.sleep(0.5)
-        if found is None and handle.id in self._deleted:
-            return Explanation(CANCELLED, "Grid Engine: the job was deleted from outside (qdel)")
-        if found is None and place and self._host_of(handle, place) in _unheard():
-            return Explanation(facts.EXIT_HOST_LOST, "Grid Engine does not hear of the host any more")
-        return found
-
-    def _has_ended(self, handle: Handle) -> bool:
-        said = _ask("qstat", "-xml", "-u", _user(), may_fail=True)
-        return not any(row.id == handle.id for row in parse_jobs(said, is_lenient=True))
-
-    def _host_of(self, handle: Handle, place: str) -> str:
-        if handle.more.get("kind") == PARALLEL:
-            return place
-        rows = parse_jobs(_ask("qstat", "-xml", "-g", "t", "-u", _user(), may_fail=True), is_lenient=True)
-        return next((row.host for row in rows if row.id == handle.id and row.task == place), "")
+        limit_s = float(handle.more.get("time_s") or math.inf)
+        if time.monotonic() - self._running_since.get(handle.id, math.inf) > limit_s - LOOKED_S:
+            return _time_limit(limit_s)
+        return None
 
     def _how_it_ended(self, handle: Handle) -> str:
-        records = parse_accounting(_ask("qacct", "-j", handle.id, may_fail=True))
+        records = _accounted(handle.id)
         found = explanation(records, handle.more, "")
         if found is not None:
             return found.text.replace("Grid Engine: ", "")
@@ -261,9 +263,8 @@ class Sge(Engine):
             fix = "start the queue master, or have this host made a submit host (qconf -as HOST)"
             return (*found, Finding(False, f"the queue master does not answer: {_one_line(said)}", fix))
         found.append(Finding(True, f"the queue master answers; the scheduler runs on {said.strip()}"))
-        environments = [parse_settings(_ask("qconf", "-sp", each)) for each in _listed_environments()]
         try:
-            chosen = choose(environments, "")
+            chosen = choose(_environments(), "")
             text = (
                 f"parallel environment: {chosen}" if chosen != NO_PE else "no parallel environment allows qrsh -inherit"
             )
@@ -628,9 +629,7 @@ def _limit(record: Record, more: Mapping[str, str]) -> Explanation:
     asked = dict(re.findall(r"\b(h_rt|h_cpu|h_vmem)=(\S+?)(?:,|\s|$)", record.category))
     runtime = asked.get("h_rt", "")
     if runtime and ("h_vmem" not in asked or record.wall_s >= _seconds(runtime)):
-        return Explanation(
-            facts.EXIT_TIMEOUT, f"Grid Engine: the time limit of {_seconds(runtime):g} s was reached; raise --time"
-        )
+        return _time_limit(_seconds(runtime))
     if "h_vmem" in asked:
         return Explanation(
             facts.exit_code(None, "KILL"),
@@ -638,6 +637,12 @@ def _limit(record: Record, more: Mapping[str, str]) -> Explanation:
             " raise --worker-memory",
         )
     return Explanation(facts.EXIT_TIMEOUT, f"Grid Engine: a limit of the queue was reached ({record.failure})")
+
+
+def _time_limit(limit_s: float) -> Explanation:
+    return Explanation(
+        facts.EXIT_TIMEOUT, f"Grid Engine: the time limit of {duration(limit_s)} was reached; raise --time"
+    )
 
 
 def _seconds(text: str) -> float:
@@ -681,8 +686,11 @@ def _run(words: Sequence[str], *, text: str = "", limit_s: float = ANSWER_S, is_
     return done.returncode, done.stdout if not done.returncode else f"{done.stdout}\n{done.stderr}"
 
 
-def _listed_environments() -> list[str]:
-    return _ask("qconf", "-spl", may_fail=True).split() if _run(("qconf", "-spl"))[0] == 0 else []
+def _environments(wanted: str = "") -> list[dict[str, str]]:
+    """Return what `qconf` says of the parallel environments; only of `wanted`, if there is one of that name."""
+    code, said = _run(("qconf", "-spl"))
+    names = said.split() if code == 0 else []  # it fails if there is none
+    return [parse_settings(_ask("qconf", "-sp", each)) for each in ([wanted] if wanted in names else names)]
 
 
 def _check_listed(what: str, wanted: str, said: str, option: str) -> None:
@@ -690,6 +698,16 @@ def _check_listed(what: str, wanted: str, said: str, option: str) -> None:
     known = said.split()
     if not re.search(r"[@*?\[,]", wanted) and wanted not in known:
         raise UsageError(f"{option} {wanted}: Grid Engine has no such {what}", f"it has: {', '.join(known) or 'none'}")
+
+
+def _rows(job: str, is_strict: bool = False) -> list[Row]:
+    """Return the rows of a job of this user; none if Grid Engine does not answer, unless `is_strict`."""
+    said = _ask("qstat", "-xml", "-g", "t", "-u", _user(), may_fail=not is_strict)
+    return [row for row in parse_jobs(said, is_lenient=not is_strict) if row.id == job]
+
+
+def _accounted(job: str) -> list[Record]:
+    return parse_accounting(_ask("qacct", "-j", job, may_fail=True))
 
 
 def _unheard() -> set[str]:

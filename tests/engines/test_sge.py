@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lab import Running, wait_until
+from lab import ROOT, Running, wait_until
 from sgesite import SgeSite, mend, site
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
@@ -165,7 +167,6 @@ def test_an_error_state_is_told_and_the_job_deleted(lab: SgeSite) -> None:
 
 def test_what_can_never_run_is_refused(lab: SgeSite) -> None:
     for words, text in (
-        (("--queue", "nope.q"), "Grid Engine has no such queue"),
         (("--worker-gpus", "1"), "no resource 'gpu'"),
         (("--worker-cores", "50"), "because it only offers 12 slots"),
     ):
@@ -184,6 +185,28 @@ def test_a_dry_run_shows_what_would_be_submitted(lab: SgeSite) -> None:
     assert "-notify -pe mpi 3 -l h_rt=3600" in done.out
     assert '"$qrsh" -inherit "$host" /bin/sh' in done.out
     assert not lab.ask("qstat").strip()
+
+
+def test_the_digits_are_learned_without_a_shared_folder(lab: SgeSite) -> None:
+    pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install scikit-learn")
+    shutil.copy(ROOT / "examples" / "digits.py", lab.work)
+    words = ("-n", "2", "-s", "2", "--sync-dst-dir", "/tmp/digits", "--python", sys.executable)
+    done = lab.launch(*words, sys.executable, "digits.py", "--epochs", "5", cwd=lab.work)
+    assert done.code == 0, done.err
+    assert re.search(r"worker-0@h\d \| .*accuracy", done.out), done.out
+    lab.nothing_stays()
+
+
+def test_kill_stale_finds_a_job_whose_store_is_lost(lab: SgeSite) -> None:
+    done = lab.launch("--detach", *FRAIL, "-n", "2", STAY)
+    assert done.code == 0, done.err
+    control = json.loads(next((lab.home_folder / "state").glob("distrun/jobs/*/control.json")).read_text())
+    lab.inside("kill", "-9", str(control["pid"]))
+    shutil.rmtree(lab.home_folder / "state")
+    killed = lab.distrun("kill", "--launcher", "sge", "--stale", "-y")
+    assert killed.code == 0, killed.err
+    assert not lab.ask("qstat").strip()
+    lab.nothing_stays()
 
 
 def test_an_array_runs_where_the_folder_is_shared(lab: SgeSite) -> None:

@@ -363,10 +363,32 @@ def test_a_job_that_is_unknown_is_cancelled_already(commands: Commands) -> None:
         Sge().cancel(Handle("sge", "4", {}))
 
 
-def test_a_job_that_is_being_deleted_is_deleted_by_force(commands: Commands) -> None:
-    commands.answer("qdel", "echo 'job 27 is already in deletion'")
-    Sge().cancel(Handle("sge", "27", {}))
-    assert commands.said == ["qdel 27", "qdel -f 27"]
+def test_a_job_that_is_being_deleted_on_a_host_that_is_not_heard_of_is_deleted_by_force(commands: Commands) -> None:
+    commands.answer(
+        "qstat",
+        f'case $* in *"-qs u"*) cat {HERE}/qstat_unheard.xml;; '
+        f"*) sed 's:<state>r<:<state>dr<:' {HERE}/qstat_running.xml;; esac",
+    )
+    assert Sge().look(Handle("sge", "1", {"kind": "parallel", "slots": "6"})).text == "being deleted"
+    assert "qdel -f 1" in commands.said
+
+
+def test_a_job_that_is_being_deleted_was_cancelled_from_outside(commands: Commands) -> None:
+    commands.answer("qstat", f"sed 's:<state>r<:<state>dr<:' {HERE}/qstat_running.xml")
+    found = Sge().explain(Handle("sge", "1", {"kind": "parallel", "slots": "6"}), "h2")
+    assert found is not None
+    assert found.code == 143
+
+
+def test_the_time_limit_is_known_without_accounting(commands: Commands) -> None:
+    commands.answer("qstat", f'case $* in *"-qs u"*) echo "<x/>";; *) cat {HERE}/qstat_running.xml;; esac')
+    handle = Handle("sge", "1", {"kind": "parallel", "slots": "6", "time_s": "4"})
+    engine = Sge()
+    assert engine.explain(handle, "h2") is None
+    engine.look(handle)
+    found = engine.explain(handle, "h2")
+    assert found is not None
+    assert (found.code, found.text) == (124, "Grid Engine: the time limit of 4 s was reached; raise --time")
 
 
 def test_only_jobs_with_a_marker_are_found(commands: Commands) -> None:
