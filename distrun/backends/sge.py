@@ -600,15 +600,19 @@ def parse_accounting(text: str) -> list[Record]:
 def explanation(records: Sequence[Record], more: Mapping[str, str], place: str) -> Explanation | None:
     """Return why Grid Engine ended a place (empty: the job); None: it did not."""
     is_array = more.get("kind") == ARRAY
-    mine = [each for each in records if not place or (each.task if is_array else each.host) == place]
-    for each in sorted(mine or records, key=lambda each: each.failed not in _LIMITS):
+    mine = [each for each in records if not place or (each.task if is_array else each.host) == place] or records
+    # A limit is recorded at one host; the agents of the others were told to stop.
+    for each in [each for each in records if each.failed in _LIMITS] + list(mine):
         if each.failed in _LIMITS:
-            return _limit(each, more)
+            return _limit(each)
         if each.failed in _MOVED:
             return Explanation(
                 facts.EXIT_HOST_LOST, f"Grid Engine: {each.host} was lost or given away ({each.failure})"
             )
         if each.failed == _AFTER or (each.failed == 0 and each.code in CANCELLED_CODES):
+            runtime = _seconds(_asked(each).get("h_rt", ""))
+            if runtime and each.wall_s >= runtime - LOOKED_S:
+                return _time_limit(runtime)
             return Explanation(CANCELLED, "Grid Engine: the job was deleted or killed from outside (qdel)")
         if each.failed:
             return Explanation(
@@ -625,11 +629,15 @@ _AFTER = 100
 """`failed` of a job that died of a signal."""
 
 
-def _limit(record: Record, more: Mapping[str, str]) -> Explanation:
-    asked = dict(re.findall(r"\b(h_rt|h_cpu|h_vmem)=(\S+?)(?:,|\s|$)", record.category))
-    runtime = asked.get("h_rt", "")
-    if runtime and ("h_vmem" not in asked or record.wall_s >= _seconds(runtime)):
-        return _time_limit(_seconds(runtime))
+def _asked(record: Record) -> dict[str, str]:
+    return dict(re.findall(r"\b(h_rt|h_cpu|h_vmem)=(\S+?)(?:,|\s|$)", record.category))
+
+
+def _limit(record: Record) -> Explanation:
+    asked = _asked(record)
+    runtime = _seconds(asked.get("h_rt", ""))
+    if runtime and ("h_vmem" not in asked or record.wall_s >= runtime):
+        return _time_limit(runtime)
     if "h_vmem" in asked:
         return Explanation(
             facts.exit_code(None, "KILL"),

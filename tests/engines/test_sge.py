@@ -191,9 +191,10 @@ def test_the_digits_are_learned_without_a_shared_folder(lab: SgeSite) -> None:
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install scikit-learn")
     shutil.copy(ROOT / "examples" / "digits.py", lab.work)
     words = ("-n", "2", "-s", "2", "--sync-dst-dir", "/tmp/digits", "--python", sys.executable)
-    done = lab.launch(*words, sys.executable, "digits.py", "--epochs", "5", cwd=lab.work)
+    done = lab.launch(*words, sys.executable, "digits.py", "--epochs", "5", "--kv-store", "dist_sync", cwd=lab.work)
     assert done.code == 0, done.err
-    assert re.search(r"worker-0@h\d \| .*accuracy", done.out), done.out
+    assert done.out.count("| Total number of workers: 2\n") == 2
+    assert re.search(r"^worker-0@h\d \| Epoch 4: Test_acc 0\.[89]", done.out, re.M), done.out
     lab.nothing_stays()
 
 

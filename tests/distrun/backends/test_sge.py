@@ -259,6 +259,19 @@ def test_memory_beyond_h_vmem_is_told_from_the_time_limit() -> None:
     assert late.code == 124
 
 
+def test_a_host_that_stopped_at_the_time_limit_was_not_cancelled() -> None:
+    """The limit is recorded at the first host only, and maybe later."""
+    other = sge.Record("h2", "", 0, "", 143, 10.0, "", "-l h_rt=12 -pe mpi 2")
+    head = other._replace(host="h1", failed=37, failure="qmaster enforced h_rt, h_cpu, or h_vmem limit", wall_s=12.0)
+    for records in ([other], [other, head]):
+        found = sge.explanation(records, {"kind": "parallel"}, "h2")
+        assert found is not None
+        assert (found.code, found.text) == (124, "Grid Engine: the time limit of 12 s was reached; raise --time")
+    early = sge.explanation([other._replace(wall_s=5.0)], {"kind": "parallel"}, "h2")
+    assert early is not None
+    assert early.code == 143
+
+
 def test_without_accounting_nothing_is_explained() -> None:
     assert sge.parse_accounting("error: job id 99999 not found\n") == []
     assert sge.explanation([], {}, "h2") is None
