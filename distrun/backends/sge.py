@@ -62,7 +62,7 @@ GPU = "gpu"
 ARRAY_START_S = 120.0
 """From the first task of an array that starts, the others may take so long."""
 DELIVERY_S = 10.0
-EXPLAIN_S = 3.0
+EXPLAIN_S = 3.5
 """How long the record of a job that has ended is waited for: some sites write it up to 15 s later."""
 LOOKED_S = 5.0
 """A job may have run for so long before it was seen to run."""
@@ -92,15 +92,21 @@ class Sge(Engine):
 
     def prepare(self, submission: Submission) -> Mapping[str, str]:
         """Find the parallel environment and what the resources are called; have Grid Engine say whether it fits."""
+        try:
+            return self._found(submission)
+        except EngineError:
+            if not submission.is_dry:
+                raise
+            return {"pe": submission.options.own.get("pe") or "PE", "complexes": ""}
+
+    def _found(self, submission: Submission) -> Mapping[str, str]:
         options = submission.options
         wanted = options.own.get("pe") or options.config.get("pe", "")
-        if submission.is_dry and shutil.which("qconf") is None:
-            return {"pe": wanted or "PE", "complexes": "", "rule": ""}
         if options.queue:
             _check_listed("queue", options.queue, _ask("qconf", "-sql"), "--queue")
         if options.project:
             _check_listed("project", options.project, _ask("qconf", "-sprjl", may_fail=True), "--project")
-        chosen = choose([] if wanted == NO_PE else _environments(wanted), wanted)
+        chosen = choose(_environments(wanted), wanted)
         found = {"pe": chosen, "complexes": ""}
         if any(group.needs.memory or group.needs.gpus for group in submission.groups):
             found["complexes"] = " ".join(f"{k}={v}" for k, v in parse_complexes(_ask("qconf", "-sc")).items())
@@ -209,12 +215,16 @@ class Sge(Engine):
     def explain(self, handle: Handle, place: str) -> Explanation | None:
         """Return what the accounting says of a job that has ended, else what is seen of one that ends."""
         until = time.monotonic() + EXPLAIN_S
+        limit_s = float(handle.more.get("time_s") or math.inf)
         while True:
-            found = explanation(_accounted(handle.id), handle.more, place)
-            if found is not None:
-                return found
             rows = _rows(handle.id)
-            if handle.id in self._deleted or any("d" in row.state for row in rows):
+            if any("d" in row.state for row in rows):
+                self._deleted.add(handle.id)
+            found = explanation(_accounted(handle.id), handle.more, place)
+            is_sure = found is not None and (found.code != CANCELLED or not rows or limit_s == math.inf)
+            if found is not None and is_sure:
+                return found
+            if handle.id in self._deleted:
                 return Explanation(CANCELLED, "Grid Engine: the job was deleted from outside (qdel)")
             host = place if handle.more.get("kind") == PARALLEL else next((r.host for r in rows if r.task == place), "")
             if host and host in _unheard():
@@ -222,10 +232,9 @@ class Sge(Engine):
             if time.monotonic() > until:
                 break
             time.sleep(0.5)
-        limit_s = float(handle.more.get("time_s") or math.inf)
         if time.monotonic() - self._running_since.get(handle.id, math.inf) > limit_s - LOOKED_S:
             return _time_limit(limit_s)
-        return None
+        return found
 
     def _how_it_ended(self, handle: Handle) -> str:
         records = _accounted(handle.id)
@@ -697,7 +706,9 @@ def _run(words: Sequence[str], *, text: str = "", limit_s: float = ANSWER_S, is_
 def _environments(wanted: str = "") -> list[dict[str, str]]:
     """Return what `qconf` says of the parallel environments; only of `wanted`, if there is one of that name."""
     code, said = _run(("qconf", "-spl"))
-    names = said.split() if code == 0 else []  # it fails if there is none
+    if code and "no parallel environment" not in said:
+        raise EngineError(f"qconf -spl: {_one_line(said)}", _hint(said))
+    names = [] if code else said.split()
     return [parse_settings(_ask("qconf", "-sp", each)) for each in ([wanted] if wanted in names else names)]
 
 
