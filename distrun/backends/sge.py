@@ -67,8 +67,8 @@ EXPLAIN_S = 3.5
 LOOKED_S = 5.0
 """A job may have run for so long before it was seen to run."""
 CANCELLED = facts.EXIT_TERMINATED
-CANCELLED_CODES = (CANCELLED, facts.exit_code(None, "USR2"))
-"""How the script ends after USR2, which `-notify` has sent before the end; or what is in its place."""
+NOTIFIED = facts.exit_code(None, "USR2")
+"""How the script ends after USR2, by which `-notify` announces the end. An agent never ends so by itself."""
 
 
 class Sge(Engine):
@@ -273,7 +273,8 @@ class Sge(Engine):
             return (*found, Finding(False, f"the queue master does not answer: {_one_line(said)}", fix))
         found.append(Finding(True, f"the queue master answers; the scheduler runs on {said.strip()}"))
         try:
-            chosen = choose(_environments(), "")
+            wanted = self.options.own.get("pe") or self.options.config.get("pe", "")
+            chosen = choose(_environments(wanted), wanted)
             text = (
                 f"parallel environment: {chosen}" if chosen != NO_PE else "no parallel environment allows qrsh -inherit"
             )
@@ -618,7 +619,7 @@ def explanation(records: Sequence[Record], more: Mapping[str, str], place: str) 
             return Explanation(
                 facts.EXIT_HOST_LOST, f"Grid Engine: {each.host} was lost or given away ({each.failure})"
             )
-        if each.failed == _AFTER or (each.failed == 0 and each.code in CANCELLED_CODES):
+        if each.failed == _AFTER or (each.failed == 0 and each.code == NOTIFIED):
             runtime = _seconds(_asked(each).get("h_rt", ""))
             if runtime and each.wall_s >= runtime - LOOKED_S:
                 return _time_limit(runtime)

@@ -40,6 +40,10 @@ class SgeSite(Site):
         """Start `distrun launch --launcher sge`."""
         return self.start("launch", "--launcher", "sge", "--pe", pe, *words, **{"cwd": EVERYWHERE, **more})
 
+    def commands(self) -> list[str]:
+        """Return the command lines of all processes of launcher and hosts."""
+        return [each.command.replace(b"\0", b" ").decode(errors="replace") for each in self.processes()]
+
     def ask(self, *words: str, text: str = "") -> str:
         """Run a command of Grid Engine as the launcher and return what it prints, whether it succeeds or not."""
         return self.inside(*words, text=text, check=False, env={"PWD": "/"})
@@ -62,7 +66,7 @@ class SgeSite(Site):
         wait_until(lambda: not self.ask("qstat", "-u", "*").strip(), 30, "no job is left in Grid Engine")
 
 
-def site() -> Iterator[SgeSite]:
+def bring_up() -> Iterator[SgeSite]:
     """Bring up a lab with Grid Engine, for a module's tests; skip them where that cannot be, unless it must."""
     with tempfile.TemporaryDirectory(prefix="distrun-sge-") as folder:
         common, shared = Path(folder, "common"), Path(folder, "shared")

@@ -8,9 +8,10 @@
 #$ -S /bin/sh
 
 # -notify: USR1 announces a suspension, for which nothing is prepared; USR2 the end, which the agents hear of as TERM.
+# Then the exit code is 140, as if USR2 had ended this, so that the accounting tells that it came from Grid Engine.
 trap '' USR1
 stopped=
-trap 'stopped=143' USR2 TERM
+trap 'stopped=140' USR2 TERM
 
 folder=/home/anna/jobs/engine
 if [ -d "$folder" ] && [ -w "$folder" ]; then exec >>"$folder/agents.log" 2>&1; fi
@@ -39,7 +40,7 @@ python3 -I -c PROGRAM ababababababababababababababababababababababababababababab
 agent=$!
 unset DISTRUN_ENGINE_SECRET
 stopped=
-trap 'stopped=143; kill -TERM $agent' USR2 TERM
+trap 'stopped=140; kill -TERM $agent' USR2 TERM
 while :; do
     wait $agent
     code=$?
