@@ -62,7 +62,9 @@ GPU = "gpu"
 ARRAY_START_S = 120.0
 """From the first task of an array that starts, the others may take so long."""
 DELIVERY_S = 10.0
-EXPLAIN_S = 3.5
+ACCOUNT_S = 2.0
+"""How long `qacct` may take: it reads a file of all jobs that ever were."""
+EXPLAIN_S = 2.5
 """How long the record of a job that has ended is waited for: some sites write it up to 15 s later."""
 LOOKED_S = 5.0
 """A job may have run for so long before it was seen to run."""
@@ -97,7 +99,10 @@ class Sge(Engine):
         except EngineError:
             if not submission.is_dry:
                 raise
-            return {"pe": submission.options.own.get("pe") or "PE", "complexes": ""}
+            return {
+                "pe": submission.options.own.get("pe") or submission.options.config.get("pe", "PE"),
+                "complexes": "",
+            }
 
     def _found(self, submission: Submission) -> Mapping[str, str]:
         options = submission.options
@@ -170,13 +175,10 @@ class Sge(Engine):
         is_up = not any("t" in row.state for row in running)  # else its hosts do not know it yet
         if is_up and self._secret and not self._delivered and handle.more.get("kind") == PARALLEL:
             self._deliver(handle.id, running)
-        unheard = _unheard()
-        if handle.id in self._deleted and any(row.host in unheard for row in running):
+        if handle.id in self._deleted and any(row.host in _unheard() for row in running):
             _run(("qdel", "-f", handle.id))  # if the user may; else it stays until the host is back
-        gone = {
-            each.place: f"Grid Engine does not hear of {each.node} any more" for each in found if each.node in unheard
-        }
-        return Standing(RUNNING, _condition(running) or self._undelivered, found, gone)
+        # A host that is not heard of is not gone: its daemon may be started again, and jobs go on meanwhile.
+        return Standing(RUNNING, _condition(running) or self._undelivered, found)
 
     def _waiting(self, handle: Handle, running: Sequence[Row], rows: Sequence[Row]) -> Standing:
         if running:
@@ -693,10 +695,11 @@ def _run(words: Sequence[str], *, text: str = "", limit_s: float = ANSWER_S, is_
         done = subprocess.run(
             words, input=text, capture_output=True, text=True, errors="replace", timeout=limit_s, check=False
         )
-    except FileNotFoundError as err:
+    except OSError as err:
         if not is_strict:
             return facts.EXIT_NOT_FOUND, ""
-        raise EngineError(f"{words[0]}: not found", "source $SGE_ROOT/default/common/settings.sh first") from err
+        hint = "source $SGE_ROOT/default/common/settings.sh first" if isinstance(err, FileNotFoundError) else ""
+        raise EngineError(f"{words[0]}: {'not found' if hint else err.strerror}", hint) from err
     except subprocess.TimeoutExpired as err:
         if not is_strict:
             return facts.EXIT_TIMEOUT, ""
@@ -727,7 +730,7 @@ def _rows(job: str, is_strict: bool = False) -> list[Row]:
 
 
 def _accounted(job: str) -> list[Record]:
-    return parse_accounting(_ask("qacct", "-j", job, may_fail=True))
+    return parse_accounting(_run(("qacct", "-j", job), limit_s=ACCOUNT_S, is_strict=False)[1])
 
 
 def _unheard() -> set[str]:
@@ -735,7 +738,10 @@ def _unheard() -> set[str]:
 
 
 def _user() -> str:
-    return pwd.getpwuid(os.geteuid()).pw_name
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError as err:
+        raise EngineError(f"user {os.geteuid()} has no name here, by which Grid Engine would know its jobs") from err
 
 
 def _one_line(text: str) -> str:

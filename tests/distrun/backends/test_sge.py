@@ -332,13 +332,18 @@ def test_a_job_in_an_error_state_is_deleted_and_the_reason_told(commands: Comman
     assert "qdel 6" in commands.said
 
 
-def test_a_host_that_is_not_heard_of_is_gone(commands: Commands) -> None:
+def test_a_host_that_is_not_heard_of_is_not_given_up_but_explains_a_loss(commands: Commands) -> None:
+    """Its daemon may be started again, and jobs go on meanwhile."""
     commands.answer(
         "qstat", f'case $* in *"-qs u"*) cat {HERE}/qstat_unheard.xml;; *) cat {HERE}/qstat_running.xml;; esac'
     )
-    found = Sge().look(Handle("sge", "1", {"kind": "parallel", "slots": "6"}))
-    assert found.state == RUNNING
-    assert found.gone == {"h3": "Grid Engine does not hear of h3 any more"}
+    handle = Handle("sge", "1", {"kind": "parallel", "slots": "6"})
+    standing = Sge().look(handle)
+    assert (standing.state, standing.gone) == (RUNNING, {})
+    found = Sge().explain(handle, "h3")
+    assert found is not None
+    assert (found.code, found.text) == (7, "Grid Engine does not hear of h3 any more")
+    assert Sge().explain(handle, "h2") is None
 
 
 def test_the_secret_is_delivered_once_by_standard_input(commands: Commands, tmp_path: Path) -> None:
