@@ -168,7 +168,8 @@ class Sge(Engine):
             self.cancel(handle)
             return Standing(ENDED, f"in an error state (Eqw): {why or 'Grid Engine does not say why'}")
         running = [row for row in rows if row.host]
-        if not running or (handle.more.get("kind") == ARRAY and len(running) < int(handle.more["tasks"])):
+        is_whole = handle.more.get("kind") == PARALLEL or len(running) >= int(handle.more["tasks"])
+        if not running or not (is_whole or handle.id in self._running_since):  # some tasks of an array end earlier
             return self._waiting(handle, running, rows)
         self._running_since.setdefault(handle.id, time.monotonic())
         found = grants(running, handle.more)

@@ -373,6 +373,18 @@ def test_an_array_whose_tasks_do_not_all_start_is_given_up(commands: Commands) -
     assert "qdel 8" in commands.said
 
 
+def test_an_array_of_which_some_tasks_have_ended_still_runs(commands: Commands) -> None:
+    commands.answer("qstat", f"cat {HERE}/qstat_first_task.xml")
+    handle = Handle("sge", "26", {"kind": "array", "tasks": "3", "servers": "0"})
+    engine = Sge()
+    assert len(engine.look(handle).grants) == 3
+    engine._limit_s = 0.0
+    commands.answer("qstat", f"sed '/all.q@h2/d' {HERE}/qstat_first_task.xml")
+    found = engine.look(handle)
+    assert found.state == RUNNING
+    assert "qdel 26" not in commands.said
+
+
 def test_a_job_that_is_unknown_is_cancelled_already(commands: Commands) -> None:
     commands.answer("qdel", """echo 'denied: job "4" does not exist'; exit 1""")
     Sge().cancel(Handle("sge", "4", {}))
