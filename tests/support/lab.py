@@ -131,8 +131,10 @@ class Site(Lab):
 
     def end(self) -> None:
         """End a test: nothing it started is left, no host is broken; fail if something of a job lives."""
-        for started in (*self._terminals, *self._running):
-            started.kill()
+        for terminal in self._terminals:
+            terminal.kill()
+        for running in self._running:
+            running.kill()
         self.restore()
         with contextlib.suppress(AssertionError):
             wait_until(lambda: not self.leftovers(), 30, "nothing is left")
