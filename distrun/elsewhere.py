@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from typing import IO
 
-from distrun.client import ssh_argv
+from distrun import relay
 from distrun.errors import DistrunError
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator.jobfolder import JobFolder
@@ -61,27 +61,49 @@ def is_elsewhere(folder: JobFolder) -> bool:
 def refresh(folder: JobFolder) -> None:
     """Fetch what is new of a job that `is_elsewhere`.
 
+    If its host drops the connection because it has too many, this is tried again for some time.
+
     Raises:
-        NotAsked: its host cannot be reached, or has no such folder.
+        NotAsked: its host cannot be reached, or has no such folder; or what it sent cannot be written here.
     """
     where = folder.control()
     assert where is not None  # of `is_elsewhere`
-    command = shlex.join(["python3", "-I", "-c", FETCH, where["folder"]])
-    argv = ssh_argv(where["login"], command)
+    argv = relay.ssh_argv(where["login"], shlex.join(["python3", "-I", "-c", FETCH, where["folder"]]))
+    pauses = relay.pauses()
+    while True:
+        code, said = _fetch(folder, argv)
+        if not code:
+            return
+        pause_s = next(pauses, None) if relay.is_dropped(code, said) else None
+        if pause_s is None:
+            why = said.splitlines()[-1] if said else f"ssh ended with code {code}"
+            raise NotAsked(
+                f"job {folder.id}: its coordinator's host {where['host']} cannot be asked: {why}",
+                f"what is known here is older; try: {where['login']} true",
+            )
+        time.sleep(pause_s)
+
+
+def _fetch(folder: JobFolder, argv: list[str]) -> tuple[int, str]:
+    """Save what FETCH writes; return its exit code, or that of the ssh program, and what it said. No file: a failure."""
     try:
-        with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-            assert child.stdout is not None
-            assert child.stderr is not None
-            names = [_save(folder, *each) for each in _files(child.stdout)]
-            said = child.stderr.read().decode("utf-8", "replace").strip()
+        child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     except OSError as err:
         raise NotAsked(f"job {folder.id}: cannot run {argv[0]}: {err.strerror}") from None
-    if child.returncode or not names:
-        why = said.splitlines()[-1] if said else f"ssh ended with code {child.returncode}"
-        raise NotAsked(
-            f"job {folder.id}: its coordinator's host {where['host']} cannot be asked: {why}",
-            f"what is known here is older; try: {where['login']} true",
-        )
+    with child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        try:
+            saved = [_save(folder, *each) for each in _files(child.stdout)]
+        except OSError as err:
+            raise NotAsked(
+                f"job {folder.id}: what its coordinator's host sent cannot be written to {folder.path}: {err.strerror}",
+                f"is the disk full, or over quota? see: df {folder.path}",
+            ) from err
+        said = child.stderr.read().decode("utf-8", "replace").strip()
+    if not saved and not child.returncode:
+        return 1, said or "it has no state of this job"
+    return child.returncode, said
 
 
 def refreshed(folder: JobFolder) -> str:

@@ -122,6 +122,21 @@ def test_20_clients_see_all_of_a_job_on_hosts_whatever_signal_ends_others(lab: S
     nothing_remains(lab, job)
 
 
+def test_20_clients_at_once_follow_by_ssh_a_job_whose_host_drops_connections_when_it_has_too_many(lab: Site) -> None:
+    job = Job(lab, "echo up; %sfor i in $(seq 500); do echo line $i; done" % WHEN_TOLD, "--detach")
+    lab["h1"].restart_sshd({"MaxStartups": "2:50:8"})
+    clients = [lab.start("attach", "--since-start", "-q", job.id) for _ in range(20)]
+    ended = lambda: [client.err for client in clients if client.poll() is not None]  # noqa: E731
+    wait_until(lambda: ended() or all(client.out.count("| up") == 2 for client in clients), LIMIT_S, "all show the job")
+    assert ended() == []
+    assert " drop connection " in lab["h1"].log or "MaxStartups" in lab["h1"].log
+    job.go("h1", "h2")
+    assert [client.wait(LIMIT_S) for client in clients] == [0] * len(clients)
+    assert {client.out.count("| line ") for client in clients} == {1000}
+    assert not [client.err for client in clients if "kex_exchange" in client.err]
+    nothing_remains(lab, job)
+
+
 def test_a_launch_that_is_stopped_by_a_signal_costs_its_job_nothing(lab: Site) -> None:
     """And when it goes on it shows all."""
     job = Job(lab, "echo up; %sfor i in $(seq 20000); do echo line $i of many; done" % WHEN_TOLD)
