@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distrun.errors import DistrunError, UsageError
-from distrun_runtime.contract import control, facts, process, wire
+from distrun_runtime.contract import control, facts, lasting, process, wire
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator.jobstore import JobFolder
@@ -209,12 +209,10 @@ def _greeted(connection: ControlConnection, folder: JobFolder, where: Mapping[st
 
 def forget(folder: JobFolder) -> None:
     """Remove the control socket of a job whose coordinator is dead, if it left one on this machine."""
-    from distrun_runtime.coordinator import control as sockets
-
     with contextlib.suppress(JobStoreError):
         where = folder.control()
         if where is not None and is_here(where):
-            sockets.remove_stale(where["path"])
+            lasting.remove_dead(where["path"])
 
 
 def is_here(where: Mapping[str, Any]) -> bool:

@@ -85,7 +85,7 @@ def refresh(folder: JobFolder) -> None:
 
 
 def _fetch(folder: JobFolder, argv: list[str]) -> tuple[int, str]:
-    """Save what FETCH writes; return its exit code, or that of the ssh program, and what it said. No file: a failure."""
+    """Save what FETCH writes; return its exit code, or that of the ssh program, and what it said. None is a failure."""
     try:
         child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     except OSError as err:
