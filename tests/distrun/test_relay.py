@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from distrun import client, elsewhere, planning, relay
+from distrun import cli, client, elsewhere, planning, relay
 from distrun.client import CoordinatorLost
 from distrun.elsewhere import NotAsked
 from distrun.request import JobRequest
 from distrun_runtime.contract import wire
 from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
+from distrun_runtime.coordinator.outcome import Outcome
 
 DROPS = "kex_exchange_identification: Connection closed by remote host\r\nConnection closed by 10.0.0.1 port 22\r"
 OTHERS = "Permission denied (publickey).\r"
@@ -51,8 +52,9 @@ def calls(tmp_path: Path) -> int:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> JobFolder:
-    store = JobStore(tmp_path / "state")
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobFolder:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    store = JobStore()
     return store.create(planning.plan_job(JobRequest(command=("true",), workers=1, servers=0, cwd="/"), store).plan)
 
 
@@ -185,3 +187,58 @@ def test_a_host_without_the_jobs_folder_cannot_be_asked(folder: JobFolder, stand
     place(folder, stand(0), theirs=str(tmp_path / "empty"))
     with pytest.raises(NotAsked, match="host d1 cannot be asked: it has no state of this job"):
         elsewhere.refresh(folder)
+
+
+def test_logs_of_a_job_that_runs_on_hosts_say_where_they_are_and_how_to_read_them(
+    folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    place(folder, stand(0), theirs=theirs(tmp_path, folder))
+    assert cli.run(["logs", "--merge", folder.id]) == 0
+    assert f"on d1 only; what it has printed: distrun attach --since-start {folder.id}\n" in capfd.readouterr().err
+    assert cli.run(["logs", "-f", folder.id]) == 2
+    assert f"distrun attach {folder.id}\n" in capfd.readouterr().err
+
+
+def over_there(folder: JobFolder, tmp_path: Path) -> Path:
+    """End a job that has a folder on its coordinator's host; return that folder."""
+    there = tmp_path / "store" / folder.id
+    (there / "logs").mkdir(parents=True)
+    (there / "plan.json").touch()
+    folder.finish(Outcome(0, "succeeded", "all well"))
+    return there
+
+
+def test_gc_removes_the_folder_on_the_coordinators_host_too(
+    folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    there = over_there(folder, tmp_path)
+    place(folder, stand(1), theirs=str(there))
+    assert cli.run(["gc", "--dry-run", folder.id]) == 0
+    assert there.exists()
+    assert cli.run(["gc", folder.id]) == 0
+    assert capfd.readouterr().out.count("; also its folder on d1\n") == 2
+    assert list(there.parent.iterdir()) == []
+    assert not folder.path.exists()
+
+
+def test_gc_says_how_to_remove_the_folder_of_a_host_that_cannot_be_asked(
+    folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    there = over_there(folder, tmp_path)
+    login = stand(1000, OTHERS)
+    place(folder, login, theirs=str(there))
+    assert cli.run(["gc", folder.id]) == 1
+    told = capfd.readouterr().err
+    assert f"its folder on d1 stays: {OTHERS.strip()}; fix: {login} rm -r {there}\n" in told
+    assert not folder.path.exists()
+
+
+def test_gc_removes_nothing_on_a_host_that_is_no_folder_of_the_job(
+    folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    there = over_there(folder, tmp_path)
+    (there / "plan.json").unlink()
+    place(folder, stand(0), theirs=str(there))
+    assert cli.run(["gc", folder.id]) == 1
+    assert f"{there} is no folder of job {folder.id}" in capfd.readouterr().err
+    assert (there / "logs").exists()
