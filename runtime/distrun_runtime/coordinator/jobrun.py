@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from distrun_runtime.contract import facts
+from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.plan import Plan, Secrets
 from distrun_runtime.coordinator import actions, events, frames, jobfolder, loop
 from distrun_runtime.coordinator.channel import Channel, Put
@@ -115,11 +116,12 @@ class _JobRun:
         self._saved = 0.0
         self._is_dirty = False
         self._folder_warned = False
+        shares = plans.Shares(plan)
         self._loop = loop.HostLoop(
             self,
             channels,
             encoders={
-                actions.Begin: lambda action: frames.begin(plan, secrets, action.host),
+                actions.Begin: lambda action: frames.begin(shares.of(action.host), secrets, action.host),
                 actions.SendRuntime: lambda action: frames.runtime(plan.runtime.digest, self._archive),
             },
             ping_s=self._ping_s,
