@@ -174,8 +174,9 @@ class Scheduler:
 
     def _is_successor(self, peer: NodeIdentity) -> bool:
         """Whether the worker of that rank has ended its script, so that this is the rank's next one."""
-        ended = [member.who.rank for member in self._roster.of_role("worker") if member.state == LEFT]
-        return self._config.stays and peer.role == "worker" and peer.rank in ended
+        before = self._roster.of_rank("worker", peer.rank)
+        is_over = before is not None and before.state == LEFT
+        return self._config.stays and peer.role == "worker" and is_over
 
     def _register(self, link: str, peer: NodeIdentity, now: float) -> list[role.Action]:
         if self._is_successor(peer):
@@ -183,7 +184,7 @@ class Scheduler:
             return [role.Log("INFO", "event=early node=%s pid=%d" % (peer.name, peer.pid))]
         self._roster.add(link, peer)
         actions: list[role.Action] = [_line("registered", peer)]
-        if peer.role == "worker" and len(self._roster.of_role("worker")) == 1:
+        if peer.role == "worker" and self._roster.count("worker") == 1:
             self._deadline.at = now + self._config.start_timeout_s
         return [*actions, *self._open_when_complete()]
 
@@ -211,25 +212,26 @@ class Scheduler:
             return []
         if not self._is_open and not (self._config.stays and member.who.role == "server"):
             self._roster.remove(link)
-            if not self._roster.of_role("worker"):
+            if not self._roster.count("worker"):
                 self._wait_anew(self._now)  # the next first worker has the whole time again
             return [role.Log("WARNING", "%s went away before all had registered: %s" % (member.who, reason))]
         return self._lose(member, "%s is lost: %s" % (member.who, reason))
 
     def _lose(self, member: Member, reason: str) -> list[role.Action]:
-        member.state = LOST
+        self._roster.end(member, LOST)
         # What is lost after the first is, most likely, its consequence.
         level = "INFO" if self._broken else "ERROR"
         self._broken, self._broken_by = self._broken or reason, self._broken_by or member.who.name
+        body = {"who": member.who.name, "host": member.who.host, "reason": reason}
         return [
             role.Log(level, reason),
             role.Publish({"lost_peer": member.who.name, "message": reason}),
-            *self._tell_all(Kind.LOST, {"who": member.who.name, "host": member.who.host, "reason": reason}),
+            *self._tell_all(Kind.LOST, body),
             *self._finish_when_done(),
         ]
 
     def _leave(self, member: Member) -> list[role.Action]:
-        member.state = LEFT
+        self._roster.end(member, LEFT)
         actions: list[role.Action] = [role.Log("INFO", "event=bye node=%s" % member.who.name)]
         if member.who.role == "worker":
             body = {"rank": member.who.rank, "who": str(member.who)}
@@ -240,7 +242,7 @@ class Scheduler:
         return [*actions, *self._finish_when_done()]
 
     def _finish_when_done(self) -> list[role.Action]:
-        if self._roster.alive("worker") or not self._is_open:
+        if self._roster.count_alive("worker") or not self._is_open:
             return []
         if self._config.stays:
             # Broken: the agent knows more of who died than we do, and stops us; an exit of ours would only confuse.
