@@ -13,7 +13,7 @@ from typing import Any
 
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.protocol.handshake import NodeIdentity
-from distrun_runtime.protocol.message import Kind, Message
+from distrun_runtime.protocol.message import Common, Kind, Message, SharedBody
 from distrun_runtime.ps import role
 from distrun_runtime.ps.agreement import Call, CollectiveCalls, Rules
 from distrun_runtime.ps.checkpoint import Checkpoints
@@ -195,10 +195,10 @@ class Scheduler:
         self._is_open = True
         actions: list[role.Action] = []
         actions.append(role.Log("INFO", "event=complete workers=%d servers=%d" % self._counts))
-        nodes = self._roster.to_json()
+        common = Common({"nodes": self._roster.to_json(), "host_sums": self._config.host_sums})
         # Servers first: a worker's HELLO then finds a server that knows it.
         for member in [*self._roster.of_role("server"), *self._roster.of_role("worker")]:
-            body = {"nodes": nodes, "rank": member.who.rank, "host_sums": self._config.host_sums}
+            body = SharedBody(common, {"rank": member.who.rank})
             actions.append(role.Send(member.link, Message(Kind.ROSTER, body=body)))
             actions.append(_line("assigned", member.who))
         return actions
