@@ -26,6 +26,9 @@ REPORT_S = 5.0
 DENIED_KEPT = 4
 """How many reasons for turning somebody away are remembered, for the error at the deadline."""
 
+LOSSES_TOLD = 16
+"""So many losses are told to all nodes. The first one fails every call; as a rule later ones come of it."""
+
 FOREIGN = (
     "a program at %s speaks ZeroMQ, but not as a node of distrun does: this looks like ps-lite (MXNet, BytePS), which"
     " runs its own servers and scheduler. fix: distrun launch --ps command ..."
@@ -48,6 +51,7 @@ class Scheduler:
         self._broken = ""
         self._broken_by = ""
         """Name of the node that was lost first."""
+        self._losses = 0
         self._finished = False
         self._denied: list[str] = []
         """Why others were turned away: the first few reasons."""
@@ -222,11 +226,13 @@ class Scheduler:
         # What is lost after the first is, most likely, its consequence.
         level = "INFO" if self._broken else "ERROR"
         self._broken, self._broken_by = self._broken or reason, self._broken_by or member.who.name
+        self._losses += 1
         body = {"who": member.who.name, "host": member.who.host, "reason": reason}
         return [
             role.Log(level, reason),
             role.Publish({"lost_peer": member.who.name, "message": reason}),
-            *self._tell_all(Kind.LOST, body),
+            # All of them to all would be a million messages for a thousand nodes that end by one error.
+            *(self._tell_all(Kind.LOST, body) if self._losses <= LOSSES_TOLD else []),
             *self._finish_when_done(),
         ]
 
