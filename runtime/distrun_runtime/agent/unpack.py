@@ -250,7 +250,7 @@ class Unpacking:
             self._fail(self._unfit(err, archive.members[-1].path if archive.members else ""))
         else:
             if is_last:
-                self._placing = self._place(archive)
+                self._placing, self._tell_at = self._place(archive), time.monotonic() + TOLD_S
         return True
 
     def proceed(self) -> None:
