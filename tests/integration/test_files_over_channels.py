@@ -19,6 +19,7 @@ from distrun_runtime.contract.folder import MARKER
 from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.coordinator.outcome import Outcome
 
+ALL = CopyRules()
 SHOW = ("sh", "-c", "cat hello")
 
 
@@ -49,7 +50,7 @@ class Run:
         self,
         *places: str,
         command: tuple[str, ...] = SHOW,
-        rules: CopyRules = CopyRules(),
+        rules: CopyRules = ALL,
         delete: bool = False,
         **limits: float,
     ) -> Outcome:
@@ -113,7 +114,7 @@ def test_places_that_see_the_same_folder_get_one_copy(run: Run) -> None:
     assert done.startswith("info: sync 3/3 (2 files, 2.9 MiB) in ")
 
 
-@pytest.mark.parametrize("version", ("3.8", "3.13"))
+@pytest.mark.parametrize("version", ["3.8", "3.13"])
 def test_the_agent_takes_files_under_old_and_new_pythons(version: str, run: Run) -> None:
     run.engine.python = need(version)
     outcome = run()

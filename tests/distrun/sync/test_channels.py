@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import shutil
 from collections.abc import Iterator
@@ -99,6 +100,8 @@ class OneAgent:
     """A connection whose other end is an agent of few words."""
 
     def __init__(self, state: str, fails: str = "") -> None:
+        self.is_slow = False
+        """It does not say that it has the files."""
         self.got: list[wire.Frame] = []
         self._state = state
         self._fails = fails
@@ -116,7 +119,7 @@ class OneAgent:
                 self._say("folder", state=self._state, notes=["a note"])
             elif frame.type == "files" and self._fails:
                 self._say("copy_failed", reason=self._fails, kind="disk", fix="make room")
-            elif frame.type == "files" and frame.header.get("last"):
+            elif frame.type == "files" and frame.header.get("last") and not self.is_slow:
                 self._say("copied", files=1, bytes=6)
         while self._session.is_ready:
             self._said.put(self._session.next())
@@ -158,20 +161,38 @@ def copied(source: Path, agents: dict[str, OneAgent], delete: bool = False) -> t
     """Copy to agents, one a place, all on host h1; return what comes of it and what was said."""
     sink = Told()
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    with copying(CopyRequest(str(source), "~/job", CopyRules(), delete), agents, sink) as copier:
+        copier.start(events.put)
+        return events.get(timeout=WAIT_S), sink
+
+
+@contextlib.contextmanager
+def copying(request: CopyRequest, agents: dict[str, OneAgent], sink: Told) -> Iterator[ChannelCopier]:
     places = tuple(Place(name, "h1") for name in agents)
     plan = Plan("j", "", "fake", ("x",), "~/job", (Host("h1"),), (), places=places)
     channels = [SessionChannel(name, holds=True, greets=False) for name in agents]
     for channel, agent in zip(channels, agents.values(), strict=True):
         channel.start(lambda event: None)
         channel.attach(agent)
-    copier = ChannelCopier(plan, CopyRequest(str(source), "~/job", CopyRules(), delete), sink, channels)
-    copier.start(events.put)
+    copier = ChannelCopier(plan, request, sink, channels)
     try:
-        return events.get(timeout=WAIT_S), sink
+        yield copier
     finally:
         copier.cancel()
         for channel in channels:
             channel.kill()
+
+
+def test_it_says_how_far_it_is(source: Path) -> None:
+    agent = OneAgent("mine")
+    agent.is_slow = True
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    request = CopyRequest(str(source), "~/job", CopyRules(), on_progress=lines.put, report_s=0.0)
+    with copying(request, {"h1": agent}, Told()) as copier:
+        copier.start(lambda event: None)
+        while not (line := lines.get(timeout=WAIT_S)).endswith("waiting for the hosts to finish"):
+            pass
+    assert line == "sync 0/1: 99%, 1 file, 10.0 KiB sent, waiting for the hosts to finish"
 
 
 def test_the_files_go_to_those_who_want_them_and_all_is_said(source: Path) -> None:
@@ -183,8 +204,10 @@ def test_the_files_go_to_those_who_want_them_and_all_is_said(source: Path) -> No
         "8": ["copy"],
         "9": ["copy"],
     }
-    *said, last = sink.said
-    assert said == ["warning: h1 (place 7): a note", f"info: copy {source}/ -> h1 (place 7):~/job"]
+    note, begun, last = sink.said
+    assert note.startswith("warning: h1 (place ")
+    assert note.endswith("): a note")
+    assert begun == f"info: copy {source}/ -> h1 (place 7):~/job"
     assert last.startswith("info: sync 3/3 (1 file, 6 B) in ")
 
 

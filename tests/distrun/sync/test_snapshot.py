@@ -144,7 +144,7 @@ def test_a_disk_without_room_for_it_is_named(source: Path, monkeypatch: pytest.M
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(tarfile.TarFile, "addfile", full)
-    with pytest.raises(SyncError, match="a snapshot of the files cannot be kept in .*: No space left") as caught:
+    with pytest.raises(SyncError, match=r"a snapshot of the files cannot be kept in .*: No space left") as caught:
         take_snapshot(str(source), CopyRules())
     assert "TMPDIR" in caught.value.hint
     assert tempfile.gettempdir() in str(caught.value)
