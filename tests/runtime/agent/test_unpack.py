@@ -241,6 +241,30 @@ def test_the_second_agent_that_sees_the_folder_gets_no_files(folder: Path) -> No
     assert tree(folder) == {"x": "x"}
 
 
+def test_two_copies_into_one_folder_at_once_do_not_break_each_other(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each deletes what it does not know; what both have stays."""
+    (folder / MARKER).touch()
+    for name in ("x", "y", "z"):
+        (folder / "gone" / name).mkdir(parents=True)
+        (folder / "gone" / name / "file").touch()
+    monkeypatch.setattr(unpack, "SLICE_S", 0.0)
+    copies = [Taking(folder, delete=True, run=run) for run in ("1", "2")]
+    archive = tar(*((f"a/{number}/x", str(number)) for number in range(9)), ("l", link("a")))
+    for each in copies:
+        assert each.copy.take(each.run, archive, True, "")
+    while any(each.copy.is_busy for each in copies):
+        for each in copies:
+            each.copy.proceed()
+    assert [each.said[-1] for each in copies] == [("copied", {"files": 10, "bytes": 9})] * 2
+    assert {name for name, what in tree(folder).items() if what is not None} == {
+        *(f"a/{number}/x" for number in range(9)),
+        "l",
+    }
+    assert not (folder / "gone").exists()
+
+
 def test_what_a_killed_agent_left_is_removed_after_a_day_and_not_before(folder: Path) -> None:
     for name, age_s in (("old", 90_000), ("young", 3600)):
         stage = folder / (PARTIAL + name + STAGE)
