@@ -12,15 +12,38 @@ from dataclasses import dataclass
 
 from distrun.backends.engine import ENDED, MARK, QUEUED, RUNNING, Explanation, Grant, Standing
 from distrun.hosts import expand
+from distrun.request import Needs
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.duration import duration
 
 PENDING = frozenset(
-    "PENDING CONFIGURING RESV_DEL_HOLD REQUEUE_FED REQUEUE_HOLD REQUEUED RESIZING SPECIAL_EXIT POWER_UP_NODE".split()
+    [
+        "PENDING",
+        "CONFIGURING",
+        "RESV_DEL_HOLD",
+        "REQUEUE_FED",
+        "REQUEUE_HOLD",
+        "REQUEUED",
+        "RESIZING",
+        "SPECIAL_EXIT",
+        "POWER_UP_NODE",
+    ]
 )
 OVER = frozenset(
-    "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL PREEMPTED OUT_OF_MEMORY BOOT_FAIL DEADLINE REVOKED LAUNCH_FAILED "
-    "RECONFIG_FAIL".split()
+    [
+        "COMPLETED",
+        "FAILED",
+        "CANCELLED",
+        "TIMEOUT",
+        "NODE_FAIL",
+        "PREEMPTED",
+        "OUT_OF_MEMORY",
+        "BOOT_FAIL",
+        "DEADLINE",
+        "REVOKED",
+        "LAUNCH_FAILED",
+        "RECONFIG_FAIL",
+    ]
 )
 ENDING = frozenset(["COMPLETING", "STAGE_OUT", "SIGNALING"])
 """Slurm has decided that the job is over and ends its processes. How it ended is not shown yet."""
@@ -28,10 +51,28 @@ UNKNOWN_JOB = "Invalid job id"
 GONE_ALREADY = ("Invalid job id", "already completing or completed", "Job/step already", "Invalid job/step")
 
 HOPELESS = frozenset(
-    "PartitionConfig PartitionNodeLimit PartitionTimeLimit PartitionDown PartitionInactive BadConstraints AccountNotAllowed "
-    "InvalidAccount InvalidQOS QOSNotAllowed QOSMaxWallDurationPerJobLimit QOSMaxCpuPerJobLimit QOSMaxNodePerJobLimit "
-    "AssocMaxWallDurationPerJobLimit AssocMaxCpuPerJobLimit AssocMaxNodePerJobLimit DependencyNeverSatisfied "
-    "AssociationJobLimit JobHeldAdmin launch_failed_requeued_held".split()
+    [
+        "PartitionConfig",
+        "PartitionNodeLimit",
+        "PartitionTimeLimit",
+        "PartitionDown",
+        "PartitionInactive",
+        "BadConstraints",
+        "AccountNotAllowed",
+        "InvalidAccount",
+        "InvalidQOS",
+        "QOSNotAllowed",
+        "QOSMaxWallDurationPerJobLimit",
+        "QOSMaxCpuPerJobLimit",
+        "QOSMaxNodePerJobLimit",
+        "AssocMaxWallDurationPerJobLimit",
+        "AssocMaxCpuPerJobLimit",
+        "AssocMaxNodePerJobLimit",
+        "DependencyNeverSatisfied",
+        "AssociationJobLimit",
+        "JobHeldAdmin",
+        "launch_failed_requeued_held",
+    ]
 )
 """Reasons for which a job waits until somebody changes the job or the cluster."""
 
@@ -296,7 +337,7 @@ def marked(queue: str, steps: str) -> dict[str, tuple[str, str]]:
     """
     found: dict[str, tuple[str, str]] = {}
     for line in queue.splitlines():
-        number, name, state = (line.split("|") + ["", ""])[:3]
+        number, name, state = [*line.split("|"), "", ""][:3]
         if name.startswith(MARK):
             found.setdefault(re.sub(r"\+.*", "", number), (name, state))
     for line in steps.splitlines():
@@ -365,9 +406,10 @@ def refusal(found: Iterable[Partition], queue: str, time_s: float | None) -> str
     return ""
 
 
-def too_big(found: Iterable[Partition], queue: str, role: str, cores: int, memory: int, gpus: int) -> str:
+def too_big(found: Iterable[Partition], queue: str, role: str, needs: Needs) -> str:
     """Return why no node takes a task of a role, or nothing."""
     nodes = [each for each in found if not queue or each.name in queue.split(",")]
+    cores, memory, gpus = needs
     if not nodes or any(each.cpus >= cores and each.memory >= memory and each.gpus >= gpus for each in nodes):
         return ""
     where = f" of {queue}" if queue else ""
@@ -378,5 +420,7 @@ def too_big(found: Iterable[Partition], queue: str, role: str, cores: int, memor
     ):
         if asked > most:
             word = " MiB" if unit > 1 else ""
-            return f"--{role}-{option}: {asked // unit}{word} asked for, but no node{where} has more than {most // unit}"
+            return (
+                f"--{role}-{option}: {asked // unit}{word} asked for, but no node{where} has more than {most // unit}"
+            )
     return f"no node{where} has the cores, the memory and the GPUs that one {role} asks for together"

@@ -1,7 +1,7 @@
 """A Slurm cluster on a lab's hosts: the first host is the controller, every host is a node, the launcher can submit.
 
 Nothing of the machine is changed: hosts have their own files, and the launcher reads its configuration from the lab's
-private folder (`Slurm.env`). `python -m slurm install` installs Debian's packages; `python -m slurm packages` names them.
+private folder (`Slurm.env`). `python -m slurm install` installs Debian's packages; `packages` names them.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Slurm:
         lab: its hosts become nodes h1, h2, ...
         cpus: processors of each node, as Slurm sees them.
         accounting: with slurmdbd and MariaDB on the controller (2 s more).
-        confined: jobs are held to their processors and their memory by control groups. The machine must have `cpus`, and
+        confined: jobs are held to their processors and memory by control groups. The machine must have `cpus`, and
             version 1 of control groups, see `why_not_confined`.
     """
 
@@ -155,7 +155,11 @@ class Slurm:
             "accounting": "slurmdbd\nAccountingStorageHost=%s" % self.controller.name if accounting else "none",
         }
         self._accounting = accounting
-        self._files = {"slurm.conf": CONTROLLER.format_map(values), "cgroup.conf": CGROUPS + (CONFINED if confined else ""), "gres.conf": GRES}
+        self._files = {
+            "slurm.conf": CONTROLLER.format_map(values),
+            "cgroup.conf": CGROUPS + (CONFINED if confined else ""),
+            "gres.conf": GRES,
+        }
         if accounting:
             self._files["slurmdbd.conf"] = (
                 "AuthType=auth/munge\nDbdHost=%s\nSlurmUser=root\nStorageType=accounting_storage/mysql\n"
