@@ -7,15 +7,16 @@ private folder (`Slurm.env`). `python -m slurm install` installs Debian's packag
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from hostlab import Lab, LabError
+from hostlab import Lab
 from hostlab.host import Host, wait_until
 from hostlab.lab import search_path
 
@@ -123,9 +124,27 @@ def missing(accounting: bool = False) -> str:
     return "Slurm needs Debian's packages %s (no %s here)" % (" ".join(packages), ", ".join(absent)) if absent else ""
 
 
+def why_not_confined() -> str:
+    """Return why control groups cannot hold jobs to their processors and memory on this machine, or nothing."""
+    mounts = " && ".join("mount -t cgroup -o %s lab /mnt && umount /mnt" % name for name in CONTROLLERS)
+    argv = ["unshare", "--mount", "--propagation", "private", "sh", "-c", mounts]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=30)
+    return "version 1 of control groups is not here: %s" % done.stderr.strip() if done.returncode else ""
+
+
+def remove_groups(nodes: Iterable[str]) -> None:
+    """Remove the control groups that a cluster has left, where the machine shows them."""
+    for node in nodes:
+        for folder in Path("/sys/fs/cgroup").glob("*/slurm_%s" % node):
+            for path, _, _ in os.walk(folder, topdown=False):
+                with contextlib.suppress(OSError):
+                    os.rmdir(path)
+
+
 def install() -> None:
     """Install Debian's packages, as root. No service is started where a policy forbids it (`scripts/test` has one)."""
-    words = ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=300", "install", "-y", "--no-install-recommends", *PACKAGES]
+    words = ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=300", "install", "-y", "--no-install-recommends"]
+    words += [*PACKAGES, *ACCOUNTING_PACKAGES]
     subprocess.run(words, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"}, check=True)
 
 
@@ -216,6 +235,7 @@ class Slurm:
         for name, text in self._files.items():
             (host.root / "etc/slurm" / name).write_text(text)
         for path in GPUS:
+            host.exec("rm", "-f", "/" + path)
             host.exec("mknod", "-m", "666", "/" + path, "c", "1", "3")  # the null device
 
     def _start_launcher(self) -> None:
@@ -239,7 +259,7 @@ def main(words: Sequence[str]) -> int:
     if words == ["install"]:
         install()
     elif words == ["packages"]:
-        print(*PACKAGES)
+        print(*PACKAGES, *ACCOUNTING_PACKAGES)
     else:
         print("usage: python -m slurm install | packages", file=sys.stderr)
         return 2
@@ -248,6 +268,3 @@ def main(words: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
-
-
-__all__ = ["DAEMONS", "LabError", "Slurm", "install", "missing"]
