@@ -73,6 +73,20 @@ AGENT_OPTIONS = (
 """srun's: each agent may use all that the job has on its node, and one that ends ends no other."""
 JOB_OPTIONS = ("--export=NONE", "--no-requeue", "--chdir=/", "--output=/dev/null")
 """sbatch's: nothing of this environment is kept in Slurm; a job that has ended is not started again."""
+HIDDEN = (
+    "SLURM_CPU_BIND*",
+    "SLURM_GTIDS",
+    "SLURM_LAUNCH_NODE_IPADDR",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_NPROCS*",
+    "SLURM_NTASKS*",
+    "SLURM_PROCID",
+    "SLURM_SRUN_*",
+    "SLURM_STEP*",
+    "SLURM_TASK*",
+)
+"""What of the agent's own variables would mislead a task, which would take them for its rank and the job's size."""
 MISLEADING = re.compile(
     r"SLURM_(MEM_\w+|NTASKS|NPROCS|NTASKS_PER_NODE|CPUS_PER_TASK|TRES_PER_TASK|HINT|THREADS_PER_CORE|DISTRIBUTION"
     r"|EXCLUSIVE|EXACT|CPU_BIND\w*|STEP\w*|PROCID|NODEID|LOCALID|GTIDS|TASK_PID|SRUN_COMM\w*|LAUNCH_NODE_IPADDR)"
@@ -127,6 +141,8 @@ class Slurm(Engine):
     """The Slurm cluster whose commands are on the PATH, or in the folder `bin` of the configuration."""
 
     name = "slurm"
+    shows = "SLURM_*"
+    hides = HIDDEN
 
     def __init__(self) -> None:
         self._config: Mapping[str, str] = {}
@@ -380,7 +396,8 @@ class Slurm(Engine):
         told = answers.told_by_srun(_text(handle.more.get("log", ""))).get(place, "")
         by_srun = answers.explained_by_srun(told)
         found = self._jobs(handle)
-        while answers.is_ending(found) and time.monotonic() < until:
+        # The agents have gone: a job of ours is about to end, and only then is it known what became of its step.
+        while found and not self._is_over(handle, found) and time.monotonic() < until:
             time.sleep(0.3)
             found = self._jobs(handle)
         accounts = self._accounts(handle) if any(each.state in answers.OVER for each in found) or not found else ""
@@ -390,6 +407,13 @@ class Slurm(Engine):
         standing = self.look(handle)
         why = standing.gone.get(place, "") if place else ""
         return Explanation(7, f"Slurm: {why}") if " is " in why else None
+
+    @staticmethod
+    def _is_over(handle: Handle, found: Sequence[answers.Job]) -> bool:
+        """Return whether Slurm can say how a job ended; an allocation of the user's goes on without us."""
+        if "step" in handle.more and not answers.is_ending(found):
+            return True
+        return all(each.state in answers.OVER for each in found)
 
     def _accounts(self, handle: Handle) -> str:
         """Return what accounting has of the job; empty where there is none."""

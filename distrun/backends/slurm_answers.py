@@ -178,7 +178,7 @@ def grants(found: Sequence[Job], components: Sequence[Component], is_ours: bool)
     apart = len(components) > 1 and len(components) == len(found)
     counts_cores = is_ours or any(each.cores for each in components)
     for number, job in enumerate(found):
-        shares = _shares(job, components[number]) if apart else {}
+        shares = _shares(job, components[number]) if apart and job.cpus else {}
         most = components[0].most * max(1, components[0].cores) if is_ours and len(components) == 1 else 0
         for node, cpus in job.cpus.items():
             cores = (min(cpus, most) if most else cpus) if counts_cores else 0

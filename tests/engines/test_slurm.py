@@ -118,7 +118,7 @@ def test_distrun_kill_ends_a_job_also_when_its_coordinator_is_dead(lab: SlurmSit
     for is_dead in (False, True):
         running = lab.begin_launch(*SHORT, "-n", "2", "-s", "0", STAY)
         up(running, 2)
-        name = json.loads(lab.distrun("status", "--json").out)[0]["id"]
+        name = json.loads(lab.distrun("status", "--json").out)["jobs"][0]["id"]
         if is_dead:
             coordinator = running.coordinator()
 
@@ -178,7 +178,7 @@ def test_out_of_memory_is_explained(lab: SlurmSite) -> None:
     done = lab.launch(*SHORT, "--worker-memory", "200MiB", "-n", "2", "-s", "0", greedy)
     assert done.code == 137, done.err
     assert "out of memory" in done.err
-    assert "worker-0@h1" in done.err
+    assert "worker-0 on h1" in done.err
     lab.nothing_stays()
 
 
@@ -217,7 +217,7 @@ def test_inside_an_allocation_nothing_is_submitted_and_only_the_step_ends(lab: S
     assert "RUNNING" in done.out
     if not slurm.why_not_confined():
         given = dict(re.findall(r"Nodes=(h\d) CPU_IDs=(\S+)", done.out))
-        seen = dict((host, cpus) for cpus, host in re.findall(r"cpus (\S+) of (h\d)", done.out))
+        seen = {host: cpus for cpus, host in re.findall(r"cpus (\S+) of (h\d)", done.out)}
         assert {host: len_of(cpus) for host, cpus in seen.items()} == {host: len_of(ids) for host, ids in given.items()}
     lab.nothing_stays()
 
