@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distrun.backends import bootstrap
 from distrun.errors import SubmitError, UsageError
+from distrun.request import EngineOptions
 from distrun_runtime.contract.plan import Resources
 
 if TYPE_CHECKING:
     from distrun.hosts import Inventory
-    from distrun.request import EngineOptions, Needs
+    from distrun.request import Needs
 
 QUEUED = "queued"
 RUNNING = "running"
@@ -208,6 +209,13 @@ class Engine(ABC):
     """The user may say which hosts."""
     own_options: tuple[str, ...] = ()
     """Keys of `EngineOptions.own` that it knows; others are refused."""
+
+    options: EngineOptions = EngineOptions()
+    """For `find` and `examine`, where there is no submission: what the user said, and the configuration file."""
+    shows: str = ""
+    """A pattern of variables of outer jobs, `SLURM_*`, that tasks of this engine get all the same, but for `hides`."""
+    hides: tuple[str, ...] = ()
+    """Names and `PREFIX*` patterns that say which process of the engine the agent is: tasks do not get them."""
 
     def prepare(self, submission: Submission) -> Mapping[str, str]:
         """Ask the engine what the script depends on, and refuse what it cannot do. Changes nothing anywhere.
