@@ -145,16 +145,17 @@ class Slurm(Engine):
     hides = HIDDEN
 
     def __init__(self) -> None:
-        self._config: Mapping[str, str] = {}
         self._srun: subprocess.Popen[bytes] | None = None
         """Inside an allocation, in the process that started it."""
         self._position = ("", 0.0)
+        self._bin = ""
+        """Where Slurm's commands are, as a job's handle says: of jobs of another process."""
 
     # ------------------------------------------------------------------ before submitting
 
     def prepare(self, submission: Submission) -> Mapping[str, str]:
         """Look for an allocation around this process, else for a partition with room for the job."""
-        self._config = submission.options.config
+        self.options = submission.options
         inside = submission.outer.get("SLURM_JOB_ID", "")
         if inside:
             return self._prepare_inside(submission, inside)
@@ -207,7 +208,7 @@ class Slurm(Engine):
 
     def _is_shared(self, folder: Path) -> bool:
         """Return whether nodes see the submission's folder: as the configuration says, else by its file system."""
-        said = self._config.get("shared_folders", "").lower()
+        said = self.options.config.get("shared_folders", "").lower()
         if said:
             if said not in ("yes", "no"):
                 raise UsageError(f"shared_folders = {said}: expected yes or no", "correct the configuration file")
@@ -221,7 +222,8 @@ class Slurm(Engine):
             return Script({}, (self._inside_command(submission),))
         is_shared = "shared" in submission.found
         word = str(submission.secret_file) if is_shared else f"env:{SECRET}"
-        agent = submission.bootstrap.command(submission.python, "env:SLURM_PROCID", word)
+        place = f"env:{answers.place_variable(len(parts))}"
+        agent = submission.bootstrap.command(submission.python, place, word)
         secret = "" if is_shared else f"export {SECRET}={shlex.quote(submission.secret)}"
         values = {
             "log": shlex.quote(str(submission.folder / LOG)),
@@ -230,16 +232,15 @@ class Slurm(Engine):
             "srun": self._agents(submission, parts),
         }
         text = fill(template(SCRIPT, submission.options), values)
-        submit = shlex.split(submission.options.config.get("submit", "")) or [self._program("sbatch", submission)]
+        submit = shlex.split(submission.options.config.get("submit", "")) or [self._program("sbatch")]
         argv = [*submit, "--parsable"]
         for number, asked in enumerate(parts):
             argv += [":"] if number else []
             argv += [*JOB_OPTIONS, f"--job-name={submission.marker}", *self._wanted(submission, asked)]
         return Script({SCRIPT: text}, ((*argv, str(submission.folder / SCRIPT)),))
 
-    def _program(self, name: str, submission: Submission | None = None) -> str:
-        config = self._config if submission is None else submission.options.config
-        folder = config.get("bin", "")
+    def _program(self, name: str) -> str:
+        folder = self.options.config.get("bin", "") or self._bin
         return str(Path(folder).expanduser() / name) if folder else name
 
     @staticmethod
@@ -267,7 +268,7 @@ class Slurm(Engine):
         """Return the shell command that starts the agents of a job that was submitted."""
         extra = shlex.split(submission.options.config.get("srun_args", ""))
         has_gpus = any(each.needs.gpus for each in parts)
-        text = self._program("srun", submission)
+        text = self._program("srun")
         for number, asked in enumerate(parts):
             group = f"_HET_GROUP_{number}" if len(parts) > 1 else ""
             nodes = f'"$SLURM_JOB_NUM_NODES{group}"'
@@ -280,10 +281,11 @@ class Slurm(Engine):
     def _inside_command(self, submission: Submission) -> tuple[str, ...]:
         """Return what is executed inside an allocation."""
         found = submission.found
-        agent = submission.bootstrap.command(submission.python, "env:SLURM_PROCID", f"env:{SECRET}")
-        extra = [*shlex.split(submission.options.config.get("srun_args", "")), *submission.options.args]
         sizes = found["sizes"].split(",")
-        words = [self._program("srun", submission)]
+        place = f"env:{answers.place_variable(len(sizes))}"
+        agent = submission.bootstrap.command(submission.python, place, f"env:{SECRET}")
+        extra = [*shlex.split(submission.options.config.get("srun_args", "")), *submission.options.args]
+        words = [self._program("srun")]
         for number, size in enumerate(sizes):
             words += [":"] if number else []
             words += [*AGENT_OPTIONS, f"--jobid={found['inside']}", f"--job-name={submission.marker}"]
@@ -302,6 +304,7 @@ class Slurm(Engine):
             return self._start_step(submission, argv, log)
         more = {
             "log": log,
+            "bin": self.options.config.get("bin", ""),
             "components": json.dumps([[each.roles, each.needs, each.most] for each in components(submission)]),
         }
         try:
@@ -336,7 +339,8 @@ class Slurm(Engine):
         who = process.identity(self._srun.pid)
         job = submission.found["inside"]
         more = {"log": log, "step": submission.marker, "pid": str(who.pid), "start": who.start}
-        more["nodes"] = submission.found["nodes"]
+        more["bin"] = self.options.config.get("bin", "")
+        more["places"] = json.dumps(_places_inside(submission.found))
         handle = Handle(self.name, job, more)
         until = time.monotonic() + STEP_S
         while not self._step(handle) and time.monotonic() < until:
@@ -347,6 +351,7 @@ class Slurm(Engine):
 
     def look(self, handle: Handle) -> Standing:
         """Ask scontrol for the job, and squeue for its position or sinfo for its nodes."""
+        self._bin = handle.more.get("bin", "")
         found = self._jobs(handle)
         components_ = _components(handle)
         if "step" in handle.more:
@@ -360,7 +365,7 @@ class Slurm(Engine):
         return self._without_lost_nodes(standing)
 
     def _look_inside(self, handle: Handle, found: Sequence[answers.Job]) -> Standing:
-        grants = tuple(Grant(str(number), node) for number, node in enumerate(handle.more.get("nodes", "").split(",")))
+        grants = tuple(Grant(place, node) for place, node in json.loads(handle.more.get("places", "[]")))
         if found and all(each.state == "RUNNING" for each in found) and not self._step_lives(handle):
             return Standing(ENDED, "; ".join(filter(None, ("srun has ended", _tail(handle.more.get("log", ""))))))
         standing = answers.standing(found, grants)
@@ -379,6 +384,7 @@ class Slurm(Engine):
 
     def cancel(self, handle: Handle) -> None:
         """Run scancel for the job, or for the step in an allocation of the user's."""
+        self._bin = handle.more.get("bin", "")
         if "step" not in handle.more:
             self._ask("scancel", *_cluster(handle), handle.id, unknown=answers.GONE_ALREADY)
             return
@@ -581,6 +587,13 @@ def _most(asked: Asked, partitions: Sequence[answers.Partition], queue: str) -> 
         ):
             return number
     return 1
+
+
+def _places_inside(found: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return the places in an allocation of the user's, and their nodes."""
+    nodes = found["nodes"].split(",")
+    is_one = "," not in found["sizes"]
+    return [(node if is_one else str(number), node) for number, node in enumerate(nodes)]
 
 
 def _gpus_inside(outer: Mapping[str, str]) -> str:

@@ -167,7 +167,8 @@ class Component:
 def grants(found: Sequence[Job], components: Sequence[Component], is_ours: bool) -> tuple[Grant, ...]:
     """Return the places of a job that runs: one on each node of each component.
 
-    A place is called by the number that srun gives its process: they are counted through all components.
+    A place is called by its node, as the process knows it (`place_variable`). Components may share a node: where there
+    are several, a place is called by the number that srun gives its process, counted through all components.
 
     Args:
         found: the components as Slurm has them.
@@ -182,8 +183,14 @@ def grants(found: Sequence[Job], components: Sequence[Component], is_ours: bool)
         most = components[0].most * max(1, components[0].cores) if is_ours and len(components) == 1 else 0
         for node, cpus in job.cpus.items():
             cores = (min(cpus, most) if most else cpus) if counts_cores else 0
-            made.append(Grant(str(len(made)), node, takes=shares.get(node, {}), cores=cores))
+            name = node if len(found) == 1 else str(len(made))
+            made.append(Grant(name, node, takes=shares.get(node, {}), cores=cores))
     return tuple(made)
+
+
+def place_variable(components: int) -> str:
+    """Return the variable in which Slurm tells an agent the name of its place."""
+    return "SLURMD_NODENAME" if components == 1 else "SLURM_PROCID"
 
 
 def _shares(job: Job, component: Component) -> dict[str, dict[str, int]]:
@@ -300,13 +307,14 @@ def _memory(accounts: str) -> str:
     return " ({})".format(", ".join(parts)) if parts else ""
 
 
-SRUN = re.compile(r"srun: error: (?P<node>[^:\s]+): tasks? (?P<tasks>[\d,-]+): (?P<what>.+)")
+SRUN = re.compile(r"srun: error: (?P<nodes>[^:\s]+): tasks? (?P<tasks>[\d,-]+): (?P<what>.+)")
 
 
 def told_by_srun(log: str) -> dict[str, str]:
-    """Return what srun said of each place: `Killed`, `Out Of Memory`, `Exited with exit code 6`."""
+    """Return what srun said, by node and by the process's number: `Killed`, `Out Of Memory`, `Exited with ...`."""
     told: dict[str, str] = {}
     for match in SRUN.finditer(log):
+        told.update(dict.fromkeys(expand(match["nodes"]), match["what"].strip()))
         for first, _, last in (each.partition("-") for each in match["tasks"].split(",")):
             told.update((str(number), match["what"].strip()) for number in range(int(first), int(last or first) + 1))
     return told

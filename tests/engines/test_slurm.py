@@ -6,12 +6,13 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import slurm
-from lab import Running, wait_until
+from lab import ROOT, Running, wait_until
 from slurmsite import SlurmSite, site
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
@@ -192,17 +193,20 @@ def test_a_node_that_is_powered_off_is_lost(lab: SlurmSite) -> None:
     lab.cluster.restart(lab["h2"])
 
 
-def test_roles_with_different_needs_become_a_heterogeneous_job(lab: SlurmSite) -> None:
-    words = ("-n", "2", "--worker-cores", "2", "-s", "1", "--server-memory", "300MiB")
-    running = lab.begin_launch(*SHORT, *words, "echo $(hostname) $(nproc) >&2; " + STAY)
-    up(running, 2)
+def test_the_digits_train_without_a_shared_folder_and_with_roles_of_different_needs(lab: SlurmSite) -> None:
+    pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install scikit-learn")
+    (lab.work / "digits.py").write_bytes((ROOT / "examples" / "digits.py").read_bytes())
+    python = sys.executable
+    needs = ("-n", "2", "--worker-cores", "2", "-s", "2", "--server-memory", "300MiB", "--sync-dst-dir", "/tmp/digits")
+    script = ("digits.py", "--kv-store", "dist_sync", "--epochs", "2")
+    running = lab.begin_launch(*needs, "--python", python, "--env", "OMP_NUM_THREADS=1", python, *script, cwd=lab.work)
     shown = lab.shown(lab.job())
-    assert shown.count("HetJobOffset=") == 2
-    assert "NumTasks=1 " in shown
-    assert "CPUs/Task=2 " in shown
-    running.signal(signal.SIGINT)
-    assert running.wait() == 130
-    assert len(set(re.findall(r"worker-\d@(h\d) \| h\d 2", running.err))) == 2
+    assert re.findall(r"HetJobOffset=(\d)", shown) == ["0", "1"]
+    assert "NumTasks=2 CPUs/Task=1 " in shown
+    assert "NumTasks=2 CPUs/Task=2 " in shown
+    assert running.wait() == 0, running.err
+    assert set(re.findall(r"worker-(\d)@h\d \| Epoch 1: ", running.out)) == {"0", "1"}
+    assert len(set(re.findall(r"worker-\d@(h\d) \|", running.out))) == 2
     lab.nothing_stays()
 
 
@@ -210,7 +214,7 @@ def test_inside_an_allocation_nothing_is_submitted_and_only_the_step_ends(lab: S
     tell = "echo cpus $(taskset -cp $$ | sed 's/.*: //') of $(hostname)"
     launch = "python -m distrun launch --launcher slurm -n 3 -s 0 %s" % ("'" + tell.replace("'", "'\\''") + "'")
     after = "squeue -h -o 'jobs %i %T'; scontrol show job -d -o $SLURM_JOB_ID"
-    env = {"PATH": "%s:%s" % (Path(__import__("sys").executable).parent, lab.env()["PATH"])}
+    env = {"PATH": "%s:%s" % (Path(sys.executable).parent, lab.env()["PATH"])}
     done = lab.run("salloc", "-n3", "--mem-per-cpu=200", "sh", "-c", launch + "; " + after, env=env, cwd=Path("/tmp"))
     assert done.code == 0, done.err
     assert done.out.count("jobs ") == 1
