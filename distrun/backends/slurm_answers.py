@@ -90,8 +90,6 @@ class Job:
     name: str
     state: str
     reason: str
-    start: str
-    """`2026-11-24T10:44:27`; empty: not known."""
     time_limit: str
     partition: str
     exit: tuple[int, int]
@@ -126,7 +124,6 @@ def _job(line: str) -> Job:
         name=value("JobName"),
         state=state,
         reason=value("Reason"),
-        start=value("StartTime"),
         time_limit=value("TimeLimit"),
         partition=value("Partition"),
         exit=_pair(value("ExitCode")),
@@ -242,8 +239,8 @@ def _waits(job: Job, position: str) -> str:
     if job.reason == "JobHeldUser":
         return f"held; to release it: scontrol release {job.id}"
     because = f" ({job.reason})" if job.reason else ""
-    start = f"; it should start at {job.start.replace('T', ' ')}" if job.start else ""
-    return f"{position or 'waits'}{where}{because}{start}"
+    # Not when Slurm expects it to start: that changes every few seconds, and each change would be told.
+    return f"{position or 'waits'}{where}{because}"
 
 
 def _how_ended(job: Job) -> str:
