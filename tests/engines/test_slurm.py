@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import slurm
+from backendcontract import BackendContract
 from lab import ROOT, Running, wait_until
 from slurmsite import SlurmSite, site
 
@@ -45,19 +47,10 @@ def up(running: Running, workers: int) -> None:
     assert running.poll() is None, running.err
 
 
-def test_output_of_all_workers_comes_and_nothing_stays(lab: SlurmSite) -> None:
-    done = lab.launch("-n", "3", "-s", "0", "echo $DISTRUN_RANK on $(hostname); echo e$DISTRUN_RANK >&2")
-    assert done.code == 0, done.err
-    assert sorted(done.out.splitlines()) == ["worker-0@h1 | 0 on h1", "worker-1@h2 | 1 on h2", "worker-2@h1 | 2 on h1"]
-    assert {"worker-0@h1 | e0", "worker-1@h2 | e1"} <= set(done.err.splitlines())
-    lab.nothing_stays()
-
-
-def test_first_failing_task_gives_the_exit_code_and_is_named(lab: SlurmSite) -> None:
-    done = lab.launch(*SHORT, "-n", "3", "-s", "0", "[ $DISTRUN_RANK = 1 ] && exit 7; exec sleep 60")
-    assert done.code == 7, done.err
-    assert "worker-1@h2" in done.err.splitlines()[-1] or "worker-1" in done.err
-    lab.nothing_stays()
+class TestContract(BackendContract):
+    @pytest.fixture
+    def site(self, lab: SlurmSite) -> SlurmSite:
+        return lab
 
 
 def test_the_secret_is_in_no_argument_and_tasks_see_nothing_of_the_agents_step(lab: SlurmSite) -> None:
@@ -115,21 +108,25 @@ def test_a_detached_job_is_followed_and_waited_for(lab: SlurmSite) -> None:
         lab[host].exec("rm", "/tmp/go")
 
 
-def test_distrun_kill_ends_a_job_also_when_its_coordinator_is_dead(lab: SlurmSite) -> None:
-    for is_dead in (False, True):
-        running = lab.begin_launch(*SHORT, "-n", "2", "-s", "0", STAY)
-        up(running, 2)
-        name = json.loads(lab.distrun("status", "--json").out)["jobs"][0]["id"]
-        if is_dead:
-            coordinator = running.coordinator()
+def test_distrun_kill_ends_a_job_whose_coordinator_is_dead(lab: SlurmSite) -> None:
+    running = lab.begin_launch(*SHORT, "--name", "mine", "-n", "2", "-s", "0", STAY)
+    up(running, 2)
+    os.kill(running.coordinator(), signal.SIGKILL)
+    assert running.wait() == 8
+    killed = lab.distrun("kill", "mine")
+    assert killed.code == 0, killed.err
+    lab.nothing_stays()
 
-            os.kill(coordinator, signal.SIGKILL)
-            assert running.wait() == 8
-        killed = lab.distrun("kill", name)
-        assert killed.code == 0, killed.err
-        lab.nothing_stays()
-        if not is_dead:
-            assert running.wait() == 143
+
+def test_a_job_whose_store_is_lost_is_found_by_its_name_in_slurm(lab: SlurmSite) -> None:
+    assert lab.launch("--detach", *SHORT, "-n", "2", "-s", "0", STAY).code == 0
+    [told] = (lab.home_folder / "state" / "distrun" / "jobs").glob("*/launcher.json")
+    coordinator = json.loads(told.read_text())["pid"]
+    lab.run("kill", "-KILL", str(coordinator))
+    lab.run("rm", "-r", str(lab.home_folder / "state"))
+    done = lab.distrun("kill", "--launcher", "slurm", "--stale", "-y")
+    assert done.code == 0, done.err
+    lab.nothing_stays()
 
 
 def test_a_killed_launcher_leaves_nothing(lab: SlurmSite) -> None:
@@ -181,16 +178,6 @@ def test_out_of_memory_is_explained(lab: SlurmSite) -> None:
     assert "out of memory" in done.err
     assert "worker-0 on h1" in done.err
     lab.nothing_stays()
-
-
-def test_a_node_that_is_powered_off_is_lost(lab: SlurmSite) -> None:
-    running = lab.begin_launch(*FRAIL, "-n", "4", "-s", "0", STAY)
-    up(running, 4)
-    lab["h2"].poweroff()
-    assert running.wait() == 7, running.err
-    assert "h2" in running.err
-    lab["h2"].boot()
-    lab.cluster.restart(lab["h2"])
 
 
 def test_the_digits_train_without_a_shared_folder_and_with_roles_of_different_needs(lab: SlurmSite) -> None:
@@ -259,3 +246,43 @@ def test_what_slurm_cannot_give_is_refused_before_submitting(lab: SlurmSite) -> 
         assert done.code == 2, done.err
         assert text in done.err
     assert not lab.cluster.jobs()
+
+
+def test_doctor_says_what_is_there(lab: SlurmSite) -> None:
+    done = lab.distrun("doctor", "--launcher", "slurm")
+    assert done.code == 0, done.err
+    assert "slurm 22.05" in done.out or "slurm-wlm 22.05" in done.out
+    assert "debug, small, urgent" in done.out
+    assert "accounting: none" in done.out
+
+
+def test_inside_an_allocation_kill_ends_the_step_and_the_allocation_goes_on(lab: SlurmSite) -> None:
+    launch = f"{sys.executable} -m distrun launch --launcher slurm --name mine --grace 2 -n 2 -s 0 " + shlex.quote(STAY)
+    running = lab.spawn("salloc", "-n2", "sh", "-c", launch + "; echo code $?; squeue -h -o 'job %T'", cwd=Path("/tmp"))
+    up(running, 2)
+    assert lab.distrun("kill", "mine").code == 0
+    assert running.wait() == 0
+    assert "code 143\njob RUNNING\n" in running.out
+    lab.nothing_stays()
+
+
+def test_a_node_that_is_powered_off_is_lost(lab: SlurmSite) -> None:
+    running = lab.begin_launch(*FRAIL, "-n", "4", "-s", "0", STAY)
+    up(running, 4)
+    lab["h2"].poweroff()
+    assert running.wait() == 7, running.err
+    assert "h2" in running.err
+    lab["h2"].boot()
+    lab.cluster.restart(lab["h2"])
+
+
+def test_accounting_says_who_cancelled_a_job(tmp_path: Path) -> None:
+    for lab in site(2, [], accounting=True):
+        lab.begin(tmp_path)
+        assert "accounting: sacct answers" in lab.distrun("doctor", "--launcher", "slurm").out
+        running = lab.begin_launch(*SHORT, "-n", "2", "-s", "0", "echo up; exec sleep 100")
+        up(running, 2)
+        lab.cluster.run("scancel", lab.job())
+        assert running.wait() == 143, running.err
+        assert "cancelled from outside by user 0" in running.err
+        lab.end()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -34,6 +33,10 @@ class SlurmSite(Site):
     def begin_launch(self, *words: str, **more: object) -> Running:
         """Start `distrun launch --launcher slurm WORDS`."""
         return self.start("launch", "--launcher", "slurm", *words, **{"cwd": Path("/tmp"), **more})
+
+    def commands(self) -> list[str]:
+        """Return the command lines of all processes of the lab."""
+        return [each.command.replace(b"\0", b" ").decode("utf-8", "replace") for each in self.processes()]
 
     def job(self) -> str:
         """Return the number of the one job in Slurm that distrun submitted, once there is one."""
@@ -76,13 +79,3 @@ def site(count: int, share: list[Path], accounting: bool = False) -> Iterator[Sl
     finally:
         lab.down()
         slurm.remove_groups(lab.hosts)
-
-
-def last_line(text: str) -> str:
-    """Return the last line that distrun said."""
-    return text.strip().splitlines()[-1]
-
-
-def ended(child: subprocess.Popen[bytes]) -> bool:
-    """Return whether a process has ended."""
-    return child.poll() is not None
