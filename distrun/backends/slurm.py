@@ -189,7 +189,12 @@ class Slurm(Engine):
                     f"{option} has no meaning here: this is inside Slurm's job {job}, whose nodes are used",
                     f"leave {option} out, or submit a job of its own:  env -u SLURM_JOB_ID distrun launch ...",
                 )
-        found = answers.jobs(self._ask("scontrol", "show", "job", "-d", "-o", job, unknown=answers.UNKNOWN_JOB))
+        try:
+            found = answers.jobs(self._ask("scontrol", "show", "job", "-d", "-o", job, unknown=answers.UNKNOWN_JOB))
+        except EngineError:
+            if not submission.is_dry:
+                raise
+            return {"inside": job, "nodes": "{nodes}", "sizes": "{number of nodes}", "gpus": ""}
         if not found or any(each.state != "RUNNING" for each in found):
             state = found[0].state if found else "not known to Slurm"
             raise UsageError(

@@ -54,7 +54,7 @@ class TestContract(BackendContract):
 
 
 def test_the_secret_is_in_no_argument_and_tasks_see_nothing_of_the_agents_step(lab: SlurmSite) -> None:
-    running = lab.begin_launch(*SHORT, "-n", "2", "-s", "0", "env; " + STAY)
+    running = lab.begin_launch(*SHORT, "-n", "2", "-s", "0", "--worker-gpus", "1", "env; " + STAY)
     up(running, 2)
     job = lab.job()
     script = lab.cluster.run("scontrol", "write", "batch_script", job, "-")
@@ -64,6 +64,7 @@ def test_the_secret_is_in_no_argument_and_tasks_see_nothing_of_the_agents_step(l
     told = [lab.shown(job), lab.cluster.run("squeue", "-o", "%all"), running.out, running.err]
     told += [each.command.decode(errors="replace") for each in lab.processes()]
     assert not [text for text in told if secret[1] in text]
+    assert running.out.count("| CUDA_VISIBLE_DEVICES=0,1\n") == 2, "both workers are on one node, and see its GPUs"
     assert not re.search(r"\| (SLURM_(PROCID|NTASKS|STEP_ID)|DISTRUN_ENROLMENT)=", running.out)
     running.signal(signal.SIGINT)
     assert running.wait() == 130

@@ -314,6 +314,8 @@ def test_a_machine_without_slurm_is_told_and_a_dry_run_needs_none(monkeypatch: p
         Slurm().prepare(asked)
     assert "bin = DIR" in getattr(caught.value, "hint", "")
     assert Slurm().prepare(dataclasses.replace(asked, is_dry=True)) == {"most.0": "2"}
+    inside = dataclasses.replace(asked, is_dry=True, outer={"SLURM_JOB_ID": "20"})
+    assert "--jobid=20" in Slurm().render(dataclasses.replace(inside, found=Slurm().prepare(inside))).commands[0]
     engine = Slurm()
     engine.options = nowhere
     [finding] = engine.examine()
