@@ -145,6 +145,7 @@ class Mpi(Engine):
     needs_hosts = True
     takes_hosts = True
     own_options = ("mpirun", "mpi_flavor")
+    hides = ("OPAL_*", "MPIR_CVAR_CH3_INTERFACE_HOSTNAME", "I_MPI_INFO_*", "I_MPI_PIN_*")
 
     def __init__(self) -> None:
         self._guard: subprocess.Popen[bytes] | None = None

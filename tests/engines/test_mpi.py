@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 import mpi
@@ -73,9 +74,7 @@ def test_interrupt_stops_the_job_and_mpirun(lab: Site, mpirun: tuple[str, ...]) 
 
 @by(*DEBIAN)
 def test_kill_from_another_terminal_ends_it(lab: Site, mpirun: tuple[str, ...]) -> None:
-    running = lab.start(
-        *mpirun, "-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "0", "--id-file", "id", "--shell", STAY
-    ) if False else lab.start(*mpirun, "-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "0", "--shell", STAY, cwd=Path("/"))
+    running = lab.start(*mpirun, "-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "0", "--shell", STAY, cwd=Path("/"))
     wait_until(lambda: running.out.count("up") == 2, 60, "both workers run")
     job = lab.distrun("status", "--json").out
     found = re.search(r'"(?:job|id)": *"([^"]+)"', job)
@@ -133,13 +132,7 @@ def test_digits_are_learnt_without_a_shared_folder(lab: Site, mpirun: tuple[str,
     done = lab.distrun(
         *mpirun,
         *("-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "2", "--sync-dst-dir", "/tmp/digits"),
-        *("--", sys_python(), program.name),
+        *("--", sys.executable, program.name),
         cwd=program.parent,
     )
     assert done.code == 0, done.err
-
-
-def sys_python() -> str:
-    import sys
-
-    return sys.executable
