@@ -45,6 +45,7 @@ from distrun.backends.engine import (
 )
 from distrun.errors import UsageError
 from distrun.hosts import HostSpec
+from distrun.request import EngineOptions
 from distrun_runtime.contract import environ, facts, process
 from distrun_runtime.contract.plan import ROLES, SERVER, Resources
 
@@ -118,7 +119,7 @@ FLAVORS = (
         (
             *_OPEN_MPI,
             *("--tag-output", "--mca", "plm_rsh_no_tree_spawn", "1"),
-            *("--mca", "orte_abort_on_non_zero_status", "0", "--enable-recovery"),
+            *("--mca", "orte_abort_on_non_zero_status", "0"),  # with --enable-recovery it does not notice a lost host
         ),
         refuses_root=True,
     ),
@@ -158,9 +159,7 @@ class Mpi(Engine):
             UsageError: no mpirun, an unknown one, root that was not asked for, options without a meaning here.
         """
         check(submission)
-        own, config = submission.options.own, submission.options.config
-        program = own.get("mpirun") or config.get("mpirun", "")
-        name = own.get("mpi_flavor") or config.get("flavor", "")
+        program, name = _wanted(submission.options)
         try:
             found = installed(program, name, submission.outer)
         except UsageError:
@@ -241,7 +240,9 @@ class Mpi(Engine):
     def explain(self, handle: Handle, place: str) -> Explanation | None:
         """Return what mpirun said of a host that it lost."""
         lost = lost_node(_read(_folder(handle) / mpiguard.OUTPUT))
-        return Explanation(facts.EXIT_HOST_LOST, f"mpirun: {lost}") if lost else None
+        if lost is None:
+            return None
+        return Explanation(facts.EXIT_HOST_LOST, f"mpirun lost its connection to {lost or 'a host'}")
 
     def find(self) -> Sequence[Found]:
         """Return this user's guards on this machine."""
@@ -256,7 +257,7 @@ class Mpi(Engine):
         """Look for mpirun, and for what it reaches hosts with."""
         env = environ.snapshot()
         try:
-            found = installed("", "", env)
+            found = installed(*_wanted(self.options), env)
         except UsageError as err:
             return [Finding(False, str(err), err.hint)]
         findings = [Finding(True, f"mpirun: {found.path}: {found.flavor.title} ({found.version})")]
@@ -309,6 +310,12 @@ def _ssh_lines(spec: HostSpec) -> list[str]:
     """Return the lines of ~/.ssh/config that say what a hosts file says of reaching a host. Pure."""
     found = (("User", spec.user), ("Port", spec.port), ("IdentityFile", spec.identity), ("ProxyJump", spec.jump))
     return [f"{name} {value}" for name, value in found if value]
+
+
+def _wanted(options: EngineOptions) -> tuple[str, str]:
+    """Return the program and the flavor that the user or the site names; empty: none. Pure."""
+    own, config = options.own, options.config
+    return own.get("mpirun") or config.get("mpirun", ""), own.get("mpi_flavor") or config.get("flavor", "")
 
 
 def _allows_root(submission: Submission) -> bool:
@@ -439,14 +446,17 @@ _UNREACHED = re.compile(
 """What ssh says of a host that it does not reach, with the host's name."""
 _TELLING = re.compile(
     rf"distrun: |{_UNREACHED.pattern}|execvp error|unable to find the specified executable|^ *Executable:|^ *Node:"
-    r"|not enough slots|lost communication|lost connection|unable to run bstrap_proxy|unrecognized (?:option|argument)"
-    r"|error while loading|no such file",
+    r"|not enough slots|lost communication|Remote daemon:|exited abnormally|unable to run bstrap_proxy"
+    r"|unrecognized (?:option|argument)|error while loading|no such file",
     re.IGNORECASE,
 )
 _LOST = re.compile(
-    r"lost communication with a remote daemon|lost connection to|node .{0,80} (?:died|failed|is down)", re.I
+    r"has lost communication with a remote daemon.*?Remote daemon:[^\n]* on node (\S+)"
+    r"|^Connection to (\S+) closed by remote host|Downstream from host (\S+) exited abnormally"
+    r"|control_cb .*assert \(!closed\) failed",
+    re.DOTALL | re.MULTILINE,
 )
-_NODE = re.compile(r"^ *(?:Remote host|Remote daemon|Node): *(.*)", re.MULTILINE)
+"""What Open MPI, ssh, Intel MPI and MPICH say when a host goes while the job runs. MPICH does not name it."""
 _NOISE = re.compile(r"^[-=@*\s]*$|setpgid\(|Permanently added|^NOTE:|aggregate|has sent help message")
 
 
@@ -464,6 +474,10 @@ def gone(said: str, grants: Iterable[Grant]) -> dict[str, str]:
             for grant in grants:
                 if re.search(rf"(?<![\w.-]){re.escape(grant.node)}(?![\w-])", line):
                     found.setdefault(grant.place, _cut(line))
+    lost = lost_node(said)
+    for grant in grants:
+        if lost and grant.node == lost:
+            found.setdefault(grant.place, "mpirun lost its connection to it")
     return found
 
 
@@ -474,13 +488,12 @@ def last_words(said: str) -> str:
     return _cut("; ".join(telling[:WORDS] or lines[-WORDS:]))
 
 
-def lost_node(said: str) -> str:
-    """Return what mpirun said of a host that it lost while the job ran; empty: nothing. Pure."""
-    match = _LOST.search(said)
-    if match is None:
-        return ""
-    node = _NODE.search(said, match.start())
-    return "it lost its connection to " + (node[1].strip() if node else "a host")
+def lost_node(said: str) -> str | None:
+    """Return the host that mpirun has lost while the job ran; empty: it does not say which; None: none. Pure."""
+    found = list(_LOST.finditer(said))
+    if not found:
+        return None
+    return next((name for match in found for name in match.groups() if name), "")
 
 
 def _cut(text: str) -> str:

@@ -21,9 +21,9 @@ from pathlib import Path
 
 OUTPUT = "output"
 ENDED = "ended"
-ORPHAN_S = 15.0
-"""How long mpirun may go on after the coordinator's end. Agents that notice it end their tasks, and so mpirun."""
-TERM_S = 8.0
+ORPHAN_S = 1.0
+"""How long mpirun may go on after the coordinator's end: agents cannot come back to it."""
+TERM_S = 5.0
 """How long it may take to end when it was asked to."""
 REST_S = 5.0
 """How long what mpirun leaves behind here (ssh, an agent on this machine) may take."""

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import mpi
 import pytest
-from lab import ROOT, Done, Site, wait_until
+from backendcontract import BackendContract
+from lab import ROOT, Done, Running, Site, wait_until
 
 pytestmark = pytest.mark.engine
 
 ALL = mpi.NAMES
 DEBIAN = tuple(mpi.DEBIAN)
+PYPI = tuple(mpi.PYPI)
 STAY = "trap 'echo bye; exit 0' INT TERM; echo up; while :; do sleep 0.05; done"
 
 
@@ -54,13 +56,12 @@ def test_each_host_gets_one_agent_and_its_tasks_are_no_ranks(lab: Site, mpirun: 
         assert lines == [f"{rank} on {host} of {host}, may use {cores}", "clean", "/dev/null"], done.out + done.err
 
 
-@by(*ALL)
+@by(*PYPI)
 def test_first_failing_worker_gives_the_exit_code_and_is_named(lab: Site, mpirun: tuple[str, ...]) -> None:
     words = ("-n", "3", "-s", "0", "--shell", "test $DISTRUN_RANK != 1 || exit 7; sleep 60")
     done = launch(lab, mpirun, *words)
     assert done.code == 7, done.err
     assert "worker-1" in done.err
-    assert "h3" in done.err
 
 
 @by(*DEBIAN)
@@ -70,18 +71,6 @@ def test_interrupt_stops_the_job_and_mpirun(lab: Site, mpirun: tuple[str, ...]) 
     running.signal(signal.SIGINT)
     assert running.wait() == 130, running.err
     assert running.out.count("bye") == 2
-
-
-@by(*DEBIAN)
-def test_kill_from_another_terminal_ends_it(lab: Site, mpirun: tuple[str, ...]) -> None:
-    running = lab.start(*mpirun, "-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "0", "--shell", STAY, cwd=Path("/"))
-    wait_until(lambda: running.out.count("up") == 2, 60, "both workers run")
-    job = lab.distrun("status", "--json").out
-    found = re.search(r'"(?:job|id)": *"([^"]+)"', job)
-    assert found is not None, job
-    done = lab.distrun("kill", found[1])
-    assert done.code == 0, done.err
-    assert running.wait() == 143, running.err
 
 
 @by("openmpi4", "intel")
@@ -136,3 +125,45 @@ def test_digits_are_learnt_without_a_shared_folder(lab: Site, mpirun: tuple[str,
         cwd=program.parent,
     )
     assert done.code == 0, done.err
+
+
+@by("openmpi4")
+def test_job_whose_store_is_lost_is_found_and_ended(lab: Site, mpirun: tuple[str, ...]) -> None:
+    running = lab.start(*mpirun, "-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "0", "--shell", STAY, cwd=Path("/"))
+    wait_until(lambda: running.out.count("up") == 2, 60, "both workers run")
+    env = {"XDG_STATE_HOME": str(lab.home_folder / "another")}
+    done = lab.distrun("kill", "--launcher", "mpi", "--stale", "-y", env=env)
+    assert done.code == 0, done.err
+    assert running.wait() != 0
+    assert not lab.leftovers()
+
+
+class MpiSite:
+    """Where `BackendContract` tries mpi."""
+
+    def __init__(self, lab: Site, mpirun: tuple[str, ...]) -> None:
+        self._lab = lab
+        self._words = (*mpirun, "-H", lab.hosts_file("h1", "h2"))
+
+    def launch(self, *words: str) -> Done:
+        return self._lab.distrun(*self._words, *words, cwd=Path("/"))
+
+    def begin_launch(self, *words: str) -> Running:
+        return self._lab.start(*self._words, *words, cwd=Path("/"))
+
+    def distrun(self, *words: str) -> Done:
+        return self._lab.distrun(*words, cwd=Path("/"))
+
+    def commands(self) -> list[str]:
+        return [process.command.replace(b"\0", b" ").decode(errors="replace") for process in self._lab.processes()]
+
+    def nothing_stays(self) -> None:
+        wait_until(lambda: not self._lab.leftovers(), 30, "nothing is left")
+        assert not [each for each in self.commands() if "mpirun" in each or "mpiexec" in each]
+
+
+@by(*DEBIAN)
+class TestContract(BackendContract):
+    @pytest.fixture
+    def site(self, lab: Site, mpirun: tuple[str, ...]) -> MpiSite:
+        return MpiSite(lab, mpirun)
