@@ -136,7 +136,7 @@ class Installed(NamedTuple):
     path: str
     flavor: Flavor
     version: str
-    """The first line of its banner."""
+    """As `4.1.4`; empty: it does not say."""
 
 
 class Mpi(Engine):
@@ -166,7 +166,7 @@ class Mpi(Engine):
             if not submission.is_dry or program or name:
                 raise
             return {"mpirun": "{mpirun}", "flavor": FLAVORS[0].name}
-        if found.flavor.refuses_root and os.geteuid() == 0 and not _allows_root(submission):
+        if found.flavor.refuses_root and os.geteuid() == 0 and not submission.is_dry and not _allows_root(submission):
             raise UsageError(
                 f"{found.path} ({found.flavor.title}) does not run as root, unless it is asked to",
                 "launch as another user, or add: --engine-arg=--allow-run-as-root",
@@ -188,7 +188,7 @@ class Mpi(Engine):
         agent = submission.bootstrap.command(submission.python, f"env:{flavor.rank}", f"env:{SECRET}")
         values = {
             "job": submission.job,
-            "hosts": str(path),
+            "marker": submission.marker,
             "mpirun": shell.join(words),
             "agent": shell.join(agent),
             "folder": str(submission.folder),
@@ -220,9 +220,7 @@ class Mpi(Engine):
     def look(self, handle: Handle) -> Standing:
         """Return whether mpirun runs; if not, with what words it ended."""
         folder = _folder(handle)
-        if self._guard is not None:
-            self._guard.poll()  # it is our child: when it has ended, it goes
-        lives = process.is_alive(_identity(handle))
+        lives = process.is_alive(_identity(handle)) and not self._is_reaped()
         said = _read(folder / mpiguard.OUTPUT)
         ended = _read(folder / mpiguard.ENDED).strip()
         grants = self._grants or _grants_in(folder)
@@ -231,6 +229,14 @@ class Mpi(Engine):
         how = f"mpirun ended with code {ended}" if ended else "mpirun's guard was killed, and mpirun with it"
         words = last_words(said)
         return Standing(ENDED, f"{how}: {words}" if words else how, grants, gone(said, grants))
+
+    def _is_reaped(self) -> bool:
+        """Return whether the guard was our child and has ended; then it leaves the process table."""
+        if self._guard is None or self._guard.poll() is None:
+            return False
+        if self._guard.stdin is not None:
+            self._guard.stdin.close()
+        return True
 
     def cancel(self, handle: Handle) -> None:
         """Have the guard end mpirun, which ends the agents."""
@@ -260,7 +266,7 @@ class Mpi(Engine):
             found = installed(*_wanted(self.options), env)
         except UsageError as err:
             return [Finding(False, str(err), err.hint)]
-        findings = [Finding(True, f"mpirun: {found.path}: {found.flavor.title} ({found.version})")]
+        findings = [Finding(True, f"mpirun: {found.path}: {found.flavor.title} (version {found.version or 'unknown'})")]
         if found.flavor.refuses_root and os.geteuid() == 0:
             findings.append(
                 Finding(False, f"{found.flavor.title} does not run as root", "--engine-arg=--allow-run-as-root")
@@ -403,7 +409,8 @@ def installed(
         raise UsageError(
             f"{found} is of an unknown make; its --version says: {first}", f"say how it is used: --mpi-flavor {NAMES}"
         )
-    return Installed(found, flavor, first)
+    number = re.search(r"\d+\.\d+(?:\.\d+)*", banner)
+    return Installed(found, flavor, number[0] if number else "")
 
 
 def _is_script(path: str) -> bool:
@@ -440,13 +447,13 @@ _TAG = re.compile(r"\[(?:[^\]\s]*,)?(\d+)\](?:<stderr>:|<stdout>:)? ?(.*)")
 """A line of an agent's: `[1,0]<stderr>:text`, `[prterun-h-1@1,0]<stderr>: text`, `[0] text`."""
 _UNREACHED = re.compile(
     r"could not resolve hostname|permission denied|host key verification failed|no route to host|network is unreachable"
-    r"|connection (?:refused|timed out|closed|reset)|command not found",
+    r"|connection (?:refused|timed out|closed|reset)|command not found|unable to run bstrap_proxy on",
     re.IGNORECASE,
 )
 """What ssh says of a host that it does not reach, with the host's name."""
 _TELLING = re.compile(
     rf"distrun: |{_UNREACHED.pattern}|execvp error|unable to find the specified executable|^ *Executable:|^ *Node:"
-    r"|not enough slots|lost communication|Remote daemon:|exited abnormally|unable to run bstrap_proxy"
+    r"|not enough slots|lost communication|Remote daemon:|exited abnormally"
     r"|unrecognized (?:option|argument)|error while loading|no such file",
     re.IGNORECASE,
 )
