@@ -69,6 +69,34 @@ class Setting(NamedTuple):
     """It is a list of folders that is joined with what the host has."""
 
 
+class Needs(NamedTuple):
+    """What each task of a role asks an engine for. What is not given is left to the engine."""
+
+    cores: int = 0
+    """0: not given; counted as one."""
+    memory: int = 0
+    """Bytes."""
+    gpus: int = 0
+
+
+class EngineOptions(NamedTuple):
+    """What the user said to the engine (mpi, sge, slurm, yarn) that finds room for the job."""
+
+    queue: str = ""
+    time_s: float | None = None
+    """How long the engine lets the job run."""
+    project: str = ""
+    """The account or project that is charged."""
+    args: tuple[str, ...] = ()
+    """`--engine-arg`: words that are handed to the engine's own command, or its kind of options, as they are."""
+    worker: Needs = Needs()
+    server: Needs = Needs()
+    own: Mapping[str, str] = {}
+    """Options of one engine only, by name without dashes: `pe`, `yarn_rm`, `mpi_flavor` ..."""
+    config: Mapping[str, str] = {}
+    """The engine's section of the configuration file."""
+
+
 @dataclass(frozen=True)
 class JobRequest:
     """What the user asked for: the options of `distrun launch`, and what it found on the submitting machine.
@@ -131,6 +159,8 @@ class JobRequest:
     """Folder for the job's folder; None: the job store's."""
     log_limit: int = 0
     """Bytes that are kept of each task's log, about; 0: all."""
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    """For launchers that are engines."""
     doctor: str = ""
     """What the user types to have the hosts examined, for messages."""
     detach: bool = False

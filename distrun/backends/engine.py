@@ -1,0 +1,306 @@
+"""What one queue system or launcher of processes (an engine) must be able to do, and the values that pass.
+
+An engine is asked for room, and starts one agent at each place of the job by the bootstrap, which dials the
+coordinator. It decides nothing about the job: environment, logs, ranks, failures and the end are one code path for all
+backends. `queue.QueueBackend` makes a backend of it. Nothing of the user's is in a script, a spec or an argument.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from distrun.backends import bootstrap
+from distrun.errors import SubmitError, UsageError
+from distrun_runtime.contract.plan import Resources
+
+if TYPE_CHECKING:
+    from distrun.hosts import Inventory
+    from distrun.request import EngineOptions, Needs
+
+QUEUED = "queued"
+RUNNING = "running"
+"""All places of the job have their nodes."""
+ENDED = "ended"
+STANDINGS = (QUEUED, RUNNING, ENDED)
+
+SECRET = "{secret}"
+"""Stands for the enrolment secret where a script is only shown."""
+MARK = "distrun-"
+"""Every marker begins so."""
+
+
+class EngineError(SubmitError):
+    """The engine does not answer, or refuses what it is asked. What it said is in the message."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The tasks of one role. The scheduler has no group: it runs beside the first task of the job."""
+
+    role: str
+    count: int
+    needs: Needs
+    """What each task asks for."""
+
+
+class Bootstrap(NamedTuple):
+    """What `command` needs to know of a job to start its agents."""
+
+    job: str
+    pin: str
+    addresses: tuple[str, ...]
+    """`ADDRESS:PORT` of the coordinator."""
+    limit_s: float
+
+    def command(self, python: str, place: str, secret: str) -> tuple[str, ...]:
+        """Return the argument list for a place. No word of it is the user's, and each is safe in single quotes. Pure.
+
+        Args:
+            place: the place's name, or `env:NAME` of the variable in which the engine has it.
+            secret: the path of a file of mode 0600 on the node, or `env:NAME`; never the secret.
+        """
+        return bootstrap.command(
+            python,
+            pin=self.pin,
+            job=self.job,
+            place=place,
+            secret=secret,
+            limit_s=self.limit_s,
+            addresses=self.addresses,
+        )
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A job that an engine is asked to find room for: all that its script depends on."""
+
+    job: str
+    marker: str
+    """What the job is called in the engine, by which it is found again: `distrun-JOB-NONCE`, at most 56 characters, of
+    a-z, 0-9 and `-`."""
+    groups: tuple[Group, ...]
+    """Servers, if there are any, then workers."""
+    options: EngineOptions
+    bootstrap: Bootstrap
+    folder: Path
+    """On this machine, mode 0700: script and secret are written there. Nodes may not see it."""
+    cwd: str
+    """Where tasks will start; nodes may not have it yet."""
+    python: str = "python3"
+    """Interpreter of the agents on the nodes, 3.8 or newer."""
+    secret: str = field(default=SECRET, repr=False)
+    """The enrolment secret. Into a file or a script that only the user and the engine can read; never an argument."""
+    hosts: Inventory | None = None
+    """The hosts that the user named, for engines that are given them."""
+    found: Mapping[str, str] = field(default_factory=dict)
+    """What `Engine.prepare` has found."""
+    is_dry: bool = False
+    """It is only shown."""
+
+    @property
+    def secret_file(self) -> Path:
+        """A file of mode 0600 with the secret, which is there when `Engine.submit` is called."""
+        return self.folder / "secret"
+
+    @property
+    def tasks(self) -> int:
+        """Servers and workers."""
+        return sum(group.count for group in self.groups)
+
+
+class Script(NamedTuple):
+    """What will be submitted; the dry run shows it."""
+
+    files: Mapping[str, str] = {}
+    """Text by name: written into `Submission.folder` with mode 0700 before `commands` are executed."""
+    commands: tuple[tuple[str, ...], ...] = ()
+    """Exactly what is executed, or, for an engine that is spoken to by HTTP, method and address."""
+
+
+class Handle(NamedTuple):
+    """A job in an engine. It survives JSON, in the job's folder."""
+
+    engine: str
+    id: str
+    """What the engine calls it."""
+    more: Mapping[str, str] = {}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON-able values."""
+        return {"engine": self.engine, "id": self.id, "more": dict(self.more)}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Handle:
+        """Return what `to_json` gave. Raises KeyError, TypeError."""
+        return Handle(str(value["engine"]), str(value["id"]), {str(k): str(v) for k, v in value["more"].items()})
+
+
+class Grant(NamedTuple):
+    """A place that an engine gives to the job: one agent."""
+
+    place: str
+    """What the bootstrap there claims: unique in the job."""
+    node: str
+    """The name of the machine. Several places may be on one."""
+    takes: Mapping[str, int] = {}
+    """How many tasks of a role it takes; a role that is missing: none. Empty: any role, `cores` say how many."""
+    cores: int = 0
+    """0: not said; then it takes any number of tasks."""
+    resources: Resources = Resources()
+
+
+class Standing(NamedTuple):
+    """How a job stands in its engine."""
+
+    state: str
+    """One of STANDINGS."""
+    text: str = ""
+    """Why it waits or how it ended, a few words: `position 3 in all.q`."""
+    grants: tuple[Grant, ...] = ()
+    """Of a job that is RUNNING: all its places."""
+    gone: Mapping[str, str] = {}
+    """Places whose process or node is known to be gone, and why."""
+
+
+class Explanation(NamedTuple):
+    """Why an engine ended a job or a place."""
+
+    code: int
+    """137 out of memory, 124 time limit, 143 cancelled from outside, 7 preempted or node lost."""
+    text: str
+    """`Slurm: out of memory (MaxRSS 2.1 GiB of 2 GiB); raise --worker-memory`."""
+
+
+class Found(NamedTuple):
+    """A job of this user that `Engine.find` found."""
+
+    handle: Handle
+    marker: str
+    state: str
+    """In the engine's words."""
+
+
+class Finding(NamedTuple):
+    """What `distrun doctor --launcher X` says of one thing."""
+
+    ok: bool
+    text: str
+    """What was looked for, and what was found."""
+    fix: str = ""
+    """What to type, or whom to ask for what."""
+
+
+class Engine(ABC):
+    """One queue system. Methods that talk to it may take `ANSWER_S`; each call may come from another thread."""
+
+    name: str
+    """As in `--launcher NAME`."""
+    needs_hosts: bool = False
+    """The user must say which hosts, with -H or --hosts."""
+    takes_hosts: bool = False
+    """The user may say which hosts."""
+    own_options: tuple[str, ...] = ()
+    """Keys of `EngineOptions.own` that it knows; others are refused."""
+
+    def prepare(self, submission: Submission) -> Mapping[str, str]:
+        """Ask the engine what the script depends on, and refuse what it cannot do. Changes nothing anywhere.
+
+        Called for a dry run, too (`is_dry`): then an engine that is not here is no error, and names stand for answers.
+
+        Raises:
+            UsageError: an unknown queue, more memory than any node has ...: what was found, and what to type.
+            EngineError: the engine does not answer.
+        """
+        return {}
+
+    @abstractmethod
+    def render(self, submission: Submission) -> Script:
+        """Return what `submit` will execute. Pure."""
+
+    @abstractmethod
+    def submit(self, submission: Submission, script: Script) -> Handle:
+        """Submit the job; `script` is what `render` gave, its files are written.
+
+        Raises:
+            EngineError: it was refused; nothing of it is left in the engine.
+        """
+
+    @abstractmethod
+    def look(self, handle: Handle) -> Standing:
+        """Return how the job stands. Called every few seconds. A job that the engine does not know has ENDED.
+
+        Raises:
+            EngineError: the engine does not answer just now.
+        """
+
+    @abstractmethod
+    def cancel(self, handle: Handle) -> None:
+        """Have the engine end the job; one that has ended or is unknown is no error. Raises EngineError."""
+
+    def explain(self, handle: Handle, place: str) -> Explanation | None:
+        """Return why the engine ended `place` (empty: the job); None: it records nothing of that. At most 5 s."""
+        return None
+
+    @abstractmethod
+    def find(self) -> Sequence[Found]:
+        """Return this user's jobs that are queued or run and whose marker begins with MARK. Raises EngineError."""
+
+    @abstractmethod
+    def examine(self) -> Sequence[Finding]:
+        """Return what is there of what a launch needs, and what is missing."""
+
+    def nonce_of(self, marker: str) -> str:
+        """Return the nonce of the job that a marker belongs to."""
+        return marker.rpartition("-")[2]
+
+
+ANSWER_S = 20.0
+"""How long an engine may take to answer one question."""
+
+
+def marker(job: str, nonce: str) -> str:
+    """Return what a job is called in an engine. Pure."""
+    return "{}{}-{}".format(MARK, re.sub(r"[^a-z0-9]+", "-", job.lower()).strip("-")[:30].strip("-"), nonce)
+
+
+def template(name: str, options: EngineOptions) -> str:
+    """Return the text of the template `name`: the user's own (`template =` of the engine's section in the
+    configuration file), else the one that comes with distrun.
+
+    Raises:
+        UsageError: the user's cannot be read.
+    """
+    own = options.config.get("template", "")
+    if own:
+        try:
+            return Path(own).expanduser().read_text(encoding="utf-8")
+        except (OSError, ValueError) as err:
+            raise UsageError(f"template = {own}: it cannot be read: {err}", "correct the configuration file") from err
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package / "templates", package.parent / "templates"):
+        path = folder / name
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    raise UsageError(f"the template {name} is missing from this installation", "install distrun again")
+
+
+def fill(text: str, values: Mapping[str, str]) -> str:
+    """Return a template's text with `@{name}` replaced. Pure.
+
+    Raises:
+        UsageError: it has a name that is not in `values`.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        try:
+            return values[match.group(1)]
+        except KeyError:
+            known = ", ".join(sorted(values))
+            raise UsageError(f"the template has @{{{match.group(1)}}}; known names: {known}") from None
+
+    return re.sub(r"@\{(\w+)\}", value, text)
