@@ -158,9 +158,9 @@ def configuration(master: str, queues: Mapping[str, tuple[int, int]]) -> dict[st
         "yarn.resourcemanager.hostname": master,
         "yarn.webapp.api-service.enable": "true",
         "yarn.service.framework.path": "/yarn/service-dep.tar.gz",
-        "yarn.service.am.java.opts": "-Xmx128m -XX:+UseSerialGC -XX:TieredStopAtLevel=1 " + OPENS,
+        "yarn.service.am.java.opts": "-Xmx128m -XX:+UseSerialGC -XX:TieredStopAtLevel=1",
         "yarn.service.am-resource.memory": "256",
-        "yarn.application.classpath": "%s,%s/*" % (CONF, jars()),
+        "yarn.application.classpath": "%s,%s/*" % (CONF, jars()),  # of the distributed shell's
         "yarn.nodemanager.resource.memory-mb": str(MEMORY_MB),
         "yarn.nodemanager.resource.cpu-vcores": str(CORES),
         "yarn.nodemanager.local-dirs": DATA + "/local",
@@ -169,13 +169,14 @@ def configuration(master: str, queues: Mapping[str, tuple[int, int]]) -> dict[st
         "yarn.nodemanager.vmem-check-enabled": "false",
         "yarn.nodemanager.pmem-check-enabled": "true",
         "yarn.nodemanager.resource-monitor.interval-ms": "500",
-        "yarn.nodemanager.env-whitelist": "JAVA_HOME,HADOOP_CONF_DIR,PATH,LANG",
+        # By JDK_JAVA_OPTIONS application masters find the jars that every host has; what they fetch is an empty archive.
+        "yarn.nodemanager.env-whitelist": "JAVA_HOME,HADOOP_CONF_DIR,JDK_JAVA_OPTIONS,PATH,LANG",
         "yarn.nodemanager.delete.debug-delay-sec": "0",
         "yarn.nodemanager.sleep-delay-before-sigkill.ms": "1000",
         "yarn.scheduler.minimum-allocation-mb": "64",
         "yarn.scheduler.maximum-allocation-mb": str(MEMORY_MB),
         "yarn.nm.liveness-monitor.expiry-interval-ms": "6000",
-        "yarn.am.liveness-monitor.expiry-interval-ms": "15000",
+        "yarn.am.liveness-monitor.expiry-interval-ms": "60000",
         "yarn.resourcemanager.nm.liveness-monitor.interval-ms": "1000",
         "yarn.resourcemanager.nodemanagers.heartbeat-interval-ms": "200",
         "yarn.resourcemanager.application-timeouts.monitor.interval-ms": "1000",
@@ -291,6 +292,8 @@ class Cluster:
         if daemon == "namenode":
             script = "%s %sformat %s %s -format -nonInteractive && %s" % (java, MARK, path, main, script)
         variables = "HADOOP_CONF_DIR=%s JAVA_HOME=%s" % (CONF, java_home())
+        if daemon == "nodemanager":
+            variables += " JDK_JAVA_OPTIONS='%s -cp %s:%s/*'" % (OPENS, CONF, jars())
         log = "%s/%s.log" % (DATA, daemon)
         host.exec("sh", "-c", "%s setsid -f sh -c \"$0\" </dev/null >>%s 2>&1" % (variables, log), script)
 
@@ -340,13 +343,12 @@ class Cluster:
             (root / "etc/resolv.conf").write_text("")  # there is no name server: every start would wait 10 s for it
 
     def _has_framework(self) -> bool:
-        # The application master finds its classes by yarn.application.classpath; an archive there must be, an empty one.
-        made = [
-            self.hdfs("PUT", path, "op=MKDIRS&permission=%s" % mode)[0]
-            for path, mode in (("/yarn", "755"), ("/user", "755"), ("/user/root", "700"), ("/tmp", "1777"))
-        ]
+        folders = (("/yarn", "755"), ("/user", "755"), ("/user/root", "700"), ("/tmp", "1777"))
+        for path, mode in folders:
+            if self.hdfs("PUT", path, "op=MKDIRS&permission=%s" % mode)[0] != 200:
+                return False
         query = "op=CREATE&overwrite=true&permission=644"
-        return made == [200] * 4 and self.hdfs("PUT", "/yarn/service-dep.tar.gz", query, body="@empty.tgz")[0] == 201
+        return self.hdfs("PUT", "/yarn/service-dep.tar.gz", query, body="@empty.tgz")[0] == 201
 
     def _http(self, method: str, url: str, body: str | None) -> tuple[int, Any]:
         words = [method, url] if body is None else [method, url, body]
