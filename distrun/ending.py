@@ -102,7 +102,10 @@ def kill(folder: JobFolder, grace_s: float | None = None, wait_s: float = 10.0) 
     elif launcher:
         done.append("its launcher (pid %d) is gone" % who.pid)
     if folder.is_unplanned:
-        return Killed((*done, *_buried(folder, {})))
+        withdrawn = backends.load((folder.request() or {})["launcher"]).withdraw(folder.path)
+        if not any(each.problem for each in withdrawn.values()):
+            done += _buried(folder, withdrawn)
+        return Killed(tuple(done), withdrawn)
     if plan is None:
         raise UsageError(
             "job {}: {}".format(folder.id, "; ".join(done)),

@@ -23,7 +23,7 @@ from distrun import client, daemon
 from distrun.backends.base import Swept
 from distrun.client import ControlConnection, CoordinatorError, CoordinatorLost, Detached, Follower, Terminal
 from distrun.errors import DistrunError, UsageError
-from distrun.planning import PlannedJob
+from distrun.planning import PlannedJob, QueuedJob
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.contract.plan import STOP
@@ -47,12 +47,12 @@ was killed: then its guard ends the tasks first."""
 
 
 def launch(
-    job: PlannedJob, folder: JobFolder, terminal: Terminal, verbosity: int = 0, detach: bool = False
+    job: PlannedJob | QueuedJob, folder: JobFolder, terminal: Terminal, verbosity: int = 0, detach: bool = False
 ) -> Outcome | Detached:
-    """Run a planned job to its end. Whatever happens, its folder says how it ended.
+    """Run a job to its end. Whatever happens, its folder says how it ended.
 
     Returns before the end, what `Detached` says, if the job is detached meanwhile; with `detach`, when all its tasks
-    run. Forks, so no thread may run in this process.
+    run, or when an engine has taken it. Forks, so no thread may run in this process.
 
     Raises:
         DistrunError: the coordinator failed; the message says how.
@@ -121,7 +121,7 @@ class Coordinator:
     """It is a child process of ours."""
 
 
-def start_coordinator(job: PlannedJob, folder: JobFolder, verbosity: int, detach: bool) -> Coordinator:
+def start_coordinator(job: PlannedJob | QueuedJob, folder: JobFolder, verbosity: int, detach: bool) -> Coordinator:
     """Start the coordinator of a job: here, as a child of this process, or as a daemon if the job is detached."""
     ours, its = socket.socketpair()
     pid = daemon.fork(keep=[its.fileno()]) if detach else os.fork()
@@ -137,7 +137,9 @@ def start_coordinator(job: PlannedJob, folder: JobFolder, verbosity: int, detach
 # ---------------------------------------------------------------------- the coordinator's process
 
 
-def _coordinator_process(job: PlannedJob, folder: JobFolder, connection: socket.socket, verbosity: int) -> NoReturn:
+def _coordinator_process(
+    job: PlannedJob | QueuedJob, folder: JobFolder, connection: socket.socket, verbosity: int
+) -> NoReturn:
     """Run the job in this process, the forked child, tell the client how it ended, and exit."""
     code = facts.EXIT_INTERNAL
     try:
@@ -198,8 +200,15 @@ def _error(err: BaseException) -> dict[str, Any]:
     }
 
 
-def _coordinate(job: PlannedJob, folder: JobFolder, service: Service, verbosity: int) -> Outcome:
+def _coordinate(job: PlannedJob | QueuedJob, folder: JobFolder, service: Service, verbosity: int) -> Outcome:
     """Run a job here to its end or, if a host is to run it, until its hosts are ready and a host has it."""
+    if isinstance(job, QueuedJob):
+        from distrun import allocating
+
+        found = allocating.allocate(job, folder, service)
+        if isinstance(found, Outcome):
+            return found
+        job = found
     if not job.is_hosted:
         return coordinate(job, folder, service, verbosity)
     from distrun import detaching
@@ -219,12 +228,12 @@ def coordinate(
         Exception: anything that was not expected. The folder says so.
     """
     try:
-        outcome, swept = _run(job, folder, sink, verbosity, ends_when_ready)
+        written, outcome, swept = _run(job, folder, sink, verbosity, ends_when_ready)
     except BaseException as err:
         _note_fault(job, folder, err)
         raise
     swept_too = with_swept(outcome, swept, job.plan.limits.lease_s)
-    if swept_too != outcome:
+    if swept_too != written:
         with contextlib.suppress(OSError):  # the loop has said that its folder cannot be written
             folder.finish(swept_too)
     return folder.explained(swept_too)
@@ -232,14 +241,15 @@ def coordinate(
 
 def _run(
     job: PlannedJob, folder: JobFolder, sink: Service, verbosity: int, ends_when_ready: bool
-) -> tuple[Outcome, Mapping[str, Swept]]:
+) -> tuple[Outcome, Outcome, Mapping[str, Swept]]:
+    """Return how the job ended as its folder has it, the same as the backend explains it, and what was swept."""
     channels = job.backend.channels(job.plan)
     job.backend.boot(channels)
     from distrun_runtime.coordinator import jobrun  # the client does not need it, and agents start meanwhile
 
     copier = _copier(job, sink)
     try:
-        outcome = jobrun.run(
+        ended = jobrun.run(
             job.plan,
             job.secrets,
             channels,
@@ -251,11 +261,12 @@ def _run(
             watcher=sink,
             ends_when_ready=ends_when_ready,
         )
+        outcome = job.backend.explained(ended)
     finally:
         if copier:
             copier.cancel()
         swept = _clear_up(job, channels, sink)
-    return outcome, swept
+    return ended, outcome, swept
 
 
 def _clear_up(job: PlannedJob, channels: Sequence[Channel], sink: Sink) -> Mapping[str, Swept]:
@@ -378,7 +389,7 @@ class _LaunchClient:
         return outcome
 
     def _on_event(self, event: Mapping[str, Any]) -> None:
-        if event["event"] == "state" and event["state"] == facts.RUNNING:
+        if event["event"] == "state" and event["state"] in (facts.QUEUED, facts.RUNNING):
             self._connection.send("detach")
 
     def _forward(self, event: Event) -> None:

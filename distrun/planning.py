@@ -15,14 +15,24 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from distrun import backends, shell, ship
 from distrun.backends.base import Backend, Listening, Rendered
 from distrun.errors import UsageError
 from distrun.hosts import HostSpec, Inventory, fold
 from distrun.placement import Slot, hosts_of, place, worker_places
-from distrun.request import BUNDLED, COMMAND, JobRequest, Setting, check_tuning, exact, given, parse_port_range
+from distrun.request import (
+    BUNDLED,
+    COMMAND,
+    EngineOptions,
+    JobRequest,
+    Setting,
+    check_tuning,
+    exact,
+    given,
+    parse_port_range,
+)
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.folder import identity
 from distrun_runtime.contract.plan import (
@@ -45,6 +55,8 @@ from distrun_runtime.contract.plan import (
 from distrun_runtime.coordinator.jobstore import JobStore
 
 if TYPE_CHECKING:
+    from distrun.backends.engine import Grant
+    from distrun.backends.queue import QueueBackend
     from distrun.sync import Tree
 
 DRY_RUN_ID = "dry-run"
@@ -95,6 +107,32 @@ class PlannedJob(NamedTuple):
         return self.backend.render(self.plan)
 
 
+@dataclass(frozen=True, repr=False)
+class QueuedJob:
+    """A job that is ready to be submitted to an engine. It is planned when its places are known."""
+
+    request: JobRequest
+    backend: QueueBackend
+    setup: Setup
+    runtime: bytes = b""
+    tree: Tree | None = None
+    is_hosted: bool = False
+    """Its coordinator runs where distrun was typed."""
+
+    def planned(self, grants: Sequence[Grant]) -> PlannedJob:
+        """Return the job with its plan on these places. No side effects.
+
+        Raises:
+            UsageError, EngineError: the tasks do not fit on them.
+        """
+        request = self.request
+        allocation = granted(request, self.backend.name, grants)
+        plan, values = make_plan(request, allocation, self.setup)
+        plan = plan._replace(on_eof=HOLD)
+        check_ports(request, plan)
+        return PlannedJob(request, allocation, plan, values, self.backend, self.runtime, self.tree)
+
+
 class Allocation(NamedTuple):
     """Which task runs on which host, and how hosts are reached."""
 
@@ -120,7 +158,11 @@ class Allocation(NamedTuple):
             }
             for name in hosts_of(self.slots, self.hosts.order)
         ]
-        return {"hosts": hosts, "tasks": [{"name": slot.name, "host": slot.host} for slot in self.slots]}
+        return {
+            "hosts": hosts,
+            "tasks": [{"name": slot.name, "host": slot.host, "place": slot.place} for slot in self.slots],
+            "places": [dict(place._asdict(), resources=place.resources._asdict()) for place in self.places],
+        }
 
 
 @dataclass(frozen=True, repr=False)
@@ -140,8 +182,8 @@ class Setup:
     nonce: str = ""
 
 
-def plan_job(request: JobRequest, store: JobStore) -> PlannedJob:
-    """Return a job that is ready to be launched.
+def plan_job(request: JobRequest, store: JobStore) -> PlannedJob | QueuedJob:
+    """Return a job that is ready to be launched, or, where an engine finds room for it, to be submitted.
 
     Raises:
         UsageError: the request cannot be fulfilled as it is.
@@ -151,7 +193,8 @@ def plan_job(request: JobRequest, store: JobStore) -> PlannedJob:
     check_tuning(request.settings, request.outer)
     if backend.inherits_env:
         _check_python(request)
-    allocation = allocate(request, backend)
+    allocation = None if backend.is_engine else allocate(request, backend)
+    specs = backend.inventory(request.hosts).specs if allocation is None else allocation.hosts.specs
     job_id = DRY_RUN_ID if request.dry_run else store.new_id(request.name)
     runtime, data = _runtime(request, backend)
     tree = _scan(request)
@@ -161,10 +204,14 @@ def plan_job(request: JobRequest, store: JobStore) -> PlannedJob:
         nonce=DRY_RUN_ID if request.dry_run else os.urandom(8).hex(),
         runtime=runtime,
         python="" if backend.ships_runtime else sys.executable,
-        sync=None if tree is None else _sync(request, allocation, tree),
+        sync=None if tree is None else _sync(request, specs, tree),
         inherited=request.outer if backend.inherits_env else {},
         token="" if request.dry_run else os.urandom(32).hex(),
     )
+    if allocation is None:
+        _check_engine(request)
+        return QueuedJob(request, cast("QueueBackend", backend), setup, data, tree)
+    _check_no_engine(request)
     plan, values = make_plan(request, allocation, setup)
     _check_coordinator_host(request, plan, backend)
     check_ports(request, plan)
@@ -197,6 +244,50 @@ def allocate(request: JobRequest, backend: Backend) -> Allocation:
         logins={name: backend.login(way) for name, way in reach.items()},
         addresses={} if request.interface or request.subnet else backend.addresses(used),
     )
+
+
+def granted(request: JobRequest, engine: str, grants: Sequence[Grant]) -> Allocation:
+    """Return the allocation on the places that an engine gave. No side effects.
+
+    Raises:
+        EngineError: they have too little room.
+    """
+    from distrun.backends.queue import groups_of, place_tasks  # with all that listens: for engines only
+
+    known = {} if request.hosts is None else {spec.name: spec for spec in request.hosts.specs}
+    nodes = tuple(dict.fromkeys(grant.node for grant in grants))
+    hosts = Inventory(engine, tuple(known.get(name, HostSpec(name)) for name in nodes), nodes)
+    slots = place_tasks(groups_of(request), grants, request.has_servers)
+    used = {slot.place for slot in slots}
+    places = tuple(Place(each.place, each.node, each.resources) for each in grants if each.place in used)
+    return Allocation(hosts, slots, places=places)
+
+
+def _check_engine(request: JobRequest) -> None:
+    """Refuse options that mean nothing where an engine places the tasks. Raises UsageError."""
+    for option, value in (
+        ("--scheduler-host", request.scheduler_host),
+        ("--coordinator-host", request.coordinator_host),
+    ):
+        if value:
+            raise UsageError(
+                f"{option} is not for --launcher {request.launcher}: the engine chooses the hosts", "leave it out"
+            )
+
+
+def _check_no_engine(request: JobRequest) -> None:
+    """Refuse options for engines where there is none. Raises UsageError."""
+    empty = EngineOptions(config=request.engine.config)
+    if request.engine != empty:
+        names = [name for name in EngineOptions._fields if getattr(request.engine, name) != getattr(empty, name)]
+        own = [f"--{name.replace('_', '-')}" for name in request.engine.own]
+        words = {"time_s": "--time", "args": "--engine-arg", "worker": "--worker-cores/-memory/-gpus"}
+        words["server"] = "--server-cores/-memory/-gpus"
+        given = own or [words.get(name, "--" + name) for name in names]
+        raise UsageError(
+            f"{given[0]} is for engines, and --launcher {request.launcher} is none",
+            "leave it out, or name one: --launcher {}".format("|".join(backends.ENGINES)),
+        )
 
 
 def _check_coordinator_host(request: JobRequest, plan: Plan, backend: Backend) -> None:
@@ -241,7 +332,7 @@ def _scan(request: JobRequest) -> Tree | None:
     return scan(request.cwd, request.sync_rules)
 
 
-def _sync(request: JobRequest, allocation: Allocation, tree: Tree) -> Sync:
+def _sync(request: JobRequest, specs: Sequence[HostSpec], tree: Tree) -> Sync:
     rules = request.sync_rules
     extra = () if rules is None else (each.name.partition("/")[0] for each in rules.extra)
     top = [*os.listdir(request.cwd), *extra]
@@ -251,7 +342,7 @@ def _sync(request: JobRequest, allocation: Allocation, tree: Tree) -> Sync:
         tree.files,
         request.sync_delete,
         "" if request.dry_run else identity(request.cwd),
-        brings=may_bring(request, allocation.hosts.specs, top),
+        brings=may_bring(request, specs, top),
         activated=request.activated or (),
     )
 

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "distrun.backends"
 
 _BUILT_IN = {"local": "distrun.backends.local:Local", "ssh": "distrun.backends.ssh:Ssh"}
-PLANNED = ("mpi", "sge", "slurm", "yarn")
-"""Names that will come; until then they get an error that says so."""
+ENGINES = ("mpi", "sge", "slurm", "yarn")
+"""Queue systems and launchers of processes that find room for a job."""
+_BUILT_IN.update((name, f"distrun.backends.{name}:{name.capitalize()}") for name in ENGINES)
 
 
 def names() -> tuple[str, ...]:
@@ -26,7 +27,7 @@ def load(name: str) -> Backend:
     """Return the backend of that name.
 
     Raises:
-        UsageError: there is none, or none yet; the message lists what there is.
+        UsageError: there is none; the message lists what there is.
         DistrunError: another distribution's backend cannot be imported.
     """
     path = _BUILT_IN.get(name) or _registered().get(name)
@@ -34,10 +35,16 @@ def load(name: str) -> Backend:
         raise _unknown(name)
     module, _, member = path.partition(":")
     try:
-        backend: Backend = getattr(importlib.import_module(module), member)()
+        made = getattr(importlib.import_module(module), member)()
     except (ImportError, AttributeError) as err:
         raise DistrunError(f"--launcher {name}: {path} cannot be loaded: {err}") from err
-    return backend
+    from distrun.backends.base import Backend
+
+    if isinstance(made, Backend):
+        return made
+    from distrun.backends.queue import QueueBackend  # not for every launch
+
+    return QueueBackend(made)
 
 
 def _registered() -> dict[str, str]:
@@ -47,14 +54,9 @@ def _registered() -> dict[str, str]:
 
 
 def _unknown(name: str) -> UsageError:
-    if name in PLANNED:
-        return UsageError(
-            "--launcher {}: not implemented yet; this version has: {}".format(name, ", ".join(names())),
-            "run on this machine with --launcher local",
-        )
     import difflib
 
     known = names()
-    near = difflib.get_close_matches(name, known + PLANNED, n=1)
+    near = difflib.get_close_matches(name, known, n=1)
     guess = f"did you mean {near[0]}?" if near else ""
     return UsageError("--launcher: there is no launcher {!r}; known: {}".format(name, ", ".join(known)), guess)

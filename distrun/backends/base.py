@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from distrun.errors import UsageError
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from distrun.ssh.ask import Asker
     from distrun.sync import Copier, CopyRequest, Says
     from distrun_runtime.coordinator.channel import Channel
+    from distrun_runtime.coordinator.outcome import Outcome
 
 
 GUARD_S = 5.0
@@ -91,6 +93,8 @@ class Backend(ABC):
     """Whether the coordinator of a detached job runs on one of its hosts; else where distrun was typed."""
     ships_runtime: bool = True
     """Whether hosts have to be sent the bundled runtime; else they see this machine's folder."""
+    is_engine: bool = False
+    """Whether it finds room for a job itself, so that a plan is made when the job's places are known (`queue`)."""
     listening = Listening()
     """What the user said of it, for backends whose agents dial back."""
     asker: Asker | None = None
@@ -146,6 +150,14 @@ class Backend(ABC):
 
     def boot(self, channels: Sequence[Channel]) -> None:  # noqa: B027 - most have nothing to do
         """Begin what agents can do while the coordinator is not ready to hear them. Does nothing by default."""
+
+    def explained(self, outcome: Outcome) -> Outcome:
+        """Return an outcome with what the backend knows of a failure. It may take a few seconds."""
+        return outcome
+
+    def withdraw(self, folder: Path) -> Mapping[str, Swept]:
+        """End what was asked for of a job that never was planned; by name of who was asked. `folder`: the job's."""
+        return {}
 
     @abstractmethod
     def release(self, channels: Sequence[Channel], limit_s: float) -> tuple[str, ...]:

@@ -97,6 +97,8 @@ class Submission:
     """The enrolment secret. Into a file or a script that only the user and the engine can read; never an argument."""
     hosts: Inventory | None = None
     """The hosts that the user named, for engines that are given them."""
+    outer: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """The environment of the launching process: an outer allocation is in it."""
     found: Mapping[str, str] = field(default_factory=dict)
     """What `Engine.prepare` has found."""
     is_dry: bool = False

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distrun import shell
 from distrun.backends.base import Rendered
 from distrun.hosts import fold, generic
-from distrun.planning import SET_ELSEWHERE
+from distrun.planning import SET_ELSEWHERE, QueuedJob
 from distrun_runtime.contract.plan import Host, Plan, Task
+
+if TYPE_CHECKING:
+    from distrun.backends.engine import Script, Submission
 
 SCHEMA = "distrun.dry-run/1"
 RANK_LIKE = frozenset(
@@ -104,6 +107,40 @@ def as_text(plan: Plan, rendered: Rendered, whole: bool = False) -> str:
     lines.append("  everything else in its agent's environment%s" % (", but for the names below" if plan.unset else ""))
     if plan.unset:
         lines.append("removed from that environment first: " + " ".join(plan.unset))
+    return "\n".join(lines) + "\n"
+
+
+def queued_as_json(job: QueuedJob, submission: Submission, script: Script) -> dict[str, Any]:
+    """Return what would be submitted to an engine as JSON-able values."""
+    return {
+        "schema": SCHEMA,
+        "launcher": job.backend.name,
+        "marker": submission.marker,
+        "files": dict(script.files),
+        "commands": [list(argv) for argv in script.commands],
+        "found": dict(submission.found),
+        "tasks": [
+            {"role": each.role, "count": each.count, "needs": each.needs._asdict()} for each in submission.groups
+        ],
+        "command": list(job.request.command),
+        "cwd": submission.cwd,
+    }
+
+
+def queued_as_text(job: QueuedJob, submission: Submission, script: Script) -> str:
+    """Return what would be submitted to an engine, for a reader. What depends on its answers stands in braces."""
+    lines = [f"job {submission.job} for {job.backend.name}, which calls it {submission.marker}"]
+    lines.append("nothing is submitted; {...} is filled in when it is known")
+    for name, text in script.files.items():
+        lines += ["", f"{submission.folder}/{name}:", *("  " + line for line in text.splitlines())]
+    if script.commands:
+        lines += ["", "executed:", *(f"  {shell.join(map(_short, argv))}" for argv in script.commands)]
+    lines += ["", "tasks, placed when the engine has given the job its places:"]
+    for group in submission.groups:
+        needs = ", ".join(f"{name} {value}" for name, value in group.needs._asdict().items() if value)
+        lines.append(f"  {group.count} {group.role}{_s(group.count)}" + (f", each with {needs}" if needs else ""))
+    lines.append(f"  workers run: {shell.join(job.request.command)}")
+    lines.append(f"  in:          {shell.quote(submission.cwd)}")
     return "\n".join(lines) + "\n"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,10 +14,10 @@ from distrun import activation, backends, daemon, hosts, placement, shell
 from distrun.cli import hints, reach, standing
 from distrun.cli.common import current_folder
 from distrun.cli.console import Console
-from distrun.cli.options import collect_env, launch_options
+from distrun.cli.options import collect_env, engine_options, launch_options
 from distrun.client import Detached
 from distrun.errors import UsageError
-from distrun.planning import device_warnings
+from distrun.planning import QueuedJob, device_warnings
 from distrun.request import JobRequest, Setting, forwarded, parse_addresses
 from distrun_runtime.contract import environ, facts, logout
 from distrun_runtime.contract.plan import ROLES, Limits
@@ -84,10 +85,8 @@ def _launch(
         console.say(note)
     store = JobStore()
     job = plan_job(_request(command, options, console, launcher=launcher, found=found, env=env), store)
-    for note in _unused(job):
-        console.say(note)
-    for warning in device_warnings(job.plan):
-        console.say(warning, "warning")
+    for note, level in _notes(job):
+        console.say(note, level)
     if job.tree is not None:
         console.say(f"to copy to each host: {job.tree.text()}")
         for warning in job.tree.warnings():
@@ -103,7 +102,7 @@ def _launch(
     console.say("job {}: logs in {}".format(folder.id, folder.path / "logs"), "debug")
     outcome = launching.launch(job, folder, console, options["verbosity"], options["detach"])
     if isinstance(outcome, Detached):
-        return _leave(outcome, store, folder, console, asked=options["detach"])
+        return _leave(outcome, store, folder, job, console, asked=options["detach"])
     console.end_output()
     tail = report(outcome, folder, options["as_json"], console)
     hint = hints.afterwards(command, outcome, tail, ctx)
@@ -112,10 +111,19 @@ def _launch(
     return outcome.exit_code
 
 
-def _leave(detached: Detached, store: JobStore, folder: JobFolder, console: Console, *, asked: bool) -> int:
+def _leave(
+    detached: Detached,
+    store: JobStore,
+    folder: JobFolder,
+    job: PlannedJob | QueuedJob,
+    console: Console,
+    *,
+    asked: bool,
+) -> int:
     """Say that the job goes on without this terminal; return the exit code. `asked`: by --detach."""
     if asked:
-        console.say(f"all tasks run; to follow them: distrun attach {folder.id}")
+        how = f"{job.backend.name} has it" if isinstance(job, QueuedJob) else "all tasks run"
+        console.say(f"{how}; to follow: distrun attach {folder.id}")
         console.write_out(folder.id + "\n")
         return 0
     if detached.cursor is not None:
@@ -182,6 +190,7 @@ def _request(
         run_dir=options["run_dir"],
         log_limit=options["log_limit"],
         detach=options["detach"],
+        engine=engine_options(launcher, options, env),
         doctor=shell.join(["distrun", "doctor", *reach.typed(options, found), *reach.typed_python(options)]),
         dry_run=options["dry_run"],
     )
@@ -240,6 +249,10 @@ def _launcher(options: Mapping[str, Any], env: Mapping[str, str], console: Conso
         if options["sync_dst_dir"]:
             console.say("--sync-dst-dir is ignored: --launcher local runs in the current directory")
         return named, None
+    backend = backends.load(named) if named else None
+    if backend is not None and backend.is_engine and not backend.needs_hosts:
+        # What the environment says of an outer job is the engine's own business.
+        return backend.name, reach.find_hosts(options, {})
     found = reach.find_hosts(options, env)
     launcher = named or ("local" if found is None else "ssh")
     if found is None and backends.load(launcher).needs_hosts:
@@ -249,17 +262,29 @@ def _launcher(options: Mapping[str, Any], env: Mapping[str, str], console: Conso
     return launcher, found
 
 
-def _create(store: JobStore, job: PlannedJob) -> JobFolder:
+def _create(store: JobStore, job: PlannedJob | QueuedJob) -> JobFolder:
     from distrun_runtime.errors import JobStoreError
 
     try:
+        if isinstance(job, QueuedJob):
+            return store.submit(job.setup.job_id, job.request.to_json(), job.request.run_dir)
         return store.create(job.plan, job.request.run_dir, job.request.to_json(), job.allocation.to_json())
     except JobStoreError as err:
         raise UsageError(str(err)) from err
 
 
-def _where(job: PlannedJob, named: str | None) -> str:
+def _notes(job: PlannedJob | QueuedJob) -> list[tuple[str, str]]:
+    """Return what is to be said of a plan, each with its level; nothing where there is none yet."""
+    if isinstance(job, QueuedJob):
+        return []
+    warnings = [(warning, "warning") for warning in device_warnings(job.plan)]
+    return [*((note, "info") for note in _unused(job)), *warnings]
+
+
+def _where(job: PlannedJob | QueuedJob, named: str | None) -> str:
     """Return on which machines the job runs, in words."""
+    if isinstance(job, QueuedJob):
+        return f"where {job.backend.name} finds room"
     if not job.backend.needs_hosts:
         return "on this machine" + ("; no hosts given" if named is None else "")
     used = hosts.fold([host.name for host in job.plan.hosts])
@@ -280,9 +305,16 @@ def _unused(job: PlannedJob) -> list[str]:
     return [f"{count} no task: {hosts.fold(names)}"]
 
 
-def _show(job: PlannedJob, as_json: bool, whole: bool, console: Console) -> None:
+def _show(job: PlannedJob | QueuedJob, as_json: bool, whole: bool, console: Console) -> None:
     from distrun.cli import dryrun
 
+    if isinstance(job, QueuedJob):
+        shown = job.backend.script(job.request, job.setup.job_id, job.setup.nonce, Path("{folder}"))
+        if as_json:
+            console.write_out(json.dumps(dryrun.queued_as_json(job, *shown), indent=2) + "\n")
+        else:
+            console.write_out(dryrun.queued_as_text(job, *shown))
+        return
     rendered = job.rendered()
     if as_json:
         console.write_out(json.dumps(dryrun.as_json(job.plan, rendered), indent=2) + "\n")

@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 
 import click
 
+from distrun.cli import when
 from distrun.cli.common import count, seconds, size
 from distrun.cli.reach import HOST_OPTIONS
 from distrun.errors import UsageError
 from distrun.placement import POLICIES
-from distrun.request import BUNDLED, Setting, parse_env, parse_env_file, parse_role_env
-from distrun_runtime.contract.plan import ROLES, Limits
+from distrun.request import BUNDLED, EngineOptions, Needs, Setting, parse_env, parse_env_file, parse_role_env
+from distrun_runtime.contract.plan import ROLES, SERVER, WORKER, Limits
 
 
 class LauncherOption(click.Option):
@@ -38,6 +39,61 @@ def _path(**more: Any) -> click.Path:
     return click.Path(path_type=Path, **more)
 
 
+_OWN = ("pe", "yarn_rm", "node_label", "docker_image", "mpi_flavor", "mpirun")
+"""Options of one engine only."""
+
+
+def _needs(role: str) -> tuple[Callable[[Function], Function], ...]:
+    return (
+        count(f"--{role}-cores", low=1, help=f"Cores for each {role}."),
+        size(f"--{role}-memory", low=1, help=f"Memory for each {role} (512M, 8G)."),
+        count(f"--{role}-gpus", low=0, help=f"GPUs for each {role}."),
+    )
+
+
+ENGINE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
+    click.option("--queue", default="", metavar="NAME", help="Queue, or partition, of the engine."),
+    click.option("--time", "engine_time", default="", metavar="T", help="How long the engine lets it run (90m, 2h)."),
+    click.option("--project", default="", metavar="NAME", help="Project, or account, that is charged."),
+    *_needs(WORKER),
+    *_needs(SERVER),
+    click.option(
+        "--engine-arg", "engine_args", multiple=True, metavar="ARG", help="Hand ARG to the engine as it is. Repeatable."
+    ),
+    click.option("--pe", default="", metavar="NAME", help="Parallel environment (sge). [default: the one that fits]"),
+    click.option("--yarn-rm", default="", metavar="URL", help="ResourceManager (yarn). [default: $HADOOP_CONF_DIR's]"),
+    click.option("--node-label", default="", metavar="NAME", help="Label of the nodes (yarn)."),
+    click.option("--docker-image", default="", metavar="IMAGE", help="Image of the containers (yarn)."),
+    click.option(
+        "--mpi-flavor", default="", metavar="NAME", help="Kind of mpirun: openmpi, mpich, intel. [default: asked]"
+    ),
+    click.option("--mpirun", default="", metavar="PATH", help="The mpirun program (mpi)."),
+)
+
+
+def engine_options(launcher: str, options: Mapping[str, Any], env: Mapping[str, str]) -> EngineOptions:
+    """Return what the options, and the configuration file, say to an engine. Reads the file if it is one.
+
+    Raises:
+        UsageError: the file cannot be read, or a time is none.
+    """
+    from distrun import config  # with its parser: for engines only
+
+    def needs(role: str) -> Needs:
+        return Needs(*(options[f"{role}_{what}"] or 0 for what in ("cores", "memory", "gpus")))
+
+    return EngineOptions(
+        queue=options["queue"],
+        time_s=when.lasting("--time", options["engine_time"]) if options["engine_time"] else None,
+        project=options["project"],
+        args=tuple(options["engine_args"]),
+        worker=needs(WORKER),
+        server=needs(SERVER),
+        own={name: options[name] for name in _OWN if options[name]},
+        config={} if launcher in ("local", "ssh") else config.section(launcher, env),
+    )
+
+
 _OPTIONS: tuple[Callable[[Function], Function], ...] = (
     # Size
     count("-n", "--num-workers", "workers", low=1, required=True, help="Number of workers."),
@@ -54,6 +110,8 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
     ),
     click.option("--oversubscribe", is_flag=True, help="Place more tasks on a host than it has slots."),
     click.option("--scheduler-host", default="", metavar="HOST", help="Host of the scheduler. [default: the first]"),
+    # Engines
+    *ENGINE_OPTIONS,
     # Sync
     click.option("--sync-dst-dir", default="", metavar="DIR", help="Copy the current directory to DIR on each host."),
     click.option("--sync-exclude", multiple=True, metavar="PATTERN", help="Do not copy what matches. Repeatable."),

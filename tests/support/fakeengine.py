@@ -63,12 +63,13 @@ class FakeEngine(Backend):
 
     def channels(self, plan: Plan) -> tuple[Channel, ...]:
         self._plan = plan
-        self.callers = Callers(plan, self.listening)
+        self.callers = Callers(plan.job, plan.limits.start_s, self.listening)
+        channels = self.callers.expect(plan)
         self.callers.write_secret(self.secret_file)
         if self.cable is not None:
             self.cable.lay(self.callers.agents.port)
             self.callers.addresses = (f"127.0.0.1:{self.cable.port}",)
-        return self.callers.agents.channels
+        return channels
 
     def boot(self, channels: Sequence[Channel]) -> None:
         for place in self._plan.all_places:
@@ -77,7 +78,7 @@ class FakeEngine(Backend):
 
     def start(self, place: str, secret: str = "") -> subprocess.Popen[bytes]:
         """Start the process of a place."""
-        argv = self.callers.command(self.python, "env:FAKE_ENGINE_ID", secret or str(self.secret_file))
+        argv = self.callers.bootstrap.command(self.python, "env:FAKE_ENGINE_ID", secret or str(self.secret_file))
         return subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,

@@ -58,6 +58,7 @@ START_FAILED = "start_failed"
 HOST_LOST = "host_lost"
 PREFLIGHT = "preflight"
 SYNC = "sync"
+SUBMIT = "submit"
 INTERNAL = "internal"
 REASONS = (
     SUCCEEDED,
@@ -69,6 +70,7 @@ REASONS = (
     HOST_LOST,
     PREFLIGHT,
     SYNC,
+    SUBMIT,
     INTERNAL,
 )
 

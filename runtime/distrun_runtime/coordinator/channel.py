@@ -231,6 +231,11 @@ class SessionChannel:
         return self._was_used
 
     @property
+    def is_connected(self) -> bool:
+        """Whether the agent has a connection just now."""
+        return self._connection is not None
+
+    @property
     def is_idle(self) -> bool:
         """Whether no connection is there, and nothing waits for one."""
         with self.changed:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Callable, Dict, Iterable, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, Optional, Sequence, Set, Tuple
 
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.coordinator.channel import Put, SessionChannel
 from distrun_runtime.coordinator.connection import SocketConnection
-from distrun_runtime.coordinator.events import PlaceClaimedTwice, StartFailed, Warned
+from distrun_runtime.coordinator.events import AgentLost, PlaceClaimedTwice, StartFailed, Warned
 from distrun_runtime.coordinator.listener import AgentListener, ClaimedTwice, Connected, Register, pin_of
 
 OPEN = (
@@ -34,7 +34,7 @@ class DialBack:
         job: its id.
         secret: the enrolment secret; every agent of the job has it.
         pem: the job's certificate and its key.
-        places: the names that agents may claim, each once.
+        places: the names that agents may claim, each once; `expect` tells them where they are known later.
         program: returns the agent's blob (`blob.dialed`).
         port_range: `A-B`; empty: any port.
         limit_s: how long the first connection of each agent is waited for once they are let in; None: the supervisor's
@@ -59,16 +59,24 @@ class DialBack:
     ) -> None:
         self.pin = pin_of(pem)
         """What agents have to find."""
-        self._channels: Dict[str, DialBackChannel] = {name: DialBackChannel(name, self) for name in places}
-        self._listener = AgentListener(Register(job, secret, self.pin, self._channels), pem, program, port_range)
+        self._channels: Dict[str, DialBackChannel] = {}
+        self._register = Register(job, secret, self.pin, ())
+        self._listener = AgentListener(self._register, pem, program, port_range)
         self.addresses = tuple(addresses)
         self._limit_s = limit_s
         self._late: Optional[threading.Timer] = None
-        self._absent = set(self._channels)
+        self._absent: Set[str] = set()
         """Places whose agents have not dialled yet."""
         self._put: Optional[Put] = None
         self._starting = threading.Lock()
         self._warnings = 0
+        self.expect(places)
+
+    def expect(self, places: Iterable[str]) -> None:
+        """Have one channel for each of these places, in the place of those from before. Before `open` only."""
+        self._channels = {name: DialBackChannel(name, self) for name in places}
+        self._absent = set(self._channels)
+        self._register.expect(self._channels)
 
     @property
     def port(self) -> int:
@@ -90,6 +98,15 @@ class DialBack:
                     self._late = threading.Timer(self._limit_s, self._give_up)
                     self._late.daemon = True
                     self._late.start()
+
+    def lose(self, place: str, reason: str) -> None:
+        """Give up the agent of a place, if it has not said its last word: who started it knows that it is gone."""
+        channel = self._channels[place]
+        if self._put is None or channel.said_bye or channel.is_killed:
+            return
+        kind = AgentLost if channel.greeted else StartFailed
+        channel.kill()
+        self._put(kind(place, reason, time.time()))
 
     def close(self) -> None:
         """Listen no more. The channels keep their connections."""

@@ -226,6 +226,17 @@ class PlaceClaimedTwice(NamedTuple):
     time: float = 0.0
 
 
+class EngineTold(NamedTuple):
+    """How a job stands in the engine that is to find room for it, or that it does not say."""
+
+    standing: Any
+    """A `Standing`; None: it does not say."""
+    error: str = ""
+    fix: str = ""
+    is_final: bool = False
+    """The job was not taken; else it may answer the next time."""
+
+
 class Tick(NamedTuple):
     """Nothing happened; time passed. `time` is our wall clock."""
 
@@ -273,6 +284,7 @@ Event = Union[
     Resumed,
     AgentLost,
     PlaceClaimedTwice,
+    EngineTold,
     Tick,
     Interrupt,
     Shown,

@@ -18,7 +18,7 @@ import ssl
 import threading
 import time
 from dataclasses import dataclass
-from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Set, Tuple, Union
+from typing import Callable, Dict, FrozenSet, Iterable, List, NamedTuple, Optional, Set, Tuple, Union
 
 from distrun_runtime.contract import enrolment
 from distrun_runtime.contract.enrolment import AGENT, CLAIM, COORDINATOR, REDIAL, Claim, Talk
@@ -115,9 +115,13 @@ class Register:
         self._job = job
         self._secret = secret
         self._pin = pin
-        self._places = frozenset(places)
+        self._places: FrozenSet[str] = frozenset(places)
         self._make_key = make_key
         self._holders: Dict[str, _Holder] = {}
+
+    def expect(self, places: Iterable[str]) -> None:
+        """Let the agents of these places in, and no others. Before any agent is."""
+        self._places = frozenset(places)
 
     @property
     def unclaimed(self) -> List[str]:

@@ -1,0 +1,194 @@
+"""Waits until an engine has given a job its places; then the job is planned and runs as any other.
+
+The coordinator's process does this first. Clients are served meanwhile: the job is `submitting`, then `queued`, and can
+be stopped. No limit of time runs yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from distrun.backends.engine import ENDED, QUEUED, RUNNING, Standing
+from distrun.backends.queue import Submitting
+from distrun.errors import DistrunError
+from distrun.planning import PlannedJob, QueuedJob
+from distrun_runtime.contract import facts
+from distrun_runtime.contract.duration import duration
+from distrun_runtime.coordinator import events, jobfolder, loop
+from distrun_runtime.coordinator.outcome import Culprit, Outcome
+from distrun_runtime.errors import ContractError
+
+if TYPE_CHECKING:
+    from distrun_runtime.coordinator.actions import AgentAction
+    from distrun_runtime.coordinator.jobfolder import JobFolder
+    from distrun_runtime.coordinator.service import Service
+
+WAKE_S = 2.0
+SILENT_S = 60.0
+"""An engine that does not answer for so long is told of; it may do so again later."""
+_STOPPED = {"INT": "interrupted", "TERM": "terminated", "HUP": "its terminal has gone"}
+
+
+def allocate(job: QueuedJob, folder: JobFolder, service: Service) -> PlannedJob | Outcome:
+    """Submit a job and wait for its places; return its plan, or how it ended without any.
+
+    What the engine has of a job that ends here is cancelled. The folder says how the job stands, and how it ended.
+
+    Raises:
+        UsageError, EngineError: the engine cannot do what is asked for.
+        ContractError: no port is free to listen for agents.
+    """
+    try:
+        standing, outcome = _wait(job, folder, service)
+        if standing is not None:
+            planned = job.planned(standing.grants)
+            folder.allocate(planned.allocation.to_json())
+            folder.start(planned.plan)
+            service.state(folder.written)
+            return planned
+    except (DistrunError, ContractError, OSError) as err:
+        code = err.exit_code if isinstance(err, DistrunError) else facts.EXIT_SUBMIT
+        _end(job, folder, service, Outcome(code, facts.SUBMIT, str(err), job=job.setup.job_id))
+        raise
+    return _end(job, folder, service, folder.explained(outcome))
+
+
+def _wait(job: QueuedJob, folder: JobFolder, service: Service) -> tuple[Standing | None, Outcome]:
+    """Submit a job and wait; return what the engine gives it, or None and how it ended."""
+    submission, script = job.backend.open(job.request, job.setup.job_id, job.setup.nonce, folder.path)
+    service.say(f"submitting to {job.backend.name} as {submission.marker}", "debug")
+    waiting = Waiting(job.backend.name, service.say, lambda state: _note(folder, service, state), folder.touch)
+    run = loop.HostLoop(waiting, ())
+    service.opened(run.put)
+    submitting = Submitting(job.backend, submission, script, run.put)
+    submitting.start()
+    try:
+        run.run()
+    finally:
+        submitting.close()
+    return waiting.granted, waiting.outcome(job.setup.job_id)
+
+
+def _end(job: QueuedJob, folder: JobFolder, service: Service, outcome: Outcome) -> Outcome:
+    """Cancel what the engine has of a job that gets no plan, and note its end."""
+    for swept in job.backend.withdraw(folder.path).values():
+        for line in (*(f"ended {each}" for each in swept.ended), *swept.told_problem):
+            service.say(f"{job.backend.name}: {line}", "warning" if swept.problem else "info")
+    job.backend.release((), 0.0)
+    with contextlib.suppress(OSError):  # it is told all the same
+        folder.finish(outcome)
+    service.state(folder.written)
+    return outcome
+
+
+def _note(folder: JobFolder, service: Service, state: str) -> None:
+    event = jobfolder.event("state", state=state)
+    with contextlib.suppress(OSError):  # a full disk; the loop that follows says so
+        folder.write_state(state, ())
+        folder.append(event)
+    service.state(folder.written)
+    service.event(event)
+
+
+class Waiting:
+    """Decides what an engine's answers mean: `loop.Decisions` without agents.
+
+    Arguments:
+        engine: its name, for messages.
+        say: takes a message and its level.
+        note: takes the job's new state.
+        touch: notes that the job lives.
+    """
+
+    def __init__(
+        self, engine: str, say: Callable[[str, str], None], note: Callable[[str], None], touch: Callable[[], None]
+    ) -> None:
+        self.standing: Standing | None = None
+        """The engine's last answer."""
+        self._engine = engine
+        self._say = say
+        self._note = note
+        self._touch = touch
+        self._refused: events.EngineTold | None = None
+        self._stopped = ""
+        self._shown = ""
+        self._silent_since: float | None = None
+        self._is_silence_told = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the places are known, or the job has ended without any."""
+        has_answer = self.standing is not None and self.standing.state in (RUNNING, ENDED)
+        return has_answer or bool(self._stopped) or self._refused is not None
+
+    @property
+    def granted(self) -> Standing | None:
+        """The engine's answer that names all places, unless the job was stopped before."""
+        if self._stopped or self.standing is None or self.standing.state != RUNNING:
+            return None
+        return self.standing
+
+    def wake_s(self) -> float:
+        """Return how often the folder is touched."""
+        return WAKE_S
+
+    def handle(self, event: events.Event, now: float) -> Sequence[AgentAction]:
+        """Take an answer, a signal or the time; no agent has anything to do."""
+        if isinstance(event, events.EngineTold):
+            self._take(event, now)
+        elif isinstance(event, events.Interrupt):
+            self._stopped = self._stopped or event.signal
+        elif isinstance(event, events.Tick):
+            with contextlib.suppress(OSError):
+                self._touch()
+        return ()
+
+    def _take(self, told: events.EngineTold, now: float) -> None:
+        if told.standing is None:
+            self._take_silence(told, now)
+            return
+        self._silent_since, self._is_silence_told = None, False
+        standing: Standing = told.standing
+        if standing.state == QUEUED:
+            if self.standing is None:
+                self._note(facts.QUEUED)
+            text = QUEUED + (f", {standing.text}" if standing.text else "")
+            if text != self._shown:
+                self._shown = text
+                self._say(f"{self._engine}: {text}", "info")
+        self.standing = standing
+
+    def _take_silence(self, told: events.EngineTold, now: float) -> None:
+        if told.is_final:
+            self._refused = told
+            return
+        if self._silent_since is None:
+            self._silent_since = now
+        if now >= self._silent_since + SILENT_S and not self._is_silence_told:
+            self._is_silence_told = True
+            text = f"{self._engine} does not answer for {duration(SILENT_S)}: {told.error}; it is asked again"
+            self._say(text, "warning")
+
+    def outcome(self, job: str) -> Outcome:
+        """Return how a job ended that got no places."""
+        if self._stopped:
+            code = facts.exit_code(None, self._stopped)
+            reason = facts.INTERRUPTED if self._stopped == "INT" else facts.TERMINATED
+            how = _STOPPED.get(self._stopped, self._stopped)
+            return Outcome(code, reason, f"{how} before {self._engine} gave it any place", job=job)
+        if self._refused is not None:
+            text = f"{self._engine} did not take the job: {self._refused.error}"
+            text += f"; {self._refused.fix}" if self._refused.fix else ""
+        else:
+            why = self.standing.text if self.standing is not None else ""
+            text = f"{self._engine} ended the job before it gave it any place" + (f": {why}" if why else "")
+        return Outcome(
+            facts.EXIT_SUBMIT,
+            facts.SUBMIT,
+            text,
+            culprit=Culprit("", self._engine, time=time.time(), reason=text),
+            job=job,
+        )

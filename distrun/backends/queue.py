@@ -1,0 +1,512 @@
+"""The backend of all engines: submits a job, waits for its places, lets in the agents that dial from them, clears up.
+
+What one engine does is behind `engine.Engine`; here is what they share. The coordinator's process has one of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from distrun.backends import engine as engines
+from distrun.backends.base import Backend, Rendered, Swept
+from distrun.backends.dialback import Callers
+from distrun.backends.engine import (
+    ENDED,
+    RUNNING,
+    Bootstrap,
+    Engine,
+    EngineError,
+    Explanation,
+    Grant,
+    Group,
+    Handle,
+    Script,
+    Standing,
+    Submission,
+)
+from distrun.errors import UsageError
+from distrun.hosts import Inventory
+from distrun.placement import Slot, slots_in
+from distrun.request import JobRequest, Needs
+from distrun_runtime.contract import facts
+from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER, Host, Plan
+from distrun_runtime.coordinator.events import EngineTold, Event
+from distrun_runtime.coordinator.outcome import Culprit, Outcome
+
+if TYPE_CHECKING:
+    from distrun.sync import Copier, CopyRequest, Says
+    from distrun_runtime.coordinator.channel import Channel
+    from distrun_runtime.coordinator.dialback import DialBackChannel
+
+FOLDER = "engine"
+"""In the job's folder, mode 0700: the script, the secret, what the engine wrote."""
+RECORD = "engine.json"
+"""In the job's folder: what the job is called in the engine, from before it is submitted."""
+VERSION = 1
+
+LOOK_S = 2.0
+"""How often the engine is asked while the job waits, at first."""
+LATER_S = 5.0
+PATIENT_S = 60.0
+"""After so long it is asked less often."""
+WATCH_S = 10.0
+"""How often it is asked while the job runs and all agents are connected."""
+CUT_S = 2.0
+"""How often it is asked while an agent is not."""
+BYE_S = 2.0
+"""How long the last words of agents are awaited whose places have ended."""
+EXPLAIN_S = 5.0
+"""How long the engine may take to say why it ended a place."""
+END_S = 15.0
+"""How long the engine may take to notice that all agents have gone."""
+CANCEL_S = 60.0
+"""How long it may take to end a job that was cancelled."""
+
+T = TypeVar("T")
+
+
+class QueueBackend(Backend):
+    """An engine as a backend."""
+
+    is_engine = True
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.name = engine.name
+        self.needs_hosts = engine.needs_hosts
+        self._callers: Callers | None = None
+        self._submission: Submission | None = None
+        self._handle: Handle | None = None
+        self._watch: _Watch | None = None
+
+    def inventory(self, found: Inventory | None) -> Inventory:
+        """Return the hosts that the user named; none, if the engine chooses them.
+
+        Raises:
+            UsageError: the engine is given none, and some were named; or the reverse.
+        """
+        if found is not None and not (self.engine.takes_hosts or self.needs_hosts):
+            raise UsageError(
+                f"--launcher {self.name}: it chooses the hosts itself, and some were named ({found.source})",
+                "leave -H and --hosts out; --queue and --engine-arg say where the job may run",
+            )
+        return found or Inventory(self.name, (), ())
+
+    def addresses(self, hosts: Sequence[str]) -> Mapping[str, str]:
+        """Return nothing: agents find their addresses."""
+        return {}
+
+    def render(self, plan: Plan) -> Rendered:
+        """Return no commands: what is executed is rendered before there is a plan (`script`)."""
+        return Rendered({}, "")
+
+    def connect(
+        self, hosts: Sequence[Host], job: str = "", nonce: str = "", holds_s: float = 0.0
+    ) -> tuple[Channel, ...]:
+        """Refuse: agents come when a job is submitted, and not to answer questions. Raises UsageError."""
+        raise UsageError(
+            f"--launcher {self.name}: its nodes cannot be asked one by one", "name them with -H, to ask them by ssh"
+        )
+
+    # ------------------------------------------------------------------ before there is a plan
+
+    def script(self, request: JobRequest, job: str, nonce: str, folder: Path) -> tuple[Submission, Script]:
+        """Return what would be submitted, with names for what is not known yet. Changes nothing anywhere."""
+        start = Bootstrap(job, "{certificate}", ("{address}:{port}",), request.limits.start_s)
+        return self._rendered(
+            self._submission_of(request, job, nonce, folder, start=start, secret=engines.SECRET, is_dry=True)
+        )
+
+    def open(self, request: JobRequest, job: str, nonce: str, folder: Path) -> tuple[Submission, Script]:
+        """Begin to listen for agents, and return what is to be submitted, written to `folder`/engine.
+
+        Raises:
+            UsageError, EngineError: the engine cannot do what is asked for.
+            ContractError: no port is free.
+            OSError: the folder cannot be written.
+        """
+        self._callers = Callers(job, request.limits.start_s, self.listening)
+        start = self._callers.bootstrap
+        submission, script = self._rendered(
+            self._submission_of(request, job, nonce, folder / FOLDER, start=start, secret=self._callers.secret)
+        )
+        os.mkdir(submission.folder, 0o700)
+        self._callers.write_secret(submission.secret_file)
+        for name, text in script.files.items():
+            path = submission.folder / name
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o700)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+        self._submission = submission
+        _write_record(folder, submission.marker, None)
+        return submission, script
+
+    def submit(self, submission: Submission, script: Script) -> None:
+        """Submit what `open` returned; from now on `look` tells how it stands. Raises EngineError."""
+        self._handle = self.engine.submit(submission, script)
+        _write_record(submission.folder.parent, submission.marker, self._handle)
+
+    def look(self) -> Standing:
+        """Return how the job stands. Raises EngineError."""
+        assert self._handle is not None, "nothing was submitted"
+        return self.engine.look(self._handle)
+
+    def withdraw(self, folder: Path) -> Mapping[str, Swept]:
+        """Have the engine end the job whose folder this is, whatever became of its coordinator."""
+        try:
+            wanted, handle = _read_record(folder)
+            handles = [handle] if handle else [each.handle for each in self.engine.find() if each.marker == wanted]
+            ended = [f"{self.name} job {each.id}" for each in handles if self._cancelled(each)]
+        except FileNotFoundError:
+            return {}  # it was not submitted
+        except (EngineError, OSError, ValueError) as err:
+            return {self.name: Swept(problem=str(err))}
+        with contextlib.suppress(OSError):
+            os.unlink(folder / FOLDER / "secret")
+        return {self.name: Swept(tuple(ended))}
+
+    def _cancelled(self, handle: Handle) -> bool:
+        """End a job; return whether there was something to end.
+
+        Raises:
+            EngineError: it does not answer, or the job does not end.
+        """
+        if self.engine.look(handle).state == ENDED:
+            return False
+        self.engine.cancel(handle)
+        if not self._ends(handle, CANCEL_S):
+            raise EngineError(
+                f"{self.name} job {handle.id} was cancelled and has not ended after {CANCEL_S:g} s",
+                "ask again with the engine's own commands, or the administrators",
+            )
+        return True
+
+    def _ends(self, handle: Handle, limit_s: float) -> bool:
+        """Wait for the end of a job in the engine, at most so long."""
+        until = time.monotonic() + limit_s
+        for pause in itertools.chain((0.0, 0.2, 0.5), itertools.repeat(1.0)):
+            time.sleep(pause)
+            with contextlib.suppress(EngineError):
+                if self.engine.look(handle).state == ENDED:
+                    return True
+            if time.monotonic() >= until:
+                return False
+        raise AssertionError
+
+    def _submission_of(
+        self,
+        request: JobRequest,
+        job: str,
+        nonce: str,
+        folder: Path,
+        *,
+        start: Bootstrap,
+        secret: str,
+        is_dry: bool = False,
+    ) -> Submission:
+        unknown = sorted(set(request.engine.own) - set(self.engine.own_options))
+        if unknown:
+            option = "--" + unknown[0].replace("_", "-")
+            raise UsageError(f"{option} is not for --launcher {self.name}", "leave it out")
+        return Submission(
+            job=job,
+            marker=engines.marker(job, nonce),
+            groups=groups_of(request),
+            options=request.engine,
+            bootstrap=start,
+            folder=folder,
+            cwd=request.sync_dst_dir or request.cwd,
+            python=request.engine.config.get("python", "python3"),
+            secret=secret,
+            hosts=request.hosts,
+            outer=request.outer,
+            is_dry=is_dry,
+        )
+
+    def _rendered(self, submission: Submission) -> tuple[Submission, Script]:
+        import dataclasses
+
+        submission = dataclasses.replace(submission, found=self.engine.prepare(submission))
+        return submission, self.engine.render(submission)
+
+    # ------------------------------------------------------------------ while the job runs
+
+    def channels(self, plan: Plan) -> tuple[Channel, ...]:
+        """Return one channel for each place; agents are let in when these are started."""
+        assert self._callers is not None
+        channels = tuple(self._callers.expect(plan))
+        self._watch = _Watch(self, self._callers.agents.channels, self._callers.agents.lose)
+        return channels
+
+    def boot(self, channels: Sequence[Channel]) -> None:
+        """Begin to look after the places."""
+        if self._watch is not None:
+            self._watch.start()
+
+    def copier(self, hosts: Sequence[Host], request: CopyRequest, sink: Says) -> Copier:
+        """Refuse for now. Raises UsageError."""
+        raise UsageError(f"--launcher {self.name} copies no files to its hosts", "leave out --sync-dst-dir")
+
+    def explained(self, outcome: Outcome) -> Outcome:
+        """Return an outcome that says what the engine knows of a failure: asks it, at most EXPLAIN_S."""
+        handle = self._handle
+        if handle is None or not _may_be_explained(outcome):
+            return outcome
+        place = outcome.culprit.host if outcome.culprit is not None else ""
+        found = within(EXPLAIN_S, lambda: self.engine.explain(handle, place))
+        return with_explanation(outcome, found, self.name)
+
+    def release(self, channels: Sequence[Channel], limit_s: float) -> tuple[str, ...]:
+        """Wait until the engine says that the job has ended; cancel it if it does not. Returns what is left."""
+        if self._watch is not None:
+            self._watch.close()
+        if self._callers is not None:
+            self._callers.agents.close()
+        if self._submission is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._submission.secret_file)
+        if self._handle is None or self._ends(self._handle, min(limit_s, END_S)):
+            return ()
+        try:
+            self._cancelled(self._handle)
+        except EngineError:
+            return (self.name,)
+        return ()
+
+    def sweep(self, plan: Plan, grace_s: float, hosts: Sequence[str] | None = None) -> Mapping[str, Swept]:
+        """Cancel the job in the engine, which ends all its processes on the nodes."""
+        if self._submission is not None:
+            return self.withdraw(self._submission.folder.parent)
+        from distrun_runtime.coordinator.jobstore import JobStore
+
+        return self.withdraw(JobStore().find(plan.job).path)
+
+
+class _Watch:
+    """Asks the engine, in a thread, how the places stand, so that nobody waits for an agent that cannot come back."""
+
+    def __init__(
+        self, backend: QueueBackend, channels: Sequence[DialBackChannel], lose: Callable[[str, str], None]
+    ) -> None:
+        self._backend = backend
+        self._channels = {channel.host: channel for channel in channels}
+        self._lose = lose
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_closing.set()
+        if self._thread.is_alive():
+            self._thread.join(engines.ANSWER_S)
+
+    def _run(self) -> None:
+        asked = time.monotonic()
+        while not self._is_closing.wait(CUT_S / 2):
+            pause = WATCH_S if all(each.is_connected for each in self._channels.values()) else CUT_S
+            if time.monotonic() < asked + pause:
+                continue
+            with contextlib.suppress(EngineError):  # it may answer the next time
+                self._judge(self._backend.look())
+            asked = time.monotonic()
+
+    def _judge(self, standing: Standing) -> None:
+        """Give up the places that have ended, if their agents have not said so themselves by now."""
+        gone = dict(standing.gone)
+        if standing.state == ENDED:
+            gone = {**dict.fromkeys(self._channels, standing.text), **gone}
+        if not gone or self._is_closing.wait(BYE_S):
+            return
+        for place, why in gone.items():
+            if place in self._channels:
+                self._lose(place, f"{self._backend.name} has ended it" + (f": {why}" if why else ""))
+
+
+class Submitting:
+    """Submits a job and asks for it, in a thread, until it has its places or has ended: puts `EngineTold`."""
+
+    def __init__(self, backend: QueueBackend, submission: Submission, script: Script, put: Callable[[Event], None]):
+        self._backend = backend
+        self._submission = submission
+        self._script = script
+        self._put = put
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ask no more; what the engine is doing just now is waited for."""
+        self._is_closing.set()
+        self._thread.join(2 * engines.ANSWER_S)
+
+    def _run(self) -> None:
+        try:
+            self._backend.submit(self._submission, self._script)
+        except (EngineError, OSError) as err:
+            self._put(EngineTold(None, str(err), getattr(err, "hint", ""), True))
+            return
+        began = time.monotonic()
+        while True:
+            try:
+                standing = self._backend.look()
+            except EngineError as err:
+                self._put(EngineTold(None, str(err), err.hint, False))
+            else:
+                self._put(EngineTold(standing, "", "", False))
+                if standing.state in (RUNNING, ENDED):
+                    return
+            if self._is_closing.wait(LOOK_S if time.monotonic() < began + PATIENT_S else LATER_S):
+                return
+
+
+# ---------------------------------------------------------------------- pure
+
+
+def groups_of(request: JobRequest) -> tuple[Group, ...]:
+    """Return what an engine is asked for: servers, if there are any, then workers."""
+    groups = (
+        Group(SERVER, request.servers, request.engine.server),
+        Group(WORKER, request.workers, request.engine.worker),
+    )
+    return tuple(group for group in groups if group.count)
+
+
+def place_tasks(groups: Sequence[Group], grants: Sequence[Grant], has_scheduler: bool) -> tuple[Slot, ...]:
+    """Return where each task runs: servers first, then workers, one at each place in turn as there is room.
+
+    The scheduler runs at the first place and takes no room.
+
+    Raises:
+        EngineError: the places have too little room.
+    """
+    rooms = [_Room(grant) for grant in grants]
+    tasks = [(SCHEDULER, 0, grants[0].node, grants[0].place)] if has_scheduler and grants else []
+    turns = itertools.cycle(rooms)
+    for group in groups:
+        for rank in range(group.count):
+            room = next(
+                (each for each in itertools.islice(turns, len(rooms)) if each.take(group.role, group.needs)), None
+            )
+            if room is None:
+                raise EngineError(_too_little(groups, grants, group, rank))
+            tasks.append((group.role, rank, room.grant.node, room.grant.place))
+    return slots_in(tasks)
+
+
+class _Room:
+    """What of a place is free."""
+
+    def __init__(self, grant: Grant) -> None:
+        self.grant = grant
+        self._cores = grant.cores
+        self._takes = dict(grant.takes)
+
+    def take(self, role: str, needs: Needs) -> bool:
+        """Take the room of a task; return whether there was enough."""
+        if self.grant.takes:
+            if not self._takes.get(role, 0):
+                return False
+            self._takes[role] -= 1
+            return True
+        if self.grant.cores:
+            if self._cores < max(1, needs.cores):
+                return False
+            self._cores -= max(1, needs.cores)
+        return True
+
+
+def _too_little(groups: Sequence[Group], grants: Sequence[Grant], group: Group, rank: int) -> str:
+    wanted = " + ".join(f"{each.count} {each.role} of {max(1, each.needs.cores)} cores" for each in groups)
+    given = ", ".join(
+        f"{grant.place} on {grant.node}: "
+        + (" + ".join(f"{n} {role}" for role, n in grant.takes.items()) or f"{grant.cores} cores")
+        for grant in grants
+    )
+    return f"the places that were given have no room for {group.role}-{rank}: wanted {wanted}; given {given or 'none'}"
+
+
+def _may_be_explained(outcome: Outcome) -> bool:
+    if outcome.reason in (facts.HOST_LOST, facts.START_FAILED):
+        return True
+    culprit = outcome.culprit
+    return outcome.reason == facts.TASK_FAILED and culprit is not None and culprit.signal in ("KILL", "TERM", "XCPU")
+
+
+def with_explanation(outcome: Outcome, found: Explanation | None, engine: str) -> Outcome:
+    """Return a failure as the engine explains it. Pure."""
+    import dataclasses
+
+    if found is None:
+        if outcome.reason != facts.HOST_LOST:
+            return outcome
+        return dataclasses.replace(outcome, message=f"{outcome.message}; {engine} has recorded no reason")
+    reason = {
+        facts.EXIT_TIMEOUT: facts.TIMEOUT,
+        facts.EXIT_TERMINATED: facts.TERMINATED,
+        facts.EXIT_HOST_LOST: facts.HOST_LOST,
+    }.get(found.code, facts.TASK_FAILED)
+    culprit = outcome.culprit
+    if culprit is not None:
+        culprit = dataclasses.replace(culprit, reason=found.text)
+    else:
+        culprit = Culprit("", "", reason=found.text)
+    return dataclasses.replace(
+        outcome, exit_code=found.code, reason=reason, message=f"{outcome.message}; {found.text}", culprit=culprit
+    )
+
+
+# ---------------------------------------------------------------------- helpers
+
+
+def within(limit_s: float, ask: Callable[[], T]) -> T | None:
+    """Return what `ask` returns; None if it fails or takes longer. It then goes on in its thread."""
+    found: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(EngineError, OSError):
+            found.append(ask())
+
+    thread = threading.Thread(target=run, name="engine explains", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return found[0] if found else None
+
+
+def _write_record(folder: Path, marker: str, handle: Handle | None) -> None:
+    """Note what a job is called in its engine: the old note or the new one is there, never a part. Raises OSError."""
+    value = {"version": VERSION, "marker": marker, "handle": None if handle is None else handle.to_json()}
+    path = folder / f"{RECORD}.new"
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(json.dumps(value) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path, folder / RECORD)
+
+
+def _read_record(folder: Path) -> tuple[str, Handle | None]:
+    """Return a job's marker and, if it is known, its handle.
+
+    Raises:
+        FileNotFoundError: it was never to be submitted.
+        OSError, ValueError: the record cannot be read.
+    """
+    text = (folder / RECORD).read_text(encoding="utf-8")
+    try:
+        value: dict[str, Any] = json.loads(text)
+        handle = None if value["handle"] is None else Handle.from_json(value["handle"])
+        return str(value["marker"]), handle
+    except (KeyError, TypeError, AttributeError) as err:
+        raise ValueError(f"{folder / RECORD} is damaged: {err}") from err
