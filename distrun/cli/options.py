@@ -39,7 +39,7 @@ def _path(**more: Any) -> click.Path:
     return click.Path(path_type=Path, **more)
 
 
-_OWN = ("pe", "yarn_rm", "node_label", "docker_image", "mpi_flavor", "mpirun")
+_OWN = ("pe", "yarn_rm", "yarn_hdfs", "node_label", "docker_image", "mpi_flavor", "mpirun")
 """Options of one engine only."""
 
 
@@ -62,6 +62,7 @@ ENGINE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     click.option("--pe", default="", metavar="NAME", help="Parallel environment (sge). [default: the one that fits]"),
     click.option("--yarn-rm", default="", metavar="URL", help="ResourceManager (yarn). [default: $HADOOP_CONF_DIR's]"),
+    click.option("--yarn-hdfs", default="", metavar="URL", help="WebHDFS or HttpFS (yarn). [default: asked]"),
     click.option("--node-label", default="", metavar="NAME", help="Label of the nodes (yarn)."),
     click.option("--docker-image", default="", metavar="IMAGE", help="Image of the containers (yarn)."),
     click.option(

@@ -3,9 +3,9 @@
     python -m yarn install          # the jars, by Maven, into CACHE; once
     cluster = yarn.up(lab)          # on the hosts of a `hostlab.Lab`; it ends with the lab
 
-The first host runs ZooKeeper, NameNode, DataNode and ResourceManager, all others a NodeManager each. They are plain java
-programs: Hadoop's own scripts are not in the jars that Maven Central has. Hosts have the jars at the same path as this
-machine. Nothing else is shared.
+The first host runs ZooKeeper, NameNode, DataNode and ResourceManager, all others a NodeManager each. They are plain
+java programs: Hadoop's own scripts are not in the jars that Maven Central has. Hosts have the jars at the same path as
+this machine. Nothing else is shared.
 """
 
 from __future__ import annotations
@@ -167,9 +167,11 @@ def configuration(master: str, queues: Mapping[str, tuple[int, int]]) -> dict[st
         "yarn.nodemanager.log-dirs": DATA + "/log",
         "yarn.nodemanager.disk-health-checker.enable": "false",
         "yarn.nodemanager.vmem-check-enabled": "false",
+        # Memory is watched by the NodeManager, not by control groups.
         "yarn.nodemanager.pmem-check-enabled": "true",
+        "yarn.nodemanager.resource.memory.enforced": "false",
         "yarn.nodemanager.resource-monitor.interval-ms": "500",
-        # By JDK_JAVA_OPTIONS application masters find the jars that every host has; what they fetch is an empty archive.
+        # By JDK_JAVA_OPTIONS application masters find the jars that every host has; their own archive is empty.
         "yarn.nodemanager.env-whitelist": "JAVA_HOME,HADOOP_CONF_DIR,JDK_JAVA_OPTIONS,PATH,LANG",
         "yarn.nodemanager.delete.debug-delay-sec": "0",
         "yarn.nodemanager.sleep-delay-before-sigkill.ms": "1000",
@@ -295,7 +297,7 @@ class Cluster:
         if daemon == "nodemanager":
             variables += " JDK_JAVA_OPTIONS='%s -cp %s:%s/*'" % (OPENS, CONF, jars())
         log = "%s/%s.log" % (DATA, daemon)
-        host.exec("sh", "-c", "%s setsid -f sh -c \"$0\" </dev/null >>%s 2>&1" % (variables, log), script)
+        host.exec("sh", "-c", '%s setsid -f sh -c "$0" </dev/null >>%s 2>&1' % (variables, log), script)
 
     def log(self, host: str, daemon: str = "resourcemanager", size: int = 4000) -> str:
         """Return the last words of a daemon."""
