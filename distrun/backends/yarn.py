@@ -46,9 +46,11 @@ from distrun.backends.yarnreports import (
     MIB,
     OVER,
     Container,
+    Exit,
     Node,
     containers_of,
     ending,
+    exits_of,
     explained,
     explained_application,
     listed,
@@ -58,6 +60,7 @@ from distrun.backends.yarnreports import (
     refuse_label,
     refuse_queue,
     refuse_too_big,
+    told,
     waiting,
     wanted_of,
 )
@@ -83,7 +86,11 @@ SUBMIT_S = 60.0
 GONE_S = 15.0
 """How long YARN may take to end an application that is to be killed."""
 NODE_S = 2.0
-"""How long a NodeManager may take to say how a container ended."""
+"""How long a NodeManager may take to show a log."""
+AM_LOGS = ("serviceam.log", "serviceam-err.txt")
+"""Files in which an application master may write its log, which depends on the cluster."""
+AM_LOG_BYTES = 1 << 20
+"""How much of it is read, from its end."""
 CONF_FOLDER = "/etc/hadoop/conf"
 """Where Hadoop's configuration is, if HADOOP_CONF_DIR does not say."""
 
@@ -187,7 +194,7 @@ class Yarn(Engine):
             lost = next((each for each in containers if each.is_over), None)
             if lost is not None:
                 # The job cannot get all its places any more, and YARN would keep the others.
-                why = lost.told(cluster.diagnostics(lost))
+                why = told(cluster.exits(app).get(lost.place))
                 self.cancel(handle)
                 return Standing(ENDED, f"{lost.place} ended on {lost.node} before all had started{why}")
             queue = queue_named(cluster.rm.json("/ws/v1/cluster/scheduler"), str(app.get("queue", "")))
@@ -214,15 +221,17 @@ class Yarn(Engine):
         """Return why YARN ended a container, or the whole application."""
         cluster = self._of(handle)
         app = cluster.application(handle.id)
+        if app is None:
+            return None
         container = self._containers.get(place)
         if container is not None:
-            found = explained(cluster.diagnostics(container), container)
+            found = explained(cluster.exits(app).get(place), container)
             if found is not None:
                 return found
             lost = cluster.state_of_node(container.node)
             if lost in ("LOST", "DECOMMISSIONED", "UNHEALTHY", "SHUTDOWN", "REBOOTED"):
                 return Explanation(facts.EXIT_HOST_LOST, f"YARN: the node {container.node} is {lost.lower()}")
-        return None if app is None else explained_application(app)
+        return explained_application(app)
 
     def find(self) -> Sequence[Found]:
         """Return this user's services that are distrun's and have not ended."""
@@ -384,20 +393,23 @@ class Cluster:
         if answer.status not in (200, 204, 404) and b"doesn't exist" not in answer.body:
             raise EngineError(f"YARN does not delete the service {name}: {answer.said}", f"yarn app -destroy {name}")
 
-    def diagnostics(self, container: Container) -> Mapping[str, Any]:
-        """Return what its node says of a container; nothing if it does not answer or has forgotten it."""
-        address = next(
-            (each.web for each in self._nodes() if container.node in (each.name, each.name.partition(".")[0])), ""
-        )
-        if not address:
-            return {}
-        node = hadoop.Web(
-            "NodeManager", (f"{self.rm.addresses[0].partition(':')[0]}://{address}",), self.user, self._ca
-        )
-        with contextlib.suppress(EngineError, KeyError, TypeError):
-            found: Mapping[str, Any] = node.json(f"/ws/v1/node/containers/{container.id}", limit_s=NODE_S)["container"]
-            return found
-        return {}
+    def exits(self, app: Mapping[str, Any]) -> Mapping[str, Exit]:
+        """Return how the containers of an application have ended, by place: its application master's log says.
+
+        No other part of YARN keeps that. Nothing, if the node of the application master does not answer.
+        """
+        where = str(app.get("amContainerLogs") or "")
+        match = re.fullmatch(r"(https?://[^/]+)/node/containerlogs/([^/]+)/.*", where)
+        found: dict[str, Exit] = {}
+        if match is not None:
+            node = hadoop.Web("NodeManager", (match.group(1),), self.user, self._ca)
+            for file in AM_LOGS:
+                with contextlib.suppress(EngineError):
+                    path = f"/ws/v1/node/containerlogs/{match.group(2)}/{file}"
+                    answer = node.ask("GET", path, query={"size": f"-{AM_LOG_BYTES}"}, limit_s=NODE_S)
+                    if answer.status == 200:
+                        found.update(exits_of(answer.body.decode("utf-8", "replace")))
+        return found
 
     def state_of_node(self, name: str) -> str:
         """Return `RUNNING`, `LOST` and so on; empty: the ResourceManager does not know it."""

@@ -187,11 +187,40 @@ class Container(NamedTuple):
         """Whether its process has ended."""
         return self.state in ("FAILED", "SUCCEEDED", "STOPPED")
 
-    def told(self, diagnostics: Mapping[str, Any]) -> str:
-        """Return `: exit code 6: its last words`, or nothing."""
-        text = last_words(str(diagnostics.get("diagnostics", "")))
-        code = diagnostics.get("exitCode")
-        return (f": exit code {code}" if isinstance(code, int) and code >= 0 else "") + (f": {text}" if text else "")
+
+class Exit(NamedTuple):
+    """How a container ended."""
+
+    code: int
+    """Below 0: YARN ended it; -100 its node is lost, -102 preempted, -103 and -104 too much memory."""
+    text: str
+    """What YARN says of it."""
+
+
+_EXIT = re.compile(
+    r"\[COMPINSTANCE (?P<place>\S+) : container_\S+\][^\n]*ContainerStatus: \[(?P<text>.*?)"
+    r", ExitStatus: (?P<code>-?\d+)",
+    re.DOTALL,
+)
+
+
+def exits_of(log: str) -> dict[str, Exit]:
+    """Return how containers have ended, by place, from the log of the application master."""
+    found = {}
+    for match in _EXIT.finditer(log):
+        text = match["text"].partition("Diagnostics:")[2]
+        if "State: COMPLETE" in match["text"]:
+            found[match["place"]] = Exit(int(match["code"]), text.strip())
+    return found
+
+
+def told(exit: Exit | None) -> str:
+    """Return `: exit code 6: what YARN says`, or nothing."""
+    if exit is None:
+        return ""
+    errors = re.findall(r"of stderr\S* :\n(.*?)(?=\n\n|\Z)", exit.text, re.DOTALL)
+    text = last_words("\n".join(each for each in errors[:1] if each.strip()) or exit.text)
+    return (f": exit code {exit.code}" if exit.code >= 0 else "") + (f": {text}" if text else "")
 
 
 def containers_of(service: Mapping[str, Any]) -> tuple[Container, ...]:
@@ -257,17 +286,17 @@ def last_words(text: str) -> str:
     return re.sub(r"\s+", " ", text).strip()[:300]
 
 
-def explained(diagnostics: Mapping[str, Any], container: Container) -> Explanation | None:
-    """Return why YARN ended a container, by its exit status and what its node says; None: it did not end it."""
-    code = diagnostics.get("exitCode")
-    text = str(diagnostics.get("diagnostics") or "")
-    if code in (-103, -104) or "memory limits" in text or "'PHYSICAL' memory limit" in text:
-        match = re.search(r"([\d.]+ [KMGT]?B) of ([\d.]+ [KMGT]?B) (physical|virtual) memory used", text)
+def explained(exit: Exit | None, container: Container) -> Explanation | None:
+    """Return why YARN ended a container; None: it did not end it, or has not said so."""
+    if exit is None:
+        return None
+    if exit.code in (-103, -104):
+        match = re.search(r"([\d.]+ [KMGT]?B) of ([\d.]+ [KMGT]?B) (physical|virtual) memory used", exit.text)
         used = f" ({match.group(1)} of {match.group(2)} {match.group(3)} memory)" if match else ""
         return Explanation(137, f"YARN: out of memory{used}; raise --{container.role}-memory")
-    if code == -102 or "preempted" in text.lower():
+    if exit.code == -102:
         return Explanation(facts.EXIT_HOST_LOST, f"YARN: the container on {container.node} was preempted")
-    if code == -100 or "released on a *lost* node" in text:
+    if exit.code == -100:
         return Explanation(facts.EXIT_HOST_LOST, f"YARN: the node {container.node} is lost")
     return None
 
@@ -277,7 +306,7 @@ def explained_application(app: Mapping[str, Any]) -> Explanation | None:
     text = str(app.get("diagnostics") or "")
     if app.get("state") not in ("KILLED", "FAILED"):
         return None
-    if "exceeding its lifetime" in text or "lifetime" in text.lower():
+    if "lifetime" in text.lower():
         return Explanation(facts.EXIT_TIMEOUT, "YARN: the job's time is over (--time)")
     if app.get("state") == "KILLED":
         return Explanation(facts.EXIT_TERMINATED, f"YARN: the job was killed from outside: {last_words(text)}")
