@@ -60,7 +60,7 @@ def _wait(job: QueuedJob, folder: JobFolder, service: Service) -> tuple[Standing
     """Submit a job and wait; return what the engine gives it, or None and how it ended."""
     submission, script = job.backend.open(job.request, job.setup.job_id, job.setup.nonce, folder.path)
     service.say(f"submitting to {job.backend.name} as {submission.marker}", "debug")
-    waiting = Waiting(job.backend.name, service.say, lambda state: _note(folder, service, state), folder.touch)
+    waiting = Waiting(job.backend.name, service.say, lambda *told: _note(folder, service, *told), folder.touch)
     run = loop.HostLoop(waiting, ())
     service.opened(run.put)
     submitting = Submitting(job.backend, submission, script, run.put)
@@ -84,13 +84,16 @@ def _end(job: QueuedJob, folder: JobFolder, service: Service, outcome: Outcome) 
     return outcome
 
 
-def _note(folder: JobFolder, service: Service, state: str) -> None:
+def _note(folder: JobFolder, service: Service, state: str, message: str) -> None:
+    is_new = folder.written.get("state") != state
     event = jobfolder.event("state", state=state)
     with contextlib.suppress(OSError):  # a full disk; the loop that follows says so
-        folder.write_state(state, ())
-        folder.append(event)
+        folder.write_state(state, (), message=message)
+        if is_new:
+            folder.append(event)
     service.state(folder.written)
-    service.event(event)
+    if is_new:
+        service.event(event)
 
 
 class Waiting:
@@ -99,12 +102,12 @@ class Waiting:
     Arguments:
         engine: its name, for messages.
         say: takes a message and its level.
-        note: takes the job's new state.
+        note: takes the job's state, and what it waits for.
         touch: notes that the job lives.
     """
 
     def __init__(
-        self, engine: str, say: Callable[[str, str], None], note: Callable[[str], None], touch: Callable[[], None]
+        self, engine: str, say: Callable[[str, str], None], note: Callable[[str, str], None], touch: Callable[[], None]
     ) -> None:
         self.standing: Standing | None = None
         """The engine's last answer."""
@@ -153,12 +156,11 @@ class Waiting:
         self._silent_since, self._is_silence_told = None, False
         standing: Standing = told.standing
         if standing.state == QUEUED:
-            if self.standing is None:
-                self._note(facts.QUEUED)
-            text = QUEUED + (f", {standing.text}" if standing.text else "")
+            text = f"{self._engine}: {QUEUED}" + (f", {standing.text}" if standing.text else "")
             if text != self._shown:
                 self._shown = text
-                self._say(f"{self._engine}: {text}", "info")
+                self._note(facts.QUEUED, text)
+                self._say(text, "info")
         self.standing = standing
 
     def _take_silence(self, told: events.EngineTold, now: float) -> None:

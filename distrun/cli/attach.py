@@ -109,7 +109,10 @@ class _Attached:
 
         where = self._connection.hello
         self._console.say(f"attached to job {self._folder.id} (its coordinator: pid {where['pid']} on {where['host']})")
-        if "tail" in start:
+        if self._folder.is_unplanned:
+            waits = self._folder.state()
+            self._console.say(str(waits["message"] or waits["state"]))
+        elif "tail" in start:
             # The logs of a job on hosts are fetched when it is over.
             how = "attach --since-start" if elsewhere.is_elsewhere(self._folder) else "logs --merge"
             self._console.say(f"all that it printed before: distrun {how} {self._folder.id}")
@@ -154,6 +157,8 @@ class _Attached:
         from distrun_runtime.coordinator.logreader import LogReader
         from distrun_runtime.coordinator.output import OutputPiece
 
+        if self._folder.is_unplanned:
+            return
         hosts = {task.name: task.host for task in self._folder.plan().tasks}
         with LogReader(self._folder.logs) as reader:
             cursor = self._follower.cursor

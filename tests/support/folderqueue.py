@@ -93,7 +93,11 @@ class FolderQueue(Engine):
         if not any(living):
             return Standing(ENDED, "all its processes have ended")
         grants = tuple(Grant(place, "here", {place.partition("-")[0]: 1}) for place in job["places"])
-        gone = {place: "its process was killed" for place, is_there in zip(job["places"], living) if not is_there}
+        gone = {
+            place: "its process was killed"
+            for place, is_there in zip(job["places"], living, strict=True)
+            if not is_there
+        }
         return Standing(RUNNING, "", grants, gone)
 
     def _start(self, script: str, place: str) -> tuple[int, str]:

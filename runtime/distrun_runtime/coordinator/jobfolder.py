@@ -131,8 +131,10 @@ class JobFolder:
         where = {"host": socket.gethostname(), "boot": process.boot_id()}
         _replace(self.path / "launcher.json", {"version": VERSION, "pid": who.pid, "start": who.start, **where})
 
-    def write_state(self, state: str, tasks: Iterable[TaskResult], outcome: Optional[Outcome] = None) -> None:
-        """Replace state.json. Raises OSError."""
+    def write_state(
+        self, state: str, tasks: Iterable[TaskResult], outcome: Optional[Outcome] = None, message: Optional[str] = None
+    ) -> None:
+        """Replace state.json. `message`: what a job waits for that has no outcome. Raises OSError."""
         value: Dict[str, Any] = {
             "schema": SCHEMA,
             "version": VERSION,
@@ -144,7 +146,7 @@ class JobFolder:
             "finished": None,
             "exit_code": None,
             "reason": None,
-            "message": None,
+            "message": message,
             "tasks": [self._task(task) for task in tasks],
         }
         if outcome is not None:

@@ -1,0 +1,236 @@
+"""What all engines share, with a queue of real processes on this machine (`folderqueue`)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import folderqueue
+import pytest
+from distrun_cli import Distrun, leaving_nothing, processes, wait_until
+
+LIMIT_S = 60.0
+WAITS = ("python3", "-c", "import time; print('up', flush=True); time.sleep(100)")
+
+
+class Queue:
+    """The command with its queue."""
+
+    def __init__(self, distrun: Distrun, folder: Path) -> None:
+        self.distrun = distrun
+        self.folder = folder
+
+    def say(self, name: str, text: str = "") -> None:
+        (self.folder / name).write_text(text)
+
+    def unsay(self, name: str) -> None:
+        (self.folder / name).unlink()
+
+    def argv(self, *words: str) -> tuple[str, ...]:
+        return ("launch", "--launcher", "folderqueue", *words)
+
+    def launch(self, *words: str) -> subprocess.CompletedProcess[bytes]:
+        return self.distrun.run(*self.argv(*words))
+
+    def begin(self, *words: str) -> subprocess.Popen[bytes]:
+        return self.distrun.start(*self.argv(*words))
+
+    @property
+    def jobs(self) -> list[str]:
+        return [path.stem for path in self.folder.glob("distrun-*.json")]
+
+    def heard(self, text: str) -> None:
+        """Wait until the launch that was begun has said so."""
+        wait_until(lambda: text in (self.distrun.home / "err").read_text(), LIMIT_S, f"{text!r} is said")
+
+    def printed(self, text: str) -> None:
+        """Wait until the launch that was begun has printed that."""
+        wait_until(lambda: text in (self.distrun.home / "out").read_text(), LIMIT_S, f"{text!r} is printed")
+
+    def processes(self, place: str = "") -> list[int]:
+        """What runs of the queue's jobs, or in one place."""
+        marks = {f"FOLDERQUEUE={self.folder}".encode(), *([f"PLACE={place}".encode()] if place else ())}
+        return [pid for pid, env, _ in processes() if marks <= set(env.split(b"\0")) and b"\0PLACE=" in b"\0" + env]
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> Iterator[Queue]:
+    folder = tmp_path / "queue"
+    folder.mkdir()
+    with leaving_nothing(tmp_path) as distrun:
+        distrun.env.update(folderqueue.install(folder))
+        made = Queue(distrun, folder)
+        yield made
+        wait_until(lambda: not made.processes(), LIMIT_S, "no process of a place is left")
+
+
+def test_a_job_runs_where_the_engine_put_it_and_leaves_nothing(queue: Queue) -> None:
+    done = queue.launch("-n", "2", "-s", "1", "python3", "-c", "import os; print('rank', os.environ['RANK'])")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [b"worker-0@here | rank 0", b"worker-1@here | rank 1"]
+    places = {
+        each["name"]: each["host"] for each in json.loads((queue.distrun.job / "allocation.json").read_text())["places"]
+    }
+    assert places == {"server-0": "here", "worker-0": "here", "worker-1": "here"}
+    assert not (queue.distrun.job / "engine" / "secret").exists()
+
+
+def test_the_first_failing_tasks_code_and_name_are_the_jobs(queue: Queue) -> None:
+    script = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(9)\ntime.sleep(100)"
+    done = queue.launch("-n", "2", "-s", "0", "python3", "-c", script)
+    assert done.returncode == 9
+    assert b"worker-1" in done.stderr
+
+
+def test_a_job_that_waits_says_why_and_ctrl_c_takes_it_back(queue: Queue) -> None:
+    queue.say("full", "position 3 in all.q")
+    launch = queue.begin("-n", "1", "-s", "0", "true")
+    queue.heard("folderqueue: queued, position 3 in all.q")
+    assert queue.distrun.state()["state"] == "queued"
+    assert b"queued" in queue.distrun.run("status").stdout
+    launch.send_signal(signal.SIGINT)
+    assert launch.wait(LIMIT_S) == 130
+    assert queue.jobs == []
+    assert queue.distrun.state()["state"] == "killed"
+
+
+def test_a_job_that_waits_is_killed_by_its_name(queue: Queue) -> None:
+    queue.say("full", "no room")
+    launch = queue.begin("-n", "1", "-s", "0", "true")
+    queue.heard("no room")
+    assert queue.distrun.run("kill", queue.distrun.job.name).returncode == 0
+    assert launch.wait(LIMIT_S) == 143
+    assert queue.jobs == []
+    assert queue.distrun.state()["message"] == "stopped by distrun kill"
+
+
+def test_a_job_whose_coordinator_died_in_the_queue_is_taken_back_by_kill(queue: Queue) -> None:
+    queue.say("full", "no room")
+    launch = queue.begin("-n", "1", "-s", "0", "true")
+    queue.heard("no room")
+    os.kill(queue.distrun.coordinator(), signal.SIGKILL)
+    launch.wait(LIMIT_S)
+    (job,) = queue.jobs
+    killed = queue.distrun.run("kill", queue.distrun.job.name)
+    assert killed.returncode == 0
+    assert f"ended folderqueue job {job}".encode() in killed.stdout
+    assert queue.jobs == []
+
+
+def test_a_job_whose_coordinator_died_while_it_ran_is_ended_by_kill_in_the_engine_too(queue: Queue) -> None:
+    launch = queue.begin("-n", "1", "-s", "0", *WAITS)
+    queue.printed("up")
+    os.kill(queue.distrun.coordinator(), signal.SIGKILL)
+    launch.wait(LIMIT_S)
+    killed = queue.distrun.run("kill", queue.distrun.job.name)
+    assert killed.returncode == 0, killed.stderr
+    assert queue.jobs == []
+    assert queue.distrun.state()["state"] == "killed"
+
+
+def test_ctrl_c_ends_a_running_job_and_the_engine_has_nothing_left(queue: Queue) -> None:
+    launch = queue.begin("-n", "2", "-s", "0", *WAITS)
+    queue.printed("up")
+    launch.send_signal(signal.SIGINT)
+    assert launch.wait(LIMIT_S) == 130
+
+
+def test_a_job_that_the_engine_refuses_ends_with_5_and_the_engines_words(queue: Queue) -> None:
+    queue.say("refuse", "there is no queue nope")
+    done = queue.launch("-n", "1", "-s", "0", "true")
+    assert done.returncode == 5
+    assert b"folderqueue refused it: there is no queue nope" in done.stderr
+    assert queue.distrun.state()["state"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("why", "code", "text"),
+    [
+        ("137 folderqueue: out of memory; raise --worker-memory", 137, "raise --worker-memory"),
+        ("124 folderqueue: its time is over", 124, "its time is over"),
+        ("", 7, "folderqueue has recorded no reason"),
+    ],
+)
+def test_a_place_that_the_engine_ended_is_explained_by_it(why: str, code: int, text: str, queue: Queue) -> None:
+    queue.say("why", why)
+    launch = queue.begin("-n", "2", "-s", "0", *WAITS)
+    queue.printed("up")
+    for pid in queue.processes("worker-1"):  # guard, agent and task
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    assert launch.wait(LIMIT_S) == code
+    queue.heard(text)
+    assert queue.distrun.state()["exit_code"] == code
+
+
+def test_a_detached_job_is_left_when_the_engine_has_it_and_followed_later(queue: Queue) -> None:
+    queue.say("full", "no room")
+    done = queue.launch("--detach", "-n", "1", "-s", "0", "sh", "-c", "echo here; exit 4")
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.decode().strip()
+    assert job == queue.distrun.job.name
+    attached = queue.distrun.start("attach", job)
+    queue.heard("queued")
+    queue.unsay("full")
+    assert attached.wait(LIMIT_S) == 4
+    queue.printed("worker-0@here | here")
+    assert queue.distrun.run("wait", job).returncode == 4
+    assert b"here" in queue.distrun.run("logs", job).stdout
+
+
+def test_an_engine_that_does_not_answer_for_a_while_costs_nothing(queue: Queue) -> None:
+    queue.say("full", "no room")
+    launch = queue.begin("-n", "1", "-s", "0", "echo", "there")
+    queue.heard("no room")
+    queue.say("silent")
+    queue.unsay("full")
+    queue.unsay("silent")
+    assert launch.wait(LIMIT_S) == 0
+
+
+def test_a_dry_run_shows_the_script_without_the_secret_and_submits_nothing(queue: Queue) -> None:
+    done = queue.launch("--dry-run", "-n", "2", "--worker-memory", "2G", "python3", "train.py", "--lr", "0.1")
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.decode()
+    assert "{folder}/job.sh:" in shown
+    assert "{folder}/secret" in shown
+    assert "2 workers, each with memory 2147483648" in shown
+    assert "workers run: python3 train.py --lr 0.1" in shown
+    assert queue.jobs == []
+    assert queue.distrun.jobs == []
+
+
+def test_the_secret_is_in_one_file_of_the_user_alone_and_in_no_argument(queue: Queue) -> None:
+    launch = queue.begin("-n", "1", "-s", "0", *WAITS)
+    queue.printed("up")
+    folder = queue.distrun.job / "engine"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / "secret").stat().st_mode & 0o777 == 0o600
+    secret = (folder / "secret").read_bytes().strip()
+    assert secret not in (folder / "job.sh").read_bytes()
+    assert secret not in (queue.distrun.job / "engine.json").read_bytes()
+    assert not [pid for pid, _, command in processes() if secret in command]
+    launch.send_signal(signal.SIGINT)
+    launch.wait(LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--launcher", "folderqueue", "--pe", "mpi"), "--pe is not for --launcher folderqueue"),
+        (("--launcher", "folderqueue", "--hosts", "a,b"), "it chooses the hosts itself"),
+        (("--launcher", "local", "--queue", "all.q"), "--queue is for engines"),
+        (("--launcher", "local", "--worker-cores", "2"), "--worker-cores/-memory/-gpus is for engines"),
+        (("--launcher", "folderqueue", "--time", "soon"), "--time: expected a time such as 90m"),
+        (("--launcher", "folderqueue", "--coordinator-host", "a"), "--coordinator-host is not for"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(words: tuple[str, ...], message: str, queue: Queue) -> None:
+    done = queue.distrun.run("launch", *words, "-n", "1", "-s", "0", "true")
+    assert done.returncode == 2
+    assert message in done.stderr.decode()
