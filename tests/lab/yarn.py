@@ -267,7 +267,7 @@ class Cluster:
     def up(self) -> None:
         """Start all daemons and wait until every node has registered. LabError with the daemons' words otherwise."""
         for host in self.lab.hosts.values():
-            self._write(host.root)
+            self.prepare(host)
         self._write(self.lab.file("/run"), "hadoop-conf")  # the launcher's place has this machine's /etc
         master = self.lab[self.master]
         for daemon in ("zookeeper", "namenode", "datanode", "resourcemanager"):
@@ -283,6 +283,10 @@ class Cluster:
     def conf(self) -> str:
         """Folder of the configuration in the launcher's place: HADOOP_CONF_DIR."""
         return "/run/hadoop-conf"
+
+    def prepare(self, host: Host) -> None:
+        """Write the configuration to a host that was booted."""
+        self._write(host.root)
 
     def start(self, host: Host, daemon: str) -> None:
         """Start a daemon; does not wait."""
@@ -305,11 +309,7 @@ class Cluster:
             return (self.lab[host].root / DATA[1:] / (daemon + ".log")).read_text(errors="replace")[-size:]
         return ""
 
-    def daemons(self) -> set[int]:
-        """Return the machine's pids of the daemons, and of the shells that started them."""
-        return {each.pid for each in self.lab.processes() if is_daemon(each)}
-
-    def call(self, method: str, path: str, body: Any = None, timeout_s: float = 30.0) -> tuple[int, Any]:
+    def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """Ask the ResourceManager, from the launcher's place; return status and what it says (0: no answer)."""
         return self._http(method, self.url + path, None if body is None else json.dumps(body))
 
