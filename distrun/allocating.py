@@ -59,6 +59,7 @@ def allocate(job: QueuedJob, folder: JobFolder, service: Service) -> PlannedJob 
 def _wait(job: QueuedJob, folder: JobFolder, service: Service) -> tuple[Standing | None, Outcome]:
     """Submit a job and wait; return what the engine gives it, or None and how it ended."""
     submission, script = job.backend.open(job.request, job.setup.job_id, job.setup.nonce, folder.path)
+    job.backend.keep_files(job.request)
     service.say(f"submitting to {job.backend.name} as {submission.marker}", "debug")
     waiting = Waiting(job.backend.name, service.say, lambda *told: _note(folder, service, *told), folder.touch)
     run = loop.HostLoop(waiting, ())

@@ -34,7 +34,7 @@ from distrun_runtime.coordinator.output import Sink
 from distrun_runtime.errors import ContractError
 
 if TYPE_CHECKING:
-    from distrun.sync import Copier
+    from distrun.sync import FileCopier
     from distrun_runtime.coordinator.channel import Channel
     from distrun_runtime.coordinator.events import Event
     from distrun_runtime.coordinator.service import Service
@@ -331,7 +331,7 @@ def with_swept(outcome: Outcome, swept: Mapping[str, Swept], lease_s: float) -> 
     return dataclasses.replace(outcome, message=message, survivors=tuple(survivors))
 
 
-def _copier(job: PlannedJob, sink: Sink) -> Copier | None:
+def _copier(job: PlannedJob, sink: Sink) -> FileCopier | None:
     sync, rules = job.plan.sync, job.request.sync_rules
     if sync is None or rules is None:
         return None

@@ -128,7 +128,9 @@ class QueuedJob:
         request = self.request
         allocation = granted(request, self.backend.name, grants)
         plan, values = make_plan(request, allocation, self.setup)
-        plan = plan._replace(on_eof=HOLD)
+        engine = self.backend.engine
+        unset = (*(name for name in plan.unset if name != engine.shows), *engine.hides) if plan.unset else ()
+        plan = plan._replace(on_eof=HOLD, unset=unset)
         check_ports(request, plan)
         return PlannedJob(request, allocation, plan, values, self.backend, self.runtime, self.tree)
 
@@ -197,7 +199,7 @@ def plan_job(request: JobRequest, store: JobStore) -> PlannedJob | QueuedJob:
     specs = backend.inventory(request.hosts).specs if allocation is None else allocation.hosts.specs
     job_id = DRY_RUN_ID if request.dry_run else store.new_id(request.name)
     runtime, data = _runtime(request, backend)
-    tree = _scan(request)
+    tree = _scan(request, backend)
     setup = Setup(
         job_id=job_id,
         run_dir=os.path.abspath((request.run_dir or store.jobs) / job_id),
@@ -324,12 +326,15 @@ def _runtime(request: JobRequest, backend: Backend) -> tuple[Runtime, bytes]:
     return Runtime(digest=digest), data
 
 
-def _scan(request: JobRequest) -> Tree | None:
+def _scan(request: JobRequest, backend: Backend) -> Tree | None:
     if request.sync_rules is None or not request.sync_dst_dir:
         return None
-    from distrun.sync import scan  # not needed for jobs that copy nothing
+    from distrun.sync import check_channel_size, scan  # not needed for jobs that copy nothing
 
-    return scan(request.cwd, request.sync_rules)
+    tree = scan(request.cwd, request.sync_rules)
+    if backend.copies_over_channels:
+        check_channel_size(tree)
+    return tree
 
 
 def _sync(request: JobRequest, specs: Sequence[HostSpec], tree: Tree) -> Sync:

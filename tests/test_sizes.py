@@ -35,8 +35,12 @@ def test_real(sshd):
 
 def test_forgotten():
     sizes.require("peers")
+
+@pytest.mark.engine
+def test_queue():
+    pass
 """
-MARKERS = "".join("    %s: a marker\n" % name for name in ("lab", "package", "peers", "slow", "ssh"))
+MARKERS = "".join("    %s: a marker\n" % name for name in ("engine", "lab", "package", "peers", "slow", "ssh"))
 
 
 def run(folder: Path, *words: str) -> tuple[int, str]:
@@ -69,6 +73,13 @@ def test_any_other_run_has_them_all_and_leaves_out_nothing(tmp_path: Path) -> No
     assert code == 0, out
     assert "3 passed" in out
     assert "left out" not in out
+
+
+def test_tests_on_engines_run_alone_and_only_when_they_are_asked_for(tmp_path: Path) -> None:
+    code, out = run(tmp_path, "--engines")
+    assert code == 0, out
+    assert "test_queue PASSED" in out
+    assert "1 passed" in out
 
 
 def test_a_fixture_sets_the_marker_that_an_option_selects_by(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from distrun_runtime.contract.plan import HOLD, Host, Plan, Reach
 if TYPE_CHECKING:
     from distrun.hosts import HostSpec, Inventory
     from distrun.ssh.ask import Asker
-    from distrun.sync import Copier, CopyRequest, Says
+    from distrun.sync import CopyRequest, FileCopier, Says
     from distrun_runtime.coordinator.channel import Channel
     from distrun_runtime.coordinator.outcome import Outcome
 
@@ -95,6 +95,8 @@ class Backend(ABC):
     """Whether hosts have to be sent the bundled runtime; else they see this machine's folder."""
     is_engine: bool = False
     """Whether it finds room for a job itself, so that a plan is made when the job's places are known (`queue`)."""
+    copies_over_channels: bool = False
+    """Whether `copier` sends files over the agents' channels, which take `facts.CHANNEL_COPY_LIMIT` at most."""
     listening = Listening()
     """What the user said of it, for backends whose agents dial back."""
     asker: Asker | None = None
@@ -115,7 +117,7 @@ class Backend(ABC):
         """Return what a user types before a command to run it on a host that is reached so; empty: nothing. Pure."""
         return ""
 
-    def copier(self, hosts: Sequence[Host], request: CopyRequest, sink: Says) -> Copier:
+    def copier(self, hosts: Sequence[Host], request: CopyRequest, sink: Says) -> FileCopier:
         """Return what copies files to the hosts, not yet started. Messages go to `sink`, from threads of the copier's.
 
         Raises:

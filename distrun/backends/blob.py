@@ -36,8 +36,8 @@ the agent's may become part of a longer one. The coordinator's goes to one host 
 
 PACKAGE = "distrun_runtime"
 SHARED = ("__init__.py", "errors.py")
-DIALING = (f"{PACKAGE}.agent.dial",)
-"""What only agents that dial back need."""
+DIALING = (f"{PACKAGE}.agent.dial", f"{PACKAGE}.agent.unpack")
+"""What only agents that dial back need: the others get files by rsync."""
 TABLE_ROW = "_row"
 """Function whose calls make the rows of `contract.environ.TABLE`. The fourth argument is documentation."""
 

@@ -209,6 +209,11 @@ class Engine(ABC):
     own_options: tuple[str, ...] = ()
     """Keys of `EngineOptions.own` that it knows; others are refused."""
 
+    shows: str = ""
+    """A pattern of variables of outer jobs, `SLURM_*`, that tasks of this engine get all the same, but for `hides`."""
+    hides: tuple[str, ...] = ()
+    """Names and `PREFIX*` patterns that say which process of the engine the agent is: tasks do not get them."""
+
     def prepare(self, submission: Submission) -> Mapping[str, str]:
         """Ask the engine what the script depends on, and refuse what it cannot do. Changes nothing anywhere.
 

@@ -42,7 +42,7 @@ from distrun_runtime.coordinator.events import EngineTold, Event
 from distrun_runtime.coordinator.outcome import Culprit, Outcome
 
 if TYPE_CHECKING:
-    from distrun.sync import Copier, CopyRequest, Says
+    from distrun.sync import CopyRequest, FileCopier, Says, Snapshot
     from distrun_runtime.coordinator.channel import Channel
     from distrun_runtime.coordinator.dialback import DialBackChannel
 
@@ -77,6 +77,7 @@ class QueueBackend(Backend):
     """An engine as a backend."""
 
     is_engine = True
+    copies_over_channels = True
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -84,6 +85,8 @@ class QueueBackend(Backend):
         self.needs_hosts = engine.needs_hosts
         self._callers: Callers | None = None
         self._submission: Submission | None = None
+        self._plan: Plan | None = None
+        self._snapshot: Snapshot | None = None
         self._handle: Handle | None = None
         self._watch: _Watch | None = None
 
@@ -148,6 +151,17 @@ class QueueBackend(Backend):
         self._submission = submission
         _write_record(folder, submission.marker, None)
         return submission, script
+
+    def keep_files(self, request: JobRequest) -> None:
+        """Keep the files that are to be copied as they are now: the job may wait for days.
+
+        Raises:
+            SyncError: one cannot be read, or there is no room for them.
+        """
+        if request.sync_rules is not None and request.sync_dst_dir:
+            from distrun.sync import take_snapshot
+
+            self._snapshot = take_snapshot(request.cwd, request.sync_rules)
 
     def submit(self, submission: Submission, script: Script) -> None:
         """Submit what `open` returned; from now on `look` tells how it stands. Raises EngineError."""
@@ -242,6 +256,7 @@ class QueueBackend(Backend):
     def channels(self, plan: Plan) -> tuple[Channel, ...]:
         """Return one channel for each place; agents are let in when these are started."""
         assert self._callers is not None
+        self._plan = plan
         channels = tuple(self._callers.expect(plan))
         self._watch = _Watch(self, self._callers.agents.channels, self._callers.agents.lose)
         return channels
@@ -251,9 +266,13 @@ class QueueBackend(Backend):
         if self._watch is not None:
             self._watch.start()
 
-    def copier(self, hosts: Sequence[Host], request: CopyRequest, sink: Says) -> Copier:
-        """Refuse for now. Raises UsageError."""
-        raise UsageError(f"--launcher {self.name} copies no files to its hosts", "leave out --sync-dst-dir")
+    def copier(self, hosts: Sequence[Host], request: CopyRequest, sink: Says) -> FileCopier:
+        """Return what sends the files over the agents' channels, as they were when the job was submitted."""
+        from distrun.sync import ChannelCopier
+
+        assert self._callers is not None
+        assert self._plan is not None
+        return ChannelCopier(self._plan, request, sink, self._callers.agents.channels, snapshot=self._snapshot)
 
     def explained(self, outcome: Outcome) -> Outcome:
         """Return an outcome that says what the engine knows of a failure: asks it, at most EXPLAIN_S."""

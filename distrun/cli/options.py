@@ -62,7 +62,7 @@ ENGINE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     click.option("--pe", default="", metavar="NAME", help="Parallel environment (sge). [default: the one that fits]"),
     click.option("--yarn-rm", default="", metavar="URL", help="ResourceManager (yarn). [default: $HADOOP_CONF_DIR's]"),
-    click.option("--yarn-hdfs", default="", metavar="URL", help="WebHDFS or HttpFS (yarn). [default: asked]"),
+    click.option("--yarn-hdfs", default="", metavar="URL", help="WebHDFS (yarn). [default: $HADOOP_CONF_DIR's]"),
     click.option("--node-label", default="", metavar="NAME", help="Label of the nodes (yarn)."),
     click.option("--docker-image", default="", metavar="IMAGE", help="Image of the containers (yarn)."),
     click.option(

@@ -13,7 +13,7 @@ from distrun import sync as copying
 from distrun.cli.common import current_folder
 from distrun.cli.console import print_err, print_out
 from distrun.cli.reach import host_options, hosts_of
-from distrun.errors import SyncError
+from distrun.errors import SyncError, UsageError
 from distrun_runtime.contract import environ
 
 if TYPE_CHECKING:
@@ -88,6 +88,10 @@ def sync(**options: Any) -> int:
         report_s=REFRESH_S if screen.is_live else copying.REPORT_S,
     )
     copier = backend.copier(hosts, request, screen)
+    if not isinstance(copier, copying.Copier):
+        raise UsageError(
+            f"--launcher {backend.name} copies files for a job only", "distrun launch --sync-dst-dir DIR ... does it"
+        )
     try:
         results = copier.copy()
     finally:

@@ -26,9 +26,10 @@ from distrun.sync import askpass, remote_shell, rsync
 from distrun.sync.receiver import NOTE, SAME, UNFIT
 from distrun.sync.remote_shell import RemoteShell, Shells
 from distrun.sync.rsync import Ended, Progress, Rate, Transfer
-from distrun.sync.rules import PARTIAL, CopyRules, Extra, check_folder, extra_filters, filters
+from distrun.sync.rules import CopyRules, Extra, check_folder, extra_filters, filters
 from distrun.sync.tree import Tree, chosen, count, size_text
 from distrun_runtime.contract import environ
+from distrun_runtime.contract.folder import PARTIAL
 from distrun_runtime.contract.folder import identity as folder_identity
 from distrun_runtime.coordinator.events import AllPrepared, PrepareFailed
 
@@ -54,6 +55,16 @@ RACES = 5
 REPORT_S = 5.0
 """Between two lines of progress."""
 INTERRUPTED = "the copy was interrupted; the hosts that were not done have what they had before"
+
+
+class FileCopier(Protocol):
+    """What copies a job's files to its hosts before its tasks start."""
+
+    def start(self, put: Put) -> None:
+        """Begin, in a thread; at the end put `AllPrepared` or `PrepareFailed`. Returns at once."""
+
+    def cancel(self) -> None:
+        """End it soon, and wait for that, a few seconds at most. May be called although it was not started."""
 
 
 class Says(Protocol):
@@ -212,7 +223,7 @@ class Copier:
             try:
                 host, reason, text = first_failure(self.copy())
             except Exception as err:  # whatever it is, the loop must hear of it
-                host, reason, text = "", _text(err), getattr(err, "hint", "")
+                host, reason, text = "", failure_text(err), getattr(err, "hint", "")
             put(PrepareFailed(host, reason, time.time(), text) if reason else AllPrepared())
 
         self._thread = threading.Thread(target=work, name="sync", daemon=True)
@@ -318,7 +329,7 @@ class Copier:
             try:
                 result = self._copy_to(names, common)
             except Exception as err:  # a thread that dies of one would have its host waited for
-                result = CopyResult(names[0], names, code=-1, reason=_text(err), fix=getattr(err, "hint", ""))
+                result = CopyResult(names[0], names, code=-1, reason=failure_text(err), fix=getattr(err, "hint", ""))
             with self._lock:
                 self._results.append(result)
                 self._done[names[0]] = self._tree.size if result.ok else 0
@@ -487,17 +498,7 @@ class Copier:
         if not sent.size and not sent.files:
             return f"{self._ready()}; nothing was sent so far"
         total = self._tree.size * self._hosts
-        done = min(total, sent.done)
-        parts = [f"{min(99, 100 * done // total)}%"] if total else []
-        parts += [count(sent.files, "file"), f"{size_text(sent.size)} sent"]
-        rate = self._rate.value()
-        if total and done == total:
-            parts.append("waiting for the hosts to finish")
-        elif rate is not None:
-            parts.append(f"{size_text(rate)}/s")
-            if rate and total:
-                parts.append(f"{timedelta(seconds=round((total - done) / rate))} left")
-        return f"{self._ready()}: {', '.join(parts)}"
+        return f"{self._ready()}: {progress_text(sent, total, self._rate.value())}"
 
     def _ready(self) -> str:
         done = sum(len(each.names) for each in list(self._results) if each.ok)
@@ -511,7 +512,22 @@ class Copier:
             return Progress(files, size, sum(self._done.values()) + sum(each.done for each in running))
 
 
-def _text(err: Exception) -> str:
+def progress_text(sent: Progress, total: int, rate: float | None) -> str:
+    """Return how far a copy is: `64%, 38 files, 14.4 MiB sent, 1.2 MiB/s, 0:00:07 left`. Bytes, and bytes a second."""
+    done = min(total, sent.done)
+    parts = [f"{min(99, 100 * done // total)}%"] if total else []
+    parts += [count(sent.files, "file"), f"{size_text(sent.size)} sent"]
+    if total and done == total:
+        parts.append("waiting for the hosts to finish")
+    elif rate is not None:
+        parts.append(f"{size_text(rate)}/s")
+        if rate and total:
+            parts.append(f"{timedelta(seconds=round((total - done) / rate))} left")
+    return ", ".join(parts)
+
+
+def failure_text(err: Exception) -> str:
+    """Return what to say of an exception, in one line."""
     return str(err) if isinstance(err, (DistrunError, OSError)) else f"{type(err).__name__}: {err}"
 
 

@@ -15,7 +15,7 @@ import sys
 import time
 from typing import List, Sequence
 
-from distrun_runtime.contract.folder import Unfit, prepare
+from distrun_runtime.contract.folder import ON, STALE_S, Unfit, prepare
 
 SAYS = "distrun-sync: "
 SAME = "same"
@@ -23,8 +23,6 @@ UNFIT = "unfit"
 NOTE = "note"
 NO_RSYNC = "norsync"
 
-STALE_S = 86400.0
-"""What a killed copy has left here is removed after so long."""
 NOT_FOUND = 127
 IO_ERROR = 11
 """rsync's code for a file that cannot be read or written."""
@@ -65,12 +63,12 @@ def _copy(partial: str, beginning: str, argv: Sequence[str]) -> int:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: None)  # rsync gets it too; its end is waited for
     with contextlib.suppress(OSError):
-        os.mkdir(partial + ".on")
+        os.mkdir(partial + ON)
     code = _run(["rsync", *argv])
     if code:
         _remove(partial)
     with contextlib.suppress(OSError):
-        os.rmdir(partial + ".on")
+        os.rmdir(partial + ON)
     return code
 
 
@@ -95,10 +93,10 @@ def _run(argv: List[str]) -> int:
 def _forget(beginning: str) -> None:
     """Remove what copies have left here that were killed a day ago or earlier."""
     for name in os.listdir("."):
-        if name.startswith(beginning) and name.endswith(".on"):
+        if name.startswith(beginning) and name.endswith(ON):
             with contextlib.suppress(OSError):
                 if os.lstat(name).st_mtime < time.time() - STALE_S:
-                    _remove(name[: -len(".on")])
+                    _remove(name[: -len(ON)])
                     os.rmdir(name)
 
 

@@ -27,9 +27,9 @@ from distrun.errors import SyncError
 from distrun.ssh.target import remote_command
 from distrun.sync import receiver
 from distrun.sync.receiver import NO_RSYNC, SAYS, UNFIT
-from distrun.sync.rules import PARTIAL
 from distrun_runtime.contract import environ
 from distrun_runtime.contract import folder as folder_contract
+from distrun_runtime.contract.folder import PARTIAL
 
 PROBE_S = 20.0
 INSTALL = "install rsync (apt install rsync, dnf install rsync, brew install rsync)"

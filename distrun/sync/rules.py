@@ -20,10 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distrun.errors import UsageError
-from distrun_runtime.contract.folder import MARKER
+from distrun_runtime.contract.folder import MARKER, PARTIAL
 
-PARTIAL = ".distrun-part-"
-"""Prefix of the folders that hold files until all have arrived."""
 IGNORE_FILE = ".distrunignore"
 
 DEFAULT_EXCLUDES = (

@@ -95,6 +95,48 @@ def scan(source: str, wanted: CopyRules) -> Tree:
     return tree
 
 
+@dataclass(frozen=True)
+class Member:
+    """A file, folder or link that is copied."""
+
+    name: bytes
+    """Its path in the copy."""
+    path: bytes
+    """Its path here."""
+    follows: bool = False
+    """If it is a link, what it leads to is copied."""
+
+
+def members(source: str, wanted: CopyRules) -> list[Member]:
+    """Return what a copy of the folder `source` has, extras included; a folder comes before what is in it.
+
+    Raises:
+        UsageError, SyncError: as `scan`; the rsync here is too old to list names.
+    """
+    tool = rsync.find()
+    if not tool.has("--out-format"):
+        raise SyncError(f"a newer rsync is needed to list the files than {tool.program} {tool.version}", rsync.INSTALL)
+    filters = rules.filters(wanted, source)
+    names = chosen(tool, wanted, filters, source)
+    found = _members(_dry_run(tool, filters, source, names), source, b"")
+    for extra in wanted.extra:
+        name = os.fsencode(extra.name)
+        if os.path.isdir(extra.source):
+            found += _members(_dry_run(tool, rules.extra_filters(), extra.source), extra.source, name)
+        elif os.path.exists(extra.source):
+            found.append(Member(name, os.fsencode(extra.source), follows=True))
+        else:
+            raise UsageError(f"--sync-extra: there is no {extra.source}")
+    # An extra may take the place of a file of the source, as it would by rsync, which copies it afterwards.
+    return list({each.name: each for each in found}.values())
+
+
+def _members(output: bytes, source: str, below: bytes) -> list[Member]:
+    root = os.fsencode(source)
+    names = [name.rstrip(b"/") for name, _, _ in _listed(output)]
+    return [Member(os.path.join(below, name), os.path.join(root, name)) for name in names if name != b"."]
+
+
 def chosen(tool: rsync.Tool, wanted: CopyRules, filters: Sequence[str], source: str) -> list[bytes] | None:
     """Return the files of --sync-gitignore that no pattern leaves out; None: rsync chooses by itself.
 
@@ -166,11 +208,17 @@ def _biggest(named: Sequence[tuple[str, int, int]]) -> tuple[tuple[str, int, int
 
 def entries(output: bytes) -> list[tuple[bytes, int]]:
     """Return path and bytes of each file and link (0 bytes) of a dry run."""
+    return [(name, size) for name, kind, size in _listed(output) if kind != b"d"]
+
+
+def _listed(output: bytes) -> list[tuple[bytes, bytes, int]]:
+    """Return path, kind (`f`, `d` or `L`) and bytes of each line of a dry run; those of a folder end with a slash."""
     found = []
     for match in map(_LINE.fullmatch, output.split(b"\n")):
-        if match is not None and match.group(2) != b"d":
+        if match is not None:
+            kind = match.group(2)
             name = _ESCAPED.sub(lambda escaped: bytes([int(escaped.group(1), 8)]), match.group(3))
-            found.append((name, int(match.group(1)) if match.group(2) == b"f" else 0))
+            found.append((name, kind, int(match.group(1)) if kind == b"f" else 0))
     return found
 
 

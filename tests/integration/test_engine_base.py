@@ -24,6 +24,7 @@ class Queue:
     def __init__(self, distrun: Distrun, folder: Path) -> None:
         self.distrun = distrun
         self.folder = folder
+        self.begun: list[subprocess.Popen[bytes]] = []
 
     def say(self, name: str, text: str = "") -> None:
         (self.folder / name).write_text(text)
@@ -38,7 +39,8 @@ class Queue:
         return self.distrun.run(*self.argv(*words))
 
     def begin(self, *words: str) -> subprocess.Popen[bytes]:
-        return self.distrun.start(*self.argv(*words))
+        self.begun.append(self.distrun.start(*self.argv(*words)))
+        return self.begun[-1]
 
     @property
     def jobs(self) -> list[str]:
@@ -66,6 +68,10 @@ def queue(tmp_path: Path) -> Iterator[Queue]:
         distrun.env.update(folderqueue.install(folder))
         made = Queue(distrun, folder)
         yield made
+        for launch in made.begun:  # of a test that failed
+            if launch.poll() is None:
+                launch.terminate()
+                launch.wait(LIMIT_S)
         wait_until(lambda: not made.processes(), LIMIT_S, "no process of a place is left")
 
 
@@ -234,3 +240,16 @@ def test_options_that_mean_nothing_are_refused(words: tuple[str, ...], message: 
     done = queue.distrun.run("launch", *words, "-n", "1", "-s", "0", "true")
     assert done.returncode == 2
     assert message in done.stderr.decode()
+
+
+def test_files_reach_the_places_as_they_were_when_the_job_was_submitted(queue: Queue) -> None:
+    (queue.distrun.work / "train.py").write_text("print('old')\n")
+    queue.say("full", "no room")
+    there = queue.folder / "there"
+    launch = queue.begin("--sync-dst-dir", str(there), "-n", "2", "-s", "0", "python3", "train.py")
+    queue.heard("no room")
+    (queue.distrun.work / "train.py").write_text("print('new')\n")
+    queue.unsay("full")
+    assert launch.wait(LIMIT_S) == 0
+    queue.printed("worker-0@here | old")
+    assert (there / "train.py").exists()

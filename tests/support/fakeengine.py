@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import selectors
 import socket
@@ -12,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from distrun import planning
 from distrun.backends.base import Backend, Listening, Rendered, Swept
@@ -20,7 +21,9 @@ from distrun.backends.dialback import Callers
 from distrun.backends.local import Local
 from distrun.hosts import Inventory
 from distrun.request import JobRequest
-from distrun_runtime.contract.plan import HOLD, Host, Limits, Place, Plan
+from distrun.sync import ChannelCopier, CopyRequest, CopyRules, Says, scan
+from distrun_runtime.contract import folder as folders
+from distrun_runtime.contract.plan import HOLD, Host, Limits, Place, Plan, Sync
 from distrun_runtime.coordinator.channel import Channel
 from distrun_runtime.coordinator.events import Event
 from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
@@ -36,6 +39,7 @@ class FakeEngine(Backend):
     needs_hosts = False
     inherits_env = True
     ships_runtime = False
+    copies_over_channels = True
 
     def __init__(self, folder: Path) -> None:
         self.secret_file = folder / "enrolment"
@@ -51,6 +55,9 @@ class FakeEngine(Backend):
 
     def inventory(self, found: Inventory | None) -> Inventory:
         return Local().inventory(found)
+
+    def copier(self, hosts: Sequence[Host], request: CopyRequest, sink: Says) -> ChannelCopier:
+        return ChannelCopier(self._plan, request, sink, self.callers.agents.channels)
 
     def addresses(self, hosts: Sequence[str]) -> Mapping[str, str]:
         return Local().addresses(hosts)
@@ -108,13 +115,36 @@ class FakeEngine(Backend):
             child.communicate()
 
 
+class Copied(NamedTuple):
+    """Files that a job is given: a folder here, and where they go."""
+
+    source: Path
+    dst: Path
+    rules: CopyRules = CopyRules()
+    delete: bool = False
+
+
 def planned(
-    engine: FakeEngine, store: JobStore, command: tuple[str, ...], places: Iterable[str], **limits: float
+    engine: FakeEngine,
+    store: JobStore,
+    command: tuple[str, ...],
+    places: Iterable[str],
+    copied: Copied | None = None,
+    **limits: float,
 ) -> tuple[planning.PlannedJob, JobFolder]:
     """Return a job with one worker in each place, all on this machine, and its folder."""
     names = tuple(places)
     request = JobRequest(command=command, workers=len(names), servers=0, cwd="/", launcher="local")
     job = planning.plan_job(request, store)
+    if copied is not None:
+        source, tree = str(copied.source), scan(str(copied.source), copied.rules)
+        sync = Sync(source, tree.size, tree.files, copied.delete, folders.identity(source), brings=False)
+        tasks = tuple(task._replace(cwd=str(copied.dst)) for task in job.plan.tasks)
+        job = job._replace(
+            request=dataclasses.replace(request, sync_rules=copied.rules),
+            plan=job.plan._replace(cwd=str(copied.dst), sync=sync, tasks=tasks),
+            tree=tree,
+        )
     host = job.plan.hosts[0].name
     plan = job.plan._replace(
         on_eof=HOLD,

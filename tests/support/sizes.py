@@ -1,6 +1,7 @@
-"""The two sizes of a test run: `--quick` leaves out the tests with one of the markers in `LEFT_OUT`.
+"""The sizes of a test run: `--quick` leaves out the tests with one of the markers in `LEFT_OUT`.
 
-`scripts/test` passes `--quick`, `scripts/test --all` does not, and neither does a plain `pytest`.
+`scripts/test` passes `--quick`, `scripts/test --all` does not, and neither does a plain `pytest`. Tests marked `engine`
+are a part of their own: `--engines` runs them and no others.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import pytest
 LEFT_OUT = ("lab", "package", "peers", "slow", "ssh")
 BY_FIXTURE = {"lab_of_session": "lab", "run_by_peer": "peers", "sshd": "ssh"}
 """A test that uses one of these fixtures, directly or through another one, gets the marker."""
+
+ENGINE = "engine"
 
 COUNT = pytest.StashKey[int]()
 
@@ -26,6 +29,7 @@ def require(marker: str) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out the tests marked %s" % ", ".join(LEFT_OUT))
+    parser.addoption("--engines", action="store_true", help=f"run the tests marked {ENGINE}, and no others")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -41,6 +45,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     These files take longest, and at the end of a run one process would wait for another one's.
     """
+    others = [item for item in items if bool(item.get_closest_marker(ENGINE)) != config.getoption("engines")]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        left = set(others)
+        items[:] = [item for item in items if item not in left]
     marked = {item for item in items if any(item.get_closest_marker(name) for name in LEFT_OUT)}
     if config.getoption("quick"):
         config.hook.pytest_deselected(items=list(marked))

@@ -12,7 +12,7 @@ import os
 import selectors
 import signal
 import time
-from typing import Any, Callable, ClassVar, Dict, List, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, List, Optional, Protocol
 
 from distrun_runtime.agent import preflight, record, stopping
 from distrun_runtime.agent.channel import Channel, Connection
@@ -26,6 +26,9 @@ from distrun_runtime.contract import facts, process, wire
 from distrun_runtime.contract.plan import HOLD, STOP
 from distrun_runtime.contract.process import Identity, Process
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
+
+if TYPE_CHECKING:
+    from distrun_runtime.agent.unpack import Unpacking  # most agents get no files
 
 FIRST_LEASE_S = facts.LEASE_S
 """How long the agent waits for `begin`, and between frames until then."""
@@ -100,6 +103,8 @@ class Agent:
         self._ready: Dict[str, Any] = {}
         """What `ready` said."""
         self._is_settled = False
+        self._unpacking: Optional[Unpacking] = None
+        """The copy of the files, if they come over the channel."""
         self._is_leaving = False
         self._code = 0
         self._heard_at = time.monotonic()
@@ -135,6 +140,8 @@ class Agent:
                 key.data()
 
     def _timeout(self) -> float:
+        if self._unpacking is not None and self._unpacking.is_busy:
+            return 0.0
         lease_end = math.inf if self._is_leaving else self._lease_end()
         preflight_at = self._preflight.deadline if self._preflight is not None else math.inf
         return_at = min(self._reconnector.next_at, self._silent_at()) if self._reconnector is not None else math.inf
@@ -157,6 +164,8 @@ class Agent:
             self._leave(self._gentle(), facts.EXIT_TERMINATED)
         if self._preflight is not None and now >= self._preflight.deadline:
             self._preflight.expire()
+        if self._unpacking is not None:
+            self._unpacking.proceed()
         if self._reconnector is not None:
             if now >= self._silent_at():
                 self._asked_at = now
@@ -382,6 +391,21 @@ class Agent:
         if preflight is None or not preflight.take_runtime(header["digest"], piece, offset, is_last, fault):
             self._warn("a `runtime` that was not asked for was ignored")
 
+    def _copy(self, header: Dict[str, Any]) -> None:
+        share = self._share
+        if share is None or not self._is_prepared or self._unpacking is not None or self._is_leaving:
+            self._warn("`copy` was ignored: no files are wanted")
+            return
+        from distrun_runtime.agent.unpack import Unpacking
+
+        self._unpacking = Unpacking(share.plan, f" on {share.host}", header, self._say)
+        self._unpacking.begin()
+
+    def _files(self, header: Dict[str, Any]) -> None:
+        piece, is_last, fault = header.get("body", b""), bool(header.get("last")), str(header.get("fault", ""))
+        if self._unpacking is None or not self._unpacking.take(header["run"], piece, is_last, fault):
+            self._warn("`files` that were not asked for were ignored")
+
     def _fail(self, err: Exception) -> None:
         is_plain = isinstance(err, (RuntimeFault, OSError))
         reason = str(err) if is_plain else f"{type(err).__name__}: {err}"
@@ -457,6 +481,8 @@ class Agent:
     _HANDLERS: ClassVar[Dict[str, Callable[[Agent, Dict[str, Any]], None]]] = {
         "begin": _begin,
         "runtime": _runtime,
+        "copy": _copy,
+        "files": _files,
         "settle": _settle,
         "ask": _ask,
         "spawn": _spawn,
@@ -490,6 +516,8 @@ class Agent:
             self._is_leaving, self._code = True, code
         if self._preflight is not None:
             self._preflight.cancel()
+        if self._unpacking is not None:
+            self._unpacking.close()
         if self._share is not None:
             self._stopping.stop(list(self._runner.tasks), how)
 

@@ -131,3 +131,8 @@ LEASE_FACTOR = 1.5
 """The lease is so many times the time after which a host is lost: by then the host has been given up."""
 GIVE_UP_S = 3.0
 """What still exists so long after the first KILL (uninterruptible, or another user's) is reported and left."""
+
+# How much is sent.
+
+CHANNEL_COPY_LIMIT = 1024 * 1024 * 1024
+"""Bytes of a job's files that go over its agents' channels; more is refused before anything is submitted."""

@@ -23,6 +23,14 @@ from typing import Deque, Dict, List, NamedTuple, Tuple
 
 MARKER = ".distrun-sync"
 """File that says: this folder was made, or was empty, when distrun first copied into it. Only there it may delete."""
+PARTIAL = ".distrun-part-"
+"""Begins the names of folders in it that hold what has arrived until everything has."""
+ON = ".on"
+"""Ends the name of an empty folder that is there while a copy runs, `PARTIAL` and the copy's name before it."""
+STAGE = ".new"
+"""Ends the name of the folder in which files wait that come over the agents' channels."""
+STALE_S = 86400.0
+"""What a copy that was killed has left there is removed after so long, seconds."""
 LOOK_S = 5.0
 """How long the files that are there already are looked at. The agent must answer its coordinator meanwhile."""
 SHOWN = 4
@@ -202,6 +210,19 @@ def identity(path: str) -> str:
     except OSError:
         return ""
     return "%d:%d %s" % (found.st_dev, found.st_ino, boot)
+
+
+def leads_out(name: str, target: str) -> bool:
+    """Return whether the link `name`, a path below the folder, leads out of it. Pure.
+
+    `..` counts only at the beginning of its target: behind the name of another link, nobody knows where it leads.
+    """
+    parts = target.split("/")
+    ups = 0
+    while ups < len(parts) and parts[ups] in ("..", "."):
+        ups += 1
+    rises = parts[:ups].count("..")
+    return not target or target.startswith("/") or rises > name.count("/") or ".." in parts[ups:]
 
 
 def _names(path: str) -> List[str]:

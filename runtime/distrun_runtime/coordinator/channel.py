@@ -11,7 +11,7 @@ import contextlib
 import re
 import threading
 import time
-from typing import Any, Callable, Dict, List, Optional, Protocol
+from typing import Any, Callable, Dict, List, Optional, Protocol, Tuple
 
 from distrun_runtime.contract import wire
 from distrun_runtime.contract.session import Session, Source
@@ -185,6 +185,7 @@ class SessionChannel:
         self._session = Session()
         self._inlet = Inlet(host, self._session, greets)
         self._put: Optional[Put] = None
+        self._diverted: Tuple[Tuple[type, ...], Optional[Put]] = ((), None)
         self._connection: Optional[Connection] = None
         self._is_closing = False
         self._was_used = False
@@ -246,6 +247,11 @@ class SessionChannel:
         with self.changed:
             self._put = put
             self.changed.notify_all()
+
+    def divert(self, kinds: Tuple[type, ...], put: Put) -> None:
+        """From now on put events of these types there, and not where `start` said. It is called from any thread."""
+        with self.changed:
+            self._diverted = (kinds, put)
 
     def send(self, frame: wire.Frame) -> None:
         """Have a frame sent, after those before it. If the agent does not take them, it is given up."""
@@ -398,9 +404,12 @@ class SessionChannel:
             found = self._inlet.feed(data, time.time())
             if self._session.is_resumed and not was_resumed:
                 self._say(Resumed(self._host))
+            kinds, diverted = self._diverted
             for event in found:
                 if isinstance(event, Holding):
                     self.waiting_at = event.path
+                elif diverted is not None and isinstance(event, kinds):
+                    diverted(event)
                 else:
                     self._say(event)
             if self._session.is_ready or had_greeted != self._inlet.greeted:

@@ -55,6 +55,41 @@ class Answered(NamedTuple):
     error: str = ""
 
 
+class FolderFound(NamedTuple):
+    """An agent has looked at the folder for the job's files. It and the next three are for whoever copies them."""
+
+    host: str
+    state: str
+    """`mine`: the files are wanted. `shared`: another agent wants them, into the very same folder. `source`: it is the
+    folder that they come from."""
+    notes: Tuple[str, ...] = ()
+    """What the user should know."""
+
+
+class Copying(NamedTuple):
+    """An agent has put `files` of the job's files into place so far."""
+
+    host: str
+    files: int
+
+
+class Copied(NamedTuple):
+    """All files are in place: `files`, with `size` bytes."""
+
+    host: str
+    files: int
+    size: int
+
+
+class CopyFailed(NamedTuple):
+    """An agent cannot take the files. `reason`, `kind` and `fix` are as in `StartFailed`."""
+
+    host: str
+    reason: str
+    kind: str = ""
+    fix: str = ""
+
+
 @dataclass(frozen=True)
 class AllPrepared:
     """What `Prepare` began is done on all hosts."""
@@ -267,6 +302,10 @@ Event = Union[
     Settled,
     Needed,
     Answered,
+    FolderFound,
+    Copying,
+    Copied,
+    CopyFailed,
     AllPrepared,
     PrepareFailed,
     StartFailed,

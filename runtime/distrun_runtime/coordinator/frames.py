@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Mapping, NamedTuple
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Sequence
 
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract import wire
@@ -11,6 +11,15 @@ from distrun_runtime.contract.session import Source
 from distrun_runtime.coordinator import events
 from distrun_runtime.coordinator.actions import Ack, AskAgent, EndAgent, Settle, Spawn, StopTasks
 from distrun_runtime.errors import ContractError
+
+
+class KeepRule(NamedTuple):
+    """Which files that only a host has are kept there (`keeps`) or not. The first rule that fits a path decides."""
+
+    pattern: str
+    """A regular expression for the whole path, which begins with `/`; bytes are read as Latin-1."""
+    only_folders: bool
+    keeps: bool
 
 
 class Large(NamedTuple):
@@ -102,6 +111,19 @@ def _answer(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -
     return events.Answered(host, int(header["id"]), header.get("value"), str(header.get("error") or ""))
 
 
+def _folder(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
+    return events.FolderFound(host, str(header["state"]), tuple(str(note) for note in header.get("notes", ())))
+
+
+def _copied(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
+    return events.Copied(host, int(header["files"]), int(header["bytes"]))
+
+
+def _copy_failed(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
+    kind, fix = str(header.get("kind") or ""), str(header.get("fix") or "")
+    return events.CopyFailed(host, str(header["reason"]), kind, fix)
+
+
 def _cleared(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
     left = tuple((int(each["pid"]), str(each.get("command", ""))) for each in header.get("left", ()))
     return events.Cleared(host, left)
@@ -123,6 +145,10 @@ _EVENTS: Dict[str, Callable[[str, Mapping[str, Any], bytes, float], events.Event
     "holding": lambda host, header, body, arrived: events.Holding(host, str(header["path"])),
     "need": lambda host, header, body, arrived: events.Needed(host, str(header["digest"])),
     "answer": _answer,
+    "folder": _folder,
+    "copying": lambda host, header, body, arrived: events.Copying(host, int(header["files"])),
+    "copied": _copied,
+    "copy_failed": _copy_failed,
     "bye": lambda host, header, body, arrived: events.Bye(host),
 }
 
@@ -147,6 +173,16 @@ def begin(plan: Plan, secrets: Secrets, place: str) -> wire.Frame:
 def runtime(digest: str, archive: Source) -> Large:
     """Return the message that carries the runtime: a zip."""
     return Large({"type": "runtime", "digest": digest}, archive)
+
+
+def copy(run: str, rules: Sequence[KeepRule]) -> wire.Frame:
+    """Return the frame that announces the job's files. `run`: the copy's name, new for each. `rules`: what is kept."""
+    return wire.Frame({"type": "copy", "run": run, "rules": [list(rule) for rule in rules]})
+
+
+def files(run: str, archive: Source) -> Large:
+    """Return the message that carries the job's files: a tar archive."""
+    return Large({"type": "files", "run": run}, archive)
 
 
 def ask(action: AskAgent) -> wire.Frame:

@@ -1,0 +1,325 @@
+"""The copy of a job's files over its agents' channels, for engines whose hosts no ssh reaches.
+
+Every agent is told that files can come (`copy`), looks at the folder and says whether it wants them (`folder`): of all
+agents that see the same folder, one does. Then a few at a time are sent the snapshot (`files`), and say `copied`.
+`docs/protocol.md` has the frames, `agent/unpack.py` the other end.
+
+A copy has a thread of its own. `Deliveries` decides who is sent the files when, without effects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Union
+
+from distrun.sync.copier import INTERRUPTED, CopyRequest, Says, failure_text, progress_text
+from distrun.sync.patterns import keep_rules
+from distrun.sync.rsync import Progress, Rate
+from distrun.sync.rules import check_folder, filters
+from distrun.sync.snapshot import Snapshot, left_out_text, take_snapshot
+from distrun.sync.tree import count, size_text
+from distrun_runtime.contract.duration import duration
+from distrun_runtime.contract.folder import ON, PARTIAL
+from distrun_runtime.contract.plan import Plan
+from distrun_runtime.coordinator import frames
+from distrun_runtime.coordinator.events import (
+    AllPrepared,
+    Copied,
+    CopyFailed,
+    Copying,
+    Event,
+    FolderFound,
+    PrepareFailed,
+)
+
+if TYPE_CHECKING:
+    from distrun_runtime.coordinator.channel import Put, SessionChannel
+
+WINDOW = 8
+"""Agents that are sent files at a time."""
+ANSWER_S = 60.0
+"""How long an agent may take to look at its folder."""
+STALL_S = 60.0
+"""An agent that takes nothing, and puts nothing into place, for so long has failed."""
+CANCEL_S = 5.0
+TURN_S = 0.2
+
+_KINDS = (FolderFound, Copying, Copied, CopyFailed)
+_Told = Union[FolderFound, Copying, Copied, CopyFailed]
+
+
+class CopyError(Exception):
+    """A place cannot get the files. `place` is empty where it is none in particular."""
+
+    def __init__(self, place: str, reason: str, fix: str = "") -> None:
+        super().__init__(reason)
+        self.place = place
+        self.fix = fix
+
+
+class Deliveries:
+    """Which places want the files, are sent them, have them. No side effects.
+
+    Times are seconds of one clock that the caller reads.
+    """
+
+    def __init__(self, places: Sequence[str], now: float, window: int, answer_s: float, stall_s: float) -> None:
+        self.wanting = 0
+        """Places that want the files or have been sent them."""
+        self._unanswered = dict.fromkeys(places)
+        self._begun = now
+        self._window = window
+        self._answer_s = answer_s
+        self._stall_s = stall_s
+        self._waiting: deque[str] = deque()
+        self._running: dict[str, float] = {}
+        """When something moved there last."""
+        self._others = 0
+        """Places that need nothing: another has their folder, or it is the source."""
+        self._finished = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all places have the files."""
+        return not (self._unanswered or self._waiting or self._running)
+
+    @property
+    def ready(self) -> int:
+        """How many places have the files. Those that share a folder have them when all others do."""
+        return self._finished + (self._others if self.is_over else 0)
+
+    def handle(self, event: _Told, now: float) -> None:
+        """Note what an agent says.
+
+        Raises:
+            CopyError: it cannot take the files.
+        """
+        if isinstance(event, CopyFailed):
+            raise CopyError(event.host, event.reason, event.fix)
+        if isinstance(event, FolderFound):
+            if event.host in self._unanswered:
+                del self._unanswered[event.host]
+                if event.state == "mine":
+                    self.wanting += 1
+                    self._waiting.append(event.host)
+                else:
+                    self._others += 1
+        elif isinstance(event, Copied):
+            self._finished += self._running.pop(event.host, None) is not None
+        elif event.host in self._running:
+            self._running[event.host] = now
+
+    def next(self, now: float) -> list[str]:
+        """Return the places that are to be sent the files now: none before all have answered."""
+        found: list[str] = []
+        while not self._unanswered and self._waiting and len(self._running) < self._window:
+            place = self._waiting.popleft()
+            self._running[place] = now
+            found.append(place)
+        return found
+
+    def check(self, now: float, moved: dict[str, float]) -> None:
+        """Look whether somebody is late. `moved`: when a place was last sent a piece.
+
+        Raises:
+            CopyError: somebody is.
+        """
+        if self._unanswered and now >= self._begun + self._answer_s:
+            first, *others = self._unanswered
+            nor = f" (nor have {', '.join(others)})" if others else ""
+            limit = duration(self._answer_s)
+            raise CopyError(first, f"it has not said within {limit} whether it can take the files{nor}")
+        for place, since in self._running.items():
+            if now >= max(since, moved.get(place, 0.0)) + self._stall_s:
+                raise CopyError(
+                    place,
+                    f"nothing has moved for {duration(self._stall_s)}",
+                    "look at the network, or at the disk of that host",
+                )
+
+
+class ChannelCopier:
+    """A copy to all places of a plan, which can be started once, and cancelled. See `copier.FileCopier`.
+
+    Made without effects. `request` is as for `Copier`; `channels` are those of the plan's places. `snapshot` is what is
+    sent, and closed at the end; without one it is taken by `take_snapshot`, or by `start`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        request: CopyRequest,
+        sink: Says,
+        channels: Sequence[SessionChannel],
+        *,
+        snapshot: Snapshot | None = None,
+        window: int = WINDOW,
+        answer_s: float = ANSWER_S,
+        stall_s: float = STALL_S,
+    ) -> None:
+        check_folder(request.dst)
+        self._plan = plan
+        self._source = os.path.abspath(request.source)
+        self._dst = request.dst
+        self._rules = request.rules
+        self._delete = request.delete
+        self._sink = sink
+        self._on_progress = request.on_progress or (lambda text: sink.say(text, "info"))
+        self._report_s = request.report_s
+        self._channels = {channel.host: channel for channel in channels}
+        self._snapshot = snapshot
+        self._window, self._answer_s, self._stall_s = window, answer_s, stall_s
+        self._run = secrets.token_hex(8)
+        self._told: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._cancelled = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._sent: dict[str, int] = {}
+        """Bytes of the archive that have left, by place."""
+        self._moved: dict[str, float] = {}
+        self._notes: set[str] = set()
+        self._rate = Rate()
+
+    def take_snapshot(self) -> None:
+        """Take the snapshot now, if there is none: the files are sent as they are at this moment. Blocks.
+
+        Raises:
+            UsageError, SyncError: see `snapshot.take_snapshot`.
+        """
+        if self._snapshot is None:
+            self._snapshot = take_snapshot(self._source, self._rules)
+
+    def start(self, put: Put) -> None:
+        """Begin, in a thread; at the end put `AllPrepared` or `PrepareFailed`. Returns at once."""
+
+        def work() -> None:
+            try:
+                self._copy()
+            except CopyError as err:
+                put(PrepareFailed(err.place, str(err), time.time(), f"fix: {err.fix}" if err.fix else ""))
+            except Exception as err:  # whatever it is, the loop must hear of it
+                put(PrepareFailed("", failure_text(err), time.time(), getattr(err, "hint", "")))
+            else:
+                put(AllPrepared())
+            finally:
+                self._close()
+
+        self._thread = threading.Thread(target=work, name="sync", daemon=True)
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """End it soon: places that do not have all files yet keep what they had. Waits for the end, a few seconds."""
+        self._cancelled.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(CANCEL_S)
+        self._close()
+
+    def _close(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.close()
+
+    # In the thread
+
+    def _copy(self) -> None:
+        begun = time.monotonic()
+        self.take_snapshot()
+        snapshot = self._snapshot
+        assert snapshot is not None
+        text = left_out_text(snapshot)
+        if text:
+            self._sink.say(text, "warning")
+        if not self._dst.startswith(("/", "~")):
+            self._sink.say(f"{self._dst} is below the home directory of each host", "info")
+        rules = keep_rules(filters(self._rules, self._source)) if self._delete else []
+        deliveries = Deliveries(list(self._channels), time.monotonic(), self._window, self._answer_s, self._stall_s)
+        with self._marked_source():
+            for channel in self._channels.values():
+                channel.divert(_KINDS, self._told.put)
+                channel.send(frames.copy(self._run, rules))
+            self._deliver(deliveries, snapshot)
+        sent = f"{count(snapshot.files * deliveries.wanting, 'file')}, {size_text(snapshot.size * deliveries.wanting)}"
+        self._sink.say(f"{self._ready(deliveries)} ({sent}) in {time.monotonic() - begun:.1f} s", "info")
+
+    @contextlib.contextmanager
+    def _marked_source(self) -> Iterator[None]:
+        """Make a folder in the source by which agents on hosts that share it know it. Where it cannot be, it is not."""
+        path = os.path.join(self._source, PARTIAL + self._run + ON)
+        is_made = False
+        with contextlib.suppress(OSError):
+            os.mkdir(path, 0o700)
+            is_made = True
+        try:
+            yield
+        finally:
+            if is_made:
+                with contextlib.suppress(OSError):
+                    os.rmdir(path)
+
+    def _deliver(self, deliveries: Deliveries, snapshot: Snapshot) -> None:
+        """Send the files to those who want them, until all have them. Raises CopyError."""
+        shown = time.monotonic()
+        while not deliveries.is_over:
+            with contextlib.suppress(queue.Empty):
+                self._hear(deliveries, self._told.get(timeout=TURN_S))
+            if self._cancelled.is_set():
+                raise CopyError("", INTERRUPTED)
+            now = time.monotonic()
+            for place in deliveries.next(now):
+                self._sink.say(f"copy {os.path.join(self._source, '')} -> {self._name(place)}:{self._dst}", "info")
+                self._channels[place].send_large(*frames.files(self._run, self._pieces(place, snapshot)))
+            deliveries.check(now, self._moved)
+            self._rate.add(now, self._progress(snapshot).size)
+            if now > shown + self._report_s:
+                self._on_progress(self._line(deliveries, snapshot))
+                shown = now
+
+    def _hear(self, deliveries: Deliveries, event: Event) -> None:
+        if not isinstance(event, _KINDS):
+            return
+        if isinstance(event, FolderFound):
+            for note in event.notes:
+                if note not in self._notes:
+                    self._notes.add(note)
+                    self._sink.say(f"{self._name(event.host)}: {note}", "warning")
+        deliveries.handle(event, time.monotonic())
+
+    def _pieces(self, place: str, snapshot: Snapshot) -> Iterator[bytes]:
+        """Yield the archive for a place; the thread that writes to its channel takes it."""
+
+        def told(offset: int) -> None:
+            if self._cancelled.is_set():
+                raise CopyError(place, "the copy was cancelled")
+            with self._lock:
+                self._sent[place] = offset
+                self._moved[place] = time.monotonic()
+
+        return snapshot.pieces(told)
+
+    def _name(self, place: str) -> str:
+        """Return what a place is called in messages."""
+        host = self._plan.host_of(place).name
+        return place if host == place else f"{host} (place {place})"
+
+    # Progress in words
+
+    def _ready(self, deliveries: Deliveries) -> str:
+        return f"sync {deliveries.ready}/{len(self._channels)}"
+
+    def _line(self, deliveries: Deliveries, snapshot: Snapshot) -> str:
+        sent = self._progress(snapshot)
+        if not sent.size:
+            return f"{self._ready(deliveries)}; nothing was sent so far"
+        text = progress_text(sent, snapshot.total * deliveries.wanting, self._rate.value())
+        return f"{self._ready(deliveries)}: {text}"
+
+    def _progress(self, snapshot: Snapshot) -> Progress:
+        with self._lock:
+            sent = list(self._sent.values())
+        return Progress(sum(map(snapshot.passed, sent)), sum(sent), sum(sent))
