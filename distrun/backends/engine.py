@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distrun.backends import bootstrap
 from distrun.errors import SubmitError, UsageError
+from distrun.request import EngineOptions
 from distrun_runtime.contract.plan import Resources
 
 if TYPE_CHECKING:
     from distrun.hosts import Inventory
-    from distrun.request import EngineOptions, Needs
+    from distrun.request import Needs
 
 QUEUED = "queued"
 RUNNING = "running"
@@ -209,6 +210,8 @@ class Engine(ABC):
     own_options: tuple[str, ...] = ()
     """Keys of `EngineOptions.own` that it knows; others are refused."""
 
+    options: EngineOptions = EngineOptions()
+    """For `find` and `examine`, where there is no submission: what the user said, and the configuration file."""
     shows: str = ""
     """A pattern of variables of outer jobs, `SLURM_*`, that tasks of this engine get all the same, but for `hides`."""
     hides: tuple[str, ...] = ()

@@ -178,7 +178,7 @@ class QueueBackend(Backend):
         try:
             wanted, handle = _read_record(folder)
             handles = [handle] if handle else [each.handle for each in self.engine.find() if each.marker == wanted]
-            ended = [f"{self.name} job {each.id}" for each in handles if self._cancelled(each)]
+            ended = [f"{self.name} job {each.id}" for each in handles if self.cancelled(each)]
         except FileNotFoundError:
             return {}  # it was not submitted
         except (EngineError, OSError, ValueError) as err:
@@ -187,7 +187,7 @@ class QueueBackend(Backend):
             os.unlink(folder / FOLDER / "secret")
         return {self.name: Swept(tuple(ended))}
 
-    def _cancelled(self, handle: Handle) -> bool:
+    def cancelled(self, handle: Handle) -> bool:
         """End a job; return whether there was something to end.
 
         Raises:
@@ -295,7 +295,7 @@ class QueueBackend(Backend):
         if self._handle is None or self._ends(self._handle, min(limit_s, END_S)):
             return ()
         try:
-            self._cancelled(self._handle)
+            self.cancelled(self._handle)
         except EngineError:
             return (self.name,)
         return ()
@@ -513,6 +513,14 @@ def _write_record(folder: Path, marker: str, handle: Handle | None) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(path, folder / RECORD)
+
+
+def recorded_marker(folder: Path) -> str:
+    """Return what the job of a folder is called in its engine; empty if it was never to be submitted to one."""
+    try:
+        return _read_record(folder)[0]
+    except (OSError, ValueError):
+        return ""
 
 
 def _read_record(folder: Path) -> tuple[str, Handle | None]:

@@ -14,6 +14,8 @@ import click
 from distrun import activation, shell
 from distrun.cli.common import agree, current_folder
 from distrun.cli.console import print_err, print_out, render
+from distrun.cli.engines import engine_of, site_options
+from distrun.cli.engines import rows as engine_rows
 from distrun.cli.options import LauncherOption
 from distrun.cli.reach import host_options, hosts_of, tell_warnings, typed, typed_python
 from distrun.doctor.checks import Row, Ways
@@ -23,6 +25,7 @@ from distrun_runtime.contract import environ, facts
 
 if TYPE_CHECKING:
     from distrun.backends.base import Backend
+    from distrun.backends.queue import QueueBackend
     from distrun.doctor.environments import Made, Wanted
     from distrun.doctor.examine import DoctorReport
     from distrun_runtime.contract.plan import Host
@@ -41,6 +44,7 @@ STYLES = {"ok": "green", "warn": "yellow", "bad": "red"}
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @host_options
 @click.option("--launcher", "--backend", "launcher", default="", metavar="NAME", cls=LauncherOption)
+@site_options
 @click.option("--sync-dst-dir", "dst", default="", metavar="DIR", help="Check that folder, as launch would use it.")
 @click.option("--python", default="", metavar="PATH", help="Python of the bundled servers. [default: python3]")
 @click.option(
@@ -65,6 +69,7 @@ def doctor(**options: Any) -> int:
       distrun doctor -H hosts
       distrun doctor -H hosts --sync-dst-dir '~/job' --port-range 40000-40100
       distrun doctor -H hosts --fix
+      distrun doctor --launcher slurm
 
     Without hosts it checks this machine. Each ✗ ends with how to fix it. The exit code is 3 if there is a ✗, else 0.
 
@@ -78,6 +83,9 @@ def doctor(**options: Any) -> int:
     env = environ.snapshot()
     if options["as_json"] and options["is_fixing"] and not options["yes"]:
         raise UsageError("--fix with --json does not ask", "add -y, or leave --json out")
+    engine = engine_of(options["launcher"], options, env)
+    if engine is not None:
+        return _tell_engine(engine, options)
     inventory, backend, hosts = hosts_of(options, env, options["launcher"])
     tell_warnings(inventory)
     dst = options["dst"] if backend.needs_hosts else ""
@@ -117,6 +125,20 @@ def doctor(**options: Any) -> int:
         if options["is_fixing"]:
             told["made"] = [{**asdict(each), "fix": _fix_text(each, [each.host], ways)} for each in made]
         print_out(json.dumps(told, indent=2, default=dict) + "\n")
+    return code
+
+
+def _tell_engine(engine: QueueBackend, options: Mapping[str, Any]) -> int:
+    """Say what is there of what a launch by an engine needs; return the exit code."""
+    found = engine_rows(engine)
+    bad = sum(row.mark == "bad" for row in found)
+    code = facts.EXIT_PREFLIGHT if bad else 0
+    if options["as_json"]:
+        told = {"schema": SCHEMA, "exit_code": code, "rows": [asdict(row) for row in found], "facts": {}}
+        print_out(json.dumps(told, indent=2) + "\n")
+        return code
+    print_out(table(found, marks(), Ways(), options["quiet"]))
+    print_out(f"{bad} problem{'' if bad == 1 else 's'} with {engine.name}\n" if bad else f"{engine.name} OK\n")
     return code
 
 

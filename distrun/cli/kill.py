@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from distrun.cli import engines
 from distrun.cli.common import agree, fetched, seconds
 from distrun.cli.console import print_err, print_out, render
+from distrun.cli.engines import site_options
+from distrun.cli.options import LauncherOption
 from distrun.cli.reach import host_options, hosts_of, tell_warnings
 from distrun.errors import UsageError
 from distrun.fleet import Answer, Fleet, Problem, jobs
 from distrun.fleet.jobs import HostJob
-from distrun_runtime.contract import facts, process
+from distrun_runtime.contract import environ, facts, process
 from distrun_runtime.contract.plan import Limits
 
 if TYPE_CHECKING:
@@ -37,6 +40,8 @@ Found = Mapping[str, Answer | Problem]
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("names", metavar="[JOB]...", nargs=-1)
 @host_options
+@click.option("--launcher", "--backend", "launcher", default="", metavar="NAME", cls=LauncherOption)
+@site_options
 @click.option("--stale", is_flag=True, help="Only abandoned jobs: agent dead, stopped, or past its lease.")
 @click.option("--dry-run", is_flag=True, help="Show what would be ended, and end nothing.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
@@ -53,12 +58,15 @@ def kill(names: tuple[str, ...], **options: Any) -> int:
       distrun kill -H hosts                   # all my jobs on these hosts
       distrun kill -H hosts --stale -y        # what dead launchers left there
       distrun kill --stale --dry-run          # on this machine
+      distrun kill --launcher slurm --stale   # what dead launchers left in an engine
 
     A running job is preferred to one that has ended. distrun asks the job's launcher to stop it. If the launcher is
     gone, distrun finds the job's processes by what was recorded of them, never by program names, and never another
     user's. They get SIGTERM, and SIGKILL after the grace time. The exit code is 1 if a process did not end, 3 if a host
     cannot be reached.
     """
+    if options["launcher"]:
+        return _in_engine(names, options)
     is_elsewhere = options["hostfile"] is not None or options["hosts"] is not None
     if bool(options["match"]) != options["any_process"]:
         raise UsageError(
@@ -178,6 +186,43 @@ def _on_hosts(wanted: Sequence[str], options: Mapping[str, Any]) -> int:
     names = {each.host for each in chosen}
     with Fleet(backend, [host for host in hosts if host.name in names]) as fleet:
         return _report(Result(found, chosen, end_jobs(fleet, chosen, grace_s)), options)
+
+
+def _in_engine(names: Sequence[str], options: Mapping[str, Any]) -> int:
+    """Cancel my jobs in an engine whose launchers are gone; return the exit code."""
+    from distrun_runtime.coordinator.jobstore import JobStore
+
+    if names or not options["stale"]:
+        raise UsageError(
+            f"--launcher {options['launcher']} goes with --stale, and with no JOB",
+            "a job that was launched here is killed by its name alone: distrun kill JOB",
+        )
+    backend = engines.need(options["launcher"], engines.engine_of(options["launcher"], options, environ.snapshot()))
+    chosen = engines.abandoned(backend.engine.find(), JobStore())
+    if not options["as_json"]:
+        _print_table(("JOB", "MARKER", "STATE"), [(each.handle.id, each.marker, each.state) for each in chosen])
+    problems: dict[str, str] = {}
+    if chosen and not options["dry_run"]:
+        agree(f"Cancel {len(chosen)} in {backend.name}?", options["yes"], "jobs are cancelled")
+        problems = engines.cancel(backend, chosen)
+    code = facts.EXIT_LEFT if problems else 0
+    if options["as_json"]:
+        rows = [
+            {"id": each.handle.id, "marker": each.marker, "state": each.state, "problem": problems.get(each.marker)}
+            for each in chosen
+        ]
+        _print_json(dry_run=options["dry_run"], exit_code=code, engine=backend.name, jobs=rows)
+        return code
+    for each in chosen if not options["dry_run"] else ():
+        if each.marker in problems:
+            print_err(f"distrun: error: {each.marker}: {problems[each.marker]}\n")
+        else:
+            print_out(f"{backend.name}: ended {each.handle.id} ({each.marker})\n")
+    if not chosen:
+        print_out(f"no abandoned job of mine is in {backend.name}\n")
+    elif options["dry_run"]:
+        print_out("nothing was ended (--dry-run)\n")
+    return code
 
 
 def _choose(found: Found, wanted: Sequence[str], stale: bool) -> list[HostJob]:

@@ -1,0 +1,109 @@
+"""What commands other than `launch` do with engines: examine one, find and cancel what it has of mine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import click
+
+from distrun import backends
+from distrun.doctor.checks import BAD, HERE, OK, Row
+from distrun.errors import UsageError
+from distrun.request import EngineOptions
+from distrun_runtime.contract import address, facts
+from distrun_runtime.coordinator.jobstore import JobStore
+
+if TYPE_CHECKING:
+    from distrun.backends.engine import Found
+    from distrun.backends.queue import QueueBackend
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_SITE = ("yarn_rm", "yarn_hdfs", "mpirun", "mpi_flavor")
+SITE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
+    click.option("--yarn-rm", default="", metavar="URL", help="ResourceManager (yarn). [default: $HADOOP_CONF_DIR's]"),
+    click.option("--yarn-hdfs", default="", metavar="URL", help="WebHDFS (yarn). [default: $HADOOP_CONF_DIR's]"),
+    click.option(
+        "--mpi-flavor", default="", metavar="NAME", help="Kind of mpirun: openmpi, mpich, intel. [default: asked]"
+    ),
+    click.option("--mpirun", default="", metavar="PATH", help="The mpirun program (mpi)."),
+)
+"""Options that say which engine is meant, for all commands that speak to one."""
+
+
+def site_options(function: Function) -> Function:
+    """Add the options to a command, in the order of the table."""
+    for option in reversed(SITE_OPTIONS):
+        function = option(function)
+    return function
+
+
+def engine_of(name: str, options: Mapping[str, Any], env: Mapping[str, str]) -> QueueBackend | None:
+    """Return the backend of an engine, told what the options and the configuration file say; None if it is none.
+
+    Raises:
+        UsageError: there is no such launcher, or the file cannot be read.
+    """
+    backend = backends.load(name) if name else None
+    if backend is None or not backend.is_engine:
+        return None
+    from distrun import config
+
+    found = cast("QueueBackend", backend)
+    own = {key: options[key] for key in _SITE if options[key]}
+    found.engine.options = EngineOptions(own=own, config=config.section(name, env))
+    return found
+
+
+def rows(backend: QueueBackend) -> list[Row]:
+    """Return what is there of what a launch by an engine needs."""
+    found = [
+        Row(
+            HERE, backend.name, OK if each.ok else BAD, each.text, each.fix or ("" if each.ok else "see the page on it")
+        )
+        for each in backend.engine.examine()
+    ]
+    own = address.own()
+    text = f"agents reach this machine at {', '.join(own)}" if own else "this machine has no address but its own"
+    fix = "" if own else "--coordinator-address A, an address at which the nodes reach it"
+    return [*found, Row(HERE, "coordinator", OK if own else BAD, text, fix)]
+
+
+def abandoned(found: Sequence[Found], store: JobStore) -> list[Found]:
+    """Return the jobs of an engine whose coordinator does not live, as far as this machine's job store says."""
+    living = {str(job.id) for job in store.list() if job.standing() in facts.GOING}
+    from distrun.backends import engine
+
+    nonces = {_nonce(store, name) for name in living}
+    return [
+        each for each in found if each.marker.startswith(engine.MARK) and each.marker.rpartition("-")[2] not in nonces
+    ]
+
+
+def _nonce(store: JobStore, name: str) -> str:
+    from distrun.backends import queue
+
+    return queue.recorded_marker(store.find(name).path).rpartition("-")[2]
+
+
+def cancel(backend: QueueBackend, chosen: Sequence[Found]) -> dict[str, str]:
+    """Cancel jobs; return what went wrong, by marker."""
+    from distrun.backends.engine import EngineError
+
+    problems: dict[str, str] = {}
+    for each in chosen:
+        try:
+            backend.cancelled(each.handle)
+        except EngineError as err:
+            problems[each.marker] = str(err)
+    return problems
+
+
+def need(name: str, backend: QueueBackend | None) -> QueueBackend:
+    """Return the backend. Raises UsageError if it is not an engine's."""
+    if backend is None:
+        raise UsageError(
+            f"--launcher {name} is no engine: its hosts are asked", "distrun kill -H FILE --stale, without --launcher"
+        )
+    return backend
