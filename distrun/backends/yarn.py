@@ -254,10 +254,7 @@ class Yarn(Engine):
     # ------------------------------------------------------------------ helpers
 
     def _any(self) -> Cluster:
-        from distrun import config
-        from distrun.request import EngineOptions
-
-        return self._cluster or Cluster.of(EngineOptions(config=config.section(self.name, environ.snapshot())))
+        return self._cluster or Cluster.of(self.options)
 
     def _of(self, handle: Handle) -> Cluster:
         if self._cluster is None:

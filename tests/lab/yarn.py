@@ -86,7 +86,7 @@ def why_not() -> str:
     if not shutil.which("java"):
         return "YARN needs Java: %s" % PACKAGES["java"]
     if not jars().is_dir():
-        return "YARN's jars are not in %s; to get them:  python tests/lab/yarn.py install" % jars()
+        return "YARN's jars are not in %s; scripts/test engines gets them" % jars()
     return ""
 
 
@@ -98,7 +98,9 @@ def install() -> Path:
     """
     wanted = ["java"] if jars().is_dir() else ["java", "mvn"]
     missing = [PACKAGES[program] for program in wanted if not shutil.which(program)]
-    if missing:
+    if missing and shutil.which("apt-get"):
+        with contextlib.suppress(Unavailable):  # the lists that are here may do
+            _run(["apt-get", "-qq", "update"], "apt-get update")
         argv = ["apt-get", "-qq", "install", "-y", "--no-install-recommends", *missing]
         _run(argv, "installing " + " ".join(missing), env={"DEBIAN_FRONTEND": "noninteractive"})
     if jars().is_dir():
@@ -418,5 +420,8 @@ def up(lab: Lab, queues: Mapping[str, tuple[int, int]] | None = None) -> Cluster
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["install"]:
-        sys.exit("yarn.py install   gets Java and YARN's jars")
-    print(install())
+        sys.exit("python -m yarn install   gets Java and YARN's jars")
+    try:
+        print(install())
+    except Unavailable as why:
+        sys.exit("yarn: %s" % why)

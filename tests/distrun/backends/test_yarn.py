@@ -429,27 +429,23 @@ def test_a_container_that_ends_before_all_have_started_ends_the_job(rm: Rm) -> N
     assert rm.deleted == [MARKER]
 
 
-def test_my_jobs_are_found_by_their_marker(rm: Rm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    url = rm.server.url
-    (tmp_path / "distrun").mkdir()
-    (tmp_path / "distrun" / "config.ini").write_text(f"[yarn]\nrm = {url}\nhdfs = {url}\n")
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    [found] = Yarn().find()
+def test_my_jobs_are_found_by_their_marker(rm: Rm) -> None:
+    engine = Yarn()
+    engine.options = EngineOptions(**of(rm))
+    [found] = engine.find()
     assert (found.marker, found.state, found.handle.id) == (MARKER, "ACCEPTED", "application_1795517619279_0007")
     assert found.handle.more["secret"] == f"/user/ann/.distrun/{MARKER}/distrun-secret"
 
 
 def test_the_doctor_says_what_is_there(rm: Rm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
     [finding] = Yarn().examine()
     assert not finding.ok
     assert "no ResourceManager is known" in finding.text
-    url = rm.server.url
-    (tmp_path / "distrun").mkdir()
-    (tmp_path / "distrun" / "config.ini").write_text(f"[yarn]\nrm = {url}\nhdfs = {url}\n")
+    engine = Yarn()
+    engine.options = EngineOptions(config={"rm": rm.server.url, "hdfs": rm.server.url})
     rm.off = True
-    texts = {finding.text: finding.ok for finding in Yarn().examine()}
+    texts = {finding.text: finding.ok for finding in engine.examine()}
     assert texts["3 nodes are up; the largest has 2048 MiB, 4 cores"]
     assert texts["queues: default (8 % full), small (83 % full)"]
     assert not next(ok for text, ok in texts.items() if "services API is off" in text)
