@@ -338,17 +338,19 @@ class Files:
             raise self._failed("asking for your home folder", answer)
         return str(answer.json["Path"])
 
-    def write(self, path: str, data: bytes) -> None:
-        """Make a new file of mode 0600, and its folder of mode 0700. Raises EngineError: also if it is there."""
-        folder = path.rpartition("/")[0]
+    def make_private(self, folder: str) -> None:
+        """Make a folder of mode 0700, or give that mode to one that is there. Raises EngineError."""
         answer = self._ask("PUT", folder, "MKDIRS", permission="700")
         if answer.status == 200:
-            # An older folder, or one made under another umask, is not left open.
             answer = self._ask("PUT", folder, "SETPERMISSION", permission="700")
-        if answer.status == 200:
-            # `data`: HttpFS takes the bytes at once; a NameNode names a DataNode, which gets them.
-            more = {"overwrite": "false", "permission": "600", "data": "true"}
-            answer = self._ask("PUT", path, "CREATE", data, **more)
+        if answer.status != 200:
+            raise self._failed(f"making {folder}", answer)
+
+    def write(self, path: str, data: bytes) -> None:
+        """Make a new file of mode 0600, and its folder of mode 0700. Raises EngineError: also if it is there."""
+        self.make_private(path.rpartition("/")[0])
+        # `data`: HttpFS takes the bytes at once; a NameNode names a DataNode, which gets them.
+        answer = self._ask("PUT", path, "CREATE", data, overwrite="false", permission="600", data="true")
         if answer.status not in (200, 201):
             raise self._failed(f"writing {path}", answer)
 

@@ -19,7 +19,7 @@ from os import geteuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distrun.backends import hadoop
+from distrun.backends import hadoop, yarnshell
 from distrun.backends.engine import (
     ANSWER_S,
     ENDED,
@@ -66,6 +66,7 @@ from distrun.backends.yarnreports import (
 )
 from distrun.errors import UsageError
 from distrun_runtime.contract import environ, facts
+from distrun_runtime.contract.plan import SERVER
 
 if TYPE_CHECKING:
     from distrun.request import EngineOptions
@@ -120,19 +121,28 @@ class Yarn(Engine):
         options = submission.options
         if options.project:
             raise UsageError("--project: YARN has no projects", "say --queue NAME")
-        _merged({}, options.args)
         try:
             cluster = Cluster.of(options)
             found = self._asked(cluster, submission)
         except (EngineError, UsageError) as err:
             if not submission.is_dry or (isinstance(err, UsageError) and not isinstance(err, _NoAddress)):
                 raise
-            return {"home": "{home}", "rm": "{ResourceManager}"}
+            return {"home": "{home}", "rm": "{ResourceManager}", "yarn": ""}
         self._cluster = cluster
         return found
 
     def _asked(self, cluster: Cluster, submission: Submission) -> Mapping[str, str]:
-        version = cluster.api_version()
+        config = submission.options.config
+        yarn = jar = ""
+        try:
+            cluster.api_version(is_wanted=config.get("shell", "").lower() not in ("yes", "true", "1"))
+            _merged({}, submission.options.args)
+        except _ApiOff:
+            yarn = yarnshell.program(config)
+            if not yarn:
+                raise
+            yarnshell.refuse_args(submission.options.args)
+            jar = config.get("shell_jar", "") or yarnshell.find_jar(yarn)
         nodes = nodes_of(cluster.rm.json("/ws/v1/cluster/nodes"))
         refuse_too_big(submission.groups, nodes)
         queues = queues_of(cluster.rm.json("/ws/v1/cluster/scheduler"))
@@ -140,10 +150,14 @@ class Yarn(Engine):
         label = submission.options.own.get("node_label", "")
         if label:
             refuse_label(label, cluster.rm.json("/ws/v1/cluster/get-node-labels"))
-        return {"home": cluster.files.home(), "rm": cluster.rm.addresses[0], "version": version}
+        return {"home": cluster.files.home(), "rm": cluster.rm.addresses[0], "yarn": yarn, "jar": jar}
 
     def render(self, submission: Submission) -> Script:
-        """Return the spec, and the request that posts it."""
+        """Return the spec, and the request that posts it; where the services API is off, the shell's script."""
+        yarn = submission.found["yarn"]
+        if yarn:
+            argv = yarnshell.command(submission, yarn, submission.found["jar"], MEMORY_MB)
+            return Script({yarnshell.SCRIPT: yarnshell.agent_script(submission)}, (argv,))
         spec = service(submission)
         text = json.dumps(spec, indent=2) + "\n"
         commands = (
@@ -153,26 +167,44 @@ class Yarn(Engine):
         return Script({SPEC: text}, commands)
 
     def submit(self, submission: Submission, script: Script) -> Handle:
-        """Put the secret into HDFS, then post the spec."""
+        """Put the secret into HDFS, then post the spec; or have `yarn` upload both secret and script."""
         cluster = self._cluster or Cluster.of(submission.options)
-        path = secret_path(submission.found["home"], submission.marker)
-        cluster.files.write(path, submission.secret.encode("ascii") + b"\n")
+        is_shell = bool(submission.found["yarn"])
+        home = submission.found["home"]
+        path = secret_path(home, submission.marker)
         try:
-            body = script.files[SPEC].encode("utf-8")
-            answer = cluster.rm.ask("POST", "/app/v1/services", body, limit_s=SUBMIT_S)
-            if answer.status not in (200, 202):
-                raise EngineError(f"YARN refused the job: {answer.said}", hint_of(answer.said))
-            match = re.search(r"application_\d+_\d+", answer.said)
-            app = match.group() if match else cluster.service(submission.marker).get("id", "")
-            if not app:
-                raise EngineError(f"YARN accepted the job and did not say its id: {answer.said}")
+            if is_shell:
+                # The shell's own folder: made now, so that nobody else can enter it.
+                path = f"{home}/{submission.marker}/{yarnshell.SECRET_FILE}"
+                cluster.files.make_private(path.rpartition("/")[0])
+                app = yarnshell.submit(script.commands[0], submission.folder / "yarn.log")
+                if submission.options.time_s:
+                    cluster.limit(app, submission.options.time_s)
+            else:
+                cluster.files.write(path, submission.secret.encode("ascii") + b"\n")
+                app = self._post(cluster, submission.marker, script.files[SPEC])
         except BaseException:
             with contextlib.suppress(EngineError):  # what was said first counts
                 cluster.delete(submission.marker)
             with contextlib.suppress(EngineError):
                 cluster.files.remove(path.rpartition("/")[0])
             raise
-        return Handle(self.name, app, {**cluster.more(), "name": submission.marker, "secret": path})
+        more = {**cluster.more(), "name": submission.marker, "secret": path}
+        if is_shell:
+            servers = sum(group.count for group in submission.groups if group.role == SERVER)
+            more.update(tasks=str(submission.tasks), servers=str(servers))
+        return Handle(self.name, app, more)
+
+    @staticmethod
+    def _post(cluster: Cluster, marker: str, spec: str) -> str:
+        answer = cluster.rm.ask("POST", "/app/v1/services", spec.encode("utf-8"), limit_s=SUBMIT_S)
+        if answer.status not in (200, 202):
+            raise EngineError(f"YARN refused the job: {answer.said}", hint_of(answer.said))
+        match = re.search(r"application_\d+_\d+", answer.said)
+        app = match.group() if match else str(cluster.service(marker).get("id", ""))
+        if not app:
+            raise EngineError(f"YARN accepted the job and did not say its id: {answer.said}")
+        return app
 
     # ------------------------------------------------------------------ while it waits and runs
 
@@ -186,10 +218,8 @@ class Yarn(Engine):
         if app["state"] in OVER:
             self._forget(cluster, handle)
             return Standing(ENDED, ending(app))
-        found = cluster.service(handle.more["name"]) if app["state"] == "RUNNING" else {}
-        containers = containers_of(found)
+        containers, wanted = self._placed(cluster, handle, app)
         self._containers.update((each.place, each) for each in containers)
-        wanted = wanted_of(found)
         if not wanted or len(containers) < wanted:
             lost = next((each for each in containers if each.is_over), None)
             if lost is not None:
@@ -204,6 +234,20 @@ class Yarn(Engine):
         grants = tuple(Grant(each.place, each.node, {each.role: 1}) for each in containers)
         gone = {each.place: f"its container on {each.node} has ended" for each in containers if each.is_over}
         return Standing(RUNNING, "", grants, gone)
+
+    def _placed(self, cluster: Cluster, handle: Handle, app: Mapping[str, Any]) -> tuple[tuple[Container, ...], int]:
+        """Return the containers that a job has, and how many it is to have; 0: not known yet."""
+        if app["state"] != "RUNNING":
+            return (), 0
+        if "tasks" not in handle.more:
+            found = cluster.service(handle.more["name"])
+            return containers_of(found), wanted_of(found)
+        known = {each.id: each for each in self._containers.values()}
+        there = yarnshell.containers_of(cluster.attempt(handle.id), int(handle.more["servers"]))
+        # The ResourceManager forgets a container when it ends.
+        over = (each._replace(state="STOPPED") for each in known.values() if each.id not in {one.id for one in there})
+        kept = [known[each.id] if len(known) >= int(handle.more["tasks"]) else each for each in there]
+        return (*kept, *over), int(handle.more["tasks"])
 
     def cancel(self, handle: Handle) -> None:
         """Kill the application, then delete the service."""
@@ -236,14 +280,16 @@ class Yarn(Engine):
     def find(self) -> Sequence[Found]:
         """Return this user's services that are distrun's and have not ended."""
         cluster = self._any()
-        query = {"applicationTypes": "yarn-service", "states": LIVE, "user": cluster.user}
+        query = {"states": LIVE, "user": cluster.user}
         said = cluster.rm.json("/ws/v1/cluster/apps", query=query)
         home = cluster.files.home()
         found = []
         for app in listed(said.get("apps"), "app"):
             name = str(app["name"])
             if name.startswith(MARK):
-                more = {**cluster.more(), "name": name, "secret": secret_path(home, name)}
+                is_shell = app.get("applicationType") != "yarn-service"
+                path = f"{home}/{name}/{yarnshell.SECRET_FILE}" if is_shell else secret_path(home, name)
+                more = {**cluster.more(), "name": name, "secret": path}
                 found.append(Found(Handle(self.name, str(app["id"]), more), name, str(app["state"])))
         return found
 
@@ -278,6 +324,10 @@ class Yarn(Engine):
 
 class _NoAddress(UsageError):
     """Nothing says where the cluster is."""
+
+
+class _ApiOff(EngineError):
+    """The ResourceManager has no services API."""
 
 
 class Cluster:
@@ -349,14 +399,15 @@ class Cluster:
             )
         return found
 
-    def api_version(self) -> str:
-        """Return what the services API calls itself. Raises EngineError: it is off."""
+    def api_version(self, is_wanted: bool = True) -> str:
+        """Return what the services API calls itself. Raises EngineError: it is off, or not wanted."""
         answer = self.rm.ask("GET", "/app/v1/services/version")
-        if answer.status == 200:
+        if answer.status == 200 and is_wanted:
             return str(answer.json.get("hadoop_version", "")).partition(" ")[0]
-        raise EngineError(
-            f"YARN's services API is off: {answer.url} answers {answer.status}",
-            f"have {API}=true set in the ResourceManager's yarn-site.xml, and the ResourceManager restarted",
+        raise _ApiOff(
+            f"YARN's services API is off ({answer.url} answers {answer.status}), and there is no program `yarn` here",
+            f"have {API}=true set in the ResourceManager's yarn-site.xml, and the ResourceManager restarted; "
+            "or install Hadoop's client here: then its distributed shell is used",
         )
 
     def application(self, app: str) -> Mapping[str, Any] | None:
@@ -376,6 +427,23 @@ class Cluster:
             return {}  # its application master is starting, or ending
         found: Mapping[str, Any] = answer.json
         return found
+
+    def attempt(self, app: str) -> Mapping[str, Any]:
+        """Return the containers of an application's last attempt that have not ended. Raises EngineError."""
+        attempts = listed(self.rm.json(f"/ws/v1/cluster/apps/{app}/appattempts").get("appAttempts"), "appAttempt")
+        if not attempts:
+            return {}
+        name = attempts[-1]["appAttemptId"]
+        found: Mapping[str, Any] = self.rm.json(f"/ws/v1/cluster/apps/{app}/appattempts/{name}/containers")
+        return found
+
+    def limit(self, app: str, time_s: float) -> None:
+        """Have an application ended after so long from now. Raises EngineError."""
+        end = time.strftime("%Y-%m-%dT%H:%M:%S.000+0000", time.gmtime(time.time() + time_s))
+        body = json.dumps({"timeout": {"type": "LIFETIME", "expiryTime": end}}).encode("ascii")
+        answer = self.rm.ask("PUT", f"/ws/v1/cluster/apps/{app}/timeout", body)
+        if answer.status != 200:
+            raise EngineError(f"YARN does not take --time for {app}: {answer.said}")
 
     def kill(self, app: str) -> None:
         """Have an application killed; does not wait. Raises EngineError."""
@@ -400,7 +468,7 @@ class Cluster:
         found: dict[str, Exit] = {}
         if match is not None:
             node = hadoop.Web("NodeManager", (match.group(1),), self.user, self._ca)
-            for file in AM_LOGS:
+            for file in (*AM_LOGS, *yarnshell.AM_LOGS):
                 with contextlib.suppress(EngineError):
                     path = f"/ws/v1/node/containerlogs/{match.group(2)}/{file}"
                     answer = node.ask("GET", path, query={"size": f"-{AM_LOG_BYTES}"}, limit_s=NODE_S)

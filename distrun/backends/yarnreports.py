@@ -204,6 +204,11 @@ _EXIT = re.compile(
 )
 
 
+_SHELL_EXIT = re.compile(
+    r"containerID=(?P<place>container_\S+), state=COMPLETE, exitStatus=(?P<code>-?\d+), diagnostics=(?P<text>[^\n]*)"
+)
+
+
 def exits_of(log: str) -> dict[str, Exit]:
     """Return how containers have ended, by place, from the log of the application master."""
     found = {}
@@ -211,6 +216,8 @@ def exits_of(log: str) -> dict[str, Exit]:
         text = match["text"].partition("Diagnostics:")[2]
         if "State: COMPLETE" in match["text"]:
             found[match["place"]] = Exit(int(match["code"]), text.strip())
+    for match in _SHELL_EXIT.finditer(log):
+        found[match["place"]] = Exit(int(match["code"]), match["text"].strip())
     return found
 
 

@@ -44,7 +44,8 @@ def test_a_job_waits_in_a_full_queue_and_says_so_and_is_killed_there(site: YarnS
     first = site.begin_launch("-n", "2", "-s", "0", "--queue", "small", "--detach", WAITS, cwd=HERE)
     assert first.wait(LIMIT_S) == 0, first.err
     job = first.out.strip()
-    wait_until(lambda: site.distrun("logs", job).out.count("up") == 2, LIMIT_S, "both workers are up")
+    wait_until(lambda: site.logged(job).count("up") == 2, LIMIT_S, "both workers are up")
+    assert "worker-1@h" in site.distrun("logs", job).out
 
     # The secret is gone from HDFS, and was never in the spec.
     [app] = site.cluster.applications()
@@ -119,6 +120,17 @@ def test_a_job_that_is_killed_from_outside_is_143(site: YarnSite) -> None:
     site.cluster.call("PUT", "/ws/v1/cluster/apps/%s/state?user.name=root" % app["id"], {"state": "KILLED"})
     assert running.wait(LIMIT_S) == 143, running.err
     assert "killed from outside" in running.err
+
+
+def test_the_distributed_shell_runs_a_job_too(site: YarnSite, tmp_path: Path) -> None:
+    config = tmp_path / "config" / "distrun"
+    config.mkdir(parents=True)
+    (config / "config.ini").write_text("[yarn]\nshell = yes\nyarn = %s/yarn\n" % site.cluster.conf)
+    env = {"XDG_CONFIG_HOME": str(config.parent)}
+    done = site.launch("-n", "2", "-s", "0", 'echo "$RANK of $WORLD_SIZE"', cwd=HERE, env=env)
+    assert done.code == 0, done.err
+    assert sorted(line.partition(" | ")[2] for line in done.out.splitlines()) == ["0 of 2", "1 of 2"]
+    assert site.files("/user/root") in ([(".distrun", "700"), (".yarn", "750")], [(".yarn", "750")])
 
 
 def test_what_yarn_cannot_give_is_refused_before_anything_is_submitted(site: YarnSite) -> None:

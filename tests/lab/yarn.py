@@ -205,7 +205,7 @@ def configuration(master: str, queues: Mapping[str, tuple[int, int]]) -> dict[st
         "capacity-scheduler.xml": xml(capacity),
         "zoo.cfg": "tickTime=2000\ndataDir=%s/zk\nclientPort=2181\nadmin.enableServer=false\n" % DATA,
         "log4j.properties": LOG4J,
-        "yarn": YARN % {"conf": CONF, "jars": jars(), "opens": OPENS},
+        "yarn": YARN % {"jars": jars(), "opens": OPENS},
     }
 
 
@@ -220,15 +220,20 @@ log4j.appender.c.layout.ConversionPattern=%d %p %c{2}: %m%n
 YARN = """\
 #!/bin/sh
 # The few words of Hadoop's own "yarn" that the distributed shell needs.
-export HADOOP_CONF_DIR=%(conf)s
+conf=$(dirname "$(readlink -f "$0")")
 word=$1
 shift
 case $word in
-classpath) echo "%(conf)s:%(jars)s/*" ;;
-version) echo "Hadoop lab" ;;
-jar) jar=$1; shift; exec java -Xmx128m -XX:+UseSerialGC -XX:TieredStopAtLevel=1 %(opens)s \\
-    -cp "$jar:%(conf)s:%(jars)s/*" "$@" ;;
-*) echo "yarn: $word?" >&2; exit 2 ;;
+classpath) echo "$conf:%(jars)s/*" ;;
+jar)
+    jar=$1
+    shift
+    exec java -Xmx128m -XX:+UseSerialGC -XX:TieredStopAtLevel=1 %(opens)s -cp "$jar:$conf:%(jars)s/*" "$@"
+    ;;
+*)
+    echo "yarn: $word?" >&2
+    exit 2
+    ;;
 esac
 """
 
@@ -254,7 +259,7 @@ class Cluster:
         self.master = names[0]
         self.nodes = names[1:]
         """Hosts with a NodeManager."""
-        self.files = configuration(self.master, queues or {"default": (80, 100), "small": (20, 20)})
+        self.files = configuration(self.master, queues or {"default": (70, 100), "small": (30, 30)})
 
     @property
     def url(self) -> str:

@@ -8,6 +8,7 @@ DISTRUN_ENGINES=required they fail.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -98,10 +99,13 @@ class YarnSite(Site):
         assert found, running.err
         return found[1]
 
+    def logged(self, job: str) -> str:
+        """Return what the tasks of a job have written so far."""
+        folder = self.home_folder / "state" / "distrun" / "jobs" / job / "logs"
+        return "".join(path.read_text() for path in sorted(folder.glob("worker-*.log")))
+
     def outcome(self, job: str) -> dict[str, Any]:
         """Return how a job ended, as its folder says."""
-        import json
-
         path = self.home_folder / "state" / "distrun" / "jobs" / job / "outcome.json"
         wait_until(path.exists, LIMIT_S, "%s is there" % path)
         return dict(json.loads(path.read_text()))

@@ -141,7 +141,7 @@ def test_what_hdfs_refuses_is_said(servers: Callable[[], Server]) -> None:
         "RemoteException": {"exception": "AccessControlException", "message": "Permission denied: user=ann\n\tat x"}
     }
     server.answer = lambda *_: (403, json.dumps(said).encode(), {})
-    with pytest.raises(EngineError, match=r"HDFS: writing /a/b/c: 403: Permission denied: user=ann$"):
+    with pytest.raises(EngineError, match=r"HDFS: making /a/b: 403: Permission denied: user=ann$"):
         Files(Web("NameNode", (server.url,), "ann")).write("/a/b/c", b"")
 
 

@@ -48,7 +48,7 @@ def submission(folder: Path = Path("/job/engine"), *, is_dry: bool = False, **op
         folder=folder,
         cwd="/work",
         secret="5ec7e7",
-        found={"home": "/user/ann", "rm": "http://rm:8088"},
+        found={"home": "/user/ann", "rm": "http://rm:8088", "yarn": ""},
         is_dry=is_dry,
     )
 
@@ -278,6 +278,7 @@ class Rm:
         self.files: dict[str, str] = {}
         self.deleted: list[str] = []
         self.refusal = ""
+        self.containers: Any = {}
         server.answer = self.answer
 
     def answer(self, method: str, path: str, headers: dict[str, str]) -> Reply:
@@ -305,6 +306,10 @@ class Rm:
             return 200, {"clusterInfo": {"resourceManagerVersion": "3.4.2", "haState": "ACTIVE"}}
         if where == "/ws/v1/cluster/nodes":
             return 200, recorded("nodes")
+        if where.endswith("/appattempts"):
+            return 200, {"appAttempts": {"appAttempt": [{"appAttemptId": "appattempt_1"}]}}
+        if where.endswith("/appattempts/appattempt_1/containers"):
+            return 200, self.containers
         if where.endswith("/state"):
             self.app = recorded("killed-app")
             return 202, {"state": "KILLING"}
@@ -338,14 +343,20 @@ def test_a_cluster_is_asked_before_anything_is_submitted(rm: Rm) -> None:
     import dataclasses
 
     small = dataclasses.replace(submission(**of(rm)), groups=(Group(WORKER, 2, Needs()),))
-    assert Yarn().prepare(small) == {"home": "/user/ann", "rm": rm.server.url, "version": "3.4.2"}
+    assert Yarn().prepare(small) == {
+        "home": "/user/ann",
+        "rm": rm.server.url,
+        "yarn": "",
+        "jar": "",
+    }
     with pytest.raises(UsageError, match="--worker-memory"):
         Yarn().prepare(submission(**of(rm)))
     assert rm.files == {}
 
 
-def test_an_api_that_is_off_is_an_error_that_names_the_setting(rm: Rm) -> None:
+def test_an_api_that_is_off_is_an_error_that_names_the_setting(rm: Rm, monkeypatch: pytest.MonkeyPatch) -> None:
     rm.off = True
+    monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(EngineError, match="services API is off") as raised:
         Yarn().prepare(submission(**of(rm)))
     assert "yarn.webapp.api-service.enable=true" in raised.value.hint
@@ -359,7 +370,7 @@ def test_a_project_is_refused(rm: Rm) -> None:
 def test_a_dry_run_needs_no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path))
     found = Yarn().prepare(submission(is_dry=True))
-    assert found == {"home": "{home}", "rm": "{ResourceManager}"}
+    assert found == {"home": "{home}", "rm": "{ResourceManager}", "yarn": ""}
     with pytest.raises(UsageError, match="no ResourceManager is known"):
         Yarn().prepare(submission())
 
@@ -449,3 +460,101 @@ def test_the_doctor_says_what_is_there(rm: Rm, monkeypatch: pytest.MonkeyPatch, 
     assert texts["3 nodes are up; the largest has 2048 MiB, 4 cores"]
     assert texts["queues: default (8 % full), small (83 % full)"]
     assert not next(ok for text, ok in texts.items() if "services API is off" in text)
+
+
+# The distributed shell, where the services API is off
+
+
+CONTAINERS = {
+    "container": [
+        {"containerId": f"container_1_0007_01_00000{number}", "assignedNodeId": f"h{number}:4{number}000"}
+        for number in (4, 1, 2, 3)
+    ]
+}
+
+
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program `yarn` that says an application's id and goes on, as the shell's client does."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "hadoop-yarn-applications-distributedshell-3.4.2.jar").touch()
+    (folder / "yarn").write_text(
+        f"#!/bin/sh\n[ $1 = classpath ] && echo '/x/*:{folder}/*' && exit\n"
+        f"printf '%s\\n' \"$@\" >{folder}/words\n[ -e {folder}/broken ] && echo 'no such queue' && exit 3\n"
+        "echo 'INFO impl.YarnClientImpl: Submitted application application_1795517619279_0007'; exec sleep 100\n"
+    )
+    (folder / "yarn").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return folder
+
+
+def shell_job(rm: Rm, folder: Path, **options: Any) -> tuple[Yarn, Submission]:
+    import dataclasses
+
+    rm.off = True
+    engine = Yarn()
+    made = dataclasses.replace(
+        submission(folder, **of(rm, **options)), groups=(Group(SERVER, 1, Needs()), Group(WORKER, 2, Needs(cores=2)))
+    )
+    return engine, dataclasses.replace(made, found=engine.prepare(made))
+
+
+def test_a_job_is_submitted_by_the_distributed_shell_where_the_api_is_off(rm: Rm, stub: Path, tmp_path: Path) -> None:
+    engine, made = shell_job(rm, tmp_path)
+    script = engine.render(made)
+    assert "5ec7e7" not in repr(script)
+    assert '"$(readlink -f secret)"' in script.files["agent.sh"]
+    handle = engine.submit(made, script)
+    words = (stub / "words").read_text().split("\n")
+    assert words[words.index("-num_containers") + 1] == "3"
+    assert words[words.index("-container_resources") + 1] == "memory-mb=1024,vcores=2"
+    assert words[words.index("-localize_files") + 1] == str(tmp_path / "secret")
+    assert handle.id == "application_1795517619279_0007"
+    assert engine.look(handle).state == QUEUED
+    rm.app, rm.containers = recorded("half-app"), CONTAINERS
+    standing = Yarn().look(handle)
+    assert standing.state == RUNNING
+    assert [(each.place, each.node, each.takes) for each in standing.grants] == [
+        ("container_1_0007_01_000002", "h2", {"server": 1}),
+        ("container_1_0007_01_000003", "h3", {"worker": 1}),
+        ("container_1_0007_01_000004", "h4", {"worker": 1}),
+    ]
+
+
+def test_the_configuration_file_can_ask_for_the_shell(rm: Rm, stub: Path, tmp_path: Path) -> None:
+    small = submission(tmp_path, **of(rm, config={"shell": "yes"}))
+    import dataclasses
+
+    assert Yarn().prepare(dataclasses.replace(small, groups=()))["yarn"] == str(stub / "yarn")
+
+
+def test_a_container_that_the_shell_has_lost_is_gone(rm: Rm, stub: Path, tmp_path: Path) -> None:
+    engine, made = shell_job(rm, tmp_path)
+    handle = engine.submit(made, engine.render(made))
+    rm.app, rm.containers = recorded("half-app"), CONTAINERS
+    engine.look(handle)
+    rm.containers = {"container": CONTAINERS["container"][1:]}
+    standing = engine.look(handle)
+    assert standing.state == RUNNING
+    assert set(standing.gone) == {"container_1_0007_01_000004"}
+
+
+def test_what_the_shell_says_of_a_refusal_is_told(rm: Rm, stub: Path, tmp_path: Path) -> None:
+    engine, made = shell_job(rm, tmp_path)
+    (stub / "broken").touch()
+    with pytest.raises(EngineError, match="yarn ended with 3: no such queue"):
+        engine.submit(made, engine.render(made))
+
+
+def test_json_is_no_word_for_the_shell(rm: Rm, stub: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--engine-arg"):
+        shell_job(rm, tmp_path, args=("{}",))
+
+
+def test_how_containers_of_the_shell_ended_is_in_its_log() -> None:
+    line = (
+        "INFO distributedshell.ApplicationMaster: application_1_0007 got container status for "
+        "containerID=container_1_0007_01_000002, state=COMPLETE, exitStatus=-104, diagnostics=[2026] It is over\n"
+    )
+    assert yarnreports.exits_of(line) == {"container_1_0007_01_000002": Exit(-104, "[2026] It is over")}
