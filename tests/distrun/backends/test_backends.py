@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import json
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distrun import backends, hosts
 from distrun.backends import local
 from distrun.backends.base import Backend, Swept
+from distrun.backends.engine import Bootstrap, Group, Handle, Submission, marker
+from distrun.backends.queue import QueueBackend
 from distrun.errors import DistrunError, UsageError
+from distrun.request import EngineOptions, Needs
 from distrun.sync import CopyRequest, CopyRules
 from distrun_runtime.contract import wire
 from distrun_runtime.contract.plan import Host, Plan, Task
@@ -28,7 +35,10 @@ PLAN = Plan(
 )
 
 
-@pytest.mark.parametrize("name", backends.names())
+STARTED_HERE = [name for name in backends.names() if name not in backends.ENGINES]
+
+
+@pytest.mark.parametrize("name", STARTED_HERE)
 def test_every_backend_renders_without_effects_and_shows_nothing_of_the_users(name: str) -> None:
     backend = backends.load(name)
     assert isinstance(backend, Backend)
@@ -39,7 +49,7 @@ def test_every_backend_renders_without_effects_and_shows_nothing_of_the_users(na
     assert "user's value" not in " ".join(rendered.commands["here"])
 
 
-@pytest.mark.parametrize("name", backends.names())
+@pytest.mark.parametrize("name", STARTED_HERE)
 def test_every_backend_connects_nothing_before_it_is_told_to(name: str) -> None:
     backend = backends.load(name)
     channels = backend.connect(PLAN.hosts)
@@ -79,10 +89,57 @@ def test_only_backends_read_how_a_host_is_reached() -> None:
     }
 
 
-def test_planned_backends_are_told_of_registered_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_registered", lambda: {"mine": "distrun.backends.local:Local"})
-    with pytest.raises(UsageError, match="this version has: local, ssh, mine"):
-        backends.load("mpi")
+def submission(name: str, **more: Any) -> Submission:
+    """Return what an engine would be asked for, for 4 workers and 2 servers, on two hosts where it takes any."""
+    backend = backends.load(name)
+    assert isinstance(backend, QueueBackend)
+    inventory = hosts.named(["h1", "h2"], "--hosts")
+    groups = (Group("server", 2, Needs()), Group("worker", 4, Needs(cores=2, memory=1 << 30)))
+    found = Submission(
+        job="calm-otter-7f3",
+        marker=marker("calm-otter-7f3", "00112233445566aa"),
+        groups=groups,
+        options=EngineOptions(),
+        bootstrap=Bootstrap("calm-otter-7f3", "ab" * 32, ("10.0.0.1:4000",), 120.0),
+        folder=Path("/nowhere/engine"),
+        cwd="/home/o'neil/$HOME `x`",
+        hosts=inventory if backend.engine.takes_hosts else None,
+        is_dry=True,
+        **more,
+    )
+    return dataclasses.replace(found, found=backend.engine.prepare(found))
+
+
+@pytest.mark.parametrize("name", backends.ENGINES)
+def test_every_engine_renders_without_effects_and_shows_nothing_of_the_users(name: str) -> None:
+    backend = backends.load(name)
+    assert isinstance(backend, QueueBackend)
+    assert backend.name == name
+    asked = submission(name)
+    script = backend.engine.render(asked)
+    assert script == backend.engine.render(asked)
+    shown = "\n".join([*script.files.values(), *(" ".join(argv) for argv in script.commands)])
+    assert asked.marker in shown
+    assert "o'neil" not in shown
+
+
+@pytest.mark.parametrize("name", backends.ENGINES)
+def test_every_engine_keeps_the_secret_out_of_its_commands(name: str) -> None:
+    backend = backends.load(name)
+    assert isinstance(backend, QueueBackend)
+    script = backend.engine.render(submission(name, secret="5ec2e7" * 8))
+    assert not [argv for argv in script.commands if "5ec2e7" in " ".join(argv)]
+
+
+def test_a_handle_survives_json() -> None:
+    handle = Handle("slurm", "12", {"cluster": "c1"})
+    assert Handle.from_json(json.loads(json.dumps(handle.to_json()))) == handle
+
+
+def test_a_marker_is_short_plain_and_ends_with_the_nonce() -> None:
+    made = marker("My_job.with+odd@signs:and-a-very-long-name-7f3", "00112233445566aa")
+    assert re.fullmatch(r"[a-z][a-z0-9-]{1,55}", made)
+    assert made.endswith("-00112233445566aa")
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
@@ -93,16 +150,9 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
     assert caught.value.hint == "did you mean slurm?"
 
 
-@pytest.mark.parametrize("name", backends.PLANNED)
-def test_a_planned_backend_says_so(name: str) -> None:
-    with pytest.raises(UsageError, match="not implemented yet; this version has: local") as caught:
-        backends.load(name)
-    assert "--launcher local" in caught.value.hint
-
-
 def test_other_distributions_register_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_registered", lambda: {"mine": "distrun.backends.local:Local", "bad": "no.where:X"})
-    assert backends.names() == ("local", "ssh", "bad", "mine")
+    assert backends.names() == ("local", "ssh", *backends.ENGINES, "bad", "mine")
     assert isinstance(backends.load("mine"), local.Local)
     with pytest.raises(DistrunError, match=r"--launcher bad: no\.where:X cannot be loaded"):
         backends.load("bad")
