@@ -86,6 +86,8 @@ SUBMIT_S = 60.0
 """How long the ResourceManager may take to accept a service: it writes to HDFS and to ZooKeeper meanwhile."""
 GONE_S = 15.0
 """How long YARN may take to end an application that is to be killed."""
+EXPLAIN_S = 3.5
+"""How long YARN may take to record why a container ended."""
 NODE_S = 2.0
 """How long a NodeManager may take to show a log."""
 AM_LOGS = ("serviceam.log", "serviceam-err.txt")
@@ -268,13 +270,20 @@ class Yarn(Engine):
         if app is None:
             return None
         container = self._containers.get(place)
-        if container is not None:
-            found = explained(cluster.exits(app).get(place), container)
+        until = time.monotonic() + EXPLAIN_S
+        while container is not None:
+            exit = cluster.exits(app).get(place)
+            found = explained(exit, container)
             if found is not None:
                 return found
-            lost = cluster.state_of_node(container.node)
-            if lost in ("LOST", "DECOMMISSIONED", "UNHEALTHY", "SHUTDOWN", "REBOOTED"):
-                return Explanation(facts.EXIT_HOST_LOST, f"YARN: the node {container.node} is {lost.lower()}")
+            # The application master hears of it some time after the container has ended.
+            if exit is not None or app["state"] in OVER or time.monotonic() > until:
+                break
+            time.sleep(0.5)
+        if container is not None:
+            state = cluster.state_of_node(container.node)
+            if state in ("LOST", "DECOMMISSIONED", "UNHEALTHY", "SHUTDOWN", "REBOOTED"):
+                return Explanation(facts.EXIT_HOST_LOST, f"YARN: the node {container.node} is {state.lower()}")
         return explained_application(app)
 
     def find(self) -> Sequence[Found]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import signal
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from backendcontract import BackendContract
 from lab import wait_until
 from yarnlab import LIMIT_S, YarnSite, kill, site, site_of_module
 
@@ -16,20 +16,12 @@ __all__ = ["site", "site_of_module"]
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
 WAITS = "echo up; sleep 300 & wait"
-HERE = Path("/tmp")
-"""A folder that launcher and nodes have, each its own."""
 
 
-def test_output_is_merged_and_a_workers_failure_is_the_jobs(site: YarnSite) -> None:
-    script = 'echo "$RANK of $WORLD_SIZE on $(hostname)"; echo "$CONTAINER_ID" >&2; [ "$RANK" = 0 ] || exit 7'
-    done = site.launch("-n", "3", "-s", "0", "--json", script, cwd=HERE)
-    assert done.code == 7, done.err
-    lines = done.out.splitlines()
-    outcome = json.loads(lines[-1])
-    assert outcome["culprit"]["task"] in ("worker-1", "worker-2")
-    assert any(line.startswith("worker-0@h") and " | 0 of 3 on h" in line for line in lines)
-    assert "queued, " in done.err
-    assert "queue default is" in done.err
+class TestContract(BackendContract):
+    @pytest.fixture
+    def site(self, site: YarnSite) -> YarnSite:
+        return site
 
 
 def test_digits_train_on_two_workers_and_two_servers_without_a_shared_folder(site: YarnSite) -> None:
@@ -40,45 +32,47 @@ def test_digits_train_on_two_workers_and_two_servers_without_a_shared_folder(sit
     assert done.out.count("Test_acc") == 4
 
 
-def test_a_job_waits_in_a_full_queue_and_says_so_and_is_killed_there(site: YarnSite) -> None:
-    first = site.begin_launch("-n", "2", "-s", "0", "--queue", "small", "--detach", WAITS, cwd=HERE)
+def test_a_job_waits_in_a_full_queue_and_is_found_there_when_its_record_is_lost(site: YarnSite) -> None:
+    first = site.begin_launch("-n", "2", "-s", "0", "--queue", "small", "--detach", WAITS)
     assert first.wait(LIMIT_S) == 0, first.err
     job = first.out.strip()
     wait_until(lambda: site.logged(job).count("up") == 2, LIMIT_S, "both workers are up")
     assert "worker-1@h" in site.distrun("logs", job).out
 
     # The secret is gone from HDFS, and was never in the spec.
-    [app] = site.cluster.applications()
+    [app] = site.applications()
     _, spec = site.cluster.call("GET", "/app/v1/services/%s?user.name=root" % app["name"])
     assert [row["dest_file"] for row in spec["components"][0]["configuration"]["files"]] == ["distrun-secret"]
     assert site.files("/user/root/.distrun") == []
 
-    second = site.begin_launch("-n", "2", "-s", "0", "--queue", "small", WAITS, cwd=HERE)
-    site.heard(second, "% full")
+    second = site.begin_launch("-n", "2", "-s", "0", "--queue", "small", WAITS)
     site.heard(second, "queued, ACCEPTED: Application is Activated, waiting for resources to be assigned for AM")
+    site.heard(second, "queue small is 83 % full")
     assert "queued" in site.distrun("status").out
     [(folder, mode)] = site.files("/user/root/.distrun")
     assert mode == "700"
     assert [mode for _, mode in site.files("/user/root/.distrun/" + folder)] == ["600"]
     path = "/user/root/.distrun/%s/distrun-secret" % folder
     assert site.cluster.hdfs("GET", path, "op=OPEN", user="alice")[0] == 403
-    assert site.distrun("kill", site.job(second)).code == 0
-    assert second.wait(LIMIT_S) == 143, second.err
 
+    # Its coordinator dies and its record is lost: YARN still knows it, and the other one is let alone.
+    kill(second.coordinator())
+    assert second.wait(LIMIT_S) == 8, second.err
+    shutil.rmtree(site.folder(site.job(second)))
+    stale = site.distrun("kill", "--launcher", "yarn", "--stale")
+    assert stale.code == 0, stale.out + stale.err
+    assert [each["name"] for each in site.applications()] == [app["name"]]
+    assert site.files("/user/root/.distrun") == []
+
+    attached = site.start("attach", job)
     killed = site.distrun("kill", job)
     assert killed.code == 0, killed.err
-    assert site.outcome(job)["exit_code"] == 143
-
-
-def test_ctrl_c_ends_a_running_job(site: YarnSite) -> None:
-    running = site.begin_launch("-n", "2", "-s", "0", WAITS, cwd=HERE)
-    site.printed(running, "| up", 2)
-    running.signal(signal.SIGINT)
-    assert running.wait(LIMIT_S) == 130, running.err
+    assert attached.wait(LIMIT_S) == 143, attached.err
+    assert site.distrun("wait", job).code == 143
 
 
 def test_a_job_whose_coordinator_is_killed_ends_and_kill_removes_it(site: YarnSite) -> None:
-    running = site.begin_launch("-n", "2", "-s", "0", "--grace", "1", WAITS, cwd=HERE)
+    running = site.begin_launch("-n", "2", "-s", "0", "--grace", "1", WAITS)
     site.printed(running, "| up", 2)
     job = site.job(running)
     kill(running.coordinator())
@@ -88,7 +82,7 @@ def test_a_job_whose_coordinator_is_killed_ends_and_kill_removes_it(site: YarnSi
 
 
 def test_a_node_that_is_powered_off_ends_the_job_with_seven(site: YarnSite) -> None:
-    running = site.begin_launch("-n", "3", "-s", "0", "--suspect-after", "3", "--lost-after", "8", WAITS, cwd=HERE)
+    running = site.begin_launch("-n", "3", "-s", "0", "--suspect-after", "3", "--lost-after", "8", WAITS)
     site.printed(running, "| up", 3)
     [app] = site.cluster.applications()
     master = app["amHostHttpAddress"].partition(":")[0]
@@ -101,20 +95,20 @@ def test_a_node_that_is_powered_off_ends_the_job_with_seven(site: YarnSite) -> N
 
 def test_too_much_memory_is_137_and_says_what_to_do(site: YarnSite) -> None:
     program = "import time; x = b'x' * (500 << 20); time.sleep(100)"
-    done = site.launch("-n", "1", "-s", "0", "python3", "-c", program, cwd=HERE)
+    done = site.launch("-n", "1", "-s", "0", "python3", "-c", program)
     assert done.code == 137, done.err
     assert "out of memory" in done.err
     assert "--worker-memory" in done.err
 
 
 def test_the_time_limit_is_124(site: YarnSite) -> None:
-    done = site.launch("-n", "1", "-s", "0", "--time", "30", WAITS, cwd=HERE)
+    done = site.launch("-n", "1", "-s", "0", "--time", "30", WAITS)
     assert done.code == 124, done.err
     assert "--time" in done.err
 
 
 def test_a_job_that_is_killed_from_outside_is_143(site: YarnSite) -> None:
-    running = site.begin_launch("-n", "1", "-s", "0", WAITS, cwd=HERE)
+    running = site.begin_launch("-n", "1", "-s", "0", WAITS)
     site.printed(running, "| up")
     [app] = site.cluster.applications()
     site.cluster.call("PUT", "/ws/v1/cluster/apps/%s/state?user.name=root" % app["id"], {"state": "KILLED"})
@@ -127,23 +121,23 @@ def test_the_distributed_shell_runs_a_job_too(site: YarnSite, tmp_path: Path) ->
     config.mkdir(parents=True)
     (config / "config.ini").write_text("[yarn]\nshell = yes\nyarn = %s/yarn\n" % site.cluster.conf)
     env = {"XDG_CONFIG_HOME": str(config.parent)}
-    done = site.launch("-n", "2", "-s", "0", 'echo "$RANK of $WORLD_SIZE"', cwd=HERE, env=env)
+    done = site.launch("-n", "2", "-s", "0", 'echo "$RANK of $WORLD_SIZE"', env=env)
     assert done.code == 0, done.err
     assert sorted(line.partition(" | ")[2] for line in done.out.splitlines()) == ["0 of 2", "1 of 2"]
     assert site.files("/user/root") in ([(".distrun", "700"), (".yarn", "750")], [(".yarn", "750")])
 
 
 def test_what_yarn_cannot_give_is_refused_before_anything_is_submitted(site: YarnSite) -> None:
-    big = site.launch("-n", "1", "-s", "0", "--worker-memory", "99G", "true", cwd=HERE)
+    big = site.launch("-n", "1", "-s", "0", "--worker-memory", "99G", "true")
     assert (big.code, "the largest of YARN's 3 nodes has 2048 MiB" in big.err) == (2, True), big.err
-    gpus = site.launch("-n", "1", "-s", "0", "--worker-gpus", "1", "true", cwd=HERE)
+    gpus = site.launch("-n", "1", "-s", "0", "--worker-gpus", "1", "true")
     assert (gpus.code, "--worker-gpus: 1" in gpus.err) == (2, True), gpus.err
-    queue = site.launch("-n", "1", "-s", "0", "--queue", "nope", "true", cwd=HERE)
+    queue = site.launch("-n", "1", "-s", "0", "--queue", "nope", "true")
     assert (queue.code, "it has: default, small" in queue.err) == (2, True), queue.err
 
 
 def test_a_dry_run_prints_the_spec_and_submits_nothing(site: YarnSite) -> None:
-    done = site.launch("-n", "2", "-s", "1", "--dry-run", "python3", "train.py", cwd=HERE)
+    done = site.launch("-n", "2", "-s", "1", "--dry-run", "python3", "train.py")
     assert done.code == 0, done.err
     assert '"restart_policy": "NEVER"' in done.out
     assert "POST" in done.out

@@ -8,7 +8,6 @@ DISTRUN_ENGINES=required they fail.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -25,6 +24,13 @@ from lab import ROOT, Done, Running, Site, shared_folders, wait_until
 NODES = 3
 LIMIT_S = 120.0
 """For what takes a few seconds on a machine that has nothing else to do."""
+
+
+EVERYWHERE = Path("/tmp")
+"""A folder that launcher and nodes have, each its own."""
+SMALL = ("launch", "--launcher", "yarn", "--worker-memory", "256M", "--server-memory", "256M")
+FOLDERS = ("/user/root/.yarn/services", "/user/root/.distrun")
+"""Of HDFS: what YARN keeps of services, and the secrets of jobs."""
 
 
 class YarnSite(Site):
@@ -55,7 +61,7 @@ class YarnSite(Site):
         apps = self.cluster.applications()
         for app in apps:  # before the wait for what runs on nodes: it would not end
             self.cluster.call("PUT", "/ws/v1/cluster/apps/%s/state?user.name=root" % app["id"], {"state": "KILLED"})
-        left = [self.files(folder) for folder in ("/user/root/.yarn/services", "/user/root/.distrun")]
+        left = [self.files(folder) for folder in FOLDERS]
         super().end()
         assert not apps, "left in YARN: %s" % [(app["name"], app["state"], app["diagnostics"]) for app in apps]
         assert left == [[], []], "left in HDFS: %s" % left
@@ -68,16 +74,26 @@ class YarnSite(Site):
         return [(row["pathSuffix"], row["permission"]) for row in rows]
 
     def launch(self, *words: str, **more: Any) -> Done:
-        """Run `distrun launch --launcher yarn WORDS` to its end, with small workers."""
-        return self.distrun(*self._launch(words), **more)
+        """Run `distrun launch --launcher yarn WORDS` to its end, with small workers, in a folder that nodes have."""
+        return self.distrun(*SMALL, *words, **{"cwd": EVERYWHERE, **more})
 
     def begin_launch(self, *words: str, **more: Any) -> Running:
         """Start `distrun launch --launcher yarn WORDS`."""
-        return self.start(*self._launch(words), **more)
+        return self.start(*SMALL, *words, **{"cwd": EVERYWHERE, **more})
 
-    @staticmethod
-    def _launch(words: tuple[str, ...]) -> tuple[str, ...]:
-        return ("launch", "--launcher", "yarn", "--worker-memory", "256M", "--server-memory", "256M", *words)
+    def commands(self) -> list[str]:
+        """Return the command lines of all processes of launcher and hosts."""
+        return [each.command.replace(b"\0", b" ").decode("utf-8", "replace") for each in self.processes()]
+
+    def nothing_stays(self) -> None:
+        """Fail unless nothing of a job is left: on the hosts, in YARN, in HDFS."""
+        wait_until(lambda: not self.leftovers(), LIMIT_S, "nothing runs")
+        assert self.applications() == []
+        assert [self.files(folder) for folder in FOLDERS] == [[], []]
+
+    def applications(self) -> list[dict[str, Any]]:
+        """Return the applications that YARN has and that have not ended."""
+        return self.cluster.applications()
 
     def heard(self, running: Running, text: str) -> None:
         """Wait until a command has said so on its standard error."""
@@ -99,16 +115,13 @@ class YarnSite(Site):
         assert found, running.err
         return found[1]
 
+    def folder(self, job: str) -> Path:
+        """Return the folder of a job."""
+        return self.home_folder / "state" / "distrun" / "jobs" / job
+
     def logged(self, job: str) -> str:
         """Return what the tasks of a job have written so far."""
-        folder = self.home_folder / "state" / "distrun" / "jobs" / job / "logs"
-        return "".join(path.read_text() for path in sorted(folder.glob("worker-*.log")))
-
-    def outcome(self, job: str) -> dict[str, Any]:
-        """Return how a job ended, as its folder says."""
-        path = self.home_folder / "state" / "distrun" / "jobs" / job / "outcome.json"
-        wait_until(path.exists, LIMIT_S, "%s is there" % path)
-        return dict(json.loads(path.read_text()))
+        return "".join(path.read_text() for path in sorted((self.folder(job) / "logs").glob("worker-*.log")))
 
     def copy(self, *names: str) -> Path:
         """Copy examples into a folder that only the launcher has, and return it."""
