@@ -284,6 +284,8 @@ class Yarn(Engine):
             state = cluster.state_of_node(container.node)
             if state in ("LOST", "DECOMMISSIONED", "UNHEALTHY", "SHUTDOWN", "REBOOTED"):
                 return Explanation(facts.EXIT_HOST_LOST, f"YARN: the node {container.node} is {state.lower()}")
+        if app["state"] == "FAILED" and not self._containers:
+            return None  # before it had any: how it ended, `look` has said
         return explained_application(app)
 
     def find(self) -> Sequence[Found]:

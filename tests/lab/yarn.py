@@ -162,6 +162,8 @@ def configuration(master: str, queues: Mapping[str, tuple[int, int]]) -> dict[st
         "yarn.service.framework.path": "/yarn/service-dep.tar.gz",
         "yarn.service.am.java.opts": "-Xmx128m -XX:+UseSerialGC -XX:TieredStopAtLevel=1",
         "yarn.service.am-resource.memory": "256",
+        # Else an application master stays for half a minute after its service has ended.
+        "yarn.dispatcher.drain-events.timeout": "1000",
         "yarn.application.classpath": "%s,%s/*" % (CONF, jars()),  # of the distributed shell's
         "yarn.nodemanager.resource.memory-mb": str(MEMORY_MB),
         "yarn.nodemanager.resource.cpu-vcores": str(CORES),

@@ -62,6 +62,8 @@ class YarnSite(Site):
         for app in apps:  # before the wait for what runs on nodes: it would not end
             self.cluster.call("PUT", "/ws/v1/cluster/apps/%s/state?user.name=root" % app["id"], {"state": "KILLED"})
         left = [self.files(folder) for folder in FOLDERS]
+        with contextlib.suppress(AssertionError):  # an application master may take long to end
+            wait_until(lambda: not self.leftovers(), LIMIT_S, "nothing runs")
         super().end()
         assert not apps, "left in YARN: %s" % [(app["name"], app["state"], app["diagnostics"]) for app in apps]
         assert left == [[], []], "left in HDFS: %s" % left
