@@ -186,7 +186,12 @@ class Yarn(Engine):
                 cluster.files.write(path, submission.secret.encode("ascii") + b"\n")
                 app = self._post(cluster, submission.marker, script.files[SPEC])
         except BaseException:
-            with contextlib.suppress(EngineError):  # what was said first counts
+            # YARN may have accepted it all the same, and only the answer was lost. What was said first counts.
+            with contextlib.suppress(EngineError):
+                for each in self._found(cluster):
+                    if each.marker == submission.marker:
+                        self.cancel(each.handle)
+            with contextlib.suppress(EngineError):
                 cluster.delete(submission.marker)
             with contextlib.suppress(EngineError):
                 cluster.files.remove(path.rpartition("/")[0])
@@ -289,8 +294,19 @@ class Yarn(Engine):
         return explained_application(app)
 
     def find(self) -> Sequence[Found]:
-        """Return this user's services that are distrun's and have not ended."""
-        cluster = self._any()
+        """Return this user's jobs that are distrun's and have not ended."""
+        return self._found(self._any())
+
+    def examine(self) -> Sequence[Finding]:
+        """Return what is there: ResourceManager, services API, nodes, queues, HDFS."""
+        return tuple(_examined(self._any))
+
+    # ------------------------------------------------------------------ helpers
+
+    def _any(self) -> Cluster:
+        return self._cluster or Cluster.of(self.options)
+
+    def _found(self, cluster: Cluster) -> Sequence[Found]:
         query = {"states": LIVE, "user": cluster.user}
         said = cluster.rm.json("/ws/v1/cluster/apps", query=query)
         home = cluster.files.home()
@@ -303,15 +319,6 @@ class Yarn(Engine):
                 more = {**cluster.more(), "name": name, "secret": path}
                 found.append(Found(Handle(self.name, str(app["id"]), more), name, str(app["state"])))
         return found
-
-    def examine(self) -> Sequence[Finding]:
-        """Return what is there: ResourceManager, services API, nodes, queues, HDFS."""
-        return tuple(_examined(self._any))
-
-    # ------------------------------------------------------------------ helpers
-
-    def _any(self) -> Cluster:
-        return self._cluster or Cluster.of(self.options)
 
     def _of(self, handle: Handle) -> Cluster:
         if self._cluster is None:
@@ -371,7 +378,12 @@ class Cluster:
         named = options.own.get("yarn_hdfs", "") or config.get("hdfs", "")
         # The files of another cluster say nothing about the one that the user named.
         hdfs = hadoop.addresses(named, "--yarn-hdfs") if named else () if typed else hadoop.name_nodes(site)
-        user = environ.snapshot().get("HADOOP_USER_NAME", "") or pwd.getpwuid(geteuid()).pw_name
+        user = environ.snapshot().get("HADOOP_USER_NAME", "")
+        if not user:
+            try:
+                user = pwd.getpwuid(geteuid()).pw_name
+            except KeyError:
+                raise UsageError("this user has no name on this machine", "set HADOOP_USER_NAME") from None
         ca = config.get("ca", "")
         return Cluster(hadoop.Web("ResourceManager", rms, user, ca), hdfs, user, ca)
 

@@ -278,6 +278,7 @@ class Rm:
         self.files: dict[str, str] = {}
         self.deleted: list[str] = []
         self.refusal = ""
+        self.is_accepted = False
         self.containers: Any = {}
         server.answer = self.answer
 
@@ -316,7 +317,8 @@ class Rm:
         if where.startswith("/ws/v1/cluster/apps/"):
             return (200, self.app) if self.app else (404, {"RemoteException": {"message": "not found"}})
         if where == "/ws/v1/cluster/apps":
-            return 200, {"apps": {"app": [dict(self.app["app"], name=MARKER), dict(self.app["app"], name="other")]}}
+            name = MARKER if self.is_accepted else "other"
+            return 200, {"apps": {"app": [dict(self.app["app"], name=name), dict(self.app["app"], name="mine")]}}
         return 404, {}
 
     def _hdfs(self, file: str, path: str) -> tuple[int, Any]:
@@ -407,6 +409,18 @@ def test_a_refused_job_leaves_nothing(rm: Rm) -> None:
     assert rm.files == {}
 
 
+def test_a_job_whose_acceptance_was_not_heard_is_killed(rm: Rm) -> None:
+    rm.refusal = "read timed out"
+    rm.is_accepted = True
+    engine = Yarn()
+    made = submission(**of(rm))
+    with pytest.raises(EngineError, match="read timed out"):
+        engine.submit(made, engine.render(made))
+    assert rm.app["app"]["state"] == "KILLED"
+    assert MARKER in rm.deleted
+    assert rm.files == {}
+
+
 def test_a_job_is_killed_then_deleted_from_another_process_by_its_handle(rm: Rm) -> None:
     engine = Yarn()
     made = submission(**of(rm))
@@ -441,6 +455,7 @@ def test_a_container_that_ends_before_all_have_started_ends_the_job(rm: Rm) -> N
 
 
 def test_my_jobs_are_found_by_their_marker(rm: Rm) -> None:
+    rm.is_accepted = True
     engine = Yarn()
     engine.options = EngineOptions(**of(rm))
     [found] = engine.find()
