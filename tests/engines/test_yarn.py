@@ -59,7 +59,7 @@ def test_a_job_waits_in_a_full_queue_and_is_found_there_when_its_record_is_lost(
     kill(second.coordinator())
     assert second.wait(LIMIT_S) == 8, second.err
     shutil.rmtree(site.folder(site.job(second)))
-    stale = site.distrun("kill", "--launcher", "yarn", "--stale")
+    stale = site.distrun("kill", "--launcher", "yarn", "--stale", "-y")
     assert stale.code == 0, stale.out + stale.err
     assert [each["name"] for each in site.applications()] == [app["name"]]
     assert site.files("/user/root/.distrun") == []
