@@ -272,3 +272,8 @@ def test_glossary_has_every_role_and_the_binding_words() -> None:
     overview = (ROOT / "docs" / "overview.md").read_text("utf-8")
     for word in ("job", "task", "role", "worker", "server", "scheduler", "slot", "shard", "plan", "agent", "round"):
         assert "\n| %s |" % word in overview, word
+
+
+def test_the_backend_that_is_shown_is_the_example() -> None:
+    example = ROOT / "examples" / "backend_kubernetes" / "distrun_kubernetes.py"
+    assert example.read_text("utf-8") in blocks(ROOT / "docs" / "backends.md", "python")

@@ -11,6 +11,7 @@ import json
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -335,8 +336,12 @@ class _Watch:
             pause = WATCH_S if all(each.is_connected for each in self._channels.values()) else CUT_S
             if time.monotonic() < asked + pause:
                 continue
-            with contextlib.suppress(EngineError):  # it may answer the next time
+            try:
                 self._judge(self._backend.look())
+            except EngineError:
+                pass  # it may answer the next time
+            except Exception:
+                traceback.print_exc()
             asked = time.monotonic()
 
     def _judge(self, standing: Standing) -> None:
@@ -373,10 +378,16 @@ class Submitting:
 
     def _run(self) -> None:
         try:
-            self._backend.submit(self._submission, self._script)
+            self._ask()
         except (EngineError, OSError) as err:
             self._put(EngineTold(None, str(err), getattr(err, "hint", ""), True))
-            return
+        except Exception as err:  # a fault of the engine's code must not leave the job waiting
+            traceback.print_exc()
+            text = f"internal error: {type(err).__name__}: {err}"
+            self._put(EngineTold(None, text, "please report it; coordinator.log in the job's folder has more", True))
+
+    def _ask(self) -> None:
+        self._backend.submit(self._submission, self._script)
         began = time.monotonic()
         while True:
             try:
@@ -495,8 +506,12 @@ def within(limit_s: float, ask: Callable[[], T]) -> T | None:
     found: list[T] = []
 
     def run() -> None:
-        with contextlib.suppress(EngineError, OSError):
+        try:
             found.append(ask())
+        except (EngineError, OSError):
+            pass
+        except Exception:
+            traceback.print_exc()
 
     thread = threading.Thread(target=run, name="engine explains", daemon=True)
     thread.start()

@@ -189,6 +189,15 @@ def test_a_detached_job_is_left_when_the_engine_has_it_and_followed_later(queue:
     assert b"here" in queue.distrun.run("logs", job).stdout
 
 
+def test_a_fault_in_an_engines_code_ends_the_job_and_is_said(queue: Queue) -> None:
+    queue.say("fault", "")
+    done = queue.launch("-n", "1", "-s", "0", "true")
+    assert done.returncode == 5
+    assert b"internal error: ZeroDivisionError" in done.stderr
+    assert b"Traceback" not in done.stderr
+    assert queue.jobs == []
+
+
 def test_an_engine_that_does_not_answer_for_a_while_costs_nothing(queue: Queue) -> None:
     queue.say("full", "no room")
     launch = queue.begin("-n", "1", "-s", "0", "echo", "there")

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from agentkit import leftovers
-from fakeengine import Cable, Copied, FakeEngine, Shown, planned
-from pythons import VERSIONS, need
+from fakeengine import Copied, FakeEngine, Shown, planned
 
 from distrun import launching
 from distrun.sync import CopyRules

@@ -2,7 +2,8 @@
 
 `$FOLDERQUEUE` is the folder. A job waits while there is a file `full`, with the text that says why. Each place is a
 process that runs the rendered script; all of a job are ended by one group id. `refuse` makes it refuse jobs,
-`silent` lets it answer nothing, `why` holds `CODE TEXT`, its explanation of a failure.
+`silent` lets it answer nothing, `fault` is a fault in its code (once), `why` holds `CODE TEXT`, its explanation of a
+failure.
 """
 
 from __future__ import annotations
@@ -79,6 +80,9 @@ class FolderQueue(Engine):
 
     def look(self, handle: Handle) -> Standing:
         self._check()
+        if self._is("fault") is not None:
+            (self.folder / "fault").unlink()
+            1 / 0  # noqa: B018
         path = self.folder / f"{handle.id}.json"
         if not path.exists():
             return Standing(ENDED, "unknown")
