@@ -349,11 +349,15 @@ def test_a_host_that_is_not_heard_of_is_not_given_up_but_explains_a_loss(command
 def test_the_secret_is_delivered_once_by_standard_input(commands: Commands, tmp_path: Path) -> None:
     commands.answer("qsub", "echo 1")
     commands.answer("qstat", f"cat {HERE}/qstat_running.xml")
-    commands.answer("qrsh", f'[ "$JOB_ID" = 1 ] && TMP={tmp_path} sh; echo "$*" >>{tmp_path}/delivered')
+    refuse = f"[ -e {tmp_path}/early ] || {{ touch {tmp_path}/early; exit 1; }}"  # the first time, as for a new job
+    commands.answer("qrsh", f'{refuse}; [ "$JOB_ID" = 1 ] && TMP={tmp_path} sh; echo "$*" >>{tmp_path}/delivered')
     engine = Sge()
     handle = engine.submit(submission(), Sge().render(submission()))
     for _ in range(2):
         assert engine.look(handle).state == RUNNING
+    assert engine._delivery is not None
+    engine._delivery.join(20)
+    assert engine.look(handle).text == ""
     assert (tmp_path / "distrun-secret").read_text() == SECRET + "\n"
     assert stat.S_IMODE((tmp_path / "distrun-secret").stat().st_mode) == 0o600
     assert (tmp_path / "delivered").read_text() == "-inherit h1 /bin/sh\n"
