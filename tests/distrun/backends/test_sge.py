@@ -40,7 +40,7 @@ def submission(
     workers: int = 4,
     *,
     found: Mapping[str, str] = {"pe": "mpi"},
-    folder: Path = Path("/home/anna/jobs/engine"),
+    folder: Path = Path("/nfs/jobs/engine"),
     python: str = "python3",
     **options: object,
 ) -> Submission:
@@ -53,7 +53,7 @@ def submission(
         options=engine,
         bootstrap=START,
         folder=folder,
-        cwd="/home/anna",
+        cwd="/nfs/work",
         python=python,
         secret=SECRET,
         found=found,
@@ -74,7 +74,7 @@ def test_a_parallel_job_asks_for_a_slot_for_each_task() -> None:
         (
             *("qsub", "-terse", "-N", "distrun-merry-fox-1a2-0123456789abcdef", "-S", "/bin/sh"),
             *("-b", "n", "-sync", "n", "-wd", "/", "-o", "/dev/null", "-j", "y", "-r", "n", "-notify"),
-            *("-pe", "mpi", "6", "/home/anna/jobs/engine/sge.sh"),
+            *("-pe", "mpi", "6", "/nfs/jobs/engine/sge.sh"),
         ),
     )
 

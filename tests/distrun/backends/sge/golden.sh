@@ -13,7 +13,7 @@ trap '' USR1
 stopped=
 trap 'stopped=140' USR2 TERM
 
-folder=/home/anna/jobs/engine
+folder=/nfs/jobs/engine
 if [ -d "$folder" ] && [ -w "$folder" ]; then exec >>"$folder/agents.log" 2>&1; fi
 
 delivered=${TMP:-$TMPDIR}/distrun-secret
