@@ -53,7 +53,7 @@ def submission(
         options=engine,
         bootstrap=START,
         folder=folder,
-        cwd="/nfs/work",
+        cwd="/nfs/anna",
         python=python,
         secret=SECRET,
         found=found,
