@@ -21,6 +21,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -62,6 +63,8 @@ GPU = "gpu"
 ARRAY_START_S = 120.0
 """From the first task of an array that starts, the others may take so long."""
 DELIVERY_S = 10.0
+AGAIN_S = 0.5
+"""Between two attempts to deliver the secret."""
 ACCOUNT_S = 2.0
 """How long `qacct` may take: it reads a file of all jobs that ever were."""
 EXPLAIN_S = 2.5
@@ -82,9 +85,10 @@ class Sge(Engine):
     def __init__(self) -> None:
         self._secret = ""
         self._limit_s = ARRAY_START_S
+        self._delivery: threading.Thread | None = None
         self._delivered = False
         self._undelivered = ""
-        """Why the secret could not be written to the first host; empty: it was, or need not be."""
+        """Why the secret could not be written to the first host the last time that it was tried."""
         self._first_seen: dict[str, float] = {}
         """When the first task of an array ran (monotonic clock), by job."""
         self._running_since: dict[str, float] = {}
@@ -168,17 +172,17 @@ class Sge(Engine):
             self.cancel(handle)
             return Standing(ENDED, f"in an error state (Eqw): {why or 'Grid Engine does not say why'}")
         running = [row for row in rows if row.host]
-        if not running or (handle.more.get("kind") == ARRAY and len(running) < int(handle.more["tasks"])):
+        is_whole = handle.more.get("kind") == PARALLEL or len(running) >= int(handle.more["tasks"])
+        if not running or not (is_whole or handle.id in self._running_since):  # some tasks of an array end earlier
             return self._waiting(handle, running, rows)
         self._running_since.setdefault(handle.id, time.monotonic())
         found = grants(running, handle.more)
-        is_up = not any("t" in row.state for row in running)  # else its hosts do not know it yet
-        if is_up and self._secret and not self._delivered and handle.more.get("kind") == PARALLEL:
-            self._deliver(handle.id, running)
+        if self._secret and not self._delivered and handle.more.get("kind") == PARALLEL:
+            self._deliver(handle.id, next((row.host for row in running if row.is_master), running[0].host))
         if handle.id in self._deleted and any(row.host in _unheard() for row in running):
             _run(("qdel", "-f", handle.id))  # if the user may; else it stays until the host is back
         # A host that is not heard of is not gone: its daemon may be started again, and jobs go on meanwhile.
-        return Standing(RUNNING, _condition(running) or self._undelivered, found)
+        return Standing(RUNNING, _condition(running) or ("" if self._delivered else self._undelivered), found)
 
     def _waiting(self, handle: Handle, running: Sequence[Row], rows: Sequence[Row]) -> Standing:
         if running:
@@ -195,18 +199,26 @@ class Sge(Engine):
         pending = parse_jobs(_ask("qstat", "-xml", "-r", "-u", "*", "-s", "p", may_fail=True), is_lenient=True)
         return Standing(QUEUED, position(pending, handle.id))
 
-    def _deliver(self, job: str, running: Sequence[Row]) -> None:
-        """Write the secret to a file of the job's own on its first host; tried again at the next look if it fails.
+    def _deliver(self, job: str, head: str) -> None:
+        """Write the secret to a file of the job's own on its first host, in a thread, unless that is under way.
 
-        It is no error: the script may have found the secret in the job's folder.
+        That it cannot be written is no error: the script may have found the secret in the job's folder.
         """
-        head = next((row.host for row in running if row.is_master), running[0].host)
+        if self._delivery is None or not self._delivery.is_alive():
+            self._delivery = threading.Thread(target=self._try_to_deliver, args=(job, head), name="secret", daemon=True)
+            self._delivery.start()
+
+    def _try_to_deliver(self, job: str, head: str) -> None:
         # Renamed when it is whole: the script reads it as soon as it is there.
         text = 'umask 077\ncd "${TMP:-$TMPDIR}" && cat >distrun-new <<END && mv distrun-new distrun-secret\n%s\nEND\n'
         words = ("env", f"JOB_ID={job}", "SGE_TASK_ID=undefined", "qrsh", "-inherit", head, "/bin/sh")
-        code, said = _run(words, text=text % self._secret, limit_s=DELIVERY_S)
-        self._delivered = code == 0
-        self._undelivered = f"qrsh -inherit {head}: {_one_line(said)}" if code else ""
+        until = time.monotonic() + DELIVERY_S
+        while not self._delivered and time.monotonic() < until:
+            code, said = _run(words, text=text % self._secret, limit_s=DELIVERY_S, is_strict=False)
+            self._delivered = code == 0
+            if code:  # while the job is on its way to its hosts, they do not accept it
+                self._undelivered = f"qrsh -inherit {head}: {_one_line(said)}"
+                time.sleep(AGAIN_S)
 
     def cancel(self, handle: Handle) -> None:
         """Delete the job by `qdel`. `look` does so by force if one of its hosts is not heard of."""

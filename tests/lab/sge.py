@@ -40,7 +40,7 @@ ENVIRONMENTS = {
 
 GLOBAL = {
     "load_report_time": "00:00:02",
-    "max_unheard": "00:00:10",
+    "max_unheard": "00:00:06",
     "reschedule_unknown": "00:00:00",
     "reporting_params": "accounting=true reporting=false flush_time=00:00:01 accounting_flush_time=00:00:00 "
     "joblog=false sharelog=00:00:00",

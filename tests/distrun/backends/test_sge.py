@@ -349,11 +349,15 @@ def test_a_host_that_is_not_heard_of_is_not_given_up_but_explains_a_loss(command
 def test_the_secret_is_delivered_once_by_standard_input(commands: Commands, tmp_path: Path) -> None:
     commands.answer("qsub", "echo 1")
     commands.answer("qstat", f"cat {HERE}/qstat_running.xml")
-    commands.answer("qrsh", f'[ "$JOB_ID" = 1 ] && TMP={tmp_path} sh; echo "$*" >>{tmp_path}/delivered')
+    refuse = f"[ -e {tmp_path}/early ] || {{ touch {tmp_path}/early; exit 1; }}"  # the first time, as for a new job
+    commands.answer("qrsh", f'{refuse}; [ "$JOB_ID" = 1 ] && TMP={tmp_path} sh; echo "$*" >>{tmp_path}/delivered')
     engine = Sge()
     handle = engine.submit(submission(), Sge().render(submission()))
     for _ in range(2):
         assert engine.look(handle).state == RUNNING
+    assert engine._delivery is not None
+    engine._delivery.join(20)
+    assert engine.look(handle).text == ""
     assert (tmp_path / "distrun-secret").read_text() == SECRET + "\n"
     assert stat.S_IMODE((tmp_path / "distrun-secret").stat().st_mode) == 0o600
     assert (tmp_path / "delivered").read_text() == "-inherit h1 /bin/sh\n"
@@ -371,6 +375,18 @@ def test_an_array_whose_tasks_do_not_all_start_is_given_up(commands: Commands) -
     assert found.state == ENDED
     assert "only 1 of 3 array tasks have started within 0 s" in found.text
     assert "qdel 8" in commands.said
+
+
+def test_an_array_of_which_some_tasks_have_ended_still_runs(commands: Commands) -> None:
+    commands.answer("qstat", f"cat {HERE}/qstat_first_task.xml")
+    handle = Handle("sge", "26", {"kind": "array", "tasks": "3", "servers": "0"})
+    engine = Sge()
+    assert len(engine.look(handle).grants) == 3
+    engine._limit_s = 0.0
+    commands.answer("qstat", f"sed '/all.q@h2/d' {HERE}/qstat_first_task.xml")
+    found = engine.look(handle)
+    assert found.state == RUNNING
+    assert "qdel 26" not in commands.said
 
 
 def test_a_job_that_is_unknown_is_cancelled_already(commands: Commands) -> None:
