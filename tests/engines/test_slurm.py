@@ -93,11 +93,12 @@ def test_a_job_that_waits_says_so_and_ctrl_c_cancels_it(lab: SlurmSite) -> None:
 
 
 def test_a_detached_job_is_followed_and_waited_for(lab: SlurmSite) -> None:
-    done = lab.launch("--detach", "-n", "2", "-s", "0", "echo one; until [ -e /tmp/go ]; do sleep 0.1; done; exit 5")
+    waits = "echo one; until [ -e /tmp/go ]; do echo waits; sleep 0.2; done; exit 5"
+    done = lab.launch("--detach", *SHORT, "-n", "2", "-s", "0", waits)
     assert done.code == 0, done.err
     name = done.out.strip()
     attached = lab.start("attach", name)
-    wait_until(lambda: attached.out.count("| one\n") == 2, 60, "both workers are shown")
+    wait_until(lambda: {"0", "1"} == set(re.findall(r"worker-(\d)@h\d \| waits", attached.out)), 60, "both are shown")
     assert name in lab.distrun("status").out
     assert lab.distrun("logs", name, "worker-1").out.count("one") == 1
     for host in ("h1", "h2"):
