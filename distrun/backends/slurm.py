@@ -367,7 +367,7 @@ class Slurm(Engine):
             standing = standing._replace(
                 text="; ".join(filter(None, (standing.text, _tail(handle.more.get("log", "")))))
             )
-        return self._without_lost_nodes(standing)
+        return self._without_lost_nodes(standing, answers.is_ending(found))
 
     def _look_inside(self, handle: Handle, found: Sequence[answers.Job]) -> Standing:
         grants = tuple(Grant(place, node) for place, node in json.loads(handle.more.get("places", "[]")))
@@ -376,14 +376,17 @@ class Slurm(Engine):
         standing = answers.standing(found, grants)
         told = answers.told_by_srun(_text(handle.more.get("log", "")))
         gone = {**{place: what for place, what in told.items() if not what.startswith("Exited")}, **standing.gone}
-        return self._without_lost_nodes(standing._replace(gone=gone))
+        return self._without_lost_nodes(standing._replace(gone=gone), answers.is_ending(found))
 
-    def _without_lost_nodes(self, standing: Standing) -> Standing:
-        """Add the places whose nodes are down."""
+    def _without_lost_nodes(self, standing: Standing, is_ending: bool) -> Standing:
+        """Add the places whose nodes are down; a job that ends does not wait for them."""
         if standing.state != RUNNING or not standing.grants:
             return standing
         nodes = ",".join(dict.fromkeys(each.node for each in standing.grants))
-        down = answers.down_nodes(self._ask("sinfo", "-h", "-N", "-n", nodes, "-o", "%N %T"))
+        states = answers.node_states(self._ask("sinfo", "-h", "-N", "-n", nodes, "-o", "%N %T"))
+        if is_ending:
+            return answers.ended_but_for_lost(standing, states)
+        down = answers.down_nodes(states)
         gone = {each.place: f"{each.node} is {down[each.node]}" for each in standing.grants if each.node in down}
         return standing._replace(gone={**gone, **standing.gone})
 
