@@ -194,7 +194,7 @@ class Slurm(Engine):
         except EngineError:
             if not submission.is_dry:
                 raise
-            return {"inside": job, "nodes": "{nodes}", "sizes": "{number of nodes}", "gpus": ""}
+            return {"inside": job, "nodes": "{nodes}", "sizes": "{number of nodes}", "gpus": "", "grants": "[]"}
         if not found or any(each.state != "RUNNING" for each in found):
             state = found[0].state if found else "not known to Slurm"
             raise UsageError(
@@ -207,9 +207,16 @@ class Slurm(Engine):
         used = {slot.place for slot in place_tasks(submission.groups, grants, True)}
         if len(found) > 1:
             used = {each.place for each in grants}
-        nodes = [each.node for each in grants if each.place in used]
+        grants = tuple(each for each in grants if each.place in used)
+        nodes = [each.node for each in grants]
         sizes = ",".join(str(len(each.cpus)) for each in found) if len(found) > 1 else str(len(nodes))
-        return {"inside": job, "nodes": ",".join(nodes), "sizes": sizes, "gpus": _gpus_inside(submission.outer)}
+        return {
+            "inside": job,
+            "nodes": ",".join(nodes),
+            "sizes": sizes,
+            "gpus": _gpus_inside(submission.outer),
+            "grants": json.dumps([[each.place, each.node, each.takes, each.cores] for each in grants]),
+        }
 
     def _is_shared(self, folder: Path) -> bool:
         """Return whether nodes see the submission's folder: as the configuration says, else by its file system."""
@@ -345,7 +352,7 @@ class Slurm(Engine):
         job = submission.found["inside"]
         more = {"log": log, "step": submission.marker, "pid": str(who.pid), "start": who.start}
         more["bin"] = self.options.config.get("bin", "")
-        more["places"] = json.dumps(_places_inside(submission.found))
+        more["grants"] = submission.found["grants"]
         handle = Handle(self.name, job, more)
         until = time.monotonic() + STEP_S
         while not self._step(handle) and time.monotonic() < until:
@@ -370,7 +377,7 @@ class Slurm(Engine):
         return self._without_lost_nodes(standing, answers.is_ending(found))
 
     def _look_inside(self, handle: Handle, found: Sequence[answers.Job]) -> Standing:
-        grants = tuple(Grant(place, node) for place, node in json.loads(handle.more.get("places", "[]")))
+        grants = tuple(Grant(*each) for each in json.loads(handle.more.get("grants", "[]")))
         if found and all(each.state == "RUNNING" for each in found) and not self._step_lives(handle):
             return Standing(ENDED, "; ".join(filter(None, ("srun has ended", _tail(handle.more.get("log", ""))))))
         standing = answers.standing(found, grants)
@@ -595,13 +602,6 @@ def _most(asked: Asked, partitions: Sequence[answers.Partition], queue: str) -> 
         ):
             return number
     return 1
-
-
-def _places_inside(found: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the places in an allocation of the user's, and their nodes."""
-    nodes = found["nodes"].split(",")
-    is_one = "," not in found["sizes"]
-    return [(node if is_one else str(number), node) for number, node in enumerate(nodes)]
 
 
 def _gpus_inside(outer: Mapping[str, str]) -> str:
