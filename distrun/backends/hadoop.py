@@ -1,0 +1,369 @@
+"""Speaks to Hadoop's web services: where they are by its configuration files, fail-over, Kerberos, and files in HDFS.
+
+Standard library only; with Kerberos, the package `gssapi` (`pip install 'distrun[kerberos]'`).
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import http.cookiejar
+import json
+import re
+import ssl
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
+
+from distrun.backends.engine import ANSWER_S, EngineError
+from distrun.errors import UsageError
+
+FILES = ("core-site.xml", "hdfs-site.xml", "yarn-site.xml")
+"""Hadoop's configuration files that are read, a later one above an earlier."""
+HOPS = 4
+"""How many redirections of one request are followed."""
+ANSWER_BYTES = 64 << 20
+"""The longest answer that is read."""
+_VARIABLE = re.compile(r"\$\{([^${}\s]+)\}")
+
+
+# Configuration files
+
+
+def read_site(folder: Path) -> dict[str, str]:
+    """Return the properties of Hadoop's configuration files in a folder (HADOOP_CONF_DIR). A missing file has none.
+
+    Raises:
+        UsageError: a file cannot be read or is not XML.
+    """
+    found: dict[str, str] = {}
+    for name in FILES:
+        path = folder / name
+        try:
+            found.update(properties(path.read_bytes()))
+        except FileNotFoundError:
+            continue
+        except (OSError, ElementTree.ParseError) as err:
+            raise UsageError(f"{path} cannot be read: {err}", "correct the file, or give --yarn-rm URL") from err
+    return found
+
+
+def properties(text: bytes) -> dict[str, str]:
+    """Return the properties of one configuration file. Pure.
+
+    Raises:
+        ElementTree.ParseError: it is not XML.
+    """
+    if b"<!ENTITY" in text:
+        raise ElementTree.ParseError("it defines entities")
+    found = {}
+    for each in ElementTree.fromstring(text).iter("property"):
+        name, value = each.findtext("name"), each.findtext("value")
+        if name and value is not None:
+            found[name.strip()] = value.strip()
+    return found
+
+
+def shown_properties(said: Any) -> dict[str, str]:
+    """Return the properties that a daemon shows at `/conf`, as JSON. Pure."""
+    rows = said.get("properties") if isinstance(said, dict) else None
+    return {str(each["key"]): str(each["value"]) for each in rows or () if "key" in each and "value" in each}
+
+
+def value(site: Mapping[str, str], name: str, default: str = "") -> str:
+    """Return a property with `${other}` replaced by other properties. Pure."""
+    text = site.get(name) or default
+    for _ in range(20):
+        match = _VARIABLE.search(text)
+        if match is None or match.group(1) not in site:
+            break
+        text = text[: match.start()] + site[match.group(1)] + text[match.end() :]
+    return text
+
+
+def resource_managers(site: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the addresses of the ResourceManagers' web services, `http://HOST:PORT`; none if no file says. Pure."""
+    is_tls = value(site, "yarn.http.policy") == "HTTPS_ONLY"
+    key, port = ("webapp.https.address", 8090) if is_tls else ("webapp.address", 8088)
+    ids = [""]
+    if value(site, "yarn.resourcemanager.ha.enabled").lower() == "true":
+        ids = ["." + each for each in _words(value(site, "yarn.resourcemanager.ha.rm-ids"))] or ids
+    found = []
+    for each in ids:
+        host = value(site, "yarn.resourcemanager.hostname" + each)
+        address = value(site, f"yarn.resourcemanager.{key}{each}") or (f"{host}:{port}" if host else "")
+        if address and not address.startswith("0.0.0.0"):
+            found.append(("https://" if is_tls else "http://") + address)
+    return tuple(found)
+
+
+def name_nodes(site: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the addresses of WebHDFS on the NameNodes of the default file system; none if it is not HDFS. Pure."""
+    default = urllib.parse.urlsplit(value(site, "fs.defaultFS"))
+    if default.scheme in ("webhdfs", "swebhdfs"):
+        return (("https://" if default.scheme == "swebhdfs" else "http://") + default.netloc,)
+    if default.scheme != "hdfs":
+        return ()
+    is_tls = value(site, "dfs.http.policy") == "HTTPS_ONLY"
+    key, port = ("dfs.namenode.https-address", 9871) if is_tls else ("dfs.namenode.http-address", 9870)
+    service = default.hostname or ""
+    ids = _words(value(site, "dfs.ha.namenodes." + service))
+    found = []
+    for suffix in [f".{service}.{each}" for each in ids] or [""]:
+        address = value(site, key + suffix)
+        if not address or address.startswith("0.0.0.0"):
+            if suffix:
+                continue
+            address = f"{default.hostname}:{address.rpartition(':')[2] or port}"
+        found.append(("https://" if is_tls else "http://") + address)
+    return tuple(found)
+
+
+def _words(text: str) -> list[str]:
+    return [each.strip() for each in text.split(",") if each.strip()]
+
+
+def addresses(text: str, option: str) -> tuple[str, ...]:
+    """Return the addresses that the user typed, `URL[,URL...]`, without their paths. Pure.
+
+    Raises:
+        UsageError: one is no http or https address.
+    """
+    found = []
+    for each in _words(text):
+        parts = urllib.parse.urlsplit(each if "://" in each else "http://" + each)
+        try:
+            is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:
+            is_good = False
+        if not is_good or parts.username is not None:
+            raise UsageError(f"{option}: {each!r} is no address of a web service", f"{option} http://HOST:PORT")
+        found.append(f"{parts.scheme}://{parts.netloc}")
+    return tuple(found)
+
+
+# Talking
+
+
+class Answer(NamedTuple):
+    """What a web service said."""
+
+    status: int
+    body: bytes
+    url: str
+
+    @property
+    def json(self) -> Any:
+        """The body as JSON.
+
+        Raises:
+            EngineError: it is none.
+        """
+        try:
+            return json.loads(self.body)
+        except (ValueError, RecursionError) as err:
+            raise EngineError(f"{self.url} answered {self.status} and no JSON: {self.said}") from err
+
+    @property
+    def said(self) -> str:
+        """What it said, in its own words and at most 2000 characters."""
+        text = self.body.decode("utf-8", "replace").strip()
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return re.sub(r"<[^>]*>|\s+", " ", text)[:2000].strip() or f"HTTP status {self.status}"
+        if isinstance(value, dict):
+            inner = value.get("RemoteException", value)
+            if isinstance(inner, dict):
+                text = str(inner.get("diagnostics") or inner.get("message") or text)
+        return text.partition("\n\tat ")[0][:2000]
+
+
+class Web:
+    """One kind of Hadoop's web services, at one or several addresses of which one is active. Threads may share it.
+
+    Arguments:
+        what: what it is called in messages: `ResourceManager`.
+        addresses: `http://HOST:PORT`, at least one.
+        user: who asks, where there is no Kerberos.
+        ca: file with the certificates of authorities that are trusted with https; empty: the system's.
+    """
+
+    def __init__(self, what: str, addresses: Sequence[str], user: str, ca: str = "") -> None:
+        self.what = what
+        self.addresses = list(addresses)
+        self._user = user
+        try:
+            context = ssl.create_default_context(cafile=ca or None)
+        except OSError as err:
+            raise UsageError(f"ca = {ca}: it cannot be read: {err}", "correct the configuration file") from err
+        self._cookies = http.cookiejar.CookieJar()
+        # No proxy: the services are addresses inside a cluster.
+        self._opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}),
+            urllib.request.HTTPSHandler(context=context),
+            urllib.request.HTTPCookieProcessor(self._cookies),
+            _NoRedirects(),
+        )
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        kind: str = "application/json",
+        limit_s: float = ANSWER_S / 2,
+    ) -> Answer:
+        """Ask the active service; whatever its status is, it is returned.
+
+        Raises:
+            EngineError: none of the addresses answers, or none is active.
+        """
+        why = []
+        words = urllib.parse.urlencode({"user.name": self._user, **(query or {})})
+        for address in tuple(self.addresses):
+            try:
+                answer = self._hop(method, f"{address}{path}?{words}", body, kind, limit_s)
+            except (OSError, http.client.HTTPException) as err:
+                why.append(f"{address}: {_reason(err)}")
+                continue
+            if _is_standby(answer):
+                why.append(f"{address}: it is standby")
+                continue
+            if address != self.addresses[0]:  # next time this one is asked first
+                self.addresses = [address, *(each for each in self.addresses if each != address)]
+            return answer
+        raise EngineError(
+            f"the {self.what} does not answer: {'; '.join(why)}",
+            "check its address, and whether it is up",
+        )
+
+    def json(self, path: str, **more: Any) -> Any:
+        """Return what a path says. Raises EngineError: no answer, or another status than 200."""
+        answer = self.ask("GET", path, **more)
+        if answer.status != 200:
+            raise EngineError(f"the {self.what} answers {answer.status} for {path}: {answer.said}")
+        return answer.json
+
+    def _hop(self, method: str, url: str, body: bytes | None, kind: str, limit_s: float) -> Answer:
+        """Ask one address, and those that it names; prove who asks if that is wanted."""
+        proof = ""
+        for _ in range(HOPS):
+            request = urllib.request.Request(url, data=body, method=method)
+            request.add_header("Accept", "application/json, */*;q=0.5")
+            request.add_header("X-XSRF-Header", "distrun")  # wanted where rest-csrf is enabled
+            if body is not None:
+                request.add_header("Content-Type", kind)
+            if proof:
+                request.add_header("Authorization", "Negotiate " + proof)
+            try:
+                with self._opener.open(request, timeout=limit_s) as reply:
+                    return Answer(reply.status, reply.read(ANSWER_BYTES), _shown(url))
+            except urllib.error.HTTPError as err:
+                with err:
+                    location = err.headers.get("Location", "")
+                    wants = "negotiate" in " ".join(err.headers.get_all("WWW-Authenticate") or ()).lower()
+                    if err.code in (301, 302, 303, 307, 308) and location:
+                        url, proof = urllib.parse.urljoin(url, location), ""
+                        if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+                            raise OSError(f"it names {_shown(url)}") from None
+                    elif err.code == 401 and wants and not proof:
+                        proof = negotiate(urllib.parse.urlsplit(url).hostname or "")
+                    else:
+                        return Answer(err.code, err.read(ANSWER_BYTES), _shown(url))
+        raise OSError(f"it redirected {HOPS} times")
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Leaves redirections to us: the method and the body must stay."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _is_standby(answer: Answer) -> bool:
+    if answer.status == 403:
+        return b"StandbyException" in answer.body
+    return b"This is standby RM" in answer.body[:2000]
+
+
+def _reason(err: Exception) -> str:
+    reason = getattr(err, "reason", None) or err
+    return getattr(reason, "strerror", None) or str(reason) or type(reason).__name__
+
+
+def _shown(url: str) -> str:
+    """Return an address without its query, which may hold a delegation token."""
+    return url.partition("?")[0]
+
+
+def negotiate(host: str) -> str:
+    """Return what proves to a web service, by Kerberos (SPNEGO), who asks: base64.
+
+    Raises:
+        EngineError: there is no `gssapi`, or no ticket.
+    """
+    try:
+        import gssapi
+    except ImportError:
+        raise EngineError(
+            f"{host} wants Kerberos, and the package gssapi is not installed here", "pip install 'distrun[kerberos]'"
+        ) from None
+    try:
+        name = gssapi.Name(f"HTTP@{host}", gssapi.NameType.hostbased_service)
+        token = gssapi.SecurityContext(name=name, usage="initiate").step()
+    except Exception as err:  # gssapi's own errors; which there are depends on its version
+        raise EngineError(f"no Kerberos ticket for HTTP@{host}: {err}", "kinit, then the same command again") from err
+    return base64.b64encode(token).decode("ascii")
+
+
+# Files in HDFS
+
+
+class Files:
+    """Small files of the user's in HDFS, by WebHDFS or HttpFS."""
+
+    def __init__(self, web: Web) -> None:
+        self._web = web
+
+    def home(self) -> str:
+        """Return the user's home folder. Raises EngineError."""
+        answer = self._ask("GET", "", "GETHOMEDIRECTORY")
+        if answer.status != 200:
+            raise self._failed("asking for your home folder", answer)
+        return str(answer.json["Path"])
+
+    def make_private(self, folder: str) -> None:
+        """Make a folder of mode 0700, or give that mode to one that is there. Raises EngineError."""
+        answer = self._ask("PUT", folder, "MKDIRS", permission="700")
+        if answer.status == 200:
+            answer = self._ask("PUT", folder, "SETPERMISSION", permission="700")
+        if answer.status != 200:
+            raise self._failed(f"making {folder}", answer)
+
+    def write(self, path: str, data: bytes) -> None:
+        """Make a new file of mode 0600, and its folder of mode 0700. Raises EngineError: also if it is there."""
+        self.make_private(path.rpartition("/")[0])
+        # `data`: HttpFS takes the bytes at once; a NameNode names a DataNode, which gets them.
+        answer = self._ask("PUT", path, "CREATE", data, overwrite="false", permission="600", data="true")
+        if answer.status not in (200, 201):
+            raise self._failed(f"writing {path}", answer)
+
+    def remove(self, path: str) -> None:
+        """Remove a folder with all that is in it; a missing one is no error. Raises EngineError."""
+        answer = self._ask("DELETE", path, "DELETE", recursive="true")
+        if answer.status not in (200, 404):
+            raise self._failed(f"removing {path}", answer)
+
+    def _ask(self, method: str, path: str, op: str, body: bytes | None = None, **query: str) -> Answer:
+        where = "/webhdfs/v1" + urllib.parse.quote(path or "/")
+        return self._web.ask(method, where, body, query={"op": op, **query}, kind="application/octet-stream")
+
+    def _failed(self, what: str, answer: Answer) -> EngineError:
+        return EngineError(f"HDFS: {what}: {answer.status}: {answer.said}")

@@ -1,0 +1,665 @@
+"""YARN by its services API: plain HTTP, no Java where distrun is typed.
+
+A job is a *service* of YARN, each role a *component* of it, each task a *container* with an agent of its own. What is
+posted is the service's *spec*, which is made from the template `yarn.json`. YARN keeps the spec in HDFS and escapes
+nothing in it, so only the bootstrap and words of safe characters go there. The enrolment secret is a file of its own in
+HDFS, which only the user can read; YARN copies it into each container (docs/security.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import pwd
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from os import geteuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distrun.backends import hadoop, yarnshell
+from distrun.backends.engine import (
+    ANSWER_S,
+    ENDED,
+    MARK,
+    QUEUED,
+    RUNNING,
+    SECRET,
+    Engine,
+    EngineError,
+    Explanation,
+    Finding,
+    Found,
+    Grant,
+    Handle,
+    Script,
+    Standing,
+    Submission,
+    fill,
+    template,
+)
+from distrun.backends.yarnreports import (
+    GPU,
+    LIVE,
+    MIB,
+    OVER,
+    Container,
+    Exit,
+    Node,
+    containers_of,
+    ending,
+    exits_of,
+    explained,
+    explained_application,
+    listed,
+    nodes_of,
+    queue_named,
+    queues_of,
+    refuse_label,
+    refuse_queue,
+    refuse_too_big,
+    told,
+    waiting,
+    wanted_of,
+)
+from distrun.errors import UsageError
+from distrun_runtime.contract import environ, facts
+from distrun_runtime.contract.plan import SERVER
+
+if TYPE_CHECKING:
+    from distrun.request import EngineOptions
+
+TEMPLATE = "yarn.json"
+SPEC = "service.json"
+"""Name of the spec in the job's folder."""
+API = "yarn.webapp.api-service.enable"
+"""The ResourceManager's setting without which there is no services API."""
+FOLDER = ".distrun"
+"""In the user's home in HDFS: a folder for each job whose containers have not all started."""
+SECRET_FILE = "distrun-secret"
+"""Name of the enrolment secret in a container: a link to YARN's copy."""
+MEMORY_MB = 1024
+"""What a task gets that asks for none: YARN has no default."""
+SUBMIT_S = 60.0
+"""How long the ResourceManager may take to accept a service: it writes to HDFS and to ZooKeeper meanwhile."""
+GONE_S = 15.0
+"""How long YARN may take to end an application that is to be killed."""
+EXPLAIN_S = 3.5
+"""How long YARN may take to record why a container ended."""
+NODE_S = 2.0
+"""How long a NodeManager may take to show a log."""
+AM_LOGS = ("serviceam.log", "serviceam-err.txt")
+"""Files in which an application master may write its log, which depends on the cluster."""
+AM_LOG_BYTES = 1 << 20
+"""How much of it is read, from its end."""
+CONF_FOLDER = "/etc/hadoop/conf"
+"""Where Hadoop's configuration is, if HADOOP_CONF_DIR does not say."""
+
+_SAFE = re.compile(r"[A-Za-z0-9_./:=@%+-]+")
+"""Words that mean the same with and without a shell."""
+_SINGLE = re.compile(r"[^'\\$`!]*")
+"""What may stand in single quotes inside YARN's double quotes, once its own double quotes are escaped."""
+
+
+class Yarn(Engine):
+    """`--launcher yarn`."""
+
+    name = "yarn"
+    own_options = ("yarn_rm", "yarn_hdfs", "node_label", "docker_image")
+
+    def __init__(self) -> None:
+        self._cluster: Cluster | None = None
+        self._containers: dict[str, Container] = {}
+        """What was last seen of this job's containers, for `explain`."""
+        self._is_clean: set[str] = set()
+        """Jobs whose secret was removed from HDFS."""
+
+    # ------------------------------------------------------------------ before a job is submitted
+
+    def prepare(self, submission: Submission) -> Mapping[str, str]:
+        """Find the active ResourceManager and HDFS, and refuse what this cluster cannot do."""
+        options = submission.options
+        if options.project:
+            raise UsageError("--project: YARN has no projects", "say --queue NAME")
+        try:
+            cluster = Cluster.of(options)
+            found = self._asked(cluster, submission)
+        except (EngineError, UsageError) as err:
+            if not submission.is_dry or (isinstance(err, UsageError) and not isinstance(err, _NoAddress)):
+                raise
+            return {"home": "{home}", "rm": "{ResourceManager}", "yarn": ""}
+        self._cluster = cluster
+        return found
+
+    def _asked(self, cluster: Cluster, submission: Submission) -> Mapping[str, str]:
+        config = submission.options.config
+        yarn = jar = ""
+        try:
+            cluster.api_version(is_wanted=config.get("shell", "").lower() not in ("yes", "true", "1"))
+            _merged({}, submission.options.args)
+        except _ApiOff:
+            yarn = yarnshell.program(config)
+            if not yarn:
+                raise
+            yarnshell.refuse_args(submission.options.args)
+            jar = config.get("shell_jar", "") or yarnshell.find_jar(yarn)
+        nodes = nodes_of(cluster.rm.json("/ws/v1/cluster/nodes"))
+        refuse_too_big(submission.groups, nodes)
+        queues = queues_of(cluster.rm.json("/ws/v1/cluster/scheduler"))
+        refuse_queue(submission.options.queue, queues)
+        label = submission.options.own.get("node_label", "")
+        if label:
+            refuse_label(label, cluster.rm.json("/ws/v1/cluster/get-node-labels"))
+        return {"home": cluster.files.home(), "rm": cluster.rm.addresses[0], "yarn": yarn, "jar": jar}
+
+    def render(self, submission: Submission) -> Script:
+        """Return the spec, and the request that posts it; where the services API is off, the shell's script."""
+        yarn = submission.found["yarn"]
+        if yarn:
+            argv = yarnshell.command(submission, yarn, submission.found["jar"], MEMORY_MB)
+            return Script({yarnshell.SCRIPT: yarnshell.agent_script(submission)}, (argv,))
+        spec = service(submission)
+        text = json.dumps(spec, indent=2) + "\n"
+        commands = (
+            ("PUT", "webhdfs:" + secret_path(submission.found["home"], submission.marker), "(the secret, mode 0600)"),
+            ("POST", submission.found["rm"] + "/app/v1/services", SPEC),
+        )
+        return Script({SPEC: text}, commands)
+
+    def submit(self, submission: Submission, script: Script) -> Handle:
+        """Put the secret into HDFS, then post the spec; or have `yarn` upload both secret and script."""
+        cluster = self._cluster or Cluster.of(submission.options)
+        is_shell = bool(submission.found["yarn"])
+        home = submission.found["home"]
+        path = secret_path(home, submission.marker)
+        try:
+            if is_shell:
+                # The shell's own folder: made now, so that nobody else can enter it.
+                path = f"{home}/{submission.marker}/{yarnshell.SECRET_FILE}"
+                cluster.files.make_private(path.rpartition("/")[0])
+                app = yarnshell.submit(script.commands[0], submission.folder / "yarn.log")
+                if submission.options.time_s:
+                    cluster.limit(app, submission.options.time_s)
+            else:
+                cluster.files.write(path, submission.secret.encode("ascii") + b"\n")
+                app = self._post(cluster, submission.marker, script.files[SPEC])
+        except BaseException:
+            # YARN may have accepted it all the same, and only the answer was lost. What was said first counts.
+            with contextlib.suppress(EngineError):
+                for each in self._found(cluster):
+                    if each.marker == submission.marker:
+                        self.cancel(each.handle)
+            with contextlib.suppress(EngineError):
+                cluster.delete(submission.marker)
+            with contextlib.suppress(EngineError):
+                cluster.files.remove(path.rpartition("/")[0])
+            raise
+        more = {**cluster.more(), "name": submission.marker, "secret": path}
+        if is_shell:
+            servers = sum(group.count for group in submission.groups if group.role == SERVER)
+            more.update(tasks=str(submission.tasks), servers=str(servers))
+        return Handle(self.name, app, more)
+
+    @staticmethod
+    def _post(cluster: Cluster, marker: str, spec: str) -> str:
+        answer = cluster.rm.ask("POST", "/app/v1/services", spec.encode("utf-8"), limit_s=SUBMIT_S)
+        if answer.status not in (200, 202):
+            raise EngineError(f"YARN refused the job: {answer.said}", hint_of(answer.said))
+        match = re.search(r"application_\d+_\d+", answer.said)
+        app = match.group() if match else str(cluster.service(marker).get("id", ""))
+        if not app:
+            raise EngineError(f"YARN accepted the job and did not say its id: {answer.said}")
+        return app
+
+    # ------------------------------------------------------------------ while it waits and runs
+
+    def look(self, handle: Handle) -> Standing:
+        """Return how the service stands. Removes from HDFS what is no longer needed there."""
+        cluster = self._of(handle)
+        app = cluster.application(handle.id)
+        if app is None:
+            self._forget(cluster, handle)
+            return Standing(ENDED, "YARN does not know it")
+        if app["state"] in OVER:
+            self._forget(cluster, handle)
+            return Standing(ENDED, ending(app))
+        containers, wanted = self._placed(cluster, handle, app)
+        self._containers.update((each.place, each) for each in containers)
+        if not wanted or len(containers) < wanted:
+            lost = next((each for each in containers if each.is_over), None)
+            if lost is not None:
+                # The job cannot get all its places any more, and YARN would keep the others.
+                why = told(cluster.exits(app).get(lost.place))
+                self.cancel(handle)
+                return Standing(ENDED, f"{lost.place} ended on {lost.node} before all had started{why}")
+            queue = queue_named(cluster.rm.json("/ws/v1/cluster/scheduler"), str(app.get("queue", "")))
+            return Standing(QUEUED, waiting(app, len(containers), wanted, queue))
+        if all(each.is_localized for each in containers):
+            self._remove_secret(cluster, handle)
+        grants = tuple(Grant(each.place, each.node, {each.role: 1}) for each in containers)
+        gone = {each.place: f"its container on {each.node} has ended" for each in containers if each.is_over}
+        return Standing(RUNNING, "", grants, gone)
+
+    def _placed(self, cluster: Cluster, handle: Handle, app: Mapping[str, Any]) -> tuple[tuple[Container, ...], int]:
+        """Return the containers that a job has, and how many it is to have; 0: not known yet."""
+        if app["state"] != "RUNNING":
+            return (), 0
+        if "tasks" not in handle.more:
+            found = cluster.service(handle.more["name"])
+            return containers_of(found), wanted_of(found)
+        known = {each.id: each for each in self._containers.values()}
+        there = yarnshell.containers_of(cluster.attempt(handle.id), int(handle.more["servers"]))
+        # The ResourceManager forgets a container when it ends.
+        over = (each._replace(state="STOPPED") for each in known.values() if each.id not in {one.id for one in there})
+        kept = [known[each.id] if len(known) >= int(handle.more["tasks"]) else each for each in there]
+        return (*kept, *over), int(handle.more["tasks"])
+
+    def cancel(self, handle: Handle) -> None:
+        """Kill the application, then delete the service."""
+        cluster = self._of(handle)
+        app = cluster.application(handle.id)
+        if app is not None and app["state"] not in OVER:
+            cluster.kill(handle.id)
+        until = time.monotonic() + GONE_S
+        while app is not None and app["state"] not in OVER and time.monotonic() < until:
+            time.sleep(0.2)
+            app = cluster.application(handle.id)
+        self._forget(cluster, handle)
+
+    def explain(self, handle: Handle, place: str) -> Explanation | None:
+        """Return why YARN ended a container, or the whole application."""
+        cluster = self._of(handle)
+        app = cluster.application(handle.id)
+        if app is None:
+            return None
+        container = self._containers.get(place)
+        until = time.monotonic() + EXPLAIN_S
+        while container is not None:
+            exit = cluster.exits(app).get(place)
+            found = explained(exit, container)
+            if found is not None:
+                return found
+            # The application master hears of it some time after the container has ended.
+            if exit is not None or app["state"] in OVER or time.monotonic() > until:
+                break
+            time.sleep(0.5)
+        if container is not None:
+            state = cluster.state_of_node(container.node)
+            if state in ("LOST", "DECOMMISSIONED", "UNHEALTHY", "SHUTDOWN", "REBOOTED"):
+                return Explanation(facts.EXIT_HOST_LOST, f"YARN: the node {container.node} is {state.lower()}")
+        if app["state"] == "FAILED" and not self._containers:
+            return None  # before it had any: how it ended, `look` has said
+        return explained_application(app)
+
+    def find(self) -> Sequence[Found]:
+        """Return this user's jobs that are distrun's and have not ended."""
+        return self._found(self._any())
+
+    def examine(self) -> Sequence[Finding]:
+        """Return what is there: ResourceManager, services API, nodes, queues, HDFS."""
+        return tuple(_examined(self._any))
+
+    # ------------------------------------------------------------------ helpers
+
+    def _any(self) -> Cluster:
+        return self._cluster or Cluster.of(self.options)
+
+    def _found(self, cluster: Cluster) -> Sequence[Found]:
+        query = {"states": LIVE, "user": cluster.user}
+        said = cluster.rm.json("/ws/v1/cluster/apps", query=query)
+        home = cluster.files.home()
+        found = []
+        for app in listed(said.get("apps"), "app"):
+            name = str(app["name"])
+            if name.startswith(MARK):
+                is_shell = app.get("applicationType") != "yarn-service"
+                path = f"{home}/{name}/{yarnshell.SECRET_FILE}" if is_shell else secret_path(home, name)
+                more = {**cluster.more(), "name": name, "secret": path}
+                found.append(Found(Handle(self.name, str(app["id"]), more), name, str(app["state"])))
+        return found
+
+    def _of(self, handle: Handle) -> Cluster:
+        if self._cluster is None:
+            self._cluster = Cluster.from_handle(handle)
+        return self._cluster
+
+    def _forget(self, cluster: Cluster, handle: Handle) -> None:
+        """Delete a service that has ended, which keeps its name and its files in HDFS until then."""
+        if handle.id in self._is_clean:
+            return
+        self._remove_secret(cluster, handle)
+        cluster.delete(handle.more["name"])
+        self._is_clean.add(handle.id)
+
+    def _remove_secret(self, cluster: Cluster, handle: Handle) -> None:
+        path = handle.more["secret"]
+        if path not in self._is_clean:
+            cluster.files.remove(path.rpartition("/")[0])
+            self._is_clean.add(path)
+
+
+class _NoAddress(UsageError):
+    """Nothing says where the cluster is."""
+
+
+class _ApiOff(EngineError):
+    """The ResourceManager has no services API."""
+
+
+class Cluster:
+    """A YARN cluster with its HDFS, as one user."""
+
+    def __init__(self, rm: hadoop.Web, hdfs: Sequence[str], user: str, ca: str = "") -> None:
+        self.rm = rm
+        self.user = user
+        self._hdfs = tuple(hdfs)
+        self._ca = ca
+        self._files: hadoop.Files | None = None
+
+    @staticmethod
+    def of(options: EngineOptions) -> Cluster:
+        """Return the cluster that the options, the configuration file or HADOOP_CONF_DIR name.
+
+        Raises:
+            UsageError: nothing names one, or the address is none.
+        """
+        config = options.config
+        typed = options.own.get("yarn_rm", "") or config.get("rm", "")
+        folder = environ.snapshot().get("HADOOP_CONF_DIR", "") or CONF_FOLDER
+        site = hadoop.read_site(Path(folder))
+        rms = hadoop.addresses(typed, "--yarn-rm") if typed else hadoop.resource_managers(site)
+        if not rms:
+            raise _NoAddress(
+                f"--launcher yarn: no ResourceManager is known; {folder} (HADOOP_CONF_DIR) names none",
+                "--yarn-rm http://HOST:8088, or set HADOOP_CONF_DIR",
+            )
+        named = options.own.get("yarn_hdfs", "") or config.get("hdfs", "")
+        # The files of another cluster say nothing about the one that the user named.
+        hdfs = hadoop.addresses(named, "--yarn-hdfs") if named else () if typed else hadoop.name_nodes(site)
+        user = environ.snapshot().get("HADOOP_USER_NAME", "")
+        if not user:
+            try:
+                user = pwd.getpwuid(geteuid()).pw_name
+            except KeyError:
+                raise UsageError("this user has no name on this machine", "set HADOOP_USER_NAME") from None
+        ca = config.get("ca", "")
+        return Cluster(hadoop.Web("ResourceManager", rms, user, ca), hdfs, user, ca)
+
+    @staticmethod
+    def from_handle(handle: Handle) -> Cluster:
+        """Return the cluster of a job. Raises EngineError: the handle is damaged."""
+        try:
+            more = handle.more
+            rm = hadoop.Web("ResourceManager", more["rm"].split(","), more["user"], more["ca"])
+            return Cluster(rm, more["hdfs"].split(","), more["user"], more["ca"])
+        except KeyError as err:
+            raise EngineError(f"the record of YARN's {handle.id} has no {err}") from None
+
+    def more(self) -> dict[str, str]:
+        """Return what a handle has to say of the cluster."""
+        hdfs = ",".join(self._hdfs)
+        return {"rm": ",".join(self.rm.addresses), "hdfs": hdfs, "user": self.user, "ca": self._ca}
+
+    @property
+    def files(self) -> hadoop.Files:
+        """HDFS. The ResourceManager says where it is, if nobody else did. Raises EngineError."""
+        if self._files is None:
+            if not self._hdfs:
+                self._hdfs = self._asked_hdfs()
+            self._files = hadoop.Files(hadoop.Web("NameNode (WebHDFS)", self._hdfs, self.user, self._ca))
+        return self._files
+
+    def _asked_hdfs(self) -> tuple[str, ...]:
+        found: tuple[str, ...] = ()
+        with contextlib.suppress(EngineError):  # shown to administrators only
+            found = hadoop.name_nodes(hadoop.shown_properties(self.rm.json("/conf")))
+        if not found:
+            raise EngineError(
+                "where HDFS is, is not known: the job's secret is handed to containers by a file there",
+                "--yarn-hdfs http://NAMENODE:9870 (WebHDFS), or an HttpFS server",
+            )
+        return found
+
+    def api_version(self, is_wanted: bool = True) -> str:
+        """Return what the services API calls itself. Raises EngineError: it is off, or not wanted."""
+        answer = self.rm.ask("GET", "/app/v1/services/version")
+        if answer.status == 200 and is_wanted:
+            return str(answer.json.get("hadoop_version", "")).partition(" ")[0]
+        raise _ApiOff(
+            f"YARN's services API is off ({answer.url} answers {answer.status}), and there is no program `yarn` here",
+            f"have {API}=true set in the ResourceManager's yarn-site.xml, and the ResourceManager restarted; "
+            "or install Hadoop's client here: then its distributed shell is used",
+        )
+
+    def application(self, app: str) -> Mapping[str, Any] | None:
+        """Return what the ResourceManager knows of an application; None: nothing. Raises EngineError."""
+        answer = self.rm.ask("GET", f"/ws/v1/cluster/apps/{app}")
+        if answer.status == 404:
+            return None
+        if answer.status != 200:
+            raise EngineError(f"the ResourceManager answers {answer.status} for {app}: {answer.said}")
+        found: Mapping[str, Any] = answer.json["app"]
+        return found
+
+    def service(self, name: str) -> Mapping[str, Any]:
+        """Return a service with its components and containers; nothing if there is none. Raises EngineError."""
+        answer = self.rm.ask("GET", f"/app/v1/services/{name}")
+        if answer.status != 200:
+            return {}  # its application master is starting, or ending
+        found: Mapping[str, Any] = answer.json
+        return found
+
+    def attempt(self, app: str) -> Mapping[str, Any]:
+        """Return the containers of an application's last attempt that have not ended. Raises EngineError."""
+        attempts = listed(self.rm.json(f"/ws/v1/cluster/apps/{app}/appattempts").get("appAttempts"), "appAttempt")
+        if not attempts:
+            return {}
+        name = attempts[-1]["appAttemptId"]
+        found: Mapping[str, Any] = self.rm.json(f"/ws/v1/cluster/apps/{app}/appattempts/{name}/containers")
+        return found
+
+    def limit(self, app: str, time_s: float) -> None:
+        """Have an application ended after so long from now. Raises EngineError."""
+        end = time.strftime("%Y-%m-%dT%H:%M:%S.000+0000", time.gmtime(time.time() + time_s))
+        body = json.dumps({"timeout": {"type": "LIFETIME", "expiryTime": end}}).encode("ascii")
+        answer = self.rm.ask("PUT", f"/ws/v1/cluster/apps/{app}/timeout", body)
+        if answer.status != 200:
+            raise EngineError(f"YARN does not take --time for {app}: {answer.said}")
+
+    def kill(self, app: str) -> None:
+        """Have an application killed; does not wait. Raises EngineError."""
+        body = b'{"state":"KILLED"}'
+        answer = self.rm.ask("PUT", f"/ws/v1/cluster/apps/{app}/state", body)
+        if answer.status not in (200, 202, 404):
+            raise EngineError(f"YARN does not kill {app}: {answer.status}: {answer.said}", f"yarn app -kill {app}")
+
+    def delete(self, name: str) -> None:
+        """Delete a service that has ended; one that is not there is no error. Raises EngineError."""
+        answer = self.rm.ask("DELETE", f"/app/v1/services/{name}", limit_s=ANSWER_S)
+        if answer.status not in (200, 204, 404) and b"doesn't exist" not in answer.body:
+            raise EngineError(f"YARN does not delete the service {name}: {answer.said}", f"yarn app -destroy {name}")
+
+    def exits(self, app: Mapping[str, Any]) -> Mapping[str, Exit]:
+        """Return how the containers of an application have ended, by place: its application master's log says.
+
+        No other part of YARN keeps that. Nothing, if the node of the application master does not answer.
+        """
+        where = str(app.get("amContainerLogs") or "")
+        match = re.fullmatch(r"(https?://[^/]+)/node/containerlogs/([^/]+)/.*", where)
+        found: dict[str, Exit] = {}
+        if match is not None:
+            node = hadoop.Web("NodeManager", (match.group(1),), self.user, self._ca)
+            for file in (*AM_LOGS, *yarnshell.AM_LOGS):
+                with contextlib.suppress(EngineError):
+                    path = f"/ws/v1/node/containerlogs/{match.group(2)}/{file}"
+                    answer = node.ask("GET", path, query={"size": f"-{AM_LOG_BYTES}"}, limit_s=NODE_S)
+                    if answer.status == 200:
+                        found.update(exits_of(answer.body.decode("utf-8", "replace")))
+        return found
+
+    def state_of_node(self, name: str) -> str:
+        """Return `RUNNING`, `LOST` and so on; empty: the ResourceManager does not know it."""
+        states = [each.state for each in self._nodes() if name in (each.name, each.name.partition(".")[0])]
+        # A node that came back under another port is listed twice.
+        return "RUNNING" if "RUNNING" in states else (states or [""])[0]
+
+    def _nodes(self) -> Sequence[Node]:
+        with contextlib.suppress(EngineError):
+            return nodes_of(self.rm.json("/ws/v1/cluster/nodes"))
+        return ()
+
+
+# ---------------------------------------------------------------------- the spec; pure
+
+
+def secret_path(home: str, marker: str) -> str:
+    """Return where in HDFS the secret of a job is."""
+    return f"{home}/{FOLDER}/{marker}/{SECRET_FILE}"
+
+
+def service(submission: Submission) -> dict[str, Any]:
+    """Return the spec of the service.
+
+    Raises:
+        UsageError: the template or an --engine-arg is none.
+    """
+    options = submission.options
+    text = template(TEMPLATE, options)
+    try:
+        pattern = json.loads(text)
+        [component] = pattern["components"]
+    except (ValueError, KeyError, TypeError) as err:
+        raise UsageError(
+            f"the template of YARN's spec is none: {err}", "it is JSON, with one component, which stands for every role"
+        ) from None
+    values: dict[str, str] = {
+        "name": submission.marker,
+        "job": submission.job,
+        "queue": options.queue or "default",
+        "lifetime": str(math.ceil(options.time_s)) if options.time_s else "-1",
+        "secret": secret_path(submission.found["home"], submission.marker),
+        "command": launch_command(submission),
+    }
+    components = []
+    for group in submission.groups:
+        needs = group.needs
+        values.update(
+            role=group.role,
+            count=str(group.count),
+            cores=str(max(1, needs.cores)),
+            megabytes=str(-(-needs.memory // MIB) or MEMORY_MB),
+        )
+        made = _filled(component, values)
+        if needs.gpus:
+            made["resource"]["additional"] = {GPU: {"value": needs.gpus, "unit": ""}}
+        label, image = options.own.get("node_label", ""), options.own.get("docker_image", "")
+        if label:
+            rule = {"type": "AFFINITY", "scope": "NODE", "node_partitions": [label]}
+            made["placement_policy"] = {"constraints": [rule]}
+        if image:
+            made["artifact"] = {"type": "DOCKER", "id": image}
+        components.append(made)
+    pattern["components"] = []
+    spec: dict[str, Any] = _filled(pattern, values)
+    return _merged({**spec, "components": components}, options.args)
+
+
+def launch_command(submission: Submission) -> str:
+    """Return the line that YARN puts, between double quotes and unescaped, behind `bash -c`.
+
+    YARN replaces COMPONENT_INSTANCE_NAME by the place's name. The secret's link is resolved: the bootstrap takes none.
+    """
+    marks = {"{place}": "${COMPONENT_INSTANCE_NAME}", SECRET: f'\\"\\$(readlink -f {SECRET_FILE})\\"'}
+    words = []
+    for word in submission.bootstrap.command(submission.python, "{place}", SECRET):
+        if word in marks:
+            words.append(marks[word])
+        elif _SAFE.fullmatch(word):
+            words.append(word)
+        elif _SINGLE.fullmatch(word):
+            words.append("'" + word.replace('"', '\\"') + "'")
+        else:
+            raise UsageError(f"{word!r} cannot be written in a spec of YARN", "python = PATH of plain characters")
+    return "exec " + " ".join(words)
+
+
+def _filled(value: Any, values: Mapping[str, str]) -> Any:
+    """Return a template with its texts filled in; a text that is one placeholder of a number becomes the number."""
+    if isinstance(value, dict):
+        return {key: _filled(each, values) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_filled(each, values) for each in value]
+    if not isinstance(value, str):
+        return value
+    text = fill(value, values)
+    return int(text) if value in ("@{count}", "@{cores}", "@{lifetime}") else text
+
+
+def _merged(spec: dict[str, Any], args: Sequence[str]) -> dict[str, Any]:
+    """Return the spec with the objects of --engine-arg laid over it. Raises UsageError."""
+    for arg in args:
+        try:
+            more = json.loads(arg)
+        except ValueError as err:
+            raise UsageError(f"--engine-arg {arg}: YARN's are JSON: {err}", _ARG) from None
+        if not isinstance(more, dict):
+            raise UsageError(f"--engine-arg {arg}: YARN's are JSON objects", _ARG)
+        spec = _over(spec, more)
+    return spec
+
+
+_ARG = """--engine-arg '{"configuration": {"properties": {"NAME": "VALUE"}}}'"""
+
+
+def _over(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    both = {
+        name: _over(one[name], value) if isinstance(value, dict) and isinstance(one.get(name), dict) else value
+        for name, value in other.items()
+    }
+    return {**one, **both}
+
+
+def hint_of(said: str) -> str:
+    """Return what to do about a refusal."""
+    if "unknown queue" in said:
+        return "say --queue NAME; distrun doctor --launcher yarn lists them"
+    if "larger than configured max" in said:
+        return "ask for less, --worker-memory or --worker-cores; or have yarn.scheduler.maximum-allocation-* raised"
+    if "src_file" in said.lower() or "does not exist" in said:
+        return "--yarn-hdfs must name the file system that YARN uses (fs.defaultFS)"
+    return ""
+
+
+def _examined(cluster_of: Any) -> Iterator[Finding]:
+    try:
+        cluster: Cluster = cluster_of()
+        info = cluster.rm.json("/ws/v1/cluster/info")["clusterInfo"]
+    except (UsageError, EngineError) as err:
+        yield Finding(False, str(err), err.hint)
+        return
+    version = info.get("resourceManagerVersion", "?")
+    yield Finding(True, f"ResourceManager {cluster.rm.addresses[0]}: YARN {version}, user {cluster.user}")
+    try:
+        yield Finding(True, f"services API: {cluster.api_version()}")
+    except EngineError as err:
+        yield Finding(False, str(err), err.hint)
+    try:
+        up = [each for each in nodes_of(cluster.rm.json("/ws/v1/cluster/nodes")) if each.state == "RUNNING"]
+        most = max(up, key=lambda each: each.memory, default=None)
+        if most is None:
+            yield Finding(False, "no node is up", "ask for the nodes: yarn node -list -all")
+        else:
+            yield Finding(True, f"{len(up)} nodes are up; the largest has {most.memory} MiB, {most.cores} cores")
+        queues = queues_of(cluster.rm.json("/ws/v1/cluster/scheduler"))
+        told = ", ".join(each.name + ("" if each.full is None else f" ({each.full:.0f} % full)") for each in queues)
+        yield Finding(bool(queues), f"queues: {told or 'none'}", "" if queues else "say --queue NAME")
+    except EngineError as err:
+        yield Finding(False, str(err), err.hint)
+    try:
+        yield Finding(True, f"HDFS by WebHDFS; your home is {cluster.files.home()}")
+    except EngineError as err:
+        yield Finding(
+            False, str(err), err.hint or "have dfs.webhdfs.enabled set, or name an HttpFS server: --yarn-hdfs"
+        )

@@ -1,0 +1,75 @@
+"""What the backend of engines decides: where tasks go, and what an engine's explanation makes of a failure."""
+
+from __future__ import annotations
+
+import pytest
+
+from distrun.backends import queue
+from distrun.backends.engine import EngineError, Explanation, Grant, Group, fill
+from distrun.errors import UsageError
+from distrun.request import Needs
+from distrun_runtime.contract import facts
+from distrun_runtime.coordinator.outcome import Culprit, Outcome
+
+SERVERS = Group("server", 2, Needs())
+WORKERS = Group("worker", 3, Needs(cores=2))
+
+
+def placed(groups: list[Group], grants: list[Grant], scheduler: bool = False) -> list[str]:
+    return [f"{slot.name}@{slot.place}" for slot in queue.place_tasks(groups, grants, scheduler)]
+
+
+def test_servers_go_first_then_workers_one_at_each_place_in_turn() -> None:
+    grants = [Grant("a", "h1"), Grant("b", "h2"), Grant("c", "h3")]
+    assert placed([SERVERS, WORKERS], grants) == ["server-0@a", "server-1@b", "worker-0@c", "worker-1@a", "worker-2@b"]
+
+
+def test_a_place_gets_no_more_tasks_than_its_cores_allow() -> None:
+    grants = [Grant("a", "h1", cores=2), Grant("b", "h2", cores=6)]
+    found = placed([SERVERS, Group("worker", 2, Needs(cores=2))], grants)
+    assert found == ["server-0@a", "server-1@b", "worker-0@b", "worker-1@b"]
+
+
+def test_roles_go_where_the_engine_says_that_they_go() -> None:
+    grants = [Grant("w0", "h1", {"worker": 2}), Grant("s0", "h1", {"server": 2}), Grant("w1", "h2", {"worker": 1})]
+    found = placed([SERVERS, WORKERS], grants, scheduler=True)
+    assert found == ["scheduler@w0", "server-0@s0", "server-1@s0", "worker-0@w1", "worker-1@w0", "worker-2@w0"]
+
+
+def test_local_ranks_count_within_a_place_though_a_node_has_several() -> None:
+    grants = [Grant("0", "h1", {"worker": 1}), Grant("1", "h1", {"worker": 1})]
+    slots = queue.place_tasks([Group("worker", 2, Needs())], grants, False)
+    assert [(slot.host, slot.local_rank, slot.local_size) for slot in slots] == [("h1", 0, 1), ("h1", 0, 1)]
+
+
+@pytest.mark.parametrize("grants", [[], [Grant("a", "h1", cores=5)], [Grant("a", "h1", {"worker": 3})]])
+def test_too_little_room_is_told_with_what_was_wanted_and_given(grants: list[Grant]) -> None:
+    with pytest.raises(EngineError, match=r"no room for (server|worker)-\d: wanted 2 server of 1 cores"):
+        placed([SERVERS, WORKERS], grants)
+
+
+LOST = Outcome(7, facts.HOST_LOST, "h2 was lost", Culprit("", "h2", reason="its connection ended"))
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [(137, facts.TASK_FAILED), (124, facts.TIMEOUT), (143, facts.TERMINATED), (7, facts.HOST_LOST)],
+)
+def test_an_explanation_gives_the_exit_code_and_the_reason(code: int, reason: str) -> None:
+    found = queue.with_explanation(LOST, Explanation(code, "Slurm: why"), "slurm")
+    assert (found.exit_code, found.reason) == (code, reason)
+    assert found.message == "h2 was lost; Slurm: why"
+    assert found.culprit is not None
+    assert found.culprit.reason == "Slurm: why"
+
+
+def test_an_engine_that_has_recorded_nothing_is_said_to_have_none() -> None:
+    assert queue.with_explanation(LOST, None, "slurm").message == "h2 was lost; slurm has recorded no reason"
+    failed = Outcome(1, facts.TASK_FAILED, "worker-0 failed", Culprit("worker-0", "h1", code=1))
+    assert queue.with_explanation(failed, None, "slurm") == failed
+
+
+def test_a_template_with_a_name_that_nobody_knows_is_refused_with_those_there_are() -> None:
+    assert fill("a=@{a} $HOME ${b} @{c}", {"a": "1", "c": "$x @{a}"}) == "a=1 $HOME ${b} $x @{a}"
+    with pytest.raises(UsageError, match=r"the template has @\{nope\}; known names: a, c"):
+        fill("@{nope}", {"a": "1", "c": "2"})

@@ -1,0 +1,98 @@
+"""What the answers of an engine mean to a job that waits for its places."""
+
+from __future__ import annotations
+
+import pytest
+
+from distrun.allocating import SILENT_S, Waiting
+from distrun.backends.engine import ENDED, QUEUED, RUNNING, Grant, Standing
+from distrun_runtime.contract import facts
+from distrun_runtime.coordinator.events import EngineTold, Interrupt, Tick
+
+GRANTS = (Grant("0", "h1"),)
+
+
+class Told:
+    """A job that waits, and what it said and noted."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.noted: list[str] = []
+        self.waiting = Waiting(
+            "slurm", lambda text, level: self.said.append(f"{level}: {text}"), self._note, self._touch
+        )
+        self.touched = 0
+
+    def _note(self, state: str, text: str) -> None:
+        self.noted.append(f"{state}: {text}")
+
+    def _touch(self) -> None:
+        self.touched += 1
+
+    def hears(self, *standings: Standing) -> None:
+        for standing in standings:
+            self.waiting.handle(EngineTold(standing), 0.0)
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+def test_what_a_job_waits_for_is_said_when_it_changes(told: Told) -> None:
+    told.hears(*(Standing(QUEUED, text) for text in ("position 2", "position 2", "position 1")))
+    assert told.said == ["info: slurm: queued, position 2", "info: slurm: queued, position 1"]
+    assert told.noted == ["queued: slurm: queued, position 2", "queued: slurm: queued, position 1"]
+    assert not told.waiting.is_over
+
+
+def test_a_job_with_its_places_is_planned_and_was_perhaps_never_queued(told: Told) -> None:
+    told.hears(Standing(RUNNING, "", GRANTS))
+    assert told.waiting.is_over
+    assert told.waiting.granted == Standing(RUNNING, "", GRANTS)
+    assert told.noted == []
+
+
+def test_a_job_that_is_stopped_in_the_same_moment_is_not_planned(told: Told) -> None:
+    told.waiting.handle(Interrupt("INT"), 0.0)
+    told.hears(Standing(RUNNING, "", GRANTS))
+    assert told.waiting.granted is None
+    outcome = told.waiting.outcome("calm-otter")
+    assert (outcome.exit_code, outcome.reason) == (130, facts.INTERRUPTED)
+    assert outcome.message == "interrupted before slurm gave it any place"
+
+
+@pytest.mark.parametrize(("signal", "code"), [("TERM", 143), ("HUP", 129)])
+def test_a_signal_gives_the_exit_code(signal: str, code: int, told: Told) -> None:
+    told.waiting.handle(Interrupt(signal), 0.0)
+    outcome = told.waiting.outcome("calm-otter")
+    assert (outcome.exit_code, outcome.reason) == (code, facts.TERMINATED)
+
+
+def test_a_job_that_the_engine_ended_was_not_submitted_well(told: Told) -> None:
+    told.hears(Standing(QUEUED, "no room"), Standing(ENDED, "cancelled by ann"))
+    outcome = told.waiting.outcome("calm-otter")
+    assert (outcome.exit_code, outcome.reason) == (5, facts.SUBMIT)
+    assert outcome.message == "slurm ended the job before it gave it any place: cancelled by ann"
+
+
+def test_a_refusal_is_told_with_what_mends_it(told: Told) -> None:
+    told.waiting.handle(EngineTold(None, "no such queue", "sinfo -s", True), 0.0)
+    assert told.waiting.is_over
+    assert told.waiting.outcome("calm-otter").message == "slurm did not take the job: no such queue; sinfo -s"
+
+
+def test_silence_of_the_engine_is_told_once_until_it_answers(told: Told) -> None:
+    for now in (0.0, SILENT_S - 1, SILENT_S, SILENT_S + 1):
+        told.waiting.handle(EngineTold(None, "it is down"), now)
+    assert [text.partition(":")[0] for text in told.said] == ["warning"]
+    assert "it is down; it is asked again" in told.said[0]
+    told.hears(Standing(QUEUED))
+    told.waiting.handle(EngineTold(None, "it is down"), SILENT_S + 2)
+    assert len(told.said) == 2
+    assert not told.waiting.is_over
+
+
+def test_the_folder_shows_that_the_job_lives(told: Told) -> None:
+    told.waiting.handle(Tick(0.0), 0.0)
+    assert told.touched == 1
