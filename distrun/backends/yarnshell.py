@@ -36,7 +36,7 @@ AM_LOGS = ("AppMaster.stderr", "AppMaster.stdout")
 STARTED_S = 120.0
 """How long `yarn` may take until it says the application's id: it starts Java and uploads files."""
 ASKED_S = 20.0
-FOREVER_MS = 10 * 365 * 86_400_000
+FOREVER_MS = 2**31 - 1
 """The shell's client would end the application after ten minutes; ours does not live so long."""
 
 
@@ -118,7 +118,7 @@ def submit(argv: Sequence[str], log: Path) -> str:
             if found:
                 return found.group(1)
             if has_ended or time.monotonic() > until:
-                last = " ".join(said.strip().splitlines()[-3:])[-600:]
+                last = _why(said)
                 how = f"ended with {child.returncode}" if has_ended else f"said no application in {STARTED_S:g} s"
                 raise EngineError(f"yarn {how}: {last}", f"read {log}")
             time.sleep(0.1)
@@ -131,6 +131,13 @@ def submit(argv: Sequence[str], log: Path) -> str:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
+
+
+def _why(said: str) -> str:
+    """Return what a Java program gives as its reason: its last line with an exception or error, else its last lines."""
+    lines = said.strip().splitlines()
+    errors = [line for line in lines if re.search(r"\b(\w+Exception|ERROR|FATAL|Error):? ", line)]
+    return " ".join(errors[-1:] or lines[-3:])[:600]
 
 
 def containers_of(said: Mapping[str, Any], servers: int) -> tuple[Container, ...]:
