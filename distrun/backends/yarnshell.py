@@ -141,14 +141,17 @@ def _why(said: str) -> str:
 
 
 def containers_of(said: Mapping[str, Any], servers: int) -> tuple[Container, ...]:
-    """Return the containers that an attempt has, without the application master's: servers first. Pure."""
+    """Return the containers that an attempt has, without the application master's: servers first. Pure.
+
+    Whether their files are there already, nobody says.
+    """
     rows = [(str(each.get("containerId", "")), each) for each in listed(said, "container")]
     rows += [(str(each.get("containerId", "")), each) for each in listed(said.get("containers"), "container")]
     ours = sorted((name, each) for name, each in rows if name and not name.endswith("_000001"))
     found = []
     for index, (name, each) in enumerate(ours):
         node = str(each.get("assignedNodeId") or each.get("nodeId") or "").partition(":")[0]
-        found.append(Container(name, name, SERVER if index < servers else WORKER, node, "RUNNING", True))
+        found.append(Container(name, name, SERVER if index < servers else WORKER, node, "RUNNING", False))
     return tuple(found)
 
 
