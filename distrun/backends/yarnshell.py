@@ -33,6 +33,8 @@ SCRIPT = "agent.sh"
 SECRET_FILE = "secret"
 """Name of the secret in `Submission.folder` and in a container."""
 AM_LOGS = ("AppMaster.stderr", "AppMaster.stdout")
+MASTER_MB = 512
+"""Of the application master: the client's own default, 100 MiB, is too little where YARN watches memory."""
 STARTED_S = 120.0
 """How long `yarn` may take until it says the application's id: it starts Java and uploads files."""
 ASKED_S = 20.0
@@ -88,7 +90,7 @@ def command(submission: Submission, yarn: str, jar: str, memory_mb: int) -> tupl
     resources += [f"{GPU}={needs.gpus}"] if needs.gpus else []
     words = [yarn, "jar", jar, MAIN, "-jar", jar, "-appname", submission.marker, "-queue", options.queue or "default"]
     words += ["-num_containers", str(submission.tasks), "-container_resources", ",".join(resources)]
-    words += ["-timeout", str(FOREVER_MS)]
+    words += ["-master_memory", str(MASTER_MB), "-timeout", str(FOREVER_MS)]
     words += ["-shell_script", str(submission.folder / SCRIPT), "-localize_files", str(submission.secret_file)]
     label, image = options.own.get("node_label", ""), options.own.get("docker_image", "")
     words += ["-node_label_expression", label] if label else []
