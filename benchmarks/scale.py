@@ -134,7 +134,7 @@ answer.
 %s
 
 %s
-* Medians of %d runs.
+* Runs of each row: %d; of several the medians.
 %s"""
 
 

@@ -1,8 +1,9 @@
 """One worker of push-and-pull rounds with compression: COMPRESSION MAGNITUDE ROUNDS [MODEL].
 
 COMPRESSION is `none` or a type of `set_gradient_compression`; MAGNITUDE is the standard deviation of the gradients;
-MODEL is one of `shapes.MODELS` (default: `one`). All tensors are pushed by one call and pulled by another. Rank 0
-prints the report line. There are so many rounds to warm up that servers have their compiled loops ready.
+MODEL is one of `shapes.MODELS` (default: `one`) or KEYSxFLOATS. All tensors are pushed by one call and pulled by
+another. Rank 0 prints the report line. There are so many rounds to warm up that servers have their compiled loops
+ready.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def main() -> None:
         kv.set_gradient_compression({"type": compression})
         rng = np.random.default_rng(0)
         # The same on all workers: then every sum is a multiple of what one of them sends.
-        gradients = [rng.normal(0, magnitude, shape).astype(np.float32) for shape in shapes.MODELS[model]()]
+        gradients = [rng.normal(0, magnitude, shape).astype(np.float32) for shape in shapes.named(model)]
         sent = [each.astype(np.float16).astype(np.float32) if compression == "fp16" else each for each in gradients]
         # The values that are too small to be compressed travel as they are.
         sent = [each if given.nbytes >= 1024 else given for each, given in zip(sent, gradients, strict=True)]

@@ -23,13 +23,6 @@ RATE, MOMENTUM = 1e-4, 0.9
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def shapes_of(text: str) -> List[shapes.Shape]:
-    if text in shapes.MODELS:
-        return shapes.MODELS[text]()
-    keys, floats = text.split("x")
-    return [(int(floats),)] * int(keys)
-
-
 def tasks() -> List[Path]:
     """Return the /proc folders of the job's processes: those of this one's parent."""
     parent = str(os.getppid())
@@ -95,7 +88,7 @@ def main() -> None:
     with kvstore.create("dist_sync") as kv:
         # `empty`: arrays that servers read where they are.
         make = kv.empty if sys.argv[4:] == ["empty"] else np.empty
-        gradients = [make(shape, np.float32) for shape in shapes_of(names)]
+        gradients = [make(shape, np.float32) for shape in shapes.named(names)]
         outs = [make(gradient.shape, np.float32) for gradient in gradients]
         for gradient, out in zip(gradients, outs, strict=True):
             gradient.fill(1)

@@ -56,3 +56,11 @@ MODELS: Dict[str, Callable[[], List[Shape]]] = {
     "many": many,
     "one": one,
 }
+
+
+def named(text: str) -> List[Shape]:
+    """Return the shapes of a model, or of KEYSxFLOATS."""
+    if text in MODELS:
+        return MODELS[text]()
+    keys, floats = text.split("x")
+    return [(int(floats),)] * int(keys)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Dict, List, NamedTuple
 
 import numpy as np
-from growth_round import shapes_of, tasks
+import shapes
+from growth_round import tasks
 from report import sent, summed
 
 from distrun_runtime import kvstore
@@ -68,7 +69,7 @@ def show(before: Dict[Path, Thread], after: Dict[Path, Thread], rounds: int) -> 
 def main() -> None:
     names, rounds, form = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     with kvstore.create("dist_sync") as kv:
-        gradients = [np.ones(shape, np.float32) for shape in shapes_of(names)]
+        gradients = [np.ones(shape, np.float32) for shape in shapes.named(names)]
         outs = [np.zeros_like(gradient) for gradient in gradients]
         keys = list(range(len(gradients)))
         kv.init(keys, gradients)

@@ -38,6 +38,8 @@ PACKAGE = "distrun_runtime"
 SHARED = ("__init__.py", "errors.py")
 DIALING = (f"{PACKAGE}.agent.dial", f"{PACKAGE}.agent.unpack")
 """What only agents that dial back need: the others get files by rsync."""
+DIALED = (f"{PACKAGE}.agent.waiting",)
+"""What these do not need: nobody dials them."""
 TABLE_ROW = "_row"
 """Function whose calls make the rows of `contract.environ.TABLE`. The fourth argument is documentation."""
 
@@ -213,7 +215,7 @@ def command(python: str) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=1)
 def dialed() -> bytes:
     """Return the blob of an agent that dials back (`bootstrap`): one line, newline included. Raises as `agent`."""
-    return _kept("agent", START_DIALED, with_origin=False, without=())
+    return _kept("agent", START_DIALED, with_origin=False, without=DIALED)
 
 
 @functools.lru_cache(maxsize=2)

@@ -201,6 +201,7 @@ class Mpi(Engine):
         """Start mpirun, below its guard."""
         env = {name: value for name, value in submission.outer.items() if not NESTED.match(name)}
         env.update(process.marks(submission.job, self.nonce_of(submission.marker)), **{SECRET: submission.secret})
+        env.update(_bootstrap(submission.found["flavor"], env))
         argv = [sys.executable, "-I", mpiguard.__file__, submission.marker, str(submission.folder), SCRIPT]
         try:
             self._guard = subprocess.Popen(
@@ -322,6 +323,15 @@ def _wanted(options: EngineOptions) -> tuple[str, str]:
     """Return the program and the flavor that the user or the site names; empty: none. Pure."""
     own, config = options.own, options.config
     return own.get("mpirun") or config.get("mpirun", ""), own.get("mpi_flavor") or config.get("flavor", "")
+
+
+def _bootstrap(flavor: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Return how Intel MPI starts processes in an allocation; its mpirun would find out, and is not used. Pure."""
+    if flavor != "intel" or "I_MPI_HYDRA_BOOTSTRAP" in env:
+        return {}
+    if "SLURM_JOB_ID" in env:
+        return {"I_MPI_HYDRA_BOOTSTRAP": "slurm"}
+    return {"I_MPI_HYDRA_BOOTSTRAP": "sge"} if "PE_HOSTFILE" in env else {}
 
 
 def _allows_root(submission: Submission) -> bool:
@@ -477,7 +487,7 @@ def gone(said: str, grants: Iterable[Grant]) -> dict[str, str]:
         if tagged is not None and tagged[1] in places:
             if "distrun: " in tagged[2] or "execvp error" in tagged[2]:
                 found.setdefault(tagged[1], _cut(tagged[2]))
-        elif _UNREACHED.search(line):
+        elif _UNREACHED.search(line) and not _NOISE.search(line):
             for grant in grants:
                 if re.search(rf"(?<![\w.-]){re.escape(grant.node)}(?![\w-])", line):
                     found.setdefault(grant.place, _cut(line))

@@ -194,7 +194,7 @@ class Slurm(Engine):
         except EngineError:
             if not submission.is_dry:
                 raise
-            return {"inside": job, "nodes": "{nodes}", "sizes": "{number of nodes}", "gpus": ""}
+            return {"inside": job, "nodes": "{nodes}", "sizes": "{number of nodes}", "gpus": "", "grants": "[]"}
         if not found or any(each.state != "RUNNING" for each in found):
             state = found[0].state if found else "not known to Slurm"
             raise UsageError(
@@ -207,9 +207,16 @@ class Slurm(Engine):
         used = {slot.place for slot in place_tasks(submission.groups, grants, True)}
         if len(found) > 1:
             used = {each.place for each in grants}
-        nodes = [each.node for each in grants if each.place in used]
+        grants = tuple(each for each in grants if each.place in used)
+        nodes = [each.node for each in grants]
         sizes = ",".join(str(len(each.cpus)) for each in found) if len(found) > 1 else str(len(nodes))
-        return {"inside": job, "nodes": ",".join(nodes), "sizes": sizes, "gpus": _gpus_inside(submission.outer)}
+        return {
+            "inside": job,
+            "nodes": ",".join(nodes),
+            "sizes": sizes,
+            "gpus": _gpus_inside(submission.outer),
+            "grants": json.dumps([[each.place, each.node, each.takes, each.cores] for each in grants]),
+        }
 
     def _is_shared(self, folder: Path) -> bool:
         """Return whether nodes see the submission's folder: as the configuration says, else by its file system."""
@@ -345,7 +352,7 @@ class Slurm(Engine):
         job = submission.found["inside"]
         more = {"log": log, "step": submission.marker, "pid": str(who.pid), "start": who.start}
         more["bin"] = self.options.config.get("bin", "")
-        more["places"] = json.dumps(_places_inside(submission.found))
+        more["grants"] = submission.found["grants"]
         handle = Handle(self.name, job, more)
         until = time.monotonic() + STEP_S
         while not self._step(handle) and time.monotonic() < until:
@@ -367,23 +374,26 @@ class Slurm(Engine):
             standing = standing._replace(
                 text="; ".join(filter(None, (standing.text, _tail(handle.more.get("log", "")))))
             )
-        return self._without_lost_nodes(standing)
+        return self._without_lost_nodes(standing, answers.is_ending(found))
 
     def _look_inside(self, handle: Handle, found: Sequence[answers.Job]) -> Standing:
-        grants = tuple(Grant(place, node) for place, node in json.loads(handle.more.get("places", "[]")))
+        grants = tuple(Grant(*each) for each in json.loads(handle.more.get("grants", "[]")))
         if found and all(each.state == "RUNNING" for each in found) and not self._step_lives(handle):
             return Standing(ENDED, "; ".join(filter(None, ("srun has ended", _tail(handle.more.get("log", ""))))))
         standing = answers.standing(found, grants)
         told = answers.told_by_srun(_text(handle.more.get("log", "")))
         gone = {**{place: what for place, what in told.items() if not what.startswith("Exited")}, **standing.gone}
-        return self._without_lost_nodes(standing._replace(gone=gone))
+        return self._without_lost_nodes(standing._replace(gone=gone), answers.is_ending(found))
 
-    def _without_lost_nodes(self, standing: Standing) -> Standing:
-        """Add the places whose nodes are down."""
+    def _without_lost_nodes(self, standing: Standing, is_ending: bool) -> Standing:
+        """Add the places whose nodes are down; a job that ends does not wait for them."""
         if standing.state != RUNNING or not standing.grants:
             return standing
         nodes = ",".join(dict.fromkeys(each.node for each in standing.grants))
-        down = answers.down_nodes(self._ask("sinfo", "-h", "-N", "-n", nodes, "-o", "%N %T"))
+        states = answers.node_states(self._ask("sinfo", "-h", "-N", "-n", nodes, "-o", "%N %T"))
+        if is_ending:
+            return answers.ended_but_for_lost(standing, states)
+        down = answers.down_nodes(states)
         gone = {each.place: f"{each.node} is {down[each.node]}" for each in standing.grants if each.node in down}
         return standing._replace(gone={**gone, **standing.gone})
 
@@ -592,13 +602,6 @@ def _most(asked: Asked, partitions: Sequence[answers.Partition], queue: str) -> 
         ):
             return number
     return 1
-
-
-def _places_inside(found: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the places in an allocation of the user's, and their nodes."""
-    nodes = found["nodes"].split(",")
-    is_one = "," not in found["sizes"]
-    return [(node if is_one else str(number), node) for number, node in enumerate(nodes)]
 
 
 def _gpus_inside(outer: Mapping[str, str]) -> str:

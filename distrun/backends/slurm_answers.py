@@ -326,10 +326,26 @@ def explained_by_srun(what: str) -> Explanation | None:
     return None
 
 
-def down_nodes(text: str) -> dict[str, str]:
-    """Return the nodes that are down, with their state, of `sinfo -h -N -o '%N %T'`."""
+def node_states(text: str) -> dict[str, str]:
+    """Return the states of nodes, as `sinfo -h -N -o '%N %T'` prints them."""
     rows = (line.split() for line in text.splitlines())
-    return {row[0]: row[1] for row in rows if len(row) == 2 and re.match(r"(down|fail|powering_down|unknown)", row[1])}
+    return {row[0]: row[1] for row in rows if len(row) == 2}
+
+
+def down_nodes(states: Mapping[str, str]) -> dict[str, str]:
+    """Return the nodes that are down, with their state. One that does not answer (`allocated*`) may be busy."""
+    return {node: state for node, state in states.items() if re.match(r"(down|fail|powering_down|unknown)", state)}
+
+
+def ended_but_for_lost(standing: Standing, states: Mapping[str, str]) -> Standing:
+    """Return how a job stands that Slurm ends: ENDED if the nodes that still have it do not answer.
+
+    It stays so until Slurm gives up these nodes, often for five minutes.
+    """
+    lost = [node for node, state in states.items() if state.endswith("*")]
+    if not lost or any(state == "completing" for state in states.values()):
+        return standing
+    return Standing(ENDED, "it has ended but for {}, which does not answer".format(", ".join(lost)))
 
 
 def marked(queue: str, steps: str) -> dict[str, tuple[str, str]]:

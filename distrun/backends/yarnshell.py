@@ -33,10 +33,12 @@ SCRIPT = "agent.sh"
 SECRET_FILE = "secret"
 """Name of the secret in `Submission.folder` and in a container."""
 AM_LOGS = ("AppMaster.stderr", "AppMaster.stdout")
+MASTER_MB = 512
+"""Of the application master: the client's own default, 100 MiB, is too little where YARN watches memory."""
 STARTED_S = 120.0
 """How long `yarn` may take until it says the application's id: it starts Java and uploads files."""
 ASKED_S = 20.0
-FOREVER_MS = 10 * 365 * 86_400_000
+FOREVER_MS = 2**31 - 1
 """The shell's client would end the application after ten minutes; ours does not live so long."""
 
 
@@ -88,7 +90,7 @@ def command(submission: Submission, yarn: str, jar: str, memory_mb: int) -> tupl
     resources += [f"{GPU}={needs.gpus}"] if needs.gpus else []
     words = [yarn, "jar", jar, MAIN, "-jar", jar, "-appname", submission.marker, "-queue", options.queue or "default"]
     words += ["-num_containers", str(submission.tasks), "-container_resources", ",".join(resources)]
-    words += ["-timeout", str(FOREVER_MS)]
+    words += ["-master_memory", str(MASTER_MB), "-timeout", str(FOREVER_MS)]
     words += ["-shell_script", str(submission.folder / SCRIPT), "-localize_files", str(submission.secret_file)]
     label, image = options.own.get("node_label", ""), options.own.get("docker_image", "")
     words += ["-node_label_expression", label] if label else []
@@ -118,7 +120,7 @@ def submit(argv: Sequence[str], log: Path) -> str:
             if found:
                 return found.group(1)
             if has_ended or time.monotonic() > until:
-                last = " ".join(said.strip().splitlines()[-3:])[-600:]
+                last = _why(said)
                 how = f"ended with {child.returncode}" if has_ended else f"said no application in {STARTED_S:g} s"
                 raise EngineError(f"yarn {how}: {last}", f"read {log}")
             time.sleep(0.1)
@@ -133,15 +135,25 @@ def submit(argv: Sequence[str], log: Path) -> str:
             child.wait()
 
 
+def _why(said: str) -> str:
+    """Return what a Java program gives as its reason: its last line with an exception or error, else its last lines."""
+    lines = said.strip().splitlines()
+    errors = [line for line in lines if re.search(r"\b(\w+Exception|ERROR|FATAL|Error):? ", line)]
+    return " ".join(errors[-1:] or lines[-3:])[:600]
+
+
 def containers_of(said: Mapping[str, Any], servers: int) -> tuple[Container, ...]:
-    """Return the containers that an attempt has, without the application master's: servers first. Pure."""
+    """Return the containers that an attempt has, without the application master's: servers first. Pure.
+
+    Whether their files are there already, nobody says.
+    """
     rows = [(str(each.get("containerId", "")), each) for each in listed(said, "container")]
     rows += [(str(each.get("containerId", "")), each) for each in listed(said.get("containers"), "container")]
     ours = sorted((name, each) for name, each in rows if name and not name.endswith("_000001"))
     found = []
     for index, (name, each) in enumerate(ours):
         node = str(each.get("assignedNodeId") or each.get("nodeId") or "").partition(":")[0]
-        found.append(Container(name, name, SERVER if index < servers else WORKER, node, "RUNNING", True))
+        found.append(Container(name, name, SERVER if index < servers else WORKER, node, "RUNNING", False))
     return tuple(found)
 
 

@@ -124,7 +124,7 @@ def test_the_distributed_shell_runs_a_job_too(site: YarnSite, tmp_path: Path) ->
     done = site.launch("-n", "2", "-s", "0", 'echo "$RANK of $WORLD_SIZE"', env=env)
     assert done.code == 0, done.err
     assert sorted(line.partition(" | ")[2] for line in done.out.splitlines()) == ["0 of 2", "1 of 2"]
-    assert site.files("/user/root") in ([(".distrun", "700"), (".yarn", "750")], [(".yarn", "750")])
+    assert {name for name, _ in site.files("/user/root")} <= {".distrun", ".yarn"}
 
 
 def test_what_yarn_cannot_give_is_refused_before_anything_is_submitted(site: YarnSite) -> None:

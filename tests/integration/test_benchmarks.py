@@ -179,7 +179,7 @@ def test_a_launch_is_measured_on_hosts_beside_the_ssh_program() -> None:
 @pytest.mark.slow
 def test_float16_is_measured_beside_numpys_casts_and_beside_no_compression() -> None:
     command = [sys.executable, str(BENCHMARKS / "halves.py"), "--runs", "1", "--rounds", "1", "--magnitudes", "1e-6"]
-    command += ["--model", "small"]
+    command += ["--model", "10x1000"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()

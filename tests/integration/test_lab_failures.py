@@ -301,7 +301,7 @@ def test_a_worker_that_is_killed_is_the_culprit_though_others_fail_of_its_loss(l
 
 def test_a_frozen_host_of_the_scheduler_is_the_culprit_and_not_a_healthy_server(lab: Site) -> None:
     hosts = ["h1", "h2", "h3", "h4"]
-    words = ("--scheduler-host", "h4", "--suspect-after", "4", "--lost-after", "12", *SOON)
+    words = ("--scheduler-host", "h4", "--suspect-after", "4", "--lost-after", "12", "--connect-timeout", "3", *SOON)
     job = Job(lab, STORE, *words, *WITH_SERVER, workers=2, hosts=hosts)
     lab["h4"].stop()
     assert job.running.wait(2 * LIMIT_S) == 7, job.err
@@ -344,7 +344,7 @@ def test_a_task_that_never_registers_is_named_and_not_the_scheduler(lab: Site) -
 
 def test_a_silent_host_is_the_culprit_though_tasks_elsewhere_fail_of_its_loss_first(lab: Site) -> None:
     """The store's heartbeat gives up after some seconds, long before the host counts as lost."""
-    words = ("--suspect-after", "3", "--lost-after", "60", *SOON)
+    words = ("--suspect-after", "3", "--lost-after", "60", "--connect-timeout", "3", *SOON)
     job = Job(lab, STORE, *words, *WITH_SERVER, workers=3, hosts=["h1", "h2", "h3", "h4"])
     lab["h3"].poweroff()
     assert job.running.wait(LIMIT_S) == 7, job.err

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List
+from typing import Dict, List
 
 from distrun_runtime.contract import control
 from distrun_runtime.coordinator.jobfolder import JobFolder
@@ -16,7 +16,9 @@ class LoggedOutput:
     """An `OutputReader` of `service`, over `LogReader`. Raises JobStoreError (an OSError) where logs cannot be read."""
 
     def __init__(self, folder: JobFolder, wanted: control.OutputWanted) -> None:
-        self._hosts = {task.name: task.host for task in folder.plan().tasks}
+        self._folder = folder
+        self._hosts: Dict[str, str] = {}
+        """By task; read when there is output: a job that waits in a queue has no plan yet."""
         self._reader = LogReader(folder.logs)
         try:
             self.cursor = begin(self._reader, wanted)
@@ -31,6 +33,8 @@ class LoggedOutput:
             self.cursor = found.cursor
             found = self._reader.read(self.cursor, limit)
         frames = [control.gap(found.gap, found.cursor)] if found.gap else []
+        if found.pieces and not self._hosts:
+            self._hosts = {task.name: task.host for task in self._folder.plan().tasks}
         ends = [piece.cursor for piece in found.pieces[1:]] + [found.cursor]
         for piece, end in zip(found.pieces, ends):
             host = self._hosts.get(piece.task, "")

@@ -188,6 +188,13 @@ def test_slots_of_an_outer_allocation_are_kept() -> None:
     assert [(each.node, each.cores) for each in grants] == [("n1", 2), ("n2", 1)]
 
 
+def test_intel_mpi_is_told_in_whose_allocation_it_runs() -> None:
+    assert mpi._bootstrap("intel", {"SLURM_JOB_ID": "1"}) == {"I_MPI_HYDRA_BOOTSTRAP": "slurm"}
+    assert mpi._bootstrap("intel", {"PE_HOSTFILE": "f"}) == {"I_MPI_HYDRA_BOOTSTRAP": "sge"}
+    assert mpi._bootstrap("intel", {"SLURM_JOB_ID": "1", "I_MPI_HYDRA_BOOTSTRAP": "ssh"}) == {}
+    assert mpi._bootstrap("mpich", {"SLURM_JOB_ID": "1"}) == {}
+
+
 # ---------------------------------------------------------------------- what mpirun says
 
 
@@ -218,6 +225,7 @@ def test_host_that_went_while_the_job_ran_is_told(make: str, host: str) -> None:
 
 def test_nothing_is_made_of_output_that_means_nothing() -> None:
     text = "Warning: Permanently added 'h1' (ED25519) to the list of known hosts.\n[1,0]<stdout>:up\n"
+    text += "[h1:01172] plm:ssh: Warning: setpgid(1176,1176) failed in parent with errno=Permission denied(13)\n"
     assert mpi.gone(text, GRANTS) == {}
     assert mpi.lost_node(text) is None
 

@@ -251,7 +251,19 @@ def test_a_job_that_slurm_has_forgotten_has_ended() -> None:
 
 
 def test_nodes_that_are_down_are_told_and_silent_ones_are_not() -> None:
-    assert answers.down_nodes("h1 allocated\nh2 down*\nh3 allocated*\nh4 completing\n") == {"h2": "down*"}
+    states = answers.node_states("h1 allocated\nh2 down*\nh3 allocated*\nh4 completing\n")
+    assert answers.down_nodes(states) == {"h2": "down*"}
+
+
+def test_a_job_that_ends_does_not_wait_for_a_node_that_does_not_answer() -> None:
+    ending = answers.standing([dataclasses.replace(job, state="COMPLETING") for job in jobs("running")], ())
+    for text, state in (
+        ("h1 completing\nh2 completing*\n", RUNNING),
+        ("h1 idle\nh2 completing*\n", ENDED),
+        ("h1 idle\nh2 down*\n", ENDED),
+        ("h1 idle\nh2 completing\n", RUNNING),
+    ):
+        assert answers.ended_but_for_lost(ending, answers.node_states(text)).state == state
 
 
 def test_what_srun_says_of_agents_is_told_by_node() -> None:

@@ -12,7 +12,7 @@ import pytest
 from distrun.sync.patterns import keep_rules
 from distrun.sync.rules import CopyRules, Extra, filters
 from distrun_runtime.agent.unpack import Unpacking
-from distrun_runtime.contract.folder import MARKER
+from distrun_runtime.contract.folder import MARKER, PARTIAL
 from distrun_runtime.contract.plan import Host, Plan, Sync
 
 pytestmark = pytest.mark.skipif(shutil.which("rsync") is None, reason="needs rsync")
@@ -113,6 +113,7 @@ def left(folder: Path) -> list[str]:
 
 
 def compare(options: list[str], tmp_path: Path) -> None:
+    options = [*options, f"--exclude={PARTIAL}*/"]  # those of other copies, which nobody touches
     source, theirs, ours = (tmp_path / name for name in ("source", "theirs", "ours"))
     source.mkdir()
     for folder in (theirs, ours):

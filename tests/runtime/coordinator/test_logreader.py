@@ -10,9 +10,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sample_plan import sample_plan
 
+from distrun_runtime.contract.control import OutputWanted
 from distrun_runtime.coordinator import logindex
+from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.logfiles import LogFile
+from distrun_runtime.coordinator.logged import LoggedOutput
 from distrun_runtime.coordinator.logindex import SIZE, IndexEntry, IndexWriter, decode, encode
 from distrun_runtime.coordinator.logreader import LogReader, Piece
 from distrun_runtime.coordinator.spool import Spool
@@ -356,3 +360,14 @@ def test_a_long_piece_is_several_records(tmp_path: Path, open_reader: Open) -> N
     writing.turn(("worker-0", "out", b"x" * (logindex.PIECE_LIMIT * 2 + 5)))
     assert (tmp_path / "index").stat().st_size == 3 * SIZE
     assert sum(len(piece.data) for piece in everything(open_reader(tmp_path))[0]) == logindex.PIECE_LIMIT * 2 + 5
+
+
+def test_a_client_that_came_while_the_job_waited_in_a_queue_gets_its_output(tmp_path: Path) -> None:
+    folder = JobFolder.submit(tmp_path, {"name": "", "launcher": "slurm", "command": ["true"], "cwd": "/"})
+    output = LoggedOutput(folder, OutputWanted())
+    assert output.read(100) == b""
+    folder.start(sample_plan())
+    writing = Writing(folder.logs)
+    writing.turn(("worker-1", "out", b"hello\n"))
+    assert b'"host":"d1"' in output.read(100).replace(b" ", b"")
+    output.close()
