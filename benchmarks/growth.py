@@ -87,16 +87,21 @@ def measure(workers: int, servers: int, words: list[str]) -> Run | None:
     return Run(cpu_s, first["bytes"], sum(first["before"]), sum(first["peak"]), sum(first["read_in_place"]))
 
 
-def measure_all(series: dict[str, list[Case]], runs: int) -> dict[Case, list[float]]:
-    """Return CPU microseconds for a worker, key and round by case; the cases take turns. What failed is absent."""
+def measure_all(series: dict[str, list[Case]], runs: int, most: int) -> dict[Case, list[float]]:
+    """Return CPU microseconds for a worker, key and round by case; the cases take turns. What failed is absent.
+
+    Arguments:
+        most: at most so many rounds a run.
+    """
     found: dict[Case, list[float]] = {}
     cases = dict.fromkeys(case for cases in series.values() for case in cases)
     for number in range(runs):
         for case in cases:
-            words = ["%dx%d" % (case.keys, case.floats), str(case.rounds), "none"]
+            rounds = min(most, case.rounds)
+            words = ["%dx%d" % (case.keys, case.floats), str(rounds), "none"]
             run = measure(case.workers, case.servers, words)
             if run is not None:
-                each = run.cpu_s / (case.rounds * case.workers * case.keys) * 1e6
+                each = run.cpu_s / (rounds * case.workers * case.keys) * 1e6
                 found.setdefault(case, []).append(each)
                 say("run %d, %s: %.1f us" % (number + 1, case, each))
     return found
@@ -172,14 +177,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--runs", type=int, default=3, help="runs of every row (default 3)")
     parser.add_argument("--series", nargs="+", choices=list(SERIES), default=list(SERIES), help="(default: all)")
-    parser.add_argument("--smallest", action="store_true", help="only the first two rows of each series")
+    parser.add_argument("--smallest", action="store_true", help="only the first two rows of each series, of few rounds")
     parser.add_argument("--memory", default="resnet50", metavar="SHAPES", help="a model, or KEYSxFLOATS")
     parser.add_argument("--note", default="", help="a line for the page: what else the machine did")
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks.md")
     options = parser.parse_args()
 
     chosen = {name: (SMALLEST if options.smallest else SERIES)[name] for name in options.series}
-    found = measure_all(chosen, options.runs)
+    found = measure_all(chosen, options.runs, LEAST if options.smallest else MOST)
     first = table(chosen, found)
     print(first)
     memory = measure(MEMORY_WORKERS, MEMORY_SERVERS, [options.memory, str(MEMORY_ROUNDS), "sgd"])

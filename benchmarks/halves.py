@@ -79,7 +79,7 @@ def measure(compression: str, magnitude: float, options: argparse.Namespace) -> 
     """Run one job and return its median seconds a round; None, and a word why, if it failed."""
     command = [sys.executable, "-m", "distrun", "launch", "-q", "--no-prefix", "--launcher", "local"]
     command += ["-n", str(options.workers), "-s", str(options.servers), "--timeout", str(RUN_TIMEOUT_S)]
-    command += [sys.executable, str(SCRIPT), compression, repr(magnitude), str(options.rounds)]
+    command += [sys.executable, str(SCRIPT), compression, repr(magnitude), str(options.rounds), options.model]
     # A job store of its own: a benchmark is nobody's job.
     with tempfile.TemporaryDirectory() as state:
         env = {**os.environ, "XDG_STATE_HOME": state}
@@ -149,6 +149,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="runs of everything (default 5)")
     parser.add_argument("--rounds", type=int, default=6, help="rounds a run (default 6, after 2 to warm up)")
     parser.add_argument("--magnitudes", nargs="*", type=float, default=[1.0, 1e-6], help="of the rounds' gradients")
+    parser.add_argument("--model", default="one", help="one of peers/shapes.py; the page has `one` (default)")
     parser.add_argument("-n", "--workers", type=int, default=2)
     parser.add_argument("-s", "--servers", type=int, default=2)
     parser.add_argument("--note", default="", help="a line for the page: what else the machine did")

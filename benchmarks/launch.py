@@ -363,6 +363,7 @@ def main() -> None:
     parser.add_argument("--hosts", nargs="+", type=int, default=[1, 4, 16, 64])
     parser.add_argument("--systems", nargs="+", help="only these columns (default: all that are there)")
     parser.add_argument("--runs", type=int, default=5, help="runs of every system (default 5, after one to warm up)")
+    parser.add_argument("--local-runs", type=int, default=9, help="runs on this machine (default 9, after one)")
     parser.add_argument("--note", default="", help="a line for the page: what else the machine did")
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks.md")
     options = parser.parse_args()
@@ -376,7 +377,7 @@ def main() -> None:
     with lab_of(max(options.hosts)) as lab, tempfile.TemporaryDirectory(prefix="bench-") as home:
         found = measure_all(lab, columns, options, Path(home))
     with tempfile.TemporaryDirectory(prefix="bench-") as home:
-        local = measure_local(max(options.runs, 9), Path(home))
+        local = measure_local(options.local_runs, Path(home))
     tables = (
         times(columns, options.hosts, found, "start_s"),
         times(columns, options.hosts, found, "whole_s"),

@@ -1,7 +1,7 @@
 """A terminal's side of the connection to a job's coordinator: finds it, and shows what it sends.
 
-The coordinator is found by `control.json` in the job's folder. On this machine its control socket is opened. On
-another, `ssh HOST` runs a few lines of Python there that connect its standard streams to the socket.
+The coordinator is found by `control.json` in the job's folder. On this machine its control socket is opened, on
+another by a relay there (`relay`).
 
 `Follower` shows a job as `distrun launch` does: its output, what distrun itself says of it, and its questions. It is
 used by the launching terminal, whose connection is a socket pair, and by `distrun attach`.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from distrun.errors import DistrunError, UsageError
-from distrun_runtime.contract import control, facts, process, wire
+from distrun_runtime.contract import control, facts, lasting, process, wire
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.coordinator import outcome as ends
 from distrun_runtime.coordinator.jobstore import JobFolder
@@ -28,44 +28,15 @@ from distrun_runtime.coordinator.output import OutputPiece
 from distrun_runtime.errors import JobStoreError, WireError
 
 if TYPE_CHECKING:
-    import subprocess  # only imported for relays
+    from distrun.relay import Relay  # only imported where it is used
 
 READ_SIZE = 256 * 1024
 ANSWER_S = 10.0
 """How long a coordinator's answer is awaited."""
-ALIVE_S = 5
-ALIVE_COUNT = 3
 CONNECT_S = 30.0
 """How long an ssh connection to the coordinator's host may take, passwords included."""
-END_S = 5.0
-"""How long the end of the ssh program is awaited."""
-IGNORING_KEYS = 'trap "" INT QUIT TSTP; exec "$@"'
-"""Shell text that runs a program to which the terminal's keys mean nothing: they are for us."""
-NOBODY = 3
-"""Exit code of the relay: nobody listens at the socket."""
-RELAY = f"""
-import os, socket, sys, threading
-peer = socket.socket(socket.AF_UNIX)
-try:
-    peer.connect(sys.argv[1])
-except OSError as err:
-    sys.exit({NOBODY})
-def copy(read, write, end):
-    try:
-        while True:
-            data = read(65536)
-            if not data:
-                break
-            while data:
-                data = data[write(data):]
-    except OSError:
-        pass
-    end()
-def leave():
-    os._exit(0)
-threading.Thread(target=copy, args=(lambda n: os.read(0, n), peer.send, leave), daemon=True).start()
-copy(peer.recv, lambda data: os.write(1, data), leave)
-"""
+RELAY_END_S = 1.0
+"""How long the end of a relay is awaited whose connection has ended."""
 
 
 class CoordinatorLost(DistrunError):
@@ -85,7 +56,7 @@ class CoordinatorError(DistrunError):
 class ControlConnection:
     """Frames in both directions over a stream socket. One thread reads; any may send."""
 
-    def __init__(self, stream: socket.socket, relay: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(self, stream: socket.socket, relay: Relay | None = None) -> None:
         self._socket = stream
         self._relay = relay
         self._sending = threading.Lock()
@@ -179,14 +150,7 @@ class ControlConnection:
         self.end()
         self._socket.close()
         if self._relay is not None:
-            import subprocess
-
-            self._relay.terminate()
-            try:
-                self._relay.wait(END_S)
-            except subprocess.TimeoutExpired:
-                self._relay.kill()
-                self._relay.wait()
+            self._relay.close()
 
 
 # ---------------------------------------------------------------------- finding the coordinator
@@ -194,6 +158,8 @@ class ControlConnection:
 
 def connect(folder: JobFolder) -> ControlConnection:
     """Return a connection to the coordinator of a job, greeted.
+
+    If it is on another host, which drops the connection because it has too many, this is tried again for some time.
 
     Raises:
         CoordinatorLost: it is gone, or does not answer.
@@ -206,23 +172,47 @@ def connect(folder: JobFolder) -> ControlConnection:
             f"job {folder.id} has no control socket: it is just being started, or by an older distrun",
             f"distrun status {folder.id} shows it, distrun logs -f {folder.id} what it prints",
         )
-    connection = _here(folder, where) if is_here(where) else _there(folder, where)
+    if is_here(where):
+        return _greeted(_here(folder, where), folder, where)
+    from distrun import relay
+
+    began, attempts, pauses = time.monotonic(), 1, relay.pauses()
+    while True:
+        try:
+            return _greeted(_there(folder, where), folder, where)
+        except _Dropped:
+            pause_s = next(pauses, None)
+        if pause_s is None:
+            raise CoordinatorLost(
+                f"job {folder.id}: its coordinator is on {where['host']}, whose sshd dropped all {attempts} connections"
+                f" that were tried within {duration(time.monotonic() - began)}: it has too many logins at a time",
+                f"try again; or raise MaxStartups in its sshd_config; or type this command on {where['host']}",
+            )
+        time.sleep(pause_s)
+        attempts += 1
+
+
+class _Dropped(Exception):
+    """A host has dropped the connection of a relay, and may take the next one."""
+
+
+def _greeted(connection: ControlConnection, folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
     try:
         _greet(connection, folder, where)
     except BaseException:
         connection.close()
         raise
+    if connection._relay is not None:
+        connection._relay.show()
     return connection
 
 
 def forget(folder: JobFolder) -> None:
     """Remove the control socket of a job whose coordinator is dead, if it left one on this machine."""
-    from distrun_runtime.coordinator import control as sockets
-
     with contextlib.suppress(JobStoreError):
         where = folder.control()
         if where is not None and is_here(where):
-            sockets.remove_stale(where["path"])
+            lasting.remove_dead(where["path"])
 
 
 def is_here(where: Mapping[str, Any]) -> bool:
@@ -258,38 +248,18 @@ def _here(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
 def _there(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
     """Return a connection by a relay on the coordinator's host."""
     import shlex
-    import subprocess
 
-    ours, its = socket.socketpair()
-    command = shlex.join(["python3", "-I", "-c", RELAY, where["path"]])
+    from distrun.relay import Relay
+
     login = where.get("login") or shlex.join(["ssh", where["host"]])
     try:
-        argv = ["sh", "-c", IGNORING_KEYS, "sh", *ssh_argv(login, command)]
-        relay = subprocess.Popen(argv, stdin=its.fileno(), stdout=its.fileno())
+        relay = Relay(login, where["path"])
     except OSError as err:
-        ours.close()
         raise CoordinatorLost(
             f"job {folder.id}: its coordinator is on {where['host']}, and ssh cannot be started: {err.strerror}",
             f"type this command on {where['host']}",
         ) from None
-    finally:
-        its.close()
-    return ControlConnection(ours, relay)
-
-
-def ssh_argv(login: str, command: str) -> list[str]:
-    """Return how to run a command on a host whose loss is noticed within ALIVE_S * ALIVE_COUNT seconds. Pure.
-
-    Args:
-        login: what a user types before a command to run it there: `ssh -p 2222 ann@d1`.
-        command: for the login shell there.
-    """
-    import shlex
-
-    program, *flags, host = shlex.split(login)
-    limits = {"ConnectTimeout": ANSWER_S, "ServerAliveInterval": ALIVE_S, "ServerAliveCountMax": ALIVE_COUNT}
-    options = [word for name, value in limits.items() for word in ("-o", f"{name}={value:.0f}")]
-    return [program, "-T", *options, *flags, "--", host, command]
+    return ControlConnection(relay.socket, relay)
 
 
 def _greet(connection: ControlConnection, folder: JobFolder, where: Mapping[str, Any]) -> None:
@@ -297,6 +267,7 @@ def _greet(connection: ControlConnection, folder: JobFolder, where: Mapping[str,
 
     Raises:
         CoordinatorLost: there is no answer, or it is another job's coordinator.
+        _Dropped: the host of the coordinator may take the next connection.
     """
     connection.send_bytes(control.client_hello())
     limit_s = ANSWER_S if connection._relay is None else CONNECT_S
@@ -314,19 +285,20 @@ def _greet(connection: ControlConnection, folder: JobFolder, where: Mapping[str,
     connection.hello = frame.header
 
 
-def _unanswered(connection: ControlConnection, folder: JobFolder, where: Mapping[str, Any]) -> CoordinatorLost:
-    relay = connection._relay
-    if relay is None:
+def _unanswered(connection: ControlConnection, folder: JobFolder, where: Mapping[str, Any]) -> Exception:
+    if connection._relay is None:
         return gone(folder, where)
-    import subprocess
+    from distrun import relay
 
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        relay.wait(1.0)
-    if relay.returncode in (NOBODY, None):
+    code = connection._relay.ended(RELAY_END_S)
+    if relay.is_dropped(code, connection._relay.said):
+        return _Dropped()
+    connection._relay.show()
+    if code in (relay.NOBODY, None):
         return gone(folder, where)
     return CoordinatorLost(
         f"job {folder.id}: its coordinator is on {where['host']}, which cannot be reached by ssh "
-        f"(exit code {relay.returncode}; what ssh said is above)",
+        f"(exit code {code}; what ssh said is above)",
         f"try: ssh {where['host']} true; or type this command on {where['host']}",
     )
 

@@ -16,13 +16,15 @@ import time
 from collections.abc import Iterator
 from typing import IO
 
-from distrun.client import ssh_argv
+from distrun import relay
 from distrun.errors import DistrunError
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator.jobfolder import JobFolder
 
 READ_SIZE = 256 * 1024
 HEADER_LIMIT = 4096
+REMOVE_S = 60.0
+"""How long the removal of a job's folder on a host may take."""
 _NAME = re.compile(r"(state|outcome)\.json|events\.jsonl|coordinator\.log|logs/[A-Za-z0-9][A-Za-z0-9._-]*")
 FETCH = """
 import json, os, sys, time
@@ -46,10 +48,28 @@ for name in names:
 """
 
 
+REMOVE = """
+import os, shutil, sys
+path, job = sys.argv[1:3]
+parent, name = os.path.split(path)
+if os.path.lexists(path):
+    if name != job or os.path.islink(path) or not os.path.isfile(os.path.join(path, "plan.json")):
+        sys.exit(path + " is no folder of job " + job)
+    doomed = os.path.join(parent, ".removed-" + name)
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
+"""
+"""Removes a job's folder at once for all readers; should it be ended meanwhile, `distrun gc` there goes on."""
+
+
 class NotAsked(DistrunError):
     """The host of a job's coordinator cannot be asked."""
 
     exit_code = facts.EXIT_HOST_LOST
+
+
+class NotRemoved(DistrunError):
+    """The folder of a job on its coordinator's host is still there."""
 
 
 def is_elsewhere(folder: JobFolder) -> bool:
@@ -61,27 +81,80 @@ def is_elsewhere(folder: JobFolder) -> bool:
 def refresh(folder: JobFolder) -> None:
     """Fetch what is new of a job that `is_elsewhere`.
 
+    If its host drops the connection because it has too many, this is tried again for some time.
+
     Raises:
-        NotAsked: its host cannot be reached, or has no such folder.
+        NotAsked: its host cannot be reached, or has no such folder; or what it sent cannot be written here.
     """
     where = folder.control()
     assert where is not None  # of `is_elsewhere`
-    command = shlex.join(["python3", "-I", "-c", FETCH, where["folder"]])
-    argv = ssh_argv(where["login"], command)
+    argv = relay.ssh_argv(where["login"], shlex.join(["python3", "-I", "-c", FETCH, where["folder"]]))
+    pauses = relay.pauses()
+    while True:
+        code, said = _fetch(folder, argv)
+        if not code:
+            return
+        pause_s = next(pauses, None) if relay.is_dropped(code, said) else None
+        if pause_s is None:
+            why = said.splitlines()[-1] if said else f"ssh ended with code {code}"
+            raise NotAsked(
+                f"job {folder.id}: its coordinator's host {where['host']} cannot be asked: {why}",
+                f"what is known here is older; try: {where['login']} true",
+            )
+        time.sleep(pause_s)
+
+
+def _fetch(folder: JobFolder, argv: list[str]) -> tuple[int, str]:
+    """Save what FETCH writes; return its exit code, or that of the ssh program, and what it said. None is a failure."""
     try:
-        with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-            assert child.stdout is not None
-            assert child.stderr is not None
-            names = [_save(folder, *each) for each in _files(child.stdout)]
-            said = child.stderr.read().decode("utf-8", "replace").strip()
+        child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     except OSError as err:
         raise NotAsked(f"job {folder.id}: cannot run {argv[0]}: {err.strerror}") from None
-    if child.returncode or not names:
-        why = said.splitlines()[-1] if said else f"ssh ended with code {child.returncode}"
-        raise NotAsked(
-            f"job {folder.id}: its coordinator's host {where['host']} cannot be asked: {why}",
-            f"what is known here is older; try: {where['login']} true",
-        )
+    with child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        try:
+            saved = [_save(folder, *each) for each in _files(child.stdout)]
+        except OSError as err:
+            raise NotAsked(
+                f"job {folder.id}: what its coordinator's host sent cannot be written to {folder.path}: {err.strerror}",
+                f"is the disk full, or over quota? see: df {folder.path}",
+            ) from err
+        said = child.stderr.read().decode("utf-8", "replace").strip()
+    if not saved and not child.returncode:
+        return 1, said or "it has no state of this job"
+    return child.returncode, said
+
+
+def remove(folder: JobFolder, login: str, there: str) -> None:
+    """Remove the folder of a job that is over on the host that had its coordinator. No such folder is no error.
+
+    Args:
+        folder: the job's folder here.
+        login: what a user types before a command to run it there.
+        there: the job's folder there.
+
+    Raises:
+        NotAsked: that host cannot be asked.
+        NotRemoved: the folder is still there.
+    """
+    argv = relay.ssh_argv(login, shlex.join(["python3", "-I", "-c", REMOVE, there, folder.id]))
+    pauses = relay.pauses()
+    while True:
+        try:
+            done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=REMOVE_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise NotAsked(f"it was not removed within {REMOVE_S:.0f} s") from None
+        except OSError as err:
+            raise NotAsked(f"cannot run {argv[0]}: {err.strerror}") from None
+        said = done.stderr.decode("utf-8", "replace").strip()
+        pause_s = next(pauses, None) if relay.is_dropped(done.returncode, said) else None
+        if pause_s is None:
+            break
+        time.sleep(pause_s)
+    if done.returncode:
+        why = said.splitlines()[-1] if said else f"ssh ended with code {done.returncode}"
+        raise NotAsked(why) if done.returncode == relay.OWN_FAILURE else NotRemoved(why)
 
 
 def refreshed(folder: JobFolder) -> str:

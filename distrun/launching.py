@@ -4,7 +4,7 @@
 and clears up. This process stays the terminal's client: it prints what the coordinator sends, forwards signals, asks
 for passwords, and returns the outcome. When the client ends, the coordinator stops the job.
 
-A detached job's coordinator survives its terminal: it is a daemon here (`daemon`), or on one of the job's hosts
+A detached job's coordinator survives its terminal: it is a daemon here, or on one of the job's hosts
 (`detaching`). This process leaves it when all tasks run.
 """
 
@@ -19,12 +19,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from distrun import client, daemon
+from distrun import client
 from distrun.backends.base import Swept
 from distrun.client import ControlConnection, CoordinatorError, CoordinatorLost, Detached, Follower, Terminal
 from distrun.errors import DistrunError, UsageError
 from distrun.planning import PlannedJob, QueuedJob
-from distrun_runtime.contract import facts
+from distrun_runtime.contract import control, daemon, facts
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.contract.plan import STOP
 from distrun_runtime.coordinator import outcome as ends
@@ -124,7 +124,10 @@ class Coordinator:
 def start_coordinator(job: PlannedJob | QueuedJob, folder: JobFolder, verbosity: int, detach: bool) -> Coordinator:
     """Start the coordinator of a job: here, as a child of this process, or as a daemon if the job is detached."""
     ours, its = socket.socketpair()
-    pid = daemon.fork(keep=[its.fileno()]) if detach else os.fork()
+    try:
+        pid = daemon.fork(keep=[its.fileno()]) if detach else os.fork()
+    except (ContractError, OSError) as err:
+        raise DistrunError(f"the coordinator's process cannot be started: {err}") from err
     if not pid:
         if not detach:
             daemon.close_all_but({0, 1, 2, its.fileno()})  # it may be detached later
@@ -183,21 +186,11 @@ def _listen(service: Service, folder: JobFolder, is_needed: bool) -> None:
 
 def _error(err: BaseException) -> dict[str, Any]:
     """Return what the client is told of an error."""
-    import traceback
-
-    trace = "".join(traceback.format_exception(type(err), err, err.__traceback__))
-    told: dict[str, Any] = {"trace": trace, "kind": type(err).__name__, "message": str(err), "hint": ""}
     if isinstance(err, DistrunError):
-        return {**told, "hint": err.hint, "exit_code": err.exit_code}
+        return control.failure(err, err.exit_code, err.hint)
     if isinstance(err, KeyboardInterrupt):
-        return {**told, "exit_code": facts.EXIT_INTERRUPTED}
-    hint = "please report it, with what -vv prints"
-    return {
-        **told,
-        "message": f"internal error: {type(err).__name__}: {err}",
-        "hint": hint,
-        "exit_code": facts.EXIT_INTERNAL,
-    }
+        return control.failure(err, facts.EXIT_INTERRUPTED)
+    return control.failure(err)
 
 
 def _coordinate(job: PlannedJob | QueuedJob, folder: JobFolder, service: Service, verbosity: int) -> Outcome:

@@ -26,6 +26,7 @@ from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.control import Chunk
 from distrun_runtime.contract.plan import Host, Place, Plan, Resources, Runtime, Secrets, Sync, Task
 from distrun_runtime.coordinator import actions, frames, logindex
+from distrun_runtime.coordinator.frames import KeepRule
 from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.coordinator.listener import Register
 from distrun_runtime.coordinator.logindex import IndexEntry as Record
@@ -249,6 +250,18 @@ def test_golden_challenge_and_proof() -> None:
             GOLDEN["chunk"],
             {"type": "runtime", "digest": "ab", "chunk": 131072, "last": True, "seq": 9},
             b"PK",
+        ),
+        (
+            GOLDEN["copy"],
+            {**frames.copy("5d1c0a3e", [KeepRule(r".*/[^/]*\.ckpt", False, True)]).header, "seq": 3},
+            b"",
+        ),
+        (GOLDEN["files"], {**frames.files("5d1c0a3e", b"").header, "chunk": 131072, "last": True, "seq": 9}, b"ab"),
+        (GOLDEN["folder"], {"type": "folder", "state": "mine", "notes": [], "seq": 4}, b""),
+        (
+            GOLDEN["copy_failed"],
+            {"type": "copy_failed", "reason": "no room", "kind": "disk", "fix": "make room there", "seq": 5},
+            b"",
         ),
         (GOLDEN["said"], {"type": "said", "text": "2 hosts are up", "level": "info"}, b""),
         (

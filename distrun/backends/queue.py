@@ -348,7 +348,8 @@ class _Watch:
         """Give up the places that have ended, if their agents have not said so themselves by now."""
         gone = dict(standing.gone)
         if standing.state == ENDED:
-            gone = {**dict.fromkeys(self._channels, standing.text), **gone}
+            # The places that the engine names come first: the first one that is lost is the culprit.
+            gone.update({place: standing.text for place in self._channels if place not in gone})
         if not gone or self._is_closing.wait(BYE_S):
             return
         for place, why in gone.items():

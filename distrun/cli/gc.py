@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from distrun.cli.console import print_err, print_out
 from distrun.errors import UsageError
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator import stored
+from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
     from distrun_runtime.coordinator.jobstore import JobFolder
@@ -62,8 +64,9 @@ def gc(names: tuple[str, ...], **options: Any) -> int:
       distrun gc calm-otter               # this one, whenever it ended
 
     A job that runs, or of which this machine cannot know whether it runs, is never removed. A lost job is removed with
-    --lost, a damaged one if it is named. Of a job with --run-dir only the link in the job store goes. The exit code is
-    1 if something could not be removed.
+    --lost, a damaged one if it is named. Of a job with --run-dir only the link in the job store goes. A job whose
+    coordinator was on a host has a folder there, too, which is removed by ssh. The exit code is 1 if something could
+    not be removed.
     """
     from distrun import removal
     from distrun_runtime.coordinator.jobstore import JobStore
@@ -81,9 +84,13 @@ def gc(names: tuple[str, ...], **options: Any) -> int:
     problems = [] if options["dry_run"] else removal.finish(store)
     act = removal.measure if options["dry_run"] else removal.remove
     rows = []
+    there = _There(options["dry_run"])
     for job in chosen:
+        host = there.remove(job.folder)
         done = act(job.folder)
-        rows.append({"job": job.folder.id, "state": job.state, "folder": str(job.folder.path), **done._asdict()})
+        about = {"job": job.folder.id, "state": job.state, "folder": str(job.folder.path), "host": host}
+        rows.append({**about, **done._asdict()})
+    problems += there.problems
     problems += [str(row["problem"]) for row in rows if row["problem"]]
     code = facts.EXIT_LEFT if problems else 0
     if options["as_json"]:
@@ -95,6 +102,41 @@ def gc(names: tuple[str, ...], **options: Any) -> int:
         for problem in problems:
             print_err(f"distrun: error: {problem}\n")
     return code
+
+
+class _There:
+    """Removes the folders that jobs have on the hosts that had their coordinators, and keeps what went wrong."""
+
+    def __init__(self, dry_run: bool) -> None:
+        self.problems: list[str] = []
+        self._dry_run = dry_run
+        self._silent: dict[str, str] = {}
+        """Why a host cannot be asked, by what reaches it: it is asked once."""
+
+    def remove(self, folder: JobFolder) -> str:
+        """Remove a job's folder on such a host; return the host if there is one and this was done (or would be)."""
+        from distrun import elsewhere
+
+        try:
+            where = folder.control()
+        except JobStoreError:
+            return ""
+        if where is None or not where.get("login"):
+            return ""
+        login, host = str(where["login"]), str(where["host"])
+        if self._dry_run:
+            return host
+        try:
+            if login in self._silent:
+                raise elsewhere.NotAsked(self._silent[login])
+            elsewhere.remove(folder, login, str(where["folder"]))
+        except (elsewhere.NotAsked, elsewhere.NotRemoved) as err:
+            if isinstance(err, elsewhere.NotAsked):
+                self._silent[login] = str(err)
+            stays = f"job {folder.id}: its folder on {host} stays: {err}"
+            self.problems.append(f"{stays}; fix: {login} {shlex.join(['rm', '-r', str(where['folder'])])}")
+            return ""
+        return host
 
 
 def removable(jobs: Iterable[StoredJob], lost: bool) -> list[StoredJob]:
@@ -141,7 +183,8 @@ def _tell(rows: Sequence[dict[str, Any]], dry_run: bool) -> None:
             continue
         kept = f"; its folder stays: {row['kept']}" if row["kept"] else ""
         what = "only the link to it" if row["kept"] else size(row["size"])
-        print_out(f"{row['job']}: {row['state']}, {what}{kept}\n")
+        there = f"; also its folder on {row['host']}" if row["host"] else ""
+        print_out(f"{row['job']}: {row['state']}, {what}{there}{kept}\n")
     done = [row for row in rows if not row["problem"]]
     if not done:
         print_out("there is nothing to remove\n" if not rows else "")

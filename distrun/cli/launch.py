@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun import activation, backends, daemon, hosts, placement, shell
+from distrun import activation, backends, hosts, placement, shell
 from distrun.cli import hints, reach, standing
 from distrun.cli.common import current_folder
 from distrun.cli.console import Console
 from distrun.cli.options import collect_env, engine_options, launch_options
 from distrun.client import Detached
 from distrun.errors import UsageError
+from distrun.logout import outlive_logout
 from distrun.planning import QueuedJob, device_warnings
 from distrun.request import JobRequest, Setting, forwarded, parse_addresses
 from distrun_runtime.contract import environ, facts, logout
@@ -92,7 +93,7 @@ def _launch(
         for warning in job.tree.warnings():
             console.say(warning, "warning")
     if options["detach"] and not (job.is_hosted or options["in_scope"] or options["dry_run"]):
-        daemon.outlive_logout(["launch", "--in-scope", *ctx.meta[hints.WORDS]])
+        outlive_logout(["launch", "--in-scope", *ctx.meta[hints.WORDS]])
     if job.request.dry_run:
         _show(job, options["as_json"], options["verbosity"] > 0, console)
         return 0

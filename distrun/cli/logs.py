@@ -66,6 +66,7 @@ def logs(
     from distrun_runtime.coordinator.jobstore import JobStore
 
     folder = find_job(JobStore(), job)
+    _say_where(folder, follow)
     chosen = choose(folder.state()["tasks"], tasks)
     pattern = _pattern(grep)
     start = None if since is None else point_in_time("--since", since, time.time())
@@ -100,6 +101,24 @@ def logs(
             print_err(f"distrun: the order of these lines is not known: job {folder.id} has no logs/index\n")
             _LogPrinter(_Files(folder, names, None), Replay(style), live, lines).show(goes_on)
     return 0
+
+
+def _say_where(folder: JobFolder, follow: bool) -> None:
+    """Say where the logs are of a job that runs and has its coordinator on a host: they are fetched when it is over.
+
+    Raises:
+        UsageError: they are to be followed.
+    """
+    from distrun import elsewhere
+
+    if not elsewhere.is_elsewhere(folder):
+        return
+    where = folder.control()
+    assert where is not None  # of `is_elsewhere`
+    text = f"until job {folder.id} is over, its logs are on {where['host']} only"
+    if follow:
+        raise UsageError(f"-f: {text}", f"to follow it: distrun attach {folder.id}")
+    print_err(f"distrun: warning: {text}; what it has printed: distrun attach --since-start {folder.id}\n")
 
 
 def choose(tasks: Sequence[Mapping[str, Any]], wanted: Sequence[str]) -> list[Mapping[str, Any]]:

@@ -66,7 +66,10 @@ ENGINE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--node-label", default="", metavar="NAME", help="Label of the nodes (yarn)."),
     click.option("--docker-image", default="", metavar="IMAGE", help="Image of the containers (yarn)."),
     click.option(
-        "--mpi-flavor", default="", metavar="NAME", help="Kind of mpirun: openmpi, mpich, intel. [default: asked]"
+        "--mpi-flavor",
+        default="",
+        metavar="NAME",
+        help="Make of mpirun: openmpi4, openmpi5, mpich, intel. [default: asked]",
     ),
     click.option("--mpirun", default="", metavar="PATH", help="The mpirun program (mpi)."),
 )

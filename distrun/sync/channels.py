@@ -26,7 +26,7 @@ from distrun.sync.rules import check_folder, filters
 from distrun.sync.snapshot import Snapshot, left_out_text, take_snapshot
 from distrun.sync.tree import count, size_text
 from distrun_runtime.contract.duration import duration
-from distrun_runtime.contract.folder import ON, PARTIAL
+from distrun_runtime.contract.folder import ON, PARTIAL, STALE_S
 from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator import frames
 from distrun_runtime.coordinator.events import (
@@ -249,10 +249,17 @@ class ChannelCopier:
 
     @contextlib.contextmanager
     def _marked_source(self) -> Iterator[None]:
-        """Make a folder in the source by which agents on hosts that share it know it. Where it cannot be, it is not."""
+        """Make a folder in the source by which agents on hosts that share it know it. Where it cannot be, it is not.
+
+        One that a killed coordinator has left is removed after a day.
+        """
         path = os.path.join(self._source, PARTIAL + self._run + ON)
         is_made = False
         with contextlib.suppress(OSError):
+            for name in os.listdir(self._source):
+                old = os.path.join(self._source, name)
+                if name.startswith(PARTIAL) and name.endswith(ON) and os.lstat(old).st_mtime < time.time() - STALE_S:
+                    os.rmdir(old)
             os.mkdir(path, 0o700)
             is_made = True
         try:

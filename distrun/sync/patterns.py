@@ -42,7 +42,7 @@ def _rules(word: str, keeps: bool) -> list[KeepRule]:
     pattern = os.fsencode(word).decode("latin-1")
     only_folders = len(pattern) > 1 and pattern.endswith("/")
     if only_folders:
-        pattern = pattern.rstrip("/")
+        pattern = pattern[:-1]
     if not pattern:
         return []
     is_wild = any(character in pattern for character in "*?[")

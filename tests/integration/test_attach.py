@@ -198,23 +198,24 @@ def test_s_or_another_ctrl_c_stops_the_job_as_launch_does(second: str, distrun: 
     assert terminal.shown.count("saved") == 2
 
 
-@pytest.mark.parametrize("name", ["HUP", "TERM", "KILL", "QUIT", "USR1", "SEGV"])
-def test_whatever_ends_a_client_the_job_goes_on(name: str, distrun: Distrun) -> None:
+def test_whatever_ends_a_client_the_job_goes_on(distrun: Distrun) -> None:
     job = detached(distrun)
-    number = getattr(signal, "SIG" + name)
-    is_ignored = signal.getsignal(number) == signal.SIG_IGN  # these tests run by a script's `&`: QUIT is
-    if is_ignored:
+    ends = [signal.SIGHUP, signal.SIGTERM, signal.SIGKILL, signal.SIGQUIT, signal.SIGUSR1, signal.SIGSEGV]
+    ignored = [each for each in ends if signal.getsignal(each) == signal.SIG_IGN]  # by a script's `&`: QUIT is
+    for number in ignored:
         signal.signal(number, signal.SIG_DFL)
     try:
-        attached = distrun.start("attach", "--since-start", job, stdout=subprocess.PIPE)
+        clients = [distrun.start("attach", "--since-start", job, stdout=subprocess.PIPE) for _ in ends]
     finally:
-        if is_ignored:
+        for number in ignored:
             signal.signal(number, signal.SIG_IGN)
-    assert attached.stdout is not None
-    attached.stdout.readline()
-    attached.send_signal(number)
-    assert attached.wait(LIMIT_S) != 0
-    attached.stdout.close()
+    for number, attached in zip(ends, clients, strict=True):
+        assert attached.stdout is not None
+        attached.stdout.readline()
+        attached.send_signal(number)
+        assert attached.wait(LIMIT_S) != 0
+        attached.stdout.close()
+        assert not is_over(distrun), number
     wait_until(lambda: not control_clients(distrun), LIMIT_S, "the coordinator has noticed")
     assert not is_over(distrun)
     go(distrun)

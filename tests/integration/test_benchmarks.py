@@ -165,7 +165,7 @@ def test_the_ratio_of_a_launch_is_ours_divided_by_the_fastest_of_the_others() ->
 
 @pytest.mark.lab
 def test_a_launch_is_measured_on_hosts_beside_the_ssh_program() -> None:
-    command = [sys.executable, str(BENCHMARKS / "launch.py"), "--hosts", "1", "2", "--runs", "1"]
+    command = [sys.executable, str(BENCHMARKS / "launch.py"), "--hosts", "2", "--runs", "1", "--local-runs", "1"]
     command += ["--systems", "distrun", "ssh loop"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     if "lab needs" in result.stderr or "no lab can be made" in result.stderr:
@@ -179,6 +179,7 @@ def test_a_launch_is_measured_on_hosts_beside_the_ssh_program() -> None:
 @pytest.mark.slow
 def test_float16_is_measured_beside_numpys_casts_and_beside_no_compression() -> None:
     command = [sys.executable, str(BENCHMARKS / "halves.py"), "--runs", "1", "--rounds", "1", "--magnitudes", "1e-6"]
+    command += ["--model", "small"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 from lab import Site, wait_until
 
@@ -17,9 +19,9 @@ def words(lab: Site, *hosts: str) -> list[str]:
     return ["-H", lab.hosts_file(*hosts), "-n", str(len(hosts)), "-s", "0", "--grace", "1"]
 
 
-def launched(lab: Site, *command: str) -> str:
+def launched(lab: Site, *command: str, **more: Any) -> str:
     """Launch a detached job on two hosts; return its id."""
-    done = lab.distrun("launch", "--detach", *words(lab, "h1", "h2"), *command, cwd=Path("/tmp"))
+    done = lab.distrun("launch", "--detach", *words(lab, "h1", "h2"), *command, cwd=Path("/tmp"), **more)
     assert done.code == 0, done.err
     assert done.out.count("\n") == 1
     return done.out.strip()
@@ -52,6 +54,18 @@ def test_a_detached_job_runs_on_without_the_launching_machine_and_is_followed_to
     assert json.loads((folder_of(lab, job) / "outcome.json").read_text())["exit_code"] == 0
     assert not is_left(lab, "h1")
     assert not list(folder_of(lab, job).rglob("*.tmp"))
+
+
+def test_a_secret_of_a_detached_job_is_on_no_command_line_and_in_no_file_of_any_host(lab: Site) -> None:
+    secret = f"hunter2-{time.monotonic_ns()}-of-a-detached-job"
+    shows = '[ -n "$LAB_API_TOKEN" ] && exec sleep 600'
+    job = launched(lab, "--env", "LAB_API_TOKEN", f"bash -c '{shows}'", env={"LAB_API_TOKEN": secret})
+    holders = [each for each in lab.processes() if secret.encode() in each.environ().get(b"LAB_API_TOKEN", b"")]
+    assert {each.host for each in holders} == {"h1", "h2"}
+    assert [str(each) for each in lab.processes() if secret.encode() in each.command] == []
+    files = f"find /tmp /var/tmp /run /root /home /dev/shm -xdev -type f -exec grep -l '{secret}' {{}} +"
+    assert [lab[host].exec("sh", "-c", files, check=False) for host in ("h1", "h2")] == ["", ""]
+    assert lab.distrun("kill", job).code == 0
 
 
 def test_the_code_of_the_first_task_that_fails_comes_from_the_other_host(lab: Site) -> None:

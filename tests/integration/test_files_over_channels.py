@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from agentkit import leftovers
-from fakeengine import Copied, FakeEngine, Shown, planned
+from fakeengine import Cable, Copied, FakeEngine, Shown, planned
+from pythons import need
 
 from distrun import launching
 from distrun.sync import CopyRules
@@ -16,6 +19,7 @@ from distrun_runtime.contract.folder import MARKER
 from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.coordinator.outcome import Outcome
 
+ALL = CopyRules()
 SHOW = ("sh", "-c", "cat hello")
 
 
@@ -46,7 +50,7 @@ class Run:
         self,
         *places: str,
         command: tuple[str, ...] = SHOW,
-        rules: CopyRules = CopyRules(),
+        rules: CopyRules = ALL,
         delete: bool = False,
         **limits: float,
     ) -> Outcome:
@@ -61,6 +65,20 @@ class Run:
         """The files of the destination, but for the marker."""
         files = {str(path.relative_to(self.dst)) for path in self.dst.rglob("*") if not path.is_dir()}
         return files - {MARKER}
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=755", "full", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("no tmpfs can be mounted here (that needs root)")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 @pytest.fixture
@@ -94,3 +112,117 @@ def test_places_that_see_the_same_folder_get_one_copy(run: Run) -> None:
     assert len([text for text in run.sink.said if text.startswith("info: copy ")]) == 1
     [done] = [text for text in run.sink.said if text.startswith("info: sync ")]
     assert done.startswith("info: sync 3/3 (2 files, 2.9 MiB) in ")
+
+
+@pytest.mark.parametrize("version", ["3.8", "3.13"])
+def test_the_agent_takes_files_under_old_and_new_pythons(version: str, run: Run) -> None:
+    run.engine.python = need(version)
+    outcome = run()
+    assert outcome.exit_code == 0, run.sink.said
+    assert run.sink.text == {"worker-0": "hello\n"}
+
+
+def test_a_copy_goes_on_where_it_was_when_the_channel_is_cut(run: Run) -> None:
+    data = os.urandom(8_000_000)
+    (run.source / "big").write_bytes(data)
+    cable = run.engine.cable = Cable()
+    cable.at = (2_000_000, cable.cut)
+    outcome = run("7", command=("sh", "-c", "wc -c < big"))
+    assert outcome.exit_code == 0, run.sink.said
+    assert run.sink.text == {"worker-0": "8000000\n"}
+    assert (run.dst / "big").read_bytes() == data
+    assert cable.made == 2
+    assert cable.carried < 8_000_000 + 3_000_000, "it did not begin again"
+    assert run.found == {"hello", "big"}
+
+
+def test_a_full_disk_ends_the_job_and_is_told_with_host_and_path(run: Run, disk: Path) -> None:
+    """The folder has a file already, so its room is not checked beforehand."""
+    (run.source / "big").write_bytes(os.urandom(3_000_000))
+    run.dst = disk / "job"
+    run.dst.mkdir()
+    (run.dst / "hello").write_text("before\n")
+    outcome = run()
+    assert (outcome.exit_code, outcome.reason) == (4, "sync")
+    assert outcome.message.startswith("the files did not reach 7: there is no room for the files: ")
+    assert outcome.message.endswith(f"{run.dst}/big on {os.uname().nodename}: No space left on device")
+    assert outcome.culprit is not None
+    assert outcome.culprit.reason == "fix: make room there, or leave files out with --sync-exclude"
+    assert (run.dst / "hello").read_text() == "before\n", "what was there stays"
+    assert os.listdir(run.dst) == ["hello"]
+    assert not run.sink.text
+
+
+def test_an_empty_folder_with_too_little_room_is_refused_before_anything_is_sent(run: Run, disk: Path) -> None:
+    (run.source / "big").write_bytes(os.urandom(3_000_000))
+    run.dst = disk / "job"
+    outcome = run()
+    assert (outcome.exit_code, outcome.reason) == (3, "preflight")
+    assert "too little room" in outcome.message
+
+
+def test_delete_removes_what_only_the_host_has_but_for_what_patterns_leave_out(run: Run) -> None:
+    rules = CopyRules(excludes=("*.ckpt", "/logs/", "+ /keep/me", "/keep/**"))
+    assert run(delete=True, rules=rules).exit_code == 0
+    for name in ("old/deep/file", "old/a.ckpt", "gone", "a.ckpt", "logs/1", "hello.pyc", "keep/me", "keep/you"):
+        (run.dst / name).parent.mkdir(parents=True, exist_ok=True)
+        (run.dst / name).write_text("theirs")
+    (run.source / "hello").write_text("hello again\n")
+    run.sink.text.clear()
+    outcome = run(delete=True, rules=rules)
+    assert outcome.exit_code == 0, run.sink.said
+    assert run.sink.text == {"worker-0": "hello again\n"}
+    assert run.found == {"hello", "old/a.ckpt", "a.ckpt", "logs/1", "hello.pyc", "keep/you"}
+
+
+def test_without_delete_what_only_the_host_has_stays(run: Run) -> None:
+    run.dst.mkdir()
+    (run.dst / "mine").write_text("mine")
+    assert run().exit_code == 0
+    assert run.found == {"hello", "mine"}
+    assert not (run.dst / MARKER).exists()
+
+
+def test_delete_is_refused_in_a_folder_that_had_files_before(run: Run) -> None:
+    run.dst.mkdir()
+    (run.dst / "mine").write_text("mine")
+    outcome = run(delete=True)
+    assert (outcome.exit_code, outcome.reason) == (3, "preflight")
+    assert "--sync-delete would remove your own files" in outcome.message
+    assert (run.dst / "mine").exists()
+
+
+def test_nothing_is_copied_onto_the_source_itself_not_even_where_its_identity_says_nothing(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on hosts that share a file system with the launching machine."""
+    monkeypatch.setattr("distrun_runtime.contract.folder.identity", lambda path: "")
+    run.dst = run.source
+    before = (run.source / "hello").stat().st_ino
+    outcome = run("7", "8")
+    assert outcome.exit_code == 0, run.sink.said
+    assert run.sink.text == {"worker-0": "hello\n", "worker-1": "hello\n"}
+    assert (run.source / "hello").stat().st_ino == before
+    assert not [text for text in run.sink.said if text.startswith("info: copy ")]
+    assert os.listdir(run.source) == ["hello"]
+
+
+def test_a_job_that_is_interrupted_while_it_copies_leaves_the_folder_as_it_was(run: Run) -> None:
+    (run.source / "big").write_bytes(bytes(60_000_000))
+    run.dst.mkdir()
+    (run.dst / "hello").write_text("before\n")
+    cable = run.engine.cable = Cable()
+    cable.at = (2_000_000, lambda: os.kill(os.getpid(), signal.SIGINT))
+    outcome = run()
+    assert (outcome.exit_code, outcome.reason) == (130, "interrupted")
+    assert (run.dst / "hello").read_text() == "before\n"
+    assert os.listdir(run.dst) == ["hello"]
+
+
+@pytest.mark.slow
+def test_an_agent_answers_pings_while_it_takes_much(run: Run) -> None:
+    (run.source / "big").write_bytes(os.urandom(1_000_000) * 200)
+    outcome = run("7", "8", command=("sh", "-c", "wc -c < big"), suspect_s=2.0, lost_s=4.0, lease_s=6.0)
+    assert outcome.exit_code == 0, run.sink.said
+    assert run.sink.text == {"worker-0": "200000000\n", "worker-1": "200000000\n"}
+    assert not [text for text in run.sink.said if "answered" in text or "silent" in text], run.sink.said

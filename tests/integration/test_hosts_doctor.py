@@ -208,7 +208,7 @@ def give_wheels(lab: Site, host: str) -> None:
 
 @pytest.fixture
 def fresh(lab: Site) -> Iterator[Site]:
-    """Hosts h1 and h2 have nothing of another test, and keep nothing of this one."""
+    """Hosts h1 and h2 keep nothing of this test, which has servers' modules installed there."""
     yield lab
     for name in ("h1", "h2"):
         lab[name].kill()
@@ -232,7 +232,7 @@ def test_fix_makes_what_servers_need_and_a_launch_then_uses_it(fresh: Site) -> N
     words = ("doctor", "-H", hosts, "--python", "python3", *TIMES)
     asked = lab.distrun(*words, "--fix", cwd=ROOT)
     assert asked.code == 2, "nobody can be asked"
-    assert not (lab["h1"].root / "root" / ".local").exists()
+    assert not (lab["h1"].root / "root/.local/share/distrun").exists()
     made = lab.distrun(*words, "--fix", "-y", cwd=ROOT)
     assert made.code == 0, made
     assert "made on h[1-2]: /root/.local/share/distrun/servers/python3." in made.out

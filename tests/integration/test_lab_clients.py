@@ -10,13 +10,11 @@ import os
 import re
 import shlex
 import signal
-import sys
 import time
 
 import pytest
 from lab import Running, Site, wait_until
 from labjob import EVERYWHERE, LIMIT_S, OBEYS, SHORT, WHEN_TOLD, Job, nothing_remains, nothing_stays
-from terminal import Session
 
 GO_ON = "echo up; " + WHEN_TOLD + "echo over"
 ENDS = {
@@ -31,12 +29,6 @@ ENDS = {
 
 def name(number: int) -> str:
     return signal.Signals(number).name
-
-
-def in_terminal(lab: Site, *words: str) -> Session:
-    """Start `distrun WORDS` of the launcher in a terminal of its own."""
-    words = ("setsid", "--ctty", "--wait", sys.executable, "-m", "distrun", *words)
-    return Session(lab.enter_argv(*words, cwd=str(EVERYWHERE)), lab.env(), lab.work, leads=False)
 
 
 def attached(lab: Site, job: str, *words: str) -> Running:
@@ -59,12 +51,12 @@ def test_a_job_is_left_by_closing_its_terminal_read_from_another_one_and_stopped
     """What docs/jobs.md promises to a new user."""
     script = "for i in $(seq 2000); do echo step $i; sleep 0.1; done"
     words = ("launch", "-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "0", "--grace", "1", "--name", "mine", script)
-    first = in_terminal(lab, *words)
+    first = lab.in_terminal(*words, cwd=EVERYWHERE)
     first.expect("| step 3\r", 2)
     assert lab.distrun("detach", "mine").code == 0
     first.expect("goes on without this terminal; to come back: distrun attach " + only_job(lab))
     assert first.ends() == 0
-    second = in_terminal(lab, "attach", "--since-start", "mine")
+    second = lab.in_terminal("attach", "--since-start", "mine")
     second.expect("| step 12\r", 2)
     merged = lab.distrun("logs", "--merge", "mine").out
     seen = [line.strip() for line in re.sub(r"\x1b\[[\d;]*m", "", second.shown).splitlines() if " | step" in line]
@@ -84,7 +76,7 @@ def test_a_job_is_left_by_closing_its_terminal_read_from_another_one_and_stopped
 
 def test_a_terminal_that_closes_stops_a_job_that_was_not_detached(lab: Site) -> None:
     words = ("launch", "-H", lab.hosts_file("h1", "h2"), "-n", "2", "-s", "0", "--grace", "1", GO_ON)
-    terminal = in_terminal(lab, *words)
+    terminal = lab.in_terminal(*words, cwd=EVERYWHERE)
     terminal.expect("| up", 2)
     job = only_job(lab)
     other = attached(lab, job)
@@ -127,6 +119,21 @@ def test_20_clients_see_all_of_a_job_on_hosts_whatever_signal_ends_others(lab: S
     assert [client.wait(LIMIT_S) for client in rest] == [0] * len(rest)
     assert {client.out.count("| line ") for client in rest} == {1000}
     assert lab.distrun("wait", job.id).code == 0
+    nothing_remains(lab, job)
+
+
+def test_20_clients_at_once_follow_by_ssh_a_job_whose_host_drops_connections_when_it_has_too_many(lab: Site) -> None:
+    job = Job(lab, "echo up; %sfor i in $(seq 500); do echo line $i; done" % WHEN_TOLD, "--detach")
+    lab["h1"].restart_sshd({"MaxStartups": "2:50:8"})
+    clients = [lab.start("attach", "--since-start", "-q", job.id) for _ in range(20)]
+    ended = lambda: [client.err for client in clients if client.poll() is not None]  # noqa: E731
+    wait_until(lambda: ended() or all(client.out.count("| up") == 2 for client in clients), LIMIT_S, "all show the job")
+    assert ended() == []
+    assert " drop connection " in lab["h1"].log or "MaxStartups" in lab["h1"].log
+    job.go("h1", "h2")
+    assert [client.wait(LIMIT_S) for client in clients] == [0] * len(clients)
+    assert {client.out.count("| line ") for client in clients} == {1000}
+    assert not [client.err for client in clients if "kex_exchange" in client.err]
     nothing_remains(lab, job)
 
 

@@ -200,6 +200,8 @@ def test_a_job_that_is_interrupted_while_it_copies_ends_at_once_and_starts_nothi
 
 @pytest.mark.timeout(300)
 def test_a_host_whose_network_goes_silent_midway_is_named(lab: Site) -> None:
+    config = lab.file(lab.home / ".ssh/config")  # of default settings, the silence would have to last for 15 s
+    config.write_text("ServerAliveInterval 2\nServerAliveCountMax 3\n")
     write(lab.work, **{"train.py": "1"})
     command = ("sync", "--hosts", "h1,h2", "--sync-dst-dir", "/tmp/silent")
     of(lab.distrun(*command))

@@ -195,6 +195,10 @@ class Cable:
         self.port = self._listening.getsockname()[1]
         self.made = 0
         """Connections so far."""
+        self.carried = 0
+        """Bytes so far, in both directions."""
+        self.at: tuple[int, Callable[[], None]] | None = None
+        """What is called once when so many bytes were carried."""
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._lock = threading.Lock()
         self._frozen: dict[socket.socket, threading.Event] = {}
@@ -260,6 +264,10 @@ class Cable:
                     if not data:
                         return
                     key.data.sendall(data)
+                    self.carried += len(data)
+                    if self.at is not None and self.carried >= self.at[0]:
+                        (_, call), self.at = self.at, None
+                        call()
 
 
 def wait_for(condition: Callable[[], object], what: str) -> None:

@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 import pytest
 from hostlab import Lab, Process, Unavailable
+from terminal import Session
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 100.0
@@ -105,6 +106,7 @@ class Site(Lab):
     home_folder: Path
     work: Path
     _running: list[Running]
+    _terminals: list[Session]
     _files: int
 
     @property
@@ -113,16 +115,24 @@ class Site(Lab):
         return os.environ["XDG_CACHE_HOME"]
 
     def begin(self, folder: Path) -> None:
-        """Start a test: its folder is the launcher's; on the hosts it does not exist."""
+        """Start a test: its folder is the launcher's; on the hosts it does not exist, and no task is told to go on."""
         self.home_folder = folder
         self.work = folder / "work"
         self.work.mkdir()
         (folder / "run").mkdir(mode=0o700)
         self._running = []
+        self._terminals = []
         self._files = 0
+        for process in self.processes():
+            if process.host in self.hosts and process.inner == 1:
+                # A test that failed, or whose tasks were ended, may have left what the tasks of this one wait for.
+                for told in Path("/proc/%d/root/tmp" % process.pid).glob("go*"):
+                    told.unlink()
 
     def end(self) -> None:
         """End a test: nothing it started is left, no host is broken; fail if something of a job lives."""
+        for terminal in self._terminals:
+            terminal.kill()
         for running in self._running:
             running.kill()
         self.restore()
@@ -175,7 +185,12 @@ class Site(Lab):
             streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err, **popen}
             argv_ = self.enter_argv(*argv, cwd=str(cwd or self.work))
             child = subprocess.Popen(argv_, env=self.env(env), **streams)
-        running = Running(child, folder)
+        try:
+            running = Running(child, folder)
+        except BaseException:
+            child.kill()
+            child.wait()
+            raise
         self._running.append(running)
         return running
 
@@ -186,6 +201,13 @@ class Site(Lab):
     def start(self, *words: str, **more: Any) -> Running:
         """Start `distrun WORDS` as the launcher."""
         return self.spawn(sys.executable, "-m", "distrun", *words, **more)
+
+    def in_terminal(self, *words: str, cwd: Path | None = None) -> Session:
+        """Start `distrun WORDS` as the launcher in a terminal of its own; it is killed at the end of the test."""
+        argv = ("setsid", "--ctty", "--wait", sys.executable, "-m", "distrun", *words)
+        session = Session(self.enter_argv(*argv, cwd=str(cwd or self.work)), self.env(), self.work, leads=False)
+        self._terminals.append(session)
+        return session
 
     def hosts_file(self, *lines: str) -> str:
         """Write a hosts file with these lines (all hosts, if none is given); return its path."""

@@ -98,6 +98,15 @@ class Session:
             os.close(self._ours)
             self._ours = -1
 
+    def kill(self) -> None:
+        """Close the terminal, and kill the process if it goes on."""
+        self.close()
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
 
 def _own_terminal() -> None:
     os.setsid()

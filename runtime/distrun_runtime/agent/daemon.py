@@ -1,7 +1,7 @@
 """Starts a process on this host that goes on without the connection, and the login, by which it is started.
 
-It is a grandchild in a session of its own, in the root folder, with no descriptor of ours. SIGHUP means nothing to it.
-Where a logout ends a user's processes, it is started below the user's own service manager.
+It is a daemon (`contract.daemon`) with no descriptor of ours. Where a logout ends a user's processes, it is started
+below the user's own service manager.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import sys
 import time
 from typing import Dict, List, Mapping, Sequence
 
 from distrun_runtime.agent import record
-from distrun_runtime.contract import environ, logout
+from distrun_runtime.contract import daemon, environ, logout
 from distrun_runtime.errors import ContractError
 
 PYTHON = "{python}"
@@ -42,12 +41,10 @@ def start(argv: Sequence[str], data: bytes, env: Mapping[str, str], limit_s: flo
     given, said = _file(data), _file(b"")
     reading, writing = os.pipe()
     try:
-        between = os.fork()
-        if not between:
+        if not daemon.fork(keep=(given, writing, said)):
             _become(words, every, (given, writing, said))
         os.close(writing)
         writing = -1
-        os.waitpid(between, 0)
         return _first_line(reading, said, limit_s) if limit_s else ""
     finally:
         for fd in (given, said, reading, writing):
@@ -77,16 +74,10 @@ def _file(data: bytes) -> int:
 
 
 def _become(argv: List[str], env: Dict[str, str], streams: Sequence[int]) -> None:
-    """Be the process, in a child of ours; never returns."""
+    """Be the process, in the daemon; never returns."""
     try:
-        os.setsid()
-        if os.fork():
-            os._exit(0)  # the other is no leader of its session: it can never get a terminal
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        os.chdir("/")
         for to, fd in enumerate([os.dup(fd) for fd in streams]):
             os.dup2(fd, to)
-        os.closerange(3, 65536)
         os.execvpe(argv[0], argv, env)
     except BaseException as err:
         with contextlib.suppress(OSError):

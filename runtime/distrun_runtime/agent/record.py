@@ -18,7 +18,7 @@ import os
 import stat
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
-from distrun_runtime.contract import environ, facts, process
+from distrun_runtime.contract import environ, facts, lasting, process
 from distrun_runtime.contract.process import Identity
 from distrun_runtime.errors import ContractError, PreflightFailure
 
@@ -102,17 +102,12 @@ def places() -> List[str]:
     A login through a desktop or a console has XDG_RUNTIME_DIR, one through ssh often has not.
     """
     usual = [f"/run/user/{os.geteuid()}/distrun", f"/tmp/distrun-{os.geteuid()}"]
-    return list(dict.fromkeys([*roots(), *usual, lasting_root()]))
-
-
-def lasting_root() -> str:
-    """Return the HOSTDIR that a logout leaves alone. The control sockets of coordinators are there, too."""
-    return f"/var/tmp/distrun-{os.geteuid()}"
+    return list(dict.fromkeys([*roots(), *usual, lasting.root()]))
 
 
 def private_root() -> str:
     """Return the HOSTDIR that a logout leaves alone, made if need be. Raises ContractError, OSError."""
-    root = lasting_root()
+    root = lasting.root()
     _private(root)
     return root
 
@@ -137,7 +132,7 @@ def create(job: str, host: str, token: str, nonce: str = "", lasts: bool = False
     """
     _refuse_a_second(job, nonce, host)
     wrong, is_full = [], False
-    for root in [lasting_root(), *roots()] if lasts else roots():
+    for root in [lasting.root(), *roots()] if lasts else roots():
         try:
             _private(root)
             parent = os.path.join(root, _name(job, nonce))

@@ -11,18 +11,15 @@ belongs to another host: its records cannot be seen from here.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import signal
-import socket
-import stat
 import time
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Pattern, Set, Tuple
 
 from distrun_runtime.agent import record
 from distrun_runtime.agent.record import Record
-from distrun_runtime.contract import facts, process, ps
+from distrun_runtime.contract import facts, lasting, process, ps
 from distrun_runtime.contract.facts import GIVE_UP_S, GRACE_S
 from distrun_runtime.contract.process import Identity, Process
 from distrun_runtime.errors import ContractError
@@ -93,22 +90,11 @@ def sweep(job: str, grace_s: Optional[float], nonce: str = "") -> SweepReport:
     gone = [folder for folder in folders if not left]
     for folder in gone:
         record.remove(folder)
-    _remove_socket(job)
+    lasting.remove_dead(lasting.socket_path(job))  # if a coordinator died here
     remaining = tuple((row.pid, process.command_of(row.pid)) for row in left)
     stuck = {row.identity for row in left}
     ended = tuple((who.pid, text) for who, text in there.items() if who not in stuck)
     return SweepReport(job, ended, remaining, tuple(gone))
-
-
-def _remove_socket(job: str) -> None:
-    """Remove the control socket of a coordinator that died on this host: nobody listens at it."""
-    path = os.path.join(record.lasting_root(), job + ".s")
-    with contextlib.suppress(OSError):
-        if stat.S_ISSOCK(os.lstat(path).st_mode):
-            with socket.socket(socket.AF_UNIX) as attempt:
-                is_dead = attempt.connect_ex(path) == errno.ECONNREFUSED
-            if is_dead:
-                os.unlink(path)
 
 
 def belongings(

@@ -250,7 +250,7 @@ class Unpacking:
             self._fail(self._unfit(err, archive.members[-1].path if archive.members else ""))
         else:
             if is_last:
-                self._placing = self._place(archive)
+                self._placing, self._tell_at = self._place(archive), time.monotonic() + TOLD_S
         return True
 
     def proceed(self) -> None:
@@ -346,7 +346,9 @@ class Unpacking:
             if member.path in self._made:
                 yield member.path
                 above, _, name = member.path.rpartition("/")
-                os.chmod(name, member.mode & ~umask, dir_fd=self._open(above))
+                parent = self._open(above)
+                special = os.stat(name, dir_fd=parent).st_mode & 0o7000  # inherited
+                os.chmod(name, special | (member.mode & ~umask), dir_fd=parent)
         if self._delete:
             yield from self._clean(self._top, "", archive.kinds)
 
@@ -378,8 +380,9 @@ class Unpacking:
             if err.errno not in (errno.ENOTDIR, errno.ELOOP):
                 raise
             os.unlink(name, dir_fd=parent)
-        os.mkdir(name, 0o777, dir_fd=parent)
-        self._made.add(path)
+        with contextlib.suppress(FileExistsError):  # another copy was quicker
+            os.mkdir(name, 0o777, dir_fd=parent)
+            self._made.add(path)
         return os.open(name, _FOLDER, dir_fd=parent)
 
     def _give_way(self, parent: int, name: str, member: _Member) -> None:
@@ -422,23 +425,25 @@ class Unpacking:
         for name in os.listdir(descriptor):
             path = above + name
             info = _look(descriptor, name)
-            if info is None or path in (MARKER, self._stage):
+            if info is None or path == MARKER or name.startswith(PARTIAL):
                 continue
             is_folder = stat.S_ISDIR(info.st_mode)
             if self._is_kept(path, is_folder):
                 continue
             yield path
-            if is_folder:
-                inner = os.open(name, _FOLDER, dir_fd=descriptor)
-                try:
-                    yield from self._clean(inner, path + "/", kinds)
-                finally:
-                    os.close(inner)
-                if path not in kinds:
-                    with contextlib.suppress(OSError):  # something in it is kept
-                        os.rmdir(name, dir_fd=descriptor)
-            elif path not in kinds:
-                os.unlink(name, dir_fd=descriptor)
+            # Another copy may delete here, too.
+            with contextlib.suppress(FileNotFoundError):
+                if is_folder:
+                    inner = os.open(name, _FOLDER, dir_fd=descriptor)
+                    try:
+                        yield from self._clean(inner, path + "/", kinds)
+                    finally:
+                        os.close(inner)
+                    if path not in kinds:
+                        with contextlib.suppress(OSError):  # something in it is kept
+                            os.rmdir(name, dir_fd=descriptor)
+                elif path not in kinds:
+                    os.unlink(name, dir_fd=descriptor)
 
     def _is_kept(self, path: str, is_folder: bool) -> bool:
         """Return what the first rule says that fits. Rules see bytes, as rsync does."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Union
 
-from distrun_runtime.contract import wire
+from distrun_runtime.contract import facts, wire
 from distrun_runtime.errors import RuntimeFault
 
 VERSION = (1, 0)
@@ -305,8 +305,26 @@ def outcome(value: Mapping[str, Any]) -> bytes:
     return wire.encode({"type": "outcome", "outcome": dict(value)})
 
 
+def failure(err: BaseException, exit_code: Optional[int] = None, hint: str = "") -> Dict[str, Any]:
+    """Return what a client is told of an error that leaves a job without an outcome.
+
+    Args:
+        err: the error.
+        exit_code: that of the launch; None: the error was not foreseen.
+        hint: what to type next.
+    """
+    import traceback  # only here, and its import takes long
+
+    message = str(err)
+    if exit_code is None:
+        exit_code, hint = facts.EXIT_INTERNAL, "please report it, with what -vv prints"
+        message = f"internal error: {type(err).__name__}: {err}"
+    trace = "".join(traceback.format_exception(type(err), err, err.__traceback__))
+    return {"kind": type(err).__name__, "message": message, "hint": hint, "exit_code": exit_code, "trace": trace}
+
+
 def failed(error: Mapping[str, Any]) -> bytes:
-    """Return why there is no outcome: kind, message, hint, exit_code, trace."""
+    """Return why there is no outcome, as `failure` says it."""
     return wire.encode({"type": "failed", **error})
 
 

@@ -486,7 +486,10 @@ TABLE: Tuple[Variable, ...] = (
 
 BY_NAME: Dict[str, Variable] = {row.name: row for row in TABLE}
 
-OUTER_PATTERNS = ("SLURM_*", "OMPI_*", "PMI_*", "PMIX_*", "PRTE_*", "HYDRA_*", "MPI_LOCAL*", "TORCHELASTIC_*", "PET_*")
+OUTER_PATTERNS = (
+    *("SLURM_*", "OMPI_*", "PMI_*", "PMIX_*", "PRTE_*", "HYDRA_*", "MPI_LOCAL*", "TORCHELASTIC_*", "PET_*"),
+    *("PE_HOSTFILE", "SGE_TASK_*"),
+)
 """Variables of an outer job's engine that would mislead a task; removed with the table's stale ones."""
 
 SECRET_PATTERNS = (

@@ -13,7 +13,7 @@ long.
 from __future__ import annotations
 
 import re
-from typing import Any, Dict, FrozenSet, Mapping, NamedTuple, NewType, Optional, Tuple
+from typing import Any, Dict, FrozenSet, List, Mapping, NamedTuple, NewType, Optional, Tuple
 
 from distrun_runtime.contract import facts
 from distrun_runtime.errors import ContractError
@@ -242,13 +242,35 @@ class Plan(NamedTuple):
         That is its own tasks, the places of its node, and of the other hosts the first: towards it the agent looks for
         its address. How they are reached is none of its business.
         """
-        host = self.host_of(place).name
-        others = [each for each in self.hosts if each.name != host][:1]
-        hosts = [each for each in self.hosts if each.name == host or each in others]
-        return self._replace(
-            hosts=tuple(each._replace(reach=Reach(_NONE)) for each in hosts),
-            tasks=tuple(task for task in self.tasks if task.place_name == place),
-            places=tuple(each for each in self.places if each.host == host),
+        return Shares(self).of(place)
+
+
+class Shares:
+    """The shares of all places of a plan, which is looked through once: it may have thousands."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._hosts = {host.name: number for number, host in enumerate(plan.hosts)}
+        self._places: Dict[str, List[Place]] = {}
+        """By host."""
+        for place in plan.all_places:
+            self._places.setdefault(place.host, []).append(place)
+        self._host_of = {place.name: place.host for place in plan.all_places}
+        self._tasks: Dict[str, List[Task]] = {}
+        """By place."""
+        for task in plan.tasks:
+            self._tasks.setdefault(task.place_name, []).append(task)
+
+    def of(self, place: str) -> Plan:
+        """Return `Plan.share` of a place; KeyError if there is none."""
+        plan = self._plan
+        name = self._host_of[place]
+        number = self._hosts[name]
+        numbers = sorted({number, 0 if number else min(1, len(plan.hosts) - 1)})
+        return plan._replace(
+            hosts=tuple(plan.hosts[each]._replace(reach=Reach(_NONE)) for each in numbers),
+            tasks=tuple(self._tasks.get(place, ())),
+            places=tuple(self._places[name]) if plan.places else (),
         )
 
 

@@ -288,3 +288,22 @@ def _table_of_ps(pids: Optional[List[int]]) -> List[Process]:
 def _pairs(entries: Iterable[str]) -> Dict[str, str]:
     cut = (entry.partition("=") for entry in entries)
     return {name: value for name, equals, value in cut if equals}
+
+
+def allow_open_files(wanted: int) -> int:
+    """Raise this process's soft limit of open files to `wanted`, or as near as the hard limit allows.
+
+    Most systems have a soft limit of 1024, which is meant for programs that call select(2), and a hard limit that is
+    much higher. Processes that are started later inherit it. Return the soft limit that holds now.
+    """
+    import resource  # not needed by most processes
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return soft if soft != resource.RLIM_INFINITY else wanted
+    reached = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (reached, hard))
+    except (OSError, ValueError):  # systems with a limit of their own below the hard one
+        return soft
+    return reached

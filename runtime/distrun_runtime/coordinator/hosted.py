@@ -14,10 +14,9 @@ import json
 import os
 import signal
 import sys
-import traceback
 from typing import Any, Dict, Iterator, List, NamedTuple, Tuple
 
-from distrun_runtime.contract import address, facts, process, wire
+from distrun_runtime.contract import address, control, facts, process, wire
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.plan import Plan, Secrets
 from distrun_runtime.coordinator import jobrun, serving
@@ -151,12 +150,9 @@ def _run(order: Order, folder: JobFolder, agents: DialBack, service: Service) ->
             watcher=service,
         )
     except Exception as err:
-        traceback.print_exc()
-        trace = traceback.format_exc()
-        text = f"internal error: {type(err).__name__}: {err}"
-        service.fail(
-            {"kind": type(err).__name__, "message": text, "hint": "", "exit_code": facts.EXIT_INTERNAL, "trace": trace}
-        )
+        told = control.failure(err)
+        sys.stderr.write(told["trace"])
+        service.fail(told)
         return facts.EXIT_INTERNAL
     service.finish(dataclasses.asdict(folder.explained(outcome)))
     return 0

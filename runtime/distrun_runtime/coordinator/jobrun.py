@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from distrun_runtime.contract import facts
+from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.plan import Plan, Secrets
 from distrun_runtime.coordinator import actions, events, frames, jobfolder, loop
 from distrun_runtime.coordinator.channel import Channel, Put
@@ -20,6 +21,8 @@ from distrun_runtime.errors import ContractError
 
 STATE_S = 0.25
 """state.json is replaced at most so often."""
+STATE_A_TASK_S = 0.00025
+"""... and once in so many seconds for each task of the job: writing takes about a tenth of that."""
 TRACE = 2
 """From this verbosity on every frame is said."""
 LET_GO_S = 5.0
@@ -111,15 +114,17 @@ class _JobRun:
         self._outcome: Optional[Outcome] = None
         # Several answers must be missing before a host is suspect.
         self._ping_s = min(loop.PING_S, plan.limits.suspect_s / 4)
+        self._state_s = max(STATE_S, STATE_A_TASK_S * len(plan.tasks))
         self._touched = 0.0
-        self._saved = 0.0
+        self._saved = float("-inf")
         self._is_dirty = False
         self._folder_warned = False
+        shares = plans.Shares(plan)
         self._loop = loop.HostLoop(
             self,
             channels,
             encoders={
-                actions.Begin: lambda action: frames.begin(plan, secrets, action.host),
+                actions.Begin: lambda action: frames.begin(shares.of(action.host), secrets, action.host),
                 actions.SendRuntime: lambda action: frames.runtime(plan.runtime.digest, self._archive),
             },
             ping_s=self._ping_s,
@@ -171,7 +176,7 @@ class _JobRun:
             found += self._perform(action)
         if self._supervisor.job_state != before and not self.is_over:
             self._is_dirty = True
-            self._saved = 0.0  # at once
+            self._saved = float("-inf")  # at once
             self._record("state", state=self._supervisor.job_state)
         self._keep_folder(now)
         return found
@@ -221,7 +226,7 @@ class _JobRun:
         if now >= self._touched + self._ping_s:
             self._touched = now
             self._try(self._folder.touch)
-        if self._is_dirty and now >= self._saved + STATE_S and not self.is_over:
+        if self._is_dirty and now >= self._saved + self._state_s and not self.is_over:
             self._saved = now
             self._is_dirty = False
             tasks = self._supervisor.roster.tasks.values()

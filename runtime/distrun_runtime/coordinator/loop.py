@@ -12,11 +12,14 @@ import time
 from types import MappingProxyType
 from typing import Any, Callable, Dict, List, Mapping, Optional, Protocol, Sequence, Set, Tuple, Union
 
+from distrun_runtime.contract import process
 from distrun_runtime.contract.wire import Frame
 from distrun_runtime.coordinator import actions, events, frames, interrupts
 from distrun_runtime.coordinator.channel import Channel
 
 PING_S = 2.0
+FILES, FILES_A_CHANNEL = 256, 4
+"""Files that may have to be open at once: of the process, and for each channel."""
 BATCH = 256
 """Events that are taken from the queue before acks, pings and ticks have their turn."""
 
@@ -94,6 +97,7 @@ class HostLoop:
             self._handle(events.Tick(time.time()))
             if not self._has_started:
                 self._has_started = True
+                process.allow_open_files(FILES + FILES_A_CHANNEL * len(self._channels))
                 self._pinged = time.monotonic()
                 for channel in self._channels.values():
                     channel.start(self.put)

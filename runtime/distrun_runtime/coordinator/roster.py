@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Dict, List, Set, Tuple
+from typing import Counter as Counts
 
 from distrun_runtime.contract import facts
-from distrun_runtime.contract.plan import WORKER, Plan, Task, references
+from distrun_runtime.contract.plan import ROLES, WORKER, Plan, Task, references
 from distrun_runtime.coordinator.events import Event, Output
 from distrun_runtime.coordinator.outcome import TaskResult
 
@@ -80,7 +82,10 @@ class HostState:
 
 
 class JobRoster:
-    """All hosts, tasks and facts of one job."""
+    """All hosts, tasks and facts of one job.
+
+    What is asked at every event takes the same time however large the job is: states are counted when they change.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -91,6 +96,18 @@ class JobRoster:
         self.tasks: Dict[str, TaskResult] = {
             task.name: TaskResult(task.name, task.role, task.rank, task.host) for task in plan.tasks
         }
+        self._names: Dict[str, List[str]] = {}
+        """The tasks of each place, in the plan's order."""
+        for task in plan.tasks:
+            self._names.setdefault(task.place_name, []).append(task.name)
+        self._states: Counts[Tuple[str, str]] = Counter((task.role, task.state) for task in self.tasks.values())
+        """How many tasks of a role are in a state."""
+        self._workers = len(plan.of_role(WORKER))
+        self._order = list(self.hosts.values())
+        self._answered = self._gone = 0
+        """So many hosts from the first on have answered, and are gone: no other is looked at to know if all are."""
+        self._tried = -1
+        """How many facts were known when tasks were last looked for that can be spawned."""
         self.facts: Dict[str, str] = {}
         self.spawned: Set[str] = set()
         self.survivors: List[str] = []
@@ -99,8 +116,14 @@ class JobRoster:
 
     def change(self, name: str, **members: Any) -> TaskResult:
         """Replace members of a task's result and return the new one."""
-        self.tasks[name] = result = dataclasses.replace(self.tasks[name], **members)
+        before = self.tasks[name]
+        self.tasks[name] = result = dataclasses.replace(before, **members)
+        self._states[before.role, before.state] -= 1
+        self._states[result.role, result.state] += 1
         return result
+
+    def _is_any(self, *states: str) -> bool:
+        return any(self._states[role, state] for role in ROLES for state in states)
 
     def knows(self, event: Event) -> bool:
         """Whether the host, and the task on that host, which an event names (if it does) are the plan's."""
@@ -120,10 +143,17 @@ class JobRoster:
 
     def on_host(self, host: str) -> List[TaskResult]:
         """Return the tasks of a host that were spawned, by name of the plan's order."""
-        return [task for task in self.tasks.values() if self.places[task.name] == host and task.name in self.spawned]
+        return [self.tasks[name] for name in self._names.get(host, ()) if name in self.spawned]
+
+    def is_pending(self, host: str) -> bool:
+        """Whether a task of a host is still to be spawned."""
+        return any(self.tasks[name].state == facts.PENDING for name in self._names.get(host, ()))
 
     def spawnable(self) -> List[Task]:
-        """Return the tasks not spawned yet whose references are all known."""
+        """Return the tasks not spawned yet whose references are all known. Each is returned once."""
+        if self._tried == len(self.facts):
+            return []  # only another fact makes more tasks ready
+        self._tried = len(self.facts)
         return [
             task
             for task in self.plan.tasks
@@ -145,17 +175,42 @@ class JobRoster:
     @property
     def all_started(self) -> bool:
         """Whether every task runs or ran."""
-        return all(task.state == facts.RUNNING or task.is_over for task in self.tasks.values())
+        return not self._is_any(facts.PENDING, facts.STARTING)
+
+    @property
+    def workers_succeeded(self) -> bool:
+        """Whether all workers ended by themselves with 0."""
+        return self._states[WORKER, facts.EXITED] == self._workers > 0
 
     @property
     def workers_over(self) -> bool:
         """Whether no worker that was spawned still runs."""
-        return all(self.tasks[name].is_over for name in self.spawned if self.tasks[name].role == WORKER)
+        return not (self._states[WORKER, facts.STARTING] or self._states[WORKER, facts.RUNNING])
 
     @property
     def all_over(self) -> bool:
         """Whether no task that was spawned still runs."""
-        return all(self.tasks[name].is_over for name in self.spawned)
+        return not self._is_any(facts.STARTING, facts.RUNNING)
+
+    @property
+    def all_gone(self) -> bool:
+        """Whether no agent is left."""
+        while self._gone < len(self._order) and self._order[self._gone].is_gone:
+            self._gone += 1
+        return self._gone == len(self._order)
+
+    @property
+    def all_answered(self) -> bool:
+        """Whether it is known of every host if it can be used."""
+        while self._answered < len(self._order) and self._order[self._answered].has_answered:
+            self._answered += 1
+        return self._answered == len(self._order)
+
+    def ask_again(self) -> None:
+        """Every host has something to do before tasks can start, and is to answer again."""
+        self._answered = 0
+        for host in self._order:
+            host.is_ready = False
 
     @property
     def unanswered(self) -> List[str]:
@@ -209,12 +264,8 @@ class JobRoster:
 
     def undrained(self, host: str) -> List[str]:
         """Return the reaped tasks of `host` of whose output something has not come."""
-        names = {
-            key[0]
-            for key, total in self._totals.items()
-            if self.places[key[0]] == host and self._received.get(key, 0) < total
-        }
-        return sorted(names)
+        keys = [(name, stream) for name in self._names.get(host, ()) for stream in ("out", "err")]
+        return sorted({key[0] for key in keys if self._received.get(key, 0) < self._totals.get(key, 0)})
 
     def forgive(self, gap_s: float) -> None:
         """Move all silences by the time in which it was us who slept."""

@@ -31,6 +31,9 @@ OUTPUT_S = 10.0
 SILENT_S = 5.0
 """After a success, a host that has been silent for so long is waited for until it is lost: it may have output still."""
 
+LOOK_S = 0.1
+"""While many hosts report that they are done, all are looked at so often; each at once when it reports."""
+
 _ORDER = {WORKER: 0, SERVER: 1, SCHEDULER: 2}
 
 
@@ -44,6 +47,8 @@ class JobStopSequence:
         self._is_success = False
         self._linger_until = 0.0
         self._deadline = 0.0
+        self._looked = (-1, 0.0)
+        """The level and the time when all hosts were last looked at."""
         self._until: Optional[float] = None
         """When the grace time of a Ctrl-C is over."""
 
@@ -85,30 +90,44 @@ class JobStopSequence:
                 actions.append(StopTasks(host.name, tuple(task.name for task in tasks), steps))
         return actions
 
-    def advance(self, now: float) -> List[Action]:
-        """Return what is due: the next level, ends of agents whose tasks are gone, channels to give up."""
+    def advance(self, now: float, host: str = "") -> List[Action]:
+        """Return what is due: the next level, ends of agents whose tasks are gone, channels to give up.
+
+        `host`: only it has said something since the last call. The others, of which there may be thousands, are not
+        looked at if they were less than LOOK_S ago.
+        """
         actions: List[Action] = []
         lingered = self.level == OPEN and (self._roster.all_over or now >= self._linger_until)
         if lingered or (self.level == ASK_WORKERS and (self._roster.workers_over or now >= self._deadline)):
             actions += self.escalate(ASK_ALL, now)
-        for host in self._roster.hosts.values():
-            if host.is_gone:
-                continue
-            if host.was_ended:
-                is_awaited = host.is_cut and self.level < KILL_ALL  # until it is reached again, or lost
-                if now >= host.ended_at + (BYE_S if host.greeted else ABSENT_S) and not is_awaited:
-                    host.is_gone = True
-                    self._survive(host)
-                    actions.append(Drop(host.name))
-            elif self._may_end(host, now):
-                host.ended_at = now
-                actions.append(EndAgent(host.name))
+        level, when = self._looked
+        is_all = not host or level != self.level or now >= when + LOOK_S
+        if is_all:
+            self._looked = (self.level, now)
+        for state in self._roster.hosts.values() if is_all else (self._roster.hosts[host],):
+            actions += self._end(state, now)
         return actions
+
+    def _end(self, host: HostState, now: float) -> List[Action]:
+        """Return what ends the agent of a host, or gives it up, if it is time."""
+        if host.is_gone:
+            return []
+        if host.was_ended:
+            is_awaited = host.is_cut and self.level < KILL_ALL  # until it is reached again, or lost
+            if now < host.ended_at + (BYE_S if host.greeted else ABSENT_S) or is_awaited:
+                return []
+            host.is_gone = True
+            self._survive(host)
+            return [Drop(host.name)]
+        if not self._may_end(host, now):
+            return []
+        host.ended_at = now
+        return [EndAgent(host.name)]
 
     @property
     def is_over(self) -> bool:
         """Whether no agent is left."""
-        return all(host.is_gone for host in self._roster.hosts.values())
+        return self._roster.all_gone
 
     def _may_end(self, host: HostState, now: float) -> bool:
         if self.level < ASK_ALL:

@@ -123,7 +123,7 @@ class Supervisor:
         else:
             what = (getattr(event, "host", "?"), type(event).__name__, getattr(event, "task", ""))
             self._say("{} sent {} of {!r}, which is not a task of that host; ignored".format(*what), WARNING)
-        self._advance()
+        self._advance(event)
         return self._actions
 
     def wake_s(self) -> float:
@@ -230,18 +230,19 @@ class Supervisor:
 
     def _gather(self) -> None:
         """When every host has answered: start the tasks if all are ready, end the job if one is unusable."""
-        waiting, until = self.roster.unanswered, self._unusable.until
+        all_answered, until = self.roster.all_answered, self._unusable.until
         if until is not None:
-            if not waiting or self._now >= until:
+            if all_answered or self._now >= until:
                 self._end_for_unusable()
             elif self._now >= until - ANSWERS_S + REMARK_S and not self._has_remarked:
                 self._has_remarked = True
                 short = self._unusable.cause().short
                 self._say(
-                    f"{short}; waiting up to {duration(ANSWERS_S)} to hear from {failures.listed(waiting)}",
+                    f"{short}; waiting up to {duration(ANSWERS_S)} to hear from"
+                    f" {failures.listed(self.roster.unanswered)}",
                     WARNING,
                 )
-        elif waiting:
+        elif not all_answered:
             return
         elif self.phase == SETTLING:
             self._begin_tasks()
@@ -257,9 +258,8 @@ class Supervisor:
             self._begin_tasks()
             return
         self.phase = SETTLING
-        for host in self.roster.hosts.values():
-            host.is_ready = False
-            self._actions.append(Settle(host.name))
+        self.roster.ask_again()
+        self._actions += [Settle(host) for host in self.roster.hosts]
 
     def _begin_tasks(self) -> None:
         """Every host is ready: start the tasks, unless that was all that was asked for."""
@@ -283,10 +283,7 @@ class Supervisor:
             self._on_start_failed(events.StartFailed(event.host, event.reason, event.time))
             return
         is_asked = self.phase in (DRAINING, STOPPING)
-        pending = any(
-            self.roster.places[name] == event.host and task.state == facts.PENDING
-            for name, task in self.roster.tasks.items()
-        )
+        pending = self.roster.is_pending(event.host)
         if self.phase in ASKING and not host.was_ended:
             self._add_unusable(failures.host_lost(event.host, event.reason, event.time))
             return
@@ -363,11 +360,13 @@ class Supervisor:
                 continue
             if host.silence_s:
                 host.silence_s = max(host.silence_s, silence)
+            if silence < limits.suspect_s and silence < lost_s:
+                continue
             shown = failures.rounded(silence)
             if silence >= lost_s:
                 how = f"its connection was cut, and nothing came for {shown}" if host.is_cut else f"silent for {shown}"
                 self._on_lost(events.AgentLost(host.name, how, event.time - silence))
-            elif silence >= limits.suspect_s and not (host.is_suspect or host.is_cut):
+            elif not (host.is_suspect or host.is_cut):
                 host.is_suspect = True
                 if host.silence_s:
                     continue  # the job is being stopped for it: that was said
@@ -558,7 +557,7 @@ class Supervisor:
         roster = self.roster
         return self._analysis.outcome(self.plan.job, roster.tasks, roster.survivors, roster.silent)
 
-    def _advance(self) -> None:
+    def _advance(self, event: events.Event) -> None:
         roster = self.roster
         if self.phase in ASKING:
             self._gather()
@@ -570,18 +569,23 @@ class Supervisor:
             if self.phase == STARTING and roster.all_started:
                 self.phase = RUNNING
                 self._say("all tasks run", DEBUG)
-            if failures.workers_done(roster.tasks.values()) is not None:
+            if roster.workers_succeeded:
                 self.phase = DRAINING
                 self._say("all workers succeeded", DEBUG)
                 self._stop.linger(self._now, 0.0 if self._own_servers else stopping.LINGER_S)
             else:
                 self._await_cause()
         if self.phase in (DRAINING, STOPPING):
-            self._actions += self._stop.advance(self._now)
+            self._actions += self._stop.advance(self._now, _host_of(event) if roster.knows(event) else "")
             if self._stop.is_over:
                 self.phase = OVER
                 roster.settle()
                 self._actions.append(FinishJob(self._outcome()))
+
+
+def _host_of(event: events.Event) -> str:
+    """Return the place that an event is of; empty: of none in particular."""
+    return str(getattr(event, "host", ""))
 
 
 def _how(task: ends.TaskResult) -> str:

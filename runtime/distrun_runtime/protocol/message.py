@@ -219,6 +219,31 @@ class Message:
         return int.__and__(self.flags, _RELAYED) != 0
 
 
+class Common:
+    """Members that the bodies of many messages share; their JSON is made once."""
+
+    def __init__(self, members: Mapping[str, Any]) -> None:
+        self.members = members
+        self.text = _text(members)
+
+
+class SharedBody(dict[str, Any]):
+    """A body of shared members and of its own, whose names sort behind those. Not to be changed."""
+
+    def __init__(self, common: Common, own: Mapping[str, Any]) -> None:
+        super().__init__({**common.members, **own})
+        self._common = common
+        self._own = own
+
+    def text(self) -> str:
+        """Return its JSON."""
+        return "%s,%s" % (self._common.text[:-1], _text(self._own)[1:])
+
+
+def _text(body: Mapping[str, Any]) -> str:
+    return json.dumps(body, separators=(",", ":"), sort_keys=True) if body else ""
+
+
 def encode(message: Message, sender: tuple[int, int, int] | None = None) -> list[Buffer]:
     """Return the frames of `message`; payload buffers are passed through, not copied.
 
@@ -238,7 +263,7 @@ def encode(message: Message, sender: tuple[int, int, int] | None = None) -> list
         *(message.epoch, rank, incarnation, max(-(2**31), min(message.priority, 2**31 - 1))),
         *(message.request & 0xFFFFFFFFFFFFFFFF, len(message.entries), message.bucket, message.step),
     )
-    body = json.dumps(message.body, separators=(",", ":"), sort_keys=True).encode() if message.body else b""
+    body = message.body.text().encode() if isinstance(message.body, SharedBody) else _text(message.body).encode()
     return [head + message.entries.tobytes() if len(message.entries) else head, body, *message.payloads]
 
 

@@ -32,7 +32,7 @@ from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.replies import answer, refusal
-from distrun_runtime.ps.roster import LEFT, Answers, Member, Queries, Roster, Then
+from distrun_runtime.ps.roster import Answers, Member, Queries, Roster, Then, listed
 from distrun_runtime.ps.routing import cut, place
 
 # One worker's call
@@ -57,6 +57,8 @@ class Gathering:
     """The calls of one number that came so far."""
 
     calls: dict[int, Call] = field(default_factory=dict)
+    may_start_over: set[int] = field(default_factory=set)
+    """Workers whose call creates a store while they have one that they do not use."""
     notice: role.WaitNotice | None = None
     """When its workers are told whom it waits for."""
 
@@ -65,6 +67,8 @@ class Gathering:
         first = next(iter(self.calls.values()), None)
         wrong = "" if first is None else difference(first, call)
         self.calls[call.rank] = call
+        if call.message.kind is Kind.OPEN and call.message.body.get("unused"):
+            self.may_start_over.add(call.rank)
         return wrong
 
 
@@ -538,7 +542,7 @@ class CollectiveCalls:
         wrong = wrong or against
         if wrong:
             return _fail(store, call.number, wrong)
-        gone = [member for member in self._roster.of_role("worker") if member.state == LEFT]
+        gone = self._roster.left("worker")
         missing = [member for member in gone if member.who.rank not in {*gathering.calls, *store.left}]
         if missing:
             return _fail(store, call.number, _gone(missing[0], call.message))
@@ -571,9 +575,10 @@ class CollectiveCalls:
         actions: list[role.Action] = []
         for store in self._stores.values():
             for number, gathering in list(store.gatherings.items()):
-                for rank, part in list(gathering.calls.items()):
-                    there = self._awaiting(rank, part.message)
-                    if there is not None:
+                for rank in list(gathering.may_start_over):
+                    part = gathering.calls.get(rank)
+                    there = None if part is None else self._awaiting(rank, part.message)
+                    if part is not None and there is not None:
                         del gathering.calls[rank]
                         actions.append(role.Send(part.link, answer(part.message, {"instead": there})))
                 if not gathering.calls:
@@ -669,7 +674,8 @@ class CollectiveCalls:
         assert gathering.notice is not None
         missing = sorted(set(range(self._workers)) - set(gathering.calls) - store.left)
         parts = list(gathering.calls.values())
-        text = "waiting for %s to call %s" % (", ".join("worker-%d" % rank for rank in missing), verb(parts[0].message))
+        names = listed(["worker-%d" % rank for rank in missing])
+        text = "waiting for %s to call %s" % (names, verb(parts[0].message))
         body = {"text": text, "seconds": now - gathering.notice.since}
         return [
             role.Send(part.link, Message(Kind.WAITING, store=number, request=part.message.request, body=body))
@@ -679,13 +685,13 @@ class CollectiveCalls:
     def _store(self, call: Call) -> _Store:
         number = call.message.store
         if number not in self._stores:
-            ended = {member.who.rank for member in self._roster.of_role("worker") if member.state == LEFT}
+            ended = {member.who.rank for member in self._roster.left("worker")}
             self._stores[number] = _Store(set(range(self._workers)) - ended, Keys(self._placed_on))
         return self._stores[number]
 
     def _complete(self, store: _Store, number: int) -> list[role.Action]:
         gathering = store.gatherings[number]
-        if len(gathering.calls) < self._workers - len(store.left - set(gathering.calls)):
+        if len(gathering.calls) < self._workers - sum(rank not in gathering.calls for rank in store.left):
             return []
         del store.gatherings[number]
         call = next(iter(gathering.calls.values())).message
@@ -701,8 +707,10 @@ class CollectiveCalls:
         return self._states[call.kind](Subject(call.store, store.type, store.keys), gathering.calls)
 
     def _all_joined(self, number: int, store: _Store) -> list[role.Action]:
+        if not store.joined or len(store.joined) < self._roster.count_alive("worker") - len(store.left):
+            return []
         present = {member.who.rank for member in self._roster.alive("worker")} - store.left
-        if not store.joined or not present <= set(store.joined):
+        if not present <= set(store.joined):
             return []
         # The servers forget who joined before any worker hears that all have: its next push is a new round of all.
         parts = list(store.joined.values())

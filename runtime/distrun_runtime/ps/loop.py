@@ -99,6 +99,8 @@ class Loop:
         """Work that the engine has not reported yet, in order, each with the message that it follows from."""
         self._holds: dict[str, _Hold] = {}
         """By link."""
+        self._looked = 0.0
+        """When connections without proof were last looked for."""
         self._finish: role.Finish | None = None
 
     def ask(self, what: object) -> None:
@@ -277,7 +279,11 @@ class Loop:
         self._gates.pop(link, None)
 
     def _drop_strangers(self) -> None:
-        limit = self._clock() - STRANGER_S
+        now = self._clock()
+        if now < self._looked + 1.0:
+            return  # there may be thousands of connections
+        self._looked = now
+        limit = now - STRANGER_S
         for link, gate in list(self._gates.items()):
             if gate.opener is None and not gate.is_open and gate.since < limit:
                 self._forget(link)

@@ -9,6 +9,7 @@ workers, "lent" is said of arrays of the script's that the store may still read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Flag, Kind, Message, payloads_of
 from distrun_runtime.ps import checks, role, work
 from distrun_runtime.ps.replies import refusal
+from distrun_runtime.ps.roster import listed
 from distrun_runtime.ps.shards import Failure, Store
 
 _FEW = 4
@@ -83,8 +85,10 @@ class Pulls:
         self._workers = workers
         self._open: dict[int, Pull] = {}
         """By their tickets, in the order in which they came."""
-        self._waiting: dict[tuple[int, int], list[Pull]] = {}
-        """(Store, shard) to the pulls that are looked at again when the shard's value has changed."""
+        self._waiting: dict[tuple[int, int], dict[int, Pull]] = {}
+        """(Store, shard) to the pulls that are looked at again when the shard's value has changed, by their tickets."""
+        self._remind_at = math.inf
+        """When the first of those that wait is to be told whom it waits for, or earlier."""
         self._tickets = 0
         self._gone: dict[int, str] = {}
         """Workers that have ended, and who they were."""
@@ -127,6 +131,7 @@ class Pulls:
         owed = np.ones(len(shards), np.bool_)
         rows = payloads_of(batch.entries, batch.message.payloads) if batch.message.payloads else []
         notice = role.WaitNotice(now)
+        self._remind_at = min(self._remind_at, notice.next)
         pull = Pull(link, ranks, store, batch.message, batch.entries, shards, rounds, notice, self._tickets, owed, rows)
         if store.pending:
             pull.before = {
@@ -193,9 +198,7 @@ class Pulls:
 
     def _watch(self, pull: Pull, shard: int) -> None:
         """Look at a pull again when the shard's value has changed."""
-        watching = self._waiting.setdefault((pull.store.number, shard), [])
-        if pull not in watching:
-            watching.append(pull)
+        self._waiting.setdefault((pull.store.number, shard), {}).setdefault(pull.ticket, pull)
 
     def _due(self, pull: Pull) -> Array:
         """Return which entries of a pull can be lent."""
@@ -251,7 +254,7 @@ class Pulls:
             names = [name for name in self._waiting if name[0] == store.number and name[1] in mine]
         actions: list[role.Action] = []
         for name in names:
-            for pull in self._waiting.pop(name, ()):
+            for pull in self._waiting.pop(name, {}).values():
                 if pull.ticket in self._open:
                     actions += self._look(pull)
                 if pull.ticket in self._open and name[1] in pull.passed and pull.owes(name[1]):
@@ -265,12 +268,22 @@ class Pulls:
     def remind(self, now: float) -> list[role.Action]:
         """Tell workers whom their pulls wait for."""
         actions: list[role.Action] = []
+        if now < self._remind_at:
+            return actions  # thousands may wait, and this is asked at every turn of the loop
+        self._remind_at = math.inf
+        texts: dict[tuple[int, int, int], str] = {}
+        """What workers that want the same round of a shard wait for: the same."""
         for pull in self._open.values():
             # Whom a relay's workers wait for, the shards' own server says.
             if not pull.store.is_relayed and pull.notice.is_due(now):
-                body = {"text": self._waits_for(pull), "seconds": now - pull.notice.since}
+                at = pull.first_owed()
+                what = (pull.store.number, int(pull.shards[at]), int(pull.rounds[at]))
+                if not pull.store.is_sync or what not in texts:
+                    texts[what] = self._waits_for(pull)
+                body = {"text": texts[what], "seconds": now - pull.notice.since}
                 message = Message(Kind.WAITING, store=pull.store.number, request=pull.message.request, body=body)
                 actions.append(role.Send(pull.link, message))
+            self._remind_at = min(self._remind_at, math.inf if pull.store.is_relayed else pull.notice.next)
         return actions
 
     def _waits_for(self, pull: Pull) -> str:
@@ -339,10 +352,8 @@ class Pulls:
         if self._open.pop(pull.ticket, None) is not None:
             np.subtract.at(pull.store.owed[pull.rank], pull.shards[pull.owed], 1)
         for name, pulls in list(self._waiting.items()):
-            if pull in pulls:
-                pulls.remove(pull)
-                if not pulls:
-                    del self._waiting[name]
+            if pulls.pop(pull.ticket, None) is not None and not pulls:
+                del self._waiting[name]
         return [role.Work(work.Discard(pull.ticket))]
 
     def drop(self, link: role.Link) -> list[role.Action]:
@@ -373,5 +384,5 @@ def _refuse(link: str, message: Message, reason: str, error: str = "KVError", tr
 
 
 def names_of(ranks: Iterable[int]) -> str:
-    """Return the names of workers: `worker-0, worker-2`."""
-    return ", ".join("worker-%d" % rank for rank in ranks)
+    """Return the names of workers, of many the first few: `worker-0, worker-2`."""
+    return listed(["worker-%d" % rank for rank in ranks])

@@ -238,10 +238,14 @@ class WaitNotice:
     since: float
     told: float | None = None
 
+    @property
+    def next(self) -> float:
+        """When it is time."""
+        return self.since + FIRST_NOTE_S if self.told is None else self.told + WAITING_S
+
     def is_due(self, now: float) -> bool:
         """Whether it is time; true once in every period."""
-        last, wait_s = (self.since, FIRST_NOTE_S) if self.told is None else (self.told, WAITING_S)
-        if now - last < wait_s:
+        if now < self.next:
             return False
         self.told = now
         return True

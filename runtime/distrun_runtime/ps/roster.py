@@ -5,6 +5,7 @@ No side effects: what is to be sent is returned as actions.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -18,6 +19,8 @@ ALIVE = "alive"
 LEFT = "left"
 """Said BYE: its part is over."""
 LOST = "lost"
+NAMED = 16
+"""So many of a list of nodes are named in a message."""
 
 
 @dataclass
@@ -35,13 +38,24 @@ def relays_of(nodes: Iterable[NodeIdentity], host: str) -> dict[int, int]:
     None does unless `host` has several workers: their contributions are added before they leave it. Its servers share
     the others among them. Servers beyond those that the nodes are told of (`NodeIdentity.servers`) keep no values.
     """
-    known = list(nodes)
-    here = sorted(node.rank for node in known if node.role == "server" and node.host == host)
-    if not here or len(workers_of(known, host)) < 2:
-        return {}
-    keepers = (node for node in known if node.role == "server" and node.rank < node.servers)
-    others = sorted(node.rank for node in keepers if node.host != host)
-    return {owner: here[owner % len(here)] for owner in others}
+    return relays_of_hosts([node for node in nodes if node.role == "server" or node.host == host]).get(host, {})
+
+
+def relays_of_hosts(nodes: Sequence[NodeIdentity]) -> dict[str, dict[int, int]]:
+    """Return `relays_of` by host, of all hosts that have any. The nodes, of which there may be many, are read once."""
+    workers = Counter(node.host for node in nodes if node.role == "worker")
+    servers: dict[str, list[int]] = {}
+    for node in nodes:
+        if node.role == "server" and workers[node.host] > 1:
+            servers.setdefault(node.host, []).append(node.rank)
+    keepers = sorted((node.rank, node.host) for node in nodes if node.role == "server" and node.rank < node.servers)
+    found: dict[str, dict[int, int]] = {}
+    for host, ranks in servers.items():
+        here = sorted(ranks)
+        relays = {owner: here[owner % len(here)] for owner, other in keepers if other != host}
+        if relays:
+            found[host] = relays
+    return found
 
 
 def workers_of(nodes: Iterable[NodeIdentity], host: str) -> tuple[int, ...]:
@@ -50,13 +64,24 @@ def workers_of(nodes: Iterable[NodeIdentity], host: str) -> tuple[int, ...]:
 
 
 class Roster:
-    """The workers and servers of a job."""
+    """The workers and servers of a job.
+
+    What is asked at every message takes the same time however many there are.
+    """
 
     def __init__(self, workers: int, servers: int, relays: int = 0) -> None:
         self._told = {"worker": workers, "server": servers}
         """What every node is told of the job's size."""
         self.expected = {"worker": workers, "server": servers + relays}
         self.members: dict[str, Member] = {}
+        self._by_rank: dict[tuple[str, int], Member] = {}
+        self._in_order: dict[str, list[Member]] = {}
+        """`of_role`, until a member comes, goes or gets a rank."""
+        self._counts: Counter[str] = Counter()
+        """Members of each role."""
+        self._counts_over: Counter[str] = Counter()
+        """How many of those are lost or have left."""
+        self._left: list[Member] = []
 
     def against(self, peer: NodeIdentity) -> str:
         """Return why `peer` may not join; empty: it may."""
@@ -71,31 +96,67 @@ class Roster:
         count = self.expected[peer.role]
         if peer.rank >= count:
             return "%s: ranks of %ss go from 0 to %d" % (peer, peer.role, count - 1)
-        present = self.of_role(peer.role)
-        taken = [member for member in present if peer.rank >= 0 and member.who.rank == peer.rank]
-        if taken:
-            return "rank %d is taken: %s registered as %s" % (peer.rank, taken[0].who, taken[0].who.name)
-        if len(present) >= count:
-            return "all %d %ss have registered: %s" % (count, peer.role, _names(member.who for member in present))
+        taken = self.of_rank(peer.role, peer.rank)
+        if taken is not None:
+            return "rank %d is taken: %s registered as %s" % (peer.rank, taken.who, taken.who.name)
+        if self._counts[peer.role] >= count:
+            return "all %d %ss have registered: %s" % (count, peer.role, _names(self.of_role(peer.role)))
         return ""
 
     def add(self, link: str, peer: NodeIdentity) -> None:
         """Add a node that `against` said nothing about."""
-        self.members[link] = Member(link, peer)
+        self.members[link] = member = Member(link, peer)
+        self._counts[peer.role] += 1
+        self._in_order.pop(peer.role, None)
+        if peer.rank >= 0:
+            self._by_rank[peer.role, peer.rank] = member
 
     def remove(self, link: str) -> None:
         """Remove a node, before the roster is complete."""
-        self.members.pop(link, None)
+        member = self.members.pop(link, None)
+        if member is None:
+            return
+        self._counts[member.who.role] -= 1
+        self._in_order.pop(member.who.role, None)
+        self._by_rank.pop((member.who.role, member.who.rank), None)
+        self._counts_over[member.who.role] -= member.state != ALIVE
+        if member.state == LEFT:
+            self._left = [other for other in self._left if other is not member]
+
+    def end(self, member: Member, state: str) -> None:
+        """Note that a member that was alive is LOST or LEFT."""
+        member.state = state
+        self._counts_over[member.who.role] += 1
+        if state == LEFT:
+            self._left.append(member)
 
     @property
     def is_complete(self) -> bool:
         """Whether everybody is here."""
-        return all(len(self.of_role(role)) == count for role, count in self.expected.items())
+        return all(self._counts[role] == count for role, count in self.expected.items())
+
+    def count(self, role: str) -> int:
+        """Return how many members of a role there are."""
+        return self._counts[role]
+
+    def count_alive(self, role: str) -> int:
+        """Return how many members of a role are neither lost nor have left."""
+        return self._counts[role] - self._counts_over[role]
+
+    def of_rank(self, role: str, rank: int) -> Member | None:
+        """Return the member that has a rank; None if it is free, or none is given (-1)."""
+        return self._by_rank.get((role, rank))
 
     def of_role(self, role: str) -> list[Member]:
         """Return the members of a role in the order of rank, those without one last."""
-        found = [member for member in self.members.values() if member.who.role == role]
-        return sorted(found, key=lambda member: (member.who.rank < 0, member.who.rank))
+        if role not in self._in_order:
+            found = [member for member in self.members.values() if member.who.role == role]
+            self._in_order[role] = sorted(found, key=lambda member: (member.who.rank < 0, member.who.rank))
+        return list(self._in_order[role])
+
+    def left(self, role: str) -> list[Member]:
+        """Return the members of a role that have left, in that order."""
+        return [member for member in self._left if member.who.role == role]
 
     def alive(self, role: str) -> list[Member]:
         """Return the members of a role that are neither lost nor have left."""
@@ -109,6 +170,8 @@ class Roster:
             for member in members:
                 if member.who.rank < 0:
                     member.who = replace(member.who, rank=next(free))
+                    self._by_rank[role, member.who.rank] = member
+        self._in_order.clear()
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return all members for a ROSTER message."""
@@ -128,13 +191,19 @@ class Roster:
         for role, count in self.expected.items():
             present = self.of_role(role)
             if len(present) < count:
-                have = _names(member.who for member in present) or "none"
+                have = _names(present) or "none"
                 parts.append("%d of %d %ss: have %s" % (count - len(present), count, role, have))
         return "waiting for " + "; ".join(parts)
 
 
-def _names(who: Iterable[NodeIdentity]) -> str:
-    return ", ".join("%s@%s" % (peer.name, peer.host) for peer in who)
+def _names(members: Sequence[Member]) -> str:
+    return listed(["%s@%s" % (member.who.name, member.who.host) for member in members])
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names with commas between them, and no more of them than a line should have."""
+    more = " and %d more" % (len(names) - NAMED) if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 def _count(number: int, noun: str) -> str:

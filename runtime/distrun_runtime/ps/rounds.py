@@ -128,6 +128,8 @@ class Rounds:
     def _contribute(self, rank: int, number: int, batch: work.Batch) -> list[role.Action]:
         """Order what contributions to one round lead to."""
         store, shards = batch.store, batch.shards
+        if store.is_held_up(shards):
+            return [role.Work(work.Add(rank, number, batch))]
         reach = store.reach(shards)
         ready = (store.ordered[shards] + 1 == number) & (store.done[shards] + 1 == number) & (reach >= number)
         if store.skipping or store.early or not ready.all():

@@ -13,7 +13,7 @@ from typing import Any
 
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.protocol.handshake import NodeIdentity
-from distrun_runtime.protocol.message import Kind, Message
+from distrun_runtime.protocol.message import Common, Kind, Message, SharedBody
 from distrun_runtime.ps import role
 from distrun_runtime.ps.agreement import Call, CollectiveCalls, Rules
 from distrun_runtime.ps.checkpoint import Checkpoints
@@ -25,6 +25,9 @@ REPORT_S = 5.0
 """How often the scheduler says whom it waits for."""
 DENIED_KEPT = 4
 """How many reasons for turning somebody away are remembered, for the error at the deadline."""
+
+LOSSES_TOLD = 16
+"""So many losses are told to all nodes. The first one fails every call; as a rule later ones come of it."""
 
 FOREIGN = (
     "a program at %s speaks ZeroMQ, but not as a node of distrun does: this looks like ps-lite (MXNet, BytePS), which"
@@ -48,6 +51,7 @@ class Scheduler:
         self._broken = ""
         self._broken_by = ""
         """Name of the node that was lost first."""
+        self._losses = 0
         self._finished = False
         self._denied: list[str] = []
         """Why others were turned away: the first few reasons."""
@@ -174,8 +178,9 @@ class Scheduler:
 
     def _is_successor(self, peer: NodeIdentity) -> bool:
         """Whether the worker of that rank has ended its script, so that this is the rank's next one."""
-        ended = [member.who.rank for member in self._roster.of_role("worker") if member.state == LEFT]
-        return self._config.stays and peer.role == "worker" and peer.rank in ended
+        before = self._roster.of_rank("worker", peer.rank)
+        is_over = before is not None and before.state == LEFT
+        return self._config.stays and peer.role == "worker" and is_over
 
     def _register(self, link: str, peer: NodeIdentity, now: float) -> list[role.Action]:
         if self._is_successor(peer):
@@ -183,7 +188,7 @@ class Scheduler:
             return [role.Log("INFO", "event=early node=%s pid=%d" % (peer.name, peer.pid))]
         self._roster.add(link, peer)
         actions: list[role.Action] = [_line("registered", peer)]
-        if peer.role == "worker" and len(self._roster.of_role("worker")) == 1:
+        if peer.role == "worker" and self._roster.count("worker") == 1:
             self._deadline.at = now + self._config.start_timeout_s
         return [*actions, *self._open_when_complete()]
 
@@ -194,10 +199,10 @@ class Scheduler:
         self._is_open = True
         actions: list[role.Action] = []
         actions.append(role.Log("INFO", "event=complete workers=%d servers=%d" % self._counts))
-        nodes = self._roster.to_json()
+        common = Common({"nodes": self._roster.to_json(), "host_sums": self._config.host_sums})
         # Servers first: a worker's HELLO then finds a server that knows it.
         for member in [*self._roster.of_role("server"), *self._roster.of_role("worker")]:
-            body = {"nodes": nodes, "rank": member.who.rank, "host_sums": self._config.host_sums}
+            body = SharedBody(common, {"rank": member.who.rank})
             actions.append(role.Send(member.link, Message(Kind.ROSTER, body=body)))
             actions.append(_line("assigned", member.who))
         return actions
@@ -211,25 +216,28 @@ class Scheduler:
             return []
         if not self._is_open and not (self._config.stays and member.who.role == "server"):
             self._roster.remove(link)
-            if not self._roster.of_role("worker"):
+            if not self._roster.count("worker"):
                 self._wait_anew(self._now)  # the next first worker has the whole time again
             return [role.Log("WARNING", "%s went away before all had registered: %s" % (member.who, reason))]
         return self._lose(member, "%s is lost: %s" % (member.who, reason))
 
     def _lose(self, member: Member, reason: str) -> list[role.Action]:
-        member.state = LOST
+        self._roster.end(member, LOST)
         # What is lost after the first is, most likely, its consequence.
         level = "INFO" if self._broken else "ERROR"
         self._broken, self._broken_by = self._broken or reason, self._broken_by or member.who.name
+        self._losses += 1
+        body = {"who": member.who.name, "host": member.who.host, "reason": reason}
         return [
             role.Log(level, reason),
             role.Publish({"lost_peer": member.who.name, "message": reason}),
-            *self._tell_all(Kind.LOST, {"who": member.who.name, "host": member.who.host, "reason": reason}),
+            # All of them to all would be a million messages for a thousand nodes that end by one error.
+            *(self._tell_all(Kind.LOST, body) if self._losses <= LOSSES_TOLD else []),
             *self._finish_when_done(),
         ]
 
     def _leave(self, member: Member) -> list[role.Action]:
-        member.state = LEFT
+        self._roster.end(member, LEFT)
         actions: list[role.Action] = [role.Log("INFO", "event=bye node=%s" % member.who.name)]
         if member.who.role == "worker":
             body = {"rank": member.who.rank, "who": str(member.who)}
@@ -240,7 +248,7 @@ class Scheduler:
         return [*actions, *self._finish_when_done()]
 
     def _finish_when_done(self) -> list[role.Action]:
-        if self._roster.alive("worker") or not self._is_open:
+        if self._roster.count_alive("worker") or not self._is_open:
             return []
         if self._config.stays:
             # Broken: the agent knows more of who died than we do, and stops us; an exit of ours would only confuse.

@@ -13,6 +13,7 @@ from distrun_runtime.arrays import find as devices
 from distrun_runtime.arrays.cpu import Threads
 from distrun_runtime.arrays.segments import Pool
 from distrun_runtime.contract import address
+from distrun_runtime.contract.process import allow_open_files
 from distrun_runtime.errors import ContractError
 from distrun_runtime.ps import config as configs
 from distrun_runtime.ps.config import Config, import_all
@@ -34,6 +35,9 @@ from distrun_runtime.transport.zeromq import ZmqTransport, keep_freed_memory
 SHARED_ELEMENTS = 1 << 18
 """From how many elements on a server's threads share the work. Far more than `ops.update` goes over at a time."""
 
+FILES, FILES_A_NODE = 256, 4
+"""Files that a scheduler or server may have open at once: of its own, and for each other node."""
+
 
 def serve(role: str) -> int:
     """Be the job's scheduler or one of its servers until the job ends; return the exit code: 0 when it ended well.
@@ -49,6 +53,8 @@ def serve(role: str) -> int:
     import_all(config.server_imports, config.host)
     if role == "server":
         keep_freed_memory()
+    # Each node of the job connects, and on one host sends the descriptors of its memory.
+    allow_open_files(FILES + FILES_A_NODE * (config.workers + config.servers))
     memory = Pool()
     transport = connected(config, [memory])
     warnings: list[str] = []

@@ -22,6 +22,8 @@ __all__ = ["SYNC", "Failure", "Notes", "Store", "Turn", "relayed"]
 Notes = Mapping[int, Optional[Mapping[str, Any]]]
 """By rank, what the workers of a skipped round said: the note of one that skipped it, None of one that contributed."""
 
+MANY = 64
+"""With so many workers it pays to remember which of them a round waits for."""
 SYNC = -1
 """In place of a rank: an update that is a round of all workers."""
 
@@ -54,7 +56,10 @@ class Store:
     more shards than there are: always index them by shards.
     """
 
-    _FLAT = ("key", "offset", "length", "dtype", "row_size", "done", "ordered", "skips", "updates", "fresh", "halfway")
+    _FLAT = (
+        *("key", "offset", "length", "dtype", "row_size", "done", "ordered", "skips", "updates", "fresh", "halfway"),
+        "slow",
+    )
 
     def __init__(self, number: int, workers: int, server: int = 0) -> None:
         self.number = number
@@ -86,6 +91,8 @@ class Store:
         of the value, -1: it has none); and rounds whose Apply was ordered."""
         self.skips = self.updates = integers
         """Rounds that were skipped; updates that were made."""
+        self.slow = integers
+        """A worker that had contributed least when `reach` last looked; if there are MANY."""
         self.fresh = np.zeros(0, np.bool_)
         """No round was applied since the shard was given its value, which is answered in full."""
         self.halfway = np.zeros(0, np.bool_)
@@ -191,12 +198,26 @@ class Store:
         """Return the last round of each shard that all workers have contributed to who are not excused."""
         excused = self.excused()
         if not excused:
-            reached: Array = self.last[:, shards].min(axis=0)
+            last: Array = self.last[:, shards]
+            reached: Array = last.min(axis=0)
+            if self._workers >= MANY:
+                # The last of them: where workers contribute in the order of their ranks, it stays the slowest.
+                self.slow[shards] = self._workers - 1 - last[::-1].argmin(axis=0)
             return reached
         members = [rank for rank in range(self._workers) if rank not in excused]
         # A round without any contribution is none, whoever is excused.
         most: Array = self.last[:, shards].max(axis=0)
         return most if not members else np.minimum(self.last[np.ix_(np.array(members), shards)].min(axis=0), most)
+
+    def is_held_up(self, shards: Array) -> bool:
+        """Whether the next round of all these shards is known to be incomplete.
+
+        It looks at one worker for each shard, which is enough for most contributions of a round, where `reach` looks at
+        all: of thousands that is what a contribution costs.
+        """
+        if self._workers < MANY or self.early or self.joined or self.left:
+            return False
+        return bool((self.last[self.slow[shards], shards] <= self.ordered[shards]).all())
 
     def contributed(self, shard: int, rank: int, number: int) -> bool:
         """Whether a worker has contributed to a round that is not ordered yet."""

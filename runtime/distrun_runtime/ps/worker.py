@@ -19,7 +19,7 @@ from distrun_runtime.ps import role
 from distrun_runtime.ps.config import Config
 from distrun_runtime.ps.outbox import Outbox
 from distrun_runtime.ps.request import Request
-from distrun_runtime.ps.roster import from_json, relays_of
+from distrun_runtime.ps.roster import from_json, relays_of_hosts
 
 REPORT_S = 5.0
 """How often a worker says that it waits for the scheduler."""
@@ -162,9 +162,9 @@ class Worker:
         servers = [node for node in nodes if node.role == "server"]
         self.servers = sorted(servers, key=lambda node: node.rank)
         if message.body.get("host_sums"):
-            self.relays = relays_of(nodes, self.me.host)
-            hosts = sorted({node.host for node in nodes if node.role == "server"})
-            self.relays_of_hosts = [found for host in hosts if (found := relays_of(nodes, host))]
+            by_host = relays_of_hosts(nodes)
+            self.relays = by_host.get(self.me.host, {})
+            self.relays_of_hosts = [by_host[host] for host in sorted(by_host)]
         self._outboxes = {node.name: Outbox() for node in self.servers}
         self._deadline.at = now + self._config.heartbeat.timeout_s + SLACK_S
         lines = ["event=roster node=%s host=%s endpoint=%s" % (node.name, node.host, node.endpoint) for node in nodes]

@@ -14,10 +14,12 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from importlib import metadata
-from typing import Any, NoReturn, TypeVar, Union
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, Union
 
 from distrun_runtime.errors import KVError
+
+if TYPE_CHECKING:
+    from importlib import metadata
 
 __all__ = ["GROUP", "TYPES", "KVStoreBase", "canonical", "find", "is_async", "is_dist", "names", "on_devices"]
 
@@ -225,6 +227,8 @@ def names() -> list[str]:
 
 def _points() -> dict[str, list[metadata.EntryPoint]]:
     """Return the entry points of our group by name in lower case."""
+    from importlib import metadata  # with its messages of e-mail a sixth of the import of the store
+
     result: dict[str, list[metadata.EntryPoint]] = {}
     for point in metadata.entry_points(group=GROUP):
         name = point.name.lower()

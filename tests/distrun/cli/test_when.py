@@ -4,7 +4,7 @@ import datetime
 
 import pytest
 
-from distrun.cli.when import point_in_time, size
+from distrun.cli.when import lasting, point_in_time, size
 from distrun.errors import UsageError
 
 NOW = datetime.datetime(2026, 11, 24, 12, 30, 15).timestamp()
@@ -69,10 +69,10 @@ def test_what_is_no_size_is_refused(text: str) -> None:
     [("90m", 5400), ("1h30m", 5400), ("1:30:00", 5400), ("5400", 5400), ("0.5", 0.5), ("2 d", 172800)],
 )
 def test_how_long_something_lasts(text: str, seconds: float) -> None:
-    assert when.lasting("--time", text) == seconds
+    assert lasting("--time", text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "0", "0m", "-5", "soon", "1:99:00", "10:00", "5 parsecs"])
 def test_what_is_no_time_that_lasts_is_refused_with_examples(text: str) -> None:
     with pytest.raises(UsageError, match="--time: expected a time such as 90m, 1h30m, 1:30:00 or 5400"):
-        when.lasting("--time", text)
+        lasting("--time", text)

@@ -13,6 +13,7 @@ from distrun_runtime.kvstore import KVStore
 
 RATE = 2
 REPEAT = 7
+REPEAT_LARGE = 2
 SHAPES = {"1000": (2, 3), "1200": (1200, 1200), "irregular": (1211, 1211)}
 Quantiser = Callable[[Any, Any], Any]
 
@@ -85,7 +86,7 @@ def random_rounds(kv: KVStore, key: str, value: float, quantise: Quantiser) -> N
     """All workers push the same random gradients; the residual goes on from round to round. Three look at the sums."""
     random, residual = np.random.default_rng(123), np.zeros(SHAPES[key], "float32")
     expected = np.full(SHAPES[key], value, "float32")
-    for _ in range(2 if key == "1200" else REPEAT):
+    for _ in range(REPEAT if key == "1000" else REPEAT_LARGE):
         gradient = random.standard_normal(SHAPES[key], "float32")
         kv.push(key, gradient)
         if kv.rank % 3 == 0:
@@ -109,7 +110,7 @@ def compressed_cpu_1bit() -> KVStore:
     kv = opened(type="1bit", threshold=0.0)
     for key in SHAPES:
         check(kv, key, 1)
-        repeat = REPEAT if key == "1000" else 2
+        repeat = REPEAT if key == "1000" else REPEAT_LARGE
         value = steps(kv, key, 1, [(1, 1)] * repeat + [(-1, -1)] * repeat + [(2, 1), (0, 1), (-2, -1)])
         # The residual is -1; 1 brings it to 0, which is not above the threshold: -1 is sent, and 1 stays.
         value = steps(kv, key, value, [(1, -1), (-2, -1)])

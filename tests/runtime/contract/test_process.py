@@ -166,3 +166,16 @@ def test_table_is_read_fast_enough_for_a_loop() -> None:
         rows = process.table()
         took.append((time.process_time() - began) / max(len(rows), 1))
     assert min(took) < 0.001, "less than a millisecond a process"
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "wanted", "found"), [(64, 512, 300, 300), (64, 200, 300, 200), (400, 512, 300, 400)]
+)
+def test_open_files_are_allowed_as_far_as_the_hard_limit(soft: int, hard: int, wanted: int, found: int) -> None:
+    program = (
+        "import resource; from distrun_runtime.contract import process\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (%d, %d))\n"
+        "print(process.allow_open_files(%d), *resource.getrlimit(resource.RLIMIT_NOFILE))" % (soft, hard, wanted)
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == [str(found), str(found), str(hard)]

@@ -304,3 +304,14 @@ def test_pings_are_answered_while_a_large_body_crawls_through_a_slow_link(far: F
             far.channel.send(frames.ping(number))
     assert len(waited) > 10
     assert max(waited) <= 2 * session.WINDOW
+
+
+def test_events_can_be_put_elsewhere_by_their_kind() -> None:
+    pipes = Pipes()
+    diverted: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+    pipes.channel.divert((events.Copied, events.CopyFailed), diverted.put)
+    os.write(pipes.say, b"DISTRUN/3 n\n" + wire.encode({"type": "copied", "files": 1, "bytes": 2, "seq": 1}))
+    os.write(pipes.say, wire.encode({"type": "warning", "text": "hm", "seq": 2}))
+    assert pipes.next() == events.Warned("d1", "hm")
+    assert diverted.get(timeout=LIMIT_S) == events.Copied("d1", 1, 2)
+    pipes.close()

@@ -20,8 +20,8 @@ import pytest
 from distrun_cli import wait_until
 
 from distrun_runtime.contract import control as frames
-from distrun_runtime.contract import wire
-from distrun_runtime.coordinator import control, events, service
+from distrun_runtime.contract import lasting, wire
+from distrun_runtime.coordinator import events, service
 from distrun_runtime.coordinator.control import ControlSocket
 from distrun_runtime.coordinator.service import Service
 from distrun_runtime.errors import ContractError
@@ -237,16 +237,16 @@ def test_the_socket_of_a_dead_coordinator_is_replaced_and_those_of_others_are_re
     Path(folder, "kept").touch()
     listener = ControlSocket("mine", folder)
     assert sorted(os.listdir(folder)) == ["kept", "mine.s"]
-    assert control.is_live(listener.path)
+    assert lasting.is_live(listener.path)
     listener.close()
 
 
 def test_the_socket_of_a_living_coordinator_is_never_replaced(folder: str) -> None:
     first, second = ControlSocket("same", folder), ControlSocket("same", folder)
     assert first.path != second.path
-    assert control.is_live(first.path)
+    assert lasting.is_live(first.path)
     second.close()
-    assert control.is_live(first.path)
+    assert lasting.is_live(first.path)
     first.close()
 
 

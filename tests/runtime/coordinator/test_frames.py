@@ -44,6 +44,13 @@ def decoded(sent: Frame) -> dict[str, Any]:
             events.Exited("d1", "w", 127, time=9.0, reason="no", arrived=9.0),
         ),
         ({"type": "cleared", "left": [{"pid": 3, "command": "sh"}]}, events.Cleared("d1", ((3, "sh"),))),
+        ({"type": "folder", "state": "mine", "notes": ["n"]}, events.FolderFound("d1", "mine", ("n",))),
+        ({"type": "copying", "files": 7}, events.Copying("d1", 7)),
+        ({"type": "copied", "files": 7, "bytes": 9}, events.Copied("d1", 7, 9)),
+        (
+            {"type": "copy_failed", "reason": "full", "kind": "disk", "fix": "x"},
+            events.CopyFailed("d1", "full", "disk", "x"),
+        ),
         ({"type": "warning", "text": "hm"}, events.Warned("d1", "hm")),
         ({"type": "pong", "n": 4}, events.Pong("d1", 4)),
         ({"type": "refused", "reason": "version"}, events.StartFailed("d1", "version", 9.0, refused=True)),

@@ -19,11 +19,13 @@ from distrun_runtime.protocol import message
 from distrun_runtime.protocol.handshake import NodeIdentity, Opener
 from distrun_runtime.protocol.message import (
     DTYPES,
+    Common,
     Entry,
     Flag,
     Kind,
     Message,
     Payload,
+    SharedBody,
     entries_of,
     payloads_of,
     rows_of,
@@ -244,3 +246,13 @@ def test_a_message_of_too_many_entries_is_not_encoded() -> None:
 @pytest.mark.parametrize(("given_", "sent"), [(2**40, 2**31 - 1), (-(2**40), -(2**31))])
 def test_a_priority_beyond_the_field_is_sent_as_the_nearest(given_: int, sent: int) -> None:
     assert message.decode(message.encode(Message(Kind.PUSH, priority=given_))).priority == sent
+
+
+def test_a_shared_body_has_the_bytes_of_an_ordinary_one() -> None:
+    common = {"nodes": [{"host": "d1", "rank": 0}, {"host": "d\u00fc2", "rank": 1}], "host_sums": True}
+    shared = Common(common)
+    for rank in (0, 7):
+        body = {**common, "rank": rank}
+        made = SharedBody(shared, {"rank": rank})
+        assert made == body
+        assert message.encode(Message(Kind.ROSTER, body=made)) == message.encode(Message(Kind.ROSTER, body=body))

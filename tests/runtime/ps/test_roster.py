@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from distrun_runtime.protocol.handshake import NodeIdentity
-from distrun_runtime.ps.roster import LEFT, LOST, Roster, folded, from_json
+from distrun_runtime.ps.roster import LEFT, LOST, Roster, folded, from_json, relays_of, relays_of_hosts
 
 WORKER = NodeIdentity("j", "worker", 0, 0, "d1", 10, "tcp://10.0.0.1:1", 2, 1)
 
@@ -89,6 +89,39 @@ def test_the_living_are_those_who_neither_left_nor_were_lost() -> None:
     roster.members["w2"].state = LOST
     assert [member.link for member in roster.alive("worker")] == ["w1"]
     assert len(roster.of_role("worker")) == 3
+
+
+def test_it_counts_the_living_and_finds_who_left_and_who_has_a_rank() -> None:
+    roster = Roster(3, 1)
+    for rank in range(3):
+        roster.add("w%d" % rank, worker(rank))
+    roster.end(roster.members["w0"], LEFT)
+    roster.end(roster.members["w2"], LOST)
+    assert (roster.count("worker"), roster.count_alive("worker"), roster.count("server")) == (3, 1, 0)
+    assert [member.link for member in roster.left("worker")] == ["w0"]
+    assert roster.of_rank("worker", 1) is roster.members["w1"]
+    for link in ("w0", "w2"):
+        roster.remove(link)
+    assert (roster.count("worker"), roster.count_alive("worker"), roster.left("worker")) == (1, 1, [])
+    assert roster.of_rank("worker", 0) is roster.of_rank("worker", -1) is None
+
+
+def test_of_many_nodes_a_message_names_a_few() -> None:
+    roster = Roster(1000, 0)
+    for rank in range(990):
+        roster.add("w%d" % rank, worker(rank, "d1"))
+    text = roster.waiting_text()
+    assert text.startswith("waiting for 10 of 1000 workers: have worker-0@d1, worker-1@d1, ")
+    assert text.endswith(", worker-15@d1 and 974 more")
+
+
+def test_the_relays_of_all_hosts_are_those_of_each() -> None:
+    nodes = [replace(server(rank), host="d%d" % (rank % 5), servers=10) for rank in range(12)]
+    nodes += [worker(rank, "d%d" % (rank % 4 if rank % 3 else 6)) for rank in range(16)]
+    hosts = sorted({node.host for node in nodes})
+    found = relays_of_hosts(nodes)
+    assert found["d1"] == {0: 1, 2: 11, 3: 1, 4: 6, 5: 11, 7: 6, 8: 11, 9: 1}
+    assert found == {host: relays for host in hosts if (relays := relays_of(nodes, host))}
 
 
 def test_a_roster_travels_as_json() -> None:

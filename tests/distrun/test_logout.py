@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from distrun import daemon
 from distrun.errors import UsageError
+from distrun.logout import outlive_logout
 from distrun_runtime.contract import logout
 
 USER = pwd.getpwuid(os.geteuid()).pw_name
@@ -51,12 +51,12 @@ def test_whether_a_logout_ends_processes_is_read_from_the_system(
 
 
 def test_where_it_does_not_nothing_is_done(tmp_path: Path) -> None:
-    daemon.outlive_logout(["launch"], machine(tmp_path))
+    outlive_logout(["launch"], machine(tmp_path))
 
 
 def test_without_linger_it_is_refused_with_the_line_to_type(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="KillUserProcesses") as caught:
-        daemon.outlive_logout(["launch"], machine(tmp_path, logind_conf=KILLS))
+        outlive_logout(["launch"], machine(tmp_path, logind_conf=KILLS))
     assert caught.value.hint.endswith(f"loginctl enable-linger {USER}")
     assert caught.value.exit_code == 2
 
@@ -70,7 +70,7 @@ def test_with_linger_it_goes_on_below_the_users_manager(tmp_path: Path) -> None:
     stand_in.parent.mkdir()
     stand_in.write_text('#!/bin/sh\nprintf "%s|" "$@"\n')
     stand_in.chmod(0o755)
-    code = f"from distrun import daemon; daemon.outlive_logout(['launch', '--in-scope', '-n', '2'], {root!r})"
+    code = f"from distrun import logout; logout.outlive_logout(['launch', '--in-scope', '-n', '2'], {root!r})"
     env = {**os.environ, "PATH": f"{stand_in.parent}:{os.environ['PATH']}"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=60)
     words = ["--user", "--scope", "--quiet", "--collect", "--", sys.executable, "-m", "distrun"]
@@ -83,13 +83,13 @@ def test_without_systemd_run_it_is_refused(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "var/lib/systemd/linger" / USER).touch()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="there is no systemd-run"):
-        daemon.outlive_logout(["launch"], root)
+        outlive_logout(["launch"], root)
 
 
 def test_a_daemon_has_no_descriptor_but_those_that_are_kept(tmp_path: Path) -> None:
     code = """
 import json, os, signal
-from distrun import daemon
+from distrun_runtime.contract import daemon
 read, write = os.pipe()
 other = os.open('/dev/null', os.O_RDONLY)
 pid = daemon.fork(keep=[write])

@@ -1,0 +1,548 @@
+"""MPI: `mpirun` starts one agent on each host. The job's tasks are no MPI ranks.
+
+There is no queue: the hosts are those that the user named, or those of the Slurm or Grid Engine allocation in which
+distrun was typed. `mpirun` runs here, below a guard (`mpiguard`) that ends it with the job. An agent finds its place by
+the rank that mpirun gives each process, and the secret in a variable that mpirun hands on.
+
+What the makes of MPI do differently is in `FLAVORS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from distrun import shell
+from distrun.backends import mpiguard
+from distrun.backends.engine import (
+    ANSWER_S,
+    ENDED,
+    MARK,
+    RUNNING,
+    Engine,
+    EngineError,
+    Explanation,
+    Finding,
+    Found,
+    Grant,
+    Handle,
+    Script,
+    Standing,
+    Submission,
+    fill,
+    template,
+)
+from distrun.errors import UsageError
+from distrun.hosts import HostSpec
+from distrun.request import EngineOptions
+from distrun_runtime.contract import environ, facts, process
+from distrun_runtime.contract.plan import ROLES, SERVER, Resources
+
+SECRET = "DISTRUN_ENROLMENT"
+"""Variable with the enrolment secret. mpirun is told its name only; the bootstrap removes it."""
+FORWARDED = (SECRET, "DISTRUN_JOB_ID", "DISTRUN_JOB_NONCE")
+"""Variables that mpirun hands to the agents: the secret, and the marks by which an agent is found."""
+PROGRAMS = ("mpirun", "mpiexec", "mpiexec.hydra")
+SCRIPT = "mpirun.sh"
+HOSTS = "hosts"
+MANY = 1 << 20
+"""Tasks of a host that says nothing of slots, where its role has to be counted."""
+SYSTEM = ("/usr/bin", "/bin", "/usr/local/bin")
+"""Folders whose programs every host finds without help."""
+WORDS = 3
+"""Lines of what mpirun said that are shown."""
+SHOWN = 400
+"""Characters of them."""
+NESTED = re.compile(r"OMPI_(?!MCA_|ALLOW_)|PMIX_(?!MCA_)|PMI_|HYDI_")
+"""Variables of a process that mpirun started: with them, a mpirun takes itself for a part of that job."""
+
+
+@dataclass(frozen=True)
+class Flavor:
+    """One make of MPI: how its mpirun is told what we want of it."""
+
+    name: str
+    title: str
+    banner: str
+    """Regular expression for what its `mpirun --version` says."""
+    rank: str
+    """Variable in which a process finds its rank. Rank i runs on line i of the hosts file."""
+    line: str
+    """A line of its hosts file."""
+    words: tuple[str, ...]
+    """Options before the program: `{n}` processes on the hosts of the file `{hosts}`. They do not bind processes to
+    cores, mark each line of output with the rank, and leave the others alone when one process ends."""
+    refuses_root: bool = False
+
+    @property
+    def forward(self) -> tuple[str, ...]:
+        """The options that hand on variables by name, and no others."""
+        if self.rank == PMI:
+            return ("-genvlist", ",".join(FORWARDED))
+        return tuple(word for name in FORWARDED for word in ("-x", name))
+
+
+OMPI, PMI = "OMPI_COMM_WORLD_RANK", "PMI_RANK"
+_OPEN_MPI = ("-np", "{n}", "--hostfile", "{hosts}", "--map-by", "seq", "--bind-to", "none")
+_HYDRA = ("-f", "{hosts}", "-ppn", "1", "-n", "{n}", "-prepend-rank", "-disable-auto-cleanup")
+FLAVORS = (
+    Flavor(
+        "openmpi5",
+        "Open MPI 5",
+        r"\(Open MPI\) (?:[5-9]|\d\d)\.|PRRTE|prterun",
+        OMPI,
+        "{host} slots=1",
+        (
+            *_OPEN_MPI,
+            *("--output", "tag", "--prtemca", "plm_ssh_no_tree_spawn", "1"),
+            *("--rtos", "error-nonzero-status=0,recoverable"),
+        ),
+        refuses_root=True,
+    ),
+    Flavor(
+        "openmpi4",
+        "Open MPI 4",
+        r"\((?:Open MPI|OpenRTE)\)",
+        OMPI,
+        "{host} slots=1",
+        (
+            *_OPEN_MPI,
+            *("--tag-output", "--mca", "plm_rsh_no_tree_spawn", "1"),
+            *("--mca", "orte_abort_on_non_zero_status", "0"),  # with --enable-recovery it does not notice a lost host
+        ),
+        refuses_root=True,
+    ),
+    Flavor("intel", "Intel MPI", r"Intel\(R\) MPI", PMI, "{host}:1", _HYDRA),
+    Flavor("mpich", "MPICH", r"HYDRA|MPICH|mpich", PMI, "{host}:1", _HYDRA),
+)
+"""In the order in which a banner is compared."""
+NAMES = ", ".join(flavor.name for flavor in FLAVORS)
+
+
+class Installed(NamedTuple):
+    """A mpirun of this machine."""
+
+    path: str
+    flavor: Flavor
+    version: str
+    """As `4.1.4`; empty: it does not say."""
+
+
+class Mpi(Engine):
+    """mpirun, of whatever make."""
+
+    name = "mpi"
+    needs_hosts = True
+    takes_hosts = True
+    own_options = ("mpirun", "mpi_flavor")
+    hides = ("OPAL_*", "MPIR_CVAR_CH3_INTERFACE_HOSTNAME", "I_MPI_INFO_*", "I_MPI_PIN_*")
+
+    def __init__(self) -> None:
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._grants: tuple[Grant, ...] = ()
+
+    def prepare(self, submission: Submission) -> Mapping[str, str]:
+        """Find mpirun and its flavor; refuse what no mpirun can do.
+
+        Raises:
+            UsageError: no mpirun, an unknown one, root that was not asked for, options without a meaning here.
+        """
+        check(submission)
+        program, name = _wanted(submission.options)
+        try:
+            found = installed(program, name, submission.outer)
+        except UsageError:
+            if not submission.is_dry or program or name:
+                raise
+            return {"mpirun": "{mpirun}", "flavor": FLAVORS[0].name}
+        if found.flavor.refuses_root and os.geteuid() == 0 and not submission.is_dry and not _allows_root(submission):
+            raise UsageError(
+                f"{found.path} ({found.flavor.title}) does not run as root, unless it is asked to",
+                "launch as another user, or add: --engine-arg=--allow-run-as-root",
+            )
+        return {"mpirun": found.path, "flavor": found.flavor.name}
+
+    def render(self, submission: Submission) -> Script:
+        """Return the script that executes mpirun, and its hosts file."""
+        flavor = _flavor(submission.found["flavor"])
+        grants = grants_of(submission)
+        path = submission.folder / HOSTS
+        mpirun = submission.found["mpirun"]
+        words = [mpirun]
+        if flavor.rank == OMPI and os.path.dirname(mpirun) in SYSTEM:
+            words.append("--noprefix")  # else agents and tasks get this folder's libraries before all others
+        words += [each.format(n=len(grants), hosts=path) for each in flavor.words]
+        words += flavor.forward
+        words += [*shlex.split(submission.options.config.get("args", "")), *submission.options.args]
+        agent = submission.bootstrap.command(submission.python, f"env:{flavor.rank}", f"env:{SECRET}")
+        values = {
+            "job": submission.job,
+            "marker": submission.marker,
+            "mpirun": shell.join(words),
+            "agent": shell.join(agent),
+            "folder": str(submission.folder),
+        }
+        lines = "".join(flavor.line.format(host=grant.node) + "\n" for grant in grants)
+        script = fill(template("mpi.sh", submission.options), values)
+        return Script({SCRIPT: script, HOSTS: lines}, ((str(submission.folder / SCRIPT),),))
+
+    def submit(self, submission: Submission, script: Script) -> Handle:
+        """Start mpirun, below its guard."""
+        env = {name: value for name, value in submission.outer.items() if not NESTED.match(name)}
+        env.update(process.marks(submission.job, self.nonce_of(submission.marker)), **{SECRET: submission.secret})
+        argv = [sys.executable, "-I", mpiguard.__file__, submission.marker, str(submission.folder), SCRIPT]
+        try:
+            self._guard = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,  # its end tells the guard that this process has ended
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=env,
+                cwd="/",
+                start_new_session=True,
+            )
+        except OSError as err:
+            raise EngineError(f"cannot start {argv[0]}: {err.strerror}", "try again") from err
+        self._grants = grants_of(submission)
+        return _handle(self._guard.pid, submission.marker, str(submission.folder))
+
+    def look(self, handle: Handle) -> Standing:
+        """Return whether mpirun runs; if not, with what words it ended."""
+        folder = _folder(handle)
+        lives = process.is_alive(_identity(handle)) and not self._is_reaped()
+        said = _read(folder / mpiguard.OUTPUT)
+        ended = _read(folder / mpiguard.ENDED).strip()
+        grants = self._grants or _grants_in(folder)
+        if lives and not ended:
+            return Standing(RUNNING, "", grants, gone(said, grants))
+        how = f"mpirun ended with code {ended}" if ended else "mpirun's guard was killed, and mpirun with it"
+        words = last_words(said)
+        return Standing(ENDED, f"{how}: {words}" if words else how, grants, gone(said, grants))
+
+    def _is_reaped(self) -> bool:
+        """Return whether the guard was our child and has ended; then it leaves the process table."""
+        if self._guard is None or self._guard.poll() is None:
+            return False
+        if self._guard.stdin is not None:
+            self._guard.stdin.close()
+        return True
+
+    def cancel(self, handle: Handle) -> None:
+        """Have the guard end mpirun, which ends the agents."""
+        _folder(handle)
+        process.send_signal(_identity(handle), signal.SIGTERM)
+
+    def explain(self, handle: Handle, place: str) -> Explanation | None:
+        """Return what mpirun said of a host that it lost."""
+        lost = lost_node(_read(_folder(handle) / mpiguard.OUTPUT))
+        if lost is None:
+            return None
+        return Explanation(facts.EXIT_HOST_LOST, f"mpirun lost its connection to {lost or 'a host'}")
+
+    def find(self) -> Sequence[Found]:
+        """Return this user's guards on this machine."""
+        found = []
+        for row in process.mine(process.table()):
+            argv = _argv_of(row.pid)
+            if len(argv) == 6 and os.path.basename(argv[2]) == GUARD and argv[3].startswith(MARK):
+                found.append(Found(_handle(row.pid, argv[3], argv[4]), argv[3], "running"))
+        return found
+
+    def examine(self) -> Sequence[Finding]:
+        """Look for mpirun, and for what it reaches hosts with."""
+        env = environ.snapshot()
+        try:
+            found = installed(*_wanted(self.options), env)
+        except UsageError as err:
+            return [Finding(False, str(err), err.hint)]
+        findings = [Finding(True, f"mpirun: {found.path}: {found.flavor.title} (version {found.version or 'unknown'})")]
+        if found.flavor.refuses_root and os.geteuid() == 0:
+            findings.append(
+                Finding(False, f"{found.flavor.title} does not run as root", "--engine-arg=--allow-run-as-root")
+            )
+        outer = next((name for name in ("SLURM_JOB_ID", "PE_HOSTFILE", "PBS_NODEFILE", "LSB_JOBID") if name in env), "")
+        ssh = shutil.which("ssh", path=env.get("PATH"))
+        if outer:
+            findings.append(Finding(True, f"in an allocation: {outer}={env[outer]}"))
+        elif ssh is None:
+            findings.append(Finding(False, "no ssh program, by which mpirun reaches hosts", "install openssh-client"))
+        else:
+            findings.append(Finding(True, f"mpirun reaches hosts by {ssh}, which must not ask for a password"))
+        return findings
+
+
+GUARD = os.path.basename(mpiguard.__file__)
+
+
+# ---------------------------------------------------------------------- what the user asked for
+
+
+def check(submission: Submission) -> None:
+    """Refuse what has no meaning for mpirun. Pure. Raises UsageError."""
+    options = submission.options
+    given = [("--queue", options.queue), ("--time", options.time_s), ("--project", options.project)]
+    given += [
+        (f"--{role}-memory", needs.memory) for role, needs in (("worker", options.worker), ("server", options.server))
+    ]
+    for option, value in given:
+        if value:
+            raise UsageError(
+                f"{option} is not for --launcher mpi: mpirun asks no queue system and limits nothing",
+                "leave it out, or ask a queue system for an allocation and launch in it",
+            )
+    if submission.hosts is None or not submission.hosts.specs:
+        raise UsageError("--launcher mpi: no hosts are given", "name some with -H FILE or --hosts A,B")
+    for spec in submission.hosts.specs:
+        wanted = _ssh_lines(spec)
+        if wanted:
+            raise UsageError(
+                f"host {spec.name}: mpirun finds users, ports and keys in ~/.ssh/config only, not in a hosts file",
+                f"write there: Host {spec.name}; {'; '.join(wanted)}",
+            )
+
+
+def _ssh_lines(spec: HostSpec) -> list[str]:
+    """Return the lines of ~/.ssh/config that say what a hosts file says of reaching a host. Pure."""
+    found = (("User", spec.user), ("Port", spec.port), ("IdentityFile", spec.identity), ("ProxyJump", spec.jump))
+    return [f"{name} {value}" for name, value in found if value]
+
+
+def _wanted(options: EngineOptions) -> tuple[str, str]:
+    """Return the program and the flavor that the user or the site names; empty: none. Pure."""
+    own, config = options.own, options.config
+    return own.get("mpirun") or config.get("mpirun", ""), own.get("mpi_flavor") or config.get("flavor", "")
+
+
+def _allows_root(submission: Submission) -> bool:
+    args = (*submission.options.args, *shlex.split(submission.options.config.get("args", "")))
+    names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    return "--allow-run-as-root" in args or all(submission.outer.get(name) == "1" for name in names)
+
+
+def grants_of(submission: Submission) -> tuple[Grant, ...]:
+    """Return the places of a job: its hosts that get a task, each by its line in mpirun's hosts file. Pure.
+
+    Raises:
+        EngineError: the hosts have too little room.
+    """
+    from distrun.backends.queue import place_tasks  # it listens, too: not needed to kill a job
+
+    assert submission.hosts is not None, "checked by `check`"
+    specs = submission.hosts.specs
+    all_of_them = [_grant(str(index), spec) for index, spec in enumerate(specs)]
+    has_scheduler = any(group.role == SERVER for group in submission.groups)
+    used = {slot.place for slot in place_tasks(submission.groups, all_of_them, has_scheduler)}
+    chosen = [spec for grant, spec in zip(all_of_them, specs, strict=True) if grant.place in used]
+    return tuple(_grant(str(index), spec) for index, spec in enumerate(chosen))
+
+
+def _grant(place: str, spec: HostSpec) -> Grant:
+    slots = spec.slots or spec.gpu_count or 0
+    takes = {spec.role: slots or MANY} if spec.role in ROLES else {}
+    return Grant(place, spec.name, takes, slots, Resources(gpus=_gpus(spec)))
+
+
+def _gpus(spec: HostSpec) -> tuple[str, ...]:
+    """Return the GPUs of a host as CUDA_VISIBLE_DEVICES names them. Pure."""
+    if not spec.gpus:
+        return ()
+    return tuple(map(str, range(int(spec.gpus)))) if spec.gpus.isdigit() else tuple(spec.gpus.strip(",").split(","))
+
+
+# ---------------------------------------------------------------------- which mpirun
+
+
+def flavor_of(banner: str) -> Flavor | None:
+    """Return the flavor whose `--version` this is; None: it is unknown. Pure."""
+    return next((flavor for flavor in FLAVORS if re.search(flavor.banner, banner)), None)
+
+
+def _flavor(name: str) -> Flavor:
+    found = next((flavor for flavor in FLAVORS if flavor.name == name), None)
+    if found is None:
+        raise UsageError(f"--mpi-flavor: expected one of {NAMES}, found {name!r}")
+    return found
+
+
+def installed(
+    program: str, name: str, env: Mapping[str, str], ask: Callable[[str, Mapping[str, str]], str] | None = None
+) -> Installed:
+    """Return the mpirun to use, by what it says of itself.
+
+    Args:
+        program: a name or a path; empty: the first of PROGRAMS that is there.
+        name: the flavor, if the user says it.
+        env: the environment with its PATH.
+        ask: returns the banner of a program; for tests.
+
+    Raises:
+        UsageError: there is none, or its flavor is unknown.
+    """
+    wanted = (os.path.expanduser(program),) if program else PROGRAMS
+    found = next(filter(None, (shutil.which(each, path=env.get("PATH", os.defpath)) for each in wanted)), None)
+    if found is None:
+        raise UsageError(
+            f"--launcher mpi: there is no {' or '.join(wanted)} on this machine",
+            "install Open MPI or MPICH here and on the hosts, or name one: --mpirun /path/to/mpirun",
+        )
+    found = os.path.abspath(found)
+    # mpirun of Intel MPI is a shell script that takes the first mpiexec.hydra in PATH.
+    beside = os.path.join(os.path.dirname(found), "mpiexec.hydra")
+    if os.path.basename(found) in ("mpirun", "mpiexec") and os.access(beside, os.X_OK) and _is_script(found):
+        found = beside
+    chosen = _flavor(name) if name else None
+    banner = (ask or _banner)(found, env)
+    flavor = chosen or flavor_of(banner)
+    first = next((line.strip() for line in banner.splitlines() if line.strip()), "it says nothing")
+    if flavor is None:
+        raise UsageError(
+            f"{found} is of an unknown make; its --version says: {first}", f"say how it is used: --mpi-flavor {NAMES}"
+        )
+    number = re.search(r"\d+\.\d+(?:\.\d+)*", banner)
+    return Installed(found, flavor, number[0] if number else "")
+
+
+def _is_script(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(2) == b"#!"
+    except OSError:
+        return False
+
+
+def _banner(path: str, env: Mapping[str, str]) -> str:
+    try:
+        done = subprocess.run(
+            [path, "--version"],
+            env={name: value for name, value in env.items() if not NESTED.match(name)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=ANSWER_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"{path} --version did not end within {ANSWER_S:g} s", "name another: --mpirun PROGRAM"
+        ) from None
+    except OSError as err:
+        raise UsageError(f"{path} cannot be executed: {err.strerror}", "name another: --mpirun PROGRAM") from err
+    return done.stdout.decode("utf-8", "replace")
+
+
+# ---------------------------------------------------------------------- what mpirun says
+
+_TAG = re.compile(r"\[(?:[^\]\s]*,)?(\d+)\](?:<stderr>:|<stdout>:)? ?(.*)")
+"""A line of an agent's: `[1,0]<stderr>:text`, `[prterun-h-1@1,0]<stderr>: text`, `[0] text`."""
+_UNREACHED = re.compile(
+    r"could not resolve hostname|permission denied|host key verification failed|no route to host|network is unreachable"
+    r"|connection (?:refused|timed out|closed|reset)|command not found|unable to run bstrap_proxy on",
+    re.IGNORECASE,
+)
+"""What ssh says of a host that it does not reach, with the host's name."""
+_TELLING = re.compile(
+    rf"distrun: |{_UNREACHED.pattern}|execvp error|unable to find the specified executable|^ *Executable:|^ *Node:"
+    r"|not enough slots|lost communication|Remote daemon:|exited abnormally"
+    r"|unrecognized (?:option|argument)|error while loading|no such file",
+    re.IGNORECASE,
+)
+_LOST = re.compile(
+    r"has lost communication with a remote daemon.*?Remote daemon:[^\n]* on node (\S+)"
+    r"|^Connection to (\S+) closed by remote host|Downstream from host (\S+) exited abnormally"
+    r"|control_cb .*assert \(!closed\) failed",
+    re.DOTALL | re.MULTILINE,
+)
+"""What Open MPI, ssh, Intel MPI and MPICH say when a host goes while the job runs. MPICH does not name it."""
+_NOISE = re.compile(r"^[-=@*\s]*$|setpgid\(|Permanently added|^NOTE:|aggregate|has sent help message")
+
+
+def gone(said: str, grants: Iterable[Grant]) -> dict[str, str]:
+    """Return the places that mpirun could not start, and why, by what it and the agents said so far. Pure."""
+    grants = tuple(grants)
+    places = {grant.place for grant in grants}
+    found: dict[str, str] = {}
+    for line in said.splitlines():
+        tagged = _TAG.match(line)
+        if tagged is not None and tagged[1] in places:
+            if "distrun: " in tagged[2] or "execvp error" in tagged[2]:
+                found.setdefault(tagged[1], _cut(tagged[2]))
+        elif _UNREACHED.search(line):
+            for grant in grants:
+                if re.search(rf"(?<![\w.-]){re.escape(grant.node)}(?![\w-])", line):
+                    found.setdefault(grant.place, _cut(line))
+    lost = lost_node(said)
+    for grant in grants:
+        if lost and grant.node == lost:
+            found.setdefault(grant.place, "mpirun lost its connection to it")
+    return found
+
+
+def last_words(said: str) -> str:
+    """Return the few lines of what mpirun said that tell why it ended; empty: it said nothing. Pure."""
+    lines = [line.strip() for line in said.splitlines() if not _NOISE.search(line)]
+    telling = list(dict.fromkeys(line for line in lines if _TELLING.search(line)))
+    return _cut("; ".join(telling[:WORDS] or lines[-WORDS:]))
+
+
+def lost_node(said: str) -> str | None:
+    """Return the host that mpirun has lost while the job ran; empty: it does not say which; None: none. Pure."""
+    found = list(_LOST.finditer(said))
+    if not found:
+        return None
+    return next((name for match in found for name in match.groups() if name), "")
+
+
+def _cut(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+
+
+# ---------------------------------------------------------------------- the guard of a job
+
+
+def _handle(pid: int, marker: str, folder: str) -> Handle:
+    more = {"start": process.identity(pid).start, "host": socket.gethostname(), "marker": marker, "folder": folder}
+    return Handle(Mpi.name, str(pid), more)
+
+
+def _identity(handle: Handle) -> process.Identity:
+    return process.Identity(int(handle.id), handle.more["start"])
+
+
+def _folder(handle: Handle) -> Path:
+    """Return the folder of a job whose mpirun is on this machine. Raises EngineError."""
+    if handle.more["host"] != socket.gethostname():
+        raise EngineError(
+            f"mpirun of this job (pid {handle.id}) runs on {handle.more['host']}",
+            f"log in there: ssh {handle.more['host']}",
+        )
+    return Path(handle.more["folder"])
+
+
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def _grants_in(folder: Path) -> tuple[Grant, ...]:
+    """Return the places of a job by its hosts file, for those who did not start it."""
+    nodes = [re.split(r" slots=|:1$", line)[0] for line in _read(folder / HOSTS).splitlines()]
+    return tuple(Grant(str(index), node) for index, node in enumerate(nodes))
+
+
+def _argv_of(pid: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        return [os.fsdecode(word) for word in Path("/proc", str(pid), "cmdline").read_bytes().split(b"\0")[:-1]]
+    return []

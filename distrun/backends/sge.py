@@ -1,0 +1,752 @@
+"""Grid Engine (SGE, Son of Grid Engine, Univa and Open Cluster Scheduler), through its own commands.
+
+A job is one parallel job: `qsub -pe PE SLOTS` with a slot for each core of its tasks. Grid Engine runs the script
+`templates/sge.sh` on the first host that it grants, and that starts an agent on every other one by `qrsh -inherit`, so
+accounting and `qdel` reach all of them. A place is called as its host. Where there is no parallel environment that
+allows `qrsh -inherit`, the job is an array: each task has its own place, called as the task's number. Nothing sees to
+it that all of these start, so there is a limit of time for it.
+
+The script may be read by every user of the host, so the secret is not in it. The script waits for the file in the
+job's folder; and as that may not be shared, `look` writes the secret to the first host by `qrsh -inherit`.
+
+Grid Engine is asked by `qstat -xml`, and after the job's end by `qacct`, which not every site lets users read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pwd
+import re
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+from distrun.backends.engine import (
+    ANSWER_S,
+    ENDED,
+    MARK,
+    QUEUED,
+    RUNNING,
+    Engine,
+    EngineError,
+    Explanation,
+    Finding,
+    Found,
+    Grant,
+    Handle,
+    Script,
+    Standing,
+    Submission,
+    fill,
+    template,
+)
+from distrun.errors import UsageError
+from distrun_runtime.contract import facts
+from distrun_runtime.contract.duration import duration
+from distrun_runtime.contract.plan import SERVER, WORKER
+
+SCRIPT = "sge.sh"
+PARALLEL = "parallel"
+ARRAY = "array"
+NO_PE = "none"
+"""`--pe none`: an array is wanted."""
+MEMORY = "mem_free"
+"""What `--worker-memory` asks for, unless the configuration file says `memory = NAME`; every Grid Engine knows it."""
+GPU = "gpu"
+"""What `--worker-gpus` asks for, unless the configuration file says `gpu = NAME`; sites define it themselves."""
+ARRAY_START_S = 120.0
+"""From the first task of an array that starts, the others may take so long."""
+DELIVERY_S = 10.0
+ACCOUNT_S = 2.0
+"""How long `qacct` may take: it reads a file of all jobs that ever were."""
+EXPLAIN_S = 2.5
+"""How long the record of a job that has ended is waited for: some sites write it up to 15 s later."""
+LOOKED_S = 5.0
+"""A job may have run for so long before it was seen to run."""
+CANCELLED = facts.EXIT_TERMINATED
+NOTIFIED = facts.exit_code(None, "USR2")
+"""How the script ends after USR2, by which `-notify` announces the end. An agent never ends so by itself."""
+
+
+class Sge(Engine):
+    """The engine `sge`."""
+
+    name = "sge"
+    own_options = ("pe",)
+
+    def __init__(self) -> None:
+        self._secret = ""
+        self._limit_s = ARRAY_START_S
+        self._delivered = False
+        self._undelivered = ""
+        """Why the secret could not be written to the first host; empty: it was, or need not be."""
+        self._first_seen: dict[str, float] = {}
+        """When the first task of an array ran (monotonic clock), by job."""
+        self._running_since: dict[str, float] = {}
+        """When a job was first seen to run (monotonic clock)."""
+        self._deleted: set[str] = set()
+        """Jobs that were seen being deleted."""
+
+    def prepare(self, submission: Submission) -> Mapping[str, str]:
+        """Find the parallel environment and what the resources are called; have Grid Engine say whether it fits."""
+        try:
+            return self._found(submission)
+        except EngineError:
+            if not submission.is_dry:
+                raise
+            return {
+                "pe": submission.options.own.get("pe") or submission.options.config.get("pe", "PE"),
+                "complexes": "",
+            }
+
+    def _found(self, submission: Submission) -> Mapping[str, str]:
+        options = submission.options
+        wanted = options.own.get("pe") or options.config.get("pe", "")
+        if options.queue:
+            _check_listed("queue", options.queue, _ask("qconf", "-sql"), "--queue")
+        if options.project:
+            _check_listed("project", options.project, _ask("qconf", "-sprjl", may_fail=True), "--project")
+        chosen = choose(_environments(wanted), wanted)
+        found = {"pe": chosen, "complexes": ""}
+        if any(group.needs.memory or group.needs.gpus for group in submission.groups):
+            found["complexes"] = " ".join(f"{k}={v}" for k, v in parse_complexes(_ask("qconf", "-sc")).items())
+        self._verify(submission, found)
+        return found
+
+    def _verify(self, submission: Submission, found: Mapping[str, str]) -> None:
+        """Have Grid Engine say whether the job could run if the cluster were empty (`-w v`)."""
+        code, said = _run((*qsub(submission, found), "-w", "v"), text="#!/bin/sh\n")  # any script would do
+        if code:
+            lines = [line for line in said.splitlines() if line and not line.startswith(("Exiting", "verification:"))]
+            text = " ".join(lines).replace("Unable to run job:", "").strip() or f"exit code {code}"
+            raise UsageError(
+                f"Grid Engine: the job cannot run: {re.sub(r'^Job [0-9]+ ', 'it ', text)}",
+                "ask for less, or for another --queue or --pe; `qstat -f` and `qconf -spl` show what there is",
+            )
+
+    def render(self, submission: Submission) -> Script:
+        """Return the script and the command of `qsub`. Pure."""
+        return script(submission, submission.found)
+
+    def submit(self, submission: Submission, script: Script) -> Handle:
+        """Submit the job by `qsub`."""
+        self._secret = submission.secret
+        self._limit_s = submission.bootstrap.limit_s
+        code, said = _run(script.commands[0])
+        if code:
+            raise EngineError(f"qsub: {_one_line(said) or f'exit code {code}'}", _hint(said))
+        number = parse_id(said)
+        if not number:
+            raise EngineError(
+                f"qsub said no job number: {_one_line(said)!r}",
+                "name the real one by submit = ... in the [sge] section",
+            )
+        more = {
+            "kind": _kind(submission.found),
+            "tasks": str(submission.tasks),
+            "slots": str(slots(submission)),
+            "servers": str(sum(group.count for group in submission.groups if group.role == SERVER)),
+            "queue": submission.options.queue,
+            "time_s": str(submission.options.time_s or ""),
+        }
+        return Handle(self.name, number, more)
+
+    def look(self, handle: Handle) -> Standing:
+        """Ask `qstat`. A job with an error is deleted; the secret is delivered when the job starts."""
+        rows = _rows(handle.id, is_strict=True)
+        if not rows:
+            return Standing(ENDED, self._how_it_ended(handle))
+        if any("d" in row.state for row in rows):
+            self._deleted.add(handle.id)
+        if any("E" in row.state for row in rows):
+            why = parse_errors(_ask("qstat", "-xml", "-j", handle.id, may_fail=True))
+            self.cancel(handle)
+            return Standing(ENDED, f"in an error state (Eqw): {why or 'Grid Engine does not say why'}")
+        running = [row for row in rows if row.host]
+        if not running or (handle.more.get("kind") == ARRAY and len(running) < int(handle.more["tasks"])):
+            return self._waiting(handle, running, rows)
+        self._running_since.setdefault(handle.id, time.monotonic())
+        found = grants(running, handle.more)
+        is_up = not any("t" in row.state for row in running)  # else its hosts do not know it yet
+        if is_up and self._secret and not self._delivered and handle.more.get("kind") == PARALLEL:
+            self._deliver(handle.id, running)
+        if handle.id in self._deleted and any(row.host in _unheard() for row in running):
+            _run(("qdel", "-f", handle.id))  # if the user may; else it stays until the host is back
+        # A host that is not heard of is not gone: its daemon may be started again, and jobs go on meanwhile.
+        return Standing(RUNNING, _condition(running) or self._undelivered, found)
+
+    def _waiting(self, handle: Handle, running: Sequence[Row], rows: Sequence[Row]) -> Standing:
+        if running:
+            count = f"{len(running)} of {handle.more['tasks']} array tasks have started"
+            since = self._first_seen.setdefault(handle.id, time.monotonic())
+            if time.monotonic() - since > self._limit_s:
+                self.cancel(handle)
+                return Standing(
+                    ENDED, f"only {count} within {self._limit_s:g} s; a parallel environment starts all or none (--pe)"
+                )
+            return Standing(QUEUED, f"{count}; the others wait")
+        if all("h" in row.state for row in rows):
+            return Standing(QUEUED, f"on hold (state {rows[0].state}); `qrls {handle.id}` releases it")
+        pending = parse_jobs(_ask("qstat", "-xml", "-r", "-u", "*", "-s", "p", may_fail=True), is_lenient=True)
+        return Standing(QUEUED, position(pending, handle.id))
+
+    def _deliver(self, job: str, running: Sequence[Row]) -> None:
+        """Write the secret to a file of the job's own on its first host; tried again at the next look if it fails.
+
+        It is no error: the script may have found the secret in the job's folder.
+        """
+        head = next((row.host for row in running if row.is_master), running[0].host)
+        # Renamed when it is whole: the script reads it as soon as it is there.
+        text = 'umask 077\ncd "${TMP:-$TMPDIR}" && cat >distrun-new <<END && mv distrun-new distrun-secret\n%s\nEND\n'
+        words = ("env", f"JOB_ID={job}", "SGE_TASK_ID=undefined", "qrsh", "-inherit", head, "/bin/sh")
+        code, said = _run(words, text=text % self._secret, limit_s=DELIVERY_S)
+        self._delivered = code == 0
+        self._undelivered = f"qrsh -inherit {head}: {_one_line(said)}" if code else ""
+
+    def cancel(self, handle: Handle) -> None:
+        """Delete the job by `qdel`. `look` does so by force if one of its hosts is not heard of."""
+        code, said = _run(("qdel", handle.id))
+        if code and "does not exist" not in said:
+            raise EngineError(f"qdel {handle.id}: {_one_line(said)}")
+
+    def explain(self, handle: Handle, place: str) -> Explanation | None:
+        """Return what the accounting says of a job that has ended, else what is seen of one that ends."""
+        until = time.monotonic() + EXPLAIN_S
+        limit_s = float(handle.more.get("time_s") or math.inf)
+        while True:
+            rows = _rows(handle.id)
+            if any("d" in row.state for row in rows):
+                self._deleted.add(handle.id)
+            found = explanation(_accounted(handle.id), handle.more, place)
+            is_sure = found is not None and (found.code != CANCELLED or not rows or limit_s == math.inf)
+            if found is not None and is_sure:
+                return found
+            if handle.id in self._deleted:
+                return Explanation(CANCELLED, "Grid Engine: the job was deleted from outside (qdel)")
+            host = place if handle.more.get("kind") == PARALLEL else next((r.host for r in rows if r.task == place), "")
+            if host and host in _unheard():
+                return Explanation(facts.EXIT_HOST_LOST, f"Grid Engine does not hear of {host} any more")
+            if time.monotonic() > until:
+                break
+            time.sleep(0.5)
+        if time.monotonic() - self._running_since.get(handle.id, math.inf) > limit_s - LOOKED_S:
+            return _time_limit(limit_s)
+        return found
+
+    def _how_it_ended(self, handle: Handle) -> str:
+        records = _accounted(handle.id)
+        found = explanation(records, handle.more, "")
+        if found is not None:
+            return found.text.replace("Grid Engine: ", "")
+        if handle.id in self._deleted:
+            return "deleted (qdel)"
+        codes = [each.code for each in records if each.code]
+        if facts.EXIT_NOT_FOUND in codes:
+            return "its script ended with exit code 127: a host has no python3 (--python names another)"
+        if facts.EXIT_START_FAILED in codes:
+            return "its script ended with exit code 6: an agent did not reach the coordinator; see engine/agents.log"
+        return f"its script ended with exit code {codes[0]}" if codes else ""
+
+    def find(self) -> Sequence[Found]:
+        """Return this user's jobs whose names begin as markers do."""
+        found: dict[str, Found] = {}
+        for row in parse_jobs(_ask("qstat", "-xml", "-r", "-u", _user())):
+            if row.name.startswith(MARK):
+                more = {"kind": ARRAY if row.task else PARALLEL, "tasks": "0", "servers": "0"}
+                found.setdefault(row.id, Found(Handle(self.name, row.id, more), row.name, row.state))
+        return tuple(found.values())
+
+    def examine(self) -> Sequence[Finding]:
+        """Look for the commands, the queue master, parallel environments and the accounting."""
+        lacks = [name for name in ("qsub", "qstat", "qdel", "qconf", "qrsh") if shutil.which(name) is None]
+        if lacks:
+            fix = ". $SGE_ROOT/default/common/settings.sh   or install gridengine-client"
+            return (Finding(False, f"commands of Grid Engine: not found: {' '.join(lacks)}", fix),)
+        version = _run(("qstat", "-help"))[1].partition("\n")[0]
+        found = [Finding(True, f"commands of Grid Engine: {version}")]
+        code, said = _run(("qconf", "-sss"))
+        if code:
+            fix = "start the queue master, or have this host made a submit host (qconf -as HOST)"
+            return (*found, Finding(False, f"the queue master does not answer: {_one_line(said)}", fix))
+        found.append(Finding(True, f"the queue master answers; the scheduler runs on {said.strip()}"))
+        try:
+            wanted = self.options.own.get("pe") or self.options.config.get("pe", "")
+            chosen = choose(_environments(wanted), wanted)
+            text = (
+                f"parallel environment: {chosen}" if chosen != NO_PE else "no parallel environment allows qrsh -inherit"
+            )
+            fix = (
+                ""
+                if chosen != NO_PE
+                else "jobs are arrays, and need a shared job folder; ask for one with control_slaves TRUE"
+            )
+            found.append(Finding(chosen != NO_PE, text, fix))
+        except UsageError as err:
+            found.append(Finding(True, str(err), err.hint))
+        code, said = _run(("qacct", "-o", _user(), "-d", "1"))
+        if code and "no jobs running since startup" not in said:
+            fix = "why a job ended is then known only as far as agents tell; ask for access to the accounting file"
+            found.append(Finding(True, f"no accounting (qacct): {_one_line(said)}", fix))
+        else:
+            found.append(Finding(True, "accounting: qacct answers"))
+        return tuple(found)
+
+
+# What is submitted. Pure.
+
+
+def _kind(found: Mapping[str, str]) -> str:
+    return ARRAY if found.get("pe") == NO_PE else PARALLEL
+
+
+def script(submission: Submission, found: Mapping[str, str]) -> Script:
+    """Return the script and the command that submits it."""
+    agent = submission.bootstrap.command(submission.python, "env:DISTRUN_ENGINE_PLACE", "env:DISTRUN_ENGINE_SECRET")
+    values = {
+        "job": submission.job,
+        "agent": " ".join(map(shlex.quote, agent)),
+        "folder": shlex.quote(str(submission.folder)),
+        "limit": f"{submission.bootstrap.limit_s:.0f}",
+    }
+    text = fill(template(SCRIPT, submission.options), values)
+    return Script({SCRIPT: text}, ((*qsub(submission, found), str(submission.folder / SCRIPT)),))
+
+
+def qsub(submission: Submission, found: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the command without the script.
+
+    Raises:
+        UsageError: resources that Grid Engine cannot be asked for so.
+    """
+    options = submission.options
+    words = [options.config.get("submit", "qsub"), "-terse", "-N", submission.marker, "-S", "/bin/sh"]
+    # The user's own defaults (.sge_request) may say otherwise. Folder and output must be there on every host.
+    words += ["-b", "n", "-sync", "n", "-wd", "/", "-o", "/dev/null", "-j", "y", "-r", "n", "-notify"]
+    if _kind(found) == PARALLEL:
+        words += ["-pe", found["pe"], str(slots(submission))]
+    else:
+        if slots(submission) != submission.tasks:
+            raise UsageError(
+                "--worker-cores and --server-cores need a parallel environment, and this job is an array",
+                "name one by --pe, or leave out the cores",
+            )
+        words += ["-t", f"1-{submission.tasks}"]
+    if options.queue:
+        words += ["-q", options.queue]
+    if options.project:
+        words += ["-P", options.project]
+    asked = requests(submission, found)
+    if asked:
+        words += ["-l", ",".join(asked)]
+    return (*words, *shlex.split(options.config.get("args", "")), *options.args)
+
+
+def slots(submission: Submission) -> int:
+    """Return how many slots the job needs: one for each core of its tasks."""
+    return sum(group.count * max(1, group.needs.cores) for group in submission.groups)
+
+
+def requests(submission: Submission, found: Mapping[str, str]) -> list[str]:
+    """Return what follows `-l`. Grid Engine takes one request for all slots, so it is the larger of the roles'.
+
+    A resource that is consumed counts a slot, a host or a job, as its definition says (`qconf -sc`).
+
+    Raises:
+        UsageError: a resource is not defined, or counts a slot, and a task's cores do not share it evenly.
+    """
+    options = submission.options
+    kinds = dict(each.split("=") for each in found.get("complexes", "").split())
+    asked = [f"h_rt={math.ceil(options.time_s)}"] if options.time_s else []
+    memory = [(g.needs.memory, max(1, g.needs.cores), g.count) for g in submission.groups if g.needs.memory]
+    gpus = [(g.needs.gpus, max(1, g.needs.cores), g.count) for g in submission.groups if g.needs.gpus]
+    if memory:
+        name = options.config.get("memory", MEMORY)
+        kind = _kind_of(name, kinds, "memory", "--worker-memory")
+        if kind == "YES":
+            amount = max(math.ceil(size / cores) for size, cores, _ in memory)
+        else:
+            amount = (
+                sum(size * count for size, _, count in memory) if kind == "JOB" else max(size for size, _, _ in memory)
+            )
+        asked.append(f"{name}={math.ceil(amount / 2**20)}M")
+    if gpus:
+        name = options.config.get("gpu", GPU)
+        kind = _kind_of(name, kinds, "gpu", "--worker-gpus")
+        if kind == "YES":
+            number = max(math.ceil(count / cores) for count, cores, _ in gpus)
+            uneven = [(count, cores) for count, cores, _ in gpus if count % cores]
+            if uneven:
+                count, cores = uneven[0]
+                raise UsageError(
+                    f"Grid Engine counts {name} for each slot, and a task with {cores} slots (cores) asks for {count}",
+                    "ask for as many cores as GPUs, or by --engine-arg for what your site has",
+                )
+        else:
+            number = sum(each * count for each, _, count in gpus) if kind == "JOB" else max(each for each, _, _ in gpus)
+        asked.append(f"{name}={number}")
+    return asked
+
+
+def _kind_of(name: str, kinds: Mapping[str, str], key: str, option: str) -> str:
+    if kinds and name not in kinds:
+        raise UsageError(
+            f"{option}: this Grid Engine has no resource {name!r}",
+            f"`qconf -sc` lists them; name yours as {key} = NAME in the [sge] section of the configuration file",
+        )
+    return kinds.get(name, "NO")
+
+
+def choose(environments: Sequence[Mapping[str, str]], wanted: str) -> str:
+    """Return the name of the parallel environment to use; NO_PE: an array.
+
+    `environments`: what `qconf -sp` says of each. One that lets `qrsh -inherit` start agents (control_slaves TRUE) is
+    taken if it is the only one over several hosts, or the only one.
+
+    Raises:
+        UsageError: the wanted one is not there or does not let it; or there are several to choose from.
+    """
+    by_name = {each.get("pe_name", ""): each for each in environments}
+    if wanted == NO_PE:
+        return NO_PE
+    shown = ", ".join(
+        "{} ({}, {} slots{})".format(
+            name, each.get("allocation_rule", "?"), each.get("slots", "?"), "" if _is_tight(each) else ", no qrsh"
+        )
+        for name, each in by_name.items()
+    )
+    if wanted and wanted not in by_name:
+        raise UsageError(
+            f"--pe {wanted}: there is no such parallel environment",
+            f"there are: {shown or 'none'}; or --pe none: an array",
+        )
+    if wanted:
+        if not _is_tight(by_name[wanted]) and by_name[wanted].get("allocation_rule") != "$pe_slots":
+            raise UsageError(
+                f"--pe {wanted}: its control_slaves is FALSE, so agents cannot be started on its hosts",
+                f"there are: {shown}; or --pe none: an array",
+            )
+        return wanted
+    tight = [name for name, each in by_name.items() if _is_tight(each)]
+    wide = [name for name in tight if by_name[name].get("allocation_rule") != "$pe_slots"]
+    if len(wide) == 1 or len(tight) == 1:
+        return (wide or tight)[0]
+    if not tight:
+        return NO_PE
+    raise UsageError("--pe is needed: this Grid Engine has several parallel environments", f"choose one: {shown}")
+
+
+def _is_tight(environment: Mapping[str, str]) -> bool:
+    return environment.get("control_slaves", "").upper() == "TRUE"
+
+
+# What Grid Engine says. Pure.
+
+
+class Row(NamedTuple):
+    """A line of `qstat`: a job that waits, or one slot or task that runs."""
+
+    id: str
+    name: str
+    state: str
+    """As in `qstat`: qw, hqw, Eqw, t, r, dr, s, S, T ..."""
+    queue: str = ""
+    """The queue that it runs in or asks for."""
+    host: str = ""
+    """Where it runs; empty: it waits."""
+    slots: int = 1
+    task: str = ""
+    """Of an array: the task's number, or those that wait."""
+    is_master: bool = True
+
+
+class Record(NamedTuple):
+    """What the accounting says of a job on one host, or of one task of an array."""
+
+    host: str
+    task: str
+    failed: int
+    failure: str
+    code: int
+    wall_s: float
+    max_memory: str
+    category: str
+    """What was asked for."""
+
+
+def parse_jobs(text: str, is_lenient: bool = False) -> list[Row]:
+    """Return the rows of `qstat -xml`. Raises EngineError for what is no XML, unless `is_lenient`."""
+    try:
+        root = ElementTree.fromstring(text)
+    except ElementTree.ParseError as err:
+        if is_lenient:
+            return []
+        raise EngineError(f"qstat -xml: expected XML, found {_one_line(text)!r} ({err})") from err
+    rows = []
+    for each in root.iter("job_list"):
+        queue, _, host = each.findtext("queue_name", "").partition("@")
+        rows.append(
+            Row(
+                each.findtext("JB_job_number", ""),
+                each.findtext("full_job_name", "") or each.findtext("JB_name", ""),
+                each.findtext("state", ""),
+                queue or each.findtext("hard_req_queue", "") or "",
+                host,
+                int(each.findtext("slots") or 1),
+                each.findtext("tasks", ""),
+                each.findtext("master", "MASTER") == "MASTER",
+            )
+        )
+    return rows
+
+
+def grants(running: Iterable[Row], more: Mapping[str, str]) -> tuple[Grant, ...]:
+    """Return the places of a job that runs, given its rows of `qstat -g t`.
+
+    Of a parallel job there is a row SLAVE for each slot and one more, MASTER, for the script; in an environment whose
+    first task is the script, MASTER is a slot.
+    """
+    rows = list(running)
+    if more.get("kind") == ARRAY:
+        servers = int(more.get("servers") or 0)
+        return tuple(
+            Grant(row.task, row.host, {SERVER if int(row.task) <= servers else WORKER: 1})
+            for row in sorted(rows, key=lambda row: int(row.task))
+        )
+    slaves = [row for row in rows if not row.is_master]
+    masters = [row.host for row in rows if row.is_master]
+    hosts = masters[:1] + [row.host for row in slaves]
+    count = {host: sum(row.slots for row in slaves if row.host == host) for host in dict.fromkeys(hosts)}
+    if masters and len(slaves) < int(more.get("slots") or 0):
+        count[masters[0]] += 1
+    return tuple(Grant(host, host, cores=max(1, number)) for host, number in count.items())
+
+
+def position(pending: Sequence[Row], job: str) -> str:
+    """Return which place a job has among those that wait, in the scheduler's order."""
+    ready = list(dict.fromkeys(row.id for row in pending if not row.host and not set(row.state) & set("hEd")))
+    if job not in ready:
+        return "waiting to be scheduled"
+    queue = next((row.queue for row in pending if row.id == job), "")
+    return f"position {ready.index(job) + 1} of {len(ready)}{f' in {queue}' if queue else ''}"
+
+
+def _condition(running: Sequence[Row]) -> str:
+    states = "".join(row.state for row in running)
+    if "d" in states:
+        return "being deleted"
+    return "suspended" if set(states) & set("sST") else ""
+
+
+def parse_errors(text: str) -> str:
+    """Return the reasons of an error state, from `qstat -xml -j`."""
+    try:
+        found = [each.text or "" for each in ElementTree.fromstring(text).iter("QIM_message")]
+    except ElementTree.ParseError:
+        return ""
+    # `11/24/2026 10:44:58 [0:213]: error: can't chdir ...`
+    return "; ".join(
+        dict.fromkeys(re.sub(r"^[0-9/]+ [0-9:]+ \[[0-9:]+\]: (error: )?", "", each.strip()) for each in found)
+    )
+
+
+def parse_unheard(text: str) -> set[str]:
+    """Return the hosts of `qstat -xml -f -qs u`, whose execution daemon is not heard of."""
+    try:
+        queues = list(ElementTree.fromstring(text).iter("Queue-List"))
+    except ElementTree.ParseError:
+        return set()
+    return {each.findtext("name", "").partition("@")[2] for each in queues if "u" in each.findtext("state", "")}
+
+
+def parse_settings(text: str) -> dict[str, str]:
+    """Return names and values of what `qconf` shows; a value that goes on in the next line is joined."""
+    lines = [line.split(None, 1) for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+    return {words[0]: " ".join(words[1].split()) if len(words) > 1 else "" for words in lines}
+
+
+def parse_complexes(text: str) -> dict[str, str]:
+    """Return by name and by shortcut how each resource is consumed (NO, YES, JOB, HOST), from `qconf -sc`."""
+    found = {}
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) >= 8 and not line.startswith("#"):
+            found[words[0]] = found[words[1]] = words[5].upper()
+    return found
+
+
+def parse_id(text: str) -> str:
+    """Return the job's number from what `qsub -terse` said, with whatever else a site prints; empty: there is none."""
+    for pattern in (r"^\s*([0-9]+)(?:\.[0-9]+-[0-9]+:[0-9]+)?\s*$", r"[Yy]our job(?:-array)? ([0-9]+)"):
+        found = re.findall(pattern, text, re.MULTILINE)
+        if found:
+            return str(found[-1])
+    return ""
+
+
+def parse_accounting(text: str) -> list[Record]:
+    """Return the records of `qacct -j`; none if it has none."""
+    records = []
+    for part in re.split(r"^=+\s*$", text, flags=re.MULTILINE)[1:]:
+        values = parse_settings(part)
+        number, _, failure = values.get("failed", "0").partition(":")
+        records.append(
+            Record(
+                values.get("hostname", ""),
+                values.get("taskid", "").replace("undefined", ""),
+                _number(number),
+                failure.strip(),
+                _number(values.get("exit_status", "0")),
+                float(_number(values.get("ru_wallclock", "0"))),
+                values.get("maxvmem", ""),
+                values.get("category", ""),
+            )
+        )
+    return records
+
+
+def explanation(records: Sequence[Record], more: Mapping[str, str], place: str) -> Explanation | None:
+    """Return why Grid Engine ended a place (empty: the job); None: it did not."""
+    is_array = more.get("kind") == ARRAY
+    mine = [each for each in records if not place or (each.task if is_array else each.host) == place] or records
+    # A limit is recorded at one host; the agents of the others were told to stop.
+    for each in [each for each in records if each.failed in _LIMITS] + list(mine):
+        if each.failed in _LIMITS:
+            return _limit(each)
+        if each.failed in _MOVED:
+            return Explanation(
+                facts.EXIT_HOST_LOST, f"Grid Engine: {each.host} was lost or given away ({each.failure})"
+            )
+        if each.failed == _AFTER or (each.failed == 0 and each.code == NOTIFIED):
+            runtime = _seconds(_asked(each).get("h_rt", ""))
+            if runtime and each.wall_s >= runtime - LOOKED_S:
+                return _time_limit(runtime)
+            return Explanation(CANCELLED, "Grid Engine: the job was deleted or killed from outside (qdel)")
+        if each.failed:
+            return Explanation(
+                facts.EXIT_START_FAILED, f"Grid Engine: {each.host} could not run the script: {each.failure}"
+            )
+    return None
+
+
+_LIMITS = (37,)
+"""`failed` of a job that exceeded h_rt, h_cpu or h_vmem."""
+_MOVED = (21, 24, 25)
+"""`failed` of a job that its host no longer knew, or that was migrated or scheduled again."""
+_AFTER = 100
+"""`failed` of a job that died of a signal."""
+
+
+def _asked(record: Record) -> dict[str, str]:
+    return dict(re.findall(r"\b(h_rt|h_cpu|h_vmem)=(\S+?)(?:,|\s|$)", record.category))
+
+
+def _limit(record: Record) -> Explanation:
+    asked = _asked(record)
+    runtime = _seconds(asked.get("h_rt", ""))
+    if runtime and ("h_vmem" not in asked or record.wall_s >= runtime):
+        return _time_limit(runtime)
+    if "h_vmem" in asked:
+        return Explanation(
+            facts.exit_code(None, "KILL"),
+            f"Grid Engine: out of memory on {record.host} (maxvmem {record.max_memory} of h_vmem {asked['h_vmem']});"
+            " raise --worker-memory",
+        )
+    return Explanation(facts.EXIT_TIMEOUT, f"Grid Engine: a limit of the queue was reached ({record.failure})")
+
+
+def _time_limit(limit_s: float) -> Explanation:
+    return Explanation(
+        facts.EXIT_TIMEOUT, f"Grid Engine: the time limit of {duration(limit_s)} was reached; raise --time"
+    )
+
+
+def _seconds(text: str) -> float:
+    """Return seconds of `3600` or `1:00:00`."""
+    total = 0
+    for part in text.split(":"):
+        total = 60 * total + _number(part)
+    return float(total)
+
+
+def _number(text: str) -> int:
+    found = re.match(r"\s*([0-9]+)", text)
+    return int(found.group(1)) if found else 0
+
+
+# Asking.
+
+
+def _ask(*words: str, may_fail: bool = False) -> str:
+    """Return what a command of Grid Engine prints. Raises EngineError if it fails, unless it may."""
+    code, said = _run(words, is_strict=not may_fail)
+    if code and not may_fail:
+        raise EngineError(f"{' '.join(words)}: {_one_line(said) or f'exit code {code}'}", _hint(said))
+    return said
+
+
+def _run(words: Sequence[str], *, text: str = "", limit_s: float = ANSWER_S, is_strict: bool = True) -> tuple[int, str]:
+    """Return exit code and output of a command. Raises EngineError if it is not there or does not answer in time."""
+    try:
+        done = subprocess.run(
+            words, input=text, capture_output=True, text=True, errors="replace", timeout=limit_s, check=False
+        )
+    except OSError as err:
+        if not is_strict:
+            return facts.EXIT_NOT_FOUND, ""
+        hint = "source $SGE_ROOT/default/common/settings.sh first" if isinstance(err, FileNotFoundError) else ""
+        raise EngineError(f"{words[0]}: {'not found' if hint else err.strerror}", hint) from err
+    except subprocess.TimeoutExpired as err:
+        if not is_strict:
+            return facts.EXIT_TIMEOUT, ""
+        raise EngineError(f"{' '.join(words[:3])}: no answer within {limit_s:g} s: is the queue master up?") from err
+    return done.returncode, done.stdout if not done.returncode else f"{done.stdout}\n{done.stderr}"
+
+
+def _environments(wanted: str = "") -> list[dict[str, str]]:
+    """Return what `qconf` says of the parallel environments; only of `wanted`, if there is one of that name."""
+    code, said = _run(("qconf", "-spl"))
+    if code and "no parallel environment" not in said:
+        raise EngineError(f"qconf -spl: {_one_line(said)}", _hint(said))
+    names = [] if code else said.split()
+    return [parse_settings(_ask("qconf", "-sp", each)) for each in ([wanted] if wanted in names else names)]
+
+
+def _check_listed(what: str, wanted: str, said: str, option: str) -> None:
+    """Raise UsageError for a queue or project that is not listed; `q@host` and patterns are left to Grid Engine."""
+    known = said.split()
+    if not re.search(r"[@*?\[,]", wanted) and wanted not in known:
+        raise UsageError(f"{option} {wanted}: Grid Engine has no such {what}", f"it has: {', '.join(known) or 'none'}")
+
+
+def _rows(job: str, is_strict: bool = False) -> list[Row]:
+    """Return the rows of a job of this user; none if Grid Engine does not answer, unless `is_strict`."""
+    said = _ask("qstat", "-xml", "-g", "t", "-u", _user(), may_fail=not is_strict)
+    return [row for row in parse_jobs(said, is_lenient=not is_strict) if row.id == job]
+
+
+def _accounted(job: str) -> list[Record]:
+    return parse_accounting(_run(("qacct", "-j", job), limit_s=ACCOUNT_S, is_strict=False)[1])
+
+
+def _unheard() -> set[str]:
+    return parse_unheard(_ask("qstat", "-xml", "-f", "-qs", "u", may_fail=True))
+
+
+def _user() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError as err:
+        raise EngineError(f"user {os.geteuid()} has no name here, by which Grid Engine would know its jobs") from err
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:300]
+
+
+def _hint(said: str) -> str:
+    return "have this host made a submit host: qconf -as HOST" if "submit host" in said else ""

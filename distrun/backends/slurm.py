@@ -1,0 +1,674 @@
+"""Slurm: an allocation by sbatch, or the one that this process is in, and one agent on each of its nodes by srun.
+
+* Outside an allocation a script is submitted (`templates/slurm.sh`), which starts the agents and ends with them, so
+  nothing stays in Slurm if the coordinator dies. Roles that need different things become a heterogeneous job.
+* Inside one (`SLURM_JOB_ID`, as salloc and sbatch set it) srun is started at once, and only its step is cancelled.
+
+What the agents need is the bootstrap and the enrolment secret. The secret is in the script, or, where nodes share a
+folder with this machine, in a file; inside an allocation it is a variable of srun's environment. It is no argument.
+What Slurm's commands print is read by `slurm_answers`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distrun.backends import slurm_answers as answers
+from distrun.backends.engine import (
+    ANSWER_S,
+    ENDED,
+    RUNNING,
+    Engine,
+    EngineError,
+    Explanation,
+    Finding,
+    Found,
+    Grant,
+    Handle,
+    Script,
+    Standing,
+    Submission,
+    fill,
+    template,
+)
+from distrun.errors import UsageError
+from distrun.request import Needs
+from distrun_runtime.contract import environ, process
+
+SCRIPT = "slurm.sh"
+LOG = "slurm.log"
+"""What srun and the bootstraps print, in the folder of the submission."""
+SECRET = "DISTRUN_ENROLMENT"
+"""Has the enrolment secret; the bootstrap takes it out of the environment."""
+SUBMIT_S = 60.0
+STEP_S = 10.0
+"""How long srun may take to make its step, or to say why it does not."""
+EXPLAIN_S = 4.0
+TERM_S = 10.0
+"""How long agents have to end after SIGTERM, before their step is killed."""
+POSITION_S = 15.0
+"""How often the queue is asked for, which is long at some sites."""
+LOG_BYTES = 4096
+
+AGENT_OPTIONS = (
+    "--export=ALL",
+    "--overlap",
+    "--ntasks-per-node=1",
+    "--cpu-bind=none",
+    "--mem=0",
+    "--mpi=none",
+    "--kill-on-bad-exit=0",
+    "--wait=0",
+    "--input=none",
+    "--distribution=block",
+)
+"""srun's: each agent may use all that the job has on its node, and one that ends ends no other."""
+JOB_OPTIONS = ("--export=NONE", "--no-requeue", "--chdir=/", "--output=/dev/null")
+"""sbatch's: nothing of this environment is kept in Slurm; a job that has ended is not started again."""
+HIDDEN = (
+    "SLURM_CPU_BIND*",
+    "SLURM_GTIDS",
+    "SLURM_LAUNCH_NODE_IPADDR",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_NPROCS*",
+    "SLURM_NTASKS*",
+    "SLURM_PROCID",
+    "SLURM_SRUN_*",
+    "SLURM_STEP*",
+    "SLURM_TASK*",
+)
+"""What of the agent's own variables would mislead a task, which would take them for its rank and the job's size."""
+MISLEADING = re.compile(
+    r"SLURM_(MEM_\w+|NTASKS|NPROCS|NTASKS_PER_NODE|CPUS_PER_TASK|TRES_PER_TASK|HINT|THREADS_PER_CORE|DISTRIBUTION"
+    r"|EXCLUSIVE|EXACT|CPU_BIND\w*|STEP\w*|PROCID|NODEID|LOCALID|GTIDS|TASK_PID|SRUN_COMM\w*|LAUNCH_NODE_IPADDR)"
+)
+"""Variables of an allocation that srun would take for options, as in the template, or that belong to another step."""
+SHARED = frozenset(
+    [
+        "nfs",
+        "nfs4",
+        "lustre",
+        "gpfs",
+        "beegfs",
+        "ceph",
+        "fuse.ceph",
+        "glusterfs",
+        "fuse.glusterfs",
+        "wekafs",
+        "panfs",
+        "afs",
+        "orangefs",
+        "pvfs2",
+        "cifs",
+        "smb3",
+    ]
+)
+"""File systems that nodes of a cluster usually share."""
+
+PARTITIONS = ("-h", "-e", "-o", "%R|%l|%c|%m|%G|%D|%a")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One component of a job: tasks that need the same."""
+
+    roles: tuple[tuple[str, int], ...]
+    needs: Needs
+    most: int = 0
+    """Tasks on a node, where they need GPUs: the step is given as many on each node."""
+
+    @property
+    def tasks(self) -> int:
+        """All of them."""
+        return sum(count for _, count in self.roles)
+
+    @property
+    def gpus(self) -> int:
+        """Of each node."""
+        return self.most * self.needs.gpus
+
+
+class Slurm(Engine):
+    """The Slurm cluster whose commands are on the PATH, or in the folder `bin` of the configuration."""
+
+    name = "slurm"
+    shows = "SLURM_*"
+    hides = HIDDEN
+
+    def __init__(self) -> None:
+        self._srun: subprocess.Popen[bytes] | None = None
+        """Inside an allocation, in the process that started it."""
+        self._position = ("", 0.0)
+        self._bin = ""
+        """Where Slurm's commands are, as a job's handle says: of jobs of another process."""
+
+    # ------------------------------------------------------------------ before submitting
+
+    def prepare(self, submission: Submission) -> Mapping[str, str]:
+        """Look for an allocation around this process, else for a partition with room for the job."""
+        self.options = submission.options
+        inside = submission.outer.get("SLURM_JOB_ID", "")
+        if inside:
+            return self._prepare_inside(submission, inside)
+        try:
+            partitions = answers.partitions(self._ask("sinfo", *PARTITIONS))
+        except EngineError:
+            if not submission.is_dry:
+                raise
+            partitions = []
+        options = submission.options
+        problem = answers.refusal(partitions, options.queue, options.time_s)
+        if problem:
+            raise UsageError(problem, "sinfo -s shows the partitions")
+        for group in submission.groups:
+            problem = answers.too_big(partitions, options.queue, group.role, group.needs)
+            if problem:
+                raise UsageError(
+                    problem, "ask for less, or for another partition with --queue; sinfo -N -l shows the nodes"
+                )
+        found = {"shared": "yes"} if self._is_shared(submission.folder) else {}
+        for number, asked in enumerate(components(submission)):
+            if asked.needs.gpus:
+                found[f"most.{number}"] = str(_most(asked, partitions, options.queue))
+        return found
+
+    def _prepare_inside(self, submission: Submission, job: str) -> Mapping[str, str]:
+        options = submission.options
+        for option, value in (("--queue", options.queue), ("--time", options.time_s), ("--project", options.project)):
+            if value:
+                raise UsageError(
+                    f"{option} has no meaning here: this is inside Slurm's job {job}, whose nodes are used",
+                    f"leave {option} out, or submit a job of its own:  env -u SLURM_JOB_ID distrun launch ...",
+                )
+        try:
+            found = answers.jobs(self._ask("scontrol", "show", "job", "-d", "-o", job, unknown=answers.UNKNOWN_JOB))
+        except EngineError:
+            if not submission.is_dry:
+                raise
+            return {"inside": job, "nodes": "{nodes}", "sizes": "{number of nodes}", "gpus": ""}
+        if not found or any(each.state != "RUNNING" for each in found):
+            state = found[0].state if found else "not known to Slurm"
+            raise UsageError(
+                f"$SLURM_JOB_ID is {job}, and that job is {state}",
+                "leave that allocation (exit), or unset SLURM_JOB_ID to submit a job",
+            )
+        from distrun.backends.queue import place_tasks  # it is what uses engines
+
+        grants = answers.grants(found, answered(components(submission)), is_ours=False)
+        used = {slot.place for slot in place_tasks(submission.groups, grants, True)}
+        if len(found) > 1:
+            used = {each.place for each in grants}
+        nodes = [each.node for each in grants if each.place in used]
+        sizes = ",".join(str(len(each.cpus)) for each in found) if len(found) > 1 else str(len(nodes))
+        return {"inside": job, "nodes": ",".join(nodes), "sizes": sizes, "gpus": _gpus_inside(submission.outer)}
+
+    def _is_shared(self, folder: Path) -> bool:
+        """Return whether nodes see the submission's folder: as the configuration says, else by its file system."""
+        said = self.options.config.get("shared_folders", "").lower()
+        if said:
+            if said not in ("yes", "no"):
+                raise UsageError(f"shared_folders = {said}: expected yes or no", "correct the configuration file")
+            return said == "yes"
+        return _file_system(folder) in SHARED
+
+    def render(self, submission: Submission) -> Script:
+        """Return the script and sbatch's command line; inside an allocation, srun's. Pure but for the template."""
+        parts = components(submission)
+        if "inside" in submission.found:
+            return Script({}, (self._inside_command(submission),))
+        is_shared = "shared" in submission.found
+        word = str(submission.secret_file) if is_shared else f"env:{SECRET}"
+        place = f"env:{answers.place_variable(len(parts))}"
+        agent = submission.bootstrap.command(submission.python, place, word)
+        secret = "" if is_shared else f"export {SECRET}={shlex.quote(submission.secret)}"
+        values = {
+            "log": shlex.quote(str(submission.folder / LOG)),
+            "secret": secret or "# The secret is in a file that the agents read.",
+            "agent": shlex.join(agent),
+            "srun": self._agents(submission, parts),
+        }
+        text = fill(template(SCRIPT, submission.options), values)
+        submit = shlex.split(submission.options.config.get("submit", "")) or [self._program("sbatch")]
+        argv = [*submit, "--parsable"]
+        for number, asked in enumerate(parts):
+            argv += [":"] if number else []
+            argv += [*JOB_OPTIONS, f"--job-name={submission.marker}", *self._wanted(submission, asked)]
+        return Script({SCRIPT: text}, ((*argv, str(submission.folder / SCRIPT)),))
+
+    def _program(self, name: str) -> str:
+        folder = self.options.config.get("bin", "") or self._bin
+        return str(Path(folder).expanduser() / name) if folder else name
+
+    @staticmethod
+    def _wanted(submission: Submission, asked: Asked) -> list[str]:
+        """Return sbatch's options for one component."""
+        options, needs = submission.options, asked.needs
+        words = [f"--ntasks={asked.tasks}"]
+        if needs.cores:
+            words.append(f"--cpus-per-task={needs.cores}")
+        if needs.memory:
+            words.append(f"--mem-per-cpu={math.ceil(needs.memory / max(1, needs.cores) / (1 << 20))}M")
+        if needs.gpus:
+            # Not --gpus-per-task: a step has one agent a node, and would get the GPUs of one task.
+            nodes = asked.tasks // asked.most
+            words += [f"--nodes={nodes}", f"--ntasks-per-node={asked.most}", f"--gres=gpu:{asked.gpus}"]
+        if options.queue:
+            words.append(f"--partition={options.queue}")
+        if options.project:
+            words.append(f"--account={options.project}")
+        if options.time_s is not None:
+            words.append(f"--time={_time(options.time_s)}")
+        return [*words, *shlex.split(options.config.get("args", "")), *options.args]
+
+    def _agents(self, submission: Submission, parts: Sequence[Asked]) -> str:
+        """Return the shell command that starts the agents of a job that was submitted."""
+        extra = shlex.split(submission.options.config.get("srun_args", ""))
+        has_gpus = any(each.needs.gpus for each in parts)
+        text = self._program("srun")
+        for number, asked in enumerate(parts):
+            group = f"_HET_GROUP_{number}" if len(parts) > 1 else ""
+            nodes = f'"$SLURM_JOB_NUM_NODES{group}"'
+            words = [*AGENT_OPTIONS, *([f"--het-group={number}"] if group else [])]
+            words += [f"--gres=gpu:{asked.gpus}" if asked.gpus else "--gres=none"] if has_gpus else []
+            text += " : \\\n   " if number else ""
+            text += f' {shlex.join([*words, *extra])} --nodes={nodes} --ntasks={nodes} "${{agent[@]}}"'
+        return text
+
+    def _inside_command(self, submission: Submission) -> tuple[str, ...]:
+        """Return what is executed inside an allocation."""
+        found = submission.found
+        sizes = found["sizes"].split(",")
+        place = f"env:{answers.place_variable(len(sizes))}"
+        agent = submission.bootstrap.command(submission.python, place, f"env:{SECRET}")
+        extra = [*shlex.split(submission.options.config.get("srun_args", "")), *submission.options.args]
+        words = [self._program("srun")]
+        for number, size in enumerate(sizes):
+            words += [":"] if number else []
+            words += [*AGENT_OPTIONS, f"--jobid={found['inside']}", f"--job-name={submission.marker}"]
+            words += [f"--het-group={number}"] if len(sizes) > 1 else [f"--nodelist={found['nodes']}"]
+            words += [f"--gres=gpu:{found['gpus']}"] if found["gpus"] else []
+            words += [f"--nodes={size}", f"--ntasks={size}", *extra, *agent]
+        return tuple(words)
+
+    # ------------------------------------------------------------------ the job in Slurm
+
+    def submit(self, submission: Submission, script: Script) -> Handle:
+        """Run sbatch, or start srun."""
+        [argv] = script.commands
+        log = str(submission.folder / LOG)
+        if "inside" in submission.found:
+            return self._start_step(submission, argv, log)
+        more = {
+            "log": log,
+            "bin": self.options.config.get("bin", ""),
+            "components": json.dumps([[each.roles, each.needs, each.most] for each in components(submission)]),
+        }
+        try:
+            told = self._run(argv, SUBMIT_S)
+        except EngineError as err:
+            # It may have been taken all the same, if the answer was late.
+            late = [each.handle for each in self._find_quietly() if each.marker == submission.marker]
+            if not late:
+                raise EngineError(str(err), _hint(str(err))) from err
+            return late[0]._replace(more=more)
+        match = re.search(r"^(\d+)(?:;(\S+))?\s*$", told, re.M) or re.search(r"Submitted batch job (\d+)()", told)
+        if match is None:
+            raise EngineError(f"sbatch printed no job number, but: {told.strip()[:200] or 'nothing'}", "")
+        return Handle(self.name, match[1], {**more, **({"cluster": match[2]} if match[2] else {})})
+
+    def _start_step(self, submission: Submission, argv: Sequence[str], log: str) -> Handle:
+        env = {name: value for name, value in submission.outer.items() if not MISLEADING.fullmatch(name)}
+        try:
+            with open(log, "xb") as file:
+                self._srun = subprocess.Popen(
+                    argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=file,
+                    env={**env, SECRET: submission.secret},
+                    start_new_session=True,  # Ctrl-C is the coordinator's to judge
+                )
+        except OSError as err:
+            raise EngineError(
+                f"{argv[0]} cannot be started: {err}", "see that Slurm's commands are on the PATH"
+            ) from err
+        who = process.identity(self._srun.pid)
+        job = submission.found["inside"]
+        more = {"log": log, "step": submission.marker, "pid": str(who.pid), "start": who.start}
+        more["bin"] = self.options.config.get("bin", "")
+        more["places"] = json.dumps(_places_inside(submission.found))
+        handle = Handle(self.name, job, more)
+        until = time.monotonic() + STEP_S
+        while not self._step(handle) and time.monotonic() < until:
+            if self._srun.poll() is not None:
+                raise EngineError(f"srun has ended: {_tail(log) or self._srun.returncode}", "")
+            time.sleep(0.1)
+        return handle
+
+    def look(self, handle: Handle) -> Standing:
+        """Ask scontrol for the job, and squeue for its position or sinfo for its nodes."""
+        self._bin = handle.more.get("bin", "")
+        found = self._jobs(handle)
+        components_ = _components(handle)
+        if "step" in handle.more:
+            return self._look_inside(handle, found)
+        grants = answers.grants(found, components_, is_ours=True) if components_ else ()
+        standing = answers.standing(found, grants, self._position_of(handle, found))
+        if standing.state == ENDED and found and any(each.state == "FAILED" for each in found):
+            standing = standing._replace(
+                text="; ".join(filter(None, (standing.text, _tail(handle.more.get("log", "")))))
+            )
+        return self._without_lost_nodes(standing)
+
+    def _look_inside(self, handle: Handle, found: Sequence[answers.Job]) -> Standing:
+        grants = tuple(Grant(place, node) for place, node in json.loads(handle.more.get("places", "[]")))
+        if found and all(each.state == "RUNNING" for each in found) and not self._step_lives(handle):
+            return Standing(ENDED, "; ".join(filter(None, ("srun has ended", _tail(handle.more.get("log", ""))))))
+        standing = answers.standing(found, grants)
+        told = answers.told_by_srun(_text(handle.more.get("log", "")))
+        gone = {**{place: what for place, what in told.items() if not what.startswith("Exited")}, **standing.gone}
+        return self._without_lost_nodes(standing._replace(gone=gone))
+
+    def _without_lost_nodes(self, standing: Standing) -> Standing:
+        """Add the places whose nodes are down."""
+        if standing.state != RUNNING or not standing.grants:
+            return standing
+        nodes = ",".join(dict.fromkeys(each.node for each in standing.grants))
+        down = answers.down_nodes(self._ask("sinfo", "-h", "-N", "-n", nodes, "-o", "%N %T"))
+        gone = {each.place: f"{each.node} is {down[each.node]}" for each in standing.grants if each.node in down}
+        return standing._replace(gone={**gone, **standing.gone})
+
+    def cancel(self, handle: Handle) -> None:
+        """Run scancel for the job, or for the step in an allocation of the user's."""
+        self._bin = handle.more.get("bin", "")
+        if "step" not in handle.more:
+            self._ask("scancel", *_cluster(handle), handle.id, unknown=answers.GONE_ALREADY)
+            return
+        for words in (("--signal=TERM",), ()):  # agents that get SIGTERM end their tasks; else Slurm kills all
+            step = self._step(handle)
+            until = time.monotonic() + TERM_S
+            if step:
+                self._ask("scancel", *words, step, unknown=answers.GONE_ALREADY)
+            while words and self._step(handle) and time.monotonic() < until:
+                time.sleep(0.5)
+
+    def explain(self, handle: Handle, place: str) -> Explanation | None:
+        """Return what scontrol, sacct and srun say; waits a little for a job that is just ending."""
+        until = time.monotonic() + EXPLAIN_S
+        told = answers.told_by_srun(_text(handle.more.get("log", ""))).get(place, "")
+        by_srun = answers.explained_by_srun(told)
+        found = self._jobs(handle)
+        # The agents have gone: a job of ours is about to end, and only then is it known what became of its step.
+        while found and not self._is_over(handle, found) and time.monotonic() < until:
+            time.sleep(0.3)
+            found = self._jobs(handle)
+        accounts = self._accounts(handle) if any(each.state in answers.OVER for each in found) or not found else ""
+        explained = answers.explanation(found, accounts)
+        if explained is not None or by_srun is not None:
+            return explained or by_srun
+        standing = self.look(handle)
+        why = standing.gone.get(place, "") if place else ""
+        return Explanation(7, f"Slurm: {why}") if " is " in why else None
+
+    @staticmethod
+    def _is_over(handle: Handle, found: Sequence[answers.Job]) -> bool:
+        """Return whether Slurm can say how a job ended; an allocation of the user's goes on without us."""
+        if "step" in handle.more and not answers.is_ending(found):
+            return True
+        return all(each.state in answers.OVER for each in found)
+
+    def _accounts(self, handle: Handle) -> str:
+        """Return what accounting has of the job; empty where there is none."""
+        columns = "JobID,State,ExitCode,MaxRSS,ReqMem"
+        try:
+            return self._ask("sacct", *_cluster(handle), "-n", "-P", "-j", handle.id, "-o", columns, limit_s=2.0)
+        except EngineError:
+            return ""
+
+    def find(self) -> Sequence[Found]:
+        """Return this user's jobs and steps that are called as distrun calls them."""
+        user = ("-h", "--me")
+        queue = self._ask("squeue", *user, "-o", "%i|%j|%T")
+        steps = self._ask("squeue", *user, "--steps", "-o", "%i|%j")
+        found = []
+        for number, (marker, state) in answers.marked(queue, steps).items():
+            job, dot, _ = number.partition(".")
+            handle = Handle(self.name, re.sub(r"\+.*", "", job), {"step": marker} if dot else {})
+            found.append(Found(handle, marker, state))
+        return found
+
+    def examine(self) -> Sequence[Finding]:
+        """Look for Slurm's commands, its controller, a partition, and accounting."""
+        found = []
+        try:
+            version = self._ask("sbatch", "--version").strip()
+            self._ask("srun", "--version")
+            found.append(Finding(True, f"Slurm's commands: {version}"))
+        except EngineError as err:
+            return [Finding(False, f"Slurm's commands: {err}", err.hint)]
+        try:
+            told = self._ask("scontrol", "ping").strip()
+            found.append(
+                Finding(
+                    " UP" in told or "is UP" in told, f"controller: {' '.join(told.split())}", "ask the administrators"
+                )
+            )
+            partitions = answers.partitions(self._ask("sinfo", *PARTITIONS))
+        except EngineError as err:
+            return [*found, Finding(False, f"controller: {err}", "ask the administrators")]
+        up = sorted({each.name for each in partitions if each.is_up and each.nodes})
+        found.append(
+            Finding(bool(up), f"partitions (--queue): {', '.join(up) or 'none is up'}", "ask the administrators")
+        )
+        try:
+            self._ask("sacct", "-n", "-X", "-S", "now", limit_s=5.0)
+            found.append(Finding(True, "accounting: sacct answers"))
+        except EngineError:
+            found.append(Finding(True, "accounting: none; why a job ended is known for as long as scontrol shows it"))
+        job = environ.snapshot().get("SLURM_JOB_ID", "")
+        where = f"inside job {job}: launches use its nodes" if job else "outside an allocation: launches submit jobs"
+        return [*found, Finding(True, where)]
+
+    # ------------------------------------------------------------------ asking
+
+    def _jobs(self, handle: Handle) -> list[answers.Job]:
+        words = (*_cluster(handle), "show", "job", "-d", "-o", handle.id)
+        return answers.jobs(self._ask("scontrol", *words, unknown=answers.UNKNOWN_JOB))
+
+    def _position_of(self, handle: Handle, found: Sequence[answers.Job]) -> str:
+        if not found or found[0].state != "PENDING" or found[0].reason in answers.HOPELESS:
+            return ""
+        text, asked = self._position
+        if not asked or time.monotonic() > asked + POSITION_S:
+            words = ("-h", "-t", "PENDING", "-p", found[0].partition, "--sort=-p,i", "-o", "%i")
+            text = answers.position(self._ask("squeue", *_cluster(handle), *words), handle.id)
+            self._position = (text, time.monotonic())
+        return text
+
+    def _step(self, handle: Handle) -> str:
+        """Return the number of the step that was started in an allocation, JOB.STEP; empty: there is none."""
+        told = self._ask("squeue", "-h", "--steps", "-j", handle.id, "-o", "%i|%j", unknown=answers.UNKNOWN_JOB)
+        rows = (line.partition("|") for line in told.splitlines())
+        return next((number for number, _, name in rows if name == handle.more["step"]), "")
+
+    def _step_lives(self, handle: Handle) -> bool:
+        if self._srun is not None:
+            return self._srun.poll() is None
+        return bool(self._step(handle))
+
+    def _find_quietly(self) -> Sequence[Found]:
+        try:
+            return self.find()
+        except EngineError:
+            return ()
+
+    def _ask(self, program: str, *words: str, unknown: str | tuple[str, ...] = (), limit_s: float = ANSWER_S) -> str:
+        """Return what a command prints; nothing if it fails with one of the words `unknown`. Raises EngineError."""
+        try:
+            return self._run([self._program(program), *words], limit_s)
+        except EngineError as err:
+            if any(each in str(err) for each in ([unknown] if isinstance(unknown, str) else unknown)):
+                return ""
+            raise
+
+    @staticmethod
+    def _run(argv: Sequence[str], limit_s: float) -> str:
+        env = {name: value for name, value in environ.snapshot().items() if name != "SLURM_TIME_FORMAT"}
+        try:
+            done = subprocess.run(
+                argv,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                env={**env, "LC_ALL": "C"},
+                timeout=limit_s,
+                check=False,
+            )
+        except FileNotFoundError:
+            raise EngineError(
+                f"{argv[0]} is not on this machine",
+                "log in to a host of the cluster; or name the folder of Slurm's commands in the configuration file:  "
+                "bin = DIR in [slurm]",
+            ) from None
+        except OSError as err:
+            raise EngineError(f"{argv[0]} cannot be executed: {err}", "") from err
+        except subprocess.TimeoutExpired:
+            raise EngineError(f"{argv[0]} did not answer within {limit_s:g} s", "") from None
+        if done.returncode:
+            said = " ".join(done.stderr.decode(errors="replace").split())
+            raise EngineError(f"{argv[0]} says: {said or f'exit code {done.returncode}'}", "")
+        return done.stdout.decode(errors="replace")
+
+
+# ---------------------------------------------------------------------- pure
+
+
+def components(submission: Submission) -> tuple[Asked, ...]:
+    """Return what is asked for: all tasks together if their roles need the same, else a component for each role."""
+    groups = submission.groups
+    if len({group.needs for group in groups}) == 1:
+        parts = [Asked(tuple((group.role, group.count) for group in groups), groups[0].needs)]
+    else:
+        parts = [Asked(((group.role, group.count),), group.needs) for group in groups]
+    made = []
+    for number, asked in enumerate(parts):
+        most = int(submission.found.get(f"most.{number}", 0)) or (asked.tasks if asked.needs.gpus else 0)
+        made.append(Asked(asked.roles, asked.needs, most))
+    return tuple(made)
+
+
+def answered(parts: Sequence[Asked]) -> tuple[answers.Component, ...]:
+    """Return what is needed to read the allocation that these get."""
+    return tuple(answers.Component(each.roles, each.needs.cores, each.most) for each in parts)
+
+
+def _components(handle: Handle) -> tuple[answers.Component, ...]:
+    told = json.loads(handle.more.get("components", "[]"))
+    parts = [Asked(tuple((role, count) for role, count in roles), Needs(*needs), most) for roles, needs, most in told]
+    return answered(parts)
+
+
+def _most(asked: Asked, partitions: Sequence[answers.Partition], queue: str) -> int:
+    """Return how many tasks go on a node: the most that fit and that make all nodes alike."""
+    needs = asked.needs
+    nodes = [each for each in partitions if not queue or each.name in queue.split(",")]
+    for number in range(asked.tasks, 1, -1):
+        if asked.tasks % number == 0 and (
+            not nodes
+            or any(
+                each.gpus >= number * needs.gpus
+                and each.cpus >= number * max(1, needs.cores)
+                and each.memory >= number * needs.memory
+                for each in nodes
+            )
+        ):
+            return number
+    return 1
+
+
+def _places_inside(found: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return the places in an allocation of the user's, and their nodes."""
+    nodes = found["nodes"].split(",")
+    is_one = "," not in found["sizes"]
+    return [(node if is_one else str(number), node) for number, node in enumerate(nodes)]
+
+
+def _gpus_inside(outer: Mapping[str, str]) -> str:
+    """Return how many GPUs a step is given on each node; empty: those of the allocation, without asking.
+
+    In an allocation with --gpus-per-task a step would get the GPUs of one task a node.
+    """
+    each = outer.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]
+    tasks = re.fullmatch(r"(\d+)(?:\(x\d+\))?", outer.get("SLURM_TASKS_PER_NODE", ""))
+    return str(int(each) * int(tasks[1])) if each.isdigit() and tasks else ""
+
+
+def _time(seconds: float) -> str:
+    """Return `D-HH:MM:SS`; a part of a second counts as one."""
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    return f"{days}-{hours:02}:{minutes:02}:{rest:02}" if days else f"{hours:02}:{minutes:02}:{rest:02}"
+
+
+def _cluster(handle: Handle) -> tuple[str, ...]:
+    return ("-M", handle.more["cluster"]) if "cluster" in handle.more else ()
+
+
+def _hint(said: str) -> str:
+    """Return what to type after sbatch has refused a job."""
+    for words, hint in (
+        ("nvalid partition", "sinfo -s shows the partitions (--queue)"),
+        ("nvalid account", "sacctmgr show user $USER withassoc shows your accounts (--project)"),
+        ("node configuration is not available", "ask for less, or for another partition; sinfo -N -l shows the nodes"),
+        ("emory specification", "ask for less memory; sinfo -N -l shows the nodes"),
+        ("time limit", "ask for less --time; sinfo -o '%P %l' shows the limits"),
+    ):
+        if words in said:
+            return hint
+    return ""
+
+
+# ---------------------------------------------------------------------- files
+
+
+def _text(log: str) -> str:
+    """Return the last of what srun and the bootstraps wrote; empty: nothing, or not to this machine."""
+    try:
+        with open(log, "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - LOG_BYTES))
+            return file.read().decode(errors="replace")
+    except (OSError, ValueError):
+        return ""
+
+
+def _tail(log: str) -> str:
+    """Return its last lines as one."""
+    lines = [line for line in _text(log).splitlines() if line.strip() and "lacks support for cpu binding" not in line]
+    return " | ".join(lines[-3:])
+
+
+def _file_system(folder: Path) -> str:
+    """Return the type of the file system that a folder is on; empty where it cannot be told."""
+    best, kind = -1, ""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    path = str(folder)
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        mount = left.split()[4]
+        is_above = path == mount or path.startswith(mount.rstrip("/") + "/")
+        if is_above and len(mount) >= best:
+            best, kind = len(mount), right.split()[0]
+    return kind

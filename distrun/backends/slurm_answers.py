@@ -1,0 +1,431 @@
+"""What Slurm's commands answer, and what it means for a job. No side effects.
+
+Only the formats that all versions since 20.11 print are read (`scontrol -o`, `squeue -o`, `sinfo -o`, `sacct -P`), not
+JSON, for which a site may lack the plug-in. Accounting (sacct) only adds to an explanation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from distrun.backends.engine import ENDED, MARK, QUEUED, RUNNING, Explanation, Grant, Standing
+from distrun.hosts import expand
+from distrun.request import Needs
+from distrun_runtime.contract import facts
+from distrun_runtime.contract.duration import duration
+
+PENDING = frozenset(
+    [
+        "PENDING",
+        "CONFIGURING",
+        "RESV_DEL_HOLD",
+        "REQUEUE_FED",
+        "REQUEUE_HOLD",
+        "REQUEUED",
+        "RESIZING",
+        "SPECIAL_EXIT",
+        "POWER_UP_NODE",
+    ]
+)
+OVER = frozenset(
+    [
+        "COMPLETED",
+        "FAILED",
+        "CANCELLED",
+        "TIMEOUT",
+        "NODE_FAIL",
+        "PREEMPTED",
+        "OUT_OF_MEMORY",
+        "BOOT_FAIL",
+        "DEADLINE",
+        "REVOKED",
+        "LAUNCH_FAILED",
+        "RECONFIG_FAIL",
+    ]
+)
+ENDING = frozenset(["COMPLETING", "STAGE_OUT", "SIGNALING"])
+"""Slurm has decided that the job is over and ends its processes. How it ended is not shown yet."""
+UNKNOWN_JOB = "Invalid job id"
+GONE_ALREADY = ("Invalid job id", "already completing or completed", "Job/step already", "Invalid job/step")
+
+HOPELESS = frozenset(
+    [
+        "PartitionConfig",
+        "PartitionNodeLimit",
+        "PartitionTimeLimit",
+        "PartitionDown",
+        "PartitionInactive",
+        "BadConstraints",
+        "AccountNotAllowed",
+        "InvalidAccount",
+        "InvalidQOS",
+        "QOSNotAllowed",
+        "QOSMaxWallDurationPerJobLimit",
+        "QOSMaxCpuPerJobLimit",
+        "QOSMaxNodePerJobLimit",
+        "AssocMaxWallDurationPerJobLimit",
+        "AssocMaxCpuPerJobLimit",
+        "AssocMaxNodePerJobLimit",
+        "DependencyNeverSatisfied",
+        "AssociationJobLimit",
+        "JobHeldAdmin",
+        "launch_failed_requeued_held",
+    ]
+)
+"""Reasons for which a job waits until somebody changes the job or the cluster."""
+
+OOM = 125
+"""As the signal in a `DerivedExitCode`, Slurm's mark of a step that ran out of memory."""
+NO_OUTPUT_FILE = 53
+"""As the signal in an `ExitCode`: the node could not open a file of the job."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One line of `scontrol show job -d -o`: a job, or one component of a heterogeneous job."""
+
+    id: str
+    name: str
+    state: str
+    reason: str
+    time_limit: str
+    partition: str
+    exit: tuple[int, int]
+    """Code and signal of the batch script."""
+    derived: tuple[int, int]
+    """The highest of its steps."""
+    tasks: int
+    """0: not said."""
+    cpus: Mapping[str, int]
+    """By node, in Slurm's order: how many the job has there (0: not said). Empty before it runs."""
+
+
+def jobs(text: str) -> list[Job]:
+    """Read what `scontrol show job -d -o ID` prints: the components of a job in their order."""
+    return [_job(line) for line in text.splitlines() if line.startswith("JobId=")]
+
+
+def _job(line: str) -> Job:
+    def value(name: str) -> str:
+        found = re.search(rf"(?:^|\s){re.escape(name)}=(\S*)", line)
+        return "" if found is None or found[1] in ("(null)", "Unknown", "N/A", "None") else found[1]
+
+    cpus: dict[str, int] = {}
+    for nodes, ids in re.findall(r"\sNodes=(\S+) CPU_IDs=(\S*)", line):
+        cpus.update(dict.fromkeys(expand(nodes), _count(ids)))
+    state = value("JobState")
+    if not cpus and value("NodeList") and state not in PENDING:
+        cpus = dict.fromkeys(expand(value("NodeList")), 0)
+    tasks = value("NumTasks")
+    return Job(
+        id=value("JobId"),
+        name=value("JobName"),
+        state=state,
+        reason=value("Reason"),
+        time_limit=value("TimeLimit"),
+        partition=value("Partition"),
+        exit=_pair(value("ExitCode")),
+        derived=_pair(value("DerivedExitCode")),
+        tasks=int(tasks) if tasks.isdigit() else 0,
+        cpus=cpus,
+    )
+
+
+def _pair(text: str) -> tuple[int, int]:
+    code, _, number = text.partition(":")
+    return (int(code) if code.isdigit() else 0, int(number) if number.isdigit() else 0)
+
+
+def _count(ids: str) -> int:
+    """Return how many numbers `0-1,4` names."""
+    ranges = [each.partition("-") for each in ids.split(",") if each]
+    return sum(int(last or first) - int(first) + 1 for first, _, last in ranges)
+
+
+@dataclass(frozen=True)
+class Component:
+    """What was asked for at once: the tasks of one role, or of all roles if they need the same."""
+
+    roles: tuple[tuple[str, int], ...]
+    """Names, and how many tasks of each."""
+    cores: int = 0
+    """Of each task; 0: not asked for."""
+    most: int = 0
+    """Tasks on one node; 0: as many as there are processors for."""
+
+    @property
+    def tasks(self) -> int:
+        """All of them."""
+        return sum(count for _, count in self.roles)
+
+
+def grants(found: Sequence[Job], components: Sequence[Component], is_ours: bool) -> tuple[Grant, ...]:
+    """Return the places of a job that runs: one on each node of each component.
+
+    A place is called by its node, as the process knows it (`place_variable`). Components may share a node: where there
+    are several, a place is called by the number that srun gives its process, counted through all components.
+
+    Args:
+        found: the components as Slurm has them.
+        components: as they were asked for.
+        is_ours: the allocation was made for this job; in another one, tasks that asked for no cores go anywhere.
+    """
+    made: list[Grant] = []
+    apart = len(components) > 1 and len(components) == len(found)
+    counts_cores = is_ours or any(each.cores for each in components)
+    for number, job in enumerate(found):
+        shares = _shares(job, components[number]) if apart and job.cpus else {}
+        most = components[0].most * max(1, components[0].cores) if is_ours and len(components) == 1 else 0
+        for node, cpus in job.cpus.items():
+            cores = (min(cpus, most) if most else cpus) if counts_cores else 0
+            name = node if len(found) == 1 else str(len(made))
+            made.append(Grant(name, node, takes=shares.get(node, {}), cores=cores))
+    return tuple(made)
+
+
+def place_variable(components: int) -> str:
+    """Return the variable in which Slurm tells an agent the name of its place."""
+    return "SLURMD_NODENAME" if components == 1 else "SLURM_PROCID"
+
+
+def _shares(job: Job, component: Component) -> dict[str, dict[str, int]]:
+    """Return how many tasks of the one role of a component each node takes."""
+    [(role, count)] = component.roles
+    room = {node: cpus // max(1, component.cores) if cpus else count for node, cpus in job.cpus.items()}
+    if component.most:
+        room = {node: min(each, component.most) for node, each in room.items()}
+    taken = dict.fromkeys(room, 0)
+    left = count
+    while left:
+        open_nodes = [node for node in room if taken[node] < room[node]]
+        if not open_nodes:  # Slurm gave less than it was asked for, which it does not; let the first node have them.
+            taken[next(iter(taken))] += left
+            break
+        for node in open_nodes[:left]:
+            taken[node] += 1
+            left -= 1
+    return {node: {role: number} for node, number in taken.items() if number}
+
+
+def standing(found: Sequence[Job], places: Sequence[Grant], position: str = "") -> Standing:
+    """Return how a job stands.
+
+    Args:
+        found: its components; none: Slurm does not know it any more.
+        places: its grants, if it runs.
+        position: `position 3`, of one that waits; empty: not known.
+    """
+    if not found:
+        return Standing(ENDED, "Slurm does not know the job any more")
+    if any(job.state in PENDING for job in found):
+        return Standing(QUEUED, _waits(found[0], position))
+    if all(job.state in OVER for job in found):
+        return Standing(ENDED, _how_ended(_worst(found)))
+    if any(job.state in ENDING or job.state in OVER for job in found):
+        gone = dict.fromkeys([each.place for each in places], "Slurm ends the job")
+        return Standing(RUNNING, "Slurm ends its processes", tuple(places), gone)
+    text = "suspended" if any(job.state == "SUSPENDED" for job in found) else ""
+    return Standing(RUNNING, text, tuple(places))
+
+
+def _waits(job: Job, position: str) -> str:
+    where = f" in {job.partition}" if job.partition else ""
+    if job.state == "CONFIGURING":
+        return "its nodes are booting"
+    if job.reason in HOPELESS:
+        return f"it cannot start as it is: {job.reason}{where}; scontrol show job {job.id} says more"
+    if job.reason == "JobHeldUser":
+        return f"held; to release it: scontrol release {job.id}"
+    because = f" ({job.reason})" if job.reason else ""
+    # Not when Slurm expects it to start: that changes every few seconds, and each change would be told.
+    return f"{position or 'waits'}{where}{because}"
+
+
+def _how_ended(job: Job) -> str:
+    reason = f" ({job.reason})" if job.reason and job.reason != "NonZeroExitCode" else ""
+    code = f", exit code {job.exit[0]}" if job.state == "FAILED" and job.exit[0] else ""
+    return f"{job.state}{reason}{code}"
+
+
+def _worst(found: Sequence[Job]) -> Job:
+    """Return the component that says most of how the job ended."""
+    order = ("NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "TIMEOUT", "DEADLINE", "BOOT_FAIL", "CANCELLED", "FAILED")
+    ranked = sorted(found, key=lambda job: order.index(job.state) if job.state in order else len(order))
+    return next((job for job in ranked if job.derived[1] == OOM), ranked[0])
+
+
+def position(text: str, job: str) -> str:
+    """Return `position 3`, given the numbers of the jobs that wait, the next one first (`squeue --sort=-p,i -o %i`)."""
+    waiting = list(dict.fromkeys(re.sub(r"[+_].*", "", line.strip()) for line in text.splitlines() if line.strip()))
+    return f"position {waiting.index(job) + 1}" if job in waiting else ""
+
+
+def is_ending(found: Sequence[Job]) -> bool:
+    """Return whether it is about to be known how a job ended."""
+    return any(job.state in ENDING for job in found)
+
+
+def explanation(found: Sequence[Job], accounts: str = "") -> Explanation | None:
+    """Return why Slurm ended a job; None if it did not: it runs, or its script ended by itself.
+
+    Args:
+        found: its components.
+        accounts: what `sacct -n -P -o JobID,State,ExitCode,MaxRSS,ReqMem` prints; empty: there is no accounting.
+    """
+    over = [job for job in found if job.state in OVER]
+    if not over:
+        return None
+    job = _worst(over)
+    if job.state == "OUT_OF_MEMORY" or job.derived[1] == OOM or "OUT_OF_MEMORY" in accounts:
+        return Explanation(137, f"Slurm: out of memory{_memory(accounts)}; raise --worker-memory or --server-memory")
+    if job.state in ("TIMEOUT", "DEADLINE"):
+        limit = f"the time limit of {job.time_limit}" if job.state == "TIMEOUT" and job.time_limit else "its time limit"
+        return Explanation(facts.EXIT_TIMEOUT, f"Slurm: the job reached {limit}; raise --time")
+    if job.state == "PREEMPTED":
+        return Explanation(facts.EXIT_HOST_LOST, "Slurm: preempted by a job of higher priority")
+    if job.state in ("NODE_FAIL", "BOOT_FAIL"):
+        return Explanation(facts.EXIT_HOST_LOST, f"Slurm: a node failed ({job.state})")
+    if job.state in ("CANCELLED", "REVOKED"):
+        by = re.search(r"CANCELLED by (\w+)", accounts)
+        return Explanation(143, "Slurm: cancelled from outside{}".format(f" by user {by[1]}" if by else " (scancel)"))
+    if job.state == "FAILED" and job.exit[1] == NO_OUTPUT_FILE:
+        return Explanation(facts.EXIT_START_FAILED, "Slurm: the node could not open a file of the job (signal 53)")
+    return None
+
+
+def _memory(accounts: str) -> str:
+    """Return ` (MaxRSS 78352K, asked for 100M)`, as far as it was accounted."""
+    rows = [line.split("|") for line in accounts.splitlines() if line.count("|") >= 4]
+    used = next((row[3] for row in rows if row[1].startswith("OUT_OF_MEMORY") and row[3]), "")
+    asked = next((row[4] for row in rows if row[4]), "")
+    parts = ([f"MaxRSS {used}"] if used else []) + ([f"the job asked for {asked}"] if asked else [])
+    return " ({})".format(", ".join(parts)) if parts else ""
+
+
+SRUN = re.compile(r"srun: error: (?P<nodes>[^:\s]+): tasks? (?P<tasks>[\d,-]+): (?P<what>.+)")
+
+
+def told_by_srun(log: str) -> dict[str, str]:
+    """Return what srun said, by node and by the process's number: `Killed`, `Out Of Memory`, `Exited with ...`."""
+    told: dict[str, str] = {}
+    for match in SRUN.finditer(log):
+        told.update(dict.fromkeys(expand(match["nodes"]), match["what"].strip()))
+        for first, _, last in (each.partition("-") for each in match["tasks"].split(",")):
+            told.update((str(number), match["what"].strip()) for number in range(int(first), int(last or first) + 1))
+    return told
+
+
+def explained_by_srun(what: str) -> Explanation | None:
+    """Return what srun's words of a place mean."""
+    if "Out Of Memory" in what:
+        return Explanation(137, "Slurm: out of memory on that node; raise --worker-memory or --server-memory")
+    if what.startswith("Killed"):
+        return Explanation(137, "Slurm: the agent was killed (SIGKILL; often: out of memory)")
+    return None
+
+
+def down_nodes(text: str) -> dict[str, str]:
+    """Return the nodes that are down, with their state, of `sinfo -h -N -o '%N %T'`."""
+    rows = (line.split() for line in text.splitlines())
+    return {row[0]: row[1] for row in rows if len(row) == 2 and re.match(r"(down|fail|powering_down|unknown)", row[1])}
+
+
+def marked(queue: str, steps: str) -> dict[str, tuple[str, str]]:
+    """Return this user's jobs whose marker is distrun's: {number: (marker, state)}.
+
+    Args:
+        queue: `squeue -h -o '%i|%j|%T'`.
+        steps: `squeue -h --steps -o '%i|%j'`: agents that were started in an allocation of the user's. Their number is
+            `JOB.STEP`.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    for line in queue.splitlines():
+        number, name, state = [*line.split("|"), "", ""][:3]
+        if name.startswith(MARK):
+            found.setdefault(re.sub(r"\+.*", "", number), (name, state))
+    for line in steps.splitlines():
+        number, _, name = line.partition("|")
+        job = re.sub(r"[+.].*", "", number)
+        if name.startswith(MARK) and job not in found:
+            found[number] = (name, "RUNNING")
+    return found
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One line of `sinfo -h -e -o '%R|%l|%c|%m|%G|%D|%a'`: nodes of a partition that are alike."""
+
+    name: str
+    time_s: float | None
+    """None: no limit."""
+    cpus: int
+    memory: int
+    """Bytes."""
+    gpus: int
+    nodes: int
+    is_up: bool
+
+
+def partitions(text: str) -> list[Partition]:
+    """Read what sinfo prints of the partitions."""
+    found = []
+    for line in text.splitlines():
+        row = line.split("|")
+        if len(row) == 7:
+            cpus, memory = (int(re.match(r"\d*", each)[0] or 0) for each in row[2:4])  # type: ignore[index]
+            nodes = int(row[5]) if row[5].isdigit() else 0
+            found.append(
+                Partition(row[0], _seconds(row[1]), cpus, memory << 20, _gpus(row[4]), nodes, row[6].startswith("up"))
+            )
+    return found
+
+
+def _seconds(text: str) -> float | None:
+    """Return the seconds of `2-12:30:00`, `5:00`; None: infinite."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(each or 0) for each in match.groups())
+    return ((days * 24.0 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _gpus(text: str) -> int:
+    """Return the GPUs of `gpu:a100:4(S:0-1),nic:2`."""
+    return sum(int(number) for number in re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", text))
+
+
+def refusal(found: Iterable[Partition], queue: str, time_s: float | None) -> str:
+    """Return why no partition takes a job, or nothing."""
+    known = list(found)
+    names = list(dict.fromkeys(each.name for each in known))
+    for name in filter(None, queue.split(",")):
+        if known and name not in names:
+            return "--queue {}: Slurm has no partition {}; it has: {}".format(queue, name, ", ".join(names))
+    chosen = [each for each in known if each.name in queue.split(",")]
+    limits = [each.time_s for each in chosen]
+    if time_s is not None and chosen and all(limit is not None and limit < time_s for limit in limits):
+        most = max(limit for limit in limits if limit is not None)
+        return f"--time {duration(time_s)}: jobs in {queue} may run for {duration(most)} at most"
+    return ""
+
+
+def too_big(found: Iterable[Partition], queue: str, role: str, needs: Needs) -> str:
+    """Return why no node takes a task of a role, or nothing."""
+    nodes = [each for each in found if not queue or each.name in queue.split(",")]
+    cores, memory, gpus = needs
+    if not nodes or any(each.cpus >= cores and each.memory >= memory and each.gpus >= gpus for each in nodes):
+        return ""
+    where = f" of {queue}" if queue else ""
+    for option, asked, most, unit in (
+        ("cores", cores, max(each.cpus for each in nodes), 1),
+        ("memory", memory, max(each.memory for each in nodes), 1 << 20),
+        ("gpus", gpus, max(each.gpus for each in nodes), 1),
+    ):
+        if asked > most:
+            word = " MiB" if unit > 1 else ""
+            return (
+                f"--{role}-{option}: {asked // unit}{word} asked for, but no node{where} has more than {most // unit}"
+            )
+    return f"no node{where} has the cores, the memory and the GPUs that one {role} asks for together"

@@ -1,0 +1,536 @@
+"""The engine sge without a Grid Engine: what is submitted, what is read from recorded answers, and its script.
+
+The files in `sge/` are what Grid Engine 8.1.9 said. The tests with a real one are in tests/engines/test_sge.py.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from distrun.backends import bootstrap, sge
+from distrun.backends.engine import ENDED, QUEUED, RUNNING, Bootstrap, EngineError, Group, Handle, Submission
+from distrun.backends.sge import Sge
+from distrun.errors import UsageError
+from distrun.request import EngineOptions, Needs
+
+HERE = Path(__file__).resolve().parent / "sge"
+SECRET = "5e" * 32
+START = Bootstrap("merry-fox-1a2", "ab" * 32, ("10.0.0.1:4000", "[fd00::1]:4000"), 120.0)
+GIB = 2**30
+
+
+def recorded(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
+
+
+def environments(*names: str) -> list[dict[str, str]]:
+    return [sge.parse_settings(recorded(f"pe_{name}.txt")) for name in names]
+
+
+def submission(
+    servers: int = 2,
+    workers: int = 4,
+    *,
+    found: Mapping[str, str] = {"pe": "mpi"},
+    folder: Path = Path("/home/anna/jobs/engine"),
+    python: str = "python3",
+    **options: object,
+) -> Submission:
+    engine = EngineOptions(**options)  # type: ignore[arg-type]
+    groups = (Group("server", servers, engine.server), Group("worker", workers, engine.worker))
+    return Submission(
+        job=START.job,
+        marker="distrun-merry-fox-1a2-0123456789abcdef",
+        groups=tuple(group for group in groups if group.count),
+        options=engine,
+        bootstrap=START,
+        folder=folder,
+        cwd="/home/anna",
+        python=python,
+        secret=SECRET,
+        found=found,
+    )
+
+
+# What is submitted.
+
+
+def test_the_script_is_the_golden_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bootstrap, "source", lambda: "PROGRAM")
+    made = Sge().render(submission())
+    assert made.files["sge.sh"] == recorded("golden.sh")
+
+
+def test_a_parallel_job_asks_for_a_slot_for_each_task() -> None:
+    assert Sge().render(submission()).commands == (
+        (
+            *("qsub", "-terse", "-N", "distrun-merry-fox-1a2-0123456789abcdef", "-S", "/bin/sh"),
+            *("-b", "n", "-sync", "n", "-wd", "/", "-o", "/dev/null", "-j", "y", "-r", "n", "-notify"),
+            *("-pe", "mpi", "6", "/home/anna/jobs/engine/sge.sh"),
+        ),
+    )
+
+
+def test_options_become_those_of_qsub() -> None:
+    words = sge.qsub(
+        submission(
+            queue="long.q",
+            project="vision",
+            time_s=90.5,
+            args=("-l", "exclusive=true"),
+            worker=Needs(cores=2),
+            config={"submit": "/opt/bin/qsub", "args": "-m n"},
+        ),
+        {"pe": "mpi"},
+    )
+    assert words[0] == "/opt/bin/qsub"
+    assert words[words.index("-pe") :] == (
+        *("-pe", "mpi", "10", "-q", "long.q", "-P", "vision", "-l", "h_rt=91", "-m", "n", "-l", "exclusive=true"),
+    )
+
+
+def test_an_array_has_a_task_for_each_task() -> None:
+    words = sge.qsub(submission(), {"pe": "none"})
+    assert words[-2:] == ("-t", "1-6")
+    assert "-pe" not in words
+    with pytest.raises(UsageError, match="need a parallel environment"):
+        sge.qsub(submission(worker=Needs(cores=2)), {"pe": "none"})
+
+
+def test_the_secret_is_in_no_script_and_no_argument() -> None:
+    made = Sge().render(submission())
+    assert SECRET not in str(made)
+    assert SECRET not in repr(submission())
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked"),
+    [("NO", ["mem_free=8192M", "gpu=2"]), ("YES", ["mem_free=4096M", "gpu=1"]), ("JOB", ["mem_free=20480M", "gpu=4"])],
+)
+def test_resources_are_counted_as_grid_engine_consumes_them(kind: str, asked: list[str]) -> None:
+    told = submission(server=Needs(memory=2 * GIB), workers=2, worker=Needs(cores=2, memory=8 * GIB, gpus=2), servers=2)
+    assert sge.requests(told, {"complexes": f"mem_free={kind} gpu={kind}"}) == asked
+
+
+def test_a_resource_that_is_not_defined_is_named_with_what_to_type() -> None:
+    complexes = " ".join(f"{k}={v}" for k, v in sge.parse_complexes(recorded("complexes.txt")).items())
+    with pytest.raises(UsageError, match="no resource 'gpu'") as caught:
+        sge.requests(submission(worker=Needs(gpus=1)), {"complexes": complexes})
+    assert "gpu = NAME" in caught.value.hint
+    named = submission(worker=Needs(memory=GIB), config={"memory": "mf"})
+    assert sge.requests(named, {"complexes": complexes}) == ["mf=1024M"]
+
+
+def test_gpus_that_slots_cannot_share_are_refused() -> None:
+    with pytest.raises(UsageError, match="a task with 4 slots"):
+        sge.requests(submission(worker=Needs(cores=4, gpus=1)), {"complexes": "gpu=YES"})
+
+
+# Which parallel environment.
+
+
+def test_the_only_environment_over_several_hosts_is_taken() -> None:
+    assert sge.choose(environments("mpi", "smp", "loose"), "") == "mpi"
+    assert sge.choose(environments("smp"), "") == "smp"
+
+
+def test_without_one_that_may_start_agents_the_job_is_an_array() -> None:
+    assert sge.choose(environments("loose"), "") == "none"
+    assert sge.choose([], "") == "none"
+    assert sge.choose(environments("mpi"), "none") == "none"
+
+
+def test_several_environments_are_listed() -> None:
+    with pytest.raises(UsageError, match="--pe is needed") as caught:
+        sge.choose(environments("mpi", "fill", "loose"), "")
+    assert "mpi ($round_robin, 999 slots), fill ($fill_up, 999 slots), loose ($round_robin, 999 slots, no qrsh)" in (
+        caught.value.hint
+    )
+
+
+def test_an_environment_that_is_not_there_or_starts_no_agents_is_refused() -> None:
+    with pytest.raises(UsageError, match="--pe nope: there is no such"):
+        sge.choose(environments("mpi"), "nope")
+    with pytest.raises(UsageError, match="control_slaves is FALSE"):
+        sge.choose(environments("mpi", "loose"), "loose")
+
+
+# What Grid Engine says.
+
+
+@pytest.mark.parametrize(
+    ("said", "number"),
+    [
+        ("12\n", "12"),
+        ("12.1-4:1\n", "12"),
+        ("Welcome to our cluster\nquota: 3\n  77  \n", "77"),
+        ('Your job 31 ("x") has been submitted\n', "31"),
+        ('Your job-array 32.1-4:1 ("x") has been submitted\n', "32"),
+        ("Unable to run job\n", ""),
+    ],
+)
+def test_the_job_number_is_found_in_what_qsub_says(said: str, number: str) -> None:
+    assert sge.parse_id(said) == number
+
+
+def test_the_hosts_of_a_parallel_job_have_their_slots() -> None:
+    rows = [row for row in sge.parse_jobs(recorded("qstat_running.xml")) if row.id == "1"]
+    assert [(each.place, each.node, each.cores) for each in sge.grants(rows, {"kind": "parallel", "slots": "6"})] == [
+        ("h1", "h1", 2),
+        ("h2", "h2", 2),
+        ("h3", "h3", 2),
+    ]
+
+
+def test_a_script_that_is_the_first_task_has_a_slot() -> None:
+    rows = [row for row in sge.parse_jobs(recorded("qstat_first_task.xml")) if row.id == "25"]
+    found = sge.grants(rows, {"kind": "parallel", "slots": "4"})
+    assert [(each.place, each.cores) for each in found] == [("h1", 2), ("h2", 1), ("h3", 1)]
+
+
+def test_the_first_tasks_of_an_array_are_servers() -> None:
+    rows = [row for row in sge.parse_jobs(recorded("qstat_first_task.xml")) if row.id == "26"]
+    found = sge.grants(rows, {"kind": "array", "tasks": "3", "servers": "1"})
+    assert [(each.place, each.node, dict(each.takes)) for each in found] == [
+        ("1", "h1", {"server": 1}),
+        ("2", "h1", {"worker": 1}),
+        ("3", "h2", {"worker": 1}),
+    ]
+
+
+def test_the_position_is_that_among_jobs_that_may_run() -> None:
+    """Jobs on hold or in an error state are before nobody."""
+    rows = sge.parse_jobs(recorded("qstat_waiting.xml"))
+    assert sge.position(rows, "5") == "position 1 of 3"
+    assert sge.position(rows, "4") == "position 2 of 3"
+    assert sge.position(rows, "99") == "waiting to be scheduled"
+    assert [row.state for row in rows if row.id in ("6", "7")] == ["Eqw", "hqw"]
+
+
+def test_reasons_of_an_error_state_are_told_without_their_dates() -> None:
+    assert sge.parse_errors(recorded("qstat_error.xml")) == "can't chdir to /nonexistent: No such file or directory"
+    assert sge.parse_errors("no xml") == ""
+
+
+def test_hosts_that_are_not_heard_of_are_known() -> None:
+    assert sge.parse_unheard(recorded("qstat_unheard.xml")) == {"h3"}
+    assert sge.parse_unheard("") == set()
+
+
+def test_what_is_no_xml_is_an_error_that_shows_it() -> None:
+    with pytest.raises(EngineError, match="expected XML, found 'quota exceeded'"):
+        sge.parse_jobs("quota exceeded")
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "text"),
+    [
+        ("killed", 143, "deleted or killed from outside"),
+        ("grace", None, ""),  # the script's own 143
+        ("time", 124, "the time limit of 3 s was reached; raise --time"),
+        ("eqw", 6, "h1 could not run the script: changing into working directory"),
+        ("seven", None, ""),
+        ("array", None, ""),
+    ],
+)
+def test_the_accounting_explains_an_end(name: str, code: int | None, text: str) -> None:
+    found = sge.explanation(sge.parse_accounting(recorded(f"qacct_{name}.txt")), {"kind": "parallel"}, "")
+    assert (found and found.code) == code
+    assert found is None or text in found.text
+
+
+def test_memory_beyond_h_vmem_is_told_from_the_time_limit() -> None:
+    record = sge.Record("h2", "", 37, "qmaster enforced h_rt, h_cpu, or h_vmem limit", 137, 5.0, "2.1G", "")
+    both = record._replace(category="-l h_rt=3600,h_vmem=2G -pe mpi 2")
+    found = sge.explanation([both], {}, "h2")
+    assert found is not None
+    assert found.code == 137
+    assert "maxvmem 2.1G of h_vmem 2G" in found.text
+    late = sge.explanation([both._replace(wall_s=3600.0)], {}, "h2")
+    assert late is not None
+    assert late.code == 124
+
+
+def test_a_host_that_stopped_at_the_time_limit_was_not_cancelled() -> None:
+    """The limit is recorded at the first host only, and maybe later."""
+    other = sge.Record("h2", "", 0, "", 140, 10.0, "", "-l h_rt=12 -pe mpi 2")
+    head = other._replace(host="h1", failed=37, failure="qmaster enforced h_rt, h_cpu, or h_vmem limit", wall_s=12.0)
+    for records in ([other], [other, head]):
+        found = sge.explanation(records, {"kind": "parallel"}, "h2")
+        assert found is not None
+        assert (found.code, found.text) == (124, "Grid Engine: the time limit of 12 s was reached; raise --time")
+    early = sge.explanation([other._replace(wall_s=5.0)], {"kind": "parallel"}, "h2")
+    assert early is not None
+    assert early.code == 143
+
+
+def test_without_accounting_nothing_is_explained() -> None:
+    assert sge.parse_accounting("error: job id 99999 not found\n") == []
+    assert sge.explanation([], {}, "h2") is None
+
+
+# How a job stands: the commands are stand-ins that print recorded answers.
+
+
+class Commands:
+    """`qstat` and the others as shell scripts, first on the search path; `said` has what they were called with."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._log = folder / "called"
+        self._log.touch()
+        for name in ("qsub", "qstat", "qdel", "qacct", "qrsh", "qconf"):
+            self.answer(name, "exit 0")
+
+    def answer(self, name: str, script: str) -> None:
+        path = self._folder / name
+        path.write_text(f'#!/bin/sh\necho "{name} $*" >>{self._log}\n{script}\n')
+        path.chmod(0o755)
+
+    @property
+    def said(self) -> list[str]:
+        return self._log.read_text().splitlines()
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setattr(sge, "_user", lambda: "root")
+    return Commands(folder)
+
+
+def test_a_job_that_qstat_does_not_list_has_ended(commands: Commands) -> None:
+    commands.answer("qstat", "echo '<job_info/>'")
+    commands.answer("qacct", f"cat {HERE}/qacct_killed.txt")
+    found = Sge().look(Handle("sge", "9", {"kind": "parallel"}))
+    assert found.state == ENDED
+    assert "deleted or killed from outside" in found.text
+
+
+def test_a_job_that_waits_tells_its_position(commands: Commands) -> None:
+    commands.answer("qstat", f"cat {HERE}/qstat_waiting.xml")
+    found = Sge().look(Handle("sge", "4", {"kind": "parallel"}))
+    assert (found.state, found.text) == (QUEUED, "position 2 of 3")
+    assert Sge().look(Handle("sge", "7", {"kind": "parallel"})).text.startswith("on hold (state hqw)")
+
+
+def test_a_job_in_an_error_state_is_deleted_and_the_reason_told(commands: Commands) -> None:
+    commands.answer("qstat", f"case $* in *-j*) cat {HERE}/qstat_error.xml;; *) cat {HERE}/qstat_waiting.xml;; esac")
+    found = Sge().look(Handle("sge", "6", {"kind": "parallel"}))
+    assert found.state == ENDED
+    assert found.text == "in an error state (Eqw): can't chdir to /nonexistent: No such file or directory"
+    assert "qdel 6" in commands.said
+
+
+def test_a_host_that_is_not_heard_of_is_not_given_up_but_explains_a_loss(commands: Commands) -> None:
+    """Its daemon may be started again, and jobs go on meanwhile."""
+    commands.answer(
+        "qstat", f'case $* in *"-qs u"*) cat {HERE}/qstat_unheard.xml;; *) cat {HERE}/qstat_running.xml;; esac'
+    )
+    handle = Handle("sge", "1", {"kind": "parallel", "slots": "6"})
+    standing = Sge().look(handle)
+    assert (standing.state, standing.gone) == (RUNNING, {})
+    found = Sge().explain(handle, "h3")
+    assert found is not None
+    assert (found.code, found.text) == (7, "Grid Engine does not hear of h3 any more")
+    assert Sge().explain(handle, "h2") is None
+
+
+def test_the_secret_is_delivered_once_by_standard_input(commands: Commands, tmp_path: Path) -> None:
+    commands.answer("qsub", "echo 1")
+    commands.answer("qstat", f"cat {HERE}/qstat_running.xml")
+    commands.answer("qrsh", f'[ "$JOB_ID" = 1 ] && TMP={tmp_path} sh; echo "$*" >>{tmp_path}/delivered')
+    engine = Sge()
+    handle = engine.submit(submission(), Sge().render(submission()))
+    for _ in range(2):
+        assert engine.look(handle).state == RUNNING
+    assert (tmp_path / "distrun-secret").read_text() == SECRET + "\n"
+    assert stat.S_IMODE((tmp_path / "distrun-secret").stat().st_mode) == 0o600
+    assert (tmp_path / "delivered").read_text() == "-inherit h1 /bin/sh\n"
+    assert not any(SECRET in line for line in commands.said)
+
+
+def test_an_array_whose_tasks_do_not_all_start_is_given_up(commands: Commands) -> None:
+    commands.answer("qstat", f"cat {HERE}/qstat_waiting.xml")
+    handle = Handle("sge", "8", {"kind": "array", "tasks": "3", "servers": "0"})
+    engine = Sge()
+    waiting = engine.look(handle)
+    assert (waiting.state, waiting.text) == (QUEUED, "1 of 3 array tasks have started; the others wait")
+    engine._limit_s = 0.0
+    found = engine.look(handle)
+    assert found.state == ENDED
+    assert "only 1 of 3 array tasks have started within 0 s" in found.text
+    assert "qdel 8" in commands.said
+
+
+def test_a_job_that_is_unknown_is_cancelled_already(commands: Commands) -> None:
+    commands.answer("qdel", """echo 'denied: job "4" does not exist'; exit 1""")
+    Sge().cancel(Handle("sge", "4", {}))
+    commands.answer("qdel", """echo 'denied: "eve" is not your job'; exit 1""")
+    with pytest.raises(EngineError, match="is not your job"):
+        Sge().cancel(Handle("sge", "4", {}))
+
+
+def test_a_job_that_is_being_deleted_on_a_host_that_is_not_heard_of_is_deleted_by_force(commands: Commands) -> None:
+    commands.answer(
+        "qstat",
+        f'case $* in *"-qs u"*) cat {HERE}/qstat_unheard.xml;; '
+        f"*) sed 's:<state>r<:<state>dr<:' {HERE}/qstat_running.xml;; esac",
+    )
+    assert Sge().look(Handle("sge", "1", {"kind": "parallel", "slots": "6"})).text == "being deleted"
+    assert "qdel -f 1" in commands.said
+
+
+def test_a_job_that_is_being_deleted_was_cancelled_from_outside(commands: Commands) -> None:
+    commands.answer("qstat", f"sed 's:<state>r<:<state>dr<:' {HERE}/qstat_running.xml")
+    found = Sge().explain(Handle("sge", "1", {"kind": "parallel", "slots": "6"}), "h2")
+    assert found is not None
+    assert found.code == 143
+
+
+def test_the_time_limit_is_known_without_accounting(commands: Commands) -> None:
+    commands.answer("qstat", f'case $* in *"-qs u"*) echo "<x/>";; *) cat {HERE}/qstat_running.xml;; esac')
+    handle = Handle("sge", "1", {"kind": "parallel", "slots": "6", "time_s": "4"})
+    engine = Sge()
+    assert engine.explain(handle, "h2") is None
+    engine.look(handle)
+    found = engine.explain(handle, "h2")
+    assert found is not None
+    assert (found.code, found.text) == (124, "Grid Engine: the time limit of 4 s was reached; raise --time")
+
+
+def test_only_jobs_with_a_marker_are_found(commands: Commands) -> None:
+    commands.answer("qstat", f"cat {HERE}/qstat_waiting.xml")
+    found = {each.handle.id: (each.marker, each.state) for each in Sge().find()}
+    assert found["5"] == ("distrun-bbb", "qw")
+    assert "3" not in found  # called `filler`
+
+
+def test_a_refusal_of_qsub_is_told(commands: Commands) -> None:
+    commands.answer("qsub", "echo 'Unable to run job: job rejected: no' >&2; exit 1")
+    with pytest.raises(EngineError, match="job rejected: no"):
+        Sge().submit(submission(), Sge().render(submission()))
+
+
+def test_a_job_that_can_never_run_is_refused_before_it_is_submitted(commands: Commands) -> None:
+    commands.answer("qconf", f"case $1 in -spl) echo mpi;; -sp) cat {HERE}/pe_mpi.txt;; esac")
+    said = 'Unable to run job: Job 21 cannot run in PE "mpi" because it only offers 12 slots'
+    commands.answer("qsub", f"echo '{said}\nverification: no suitable queues\nExiting.' >&2; exit 1")
+    with pytest.raises(UsageError, match='it cannot run in PE "mpi" because it only offers 12 slots'):
+        Sge().prepare(submission(found={}))
+
+
+def test_an_unknown_queue_is_refused_with_those_that_are_known(commands: Commands) -> None:
+    commands.answer("qconf", "echo all.q; echo gpu.q")
+    with pytest.raises(UsageError, match=r"--queue nope\.q: Grid Engine has no such queue") as caught:
+        Sge().prepare(submission(found={}, queue="nope.q"))
+    assert caught.value.hint == "it has: all.q, gpu.q"
+
+
+def test_commands_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    [found] = Sge().examine()
+    assert not found.ok
+    assert "settings.sh" in found.fix
+    with pytest.raises(EngineError, match="qdel: not found"):
+        Sge().cancel(Handle("sge", "4", {}))
+
+
+# The script, with a stand-in for the agent that tells how it was started.
+
+AGENT = """\
+#!/bin/sh
+trap "" USR2  # the real one has a session of its own
+trap 'echo "$DISTRUN_ENGINE_PLACE stops" >>{log}; exit 0' TERM
+echo "$DISTRUN_ENGINE_PLACE has $DISTRUN_ENGINE_SECRET; $4 $5 $6 $7" >>{log}
+case $DISTRUN_ENGINE_PLACE in stay*) while :; do sleep 0.05; done;; esac
+"""
+
+
+@pytest.fixture
+def run_script(commands: Commands, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Start the rendered script as Grid Engine would: its own process group, a pe_hostfile, a folder for the job."""
+    started: list[subprocess.Popen[bytes]] = []
+    agent, log = tmp_path / "python3", tmp_path / "log"
+    agent.write_text(AGENT.format(log=log))
+    agent.chmod(0o755)
+    log.touch()
+    for name in ("job folder", "tmp"):
+        (tmp_path / name).mkdir()
+    commands.answer("qrsh", f'echo "qrsh $2" >>{log}; shift 2; exec "$@"')
+
+    def run(hosts: str = "", task: str = "undefined", secret: str = "job folder/secret") -> subprocess.Popen[bytes]:
+        made = Sge().render(submission(folder=tmp_path / "job folder", python=str(agent)))
+        (tmp_path / "script").write_text(made.files["sge.sh"].replace("-ge 120", "-ge 1"))
+        (tmp_path / "hosts").write_text(hosts)
+        if secret:
+            (tmp_path / secret).write_text(SECRET + "\n")
+        env = {**os.environ, "TMP": str(tmp_path / "tmp"), "SGE_TASK_ID": task}
+        if hosts:
+            env["PE_HOSTFILE"] = str(tmp_path / "hosts")
+        started.append(subprocess.Popen(["/bin/sh", str(tmp_path / "script")], env=env, start_new_session=True))
+        return started[-1]
+
+    yield run
+    for each in started:
+        if each.poll() is None:
+            os.killpg(each.pid, signal.SIGKILL)
+            each.wait()
+
+
+HAS = f"has {SECRET}; {START.pin} {START.job} env:DISTRUN_ENGINE_PLACE env:DISTRUN_ENGINE_SECRET"
+
+
+def test_the_script_starts_one_agent_on_each_host(
+    run_script: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    hosts = "h1 2 all.q@h1 UNDEFINED\nh2 1 all.q@h2 UNDEFINED\nh1 1 other.q@h1 UNDEFINED\n"
+    assert run_script(hosts).wait(20) == 0
+    assert sorted((tmp_path / "log").read_text().splitlines()) == [f"h1 {HAS}", f"h2 {HAS}", "qrsh h2"]
+
+
+def test_a_task_of_an_array_starts_its_own_agent(
+    run_script: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    assert run_script(task="3").wait(20) == 0
+    assert (tmp_path / "log").read_text() == f"3 {HAS}\n"
+
+
+def test_a_secret_that_is_delivered_is_removed_when_it_was_read(
+    run_script: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    assert run_script("h1 1 q U\n", secret="tmp/distrun-secret").wait(20) == 0
+    assert (tmp_path / "log").read_text() == f"h1 {HAS}\n"
+    assert not (tmp_path / "tmp" / "distrun-secret").exists()
+
+
+def test_a_secret_that_never_comes_ends_the_script(
+    run_script: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    assert run_script("h1 1 q U\n", secret="").wait(20) == 6
+    assert "the coordinator has not reached it by qrsh" in (tmp_path / "job folder" / "agents.log").read_text()
+
+
+def test_notice_of_the_end_asks_all_agents_to_stop(
+    run_script: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    script = run_script("stay1 1 q U\nstay2 1 q U\n")
+    deadline = time.monotonic() + 20
+    while log.read_text().count("has") < 2:
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+    os.killpg(script.pid, signal.SIGUSR1)  # before a suspension: nothing happens
+    os.killpg(script.pid, signal.SIGUSR2)
+    assert script.wait(20) == 140
+    assert sorted(line for line in log.read_text().splitlines() if "stops" in line) == ["stay1 stops", "stay2 stops"]

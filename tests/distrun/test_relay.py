@@ -1,0 +1,244 @@
+"""The `ssh` program that reaches the host of a coordinator, and the files that come by it; `ssh` is a script here."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distrun import cli, client, elsewhere, planning, relay
+from distrun.client import CoordinatorLost
+from distrun.elsewhere import NotAsked
+from distrun.request import JobRequest
+from distrun_runtime.contract import wire
+from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
+from distrun_runtime.coordinator.outcome import Outcome
+
+DROPS = "kex_exchange_identification: Connection closed by remote host\r\nConnection closed by 10.0.0.1 port 22\r"
+OTHERS = "Permission denied (publickey).\r"
+RUNS = 'shift $(($# - 1)); exec sh -c "$1"\n'
+LIMIT_S = 20.0
+Stand = Callable[..., str]
+
+
+@pytest.fixture
+def stand(tmp_path: Path) -> Stand:
+    """Makes an ssh that fails so often with some words, then runs the command here; returns a login by it."""
+
+    def make(times: int, words: str = DROPS) -> str:
+        calls = tmp_path / "calls"
+        fails = f"echo {shlex.quote(words)} >&2; exit 255"
+        path = tmp_path / "ssh"
+        path.write_text(f"#!/bin/sh\necho >>{calls}\n[ $(wc -l <{calls}) -gt {times} ] || {{ {fails}; }}\n{RUNS}")
+        path.chmod(0o755)
+        return f"{path} d1"
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "RETRY_S", 0.2)
+    monkeypatch.setattr(relay, "FIRST_PAUSE_S", 0.02)
+    monkeypatch.setattr(relay, "LONGEST_PAUSE_S", 0.05)
+
+
+def calls(tmp_path: Path) -> int:
+    return (tmp_path / "calls").read_text().count("\n")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobFolder:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    store = JobStore()
+    return store.create(planning.plan_job(JobRequest(command=("true",), workers=1, servers=0, cwd="/"), store).plan)
+
+
+def place(folder: JobFolder, login: str, path: str = "", theirs: str = "") -> None:
+    """Have the job's coordinator be on d1."""
+    told = {"pid": 7, "start": "proc:1", "boot": "b", "path": path, "folder": theirs}
+    folder.place_elsewhere(told, "d1", login)
+
+
+def answers(path: Path, job: str) -> socket.socket:
+    """Greet one client at a socket, as a coordinator does."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+    listener.settimeout(LIMIT_S)
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(wire.encode({"type": "hello", "version": [1, 0], "job": job, "pid": 7, "host": "d1"}))
+            while connection.recv(65536):
+                pass
+
+    threading.Thread(target=serve, daemon=True).start()
+    return listener
+
+
+def test_pauses_grow_and_are_bounded_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "RETRY_S", 30.0)
+    monkeypatch.setattr(relay, "FIRST_PAUSE_S", 0.25)
+    monkeypatch.setattr(relay, "LONGEST_PAUSE_S", 4.0)
+    found = list(relay.pauses())
+    assert sum(found) == pytest.approx(30.0)
+    assert found[0] <= 0.25
+    assert max(found) <= 4.0
+    assert len(found) < 25
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "is_dropped"),
+    [
+        (255, DROPS, True),
+        (255, "Exceeded MaxStartups\r\n" + DROPS, True),
+        (
+            255,
+            "kex_exchange_identification: read: Connection reset by peer\r\nConnection reset by 10.0.0.1 port 22",
+            True,
+        ),
+        (255, OTHERS, False),
+        (255, "ssh: connect to host d1 port 22: Connection refused", False),
+        (255, "", False),
+        (1, DROPS, False),  # what a command there wrote
+        (None, DROPS, False),
+    ],
+)
+def test_a_dropped_connection_is_known_by_code_and_words(code: int | None, said: str, is_dropped: bool) -> None:
+    assert relay.is_dropped(code, said) is is_dropped
+
+
+def test_a_client_whose_connection_the_host_drops_tries_again_and_says_nothing_of_it(
+    folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.s"
+    place(folder, stand(2), str(path))
+    with answers(path, folder.id), client.connect(folder) as connection:
+        assert connection.hello["host"] == "d1"
+    assert calls(tmp_path) == 3
+    assert capfd.readouterr().err == ""
+
+
+def test_a_host_that_goes_on_dropping_connections_is_given_up_with_what_was_tried(
+    folder: JobFolder, stand: Stand, tmp_path: Path
+) -> None:
+    place(folder, stand(1000), str(tmp_path / "job.s"))
+    with pytest.raises(
+        CoordinatorLost, match=r"on d1, whose sshd dropped all \d+ connections that were tried within"
+    ) as caught:
+        client.connect(folder)
+    assert "MaxStartups" in caught.value.hint
+    assert "dropped all %d connections" % calls(tmp_path) in str(caught.value)
+
+
+def test_another_failure_of_ssh_is_not_tried_again_and_shown(
+    folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    place(folder, stand(1000, OTHERS), str(tmp_path / "job.s"))
+    with pytest.raises(CoordinatorLost, match="cannot be reached by ssh"):
+        client.connect(folder)
+    assert calls(tmp_path) == 1
+    assert OTHERS in capfd.readouterr().err
+
+
+def theirs(tmp_path: Path, folder: JobFolder) -> str:
+    """Make the folder that the job has on its coordinator's host."""
+    made = tmp_path / "theirs"
+    made.mkdir()
+    (made / "state.json").write_bytes((folder.path / "state.json").read_bytes())
+    return str(made)
+
+
+def test_a_state_is_fetched_also_from_a_host_that_drops_connections(
+    folder: JobFolder, stand: Stand, tmp_path: Path
+) -> None:
+    there = theirs(tmp_path, folder)
+    (folder.path / "state.json").write_text("older")
+    place(folder, stand(2), theirs=there)
+    assert elsewhere.refreshed(folder) == ""
+    assert (folder.path / "state.json").read_bytes() == Path(there, "state.json").read_bytes()
+    assert calls(tmp_path) == 3
+
+
+def test_a_fetched_state_that_cannot_be_written_here_is_no_failure_of_ssh(
+    folder: JobFolder, stand: Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place(folder, stand(0), theirs=theirs(tmp_path, folder))
+
+    def full(*names: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(NotAsked, match=f"cannot be written to {folder.path}: No space left on device") as caught:
+        elsewhere.refresh(folder)
+    assert "ssh" not in str(caught.value)
+    assert not list(folder.path.glob("*.tmp"))
+
+
+def test_a_host_without_the_jobs_folder_cannot_be_asked(folder: JobFolder, stand: Stand, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    place(folder, stand(0), theirs=str(tmp_path / "empty"))
+    with pytest.raises(NotAsked, match="host d1 cannot be asked: it has no state of this job"):
+        elsewhere.refresh(folder)
+
+
+def test_logs_of_a_job_that_runs_on_hosts_say_where_they_are_and_how_to_read_them(
+    folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    place(folder, stand(0), theirs=theirs(tmp_path, folder))
+    assert cli.run(["logs", "--merge", folder.id]) == 0
+    assert f"on d1 only; what it has printed: distrun attach --since-start {folder.id}\n" in capfd.readouterr().err
+    assert cli.run(["logs", "-f", folder.id]) == 2
+    assert f"distrun attach {folder.id}\n" in capfd.readouterr().err
+
+
+def over_there(folder: JobFolder, tmp_path: Path) -> Path:
+    """End a job that has a folder on its coordinator's host; return that folder."""
+    there = tmp_path / "store" / folder.id
+    (there / "logs").mkdir(parents=True)
+    (there / "plan.json").touch()
+    folder.finish(Outcome(0, "succeeded", "all well"))
+    return there
+
+
+def test_gc_removes_the_folder_on_the_coordinators_host_too(
+    folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    there = over_there(folder, tmp_path)
+    place(folder, stand(1), theirs=str(there))
+    assert cli.run(["gc", "--dry-run", folder.id]) == 0
+    assert there.exists()
+    assert cli.run(["gc", folder.id]) == 0
+    assert capfd.readouterr().out.count("; also its folder on d1\n") == 2
+    assert list(there.parent.iterdir()) == []
+    assert not folder.path.exists()
+
+
+def test_gc_says_how_to_remove_the_folder_of_a_host_that_cannot_be_asked(
+    folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    there = over_there(folder, tmp_path)
+    login = stand(1000, OTHERS)
+    place(folder, login, theirs=str(there))
+    assert cli.run(["gc", folder.id]) == 1
+    told = capfd.readouterr().err
+    assert f"its folder on d1 stays: {OTHERS.strip()}; fix: {login} rm -r {there}\n" in told
+    assert not folder.path.exists()
+
+
+def test_gc_removes_nothing_on_a_host_that_is_no_folder_of_the_job(
+    folder: JobFolder, stand: Stand, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    there = over_there(folder, tmp_path)
+    (there / "plan.json").unlink()
+    place(folder, stand(0), theirs=str(there))
+    assert cli.run(["gc", folder.id]) == 1
+    assert f"{there} is no folder of job {folder.id}" in capfd.readouterr().err
+    assert (there / "logs").exists()

@@ -1,0 +1,194 @@
+"""Jobs on a real Grid Engine, whose hosts share no folder with the launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from backendcontract import BackendContract
+from lab import ROOT, Running, wait_until
+from sgesite import SgeSite, bring_up, mend
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+
+STAY = "trap 'echo bye; exit 0' INT TERM; echo up; while :; do sleep 0.1; done"
+SHORT = ("-s", "0", "--grace", "2")
+FRAIL = ("--suspect-after", "2", "--lost-after", "6", *SHORT)
+"""An agent ends its tasks 9 s after it last heard of the coordinator."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SgeSite]:
+    yield from bring_up()
+
+
+@pytest.fixture
+def lab(cluster: SgeSite, tmp_path: Path) -> Iterator[SgeSite]:
+    cluster.begin(tmp_path)
+    yield cluster
+    mend(cluster)
+
+
+def up(running: Running, workers: int) -> None:
+    """Wait until all workers of a job that STAYs are up."""
+    wait_until(lambda: running.poll() is not None or running.out.count("| up\n") == workers, 60, "all workers are up")
+    assert running.poll() is None, running.err
+
+
+class TestContract(BackendContract):
+    @pytest.fixture
+    def site(self, lab: SgeSite) -> SgeSite:
+        return lab
+
+
+def test_the_secret_is_shown_by_nothing_and_ctrl_c_ends_all(lab: SgeSite) -> None:
+    running = lab.begin_launch(*SHORT, "-n", "3", "env; " + STAY)
+    up(running, 3)
+    [secret] = (lab.home_folder / "state").glob("distrun/jobs/*/engine/secret")
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    told = [lab.ask("qstat", "-j", lab.job()), running.out, running.err]
+    told += lab.commands()
+    told += [
+        lab[host].exec("sh", "-c", "cat /var/spool/gridengine/execd/*/job_scripts/* 2>/dev/null", check=False)
+        for host in lab.hosts
+    ]
+    assert not [text for text in told if secret.read_text().strip() in text]
+    assert "| PE_HOSTFILE=" not in running.out
+    assert len(set(re.findall(r"^worker-\d@(h\d) \| up$", running.out, re.M))) == 3
+    running.signal(signal.SIGINT)
+    assert running.wait() == 130, running.err
+    assert running.out.count("| bye\n") == 3
+    assert not secret.exists()
+    lab.nothing_stays()
+
+
+def test_a_job_that_waits_tells_its_position_and_ctrl_c_cancels_it(lab: SgeSite) -> None:
+    lab.hold(12)
+    running = lab.begin_launch(*SHORT, "-n", "2", "--queue", "all.q", "hostname")
+    wait_until(lambda: "position 1 of 1 in all.q" in running.err, 40, "the position is told")
+    running.signal(signal.SIGINT)
+    assert running.wait() == 130, running.err
+    assert running.out == ""
+    assert "distrun-" not in lab.ask("qstat")
+
+
+def test_a_detached_job_is_followed_and_waited_for(lab: SgeSite) -> None:
+    done = lab.launch("--detach", *SHORT, "-n", "2", "echo one; until [ -e /tmp/go ]; do sleep 0.1; done; exit 5")
+    assert done.code == 0, done.err
+    name = done.out.strip()
+    attached = lab.start("attach", name)
+    wait_until(lambda: attached.out.count("| one\n") == 2, 60, "both workers are shown")
+    assert name in lab.distrun("status").out
+    assert lab.distrun("logs", name, "worker-1").out.count("one") == 1
+    for host in lab.hosts:
+        lab[host].exec("touch", "/tmp/go")
+    assert lab.distrun("wait", name).code == 5
+    assert attached.wait() == 5
+    lab.nothing_stays()
+    for host in lab.hosts:
+        lab[host].exec("rm", "/tmp/go")
+
+
+def test_distrun_kill_ends_a_job_whose_coordinator_is_dead(lab: SgeSite) -> None:
+    running = lab.begin_launch(*SHORT, "-n", "2", "--name", "mine", STAY)
+    up(running, 2)
+    os.kill(running.coordinator(), signal.SIGKILL)
+    assert running.wait() == 8
+    killed = lab.distrun("kill", "mine")
+    assert killed.code == 0, killed.err
+    lab.nothing_stays()
+
+
+def test_a_killed_launcher_leaves_nothing(lab: SgeSite) -> None:
+    running = lab.begin_launch(*FRAIL, "-n", "2", STAY)
+    up(running, 2)
+    coordinator = running.coordinator()
+    running.signal(signal.SIGKILL)
+    os.kill(coordinator, signal.SIGKILL)
+    lab.nothing_stays()
+
+
+def test_qdel_from_outside_is_explained(lab: SgeSite) -> None:
+    running = lab.begin_launch(*SHORT, "-n", "3", "trap '' TERM INT; echo up; while :; do sleep 0.1; done")
+    up(running, 3)
+    lab.ask("qdel", lab.job())
+    assert running.wait() == 143, running.err
+    assert "deleted or killed from outside (qdel)" in running.err or "the job was deleted from outside" in running.err
+    lab.nothing_stays()
+
+
+def test_the_time_limit_is_explained(lab: SgeSite) -> None:
+    running = lab.begin_launch(*SHORT, "--time", "12s", "-n", "2", "echo up; exec sleep 100")
+    assert running.wait() == 124, running.err
+    assert "the time limit of 12 s was reached; raise --time" in running.err
+    lab.nothing_stays()
+
+
+def test_a_host_that_is_powered_off_is_lost(lab: SgeSite) -> None:
+    running = lab.begin_launch(*FRAIL, "-n", "12", STAY)
+    up(running, 12)
+    lab["h3"].poweroff()
+    assert running.wait() == 7, running.err
+    assert "h3" in running.err
+    lab["h3"].boot()
+
+
+def test_an_error_state_is_told_and_the_job_deleted(lab: SgeSite) -> None:
+    done = lab.launch(*SHORT, "-n", "1", "--engine-arg=-wd", "--engine-arg=/nonexistent", "hostname")
+    assert done.code != 0
+    assert "Eqw" in done.err
+    assert "can't chdir to /nonexistent" in done.err
+    lab.nothing_stays()
+
+
+def test_what_can_never_run_is_refused(lab: SgeSite) -> None:
+    for words, text in (
+        (("--worker-gpus", "1"), "no resource 'gpu'"),
+        (("--worker-cores", "50"), "because it only offers 12 slots"),
+    ):
+        done = lab.launch("-n", "1", "-s", "0", *words, "hostname")
+        assert done.code == 2, done.err
+        assert text in done.err
+    done = lab.launch("-n", "1", "-s", "0", "hostname", pe="")
+    assert done.code == 2, done.err
+    assert "--pe is needed" in done.err
+    assert not lab.ask("qstat").strip()
+
+
+def test_the_digits_are_learned_without_a_shared_folder(lab: SgeSite) -> None:
+    pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install scikit-learn")
+    shutil.copy(ROOT / "examples" / "digits.py", lab.work)
+    words = ("-n", "2", "-s", "2", "--sync-dst-dir", "/tmp/digits", "--python", sys.executable)
+    done = lab.launch(*words, sys.executable, "digits.py", "--epochs", "5", "--kv-store", "dist_sync", cwd=lab.work)
+    assert done.code == 0, done.err
+    assert done.out.count("| Total number of workers: 2\n") == 2
+    assert re.search(r"^worker-0@h\d \| Epoch 4: Test_acc 0\.[89]", done.out, re.M), done.out
+    lab.nothing_stays()
+
+
+def test_kill_stale_finds_a_job_whose_store_is_lost(lab: SgeSite) -> None:
+    done = lab.launch("--detach", *FRAIL, "-n", "2", STAY)
+    assert done.code == 0, done.err
+    control = json.loads(next((lab.home_folder / "state").glob("distrun/jobs/*/control.json")).read_text())
+    lab.inside("kill", "-9", str(control["pid"]))
+    shutil.rmtree(lab.home_folder / "state")
+    killed = lab.distrun("kill", "--launcher", "sge", "--stale", "-y")
+    assert killed.code == 0, killed.err
+    assert not lab.ask("qstat").strip()
+    lab.nothing_stays()
+
+
+def test_an_array_runs_where_the_folder_is_shared(lab: SgeSite) -> None:
+    env = {"XDG_STATE_HOME": str(lab.shared / "state")}
+    done = lab.launch(*SHORT, "-n", "3", "echo up", pe="none", env=env)
+    assert done.code == 0, done.err
+    assert done.out.count("| up\n") == 3
+    lab.nothing_stays()

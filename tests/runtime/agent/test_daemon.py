@@ -1,0 +1,70 @@
+"""Processes that an agent starts and that survive it, its connection and the login."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from distrun_runtime.agent import daemon
+from distrun_runtime.contract import logout
+from distrun_runtime.errors import ContractError
+
+ABOUT = (
+    "import json, os, signal, sys\n"
+    "print(json.dumps({'leads': os.getsid(0) == os.getpid(), 'sid': os.getsid(0), 'cwd': os.getcwd(),"
+    " 'umask': os.umask(0), 'hup': signal.getsignal(signal.SIGHUP) == signal.SIG_IGN,"
+    " 'given': sys.stdin.read(), 'X': os.environ['X'],"
+    " 'others': [fd for fd in range(3, 64) if os.path.exists('/proc/self/fd/%d' % fd)]}), flush=True)\n"
+)
+
+
+def test_it_is_a_daemon_and_its_first_line_is_returned() -> None:
+    before = os.umask(0o027)
+    try:
+        told = json.loads(daemon.start([daemon.PYTHON, "-c", ABOUT], b"secret", {"X": "1"}, 20.0))
+    finally:
+        os.umask(before)
+    assert (told["given"], told["X"]) == ("secret", "1")
+    assert (told["leads"], told["cwd"], told["hup"]) == (False, "/", True)
+    assert told["sid"] != os.getsid(0)
+    assert told["others"] == []
+    assert told["umask"] == 0o027, "the login's"
+
+
+def test_one_that_ends_without_a_line_is_an_error_with_its_words() -> None:
+    with pytest.raises(ContractError, match="it ended at once: no disk"):
+        daemon.start(["sh", "-c", "echo no disk >&2"], b"", {}, 20.0)
+
+
+def test_one_that_cannot_be_run_is_an_error_with_the_reason() -> None:
+    with pytest.raises(ContractError, match=r"it ended at once: /no/such: .*No such file"):
+        daemon.start(["/no/such"], b"", {}, 20.0)
+
+
+def test_one_that_is_not_ready_in_time_is_an_error_with_the_time() -> None:
+    with pytest.raises(ContractError, match=r"it did not get ready within 0\.1 s"):
+        daemon.start(["sleep", "0.5"], b"", {}, 0.1)
+
+
+def test_where_a_logout_ends_all_it_is_started_below_the_users_own_manager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in = tmp_path / "systemd-run"
+    stand_in.write_text('#!/bin/sh\necho "$@"\n')
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(logout, "ends_at_logout", lambda: True)
+    monkeypatch.setattr(logout, "needs_linger", lambda: None)
+    found = daemon.start([daemon.PYTHON, "-V"], b"", {}, 20.0)
+    assert found == f"--user --scope --quiet --collect -- {sys.executable} -V"
+
+
+def test_where_that_is_not_allowed_it_is_refused_with_the_line_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logout, "ends_at_logout", lambda: True)
+    monkeypatch.setattr(logout, "needs_linger", lambda: "loginctl enable-linger ann")
+    with pytest.raises(ContractError, match=r"KillUserProcesses.*once: loginctl enable-linger ann"):
+        daemon.start(["true"], b"", {}, 20.0)
