@@ -20,7 +20,7 @@ PLAN = Plan("calm-otter-7f3", "", "fake", ("true",), "/", (Host("d1"), Host("d2"
 
 @pytest.fixture
 def callers() -> Iterator[Callers]:
-    found = Callers(PLAN, Listening(("head", "fd00::1")))
+    found = Callers(PLAN.job, 120.0, Listening(("head", "fd00::1")))
     yield found
     found.agents.close()
 
@@ -28,7 +28,7 @@ def callers() -> Iterator[Callers]:
 def test_agents_are_told_the_users_addresses_with_the_port_that_was_bound(callers: Callers) -> None:
     port = callers.agents.port
     assert callers.addresses == (f"head:{port}", f"[fd00::1]:{port}")
-    argv = callers.command("python3", "env:RANK", "/shared/secret")
+    argv = callers.bootstrap.command("python3", "env:RANK", "/shared/secret")
     assert argv[4:] == (callers.agents.pin, PLAN.job, "env:RANK", "/shared/secret", "120", *callers.addresses)
     assert callers.secret not in " ".join(argv)
 
@@ -49,7 +49,8 @@ def test_by_default_all_addresses_of_this_machine_are_tried_and_loopback_last(mo
 
 
 def test_each_place_has_a_channel_of_its_name(callers: Callers) -> None:
-    assert [channel.host for channel in callers.agents.channels] == ["d1", "d2"]
+    assert callers.agents.channels == ()
+    assert [channel.host for channel in callers.expect(PLAN)] == ["d1", "d2"]
 
 
 def test_the_secret_is_in_a_file_of_its_own_that_only_the_user_reads(callers: Callers, tmp_path: Path) -> None:
