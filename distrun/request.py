@@ -96,6 +96,16 @@ class EngineOptions(NamedTuple):
     config: Mapping[str, str] = {}
     """The engine's section of the configuration file."""
 
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON-able values; `from_json` gives them back."""
+        return {**self._asdict(), "worker": self.worker._asdict(), "server": self.server._asdict()}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> EngineOptions:
+        """Return what `to_json` gave. Raises TypeError, KeyError."""
+        needs = {role: Needs(**value[role]) for role in ("worker", "server")}
+        return EngineOptions(**{**value, "args": tuple(value["args"]), **needs})
+
 
 @dataclass(frozen=True)
 class JobRequest:
@@ -175,7 +185,9 @@ class JobRequest:
             for each in self.settings
         ]
         rules = self.sync_rules
+        engine = {} if self.engine == EngineOptions() else {"engine": self.engine.to_json()}
         return {
+            **engine,
             "name": self.name,
             "launcher": self.launcher,
             "command": list(self.command),

@@ -36,7 +36,7 @@ from distrun.backends.engine import (
 from distrun.errors import UsageError
 from distrun.hosts import Inventory
 from distrun.placement import Slot, slots_in
-from distrun.request import JobRequest, Needs
+from distrun.request import EngineOptions, JobRequest, Needs
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER, Host, Plan
 from distrun_runtime.coordinator.events import EngineTold, Event
@@ -178,6 +178,8 @@ class QueueBackend(Backend):
         """Have the engine end the job whose folder this is, whatever became of its coordinator."""
         try:
             wanted, handle = _read_record(folder)
+            if handle is None and self._submission is None:
+                self.engine.options = _asked(folder)
             handles = [handle] if handle else [each.handle for each in self.engine.find() if each.marker == wanted]
             ended = [f"{self.name} job {each.id}" for each in handles if self.cancelled(each)]
         except FileNotFoundError:
@@ -529,6 +531,15 @@ def _write_record(folder: Path, marker: str, handle: Handle | None) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(path, folder / RECORD)
+
+
+def _asked(folder: Path) -> EngineOptions:
+    """Return what the user said to the engine of a job. Raises OSError, ValueError."""
+    value = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+    try:
+        return EngineOptions.from_json(value["engine"]) if "engine" in value else EngineOptions()
+    except (KeyError, TypeError) as err:
+        raise ValueError(f"{folder / 'request.json'} is damaged: {err}") from err
 
 
 def recorded_marker(folder: Path) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import mpi
 import pytest
 from backendcontract import BackendContract
+from enginesneeded import is_required
 from lab import ROOT, Done, Running, Site, wait_until
 
 pytestmark = pytest.mark.engine
@@ -26,7 +27,7 @@ def mpirun(request: pytest.FixtureRequest) -> tuple[str, ...]:
     """The options of a launch by the mpirun of that name."""
     path = mpi.path(request.param)
     if not path:
-        assert os.environ.get("DISTRUN_ENGINES") != "required" or request.param not in DEBIAN, f"no {request.param}"
+        assert not is_required("mpi") or request.param not in DEBIAN, f"no {request.param}"
         pytest.skip(f"no {request.param} on this machine: PYTHONPATH=tests/lab python -m mpi install")
     root = ("--engine-arg=--allow-run-as-root",) if "openmpi" in request.param else ()
     return ("launch", "--launcher", "mpi", "--mpirun", path, *root)

@@ -5,7 +5,6 @@ Nothing is shared between launcher and hosts but `shared`, which jobs do not use
 
 from __future__ import annotations
 
-import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import sge
+from enginesneeded import is_required
 from hostlab import LabError, Process, Unavailable
 from lab import ROOT, Done, Running, Site, shared_folders, wait_until
 
@@ -82,7 +82,7 @@ def bring_up() -> Iterator[SgeSite]:
             sge.up(lab, common)
             yield lab
         except Unavailable as why:
-            if os.environ.get("DISTRUN_ENGINES") == "required":
+            if is_required("sge"):
                 raise
             pytest.skip(f"sge: {why}")
         finally:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import slurm
+from enginesneeded import is_required
 from hostlab import Process, Unavailable
 from lab import ROOT, Done, Running, Site, shared_folders, wait_until
 
@@ -58,7 +58,7 @@ class SlurmSite(Site):
 
 def needed(why: str) -> None:
     """Skip if there is a reason, or fail where engines are required."""
-    if why and os.environ.get("DISTRUN_ENGINES") == "required":
+    if why and is_required("slurm"):
         pytest.fail(why)
     if why:
         pytest.skip(why)

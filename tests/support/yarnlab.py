@@ -2,7 +2,7 @@
 
 One cluster serves all tests of a module. After each test nothing of a job may run on a node, be known to the
 ResourceManager as not ended, or lie in HDFS. Where YARN cannot run, the tests are skipped and say why; with
-DISTRUN_ENGINES=required they fail.
+DISTRUN_ENGINES=yarn they fail.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import yarn
+from enginesneeded import is_required
 from hostlab import Process, Unavailable
 from lab import ROOT, Done, Running, Site, shared_folders, wait_until
 
@@ -139,7 +140,7 @@ def site_of_module() -> Iterator[YarnSite]:
     """The cluster of a module; made when first asked for."""
     made: YarnSite | None = None
     try:
-        if os.environ.get("DISTRUN_ENGINES") == "required":
+        if is_required("yarn"):
             yarn.install()
         if reason := yarn.why_not():
             raise Unavailable(reason)
@@ -149,7 +150,7 @@ def site_of_module() -> Iterator[YarnSite]:
     except Unavailable as why:
         if made is not None:
             made.down()
-        if os.environ.get("DISTRUN_ENGINES") == "required":
+        if is_required("yarn"):
             raise
         pytest.skip("yarn: %s" % why)
     except BaseException:

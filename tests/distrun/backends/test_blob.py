@@ -28,7 +28,7 @@ from distrun_runtime.contract import environ
 
 PROGRAMS = ("agent", "dialed", "coordinator")
 START = blob.START_AGENT
-FULL = 0.85
+FULL = 0.88
 """Share of the limit at which a module has to leave its blob."""
 
 
@@ -91,7 +91,7 @@ def test_blob_holds_the_program_and_what_it_imports_of_the_contract(program: str
     root = Path(str(importlib.resources.files("distrun_runtime")))
     package = "coordinator" if program == "coordinator" else "agent"
     own = {f"distrun_runtime.{package}.{file.stem}".removesuffix(".__init__") for file in (root / package).glob("*.py")}
-    own -= set(blob.DIALING if program == "agent" else ())
+    own -= set({"agent": blob.DIALING, "dialed": blob.DIALED}.get(program, ()))
     contract = {f"distrun_runtime.contract.{file.stem}" for file in (root / "contract").glob("*.py")}
     imported = set()
     for source in modules.values():

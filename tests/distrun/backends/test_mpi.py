@@ -39,7 +39,7 @@ def submission(*specs: HostSpec, servers: int = 0, workers: int = 3, **more: Any
             "options": EngineOptions(),
             "bootstrap": Bootstrap("calm-otter-7f3", "ab" * 32, ("10.0.0.1:4000", "[fd00::1]:4000"), 120.0),
             "folder": Path("/state/jobs/calm otter/engine"),
-            "cwd": "/home/ann",
+            "cwd": "/users/ann",
             "hosts": inventory,
             "outer": {"PATH": os.environ["PATH"]},
             **more,

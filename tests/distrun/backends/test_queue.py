@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from distrun.backends import queue
 from distrun.backends.engine import EngineError, Explanation, Grant, Group, fill
 from distrun.errors import UsageError
-from distrun.request import Needs
+from distrun.request import EngineOptions, Needs
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator.outcome import Culprit, Outcome
 
@@ -73,3 +75,10 @@ def test_a_template_with_a_name_that_nobody_knows_is_refused_with_those_there_ar
     assert fill("a=@{a} $HOME ${b} @{c}", {"a": "1", "c": "$x @{a}"}) == "a=1 $HOME ${b} $x @{a}"
     with pytest.raises(UsageError, match=r"the template has @\{nope\}; known names: a, c"):
         fill("@{nope}", {"a": "1", "c": "2"})
+
+
+def test_what_was_said_to_an_engine_survives_json() -> None:
+    said = EngineOptions(
+        "all.q", 60.0, "p", ("-x",), Needs(2, 1 << 30, 1), Needs(), {"yarn_rm": "http://rm"}, {"a": "b"}
+    )
+    assert EngineOptions.from_json(json.loads(json.dumps(said.to_json()))) == said

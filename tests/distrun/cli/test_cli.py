@@ -137,7 +137,7 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
         (("launch", "-n", "2", "--launcher", "locl", "true"), ["no launcher 'locl'", "did you mean local?"]),
         (("launch", "-n", "2", "--launcher", "zzz", "true"), ["no launcher 'zzz'; known: local"]),
         (("launch", "-n", "2", "--launcher", "ssh", "true"), ["--launcher ssh: no hosts are given", "-H FILE"]),
-        (("launch", "-n", "2", "--backend", "slurm", "true"), ["--launcher slurm: not implemented yet"]),
+        (("launch", "-n", "2", "--backend", "slrum", "true"), ["no launcher 'slrum'", "did you mean slurm?"]),
         (("launch", "-n", "2", "--hosts", "a,b!", "true"), ["E102: invalid host name 'b!'"]),
         (("launch", "-n", "2", "--reconnect", "true"), ["--reconnect: a job on this machine has no connections", "-H"]),
         (("launch", "-n", "2", "-H", "/dev/null", "true"), ["E101: no hosts in file"]),
@@ -258,7 +258,7 @@ def test_the_help_lists_the_launchers_there_are(distrun: Distrun) -> None:
     (site / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
     (site / "entry_points.txt").write_text("[distrun.backends]\nmine = distrun.backends.local:Local\n")
     shown = distrun.run("launch", "-h", env={"PYTHONPATH": str(site.parent)}).stdout
-    assert b"How tasks are started: local, ssh, mine." in shown
+    assert b"How tasks are started: local, ssh, mpi, sge, slurm, yarn, mine." in b" ".join(shown.split())
 
 
 def test_logs_have_the_same_coloured_prefixes_as_the_launch(distrun: Distrun) -> None:
