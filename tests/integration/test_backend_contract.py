@@ -91,6 +91,7 @@ def here(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Here]:
         made.close()
 
 
+@pytest.mark.slow
 class TestHere(BackendContract):
     @pytest.fixture
     def site(self, here: Here) -> TriedSite:

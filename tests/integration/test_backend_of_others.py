@@ -12,6 +12,7 @@ from distrun_cli import Distrun, leaving_nothing, wait_until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLE = ROOT / "examples" / "backend_kubernetes"
+pytestmark = pytest.mark.slow
 LIMIT_S = 60.0
 
 

@@ -14,6 +14,7 @@ import folderqueue
 import pytest
 from distrun_cli import Distrun, leaving_nothing, processes, wait_until
 
+pytestmark = pytest.mark.slow
 LIMIT_S = 60.0
 WAITS = ("python3", "-c", "import time; print('up', flush=True); time.sleep(100)")
 
