@@ -45,6 +45,7 @@ def allocate(job: QueuedJob, folder: JobFolder, service: Service) -> PlannedJob 
         standing, outcome = _wait(job, folder, service)
         if standing is not None:
             planned = job.planned(standing.grants)
+            job.backend.claims = planned.allocation.claims
             folder.allocate(planned.allocation.to_json())
             folder.start(planned.plan)
             service.state(folder.written)

@@ -148,6 +148,8 @@ class Allocation(NamedTuple):
     """Data addresses that are known beforehand, by host."""
     places: tuple[Place, ...] = ()
     """The places that an engine gave; empty: one a host."""
+    claims: Mapping[str, str] = {}
+    """What the engine calls them, by place."""
 
     def to_json(self) -> dict[str, Any]:
         """Return what allocation.json holds: JSON-able values."""
@@ -254,15 +256,17 @@ def granted(request: JobRequest, engine: str, grants: Sequence[Grant]) -> Alloca
     Raises:
         EngineError: they have too little room.
     """
-    from distrun.backends.queue import groups_of, place_tasks  # with all that listens: for engines only
+    from distrun.backends.queue import groups_of, place_names, place_tasks  # with all that listens: for engines only
 
     known = {} if request.hosts is None else {spec.name: spec for spec in request.hosts.specs}
     nodes = tuple(dict.fromkeys(grant.node for grant in grants))
     hosts = Inventory(engine, tuple(known.get(name, HostSpec(name)) for name in nodes), nodes)
+    names = place_names(grants)
+    grants = [grant._replace(place=names[grant.place]) for grant in grants]
     slots = place_tasks(groups_of(request), grants, request.has_servers)
     used = {slot.place for slot in slots}
     places = tuple(Place(each.place, each.node, each.resources) for each in grants if each.place in used)
-    return Allocation(hosts, slots, places=places)
+    return Allocation(hosts, slots, places=places, claims={name: claim for claim, name in names.items()})
 
 
 def _check_engine(request: JobRequest) -> None:

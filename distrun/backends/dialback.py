@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from distrun.backends import blob, certificate
@@ -45,9 +46,12 @@ class Callers:
         """What starts an agent that reaches this process."""
         return Bootstrap(self._job, self.agents.pin, self.addresses, self._limit_s)
 
-    def expect(self, plan: Plan) -> Sequence[Channel]:
-        """Return a channel for each place of the plan, whose agents are let in when the channels are started."""
-        self.agents.expect(place.name for place in plan.all_places)
+    def expect(self, plan: Plan, claims: Mapping[str, str] = MappingProxyType({})) -> Sequence[Channel]:
+        """Return a channel for each place of the plan, whose agents are let in when the channels are started.
+
+        `claims`: what agents call their places, by the plan's name, where these differ.
+        """
+        self.agents.expect((place.name for place in plan.all_places), claims)
         return self.agents.channels
 
     def write_secret(self, path: Path) -> None:

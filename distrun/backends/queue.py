@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -88,6 +89,8 @@ class QueueBackend(Backend):
         self._submission: Submission | None = None
         self._plan: Plan | None = None
         self._snapshot: Snapshot | None = None
+        self.claims: Mapping[str, str] = {}
+        """What the engine calls the plan's places."""
         self._handle: Handle | None = None
         self._watch: _Watch | None = None
 
@@ -260,7 +263,7 @@ class QueueBackend(Backend):
         """Return one channel for each place; agents are let in when these are started."""
         assert self._callers is not None
         self._plan = plan
-        channels = tuple(self._callers.expect(plan))
+        channels = tuple(self._callers.expect(plan, self.claims))
         self._watch = _Watch(self, self._callers.agents.channels, self._callers.agents.lose)
         return channels
 
@@ -283,6 +286,7 @@ class QueueBackend(Backend):
         if handle is None or not _may_be_explained(outcome):
             return outcome
         place = outcome.culprit.host if outcome.culprit is not None else ""
+        place = self.claims.get(place, place)
         found = within(EXPLAIN_S, lambda: self.engine.explain(handle, place))
         return with_explanation(outcome, found, self.name)
 
@@ -348,7 +352,8 @@ class _Watch:
 
     def _judge(self, standing: Standing) -> None:
         """Give up the places that have ended, if their agents have not said so themselves by now."""
-        gone = dict(standing.gone)
+        names = {claim: name for name, claim in self._backend.claims.items()}
+        gone = {names.get(claim, claim): why for claim, why in standing.gone.items()}
         if standing.state == ENDED:
             # The places that the engine names come first: the first one that is lost is the culprit.
             gone.update({place: standing.text for place in self._channels if place not in gone})
@@ -437,6 +442,21 @@ def place_tasks(groups: Sequence[Group], grants: Sequence[Grant], has_scheduler:
                 raise EngineError(_too_little(groups, grants, group, rank))
             tasks.append((group.role, rank, room.grant.node, room.grant.place))
     return slots_in(tasks)
+
+
+def place_names(grants: Sequence[Grant]) -> dict[str, str]:
+    """Return what the job calls the places, by what the engine calls them.
+
+    Messages name places, and a user knows nodes: so a place is called as its node, or `worker-3@h2` on one of several.
+    """
+    nodes = Counter(grant.node for grant in grants)
+    claims = {grant.place for grant in grants}
+    return {
+        grant.place: grant.node
+        if nodes[grant.node] == 1 and (grant.node not in claims or grant.node == grant.place)
+        else f"{grant.place}@{grant.node}"
+        for grant in grants
+    }
 
 
 class _Room:

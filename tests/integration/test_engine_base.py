@@ -83,7 +83,7 @@ def test_a_job_runs_where_the_engine_put_it_and_leaves_nothing(queue: Queue) -> 
     places = {
         each["name"]: each["host"] for each in json.loads((queue.distrun.job / "allocation.json").read_text())["places"]
     }
-    assert places == {"server-0": "here", "worker-0": "here", "worker-1": "here"}
+    assert places == {"server-0@here": "here", "worker-0@here": "here", "worker-1@here": "here"}
     assert not (queue.distrun.job / "engine" / "secret").exists()
 
 

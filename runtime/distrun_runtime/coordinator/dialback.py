@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Callable, Dict, Iterable, Optional, Sequence, Set, Tuple
+from types import MappingProxyType
+from typing import Callable, Dict, Iterable, Mapping, Optional, Sequence, Set, Tuple
 
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.coordinator.channel import Put, SessionChannel
@@ -72,11 +73,16 @@ class DialBack:
         self._warnings = 0
         self.expect(places)
 
-    def expect(self, places: Iterable[str]) -> None:
-        """Have one channel for each of these places, in the place of those from before. Before `open` only."""
+    def expect(self, places: Iterable[str], claims: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Have one channel for each of these places, in the place of those from before. Before `open` only.
+
+        `claims`: what agents call their places, by place, where an engine has other names for them.
+        """
         self._channels = {name: DialBackChannel(name, self) for name in places}
         self._absent = set(self._channels)
-        self._register.expect(self._channels)
+        self._names = {claims.get(name, name): name for name in self._channels}
+        """Places by what their agents claim."""
+        self._register.expect(self._names)
 
     @property
     def port(self) -> int:
@@ -123,12 +129,13 @@ class DialBack:
                 self._put(StartFailed(place, reason, time.time(), kind="unreachable", fix=OPEN))
 
     def _attach(self, place: str, connected: Connected) -> None:
-        self._absent.discard(place)
-        self._channels[place].attach(SocketConnection(connected.socket), connected.first)
+        name = self._names[place]
+        self._absent.discard(name)
+        self._channels[name].attach(SocketConnection(connected.socket), connected.first)
 
     def _tell_claimed_twice(self, found: ClaimedTwice) -> None:
         if self._put is not None:
-            self._put(PlaceClaimedTwice(found.place, found.first, found.second, time.time()))
+            self._put(PlaceClaimedTwice(self._names[found.place], found.first, found.second, time.time()))
 
     def _tell_denied(self, address: str, reason: str, is_claim: bool) -> None:
         if not is_claim or self._put is None or self._warnings > WARNINGS:

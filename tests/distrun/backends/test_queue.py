@@ -50,6 +50,14 @@ def test_too_little_room_is_told_with_what_was_wanted_and_given(grants: list[Gra
         placed([SERVERS, WORKERS], grants)
 
 
+def test_a_place_is_called_as_its_node_where_a_node_has_only_one() -> None:
+    grants = [Grant("0", "h1"), Grant("1", "h2"), Grant("2", "h2")]
+    assert queue.place_names(grants) == {"0": "h1", "1": "1@h2", "2": "2@h2"}
+    assert queue.place_names([Grant("h1", "h1"), Grant("h2", "h2")]) == {"h1": "h1", "h2": "h2"}
+    crossed = queue.place_names([Grant("a", "b"), Grant("b", "a")])
+    assert len(set(crossed.values())) == 2
+
+
 LOST = Outcome(7, facts.HOST_LOST, "h2 was lost", Culprit("", "h2", reason="its connection ended"))
 
 
