@@ -123,8 +123,12 @@ def _leave(
 ) -> int:
     """Say that the job goes on without this terminal; return the exit code. `asked`: by --detach."""
     if asked:
-        how = f"{job.backend.name} has it" if isinstance(job, QueuedJob) else "all tasks run"
-        console.say(f"{how}; to follow: distrun attach {folder.id}")
+        how = (
+            f"{job.backend.name} has it; to follow it"
+            if isinstance(job, QueuedJob)
+            else "all tasks run; to follow them"
+        )
+        console.say(f"{how}: distrun attach {folder.id}")
         console.write_out(folder.id + "\n")
         return 0
     if detached.cursor is not None:
