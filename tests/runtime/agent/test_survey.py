@@ -68,7 +68,7 @@ def bystander(*argv: str, uid: int | None = None, **env: str) -> Iterator[subpro
         child.wait(WAIT_S)
 
 
-@pytest.mark.parametrize("way", ["", pytest.param("1", marks=pytest.mark.portable)])
+@pytest.mark.parametrize("way", ["", pytest.param("1", marks=[pytest.mark.portable, pytest.mark.slow])])
 def test_a_running_job_is_found_with_its_tasks(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTRUN_PORTABLE", way)
     with agent(shell("sleep 600 & echo ready; wait")) as driver:
@@ -266,7 +266,7 @@ def test_a_start_that_tells_nothing_gives_no_age(start: str) -> None:
     assert sweep.age_s(start) is None
 
 
-@pytest.mark.parametrize("way", ["", pytest.param("1", marks=pytest.mark.portable)])
+@pytest.mark.parametrize("way", ["", pytest.param("1", marks=[pytest.mark.portable, pytest.mark.slow])])
 def test_jobs_of_two_stores_by_one_id_are_told_apart_and_ended_apart(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTRUN_PORTABLE", way)
     script = "setsid sleep 600 & echo ready; wait"
