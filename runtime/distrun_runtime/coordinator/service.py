@@ -305,7 +305,8 @@ class Service:
         """Have the thread look; the lock is held."""
         if not self._is_woken and self._waking >= 0:
             self._is_woken = True
-            os.write(self._waking, b"w")
+            with contextlib.suppress(BrokenPipeError):  # the thread has ended: the launching client was the last one
+                os.write(self._waking, b"w")
 
     # ------------------------------------------------------------------ the thread
 
