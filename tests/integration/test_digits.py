@@ -55,6 +55,7 @@ def test_digits_alone_prints_rank_and_workers_and_reaches_its_accuracy(spelling:
     assert accuracies(output)[-1] >= 0.95
 
 
+@pytest.mark.slow
 def test_two_workers_and_two_servers_reach_95_percent_in_dist_sync(tmp_path: Path) -> None:
     output = launched(tmp_path, "--kv-store", "dist_sync", "--epochs", "5")
     for rank in (0, 1):

@@ -72,6 +72,7 @@ BODIES = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(damaged(), BODIES)
+@pytest.mark.slow
 def test_a_push_of_any_bytes_is_refused_whole_or_counted(what: tuple[int, bytes], body: dict[str, Any]) -> None:
     with live() as server:
         reply = send(server, Kind.PUSH, *what, body, 1)
@@ -92,6 +93,7 @@ def test_a_push_of_any_bytes_is_refused_whole_or_counted(what: tuple[int, bytes]
 
 @settings(max_examples=150, deadline=None)
 @given(damaged(), BODIES)
+@pytest.mark.slow
 def test_an_async_push_of_any_bytes_is_refused_whole_or_applied(what: tuple[int, bytes], body: dict[str, Any]) -> None:
     with live("dist_async") as server:
         server.rule("sgd", learning_rate=1.0)

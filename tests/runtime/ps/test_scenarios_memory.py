@@ -40,6 +40,7 @@ def check(arrays: Any, value: float) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.slow
 def test_arrays_of_the_stores_memory_are_summed_and_written_as_all_others(job: Job, deterministic: bool) -> None:
     def script(session: Any) -> None:
         kv = open_store("dist_sync", session, deterministic=deterministic)
@@ -82,6 +83,7 @@ def test_a_pushed_array_may_be_written_when_its_pending_was_waited_for_and_nobod
 
 
 @pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.slow
 def test_a_push_takes_the_values_that_the_arrays_had(job: Job, waits: bool) -> None:
     """Ten rounds ahead of the other worker, in one array that is written again each time."""
     is_ahead = threading.Event()

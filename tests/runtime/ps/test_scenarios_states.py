@@ -82,6 +82,7 @@ def load_and_train(folder: Path, name: str, dtype: str, **more: Any) -> Callable
 
 
 @pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.slow
 def test_training_with_any_rule_goes_on_as_if_nothing_had_been_saved(job: Job, servers: int, tmp_path: Path) -> None:
     """Bit by bit; counters go on too. One store for each rule, all in the same job."""
     names = sorted(set(RULES) - {"lamb", "lars"})
