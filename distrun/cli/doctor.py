@@ -14,9 +14,9 @@ import click
 from distrun import activation, shell
 from distrun.cli.common import agree, current_folder
 from distrun.cli.console import print_err, print_out, render
-from distrun.cli.engines import engine_of, site_options
+from distrun.cli.engines import engine_of
 from distrun.cli.engines import rows as engine_rows
-from distrun.cli.options import LauncherOption
+from distrun.cli.options import LauncherOption, site_options
 from distrun.cli.reach import host_options, hosts_of, tell_warnings, typed, typed_python
 from distrun.doctor.checks import Row, Ways
 from distrun.errors import UsageError

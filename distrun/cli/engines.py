@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
-
-import click
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from distrun import backends
+from distrun.cli.options import site_engine_options
 from distrun.doctor.checks import BAD, HERE, OK, Row
 from distrun.errors import UsageError
-from distrun.request import EngineOptions
 from distrun_runtime.contract import address, facts
 from distrun_runtime.coordinator.jobstore import JobStore
 
 if TYPE_CHECKING:
     from distrun.backends.engine import Found
     from distrun.backends.queue import QueueBackend
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-_SITE = ("yarn_rm", "yarn_hdfs", "mpirun", "mpi_flavor")
-SITE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
-    click.option("--yarn-rm", default="", metavar="URL", help="ResourceManager (yarn). [default: $HADOOP_CONF_DIR's]"),
-    click.option("--yarn-hdfs", default="", metavar="URL", help="WebHDFS (yarn). [default: $HADOOP_CONF_DIR's]"),
-    click.option(
-        "--mpi-flavor", default="", metavar="NAME", help="Kind of mpirun: openmpi, mpich, intel. [default: asked]"
-    ),
-    click.option("--mpirun", default="", metavar="PATH", help="The mpirun program (mpi)."),
-)
-"""Options that say which engine is meant, for all commands that speak to one."""
-
-
-def site_options(function: Function) -> Function:
-    """Add the options to a command, in the order of the table."""
-    for option in reversed(SITE_OPTIONS):
-        function = option(function)
-    return function
 
 
 def engine_of(name: str, options: Mapping[str, Any], env: Mapping[str, str]) -> QueueBackend | None:
@@ -48,11 +26,8 @@ def engine_of(name: str, options: Mapping[str, Any], env: Mapping[str, str]) -> 
     backend = backends.load(name) if name else None
     if backend is None or not backend.is_engine:
         return None
-    from distrun import config
-
     found = cast("QueueBackend", backend)
-    own = {key: options[key] for key in _SITE if options[key]}
-    found.engine.options = EngineOptions(own=own, config=config.section(name, env))
+    found.engine.options = site_engine_options(name, options, env)
     return found
 
 
@@ -72,19 +47,10 @@ def rows(backend: QueueBackend) -> list[Row]:
 
 def abandoned(found: Sequence[Found], store: JobStore) -> list[Found]:
     """Return the jobs of an engine whose coordinator does not live, as far as this machine's job store says."""
-    living = {str(job.id) for job in store.list() if job.standing() in facts.GOING}
-    from distrun.backends import engine
+    from distrun.backends import engine, queue
 
-    nonces = {_nonce(store, name) for name in living}
-    return [
-        each for each in found if each.marker.startswith(engine.MARK) and each.marker.rpartition("-")[2] not in nonces
-    ]
-
-
-def _nonce(store: JobStore, name: str) -> str:
-    from distrun.backends import queue
-
-    return queue.recorded_marker(store.find(name).path).rpartition("-")[2]
+    living = {queue.recorded_marker(job.path) for job in store.list() if job.standing() in facts.GOING}
+    return [each for each in found if each.marker.startswith(engine.MARK) and each.marker not in living]
 
 
 def cancel(backend: QueueBackend, chosen: Sequence[Found]) -> dict[str, str]:

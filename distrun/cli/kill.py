@@ -17,8 +17,7 @@ import click
 from distrun.cli import engines
 from distrun.cli.common import agree, fetched, seconds
 from distrun.cli.console import print_err, print_out, render
-from distrun.cli.engines import site_options
-from distrun.cli.options import LauncherOption
+from distrun.cli.options import LauncherOption, site_options
 from distrun.cli.reach import host_options, hosts_of, tell_warnings
 from distrun.errors import UsageError
 from distrun.fleet import Answer, Fleet, Problem, jobs

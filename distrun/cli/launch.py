@@ -260,7 +260,7 @@ def _launcher(options: Mapping[str, Any], env: Mapping[str, str], console: Conso
         return backend.name, reach.find_hosts(options, {})
     found = reach.find_hosts(options, env)
     launcher = named or ("local" if found is None else "ssh")
-    if found is None and backends.load(launcher).needs_hosts:
+    if found is None and (backend or backends.load(launcher)).needs_hosts:
         raise UsageError(f"--launcher {launcher}: no hosts are given", "name some with -H FILE or --hosts A,B")
     if found is None and options["sync_dst_dir"]:
         console.say("--sync-dst-dir is ignored: without hosts, the job runs in the current directory")

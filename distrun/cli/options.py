@@ -39,16 +39,50 @@ def _path(**more: Any) -> click.Path:
     return click.Path(path_type=Path, **more)
 
 
-_OWN = ("pe", "yarn_rm", "yarn_hdfs", "node_label", "docker_image", "mpi_flavor", "mpirun")
-"""Options of one engine only."""
-
-
 def _needs(role: str) -> tuple[Callable[[Function], Function], ...]:
     return (
         count(f"--{role}-cores", low=1, help=f"Cores for each {role}."),
         size(f"--{role}-memory", low=1, help=f"Memory for each {role} (512M, 8G)."),
         count(f"--{role}-gpus", low=0, help=f"GPUs for each {role}."),
     )
+
+
+_YARN: tuple[Callable[[Any], Any], ...] = (
+    click.option("--yarn-rm", default="", metavar="URL", help="ResourceManager (yarn). [default: $HADOOP_CONF_DIR's]"),
+    click.option("--yarn-hdfs", default="", metavar="URL", help="WebHDFS (yarn). [default: $HADOOP_CONF_DIR's]"),
+)
+_MPI: tuple[Callable[[Any], Any], ...] = (
+    click.option(
+        "--mpi-flavor",
+        default="",
+        metavar="NAME",
+        help="Make of mpirun: openmpi4, openmpi5, mpich, intel. [default: asked]",
+    ),
+    click.option("--mpirun", default="", metavar="PATH", help="The mpirun program (mpi)."),
+)
+_SITE = ("yarn_rm", "yarn_hdfs", "mpi_flavor", "mpirun")
+"""Options that say which engine is meant, of all commands that speak to one."""
+_OWN = ("pe", "node_label", "docker_image", *_SITE)
+"""Options of one engine only."""
+
+
+def site_options(function: Function) -> Function:
+    """Add the options to a command that say which engine is meant."""
+    for option in reversed((*_YARN, *_MPI)):
+        function = option(function)
+    return function
+
+
+def site_engine_options(launcher: str, options: Mapping[str, Any], env: Mapping[str, str]) -> EngineOptions:
+    """Return what these options, and the configuration file, say to an engine. Reads the file.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    from distrun import config  # with its parser: for engines only
+
+    own = {name: options[name] for name in _SITE if options[name]}
+    return EngineOptions(own=own, config=config.section(launcher, env))
 
 
 ENGINE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
@@ -61,17 +95,10 @@ ENGINE_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "--engine-arg", "engine_args", multiple=True, metavar="ARG", help="Hand ARG to the engine as it is. Repeatable."
     ),
     click.option("--pe", default="", metavar="NAME", help="Parallel environment (sge). [default: the one that fits]"),
-    click.option("--yarn-rm", default="", metavar="URL", help="ResourceManager (yarn). [default: $HADOOP_CONF_DIR's]"),
-    click.option("--yarn-hdfs", default="", metavar="URL", help="WebHDFS (yarn). [default: $HADOOP_CONF_DIR's]"),
+    *_YARN,
     click.option("--node-label", default="", metavar="NAME", help="Label of the nodes (yarn)."),
     click.option("--docker-image", default="", metavar="IMAGE", help="Image of the containers (yarn)."),
-    click.option(
-        "--mpi-flavor",
-        default="",
-        metavar="NAME",
-        help="Make of mpirun: openmpi4, openmpi5, mpich, intel. [default: asked]",
-    ),
-    click.option("--mpirun", default="", metavar="PATH", help="The mpirun program (mpi)."),
+    *_MPI,
 )
 
 
