@@ -89,19 +89,12 @@ def refresh(folder: JobFolder) -> None:
     where = folder.control()
     assert where is not None  # of `is_elsewhere`
     argv = relay.ssh_argv(where["login"], shlex.join(["python3", "-I", "-c", FETCH, where["folder"]]))
-    pauses = relay.pauses()
-    while True:
-        code, said = _fetch(folder, argv)
-        if not code:
-            return
-        pause_s = next(pauses, None) if relay.is_dropped(code, said) else None
-        if pause_s is None:
-            why = said.splitlines()[-1] if said else f"ssh ended with code {code}"
-            raise NotAsked(
-                f"job {folder.id}: its coordinator's host {where['host']} cannot be asked: {why}",
-                f"what is known here is older; try: {where['login']} true",
-            )
-        time.sleep(pause_s)
+    code, said = relay.retried(lambda: _fetch(folder, argv))
+    if code:
+        raise NotAsked(
+            f"job {folder.id}: its coordinator's host {where['host']} cannot be asked: {_why(code, said)}",
+            f"what is known here is older; try: {where['login']} true",
+        )
 
 
 def _fetch(folder: JobFolder, argv: list[str]) -> tuple[int, str]:
@@ -139,22 +132,25 @@ def remove(folder: JobFolder, login: str, there: str) -> None:
         NotRemoved: the folder is still there.
     """
     argv = relay.ssh_argv(login, shlex.join(["python3", "-I", "-c", REMOVE, there, folder.id]))
-    pauses = relay.pauses()
-    while True:
-        try:
-            done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=REMOVE_S, check=False)
-        except subprocess.TimeoutExpired:
-            raise NotAsked(f"it was not removed within {REMOVE_S:.0f} s") from None
-        except OSError as err:
-            raise NotAsked(f"cannot run {argv[0]}: {err.strerror}") from None
-        said = done.stderr.decode("utf-8", "replace").strip()
-        pause_s = next(pauses, None) if relay.is_dropped(done.returncode, said) else None
-        if pause_s is None:
-            break
-        time.sleep(pause_s)
-    if done.returncode:
-        why = said.splitlines()[-1] if said else f"ssh ended with code {done.returncode}"
-        raise NotAsked(why) if done.returncode == relay.OWN_FAILURE else NotRemoved(why)
+    code, said = relay.retried(lambda: _remove(argv))
+    if code:
+        raise (NotAsked if code == relay.OWN_FAILURE else NotRemoved)(_why(code, said))
+
+
+def _remove(argv: list[str]) -> tuple[int, str]:
+    """Run REMOVE; return the exit code of the ssh program, and what it said."""
+    try:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=REMOVE_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise NotAsked(f"it was not removed within {REMOVE_S:.0f} s") from None
+    except OSError as err:
+        raise NotAsked(f"cannot run {argv[0]}: {err.strerror}") from None
+    return done.returncode, done.stderr.decode("utf-8", "replace").strip()
+
+
+def _why(code: int, said: str) -> str:
+    """Return why the ssh program failed, in a line."""
+    return said.splitlines()[-1] if said else f"ssh ended with code {code}"
 
 
 def refreshed(folder: JobFolder) -> str:

@@ -13,7 +13,8 @@ import shlex
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import IO
 
 from distrun.ssh.failure import LastLines, Where, classify
@@ -95,6 +96,21 @@ def pauses() -> Iterator[float]:
         left_s -= pause_s
         longest_s = min(LONGEST_PAUSE_S, longest_s * 2)
         yield pause_s
+
+
+def retried(attempt: Callable[[], tuple[int, str]]) -> tuple[int, str]:
+    """Return what an attempt comes to that the host did not drop, or, after RETRY_S, the last one.
+
+    Args:
+        attempt: runs the ssh program; returns its exit code and what it wrote to stderr.
+    """
+    left = pauses()
+    while True:
+        code, said = attempt()
+        pause_s = next(left, None) if is_dropped(code, said) else None
+        if pause_s is None:
+            return code, said
+        time.sleep(pause_s)
 
 
 class Relay:

@@ -56,6 +56,11 @@ class Callers:
 
     def write_secret(self, path: Path) -> None:
         """Write the secret to a new file of mode 0600, in a folder that agents can read. Raises OSError."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(self.secret + "\n")
+        write_new(path, self.secret + "\n", 0o600)
+
+
+def write_new(path: Path, text: str, mode: int) -> None:
+    """Write a file that is not there yet. Raises OSError: also if it is there, or is a link."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)

@@ -6,6 +6,7 @@ What one engine does is behind `engine.Engine`; here is what they share. The coo
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from distrun.backends import engine as engines
 from distrun.backends.base import Backend, Rendered, Swept
-from distrun.backends.dialback import Callers
+from distrun.backends.dialback import Callers, write_new
 from distrun.backends.engine import (
     ENDED,
     RUNNING,
@@ -148,10 +149,7 @@ class QueueBackend(Backend):
         os.mkdir(submission.folder, 0o700)
         self._callers.write_secret(submission.secret_file)
         for name, text in script.files.items():
-            path = submission.folder / name
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o700)
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
+            write_new(submission.folder / name, text, 0o700)
         self._submission = submission
         _write_record(folder, submission.marker, None)
         return submission, script
@@ -252,8 +250,6 @@ class QueueBackend(Backend):
         )
 
     def _rendered(self, submission: Submission) -> tuple[Submission, Script]:
-        import dataclasses
-
         submission = dataclasses.replace(submission, found=self.engine.prepare(submission))
         return submission, self.engine.render(submission)
 
@@ -500,8 +496,6 @@ def _may_be_explained(outcome: Outcome) -> bool:
 
 def with_explanation(outcome: Outcome, found: Explanation | None, engine: str) -> Outcome:
     """Return a failure as the engine explains it. Pure."""
-    import dataclasses
-
     if found is None:
         if outcome.reason != facts.HOST_LOST:
             return outcome

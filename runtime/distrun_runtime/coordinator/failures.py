@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
-from distrun_runtime.contract import facts
+from distrun_runtime.contract import facts, words
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.contract.plan import WORKER
 from distrun_runtime.coordinator.outcome import Culprit, Outcome, Problem, TaskResult
@@ -442,8 +442,7 @@ def outcome_of(cause: Optional[Cause], tasks: Mapping[str, TaskResult], survivor
 
 def listed(names: Sequence[str]) -> str:
     """Return names with commas between them, and no more of them than a line should have."""
-    more = " and %d more" % (len(names) - _NAMED) if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    return words.listed(names, _NAMED)
 
 
 def rounded(time_s: float) -> str:

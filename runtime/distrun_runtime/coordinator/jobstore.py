@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any, Callable, List, Mapping, Optional
 
-from distrun_runtime.contract import environ, facts
+from distrun_runtime.contract import environ, facts, words
 from distrun_runtime.contract.plan import Plan
 from distrun_runtime.coordinator import jobid
 from distrun_runtime.coordinator.jobfolder import JobFolder
@@ -172,4 +172,4 @@ def _cannot_make(place: Path, err: OSError, run_dir: Optional[Path]) -> JobStore
 
 
 def _listed(names: List[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (" and %d more" % (len(names) - _SHOWN) if len(names) > _SHOWN else "")
+    return words.listed(names, _SHOWN)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from distrun_runtime.contract import words
 from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Message
 from distrun_runtime.ps.replies import refusal
@@ -202,8 +203,7 @@ def _names(members: Sequence[Member]) -> str:
 
 def listed(names: Sequence[str]) -> str:
     """Return names with commas between them, and no more of them than a line should have."""
-    more = " and %d more" % (len(names) - NAMED) if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+    return words.listed(names, NAMED)
 
 
 def _count(number: int, noun: str) -> str:
