@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -11,15 +12,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import backendcontract
 import pytest
 import slurm
-from backendcontract import BackendContract
-from lab import ROOT, Running, wait_until
+from backendcontract import STAY, BackendContract
+from lab import ROOT, wait_until
 from slurmsite import SlurmSite, site
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 
-STAY = "trap 'echo bye; exit 0' INT TERM; echo up; while :; do sleep 0.1; done"
+up = functools.partial(backendcontract.up, limit_s=60)
 SHORT = ("--grace", "2")
 FRAIL = ("--suspect-after", "2", "--lost-after", "6", *SHORT)
 """An agent ends its tasks 9 s after it last heard of the coordinator."""
@@ -39,12 +41,6 @@ def lab(cluster: SlurmSite, tmp_path: Path) -> Iterator[SlurmSite]:
     yield cluster
     cluster.cluster.settle()
     cluster.end()
-
-
-def up(running: Running, workers: int) -> None:
-    """Wait until all workers of a job that STAYs are up."""
-    wait_until(lambda: running.poll() is not None or running.out.count("| up\n") == workers, 60, "all workers are up")
-    assert running.poll() is None, running.err
 
 
 class TestContract(BackendContract):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from agentkit import leftovers
-from fakeengine import Cable, FakeEngine, Shown, planned, wait_for
+from fakeengine import Cable, FakeEngine, Shown, opened, planned, wait_for
 from pythons import VERSIONS, need
 
 from distrun import launching
@@ -23,13 +23,8 @@ STAY = ("sh", "-c", 'trap "echo bye; exit 0" INT TERM; echo up; while :; do slee
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[FakeEngine]:
-    found = FakeEngine(tmp_path)
-    try:
+    with opened(tmp_path) as found:
         yield found
-    finally:
-        found.close()
-        if found.cable is not None:
-            found.cable.close()
 
 
 class Run:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from agentkit import leftovers
-from fakeengine import Cable, Copied, FakeEngine, Shown, planned
+from fakeengine import Cable, Copied, FakeEngine, Shown, opened, planned
 from pythons import need
 
 from distrun import launching
@@ -25,13 +25,8 @@ SHOW = ("sh", "-c", "cat hello")
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[FakeEngine]:
-    found = FakeEngine(tmp_path)
-    try:
+    with opened(tmp_path) as found:
         yield found
-    finally:
-        found.close()
-        if found.cable is not None:
-            found.cable.close()
 
 
 class Run:

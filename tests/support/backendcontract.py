@@ -60,9 +60,9 @@ class TriedSite(Protocol):
         """Fail unless nothing of any job is left, here, on any host and in the engine."""
 
 
-def up(running: Begun, workers: int) -> None:
+def up(running: Begun, workers: int, limit_s: float = LIMIT_S) -> None:
     """Wait until so many workers that STAY are up."""
-    wait_until(lambda: running.poll() is not None or running.out.count("| up\n") == workers, LIMIT_S, "all are up")
+    wait_until(lambda: running.poll() is not None or running.out.count("| up\n") == workers, limit_s, "all are up")
     assert running.poll() is None, running.err
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,6 +113,18 @@ class FakeEngine(Backend):
             if child.poll() is None:
                 child.kill()
             child.communicate()
+
+
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[FakeEngine]:
+    """An engine whose files are in a folder; at the end nothing of it, nor of its cable, is left."""
+    found = FakeEngine(folder)
+    try:
+        yield found
+    finally:
+        found.close()
+        if found.cable is not None:
+            found.cable.close()
 
 
 class Copied(NamedTuple):
