@@ -140,6 +140,12 @@ TABLE: Tuple[Variable, ...] = (
         type=INT,
         low=0,
     ),
+    _row(
+        "DISTRUN_METRICS_SOCKET",
+        "distrun",
+        GIVEN,
+        "Unix datagram socket on which a task tells its agent numbers that may be lost. Set where the agent has one.",
+    ),
     # The parameter-server set of launch.py, ps-lite and BytePS.
     _row("DMLC_ROLE", "dmlc", BOTH, "The process's role.", choices=("scheduler", "server", "worker")),
     _row("DMLC_PS_ROOT_URI", "dmlc", BOTH, "The scheduler's IP address; by hand also a name, which is resolved."),

@@ -1,0 +1,93 @@
+"""What a task tells its agent while it runs: numbers, progress, what it waits for. Tasks and agents agree on it here.
+
+A task sends datagrams to the Unix socket SOCKET in the agent's private folder (DISTRUN_METRICS_SOCKET names it).
+Sending never waits and never fails: a datagram that finds no room, or no agent, is dropped, and the next one says how
+things are then. What must not be lost goes by DISTRUN_PUBLISH_FD instead.
+
+A datagram is one JSON object of at most LIMIT bytes: `v` (VERSION), `kind` (one of KINDS), `task`, and what the kind
+has. docs/protocol.md, "Metrics", lists them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from typing import Any, Dict, Mapping, Optional
+
+from distrun_runtime.contract import environ
+
+VERSION = 1
+SOCKET = "metrics.s"
+"""Name of the socket in the agent's folder."""
+LIMIT = 4096
+"""Bytes of a datagram."""
+
+REPORT = "report"
+"""Progress of a script: `step`, `total`, `values`."""
+COUNTERS = "counters"
+"""What a node of the store has counted since its start."""
+WAITING = "waiting"
+"""What a worker waits for in the store, or that it waits for nothing any more."""
+STACKS = "stacks"
+"""How the process lets its stacks be written."""
+KINDS = (REPORT, COUNTERS, WAITING, STACKS)
+
+
+def encode(kind: str, task: str, members: Mapping[str, Any]) -> Optional[bytes]:
+    """Return a datagram; None if it would be longer than LIMIT. Numbers may be nan or infinite: not strict JSON."""
+    data = json.dumps({"v": VERSION, "kind": kind, "task": task, **members}, separators=(",", ":")).encode()
+    return data if len(data) <= LIMIT else None
+
+
+def decode(data: bytes) -> Optional[Dict[str, Any]]:
+    """Return what a datagram says; None: it is none of ours, or of a version that is not known here."""
+    try:
+        value = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict) or value.get("v") != VERSION or value.get("kind") not in KINDS:
+        return None
+    return value if isinstance(value.get("task"), str) else None
+
+
+class Sender:
+    """Sends datagrams of this process to its agent. For any thread. Without an agent it does nothing.
+
+    A forked child must not use its parent's: it is another process, which the agent does not know by that name.
+    """
+
+    def __init__(self, path: str = "", task: str = "") -> None:
+        """`path`, `task`: of another agent or of another task than the environment names."""
+        self._path = path or environ.text("DISTRUN_METRICS_SOCKET") or ""
+        self._task = task or own_name()
+        self._owner = os.getpid()
+        self._socket: Optional[socket.socket] = None
+        if self._path:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._socket.setblocking(False)
+
+    def send(self, kind: str, /, **members: Any) -> bool:
+        """Send, and return whether the datagram went. Never waits, never raises."""
+        if self._socket is None or os.getpid() != self._owner:
+            return False
+        try:
+            data = encode(kind, self._task, members)
+            if data is None:
+                return False
+            self._socket.sendto(data, self._path)
+        except (OSError, TypeError, ValueError, RecursionError):
+            return False
+        return True
+
+    def close(self) -> None:
+        """Send nothing more."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def own_name() -> str:
+    """Return this task's name, such as `worker-1`; empty outside a job."""
+    role, rank = environ.text("DISTRUN_ROLE"), environ.text("DISTRUN_RANK")
+    return f"{role}-{rank}" if role and rank else ""
