@@ -241,6 +241,11 @@ class RunningTask:
         """Its first process ended and was waited for."""
         return self.processes.is_reaped
 
+    @property
+    def output_at(self) -> float:
+        """When it wrote last, wall clock; 0: it has not."""
+        return max(outlet.read_at for outlet in self.outlets)
+
 
 # Starting
 
