@@ -163,9 +163,9 @@ def test_a_helper_that_hangs_is_killed_and_another_goes_on_without_that_question
     driver.tick(30.0)
     assert driver.answered("disk"), "that is what it was asked"
     driver.helper.answers.clear()
-    driver.tick(HUNG_S - 100.0)
+    driver.tick(HUNG_S - 80.0)
     assert driver.answered("disk")
-    driver.tick(20.0)
+    driver.tick()
     assert driver.helper._asked == "gpus", "ten minutes later"
 
 
