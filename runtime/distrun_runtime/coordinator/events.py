@@ -234,6 +234,16 @@ class Pong(NamedTuple):
     n: int = 0
 
 
+class Measured(NamedTuple):
+    """What an agent has sampled, and what tasks reported there: its frame `metrics`. The supervisor has no part in it.
+
+    It has no clock of ours: rates are worked out by the agent's (`clock`).
+    """
+
+    host: str
+    value: Mapping[str, Any] = {}
+
+
 class Bye(NamedTuple):
     """An agent has ended whatever was left and goes."""
 
@@ -338,6 +348,7 @@ Event = Union[
     Warned,
     AgentEnding,
     Pong,
+    Measured,
     Bye,
     Holding,
     Cut,

@@ -162,7 +162,7 @@ class _JobRun:
 
     def handle(self, event: events.Event, now: float) -> List[actions.AgentAction]:
         """Note an event, have the supervisor decide, and do what concerns no agent; return the rest."""
-        if self._verbosity >= TRACE and not isinstance(event, (events.Tick, events.Pong)):
+        if self._verbosity >= TRACE and not isinstance(event, (events.Tick, events.Pong, events.Measured)):
             self._sink.say(f"< {_shown(event)}", actions.DEBUG)
         if isinstance(event, events.PauseToggled):
             self._sink.toggle_pause()
