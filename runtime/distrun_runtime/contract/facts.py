@@ -145,6 +145,9 @@ GIVE_UP_S = 3.0
 STALL_AFTER_S = 300.0
 """A worker without a sign of life for so long is said to be stalled."""
 
+LOOPBACK = "127.0.0.1"
+"""Where the coordinator answers Prometheus, unless the user says otherwise."""
+
 # How much is sent.
 
 CHANNEL_COPY_LIMIT = 1024 * 1024 * 1024

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Deque, Dict, Iterable, Iterator, List, NamedTu
 from distrun_runtime.contract import wire
 from distrun_runtime.errors import WireError
 
-UNNUMBERED = frozenset(("ping", "pong", "resume", "received", "credit"))
+UNNUMBERED = frozenset(("ping", "pong", "metrics", "resume", "received", "credit"))
 """Types of frames that are lost in a cut, and need not be sent again."""
 CHUNK = 128 * 1024
 """Bytes of a large body in one frame. The protocol allows CHUNK_LIMIT; a ping waits for one at most."""

@@ -124,6 +124,11 @@ def _copy_failed(host: str, header: Mapping[str, Any], body: bytes, arrived: flo
     return events.CopyFailed(host, str(header["reason"]), kind, fix)
 
 
+def _metrics(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
+    # Whatever is wrong with its numbers is no reason to give up an agent.
+    return events.Measured(host, {name: value for name, value in header.items() if name != "type"}, arrived)
+
+
 def _cleared(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
     left = tuple((int(each["pid"]), str(each.get("command", ""))) for each in header.get("left", ()))
     return events.Cleared(host, left)
@@ -141,6 +146,7 @@ _EVENTS: Dict[str, Callable[[str, Mapping[str, Any], bytes, float], events.Event
     "warning": lambda host, header, body, arrived: events.Warned(host, str(header["text"])),
     "ending": _ending,
     "pong": lambda host, header, body, arrived: events.Pong(host, int(header.get("n", 0))),
+    "metrics": _metrics,
     "refused": _refused,
     "holding": lambda host, header, body, arrived: events.Holding(host, str(header["path"])),
     "need": lambda host, header, body, arrived: events.Needed(host, str(header["digest"])),
@@ -219,3 +225,8 @@ def ack(action: Ack) -> wire.Frame:
 def ping(n: int) -> wire.Frame:
     """Return the frame that renews an agent's lease."""
     return wire.Frame({"type": "ping", "n": n})
+
+
+def sample(interval_s: float) -> wire.Frame:
+    """Return the frame that has an agent send `metrics` each `interval_s` seconds; 0: no more."""
+    return wire.Frame({"type": "sample", "interval_s": interval_s})

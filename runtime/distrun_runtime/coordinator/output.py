@@ -43,6 +43,9 @@ class Watcher(Protocol):
     def state(self, value: Mapping[str, Any]) -> None:
         """Take the job's new state: what state.json holds."""
 
+    def metrics(self, value: Mapping[str, Any]) -> None:
+        """Take a snapshot of the job's numbers, as was asked for by `events.MetricsWanted`."""
+
 
 @dataclass
 class OutputPiece:
