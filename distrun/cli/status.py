@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun import shell
+from distrun import shell, units
 from distrun.cli.common import find_job
 from distrun.cli.console import WIDE, is_terminal, live, print_err, print_out, render, width
 from distrun.cli.reach import host_options, hosts_of, tell_warnings
@@ -183,8 +183,8 @@ def hosts_table(found: Sequence[HostJob], columns: int = WIDE) -> Table:
             job.host,
             job.state(),
             names[job.mark],
-            jobs.age(job.age_s),
-            "" if job.quiet_s is None else f"{jobs.age(job.quiet_s)} ago",
+            units.age(job.age_s),
+            "" if job.quiet_s is None else f"{units.age(job.quiet_s)} ago",
             ", ".join(job.tasks) or ("only processes" if job.processes else "only its folder"),
         )
         for job in found
