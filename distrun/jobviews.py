@@ -9,6 +9,7 @@ that does not answer in time costs what it would have told, nothing else: its jo
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import selectors
@@ -124,6 +125,11 @@ class JobView:
         """The job's progress, if its script reports it."""
         found = (self.metrics or {}).get("progress")
         return found if isinstance(found, Mapping) else None
+
+
+def with_state(view: JobView, state: Mapping[str, Any]) -> JobView:
+    """Return a view with a state that its coordinator has told just now."""
+    return dataclasses.replace(view, state=state, seen_s=None, problem="", fix="")
 
 
 def look(

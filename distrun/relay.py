@@ -120,7 +120,7 @@ class Relay:
     """The `ssh` program, whose standard input and output are a connection to a socket on another host.
 
     What it writes to stderr goes to ours. Only how it says that the host dropped the connection is held until `show`:
-    there may be another attempt, of which the user need not read.
+    there may be another attempt, of which the user need not read. If ssh may not ask the user, nothing of it is shown.
 
     Raises:
         OSError: it cannot be started.
@@ -140,6 +140,7 @@ class Relay:
         assert self._child.stderr is not None  # asked for above
         self._last_lines = LastLines()
         self._held: list[bytes] | None = []
+        self._is_shown = may_ask
         self._reader = threading.Thread(target=self._read, args=(self._child.stderr,), name="ssh-stderr", daemon=True)
         self._reader.start()
 
@@ -158,7 +159,7 @@ class Relay:
     def show(self) -> None:
         """Hold nothing of what it says from now on, and show what was held."""
         held, self._held = self._held or [], None
-        for line in held:
+        for line in held if self._is_shown else ():
             os.write(2, line)
 
     def close(self) -> None:
@@ -176,5 +177,5 @@ class Relay:
                 self._last_lines.feed(line)
                 if self._held is not None and classify(line.decode("utf-8", "replace"), Where("")).is_passing:
                     self._held.append(line)
-                else:
+                elif self._is_shown:
                     os.write(2, line)

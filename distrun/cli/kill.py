@@ -108,7 +108,7 @@ def _by_name(names: Sequence[str], options: Mapping[str, Any]) -> int:
         if not options["as_json"]:
             print_out("".join(f"{folder.id}: {line}\n" for line in killed.lines))
     if options["as_json"]:
-        _print_json(exit_code=code, jobs=told)
+        _print_json(dry_run=False, exit_code=code, jobs=told)
     return code
 
 

@@ -73,7 +73,11 @@ def status(job: str | None, watch: bool, everything: bool, as_json: bool, **opti
     if job is None:
         return _list(store, watch, everything, as_json)
     folder = found_job(store, job)
-    if watch and not as_json:
+    if watch and as_json:
+        from distrun.cli import watchlines
+
+        return watchlines.job(_looked(folder), view_as_json, exit_code)
+    if watch:
         if is_terminal():
             live(
                 lambda: tasks_table(folder.state(), time.time(), width()),
@@ -104,6 +108,10 @@ def _list(store: JobStore, watch: bool, everything: bool, as_json: bool) -> int:
     def table(views: Sequence[JobView]) -> Any:
         return jobs_table([each.state for each in views], time.time(), width(), {each.id: each for each in views})
 
+    if watch and as_json:
+        from distrun.cli import watchlines
+
+        return watchlines.jobs(read, view_as_json)
     if as_json:
         now = time.time()
         jobs = [view_as_json(each, now) for each in read()]
@@ -197,7 +205,10 @@ def _on_hosts(wanted: str | None, as_json: bool, options: Mapping[str, Any]) -> 
     code = facts.EXIT_PREFLIGHT if problems else 0
     if as_json:
         rows = [_host_as_json(host, problems.get(host), found) for host in answers]
-        print_out(json.dumps({"schema": SCHEMA, "exit_code": code, "hosts": rows}, indent=2) + "\n")
+        print_out(
+            json.dumps({"schema": SCHEMA, "time": rfc3339(time.time()), "exit_code": code, "hosts": rows}, indent=2)
+            + "\n"
+        )
         return code
     if found:
         print_out(render(hosts_table(found, width(), problems)))

@@ -5,65 +5,22 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fakecoordinator import METRICS, Coordinator
 from sample_plan import sample_plan
 
 from distrun import cli, jobviews, relay
-from distrun_runtime.contract import wire
 from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
 from distrun_runtime.coordinator.outcome import Outcome, TaskResult
 
 DROPS = "kex_exchange_identification: Connection closed by remote host"
 RUNS = 'shift $(($# - 1)); exec sh -c "$1"\n'
-METRICS = {"schema": "distrun.metrics/1", "time": 1.0, "progress": {"step": 12, "total": 50, "fraction": 0.24}}
 LIMIT_S = 20.0
-
-
-class Coordinator:
-    """A control socket that answers `subscribe` with metrics, or says nothing."""
-
-    def __init__(self, path: Path, job: str, is_silent: bool = False) -> None:
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(path))
-        self._listener.listen()
-        self._job = job
-        self._is_silent = is_silent
-        self.heard: list[str] = []
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._threads[0].start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            self._threads.append(threading.Thread(target=self._serve, args=(connection,), daemon=True))
-            self._threads[-1].start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        decoder = wire.Decoder()
-        with connection:
-            while data := connection.recv(65536):
-                for frame in decoder.feed(data):
-                    self.heard.append(frame.type)
-                    if self._is_silent:
-                        continue
-                    told: dict[str, Any] = {"type": "hello", "version": [1, 1], "job": self._job, "pid": 1, "host": "x"}
-                    if frame.type == "subscribe":
-                        told = {"type": "metrics", "metrics": METRICS}
-                    connection.sendall(wire.encode(told))
-
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
 
 
 @pytest.fixture
@@ -249,6 +206,6 @@ def test_the_table_shows_progress_and_when_an_unknown_job_was_seen(
     shown = capfd.readouterr()
     rows = {line.split()[0]: " ".join(line.split()) for line in shown.out.splitlines()}
     assert rows["JOB"].startswith("JOB STATE PROGRESS")
-    assert "running 24 % 1 (1 running)" in rows["here-1"]
+    assert "running 24 %, 12 min left 1 (1 running, 1 stalled)" in rows["here-1"]
     assert "unknown, seen 3 min ago" in rows["dead-1"]
     assert shown.err.count("d1 cannot be asked: ssh ended with code 255") == 1
