@@ -55,6 +55,25 @@ class Answered(NamedTuple):
     error: str = ""
 
 
+class StackWanted(NamedTuple):
+    """A client wants the stacks of a task, of a role, or of all workers (empty). The supervisor has no part in it."""
+
+    number: int
+    """What the answers are for."""
+    task: str = ""
+
+
+class StackFound(NamedTuple):
+    """An agent has found where a task stands, or, where `error` is not empty, why that cannot be said."""
+
+    host: str
+    id: int
+    text: str = ""
+    how: str = ""
+    error: str = ""
+    fix: str = ""
+
+
 class FolderFound(NamedTuple):
     """An agent has looked at the folder for the job's files. It and the next three are for whoever copies them."""
 
@@ -215,6 +234,16 @@ class Pong(NamedTuple):
     n: int = 0
 
 
+class Measured(NamedTuple):
+    """What an agent has sampled, and what tasks reported there: its frame `metrics`. The supervisor has no part in it.
+
+    It has no clock of ours: rates are worked out by the agent's (`clock`).
+    """
+
+    host: str
+    value: Mapping[str, Any] = {}
+
+
 class Bye(NamedTuple):
     """An agent has ended whatever was left and goes."""
 
@@ -302,6 +331,8 @@ Event = Union[
     Settled,
     Needed,
     Answered,
+    StackWanted,
+    StackFound,
     FolderFound,
     Copying,
     Copied,
@@ -317,6 +348,7 @@ Event = Union[
     Warned,
     AgentEnding,
     Pong,
+    Measured,
     Bye,
     Holding,
     Cut,

@@ -16,6 +16,7 @@ from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.outcome import Outcome
 from distrun_runtime.coordinator.output import Sink, Watcher
 from distrun_runtime.coordinator.spool import Spool
+from distrun_runtime.coordinator.stacks import Stacks, StackTold
 from distrun_runtime.coordinator.supervisor import Supervisor
 from distrun_runtime.errors import ContractError
 
@@ -110,6 +111,7 @@ class _JobRun:
         self._watcher = watcher
         self._supervisor = Supervisor(plan, prepare is not None, ends_when_ready)
         self._ends_when_ready = ends_when_ready
+        self._stacks = Stacks(self._supervisor.roster.places)
         self._spool = Spool(folder.logs, plan.log_limit)
         self._outcome: Optional[Outcome] = None
         # Several answers must be missing before a host is suspect.
@@ -160,11 +162,17 @@ class _JobRun:
 
     def handle(self, event: events.Event, now: float) -> List[actions.AgentAction]:
         """Note an event, have the supervisor decide, and do what concerns no agent; return the rest."""
-        if self._verbosity >= TRACE and not isinstance(event, (events.Tick, events.Pong)):
+        if self._verbosity >= TRACE and not isinstance(event, (events.Tick, events.Pong, events.Measured)):
             self._sink.say(f"< {_shown(event)}", actions.DEBUG)
         if isinstance(event, events.PauseToggled):
             self._sink.toggle_pause()
             return []
+        if isinstance(event, events.StackWanted):
+            return self._find_stacks(event, now)
+        if self._stacks.is_waiting:
+            self._tell_stacks(self._stacks.expired(now))
+        if isinstance(event, events.StackFound):
+            self._tell_stacks(self._stacks.heard(event))
         found: List[actions.AgentAction] = []
         if isinstance(event, events.Output):
             found += self._write(event)
@@ -180,6 +188,18 @@ class _JobRun:
             self._record("state", state=self._supervisor.job_state)
         self._keep_folder(now)
         return found
+
+    def _find_stacks(self, event: events.StackWanted, now: float) -> List[actions.AgentAction]:
+        roster = self._supervisor.roster
+        reached = {name for name, host in roster.hosts.items() if host.is_ready and not (host.is_gone or host.is_cut)}
+        asked, told = self._stacks.wanted(event, roster.tasks, reached, now)
+        self._tell_stacks(told)
+        return [*asked]
+
+    def _tell_stacks(self, told: List[StackTold]) -> None:
+        if self._watcher is not None:
+            for each in told:
+                self._watcher.stack(each.number, each.members)
 
     def _write(self, event: events.Output) -> List[actions.AgentAction]:
         """Log and show output; return the acknowledgement."""

@@ -43,6 +43,9 @@ class Watcher(Protocol):
     def state(self, value: Mapping[str, Any]) -> None:
         """Take the job's new state: what state.json holds."""
 
+    def stack(self, number: int, members: Mapping[str, Any]) -> None:
+        """Take an answer to the question `number` (`events.StackWanted`), as `control.stack` has it."""
+
 
 @dataclass
 class OutputPiece:
