@@ -156,10 +156,11 @@ class ControlConnection:
 # ---------------------------------------------------------------------- finding the coordinator
 
 
-def connect(folder: JobFolder) -> ControlConnection:
+def connect(folder: JobFolder, asks: bool = True) -> ControlConnection:
     """Return a connection to the coordinator of a job, greeted.
 
     If it is on another host, which drops the connection because it has too many, this is tried again for some time.
+    `asks`: ssh may ask for a password; without it such a host cannot be reached.
 
     Raises:
         CoordinatorLost: it is gone, or does not answer.
@@ -179,7 +180,7 @@ def connect(folder: JobFolder) -> ControlConnection:
     began, attempts, pauses = time.monotonic(), 1, relay.pauses()
     while True:
         try:
-            return _greeted(_there(folder, where), folder, where)
+            return _greeted(_there(folder, where, asks), folder, where)
         except _Dropped:
             pause_s = next(pauses, None)
         if pause_s is None:
@@ -245,7 +246,7 @@ def _here(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
     return ControlConnection(stream)
 
 
-def _there(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
+def _there(folder: JobFolder, where: Mapping[str, Any], asks: bool) -> ControlConnection:
     """Return a connection by a relay on the coordinator's host."""
     import shlex
 
@@ -253,7 +254,7 @@ def _there(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
 
     login = where.get("login") or shlex.join(["ssh", where["host"]])
     try:
-        relay = Relay(login, where["path"])
+        relay = Relay(login, where["path"], asks)
     except OSError as err:
         raise CoordinatorLost(
             f"job {folder.id}: its coordinator is on {where['host']}, and ssh cannot be started: {err.strerror}",

@@ -78,8 +78,8 @@ def is_elsewhere(folder: JobFolder) -> bool:
     return where is not None and bool(where.get("login")) and not folder.is_finished
 
 
-def refresh(folder: JobFolder) -> None:
-    """Fetch what is new of a job that `is_elsewhere`.
+def refresh(folder: JobFolder, asks: bool = True) -> None:
+    """Fetch what is new of a job that `is_elsewhere`. `asks`: ssh may ask for a password.
 
     If its host drops the connection because it has too many, this is tried again for some time.
 
@@ -88,7 +88,7 @@ def refresh(folder: JobFolder) -> None:
     """
     where = folder.control()
     assert where is not None  # of `is_elsewhere`
-    argv = relay.ssh_argv(where["login"], shlex.join(["python3", "-I", "-c", FETCH, where["folder"]]))
+    argv = relay.ssh_argv(where["login"], shlex.join(["python3", "-I", "-c", FETCH, where["folder"]]), asks)
     code, said = relay.retried(lambda: _fetch(folder, argv))
     if code:
         raise NotAsked(
@@ -153,12 +153,15 @@ def _why(code: int, said: str) -> str:
     return said.splitlines()[-1] if said else f"ssh ended with code {code}"
 
 
-def refreshed(folder: JobFolder) -> str:
-    """Fetch what is new of a job, if it has to be fetched; return a warning if that fails."""
+def refreshed(folder: JobFolder, asks: bool = True) -> str:
+    """Fetch what is new of a job, if it has to be fetched; return a warning if that fails.
+
+    `asks`: ssh may ask for a password.
+    """
     if not is_elsewhere(folder):
         return ""
     try:
-        refresh(folder)
+        refresh(folder, asks)
     except NotAsked as err:
         return f"{err}; {err.hint}"
     return ""

@@ -60,16 +60,18 @@ copy(peer.recv, lambda data: os.write(1, data), leave)
 """
 
 
-def ssh_argv(login: str, command: str) -> list[str]:
+def ssh_argv(login: str, command: str, asks: bool = True) -> list[str]:
     """Return how to run a command on a host whose loss is noticed within ALIVE_S * ALIVE_COUNT seconds. Pure.
 
     Args:
         login: what a user types before a command to run it there: `ssh -p 2222 ann@d1`.
         command: for the login shell there.
+        asks: ssh may ask on the terminal, for a password or about a host key; otherwise it fails instead.
     """
     program, *flags, host = shlex.split(login)
     limits = {"ConnectTimeout": ANSWER_S, "ServerAliveInterval": ALIVE_S, "ServerAliveCountMax": ALIVE_COUNT}
     options = [word for name, value in limits.items() for word in ("-o", f"{name}={value:.0f}")]
+    options += [] if asks else ["-o", "BatchMode=yes"]
     return [program, "-T", *options, *flags, "--", host, command]
 
 
@@ -123,9 +125,9 @@ class Relay:
         OSError: it cannot be started.
     """
 
-    def __init__(self, login: str, path: str) -> None:
+    def __init__(self, login: str, path: str, asks: bool = True) -> None:
         command = shlex.join(["python3", "-I", "-c", RELAY, path])
-        argv = ["sh", "-c", IGNORING_KEYS, "sh", *ssh_argv(login, command)]
+        argv = ["sh", "-c", IGNORING_KEYS, "sh", *ssh_argv(login, command, asks)]
         self.socket, its = socket.socketpair()
         try:
             self._child = subprocess.Popen(argv, stdin=its.fileno(), stdout=its.fileno(), stderr=subprocess.PIPE)

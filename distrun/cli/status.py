@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun import shell
-from distrun.cli.common import find_job
-from distrun.cli.console import WIDE, is_terminal, live, print_err, print_out, render, width
+from distrun.cli.common import fetched, find_job
+from distrun.cli.console import WIDE, print_err, print_out, render, width
 from distrun.cli.reach import host_options, hosts_of, tell_warnings
 from distrun.errors import UsageError
 from distrun_runtime.contract import facts
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 SCHEMA = "distrun.status/1"
 SHOWN = 20
 """Jobs that are listed without --all."""
-INTERVAL_S = 0.5
 SURVEY_S = 30.0
 """How long a host may take to say which jobs it has."""
 
@@ -56,11 +55,22 @@ _STYLES = {
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("job", required=False)
-@click.option("-w", "--watch", is_flag=True, help="Show it again and again, until the job is over or Ctrl-C.")
+@click.option("-w", "--watch", is_flag=True, help="Show it live (also: distrun top). q leaves, ? shows the keys.")
+@click.option("--plain", is_flag=True, help="With -w: print a line for each change, until the job is over.")
+@click.option("--ascii", "is_ascii", is_flag=True, help="With -w: draw with ASCII characters only.")
 @click.option("-a", "--all", "everything", is_flag=True, help=f"List all jobs, not only the {SHOWN} newest.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @host_options
-def status(job: str | None, watch: bool, everything: bool, as_json: bool, **options: Any) -> int:
+def status(
+    job: str | None,
+    *,
+    watch: bool = False,
+    plain: bool = False,
+    is_ascii: bool = False,
+    everything: bool = False,
+    as_json: bool = False,
+    **options: Any,
+) -> int:
     """Show my jobs, the newest first; or the tasks of JOB (an id, the beginning of one, or a name).
 
     \b
@@ -72,35 +82,52 @@ def status(job: str | None, watch: bool, everything: bool, as_json: bool, **opti
     With JOB the exit code is 1 if it failed, was killed, lost or is unknown, 2 if its files cannot be read, else 0.
     With -H it is 3 if a host cannot be asked.
     """
-    if options["hostfile"] is not None or options["hosts"] is not None:
+    if (plain or is_ascii) and not watch:
+        raise UsageError("--plain and --ascii say how -w shows a job", "add -w")
+    if options.get("hostfile") is not None or options.get("hosts") is not None:
         if watch:
             raise UsageError("-w/--watch shows jobs of this machine only", "leave it out, or leave -H out")
         return _on_hosts(job, as_json, options)
     from distrun_runtime.coordinator.jobstore import JobStore
 
     store = JobStore()
+    watched = _watched(store, job, everything, plain, is_ascii) if watch and not as_json else None
+    if watched is not None:
+        return watched
     if job is None:
         read: Callable[[], list[dict[str, Any]]] = lambda: _jobs(store, everything)  # noqa: E731
         if as_json:
             print_out(json.dumps({"schema": SCHEMA, "jobs": read()}, indent=2) + "\n")
-        elif watch and is_terminal():
-            live(lambda: jobs_table(read(), time.time(), width()), lambda: True, INTERVAL_S)
         else:
             print_out(render(jobs_table(read(), time.time(), width())))
         return 0
     folder = find_job(store, job)
-    if watch and not as_json:
-        live(
-            lambda: tasks_table(folder.state(), time.time(), width()),
-            lambda: folder.state()["state"] in facts.GOING,
-            INTERVAL_S,
-        )
     state = folder.state()
     if as_json:
         print_out(json.dumps({"schema": SCHEMA, "job": state}, indent=2) + "\n")
-    elif not watch:
+    else:
         print_out(render(tasks_table(state, time.time(), width())))
     return 0 if state["state"] in (*facts.GOING, facts.SUCCEEDED) else 1
+
+
+def _watched(store: JobStore, job: str | None, everything: bool, plain: bool, is_ascii: bool) -> int | None:
+    """Show a job, or all, live; return the exit code. None: nothing can be drawn, so it is shown once."""
+    from distrun.cli import top
+
+    if not plain and not top.is_drawn(plain):
+        return None
+    folder = find_job(store, job) if job is not None else top.only_running(store)
+    if folder is not None:
+        ended = top.watch_one(folder, plain, is_ascii)
+        if ended.signal is None and not plain:
+            print_out(render(tasks_table(fetched(folder).state(), time.time(), width())))
+        return top.code_of(ended)
+    if plain:
+        return None
+    ended = top.watch_all(store, lambda: _jobs(store, everything), is_ascii)
+    if ended.signal is None:
+        print_out(render(jobs_table(_jobs(store, everything), time.time(), width())))
+    return top.code_of(ended)
 
 
 def jobs_table(states: Sequence[Mapping[str, Any]], now: float, columns: int = WIDE) -> Table:
