@@ -109,7 +109,7 @@ def _length(text: str) -> int:
     if text[1] == "O":
         return 3 if len(text) > 2 else 0
     if text[1] != "[":
-        return 2  # Alt and a key: it means nothing here
+        return 1  # Alt and a key reads the same
     for at in range(2, min(len(text), LONGEST)):
         if "@" <= text[at] <= "~":
             return at + 1

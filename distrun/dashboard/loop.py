@@ -104,6 +104,7 @@ class Dashboard:
 
     def run(self) -> Ended:
         """Show the job until the user leaves or a signal ends this."""
+        self._take_all()
         next_s = 0.0
         while self._ended is None:
             now = time.monotonic()
@@ -129,8 +130,7 @@ class Dashboard:
         if self._signals.wakeup in ready:
             is_urgent = self._take_signals()
         if self._source.wakeup in ready:
-            for frame in self._source.take():
-                self._take(frame)
+            self._take_all()
         pressed: list[str] = []
         if terminal.keys in ready:
             data = terminal.read()
@@ -165,6 +165,10 @@ class Dashboard:
         return is_urgent
 
     # ------------------------------------------------------------------ frames
+
+    def _take_all(self) -> None:
+        for frame in self._source.take():
+            self._take(frame)
 
     def _take(self, frame: Frame) -> None:
         now, header = self._clock(), frame.header

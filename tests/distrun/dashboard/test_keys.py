@@ -11,7 +11,24 @@ def all_keys(data: bytes, step: int = 1000) -> list[str]:
 
 
 TYPED = "qä".encode() + b"\x1b[A\x1bOB\x1b[5~\x1b[6~\x1b[1~\x1b[F\r\t\x1b[Z\x7f\x0c\x1b[1;5C\x1bxz"
-MEANT = ["q", "ä", "up", "down", "pgup", "pgdn", "home", "end", "enter", "tab", "backtab", "backspace", "ctrl-l", "z"]
+MEANT = [
+    "q",
+    "ä",
+    "up",
+    "down",
+    "pgup",
+    "pgdn",
+    "home",
+    "end",
+    "enter",
+    "tab",
+    "backtab",
+    "backspace",
+    "ctrl-l",
+    "esc",
+    "x",
+    "z",
+]
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 1000])
