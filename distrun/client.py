@@ -156,11 +156,10 @@ class ControlConnection:
 # ---------------------------------------------------------------------- finding the coordinator
 
 
-def connect(folder: JobFolder, asks: bool = True) -> ControlConnection:
-    """Return a connection to the coordinator of a job, greeted.
+def connect(folder: JobFolder, may_ask: bool = True) -> ControlConnection:
+    """Return a connection to the coordinator of a job, greeted. `may_ask`: ssh may ask the user for a password.
 
     If it is on another host, which drops the connection because it has too many, this is tried again for some time.
-    `asks`: ssh may ask for a password; without it such a host cannot be reached.
 
     Raises:
         CoordinatorLost: it is gone, or does not answer.
@@ -180,7 +179,7 @@ def connect(folder: JobFolder, asks: bool = True) -> ControlConnection:
     began, attempts, pauses = time.monotonic(), 1, relay.pauses()
     while True:
         try:
-            return _greeted(_there(folder, where, asks), folder, where)
+            return _greeted(_there(folder, where, may_ask), folder, where)
         except _Dropped:
             pause_s = next(pauses, None)
         if pause_s is None:
@@ -246,7 +245,7 @@ def _here(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
     return ControlConnection(stream)
 
 
-def _there(folder: JobFolder, where: Mapping[str, Any], asks: bool) -> ControlConnection:
+def _there(folder: JobFolder, where: Mapping[str, Any], may_ask: bool) -> ControlConnection:
     """Return a connection by a relay on the coordinator's host."""
     import shlex
 
@@ -254,7 +253,7 @@ def _there(folder: JobFolder, where: Mapping[str, Any], asks: bool) -> ControlCo
 
     login = where.get("login") or shlex.join(["ssh", where["host"]])
     try:
-        relay = Relay(login, where["path"], asks)
+        relay = Relay(login, where["path"], may_ask)
     except OSError as err:
         raise CoordinatorLost(
             f"job {folder.id}: its coordinator is on {where['host']}, and ssh cannot be started: {err.strerror}",

@@ -79,6 +79,14 @@ def _reasoned(what: str, style: str) -> Callable[[Mapping[str, object]], Describ
     return describe_one
 
 
+def _condition(event: Mapping[str, object]) -> Described:
+    word = read.text(event.get("condition"))
+    if word not in ("stalled", "straggler"):
+        return None  # that tasks wait, and wait no more, is how a store works
+    why = read.text(event.get("why"))
+    return f"{_where(event)}: {word}" + (f": {why}" if why else ""), text.YELLOW
+
+
 def _started(event: Mapping[str, object]) -> Described:
     attempt = read.whole(event.get("attempt")) or 0
     what = f"started again ({attempt})" if attempt else "started"
@@ -103,5 +111,5 @@ _READERS: Mapping[str, Callable[[Mapping[str, object]], Described]] = {
     "state": lambda event: (f"job is {read.text(event.get('state'))}", text.BOLD),
     "said": _said,
     "finished": _finished,
-    "condition": _reasoned("", text.YELLOW),
+    "condition": _condition,
 }

@@ -72,6 +72,9 @@ class Task:
     total: int | None = None
     values: Mapping[str, float] = field(default_factory=dict)
     is_consequence: bool = False
+    cpu_history: tuple[float | None, ...] = ()
+    """Means of 10 s each, oldest first, if its host is looked at; so is `rss_history`."""
+    rss_history: tuple[float | None, ...] = ()
 
     @property
     def is_problem(self) -> bool:
@@ -432,7 +435,7 @@ def _task(state: Mapping[str, object], told: Mapping[str, object], waited_s: flo
         if word == WAITING and waited_s >= LONG_WAIT_S:
             level = LONG_WAIT_LEVEL
     code, signal = read.whole(state.get("code")), read.text(state.get("signal"))
-    report = read.members(told.get("report"))
+    report, history = read.members(told.get("report")), read.members(told.get("history"))
     peak_kb = read.finite(state.get("max_rss_kb"))
     return Task(
         name=read.text(state.get("name")),
@@ -459,6 +462,8 @@ def _task(state: Mapping[str, object], told: Mapping[str, object], waited_s: flo
         total=read.whole(report.get("total")),
         values=read.numbers(report.get("values")),
         is_consequence=bool(lost_peer),
+        cpu_history=read.series(history.get("cpu")),
+        rss_history=read.series(history.get("rss")),
     )
 
 

@@ -28,6 +28,7 @@ HOSTS_MOST = 8
 """More hosts are folded in a panel beside others."""
 PANEL_LEAST = 3
 """Rows of a panel with its title, below which it is not shown."""
+TRACE_SPAN = "10 s each"
 OLD_S = 5.0
 """Metrics that are older are said to be so."""
 
@@ -402,14 +403,15 @@ def _text(model: Model, look: Look, options: Options, now: float, extra: Extra) 
         wide = max(len(key) for key, _ in HELP)
         return "keys", [((f"  {key:{wide}}  ", text.BOLD), (what, text.PLAIN)) for key, what in HELP]
     if look.mode == user.DETAIL:
-        return f"{look.chosen}", _detail(model, look, now, columns)
+        return f"{look.chosen}", _detail(model, look, options, now)
     if look.mode == user.STACK:
         return f"stack of {look.chosen}", [((text.clean(line), text.PLAIN),) for line in extra.stack]
     lines = [part for line in extra.log for part in text.wrapped(text.clean(line), columns)]
     return f"log of {look.chosen}", [((line, text.PLAIN),) for line in lines]
 
 
-def _detail(model: Model, look: Look, now: float, columns: int) -> list[Line]:
+def _detail(model: Model, look: Look, options: Options, now: float) -> list[Line]:
+    columns = options.columns
     task = model.tasks.get(look.chosen)
     if task is None:
         return [(("there is no such task any more", text.DIM),)]
@@ -442,6 +444,10 @@ def _detail(model: Model, look: Look, now: float, columns: int) -> list[Line]:
         first, *more = text.wrapped(value, max(20, columns - wide - 4))
         lines.append(((f"  {name:{wide}}  ", text.DIM), (first, style)))
         lines += [((" " * (wide + 4), text.PLAIN), (part, style)) for part in more]
+    for name, trace in (("cpu", task.cpu_history), ("memory", task.rss_history)):
+        chart = text.spark(trace, columns - wide - 4, options.glyphs)
+        if chart.strip():
+            lines.append(((f"  {name:{wide}}  ", text.DIM), (chart, text.CYAN), (f"  {TRACE_SPAN}", text.DIM)))
     host = model.hosts.get(task.host)
     for gpu in host.gpus if host is not None else ():
         memory = f"{text.size(gpu.mem_used)}/{text.size(gpu.mem_total)}"

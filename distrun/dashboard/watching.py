@@ -103,7 +103,7 @@ def _show(
 
 
 def _source(folder: JobFolder) -> Source:
-    return Source(folder, lambda found: _connect(found, asks=False), _refresh)
+    return Source(folder, lambda found: _connect(found, may_ask=False), _refresh)
 
 
 def _first_connection(folder: JobFolder) -> ControlConnection | None:
@@ -118,9 +118,9 @@ def _first_connection(folder: JobFolder) -> ControlConnection | None:
         return None
 
 
-def _connect(folder: JobFolder, asks: bool = True) -> ControlConnection:
-    """Return a connection. `asks`: somebody can answer a question of ssh; nobody can while the screen is taken."""
-    connection = client.connect(folder, asks=asks)
+def _connect(folder: JobFolder, may_ask: bool = True) -> ControlConnection:
+    """Return a connection. `may_ask`: somebody can answer a question of ssh; nobody can while the screen is taken."""
+    connection = client.connect(folder, may_ask=may_ask)
     try:
         client.check_version(connection, folder)
     except BaseException:
@@ -130,4 +130,4 @@ def _connect(folder: JobFolder, asks: bool = True) -> ControlConnection:
 
 
 def _refresh(folder: JobFolder) -> str:
-    return elsewhere.refreshed(folder, asks=False)
+    return elsewhere.refreshed(folder, may_ask=False)
