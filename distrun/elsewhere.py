@@ -154,12 +154,15 @@ def _why(code: int, said: str) -> str:
     return said.splitlines()[-1] if said else f"ssh ended with code {code}"
 
 
-def refreshed(folder: JobFolder) -> str:
-    """Fetch what is new of a job, if it has to be fetched; return a warning if that fails."""
+def refreshed(folder: JobFolder, may_ask: bool = True) -> str:
+    """Fetch what is new of a job, if it has to be fetched; return a warning if that fails.
+
+    `may_ask`: ssh may ask the user for a password.
+    """
     if not is_elsewhere(folder):
         return ""
     try:
-        refresh(folder)
+        refresh(folder, may_ask)
     except NotAsked as err:
         return f"{err}; {err.hint}"
     return ""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun.cli.common import found_job
-from distrun.cli.console import is_terminal, live, print_err, print_out, render, width
+from distrun.cli.console import print_err, print_out, render, width
 from distrun.cli.reach import host_options, hosts_of, tell_warnings
 from distrun.cli.statustables import duration, hosts_table, jobs_table, tasks_table
 from distrun.errors import UsageError
@@ -35,20 +35,30 @@ __all__ = ["duration", "jobs_table", "status", "tasks_table"]
 SCHEMA = "distrun.status/1"
 SHOWN = 20
 """Jobs that are over and listed without --all."""
-INTERVAL_S = 0.5
 SURVEY_S = 30.0
 """How long a host may take to say which jobs it has."""
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("job", required=False)
-@click.option("-w", "--watch", is_flag=True, help="Show it again and again, until the job is over or Ctrl-C.")
+@click.option("-w", "--watch", is_flag=True, help="Show it live (also: distrun top). q leaves, ? shows the keys.")
+@click.option("--plain", is_flag=True, help="With -w: print a line for each change, until the job is over.")
+@click.option("--ascii", "is_ascii", is_flag=True, help="With -w: draw with ASCII characters only.")
 @click.option(
     "-a", "--all", "everything", is_flag=True, help=f"List all jobs, not only the {SHOWN} newest that are over."
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object; with --watch one a line for each change.")
 @host_options
-def status(job: str | None, watch: bool, everything: bool, as_json: bool, **options: Any) -> int:
+def status(
+    job: str | None,
+    *,
+    watch: bool = False,
+    plain: bool = False,
+    is_ascii: bool = False,
+    everything: bool = False,
+    as_json: bool = False,
+    **options: Any,
+) -> int:
     """Show my jobs: those that run, then the newest others; or JOB (an id, the beginning of one, or a name) in detail.
 
     \b
@@ -63,13 +73,18 @@ def status(job: str | None, watch: bool, everything: bool, as_json: bool, **opti
     if a host cannot be asked. Hosts of coordinators are asked by ssh, which asks you nothing; what does not answer
     within 2 s is unknown.
     """
-    if options["hostfile"] is not None or options["hosts"] is not None:
+    if (plain or is_ascii) and not watch:
+        raise UsageError("--plain and --ascii say how -w shows a job", "add -w")
+    if options.get("hostfile") is not None or options.get("hosts") is not None:
         if watch:
             raise UsageError("-w/--watch shows jobs of this machine only", "leave it out, or leave -H out")
         return _on_hosts(job, as_json, options)
     from distrun_runtime.coordinator.jobstore import JobStore
 
     store = JobStore()
+    watched = _watched(store, job, everything, plain, is_ascii) if watch and not as_json else None
+    if watched is not None:
+        return watched
     if job is None:
         return _list(store, watch, everything, as_json)
     folder = found_job(store, job)
@@ -77,22 +92,35 @@ def status(job: str | None, watch: bool, everything: bool, as_json: bool, **opti
         from distrun.cli import watchlines
 
         return watchlines.job(_looked(folder), view_as_json, exit_code)
-    if watch:
-        if is_terminal():
-            live(
-                lambda: tasks_table(folder.state(), time.time(), width()),
-                lambda: folder.state()["state"] in facts.GOING,
-                INTERVAL_S,
-            )
-            return exit_code(folder.state())
-        while folder.state()["state"] in facts.GOING:
-            time.sleep(INTERVAL_S)
     return _one(folder, as_json)
 
 
 def exit_code(state: Mapping[str, Any]) -> int:
     """Return the exit code that says how a job stands: 0 if it runs or succeeded."""
     return 0 if state["state"] in (*facts.LIVE, facts.SUCCEEDED) else 1
+
+
+def _watched(store: JobStore, job: str | None, everything: bool, plain: bool, is_ascii: bool) -> int | None:
+    """Show a job, or all, live; return the exit code. None: nothing can be drawn, so it is shown once."""
+    from distrun.cli import top
+
+    if not plain and not top.is_drawn(plain):
+        return None
+    folder = found_job(store, job) if job is not None else top.only_running(store)
+    if folder is not None:
+        ended = top.watch_one(folder, plain, is_ascii)
+        if ended.signal is None and not plain:
+            print_out(render(tasks_table(_looked(folder).state, time.time(), width())))
+        return top.code_of(ended)
+    if plain:
+        return None
+    from distrun import jobviews
+
+    known = jobviews.Background(lambda: jobviews.listed(store.list(), None if everything else SHOWN))
+    ended = top.watch_all(store, known.states, is_ascii)
+    if ended.signal is None:
+        _list(store, False, everything, False)
+    return top.code_of(ended)
 
 
 # ---------------------------------------------------------------------- my jobs
@@ -116,8 +144,6 @@ def _list(store: JobStore, watch: bool, everything: bool, as_json: bool) -> int:
         now = time.time()
         jobs = [view_as_json(each, now) for each in read()]
         print_out(json.dumps({"schema": SCHEMA, "time": rfc3339(now), "jobs": jobs}, indent=2) + "\n")
-    elif watch and is_terminal():
-        live(lambda: table(read()), lambda: True, INTERVAL_S)
     else:
         views = read()
         print_out(render(table(views)))
