@@ -16,7 +16,16 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import create
 from distrun_runtime.store.sparse import RowSparse
 
-pytestmark = pytest.mark.usefixtures("engine", "placement")
+# Placed as MXNet does, servers do all their work later in any case.
+pytestmark = [
+    pytest.mark.usefixtures("engine", "placement"),
+    pytest.mark.parametrize(
+        ("engine", "placement"),
+        [("at once", "size"), ("later", "size"), ("later", "mxnet")],
+        indirect=True,
+        scope="module",
+    ),
+]
 
 Job = Callable[..., Cluster]
 
