@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from distrun.backends.engine import ENDED, QUEUED, RUNNING, Standing
-from distrun.backends.queue import Submitting
+from distrun.backends.queue import Submitting, with_explanation
 from distrun.errors import DistrunError
 from distrun.planning import PlannedJob, QueuedJob
 from distrun_runtime.contract import facts
@@ -189,10 +189,12 @@ class Waiting:
         else:
             why = self.standing.text if self.standing is not None else ""
             text = f"{self._engine} ended the job before it gave it any place" + (f": {why}" if why else "")
-        return Outcome(
+        outcome = Outcome(
             facts.EXIT_SUBMIT,
             facts.SUBMIT,
             text,
             culprit=Culprit("", self._engine, time=time.time(), reason=text),
             job=job,
         )
+        why = self.standing.why if self.standing is not None and self._refused is None else None
+        return outcome if why is None else with_explanation(outcome, why, self._engine)

@@ -299,11 +299,11 @@ class Sge(Engine):
             )
             found.append(Finding(chosen != NO_PE, text, fix))
         except UsageError as err:
-            found.append(Finding(True, str(err), err.hint))
+            found.append(Finding(True, f"{err}; {err.hint}"))
         code, said = _run(("qacct", "-o", _user(), "-d", "1"))
         if code and "no jobs running since startup" not in said:
-            fix = "why a job ended is then known only as far as agents tell; ask for access to the accounting file"
-            found.append(Finding(True, f"no accounting (qacct): {_one_line(said)}", fix))
+            then = "why a job ended is known only as far as agents tell; ask for access to the accounting file"
+            found.append(Finding(True, f"no accounting (qacct): {_one_line(said)}; {then}"))
         else:
             found.append(Finding(True, "accounting: qacct answers"))
         return tuple(found)

@@ -370,6 +370,8 @@ class Slurm(Engine):
             return self._look_inside(handle, found)
         grants = answers.grants(found, components_, is_ours=True) if components_ else ()
         standing = answers.standing(found, grants, self._position_of(handle, found))
+        if standing.state == ENDED:
+            standing = standing._replace(why=answers.explanation(found, ""))
         if standing.state == ENDED and found and any(each.state == "FAILED" for each in found):
             standing = standing._replace(
                 text="; ".join(filter(None, (standing.text, _tail(handle.more.get("log", "")))))

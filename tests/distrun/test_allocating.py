@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from distrun.allocating import SILENT_S, Waiting
-from distrun.backends.engine import ENDED, QUEUED, RUNNING, Grant, Standing
+from distrun.backends.engine import ENDED, QUEUED, RUNNING, Explanation, Grant, Standing
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator.events import EngineTold, Interrupt, Tick
 
@@ -74,6 +74,14 @@ def test_a_job_that_the_engine_ended_was_not_submitted_well(told: Told) -> None:
     outcome = told.waiting.outcome("calm-otter")
     assert (outcome.exit_code, outcome.reason) == (5, facts.SUBMIT)
     assert outcome.message == "slurm ended the job before it gave it any place: cancelled by ann"
+
+
+def test_a_time_limit_that_was_reached_in_the_queue_gives_its_code(told: Told) -> None:
+    why = Explanation(facts.EXIT_TIMEOUT, "YARN: the job's time is over (--time)")
+    told.hears(Standing(QUEUED, "no room"), Standing(ENDED, "killed", why=why))
+    outcome = told.waiting.outcome("calm-otter")
+    assert (outcome.exit_code, outcome.reason) == (124, facts.TIMEOUT)
+    assert outcome.message.endswith("place: killed; YARN: the job's time is over (--time)")
 
 
 def test_a_refusal_is_told_with_what_mends_it(told: Told) -> None:

@@ -102,7 +102,7 @@ def test_too_much_memory_is_137_and_says_what_to_do(site: YarnSite) -> None:
 
 
 def test_the_time_limit_is_124(site: YarnSite) -> None:
-    done = site.launch("-n", "1", "-s", "0", "--time", "30", WAITS)
+    done = site.launch("-n", "1", "-s", "0", "--time", "15", WAITS)
     assert done.code == 124, done.err
     assert "--time" in done.err
 

@@ -215,7 +215,7 @@ def test_a_dry_run_shows_the_script_without_the_secret_and_submits_nothing(queue
     shown = done.stdout.decode()
     assert "{folder}/job.sh:" in shown
     assert "{folder}/secret" in shown
-    assert "2 workers, each with memory 2147483648" in shown
+    assert "2 workers, each with memory 2.0 GiB" in shown
     assert "workers run: python3 train.py --lr 0.1" in shown
     assert queue.jobs == []
     assert queue.distrun.jobs == []
