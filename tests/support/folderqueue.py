@@ -2,8 +2,8 @@
 
 `$FOLDERQUEUE` is the folder. A job waits while there is a file `full`, with the text that says why. Each place is a
 process that runs the rendered script; all of a job are ended by one group id. `refuse` makes it refuse jobs,
-`silent` lets it answer nothing, `stays` keeps a cancelled job in the queue, `fault` is a fault in its code (once), `why`
-holds `CODE TEXT`, its explanation of a failure.
+`silent` lets it answer nothing, `stays` keeps a cancelled job in the queue, `fault` is a fault in its code (once),
+`why` holds `CODE TEXT`, its explanation of a failure.
 """
 
 from __future__ import annotations

@@ -458,7 +458,7 @@ def test_commands_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch, tmp
     [found] = Sge().examine()
     assert not found.ok
     assert "settings.sh" in found.fix
-    with pytest.raises(EngineError, match="qdel: not found"):
+    with pytest.raises(EngineError, match="qdel is not on this machine"):
         Sge().cancel(Handle("sge", "4", {}))
 
 
