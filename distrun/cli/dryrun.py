@@ -13,7 +13,7 @@ from distrun import shell
 from distrun.backends.base import Rendered
 from distrun.hosts import fold, generic
 from distrun.planning import SET_ELSEWHERE, QueuedJob
-from distrun.sync.tree import size_text
+from distrun.units import size as size_text
 from distrun_runtime.contract.plan import Host, Plan, Task
 
 if TYPE_CHECKING:
