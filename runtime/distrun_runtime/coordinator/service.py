@@ -202,9 +202,15 @@ class Service:
                 if len(self._clients) > (launcher is not None):
                     self._wake()  # to read the logs when it is time
 
-    def say(self, text: str, level: str) -> None:
-        """Send one message of distrun's own."""
-        data = control.said(text, level)
+    @property
+    def launcher_draws(self) -> bool:
+        """Whether the launching client shows progress in place: it wants it more often than a file does."""
+        launcher = self._launcher
+        return launcher is not None and launcher.wants.metrics
+
+    def say(self, text: str, level: str, phase: str = "") -> None:
+        """Send one message of distrun's own. `phase` is as in `control.said`."""
+        data = control.said(text, level, phase)
         with self._changed:
             self._to_launcher(data)
             if level != "debug":
@@ -456,7 +462,7 @@ class Service:
 
     def _subscribe(self, client: _Client, request: control.Subscribe) -> None:
         if client.is_launcher:
-            request = control.Subscribe(events=request.events)  # its output comes anyway
+            request = control.Subscribe(events=request.events, metrics=request.metrics)  # its output comes anyway
         if client.reader is not None:
             client.reader.close()
             client.reader = None
