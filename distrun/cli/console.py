@@ -82,8 +82,10 @@ class Console:
         self._log_path: LogPath | None = None
         self._job = ""
         self._is_closing = False
-        self.draws = prefix and can_draw(err_fd, env)
-        """There is a region at the bottom of stderr's terminal: progress bars and the job's line (`follow`)."""
+        self._has_region = prefix and can_draw(err_fd, env)
+        """There is a region at the bottom of stderr's terminal: progress bars and the job's line."""
+        self.draws = self._has_region and self._level <= LEVELS.index("info")
+        """The job's line is shown (`follow`)."""
         self._job_line: JobLine | None = None
         self._counts: Counts = lambda: (0, 0)
         self._since: float | None = None
@@ -100,9 +102,9 @@ class Console:
 
         fds = self._fds
         is_one_place = _same_file(fds["out"], fds["err"])
-        live = {"err": self.draws, "out": self.draws and is_one_place}
+        live = {"err": self._has_region, "out": self._has_region and is_one_place}
         make = _Feeds(self._has_prefix, fds, {fd: wants_colour(fd, self._env) for fd in fds.values()}, live)
-        err = Writer(fds, make.make, self._find_log, self._on_broken, Region() if self.draws else None)
+        err = Writer(fds, make.make, self._find_log, self._on_broken, Region() if self._has_region else None)
         out = err if is_one_place else Writer(fds, make.make, self._find_log, self._on_broken)
         self._writers = {"err": err, "out": out}
         line = self._line()
@@ -157,7 +159,7 @@ class Console:
         self._writers["err"].show_status(encoded(line.text()))
 
     def _line(self) -> JobLine | None:
-        if self._job_line is None and self.draws and self._level <= LEVELS.index("info"):
+        if self._job_line is None and self.draws:
             from distrun.cli.jobline import JobLine
 
             self.start()

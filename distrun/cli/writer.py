@@ -229,6 +229,8 @@ class Writer:
             groups = []
             for (_, task, _), feed in self._feeds.items():
                 bars = feed.bars(now)
+                # What has just come may be half of a state.
+                self._is_drawn_late = self._is_drawn_late or (feed.live and feed.wait_s(now) is not None)
                 if bars:
                     groups.append(Group(feed.prefix, short_prefix(task), bars))
             lines = chosen(groups, self._status, columns, rows)
