@@ -89,18 +89,21 @@ class Feed:
         else:
             ended = screen.write(data, now)
             lines = self._ended(ended) if ended else b""
-        return lines + self._long_row() + self.due(now)
+        if len(screen.row.text) > LINE_LIMIT:
+            line, screen.row.text = self._line(screen.row.text), b""
+            lines += line
+        return lines + self.due(now)
 
     def due(self, now: float) -> bytes:
         """Return what must not wait longer: held bytes, rows that have ended, or the state of a progress bar."""
         if not self.prefix:
             return self._take_raw() if self._held and now >= self._held_since + HOLD_S else b""
-        if self._screen.is_line:
-            return b""
-        lines = self._ended(self._screen.expire(now))
-        for row in self._screen.rows if not self.live else ():
-            state = row.state(now)
-            if state and state != row.printed and now >= row.printed_at + PROGRESS_S:
+        lines = self._ended(self._screen.expire(now)) if self._screen.at else b""
+        if self.live:
+            return lines
+        for row in self._screen.rows:
+            state = row.state(now) if now >= row.printed_at + PROGRESS_S else b""
+            if state and state != row.printed:
                 row.printed, row.printed_at = state, now
                 self._screen.printed_at = now
                 lines += self._line(state)
@@ -142,13 +145,6 @@ class Feed:
     def _take_raw(self) -> bytes:
         held, self._held = self._held, b""
         return held
-
-    def _long_row(self) -> bytes:
-        row = self._screen.row
-        if len(row.text) <= LINE_LIMIT:
-            return b""
-        line, row.text = self._line(row.text), b""
-        return line
 
     def _ended(self, rows: list[Row]) -> bytes:
         """Return the lines that rows have become, without blank bars and those that were printed as they are."""

@@ -182,7 +182,8 @@ class Screen:
         """When a state of a bar, or its end, was printed last: the next bar begins with it."""
         self.past: list[Row] = []
         """The last rows that have ended, if they stand directly above: a bar may be returned to."""
-        self._at = 0
+        self.at = 0
+        """Which row the cursor is in."""
         self._moves_up = False
         """The cursor has gone up before: a bar's newline may be a step down to the next bar."""
         self._rest = b""
@@ -191,7 +192,7 @@ class Screen:
     @property
     def row(self) -> Row:
         """The row where the cursor is."""
-        return self.rows[self._at]
+        return self.rows[self.at]
 
     @property
     def is_line(self) -> bool:
@@ -218,6 +219,13 @@ class Screen:
 
     def write(self, cleaned: bytes, now: float) -> list[Row]:
         """Take what `clean` returned."""
+        if cleaned.rfind(b"\r") == 0 and not (b"\n" in cleaned or b"\b" in cleaned or b"\x1b" in cleaned):
+            # The next state of a bar, by far the most frequent.
+            row = self.rows[self.at]
+            row.go_back(now)
+            if len(cleaned) > 1:
+                row.write(cleaned[1:], now)
+            return []
         self._moves_up = self._moves_up or (b"\x1b" in cleaned and _UPS.search(cleaned) is not None)
         ended: list[Row] = []
         for mark in _MARK.split(cleaned):
@@ -228,18 +236,18 @@ class Screen:
     def expire(self, now: float) -> list[Row]:
         """Return rows that the cursor has left for good."""
         ended: list[Row] = []
-        while self._at and now >= self._ends_at:
+        while self.at and now >= self._ends_at:
             ended += self._end(1, now)
         return ended
 
     def expire_at(self) -> list[float]:
         """Return when `expire` may have something: one time or none."""
-        return [self._ends_at] if self._at else []
+        return [self._ends_at] if self.at else []
 
     def flush(self) -> list[Row]:
         """Return what is left."""
         self._rest = b""
-        rows, self.rows, self._at = self.rows, [Row()], 0
+        rows, self.rows, self.at = self.rows, [Row()], 0
         return [row for row in rows if row.visible]
 
     @property
@@ -270,8 +278,8 @@ class Screen:
         if what in b"AF":
             self._go_up(int(number or b"1") or 1)
         elif what in b"BE":
-            self._at = min(self._at + (int(number or b"1") or 1), len(self.rows) - 1)
-            for row in self.rows[: self._at]:
+            self.at = min(self.at + (int(number or b"1") or 1), len(self.rows) - 1)
+            for row in self.rows[: self.at]:
                 row.left_at = row.left_at or now
         elif what == b"K":
             self.row.erase(int(number or b"0"), now)
@@ -286,36 +294,36 @@ class Screen:
         """Take `CSI mode J`: 0 erases from the cursor on, 1 up to it, 2 and 3 all."""
         self.row.erase(min(mode, 2), now)
         if mode == 0:
-            del self.rows[self._at + 1 :]
-        for row in self.rows[: self._at] if mode == 1 else self.rows if mode else ():
+            del self.rows[self.at + 1 :]
+        for row in self.rows[: self.at] if mode == 1 else self.rows if mode else ():
             row.erase(2, now)
 
     def _go_down(self, row: Row, now: float) -> list[Row]:
-        is_lowest = self._at == len(self.rows) - 1
+        is_lowest = self.at == len(self.rows) - 1
         if is_lowest and not (self._moves_up and row.is_bar):
-            return self._end(self._at + 1, now)
+            return self._end(self.at + 1, now)
         row.left_at = now
-        self._at += 1
+        self.at += 1
         if is_lowest:
             self.rows.append(Row(printed_at=self.printed_at))
         elif is_blank(self.row.visible):
-            self.rows[self._at] = Row(printed_at=self.printed_at, is_bar=self.row.is_bar)
+            self.rows[self.at] = Row(printed_at=self.printed_at, is_bar=self.row.is_bar)
         else:
             self.row.start_over()
         return self._end(1, now) if len(self.rows) > ROWS else []
 
     def _go_up(self, count: int) -> None:
         self._moves_up = True
-        missing = min(count - self._at, ROWS - len(self.rows))
+        missing = min(count - self.at, ROWS - len(self.rows))
         if missing > 0:
             self.rows[:0] = self._taken_back(missing)
-            self._at += missing
-        top = max(0, self._at - count)
-        for row in self.rows[top : self._at + 1]:
+            self.at += missing
+        top = max(0, self.at - count)
+        for row in self.rows[top : self.at + 1]:
             row.is_bar = True
         for row in self.rows[top:]:
             row.left_at = None
-        self._at = top
+        self.at = top
 
     def _taken_back(self, count: int) -> list[Row]:
         """Return rows that were taken for ended ones: nothing had shown by then that the cursor would come back."""
@@ -331,7 +339,7 @@ class Screen:
     def _end(self, count: int, now: float) -> list[Row]:
         """End the upper rows."""
         ended, self.rows = self.rows[:count], self.rows[count:]
-        self._at = max(0, self._at - count)
+        self.at = max(0, self.at - count)
         if any(row.is_bar for row in ended):
             self.printed_at = now
         self.past = [*self.past, *ended][-ROWS:]
