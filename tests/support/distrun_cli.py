@@ -33,6 +33,7 @@ class Distrun:
         ours = {"DMLC_", "DISTRUN_", "PS_", "MXNET_", "SLURM_", "OMPI_"}
         outer = {k: v for k, v in os.environ.items() if not any(k.startswith(prefix) for prefix in ours)}
         outer.pop("DEEPLEARNING_WORKERS_PATH", None)
+        outer.pop("CI", None)  # with it nothing is drawn in place
         self.env = {
             **outer,
             "XDG_STATE_HOME": str(home / "state"),
