@@ -11,6 +11,7 @@ import click
 
 from distrun.cli.common import fetched
 from distrun.cli.console import print_err
+from distrun.cli.logs import choose
 from distrun.errors import DistrunError, UsageError
 from distrun_runtime.contract import facts
 
@@ -45,8 +46,10 @@ def stack(job: str, tasks: tuple[str, ...], as_json: bool) -> int:
 
     store = JobStore()
     folder = fetched(store.find_living(job))
-    if folder.state()["state"] in facts.OVER:
+    state = folder.state()
+    if state["state"] in facts.OVER:
         raise UsageError(f"job {folder.id} is over", f"what it printed: distrun logs {folder.id}")
+    choose(state["tasks"], tasks)
     with client.connect(folder) as connection:
         client.check_version(connection, folder)
         found = [answer for wanted in tasks or ("",) for answer in _asked(connection, wanted)]
@@ -118,7 +121,7 @@ def _comparable(text: str) -> str:
     """Return a stack without what is another one in each process: ids of processes and threads."""
     text = re.sub(r"0x[0-9a-fA-F]+", "0x", text)
     text = re.sub(r"(?m)^Process \d+: .*$", "Process", text)
-    return re.sub(r"(?m)^Thread \d+", "Thread", text)
+    return re.sub(r"(?m)^Thread \d+ \([^)]*\)", "Thread", text)
 
 
 def _row(answer: Mapping[str, Any]) -> dict[str, Any]:
