@@ -76,6 +76,8 @@ class Helper:
             if self._unreaped >= 0 or now < self._start_at:
                 return
             self._start(now)
+            if self._child is None:
+                return
         self._asked, self._deadline = str(wanted.request["what"]), now + self._answer_s
         wanted.asked_at = now
         self._send(json.dumps(wanted.request).encode())

@@ -104,6 +104,8 @@ class Tasks:
             self._owners.pop(pid, None)
         for name in ended:
             self._limits.pop(name, None)
+            for counter in self._counters.get(name, ()):
+                counter.note(0.0)
         for name, who in leaders.items():
             if was.get(name) != who:
                 start = who.start.rpartition(":")[2]
@@ -266,6 +268,8 @@ class PortableTasks:
             if owner:
                 self.members[row.pid] = owner
                 by_task[owner].append(row)
+        for name in set(self._counters) - set(leaders):
+            self._counters[name].note(0.0)
         found = {}
         for name, mine in by_task.items():
             cpu = self._counters.setdefault(name, Rising()).note(sum(row.cpu_s for row in mine))
