@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from distrun.cli.common import fetched
-from distrun.cli.console import print_err
+from distrun.cli.console import print_err, print_out
 from distrun.cli.logs import choose
 from distrun.errors import DistrunError, UsageError
 from distrun_runtime.contract import facts
@@ -55,10 +56,13 @@ def stack(job: str, tasks: tuple[str, ...], as_json: bool) -> int:
         found = [answer for wanted in tasks or ("",) for answer in _asked(connection, wanted)]
     answers = list({str(answer["task"]): answer for answer in found}.values())
     if as_json:
-        click.echo(json.dumps({"schema": SCHEMA, "job": folder.id, "tasks": [_row(answer) for answer in answers]}))
+        from distrun_runtime.coordinator.jobfolder import rfc3339
+
+        told = {"schema": SCHEMA, "time": rfc3339(time.time()), "job": folder.id}
+        print_out(json.dumps({**told, "tasks": [_row(answer) for answer in answers]}, indent=2) + "\n")
     else:
         for text in shown([answer for answer in answers if answer["text"]]):
-            click.echo(text)
+            print_out(text + "\n")
     missing = [answer for answer in answers if not answer["text"]]
     for line in [] if as_json else complaints(missing, folder.id):
         print_err(line + "\n")

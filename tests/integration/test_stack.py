@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import schemas
 from distrun_cli import Distrun, leaving_nothing, wait_until
 
 LIMIT_S = 60.0
@@ -86,7 +87,8 @@ def test_an_unknown_task_is_a_mistake(job: Distrun) -> None:
 def test_json_has_a_member_for_each_task(job: Distrun) -> None:
     done = job.run("stack", "stuck", "worker-1", "worker-3", "worker-1", "--json")
     value = json.loads(done.stdout)
-    assert (value["schema"], value["job"]) == ("distrun.stack/1", job.job.name)
+    schemas.check(value, "stack")
+    assert value["job"] == job.job.name
     first, second = value["tasks"]
     assert (first["task"], first["how"], first["error"]) == ("worker-1", "faulthandler", "")
     assert "in never_ends" in first["text"]
