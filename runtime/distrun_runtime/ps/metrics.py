@@ -112,7 +112,9 @@ class Lags:
         round_s = statistics.median(each.duration_s for each in rounds)
         found: dict[int, list[float]] = {}
         newest = rounds[-1].lags
-        for rank in {each.last for each in rounds if each.last >= 0}.union(heapq.nlargest(RANKS, newest, newest.get)):
+        for rank in {each.last for each in rounds if each.last >= 0}.union(
+            heapq.nlargest(RANKS, newest, newest.__getitem__)
+        ):
             mine = [each.lags[rank] for each in rounds if rank in each.lags]
             times = sum(each.last == rank for each in rounds)
             found[rank] = [round(mine[-1], 4), times, round(statistics.median(mine), 4), round(round_s, 4)]
