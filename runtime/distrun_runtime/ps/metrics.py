@@ -100,7 +100,7 @@ class Lags:
         at = sample.at
         if len(at) < 2 or math.isinf(since):  # of the first one it is not known how long it took
             return
-        median = statistics.median(at.values())
+        median = statistics.median_low(at.values())  # of two workers, the one that was first
         lags = {rank: when - median for rank, when in at.items()}
         self._rounds.append(_Round(last[0] if len(last) == 1 else -1, lags, (now - since) / rounds))
 

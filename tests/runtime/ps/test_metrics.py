@@ -63,7 +63,7 @@ def test_a_round_that_began_before_it_could_be_sampled_is_not_sampled_from_its_m
         # Right after the round before, within the time that is left between two sampled rounds; the other one late.
         lags.contributed((0,), number, 2, number * 1.0 - 0.99)
         lags.contributed((1,), number, 2, float(number))
-    assert lags.to_json() == {"0": [-0.495, 0, -0.495, 1.0], "1": [0.495, 1, 0.495, 1.0]}, "the third one"
+    assert lags.to_json() == {"0": [0.0, 0, 0.0, 1.0], "1": [0.99, 1, 0.99, 1.0]}, "the third one"
 
 
 def test_a_round_that_is_never_complete_does_not_end_the_sampling() -> None:
