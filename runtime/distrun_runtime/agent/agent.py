@@ -30,6 +30,7 @@ from distrun_runtime.errors import PreflightFailure, RuntimeFault
 if TYPE_CHECKING:
     from distrun_runtime.agent.metrics import Metrics
     from distrun_runtime.agent.reports import Reports
+    from distrun_runtime.agent.stacks import Answer, Stacks
     from distrun_runtime.agent.unpack import Unpacking  # most agents get no files
 
 FIRST_LEASE_S = facts.LEASE_S
@@ -109,6 +110,8 @@ class Agent:
         """The copy of the files, if they come over the channel."""
         self._reports: Optional[Reports] = None
         """What tasks report; None before the job has begun, or if there is no socket for it."""
+        self._stacks: Optional[Stacks] = None
+        """None as long as no task has said anything of its stacks, and nobody has asked for them."""
         self._metrics: Optional[Metrics] = None
         """None until the coordinator asks for samples."""
         self._is_leaving = False
@@ -152,9 +155,9 @@ class Agent:
         preflight_at = self._preflight.deadline if self._preflight is not None else math.inf
         return_at = min(self._reconnector.next_at, self._silent_at()) if self._reconnector is not None else math.inf
         sample_at = self._metrics.next_at if self._metrics is not None else math.inf
-        due = min(
-            self._stopping.next_at, self._remember_at, self._beat_at, lease_end, preflight_at, return_at, sample_at
-        )
+        stacks_at = self._stacks.next_at if self._stacks is not None else math.inf
+        own_at = min(self._stopping.next_at, self._remember_at, self._beat_at, sample_at, stacks_at)
+        due = min(own_at, lease_end, preflight_at, return_at)
         return max(0.0, min(due - time.monotonic(), 3600.0))
 
     def _lease_end(self) -> float:
@@ -190,6 +193,8 @@ class Agent:
             self._save()
         if self._metrics is not None and now >= self._metrics.next_at:
             self._sample(self._metrics, now)
+        if self._stacks is not None and now >= self._stacks.next_at:
+            self._stacks.tick(now)
 
     def _sample(self, metrics: Metrics, now: float) -> None:
         """Say how things are here, unless the connection takes nothing now: the next sample says it."""
@@ -396,7 +401,28 @@ class Agent:
 
         with contextlib.suppress(OSError):
             self._reports = Reports(share.folder, self._runner.tasks.__contains__)
+            self._reports.on_stacks = lambda task, told: self._stacks_of(share).heard(task, told)
             self._selector.register(self._reports.descriptor, selectors.EVENT_READ, self._reports.drain)
+
+    def _stacks_of(self, share: Share) -> Stacks:
+        from distrun_runtime.agent.stacks import Stacks  # only once a task has said something of them
+
+        if self._stacks is None:
+            self._stacks = Stacks(share.folder, self._runner.tasks, self._selector)
+        return self._stacks
+
+    def _on_stack(self, header: Dict[str, Any]) -> None:
+        number, task = int(header["id"]), str(header["task"])
+
+        def give(answer: Answer) -> None:
+            self._say("stack", id=number, **answer._asdict())
+
+        if self._share is None or self._is_leaving:
+            self._say("stack", id=number, task=task, error="the job ends on this host")
+            return
+        if self._reports is not None:
+            self._reports.drain()  # what a task has said before
+        self._stacks_of(self._share).ask(task, give)
 
     def _settle(self, header: Dict[str, Any]) -> None:
         del header
@@ -544,6 +570,7 @@ class Agent:
         "signal": _signal,
         "stop": _stop,
         "sample": _on_sample,
+        "stack": _on_stack,
         "ack": _ack,
         "ping": _ping,
         "leave": _on_leave,
@@ -560,6 +587,8 @@ class Agent:
     def _on_other_end(self, pid: int, status: int) -> None:
         if self._metrics is not None:
             self._metrics.reaped(pid)
+        if self._stacks is not None:
+            self._stacks.reaped(pid, status)
         if self._preflight is not None:
             self._preflight.reaped(pid, status)
 
@@ -578,6 +607,8 @@ class Agent:
             self._unpacking.close()
         if self._metrics is not None:
             self._metrics.close()
+        if self._stacks is not None:
+            self._stacks.close()
         if self._share is not None:
             self._stopping.stop(list(self._runner.tasks), how)
 

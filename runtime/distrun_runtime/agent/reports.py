@@ -35,6 +35,8 @@ class Reports:
         """Bytes of each, about, by task and kind."""
         self.path = ""
         """What tasks call the socket by."""
+        self.on_stacks: Callable[[str, Mapping[str, Any]], None] = lambda task, found: None
+        """Called with each datagram of that kind: several processes of a task may send them."""
         self._is_known = is_known
         self._file = os.path.join(folder, metrics.SOCKET)
         self._folder = -1
@@ -60,6 +62,8 @@ class Reports:
             found = metrics.decode(data) if len(data) <= metrics.LIMIT else None
             if found is not None and self._is_known(found["task"]):
                 self._keep(found["task"], found["kind"], found)
+                if found["kind"] == metrics.STACKS:
+                    self.on_stacks(found["task"], found)
                 self.sizes[found["task"], found["kind"]] = len(data)
 
     def forget(self, task: str) -> None:
