@@ -35,19 +35,26 @@ WAYS = ("not measured", "measured", "and shown")
 
 
 class Viewer:
-    """A watcher that wants every snapshot, and encodes it as it would be sent."""
+    """A watcher that wants every snapshot, and encodes it as it would be sent (`coordinator.output.Watcher`)."""
 
     def __init__(self) -> None:
         self.count = self.size = 0
 
     def opened(self, put: Any) -> None:
+        """Want all."""
         put(events.MetricsWanted(True))
 
-    def event(self, value: Mapping[str, Any]) -> None: ...
+    def event(self, value: Mapping[str, Any]) -> None:
+        """Want no events."""
 
-    def state(self, value: Mapping[str, Any]) -> None: ...
+    def state(self, value: Mapping[str, Any]) -> None:
+        """Want no states."""
+
+    def stack(self, number: int, members: Mapping[str, Any]) -> None:
+        """Have asked for none."""
 
     def metrics(self, value: Mapping[str, Any]) -> None:
+        """Encode a snapshot."""
         self.count += 1
         self.size = len(control.metrics(value))
 

@@ -65,6 +65,7 @@ SET_ELSEWHERE: Mapping[str, str] = {
     "DISTRUN_TOKEN_FILE": "the agent, which writes that file",
     "DISTRUN_PLACE": "the agent, which has that place",
     "DISTRUN_PUBLISH_FD": "the agent, which opens that pipe",
+    "DISTRUN_PUBLISH_PIPE": "the agent, which opens that pipe",
     "DISTRUN_METRICS_SOCKET": "the agent, which opens that socket",
     "PYTHONPATH": "the agent: the bundled runtime's folder, then the value that is already there",
     "GLOO_SOCKET_IFNAME": "the agent, which knows the interface",

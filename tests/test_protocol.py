@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from distrun_runtime.contract import control, enrolment, wire
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.control import Chunk
 from distrun_runtime.contract.plan import Host, Place, Plan, Resources, Runtime, Secrets, Sync, Task
-from distrun_runtime.coordinator import actions, frames, logindex
+from distrun_runtime.coordinator import actions, events, frames, logindex
 from distrun_runtime.coordinator.frames import KeepRule
 from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.coordinator.listener import Register
@@ -245,6 +246,7 @@ def test_golden_challenge_and_proof() -> None:
             {"type": "output", "task": "worker-0", "attempt": 0, "stream": "out", "offset": 0, "seq": 5},
             b"hello\n",
         ),
+        (GOLDEN["sample"], dict(frames.sample(2.0).header, seq=4), b""),
         (GOLDEN["received"], {"type": "received", "seq": 7}, b""),
         (GOLDEN["credit"], {"type": "credit", "bytes": 2097152}, b""),
         (GOLDEN["resume"], {"type": "resume", "received": 7, "credit": 2097152}, b""),
@@ -286,6 +288,26 @@ def test_golden_frames(golden: str, header: dict[str, Any], raw: bytes) -> None:
     [frame] = wire.Decoder().feed(expected)
     assert frame.header == (dict(header, size=len(raw)) if raw else header)
     assert frame.body == raw
+
+
+def test_golden_samples() -> None:
+    """JSON as Python writes and reads it: numbers that are none have a word each."""
+    said = {"step": 7, "total": None, "values": {"loss": float("nan")}, "time": 1790000000.25}
+    header = {
+        "type": "metrics",
+        "clock": 12.5,
+        "time": 1790000000.5,
+        "host": {"cores": 2, "cpu_s": 80.25},
+        "tasks": {"worker-0": {"cpu_s": 3.5, "rss": 4096, "report": said}},
+    }
+    length, _, text = GOLDEN["measured"].strip().partition(" ")
+    expected = bytes.fromhex(length) + text.encode()
+    assert wire.encode(header) == expected
+    [frame] = wire.Decoder().feed(expected)
+    heard = frames.to_event("d1", frame, 1.0)
+    assert isinstance(heard, events.Measured)
+    assert set(heard.value) == set(header) - {"type"}
+    assert math.isnan(heard.value["tasks"]["worker-0"]["report"]["values"]["loss"])
 
 
 def test_golden_index() -> None:
@@ -473,6 +495,7 @@ def test_the_page_lists_what_the_coordinator_sends() -> None:
         frames.ask(actions.AskAgent("d1", 1, "survey", {})),
         frames.settle(actions.Settle("d1")),
         frames.spawn(actions.Spawn("d1", "worker-0", {})),
+        frames.sample(1.0),
         frames.stop(actions.StopTasks("d1", ("worker-0",), (("TERM", 1.0),))),
         frames.end(actions.EndAgent("d1")),
         frames.ack(actions.Ack("d1", "worker-0", "out", 1)),

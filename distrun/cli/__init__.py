@@ -33,6 +33,7 @@ COMMANDS = {
     "status": ("distrun.cli.status:status", "Show my jobs, or the tasks of one."),
     "logs": ("distrun.cli.logs:logs", "Show what a job's tasks printed."),
     "attach": ("distrun.cli.attach:attach", "Show a running job as launch does, from any terminal."),
+    "stack": ("distrun.cli.stack:stack", "Show where a running job's tasks stand: their Python stacks."),
     "wait": ("distrun.cli.wait:wait", "Wait for a job's end; the exit code is the job's."),
     "detach": ("distrun.cli.detach:detach", "Let a job go on without the terminal that launched it."),
     "kill": ("distrun.cli.kill:kill", "Stop a job, or all that jobs left on hosts."),

@@ -255,7 +255,14 @@ class SimulatedAgent:
         host = {"cores": 96, "cpu_s": 80.0 * now, "load": 80.1, "mem_total": 1 << 40, "mem_used": 1 << 38}
         host.update(net_rx=1e8 * now, net_tx=1e8 * now, disk_total=1 << 42, disk_free=1 << 41, processes=1000)
         gpus = [
-            {"uuid": f"GPU-{each}", "index": each, "name": "H100", "util": 0.9, "mem_total": 1 << 36, "mem_used": 1 << 35}
+            {
+                "uuid": f"GPU-{each}",
+                "index": each,
+                "name": "H100",
+                "util": 0.9,
+                "mem_total": 1 << 36,
+                "mem_used": 1 << 35,
+            }
             for each in range(8)
         ]
         wall = WALL + now

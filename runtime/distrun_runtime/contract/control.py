@@ -102,9 +102,10 @@ class Subscribe:
 
 @dataclass(frozen=True)
 class Stack:
-    """The stacks of a task are wanted."""
+    """The stacks of a task are wanted; of a role, or of all workers. There is a `stack` for each task."""
 
     task: str = ""
+    """A name or a role; empty: all workers."""
 
 
 @dataclass(frozen=True)
@@ -313,6 +314,11 @@ def withdrawn(number: int) -> bytes:
 def done(kind: str, **members: Any) -> bytes:
     """Return the answer to `stop`, `kill` or `detach`: a frame of the same type."""
     return wire.encode({"type": kind, **members})
+
+
+def stack(members: Mapping[str, Any]) -> bytes:
+    """Return where a task stands: task, text, how, error, fix; and how many answers are still to come: left."""
+    return wire.encode({"type": "stack", **members})
 
 
 def detached(cursor: Optional[int]) -> bytes:

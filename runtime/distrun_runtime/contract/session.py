@@ -118,6 +118,11 @@ class Session:
         return not (self._first or self._unsent or self._large)
 
     @property
+    def is_behind(self) -> bool:
+        """Whether pings and the like that were said wait to be written."""
+        return bool(self._first)
+
+    @property
     def is_ready(self) -> bool:
         """Whether `next` has something."""
         if not self.is_connected:

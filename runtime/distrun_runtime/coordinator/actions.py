@@ -85,6 +85,16 @@ class AskAgent:
 
 
 @dataclass(frozen=True)
+class AskStack:
+    """Have the agent say where a task stands."""
+
+    host: str
+    id: int
+    """Comes back in `StackFound`."""
+    task: str
+
+
+@dataclass(frozen=True)
 class Ack:
     """Tell the agent that everything before `offset` of a task's stream has been taken: it may send more."""
 
@@ -116,7 +126,9 @@ class Drop:
     host: str
 
 
-AgentAction = Union[Begin, SendRuntime, Settle, Spawn, StopTasks, EndAgent, AskAgent, Ack, Sample, Close, Drop]
+AgentAction = Union[
+    Begin, SendRuntime, Settle, Spawn, StopTasks, EndAgent, AskAgent, AskStack, Ack, Sample, Close, Drop
+]
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,25 @@ class Answered(NamedTuple):
     error: str = ""
 
 
+class StackWanted(NamedTuple):
+    """A client wants the stacks of a task, of a role, or of all workers (empty). The supervisor has no part in it."""
+
+    number: int
+    """What the answers are for."""
+    task: str = ""
+
+
+class StackFound(NamedTuple):
+    """An agent has found where a task stands, or, where `error` is not empty, why that cannot be said."""
+
+    host: str
+    id: int
+    text: str = ""
+    how: str = ""
+    error: str = ""
+    fix: str = ""
+
+
 class FolderFound(NamedTuple):
     """An agent has looked at the folder for the job's files. It and the next three are for whoever copies them."""
 
@@ -216,10 +235,13 @@ class Pong(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What an agent has measured of its host and tasks: its `metrics` frame."""
+    """What an agent has sampled, and what tasks reported there: its frame `metrics`. The supervisor has no part in it.
+
+    Rates are worked out by the agent's clock (`clock`).
+    """
 
     host: str
-    value: Mapping[str, Any]
+    value: Mapping[str, Any] = {}
     arrived: float = 0.0
 
 
@@ -325,6 +347,8 @@ Event = Union[
     Settled,
     Needed,
     Answered,
+    StackWanted,
+    StackFound,
     FolderFound,
     Copying,
     Copied,

@@ -17,6 +17,7 @@ from distrun_runtime.coordinator.measuring import Measuring
 from distrun_runtime.coordinator.outcome import Outcome
 from distrun_runtime.coordinator.output import Sink, Watcher
 from distrun_runtime.coordinator.spool import Spool
+from distrun_runtime.coordinator.stacks import Stacks, StackTold
 from distrun_runtime.coordinator.supervisor import Supervisor
 from distrun_runtime.errors import ContractError
 
@@ -116,6 +117,7 @@ class _JobRun:
         self._ends_when_ready = ends_when_ready
         self._measuring = None if ends_when_ready else Measuring(plan)
         self._exporter: Optional[MetricsPort] = None
+        self._stacks = Stacks(self._supervisor.roster.places)
         self._spool = Spool(folder.logs, plan.log_limit)
         self._outcome: Optional[Outcome] = None
         # Several answers must be missing before a host is suspect.
@@ -177,6 +179,12 @@ class _JobRun:
         if isinstance(event, events.PauseToggled):
             self._sink.toggle_pause()
             return []
+        if isinstance(event, events.StackWanted):
+            return self._find_stacks(event, now)
+        if self._stacks.is_waiting:
+            self._tell_stacks(self._stacks.expired(now))
+        if isinstance(event, events.StackFound):
+            self._tell_stacks(self._stacks.heard(event))
         found: List[actions.AgentAction] = []
         if isinstance(event, events.Output):
             found += self._write(event)
@@ -249,6 +257,18 @@ class _JobRun:
         self._exporter.start()
         self._record("metrics_port", url=self._exporter.url)
         self._sink.say(f"metrics: {self._exporter.url}", actions.INFO)
+
+    def _find_stacks(self, event: events.StackWanted, now: float) -> List[actions.AgentAction]:
+        roster = self._supervisor.roster
+        reached = {name for name, host in roster.hosts.items() if host.is_ready and not (host.is_gone or host.is_cut)}
+        asked, told = self._stacks.wanted(event, roster.tasks, reached, now)
+        self._tell_stacks(told)
+        return [*asked]
+
+    def _tell_stacks(self, told: List[StackTold]) -> None:
+        if self._watcher is not None:
+            for each in told:
+                self._watcher.stack(each.number, each.members)
 
     def _write(self, event: events.Output) -> List[actions.AgentAction]:
         """Log and show output; return the acknowledgement."""

@@ -46,6 +46,9 @@ class Watcher(Protocol):
     def metrics(self, value: Mapping[str, Any]) -> None:
         """Take a snapshot of the job's numbers, as was asked for by `events.MetricsWanted`."""
 
+    def stack(self, number: int, members: Mapping[str, Any]) -> None:
+        """Take an answer to the question `number` (`events.StackWanted`), as `control.stack` has it."""
+
 
 @dataclass
 class OutputPiece:

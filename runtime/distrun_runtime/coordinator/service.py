@@ -31,7 +31,7 @@ from collections import deque
 from typing import Any, Callable, Deque, Dict, List, Mapping, Optional, Protocol
 
 from distrun_runtime.contract import control, wire
-from distrun_runtime.coordinator.events import Event, Interrupt, MetricsWanted
+from distrun_runtime.coordinator.events import Event, Interrupt, MetricsWanted, StackWanted
 from distrun_runtime.coordinator.output import Backlog, OutputPiece
 from distrun_runtime.errors import WireError
 
@@ -45,6 +45,8 @@ TURN_S = 0.02
 """How long one client is served before the others."""
 CHUNK = 128 * 1024
 """Bytes of output that are read from the logs at once, for one client."""
+QUESTIONS = 64
+"""For stacks, of one client at a time."""
 HELLO_S = 10.0
 """A client that has not said hello for so long is dropped."""
 CHECK_S = 0.2
@@ -165,6 +167,9 @@ class Service:
         """Bytes of output so far: where the launching client stands in the logs."""
         self._answers: Dict[int, Optional[str]] = {}
         self._asked = 0
+        self._stacks_asked = 0
+        self._asking: Dict[int, _Client] = {}
+        """Questions for stacks, to who asked."""
         self._is_closing = False
         self._closing_since = 0.0
         self._has_output = False
@@ -248,6 +253,21 @@ class Service:
                 self._snapshot_value, self._snapshot_bytes = value, b""
                 self._snapshots += 1
                 self._wake()
+
+    def stack(self, number: int, members: Mapping[str, Any]) -> None:
+        """Give a client what was found of a task's stacks."""
+        with self._changed:
+            client = self._asking.get(number)
+            if not members["left"]:
+                self._asking.pop(number, None)
+            if client is None or client.is_gone:
+                return
+            data = control.stack(members)
+            if client.is_launcher:
+                client.backlog.put(OutputPiece(data))
+            else:
+                client.replies.append(data)
+            self._wake()
 
     def finish(self, outcome: Mapping[str, Any]) -> None:
         """Send the job's outcome, as JSON-able values; nothing is sent after it."""
@@ -457,7 +477,7 @@ class Service:
         elif isinstance(request, control.Subscribe):
             self._subscribe(client, request)
         elif isinstance(request, control.Stack):
-            raise control.Refusal("the stacks of tasks are not available in this version")
+            self._want_stacks(client, request.task)
         elif isinstance(request, control.Signal):
             raise_signal(request.name)
         else:
@@ -506,6 +526,17 @@ class Service:
         if self._put is not None:
             self._put(wanted)
 
+    def _want_stacks(self, client: _Client, task: str) -> None:
+        if self._put is None:
+            raise control.Refusal("the job has not started a task yet")
+        with self._changed:
+            if sum(other is client for other in self._asking.values()) >= QUESTIONS:
+                raise control.Refusal(f"{QUESTIONS} questions for stacks are not answered yet", "wait for the answers")
+            self._stacks_asked += 1
+            number = self._stacks_asked
+            self._asking[number] = client
+        self._put(StackWanted(number, task))
+
     def _release(self) -> bool:
         """Let the launching client go; return whether there was one."""
         with self._changed:
@@ -551,6 +582,8 @@ class Service:
         with self._changed:
             self._clients.remove(client)
             self._want_metrics()
+
+            self._asking = {number: other for number, other in self._asking.items() if other is not client}
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(client.socket)
         if client.reader is not None:

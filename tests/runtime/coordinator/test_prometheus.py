@@ -202,9 +202,7 @@ def test_a_client_that_asks_byte_by_byte_has_no_longer(port: MetricsPort, monkey
     assert time.monotonic() < until
 
 
-def test_a_client_that_does_not_read_is_dropped(
-    port: MetricsPort, loop: Loop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_does_not_read_is_dropped(port: MetricsPort, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metricsport, "ANSWER_S", 0.3)
     monkeypatch.setattr(prometheus, "page", lambda plan, snapshot: "x" * 50_000_000)
     with socket.create_connection((facts.LOOPBACK, port.port)) as slow:
