@@ -56,7 +56,9 @@ def test_prometheus_reads_a_running_job_and_its_folder_keeps_a_sample(distrun: D
     def is_measured() -> bool:
         found.update({(sample.name, sample.labels.get("rank")): sample.value for sample in page(url[0])})
         names = ("distrun_task_memory_bytes", "distrun_task_cpu_cores", "distrun_task_step", "distrun_report_loss")
-        return all((name, rank) in found for name in names for rank in "01") and ("distrun_job_eta_seconds", None) in found
+        return (
+            all((name, rank) in found for name in names for rank in "01") and ("distrun_job_eta_seconds", None) in found
+        )
 
     wait_until(is_measured, LIMIT_S, "both workers are measured")
     assert found["distrun_task_memory_bytes", "0"] > 1 << 20
@@ -87,7 +89,10 @@ def test_a_port_that_is_taken_is_said_and_the_job_runs(distrun: Distrun) -> None
     ("options", "message"),
     [
         (["--metrics-port", "70000"], "--metrics-port: expected a whole number from 0 to 65535, found '70000'"),
-        (["--metrics-port", "0", "--metrics-address", "here"], "--metrics-address: expected an address such as 0.0.0.0"),
+        (
+            ["--metrics-port", "0", "--metrics-address", "here"],
+            "--metrics-address: expected an address such as 0.0.0.0",
+        ),
         (["--metrics-address", "::1"], "--metrics-address: nothing is served without --metrics-port"),
         (["--stall-after", "-1"], "--stall-after: expected a time in seconds, from 0 to"),
     ],
