@@ -235,10 +235,7 @@ class Pong(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What an agent has sampled, and what tasks reported there: its frame `metrics`. The supervisor has no part in it.
-
-    Rates are worked out by the agent's clock (`clock`).
-    """
+    """What an agent has measured of its host and tasks: its `metrics` frame."""
 
     host: str
     value: Mapping[str, Any] = {}
@@ -317,6 +314,13 @@ class EngineTold(NamedTuple):
     """The job was not taken; else it may answer the next time."""
 
 
+class EngineLetGo(NamedTuple):
+    """An engine was asked to end a job that has no plan yet, and has ended it or not."""
+
+    problem: str = ""
+    """Why it may still have it; empty: it has ended."""
+
+
 class Tick(NamedTuple):
     """Nothing happened; time passed. `time` is our wall clock."""
 
@@ -374,6 +378,7 @@ Event = Union[
     AgentLost,
     PlaceClaimedTwice,
     EngineTold,
+    EngineLetGo,
     Tick,
     Interrupt,
     Shown,

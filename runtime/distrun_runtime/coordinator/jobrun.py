@@ -115,9 +115,9 @@ class _JobRun:
         self._watcher = watcher
         self._supervisor = Supervisor(plan, prepare is not None, ends_when_ready)
         self._ends_when_ready = ends_when_ready
+        self._stacks = Stacks(self._supervisor.roster.places)
         self._measuring = None if ends_when_ready else Measuring(plan)
         self._exporter: Optional[MetricsPort] = None
-        self._stacks = Stacks(self._supervisor.roster.places)
         self._spool = Spool(folder.logs, plan.log_limit)
         self._outcome: Optional[Outcome] = None
         # Several answers must be missing before a host is suspect.
@@ -204,6 +204,18 @@ class _JobRun:
         self._keep_folder(now)
         return found
 
+    def _find_stacks(self, event: events.StackWanted, now: float) -> List[actions.AgentAction]:
+        roster = self._supervisor.roster
+        reached = {name for name, host in roster.hosts.items() if host.is_ready and not (host.is_gone or host.is_cut)}
+        asked, told = self._stacks.wanted(event, roster.tasks, reached, now)
+        self._tell_stacks(told)
+        return [*asked]
+
+    def _tell_stacks(self, told: List[StackTold]) -> None:
+        if self._watcher is not None:
+            for each in told:
+                self._watcher.stack(each.number, each.members)
+
     def _measure(self, decide: Callable[[Measuring], List[actions.MetricsAction]]) -> List[actions.AgentAction]:
         """Have decided what comes of the job's numbers, and do it; return what is for agents.
 
@@ -257,18 +269,6 @@ class _JobRun:
         self._exporter.start()
         self._record("metrics_port", url=self._exporter.url)
         self._sink.say(f"metrics: {self._exporter.url}", actions.INFO)
-
-    def _find_stacks(self, event: events.StackWanted, now: float) -> List[actions.AgentAction]:
-        roster = self._supervisor.roster
-        reached = {name for name, host in roster.hosts.items() if host.is_ready and not (host.is_gone or host.is_cut)}
-        asked, told = self._stacks.wanted(event, roster.tasks, reached, now)
-        self._tell_stacks(told)
-        return [*asked]
-
-    def _tell_stacks(self, told: List[StackTold]) -> None:
-        if self._watcher is not None:
-            for each in told:
-                self._watcher.stack(each.number, each.members)
 
     def _write(self, event: events.Output) -> List[actions.AgentAction]:
         """Log and show output; return the acknowledgement."""

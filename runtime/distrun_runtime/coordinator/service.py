@@ -246,14 +246,6 @@ class Service:
         with self._changed:
             self._state_value, self._state = value, b""
 
-    def metrics(self, value: Mapping[str, Any]) -> None:
-        """Take a snapshot of the job's numbers for those who want them; it takes the place of the one before."""
-        with self._changed:
-            if self._metrics_wanted.is_wanted:
-                self._snapshot_value, self._snapshot_bytes = value, b""
-                self._snapshots += 1
-                self._wake()
-
     def stack(self, number: int, members: Mapping[str, Any]) -> None:
         """Give a client what was found of a task's stacks."""
         with self._changed:
@@ -268,6 +260,14 @@ class Service:
             else:
                 client.replies.append(data)
             self._wake()
+
+    def metrics(self, value: Mapping[str, Any]) -> None:
+        """Take a snapshot of the job's numbers for those who want them; it takes the place of the one before."""
+        with self._changed:
+            if self._metrics_wanted.is_wanted:
+                self._snapshot_value, self._snapshot_bytes = value, b""
+                self._snapshots += 1
+                self._wake()
 
     def finish(self, outcome: Mapping[str, Any]) -> None:
         """Send the job's outcome, as JSON-able values; nothing is sent after it."""
@@ -581,9 +581,8 @@ class Service:
         client.is_gone = True
         with self._changed:
             self._clients.remove(client)
-            self._want_metrics()
-
             self._asking = {number: other for number, other in self._asking.items() if other is not client}
+            self._want_metrics()
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(client.socket)
         if client.reader is not None:
