@@ -62,8 +62,10 @@ class Plain:
             if self._words.get(task.name) == word:
                 continue
             self._words[task.name] = word
-            why = f" ({task.code})" if task.code and task.is_over else ""
-            why += f": {task.why}" if task.why and word == task.word else ""
+            why = ""
+            if word != facts.STOPPED:  # that others were stopped is a consequence, told as one
+                why = f" ({task.code})" if task.code and task.is_over else ""
+                why += f": {task.why}" if task.why and word == task.word else ""
             changed.setdefault((word, why), []).append(task)
         lines = []
         for (word, why), tasks in changed.items():
