@@ -114,17 +114,21 @@ class ControlConnection:
             yield frame
 
     def ask(self, kind: str, /, **members: Any) -> wire.Frame:
-        """Send a frame and return its answer, the next frame of its type or `refused`.
+        """Send a frame and return its `answer`."""
+        self.send(kind, **members)
+        return self.answer(kind)
+
+    def answer(self, kind: str, limit_s: float = ANSWER_S) -> wire.Frame:
+        """Return the next frame of a type, or `refused`.
 
         Raises:
             CoordinatorLost: there is none.
         """
-        self.send(kind, **members)
         while True:
             try:
-                frame = self.receive(ANSWER_S)
+                frame = self.receive(limit_s)
             except TimeoutError:
-                raise CoordinatorLost(f"no answer to {kind!r} within {duration(ANSWER_S)}") from None
+                raise CoordinatorLost(f"no answer to {kind!r} within {duration(limit_s)}") from None
             if frame is None:
                 raise CoordinatorLost(f"the coordinator ended the connection and did not answer {kind!r}")
             if frame.type in (kind, "refused"):

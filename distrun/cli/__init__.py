@@ -34,6 +34,7 @@ COMMANDS = {
     "top": ("distrun.cli.top:top", "Show a job live, or all my jobs."),
     "logs": ("distrun.cli.logs:logs", "Show what a job's tasks printed."),
     "attach": ("distrun.cli.attach:attach", "Show a running job as launch does, from any terminal."),
+    "stack": ("distrun.cli.stack:stack", "Show where a running job's tasks stand: their Python stacks."),
     "wait": ("distrun.cli.wait:wait", "Wait for a job's end; the exit code is the job's."),
     "detach": ("distrun.cli.detach:detach", "Let a job go on without the terminal that launched it."),
     "kill": ("distrun.cli.kill:kill", "Stop a job, or all that jobs left on hosts."),

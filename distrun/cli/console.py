@@ -235,6 +235,16 @@ def render(table: Table) -> str:
     return "".join(line.rstrip() + "\n" for line in capture.get().splitlines())
 
 
+def is_read() -> bool:
+    """Return whether anybody can still read stdout."""
+    poll = select.poll()
+    poll.register(1, 0)
+    try:
+        return not any(event & (select.POLLERR | select.POLLHUP | select.POLLNVAL) for _, event in poll.poll(0))
+    except OSError:
+        return False
+
+
 def copy_out(data: bytes) -> bool:
     """Write bytes to stdout unchanged; return False when nobody reads any more."""
     return _print_plain(1, data)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun.cli.common import find_job
+from distrun.cli.common import found_job
 from distrun.cli.console import can_draw, tell, wants_colour
 from distrun_runtime.contract import environ, facts
 
@@ -59,7 +59,7 @@ def watch_all(store: JobStore, read: Callable[[], list[dict[str, Any]]], is_asci
     """Show the table of jobs live until the user leaves."""
     from distrun import dashboard
 
-    return dashboard.watch_jobs(read, lambda job: find_job(store, job), look(is_ascii))
+    return dashboard.watch_jobs(read, lambda job: found_job(store, job), look(is_ascii))
 
 
 def only_running(store: JobStore) -> JobFolder | None:
