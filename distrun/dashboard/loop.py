@@ -280,7 +280,8 @@ class Dashboard:
             if stamp != self._error_stamp:
                 self._error_stamp = stamp
                 lines = [text.clean(line) for line in self._tail(error.name, report.READ_LINES)]
-                self.model.error_lines = tuple(report.excerpt(lines))
+                self.model.set_error(report.excerpt(lines))
+                self.model.settle(self._clock())
 
     @property
     def _has_logs(self) -> bool:
