@@ -291,7 +291,8 @@ def _panels(model: Model, look: Look, options: Options, *, room: int, table: int
     ]
     if is_one:
         (chosen,) = [panel for panel in every if panel.name == look.panel]
-        height = max(PANEL_LEAST, room - min(table, max(TABLE_LEAST, room // 3)))
+        most = room - min(table, max(TABLE_LEAST, room // 3))
+        height = max(PANEL_LEAST, room - table, min(most, chosen.wants + 1))
         return _stacked([(chosen, height)], options.columns, glyphs) if room - height >= 2 else []
     wanted = [panel for panel in every if panel.wants]
     space = room - max(TABLE_LEAST, min(table, room // 2))
