@@ -198,9 +198,14 @@ def _request(
         metrics_address=options["metrics_address"],
         detach=options["detach"],
         engine=engine_options(launcher, options, env),
-        doctor=shell.join(["distrun", "doctor", *reach.typed(options, found), *reach.typed_python(options)]),
+        doctor="" if backends.load(launcher).is_engine else _doctor(options, found),
         dry_run=options["dry_run"],
     )
+
+
+def _doctor(options: Mapping[str, Any], found: Inventory | None) -> str:
+    """Return the command that examines the hosts of a launch, and can make what their servers lack (--fix)."""
+    return shell.join(["distrun", "doctor", *reach.typed(options, found), *reach.typed_python(options)])
 
 
 def _limits(options: Mapping[str, Any]) -> Limits:

@@ -314,6 +314,13 @@ class EngineTold(NamedTuple):
     """The job was not taken; else it may answer the next time."""
 
 
+class EngineLetGo(NamedTuple):
+    """An engine was asked to end a job that has no plan yet, and has ended it or not."""
+
+    problem: str = ""
+    """Why it may still have it; empty: it has ended."""
+
+
 class Tick(NamedTuple):
     """Nothing happened; time passed. `time` is our wall clock."""
 
@@ -371,6 +378,7 @@ Event = Union[
     AgentLost,
     PlaceClaimedTwice,
     EngineTold,
+    EngineLetGo,
     Tick,
     Interrupt,
     Shown,
