@@ -226,6 +226,7 @@ class Dashboard:
                 self._stack = ("there is no coordinator to ask",)
         elif isinstance(action, user.ShowLog):
             self._log, self._log_stamp = (), None
+            self._told_look = float("-inf")  # a log that is elsewhere is asked for at once
 
     # ------------------------------------------------------------------ drawing
 
