@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -55,7 +55,7 @@ def watch_one(folder: JobFolder, plain: bool, is_ascii: bool) -> Ended:
     return dashboard.watch(folder, look(is_ascii)) if is_drawn(plain) else dashboard.follow(folder, tell)
 
 
-def watch_all(store: JobStore, read: Callable[[], list[dict[str, Any]]], is_ascii: bool) -> Ended:
+def watch_all(store: JobStore, read: Callable[[], Sequence[Mapping[str, Any]]], is_ascii: bool) -> Ended:
     """Show the table of jobs live until the user leaves."""
     from distrun import dashboard
 
