@@ -6,7 +6,7 @@ The loop performs those of `AgentAction`, which concern one agent each; the othe
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Mapping, Tuple, Union
+from typing import Any, Callable, Mapping, Tuple, Union
 
 from distrun_runtime.coordinator.outcome import Outcome
 
@@ -105,6 +105,14 @@ class Ack:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """Have an agent measure its host and tasks every `interval_s` seconds from now on; 0: no more."""
+
+    host: str
+    interval_s: float
+
+
+@dataclass(frozen=True)
 class Close:
     """Let the agent see the end of its input after what was sent: it ends its tasks gently and goes."""
 
@@ -118,7 +126,9 @@ class Drop:
     host: str
 
 
-AgentAction = Union[Begin, SendRuntime, Settle, Spawn, StopTasks, EndAgent, AskAgent, AskStack, Ack, Close, Drop]
+AgentAction = Union[
+    Begin, SendRuntime, Settle, Spawn, StopTasks, EndAgent, AskAgent, AskStack, Ack, Sample, Close, Drop
+]
 
 
 @dataclass(frozen=True)
@@ -139,6 +149,37 @@ class Announce:
 
 
 @dataclass(frozen=True)
+class Record:
+    """Note in events.jsonl what has happened."""
+
+    kind: str
+    members: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ShowMetrics:
+    """Give clients that want them a snapshot of the job's numbers."""
+
+    snapshot: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class GiveMetrics:
+    """Give a snapshot to who asked for it (`events.MetricsAsked`)."""
+
+    snapshot: Mapping[str, Any]
+    give: Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class KeepMetrics:
+    """Append a sample to metrics.jsonl."""
+
+    line: str
+    """One JSON object, without its newline."""
+
+
+@dataclass(frozen=True)
 class FinishJob:
     """The job is over."""
 
@@ -147,3 +188,6 @@ class FinishJob:
 
 Action = Union[AgentAction, Prepare, Announce, FinishJob]
 """What the supervisor returns."""
+
+MetricsAction = Union[Sample, Announce, Record, ShowMetrics, GiveMetrics, KeepMetrics]
+"""What `measuring.Measuring` returns."""

@@ -130,7 +130,8 @@ def _copy_failed(host: str, header: Mapping[str, Any], body: bytes, arrived: flo
 
 
 def _metrics(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
-    return events.Measured(host, {name: value for name, value in header.items() if name != "type"})
+    # Whatever is wrong with its numbers is no reason to give up an agent.
+    return events.Measured(host, {name: value for name, value in header.items() if name != "type"}, arrived)
 
 
 def _cleared(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:

@@ -33,6 +33,7 @@ _ENCODERS: Mapping[type, Encoder] = {
     actions.EndAgent: frames.end,
     actions.AskAgent: frames.ask,
     actions.AskStack: frames.stack,
+    actions.Sample: lambda action: frames.sample(action.interval_s),
 }
 
 

@@ -46,6 +46,9 @@ class Watcher(Protocol):
     def stack(self, number: int, members: Mapping[str, Any]) -> None:
         """Take an answer to the question `number` (`events.StackWanted`), as `control.stack` has it."""
 
+    def metrics(self, value: Mapping[str, Any]) -> None:
+        """Take a snapshot of the job's numbers, as was asked for by `events.MetricsWanted`."""
+
 
 @dataclass
 class OutputPiece:
