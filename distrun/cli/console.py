@@ -9,6 +9,7 @@ import contextlib
 import os
 import select
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
