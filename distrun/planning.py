@@ -387,6 +387,8 @@ def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tupl
         joined=tuple(sorted({s.name for each in users.values() for s in each.values() if s.joins})),
         doctor=request.doctor,
         log_limit=request.log_limit,
+        metrics_port=request.metrics_port,
+        metrics_address=request.metrics_address,
         nonce=setup.nonce,
         places=allocation.places,
     )

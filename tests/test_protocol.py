@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from measured import MeasuredJob
+from sample_plan import sample_plan
 
 from distrun import backends, hosts, planning
 from distrun.request import JobRequest, Setting
@@ -276,6 +278,7 @@ def test_golden_challenge_and_proof() -> None:
         (GOLDEN["ask_stop"], {"type": "stop", "signal": "TERM"}, b""),
         (GOLDEN["ask_kill"], {"type": "kill"}, b""),
         (GOLDEN["subscribe"], {"type": "subscribe", "events": True, "output": {"cursor": 0}}, b""),
+        (GOLDEN["look"], {"type": "subscribe", "metrics": True, "look": ["d1"]}, b""),
     ],
 )
 def test_golden_frames(golden: str, header: dict[str, Any], raw: bytes) -> None:
@@ -317,6 +320,15 @@ def test_golden_index() -> None:
     assert list(logindex.entries(golden)) == written
 
 
+SNAPSHOT = {
+    "schema": control.METRICS_SCHEMA,
+    "time": 1790000000.5,
+    "progress": {"step": 7, "loss": "nan"},
+    "hosts": {},
+    "tasks": {"worker-0": {"cpu": 1.5, "condition": "waiting"}},
+    "store": None,
+    "history": {"cpu": [1.5]},
+}
 EVENT = {"event": "state", "state": "running", "time": "2026-01-31T12:00:00.000Z", "version": 1}
 
 
@@ -329,6 +341,7 @@ EVENT = {"event": "state", "state": "running", "time": "2026-01-31T12:00:00.000Z
         (GOLDEN["event"], control.event(EVENT)),
         (GOLDEN["told_output"], control.output(Chunk("worker-0", "d1", "out", 0, 6, b"hello\n", 6))),
         (GOLDEN["gap"], control.gap(512, 4096)),
+        (GOLDEN["told_metrics"], control.metrics(SNAPSHOT)),
         (GOLDEN["detached"], control.detached(4096)),
         (
             GOLDEN["refused"],
@@ -343,6 +356,26 @@ EVENT = {"event": "state", "state": "running", "time": "2026-01-31T12:00:00.000Z
 def test_golden_frames_of_the_control_socket(golden: str, made: bytes) -> None:
     length, _, text = golden.strip().partition(" ")
     assert made == bytes.fromhex(length) + text.replace("\\n", "\n").encode()
+
+
+def test_the_page_lists_every_member_of_a_snapshot() -> None:
+    job = MeasuredJob(sample_plan(1, 1, ("d1",)))
+    job.report("worker-0", 5, 10, loss=0.5)
+    job.more["server-0"]["counters"] = {"role": "server", "values": {"pushes": 1}, "lags": {"0": [1, 2, 3, 4]}}
+    job.more["scheduler"]["counters"] = {"role": "scheduler", "values": {"members": 3}}
+    snapshot = job.run_to(20).snapshot()
+    page = {row[0].strip("`"): set(re.findall(r"`(\w+)`", row[1])) for row in rows("Metrics")}
+    assert set(page) == set(snapshot)
+    server, scheduler = snapshot["store"].pop("servers")["server-0"], snapshot["store"].pop("scheduler")
+    found = {
+        "progress": set(snapshot["progress"]),
+        "hosts": set(snapshot["hosts"]["d1"]),
+        "tasks": set(snapshot["tasks"]["worker-0"]) | {*snapshot["tasks"]["worker-0"]["report"]},
+        "store": {*server, *scheduler, *snapshot["store"]},
+        "history": set(snapshot["history"]),
+    }
+    for name, names in found.items():
+        assert names <= page[name], name
 
 
 def test_every_type_that_a_client_may_send_has_its_row() -> None:

@@ -9,7 +9,7 @@ from distrun_runtime.contract import wire
 from distrun_runtime.contract.plan import Plan, Secrets
 from distrun_runtime.contract.session import Source
 from distrun_runtime.coordinator import events
-from distrun_runtime.coordinator.actions import Ack, AskAgent, EndAgent, Settle, Spawn, StopTasks
+from distrun_runtime.coordinator.actions import Ack, AskAgent, AskStack, EndAgent, Settle, Spawn, StopTasks
 from distrun_runtime.errors import ContractError
 
 
@@ -111,6 +111,11 @@ def _answer(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -
     return events.Answered(host, int(header["id"]), header.get("value"), str(header.get("error") or ""))
 
 
+def _stack(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
+    text, how, error, fix = (str(header.get(name) or "") for name in ("text", "how", "error", "fix"))
+    return events.StackFound(host, int(header["id"]), text, how, error, fix)
+
+
 def _folder(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
     return events.FolderFound(host, str(header["state"]), tuple(str(note) for note in header.get("notes", ())))
 
@@ -125,7 +130,8 @@ def _copy_failed(host: str, header: Mapping[str, Any], body: bytes, arrived: flo
 
 
 def _metrics(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
-    return events.Measured(host, {name: value for name, value in header.items() if name != "type"})
+    # Whatever is wrong with its numbers is no reason to give up an agent.
+    return events.Measured(host, {name: value for name, value in header.items() if name != "type"}, arrived)
 
 
 def _cleared(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
@@ -150,6 +156,7 @@ _EVENTS: Dict[str, Callable[[str, Mapping[str, Any], bytes, float], events.Event
     "holding": lambda host, header, body, arrived: events.Holding(host, str(header["path"])),
     "need": lambda host, header, body, arrived: events.Needed(host, str(header["digest"])),
     "answer": _answer,
+    "stack": _stack,
     "folder": _folder,
     "copying": lambda host, header, body, arrived: events.Copying(host, int(header["files"])),
     "copied": _copied,
@@ -193,6 +200,11 @@ def files(run: str, archive: Source) -> Large:
 def ask(action: AskAgent) -> wire.Frame:
     """Return the frame that has an agent's tool answer. Only before `begin`."""
     return wire.Frame({"type": "ask", "id": action.id, "what": action.what, "args": dict(action.args)})
+
+
+def stack(action: AskStack) -> wire.Frame:
+    """Return the frame that has an agent say where a task stands."""
+    return wire.Frame({"type": "stack", "id": action.id, "task": action.task})
 
 
 def settle(action: Settle) -> wire.Frame:
