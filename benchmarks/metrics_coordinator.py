@@ -30,8 +30,22 @@ from distrun_runtime.coordinator.loop import PING_S  # noqa: E402
 WORKERS_A_HOST = 8
 SIZES = ((16, 0.01), (1000, 0.10))
 """Hosts, and what of a core the coordinator may use for them."""
-BEATS = 30
+BEATS = 15
 WAYS = ("not measured", "measured", "and shown")
+
+
+HEADING = "Metrics: the coordinator"
+SECTION = """\
+What the [numbers](metrics.md) of a running job cost its coordinator: processor time of its loop, as a share of one
+core. Each host has %d workers and 8 GPUs, and agents measure every second, those of 1000 hosts every 10 s. Agents are
+simulated (`tests/support/simulation.py`); ssh, TLS and sockets are not counted. *Not measured*: pings and ticks only.
+*And shown*: a client watches, for which snapshots are made and encoded.
+
+%s
+
+%s
+* medians of %d runs
+%s"""
 
 
 class Viewer:
@@ -89,26 +103,39 @@ def measure(hosts: int, runs: int) -> Share:
     return Share(shares, viewer.size, viewer.count / runs / (BEATS * PING_S))
 
 
-def main() -> None:
-    """Measure and print, or write."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--runs", type=int, default=3)
-    options = parser.parse_args()
-    lines = ["| hosts | tasks | goal | " + " | ".join(WAYS) + " | a snapshot |", "|---|---|---|---|---|---|---|"]
+def table(found: Mapping[int, Share]) -> str:
+    """Return the figures as Markdown."""
+    lines = ["| hosts | tasks | goal | " + " | ".join(WAYS) + " | snapshots |", "|---:|---:|---:|---:|---:|---:|---|"]
     for hosts, goal in SIZES:
-        found = measure(hosts, options.runs)
-        shares = " | ".join(f"{each:.2%}" for each in found.shares)
-        size = f"{found.snapshot / 1000:.0f} kB, {found.shown_a_second:.1f} a second"
-        lines.append(f"| {hosts} | {WORKERS_A_HOST * hosts} | {goal:.0%} | {shares} | {size} |")
-        assert found.shares[1] < goal or not options.write, f"{hosts} hosts: {found.shares[1]:.2%} of a core"
-    body = f"{__doc__}\nShares of one core, medians of {options.runs} runs.\n\n" + "\n".join(lines)
+        if hosts not in found:
+            continue
+        each = found[hosts]
+        shares = " | ".join(f"{share:.2%}" for share in each.shares)
+        shown = f"{each.snapshot / 1000:.0f} kB, {each.shown_a_second:.1f} a second"
+        lines.append(f"| {hosts} | {WORKERS_A_HOST * hosts} | {goal:.0%} | {shares} | {shown} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, print the table, and write the section if asked to."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--hosts", nargs="+", type=int, default=[hosts for hosts, _ in SIZES], help="(default: 16 1000)"
+    )
+    parser.add_argument("--runs", type=int, default=3, help="runs of every figure (default 3)")
+    parser.add_argument("--note", default="", help="a line for the page: what else the machine did")
+    parser.add_argument("--write", action="store_true", help="write docs/benchmarks.md")
+    options = parser.parse_args()
+
+    share_of(2, True, None)  # imports and caches
+    found = {hosts: measure(hosts, options.runs) for hosts in options.hosts}
+    print(table(found))
     if options.write:
         import report
 
-        report.write("Metrics, coordinator", report.body(body) if hasattr(report, "body") else body)
-    else:
-        sys.stdout.write(body + "\n")
+        note = f"* {options.note}\n" if options.note else ""
+        lines = report.circumstances("metrics_coordinator.py", "--note")
+        report.write(HEADING, SECTION % (WORKERS_A_HOST, table(found), lines, options.runs, note))
 
 
 if __name__ == "__main__":
