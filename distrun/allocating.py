@@ -7,18 +7,23 @@ be stopped. No limit of time runs yet.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from distrun.backends.engine import ENDED, QUEUED, RUNNING, Standing
-from distrun.backends.queue import Submitting
+from distrun.backends.engine import ANSWER_S, ENDED, QUEUED, RUNNING, Standing
+from distrun.backends.queue import CANCEL_S, Submitting, with_explanation
 from distrun.errors import DistrunError
 from distrun.planning import PlannedJob, QueuedJob
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.coordinator import events, jobfolder, loop
+from distrun_runtime.coordinator.interrupts import Interrupts
 from distrun_runtime.coordinator.outcome import Culprit, Outcome
+from distrun_runtime.coordinator.service import raise_signal
 from distrun_runtime.errors import ContractError
 
 if TYPE_CHECKING:
@@ -27,6 +32,11 @@ if TYPE_CHECKING:
     from distrun_runtime.coordinator.service import Service
 
 WAKE_S = 2.0
+WITHDRAW_S = 2 * ANSWER_S + 2 * ANSWER_S + CANCEL_S
+"""How long an engine may take to end a job: what it is doing just now, two questions, and the job's end."""
+HURRY_S = 15.0
+"""The same after another Ctrl-C."""
+HURRY_WAKE_S = 0.5
 SILENT_S = 60.0
 """An engine that does not answer for so long is told of; it may do so again later."""
 _STOPPED = {"INT": "interrupted", "TERM": "terminated", "HUP": "its terminal has gone"}
@@ -41,9 +51,26 @@ def allocate(job: QueuedJob, folder: JobFolder, service: Service) -> PlannedJob 
         UsageError, EngineError: the engine cannot do what is asked for.
         ContractError: no port is free to listen for agents.
     """
+    between: list[events.Interrupt] = []
+
+    def keep(event: events.Event) -> None:
+        if isinstance(event, events.Interrupt):
+            between.append(event)
+
+    with Interrupts(keep):  # a signal between two loops must not end this process: the engine would keep the job
+        found = _allocate(job, folder, service)
+    if isinstance(found, PlannedJob):
+        for event in between:
+            raise_signal(event.signal)
+    return found
+
+
+def _allocate(job: QueuedJob, folder: JobFolder, service: Service) -> PlannedJob | Outcome:
+    submitting: list[Submitting] = []
     try:
-        standing, outcome = _wait(job, folder, service)
+        standing, outcome = _wait(job, folder, service, submitting)
         if standing is not None:
+            submitting[0].close()
             planned = job.planned(standing.grants)
             job.backend.claims = planned.allocation.claims
             folder.allocate(planned.allocation.to_json())
@@ -52,33 +79,57 @@ def allocate(job: QueuedJob, folder: JobFolder, service: Service) -> PlannedJob 
             return planned
     except (DistrunError, ContractError, OSError) as err:
         code = err.exit_code if isinstance(err, DistrunError) else facts.EXIT_SUBMIT
-        _end(job, folder, service, Outcome(code, facts.SUBMIT, str(err), job=job.setup.job_id))
+        _end(job, folder, service, Outcome(code, facts.SUBMIT, str(err), job=job.setup.job_id), submitting)
         raise
-    return _end(job, folder, service, folder.explained(outcome))
+    return _end(job, folder, service, folder.explained(outcome), submitting)
 
 
-def _wait(job: QueuedJob, folder: JobFolder, service: Service) -> tuple[Standing | None, Outcome]:
-    """Submit a job and wait; return what the engine gives it, or None and how it ended."""
+def _wait(
+    job: QueuedJob, folder: JobFolder, service: Service, begun: list[Submitting]
+) -> tuple[Standing | None, Outcome]:
+    """Submit a job and wait; return what the engine gives it, or None and how it ended. `begun` gets what submits."""
     submission, script = job.backend.open(job.request, job.setup.job_id, job.setup.nonce, folder.path)
     job.backend.keep_files(job.request)
     service.say(f"submitting to {job.backend.name} as {submission.marker}", "debug")
     waiting = Waiting(job.backend.name, service.say, lambda *told: _note(folder, service, *told), folder.touch)
     run = loop.HostLoop(waiting, ())
     service.opened(run.put)
-    submitting = Submitting(job.backend, submission, script, run.put)
-    submitting.start()
-    try:
-        run.run()
-    finally:
-        submitting.close()
+    begun.append(Submitting(job.backend, submission, script, run.put))
+    begun[0].start()
+    run.run()
     return waiting.granted, waiting.outcome(job.setup.job_id)
 
 
-def _end(job: QueuedJob, folder: JobFolder, service: Service, outcome: Outcome) -> Outcome:
-    """Cancel what the engine has of a job that gets no plan, and note its end."""
-    for swept in job.backend.withdraw(folder.path).values():
-        for line in (*(f"ended {each}" for each in swept.ended), *swept.told_problem):
-            service.say(f"{job.backend.name}: {line}", "warning" if swept.problem else "info")
+def _end(
+    job: QueuedJob, folder: JobFolder, service: Service, outcome: Outcome, submitting: Sequence[Submitting]
+) -> Outcome:
+    """Cancel what the engine has of a job that gets no plan, and note its end.
+
+    A job that the engine may still have gets no end: its folder shows it as lost, and `distrun kill` tries again.
+    """
+    withdrawing = Withdrawing(job.backend.name, job.setup.job_id, service.say)
+    run = loop.HostLoop(withdrawing, ())
+
+    def withdraw() -> None:
+        problem = "it was not asked"
+        try:
+            for each in submitting:
+                each.close()
+            found = job.backend.withdraw(folder.path)
+            for line in (f"ended {one}" for swept in found.values() for one in swept.ended):
+                service.say(f"{job.backend.name}: {line}", "info")
+            problem = "; ".join(swept.problem for swept in found.values() if swept.problem)
+        except Exception as err:
+            traceback.print_exc()
+            problem = f"internal error: {type(err).__name__}: {err}"
+        finally:
+            run.put(events.EngineLetGo(problem))
+
+    service.opened(run.put)
+    threading.Thread(target=withdraw, name="engine withdraws", daemon=True).start()
+    run.run()
+    if withdrawing.problem:
+        return dataclasses.replace(outcome, message=f"{outcome.message}; {withdrawing.problem}")
     job.backend.release((), 0.0)
     with contextlib.suppress(OSError):  # it is told all the same
         folder.finish(outcome)
@@ -96,6 +147,51 @@ def _note(folder: JobFolder, service: Service, state: str, message: str) -> None
     service.state(folder.written)
     if is_new:
         service.event(event)
+
+
+class Withdrawing:
+    """Decides how long an engine's word is awaited that it has ended a job: `loop.Decisions` without agents.
+
+    Arguments:
+        engine: its name, for messages.
+        job: the job's id.
+        say: takes a message and its level.
+    """
+
+    def __init__(self, engine: str, job: str, say: Callable[[str, str], None]) -> None:
+        self.is_over = False
+        self.problem = ""
+        """Why the engine may still have the job, and what to type; empty: it has not."""
+        self._engine = engine
+        self._job = job
+        self._say = say
+        self._until: float | None = None
+        self._is_hurried = False
+
+    def wake_s(self) -> float:
+        """Return how often it is looked whether the time is over."""
+        return HURRY_WAKE_S
+
+    def handle(self, event: events.Event, now: float) -> Sequence[AgentAction]:
+        """Take the engine's word, a signal or the time; no agent has anything to do."""
+        if self._until is None:
+            self._until = now + WITHDRAW_S
+        if isinstance(event, events.EngineLetGo):
+            self.is_over = True
+            self.problem = self._told(event.problem) if event.problem else ""
+        elif isinstance(event, events.Interrupt) and not self._is_hurried:
+            self._is_hurried = True
+            self._until = min(self._until, now + HURRY_S)
+            text = f"{self._engine} is asked to end the job; its answer is awaited for {duration(HURRY_S)} more"
+            self._say(text, "warning")
+        if now >= self._until and not self.is_over:
+            self.is_over = True
+            self.problem = self._told("it has not confirmed that in time")
+        return ()
+
+    def _told(self, problem: str) -> str:
+        text = f"{self._engine} was asked to end the job and may still have it: {problem}"
+        return f"{text}; to make sure: distrun kill {self._job}"
 
 
 class Waiting:
@@ -189,10 +285,12 @@ class Waiting:
         else:
             why = self.standing.text if self.standing is not None else ""
             text = f"{self._engine} ended the job before it gave it any place" + (f": {why}" if why else "")
-        return Outcome(
+        outcome = Outcome(
             facts.EXIT_SUBMIT,
             facts.SUBMIT,
             text,
             culprit=Culprit("", self._engine, time=time.time(), reason=text),
             job=job,
         )
+        known = self.standing.why if self.standing is not None and self._refused is None else None
+        return outcome if known is None else with_explanation(outcome, known, self._engine)

@@ -114,17 +114,21 @@ class ControlConnection:
             yield frame
 
     def ask(self, kind: str, /, **members: Any) -> wire.Frame:
-        """Send a frame and return its answer, the next frame of its type or `refused`.
+        """Send a frame and return its `answer`."""
+        self.send(kind, **members)
+        return self.answer(kind)
+
+    def answer(self, kind: str, limit_s: float = ANSWER_S) -> wire.Frame:
+        """Return the next frame of a type, or `refused`.
 
         Raises:
             CoordinatorLost: there is none.
         """
-        self.send(kind, **members)
         while True:
             try:
-                frame = self.receive(ANSWER_S)
+                frame = self.receive(limit_s)
             except TimeoutError:
-                raise CoordinatorLost(f"no answer to {kind!r} within {duration(ANSWER_S)}") from None
+                raise CoordinatorLost(f"no answer to {kind!r} within {duration(limit_s)}") from None
             if frame is None:
                 raise CoordinatorLost(f"the coordinator ended the connection and did not answer {kind!r}")
             if frame.type in (kind, "refused"):
@@ -156,8 +160,8 @@ class ControlConnection:
 # ---------------------------------------------------------------------- finding the coordinator
 
 
-def connect(folder: JobFolder) -> ControlConnection:
-    """Return a connection to the coordinator of a job, greeted.
+def connect(folder: JobFolder, may_ask: bool = True) -> ControlConnection:
+    """Return a connection to the coordinator of a job, greeted. `may_ask`: ssh may ask the user for a password.
 
     If it is on another host, which drops the connection because it has too many, this is tried again for some time.
 
@@ -179,7 +183,7 @@ def connect(folder: JobFolder) -> ControlConnection:
     began, attempts, pauses = time.monotonic(), 1, relay.pauses()
     while True:
         try:
-            return _greeted(_there(folder, where), folder, where)
+            return _greeted(_there(folder, where, may_ask), folder, where)
         except _Dropped:
             pause_s = next(pauses, None)
         if pause_s is None:
@@ -245,7 +249,7 @@ def _here(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
     return ControlConnection(stream)
 
 
-def _there(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
+def _there(folder: JobFolder, where: Mapping[str, Any], may_ask: bool) -> ControlConnection:
     """Return a connection by a relay on the coordinator's host."""
     import shlex
 
@@ -253,7 +257,7 @@ def _there(folder: JobFolder, where: Mapping[str, Any]) -> ControlConnection:
 
     login = where.get("login") or shlex.join(["ssh", where["host"]])
     try:
-        relay = Relay(login, where["path"])
+        relay = Relay(login, where["path"], may_ask)
     except OSError as err:
         raise CoordinatorLost(
             f"job {folder.id}: its coordinator is on {where['host']}, and ssh cannot be started: {err.strerror}",

@@ -13,7 +13,7 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import IO
 
 from distrun import relay
@@ -78,8 +78,8 @@ def is_elsewhere(folder: JobFolder) -> bool:
     return where is not None and bool(where.get("login")) and not folder.is_finished
 
 
-def refresh(folder: JobFolder) -> None:
-    """Fetch what is new of a job that `is_elsewhere`.
+def refresh(folder: JobFolder, may_ask: bool = True) -> None:
+    """Fetch what is new of a job that `is_elsewhere`. `may_ask`: ssh may ask the user for a password.
 
     If its host drops the connection because it has too many, this is tried again for some time.
 
@@ -88,7 +88,8 @@ def refresh(folder: JobFolder) -> None:
     """
     where = folder.control()
     assert where is not None  # of `is_elsewhere`
-    argv = relay.ssh_argv(where["login"], shlex.join(["python3", "-I", "-c", FETCH, where["folder"]]))
+    command = shlex.join(["python3", "-I", "-c", FETCH, where["folder"]])
+    argv = relay.ssh_argv(where["login"], command, may_ask=may_ask)
     code, said = relay.retried(lambda: _fetch(folder, argv))
     if code:
         raise NotAsked(
@@ -107,7 +108,7 @@ def _fetch(folder: JobFolder, argv: list[str]) -> tuple[int, str]:
         assert child.stdout is not None
         assert child.stderr is not None
         try:
-            saved = [_save(folder, *each) for each in _files(child.stdout)]
+            saved = [save(folder, *each) for each in _files(child.stdout)]
         except OSError as err:
             raise NotAsked(
                 f"job {folder.id}: what its coordinator's host sent cannot be written to {folder.path}: {err.strerror}",
@@ -153,12 +154,15 @@ def _why(code: int, said: str) -> str:
     return said.splitlines()[-1] if said else f"ssh ended with code {code}"
 
 
-def refreshed(folder: JobFolder) -> str:
-    """Fetch what is new of a job, if it has to be fetched; return a warning if that fails."""
+def refreshed(folder: JobFolder, may_ask: bool = True) -> str:
+    """Fetch what is new of a job, if it has to be fetched; return a warning if that fails.
+
+    `may_ask`: ssh may ask the user for a password.
+    """
     if not is_elsewhere(folder):
         return ""
     try:
-        refresh(folder)
+        refresh(folder, may_ask)
     except NotAsked as err:
         return f"{err}; {err.hint}"
     return ""
@@ -186,8 +190,11 @@ def _content(stream: IO[bytes], name: str, size: int) -> Iterator[bytes]:
         yield data
 
 
-def _save(folder: JobFolder, name: str, age_s: float, pieces: Iterator[bytes]) -> str:
-    """Replace a file of the folder as a whole. It gets its age, too: by that of the state, a job is `unknown`."""
+def save(folder: JobFolder, name: str, age_s: float, pieces: Iterable[bytes]) -> str:
+    """Replace a file of the folder as a whole. It gets its age, too: by that of the state, a job is `unknown`.
+
+    Raises OSError.
+    """
     path = folder.path / name
     fresh = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:

@@ -65,6 +65,7 @@ SET_ELSEWHERE: Mapping[str, str] = {
     "DISTRUN_TOKEN_FILE": "the agent, which writes that file",
     "DISTRUN_PLACE": "the agent, which has that place",
     "DISTRUN_PUBLISH_FD": "the agent, which opens that pipe",
+    "DISTRUN_PUBLISH_PIPE": "the agent, which opens that pipe",
     "DISTRUN_METRICS_SOCKET": "the agent, which opens that socket",
     "PYTHONPATH": "the agent: the bundled runtime's folder, then the value that is already there",
     "GLOO_SOCKET_IFNAME": "the agent, which knows the interface",
@@ -386,6 +387,8 @@ def make_plan(request: JobRequest, allocation: Allocation, setup: Setup) -> tupl
         joined=tuple(sorted({s.name for each in users.values() for s in each.values() if s.joins})),
         doctor=request.doctor,
         log_limit=request.log_limit,
+        metrics_port=request.metrics_port,
+        metrics_address=request.metrics_address,
         nonce=setup.nonce,
         places=allocation.places,
     )

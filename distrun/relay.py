@@ -60,17 +60,20 @@ copy(peer.recv, lambda data: os.write(1, data), leave)
 """
 
 
-def ssh_argv(login: str, command: str) -> list[str]:
+def ssh_argv(login: str, command: str, connect_s: float = ANSWER_S, may_ask: bool = True) -> list[str]:
     """Return how to run a command on a host whose loss is noticed within ALIVE_S * ALIVE_COUNT seconds. Pure.
 
     Args:
         login: what a user types before a command to run it there: `ssh -p 2222 ann@d1`.
         command: for the login shell there.
+        connect_s: how long connecting may take, whole seconds.
+        may_ask: ssh may ask the user, for a password or about a host key.
     """
     program, *flags, host = shlex.split(login)
-    limits = {"ConnectTimeout": ANSWER_S, "ServerAliveInterval": ALIVE_S, "ServerAliveCountMax": ALIVE_COUNT}
+    limits = {"ConnectTimeout": connect_s, "ServerAliveInterval": ALIVE_S, "ServerAliveCountMax": ALIVE_COUNT}
     options = [word for name, value in limits.items() for word in ("-o", f"{name}={value:.0f}")]
-    return [program, "-T", *options, *flags, "--", host, command]
+    quiet = [] if may_ask else ["-o", "BatchMode=yes"]
+    return [program, "-T", *options, *quiet, *flags, "--", host, command]
 
 
 def is_dropped(code: int | None, said: str) -> bool:
@@ -117,15 +120,15 @@ class Relay:
     """The `ssh` program, whose standard input and output are a connection to a socket on another host.
 
     What it writes to stderr goes to ours. Only how it says that the host dropped the connection is held until `show`:
-    there may be another attempt, of which the user need not read.
+    there may be another attempt, of which the user need not read. If ssh may not ask the user, nothing of it is shown.
 
     Raises:
         OSError: it cannot be started.
     """
 
-    def __init__(self, login: str, path: str) -> None:
+    def __init__(self, login: str, path: str, may_ask: bool = True) -> None:
         command = shlex.join(["python3", "-I", "-c", RELAY, path])
-        argv = ["sh", "-c", IGNORING_KEYS, "sh", *ssh_argv(login, command)]
+        argv = ["sh", "-c", IGNORING_KEYS, "sh", *ssh_argv(login, command, may_ask=may_ask)]
         self.socket, its = socket.socketpair()
         try:
             self._child = subprocess.Popen(argv, stdin=its.fileno(), stdout=its.fileno(), stderr=subprocess.PIPE)
@@ -137,6 +140,7 @@ class Relay:
         assert self._child.stderr is not None  # asked for above
         self._last_lines = LastLines()
         self._held: list[bytes] | None = []
+        self._is_shown = may_ask
         self._reader = threading.Thread(target=self._read, args=(self._child.stderr,), name="ssh-stderr", daemon=True)
         self._reader.start()
 
@@ -155,7 +159,7 @@ class Relay:
     def show(self) -> None:
         """Hold nothing of what it says from now on, and show what was held."""
         held, self._held = self._held or [], None
-        for line in held:
+        for line in held if self._is_shown else ():
             os.write(2, line)
 
     def close(self) -> None:
@@ -173,5 +177,5 @@ class Relay:
                 self._last_lines.feed(line)
                 if self._held is not None and classify(line.decode("utf-8", "replace"), Where("")).is_passing:
                     self._held.append(line)
-                else:
+                elif self._is_shown:
                     os.write(2, line)

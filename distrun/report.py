@@ -44,7 +44,16 @@ _CHAINED = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
 )
-_HOSTS = {facts.HOST_LOST: "was lost", facts.PREFLIGHT: "cannot be used", facts.SYNC: "did not get the files"}
+_HOSTS = {
+    facts.HOST_LOST: "was lost",
+    facts.PREFLIGHT: "cannot be used",
+    facts.SYNC: "did not get the files",
+    facts.SUBMIT: "did not take the job",
+    # An engine has said why it ended the place:
+    facts.TIMEOUT: "was ended",
+    facts.TERMINATED: "was ended",
+    facts.TASK_FAILED: "was ended",
+}
 
 
 def failure(outcome: Outcome, tail: Sequence[str] = (), log: str = "") -> str:

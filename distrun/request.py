@@ -169,6 +169,10 @@ class JobRequest:
     """Folder for the job's folder; None: the job store's."""
     log_limit: int = 0
     """Bytes that are kept of each task's log, about; 0: all."""
+    metrics_port: int | None = None
+    """Port at which the coordinator answers Prometheus; 0: any free one; None: it does not."""
+    metrics_address: str = ""
+    """The address for that; empty: the loopback address."""
     engine: EngineOptions = field(default_factory=EngineOptions)
     """For launchers that are engines."""
     doctor: str = ""
@@ -229,6 +233,7 @@ class JobRequest:
         seconds("--start-timeout", self.limits.start_s, environ.BY_NAME["DISTRUN_START_TIMEOUT"].low)
         seconds("--suspect-after", self.limits.suspect_s)
         seconds("--lost-after", self.limits.lost_s)
+        seconds("--stall-after", self.limits.stall_after_s, 0)
         if self.limits.timeout_s is not None:
             seconds("--timeout", self.limits.timeout_s)
         if self.op_timeout_s is not None:
@@ -250,6 +255,8 @@ class JobRequest:
         _check_imports(self)
         if self.subnet:
             _check_subnet(self.subnet)
+        if self.metrics_address:
+            _check_metrics_address(self.metrics_address, self.metrics_port)
         for word in self.command:
             if "\0" in word:
                 raise UsageError(f"the command holds a NUL character in {word!r}; no program can be given one")
@@ -488,6 +495,19 @@ def _check_subnet(text: str) -> None:
         ipaddress.ip_network(text, strict=False)
     except ValueError as err:
         raise UsageError(f"--subnet: expected a network such as 10.0.0.0/8 or fd00::/8, found {text!r}") from err
+
+
+def _check_metrics_address(text: str, port: int | None) -> None:
+    import ipaddress
+
+    try:
+        ipaddress.ip_address(text)
+    except ValueError as err:
+        raise UsageError(f"--metrics-address: expected an address such as 0.0.0.0 or ::1, found {text!r}") from err
+    if port is None:
+        raise UsageError(
+            "--metrics-address: nothing is served without --metrics-port", "add --metrics-port 0, or leave it out"
+        )
 
 
 def count(option: str, value: str | int, low: int, high: int = MOST) -> int:

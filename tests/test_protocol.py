@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from measured import MeasuredJob
+from sample_plan import sample_plan
 
 from distrun import backends, hosts, planning
 from distrun.request import JobRequest, Setting
@@ -25,7 +28,7 @@ from distrun_runtime.contract import control, enrolment, wire
 from distrun_runtime.contract import plan as plans
 from distrun_runtime.contract.control import Chunk
 from distrun_runtime.contract.plan import Host, Place, Plan, Resources, Runtime, Secrets, Sync, Task
-from distrun_runtime.coordinator import actions, frames, logindex
+from distrun_runtime.coordinator import actions, events, frames, logindex
 from distrun_runtime.coordinator.frames import KeepRule
 from distrun_runtime.coordinator.jobstore import JobStore
 from distrun_runtime.coordinator.listener import Register
@@ -243,6 +246,7 @@ def test_golden_challenge_and_proof() -> None:
             {"type": "output", "task": "worker-0", "attempt": 0, "stream": "out", "offset": 0, "seq": 5},
             b"hello\n",
         ),
+        (GOLDEN["sample"], dict(frames.sample(2.0).header, seq=4), b""),
         (GOLDEN["received"], {"type": "received", "seq": 7}, b""),
         (GOLDEN["credit"], {"type": "credit", "bytes": 2097152}, b""),
         (GOLDEN["resume"], {"type": "resume", "received": 7, "credit": 2097152}, b""),
@@ -274,6 +278,7 @@ def test_golden_challenge_and_proof() -> None:
         (GOLDEN["ask_stop"], {"type": "stop", "signal": "TERM"}, b""),
         (GOLDEN["ask_kill"], {"type": "kill"}, b""),
         (GOLDEN["subscribe"], {"type": "subscribe", "events": True, "output": {"cursor": 0}}, b""),
+        (GOLDEN["look"], {"type": "subscribe", "metrics": True, "look": ["d1"]}, b""),
     ],
 )
 def test_golden_frames(golden: str, header: dict[str, Any], raw: bytes) -> None:
@@ -283,6 +288,26 @@ def test_golden_frames(golden: str, header: dict[str, Any], raw: bytes) -> None:
     [frame] = wire.Decoder().feed(expected)
     assert frame.header == (dict(header, size=len(raw)) if raw else header)
     assert frame.body == raw
+
+
+def test_golden_samples() -> None:
+    """JSON as Python writes and reads it: numbers that are none have a word each."""
+    said = {"step": 7, "total": None, "values": {"loss": float("nan")}, "time": 1790000000.25}
+    header = {
+        "type": "metrics",
+        "clock": 12.5,
+        "time": 1790000000.5,
+        "host": {"cores": 2, "cpu_s": 80.25},
+        "tasks": {"worker-0": {"cpu_s": 3.5, "rss": 4096, "report": said}},
+    }
+    length, _, text = GOLDEN["measured"].strip().partition(" ")
+    expected = bytes.fromhex(length) + text.encode()
+    assert wire.encode(header) == expected
+    [frame] = wire.Decoder().feed(expected)
+    heard = frames.to_event("d1", frame, 1.0)
+    assert isinstance(heard, events.Measured)
+    assert set(heard.value) == set(header) - {"type"}
+    assert math.isnan(heard.value["tasks"]["worker-0"]["report"]["values"]["loss"])
 
 
 def test_golden_index() -> None:
@@ -295,6 +320,15 @@ def test_golden_index() -> None:
     assert list(logindex.entries(golden)) == written
 
 
+SNAPSHOT = {
+    "schema": control.METRICS_SCHEMA,
+    "time": 1790000000.5,
+    "progress": {"step": 7, "loss": "nan"},
+    "hosts": {},
+    "tasks": {"worker-0": {"cpu": 1.5, "condition": "waiting"}},
+    "store": None,
+    "history": {"cpu": [1.5]},
+}
 EVENT = {"event": "state", "state": "running", "time": "2026-01-31T12:00:00.000Z", "version": 1}
 
 
@@ -307,6 +341,7 @@ EVENT = {"event": "state", "state": "running", "time": "2026-01-31T12:00:00.000Z
         (GOLDEN["event"], control.event(EVENT)),
         (GOLDEN["told_output"], control.output(Chunk("worker-0", "d1", "out", 0, 6, b"hello\n", 6))),
         (GOLDEN["gap"], control.gap(512, 4096)),
+        (GOLDEN["told_metrics"], control.metrics(SNAPSHOT)),
         (GOLDEN["detached"], control.detached(4096)),
         (
             GOLDEN["refused"],
@@ -322,6 +357,26 @@ EVENT = {"event": "state", "state": "running", "time": "2026-01-31T12:00:00.000Z
 def test_golden_frames_of_the_control_socket(golden: str, made: bytes) -> None:
     length, _, text = golden.strip().partition(" ")
     assert made == bytes.fromhex(length) + text.replace("\\n", "\n").encode()
+
+
+def test_the_page_lists_every_member_of_a_snapshot() -> None:
+    job = MeasuredJob(sample_plan(1, 1, ("d1",)))
+    job.report("worker-0", 5, 10, loss=0.5)
+    job.more["server-0"]["counters"] = {"role": "server", "values": {"pushes": 1}, "lags": {"0": [1, 2, 3, 4]}}
+    job.more["scheduler"]["counters"] = {"role": "scheduler", "values": {"members": 3}}
+    snapshot = job.run_to(20).snapshot()
+    page = {row[0].strip("`"): set(re.findall(r"`(\w+)`", row[1])) for row in rows("Metrics")}
+    assert set(page) == set(snapshot)
+    server, scheduler = snapshot["store"].pop("servers")["server-0"], snapshot["store"].pop("scheduler")
+    found = {
+        "progress": set(snapshot["progress"]),
+        "hosts": set(snapshot["hosts"]["d1"]),
+        "tasks": set(snapshot["tasks"]["worker-0"]) | {*snapshot["tasks"]["worker-0"]["report"]},
+        "store": {*server, *scheduler, *snapshot["store"]},
+        "history": set(snapshot["history"]),
+    }
+    for name, names in found.items():
+        assert names <= page[name], name
 
 
 def test_every_type_that_a_client_may_send_has_its_row() -> None:
@@ -441,6 +496,7 @@ def test_the_page_lists_what_the_coordinator_sends() -> None:
         frames.ask(actions.AskAgent("d1", 1, "survey", {})),
         frames.settle(actions.Settle("d1")),
         frames.spawn(actions.Spawn("d1", "worker-0", {})),
+        frames.sample(1.0),
         frames.stop(actions.StopTasks("d1", ("worker-0",), (("TERM", 1.0),))),
         frames.end(actions.EndAgent("d1")),
         frames.ack(actions.Ack("d1", "worker-0", "out", 1)),

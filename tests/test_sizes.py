@@ -18,6 +18,14 @@ from sizes import *
 @pytest.fixture
 def sshd():
     pass
+
+@pytest.fixture(params=["here", "there", "everywhere"])
+def job(request):
+    pass
+
+@pytest.fixture(params=["size", "mxnet"])
+def placement(request):
+    pass
 """
 TESTS = """\
 import pytest
@@ -40,13 +48,30 @@ def test_forgotten():
 def test_queue():
     pass
 """
+JOBS = """\
+import pytest
+
+def test_one(job, placement):
+    pass
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_two(job, placement, servers):
+    pass
+
+@pytest.mark.parametrize("rule", ["a", "b", "c", "d"])
+def test_four(job, placement, rule):
+    pass
+
+def test_alone(placement):
+    pass
+"""
 MARKERS = "".join("    %s: a marker\n" % name for name in ("engine", "lab", "package", "peers", "slow", "ssh"))
 
 
-def run(folder: Path, *words: str) -> tuple[int, str]:
-    """Run the tests above by pytest; return its exit code and what it prints."""
+def run(folder: Path, *words: str, tests: str = TESTS) -> tuple[int, str]:
+    """Run tests of the above by pytest; return its exit code and what it prints."""
     (folder / "conftest.py").write_text(CONFTEST)
-    (folder / "test_these.py").write_text(TESTS)
+    (folder / "test_these.py").write_text(tests)
     (folder / "pytest.ini").write_text(
         "[pytest]\naddopts = --strict-markers\npythonpath = %s\nmarkers =\n" % shlex.quote(str(SUPPORT))
     )
@@ -80,6 +105,26 @@ def test_tests_on_engines_run_alone_and_only_when_they_are_asked_for(tmp_path: P
     assert code == 0, out
     assert "test_queue PASSED" in out
     assert "1 passed" in out
+
+
+def test_a_quick_run_of_a_job_in_threads_has_each_path_placement_and_case_once(tmp_path: Path) -> None:
+    """A path each, and these have both placements and both cases; for a test with four cases a variant each."""
+    code, out = run(tmp_path, "--quick", tests=JOBS)
+    assert code == 0, out
+    passed = [line.split("::")[1].split(" ")[0] for line in out.splitlines() if "PASSED" in line]
+    for name, count, each in (
+        ("test_one", 3, [3, 2]),
+        ("test_two", 3, [3, 2, 2]),
+        ("test_four", 4, [3, 2, 4]),
+        ("test_alone", 2, [2]),
+    ):
+        found = [word.partition("[")[2].rstrip("]").split("-") for word in passed if word.startswith(name + "[")]
+        assert len(found) == count
+        assert sorted(len(set(column)) for column in zip(*found, strict=True)) == sorted(each), found
+    assert "left out: %d tests" % (3 + 9 + 20) in out
+    code, out = run(tmp_path, tests=JOBS)
+    assert code == 0, out
+    assert "44 passed" in out
 
 
 def test_a_fixture_sets_the_marker_that_an_option_selects_by(tmp_path: Path) -> None:

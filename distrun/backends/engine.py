@@ -7,7 +7,9 @@ backends. `queue.QueueBackend` makes a backend of it. Nothing of the user's is i
 
 from __future__ import annotations
 
+import contextlib
 import re
+import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -168,6 +170,8 @@ class Standing(NamedTuple):
     """Of a job that is RUNNING: all its places."""
     gone: Mapping[str, str] = {}
     """Places whose process or node is known to be gone, and why."""
+    why: Explanation | None = None
+    """Of a job that has ENDED before it was RUNNING, if that is known: its time was over, somebody cancelled it."""
 
 
 class Explanation(NamedTuple):
@@ -195,7 +199,7 @@ class Finding(NamedTuple):
     text: str
     """What was looked for, and what was found."""
     fix: str = ""
-    """What to type, or whom to ask for what."""
+    """What to type, or whom to ask for what. Shown only where it is not `ok`."""
 
 
 class Engine(ABC):
@@ -232,13 +236,23 @@ class Engine(ABC):
     def render(self, submission: Submission) -> Script:
         """Return what `submit` will execute. Pure."""
 
-    @abstractmethod
     def submit(self, submission: Submission, script: Script) -> Handle:
         """Submit the job; `script` is what `render` gave, its files are written.
+
+        By default the script's commands are executed one after another, and the job is called by its marker.
 
         Raises:
             EngineError: it was refused; nothing of it is left in the engine.
         """
+        handle = Handle(self.name, submission.marker)
+        try:
+            for argv in script.commands:
+                ask(argv)
+        except EngineError:
+            with contextlib.suppress(EngineError):  # what was said first counts
+                self.cancel(handle)
+            raise
+        return handle
 
     @abstractmethod
     def look(self, handle: Handle) -> Standing:
@@ -271,6 +285,58 @@ class Engine(ABC):
 
 ANSWER_S = 20.0
 """How long an engine may take to answer one question."""
+
+
+class Answer(NamedTuple):
+    """How a command of an engine has ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def said(self) -> str:
+        """What it has said of a failure, in one line."""
+        return " ".join(self.err.split()) or f"exit code {self.code}"
+
+
+def execute(
+    argv: Sequence[str],
+    hint: str = "",
+    *,
+    text: str = "",
+    env: Mapping[str, str] | None = None,
+    limit_s: float = ANSWER_S,
+) -> Answer:
+    """Execute a command of an engine and return how it ended.
+
+    Args:
+        hint: what to do where the command is missing.
+        text: its standard input.
+        env: its whole environment; None: this process's.
+
+    Raises:
+        EngineError: it is not there, or does not answer within `limit_s` seconds.
+    """
+    try:
+        done = subprocess.run(
+            argv, input=text, capture_output=True, text=True, errors="replace", env=env, timeout=limit_s, check=False
+        )
+    except FileNotFoundError:
+        raise EngineError(f"{argv[0]} is not on this machine", hint) from None
+    except OSError as err:
+        raise EngineError(f"{argv[0]} cannot be executed: {err.strerror}") from err
+    except subprocess.TimeoutExpired:
+        raise EngineError(f"{' '.join(argv[:3])}: no answer within {limit_s:g} s") from None
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
+def ask(argv: Sequence[str], hint: str = "") -> str:
+    """Return what a command of an engine prints. Raises EngineError with what it says if it fails, and with `hint`."""
+    told = execute(argv, hint)
+    if told.code:
+        raise EngineError(f"{argv[0]} says: {told.said}", hint)
+    return told.out
 
 
 def marker(job: str, nonce: str) -> str:

@@ -20,7 +20,6 @@ import pwd
 import re
 import shlex
 import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -43,6 +42,7 @@ from distrun.backends.engine import (
     Script,
     Standing,
     Submission,
+    execute,
     fill,
     template,
 )
@@ -299,11 +299,11 @@ class Sge(Engine):
             )
             found.append(Finding(chosen != NO_PE, text, fix))
         except UsageError as err:
-            found.append(Finding(True, str(err), err.hint))
+            found.append(Finding(True, f"{err}; {err.hint}"))
         code, said = _run(("qacct", "-o", _user(), "-d", "1"))
         if code and "no jobs running since startup" not in said:
-            fix = "why a job ended is then known only as far as agents tell; ask for access to the accounting file"
-            found.append(Finding(True, f"no accounting (qacct): {_one_line(said)}", fix))
+            then = "why a job ended is known only as far as agents tell; ask for access to the accounting file"
+            found.append(Finding(True, f"no accounting (qacct): {_one_line(said)}; {then}"))
         else:
             found.append(Finding(True, "accounting: qacct answers"))
         return tuple(found)
@@ -704,19 +704,12 @@ def _ask(*words: str, may_fail: bool = False) -> str:
 def _run(words: Sequence[str], *, text: str = "", limit_s: float = ANSWER_S, is_strict: bool = True) -> tuple[int, str]:
     """Return exit code and output of a command. Raises EngineError if it is not there or does not answer in time."""
     try:
-        done = subprocess.run(
-            words, input=text, capture_output=True, text=True, errors="replace", timeout=limit_s, check=False
-        )
-    except OSError as err:
-        if not is_strict:
-            return facts.EXIT_NOT_FOUND, ""
-        hint = "source $SGE_ROOT/default/common/settings.sh first" if isinstance(err, FileNotFoundError) else ""
-        raise EngineError(f"{words[0]}: {'not found' if hint else err.strerror}", hint) from err
-    except subprocess.TimeoutExpired as err:
-        if not is_strict:
-            return facts.EXIT_TIMEOUT, ""
-        raise EngineError(f"{' '.join(words[:3])}: no answer within {limit_s:g} s: is the queue master up?") from err
-    return done.returncode, done.stdout if not done.returncode else f"{done.stdout}\n{done.stderr}"
+        told = execute(words, "source $SGE_ROOT/default/common/settings.sh first", text=text, limit_s=limit_s)
+    except EngineError:
+        if is_strict:
+            raise
+        return facts.EXIT_NOT_FOUND, ""
+    return told.code, told.out if not told.code else f"{told.out}\n{told.err}"
 
 
 def _environments(wanted: str = "") -> list[dict[str, str]]:

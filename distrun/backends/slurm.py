@@ -36,6 +36,7 @@ from distrun.backends.engine import (
     Script,
     Standing,
     Submission,
+    execute,
     fill,
     template,
 )
@@ -57,6 +58,11 @@ TERM_S = 10.0
 POSITION_S = 15.0
 """How often the queue is asked for, which is long at some sites."""
 LOG_BYTES = 4096
+MISSING = (
+    "log in to a host of the cluster; or name the folder of Slurm's commands in the configuration file:  "
+    "bin = DIR in [slurm]"
+)
+"""What to do where a command of Slurm is missing."""
 
 AGENT_OPTIONS = (
     "--export=ALL",
@@ -370,6 +376,8 @@ class Slurm(Engine):
             return self._look_inside(handle, found)
         grants = answers.grants(found, components_, is_ours=True) if components_ else ()
         standing = answers.standing(found, grants, self._position_of(handle, found))
+        if standing.state == ENDED:
+            standing = standing._replace(why=answers.explanation(found, ""))
         if standing.state == ENDED and found and any(each.state == "FAILED" for each in found):
             standing = standing._replace(
                 text="; ".join(filter(None, (standing.text, _tail(handle.more.get("log", "")))))
@@ -533,29 +541,10 @@ class Slurm(Engine):
     @staticmethod
     def _run(argv: Sequence[str], limit_s: float) -> str:
         env = {name: value for name, value in environ.snapshot().items() if name != "SLURM_TIME_FORMAT"}
-        try:
-            done = subprocess.run(
-                argv,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                env={**env, "LC_ALL": "C"},
-                timeout=limit_s,
-                check=False,
-            )
-        except FileNotFoundError:
-            raise EngineError(
-                f"{argv[0]} is not on this machine",
-                "log in to a host of the cluster; or name the folder of Slurm's commands in the configuration file:  "
-                "bin = DIR in [slurm]",
-            ) from None
-        except OSError as err:
-            raise EngineError(f"{argv[0]} cannot be executed: {err}", "") from err
-        except subprocess.TimeoutExpired:
-            raise EngineError(f"{argv[0]} did not answer within {limit_s:g} s", "") from None
-        if done.returncode:
-            said = " ".join(done.stderr.decode(errors="replace").split())
-            raise EngineError(f"{argv[0]} says: {said or f'exit code {done.returncode}'}", "")
-        return done.stdout.decode(errors="replace")
+        told = execute(argv, MISSING, env={**env, "LC_ALL": "C"}, limit_s=limit_s)
+        if told.code:
+            raise EngineError(f"{argv[0]} says: {told.said}")
+        return told.out
 
 
 # ---------------------------------------------------------------------- pure

@@ -224,7 +224,7 @@ class Yarn(Engine):
             return Standing(ENDED, "YARN does not know it")
         if app["state"] in OVER:
             self._forget(cluster, handle)
-            return Standing(ENDED, ending(app))
+            return Standing(ENDED, ending(app), why=explained_application(app) if app["state"] == "KILLED" else None)
         containers, wanted = self._placed(cluster, handle, app)
         self._containers.update((each.place, each) for each in containers)
         if not wanted or len(containers) < wanted:

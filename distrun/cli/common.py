@@ -68,6 +68,15 @@ def current_folder() -> str:
 
 
 def find_job(store: JobStore, wanted: str) -> JobFolder:
+    """Return the job, as `found_job` does, of which is known here what its coordinator's host knows.
+
+    Raises:
+        NoSuchJob: there is none, or several ids begin so.
+    """
+    return fetched(found_job(store, wanted))
+
+
+def found_job(store: JobStore, wanted: str) -> JobFolder:
     """Return the job, as `JobStore.find` does; if several have exactly that name the newest, and say so.
 
     Raises:
@@ -77,7 +86,7 @@ def find_job(store: JobStore, wanted: str) -> JobFolder:
     count = len(store.named(wanted)) if folder.id != wanted else 0
     if count > 1:
         print_err(f"distrun: {wanted}: the newest of {count} jobs of that name, {folder.id}\n")
-    return fetched(folder)
+    return folder
 
 
 def fetched(folder: JobFolder) -> JobFolder:

@@ -260,6 +260,11 @@ def print_out(text: str) -> None:
     _print_plain(1, text)
 
 
+def tell(text: str) -> bool:
+    """Print to stdout; return False when nobody reads any more."""
+    return _print_plain(1, text)
+
+
 def print_err(text: str) -> None:
     """Print to stderr from a command that runs no job."""
     _print_plain(2, text)
@@ -288,33 +293,14 @@ def render(table: Table) -> str:
     return "".join(line.rstrip() + "\n" for line in capture.get().splitlines())
 
 
-def live(make: Callable[[], Table], goes_on: Callable[[], bool], interval_s: float) -> None:
-    """Show a table again and again until `goes_on` says no or Ctrl-C, and then once more, to stay.
-
-    On a terminal's second screen, so that neither a redraw nor the ^C leaves a trace. Elsewhere only the last is shown.
-    """
-    if not is_terminal():
-        while goes_on():
-            time.sleep(interval_s)
-    else:
-        from rich.live import Live
-
-        shown = Live(_watched(make()), auto_refresh=False, screen=True)
-        try:
-            with contextlib.suppress(KeyboardInterrupt):
-                shown.start(refresh=True)
-                while goes_on():
-                    time.sleep(interval_s)
-                    shown.update(_watched(make()), refresh=True)
-        finally:
-            # Not `with`: a Ctrl-C during the first picture would leave the terminal on its second screen.
-            shown.stop()
-    print_out(render(make()))
-
-
-def _watched(table: Table) -> Table:
-    table.caption, table.caption_justify = "Ctrl-C ends this view", "left"
-    return table
+def is_read() -> bool:
+    """Return whether anybody can still read stdout."""
+    poll = select.poll()
+    poll.register(1, 0)
+    try:
+        return not any(event & (select.POLLERR | select.POLLHUP | select.POLLNVAL) for _, event in poll.poll(0))
+    except OSError:
+        return False
 
 
 def copy_out(data: bytes) -> bool:

@@ -130,6 +130,12 @@ def doctor(**options: Any) -> int:
 
 def _tell_engine(engine: QueueBackend, options: Mapping[str, Any]) -> int:
     """Say what is there of what a launch by an engine needs; return the exit code."""
+    if options["is_fixing"]:
+        raise UsageError(
+            f"--fix is not for --launcher {engine.name}: it makes environments on hosts that ssh reaches",
+            "make one where the nodes see it, and launch with it:  python3 -m venv ~/venv && ~/venv/bin/pip install"
+            " numpy pyzmq; then --activate venv:~/venv",
+        )
     found = engine_rows(engine)
     bad = sum(row.mark == "bad" for row in found)
     code = facts.EXIT_PREFLIGHT if bad else 0

@@ -13,6 +13,7 @@ from distrun import shell
 from distrun.backends.base import Rendered
 from distrun.hosts import fold, generic
 from distrun.planning import SET_ELSEWHERE, QueuedJob
+from distrun.units import size as size_text
 from distrun_runtime.contract.plan import Host, Plan, Task
 
 if TYPE_CHECKING:
@@ -137,7 +138,8 @@ def queued_as_text(job: QueuedJob, submission: Submission, script: Script) -> st
         lines += ["", "executed:", *(f"  {shell.join(map(_short, argv))}" for argv in script.commands)]
     lines += ["", "tasks, placed when the engine has given the job its places:"]
     for group in submission.groups:
-        needs = ", ".join(f"{name} {value}" for name, value in group.needs._asdict().items() if value)
+        values = {**group.needs._asdict(), "memory": group.needs.memory and size_text(group.needs.memory)}
+        needs = ", ".join(f"{name} {value}" for name, value in values.items() if value)
         lines.append(f"  {group.count} {group.role}{_s(group.count)}" + (f", each with {needs}" if needs else ""))
     lines.append(f"  workers run: {shell.join(job.request.command)}")
     lines.append(f"  in:          {shell.quote(submission.cwd)}")

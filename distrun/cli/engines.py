@@ -34,9 +34,9 @@ def engine_of(name: str, options: Mapping[str, Any], env: Mapping[str, str]) -> 
 def rows(backend: QueueBackend) -> list[Row]:
     """Return what is there of what a launch by an engine needs."""
     found = [
-        Row(
-            HERE, backend.name, OK if each.ok else BAD, each.text, each.fix or ("" if each.ok else "see the page on it")
-        )
+        Row(HERE, backend.name, OK, each.text)
+        if each.ok
+        else Row(HERE, backend.name, BAD, each.text, each.fix or "see the page on it")
         for each in backend.engine.examine()
     ]
     own = address.own()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from distrun import units
 from distrun.cli import engines
 from distrun.cli.common import agree, fetched, seconds
 from distrun.cli.console import print_err, print_out, render
@@ -107,7 +108,7 @@ def _by_name(names: Sequence[str], options: Mapping[str, Any]) -> int:
         if not options["as_json"]:
             print_out("".join(f"{folder.id}: {line}\n" for line in killed.lines))
     if options["as_json"]:
-        _print_json(exit_code=code, jobs=told)
+        _print_json(dry_run=False, exit_code=code, jobs=told)
     return code
 
 
@@ -257,7 +258,7 @@ def _show_jobs(found: Found, chosen: Sequence[HostJob]) -> None:
             if job.host != host:
                 continue
             rows += [
-                (host, names[job.mark], job.state(), row.task, str(row.pid), jobs.age(row.age_s), jobs.shown(row))
+                (host, names[job.mark], job.state(), row.task, str(row.pid), units.age(row.age_s), jobs.shown(row))
                 for row in job.processes
             ] or [(host, names[job.mark], job.state(), "", "", "", "only its folder is left")]
     _print_table(("HOST", "JOB", "AGENT", "TASK", "PID", "AGE", "COMMAND"), rows)
@@ -353,7 +354,7 @@ def _show_matches(found: Found, chosen: Mapping[str, Sequence[jobs.JobProcess]])
     for host, each in found.items():
         if isinstance(each, Problem):
             rows.append((host, "", "", "cannot be asked: " + each.text))
-        rows += [(host, str(row.pid), jobs.age(row.age_s), row.command) for row in chosen.get(host, ())]
+        rows += [(host, str(row.pid), units.age(row.age_s), row.command) for row in chosen.get(host, ())]
     _print_table(("HOST", "PID", "AGE", "COMMAND"), rows)
 
 

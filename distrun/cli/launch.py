@@ -202,11 +202,18 @@ def _request(
         sync_delete=options["sync_delete"],
         run_dir=options["run_dir"],
         log_limit=options["log_limit"],
+        metrics_port=options["metrics_port"],
+        metrics_address=options["metrics_address"],
         detach=options["detach"],
         engine=engine_options(launcher, options, env),
-        doctor=shell.join(["distrun", "doctor", *reach.typed(options, found), *reach.typed_python(options)]),
+        doctor="" if backends.load(launcher).is_engine else _doctor(options, found),
         dry_run=options["dry_run"],
     )
+
+
+def _doctor(options: Mapping[str, Any], found: Inventory | None) -> str:
+    """Return the command that examines the hosts of a launch, and can make what their servers lack (--fix)."""
+    return shell.join(["distrun", "doctor", *reach.typed(options, found), *reach.typed_python(options)])
 
 
 def _limits(options: Mapping[str, Any]) -> Limits:
@@ -216,6 +223,7 @@ def _limits(options: Mapping[str, Any]) -> Limits:
         suspect_s=min(options["suspect_after"], options["lost_after"]),
         lost_s=options["lost_after"],
         lease_s=facts.LEASE_FACTOR * options["lost_after"],
+        stall_after_s=options["stall_after"],
     )
     start_s = options["start_timeout"]
     return limits if start_s is None else limits._replace(start_s=start_s)

@@ -130,6 +130,10 @@ def choose(tasks: Sequence[Mapping[str, Any]], wanted: Sequence[str]) -> list[Ma
     for word in wanted:
         if not any(word in (task["name"], task["role"]) for task in tasks):
             names = [str(task["name"]) for task in tasks]
+            if not names:
+                raise UsageError(
+                    f"no task {word!r} in this job: it has none yet", "distrun status JOB says what it waits for"
+                )
             near = difflib.get_close_matches(word, names, n=3) or names[:8]
             raise UsageError(f"no task {word!r} in this job; there is: {', '.join(near)}")
     return [task for task in tasks if not wanted or task["name"] in wanted or task["role"] in wanted]

@@ -14,6 +14,7 @@ from distrun.cli.reach import HOST_OPTIONS
 from distrun.errors import UsageError
 from distrun.placement import POLICIES
 from distrun.request import BUNDLED, EngineOptions, Needs, Setting, parse_env, parse_env_file, parse_role_env
+from distrun_runtime.contract import facts
 from distrun_runtime.contract.plan import ROLES, SERVER, WORKER, Limits
 
 
@@ -230,6 +231,13 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
         show_default=True,
         help="Silence after which a host is lost (exit code 7); its own tasks end half as long after.",
     ),
+    seconds(
+        "--stall-after",
+        low=0,
+        default=_LIMITS.stall_after_s,
+        show_default=True,
+        help="Seconds without a sign of life after which a worker is said to be stalled; 0: never.",
+    ),
     click.option(
         "--reconnect",
         is_flag=True,
@@ -249,6 +257,12 @@ _OPTIONS: tuple[Callable[[Function], Function], ...] = (
     click.option("--name", default="", help="A name for the job."),
     click.option("--run-dir", type=_path(), metavar="DIR", help="Keep the job's folder below DIR."),
     size("--log-limit", low=LOG_LIMIT, help="Keep about so much of each task's log (100M, 2G). [default: all]"),
+    count(
+        "--metrics-port", low=0, high=65535, help="Answer Prometheus at this port of the coordinator; 0: any free one."
+    ),
+    click.option(
+        "--metrics-address", default="", metavar="A", help=f"The address for that. [default: {facts.LOOPBACK}]"
+    ),
     click.option("--no-prefix", is_flag=True, help="Print tasks' output unchanged."),
     click.option("--dry-run", is_flag=True, help="Show what would be started, and start nothing; -v shows each task."),
     click.option("--json", "as_json", is_flag=True, help="The dry run, or the outcome (last line), as JSON on stdout."),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from distrun.cli.lines import Feed, in_order, prefix, short_prefix
 from distrun.cli.region import Group
-from distrun.sync.tree import size_text
+from distrun.units import size as size_text
 from distrun_runtime.coordinator.jobfolder import rfc3339
 from distrun_runtime.coordinator.logindex import NOTE
 from distrun_runtime.coordinator.logreader import Piece

@@ -1,147 +1,218 @@
-"""`distrun status`: my jobs, or the tasks of one, as a table or as JSON.
+"""`distrun status`: my jobs, or one of them in detail, as text or as JSON.
 
 Jobs are those of this machine's job store; with -H those that hosts' agents find there, wherever they were launched.
+No form of it waits long: what does not answer in time is shown as unknown.
 """
 
 from __future__ import annotations
 
-import datetime
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from distrun import shell
-from distrun.cli.common import find_job
-from distrun.cli.console import WIDE, is_terminal, live, print_err, print_out, render, width
+from distrun.cli.common import found_job
+from distrun.cli.console import print_err, print_out, render, width
 from distrun.cli.reach import host_options, hosts_of, tell_warnings
+from distrun.cli.statustables import duration, hosts_table, jobs_table, tasks_table
 from distrun.errors import UsageError
 from distrun_runtime.contract import facts
-from distrun_runtime.coordinator import stored
+from distrun_runtime.coordinator.jobfolder import rfc3339
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from collections.abc import Sequence
 
     from distrun.fleet import Problem
     from distrun.fleet.jobs import HostJob
+    from distrun.jobviews import JobView
+    from distrun_runtime.coordinator.jobfolder import JobFolder
     from distrun_runtime.coordinator.jobstore import JobStore
+
+__all__ = ["duration", "jobs_table", "status", "tasks_table"]
 
 SCHEMA = "distrun.status/1"
 SHOWN = 20
-"""Jobs that are listed without --all."""
-INTERVAL_S = 0.5
+"""Jobs that are over and listed without --all."""
 SURVEY_S = 30.0
 """How long a host may take to say which jobs it has."""
-
-DROPPED = ("CPU", "MAX RSS", "PID", "TIME", "CODE")
-"""Columns of a job's tasks that are left out where there is no room, the first one first."""
-LAST_SHOWN = 12
-"""Characters of the last column for which others are left out."""
-GAP = 2
-
-_STYLES = {
-    "running": "cyan",
-    "starting": "cyan",
-    "succeeded": "green",
-    "exited": "green",
-    "failed": "red",
-    "runs": "cyan",
-    "agent gone": "red",
-    "lost": "red",
-    "damaged": "red",
-}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("job", required=False)
-@click.option("-w", "--watch", is_flag=True, help="Show it again and again, until the job is over or Ctrl-C.")
-@click.option("-a", "--all", "everything", is_flag=True, help=f"List all jobs, not only the {SHOWN} newest.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("-w", "--watch", is_flag=True, help="Show it live (also: distrun top). q leaves, ? shows the keys.")
+@click.option("--plain", is_flag=True, help="With -w: print a line for each change, until the job is over.")
+@click.option("--ascii", "is_ascii", is_flag=True, help="With -w: draw with ASCII characters only.")
+@click.option(
+    "-a", "--all", "everything", is_flag=True, help=f"List all jobs, not only the {SHOWN} newest that are over."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object; with --watch one a line for each change.")
 @host_options
-def status(job: str | None, watch: bool, everything: bool, as_json: bool, **options: Any) -> int:
-    """Show my jobs, the newest first; or the tasks of JOB (an id, the beginning of one, or a name).
+def status(
+    job: str | None,
+    *,
+    watch: bool = False,
+    plain: bool = False,
+    is_ascii: bool = False,
+    everything: bool = False,
+    as_json: bool = False,
+    **options: Any,
+) -> int:
+    """Show my jobs: those that run, then the newest others; or JOB (an id, the beginning of one, or a name) in detail.
 
     \b
     Examples:
       distrun status
+      distrun status calm-otter
       distrun status calm-otter -w
+      distrun status --json | jq -r '.jobs[] | select(.state == "running") | .id'
       distrun status -H hosts          # what of mine is on these hosts, launched from any machine
 
-    With JOB the exit code is 1 if it failed, was killed, lost or is unknown, 2 if its files cannot be read, else 0.
-    With -H it is 3 if a host cannot be asked.
+    With JOB the exit code is 1 if it failed, was killed or lost, 2 if its files cannot be read, else 0. With -H it is 3
+    if a host cannot be asked. Hosts of coordinators are asked by ssh, which asks you nothing; what does not answer
+    within 2 s is unknown.
     """
-    if options["hostfile"] is not None or options["hosts"] is not None:
+    if (plain or is_ascii) and not watch:
+        raise UsageError("--plain and --ascii say how -w shows a job", "add -w")
+    if options.get("hostfile") is not None or options.get("hosts") is not None:
         if watch:
             raise UsageError("-w/--watch shows jobs of this machine only", "leave it out, or leave -H out")
         return _on_hosts(job, as_json, options)
     from distrun_runtime.coordinator.jobstore import JobStore
 
     store = JobStore()
+    watched = _watched(store, job, everything, plain, is_ascii) if watch and not as_json else None
+    if watched is not None:
+        return watched
     if job is None:
-        read: Callable[[], list[dict[str, Any]]] = lambda: _jobs(store, everything)  # noqa: E731
-        if as_json:
-            print_out(json.dumps({"schema": SCHEMA, "jobs": read()}, indent=2) + "\n")
-        elif watch and is_terminal():
-            live(lambda: jobs_table(read(), time.time(), width()), lambda: True, INTERVAL_S)
-        else:
-            print_out(render(jobs_table(read(), time.time(), width())))
-        return 0
-    folder = find_job(store, job)
-    if watch and not as_json:
-        live(
-            lambda: tasks_table(folder.state(), time.time(), width()),
-            lambda: folder.state()["state"] in facts.GOING,
-            INTERVAL_S,
-        )
-    state = folder.state()
+        return _list(store, watch, everything, as_json)
+    folder = found_job(store, job)
+    if watch and as_json:
+        from distrun.cli import watchlines
+
+        return watchlines.job(_looked(folder), view_as_json, exit_code)
+    return _one(folder, as_json)
+
+
+def exit_code(state: Mapping[str, Any]) -> int:
+    """Return the exit code that says how a job stands: 0 if it runs or succeeded."""
+    return 0 if state["state"] in (*facts.LIVE, facts.SUCCEEDED) else 1
+
+
+def _watched(store: JobStore, job: str | None, everything: bool, plain: bool, is_ascii: bool) -> int | None:
+    """Show a job, or all, live; return the exit code. None: nothing can be drawn, so it is shown once."""
+    from distrun.cli import top
+
+    if not plain and not top.is_drawn(plain):
+        return None
+    folder = found_job(store, job) if job is not None else top.only_running(store)
+    if folder is not None:
+        ended = top.watch_one(folder, plain, is_ascii)
+        if ended.signal is None and not plain:
+            print_out(render(tasks_table(_looked(folder).state, time.time(), width())))
+        return top.code_of(ended)
+    if plain:
+        return None
+    from distrun import jobviews
+
+    known = jobviews.Background(lambda: jobviews.listed(store.list(), None if everything else SHOWN))
+    ended = top.watch_all(store, known.states, is_ascii)
+    if ended.signal is None:
+        _list(store, False, everything, False)
+    return top.code_of(ended)
+
+
+# ---------------------------------------------------------------------- my jobs
+
+
+def _list(store: JobStore, watch: bool, everything: bool, as_json: bool) -> int:
+    """Show the jobs of the store; return the exit code."""
+    from distrun import jobviews
+
+    def read() -> list[JobView]:
+        return jobviews.look(jobviews.listed(store.list(), None if everything else SHOWN))
+
+    def table(views: Sequence[JobView]) -> Any:
+        return jobs_table([each.state for each in views], time.time(), width(), {each.id: each for each in views})
+
+    if watch and as_json:
+        from distrun.cli import watchlines
+
+        return watchlines.jobs(read, view_as_json)
     if as_json:
-        print_out(json.dumps({"schema": SCHEMA, "job": state}, indent=2) + "\n")
-    elif not watch:
-        print_out(render(tasks_table(state, time.time(), width())))
-    return 0 if state["state"] in (*facts.GOING, facts.SUCCEEDED) else 1
+        now = time.time()
+        jobs = [view_as_json(each, now) for each in read()]
+        print_out(json.dumps({"schema": SCHEMA, "time": rfc3339(now), "jobs": jobs}, indent=2) + "\n")
+    else:
+        views = read()
+        print_out(render(table(views)))
+        _tell_unasked(views)
+    return 0
 
 
-def jobs_table(states: Sequence[Mapping[str, Any]], now: float, columns: int = WIDE) -> Table:
-    """Return one row for each job. `now`: wall clock, seconds. `columns`: room."""
-    rows = [
-        (
-            str(state["id"]),
-            str(state["state"]),
-            _code(state["exit_code"], None),
-            "" if _is_damaged(state) else _count(state["tasks"]),
-            "" if _is_damaged(state) else duration(state["created"], state["finished"] or _until(state), now),
-            time.strftime("%m-%d %H:%M", time.localtime(stored.seconds(state["created"]))) if state["created"] else "",
-            str(state["message"]) if _is_damaged(state) else shell.join(state["command"]),
-        )
-        for state in states
-    ]
-    headings = ("JOB", "STATE", "CODE", "TASKS", "TIME", "CREATED", "COMMAND")
-    return _table(headings, rows, columns, ("CREATED", "CODE", "TASKS", "TIME"))
+def _tell_unasked(views: Sequence[JobView]) -> None:
+    """Say, once for each host, why coordinators could not be asked."""
+    told = {each.problem: each.fix for each in views if each.problem}
+    for problem, fix in told.items():
+        print_err(f"distrun: warning: {problem}\n")
+        if fix:
+            print_err(f"distrun: hint: try: {fix}\n")
 
 
-def tasks_table(state: Mapping[str, Any], now: float, columns: int = WIDE) -> Table:
-    """Return one row for each task of a job. `now`: wall clock, seconds. `columns`: room."""
-    rows = [
-        (
-            str(task["name"]),
-            str(task["state"]),
-            _code(task["code"], task["signal"]),
-            "" if task["pid"] is None else str(task["pid"]),
-            duration(task["started"], task["ended"] or _until(state), now),
-            f"{task['cpu_s']:.1f} s" if task["max_rss_kb"] else "",  # unknown: it runs, or was lost with its host
-            f"{task['max_rss_kb'] / 1024:.0f} MB" if task["max_rss_kb"] else "",
-            str(task["host"]),
-        )
-        for task in state["tasks"]
-    ]
-    headings = ("TASK", "STATE", "CODE", "PID", "TIME", "CPU", "MAX RSS", "HOST")
-    table = _table(headings, rows, columns, DROPPED)
-    title = f"{state['id']}  {state['state']}  {shell.join(state['command'])}"
-    table.title = _plain(title + ("\n" + str(state["message"]) if state.get("message") else ""))
-    table.title_justify, table.title_style = "left", ""
-    return table
+def view_as_json(view: JobView, now: float) -> dict[str, Any]:
+    """Return a job as one of a list: its state, where its coordinator is, its progress. `now`: wall clock, seconds."""
+    return {**view.state, **_standing(view, now), "progress": view.progress}
+
+
+def _standing(view: JobView, now: float) -> dict[str, Any]:
+    return {
+        "coordinator": {"host": view.host or None, "here": view.is_here},
+        "seen": None if view.seen_s is None else rfc3339(now - view.seen_s),
+        "problem": view.problem,
+    }
+
+
+# ---------------------------------------------------------------------- one job
+
+
+def _one(folder: JobFolder, as_json: bool) -> int:
+    """Show one job in detail; return the exit code.
+
+    Raises:
+        JobStoreError: it is damaged.
+    """
+    from distrun.cli import detail
+
+    view = _looked(folder)
+    now = time.time()
+    if as_json:
+        told = {"schema": SCHEMA, "time": rfc3339(now), "job": view.state, **_standing(view, now)}
+        more = {"metrics": view.metrics, "events": list(view.events), "error": detail.error_as_json(view)}
+        print_out(json.dumps({**told, **more}, indent=2) + "\n")
+    else:
+        print_out(detail.text(view, now, width()))
+    _tell_unasked([view])
+    return exit_code(view.state)
+
+
+def _looked(folder: JobFolder) -> JobView:
+    """Return how a job stands. If it has ended on another host, everything is fetched from there, once."""
+    from distrun import elsewhere, jobviews
+
+    (view,) = jobviews.look([folder], with_events=True)
+    if view.state["state"] == facts.DAMAGED:
+        folder.state()  # raises what is wrong
+    if view.state["state"] in facts.OVER and elsewhere.is_elsewhere(folder):
+        try:
+            elsewhere.refresh(folder, may_ask=False)
+        except elsewhere.NotAsked as err:
+            print_err(f"distrun: warning: {err}; {err.hint}\n")
+        (view,) = jobviews.look([folder], with_events=True)
+    return view
+
+
+# ---------------------------------------------------------------------- jobs on hosts
 
 
 def _on_hosts(wanted: str | None, as_json: bool, options: Mapping[str, Any]) -> int:
@@ -160,10 +231,13 @@ def _on_hosts(wanted: str | None, as_json: bool, options: Mapping[str, Any]) -> 
     code = facts.EXIT_PREFLIGHT if problems else 0
     if as_json:
         rows = [_host_as_json(host, problems.get(host), found) for host in answers]
-        print_out(json.dumps({"schema": SCHEMA, "exit_code": code, "hosts": rows}, indent=2) + "\n")
+        print_out(
+            json.dumps({"schema": SCHEMA, "time": rfc3339(time.time()), "exit_code": code, "hosts": rows}, indent=2)
+            + "\n"
+        )
         return code
     if found:
-        print_out(render(hosts_table(found, width())))
+        print_out(render(hosts_table(found, width(), problems)))
     elif len(problems) < len(answers):
         print_out("no job of mine is there\n" if not problems else "no job of mine is on the other hosts\n")
     for host, problem in problems.items():
@@ -171,25 +245,6 @@ def _on_hosts(wanted: str | None, as_json: bool, options: Mapping[str, Any]) -> 
         for line in problem.fix.splitlines():
             print_err(f"distrun: hint: {line}\n")
     return code
-
-
-def hosts_table(found: Sequence[HostJob], columns: int = WIDE) -> Table:
-    """Return one row for each job of each host. `columns`: room."""
-    from distrun.fleet import jobs
-
-    names = jobs.names(found)
-    rows = [
-        (
-            job.host,
-            job.state(),
-            names[job.mark],
-            jobs.age(job.age_s),
-            "" if job.quiet_s is None else f"{jobs.age(job.quiet_s)} ago",
-            ", ".join(job.tasks) or ("only processes" if job.processes else "only its folder"),
-        )
-        for job in found
-    ]
-    return _table(("HOST", "AGENT", "JOB", "AGE", "HEARD", "TASKS"), rows, columns, ("HEARD", "AGE"))
 
 
 def _host_as_json(host: str, problem: Problem | None, found: Sequence[HostJob]) -> dict[str, Any]:
@@ -204,68 +259,3 @@ def _host_as_json(host: str, problem: Problem | None, found: Sequence[HostJob]) 
         if job.host == host
     ]
     return {"host": host, "problem": None if problem is None else asdict(problem), "jobs": mine}
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]], columns: int, dispensable: Sequence[str]) -> Table:
-    """Return a table whose second column is a state.
-
-    Where there is no room, `dispensable` columns are left out, the first one first, and the last one is cut.
-    """
-    from rich.table import Table
-
-    widths = [max(len(row[index]) for row in (headings, *rows)) for index in range(len(headings))]
-    widths[-1] = min(widths[-1], LAST_SHOWN)
-    shown = list(range(len(headings)))
-    for heading in dispensable:
-        if sum(widths[index] + GAP for index in shown) - GAP > columns:
-            shown.remove(headings.index(heading))
-    headings, rows = [headings[index] for index in shown], [[row[index] for index in shown] for row in rows]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for index, heading in enumerate(headings):
-        is_last = index == len(headings) - 1
-        width = None if is_last else max(len(row[index]) for row in (headings, *rows))
-        table.add_column(heading, no_wrap=True, overflow="ellipsis", min_width=width)
-    for row in rows:
-        cells = [_plain(cell) for cell in row]
-        cells[1] = f"[{_STYLES.get(row[1], 'yellow')}]{row[1]}[/]"
-        table.add_row(*cells)
-    return table
-
-
-def duration(start: str | None, end: str | None, now: float) -> str:
-    """Return how long something took between two RFC 3339 times, or takes until `now`, as `1:02:03`."""
-    if start is None:
-        return ""
-    seconds = (now if end is None else stored.seconds(end)) - stored.seconds(start)
-    return str(datetime.timedelta(seconds=max(0, int(seconds))))
-
-
-def _jobs(store: JobStore, everything: bool) -> list[dict[str, Any]]:
-    folders = store.list()
-    return [folder.shown() for folder in (folders if everything else folders[:SHOWN])]
-
-
-def _is_damaged(state: Mapping[str, Any]) -> bool:
-    """Whether nothing is known of a job but what is wrong with its folder."""
-    return bool(state["state"] == facts.DAMAGED)
-
-
-def _until(state: Mapping[str, Any]) -> str | None:
-    """Return when a job that has no end was last heard of, if its launcher is gone."""
-    return None if state["state"] in facts.LIVE else str(state.get("heard") or state["updated"])
-
-
-def _code(code: int | None, signal: str | None) -> str:
-    return str(signal) if signal else "" if code is None else str(code)
-
-
-def _count(tasks: Sequence[Mapping[str, Any]]) -> str:
-    counts = [(sum(task["state"] == word for task in tasks), word) for word in ("running", "failed", "lost")]
-    extra = [f"{number} {word}" for number, word in counts if number]
-    return f"{len(tasks)} ({', '.join(extra)})" if extra else str(len(tasks))
-
-
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 
+from distrun import units
 from distrun.errors import UsageError
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
@@ -77,8 +78,6 @@ def size(option: str, text: str, low: int) -> int:
     found = _SIZE.fullmatch(text.strip())
     number = int(float(found[1]) * 1024 ** _POWERS[found[2].lower()]) if found else 0
     if found is None or not low <= number < 2**62:
-        from distrun.sync.tree import size_text  # for a mistake only
-
-        least = size_text(low)
+        least = units.size(low)
         raise UsageError(f"{option}: expected a size from {least} on, such as 100M or 2G, found {text[:_SHOWN]!r}")
     return number

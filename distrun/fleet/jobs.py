@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from distrun.errors import UsageError
+from distrun.units import age
 from distrun_runtime.contract import facts
 
 SHOWN = 100
@@ -144,16 +145,3 @@ def shown(process: JobProcess) -> str:
     if process.task in ("agent", "guard"):
         return f"distrun's {process.task}"
     return process.command if len(process.command) <= SHOWN else process.command[:SHOWN] + "..."
-
-
-def age(seconds: float | None) -> str:
-    """Return a time for people: 59 s, 12 min, 3:05 h, 12 d."""
-    if seconds is None:
-        return ""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 6000:
-        return f"{seconds / 60:.0f} min"
-    if seconds < 100 * 3600:
-        return f"{int(seconds // 3600)}:{int(seconds % 3600 // 60):02d} h"
-    return f"{seconds / 86400:.0f} d"

@@ -24,7 +24,8 @@ from distrun.sync.patterns import keep_rules
 from distrun.sync.rsync import Progress, Rate
 from distrun.sync.rules import check_folder, filters
 from distrun.sync.snapshot import Snapshot, left_out_text, take_snapshot
-from distrun.sync.tree import count, size_text
+from distrun.sync.tree import count
+from distrun.units import size as size_text
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.contract.folder import ON, PARTIAL, STALE_S
 from distrun_runtime.contract.plan import Plan

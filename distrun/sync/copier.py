@@ -27,7 +27,8 @@ from distrun.sync.receiver import NOTE, SAME, UNFIT
 from distrun.sync.remote_shell import RemoteShell, Shells
 from distrun.sync.rsync import Ended, Progress, Rate, Transfer
 from distrun.sync.rules import CopyRules, Extra, check_folder, extra_filters, filters
-from distrun.sync.tree import Tree, chosen, count, size_text
+from distrun.sync.tree import Tree, chosen, count
+from distrun.units import size as size_text
 from distrun_runtime.contract import environ
 from distrun_runtime.contract.folder import PARTIAL
 from distrun_runtime.contract.folder import identity as folder_identity

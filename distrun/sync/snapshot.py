@@ -20,7 +20,8 @@ from typing import IO
 
 from distrun.errors import SyncError, UsageError
 from distrun.sync.rules import IGNORE_FILE, CopyRules
-from distrun.sync.tree import Member, Tree, members, size_text
+from distrun.sync.tree import Member, Tree, members
+from distrun.units import size as size_text
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.folder import leads_out
 from distrun_runtime.contract.session import CHUNK

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from distrun.errors import SyncError, UsageError
 from distrun.sync import rsync, rules
 from distrun.sync.rules import CopyRules
+from distrun.units import size as size_text
 from distrun_runtime.contract import environ
 
 BIG_SIZE = 1 << 30
@@ -34,7 +35,6 @@ DEPTH = 16
 _LINE = re.compile(rb"(\d+) [<>c.h*]([fLd])\S* (.*)")
 _ESCAPED = re.compile(rb"\\#(\d{3})")
 _STATS = (re.compile(rb"Number of files: ([\d,.]+)"), re.compile(rb"Total file size: ([\d,.]+)"))
-_UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
@@ -285,17 +285,6 @@ def _ls_files(folder: bytes) -> list[bytes]:
 
 
 # ---------------------------------------------------------------------- sizes and counts in words
-
-
-def size_text(size: float) -> str:
-    """Return a number of bytes: `512 B`, `3.4 MiB`."""
-    if size < 1024:
-        return f"{int(size)} B"
-    for unit in _UNITS:
-        size /= 1024
-        if size < 1024 or unit == _UNITS[-1]:
-            break
-    return f"{size:.1f} {unit}"
 
 
 def count(number: int, noun: str) -> str:

@@ -1,96 +1,73 @@
 """`distrun launch --launcher kubernetes`: one Indexed Job by kubectl; each of its pods is a place with one task."""
 
-from __future__ import annotations
-
 import json
-import subprocess
 from typing import Any
 
-from distrun.backends.engine import (
-    ANSWER_S,
-    ENDED,
-    QUEUED,
-    RUNNING,
-    Engine,
-    EngineError,
-    Explanation,
-    Finding,
-    Found,
-    Grant,
-    Handle,
-    Script,
-    Standing,
-    Submission,
-)  # fmt: skip
+from distrun.backends import engine
 
 INDEX = "batch.kubernetes.io/job-completion-index"
 REASONS = {"OOMKilled": (137, "out of memory; raise --worker-memory"), "Evicted": (7, "evicted")}
 
 
-class Kubernetes(Engine):
+class Kubernetes(engine.Engine):
     """A cluster that kubectl reaches. `image` in the configuration file's section: one that has python3."""
 
     name = "kubernetes"
 
-    def render(self, submission: Submission) -> Script:
-        head = {"name": submission.marker, "labels": {"app": "distrun"}}
+    def render(self, submission: engine.Submission) -> engine.Script:
         roles = [group.role for group in submission.groups for _ in range(group.count)]
+        head = {"name": submission.marker, "labels": {"app": "distrun"}, "annotations": {"roles": " ".join(roles)}}
         needs = max(group.needs for group in submission.groups)  # all pods of a Job ask for the same
         limits = {"cpu": needs.cores, "memory": needs.memory, "nvidia.com/gpu": needs.gpus}
-        key = {"secretKeyRef": {"name": submission.marker, "key": "enrolment"}}
         start = submission.bootstrap.command(submission.python, "env:JOB_COMPLETION_INDEX", "env:ENROLMENT")
         agent = {
             "name": "agent", "image": submission.options.config.get("image", "python:3"), "command": list(start),
-            "env": [{"name": "ENROLMENT", "valueFrom": key}],
+            "env": [{"name": "ENROLMENT", "valueFrom": {"secretKeyRef": {"name": head["name"], "key": "enrolment"}}}],
             "resources": {"limits": {what: amount for what, amount in limits.items() if amount}},
         }  # fmt: skip
         spec = {
             "completions": len(roles), "parallelism": len(roles), "completionMode": "Indexed", "backoffLimit": 0,
             "template": {"spec": {"restartPolicy": "Never", "containers": [agent]}},
         }  # fmt: skip
-        job = {"metadata": {**head, "annotations": {"roles": " ".join(roles)}}, "spec": spec}
         items = [
             {"apiVersion": "v1", "kind": "Secret", "metadata": head, "stringData": {"enrolment": submission.secret}},
-            {"apiVersion": "batch/v1", "kind": "Job", **job},
+            {"apiVersion": "batch/v1", "kind": "Job", "metadata": head, "spec": spec},
         ]
         text = json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=1)
-        return Script({"job.json": text}, (("kubectl", "create", "-f", str(submission.folder / "job.json")),))
+        return engine.Script({"job.json": text}, (("kubectl", "create", "-f", f"{submission.folder}/job.json"),))
 
-    def submit(self, submission: Submission, script: Script) -> Handle:
-        kubectl(*script.commands[0][1:])
-        return Handle(self.name, submission.marker)
-
-    def look(self, handle: Handle) -> Standing:
+    def look(self, handle: engine.Handle) -> engine.Standing:
         jobs = items("jobs", f"--field-selector=metadata.name={handle.id}")
         ends = [each for job in jobs for each in job["status"].get("conditions", ()) if each["status"] == "True"]
         if not jobs or any(each["type"] in ("Complete", "Failed") for each in ends):
-            return Standing(ENDED, " ".join(each.get("message", "") for each in ends))
+            return engine.Standing(engine.ENDED, " ".join(each.get("message", "") for each in ends))
         pods = {pod["metadata"]["annotations"][INDEX]: pod for pod in items("pods", f"--selector=job-name={handle.id}")}
         roles = jobs[0]["metadata"]["annotations"]["roles"].split()
         nodes = [pods.get(str(i), {"spec": {}})["spec"].get("nodeName") for i in range(len(roles))]
         if not all(nodes):
-            return Standing(QUEUED, f"{sum(map(bool, nodes))} of {len(nodes)} pods have a node")
-        grants = [Grant(str(i), nodes[i], {role: 1}) for i, role in enumerate(roles)]
+            return engine.Standing(engine.QUEUED, f"{sum(map(bool, nodes))} of {len(nodes)} pods have a node")
+        grants = [engine.Grant(str(i), nodes[i], {role: 1}) for i, role in enumerate(roles)]
         gone = {index: "its pod failed" for index, pod in pods.items() if pod["status"]["phase"] == "Failed"}
-        return Standing(RUNNING, "", tuple(grants), gone)
+        return engine.Standing(engine.RUNNING, "", tuple(grants), gone)
 
-    def cancel(self, handle: Handle) -> None:
+    def cancel(self, handle: engine.Handle) -> None:
         kubectl("delete", "job,secret", handle.id, "--ignore-not-found", "--cascade=foreground")
 
-    def explain(self, handle: Handle, place: str) -> Explanation | None:
+    def explain(self, handle: engine.Handle, place: str) -> engine.Explanation | None:
         for pod in items("pods", f"--selector=job-name={handle.id}"):
             ends = [each["state"].get("terminated", {}) for each in pod["status"].get("containerStatuses", ())]
             for reason in (each.get("reason") for each in (*ends, pod["status"])):
                 if reason in REASONS and place in ("", pod["metadata"]["annotations"][INDEX]):
-                    return Explanation(REASONS[reason][0], f"Kubernetes: {REASONS[reason][1]}")
+                    return engine.Explanation(REASONS[reason][0], f"Kubernetes: {REASONS[reason][1]}")
         return None
 
-    def find(self) -> list[Found]:
+    def find(self) -> list[engine.Found]:
         names = [job["metadata"]["name"] for job in items("jobs", "--selector=app=distrun")]
-        return [Found(Handle(self.name, name), name, "there") for name in names]
+        return [engine.Found(engine.Handle(self.name, name), name, "there") for name in names]
 
-    def examine(self) -> list[Finding]:
-        return [Finding(kubectl("auth", "can-i", "create", "jobs") == "yes", "jobs may be created", "ask for that")]
+    def examine(self) -> list[engine.Finding]:
+        may_create = kubectl("auth", "can-i", "create", "jobs").strip() == "yes"
+        return [engine.Finding(may_create, "jobs may be created", "ask the cluster's administrators for that")]
 
 
 def items(*words: str) -> list[dict[str, Any]]:
@@ -100,8 +77,4 @@ def items(*words: str) -> list[dict[str, Any]]:
 
 def kubectl(*words: str) -> str:
     """Return what kubectl prints. Raises EngineError with what it says."""
-    try:
-        done = subprocess.run(("kubectl", *words), capture_output=True, text=True, timeout=ANSWER_S, check=True)
-    except (OSError, subprocess.SubprocessError) as err:
-        raise EngineError(f"kubectl {words[0]}: {getattr(err, 'stderr', None) or err}", "kubectl cluster-info") from err
-    return done.stdout.strip()
+    return engine.ask(("kubectl", *words), "kubectl cluster-info shows whether it reaches the cluster")

@@ -26,6 +26,7 @@ from typing import Any, Literal, Type, Union, cast, overload
 
 import numpy as np
 
+from distrun_runtime import reporting, stacks
 from distrun_runtime.arrays import dtypes
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.contract import environ
@@ -114,6 +115,7 @@ def create(name: str = "local", *, staleness: int | None = None, deterministic: 
         ContractError: the variables of a job (DMLC_...) are missing or wrong, for a distributed store.
     """
     _report_crashes(name)
+    stacks.offer()
     if not isinstance(name, str):
         raise TypeError("a store is created by name (%s), not by %s" % (", ".join(TYPES), type(name).__name__))
     kind = name.lower()
@@ -579,6 +581,20 @@ class KVStore(KVStoreBase):
         if not 0 < mask < 8:
             raise KVError("node_id is a sum of 1 (scheduler), 2 (servers), 4 (workers), not %.60r" % (node_id,))
         return self._backend.num_dead(mask)
+
+    # Progress
+
+    def report(self, *, step: object = None, total: object = None, **values: object) -> None:
+        """Report how far this worker is: `distrun_runtime.report`, for scripts that have a store at hand.
+
+        It never raises and never waits, whatever is given and whatever became of the store.
+
+        Arguments:
+            step: number of steps that are done.
+            total: number of steps to do.
+            values: numbers by name, such as `loss=0.3`.
+        """
+        reporting.report(step=step, total=total, **values)
 
     # Membership
 

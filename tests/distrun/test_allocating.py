@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from distrun.allocating import SILENT_S, Waiting
-from distrun.backends.engine import ENDED, QUEUED, RUNNING, Grant, Standing
+from distrun.allocating import HURRY_S, SILENT_S, WITHDRAW_S, Waiting, Withdrawing
+from distrun.backends.engine import ENDED, QUEUED, RUNNING, Explanation, Grant, Standing
 from distrun_runtime.contract import facts
-from distrun_runtime.coordinator.events import EngineTold, Interrupt, Tick
+from distrun_runtime.coordinator.events import EngineLetGo, EngineTold, Event, Interrupt, Tick
 
 GRANTS = (Grant("0", "h1"),)
 
@@ -76,6 +76,14 @@ def test_a_job_that_the_engine_ended_was_not_submitted_well(told: Told) -> None:
     assert outcome.message == "slurm ended the job before it gave it any place: cancelled by ann"
 
 
+def test_a_time_limit_that_was_reached_in_the_queue_gives_its_code(told: Told) -> None:
+    why = Explanation(facts.EXIT_TIMEOUT, "YARN: the job's time is over (--time)")
+    told.hears(Standing(QUEUED, "no room"), Standing(ENDED, "killed", why=why))
+    outcome = told.waiting.outcome("calm-otter")
+    assert (outcome.exit_code, outcome.reason) == (124, facts.TIMEOUT)
+    assert outcome.message.endswith("place: killed; YARN: the job's time is over (--time)")
+
+
 def test_a_refusal_is_told_with_what_mends_it(told: Told) -> None:
     told.waiting.handle(EngineTold(None, "no such queue", "sinfo -s", True), 0.0)
     assert told.waiting.is_over
@@ -96,3 +104,51 @@ def test_silence_of_the_engine_is_told_once_until_it_answers(told: Told) -> None
 def test_the_folder_shows_that_the_job_lives(told: Told) -> None:
     told.waiting.handle(Tick(0.0), 0.0)
     assert told.touched == 1
+
+
+# ---------------------------------------------------------------------- a job that is taken back
+
+
+class TakenBack:
+    """A job whose end is awaited in the engine, and what was said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.withdrawing = Withdrawing("slurm", "calm-otter", lambda text, level: self.said.append(f"{level}: {text}"))
+        self.at(0.0, Tick(0.0))
+
+    def at(self, now: float, event: Event) -> bool:
+        self.withdrawing.handle(event, now)
+        return self.withdrawing.is_over
+
+
+def test_a_job_that_the_engine_has_ended_needs_nothing_more() -> None:
+    taken = TakenBack()
+    assert not taken.at(1.0, Tick(0.0))
+    assert taken.at(2.0, EngineLetGo())
+    assert (taken.withdrawing.problem, taken.said) == ("", [])
+
+
+def test_another_ctrl_c_does_not_end_the_wait_for_the_engine_but_shortens_it_and_says_so() -> None:
+    taken = TakenBack()
+    assert not taken.at(1.0, Interrupt("INT"))
+    assert taken.said == ["warning: slurm is asked to end the job; its answer is awaited for 15 s more"]
+    assert not taken.at(10.0, Interrupt("INT"))
+    assert len(taken.said) == 1, "a third one changes nothing"
+    assert not taken.at(0.9 + HURRY_S, Tick(0.0))
+    assert taken.at(1.0 + HURRY_S, Tick(0.0))
+    assert "may still have it" in taken.withdrawing.problem
+    assert taken.withdrawing.problem.endswith("to make sure: distrun kill calm-otter")
+
+
+def test_an_engine_that_never_confirms_is_not_awaited_for_ever() -> None:
+    taken = TakenBack()
+    assert not taken.at(WITHDRAW_S - 1, Tick(0.0))
+    assert taken.at(WITHDRAW_S, Tick(0.0))
+    assert "it has not confirmed that in time" in taken.withdrawing.problem
+
+
+def test_what_the_engine_says_against_it_is_told() -> None:
+    taken = TakenBack()
+    assert taken.at(1.0, EngineLetGo("scancel says: no"))
+    assert "may still have it: scancel says: no; to make sure" in taken.withdrawing.problem

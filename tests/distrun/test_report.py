@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from distrun import report
 from distrun_runtime.coordinator.outcome import Culprit, Outcome, TaskResult
 
@@ -104,6 +106,19 @@ def test_the_last_words_of_an_agent_are_shown() -> None:
 def test_a_host_that_cannot_be_used_is_no_lost_one() -> None:
     outcome = Outcome(3, "preflight", "d2 cannot be used: no port", Culprit("", "d2", reason="no port"))
     assert report.failure(outcome) == "first failure: d2 cannot be used"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "text"),
+    [
+        (124, "timeout", "first failure: n17 was ended"),
+        (143, "terminated", "first failure: n17 was ended"),
+        (6, "start_failed", "first failure: n17 did not start"),
+        (5, "submit", "first failure: n17 did not take the job"),
+    ],
+)
+def test_a_place_that_an_engine_ended_is_not_said_not_to_have_started(code: int, reason: str, text: str) -> None:
+    assert report.failure(Outcome(code, reason, "lost n17", Culprit("", "n17", reason="why"))) == text
 
 
 def test_what_the_last_line_of_distrun_says_is_not_in_the_report_too() -> None:

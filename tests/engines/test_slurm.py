@@ -137,6 +137,23 @@ def test_a_killed_launcher_leaves_nothing(lab: SlurmSite) -> None:
     lab.nothing_stays()
 
 
+@pytest.mark.parametrize("is_queued", [False, True], ids=["running", "queued"])
+def test_a_killed_client_is_noticed_by_the_coordinator_which_ends_the_job(lab: SlurmSite, is_queued: bool) -> None:
+    if is_queued:
+        lab.cluster.run("sbatch", "-n6", "--output=/dev/null", "--job-name=other", "--wrap", "sleep 100")
+    running = lab.begin_launch(*SHORT, "-n", "2", "-s", "0", STAY)
+    if is_queued:
+        wait_until(lambda: "slurm: queued" in running.err, 60, "it waits")
+    else:
+        up(running, 2)
+    running.signal(signal.SIGKILL)  # the terminal's process alone; the coordinator lives
+    names = ("squeue", "-h", "-o", "%j")
+    wait_until(lambda: "distrun-" not in lab.cluster.run(*names), 60, "Slurm has nothing of it")
+    wait_until(lambda: '"state": "killed"' in lab.distrun("status", "--json").out, 30, "its end is recorded")
+    if not is_queued:
+        lab.nothing_stays()
+
+
 def test_scancel_from_outside_is_explained(lab: SlurmSite) -> None:
     running = lab.begin_launch(*SHORT, "-n", "3", "-s", "0", "trap '' TERM; echo up; while :; do sleep 0.1; done")
     up(running, 3)

@@ -13,7 +13,8 @@ from yarnlab import LIMIT_S, YarnSite, kill, site, site_of_module
 
 __all__ = ["site", "site_of_module"]
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+"""slow: begun before the others, since it takes longest."""
 
 WAITS = "echo up; sleep 300 & wait"
 
@@ -81,6 +82,14 @@ def test_a_job_whose_coordinator_is_killed_ends_and_kill_removes_it(site: YarnSi
     assert site.cluster.applications() == []
 
 
+def test_a_killed_client_is_noticed_by_the_coordinator_which_ends_the_job(site: YarnSite) -> None:
+    running = site.begin_launch("-n", "1", "-s", "0", "--grace", "1", WAITS)
+    site.printed(running, "| up")
+    running.kill()  # the terminal's process alone; the coordinator lives
+    wait_until(lambda: '"state": "killed"' in site.distrun("status", "--json").out, LIMIT_S, "its end is recorded")
+    site.nothing_stays()
+
+
 def test_a_node_that_is_powered_off_ends_the_job_with_seven(site: YarnSite) -> None:
     running = site.begin_launch("-n", "3", "-s", "0", "--suspect-after", "3", "--lost-after", "8", WAITS)
     site.printed(running, "| up", 3)
@@ -102,7 +111,7 @@ def test_too_much_memory_is_137_and_says_what_to_do(site: YarnSite) -> None:
 
 
 def test_the_time_limit_is_124(site: YarnSite) -> None:
-    done = site.launch("-n", "1", "-s", "0", "--time", "30", WAITS)
+    done = site.launch("-n", "1", "-s", "0", "--time", "15", WAITS)
     assert done.code == 124, done.err
     assert "--time" in done.err
 

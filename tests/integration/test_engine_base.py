@@ -106,6 +106,37 @@ def test_a_job_that_waits_says_why_and_ctrl_c_takes_it_back(queue: Queue) -> Non
     assert queue.distrun.state()["state"] == "killed"
 
 
+def test_another_ctrl_c_does_not_end_the_coordinator_before_the_engine_has_ended_the_job(queue: Queue) -> None:
+    queue.say("full", "no room")
+    queue.say("stays")
+    launch = queue.begin("-n", "1", "-s", "0", "true")
+    queue.heard("no room")
+    launch.send_signal(signal.SIGINT)
+    (job,) = queue.jobs
+    wait_until(lambda: "cancelled" in (queue.folder / f"{job}.json").read_text(), LIMIT_S, "it is cancelled")
+    launch.send_signal(signal.SIGINT)
+    queue.heard("its answer is awaited for 15 s more")
+    assert launch.poll() is None
+    queue.unsay("stays")
+    assert launch.wait(LIMIT_S) == 130
+    queue.heard(f"ended folderqueue job {job}")
+    assert queue.jobs == []
+    assert queue.distrun.state()["state"] == "killed"
+
+
+@pytest.mark.parametrize("is_running", [False, True], ids=["queued", "running"])
+def test_a_killed_client_is_noticed_by_the_coordinator_which_takes_the_job_back(is_running: bool, queue: Queue) -> None:
+    if not is_running:
+        queue.say("full", "no room")
+    launch = queue.begin("-n", "1", "-s", "0", "--grace", "2", *WAITS)
+    (queue.printed if is_running else queue.heard)("up" if is_running else "no room")
+    launch.kill()
+    wait_until(lambda: queue.distrun.state()["state"] == "killed", LIMIT_S, "its end is recorded")
+    wait_until(lambda: not queue.processes(), LIMIT_S, "nothing of it runs")
+    assert is_running or queue.jobs == []
+    assert queue.distrun.state()["exit_code"] == 129
+
+
 def test_a_job_that_waits_is_killed_by_its_name(queue: Queue) -> None:
     queue.say("full", "no room")
     launch = queue.begin("-n", "1", "-s", "0", "true")
@@ -215,7 +246,7 @@ def test_a_dry_run_shows_the_script_without_the_secret_and_submits_nothing(queue
     shown = done.stdout.decode()
     assert "{folder}/job.sh:" in shown
     assert "{folder}/secret" in shown
-    assert "2 workers, each with memory 2147483648" in shown
+    assert "2 workers, each with memory 2.0 GiB" in shown
     assert "workers run: python3 train.py --lr 0.1" in shown
     assert queue.jobs == []
     assert queue.distrun.jobs == []

@@ -145,6 +145,9 @@ def configuration(master: str, queues: Mapping[str, tuple[int, int]]) -> dict[st
         "ipc.client.connect.max.retries": "3",
         # Users of the web services that name nobody.
         "hadoop.http.staticuser.user": "nobody",
+        # An application master whose service has ended, or that was killed, stays as long as its shutdown hooks may
+        # take (30 s by default): they wait for a thread that waits for them.
+        "hadoop.service.shutdown.timeout": "1s",
     }
     hdfs = {
         "dfs.replication": "1",
@@ -162,7 +165,6 @@ def configuration(master: str, queues: Mapping[str, tuple[int, int]]) -> dict[st
         "yarn.service.framework.path": "/yarn/service-dep.tar.gz",
         "yarn.service.am.java.opts": "-Xmx128m -XX:+UseSerialGC -XX:TieredStopAtLevel=1",
         "yarn.service.am-resource.memory": "256",
-        # Else an application master stays for half a minute after its service has ended.
         "yarn.dispatcher.drain-events.timeout": "1000",
         "yarn.application.classpath": "%s,%s/*" % (CONF, jars()),  # of the distributed shell's
         "yarn.nodemanager.resource.memory-mb": str(MEMORY_MB),

@@ -197,6 +197,9 @@ class Shown(Sink, Watcher):
     def event(self, value: Mapping[str, Any]) -> None:
         pass
 
+    def stack(self, number: int, members: Mapping[str, Any]) -> None:
+        pass
+
     def state(self, value: Mapping[str, Any]) -> None:
         pass
 

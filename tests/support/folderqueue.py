@@ -2,8 +2,8 @@
 
 `$FOLDERQUEUE` is the folder. A job waits while there is a file `full`, with the text that says why. Each place is a
 process that runs the rendered script; all of a job are ended by one group id. `refuse` makes it refuse jobs,
-`silent` lets it answer nothing, `fault` is a fault in its code (once), `why` holds `CODE TEXT`, its explanation of a
-failure.
+`silent` lets it answer nothing, `stays` keeps a cancelled job in the queue, `fault` is a fault in its code (once),
+`why` holds `CODE TEXT`, its explanation of a failure.
 """
 
 from __future__ import annotations
@@ -87,6 +87,9 @@ class FolderQueue(Engine):
         if not path.exists():
             return Standing(ENDED, "unknown")
         job = json.loads(path.read_text())
+        if job.get("cancelled") and self._is("stays") is None:
+            path.unlink()
+            return Standing(ENDED, "cancelled")
         if not job["pids"]:
             why = self._is("full")
             if why is not None:
@@ -120,6 +123,9 @@ class FolderQueue(Engine):
         self._check()
         path = self.folder / f"{handle.id}.json"
         job = json.loads(path.read_text()) if path.exists() else {"pids": []}
+        if self._is("stays") is not None:
+            path.write_text(json.dumps({**job, "cancelled": True}))
+            return
         for pid, start in job["pids"]:
             if process.is_alive(process.Identity(pid, start)):
                 with contextlib.suppress(ProcessLookupError):

@@ -28,6 +28,7 @@ from distrun_runtime.protocol import message as protocol
 from distrun_runtime.protocol.handshake import Acceptor, NodeIdentity, Opener
 from distrun_runtime.protocol.message import DTYPE_CODES, DTYPES, Entry, Kind, Message, Payload
 from distrun_runtime.ps import role
+from distrun_runtime.ps.server import Server
 from distrun_runtime.transport.base import Arrived, Down, Event, Rejected, Up
 
 Array = Any
@@ -256,6 +257,12 @@ class History:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def counters(self) -> dict[str, float]:
+        """Return what the server counts for its agent."""
+        server = self._loop._role
+        assert isinstance(server, Server)
+        return server.counters()
 
     def close(self) -> None:
         """End the loop."""

@@ -2,10 +2,17 @@
 
 `scripts/test` passes `--quick`, `scripts/test --all` does not, and neither does a plain `pytest`. Tests marked `engine`
 are a part of their own: `--engines` runs them and no others.
+
+Tests of whole jobs in threads run on every path (`job`) and with every placement of values (`placement`). With their
+own parameters that makes up to 144 variants of a test. A quick run has a few that show each of these once; the others
+are slow.
 """
 
 from __future__ import annotations
 
+import zlib
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
 import pytest
@@ -13,6 +20,9 @@ import pytest
 LEFT_OUT = ("lab", "package", "peers", "slow", "ssh")
 BY_FIXTURE = {"lab_of_session": "lab", "run_by_peer": "peers", "sshd": "ssh"}
 """A test that uses one of these fixtures, directly or through another one, gets the marker."""
+
+WAYS = ("placement", "engine")
+"""Fixtures that run a test once for each of several ways in which servers may work; `job` does so for paths."""
 
 ENGINE = "engine"
 
@@ -39,6 +49,38 @@ def pytest_itemcollected(item: pytest.Item) -> None:
             item.add_marker(marker)
 
 
+def few_of(variants: Mapping[str, Collection[Hashable]]) -> set[str]:
+    """Return the names of a few variants that have among them everything that any variant has.
+
+    A hash of the name decides between equals, so that in several tests things meet in different pairs.
+    """
+    few: set[str] = set()
+    missing = {thing for things in variants.values() for thing in things}
+    while missing:
+        best = max(variants, key=lambda name: (len(missing.intersection(variants[name])), zlib.crc32(name.encode())))
+        few.add(best)
+        missing.difference_update(variants[best])
+    return few
+
+
+def _mark_variants(items: list[pytest.Item]) -> None:
+    """Mark the variants of a job in threads that are not needed to show everything once."""
+    tests: defaultdict[Any, dict[str, list[Hashable]]] = defaultdict(dict)
+    of_name = {item.nodeid: item for item in items}
+    for name, item in of_name.items():
+        own = dict(getattr(getattr(item, "callspec", None), "params", {}))
+        if ("job" in own or "placement" in own) and not _is_left_out(item):
+            path, ways = own.pop("job", ""), [own.pop(way, "") for way in WAYS]
+            tests[name.partition("[")[0]][name] = [("path", path), ("ways", *ways), ("own", repr(own))]
+    for variants in tests.values():
+        for name in variants.keys() - few_of(variants):
+            of_name[name].add_marker("slow")
+
+
+def _is_left_out(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in LEFT_OUT)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is not quick, of what the other options selected; else run files with such tests first.
@@ -50,7 +92,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
         left = set(others)
         items[:] = [item for item in items if item not in left]
-    marked = {item for item in items if any(item.get_closest_marker(name) for name in LEFT_OUT)}
+    _mark_variants(items)
+    marked = {item for item in items if _is_left_out(item)}
     if config.getoption("quick"):
         config.hook.pytest_deselected(items=list(marked))
         items[:] = [item for item in items if item not in marked]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import pty
@@ -52,6 +53,7 @@ class Session:
         """`leads`: the process is the session's first; otherwise what it starts makes the session (`setsid --ctty`)."""
         self._ours, its = pty.openpty()
         self.shown = ""
+        self._characters = codecs.getincrementaldecoder("utf-8")()  # a read may end within one
         self.process = subprocess.Popen(
             argv,
             env=env,
@@ -89,7 +91,7 @@ class Session:
             data = os.read(self._ours, 65536)
         except OSError:  # its last process has gone
             return False
-        self.shown += data.decode()
+        self.shown += self._characters.decode(data)
         return bool(data)
 
     def close(self) -> None:

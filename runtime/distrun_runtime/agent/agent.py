@@ -28,6 +28,8 @@ from distrun_runtime.contract.process import Identity, Process
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
 
 if TYPE_CHECKING:
+    from distrun_runtime.agent.metrics import Metrics
+    from distrun_runtime.agent.reports import Reports
     from distrun_runtime.agent.unpack import Unpacking  # most agents get no files
 
 FIRST_LEASE_S = facts.LEASE_S
@@ -105,6 +107,10 @@ class Agent:
         self._is_settled = False
         self._unpacking: Optional[Unpacking] = None
         """The copy of the files, if they come over the channel."""
+        self._reports: Optional[Reports] = None
+        """What tasks report; None before the job has begun, or if there is no socket for it."""
+        self._metrics: Optional[Metrics] = None
+        """None until the coordinator asks for samples."""
         self._is_leaving = False
         self._code = 0
         self._heard_at = time.monotonic()
@@ -145,7 +151,10 @@ class Agent:
         lease_end = math.inf if self._is_leaving else self._lease_end()
         preflight_at = self._preflight.deadline if self._preflight is not None else math.inf
         return_at = min(self._reconnector.next_at, self._silent_at()) if self._reconnector is not None else math.inf
-        due = min(self._stopping.next_at, self._remember_at, self._beat_at, lease_end, preflight_at, return_at)
+        sample_at = self._metrics.next_at if self._metrics is not None else math.inf
+        due = min(
+            self._stopping.next_at, self._remember_at, self._beat_at, lease_end, preflight_at, return_at, sample_at
+        )
         return max(0.0, min(due - time.monotonic(), 3600.0))
 
     def _lease_end(self) -> float:
@@ -179,6 +188,16 @@ class Agent:
             self._remember_at = now + REMEMBER_S
             self._stopping.look()
             self._save()
+        if self._metrics is not None and now >= self._metrics.next_at:
+            self._sample(self._metrics, now)
+
+    def _sample(self, metrics: Metrics, now: float) -> None:
+        """Say how things are here, unless the connection takes nothing now: the next sample says it."""
+        if not self._channel.takes_metrics():
+            metrics.skip(now)
+            return
+        said, sizes = (self._reports.last, self._reports.sizes) if self._reports is not None else ({}, {})
+        metrics.sample(self._runner.tasks, said, sizes, now)
 
     def _flush(self) -> None:
         """Move output towards the coordinator as far as windows and the pipe allow."""
@@ -219,6 +238,9 @@ class Agent:
     def _close(self) -> int:
         """Hand over the rest of the output, remove the job's folder, say bye."""
         self._runner.drain()
+        if self._reports is not None:
+            self._selector.unregister(self._reports.descriptor)
+            self._reports.close()
         self._hand_over(output=True)
         self._runner.close()
         if self._reconnector is None and self._share is not None:
@@ -365,6 +387,16 @@ class Agent:
         self._share = share
         self._ready = {"address": share.address, "ports": share.ports(), "python": dict(share.python)}
         self._say("ready", **self._ready)
+        self._channel.flush()  # the coordinator need not wait for what follows
+        self._listen_to_tasks(share)
+
+    def _listen_to_tasks(self, share: Share) -> None:
+        """Take what tasks report from now on. Without a way to listen they report nothing."""
+        from distrun_runtime.agent.reports import Reports  # `hello` and `ready` do not need it
+
+        with contextlib.suppress(OSError):
+            self._reports = Reports(share.folder, self._runner.tasks.__contains__)
+            self._selector.register(self._reports.descriptor, selectors.EVENT_READ, self._reports.drain)
 
     def _settle(self, header: Dict[str, Any]) -> None:
         del header
@@ -440,6 +472,9 @@ class Agent:
         if self._runner.repeat(task.name, attempt):
             return
         env = share.environment(task, header.get("env") or {})
+        if self._reports is not None:
+            self._reports.forget(task.name)
+            env[b"DISTRUN_METRICS_SOCKET"] = os.fsencode(self._reports.path)
         if self._runner.spawn(task, env, share.spool_folder, attempt):
             self._beat_at = 0.0  # from now on the lease counts
             self._save()
@@ -458,6 +493,26 @@ class Agent:
     def _stop(self, header: Dict[str, Any]) -> None:
         self._catch_up()
         self._stopping.stop(list(header["tasks"]), stopping.parse(header["steps"], time.monotonic()))
+
+    def _on_sample(self, header: Dict[str, Any]) -> None:
+        interval_s = float(header["interval_s"])
+        if self._share is None or self._is_leaving:
+            return
+        if self._metrics is None:
+            from distrun_runtime.agent.metrics import Metrics  # not before the tasks have started, as a rule
+
+            self._metrics = Metrics(
+                self._share, self._selector, self._stopping.task_of, self._may_help, self._say_metrics
+            )
+        self._metrics.set_interval(interval_s, time.monotonic())
+
+    def _say_metrics(self, frame: Dict[str, Any]) -> None:
+        self._say("metrics", **frame)
+
+    def _may_help(self) -> bool:
+        """Return whether a helper may be started: it would be left when everything is stopped."""
+        runs = any(not each.is_reaped for each in self._runner.tasks.values())
+        return runs and self._stopping.is_over and not self._is_leaving
 
     def _ack(self, header: Dict[str, Any]) -> None:
         self._runner.acknowledge(header["task"], header["stream"], int(header["offset"]))
@@ -488,6 +543,7 @@ class Agent:
         "spawn": _spawn,
         "signal": _signal,
         "stop": _stop,
+        "sample": _on_sample,
         "ack": _ack,
         "ping": _ping,
         "leave": _on_leave,
@@ -502,6 +558,8 @@ class Agent:
         self._runner.read_published()
 
     def _on_other_end(self, pid: int, status: int) -> None:
+        if self._metrics is not None:
+            self._metrics.reaped(pid)
         if self._preflight is not None:
             self._preflight.reaped(pid, status)
 
@@ -518,6 +576,8 @@ class Agent:
             self._preflight.cancel()
         if self._unpacking is not None:
             self._unpacking.close()
+        if self._metrics is not None:
+            self._metrics.close()
         if self._share is not None:
             self._stopping.stop(list(self._runner.tasks), how)
 

@@ -165,6 +165,10 @@ class Channel:
         session = self._session
         return session.unsent < QUEUE_BYTES and session.held < HELD_BYTES and not self.is_broken
 
+    def takes_metrics(self) -> bool:
+        """Return whether a frame of how things are now would leave soon, so that older ones do not pile up."""
+        return self.connection is not None and not self.is_broken and not self.is_over and not self._session.is_behind
+
     def greet(self, line: bytes) -> None:
         """Queue the first line, which is no frame, before everything else."""
         self._rest = memoryview(line)

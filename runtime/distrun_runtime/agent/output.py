@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections import deque
 from typing import Callable, Deque, List, Optional
 
@@ -35,6 +36,8 @@ class Outlet:
         self.acked = 0
         self.is_mid_line = False
         """What was read last does not end a line."""
+        self.read_at = 0.0
+        """When something was read last, wall clock; 0: never."""
 
     @property
     def total(self) -> int:
@@ -61,6 +64,7 @@ class Outlet:
             return False
         self.spool.append(data)
         self.is_mid_line = not data.endswith(b"\n")
+        self.read_at = time.time()
         return True
 
     def drain(self) -> None:

@@ -241,6 +241,11 @@ class RunningTask:
         """Its first process ended and was waited for."""
         return self.processes.is_reaped
 
+    @property
+    def output_at(self) -> float:
+        """When it wrote last, wall clock; 0: it has not."""
+        return max(outlet.read_at for outlet in self.outlets)
+
 
 # Starting
 
@@ -256,7 +261,7 @@ class CannotStart(Exception):
 def start(task: Task, env: Dict[bytes, bytes], spool_folder: str, attempt: int = 0) -> RunningTask:
     """Start a task in a session of its own, with no input, and return it.
 
-    Its pipes are non-blocking; `env` gets DISTRUN_PUBLISH_FD.
+    Its pipes are non-blocking; `env` gets DISTRUN_PUBLISH_FD and DISTRUN_PUBLISH_PIPE.
 
     Raises:
         CannotStart: with the exit code (126, 127) and the reason.
@@ -271,7 +276,9 @@ def start(task: Task, env: Dict[bytes, bytes], spool_folder: str, attempt: int =
             ours.append(reading)
             theirs.append(writing)
             os.set_blocking(reading, False)
+        info = os.fstat(theirs[2])
         env[b"DISTRUN_PUBLISH_FD"] = b"%d" % theirs[2]
+        env[b"DISTRUN_PUBLISH_PIPE"] = b"%d:%d" % (info.st_dev, info.st_ino)
         child = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,

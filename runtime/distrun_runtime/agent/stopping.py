@@ -115,15 +115,15 @@ class Stopping:
         else:
             others = process.marked(self._marks, [row for row in rows if row.pid not in not_ours])
         families = [task.processes for task in self._tasks.values()]
-        return owners(rows, families, others, self._task_of, not_ours)
+        return owners(rows, families, others, lambda row: self.task_of(row.pid), not_ours)
 
     def _turn(self, name: str) -> int:
         """Return when it is the turn of `name`: workers before what they need, processes of no task last."""
         return len(_ORDER) if name == JOB else _ORDER.index(self._tasks[name].task.role)
 
-    def _task_of(self, row: Process) -> str:
+    def task_of(self, pid: int) -> str:
         """Return the task that a process's environment names; empty if none."""
-        env = process.environ_of(row.pid)
+        env = process.environ_of(pid)
         if not process.has_marks(env, self._marks):
             return ""
         for name, running in self._tasks.items():

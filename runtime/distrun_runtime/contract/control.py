@@ -16,7 +16,7 @@ No side effects: `Conversation.take` checks what a client sent and returns what 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Union
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 from distrun_runtime.contract import facts, wire
 from distrun_runtime.errors import RuntimeFault
@@ -31,6 +31,10 @@ STOPS = ("TERM", "INT")
 """What `stop` may name: how the job is stopped. The first is the default."""
 FRAME_LIMIT = 64 * 1024
 """Bytes of one frame of a client."""
+LOOK_LIMIT = 1000
+"""Hosts that one client may look at."""
+METRICS_SCHEMA = "distrun.metrics/1"
+"""What a `metrics` frame holds."""
 
 
 class Refusal(RuntimeFault):
@@ -90,15 +94,18 @@ class Subscribe:
 
     events: bool = False
     metrics: bool = False
-    """Nothing is sent yet."""
+    """Snapshots of the job's numbers (`metrics`), the newest only."""
     output: Optional[OutputWanted] = None
+    look: Tuple[str, ...] = ()
+    """Hosts that the user looks at: they are measured every second while this client wants metrics."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """The stacks of a task are wanted."""
+    """The stacks of a task are wanted; of a role, or of all workers. There is a `stack` for each task."""
 
     task: str = ""
+    """A name or a role; empty: all workers."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +185,8 @@ def _subscribe(frame: wire.Frame) -> Subscribe:
         output = OutputWanted(
             _count_or_none("cursor", wanted.get("cursor")), _count_or_none("tail", wanted.get("tail"))
         )
-    return Subscribe(bool(header.get("events", False)), bool(header.get("metrics", False)), output)
+    look = _names("look", header.get("look"))
+    return Subscribe(bool(header.get("events", False)), bool(header.get("metrics", False)), output, look)
 
 
 def _signal(frame: wire.Frame) -> Signal:
@@ -214,6 +222,14 @@ def _count_or_none(name: str, value: object) -> Optional[int]:
     if not isinstance(value, int) or not _is_count(value):
         raise ValueError(f"{name}: expected a number from 0 or null, found {value!r:.40}")
     return value
+
+
+def _names(name: str, value: object) -> Tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or len(value) > LOOK_LIMIT or not all(isinstance(each, str) for each in value):
+        raise ValueError(f"{name}: expected a list of at most {LOOK_LIMIT} names, found {value!r:.40}")
+    return tuple(value)
 
 
 def _one_of(name: str, value: object, allowed: Sequence[str]) -> str:
@@ -261,6 +277,11 @@ def event(value: Mapping[str, Any]) -> bytes:
     return wire.encode({"type": "event", "event": dict(value)})
 
 
+def metrics(snapshot: Mapping[str, Any]) -> bytes:
+    """Return a snapshot of the job's numbers, of schema METRICS_SCHEMA."""
+    return wire.encode({"type": "metrics", "metrics": dict(snapshot)})
+
+
 def output(chunk: Chunk) -> bytes:
     """Return a piece of a task's output."""
     header: Dict[str, Any] = {"type": "output", "task": chunk.task, "host": chunk.host, "stream": chunk.stream}
@@ -294,6 +315,11 @@ def withdrawn(number: int) -> bytes:
 def done(kind: str, **members: Any) -> bytes:
     """Return the answer to `stop`, `kill` or `detach`: a frame of the same type."""
     return wire.encode({"type": kind, **members})
+
+
+def stack(members: Mapping[str, Any]) -> bytes:
+    """Return where a task stands: task, text, how, error, fix; and how many answers are still to come: left."""
+    return wire.encode({"type": "stack", **members})
 
 
 def detached(cursor: Optional[int]) -> bytes:

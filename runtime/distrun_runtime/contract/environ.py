@@ -141,6 +141,13 @@ TABLE: Tuple[Variable, ...] = (
         low=0,
     ),
     _row(
+        "DISTRUN_PUBLISH_PIPE",
+        "distrun",
+        GIVEN,
+        "Which pipe that is, DEVICE:INODE as fstat tells them. A process that inherited the variables, but not the"
+        " descriptor, sees by it that the number means another file.",
+    ),
+    _row(
         "DISTRUN_METRICS_SOCKET",
         "distrun",
         GIVEN,

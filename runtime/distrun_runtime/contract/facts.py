@@ -85,6 +85,16 @@ STOPPED = "stopped"
 TASK_STATES = (PENDING, STARTING, RUNNING, EXITED, FAILED, STOPPED)
 """exited: by itself with 0. failed: by itself otherwise, or its host was lost. stopped: we ended it."""
 
+# Conditions of a task that runs. They are no states: they come and go, and change nothing of how the job ends.
+
+WAITING = "waiting"
+"""A worker waits for others in the store."""
+STALLED = "stalled"
+"""A worker has shown no sign of life for STALL_AFTER_S."""
+STRAGGLER = "straggler"
+"""A worker comes last in most rounds, by far."""
+CONDITIONS = (WAITING, STALLED, STRAGGLER)
+
 SUBMITTING = "submitting"
 QUEUED = "queued"
 STOPPING = "stopping"
@@ -131,6 +141,12 @@ LEASE_FACTOR = 1.5
 """The lease is so many times the time after which a host is lost: by then the host has been given up."""
 GIVE_UP_S = 3.0
 """What still exists so long after the first KILL (uninterruptible, or another user's) is reported and left."""
+
+STALL_AFTER_S = 300.0
+"""A worker without a sign of life for so long is said to be stalled."""
+
+LOOPBACK = "127.0.0.1"
+"""Where the coordinator answers Prometheus, unless the user says otherwise."""
 
 # How much is sent.
 

@@ -88,6 +88,8 @@ class Sender:
 
 
 def own_name() -> str:
-    """Return this task's name, such as `worker-1`; empty outside a job."""
+    """Return this task's name, such as `worker-1`, or `scheduler`, of which there is one; empty outside a job."""
     role, rank = environ.text("DISTRUN_ROLE"), environ.text("DISTRUN_RANK")
+    if role == "scheduler":
+        return role
     return f"{role}-{rank}" if role and rank else ""

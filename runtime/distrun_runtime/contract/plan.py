@@ -136,6 +136,8 @@ class Limits(NamedTuple):
     """A host that is silent for so long is suspect: said, and nothing else."""
     lost_s: float = facts.LOST_S
     """A host that is silent for so long is lost: the job ends with exit code 7."""
+    stall_after_s: float = facts.STALL_AFTER_S
+    """A worker without a sign of life for so long is said to be stalled; 0: none is."""
 
 
 class Runtime(NamedTuple):
@@ -199,6 +201,10 @@ class Plan(NamedTuple):
     """Bytes that are kept of each task's log, about: older ones are removed. 0: all are kept."""
     nonce: str = ""
     """64 random bits, hex: tells the job's processes from those of a job of another store by the same id. No secret."""
+    metrics_port: Optional[int] = None
+    """Port at which the coordinator answers Prometheus; 0: any free one; None: it does not."""
+    metrics_address: str = ""
+    """The address for that; empty: the loopback address."""
     places: Tuple[Place, ...] = ()
     """The job's places; empty: each host is one, of its own name."""
     version: int = VERSION

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Deque, Dict, Iterable, Iterator, List, NamedTu
 from distrun_runtime.contract import wire
 from distrun_runtime.errors import WireError
 
-UNNUMBERED = frozenset(("ping", "pong", "resume", "received", "credit"))
+UNNUMBERED = frozenset(("ping", "pong", "metrics", "resume", "received", "credit"))
 """Types of frames that are lost in a cut, and need not be sent again."""
 CHUNK = 128 * 1024
 """Bytes of a large body in one frame. The protocol allows CHUNK_LIMIT; a ping waits for one at most."""
@@ -116,6 +116,11 @@ class Session:
     def is_idle(self) -> bool:
         """Whether everything that was said was written, large bodies included."""
         return not (self._first or self._unsent or self._large)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether pings and the like that were said wait to be written."""
+        return bool(self._first)
 
     @property
     def is_ready(self) -> bool:

@@ -6,7 +6,7 @@ The loop performs those of `AgentAction`, which concern one agent each; the othe
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Mapping, Tuple, Union
+from typing import Any, Callable, Mapping, Tuple, Union
 
 from distrun_runtime.coordinator.outcome import Outcome
 
@@ -85,6 +85,16 @@ class AskAgent:
 
 
 @dataclass(frozen=True)
+class AskStack:
+    """Have the agent say where a task stands."""
+
+    host: str
+    id: int
+    """Comes back in `StackFound`."""
+    task: str
+
+
+@dataclass(frozen=True)
 class Ack:
     """Tell the agent that everything before `offset` of a task's stream has been taken: it may send more."""
 
@@ -92,6 +102,14 @@ class Ack:
     task: str
     stream: str
     offset: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Have an agent measure its host and tasks every `interval_s` seconds from now on; 0: no more."""
+
+    host: str
+    interval_s: float
 
 
 @dataclass(frozen=True)
@@ -108,7 +126,9 @@ class Drop:
     host: str
 
 
-AgentAction = Union[Begin, SendRuntime, Settle, Spawn, StopTasks, EndAgent, AskAgent, Ack, Close, Drop]
+AgentAction = Union[
+    Begin, SendRuntime, Settle, Spawn, StopTasks, EndAgent, AskAgent, AskStack, Ack, Sample, Close, Drop
+]
 
 
 @dataclass(frozen=True)
@@ -129,6 +149,37 @@ class Announce:
 
 
 @dataclass(frozen=True)
+class Record:
+    """Note in events.jsonl what has happened."""
+
+    kind: str
+    members: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ShowMetrics:
+    """Give clients that want them a snapshot of the job's numbers."""
+
+    snapshot: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class GiveMetrics:
+    """Give a snapshot to who asked for it (`events.MetricsAsked`)."""
+
+    snapshot: Mapping[str, Any]
+    give: Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class KeepMetrics:
+    """Append a sample to metrics.jsonl."""
+
+    line: str
+    """One JSON object, without its newline."""
+
+
+@dataclass(frozen=True)
 class FinishJob:
     """The job is over."""
 
@@ -137,3 +188,6 @@ class FinishJob:
 
 Action = Union[AgentAction, Prepare, Announce, FinishJob]
 """What the supervisor returns."""
+
+MetricsAction = Union[Sample, Announce, Record, ShowMetrics, GiveMetrics, KeepMetrics]
+"""What `measuring.Measuring` returns."""

@@ -10,7 +10,7 @@ without members are dataclasses: an empty tuple is false, and equal to any other
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Mapping, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, Mapping, NamedTuple, Optional, Tuple, Union
 
 
 class AgentHello(NamedTuple):
@@ -53,6 +53,25 @@ class Answered(NamedTuple):
     id: int
     value: Any = None
     error: str = ""
+
+
+class StackWanted(NamedTuple):
+    """A client wants the stacks of a task, of a role, or of all workers (empty). The supervisor has no part in it."""
+
+    number: int
+    """What the answers are for."""
+    task: str = ""
+
+
+class StackFound(NamedTuple):
+    """An agent has found where a task stands, or, where `error` is not empty, why that cannot be said."""
+
+    host: str
+    id: int
+    text: str = ""
+    how: str = ""
+    error: str = ""
+    fix: str = ""
 
 
 class FolderFound(NamedTuple):
@@ -215,6 +234,29 @@ class Pong(NamedTuple):
     n: int = 0
 
 
+class Measured(NamedTuple):
+    """What an agent has measured of its host and tasks: its `metrics` frame."""
+
+    host: str
+    value: Mapping[str, Any]
+    arrived: float = 0.0
+
+
+class MetricsWanted(NamedTuple):
+    """Whether clients want snapshots of the job's numbers from now on; each time it is said, one at once."""
+
+    is_wanted: bool
+    look: Tuple[str, ...] = ()
+    """The hosts that they look at."""
+
+
+class MetricsAsked(NamedTuple):
+    """Somebody wants one snapshot. The supervisor has no part in it, nor in the one before."""
+
+    give: Callable[[Mapping[str, Any]], None]
+    """Takes it, in the loop's thread; must not wait."""
+
+
 class Bye(NamedTuple):
     """An agent has ended whatever was left and goes."""
 
@@ -272,6 +314,13 @@ class EngineTold(NamedTuple):
     """The job was not taken; else it may answer the next time."""
 
 
+class EngineLetGo(NamedTuple):
+    """An engine was asked to end a job that has no plan yet, and has ended it or not."""
+
+    problem: str = ""
+    """Why it may still have it; empty: it has ended."""
+
+
 class Tick(NamedTuple):
     """Nothing happened; time passed. `time` is our wall clock."""
 
@@ -302,6 +351,8 @@ Event = Union[
     Settled,
     Needed,
     Answered,
+    StackWanted,
+    StackFound,
     FolderFound,
     Copying,
     Copied,
@@ -317,6 +368,9 @@ Event = Union[
     Warned,
     AgentEnding,
     Pong,
+    Measured,
+    MetricsWanted,
+    MetricsAsked,
     Bye,
     Holding,
     Cut,
@@ -324,6 +378,7 @@ Event = Union[
     AgentLost,
     PlaceClaimedTwice,
     EngineTold,
+    EngineLetGo,
     Tick,
     Interrupt,
     Shown,

@@ -9,7 +9,7 @@ from distrun_runtime.contract import wire
 from distrun_runtime.contract.plan import Plan, Secrets
 from distrun_runtime.contract.session import Source
 from distrun_runtime.coordinator import events
-from distrun_runtime.coordinator.actions import Ack, AskAgent, EndAgent, Settle, Spawn, StopTasks
+from distrun_runtime.coordinator.actions import Ack, AskAgent, AskStack, EndAgent, Settle, Spawn, StopTasks
 from distrun_runtime.errors import ContractError
 
 
@@ -111,6 +111,11 @@ def _answer(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -
     return events.Answered(host, int(header["id"]), header.get("value"), str(header.get("error") or ""))
 
 
+def _stack(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
+    text, how, error, fix = (str(header.get(name) or "") for name in ("text", "how", "error", "fix"))
+    return events.StackFound(host, int(header["id"]), text, how, error, fix)
+
+
 def _folder(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
     return events.FolderFound(host, str(header["state"]), tuple(str(note) for note in header.get("notes", ())))
 
@@ -122,6 +127,11 @@ def _copied(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -
 def _copy_failed(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
     kind, fix = str(header.get("kind") or ""), str(header.get("fix") or "")
     return events.CopyFailed(host, str(header["reason"]), kind, fix)
+
+
+def _metrics(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
+    # Whatever is wrong with its numbers is no reason to give up an agent.
+    return events.Measured(host, {name: value for name, value in header.items() if name != "type"}, arrived)
 
 
 def _cleared(host: str, header: Mapping[str, Any], body: bytes, arrived: float) -> events.Event:
@@ -141,10 +151,12 @@ _EVENTS: Dict[str, Callable[[str, Mapping[str, Any], bytes, float], events.Event
     "warning": lambda host, header, body, arrived: events.Warned(host, str(header["text"])),
     "ending": _ending,
     "pong": lambda host, header, body, arrived: events.Pong(host, int(header.get("n", 0))),
+    "metrics": _metrics,
     "refused": _refused,
     "holding": lambda host, header, body, arrived: events.Holding(host, str(header["path"])),
     "need": lambda host, header, body, arrived: events.Needed(host, str(header["digest"])),
     "answer": _answer,
+    "stack": _stack,
     "folder": _folder,
     "copying": lambda host, header, body, arrived: events.Copying(host, int(header["files"])),
     "copied": _copied,
@@ -190,6 +202,11 @@ def ask(action: AskAgent) -> wire.Frame:
     return wire.Frame({"type": "ask", "id": action.id, "what": action.what, "args": dict(action.args)})
 
 
+def stack(action: AskStack) -> wire.Frame:
+    """Return the frame that has an agent say where a task stands."""
+    return wire.Frame({"type": "stack", "id": action.id, "task": action.task})
+
+
 def settle(action: Settle) -> wire.Frame:
     """Return the frame that has an agent activate and look at what was copied."""
     return wire.Frame({"type": "settle"})
@@ -219,3 +236,8 @@ def ack(action: Ack) -> wire.Frame:
 def ping(n: int) -> wire.Frame:
     """Return the frame that renews an agent's lease."""
     return wire.Frame({"type": "ping", "n": n})
+
+
+def sample(interval_s: float) -> wire.Frame:
+    """Return the frame that has an agent send `metrics` each `interval_s` seconds; 0: no more."""
+    return wire.Frame({"type": "sample", "interval_s": interval_s})

@@ -4,6 +4,7 @@
     allocation.json  which task runs on which host             plan.json       the plan, as it was made
     state.json     how the job and its tasks stand             outcome.json    how it ended; absent before
     events.jsonl   what happened, one object a line            logs/TASK.log   what the tasks wrote
+    metrics.jsonl  a sample of its numbers a minute; absent in a job that nothing was measured of
     control.json   where its coordinator is: host, boot id, pid, start, path of the control socket
     kill.json      `distrun kill` asked for its end; absent before
     reserve        room for outcome.json, should the disk be full at the end; absent afterwards
@@ -267,6 +268,11 @@ class JobFolder:
         """Append an event (`event`) to events.jsonl. Raises OSError."""
         with open(str(self.path / "events.jsonl"), "a", encoding="utf-8") as file:
             file.write(json.dumps(event) + "\n")
+
+    def append_sample(self, line: str) -> None:
+        """Append one line to metrics.jsonl. Raises OSError."""
+        with open(str(self.path / "metrics.jsonl"), "a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
     def _task(self, task: TaskResult) -> Dict[str, Any]:
         value = dict(vars(task))

@@ -5,7 +5,7 @@ That is what is kept and shown of a job: its log files, its folder with states a
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence
 
 from distrun_runtime.contract import facts
 from distrun_runtime.contract import plan as plans
@@ -13,11 +13,16 @@ from distrun_runtime.contract.plan import Plan, Secrets
 from distrun_runtime.coordinator import actions, events, frames, jobfolder, loop
 from distrun_runtime.coordinator.channel import Channel, Put
 from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.coordinator.measuring import Measuring
 from distrun_runtime.coordinator.outcome import Outcome
 from distrun_runtime.coordinator.output import Sink, Watcher
 from distrun_runtime.coordinator.spool import Spool
+from distrun_runtime.coordinator.stacks import Stacks, StackTold
 from distrun_runtime.coordinator.supervisor import Supervisor
 from distrun_runtime.errors import ContractError
+
+if TYPE_CHECKING:
+    from distrun_runtime.coordinator.metricsport import MetricsPort  # only imported where it is used
 
 STATE_S = 0.25
 """state.json is replaced at most so often."""
@@ -110,6 +115,9 @@ class _JobRun:
         self._watcher = watcher
         self._supervisor = Supervisor(plan, prepare is not None, ends_when_ready)
         self._ends_when_ready = ends_when_ready
+        self._stacks = Stacks(self._supervisor.roster.places)
+        self._measuring = None if ends_when_ready else Measuring(plan)
+        self._exporter: Optional[MetricsPort] = None
         self._spool = Spool(folder.logs, plan.log_limit)
         self._outcome: Optional[Outcome] = None
         # Several answers must be missing before a host is suspect.
@@ -135,6 +143,7 @@ class _JobRun:
         if self._watcher is not None:
             self._watcher.opened(self._loop.put)
         try:
+            self._export()
             self._loop.run()
             assert self._outcome is not None
             outcome = self._outcome
@@ -144,6 +153,8 @@ class _JobRun:
         finally:
             self._loop.close()
             self._spool.close()
+            if self._exporter is not None:
+                self._exporter.close()
         if self._ends_when_ready and not outcome.exit_code:
             return outcome
         self._try(lambda: self._folder.finish(outcome))
@@ -156,15 +167,24 @@ class _JobRun:
         return self._outcome is not None
 
     def wake_s(self) -> float:
-        return self._supervisor.wake_s()
+        wake_s = self._supervisor.wake_s()
+        return wake_s if self._measuring is None else min(wake_s, self._measuring.wake_s())
 
     def handle(self, event: events.Event, now: float) -> List[actions.AgentAction]:
         """Note an event, have the supervisor decide, and do what concerns no agent; return the rest."""
-        if self._verbosity >= TRACE and not isinstance(event, (events.Tick, events.Pong)):
+        if isinstance(event, (events.MetricsWanted, events.MetricsAsked)):
+            return self._measure(lambda measuring: measuring.handle(event, now))
+        if self._verbosity >= TRACE and not isinstance(event, _FREQUENT):
             self._sink.say(f"< {_shown(event)}", actions.DEBUG)
         if isinstance(event, events.PauseToggled):
             self._sink.toggle_pause()
             return []
+        if isinstance(event, events.StackWanted):
+            return self._find_stacks(event, now)
+        if self._stacks.is_waiting:
+            self._tell_stacks(self._stacks.expired(now))
+        if isinstance(event, events.StackFound):
+            self._tell_stacks(self._stacks.heard(event))
         found: List[actions.AgentAction] = []
         if isinstance(event, events.Output):
             found += self._write(event)
@@ -178,8 +198,77 @@ class _JobRun:
             self._is_dirty = True
             self._saved = float("-inf")  # at once
             self._record("state", state=self._supervisor.job_state)
+        found += self._measure(lambda measuring: measuring.handle(event, now))
+        if self.is_over:
+            self._measure(lambda measuring: measuring.finish(now))
         self._keep_folder(now)
         return found
+
+    def _find_stacks(self, event: events.StackWanted, now: float) -> List[actions.AgentAction]:
+        roster = self._supervisor.roster
+        reached = {name for name, host in roster.hosts.items() if host.is_ready and not (host.is_gone or host.is_cut)}
+        asked, told = self._stacks.wanted(event, roster.tasks, reached, now)
+        self._tell_stacks(told)
+        return [*asked]
+
+    def _tell_stacks(self, told: List[StackTold]) -> None:
+        if self._watcher is not None:
+            for each in told:
+                self._watcher.stack(each.number, each.members)
+
+    def _measure(self, decide: Callable[[Measuring], List[actions.MetricsAction]]) -> List[actions.AgentAction]:
+        """Have decided what comes of the job's numbers, and do it; return what is for agents.
+
+        A fault of ours there costs the numbers only, never the job.
+        """
+        if self._measuring is None:
+            return []
+        found: List[actions.AgentAction] = []
+        try:
+            for action in decide(self._measuring):
+                found += self._perform_measuring(action)
+        except Exception as err:
+            import traceback
+
+            traceback.print_exc()  # to coordinator.log
+            self._measuring = None
+            text = f"distrun itself failed to count: {type(err).__name__}: {err}; this job's numbers end here"
+            self._sink.say(text, actions.WARNING)
+        return found
+
+    def _perform_measuring(self, action: actions.MetricsAction) -> List[actions.AgentAction]:
+        if isinstance(action, actions.Sample):
+            return [action]
+        if isinstance(action, actions.Announce):
+            return self._perform(action)
+        if isinstance(action, actions.Record):
+            self._record(action.kind, **action.members)
+        elif isinstance(action, actions.KeepMetrics):
+            line = action.line
+            self._try(lambda: self._folder.append_sample(line))
+        elif isinstance(action, actions.GiveMetrics):
+            action.give(action.snapshot)
+        elif self._watcher is not None:
+            self._watcher.metrics(action.snapshot)
+        return []
+
+    def _export(self) -> None:
+        """Answer Prometheus, if the user wants that."""
+        port = self._plan.metrics_port
+        if port is None or self._ends_when_ready:
+            return
+        from distrun_runtime.coordinator.metricsport import MetricsPort
+
+        try:
+            self._exporter = MetricsPort(self._plan, port, self._loop.put)
+        except OSError as err:
+            where = f"{self._plan.metrics_address or facts.LOOPBACK} port {port}"
+            text = f"metrics: cannot listen at {where}: {err.strerror or err}; --metrics-port 0 takes any free port"
+            self._perform(actions.Announce(text, actions.WARNING))
+            return
+        self._exporter.start()
+        self._record("metrics_port", url=self._exporter.url)
+        self._sink.say(f"metrics: {self._exporter.url}", actions.INFO)
 
     def _write(self, event: events.Output) -> List[actions.AgentAction]:
         """Log and show output; return the acknowledgement."""
@@ -262,6 +351,8 @@ class _JobRun:
         self._try(lambda: self._folder.finish(outcome))
 
 
+_FREQUENT = (events.Tick, events.Pong, events.Measured)
+"""What is not said, however much is to be said."""
 _RECORDED = {
     events.AgentHello: "hello",
     events.AgentReady: "ready",

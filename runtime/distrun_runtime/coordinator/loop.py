@@ -32,6 +32,8 @@ _ENCODERS: Mapping[type, Encoder] = {
     actions.StopTasks: frames.stop,
     actions.EndAgent: frames.end,
     actions.AskAgent: frames.ask,
+    actions.AskStack: frames.stack,
+    actions.Sample: lambda action: frames.sample(action.interval_s),
 }
 
 

@@ -43,6 +43,12 @@ class Watcher(Protocol):
     def state(self, value: Mapping[str, Any]) -> None:
         """Take the job's new state: what state.json holds."""
 
+    def stack(self, number: int, members: Mapping[str, Any]) -> None:
+        """Take an answer to the question `number` (`events.StackWanted`), as `control.stack` has it."""
+
+    def metrics(self, value: Mapping[str, Any]) -> None:
+        """Take a snapshot of the job's numbers, as was asked for by `events.MetricsWanted`."""
+
 
 @dataclass
 class OutputPiece:

@@ -9,7 +9,8 @@ What may wait for a client is bounded:
 * output for the launching client, as bytes or as places in the log files (`output.Backlog`);
 * events and messages for another client, up to MAIL_LIMIT bytes: what comes then is counted, and the client gets the
   job's state instead once it has taken the rest;
-* output for another client does not wait at all. It is read from the job's logs when the client takes it.
+* output for another client does not wait at all. It is read from the job's logs when the client takes it;
+* of the snapshots of the job's numbers only the newest waits, once for all clients.
 
 A signal from the launching client takes effect as if this process had received it. The end of its connection counts as
 the end of the terminal: an attached job is stopped. After `detach` it means nothing.
@@ -18,6 +19,7 @@ the end of the terminal: an attached job is stopped. After `detach` it means not
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import selectors
@@ -29,7 +31,7 @@ from collections import deque
 from typing import Any, Callable, Deque, Dict, List, Mapping, Optional, Protocol
 
 from distrun_runtime.contract import control, wire
-from distrun_runtime.coordinator.events import Event, Interrupt
+from distrun_runtime.coordinator.events import Event, Interrupt, MetricsWanted, StackWanted
 from distrun_runtime.coordinator.output import Backlog, OutputPiece
 from distrun_runtime.errors import WireError
 
@@ -43,6 +45,8 @@ TURN_S = 0.02
 """How long one client is served before the others."""
 CHUNK = 128 * 1024
 """Bytes of output that are read from the logs at once, for one client."""
+QUESTIONS = 64
+"""For stacks, of one client at a time."""
 HELLO_S = 10.0
 """A client that has not said hello for so long is dropped."""
 CHECK_S = 0.2
@@ -107,6 +111,8 @@ class _Client:
         """What is being sent."""
         self.is_waiting = False
         """It takes nothing more at the moment."""
+        self.snapshot = 0
+        """Number of the snapshot of the job's numbers that it got last."""
         self.may_read = False
         """There may be something new in the logs for it."""
         self.is_last = False
@@ -161,11 +167,20 @@ class Service:
         """Bytes of output so far: where the launching client stands in the logs."""
         self._answers: Dict[int, Optional[str]] = {}
         self._asked = 0
+        self._stacks_asked = 0
+        self._asking: Dict[int, _Client] = {}
+        """Questions for stacks, to who asked."""
         self._is_closing = False
         self._closing_since = 0.0
         self._has_output = False
         self._read_at = 0.0
         self._state_value: Mapping[str, Any] = {}
+        self._snapshot_value: Optional[Mapping[str, Any]] = None
+        """The newest snapshot of the job's numbers; None: nobody wants one."""
+        self._snapshot_bytes = b""
+        self._snapshots = 0
+        self._metrics_wanted = MetricsWanted(False)
+        """What the job's loop was told."""
         self._wakeup, self._waking = os.pipe()
         os.set_blocking(self._wakeup, False)
         os.set_blocking(self._waking, False)
@@ -221,7 +236,10 @@ class Service:
 
     def opened(self, put: Callable[[Event], None]) -> None:
         """Have the job's loop end the job, from now on, when a client asks for that."""
-        self._put = put
+        with self._changed:
+            self._put = put
+            if self._metrics_wanted.is_wanted:
+                put(self._metrics_wanted)
 
     def event(self, value: Mapping[str, Any]) -> None:
         """Send what is a line of events.jsonl to those who want events."""
@@ -233,6 +251,29 @@ class Service:
         """Keep the job's state for those who ask."""
         with self._changed:
             self._state_value, self._state = value, b""
+
+    def stack(self, number: int, members: Mapping[str, Any]) -> None:
+        """Give a client what was found of a task's stacks."""
+        with self._changed:
+            client = self._asking.get(number)
+            if not members["left"]:
+                self._asking.pop(number, None)
+            if client is None or client.is_gone:
+                return
+            data = control.stack(members)
+            if client.is_launcher:
+                client.backlog.put(OutputPiece(data))
+            else:
+                client.replies.append(data)
+            self._wake()
+
+    def metrics(self, value: Mapping[str, Any]) -> None:
+        """Take a snapshot of the job's numbers for those who want them; it takes the place of the one before."""
+        with self._changed:
+            if self._metrics_wanted.is_wanted:
+                self._snapshot_value, self._snapshot_bytes = value, b""
+                self._snapshots += 1
+                self._wake()
 
     def finish(self, outcome: Mapping[str, Any]) -> None:
         """Send the job's outcome, as JSON-able values; nothing is sent after it."""
@@ -442,7 +483,7 @@ class Service:
         elif isinstance(request, control.Subscribe):
             self._subscribe(client, request)
         elif isinstance(request, control.Stack):
-            raise control.Refusal("the stacks of tasks are not available in this version")
+            self._want_stacks(client, request.task)
         elif isinstance(request, control.Signal):
             raise_signal(request.name)
         else:
@@ -462,7 +503,7 @@ class Service:
 
     def _subscribe(self, client: _Client, request: control.Subscribe) -> None:
         if client.is_launcher:
-            request = control.Subscribe(events=request.events, metrics=request.metrics)  # its output comes anyway
+            request = dataclasses.replace(request, output=None)  # its output comes anyway
         if client.reader is not None:
             client.reader.close()
             client.reader = None
@@ -476,6 +517,31 @@ class Service:
         client.may_read = True
         with self._changed:
             client.wants, client.has_subscribed = request, True
+            client.snapshot = 0
+            self._want_metrics()
+
+    def _want_metrics(self) -> None:
+        """Tell the job's loop what clients want to know of its numbers, if that has changed. The lock is held."""
+        wants = [client.wants for client in self._clients if client.wants.metrics]
+        wanted = MetricsWanted(bool(wants), tuple(sorted({host for each in wants for host in each.look})))
+        if wanted == self._metrics_wanted:
+            return
+        self._metrics_wanted = wanted
+        if not wanted.is_wanted:
+            self._snapshot_value, self._snapshot_bytes = None, b""
+        if self._put is not None:
+            self._put(wanted)
+
+    def _want_stacks(self, client: _Client, task: str) -> None:
+        if self._put is None:
+            raise control.Refusal("the job has not started a task yet")
+        with self._changed:
+            if sum(other is client for other in self._asking.values()) >= QUESTIONS:
+                raise control.Refusal(f"{QUESTIONS} questions for stacks are not answered yet", "wait for the answers")
+            self._stacks_asked += 1
+            number = self._stacks_asked
+            self._asking[number] = client
+        self._put(StackWanted(number, task))
 
     def _release(self) -> bool:
         """Let the launching client go; return whether there was one."""
@@ -521,6 +587,8 @@ class Service:
         client.is_gone = True
         with self._changed:
             self._clients.remove(client)
+            self._asking = {number: other for number, other in self._asking.items() if other is not client}
+            self._want_metrics()
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(client.socket)
         if client.reader is not None:
@@ -583,10 +651,13 @@ class Service:
                 return
 
     def _next(self, client: _Client) -> bytes:
-        """Return the next bytes for a client: replies, then events and messages, then output; at the end the outcome.
+        """Return the next bytes for a client: replies, numbers, events and messages, output; at the end the outcome.
 
         Reads the job's logs without the lock.
         """
+        numbers = self._numbers(client)
+        if numbers:
+            return numbers
         with self._changed:
             last, is_closing = self._last, self._is_closing
             if client.is_launcher:
@@ -616,6 +687,21 @@ class Service:
             client.is_last = True
             return (last or b"") if client.conversation.is_same_major else b""
         return b""
+
+    def _numbers(self, client: _Client) -> bytes:
+        """Return the newest snapshot of the job's numbers, if a client wants it and has not got it; encoded once."""
+        with self._changed:
+            value, known, number = self._snapshot_value, self._snapshot_bytes, self._snapshots
+            is_late = self._is_closing or client.is_last or bool(client.replies)
+            if value is None or is_late or not client.wants.metrics or client.snapshot == number:
+                return b""
+            client.snapshot = number
+        if not known:
+            known = control.metrics(value)  # without the lock: it may be large
+            with self._changed:
+                if self._snapshots == number and self._snapshot_value is not None:
+                    self._snapshot_bytes = known
+        return known
 
     def _read(self, client: _Client) -> bytes:
         """Return new output for a client; empty, until it is time again, where there is none."""

@@ -32,7 +32,7 @@ from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.replies import answer, refusal
-from distrun_runtime.ps.roster import Answers, Member, Queries, Roster, Then, listed
+from distrun_runtime.ps.roster import NAMED, Answers, Member, Queries, Roster, Then, listed
 from distrun_runtime.ps.routing import cut, place
 
 # One worker's call
@@ -518,6 +518,18 @@ class CollectiveCalls:
         self._roster = roster
         self._queries = queries
         self._stores: dict[int, _Store] = {}
+        self.barriers = 0
+        """How many barriers all workers have come to."""
+
+    def barrier_waiting(self) -> int:
+        """Return for how many workers those wait that have come to a barrier, to most of them."""
+        missing = [
+            len(set(range(self._workers)) - set(gathering.calls) - store.left)
+            for store in self._stores.values()
+            for gathering in store.gatherings.values()
+            if any(part.message.kind is Kind.BARRIER for part in gathering.calls.values())
+        ]
+        return max(missing, default=0)
 
     def gather(self, call: Call) -> list[role.Action]:
         """Take in one worker's OPEN, KEYS, BARRIER, SAVE or LOAD.
@@ -674,9 +686,10 @@ class CollectiveCalls:
         assert gathering.notice is not None
         missing = sorted(set(range(self._workers)) - set(gathering.calls) - store.left)
         parts = list(gathering.calls.values())
-        names = listed(["worker-%d" % rank for rank in missing])
+        tasks = ["worker-%d" % rank for rank in missing]
+        names = listed(tasks)
         text = "waiting for %s to call %s" % (names, verb(parts[0].message))
-        body = {"text": text, "seconds": now - gathering.notice.since}
+        body = {"text": text, "seconds": now - gathering.notice.since, "for": tasks[:NAMED]}
         return [
             role.Send(part.link, Message(Kind.WAITING, store=number, request=part.message.request, body=body))
             for part in parts
@@ -698,6 +711,7 @@ class CollectiveCalls:
         if call.kind is Kind.OPEN:
             store.type, store.opened = str(call.body.get("type", "")), opened(call.body)
         if call.kind in (Kind.OPEN, Kind.BARRIER):
+            self.barriers += call.kind is Kind.BARRIER
             return [role.Send(part.link, answer(part.message)) for part in gathering.calls.values()]
         if 0 not in gathering.calls:
             return _refuse_all(store, number, gathering, "worker-0, %s, has left the store" % _DUTY[call.kind])

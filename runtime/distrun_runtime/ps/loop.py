@@ -92,6 +92,8 @@ class Loop:
         self._trace = trace
         self._engine = engine
         self._publish = publish
+        self.metrics: Callable[[float], None] = lambda now: None
+        """Called at every turn, with the time. Set it before `run`."""
         self._clock = clock
         self._gates: dict[str, _Gate] = {}
         self._asked: deque[role.Event] = deque()
@@ -113,6 +115,11 @@ class Loop:
         left, self._asked = self._asked, deque()
         return [event.what for event in left if isinstance(event, role.Asked)]
 
+    @property
+    def queued(self) -> int:
+        """How much waits here: work that the engine has not done, and messages behind it. Threads: the loop's."""
+        return len(self._later) + sum(len(hold.events) for hold in self._holds.values())
+
     def tell(self, signal: int) -> None:
         """Hand in a signal. Threads: any, also from a signal handler."""
         self._asked.append(role.Told(signal))
@@ -130,7 +137,9 @@ class Loop:
                 self._take_results()
             while self._asked:
                 self._decide(self._asked.popleft())
-            self._perform(self._role.tick(self._clock()))
+            now = self._clock()
+            self._perform(self._role.tick(now))
+            self.metrics(now)
             self._drop_strangers()
         if self._engine is not None:
             self._engine.close()
@@ -329,6 +338,7 @@ class Loop:
             self._resume(action.link)
         elif isinstance(action, role.Note):
             action.request.note = action.text
+            action.request.awaited, action.request.awaited_key = action.awaited, action.key
         elif isinstance(action, role.Finish) and self._finish is None:
             self._finish = action
 

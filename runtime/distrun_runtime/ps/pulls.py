@@ -23,7 +23,7 @@ from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Flag, Kind, Message, payloads_of
 from distrun_runtime.ps import checks, role, work
 from distrun_runtime.ps.replies import refusal
-from distrun_runtime.ps.roster import listed
+from distrun_runtime.ps.roster import NAMED, listed
 from distrun_runtime.ps.shards import Failure, Store
 
 _FEW = 4
@@ -92,6 +92,11 @@ class Pulls:
         self._tickets = 0
         self._gone: dict[int, str] = {}
         """Workers that have ended, and who they were."""
+
+    @property
+    def count(self) -> int:
+        """How many pulls wait."""
+        return len(self._open)
 
     def of_store(self, number: int) -> int:
         """Return how many pulls of a store wait."""
@@ -271,7 +276,7 @@ class Pulls:
         if now < self._remind_at:
             return actions  # thousands may wait, and this is asked at every turn of the loop
         self._remind_at = math.inf
-        texts: dict[tuple[int, int, int], str] = {}
+        texts: dict[tuple[int, int, int], tuple[str, list[str], str]] = {}
         """What workers that want the same round of a shard wait for: the same."""
         for pull in self._open.values():
             # Whom a relay's workers wait for, the shards' own server says.
@@ -280,32 +285,37 @@ class Pulls:
                 what = (pull.store.number, int(pull.shards[at]), int(pull.rounds[at]))
                 if not pull.store.is_sync or what not in texts:
                     texts[what] = self._waits_for(pull)
-                body = {"text": texts[what], "seconds": now - pull.notice.since}
+                text, names, key = texts[what]
+                body = {"text": text, "seconds": now - pull.notice.since, "for": names[:NAMED], "key": key}
                 message = Message(Kind.WAITING, store=pull.store.number, request=pull.message.request, body=body)
                 actions.append(role.Send(pull.link, message))
             self._remind_at = min(self._remind_at, math.inf if pull.store.is_relayed else pull.notice.next)
         return actions
 
-    def _waits_for(self, pull: Pull) -> str:
-        """Return whom a pull waits for, for people: `waiting for worker-1, key w, round 57`."""
+    def _waits_for(self, pull: Pull) -> tuple[str, list[str], str]:
+        """Return whom a pull waits for, for people, as names, and the key: `waiting for worker-1, key w, round 57`."""
         store, at = pull.store, pull.first_owed()
         shard, wanted = int(pull.shards[at]), int(pull.rounds[at])
-        name = store.name(int(store.key[shard]))
+        name = str(store.name(int(store.key[shard])))
         others = (rank for rank in range(self._workers) if rank != pull.rank)
         slow = [] if store.is_sync else store.behind(shard, wanted, others, self._gone)
         if slow and store.staleness is not None:
             bound = (wanted - store.staleness, store.staleness)
-            return "waiting for %s, key %s, push %d (staleness %d)" % (names_of(slow), name, *bound)
+            text = "waiting for %s, key %s, push %d (staleness %d)" % (names_of(slow), name, *bound)
+            return text, tasks_of(slow), name
         if not store.is_sync:
             rank, push = min(pull.before.get(at, set()) & set(store.pending.get(shard, ())))
-            return "waiting for the other servers' norms, key %s, push %d of worker-%d" % (name, push, rank)
+            text = "waiting for the other servers' norms, key %s, push %d of worker-%d" % (name, push, rank)
+            return text, ["server"], name
         number = int(store.ordered[shard])
         if store.halfway[shard]:
-            return "waiting for the other servers' norms, key %s, round %d" % (name, number)
+            return "waiting for the other servers' norms, key %s, round %d" % (name, number), ["server"], name
+        me = self._me().name
         if number >= wanted:
-            return "waiting for the update on %s, key %s, round %d" % (self._me().name, name, number)
-        who = names_of(store.missing(shard))
-        return "waiting for %s, key %s, round %d" % (who or self._me().name, name, number + 1)
+            return "waiting for the update on %s, key %s, round %d" % (me, name, number), [me], name
+        missing = store.missing(shard)
+        text = "waiting for %s, key %s, round %d" % (names_of(missing) or me, name, number + 1)
+        return text, tasks_of(missing) or [me], name
 
     def _refuse_hopeless(self, pull: Pull) -> list[role.Action]:
         """Refuse a pull that waits for a worker that has ended."""
@@ -385,4 +395,9 @@ def _refuse(link: str, message: Message, reason: str, error: str = "KVError", tr
 
 def names_of(ranks: Iterable[int]) -> str:
     """Return the names of workers, of many the first few: `worker-0, worker-2`."""
-    return listed(["worker-%d" % rank for rank in ranks])
+    return listed(tasks_of(ranks))
+
+
+def tasks_of(ranks: Iterable[int]) -> list[str]:
+    """Return the names of workers."""
+    return ["worker-%d" % rank for rank in ranks]

@@ -117,7 +117,7 @@ class Relay:
         self._workers = workers
         self._peers = peers
         self._pulls = pulls
-        self._members: tuple[int, ...] = ()
+        self.members: tuple[int, ...] = ()
         """The workers of this host."""
         self._stores: dict[int, _Relayed] = {}
         """By the store's number."""
@@ -130,16 +130,16 @@ class Relay:
     def learn(self, nodes: list[NodeIdentity]) -> list[role.Action]:
         """Take in the job's roster; return what is to be said of it."""
         me = self._me()
-        self._members = workers_of(nodes, me.host)
+        self.members = workers_of(nodes, me.host)
         owners = [owner for owner, relay in relays_of(nodes, me.host).items() if relay == me.rank]
         if not owners:
             return []
         names = ",".join("server-%d" % owner for owner in owners)
-        return [role.Log("INFO", "event=relay stands_in_for=%s workers=%s" % (names, names_of(self._members)))]
+        return [role.Log("INFO", "event=relay stands_in_for=%s workers=%s" % (names, names_of(self.members)))]
 
     def against(self, rank: int) -> str:
         """Return why this is no relay for a worker; empty: it is."""
-        is_here = rank in self._members
+        is_here = rank in self.members
         return "" if is_here else "%s is no relay for worker-%d: they are on two hosts" % (self._me().name, rank)
 
     def store(self, number: int) -> Store | None:
@@ -214,7 +214,7 @@ class Relay:
     def _reach(self, of: _Relayed, shards: Array) -> Array:
         """Return the last round of each shard that all workers of this host have contributed to who are to do so."""
         excused = of.store.excused()
-        ranks = [rank for rank in self._members if rank not in excused] or list(self._members)
+        ranks = [rank for rank in self.members if rank not in excused] or list(self.members)
         reach: Array = of.store.last[np.ix_(np.array(ranks), shards)].min(axis=0)
         return reach
 
@@ -264,7 +264,7 @@ class Relay:
                 store=relayed(store.number),
                 request=self._requests,
                 entries=self._entries(of, some, number, Payload.NONE if body else Payload.PACKED),
-                body={"ranks": list(ranks), "first": self._members[0], **(body or {})},
+                body={"ranks": list(ranks), "first": self.members[0], **(body or {})},
             )
             actions += self._peers.call(link)
             if body:
@@ -282,7 +282,7 @@ class Relay:
 
     def _groups(self, of: _Relayed, number: int, shards: Array) -> Iterator[tuple[int, tuple[int, ...], Array]]:
         """Yield what one message each may carry: the owner, the workers that it is of, and the shards."""
-        ranks = np.array(self._members)
+        ranks = np.array(self.members)
         gave = (of.sent[np.ix_(ranks, shards)] < number) & (of.store.last[np.ix_(ranks, shards)] >= number)
         labels = np.stack([of.owner[shards], of.store.dtype[shards], *gave]).T
         if (labels == labels[:1]).all():
@@ -337,7 +337,7 @@ class Relay:
         asker = rank if bool((rounds > of.store.last[rank, shards]).any()) else None
         self._fetches[self._requests] = _Fetch(self._requests, of, shards, entries, of.changes, asker)
         of.fetch[shards], of.asked[shards] = self._requests, rounds
-        body = {"ranks": list(self._members), **({} if asker is None else {"own": asker})}
+        body = {"ranks": list(self.members), **({} if asker is None else {"own": asker})}
         link, number = "server-%d" % owner, relayed(of.store.number)
         message = Message(Kind.PULL, store=number, request=self._requests, entries=entries, body=body)
         return [*self._peers.call(link), role.Send(link, message)]
@@ -406,7 +406,7 @@ class Relay:
                 if number not in known:  # else this was the answer to one who had not heard of it yet
                     of.store.failed[shard] = {number: failure}
                     late = of.store.late.setdefault(shard, {})
-                    late.update({rank: failure for rank in self._members if rank not in told})
+                    late.update({rank: failure for rank in self.members if rank not in told})
         return [*actions, *self._fetch_again(of, fetch.shards)]
 
     def _waits(self, fetch: _Fetch, message: Message) -> list[role.Action]:
@@ -460,9 +460,9 @@ class Relay:
             assert of is not None
             key = int(of.store.key[shard])
             if key in keys:
-                at = int(min(of.sent[rank, shard] for rank in self._members if of.held[rank, shard])) + 1
-                pushed = [rank for rank in self._members if of.store.last[rank, shard] >= at]
-                return at, keys[key], pushed, [rank for rank in self._members if rank not in pushed]
+                at = int(min(of.sent[rank, shard] for rank in self.members if of.held[rank, shard])) + 1
+                pushed = [rank for rank in self.members if of.store.last[rank, shard] >= at]
+                return at, keys[key], pushed, [rank for rank in self.members if rank not in pushed]
         return None
 
     def loaded(self, number: int, rounds: Mapping[int, int]) -> list[role.Action]:

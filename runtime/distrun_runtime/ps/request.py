@@ -12,6 +12,15 @@ from distrun_runtime.errors import RuntimeFault, TimedOut
 from distrun_runtime.protocol.message import Message
 
 
+class Waits:
+    """For which request the script's main thread waits at the moment: it sets both, the node's thread reads them."""
+
+    def __init__(self) -> None:
+        self.request: Request | None = None
+        self.since = 0.0
+        """Wall clock."""
+
+
 class Request:
     """One request of this node: messages that went out, and all their replies when these are there.
 
@@ -20,13 +29,23 @@ class Request:
     Threads: any may wait; the node's thread resolves, once.
     """
 
-    def __init__(self, what: str, on_error: Callable[[RuntimeFault], None] | None = None, limit: str = "") -> None:
+    def __init__(
+        self,
+        what: str,
+        on_error: Callable[[RuntimeFault], None] | None = None,
+        limit: str = "",
+        waits: Waits | None = None,
+    ) -> None:
+        self._waits = waits
         self._limit = limit
         """Where its deadline comes from, for people."""
         self.what = what
         """What was asked, for people: `pull of key 'w'`."""
         self.note = ""
         """What it waits for, as the other side last said."""
+        self.awaited: tuple[str, ...] = ()
+        """The tasks that the other side waits for, as it last said."""
+        self.awaited_key = ""
         self.missing: dict[int, str] = {}
         """Its messages that are not answered, by their numbers, and to whom each went. The node's thread's."""
         self._lock = threading.Lock()
@@ -72,7 +91,7 @@ class Request:
             RuntimeFault: what went wrong, of its own class (KVError, PeerLost ...).
         """
         started = time.monotonic()
-        if not self._is_done.wait(min(timeout_s, threading.TIMEOUT_MAX)):
+        if not self._waited(min(timeout_s, threading.TIMEOUT_MAX)):
             waited_s = time.monotonic() - started
             waited_s = round(waited_s, 1 if waited_s < 10 else 0)
             note = ", " + self.note if self.note else ""
@@ -85,6 +104,20 @@ class Request:
             # A fresh exception each time: several threads may raise it, and a traceback belongs to one.
             raise copy.copy(self._error)
         return self._replies
+
+    def _waited(self, timeout_s: float) -> bool:
+        """Wait until it is done, and let the node know that the script does; return whether it is done."""
+        if self._is_done.is_set():
+            return True
+        waits = self._waits
+        if waits is None or threading.current_thread() is not threading.main_thread():
+            return self._is_done.wait(timeout_s)
+        waits.since = time.time()
+        waits.request = self
+        try:
+            return self._is_done.wait(timeout_s)
+        finally:
+            waits.request = None
 
     @property
     def replies(self) -> tuple[Message, ...]:

@@ -161,6 +161,9 @@ class Note:
 
     request: Any
     text: str
+    awaited: tuple[str, ...] = ()
+    """The tasks that it waits for."""
+    key: str = ""
 
 
 @dataclass(frozen=True)

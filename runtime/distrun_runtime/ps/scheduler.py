@@ -62,6 +62,8 @@ class Scheduler:
         self._foreign_deadline = role.Deadline()
         self._now = 0.0
         self._queries = Queries()
+        self._barriers = 0
+        """Of the scripts that are over."""
         self._forget()
 
     def _forget(self) -> None:
@@ -134,6 +136,12 @@ class Scheduler:
         if self._report.is_due(now) and self._roster.of_role("worker"):
             return [role.Log("WARNING", self._roster.waiting_text())]
         return []
+
+    def counters(self) -> dict[str, float]:
+        """Return what the agent is told (`metrics`)."""
+        members = self._roster.count_alive("worker") + self._roster.count_alive("server")
+        barriers = self._barriers + self._calls.barriers
+        return {"members": members, "barriers": barriers, "barrier_waiting": self._calls.barrier_waiting()}
 
     # Who was turned away
 
@@ -264,6 +272,7 @@ class Scheduler:
     def _begin_anew(self) -> list[role.Action]:
         for member in self._roster.of_role("worker"):
             self._roster.remove(member.link)
+        self._barriers += self._calls.barriers
         self._forget()
         # No worker of the next script hears of the servers before they have forgotten the last one.
         self._is_clearing = True

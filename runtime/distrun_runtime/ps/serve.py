@@ -9,16 +9,19 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType
 
+from distrun_runtime import stacks
 from distrun_runtime.arrays import find as devices
 from distrun_runtime.arrays.cpu import Threads
 from distrun_runtime.arrays.segments import Pool
-from distrun_runtime.contract import address
+from distrun_runtime.contract import address, environ
+from distrun_runtime.contract.metrics import Sender
 from distrun_runtime.contract.process import allow_open_files
 from distrun_runtime.errors import ContractError
 from distrun_runtime.ps import config as configs
 from distrun_runtime.ps.config import Config, import_all
 from distrun_runtime.ps.engine import Engine
 from distrun_runtime.ps.loop import Loop
+from distrun_runtime.ps.metrics import NodeMetrics
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.publish import publish
 from distrun_runtime.ps.scheduler import Scheduler
@@ -72,6 +75,9 @@ def serve(role: str) -> int:
     device = devices.get("cpu:0", Threads(config.server_threads, SHARED_ELEMENTS), memory)
     engine = Engine(device, counters, recorder, config.server_imports) if role == "server" else None
     loop = Loop(transport, node, config.token, trace, engine=engine, publish=publish)
+    if environ.text("DISTRUN_METRICS_SOCKET"):
+        stacks.offer()
+        loop.metrics = _metrics(node, loop).tick
 
     def stop(number: int, frame: FrameType | None) -> None:
         loop.tell(number)
@@ -85,6 +91,14 @@ def serve(role: str) -> int:
                 signal.signal(number, handler)
     trace.log("ERROR" if finish.code else "INFO", "event=finished reason=%s" % (finish.reason or "done"))
     return finish.code
+
+
+def _metrics(node: Scheduler | Server, loop: Loop) -> NodeMetrics:
+    """Return what tells the agent what a scheduler or server counts."""
+    if isinstance(node, Scheduler):
+        return NodeMetrics("scheduler", Sender(), node.counters)
+    server = node
+    return NodeMetrics("server", Sender(), lambda: {**server.counters(), "queue": loop.queued}, lags=server.lags)
 
 
 def connected(config: Config, pools: Sequence[Pool]) -> Transport:

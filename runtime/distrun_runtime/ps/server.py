@@ -16,7 +16,9 @@ hosts goes through `relay`, which can be left out at first.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +37,7 @@ from distrun_runtime.protocol.message import (
 from distrun_runtime.ps import checks, role, work
 from distrun_runtime.ps.config import Config
 from distrun_runtime.ps.control import Control
+from distrun_runtime.ps.metrics import Lags
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.pulls import Pulls
 from distrun_runtime.ps.relay import Relay
@@ -82,6 +85,8 @@ class Server:
         """Links that other servers opened."""
         self._buckets: dict[tuple[int, int, int], _Bucket] = {}
         """By rank, store and bucket."""
+        self._lags: dict[int, Lags] = {}
+        """By the number of the store; those of stores for which this server stands in are negative."""
         self._now = 0.0
         self._is_registered = False
         self._is_stopping = False
@@ -131,6 +136,22 @@ class Server:
             text = "the scheduler at %s did not answer for %s"
             return [role.Finish(1, text % (self._config.root_endpoint, duration(self._config.start_timeout_s)))]
         return [*self._control.tick(self._stores), *self._relay.tick(now), *self._pulls.remind(now)]
+
+    def counters(self) -> dict[str, float]:
+        """Return what the agent is told (`metrics`)."""
+        stores = [store for store in self._stores.values() if store.count]
+        return {
+            "keys": sum(len(store.by_key) for store in stores),
+            "bytes": sum(store.bytes for store in stores),
+            "rounds": sum(int(store.changed_rounds().max()) for store in stores),
+            "waiting": self._pulls.count,
+            **self._counters.to_metrics(),
+        }
+
+    def lags(self) -> Mapping[str, Any]:
+        """Return how late workers contribute (`metrics.Lags`), to the store that had a round last."""
+        latest = max(self._lags.values(), key=lambda lags: lags.over_at, default=None)
+        return {} if latest is None else latest.to_json()
 
     # The job
 
@@ -211,7 +232,7 @@ class Server:
         forgotten = self._pulls.clear()
         self._rounds.clear()
         self._relay.clear()
-        self._nodes, self._stores, self._buckets = set(), {}, {}
+        self._nodes, self._stores, self._buckets, self._lags = set(), {}, {}, {}
         self._control.forget()
         return [*forgotten, role.Send(role.SCHEDULER_LINK, answer(what.message))]
 
@@ -277,7 +298,9 @@ class Server:
         if wrong:
             return [self._refuse(link, message, wrong)]
         batch = work.Batch(store, shards, message, entries)
+        self._counters.asked(is_push, not is_push)
         if is_push:
+            self._sample(ranks, batch)
             pushed = self._rounds.push(link, ranks, batch, int(message.body["first"]))
             return [*pushed, role.Send(link, answer(message))]
         return self._pulls.take(link, tuple(ranks), batch, self._now, message.body.get("own"))
@@ -355,17 +378,33 @@ class Server:
 
     def _accept(self, link: str, rank: int, batch: work.Batch) -> list[role.Action]:
         """Do what nothing is wrong with."""
-        if batch.message.kind is Kind.PULL:
+        kind = batch.message.kind
+        self._counters.asked(kind is not Kind.PULL, kind is not Kind.PUSH)
+        if kind is Kind.PULL:
             return self._pull(link, rank, batch)
         if not batch.store.is_sync:
             return [role.Work(work.Step(link, rank, batch), reports=True, holds=link)]
+        self._sample((rank,), batch)
         is_relayed = batch.store.is_relayed
         pushed = self._relay.push(rank, batch) if is_relayed else self._rounds.push(link, (rank,), batch)
-        if batch.message.kind is Kind.PUSH:
+        if kind is Kind.PUSH:
             return [*pushed, role.Send(link, answer(batch.message))]
         # The answer to both is that to the pull. It must not keep what was pushed.
         pulled = work.Batch(batch.store, batch.shards, replace(batch.message, payloads=()), batch.entries)
         return [*pushed, *self._pull(link, rank, pulled)]
+
+    def _sample(self, ranks: Sequence[int], batch: work.Batch) -> None:
+        """Note when contributions come to one shard of a store: the first that was ever pushed."""
+        if not len(batch.shards):
+            return
+        store, shard = batch.store, int(batch.shards[0])
+        lags = self._lags.get(store.number)
+        if lags is None:
+            lags = self._lags[store.number] = Lags(shard)
+        if shard == lags.shard:
+            everyone = self._relay.members if store.is_relayed else range(self._config.workers)
+            number = int(batch.entries["round"][0])
+            lags.contributed(ranks, number, lambda: set(everyone) - store.excused(), self._now)
 
     def _pull(self, link: str, rank: int, batch: work.Batch) -> list[role.Action]:
         if batch.store.is_relayed:

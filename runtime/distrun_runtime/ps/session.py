@@ -18,14 +18,17 @@ import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array, DType
 from distrun_runtime.arrays.segments import Pool, address_of
+from distrun_runtime.contract import environ
+from distrun_runtime.contract.metrics import Sender
 from distrun_runtime.errors import RuntimeFault, StoreClosed
 from distrun_runtime.protocol.message import Message
 from distrun_runtime.ps import crash
 from distrun_runtime.ps.config import Config
 from distrun_runtime.ps.loop import Loop
+from distrun_runtime.ps.metrics import NodeMetrics
 from distrun_runtime.ps.profile import Recorder
 from distrun_runtime.ps.publish import publish
-from distrun_runtime.ps.request import Request, when_done
+from distrun_runtime.ps.request import Request, Waits, when_done
 from distrun_runtime.ps.serve import bind, connected
 from distrun_runtime.ps.stages import Stages
 from distrun_runtime.ps.trace import Trace
@@ -60,10 +63,16 @@ class Session:
         """What the stores of this process do, while one is profiled."""
         self.stages = Stages(config.stages)
         """Where the time of their calls goes."""
-        self._ready = Request("registration")
+        self._waits = Waits()
+        self._calls = 0
+        """Requests that were begun."""
+        self._ready = Request("registration", waits=self._waits)
         self.worker = Worker(config, bind(self._transport, config), self._ready)
         self._trace = Trace(config.verbose, lambda: self.worker.me)
         self._loop = Loop(self._transport, self.worker, config.token, self._trace, publish=publish)
+        if environ.text("DISTRUN_METRICS_SOCKET"):
+            told = NodeMetrics("worker", Sender(), lambda: {"store_calls": self._calls}, waits=self._waits)
+            self._loop.metrics = told.tick
         self._thread = threading.Thread(target=self._run, name="distrun-node", daemon=True)
         self._last_store = 0
         self.stores: object = None
@@ -169,7 +178,8 @@ class Session:
             entries_of: as in `worker.Ask`.
         """
         self.check()
-        request = Request(what, on_error, "the limit is --op-timeout or DISTRUN_OP_TIMEOUT")
+        self._calls += 1
+        request = Request(what, on_error, "the limit is --op-timeout or DISTRUN_OP_TIMEOUT", self._waits)
 
         def send() -> None:
             self._loop.ask(Ask(request, messages, entries_of))

@@ -16,6 +16,7 @@ import numpy as np
 
 from distrun_runtime.arrays.dtypes import Array
 from distrun_runtime.ops.partition import Shard
+from distrun_runtime.protocol.message import DTYPE_SIZES
 
 __all__ = ["SYNC", "Failure", "Notes", "Store", "Turn", "relayed"]
 
@@ -187,6 +188,11 @@ class Store:
         """Return the elements of a key's whole value; None: nobody said."""
         shape = self.shapes.get(key)
         return None if shape is None else math.prod(shape)
+
+    @property
+    def bytes(self) -> int:
+        """Size of all values here."""
+        return int((self.length[: self.count] * DTYPE_SIZES[self.dtype[: self.count]]).sum())
 
     # Members and rounds
 

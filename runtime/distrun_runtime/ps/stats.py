@@ -23,6 +23,10 @@ class Counters:
     """Payload bytes of requests."""
     bytes_out: int = 0
     """Payload bytes of answers."""
+    pushes: int = 0
+    """Messages that push; one that pulls as well counts here and there."""
+    pulls: int = 0
+    """Messages that pull."""
     updates: int = 0
     """Steps of rules and assignments of sums, each of one shard."""
     staleness: dict[int, Staleness] = field(default_factory=dict)
@@ -45,9 +49,28 @@ class Counters:
             known.total += sum(stale)
             known.max = max(known.max, *stale)
 
+    def asked(self, pushes: bool, pulls: bool) -> None:
+        """Count a message that pushes, pulls, or does both."""
+        self.pushes += pushes
+        self.pulls += pulls
+
+    def to_metrics(self) -> dict[str, float]:
+        """Return the numbers that the agent is told (`metrics`)."""
+        known = self.staleness.values()
+        pushes = sum(each.pushes for each in known)
+        return {
+            "bytes_in": self.bytes_in,
+            "bytes_out": self.bytes_out,
+            "pushes": self.pushes,
+            "pulls": self.pulls,
+            "updates": self.updates,
+            "staleness_max": max((each.max for each in known), default=0),
+            "staleness_mean": round(sum(each.total for each in known) / pushes, 3) if pushes else 0.0,
+        }
+
     def reset(self) -> None:
         """Begin anew."""
-        self.bytes_in = self.bytes_out = self.updates = 0
+        self.bytes_in = self.bytes_out = self.updates = self.pushes = self.pulls = 0
         self.staleness.clear()
 
     def to_json(self) -> dict[str, object]:

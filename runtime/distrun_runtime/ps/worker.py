@@ -216,7 +216,9 @@ class Worker:
             line = "%s (%s)" % (note, duration(round(float(message.body.get("seconds", 0)))))
             # Said aloud only when it takes long; the note is there for an error that comes sooner.
             is_long = float(message.body.get("seconds", 0)) >= role.WAITING_S
-            return [role.Note(entry.request, note), *([role.Log("WARNING", line)] if is_long else [])]
+            awaited = tuple(str(name) for name in message.body.get("for", ()))
+            said = role.Note(entry.request, note, awaited, str(message.body.get("key", "")))
+            return [said, *([role.Log("WARNING", line)] if is_long else [])]
         if not message.is_reply:
             return []
         if message.is_error and message.body.get("again") and message.request in entry.sent:

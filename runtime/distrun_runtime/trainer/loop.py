@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+from distrun_runtime import reporting
 from distrun_runtime.data.sampling import Epochs, whole
 from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import KVStoreBase
@@ -38,9 +40,11 @@ def fit(  # noqa: PLR0917  # as the trainer
     here. With n workers in `dist_sync` and batches of b, gradients are divided by n * b, with the same result as
     with batches of n * b on one machine; in `dist_async` by b.
 
+    Every step is reported (`distrun_runtime.report`), for `distrun status`.
+
     Arguments:
         step: computes the gradients of the sum of a batch's losses into `params`; gradients of the step before have
-            been taken away.
+            been taken away. If it returns a number, that is reported as the step's loss.
         params, optimizer, optimizer_params, kvstore, compression_params, update_on_kvstore: as for `Trainer`.
         data: what can be iterated once an epoch: a list, a reader, a torch DataLoader. Each worker has its own part.
         epoch_size: an epoch is exactly so many batches: data that ends earlier starts again, and data that does not is
@@ -74,14 +78,17 @@ def fit(  # noqa: PLR0917  # as the trainer
     trainer = Trainer(params, optimizer, optimizer_params, kvstore, compression_params, update_on_kvstore)
     try:
         workers = _workers_of_a_step(trainer.kvstore)
+        steps, length = itertools.count(1), epoch_size or _length_of(data)
+        total = epochs * length if length else None
         for epoch in range(epochs):
             is_empty = True
             for batch in batches:
                 is_empty = False
                 trainer.zero_grad()
-                step(batch)
+                loss = step(batch)
                 examples = _size_of(batch) if batch_size is None else batch_size
                 trainer.step(examples * workers, ignore_stale_grad)
+                reporting.report(step=next(steps), total=total, loss=loss)
             if is_empty and (trainer.kvstore is None or trainer.kvstore.num_workers == 1):
                 raise KVError("the data, a %s, gave no batch in epoch %d" % (type(data).__name__, epoch))
             if _waits_after(trainer.kvstore, epoch == epochs - 1):
@@ -106,6 +113,14 @@ def _size_of(batch: Any) -> int:
         return len(first)
     except TypeError:
         raise KVError("a batch of type %s has no length; give batch_size" % type(batch).__name__) from None
+
+
+def _length_of(data: object) -> int | None:
+    """Return how many batches an epoch has; None: that is not known."""
+    try:
+        return len(data)  # type: ignore[arg-type]
+    except Exception:  # a data set's own: whatever it raises, the number is only shown
+        return None
 
 
 def _workers_of_a_step(store: KVStoreBase | None) -> int:

@@ -458,8 +458,16 @@ def test_commands_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch, tmp
     [found] = Sge().examine()
     assert not found.ok
     assert "settings.sh" in found.fix
-    with pytest.raises(EngineError, match="qdel: not found"):
+    with pytest.raises(EngineError, match="qdel is not on this machine"):
         Sge().cancel(Handle("sge", "4", {}))
+
+
+def test_the_doctor_lists_the_environments_of_which_the_user_has_to_choose_one(commands: Commands) -> None:
+    commands.answer("qstat", "echo SGE 8.1.9")
+    commands.answer("qacct", "true")
+    commands.answer("qconf", f"case $1 in -spl) printf 'mpi\\nfill\\n';; -sp) cat {HERE}/pe_$2.txt;; *) echo h1;; esac")
+    texts = [found.text for found in Sge().examine() if found.ok]
+    assert [text for text in texts if "--pe is needed" in text and "choose one: mpi" in text]
 
 
 # The script, with a stand-in for the agent that tells how it was started.

@@ -127,3 +127,10 @@ def test_json_does_not_ask_and_this_machine_uses_what_was_made(distrun: Distrun,
     made = distrun.run("doctor", *words, "--fix", "-y", "--json", env=more)
     assert made.returncode == 0, made.stderr
     assert distrun.run(*launch, env=more).returncode == 0
+
+
+def test_fix_is_refused_for_an_engine_whose_nodes_ssh_does_not_reach(distrun: Distrun) -> None:
+    done = distrun.run("doctor", "--launcher", "slurm", "--fix")
+    assert done.returncode == 2
+    assert b"--fix is not for --launcher slurm" in done.stderr
+    assert b"--activate venv:~/venv" in done.stderr

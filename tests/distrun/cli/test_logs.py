@@ -26,6 +26,11 @@ def test_tasks_roles_or_all_are_chosen(wanted: tuple[str, ...], names: list[str]
     assert [task["name"] for task in choose(TASKS, wanted)] == names
 
 
+def test_a_job_that_waits_in_a_queue_has_no_tasks_yet() -> None:
+    with pytest.raises(UsageError, match="no task 'worker-0' in this job: it has none yet"):
+        choose((), ("worker-0",))
+
+
 def test_a_task_that_is_not_there_gets_near_names() -> None:
     with pytest.raises(UsageError, match="no task 'worker-2' in this job; there is: worker"):
         choose(TASKS, ("worker", "worker-2"))

@@ -40,6 +40,11 @@ def greeted(version: Any = (1, 0), **more: bool) -> Conversation:
             b"",
             control.Subscribe(metrics=True, output=control.OutputWanted(7)),
         ),
+        (
+            {"type": "subscribe", "metrics": True, "look": ["d1", "d2"]},
+            b"",
+            control.Subscribe(metrics=True, look=("d1", "d2")),
+        ),
         ({"type": "subscribe", "output": {"tail": 5}}, b"", control.Subscribe(output=control.OutputWanted(None, 5))),
     ],
 )
@@ -96,6 +101,9 @@ def test_the_launching_client_need_not_greet() -> None:
         ({"type": "subscribe", "output": {"cursor": -1}}, "cursor: expected a number from 0 or null, found -1"),
         ({"type": "subscribe", "output": {"tail": "x"}}, "tail: expected"),
         ({"type": "subscribe", "output": {"tail": True}}, "tail: expected"),
+        ({"type": "subscribe", "look": "d1"}, "look: expected a list of at most 1000 names, found 'd1'"),
+        ({"type": "subscribe", "look": ["d1", 2]}, "look: expected"),
+        ({"type": "subscribe", "look": ["d1"] * 1001}, "look: expected"),
     ],
 )
 def test_what_is_malformed_is_refused_and_the_last_frame(header: dict[str, Any], found: str) -> None:

@@ -63,3 +63,12 @@ def test_a_forked_child_sends_nothing_in_its_parents_name(
 )
 def test_what_is_no_datagram_of_ours_is_none(data: bytes) -> None:
     assert metrics.decode(data) is None
+
+
+@pytest.mark.parametrize(
+    ("role", "rank", "name"), [("worker", "1", "worker-1"), ("scheduler", "0", "scheduler"), ("", "", "")]
+)
+def test_a_task_is_called_as_in_the_plan(monkeypatch: pytest.MonkeyPatch, role: str, rank: str, name: str) -> None:
+    monkeypatch.setenv("DISTRUN_ROLE", role)
+    monkeypatch.setenv("DISTRUN_RANK", rank)
+    assert metrics.own_name() == name

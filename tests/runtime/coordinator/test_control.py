@@ -321,10 +321,34 @@ def test_a_stop_before_the_loop_begins_is_a_signal_to_the_process(job: Job, sign
     wait_until(lambda: signals == ["SIGTERM"], LIMIT_S)
 
 
-def test_stacks_are_politely_refused(job: Job) -> None:
+def test_who_asks_for_stacks_gets_the_answers_to_that_question(job: Job) -> None:
+    early = Client(job.path).ask("stack", task="worker-0")
+    assert early.header["message"] == "the job has not started a task yet"
+    job.opened()
+    one, other = Client(job.path), Client(job.path)
+    one.send("stack", task="worker-0")
+    wait_until(lambda: len(job.handled) == 1, LIMIT_S)
+    other.send("stack")
+    wait_until(lambda: len(job.handled) == 2, LIMIT_S)
+    assert job.handled == [events.StackWanted(1, "worker-0"), events.StackWanted(2, "")]
+    job.service.stack(2, {"task": "worker-1", "text": "b", "left": 1})
+    job.service.stack(1, {"task": "worker-0", "text": "a", "left": 0})
+    job.service.stack(2, {"task": "worker-0", "text": "a", "left": 0})
+    assert one.next().header["text"] == "a"
+    assert [other.next().header["text"] for _ in range(2)] == ["b", "a"]
+    job.service.stack(2, {"task": "worker-0", "text": "late", "left": 0})
+    assert one.ask("state").type == "state"
+
+
+def test_answers_for_a_client_that_has_gone_are_nobodys(job: Job) -> None:
+    job.opened()
     client = Client(job.path)
-    assert client.ask("stack", task="worker-0").header["message"].startswith("the stacks of tasks are not available")
-    assert client.ask("state").type == "state"
+    client.send("stack")
+    wait_until(lambda: len(job.handled) == 1, LIMIT_S)
+    client.socket.close()
+    wait_until(lambda: not job.service._asking, LIMIT_S)
+    job.service.stack(1, {"task": "worker-0", "text": "a", "left": 0})
+    assert Client(job.path).ask("state").type == "state"
 
 
 def test_a_client_that_does_not_say_hello_is_dropped(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

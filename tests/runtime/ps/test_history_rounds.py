@@ -210,7 +210,8 @@ def test_a_pull_is_told_soon_whom_it_waits_for_and_again_every_30_seconds(servin
     for now, seconds in ((7.0, 2.0), (37.0, 32.0), (67.0, 62.0)):
         [note] = server.tick(now)
         assert (note.link, note.kind, note.is_reply, note.request) == ("w0", Kind.WAITING, False, request)
-        assert note.body == {"text": "waiting for worker-1, key b, round 1", "seconds": seconds}
+        text = "waiting for worker-1, key b, round 1"
+        assert note.body == {"text": text, "seconds": seconds, "for": ["worker-1"], "key": "b"}
         assert server.tick(now + 1) == []
     server.push(1, 1, {"b": [1, 1]})
     assert server.tick(100) == [], "it waits no more"

@@ -16,12 +16,22 @@ from distrun_runtime.errors import KVError
 from distrun_runtime.kvstore import create
 from distrun_runtime.store.sparse import RowSparse
 
-pytestmark = pytest.mark.usefixtures("engine", "placement")
+# Placed as MXNet does, servers do all their work later in any case.
+pytestmark = [
+    pytest.mark.usefixtures("engine", "placement"),
+    pytest.mark.parametrize(
+        ("engine", "placement"),
+        [("at once", "size"), ("later", "size"), ("later", "mxnet")],
+        indirect=True,
+        scope="module",
+    ),
+]
 
 Job = Callable[..., Cluster]
 
 SHAPES = {"small": (5,), "medium": (300, 70), "large": (700, 1000), "long": (3 * (1 << 18) + 77,), "none": (0, 3)}
-"""Two of them are cut into several pieces."""
+"""Three of them are cut into several pieces."""
+SHARD_BYTES = 1 << 16
 KEYS = list(SHAPES)
 
 
@@ -40,7 +50,6 @@ def check(arrays: Any, value: float) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.slow
 def test_arrays_of_the_stores_memory_are_summed_and_written_as_all_others(job: Job, deterministic: bool) -> None:
     def script(session: Any) -> None:
         kv = open_store("dist_sync", session, deterministic=deterministic)
@@ -83,7 +92,6 @@ def test_a_pushed_array_may_be_written_when_its_pending_was_waited_for_and_nobod
 
 
 @pytest.mark.parametrize("waits", [True, False])
-@pytest.mark.slow
 def test_a_push_takes_the_values_that_the_arrays_had(job: Job, waits: bool) -> None:
     """Ten rounds ahead of the other worker, in one array that is written again each time."""
     is_ahead = threading.Event()

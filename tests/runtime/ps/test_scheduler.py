@@ -574,7 +574,8 @@ def test_a_barrier_that_takes_long_is_told_whom_it_waits_for() -> None:
         [told] = job.scheduler.tick(now)
         assert isinstance(told, role.Send)
         assert (told.link, told.message.kind) == ("w0", Kind.WAITING)
-        assert told.message.body == {"text": "waiting for worker-1 to call barrier", "seconds": seconds}
+        text = "waiting for worker-1 to call barrier"
+        assert told.message.body == {"text": text, "seconds": seconds, "for": ["worker-1"]}
         assert job.scheduler.tick(now + 1) == []
 
 

@@ -1,0 +1,312 @@
+"""One job in detail, as `distrun status JOB` prints it: plain text with tables. No side effects but reading its files.
+
+What its coordinator measures (`distrun.metrics/1`) is shown as far as it is known. The coordinator may be of another
+version, so no member of it is relied on.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from distrun import report, shell, units
+from distrun.cli import statustables as tables
+from distrun.cli.console import render
+from distrun_runtime.contract import facts
+from distrun_runtime.coordinator import stored
+from distrun_runtime.coordinator.outcome import Culprit, Outcome, Problem, TaskResult
+from distrun_runtime.errors import JobStoreError
+
+if TYPE_CHECKING:
+    from distrun.jobviews import JobView
+
+EVENTS = 6
+"""Events that are shown."""
+NARROW = 40
+"""Columns that text needs; on a terminal with fewer it is broken by that."""
+LABEL = 13
+
+
+def text(view: JobView, now: float, columns: int) -> str:
+    """Return all that is known of a job. `now`: wall clock, seconds. `columns`: room."""
+    state = view.state
+    title = f"{state['id']}  {state['state']}  {shell.join(state['command'])}\n"
+    message = f"{state['message']}\n" if state.get("message") else ""
+    parts = [title + message + "".join(_labelled(*pair, columns) for pair in _about(view, now))]
+    if state["tasks"]:
+        table = tables.tasks_table(state, now, columns, view.metrics)
+        table.title = None
+        parts.append(render(table) + "".join(_labelled(*pair, columns) for pair in _conditions(view)))
+    parts += [_hosts(view, columns), _store(view, columns), _events(view.events, columns), error(view)]
+    return "\n".join(part for part in parts if part)
+
+
+def _labelled(label: str, words: str, columns: int) -> str:
+    indent = " " * LABEL
+    lines = textwrap.wrap(words, max(NARROW, columns) - LABEL, break_long_words=False, break_on_hyphens=False) or [""]
+    return f"{label:<{LABEL}}" + f"\n{indent}".join(lines) + "\n"
+
+
+def _about(view: JobView, now: float) -> list[tuple[str, str]]:
+    """Return labels and what is said of the job as a whole."""
+    state = view.state
+    rows = []
+    took = tables.duration(state["created"], state["finished"] or tables.until(state), now)
+    created = _clock(state["created"])
+    if state["state"] in (*facts.OVER, facts.LOST):
+        rows.append(("time", f"{took}, {created} to {_clock(state['finished'] or tables.until(state) or '')}"))
+    else:
+        rows.append(("time", f"{took}, since {created}"))
+    if state["exit_code"] is not None:
+        rows.append(("exit code", str(state["exit_code"])))
+    rows += [("progress", each) for each in [progress(view.progress)] if each and view.is_going]
+    if view.seen_s is not None:
+        rows.append(("seen", f"{units.age(view.seen_s)} ago; {view.problem or 'nothing was heard of it since'}"))
+    hosts = state["hosts"]
+    rows.append(("hosts", f"{len(hosts)}: {_folded(hosts)}" if len(hosts) > 1 else hosts[0] if hosts else "none yet"))
+    if view.host and not view.is_here:
+        rows.append(("coordinator", f"on {view.host}"))
+    rows.append(("launched by", f"{state.get('backend') or '?'}, in {state.get('cwd') or '?'}"))
+    rows.append(("folder", str(view.folder.path)))
+    return rows
+
+
+def _folded(hosts: Sequence[str]) -> str:
+    from distrun.hosts import fold
+
+    return fold(list(hosts))
+
+
+def progress(found: Mapping[str, Any] | None) -> str:
+    """Return a job's progress in words: `1200/5000 (24 %), 3.2 steps/s, about 12 min left, loss 0.3712`."""
+    if found is None:
+        return ""
+    number = tables.number
+    step, total, fraction = (number(found, name) for name in ("step", "total", "fraction"))
+    rate, eta_s, phase = (number(found, name) for name in ("rate", "eta_s", "phase"))
+    parts = []
+    if step is not None:
+        of = "" if not total else f"/{total:.0f}"
+        share = "" if fraction is None else f" ({units.percent(fraction)})"
+        parts.append(f"step {step:.0f}{of}{share}" + (f" of phase {phase + 1:.0f}" if phase else ""))
+    if rate is not None:
+        parts.append(f"{rate:.3g} steps/s")
+    if eta_s is not None:
+        parts.append(f"about {units.age(eta_s)} left")
+    values = found.get("values")
+    values = dict(values) if isinstance(values, Mapping) else {}
+    if found.get("loss") is not None:
+        values = {"loss": found["loss"], **values}
+    parts += [f"{name} {units.value(each)}" for name, each in values.items() if isinstance(each, (int, float, str))]
+    if found.get("slowest"):
+        parts.append(f"slowest: {found['slowest']}")
+    return ", ".join(parts)
+
+
+def _conditions(view: JobView) -> list[tuple[str, str]]:
+    """Return, for the tasks that wait, are stalled or late, why."""
+    measured = _members((view.metrics or {}).get("tasks"))
+    found = []
+    for name, each in measured.items():
+        task = _members(each)
+        if task.get("condition") and view.is_going:
+            found.append((name, f"{task['condition']}: {task.get('why') or 'no reason known'}"))
+    return found
+
+
+def _hosts(view: JobView, columns: int) -> str:
+    measured = _members((view.metrics or {}).get("hosts"))
+    if not measured or not view.is_going:
+        return ""
+    number, rows = tables.number, []
+    for name, each in measured.items():
+        host = _members(each)
+        disk = number(host, "disk_free")
+        rx, tx, heard_s = (number(host, member) for member in ("net_rx", "net_tx", "heard_s"))
+        gpus = [_members(gpu) for gpu in host.get("gpus") or ()]
+        row = (
+            name,
+            "" if heard_s is None else f"{units.age(heard_s)} ago",
+            units.percent(number(host, "cpu")),
+            "" if number(host, "load") is None else f"{number(host, 'load'):.1f}",
+            units.used(number(host, "mem_used"), number(host, "mem_total")),
+            "" if disk is None else f"{units.size(disk)}",
+            "" if rx is None else units.rate(rx),
+            "" if tx is None else units.rate(tx),
+            " ".join(units.percent(number(gpu, "util")) or "?" for gpu in gpus),
+        )
+        rows.append(row)
+    headings = ("HOST", "HEARD", "CPU", "LOAD", "MEMORY", "DISK FREE", "NET IN", "NET OUT", "GPUS")
+    kept = tables.filled(headings, rows, headings[2:])
+    return render(tables.table(*kept, columns, ("LOAD", "DISK FREE", "NET OUT", "NET IN", "GPUS", "MEMORY"), False))
+
+
+def _store(view: JobView, columns: int) -> str:
+    store = _members((view.metrics or {}).get("store"))
+    servers = _members(store.get("servers"))
+    if not store or not view.is_going:
+        return ""
+    number, rows = tables.number, []
+    for name, each in servers.items():
+        server = _members(each)
+        lags = {rank: lag for rank in _members(server.get("lags")) if (lag := number(server["lags"], rank)) is not None}
+        last = max(lags, key=lambda rank: lags[rank], default=None)
+        stale = number(server, "staleness_max")
+        row = (
+            name,
+            units.count(number(server, "keys")),
+            units.size(number(server, "bytes")),
+            units.per_second(number(server, "push_s")),
+            units.per_second(number(server, "pull_s")),
+            units.rate(number(server, "in_s")),
+            units.rate(number(server, "out_s")),
+            units.count(number(server, "queue")),
+            units.count(number(server, "waiting")),
+            "" if not stale else f"{stale:.0f}",
+            "" if last is None else f"worker-{last} {lags[last]:.2f} s",
+        )
+        rows.append(row)
+    headings = ("SERVER", "KEYS", "BYTES", "PUSH", "PULL", "IN", "OUT", "QUEUE", "WAIT", "STALE", "LAST")
+    kept = tables.filled(headings, rows, headings[2:])
+    shown = (
+        render(tables.table(*kept, columns, ("STALE", "OUT", "IN", "WAIT", "BYTES", "QUEUE"), False)) if rows else ""
+    )
+    scheduler = _members(store.get("scheduler"))
+    waiting = number(scheduler, "barrier_waiting")
+    if waiting:
+        shown += f"a barrier waits for {waiting:.0f} of {units.count(number(scheduler, 'members'))} members\n"
+    return shown
+
+
+# ---------------------------------------------------------------------- events
+
+
+def _events(events: Sequence[Mapping[str, Any]], columns: int) -> str:
+    lines = [line for event in events if (line := _event(event))]
+    return "".join(_cut(line, max(NARROW, columns)) + "\n" for line in lines[-EVENTS:])
+
+
+def _cut(line: str, columns: int) -> str:
+    line = line.splitlines()[0] if line else ""
+    return line if len(line) <= columns else line[: columns - 4] + " ..."
+
+
+def _event(event: Mapping[str, Any]) -> str:
+    """Return what happened in a line; empty if it is not worth one."""
+    try:
+        when = time.strftime("%H:%M:%S", time.localtime(stored.seconds(event["time"])))
+    except (ValueError, OverflowError, OSError):
+        return ""
+    kind = event["event"]
+    if kind == "said":
+        return f"{when}  {event.get('text', '')}"
+    if kind == "exited" and (event.get("code") or event.get("signal")) and not event.get("stopped"):
+        how = f"signal {event['signal']}" if event.get("signal") else f"exit code {event.get('code')}"
+        return f"{when}  {event.get('task')} on {event.get('host')}: {how}"
+    if kind == "state":
+        words = {facts.RUNNING: "all tasks have been started", facts.STOPPING: "the tasks are stopped"}
+        return f"{when}  {words.get(str(event.get('state')), event.get('state'))}"
+    if kind in ("cut", "resumed"):
+        what = "the connection is cut" if kind == "cut" else "the connection is back"
+        return f"{when}  {event.get('host')}: {what}"
+    return ""
+
+
+# ---------------------------------------------------------------------- the first error
+
+
+def error(view: JobView) -> str:
+    """Return why a job failed, or the first failure of one that goes on, with the last lines of that task."""
+    outcome = _outcome(view)
+    if outcome is not None:
+        culprit = outcome.culprit.task if outcome.culprit is not None else ""
+        tail = view.folder.tail(culprit, report.READ_LINES) if culprit else []
+        found = report.failure(outcome, tail, str(view.folder.log_path(culprit)) if culprit else "")
+        return f"{found}\n" if found else ""
+    first = _first_failed(view.state["tasks"])
+    if first is None:
+        return ""
+    how = f"signal {first['signal']}" if first["signal"] else f"exit code {first['code']}"
+    lines = [f"first failure: {first['name']} on {first['host']}: {first['reason'] or how}"]
+    tail = report.excerpt(view.folder.tail(str(first["name"]), report.READ_LINES))
+    lines += ["    | " + line for line in tail]
+    return "\n".join(lines) + "\n"
+
+
+def error_as_json(view: JobView) -> dict[str, Any] | None:
+    """Return the first failure: task, host, log, and the last lines of that."""
+    outcome = _outcome(view)
+    if outcome is not None:
+        culprit = outcome.culprit
+        if culprit is None:
+            return None
+        task, host = culprit.task, culprit.host
+    else:
+        first = _first_failed(view.state["tasks"])
+        if first is None:
+            return None
+        task, host = str(first["name"]), str(first["host"])
+    tail = view.folder.tail(task, report.READ_LINES) if task else []
+    log = str(view.folder.log_path(task)) if task else None
+    return {"task": task or None, "host": host, "log": log, "lines": report.excerpt(tail) if tail else []}
+
+
+def _first_failed(tasks: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    failed = [task for task in tasks if task["state"] == facts.FAILED]
+    return min(failed, key=lambda task: str(task["ended"] or "~"), default=None)
+
+
+def _outcome(view: JobView) -> Outcome | None:
+    """Return a job's end as far as the report of a failure needs it; None if it goes on, or nothing is known."""
+    try:
+        found = view.folder.outcome()
+        if found is None:
+            return None
+        culprit = found.get("culprit")
+        tasks = [
+            TaskResult(
+                **{name: task[name] for name in ("name", "role", "rank", "host", "state", "code", "signal")},
+                reason=task["reason"],
+                lost_peer=task["lost_peer"],
+            )
+            for task in found["tasks"]
+        ]
+        problems = [
+            Problem(str(each["host"]), str(each["kind"]), str(each["text"]), str(each["fix"]))
+            for each in found.get("problems", ())
+        ]
+        return Outcome(
+            found["exit_code"],
+            found["reason"],
+            found["message"],
+            None if culprit is None else _culprit(culprit),
+            tuple(tasks),
+            tuple(map(str, found.get("survivors", ()))),
+            view.id,
+            tuple(problems),
+        )
+    except (JobStoreError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def _culprit(value: Mapping[str, Any]) -> Culprit:
+    return Culprit(
+        str(value["task"]),
+        str(value["host"]),
+        value["code"],
+        value["signal"],
+        reason=str(value["reason"]),
+        consequence=bool(value.get("consequence")),
+        lost_peer=str(value.get("lost_peer") or ""),
+        missing=bool(value.get("missing")),
+    )
+
+
+def _members(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _clock(when: str) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stored.seconds(when))) if when else "?"

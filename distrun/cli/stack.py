@@ -1,0 +1,125 @@
+"""`distrun stack`: where the tasks of a running job stand, as Python stacks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from distrun.cli.common import fetched
+from distrun.cli.console import print_err
+from distrun.errors import DistrunError, UsageError
+from distrun_runtime.contract import facts
+
+if TYPE_CHECKING:
+    from distrun.client import ControlConnection
+
+SCHEMA = "distrun.stack/1"
+LIMIT_S = 15.0
+"""How long an answer is awaited: agents have 10 s."""
+
+
+class NoStacks(DistrunError):
+    """Not one stack could be had."""
+
+    exit_code = 1
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("job")
+@click.argument("tasks", metavar="[TASK]...", nargs=-1)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object: a member for each task.")
+def stack(job: str, tasks: tuple[str, ...], as_json: bool) -> int:
+    """Show where JOB's tasks stand: the Python stacks of all their threads. Nothing is stopped.
+
+    TASK is a name (worker-0) or a role (server). Without one: all workers. Equal stacks are shown once.
+
+    py-spy is used where a task runs if it is installed there; otherwise a task that uses distrun_runtime writes its own
+    stacks. The exit code is 1 if there is no stack at all.
+    """
+    from distrun import client
+    from distrun_runtime.coordinator.jobstore import JobStore
+
+    store = JobStore()
+    folder = fetched(store.find_living(job))
+    if folder.state()["state"] in facts.OVER:
+        raise UsageError(f"job {folder.id} is over", f"what it printed: distrun logs {folder.id}")
+    with client.connect(folder) as connection:
+        client.check_version(connection, folder)
+        found = [answer for wanted in tasks or ("",) for answer in _asked(connection, wanted)]
+    answers = list({str(answer["task"]): answer for answer in found}.values())
+    if as_json:
+        click.echo(json.dumps({"schema": SCHEMA, "job": folder.id, "tasks": [_row(answer) for answer in answers]}))
+    else:
+        for text in shown([answer for answer in answers if answer["text"]]):
+            click.echo(text)
+    missing = [answer for answer in answers if not answer["text"]]
+    for line in [] if as_json else complaints(missing, folder.id):
+        print_err(line + "\n")
+    if len(missing) == len(answers):
+        if not as_json:
+            raise NoStacks("there is no stack to show")
+        return NoStacks.exit_code
+    return 0
+
+
+def _asked(connection: ControlConnection, wanted: str) -> list[Mapping[str, Any]]:
+    """Return the answers for what was named.
+
+    Raises:
+        UsageError: the coordinator refuses.
+        CoordinatorLost: it does not answer.
+    """
+    answers: list[Mapping[str, Any]] = []
+    connection.send("stack", task=wanted)
+    while (frame := connection.answer("stack", LIMIT_S)).type != "refused":
+        answers.append(frame.header)
+        if not frame.header.get("left"):
+            return answers
+    raise UsageError(str(frame.header["message"]), str(frame.header.get("hint", "")))
+
+
+def shown(answers: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what is printed: each stack below the names of the tasks that have it. No side effects."""
+    groups: dict[str, list[str]] = {}
+    hows: dict[str, str] = {}
+    for answer in answers:
+        same = _comparable(str(answer["text"]))
+        groups.setdefault(same, []).append(str(answer["task"]))
+        hows.setdefault(same, str(answer["how"]))
+    texts = {_comparable(str(answer["text"])): str(answer["text"]) for answer in reversed(answers)}
+    return [f"{named(names)} ({hows[same]})\n{texts[same].rstrip()}\n" for same, names in groups.items()]
+
+
+def named(names: Sequence[str]) -> str:
+    """Return tasks for a heading: all of a few, else the first and how many more. No side effects."""
+    if len(names) <= 2:
+        return " and ".join(names)
+    return f"{names[0]} and {len(names) - 1} others"
+
+
+def complaints(missing: Sequence[Mapping[str, Any]], job: str) -> list[str]:
+    """Return why tasks have no stack, once a reason, with what would help. No side effects."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for answer in missing:
+        groups.setdefault((str(answer["error"]), str(answer["fix"])), []).append(str(answer["task"]))
+    lines = []
+    for (error, fix), names in groups.items():
+        lines.append(f"distrun: {named(names)}: {error}" if names[0] else f"distrun: {error}")
+        if fix:
+            lines.append(f"distrun: hint: {fix.replace('JOB', job)}")
+    return lines
+
+
+def _comparable(text: str) -> str:
+    """Return a stack without what is another one in each process: ids of processes and threads."""
+    text = re.sub(r"0x[0-9a-fA-F]+", "0x", text)
+    text = re.sub(r"(?m)^Process \d+: .*$", "Process", text)
+    return re.sub(r"(?m)^Thread \d+", "Thread", text)
+
+
+def _row(answer: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: answer[name] for name in ("task", "text", "how", "error", "fix")}

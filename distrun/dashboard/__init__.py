@@ -1,0 +1,61 @@
+"""`distrun status -w` and `distrun top`: jobs on a terminal, live.
+
+`watch` shows one job, `watch_jobs` a table of jobs from which one can be opened. `follow` prints a line for
+each change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from distrun.dashboard.loop import Ended
+    from distrun_runtime.coordinator.jobstore import JobFolder
+
+
+@dataclass(frozen=True)
+class Look:
+    """How the dashboard is drawn."""
+
+    has_colour: bool = True
+    is_ascii: bool = False
+
+
+def watch(folder: JobFolder, look: Look) -> Ended:
+    """Show a job on the terminal until the user leaves. The exit code is that of `distrun status JOB`.
+
+    Raises:
+        DistrunError: the host of the job's coordinator cannot be reached, and nothing is known of the job.
+    """
+    from distrun.dashboard import watching
+
+    return watching.watch(folder, look)
+
+
+def watch_jobs(
+    read: Callable[[], Sequence[Mapping[str, object]]], find: Callable[[str], JobFolder], look: Look
+) -> Ended:
+    """Show a table of jobs on the terminal, of which the user can open one, until the user leaves.
+
+    Args:
+        read: returns the states of the jobs that are shown.
+        find: returns the folder of the job with an id.
+        look: how it is drawn.
+    """
+    from distrun.dashboard import watching
+
+    return watching.watch_jobs(read, find, look)
+
+
+def follow(folder: JobFolder, write: Callable[[str], bool]) -> Ended:
+    """Print a line for each change of a job, until it is over.
+
+    Args:
+        folder: the job's.
+        write: prints a text; returns False when nobody reads it any more.
+    """
+    from distrun.dashboard import watching
+
+    return watching.follow(folder, write)

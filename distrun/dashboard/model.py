@@ -1,0 +1,520 @@
+"""What is known of one job: the model of the dashboard, folded from the frames `state`, `event`, `metrics`, `outcome`.
+
+No side effects, no clock: every call that needs the time gets it, as wall clock seconds. What a frame brings replaces
+what was there, so that a shallow copy (`frozen`) stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from distrun.dashboard import events, read
+from distrun.dashboard.events import Event
+from distrun_runtime.contract import facts
+
+WAITING, STALLED, STRAGGLER = "waiting", "stalled", "straggler"
+LOST_WITH_HOST = "lost with its host"
+LONG_WAIT_S = 30.0
+"""A task that has waited so long in the store is a problem."""
+EVENTS = 200
+"""Events that are kept."""
+TRACE = 120
+"""Values of a trace that are kept, one a second."""
+
+LEVELS = {
+    facts.FAILED: 0,
+    facts.LOST: 1,
+    STALLED: 2,
+    STRAGGLER: 4,
+    facts.PENDING: 6,
+    facts.STARTING: 6,
+    facts.RUNNING: 7,
+    WAITING: 7,
+    facts.EXITED: 8,
+    facts.STOPPED: 9,
+}
+"""Rank of a word in the order `problems`: what needs a look comes first."""
+LONG_WAIT_LEVEL = 3
+PROBLEM_LEVEL = 4
+"""Words of at most this level are problems."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task, as it is shown. What is unknown is None or empty."""
+
+    name: str
+    role: str
+    rank: int
+    host: str
+    word: str
+    """Its state; of a running task its condition, if it has one."""
+    level: int
+    pid: int | None = None
+    started: float | None = None
+    ended: float | None = None
+    code: str = ""
+    why: str = ""
+    cpu: float | None = None
+    rss: float | None = None
+    limit: float | None = None
+    processes: int | None = None
+    read_s: float | None = None
+    write_s: float | None = None
+    gpu: float | None = None
+    gpu_mem: float | None = None
+    quiet_s: float | None = None
+    """How long ago its last line was, at the time of the metrics."""
+    step: int | None = None
+    total: int | None = None
+    values: Mapping[str, float] = field(default_factory=dict)
+    is_consequence: bool = False
+    cpu_history: tuple[float | None, ...] = ()
+    """Means of 10 s each, oldest first, if its host is looked at; so is `rss_history`."""
+    rss_history: tuple[float | None, ...] = ()
+
+    @property
+    def is_problem(self) -> bool:
+        """Whether a user should look at it."""
+        return self.level <= PROBLEM_LEVEL
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it runs no more."""
+        return self.word in (facts.EXITED, facts.FAILED, facts.STOPPED, facts.LOST)
+
+    def uptime(self, now: float) -> float | None:
+        """Return how long it has run, or ran."""
+        return None if self.started is None else max(0.0, (self.ended or now) - self.started)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU of a host."""
+
+    index: int
+    name: str
+    util: float | None
+    mem_used: float | None
+    mem_total: float | None
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host, as it is shown."""
+
+    name: str
+    word: str = ""
+    """`ok`, `silent`, `lost` or, before anything is known of it, empty."""
+    heard_s: float | None = None
+    cores: int | None = None
+    cpu: float | None = None
+    load: float | None = None
+    mem_used: float | None = None
+    mem_total: float | None = None
+    disk_free: float | None = None
+    disk_total: float | None = None
+    net_rx: float | None = None
+    net_tx: float | None = None
+    offset_s: float | None = None
+    gpus: tuple[Gpu, ...] = ()
+
+
+@dataclass(frozen=True)
+class Server:
+    """One server of the store."""
+
+    name: str
+    keys: int | None
+    size: float | None
+    push_s: float | None
+    pull_s: float | None
+    in_s: float | None
+    out_s: float | None
+    queue: int | None
+    waiting: int | None
+    staleness_max: float | None
+    staleness_mean: float | None
+    lags: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Store:
+    """The parameter server as a whole."""
+
+    servers: tuple[Server, ...] = ()
+    push_s: float | None = None
+    pull_s: float | None = None
+    round_s: float | None = None
+    barriers: int | None = None
+    barrier_waiting: int | None = None
+
+    @property
+    def queue(self) -> float:
+        """Work that waits on all servers."""
+        return float(sum(each.queue or 0 for each in self.servers))
+
+    @property
+    def staleness(self) -> float | None:
+        """The largest of any server."""
+        return max((each.staleness_max for each in self.servers if each.staleness_max is not None), default=None)
+
+    @property
+    def slowest(self) -> tuple[str, float] | None:
+        """The rank that came last, and its lag in seconds."""
+        lags: dict[str, float] = {}
+        for each in self.servers:
+            for rank, lag in each.lags.items():
+                lags[rank] = max(lag, lags.get(rank, lag))
+        return max(lags.items(), key=lambda item: item[1]) if lags else None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the job is, by what its tasks reported."""
+
+    step: int | None
+    total: int | None
+    phase: int
+    fraction: float | None
+    eta_s: float | None
+    rate: float | None
+    loss: float | None
+    values: Mapping[str, float]
+    slowest: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the state says of the job as a whole."""
+
+    id: str
+    name: str = ""
+    state: str = ""
+    backend: str = ""
+    command: tuple[str, ...] = ()
+    message: str = ""
+    exit_code: int | None = None
+    created: float | None = None
+    finished: float | None = None
+    heard: float | None = None
+    """When a job without an end was last heard of, if its coordinator is gone."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it goes on no more, as far as is known."""
+        return bool(self.state) and self.state not in facts.GOING
+
+    def elapsed(self, now: float) -> float | None:
+        """Return how long it has gone on, or went on."""
+        if self.created is None:
+            return None
+        return max(0.0, (self.finished or self.heard or now) - self.created)
+
+
+class Model:
+    """What is known of a job.
+
+    Arguments:
+        job: its id.
+    """
+
+    def __init__(self, job: str) -> None:
+        self.job = Job(job)
+        self.tasks: Mapping[str, Task] = {}
+        self.hosts: Mapping[str, Host] = {}
+        self.store: Store | None = None
+        self.progress: Progress | None = None
+        self.history: Mapping[str, tuple[float | None, ...]] = {}
+        self.traces: Mapping[str, tuple[float | None, ...]] = {}
+        """What the dashboard itself saw, one value a second, by name."""
+        self.events: tuple[Event, ...] = ()
+        self.culprit = ""
+        """The task whose failure ended the job, once the outcome says so."""
+        self.error_lines: tuple[str, ...] = ()
+        """The end of the log of the task that failed first."""
+        self.link = ""
+        """Why nothing new comes; empty while the coordinator is connected."""
+        self.metrics_at: float | None = None
+        """When the last metrics came."""
+        self._state: Mapping[str, object] = {}
+        self._metrics: Mapping[str, object] = {}
+        self._lost: frozenset[str] = frozenset()
+        self._silent: frozenset[str] = frozenset()
+        self._waits: Mapping[str, float] = {}
+        self._traced = 0.0
+        self._is_settled = True
+
+    def frozen(self) -> Model:
+        """Return a copy that stays as it is."""
+        return copy.copy(self)
+
+    # ------------------------------------------------------------------ what comes
+
+    def take(self, kind: str, header: Mapping[str, object], now: float) -> bool:
+        """Take a frame of the coordinator, or its like; return whether it is one of those that are shown.
+
+        Args:
+            kind: type of the frame.
+            header: the frame's JSON.
+            now: wall clock, seconds.
+        """
+        if kind == "state":
+            self._take_state(read.members(header.get("state")))
+        elif kind == "metrics":
+            self._take_metrics(read.members(header.get("metrics")), now)
+        elif kind == "event":
+            self._take_event(read.members(header.get("event")))
+        elif kind == "outcome":
+            self._take_outcome(read.members(header.get("outcome")), now)
+        else:
+            return False
+        self._is_settled = False
+        return True
+
+    def settle(self, now: float) -> None:
+        """Bring tasks and hosts up to date with what was taken: once before they are looked at, not for each frame."""
+        if not self._is_settled:
+            self._is_settled = True
+            self._rebuild(now)
+
+    def _take_state(self, state: Mapping[str, object]) -> None:
+        self._state = state
+        self.job = Job(
+            id=read.text(state.get("id")) or self.job.id,
+            name=read.text(state.get("name")),
+            state=read.text(state.get("state")),
+            backend=read.text(state.get("backend")),
+            command=tuple(read.texts(state.get("command"))),
+            message=read.text(state.get("message")),
+            exit_code=read.whole(state.get("exit_code")),
+            created=read.moment(state.get("created")),
+            finished=read.moment(state.get("finished")),
+            heard=read.moment(state.get("heard")),
+        )
+
+    def _take_outcome(self, outcome: Mapping[str, object], now: float) -> None:
+        code, reason = read.whole(outcome.get("exit_code")), read.text(outcome.get("reason"))
+        was_ended = reason in (facts.INTERRUPTED, facts.TERMINATED)
+        state = facts.SUCCEEDED if reason == facts.SUCCEEDED else facts.KILLED if was_ended else facts.FAILED
+        self.culprit = read.text(read.members(outcome.get("culprit")).get("task"))
+        known = {**self._state, "state": state, "exit_code": code, "message": outcome.get("message")}
+        if read.objects(outcome.get("tasks")):
+            known["tasks"] = outcome["tasks"]
+        self._take_state(known)
+        if self.job.finished is None:
+            self.job = replace(self.job, finished=now)
+
+    def _take_metrics(self, metrics: Mapping[str, object], now: float) -> None:
+        self._metrics = metrics
+        self.metrics_at = now
+        progress = read.members(metrics.get("progress"))
+        self.progress = _progress(progress) if progress else None
+        store = read.members(metrics.get("store"))
+        self.store = _store(store) if store else None
+        self.history = {name: read.series(each) for name, each in read.members(metrics.get("history")).items()}
+        if now >= self._traced + 1.0:
+            self._traced = now
+            self._trace()
+
+    def _take_event(self, event: Mapping[str, object]) -> None:
+        shown = events.describe(event)
+        if shown is not None:
+            self.events = (*self.events[-EVENTS + 1 :], shown)
+        kind, host = event.get("event"), read.text(event.get("host"))
+        if kind == "lost":
+            self._lost |= {host}
+        elif kind == "cut":
+            self._silent |= {host}
+        elif kind == "resumed":
+            self._silent -= {host}
+
+    def disconnected(self, why: str) -> None:
+        """Take note that nothing new comes."""
+        self.link = why
+
+    def connected(self) -> None:
+        """Take note that the coordinator is connected."""
+        self.link = ""
+
+    # ------------------------------------------------------------------ what is shown
+
+    @property
+    def first_error(self) -> Task | None:
+        """The task that failed first, not as the consequence of another's end."""
+        if self.culprit in self.tasks:
+            return self.tasks[self.culprit]
+        failed = [task for task in self.tasks.values() if task.word in (facts.FAILED, facts.LOST)]
+        own = [task for task in failed if not task.is_consequence] or failed
+        return min(own, key=lambda task: task.ended or float("inf"), default=None)
+
+    @property
+    def counts(self) -> Sequence[tuple[str, int]]:
+        """How many tasks are in a state, problems first."""
+        found = Counter(task.word for task in self.tasks.values())
+        return sorted(found.items(), key=lambda item: (LEVELS.get(item[0], PROBLEM_LEVEL), item[0]))
+
+    @property
+    def exit_code(self) -> int:
+        """What `distrun status JOB` ends with."""
+        return 0 if self.job.state in (*facts.GOING, facts.SUCCEEDED, "") else 1
+
+    def _rebuild(self, now: float) -> None:
+        metrics = read.members(self._metrics.get("tasks"))
+        over = self.job.is_over
+        tasks, waits = {}, {}
+        for each in read.objects(self._state.get("tasks")):
+            name = read.text(each.get("name"))
+            told = {} if over else read.members(metrics.get(name))
+            if told.get("condition") == WAITING:
+                waits[name] = self._waits.get(name, now)
+            tasks[name] = _task(each, told, now - waits.get(name, now))
+        self.tasks, self._waits = tasks, waits
+        names = read.texts(self._state.get("hosts")) or list(dict.fromkeys(task.host for task in tasks.values()))
+        known = read.members(self._metrics.get("hosts"))
+        self.hosts = {name: self._host(name, read.members(known.get(name))) for name in names}
+
+    def _host(self, name: str, told: Mapping[str, object]) -> Host:
+        heard_s = read.finite(told.get("heard_s"))
+        if name in self._lost:
+            word = facts.LOST
+        elif name in self._silent or (heard_s is not None and heard_s > facts.SUSPECT_S and not self.job.is_over):
+            word = "silent"
+        else:
+            word = "ok" if told else ""
+        return Host(
+            name=name,
+            word=word,
+            heard_s=heard_s,
+            cores=read.whole(told.get("cores")),
+            offset_s=read.finite(told.get("clock_offset_s")),
+            gpus=tuple(_gpu(each) for each in read.objects(told.get("gpus"))),
+            **{key: read.finite(told.get(key)) for key in _HOST_NUMBERS},
+        )
+
+    def _trace(self) -> None:
+        store = self.store
+        if store is None:
+            return
+        slowest = store.slowest
+        values = {
+            "push_s": store.push_s,
+            "pull_s": store.pull_s,
+            "queue": store.queue,
+            "staleness": store.staleness,
+            "lag": slowest[1] if slowest else None,
+        }
+        self.traces = {name: (*self.traces.get(name, ())[-TRACE + 1 :], value) for name, value in values.items()}
+
+
+_HOST_NUMBERS = ("cpu", "load", "mem_used", "mem_total", "disk_free", "disk_total", "net_rx", "net_tx")
+
+
+def _moment(value: object) -> float | None:
+    """Return a time of a state (RFC 3339) or of an outcome (seconds)."""
+    return read.moment(value) if isinstance(value, str) else read.finite(value)
+
+
+def _task(state: Mapping[str, object], told: Mapping[str, object], waited_s: float) -> Task:
+    word = read.text(state.get("state"))
+    reason = read.text(state.get("reason"))
+    condition = read.text(told.get("condition"))
+    why = reason or read.text(state.get("own_failure"))
+    lost_peer = read.text(state.get("lost_peer"))
+    if lost_peer and not why:
+        why = f"lost {lost_peer}"
+    if word == facts.FAILED and reason == LOST_WITH_HOST:
+        word = facts.LOST
+    level = LEVELS.get(word, PROBLEM_LEVEL)
+    if word == facts.RUNNING and condition:
+        word, why = condition, read.text(told.get("why"))
+        level = LEVELS.get(word, PROBLEM_LEVEL)
+        if word == WAITING and waited_s >= LONG_WAIT_S:
+            level = LONG_WAIT_LEVEL
+    code, signal = read.whole(state.get("code")), read.text(state.get("signal"))
+    report, history = read.members(told.get("report")), read.members(told.get("history"))
+    peak_kb = read.finite(state.get("max_rss_kb"))
+    return Task(
+        name=read.text(state.get("name")),
+        role=read.text(state.get("role")),
+        rank=read.whole(state.get("rank")) or 0,
+        host=read.text(state.get("host")),
+        word=word,
+        level=level,
+        pid=read.whole(state.get("pid")),
+        started=_moment(state.get("started")),
+        ended=_moment(state.get("ended")),
+        code=signal or ("" if code is None else str(code)),
+        why=why,
+        cpu=read.finite(told.get("cpu")),
+        rss=read.finite(told.get("rss")) if told else (peak_kb * 1024 if peak_kb else None),
+        limit=read.finite(told.get("limit")),
+        processes=read.whole(told.get("processes")),
+        read_s=read.finite(told.get("read")),
+        write_s=read.finite(told.get("write")),
+        gpu=read.finite(told.get("gpu")),
+        gpu_mem=read.finite(told.get("gpu_mem")),
+        quiet_s=read.finite(told.get("output_age_s")),
+        step=read.whole(report.get("step")),
+        total=read.whole(report.get("total")),
+        values=read.numbers(report.get("values")),
+        is_consequence=bool(lost_peer),
+        cpu_history=read.series(history.get("cpu")),
+        rss_history=read.series(history.get("rss")),
+    )
+
+
+def _gpu(told: Mapping[str, object]) -> Gpu:
+    return Gpu(
+        index=read.whole(told.get("index")) or 0,
+        name=read.text(told.get("name")),
+        util=read.finite(told.get("util")),
+        mem_used=read.finite(told.get("mem_used")),
+        mem_total=read.finite(told.get("mem_total")),
+    )
+
+
+def _progress(told: Mapping[str, object]) -> Progress:
+    return Progress(
+        step=read.whole(told.get("step")),
+        total=read.whole(told.get("total")),
+        phase=read.whole(told.get("phase")) or 0,
+        fraction=read.finite(told.get("fraction")),
+        eta_s=read.finite(told.get("eta_s")),
+        rate=read.finite(told.get("rate")),
+        loss=read.number(told.get("loss")),
+        values=read.numbers(told.get("values")),
+        slowest=read.text(told.get("slowest")),
+    )
+
+
+def _store(told: Mapping[str, object]) -> Store:
+    scheduler = read.members(told.get("scheduler"))
+    servers = [
+        Server(
+            name=name,
+            keys=read.whole(each.get("keys")),
+            size=read.finite(each.get("bytes")),
+            push_s=read.finite(each.get("push_s")),
+            pull_s=read.finite(each.get("pull_s")),
+            in_s=read.finite(each.get("in_s")),
+            out_s=read.finite(each.get("out_s")),
+            queue=read.whole(each.get("queue")),
+            waiting=read.whole(each.get("waiting")),
+            staleness_max=read.finite(each.get("staleness_max")),
+            staleness_mean=read.finite(each.get("staleness_mean")),
+            lags=read.numbers(each.get("lags")),
+        )
+        for name, each in ((name, read.members(value)) for name, value in read.members(told.get("servers")).items())
+    ]
+    return Store(
+        servers=tuple(servers),
+        push_s=read.finite(told.get("push_s")),
+        pull_s=read.finite(told.get("pull_s")),
+        round_s=read.finite(told.get("round_s")),
+        barriers=read.whole(scheduler.get("barriers")),
+        barrier_waiting=read.whole(scheduler.get("barrier_waiting")),
+    )

@@ -1,0 +1,215 @@
+"""Where the dashboard's numbers come from: the coordinator's frames or, without it, the job's folder.
+
+A thread of its own connects, reads, and connects again; it never touches the terminal. The dashboard takes what has
+come by `take`, and is woken by a byte in a pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from distrun.errors import DistrunError
+from distrun_runtime.contract import facts
+from distrun_runtime.errors import JobStoreError
+
+if TYPE_CHECKING:
+    from distrun.client import ControlConnection
+    from distrun_runtime.coordinator.jobstore import JobFolder
+
+RETRY_S = 2.0
+"""Between two looks for a coordinator that is gone."""
+FOLDER_S = 0.5
+"""Between two looks into the folder of a job without a control socket."""
+EVENTS_SIZE = 64 * 1024
+"""Bytes from the end of events.jsonl that are read at the start."""
+WAITING = 10_000
+"""Frames that may wait for the dashboard; older ones are dropped."""
+END_S = 2.0
+
+
+class Frame:
+    """A frame of the coordinator, or what stands for one: kind `link` says why nothing comes, empty if it does."""
+
+    __slots__ = ("body", "header", "kind")
+
+    def __init__(self, kind: str, header: Mapping[str, object], body: bytes = b"") -> None:
+        self.kind = kind
+        self.header = header
+        self.body = body
+
+
+class Source:
+    """The frames of one job.
+
+    Arguments:
+        folder: the job's folder on this machine.
+        connect: returns a connection to the coordinator (`client.connect`).
+        refresh: fetches what is new of a job whose folder is elsewhere; returns a warning.
+    """
+
+    def __init__(
+        self,
+        folder: JobFolder,
+        connect: Callable[[JobFolder], ControlConnection],
+        refresh: Callable[[JobFolder], str] = lambda folder: "",
+    ) -> None:
+        self._folder = folder
+        self._connect = connect
+        self._refresh = refresh
+        self._lock = threading.Lock()
+        self._frames: deque[Frame] = deque(maxlen=WAITING)
+        self._connection: ControlConnection | None = None
+        self._wanted: Mapping[str, object] = {"events": True, "metrics": True}
+        self._is_ending = threading.Event()
+        self.wakeup, self._waking = os.pipe()
+        """Readable when there is something to take."""
+        os.set_blocking(self.wakeup, False)
+        os.set_blocking(self._waking, False)
+        self._thread = threading.Thread(target=self._run, name="job", daemon=True)
+
+    def start(self, connection: ControlConnection | None) -> None:
+        """Start the thread. `connection`: one that was made already; None: there is none yet."""
+        self._connection = connection
+        self._put_past_events()
+        self._put_state()
+        if connection is not None:
+            self._greet(connection)
+        self._thread.start()
+
+    def take(self) -> list[Frame]:
+        """Return the frames that have come."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.wakeup, 4096)
+        with self._lock:
+            found = list(self._frames)
+            self._frames.clear()
+        return found
+
+    def send(self, kind: str, **members: object) -> bool:
+        """Send a frame to the coordinator; return False if there is no connection."""
+        connection = self._connection
+        if connection is None:
+            return False
+        connection.send(kind, **members)
+        return True
+
+    def subscribe(self, **members: object) -> None:
+        """Say what is wanted, now and after the next connect: members of the frame `subscribe`."""
+        if members != self._wanted:
+            self._wanted = members
+            self.send("subscribe", **members)
+
+    def close(self) -> None:
+        """End the connection and the thread."""
+        self._is_ending.set()
+        connection = self._connection
+        if connection is not None:
+            connection.end()
+        self._thread.join(END_S)
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_ending.is_set():
+                if self._connection is not None:
+                    self._read(self._connection)
+                if self._is_ending.is_set() or self._has_ended():
+                    break
+                self._reconnect()
+        except Exception as err:  # a fault of ours must not leave a dashboard that looks alive
+            self._put(Frame("failed_here", {"error": f"{type(err).__name__}: {err}"}))
+            raise
+        finally:
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                connection.close()
+
+    def _read(self, connection: ControlConnection) -> None:
+        for frame in connection.frames():
+            self._put(Frame(frame.type, frame.header, frame.body))
+        self._connection = None
+        connection.close()
+
+    def _has_ended(self) -> bool:
+        """Look into the folder; return whether the job is over."""
+        with contextlib.suppress(DistrunError):
+            self._refresh(self._folder)
+        return self._put_state() not in facts.GOING
+
+    def _reconnect(self) -> None:
+        """Look again and again for the coordinator, or in the folder, until there is one or the job is over."""
+        while not self._is_ending.is_set():
+            try:
+                connection = self._connect(self._folder)
+            except (DistrunError, JobStoreError) as err:
+                where = self._control()
+                if where is not None:
+                    self._put(Frame("link", {"why": f"{err}; what is shown is the last that is known"}))
+                if self._is_ending.wait(FOLDER_S if where is None else RETRY_S) or self._has_ended():
+                    return
+                continue
+            self._connection = connection
+            self._greet(connection)
+            return
+
+    def _control(self) -> Mapping[str, object] | None:
+        try:
+            found = self._folder.control()
+        except JobStoreError:
+            return None
+        return found if found is not None and found["path"] else None
+
+    def _greet(self, connection: ControlConnection) -> None:
+        self._put(Frame("link", {"why": ""}))
+        connection.send("state")
+        connection.send("subscribe", **self._wanted)
+
+    def _put_state(self) -> str:
+        """Put the folder's state; return the job's, as far as it is known."""
+        try:
+            state = self._folder.state()
+        except JobStoreError as err:
+            self._put(Frame("link", {"why": str(err)}))
+            return facts.RUNNING
+        self._put(Frame("state", {"state": state}))
+        if state["state"] in facts.OVER:
+            with contextlib.suppress(JobStoreError):
+                outcome = self._folder.outcome()
+                if outcome is not None:
+                    self._put(Frame("outcome", {"outcome": outcome}))
+        if state["state"] == facts.LOST:
+            self._put(
+                Frame("link", {"why": f"its coordinator is gone; distrun kill {self._folder.id} ends what is left"})
+            )
+        return str(state["state"])
+
+    def _put_past_events(self) -> None:
+        with contextlib.suppress(OSError):
+            with open(self._folder.path / "events.jsonl", "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - EVENTS_SIZE))
+                lines = file.read().split(b"\n")
+            for line in lines[1:] if size > EVENTS_SIZE else lines:
+                with contextlib.suppress(ValueError):
+                    event = json.loads(line)
+                    if isinstance(event, dict):
+                        self._put(Frame("event", {"event": event}))
+
+    def _put(self, frame: Frame) -> None:
+        with self._lock:
+            if frame.kind == "metrics":
+                # Only the newest counts.
+                for at, waiting in enumerate(self._frames):
+                    if waiting.kind == "metrics":
+                        del self._frames[at]
+                        break
+            self._frames.append(frame)
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._waking, b"w")

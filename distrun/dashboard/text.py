@@ -1,0 +1,264 @@
+"""Styled text of the dashboard: lines of spans, their width on a terminal, and how numbers, times and charts read.
+
+No side effects. A line is a tuple of spans, a span is a text and a style. Styles never carry meaning alone: what they
+show is also a word.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+Span = tuple[str, str]
+"""A text without control characters, and the name of a style."""
+Line = tuple[Span, ...]
+
+PLAIN = ""
+BOLD = "bold"
+DIM = "dim"
+RED = "red"
+GREEN = "green"
+YELLOW = "yellow"
+CYAN = "cyan"
+CHOSEN = "reverse"
+TITLE = "title"
+
+_CODES = {BOLD: "1", DIM: "2", RED: "31", GREEN: "32", YELLOW: "33", CYAN: "36", CHOSEN: "7", TITLE: "1;36"}
+_COLOURLESS = {BOLD: "1", CHOSEN: "7", TITLE: "1"}
+"""Codes that are used without colours, too."""
+RESET = "\x1b[0m"
+
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
+
+
+@dataclass(frozen=True)
+class Glyphs:
+    """The characters of charts and rules."""
+
+    levels: str
+    full: str
+    empty: str
+    rule: str
+    ellipsis: str
+    bar: str
+    mark: str
+    arrows: str
+
+
+UNICODE = Glyphs("▁▂▃▄▅▆▇█", "█", "░", "─", "…", "│", "▸", "↑↓")
+ASCII = Glyphs("_.-=+*#", "#", ".", "-", "~", "|", ">", "Up/Down")
+
+
+@lru_cache(maxsize=4096)
+def width(text: str) -> int:
+    """Return how many columns a text takes on a terminal."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len  # loads its tables when there is something to look up
+
+    return cell_len(text)
+
+
+def clean(text: str) -> str:
+    """Return a text of a task's or a host's without escape sequences and control characters; tabs are blanks."""
+    if text.isascii() and text.isprintable():
+        return text
+    return _CONTROL.sub("", _ESCAPES.sub("", text.replace("\t", "    ")))
+
+
+def only_ascii(text: str) -> str:
+    """Return a text as wide with `?` in place of every character that is not ASCII."""
+    return text if text.isascii() else "".join(each if each.isascii() else "?" * width(each) for each in text)
+
+
+def fit(text: str, columns: int, ellipsis: str = UNICODE.ellipsis) -> str:
+    """Return a text that takes exactly so many columns: cut, with an ellipsis, or filled with blanks."""
+    found = width(text)
+    if found <= columns:
+        return text + " " * (columns - found)
+    if columns <= len(ellipsis):
+        return ellipsis[:columns]
+    if text.isascii():
+        return text[: columns - len(ellipsis)] + ellipsis
+    kept, used = [], 0
+    for each in text:
+        more = width(each)
+        if used + more > columns - len(ellipsis):
+            break
+        kept.append(each)
+        used += more
+    return "".join(kept) + ellipsis + " " * (columns - len(ellipsis) - used)
+
+
+def right(text: str, columns: int, ellipsis: str = UNICODE.ellipsis) -> str:
+    """Return a text that ends at a column, as numbers do."""
+    found = width(text)
+    return " " * (columns - found) + text if found <= columns else fit(text, columns, ellipsis)
+
+
+def cut(line: Line, columns: int, ellipsis: str = UNICODE.ellipsis) -> Line:
+    """Return a line that takes at most so many columns."""
+    spans: list[Span] = []
+    left = columns
+    for text, style in line:
+        size = width(text)
+        if size > left:
+            if left > 0:
+                spans.append((fit(text, left, ellipsis), style))
+            return tuple(spans)
+        spans.append((text, style))
+        left -= size
+    return tuple(spans)
+
+
+def line_width(line: Line) -> int:
+    """Return how many columns a line takes."""
+    return sum(width(text) for text, _ in line)
+
+
+def padded(line: Line, columns: int, ellipsis: str = UNICODE.ellipsis) -> Line:
+    """Return a line that takes exactly so many columns."""
+    found = cut(line, columns, ellipsis)
+    missing = columns - line_width(found)
+    return (*found, (" " * missing, PLAIN)) if missing else found
+
+
+def plain(line: Line) -> str:
+    """Return a line without styles and blanks at its end."""
+    return "".join(text for text, _ in line).rstrip()
+
+
+def encode(line: Line, has_colour: bool) -> str:
+    """Return a line with the escape sequences of its styles."""
+    codes = _CODES if has_colour else _COLOURLESS
+    parts = []
+    for text, style in line:
+        code = codes.get(style)
+        parts.append(f"\x1b[{code}m{text}{RESET}" if code and text else text)
+    return "".join(parts)
+
+
+# ---------------------------------------------------------------------- numbers, times, charts
+
+
+def size(value: float | None) -> str:
+    """Return bytes as `512`, `3.4K`, `120M`, `1.2G`; "" where unknown."""
+    if value is None or not math.isfinite(value):
+        return ""
+    for unit in ("", "K", "M", "G", "T", "P"):
+        if value < 1000 or unit == "P":
+            return f"{value:.1f}{unit}" if unit and value < 10 else f"{value:.0f}{unit}"
+        value /= 1024
+    return ""
+
+
+def amount(value: float | None) -> str:
+    """Return a count or a rate as `0.4`, `12`, `3.4k`, `1.2M`; "" where unknown."""
+    if value is None:
+        return ""
+    if not math.isfinite(value):
+        return str(value)
+    if 0 < abs(value) < 10 and value != int(value):
+        return f"{value:.1f}"
+    for unit in ("", "k", "M", "G"):
+        if abs(value) < 1000 or unit == "G":
+            return f"{value:.1f}{unit}" if unit and abs(value) < 10 else f"{value:.0f}{unit}"
+        value /= 1000
+    return ""
+
+
+def percent(share: float | None) -> str:
+    """Return a share of 1 as `42%`; "" where unknown."""
+    return "" if share is None or not math.isfinite(share) else f"{share * 100:.0f}%"
+
+
+def clock(seconds: float | None) -> str:
+    """Return a time as `4:05`, `1:02:03` or `3d 04:05`; "" where unknown."""
+    if seconds is None or not math.isfinite(seconds):
+        return ""
+    total = max(0, int(seconds))
+    days, rest = divmod(total, 86400)
+    hours, rest = divmod(rest, 3600)
+    minutes, rest = divmod(rest, 60)
+    if days:
+        return f"{days}d {hours:02}:{minutes:02}"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def age(seconds: float | None) -> str:
+    """Return how long ago something was, in one unit: `3s`, `5m`, `2h`, `4d`; "" where unknown."""
+    if seconds is None or not math.isfinite(seconds):
+        return ""
+    seconds = max(0.0, seconds)
+    for unit, factor in (("s", 60.0), ("m", 60.0), ("h", 24.0)):
+        if seconds < factor:
+            return f"{seconds:.0f}{unit}" if round(seconds) < factor else f"{seconds - 0.5:.0f}{unit}"
+        seconds /= factor
+    return f"{seconds:.0f}d"
+
+
+def value_text(value: float | None) -> str:
+    """Return a number that a task reported, such as a loss; NaN is shown."""
+    if value is None:
+        return ""
+    return f"{value:.4g}" if math.isfinite(value) else str(value)
+
+
+def spark(values: Iterable[float | None], columns: int, glyphs: Glyphs) -> str:
+    """Return the last values as a chart one line high, from 0 to their maximum; what is unknown is a blank."""
+    shown = list(values)[-columns:] if columns > 0 else []
+    known = [value for value in shown if value is not None and math.isfinite(value)]
+    top = max(known, default=0.0)
+    last = len(glyphs.levels) - 1
+    out = []
+    for value in shown:
+        if value is None or not math.isfinite(value):
+            out.append(" ")
+        elif top <= 0:
+            out.append(glyphs.levels[0])
+        else:
+            out.append(glyphs.levels[max(0, min(last, round(value / top * last)))])
+    return "".join(out)
+
+
+def bar(share: float, columns: int, glyphs: Glyphs) -> str:
+    """Return a bar of which a share is full."""
+    full = round(max(0.0, min(1.0, share)) * columns) if math.isfinite(share) else 0
+    return glyphs.full * full + glyphs.empty * (columns - full)
+
+
+def rule(title: str, columns: int, glyphs: Glyphs) -> Line:
+    """Return the line above a panel."""
+    head = f"{glyphs.rule}{glyphs.rule} "
+    text = fit(title, min(width(title), max(0, columns - 4)), glyphs.ellipsis)
+    rest = max(0, columns - len(head) - width(text) - 1)
+    return ((head, DIM), (text, TITLE), (" " + glyphs.rule * rest, DIM))
+
+
+def wrapped(text: str, columns: int) -> Sequence[str]:
+    """Return a text in lines of at most so many columns, broken between words where that is possible."""
+    lines: list[str] = []
+    for paragraph in text.split("\n"):
+        current = ""
+        for word in paragraph.split(" "):
+            while width(word) > columns:
+                room = columns - width(current) - (1 if current else 0)
+                if room <= 0:
+                    lines.append(current)
+                    current = ""
+                    continue
+                current = f"{current} {word[:room]}" if current else word[:room]
+                word = word[room:]
+                lines.append(current)
+                current = ""
+            if current and width(current) + 1 + width(word) > columns:
+                lines.append(current)
+                current = word
+            else:
+                current = f"{current} {word}" if current else word
+        lines.append(current)
+    return lines

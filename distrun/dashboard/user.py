@@ -1,0 +1,227 @@
+"""What the user does at the dashboard: keys in, view and actions out.
+
+No side effects. `User.press` takes the keys of one read, as `keys.Decoder` gives them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from distrun.dashboard.rows import SORTS
+
+MAIN, DETAIL, LOG, STACK, HELP = "main", "detail", "log", "stack", "help"
+PANELS = ("all", "hosts", "store", "events", "error", "none")
+"""Panels below the table; Tab goes to the next choice."""
+FILTER, STOP = "filter", "stop"
+CONFIRMED = "yes"
+
+
+# ---------------------------------------------------------------------- what it wants done
+
+
+@dataclass(frozen=True)
+class Leave:
+    """End the dashboard."""
+
+
+@dataclass(frozen=True)
+class StopJob:
+    """Stop the job."""
+
+
+@dataclass(frozen=True)
+class ShowStack:
+    """Ask for the stack of a task."""
+
+    task: str
+
+
+@dataclass(frozen=True)
+class ShowLog:
+    """Follow the log of a task; empty: no more."""
+
+    task: str
+
+
+@dataclass(frozen=True)
+class Redraw:
+    """Draw all lines again."""
+
+
+Action = Leave | StopJob | ShowStack | ShowLog | Redraw
+
+
+# ---------------------------------------------------------------------- what it looks at
+
+
+@dataclass(frozen=True)
+class Look:
+    """What of the job is looked at, and how."""
+
+    mode: str = MAIN
+    order: str = SORTS[0]
+    wanted: str = ""
+    """Words by which tasks and hosts are filtered."""
+    is_folded: bool = False
+    panel: str = PANELS[0]
+    is_paused: bool = False
+    chosen: str = ""
+    """The task that is chosen; empty: the first row, whichever it is."""
+    first: int = 0
+    """First visible row of the table; of a text, lines above its end (log) or below its start."""
+    prompt: str = ""
+    """FILTER or STOP while the user types an answer."""
+    typed: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the last picture showed, so that keys mean what the user sees."""
+
+    keys: Sequence[str] = ()
+    """Tasks of all rows, in their order; hidden ones, too."""
+    page: int = 10
+    """Rows that are visible."""
+    lines: int = 0
+    """Of a text: how many lines it has."""
+
+
+class User:
+    """The state of the user's view."""
+
+    def __init__(self, look: Look | None = None) -> None:
+        self.look = look or Look()
+
+    @property
+    def task(self) -> str:
+        """The task that is looked at: by a log, a stack or in detail."""
+        return self.look.chosen
+
+    def say(self, message: str) -> None:
+        """Show a message until the next key."""
+        self.look = replace(self.look, message=message)
+
+    def press(self, keys: Sequence[str], shown: Shown) -> list[Action]:
+        """Take the keys of one read; return what is to be done.
+
+        What comes in the same read as the key that opened the question whether to stop was not typed as its answer,
+        and is dropped.
+        """
+        actions: list[Action] = []
+        for key in keys:
+            was_asking = self.look.prompt == STOP
+            actions += self._press(key, shown)
+            if self.look.prompt == STOP and not was_asking:
+                break
+        return actions
+
+    def _press(self, key: str, shown: Shown) -> list[Action]:
+        look = self.look = replace(self.look, message="")
+        if key == "ctrl-l":
+            return [Redraw()]
+        if look.prompt == STOP:
+            return self._confirm(key)
+        if look.prompt == FILTER:
+            self._type(key)
+            return []
+        if look.mode != MAIN:
+            return self._press_in_text(key, shown)
+        return self._press_in_main(key, shown)
+
+    def _press_in_main(self, key: str, shown: Shown) -> list[Action]:
+        look = self.look
+        if key == "q":
+            return [Leave()]
+        if key in ("up", "down", "k", "j", "pgup", "pgdn", "home", "end"):
+            self._move(key, shown)
+        elif key in ("enter", "l", "S") and shown.keys:
+            return self._open(key, look.chosen if look.chosen in shown.keys else shown.keys[0])
+        elif key == "s":
+            order = SORTS[(SORTS.index(look.order) + 1) % len(SORTS)]
+            self.look = replace(look, order=order, chosen="", first=0)
+        elif key == "/":
+            self.look = replace(look, prompt=FILTER, typed=look.wanted)
+        elif key == "f":
+            self.look = replace(look, is_folded=not look.is_folded, first=0)
+        elif key == "p":
+            self.look = replace(look, is_paused=not look.is_paused)
+        elif key in ("tab", "backtab"):
+            step = 1 if key == "tab" else -1
+            self.look = replace(look, panel=PANELS[(PANELS.index(look.panel) + step) % len(PANELS)])
+        elif key in ("?", "h"):
+            self.look = replace(look, mode=HELP, first=0)
+        elif key == "x":
+            self.look = replace(look, prompt=STOP, typed="")
+        elif key == "esc":
+            self.look = replace(look, wanted="", chosen="", first=0)
+        else:
+            self.look = replace(look, message=f"no such key: {key}; ? shows them")
+        return []
+
+    def _open(self, key: str, task: str) -> list[Action]:
+        mode = {"enter": DETAIL, "l": LOG, "S": STACK}[key]
+        self.look = replace(self.look, mode=mode, chosen=task, first=0)
+        if mode == LOG:
+            return [ShowLog(task)]
+        return [ShowStack(task)] if mode == STACK else []
+
+    def _press_in_text(self, key: str, shown: Shown) -> list[Action]:
+        look = self.look
+        if key in ("q", "esc", "left", "backspace") or (key == "enter" and look.mode == DETAIL):
+            self.look = replace(look, mode=MAIN, first=0)
+            return [ShowLog("")] if look.mode == LOG else []
+        if key == "x":
+            self.look = replace(look, prompt=STOP, typed="")
+            return []
+        if key == "p":
+            self.look = replace(look, is_paused=not look.is_paused)
+            return []
+        if look.mode != HELP and key in ("l", "S"):
+            ends: list[Action] = [ShowLog("")] if look.mode == LOG and key != "l" else []
+            return ends + self._open(key, look.chosen)
+        most = max(0, shown.lines - shown.page)
+        # A log is counted from its end, which it follows.
+        sign = -1 if look.mode == LOG else 1
+        steps = {"up": -1, "k": -1, "down": 1, "j": 1, "pgup": -shown.page, "pgdn": shown.page, " ": shown.page}
+        if key in steps:
+            self.look = replace(look, first=max(0, min(most, look.first + sign * steps[key])))
+        elif key in ("home", "end", "g", "G"):
+            is_start = key in ("home", "g")
+            self.look = replace(look, first=most if is_start == (look.mode == LOG) else 0)
+        return []
+
+    def _move(self, key: str, shown: Shown) -> None:
+        if not shown.keys:
+            return
+        at = shown.keys.index(self.look.chosen) if self.look.chosen in shown.keys else 0
+        last, page = len(shown.keys) - 1, max(1, shown.page)
+        steps = {"up": at - 1, "k": at - 1, "down": at + 1, "j": at + 1, "pgup": at - page, "pgdn": at + page}
+        at = max(0, min(last, steps.get(key, 0 if key == "home" else last)))
+        # At the top the first row is chosen whichever task that is: what turns into a problem is then in sight.
+        self.look = replace(self.look, chosen="" if at == 0 else shown.keys[at])
+
+    def _type(self, key: str) -> None:
+        look = self.look
+        if key == "enter":
+            self.look = replace(look, prompt="", typed="", wanted=look.typed.strip(), chosen="", first=0)
+        elif key == "esc":
+            self.look = replace(look, prompt="", typed="")
+        elif key == "backspace":
+            self.look = replace(look, typed=look.typed[:-1])
+        elif len(key) == 1:
+            self.look = replace(look, typed=look.typed + key)
+
+    def _confirm(self, key: str) -> list[Action]:
+        """Take a key of the answer to whether the job is to be stopped."""
+        look = self.look
+        if key == "enter" and look.typed == CONFIRMED:
+            self.look = replace(look, prompt="", typed="", message="asked the coordinator to stop the job")
+            return [StopJob()]
+        typed = look.typed[:-1] if key == "backspace" else look.typed + key
+        if (len(key) == 1 and CONFIRMED.startswith(typed)) or (key == "backspace" and look.typed):
+            self.look = replace(look, typed=typed)
+        else:
+            self.look = replace(look, prompt="", typed="", message="the job goes on")
+        return []

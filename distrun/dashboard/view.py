@@ -1,0 +1,473 @@
+"""The picture of a job: model, look and size of the terminal in, lines out.
+
+No side effects. From top to bottom: header, table of tasks, panels, a line of messages or questions, keys. A terminal
+of less than 80x24 gets the header and the table only. Rows that do not fit are counted.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from distrun.dashboard import panels, rows, text, user
+from distrun.dashboard.events import Event
+from distrun.dashboard.model import Model
+from distrun.dashboard.rows import Row
+from distrun.dashboard.tasks import STYLES, Scene, Table
+from distrun.dashboard.text import Glyphs, Line, Span
+from distrun.dashboard.user import Look, Shown
+from distrun_runtime.contract.duration import time_of_day
+
+COLUMNS, ROWS = 80, 24
+"""A smaller terminal has no panels."""
+TWO_COLUMNS = 150
+"""From so many columns on, panels stand side by side."""
+TABLE_LEAST = 5
+HOSTS_MOST = 8
+"""More hosts are folded in a panel beside others."""
+PANEL_LEAST = 3
+"""Rows of a panel with its title, below which it is not shown."""
+TRACE_SPAN = "10 s each"
+OLD_S = 5.0
+"""Metrics that are older are said to be so."""
+
+HELP = (
+    ("q", "leave; the job goes on"),
+    ("Up, Down, PgUp, PgDn", "choose a task (also k, j)"),
+    ("Enter", "all that is known of the task"),
+    ("l", "follow the log of the task"),
+    ("S", "where the task's program is now (its stack)"),
+    ("s", "sort by: " + ", ".join(rows.SORTS)),
+    ("/", "show only tasks and hosts with these words in name, host or state; Esc: all"),
+    ("f", "fold what is alike: worker-[0-7] on gpu[01-08]"),
+    ("Tab", "which panels: " + ", ".join(user.PANELS)),
+    ("p", "hold the picture, or go on"),
+    ("x", "stop the job: asks; type yes and Enter"),
+    ("Ctrl-L", "draw the screen again"),
+    ("Ctrl-Z", "to the shell; fg comes back"),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a picture is made, whatever it shows."""
+
+    columns: int
+    rows: int
+    glyphs: Glyphs = text.UNICODE
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What is shown beside the model: of the task that is looked at."""
+
+    log: Sequence[str] = ()
+    stack: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Lines for the terminal, and what they show."""
+
+    lines: Sequence[Line]
+    shown: Shown
+    first: int = 0
+    """First visible row of the table."""
+    hosts: tuple[str, ...] = ()
+    """Hosts of the visible tasks."""
+
+
+def picture(model: Model, look: Look, options: Options, now: float, extra: Extra | None = None) -> Picture:
+    """Return the picture. `now`: wall clock, seconds."""
+    extra = extra or Extra()
+    if look.mode == user.MAIN:
+        return _main(model, look, options, now)
+    bottom = _bottom(model, look, options)
+    head = _header(model, look, options, now)[:1]
+    room = max(1, options.rows - len(head) - len(bottom) - 1)
+    title, content = _text(model, look, options, now, extra)
+    most = max(0, len(content) - room)
+    offset = min(look.first, most)
+    first = most - offset if look.mode == user.LOG else offset
+    body = [_to_width(line, options) for line in content[first : first + room]]
+    body += [()] * (room - len(body))
+    lines = [*head, text.rule(title, options.columns, options.glyphs), *body, *bottom]
+    task = model.tasks.get(look.chosen)
+    return Picture(
+        lines[: options.rows],
+        Shown((look.chosen,) if look.chosen else (), room, len(content)),
+        hosts=(task.host,) if task is not None else (),
+    )
+
+
+def _main(model: Model, look: Look, options: Options, now: float) -> Picture:
+    columns = options.columns
+    head, bottom = _header(model, look, options, now), _bottom(model, look, options)
+    found = rows.table(model.tasks.values(), look.wanted, look.order, look.is_folded)
+    room = max(2, options.rows - len(head) - len(bottom))
+    below = _panels(model, look, options, room=room, table=len(found) + 1, since_s=_since(model, now))
+    room -= len(below)
+    keys = tuple(row.key for row in found)
+    at = keys.index(look.chosen) if look.chosen in keys else 0
+    count = max(1, room - 1)
+    if len(found) > count:
+        count = max(1, count - 1)  # the line that counts those that are hidden
+    first = max(0, min(look.first, at, len(found) - count))
+    if at >= first + count:
+        first = at - count + 1
+    visible = found[first : first + count]
+    table = Table(visible, columns, Scene(now, _since(model, now)), options.glyphs)
+    body = [table.heading(), *(table.line(number, first + number == at) for number in range(len(visible)))]
+    if not found:
+        body.append(((_no_tasks(model, look), text.DIM),))
+    hidden = [*found[:first], *found[first + count :]]
+    if hidden:
+        body.append(_hidden(found[:first], found[first + count :], options.glyphs))
+    body = body[:room]
+    body += [()] * (room - len(body))
+    if found and found[at].first.why and not table.has_why(at - first):
+        row = found[at].first
+        bottom = [
+            *bottom[:-1],
+            _to_width(((f"{row.name}: ", text.BOLD), (text.clean(row.why), "")), options),
+            bottom[-1],
+        ]
+        if below:
+            below = below[:-1]
+        else:
+            body = body[:-1] if not body[-1] or not hidden else [*body[:-2], body[-1]]
+    lines = [_to_width(line, options) for line in (*head, *body)] + [*below, *bottom]
+    hosts = tuple(dict.fromkeys(task.host for row in visible for task in row.tasks[:1]))
+    return Picture(lines[: options.rows], Shown(keys, count, 0), first, hosts)
+
+
+def _no_tasks(model: Model, look: Look) -> str:
+    if look.wanted:
+        return f"no task matches {look.wanted!r}; Esc shows all"
+    return model.job.message or "no tasks yet"
+
+
+def _hidden(above: Sequence[Row], below: Sequence[Row], glyphs: Glyphs) -> Line:
+    """Return the line that counts rows for which there is no room."""
+    words: dict[str, int] = {}
+    for row in (*above, *below):
+        words[row.first.word] = words.get(row.first.word, 0) + len(row.tasks)
+    counted = ", ".join(f"{count} {word}" for word, count in words.items())
+    where = f", {len(above)} of them above" if above and below else ", above" if above else ""
+    return ((f"  {len(above) + len(below)} more ({counted}){where}", text.DIM),)
+
+
+# ---------------------------------------------------------------------- header
+
+
+def _header(model: Model, look: Look, options: Options, now: float) -> list[Line]:
+    job = model.job
+    state = job.state or "no state yet"
+    first: list[Span] = [
+        (job.id, text.BOLD),
+        ("  ", text.PLAIN),
+        (state, STYLES.get(state, text.PLAIN)),
+        (f" {text.clock(job.elapsed(now))}", text.PLAIN),
+    ]
+    if job.exit_code is not None:
+        first.append((f"  exit code {job.exit_code}", text.PLAIN))
+    if look.is_paused:
+        first.append(("  PAUSED", text.YELLOW))
+    first.append((f"  {job.backend}  ", text.DIM))
+    first.append((text.clean(shlex.join(job.command)), text.PLAIN))
+    second: list[Span] = [(f"tasks {len(model.tasks)}: ", text.DIM)]
+    for number, (word, count) in enumerate(model.counts):
+        second += [(", " if number else "", text.DIM), (f"{count} {word}", STYLES.get(word, text.PLAIN))]
+    second.append((f"  hosts {len(model.hosts)}", text.DIM))
+    if look.order != rows.SORTS[0]:
+        second.append((f"  sorted by {look.order}", text.YELLOW))
+    if look.wanted:
+        second.append((f"  only {look.wanted!r}", text.YELLOW))
+    lines = [tuple(first), tuple(second)]
+    progress = _progress(model, options)
+    if progress:
+        lines.append(progress)
+    for note in _notes(model, now):
+        lines.append(note)
+    return [_to_width(line, options) for line in lines]
+
+
+def _notes(model: Model, now: float) -> list[Line]:
+    notes: list[Line] = []
+    if model.link:
+        notes.append((("! ", text.RED), (text.clean(model.link), text.YELLOW)))
+    elif model.metrics_at is not None and _since(model, now) > OLD_S and not model.job.is_over:
+        notes.append(((f"! no metrics for {text.age(_since(model, now))}", text.YELLOW),))
+    if model.job.is_over and model.job.message:
+        style = text.GREEN if model.exit_code == 0 else text.RED
+        notes.append(((text.clean(model.job.message), style),))
+    return notes
+
+
+def _since(model: Model, now: float) -> float:
+    return 0.0 if model.metrics_at is None else max(0.0, now - model.metrics_at)
+
+
+def _progress(model: Model, options: Options) -> Line:
+    """Return bar, step, rate, ETA and loss, as far as they are known."""
+    found = model.progress
+    if found is None:
+        return ()
+    spans: list[Span] = []
+    if found.fraction is not None:
+        room = max(10, min(40, options.columns // 4))
+        spans += [
+            (text.bar(found.fraction, room, options.glyphs), text.CYAN),
+            (f" {text.percent(found.fraction)}", text.BOLD),
+        ]
+    if found.step is not None:
+        of = f"/{found.total}" if found.total is not None else ""
+        spans.append((f"  step {found.step}{of}", text.PLAIN))
+    if found.phase:
+        spans.append((f"  phase {found.phase + 1}", text.PLAIN))
+    if found.rate is not None:
+        spans.append((f"  {text.amount(found.rate)} steps/s", text.PLAIN))
+    if found.eta_s is not None and not model.job.is_over:
+        spans.append((f"  ETA {text.clock(found.eta_s)}", text.BOLD))
+    if found.loss is not None:
+        spans.append((f"  loss {text.value_text(found.loss)}", text.PLAIN))
+        spans.append((" " + text.spark(model.history.get("loss", ()), 12, options.glyphs), text.CYAN))
+    if found.slowest and options.columns >= 100:
+        spans.append((f"  slowest {found.slowest}", text.DIM))
+    return tuple(spans)
+
+
+# ---------------------------------------------------------------------- panels
+
+
+@dataclass(frozen=True)
+class _Panel:
+    name: str
+    title: str
+    wants: int
+    """Lines of content."""
+    make: Callable[[int, int], Sequence[Line]]
+    """Return the content for rows and columns."""
+
+
+def _panels(model: Model, look: Look, options: Options, *, room: int, table: int, since_s: float) -> list[Line]:
+    """Return the lines of all panels. `table`: rows that the table would like to have."""
+    if options.columns < COLUMNS or options.rows < ROWS or look.panel == "none":
+        return []
+    glyphs, hosts = options.glyphs, len(rows.hosts(model.hosts.values(), look.wanted, False))
+    is_one = look.panel != "all"
+    folds = look.is_folded or (hosts > HOSTS_MOST and not is_one)
+
+    def host_lines(height: int, columns: int) -> Sequence[Line]:
+        found = panels.hosts(model, look.wanted, folds, columns, glyphs, since_s=since_s)
+        if len(found) > height and not is_one:
+            found = panels.hosts(model, look.wanted, True, columns, glyphs, since_s=since_s)
+        if len(found) <= height:
+            return found
+        return [*found[: height - 1], ((f"{len(found) - height + 1} more hosts (f folds them)", text.DIM),)]
+
+    groups = rows.hosts(model.hosts.values(), look.wanted, folds)
+    every = [
+        _Panel(
+            "error",
+            panels.error_title(model),
+            len(model.error_lines),
+            lambda height, columns: panels.error(model, height, columns, glyphs),
+        ),
+        _Panel(
+            "hosts",
+            f"hosts {len(model.hosts)}",
+            len(groups) + 1 if any(host.word for host in model.hosts.values()) else 0,
+            host_lines,
+        ),
+        _Panel(
+            "store",
+            "store",
+            0 if model.store is None else len(model.store.servers) + 4,
+            lambda height, columns: panels.store(model, columns, glyphs, True),
+        ),
+        _Panel(
+            "events",
+            "events",
+            len(model.events),
+            lambda height, columns: panels.events(model, height, columns, glyphs),
+        ),
+    ]
+    if is_one:
+        (chosen,) = [panel for panel in every if panel.name == look.panel]
+        height = max(PANEL_LEAST, room - min(table, max(TABLE_LEAST, room // 3)))
+        return _stacked([(chosen, height)], options.columns, glyphs) if room - height >= 2 else []
+    wanted = [panel for panel in every if panel.wants]
+    space = room - max(TABLE_LEAST, min(table, room // 2))
+    if options.columns >= TWO_COLUMNS:
+        return _side_by_side(wanted, space, options)
+    return _stacked(_shares(wanted, space), options.columns, glyphs)
+
+
+def _shares(wanted: Sequence[_Panel], space: int) -> list[tuple[_Panel, int]]:
+    """Return how many rows each panel gets, its title with it: the first ones first, each at least PANEL_LEAST."""
+    chosen: list[_Panel] = []
+    for panel in wanted:
+        if sum(min(each.wants + 1, PANEL_LEAST) for each in (*chosen, panel)) <= space:
+            chosen.append(panel)
+    heights = {panel.name: min(panel.wants + 1, PANEL_LEAST) for panel in chosen}
+    left = space - sum(heights.values())
+    while left > 0:
+        growing = [panel for panel in chosen if heights[panel.name] < panel.wants + 1]
+        if not growing:
+            break
+        for panel in growing[:left]:
+            heights[panel.name] += 1
+            left -= 1
+    return [(panel, heights[panel.name]) for panel in chosen]
+
+
+def _stacked(shares: Sequence[tuple[_Panel, int]], columns: int, glyphs: Glyphs) -> list[Line]:
+    lines: list[Line] = []
+    for panel, height in shares:
+        content = list(panel.make(height - 1, columns))[: height - 1]
+        if not content:
+            content = [((_NOTHING[panel.name], text.DIM),)]
+        lines += [text.rule(panel.title or panel.name, columns, glyphs), *content]
+        lines += [()] * (height - 1 - len(content))
+    return lines
+
+
+_NOTHING = {
+    "error": "no task has failed",
+    "hosts": "no host is known yet",
+    "store": "no metrics of a parameter server",
+    "events": "nothing has happened since this view began",
+}
+
+
+def _side_by_side(wanted: Sequence[_Panel], space: int, options: Options) -> list[Line]:
+    """Return panels in two columns."""
+    left_names = ("hosts", "error")
+    sides = [
+        [panel for panel in wanted if panel.name in left_names],
+        [panel for panel in wanted if panel.name not in left_names],
+    ]
+    if not all(sides):
+        return _stacked(_shares(wanted, space), options.columns, options.glyphs)
+    gap = f" {options.glyphs.bar} "
+    width = (options.columns - len(gap)) // 2
+    widths = (width, options.columns - len(gap) - width)
+    both = [
+        _stacked(_shares(side, space), columns, options.glyphs) for side, columns in zip(sides, widths, strict=True)
+    ]
+    lines: list[Line] = []
+    for number in range(max(map(len, both))):
+        one = both[0][number] if number < len(both[0]) else ()
+        other = both[1][number] if number < len(both[1]) else ()
+        lines.append((*text.padded(one, widths[0], options.glyphs.ellipsis), (gap, text.DIM), *other))
+    return lines
+
+
+# ---------------------------------------------------------------------- bottom, and texts
+
+
+def _bottom(model: Model, look: Look, options: Options) -> list[Line]:
+    lines: list[Line] = []
+    if look.prompt == user.STOP:
+        lines.append(
+            (
+                (f"stop job {model.job.id}? ", text.RED),
+                ("type yes and Enter; any other key: no  ", text.PLAIN),
+                (look.typed, text.BOLD),
+            )
+        )
+    elif look.prompt == user.FILTER:
+        lines.append((("filter: ", text.BOLD), (look.typed, text.PLAIN), ("_", text.DIM)))
+    elif look.message:
+        lines.append(((text.clean(look.message), text.YELLOW),))
+    arrows = options.glyphs.arrows
+    if look.mode == user.MAIN:
+        keys = f"q quit  ? help  {arrows} Enter detail  l log  S stack  s sort  / filter  f fold  Tab panels"
+        keys += "  p pause  x stop"
+    elif look.mode == user.LOG:
+        keys = f"q back  {arrows} PgUp PgDn scroll  End follow  p pause  S stack  x stop"
+    elif look.mode == user.HELP:
+        keys = f"q back  {arrows} scroll"
+    else:
+        keys = f"q back  {arrows} scroll  l log  S stack  x stop"
+    lines.append(((keys, text.DIM),))
+    return [_to_width(line, options) for line in lines]
+
+
+def _text(model: Model, look: Look, options: Options, now: float, extra: Extra) -> tuple[str, list[Line]]:
+    """Return title and content of a view that is a text."""
+    columns = options.columns
+    if look.mode == user.HELP:
+        wide = max(len(key) for key, _ in HELP)
+        return "keys", [((f"  {key:{wide}}  ", text.BOLD), (what, text.PLAIN)) for key, what in HELP]
+    if look.mode == user.DETAIL:
+        return f"{look.chosen}", _detail(model, look, options, now)
+    if look.mode == user.STACK:
+        return f"stack of {look.chosen}", [((text.clean(line), text.PLAIN),) for line in extra.stack]
+    lines = [part for line in extra.log for part in text.wrapped(text.clean(line), columns)]
+    return f"log of {look.chosen}", [((line, text.PLAIN),) for line in lines]
+
+
+def _detail(model: Model, look: Look, options: Options, now: float) -> list[Line]:
+    columns = options.columns
+    task = model.tasks.get(look.chosen)
+    if task is None:
+        return [(("there is no such task any more", text.DIM),)]
+    since_s = _since(model, now)
+    quiet_s = None if task.quiet_s is None else task.quiet_s + since_s
+    cpu = text.percent(task.cpu)
+    pairs = [
+        ("state", task.word),
+        ("why", text.clean(task.why)),
+        ("host", task.host),
+        ("pid", "" if task.pid is None else str(task.pid)),
+        ("exit code" if task.code.isdigit() else "signal", task.code),
+        ("up", text.clock(task.uptime(now))),
+        ("step", "" if task.step is None else f"{task.step}" + (f" of {task.total}" if task.total else "")),
+        *((text.clean(name), text.value_text(value)) for name, value in task.values.items()),
+        ("cpu", f"{cpu} of one core" if cpu else ""),
+        ("memory", text.size(task.rss) + (f" of {text.size(task.limit)}" if task.limit else "")),
+        ("processes", "" if task.processes is None else str(task.processes)),
+        ("disk", _both(task.read_s, task.write_s, "read", "written")),
+        ("gpu", text.percent(task.gpu)),
+        ("gpu memory", text.size(task.gpu_mem)),
+        ("last line", "" if quiet_s is None or task.is_over else f"{text.age(quiet_s)} ago"),
+    ]
+    wide = max(len(name) for name, value in pairs if value)
+    lines: list[Line] = []
+    for name, value in pairs:
+        if not value:
+            continue
+        style = STYLES.get(value, text.PLAIN) if name == "state" else text.PLAIN
+        first, *more = text.wrapped(value, max(20, columns - wide - 4))
+        lines.append(((f"  {name:{wide}}  ", text.DIM), (first, style)))
+        lines += [((" " * (wide + 4), text.PLAIN), (part, style)) for part in more]
+    for name, trace in (("cpu", task.cpu_history), ("memory", task.rss_history)):
+        chart = text.spark(trace, columns - wide - 4, options.glyphs)
+        if chart.strip():
+            lines.append(((f"  {name:{wide}}  ", text.DIM), (chart, text.CYAN), (f"  {TRACE_SPAN}", text.DIM)))
+    host = model.hosts.get(task.host)
+    for gpu in host.gpus if host is not None else ():
+        memory = f"{text.size(gpu.mem_used)}/{text.size(gpu.mem_total)}"
+        lines.append(((f"  gpu {gpu.index} of {task.host}: {text.percent(gpu.util)} {memory} {gpu.name}", text.PLAIN),))
+    mine = [event for event in model.events if task.name in event.words.split(":")[0].split()]
+    if mine:
+        lines += [(), (("  events", text.TITLE),)]
+        lines += [(("  " + line[0][0], text.DIM), *line[1:]) for line in _event_lines(mine)]
+    return lines
+
+
+def _event_lines(found: Sequence[Event]) -> list[Line]:
+    return [((time_of_day(each.time)[:8] + " ", text.DIM), (each.words, each.style)) for each in found]
+
+
+def _both(one: float | None, other: float | None, first: str, second: str) -> str:
+    if one is None and other is None:
+        return ""
+    return f"{text.size(one or 0.0)}/s {first}, {text.size(other or 0.0)}/s {second}"
+
+
+def _to_width(line: Line, options: Options) -> Line:
+    return text.cut(line, options.columns, options.glyphs.ellipsis)

@@ -1,0 +1,307 @@
+"""Samples the tasks of this host, and the host itself, from /proc.
+
+At each sample only the files `stat`, `statm` and `io` of known processes are read. Which processes belong to a task is
+looked up each LOOK_S: then /proc is listed, and `stat` of those that are new there is read. So a host of a thousand
+processes costs little more than an empty one. Standard library only, Python 3.8.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Set, Tuple
+
+from distrun_runtime.agent import sampling
+from distrun_runtime.agent.sampling import Rising
+from distrun_runtime.contract.process import Identity
+
+LOOK_S = 5.0
+"""Interval of looks at which processes belong to which task."""
+CHANGING_S = 1.0
+"""The same after a look that found new ones."""
+AGAIN = 12
+"""Every so many looks, what is known of a process that belongs to no task is read again: its id may be another's."""
+LOOKS = 2000
+"""Processes that are read at most in one look; the rest waits for the next. The agent's loop must go on."""
+SAMPLES = 500
+"""Processes of tasks that are read at most in one sample; the others keep their last numbers until it is their turn."""
+_READ_BYTES = 65536
+_PROC = "/proc"
+_GROUPS = "/sys/fs/cgroup"
+
+NOT_OURS = ""
+"""Owner of a process that belongs to no task."""
+
+
+class Usage(NamedTuple):
+    """What a task has used. CPU time and bytes of disks count from its start, and never go back."""
+
+    cpu_s: float
+    rss: Optional[int]
+    """Bytes of memory; None: not known."""
+    processes: int
+    read: Optional[int] = None
+    write: Optional[int] = None
+    limit: Optional[int] = None
+    """Bytes of memory that it may have at most."""
+
+
+class _Member:
+    """A process of a task, with its last numbers."""
+
+    __slots__ = ("cpu", "io", "is_leader", "memory", "pid", "start", "task")
+
+    def __init__(self, pid: int, start: int, task: str, is_leader: bool) -> None:
+        self.pid, self.start, self.task, self.is_leader = pid, start, task, is_leader
+        self.cpu = 0
+        self.memory = 0
+        self.io: Optional[Tuple[int, int]] = None
+
+
+class Tasks:
+    """Samples tasks. `task_of` names the task in the environment of a process that has lost its parent."""
+
+    def __init__(self, task_of: Callable[[int], str]) -> None:
+        self.processes = 0
+        """On the whole host, at the last look."""
+        self.members: Dict[int, _Member] = {}
+        """Processes of tasks, by their id. Those that were read longest ago come first."""
+        self._task_of = task_of
+        self._me = os.getpid()
+        self._leaders: Dict[str, Identity] = {}
+        self._owners: Dict[int, str] = {}
+        """The task of each process that was there at the last look, or NOT_OURS."""
+        self._looks = 0
+        self._look_at = 0.0
+        self._counters: Dict[str, Tuple[Rising, Rising, Rising]] = {}
+        self._limits: Dict[str, Optional[int]] = {}
+        self._ticks_s = 1 / os.sysconf("SC_CLK_TCK")
+        self._page = os.sysconf("SC_PAGE_SIZE")
+
+    def sample(self, leaders: Mapping[str, Identity], now: float) -> Dict[str, Usage]:
+        """Return what tasks have used, by name. `leaders`: the first process of each that runs."""
+        if self._leaders != leaders:
+            self._admit(leaders)
+        if now >= self._look_at:
+            self._look_at = now + (CHANGING_S if self._look() else LOOK_S)
+        for pid in list(self.members)[:SAMPLES]:
+            member = self.members.pop(pid)
+            if self._read(member):
+                self.members[pid] = member  # behind the others
+            else:
+                self._owners.pop(pid, None)
+        by_task: Dict[str, List[_Member]] = {name: [] for name in leaders}
+        for member in self.members.values():
+            by_task[member.task].append(member)
+        return {name: self._usage(name, mine) for name, mine in by_task.items()}
+
+    def _admit(self, leaders: Mapping[str, Identity]) -> None:
+        """Take in tasks that have started, and forget those that have ended."""
+        was, self._leaders = self._leaders, dict(leaders)
+        ended = {name for name, who in was.items() if leaders.get(name) != who}
+        for pid in [pid for pid, member in self.members.items() if member.task in ended]:
+            del self.members[pid]
+            self._owners.pop(pid, None)
+        for name in ended:
+            self._limits.pop(name, None)
+            for counter in self._counters.get(name, ()):
+                counter.note(0.0)
+        for name, who in leaders.items():
+            if was.get(name) != who:
+                start = who.start.rpartition(":")[2]
+                self._owners[who.pid] = name
+                self.members[who.pid] = _Member(who.pid, int(start) if start.isdigit() else -1, name, True)
+                self._look_at = 0.0
+
+    def _look(self) -> bool:
+        """Find out which processes belong to which task; return whether any new one does, or some were not read."""
+        found = {int(name) for name in os.listdir(_PROC) if name.isdigit()}
+        self.processes = len(found)
+        self._looks += 1
+        for pid in [pid for pid in self._owners if pid not in found]:
+            del self._owners[pid]
+        turn = self._looks % AGAIN
+        fresh = [
+            pid for pid in found if pid not in self._owners or (pid % AGAIN == turn and self._owners[pid] == NOT_OURS)
+        ]
+        rows: Dict[int, sampling.Stat] = {}
+        for pid in sorted(fresh)[:LOOKS]:
+            row = sampling.stat(_read(f"{_PROC}/{pid}/stat"))
+            if row is not None:
+                rows[pid] = row
+        sessions = {who.pid: name for name, who in self._leaders.items()}
+        is_changed = len(fresh) > LOOKS
+        known = {pid: owner for pid, owner in self._owners.items() if pid not in rows}
+        for pid, row in rows.items():
+            owner = self._owner(pid, rows, known, sessions)
+            self._owners[pid] = owner
+            if owner != NOT_OURS:
+                self.members[pid] = _Member(pid, row.start, owner, False)
+                is_changed = True
+        return is_changed
+
+    def _owner(
+        self, pid: int, rows: Mapping[int, sampling.Stat], known: Dict[int, str], sessions: Mapping[int, str]
+    ) -> str:
+        """Return the task of a process: that of its session, or of the nearest process above it that has one."""
+        path: List[int] = []
+        owner = NOT_OURS
+        while pid not in known:
+            row = rows.get(pid)
+            if row is None or pid in path or pid == self._me:
+                break
+            path.append(pid)
+            owner = sessions.get(row.sid, NOT_OURS)
+            if owner == NOT_OURS and row.ppid == self._me:
+                owner = self._task_of(pid)
+            if owner != NOT_OURS or row.ppid in (0, self._me):
+                break
+            pid = row.ppid
+        if owner == NOT_OURS:
+            owner = known.get(pid, NOT_OURS)
+        owner = owner if owner in self._leaders else NOT_OURS
+        known.update((each, owner) for each in path)
+        return owner
+
+    def _read(self, member: _Member) -> bool:
+        """Read a process's numbers; return whether it is there."""
+        folder = f"{_PROC}/{member.pid}"
+        row = sampling.stat(_read(f"{folder}/stat"))
+        if row is None or (row.start != member.start and member.start >= 0):
+            return False
+        member.cpu = row.ticks
+        pages = sampling.statm(_read(f"{folder}/statm"))
+        if pages is not None:
+            # What children share with their parent is counted once.
+            member.memory = pages[0] if member.is_leader else max(0, pages[0] - pages[1])
+        member.io = sampling.io(_read(f"{folder}/io")) or member.io
+        return True
+
+    def _usage(self, name: str, mine: List[_Member]) -> Usage:
+        cpu, read, write = self._counters.setdefault(name, (Rising(), Rising(), Rising()))
+        disks = [each.io for each in mine if each.io is not None]
+        if disks:
+            read.note(sum(each[0] for each in disks))
+            write.note(sum(each[1] for each in disks))
+        if name not in self._limits and mine:
+            self._limits[name] = limit_of(self._leaders[name].pid)
+        return Usage(
+            round(cpu.note(sum(each.cpu for each in mine) * self._ticks_s), 3),
+            sum(each.memory for each in mine) * self._page if mine else None,
+            len(mine),
+            int(read.value) if disks or read.value else None,
+            int(write.value) if disks or write.value else None,
+            self._limits.get(name),
+        )
+
+
+class Host:
+    """Samples the host."""
+
+    def __init__(self) -> None:
+        self._ticks_s = 1 / os.sysconf("SC_CLK_TCK")
+        self._cores = os.cpu_count() or 1
+        self._seen: Set[str] = set()
+        self._counted: Set[str] = set()
+        """Interfaces, and those of them whose bytes count."""
+
+    def sample(self) -> Dict[str, Any]:
+        """Return what is known of the host, by the names of the frame `metrics`."""
+        found: Dict[str, Any] = {"cores": self._cores}
+        ticks = sampling.busy_ticks(_read(f"{_PROC}/stat"))
+        if ticks is not None:
+            found["cpu_s"] = round(ticks * self._ticks_s, 2)
+        found["load"] = sampling.load(_read(f"{_PROC}/loadavg"))
+        memory = sampling.memory(_read(f"{_PROC}/meminfo"))
+        if memory is not None:
+            found["mem_total"], found["mem_used"] = memory
+        counted = self._network(sampling.network(_read(f"{_PROC}/net/dev")))
+        if counted:
+            found["net_rx"], found["net_tx"] = (sum(pair) for pair in zip(*counted))
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _network(self, rows: Mapping[str, Tuple[int, int]]) -> List[Tuple[int, int]]:
+        """Return the rows that count: those of real devices, so that no byte counts twice; without any, all others."""
+        if set(rows) != self._seen:
+            self._seen = set(rows)
+            real = {name for name in rows if os.path.exists(f"/sys/class/net/{name}/device")}
+            self._counted = real or {name for name in rows if name != "lo" and not name.startswith(_TWICE)}
+        return [pair for name, pair in rows.items() if name in self._counted]
+
+
+_TWICE = ("veth", "docker", "br-", "virbr", "ifb", "tun", "tap", "bond", "team", "vlan", "dummy")
+"""Begins the names of interfaces whose bytes another one counts, too."""
+
+
+def portable_host() -> Dict[str, Any]:
+    """Return what is known of a host without /proc."""
+    found: Dict[str, Any] = {"cores": os.cpu_count() or 1}
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        found["load"] = round(os.getloadavg()[0], 2)
+    with contextlib.suppress(OSError, ValueError):
+        found["mem_total"] = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return found
+
+
+class PortableTasks:
+    """Samples tasks from what `ps` prints. It knows no shared memory, so that of children counts whole."""
+
+    def __init__(self) -> None:
+        self.members: Dict[int, str] = {}
+        """The task of each process, by its id."""
+        self._counters: Dict[str, Rising] = {}
+
+    def sample(self, leaders: Mapping[str, Identity], rows: List[sampling.PsRow]) -> Dict[str, Usage]:
+        """Return what tasks have used, by name."""
+        tasks = {who.pid: name for name, who in leaders.items()}
+        below = {row.pid: row for row in rows}
+        by_task: Dict[str, List[sampling.PsRow]] = {name: [] for name in leaders}
+        self.members = {}
+        for row in rows:
+            above: Optional[sampling.PsRow] = row
+            owner = NOT_OURS
+            for _ in range(100):  # the table may hold a circle: it was not read in one moment
+                if above is None or owner:
+                    break
+                owner = tasks.get(above.pid) or tasks.get(above.pgid, NOT_OURS)
+                above = below.get(above.ppid)
+            if owner:
+                self.members[row.pid] = owner
+                by_task[owner].append(row)
+        for name in set(self._counters) - set(leaders):
+            self._counters[name].note(0.0)
+        found = {}
+        for name, mine in by_task.items():
+            cpu = self._counters.setdefault(name, Rising()).note(sum(row.cpu_s for row in mine))
+            found[name] = Usage(round(cpu, 3), sum(row.rss for row in mine) if mine else None, len(mine))
+        return found
+
+
+def limit_of(pid: int) -> Optional[int]:
+    """Return how many bytes of memory a process may have: the least of its control groups, and of its own limit."""
+    one, two = sampling.memory_group(_read(f"{_PROC}/{pid}/cgroup"))
+    found = []
+    for root, path, file in ((f"{_GROUPS}/memory", one, "memory.limit_in_bytes"), (_GROUPS, two, "memory.max")):
+        while path.startswith("/"):
+            found.append(sampling.limit(_read(os.path.join(root, path.strip("/"), file))))
+            path = os.path.dirname(path) if path != "/" else ""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        import resource
+
+        own = resource.prlimit(pid, resource.RLIMIT_AS)[0]
+        found.append(own if own != resource.RLIM_INFINITY else None)
+    return min((each for each in found if each), default=None)
+
+
+def _read(path: str) -> bytes:
+    """Return what a file of the system holds; empty if it is gone, or may not be read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        return os.read(descriptor, _READ_BYTES)
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,361 @@
+"""Answers the frame `stack`: where a task's Python process stands, without help of the task and without waiting.
+
+First by `py-spy dump --nonblocking`, where that is installed: beside the task's interpreter, on the task's PATH or on
+the agent's. It needs nothing of the process. Else by SIGURG, if the process has said (`contract.metrics`, `stacks`)
+that it writes its stacks then; that very process, by its id and start time. No other signal is ever sent: a process
+that does not handle SIGUSR1 dies of it. Else the answer says why not, and what would help.
+
+`Stacks` is driven by the agent's loop. Programs that it starts are read by the selector, and all have a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import shutil
+import signal
+import stat
+import subprocess
+import time
+from typing import Callable, Dict, List, Mapping, NamedTuple, Protocol, Tuple
+
+from distrun_runtime.contract import process
+from distrun_runtime.contract.process import Identity
+
+PY_SPY = "py-spy"
+PY_SPY_S = 5.0
+"""How long py-spy may take."""
+SIGNAL_S = 3.0
+"""How long a process may take to write its stacks."""
+SETTLED_S = 0.1
+"""The stacks are whole when nothing was added for so long."""
+LOOK_S = 0.05
+TEXT_BYTES = 64 * 1024
+"""Longer stacks are cut."""
+FILE = "stacks-%d.txt"
+"""Name of the file of a process in the agent's folder."""
+OFFERS = 64
+"""So many processes of a task are remembered."""
+
+BY_PY_SPY = "py-spy"
+BY_SIGNAL = "faulthandler"
+
+
+class Member(Protocol):
+    """A task that was started."""
+
+    @property
+    def leader(self) -> Identity:
+        """Its first process."""
+
+    @property
+    def is_reaped(self) -> bool:
+        """It has ended."""
+
+
+class Answer(NamedTuple):
+    """What the coordinator is told."""
+
+    task: str
+    text: str = ""
+    how: str = ""
+    """`py-spy` or `faulthandler`; empty: there are no stacks."""
+    error: str = ""
+    fix: str = ""
+    """What would help."""
+
+
+Give = Callable[[Answer], None]
+
+
+class Stacks:
+    """Gets the stacks of tasks.
+
+    Arguments:
+        folder: the agent's own, in which processes write.
+        tasks: those that were started here, by name.
+    """
+
+    def __init__(self, folder: str, tasks: Mapping[str, Member], selector: selectors.BaseSelector) -> None:
+        self._folder = folder
+        self._tasks = tasks
+        self._selector = selector
+        self._offers: Dict[str, Dict[int, Identity]] = {}
+        """Task to the processes that write their stacks on the signal, the one that said so last at the end."""
+        self._spies: List[_Spy] = []
+        self._dumps: List[_Dump] = []
+
+    def heard(self, task: str, told: Mapping[str, object]) -> None:
+        """Take a datagram `stacks` of a task."""
+        pid, start, how = told.get("pid"), told.get("start"), told.get("how")
+        if not isinstance(pid, int) or not isinstance(start, str) or task not in self._tasks:
+            return
+        known = self._offers.setdefault(task, {})
+        known.pop(pid, None)
+        if how == "sigurg":
+            known[pid] = Identity(pid, start)
+        while len(known) > OFFERS:
+            del known[next(iter(known))]
+
+    @property
+    def next_at(self) -> float:
+        """When `tick` has something to do (monotonic clock); infinite: never."""
+        dues = [spy.deadline for spy in self._spies] + [dump.next_at for dump in self._dumps]
+        return min(dues, default=float("inf"))
+
+    def ask(self, task: str, give: Give) -> None:
+        """Have the stacks of a task given, now or later."""
+        running = self._tasks.get(task)
+        if running is None or running.is_reaped:
+            give(Answer(task, error=f"{task} {'does not run on this host' if running is None else 'has ended'}"))
+            return
+        target = self._target(task, running)
+        program = self._find(target)
+        if program:
+            try:
+                spy = _Spy(program, target, self._selector, lambda found: self._spied(task, target, found, give))
+            except OSError as err:
+                self._by_signal(task, target, f"{program} cannot be started: {err.strerror}", give)
+            else:
+                self._spies.append(spy)
+        else:
+            self._by_signal(task, target, "", give)
+
+    def reaped(self, pid: int, status: int) -> None:
+        """Take note that a child of the agent has ended."""
+        for spy in list(self._spies):
+            if spy.pid == pid:
+                spy.reaped(status)
+                self._spies.remove(spy)
+                spy.finish()
+
+    def tick(self, now: float) -> None:
+        """Do what is due."""
+        for spy in self._spies:
+            if now >= spy.deadline:
+                spy.end()
+        for dump in list(self._dumps):
+            if now >= dump.next_at and dump.look(now):
+                self._dumps.remove(dump)
+
+    def close(self) -> None:
+        """End what was started. Nobody is answered any more."""
+        for spy in self._spies:
+            spy.end()
+            spy.close()
+        self._spies, self._dumps = [], []
+
+    # Which process
+
+    def _target(self, task: str, running: Member) -> Identity:
+        """Return the process of a task whose stacks are wanted: one that has offered them, else its first Python."""
+        rows = process.table()
+        mine = [row for row in rows if row.pid == running.leader.pid]
+        mine += process.descendants([running.leader.pid], rows)
+        mine += [row for row in rows if row.sid == running.leader.pid and row not in mine]
+        living = [row.identity for row in mine if not row.is_dead]
+        offered = self._offers.get(task, {})
+        found = [who for who in living if offered.get(who.pid) == who]
+        found += [who for who in living if _is_python(who.pid)]
+        return found[0] if found else running.leader
+
+    def _find(self, target: Identity) -> str:
+        """Return the path of py-spy; empty: it is not installed where it is looked for."""
+        folders = process.environ_of(target.pid).get("PATH", "")
+        argv0 = process.command_of(target.pid).partition(" ")[0]
+        beside = os.path.dirname(argv0) if os.path.isabs(argv0) else ""
+        for path in (beside, folders):
+            found = shutil.which(PY_SPY, path=path) if path else None
+            if found:
+                return found
+        return shutil.which(PY_SPY) or ""
+
+    # By py-spy, then by the signal
+
+    def _spied(self, task: str, target: Identity, found: Tuple[str, str], give: Give) -> None:
+        text, error = found
+        if text:
+            give(Answer(task, text, BY_PY_SPY))
+        else:
+            self._by_signal(task, target, error, give)
+
+    def _by_signal(self, task: str, target: Identity, before: str, give: Give) -> None:
+        """Have the process write its stacks. `before`: what went wrong with py-spy."""
+        if self._offers.get(task, {}).get(target.pid) != target:
+            give(_unknown(task, target, before))
+            return
+        try:
+            dump = _Dump(task, target, os.path.join(self._folder, FILE % target.pid), before, give)
+        except OSError as err:
+            why = f"its stacks cannot be read: {err}"
+            give(Answer(task, error=f"{before}; {why}" if before else why))
+        else:
+            self._dumps.append(dump)
+
+
+def _unknown(task: str, target: Identity, before: str) -> Answer:
+    """Return the answer if neither way can be gone."""
+    command = process.command_of(target.pid, 60)
+    if not _is_python(target.pid):
+        return Answer(task, error=f"process {target.pid} is no Python: {command}", fix=f"gdb -p {target.pid}, there")
+    why = f"{before}, and " if before else "py-spy is not installed where the task runs, and "
+    error = f"{why}process {target.pid} has not used distrun_runtime: {command}"
+    fix = "install py-spy in the task's environment (pip install py-spy)"
+    if before:
+        fix = f"sudo py-spy dump --pid {target.pid}, there"
+    return Answer(task, error=error, fix=f"{fix}; or call distrun_runtime.report in the script")
+
+
+def _is_python(pid: int) -> bool:
+    try:
+        name = os.path.basename(os.readlink(f"/proc/{pid}/exe"))
+    except OSError:
+        name = os.path.basename(process.command_of(pid).partition(" ")[0])
+    return "python" in name.lower() or name.startswith("pypy")
+
+
+class _Spy:
+    """py-spy while it runs. `done` gets the stacks, or empty and why there are none."""
+
+    def __init__(
+        self,
+        program: str,
+        target: Identity,
+        selector: selectors.BaseSelector,
+        done: Callable[[Tuple[str, str]], None],
+    ) -> None:
+        argv = [program, "dump", "--nonblocking", "--pid", str(target.pid)]
+        self._selector = selector
+        self._done = done
+        self._program = program
+        self.deadline = time.monotonic() + PY_SPY_S
+        self._is_late = False
+        self._child = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        self.pid = self._child.pid
+        assert self._child.stdout is not None  # asked for above, both
+        assert self._child.stderr is not None
+        self._texts: Dict[int, bytes] = {}
+        self._pipes = (self._child.stdout, self._child.stderr)
+        for pipe in self._pipes:
+            os.set_blocking(pipe.fileno(), False)
+            self._texts[pipe.fileno()] = b""
+            selector.register(pipe, selectors.EVENT_READ, self._reader(pipe.fileno()))
+        self._out, self._err = (pipe.fileno() for pipe in self._pipes)
+
+    def _reader(self, descriptor: int) -> Callable[[], None]:
+        return lambda: self._read(descriptor)
+
+    def _read(self, descriptor: int) -> None:
+        try:
+            data = os.read(descriptor, 64 * 1024)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self._texts[descriptor] = (self._texts[descriptor] + data)[:TEXT_BYTES]
+        else:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(descriptor)
+
+    def end(self) -> None:
+        """End it: it takes too long. Its end is noticed as any other's."""
+        self._is_late, self.deadline = True, float("inf")
+        if self._child.returncode is None:  # not reaped: the id is still its own
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def reaped(self, status: int) -> None:
+        """Take note that it has ended."""
+        self._child.returncode = os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status)
+
+    def finish(self) -> None:
+        """Read the rest, and say what came of it."""
+        for descriptor in list(self._texts):
+            before = None
+            while self._texts[descriptor] != before:
+                before = self._texts[descriptor]
+                self._read(descriptor)
+        self.close()
+        out, err = (self._texts[each].decode("utf-8", "replace").strip("\n") for each in (self._out, self._err))
+        code = self._child.returncode
+        if code == 0 and out:
+            self._done((out, ""))
+            return
+        lines = [line.strip() for line in err.splitlines() if line.strip()]
+        why = "did not answer within %g s" % PY_SPY_S if self._is_late else (lines or ["exit code %s" % code])[0]
+        self._done(("", f"{self._program}: {why}"))
+
+    def close(self) -> None:
+        """Close its pipes."""
+        for pipe in self._pipes:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(pipe)
+            pipe.close()
+
+
+class _Dump:
+    """A process that was sent the signal, and the file to which it writes.
+
+    Raises:
+        OSError: the file is not there, or is none of ours.
+    """
+
+    def __init__(self, task: str, target: Identity, path: str, before: str, give: Give) -> None:
+        self._task = task
+        self._target = target
+        self._path = path
+        self._before = before
+        self._give = give
+        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                raise OSError(f"{path} is not a file of this user")
+            os.ftruncate(descriptor, 0)  # what an earlier question has brought; the process only appends
+        finally:
+            os.close(descriptor)
+        now = time.monotonic()
+        self._until = now + SIGNAL_S
+        self._size = 0
+        self._changed_at = now
+        self.next_at = now + LOOK_S
+        if not process.send_signal(target, signal.SIGURG):
+            self._until = now  # it has ended; `look` says so
+
+    def look(self, now: float) -> bool:
+        """See whether the stacks are there, and give them; return whether it is over."""
+        self.next_at = now + LOOK_S
+        try:
+            size = os.stat(self._path).st_size
+        except OSError:
+            size = 0
+        if size != self._size:
+            self._size, self._changed_at = size, now
+        is_whole = size > 0 and now >= self._changed_at + SETTLED_S
+        if not is_whole and now < self._until:
+            return False
+        text = self._read() if size else ""
+        self._give(Answer(self._task, text, BY_SIGNAL) if text else self._none())
+        return True
+
+    def _read(self) -> str:
+        try:
+            with open(self._path, "rb") as file:
+                return file.read(TEXT_BYTES).decode("utf-8", "replace").strip("\n")
+        except OSError:
+            return ""
+
+    def _none(self) -> Answer:
+        pid = self._target.pid
+        rows = [row for row in process.table([pid]) if row.identity == self._target]
+        if not rows or rows[0].is_dead:
+            return Answer(self._task, error=f"process {pid} has ended")
+        before = f"{self._before}, and " if self._before else ""
+        if rows[0].state.upper().startswith("T"):
+            return Answer(self._task, error=f"{before}process {pid} is stopped", fix=f"kill -CONT {pid}, there")
+        error = f"{before}process {pid} did not write its stacks within {SIGNAL_S:g} s"
+        return Answer(self._task, error=error, fix=f"sudo py-spy dump --pid {pid}, there (pip install py-spy)")

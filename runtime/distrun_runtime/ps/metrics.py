@@ -1,0 +1,192 @@
+"""What a node of the store tells its agent while it runs: counters, lags of workers, what the script waits for.
+
+The node's loop asks `NodeMetrics.tick` at every turn; once a second it sends a datagram (`contract.metrics`) with what
+`counters()` of the role returns. `Lags` samples how late each worker's contributions come.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from distrun_runtime import stacks
+from distrun_runtime.contract import metrics
+from distrun_runtime.ps.request import Request, Waits
+
+INTERVAL_S = 1.0
+"""How often counters are sent."""
+WAIT_S = 1.0
+"""A wait of the script that has lasted so long is told."""
+NAMELESS_S = 3.0
+"""If nobody has said by then for whom, it is for who has not answered."""
+AGAIN_S = 5.0
+"""How often a wait is told again: datagrams may be lost."""
+NAMES = 16
+"""So many of those that are waited for are named."""
+
+SAMPLES = 20
+"""Rounds that are remembered."""
+APART_S = 0.05
+"""From the end of one sampled round to the beginning of the next. A worker that is less late is not worth a name."""
+RANKS = 40
+"""Lags are told of so many workers: those that came last most often."""
+
+
+@dataclass
+class _Sample:
+    """A round of the sampled shard, from its first contribution to its last."""
+
+    round: int
+    arrivals: list[tuple[float, Sequence[int]]] = field(default_factory=list)
+    """When contributions came, and whose: of one worker, or a sum of several."""
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A sampled round that is over."""
+
+    last: int
+    """The worker that came last; -1: it was a sum of several."""
+    lags: Mapping[int, float]
+    """Seconds from the median of all arrivals to each worker's."""
+    duration_s: float
+
+
+class Lags:
+    """How late workers contribute to rounds of one shard, by this server's clock.
+
+    Of a sum that a relay sends, nobody knows here which of its workers was late; the relay itself samples them.
+
+    Arguments:
+        shard: the shard that is sampled.
+    """
+
+    def __init__(self, shard: int) -> None:
+        self.shard = shard
+        self.over_at = -math.inf
+        """When the last sampled round was over."""
+        self._over_round = 0
+        self._newest = 0
+        """The last round that anybody has contributed to."""
+        self._open: _Sample | None = None
+        self._rounds: deque[_Round] = deque(maxlen=SAMPLES)
+
+    def contributed(
+        self, ranks: Sequence[int], number: int, members: Callable[[], Collection[int]], now: float
+    ) -> None:
+        """Take note of a contribution to round `number`; `members` returns the workers that it waits for."""
+        is_first = number > self._newest
+        self._newest = max(self._newest, number)
+        if is_first and now >= self.over_at + APART_S:
+            sample = self._open
+            # An open one may lack a contribution for good: of a worker that was excused meanwhile, or was refused.
+            if sample is None or number > sample.round + 1:
+                self._open = _Sample(number)
+        if self._open is None or self._open.round != number:
+            return
+        self._open.arrivals.append((now, ranks))
+        here = {rank for _, some in self._open.arrivals for rank in some}
+        if here.issuperset(members()):
+            self._end(self._open, now)
+
+    def _end(self, sample: _Sample, now: float) -> None:
+        since, rounds = self.over_at, sample.round - self._over_round
+        self._open, self.over_at, self._over_round = None, now, sample.round
+        at = {rank: when for when, ranks in sample.arrivals for rank in ranks}
+        if len(at) < 2 or math.isinf(since):  # of the first one it is not known how long it took
+            return
+        median = statistics.median(at.values())
+        last = sample.arrivals[-1][1]
+        lags = {rank: when - median for rank, when in at.items()}
+        self._rounds.append(_Round(last[0] if len(last) == 1 else -1, lags, (now - since) / rounds))
+
+    def to_json(self) -> dict[str, list[float]]:
+        """Return for each rank: its last lag, in how many rounds it was last, its median lag, the median round."""
+        rounds = self._rounds
+        if not rounds:
+            return {}
+        round_s = statistics.median(each.duration_s for each in rounds)
+        found: dict[int, list[float]] = {}
+        for rank in {rank for each in rounds for rank in each.lags}:
+            mine = [each.lags[rank] for each in rounds if rank in each.lags]
+            times = sum(each.last == rank for each in rounds)
+            found[rank] = [round(mine[-1], 4), times, round(statistics.median(mine), 4), round(round_s, 4)]
+        worst = sorted(found, key=lambda rank: (-found[rank][1], -found[rank][2]))[:RANKS]
+        return {str(rank): found[rank] for rank in sorted(worst)}
+
+
+class NodeMetrics:
+    """Tells the agent. Called by the node's thread; `waits` is set by the script's.
+
+    Arguments:
+        role: `server`, `scheduler` or `worker`.
+        counters: returns what the node has counted, by the names that docs/protocol.md lists.
+        lags: returns `Lags.to_json`.
+        waits: what the script waits for.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        sender: metrics.Sender,
+        counters: Callable[[], Mapping[str, float]],
+        *,
+        lags: Callable[[], Mapping[str, Any]] = dict,
+        waits: Waits | None = None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._role = role
+        self._sender = sender
+        self._counters = counters
+        self._lags = lags
+        self._waits = waits
+        self._wall = wall
+        self._next_at = 0.0
+        self._look_at = 0.0
+        self._told: Request | None = None
+        """The wait that the agent knows of."""
+        self._told_of: tuple[object, ...] = ()
+        self._told_at = 0.0
+
+    def tick(self, now: float) -> None:
+        """Send what is due at `now` (monotonic clock, seconds)."""
+        if now < self._look_at:
+            return
+        self._look_at = now + (0.2 if self._waits is not None else INTERVAL_S)
+        if self._waits is not None:
+            self._tell_wait(self._waits, now)
+        if now >= self._next_at:
+            self._next_at = now + INTERVAL_S
+            lags = self._lags()
+            more = {"lags": lags} if lags else {}
+            self._sender.send(metrics.COUNTERS, role=self._role, values=self._counters(), **more)
+            stacks.tell(now)
+
+    def _tell_wait(self, waits: Waits, now: float) -> None:
+        request, since = waits.request, waits.since
+        waited_s = self._wall() - since
+        if request is None or request.is_done or waited_s < WAIT_S:
+            if self._told is not None:
+                self._told, self._told_of = None, ()
+                self._sender.send(metrics.WAITING, **{"for": [], "key": "", "call": "", "since": 0.0})
+            return
+        names = request.awaited
+        if not names and waited_s < NAMELESS_S:
+            return
+        names = names or tuple(sorted(set(request.missing.copy().values()))) or ("scheduler",)
+        what = (request, names, request.awaited_key)
+        if what == self._told_of and now < self._told_at + AGAIN_S:
+            return
+        self._told, self._told_of, self._told_at = request, what, now
+        members = {
+            "for": names[:NAMES],
+            "key": request.awaited_key[:200],
+            "call": request.what.partition(" ")[0],
+            "since": round(since, 3),
+        }
+        self._sender.send(metrics.WAITING, **members)

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import snapshots
+from snapshots import NOW
+
+from distrun.dashboard import rows
+from distrun.dashboard.model import LONG_WAIT_S, Model
+
+
+def recorded(workers: int = 8, hosts: int = 4) -> Model:
+    model = Model("calm-otter-7f3")
+    model.take("state", {"state": snapshots.state(workers, hosts)}, NOW)
+    for event in snapshots.events():
+        model.take("event", {"event": event}, NOW)
+    model.take("metrics", {"metrics": snapshots.metrics(workers, hosts)}, NOW)
+    model.settle(NOW)
+    return model
+
+
+def names(model: Model, order: str = "problems", wanted: str = "", is_folded: bool = False) -> list[str]:
+    return [row.name for row in rows.table(model.tasks.values(), wanted, order, is_folded)]
+
+
+def with_task(model: Model, name: str, when: float = NOW, **members: Any) -> None:
+    metrics = snapshots.metrics(8)
+    metrics["tasks"][name].update(members)
+    model.take("metrics", {"metrics": metrics}, when)
+    model.settle(when)
+
+
+def test_problems_come_first_and_the_rest_keeps_the_order_of_ranks() -> None:
+    found = names(recorded())
+    assert found[:3] == ["worker-1", "worker-3", "worker-4"]
+    assert found[3:] == [
+        "worker-0",
+        "worker-2",
+        "worker-5",
+        "worker-6",
+        "worker-7",
+        "server-0",
+        "server-1",
+        "scheduler",
+    ]
+
+
+def test_a_task_that_waits_long_becomes_a_problem() -> None:
+    model = recorded()
+    assert not model.tasks["worker-5"].is_problem
+    with_task(model, "worker-5", NOW + LONG_WAIT_S)
+    assert model.tasks["worker-5"].is_problem
+    assert names(model)[:4] == ["worker-1", "worker-3", "worker-5", "worker-4"]
+    with_task(model, "worker-5", NOW + LONG_WAIT_S + 1, condition="")
+    assert model.tasks["worker-5"].word == "running"
+    with_task(model, "worker-5", NOW + LONG_WAIT_S + 2, condition="waiting")
+    assert not model.tasks["worker-5"].is_problem
+
+
+@pytest.mark.parametrize(
+    ("order", "first"), [("task", "worker-0"), ("host", "worker-0"), ("memory", "worker-7"), ("last line", "worker-3")]
+)
+def test_the_table_is_sorted_as_the_user_wants(order: str, first: str) -> None:
+    assert names(recorded(), order)[0] == first
+
+
+def test_a_filter_is_for_name_host_and_state() -> None:
+    model = recorded()
+    assert names(model, wanted="gpu02") == ["worker-1", "worker-5"]
+    assert names(model, wanted="GPU02 failed") == ["worker-1"]
+    assert names(model, wanted="server") == ["server-0", "server-1"]
+
+
+def test_folded_tasks_of_a_role_and_state_share_a_row_and_problems_have_their_own() -> None:
+    assert names(recorded(40), is_folded=True) == [
+        "worker-1",
+        "worker-3",
+        "worker-4",
+        "worker-[0,2,6-39]",
+        "worker-5",
+        "server-[0-1]",
+        "scheduler",
+    ]
+
+
+def test_the_first_error_is_the_earliest_that_is_no_consequence() -> None:
+    state = snapshots.state(4)
+    failed: dict[str, Any] = {"state": "failed", "code": 1}
+    state["tasks"][3].update(failed, ended=snapshots.moment(NOW - 90), lost_peer="worker-1")
+    state["tasks"][5].update(failed, ended=snapshots.moment(NOW - 30))
+    model = Model("calm-otter-7f3")
+    model.take("state", {"state": state}, NOW)
+    model.settle(NOW)
+    assert model.first_error is model.tasks["worker-1"]
+    model.take("outcome", {"outcome": {"exit_code": 1, "reason": "task_failed", "culprit": {"task": "worker-2"}}}, NOW)
+    model.settle(NOW)
+    assert model.first_error is model.tasks["worker-2"]
+
+
+@pytest.mark.parametrize(
+    ("state", "code"), [("running", 0), ("succeeded", 0), ("unknown", 0), ("failed", 1), ("killed", 1), ("lost", 1)]
+)
+def test_the_exit_code_is_that_of_status_of_a_job(state: str, code: int) -> None:
+    model = Model("calm-otter-7f3")
+    model.take("state", {"state": snapshots.state(2, state=state)}, NOW)
+    assert model.exit_code == code
+
+
+def test_an_outcome_ends_the_job_with_its_tasks_last_states() -> None:
+    model = recorded()
+    tasks = [{**each, "state": "stopped", "ended": NOW, "started": NOW - 10} for each in snapshots.state(8)["tasks"]]
+    outcome = {"exit_code": 130, "reason": "interrupted", "message": "interrupted", "culprit": None, "tasks": tasks}
+    model.take("outcome", {"outcome": outcome}, NOW)
+    model.settle(NOW + 5)
+    assert (model.job.state, model.job.exit_code, model.job.is_over) == ("killed", 130, True)
+    assert model.tasks["worker-0"].uptime(NOW + 100) == 10
+    assert model.job.elapsed(NOW + 100) == 730
+
+
+def test_a_lost_host_and_a_silent_one_are_told_apart() -> None:
+    model = recorded()
+    model.take("event", {"event": {"event": "cut", "host": "gpu02", "reason": "timeout"}}, NOW)
+    model.take("event", {"event": {"event": "lost", "host": "gpu03", "reason": "silent for 30 s"}}, NOW)
+    model.settle(NOW)
+    assert [host.word for host in model.hosts.values()] == ["ok", "silent", "lost", "ok"]
+    assert [group[0].name for group in rows.hosts(model.hosts.values(), "", True)] == ["gpu02", "gpu03", "gpu01"]
+    model.take("event", {"event": {"event": "resumed", "host": "gpu02"}}, NOW)
+    model.settle(NOW)
+    assert model.hosts["gpu02"].word == "ok"
+
+
+def test_nan_of_a_loss_is_kept_and_members_of_a_newer_version_do_no_harm() -> None:
+    metrics = snapshots.metrics(8)
+    metrics["progress"].update(loss="nan", novel={"a": 1}, eta_s=None)
+    metrics["tasks"]["worker-0"]["report"] = "what is this"
+    metrics["hosts"]["gpu01"] = None
+    metrics["store"]["servers"]["server-0"] = 7
+    model = recorded()
+    model.take("metrics", {"metrics": metrics}, NOW)
+    model.settle(NOW)
+    assert model.progress is not None
+    assert math.isnan(model.progress.loss or 0.0)
+    assert model.progress.eta_s is None
+    assert model.tasks["worker-0"].step is None
+
+
+def test_a_frozen_copy_stays_as_it_is() -> None:
+    model = recorded()
+    held = model.frozen()
+    with_task(model, "worker-0", NOW + 1, condition="stalled")
+    assert model.tasks["worker-0"].word == "stalled"
+    assert held.tasks["worker-0"].word == "running"

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import snapshots
+from snapshots import NOW
+
+from distrun.dashboard import text, user, view
+from distrun.dashboard.model import Model
+from distrun.dashboard.user import Look
+
+GOLDEN = Path(__file__).with_name("golden")
+SIZES = [(80, 24), (200, 50)]
+MAIN = Look()
+
+
+@pytest.fixture(autouse=True)
+def utc(monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    monkeypatch.setattr(time, "localtime", time.gmtime)
+
+
+def recorded(workers: int, hosts: int = 4) -> Model:
+    model = Model("calm-otter-7f3")
+    model.take("state", {"state": snapshots.state(workers, hosts)}, NOW)
+    for event in snapshots.events():
+        model.take("event", {"event": event}, NOW)
+    model.take("metrics", {"metrics": snapshots.metrics(workers, hosts)}, NOW)
+    model.settle(NOW)
+    model.error_lines = snapshots.ERROR
+    return model
+
+
+def shown(
+    model: Model, look: Look = MAIN, size: tuple[int, int] = (80, 24), glyphs: text.Glyphs = text.ASCII
+) -> list[str]:
+    found = view.picture(model, look, view.Options(*size, glyphs), NOW + 1.0)
+    assert len(found.lines) <= size[1]
+    assert all(text.line_width(line) <= size[0] for line in found.lines)
+    return [text.plain(line) for line in found.lines]
+
+
+@pytest.mark.parametrize("workers", [40, 200])
+@pytest.mark.parametrize("size", SIZES)
+def test_screens_are_as_recorded(size: tuple[int, int], workers: int) -> None:
+    hosts = workers // 10
+    found = "\n".join(shown(recorded(workers, hosts), size=size)) + "\n"
+    assert found.isascii()
+    golden = GOLDEN / f"{size[0]}x{size[1]}-{workers}.txt"
+    assert found == golden.read_text()
+
+
+@pytest.mark.parametrize("size", [(20, 6), (40, 12), (79, 24), (80, 23), (80, 24), (120, 40), (200, 50), (300, 100)])
+@pytest.mark.parametrize("look", [Look(), Look(is_folded=True), *(Look(panel=each) for each in user.PANELS)])
+def test_every_size_is_filled_and_never_exceeded(size: tuple[int, int], look: Look) -> None:
+    for glyphs in (text.ASCII, text.UNICODE):
+        found = view.picture(recorded(40), look, view.Options(*size, glyphs), NOW)
+        assert len(found.lines) == size[1]
+        assert all(text.line_width(line) <= size[0] for line in found.lines)
+
+
+@pytest.mark.parametrize("size", [(79, 24), (80, 23)])
+def test_a_small_terminal_has_one_table_and_no_panels(size: tuple[int, int]) -> None:
+    assert not [line for line in shown(recorded(40), size=size) if line.startswith("-- ")]
+    assert [line for line in shown(recorded(40)) if line.startswith("-- ")]
+
+
+def test_rows_that_are_hidden_are_counted() -> None:
+    found = shown(recorded(40))
+    rows = [line for line in found if line[2:].startswith(("worker-", "server-", "scheduler"))]
+    (counted,) = [line for line in found if " more (" in line]
+    assert counted == f"  {43 - len(rows)} more ({43 - len(rows)} running)"
+    last = shown(recorded(40), Look(chosen="scheduler"))
+    (counted,) = [line for line in last if " more (" in line]
+    assert counted.endswith(", above")
+    assert "1 failed" in counted
+
+
+def test_a_problem_is_a_word_and_why_is_told() -> None:
+    found = shown(recorded(40), size=(200, 50))
+    (stalled,) = [line for line in found if line[2:].startswith("worker-3 ")]
+    assert " stalled " in stalled
+    assert stalled.endswith("no output, step, store call or CPU for 5m40s")
+
+
+def test_why_of_the_chosen_row_has_a_line_where_its_column_is_too_narrow() -> None:
+    found = shown(recorded(40), Look(chosen="worker-4"))
+    assert found[-2] == "worker-4: last in 14 of 20 rounds, 0.31 s behind"
+
+
+def test_the_chosen_row_has_a_mark() -> None:
+    found = shown(recorded(40), Look(chosen="worker-7"))
+    assert [line[:10] for line in found if line.startswith(">")] == ["> worker-7"]
+
+
+def test_a_lost_coordinator_is_told_above_what_was_last_known() -> None:
+    model = recorded(4)
+    model.disconnected("its coordinator is gone")
+    assert "! its coordinator is gone" in shown(model)
+
+
+def test_metrics_that_are_old_are_said_to_be_so() -> None:
+    found = view.picture(recorded(4), Look(), view.Options(80, 24, text.ASCII), NOW + 60)
+    assert "! no metrics for 60s" in [text.plain(line).replace("1m", "60s") for line in found.lines]
+
+
+def test_text_of_tasks_cannot_control_the_terminal() -> None:
+    model = recorded(4)
+    model.error_lines = ("\x1b[2Jgone \x1b]0;title\x07\x9b31m\ttab\u202e",)
+    look = Look(mode=user.LOG, chosen="worker-0")
+    extra = view.Extra(log=["\x1b[31mred\x1b[0m", "\x07bell\x1b"])
+    for picture in (
+        view.picture(model, Look(), view.Options(80, 24), NOW),
+        view.picture(model, look, view.Options(80, 24), NOW, extra),
+    ):
+        for line in picture.lines:
+            assert all(part.isprintable() for part, _ in line), line
+
+
+def test_wide_characters_take_two_columns() -> None:
+    model = recorded(4)
+    model.error_lines = ("訓練" * 60,)
+    shown(model, glyphs=text.UNICODE)
+    assert text.only_ascii("訓x") == "??x"
+    assert text.fit("訓練中", 5) == "訓練…"
+    assert text.width(text.fit("訓練中", 4)) == 4
+
+
+def test_a_log_follows_its_end_and_is_scrolled_from_there() -> None:
+    extra = view.Extra(log=[f"line {number}" for number in range(100)])
+    look = Look(mode=user.LOG, chosen="worker-0")
+    options = view.Options(80, 24, text.ASCII)
+    found = view.picture(recorded(4), look, options, NOW, extra)
+    assert text.plain(found.lines[-2]) == "line 99"
+    back = view.picture(recorded(4), replace(look, first=10), options, NOW, extra)
+    assert text.plain(back.lines[-2]) == "line 89"
+    assert text.plain(view.picture(recorded(4), replace(look, first=999), options, NOW, extra).lines[2]) == "line 0"
+
+
+def test_detail_says_all_that_is_known_of_a_task() -> None:
+    found = "\n".join(shown(recorded(8), Look(mode=user.DETAIL, chosen="worker-3")))
+    for part in ("stalled", "no output, step", "gpu04", "pid         4006", "615 of 1000", "0.41", "of 2.0G", "H100"):
+        assert part in found
+    one = "\n".join(shown(recorded(8), Look(mode=user.DETAIL, chosen="worker-1")))
+    assert "exit code  1" in one
+    assert "worker-1 on gpu02: exit code 1" in one
+
+
+def test_hosts_of_visible_tasks_are_looked_at() -> None:
+    found = view.picture(recorded(200, 20), Look(wanted="gpu07"), view.Options(80, 24), NOW)
+    assert found.hosts == ("gpu07",)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown_as"),
+    [(None, ""), (5, "5"), (1000, "1.0K"), (3.4 * 2**20, "3.4M"), (120 * 2**30, "120G"), (float("nan"), "")],
+)
+def test_sizes_are_short(value: float | None, shown_as: str) -> None:
+    assert text.size(value) == shown_as
+
+
+def test_times_are_short() -> None:
+    assert [text.clock(each) for each in (0, 65, 3723, 90000)] == ["0:00", "1:05", "1:02:03", "1d 01:00"]
+    assert [text.age(each) for each in (0.2, 59.7, 61, 7200, 200000)] == ["0s", "59s", "1m", "2h", "2d"]
+
+
+def test_a_chart_is_from_zero_to_its_maximum_and_shows_gaps() -> None:
+    assert text.spark([0, 1, 2, None, 4], 10, text.UNICODE) == "▁▃▅ █"
+    assert text.spark([0, 0], 10, text.ASCII) == "__"
+    assert text.spark(range(100), 5, text.ASCII) == "#####"
+    assert text.spark([1, 2], 0, text.ASCII) == ""

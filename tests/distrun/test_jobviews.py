@@ -1,0 +1,211 @@
+"""How jobs stand: coordinators are sockets of this test, and `ssh` is a script that runs its command here."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakecoordinator import METRICS, Coordinator
+from sample_plan import sample_plan
+
+from distrun import cli, jobviews, relay
+from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
+from distrun_runtime.coordinator.outcome import Outcome, TaskResult
+
+DROPS = "kex_exchange_identification: Connection closed by remote host"
+RUNS = 'shift $(($# - 1)); exec sh -c "$1"\n'
+LIMIT_S = 20.0
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobStore:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return JobStore()
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[Callable[..., Coordinator]]:
+    made: list[Coordinator] = []
+
+    def make(name: str, job: str, **more: Any) -> Coordinator:
+        made.append(Coordinator(tmp_path / name, job, **more))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def new(store: JobStore, job: str, state: str = "running") -> JobFolder:
+    folder = store.create(sample_plan(job=job, name=job))
+    folder.write_state(state, [TaskResult("worker-0", "worker", 0, "d1", "running", 7, started=1e9)])
+    return folder
+
+
+def ssh(tmp_path: Path, text: str = RUNS) -> str:
+    """Return a login by an ssh that counts its calls and then does `text`."""
+    path = tmp_path / "ssh"
+    path.write_text(f'#!/bin/sh\necho "$*" | head -1 >>{shlex.quote(str(tmp_path / "calls"))}\n{text}')
+    path.chmod(0o755)
+    return f"{path} d1"
+
+
+def place(folder: JobFolder, login: str, path: Path, theirs: Path, state: str = "running", age_s: float = 0.0) -> None:
+    """Have the job's coordinator be on d1, which has the job's real folder at `theirs`."""
+    theirs.mkdir()
+    value = json.loads((folder.path / "state.json").read_text())
+    (theirs / "state.json").write_text(json.dumps({**value, "state": state}))
+    when = time.time() - age_s
+    os.utime(theirs / "state.json", (when, when))
+    told = {"pid": 7, "start": "proc:1", "boot": "b", "path": str(path), "folder": str(theirs)}
+    folder.place_elsewhere(told, "d1", login)
+
+
+def states(views: list[jobviews.JobView]) -> list[str]:
+    return [str(view.state["state"]) for view in views]
+
+
+def test_a_coordinator_here_is_asked_for_its_metrics(
+    store: JobStore, tmp_path: Path, coordinator: Callable[..., Coordinator]
+) -> None:
+    folder = new(store, "here-1")
+    folder.write_control(str(tmp_path / "c.s"))
+    coordinator("c.s", "here-1")
+    (view,) = jobviews.look([folder], here_s=LIMIT_S)
+    assert (view.metrics, view.is_here, view.problem) == (METRICS, True, "")
+    assert view.progress == METRICS["progress"]
+
+
+def test_coordinators_here_that_do_not_answer_cost_one_limit_of_time_and_their_metrics_only(
+    store: JobStore, tmp_path: Path, coordinator: Callable[..., Coordinator]
+) -> None:
+    folders = [new(store, f"silent-{number}") for number in range(3)]
+    for folder in folders:
+        folder.write_control(str(tmp_path / f"{folder.id}.s"))
+        coordinator(f"{folder.id}.s", folder.id, is_silent=True)
+    other = new(store, "gone-1")
+    other.write_control(str(tmp_path / "nobody.s"))
+    began = time.monotonic()
+    views = jobviews.look([*folders, other], here_s=0.2)
+    assert time.monotonic() - began < 5
+    assert states(views) == ["running"] * 4
+    assert [view.metrics for view in views] == [None] * 4
+
+
+def test_metrics_of_another_job_that_has_the_socket_now_are_not_taken(
+    store: JobStore, tmp_path: Path, coordinator: Callable[..., Coordinator]
+) -> None:
+    folder = new(store, "mine-1")
+    folder.write_control(str(tmp_path / "c.s"))
+    coordinator("c.s", "theirs-1")
+    (view,) = jobviews.look([folder], here_s=LIMIT_S)
+    assert view.metrics is None
+
+
+def test_all_jobs_of_a_host_are_asked_by_one_connection_that_may_not_ask_the_user(
+    store: JobStore, tmp_path: Path, coordinator: Callable[..., Coordinator]
+) -> None:
+    login = ssh(tmp_path)
+    folders = [new(store, f"there-{number}", "starting") for number in range(2)]
+    for folder in folders:
+        place(folder, login, tmp_path / f"{folder.id}.s", tmp_path / f"theirs-{folder.id}")
+        coordinator(f"{folder.id}.s", folder.id)
+    views = jobviews.look(folders, there_s=LIMIT_S)
+    assert states(views) == ["running", "running"]
+    assert [view.metrics for view in views] == [METRICS, METRICS]
+    assert [view.host for view in views] == ["d1", "d1"]
+    (call,) = (tmp_path / "calls").read_text().splitlines()
+    assert "BatchMode=yes" in call
+
+
+def test_a_job_that_has_ended_there_is_shown_as_it_ended_and_its_logs_are_still_to_be_fetched(
+    store: JobStore, tmp_path: Path
+) -> None:
+    folder = new(store, "over-1")
+    place(folder, ssh(tmp_path), tmp_path / "nobody.s", tmp_path / "theirs", state="succeeded")
+    (view,) = jobviews.look([folder], there_s=LIMIT_S)
+    assert states([view]) == ["succeeded"]
+    assert not folder.is_finished
+
+
+def test_a_host_that_does_not_answer_in_time_leaves_its_jobs_unknown_with_when_they_were_seen(
+    store: JobStore, tmp_path: Path
+) -> None:
+    folder = new(store, "dead-1")
+    place(folder, ssh(tmp_path, "exec sleep 60\n"), tmp_path / "nobody.s", tmp_path / "theirs")
+    when = time.time() - 180
+    os.utime(folder.path / "state.json", (when, when))
+    here = new(store, "here-1")
+    began = time.monotonic()
+    views = jobviews.look([folder, here], there_s=0.3)
+    assert time.monotonic() - began < 10
+    assert states(views) == ["unknown", "running"]
+    assert views[0].seen_s == pytest.approx(180, abs=30)
+    assert views[0].problem == "d1 cannot be asked: no answer within 0.3 s"
+
+
+def test_what_ssh_says_is_the_reason_and_the_fix_is_to_try_it(store: JobStore, tmp_path: Path) -> None:
+    folder = new(store, "denied-1")
+    login = ssh(tmp_path, "echo 'Permission denied (publickey).' >&2; exit 255\n")
+    place(folder, login, tmp_path / "nobody.s", tmp_path / "theirs")
+    (view,) = jobviews.look([folder], there_s=LIMIT_S)
+    assert view.problem == "d1 cannot be asked: Permission denied (publickey)."
+    assert view.fix == f"{login} true"
+
+
+def test_a_host_that_drops_a_connection_is_asked_again(
+    store: JobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "FIRST_PAUSE_S", 0.02)
+    folder = new(store, "busy-1", "starting")
+    calls = shlex.quote(str(tmp_path / "calls"))
+    text = f"[ $(wc -l <{calls}) -gt 2 ] || {{ echo '{DROPS}' >&2; exit 255; }}\n{RUNS}"
+    place(folder, ssh(tmp_path, text), tmp_path / "nobody.s", tmp_path / "theirs")
+    (view,) = jobviews.look([folder], there_s=LIMIT_S)
+    assert states([view]) == ["running"]
+    assert (tmp_path / "calls").read_text().count("\n") == 3
+
+
+@pytest.mark.parametrize(
+    "said", ["nonsense\\n", '{"job": "x", "name": "state.json", "size": 1, "age_s": 0}\\n?', "x" * 5000]
+)
+def test_a_host_that_sends_nonsense_has_not_answered(said: str, store: JobStore, tmp_path: Path) -> None:
+    folder = new(store, "odd-1")
+    place(folder, ssh(tmp_path, f"printf {shlex.quote(said)}\n"), tmp_path / "nobody.s", tmp_path / "theirs")
+    (view,) = jobviews.look([folder], there_s=LIMIT_S)
+    assert states([view]) == ["unknown"]
+    assert "cannot be asked" in view.problem
+
+
+def test_jobs_that_go_on_come_first_and_of_the_others_the_newest(store: JobStore) -> None:
+    running = new(store, "running-1")
+    over = []
+    for number in range(3):
+        over.append(new(store, f"over-{number}"))
+        over[-1].finish(Outcome(0, "succeeded", "all well"))
+    assert [each.id for each in jobviews.listed(store.list(), 2)] == [running.id, "over-2", "over-1"]
+    assert len(jobviews.listed(store.list(), None)) == 4
+
+
+def test_the_table_shows_progress_and_when_an_unknown_job_was_seen(
+    store: JobStore, tmp_path: Path, coordinator: Callable[..., Coordinator], capfd: pytest.CaptureFixture[str]
+) -> None:
+    dead, here = new(store, "dead-1"), new(store, "here-1")
+    place(dead, ssh(tmp_path, "exit 255\n"), tmp_path / "nobody.s", tmp_path / "theirs")
+    when = time.time() - 180
+    os.utime(dead.path / "state.json", (when, when))
+    here.write_control(str(tmp_path / "c.s"))
+    coordinator("c.s", "here-1")
+    assert cli.run(["status"]) == 0
+    shown = capfd.readouterr()
+    rows = {line.split()[0]: " ".join(line.split()) for line in shown.out.splitlines()}
+    assert rows["JOB"].startswith("JOB STATE PROGRESS")
+    assert "running 24 %, 12 min left 1 (1 running, 1 stalled)" in rows["here-1"]
+    assert "unknown, seen 3 min ago" in rows["dead-1"]
+    assert shown.err.count("d1 cannot be asked: ssh ended with code 255") == 1
