@@ -26,7 +26,7 @@ def test_the_phases_of_a_start_are_counted_and_collapse_to_one_line() -> None:
         ("event", event("hello", host="h2"), 0.5),
         ("event", event("ready", host="h1"), 0.6),
         ("event", event("ready", host="h2"), 0.8),
-        ("phase", {"text": "rsync /work/ -> h1:job", "level": "info"}, 0.9),
+        ("phase", {"text": "rsync /srv/code/ -> h1:job", "level": "info"}, 0.9),
         ("phase", {"text": "sync 1/2: 50%, 120 files, 2.0 KiB sent, 40.0 MiB/s, 0:12 left", "level": "info"}, 1.5),
         ("phase", {"text": "sync 2/2 (240 files, 4.0 KiB) in 2.1 s", "level": "info"}, 2.8),
         ("event", event("prepared"), 2.8),
