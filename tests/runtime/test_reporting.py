@@ -165,7 +165,9 @@ def test_many_values_and_long_names_are_cut() -> None:
     assert list(rig.last["values"])[-1] == "x" * 32
 
 
-@pytest.mark.parametrize("odd", [object(), "many", [1, 2], np.zeros(3), None], ids=str)
+@pytest.mark.parametrize(
+    "odd", [object(), "many", [1, 2], np.zeros(3), None], ids=["object", "text", "list", "array", "none"]
+)
 def test_nothing_that_is_given_raises(agent: socket.socket, monkeypatch: pytest.MonkeyPatch, odd: object) -> None:
     monkeypatch.setenv("DISTRUN_METRICS_SOCKET", agent.getsockname())
     monkeypatch.setattr(reporting, "_reporters", reporting._Reporters())

@@ -28,9 +28,10 @@ OFFERS = """
     import faulthandler, signal, sys, time
     file = open(sys.argv[1] % __import__("os").getpid(), "ab", buffering=0)
     faulthandler.register(signal.SIGURG, file=file)
-    print("ready", flush=True)
     def stuck():
-        time.sleep(1000)
+        print("ready", flush=True)
+        while True:
+            time.sleep(0.01)
     stuck()
 """
 HANDLES = """
