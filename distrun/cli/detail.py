@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from distrun import report, shell, units
 from distrun.cli import statustables as tables
 from distrun.cli.console import render
+from distrun.dashboard import events as happenings
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator import stored
 from distrun_runtime.coordinator.outcome import Culprit, Outcome, Problem, TaskResult
@@ -27,6 +28,8 @@ EVENTS = 6
 NARROW = 40
 """Columns that text needs; on a terminal with fewer it is broken by that."""
 LABEL = 13
+QUIET = ("ready", "started", "finished")
+"""Events that are not shown."""
 
 
 def text(view: JobView, now: float, columns: int) -> str:
@@ -194,24 +197,9 @@ def _cut(line: str, columns: int) -> str:
 
 
 def _event(event: Mapping[str, Any]) -> str:
-    """Return what happened in a line; empty if it is not worth one."""
-    try:
-        when = time.strftime("%H:%M:%S", time.localtime(stored.seconds(event["time"])))
-    except (ValueError, OverflowError, OSError):
-        return ""
-    kind = event["event"]
-    if kind == "said":
-        return f"{when}  {event.get('text', '')}"
-    if kind == "exited" and (event.get("code") or event.get("signal")) and not event.get("stopped"):
-        how = f"signal {event['signal']}" if event.get("signal") else f"exit code {event.get('code')}"
-        return f"{when}  {event.get('task')} on {event.get('host')}: {how}"
-    if kind == "state":
-        words = {facts.RUNNING: "all tasks have been started", facts.STOPPING: "the tasks are stopped"}
-        return f"{when}  {words.get(str(event.get('state')), event.get('state'))}"
-    if kind in ("cut", "resumed"):
-        what = "the connection is cut" if kind == "cut" else "the connection is back"
-        return f"{when}  {event.get('host')}: {what}"
-    return ""
+    """Return what happened in a line; empty if the rest of the page says it, or it is not worth one."""
+    found = None if event["event"] in QUIET or event.get("state") == facts.RUNNING else happenings.describe(event)
+    return "" if found is None else f"{time.strftime('%H:%M:%S', time.localtime(found.time))}  {found.words}"
 
 
 # ---------------------------------------------------------------------- the first error

@@ -182,13 +182,17 @@ def table(
         if heading in headings and sum(widths[index] + GAP for index in shown) - GAP > columns:
             shown.remove(headings.index(heading))
     headings, rows = [headings[index] for index in shown], [[row[index] for index in shown] for row in rows]
+    taken = sum(max(len(row[index]) for row in (headings, *rows)) + GAP for index in range(len(headings) - 1))
+    room = max(len(headings[-1]), columns - taken)
     made = Table(box=None, pad_edge=False, header_style="bold")
     for index, heading in enumerate(headings):
         is_last = index == len(headings) - 1
         width = None if is_last else max(len(row[index]) for row in (headings, *rows))
         made.add_column(heading, no_wrap=True, overflow="ellipsis", min_width=width)
     for row in rows:
-        cells = [plain(cell) for cell in row]
+        # Cut here: rich takes what a very long cell needs from all columns, down to nothing.
+        last = row[-1] if len(row[-1]) <= room else row[-1][: max(1, room - 1)] + "…"
+        cells = [plain(cell) for cell in (*row[:-1], last)]
         if has_state:
             cells[1] = f"[{_STYLES.get(row[1].partition(',')[0], 'yellow')}]{cells[1]}[/]"
         made.add_row(*cells)

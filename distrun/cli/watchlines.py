@@ -116,7 +116,7 @@ def job(first: JobView, show: Show, exit_code: Callable[[Mapping[str, Any]], int
         return 0
     if outcome is not None:
         return 0 if outcome.job_state == facts.SUCCEEDED else 1
-    return exit_code(watch.state)
+    return exit_code(watch.state) or int(watch.has_failed)
 
 
 class _Watch:
@@ -130,7 +130,11 @@ class _Watch:
         self._was_connected = False
         self._is_asked = False
         """A state is on its way."""
+        self._has_gap = False
+        """Something was missed, and no state has been told since."""
         self.state = first.state
+        self.has_failed = False
+        """Its coordinator has failed, so that it has no outcome."""
 
     def run(self) -> Outcome | None:
         """Write all lines; return the outcome, None if there is none.
@@ -163,6 +167,7 @@ class _Watch:
                 return None
             if self._was_connected:
                 self._lines.write("gap", self._view.id, missed=None)
+                self._has_gap = True
             self._was_connected = True
             connection.send("subscribe", events=True, metrics=True)
             self._ask(connection)
@@ -172,9 +177,13 @@ class _Watch:
                 except TimeoutError:
                     self._lines.check()
                     continue
-                if frame is None or frame.type in ("outcome", "failed"):
+                if frame is None:
+                    break
+                if frame.type in ("outcome", "failed"):
                     return frame
                 self._take(frame, connection)
+        self._lines.pause(POLL_S)
+        return None
 
     def _ask(self, connection: client.ControlConnection) -> None:
         if not self._is_asked:
@@ -187,7 +196,8 @@ class _Watch:
             self._is_asked = self._is_asked and bool(header.get("missed"))
             if header.get("missed"):
                 self._lines.write("gap", self._view.id, missed=header["missed"])
-            self._tell(header["state"], bool(header.get("missed")))
+            self._tell(header["state"], self._has_gap or bool(header.get("missed")))
+            self._has_gap = False
         elif frame.type == "event":
             self._lines.write("update", self._view.id, event=header["event"])
             if header["event"].get("event") in STATEFUL:
@@ -216,6 +226,7 @@ class _Watch:
             outcome = ends.from_json(told.header["outcome"])
             value = self._folder.outcome_json(self._folder.explained(outcome))
         elif told is not None:
+            self.has_failed = True
             error = {"message": told.header["message"], "hint": told.header["hint"]}
         else:
             try:

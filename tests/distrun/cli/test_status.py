@@ -76,6 +76,13 @@ def test_where_there_is_no_room_columns_are_left_out_and_only_the_last_is_cut(co
             assert cell.strip() in ("", "7", "1.2 s", "0:00:00", *whole) or cell.strip()[:3] in ("01-", "02-")
 
 
+def test_a_very_long_command_takes_nothing_from_the_other_columns() -> None:
+    head, row = render(jobs_table([state(command=["x" * 2000])], NOW)).splitlines()
+    assert head.split() == ["JOB", "STATE", "CODE", "TASKS", "TIME", "CREATED", "COMMAND"]
+    assert row.startswith("calm-otter-7f3  running        2 (2 running)  1:02:05")
+    assert row.endswith("xxx…")
+
+
 def test_no_jobs_is_an_empty_table() -> None:
     assert len(render(jobs_table([], NOW)).splitlines()) == 1
 
