@@ -44,7 +44,7 @@ WARM_S = 3.0
 TEXT = """\
 Measured by `benchmarks/dashboard.py`. `distrun top` of a job all of whose numbers change twice a second: frames of
 metrics and, once a second, of the job's state are read and decoded, and a picture is drawn on a pseudo terminal that
-takes everything. The goal is 5 % of a core with 200 tasks.
+takes everything. The goal is 5 %% of a core with 200 tasks.
 
 | tasks | hosts | terminal | part of a core | bytes a second to the terminal |
 |---|---|---|---|---|
@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows.append(f"| {tasks} | {max(1, tasks // 8)} | {size[0]}x{size[1]} | {percent:.1f} % | {rate:.0f} |")
             print(rows[-1], flush=True)
     if options.write:
-        report.write(HEADING, TEXT % ("\n".join(rows), report.circumstances("benchmarks/dashboard.py")))
+        report.write(HEADING, TEXT % ("\n".join(rows), report.circumstances("dashboard.py")))
     return 0 if worst <= GOAL else 1
 
 

@@ -56,8 +56,8 @@ def _host_cells(group: Sequence[Host], since_s: float) -> tuple[str, ...]:
     )
 
 
-def store(model: Model, columns: int, glyphs: Glyphs, has_room: bool) -> list[Line]:
-    """Return the store's panel: totals with charts, then a line for each server. `has_room`: servers have charts."""
+def store(model: Model, columns: int, glyphs: Glyphs, room: int) -> list[Line]:
+    """Return the store's panel: totals with charts, then a line for each server. `room`: lines."""
     found = model.store
     if found is None:
         return []
@@ -96,6 +96,8 @@ def store(model: Model, columns: int, glyphs: Glyphs, has_room: bool) -> list[Li
     ]
     table += [_server_cells(server) for server in found.servers]
     styles = [text.BOLD, *([text.PLAIN] * len(found.servers))]
+    if room - len(lines) < 2:
+        return lines  # a heading alone says nothing
     lines += _aligned(table, styles, columns, glyphs, left=(0, 10), dispensable=(6, 5, 1, 9, 8, 2))
     if more:
         lines.append((("  ".join(more), text.DIM),))

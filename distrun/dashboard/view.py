@@ -280,7 +280,7 @@ def _panels(model: Model, look: Look, options: Options, *, room: int, table: int
             "store",
             "store",
             0 if model.store is None else len(model.store.servers) + 4,
-            lambda height, columns: panels.store(model, columns, glyphs, True),
+            lambda height, columns: panels.store(model, columns, glyphs, height),
         ),
         _Panel(
             "events",
