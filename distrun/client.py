@@ -340,6 +340,19 @@ class Terminal(Protocol):
     def toggle_pause(self) -> None:
         """Stop printing, or go on."""
 
+    @property
+    def draws(self) -> bool:
+        """Whether it shows the job's progress in place, and so wants events and metrics."""
+
+    def follow(self, kind: str, value: Mapping[str, Any]) -> None:
+        """Take an "event", the "state", "metrics", or what is said of a "phase" of the start."""
+
+    def hold(self, text: str = "") -> None:
+        """Stop printing for a question, until `release`; for any thread."""
+
+    def release(self, text: str = "") -> None:
+        """Go on printing after a question; for any thread."""
+
 
 @dataclass(frozen=True)
 class Detached:
@@ -391,14 +404,19 @@ class Follower:
         if frame.type == "output":
             self._show(header, frame.body)
         elif frame.type == "said":
-            self._terminal.say(header["text"], header["level"])
+            said(header, self._terminal)
         elif frame.type == "event":
+            self._terminal.follow("event", header["event"])
             self._on_event(header["event"])
+        elif frame.type == "metrics":
+            self._terminal.follow("metrics", header["metrics"])
         elif frame.type == "gap":
             self.cursor = header["cursor"]
             self._terminal.say(f"{header['length']} bytes of output are not in the logs any more", "warning")
-        elif frame.type == "state" and header.get("missed"):
-            self._terminal.say(f"{header['missed']} messages were left out: this terminal was too slow", "warning")
+        elif frame.type == "state":
+            if header.get("missed"):
+                self._terminal.say(f"{header['missed']} messages were left out: this terminal was too slow", "warning")
+            self._terminal.follow("state", header["state"])
         elif frame.type == "prompt":
             self._ask(header["id"], header["text"], header["limit_s"])
         elif frame.type == "withdrawn":
@@ -425,7 +443,15 @@ class Follower:
             body = b"" if text is None else text.encode("utf-8", "replace")
             self.connection.send("answer", body, id=number, given=text is not None)
 
-        self._questions[number] = _Question(prompt, limit_s, answer)
+        self._questions[number] = _Question(prompt, limit_s, answer, self._terminal)
+
+
+def said(told: Mapping[str, Any], terminal: Terminal) -> None:
+    """Show a message of distrun's own, from a `said` frame."""
+    if told.get("phase"):
+        terminal.follow("phase", told)
+    else:
+        terminal.say(told["text"], told["level"])
 
 
 def raised(told: Mapping[str, Any], terminal: Terminal, verbosity: int) -> BaseException:
@@ -448,12 +474,13 @@ def recorded(folder: JobFolder) -> Outcome | None:
 class _Question:
     """A question on the terminal, asked in a thread of its own until it is answered or withdrawn."""
 
-    def __init__(self, prompt: str, limit_s: float, answer: Callable[[str | None], None]) -> None:
+    def __init__(self, prompt: str, limit_s: float, answer: Callable[[str | None], None], terminal: Terminal) -> None:
         from distrun.ssh.abort import Abort
 
         self._prompt = prompt
         self._limit_s = limit_s
         self._answer = answer
+        self._terminal = terminal
         self._abort = Abort()
         self._thread = threading.Thread(target=self._run, name="question", daemon=True)
         self._thread.start()
@@ -467,5 +494,9 @@ class _Question:
         from distrun.ssh.abort import Aborted
         from distrun.ssh.ask import TERMINAL, read_secret
 
-        with contextlib.suppress(Aborted):
-            self._answer(read_secret(TERMINAL, self._prompt, self._limit_s, self._abort.check))
+        self._terminal.hold()
+        try:
+            with contextlib.suppress(Aborted):
+                self._answer(read_secret(TERMINAL, self._prompt, self._limit_s, self._abort.check))
+        finally:
+            self._terminal.release()

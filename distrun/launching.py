@@ -15,6 +15,7 @@ import dataclasses
 import os
 import signal
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from distrun_runtime.coordinator.events import Event
     from distrun_runtime.coordinator.service import Service
 
+SYNC_S = 0.5
+"""Between two reports of a copy to a terminal that shows them in place."""
 SHOWN = 60
 """Characters of a process that was ended which are shown."""
 RELEASE_S = 3.0
@@ -93,12 +96,14 @@ def _await_tasks(folder: JobFolder, terminal: Terminal, verbosity: int) -> Outco
 
 def _until_running(connection: ControlConnection, terminal: Terminal, verbosity: int) -> Mapping[str, Any] | None:
     """Return the frame that says that all tasks run, or how the job ended; None: the coordinator has gone."""
-    connection.send("subscribe", events=True)
+    connection.send("subscribe", events=True, metrics=terminal.draws)
     connection.send("state")
     for frame in connection.frames():
         told = frame.header
+        if frame.type in ("event", "state", "metrics"):
+            terminal.follow(frame.type, told[frame.type])
         if frame.type == "said":
-            terminal.say(told["text"], told["level"])
+            client.said(told, terminal)
         elif frame.type == "failed":
             raise client.raised(told, terminal, verbosity)
         elif frame.type == "outcome" or _is_running(frame.type, told):
@@ -324,14 +329,37 @@ def with_swept(outcome: Outcome, swept: Mapping[str, Swept], lease_s: float) -> 
     return dataclasses.replace(outcome, message=message, survivors=tuple(survivors))
 
 
-def _copier(job: PlannedJob, sink: Sink) -> FileCopier | None:
+class _CopyTeller:
+    """Passes on what a copy says, marked as the progress of the phase `sync`: as often as its reader shows it."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._told_at = time.monotonic()
+
+    def say(self, text: str, level: str) -> None:
+        """Take one message."""
+        self._service.say(text, level, "sync" if level == "info" else "")
+
+    def progress(self, text: str) -> None:
+        """Take a line of progress; they come every SYNC_S."""
+        from distrun.sync.copier import REPORT_S
+
+        if self._service.launcher_draws or time.monotonic() >= self._told_at + REPORT_S:
+            self._told_at = time.monotonic()
+            self.say(text, "info")
+
+
+def _copier(job: PlannedJob, service: Service) -> FileCopier | None:
     sync, rules = job.plan.sync, job.request.sync_rules
     if sync is None or rules is None:
         return None
     from distrun.sync import CopyRequest
 
-    request = CopyRequest(sync.source, job.plan.cwd, rules, sync.delete, job.tree)
-    return job.backend.copier(job.plan.hosts, request, sink)
+    teller = _CopyTeller(service)
+    request = CopyRequest(
+        sync.source, job.plan.cwd, rules, sync.delete, job.tree, on_progress=teller.progress, report_s=SYNC_S
+    )
+    return job.backend.copier(job.plan.hosts, request, teller)
 
 
 # ---------------------------------------------------------------------- the client
@@ -361,9 +389,10 @@ class _LaunchClient:
         """
         from distrun_runtime.coordinator.interrupts import Interrupts  # while the coordinator begins its work
 
-        found = Follower(self._connection, self._terminal, has_output=not detach, on_event=self._on_event)
-        if detach:
-            self._connection.send("subscribe", events=True)  # no others come otherwise
+        on_event = self._on_event if detach else lambda event: None
+        found = Follower(self._connection, self._terminal, has_output=not detach, on_event=on_event)
+        if detach or self._terminal.draws:
+            self._connection.send("subscribe", events=True, metrics=self._terminal.draws)
         self._terminal.start()
         status = None
         with Interrupts(self._forward):

@@ -1,5 +1,6 @@
 """Fixtures that every test may ask for."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -52,6 +53,12 @@ __all__ = [
     "ssh_config",
     "terminal",
 ]
+
+
+def pytest_collection_finish() -> None:
+    """Let no search for garbage look through the tests themselves: ten thousand objects, and all that they hold."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -72,9 +72,11 @@ def test_importing_the_runtime_does_nothing() -> None:
         "print('numpy' in sys.modules, 'zmq' in sys.modules, end=' ')\n"
         "import logging\n"
         "from distrun_runtime import kvstore\n"
+        "import distrun_runtime.ps.serve\n"
+        "print('asyncio' in sys.modules, end=' ')\n"
         "print(threading.active_count(), logging.getLogger().handlers)\n"
     )
-    assert python(code) == "False False 1 []\n"
+    assert python(code) == "False False False 1 []\n"
 
 
 def test_no_module_of_the_repository_acts_on_import() -> None:

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from cluster import Cluster
 
-from distrun.cli import COMMANDS
+from distrun import cli
 from distrun_runtime import kvstore
 from distrun_runtime.arrays.dtypes import BFLOAT16
 from distrun_runtime.kvstore import KVStore
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SUBCOMMANDS = tuple(COMMANDS)
+SUBCOMMANDS = tuple(cli.COMMANDS)
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
@@ -78,15 +79,21 @@ def test_every_file_named_in_code_marks_exists(page: Path) -> None:
             assert any(place.exists() for place in places), "%s names %s" % (page.name, name)
 
 
-def help_of(subcommand: str) -> str:
-    command = [sys.executable, "-m", "distrun", subcommand, "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+@pytest.fixture
+def printed_by(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs `distrun WORDS` in this process and returns what it prints. It has to do no more than that."""
+
+    def run(*words: str) -> str:
+        code = cli.run(words)
+        out, err = capfd.readouterr()
+        assert code == 0, "%s\n%s" % (shlex.join(words), err)
+        return out
+
+    return run
 
 
-def test_every_shown_command_parses() -> None:
-    helps = {subcommand: help_of(subcommand) for subcommand in SUBCOMMANDS}
+def test_every_shown_command_parses(printed_by: Callable[..., str]) -> None:
+    helps = {subcommand: printed_by(subcommand, "--help") for subcommand in SUBCOMMANDS}
     for line in shown_commands():
         words = shlex.split(line, comments=True)[1:]
         if words[0].startswith("-"):
@@ -114,15 +121,16 @@ def before_the_command(words: list[str], help_text: str) -> list[str]:
     return own
 
 
-def test_dry_run_takes_the_shown_launch_commands(tmp_path: Path) -> None:
+def test_dry_run_takes_the_shown_launch_commands(
+    tmp_path: Path, printed_by: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The parser itself is the better judge; nothing is started."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("d1\nd2\n")
     for line in shown_commands():
         words = shlex.split(line, comments=True)
         if words[1] == "launch" and "$@" not in line:
-            command = [sys.executable, "-m", "distrun", "launch", "--dry-run", *words[2:]]
-            result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
-            assert result.returncode == 0, line + "\n" + result.stderr
+            assert printed_by("launch", "--dry-run", *words[2:])
 
 
 def names_of_tests() -> set[str]:

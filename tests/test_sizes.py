@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -77,8 +78,9 @@ def run(folder: Path, *words: str, tests: str = TESTS) -> tuple[int, str]:
     )
     with (folder / "pytest.ini").open("a") as file:
         file.write(MARKERS)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", *words]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "xdist", "-v", *words]
+    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # to load all plugins takes longer than these tests
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=100, check=False)
     return done.returncode, done.stdout
 
 

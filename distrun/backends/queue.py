@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import threading
 import time
@@ -16,7 +15,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from distrun.backends import engine as engines
 from distrun.backends.base import Backend, Rendered, Swept
@@ -42,7 +41,9 @@ from distrun.request import EngineOptions, JobRequest, Needs
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER, Host, Plan
 from distrun_runtime.coordinator.events import EngineTold, Event
+from distrun_runtime.coordinator.jobfolder import JobFolder
 from distrun_runtime.coordinator.outcome import Culprit, Outcome
+from distrun_runtime.errors import JobStoreError
 
 if TYPE_CHECKING:
     from distrun.sync import CopyRequest, FileCopier, Says, Snapshot
@@ -51,9 +52,6 @@ if TYPE_CHECKING:
 
 FOLDER = "engine"
 """In the job's folder, mode 0700: the script, the secret, what the engine wrote."""
-RECORD = "engine.json"
-"""In the job's folder: what the job is called in the engine, from before it is submitted."""
-VERSION = 1
 
 LOOK_S = 2.0
 """How often the engine is asked while the job waits, at first."""
@@ -151,7 +149,7 @@ class QueueBackend(Backend):
         for name, text in script.files.items():
             write_new(submission.folder / name, text, 0o700)
         self._submission = submission
-        _write_record(folder, submission.marker, None)
+        JobFolder(folder).note_engine(submission.marker)
         return submission, script
 
     def keep_files(self, request: JobRequest) -> None:
@@ -168,7 +166,7 @@ class QueueBackend(Backend):
     def submit(self, submission: Submission, script: Script) -> None:
         """Submit what `open` returned; from now on `look` tells how it stands. Raises EngineError."""
         self._handle = self.engine.submit(submission, script)
-        _write_record(submission.folder.parent, submission.marker, self._handle)
+        JobFolder(submission.folder.parent).note_engine(submission.marker, self._handle.to_json())
 
     def look(self) -> Standing:
         """Return how the job stands. Raises EngineError."""
@@ -178,14 +176,17 @@ class QueueBackend(Backend):
     def withdraw(self, folder: Path) -> Mapping[str, Swept]:
         """Have the engine end the job whose folder this is, whatever became of its coordinator."""
         try:
-            wanted, handle = _read_record(folder)
-            if handle is None and self._submission is None:
-                self.engine.options = _asked(folder)
-            handles = [handle] if handle else [each.handle for each in self.engine.find() if each.marker == wanted]
+            note = JobFolder(folder).engine()
+            if note is None:
+                return {}  # it was not submitted
+            if note["handle"] is not None:
+                handles = [Handle.from_json(note["handle"])]
+            else:
+                if self._submission is None:
+                    self.engine.options = _asked(JobFolder(folder))
+                handles = [each.handle for each in self.engine.find() if each.marker == note["marker"]]
             ended = [f"{self.name} job {each.id}" for each in handles if self.cancelled(each)]
-        except FileNotFoundError:
-            return {}  # it was not submitted
-        except (EngineError, OSError, ValueError) as err:
+        except (EngineError, JobStoreError, OSError) as err:
             return {self.name: Swept(problem=str(err))}
         with contextlib.suppress(OSError):
             os.unlink(folder / FOLDER / "secret")
@@ -418,10 +419,15 @@ def groups_of(request: JobRequest) -> tuple[Group, ...]:
     return tuple(group for group in groups if group.count)
 
 
-def place_tasks(groups: Sequence[Group], grants: Sequence[Grant], has_scheduler: bool) -> tuple[Slot, ...]:
+def place_tasks(
+    groups: Sequence[Group], grants: Sequence[Grant], has_scheduler: bool, relays: bool = False
+) -> tuple[Slot, ...]:
     """Return where each task runs: servers first, then workers, one at each place in turn as there is room.
 
     The scheduler runs at the first place and takes no room.
+
+    `relays`: each node that gets several workers and no server, while others have servers, gets one more server that
+    keeps no values, as in `placement.place`. It takes no room, and only places that take servers have one.
 
     Raises:
         EngineError: the places have too little room.
@@ -437,7 +443,25 @@ def place_tasks(groups: Sequence[Group], grants: Sequence[Grant], has_scheduler:
             if room is None:
                 raise EngineError(_too_little(groups, grants, group, rank))
             tasks.append((group.role, rank, room.grant.node, room.grant.place))
+    if relays:
+        tasks += _relays(tasks, grants)
     return slots_in(tasks)
+
+
+_Placed = tuple[str, int, str, str]
+"""Role, rank, node and place of a task."""
+
+
+def _relays(tasks: Sequence[_Placed], grants: Sequence[Grant]) -> list[_Placed]:
+    """Return the servers that only add what the workers of their node push, ranked behind the others."""
+    servers = [node for role, _, node, _ in tasks if role == SERVER]
+    workers = Counter(node for role, _, node, _ in tasks if role == WORKER)
+    first: dict[str, str] = {}
+    for grant in grants:
+        if not grant.takes or SERVER in grant.takes:
+            first.setdefault(grant.node, grant.place)
+    several = [node for node, count in workers.items() if count > 1 and node in first and node not in servers]
+    return [(SERVER, len(servers) + i, node, first[node]) for i, node in enumerate(several)] if servers else []
 
 
 def place_names(grants: Sequence[Grant]) -> dict[str, str]:
@@ -536,45 +560,19 @@ def within(limit_s: float, ask: Callable[[], T]) -> T | None:
     return found[0] if found else None
 
 
-def _write_record(folder: Path, marker: str, handle: Handle | None) -> None:
-    """Note what a job is called in its engine: the old note or the new one is there, never a part. Raises OSError."""
-    value = {"version": VERSION, "marker": marker, "handle": None if handle is None else handle.to_json()}
-    path = folder / f"{RECORD}.new"
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(json.dumps(value) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path, folder / RECORD)
-
-
-def _asked(folder: Path) -> EngineOptions:
-    """Return what the user said to the engine of a job. Raises OSError, ValueError."""
-    value = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+def _asked(folder: JobFolder) -> EngineOptions:
+    """Return what the user said to the engine of a job. Raises JobStoreError."""
+    value = folder.request() or {}
     try:
         return EngineOptions.from_json(value["engine"]) if "engine" in value else EngineOptions()
     except (KeyError, TypeError) as err:
-        raise ValueError(f"{folder / 'request.json'} is damaged: {err}") from err
+        raise JobStoreError(f"{folder.path / 'request.json'} is damaged: {err}") from err
 
 
 def recorded_marker(folder: Path) -> str:
     """Return what the job of a folder is called in its engine; empty if it was never to be submitted to one."""
     try:
-        return _read_record(folder)[0]
-    except (OSError, ValueError):
+        note = JobFolder(folder).engine()
+    except JobStoreError:
         return ""
-
-
-def _read_record(folder: Path) -> tuple[str, Handle | None]:
-    """Return a job's marker and, if it is known, its handle.
-
-    Raises:
-        FileNotFoundError: it was never to be submitted.
-        OSError, ValueError: the record cannot be read.
-    """
-    text = (folder / RECORD).read_text(encoding="utf-8")
-    try:
-        value: dict[str, Any] = json.loads(text)
-        handle = None if value["handle"] is None else Handle.from_json(value["handle"])
-        return str(value["marker"]), handle
-    except (KeyError, TypeError, AttributeError) as err:
-        raise ValueError(f"{folder / RECORD} is damaged: {err}") from err
+    return "" if note is None else str(note["marker"])

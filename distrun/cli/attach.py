@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from distrun.cli import standing
-from distrun.cli.common import count, fetched
+from distrun.cli.common import count, fetched, placed
 from distrun.cli.console import Console
 from distrun.client import ControlConnection, Follower
 from distrun.errors import UsageError
@@ -59,7 +59,7 @@ def attach(job: str, since_start: bool, tail: int | None, no_prefix: bool, quiet
     if state in facts.OVER:
         return _over(folder, console)
     places = standing.Standing(store.root, folder.id)
-    console.attach(folder.log_path, folder.id)
+    console.attach(folder.log_path, folder.id, lambda: placed(folder))
     try:
         with client.connect(folder) as connection:
             client.check_version(connection, folder)
@@ -118,7 +118,10 @@ class _Attached:
             self._console.say(f"all that it printed before: distrun {how} {self._folder.id}")
         self._console.start()
         with Interrupts(self._on_signal):
-            self._connection.send("subscribe", events=False, output=start)
+            draws = self._console.draws
+            self._connection.send("subscribe", events=draws, metrics=draws, output=start)
+            if draws:
+                self._connection.send("state")
             self._follower.run()
             self._withdraw()
         if self._follower.cursor is not None:

@@ -111,3 +111,16 @@ def agree(question: str, yes: bool, what: str, hint: str = "look first: --dry-ru
     if not sys.stdin.isatty():
         raise UsageError(f"{what} only with -y where nobody can be asked", hint)
     click.confirm(question, abort=True, err=True)
+
+
+def placed(folder: JobFolder) -> tuple[int, int]:
+    """Return how many agents and tasks the plan in a job's folder has; 0 and 0 if there is none yet."""
+    from distrun_runtime.errors import RuntimeFault
+
+    try:
+        if folder.is_unplanned:
+            return 0, 0
+        plan = folder.plan()
+    except (OSError, RuntimeFault):
+        return 0, 0
+    return len(plan.all_places), len(plan.tasks)

@@ -9,15 +9,17 @@ import contextlib
 import os
 import select
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distrun_runtime.coordinator.output import OutputPiece, encoded
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from distrun.cli.jobline import JobLine
     from distrun.cli.lines import Feed
     from distrun.cli.writer import Writer
 
@@ -27,6 +29,8 @@ WIDE = 400
 LEVELS = ("debug", "info", "warning", "error")
 
 LogPath = Callable[[str], Path]
+Counts = Callable[[], "tuple[int, int]"]
+"""Returns how many hosts (agents) and tasks a job has."""
 
 
 def wants_colour(fd: int, env: Mapping[str, str]) -> bool:
@@ -39,8 +43,19 @@ def wants_colour(fd: int, env: Mapping[str, str]) -> bool:
 
 
 def can_draw(fd: int, env: Mapping[str, str]) -> bool:
-    """Return whether `fd` is a terminal on which lines can be drawn again in place."""
+    """Return whether `fd` is a terminal on which lines can be drawn again in place. Not where CI is set."""
+    if env.get("CI", "").lower() not in ("", "0", "false"):
+        return False
     return os.isatty(fd) and env.get("TERM", "dumb") not in ("", "dumb", "unknown")
+
+
+def has_symbols(env: Mapping[str, str]) -> bool:
+    """Return whether a terminal of these variables shows UTF-8, by its locale and PYTHONIOENCODING."""
+    named = env.get("PYTHONIOENCODING", "").partition(":")[0]
+    if not named:
+        name = env.get("LC_ALL") or env.get("LC_CTYPE") or env.get("LANG") or ""
+        named = name.partition("@")[0].partition(".")[2]
+    return named.lower().replace("-", "") == "utf8"
 
 
 class Console:
@@ -59,6 +74,7 @@ class Console:
         out_fd: int = 1,
         err_fd: int = 2,
     ) -> None:
+        """`prefix`: with the origin of each line; without, the bytes of tasks go through unchanged."""
         self._level = LEVELS.index(level)
         self._fds = {"out": out_fd, "err": err_fd}
         self._has_prefix = prefix
@@ -66,6 +82,13 @@ class Console:
         self._log_path: LogPath | None = None
         self._job = ""
         self._is_closing = False
+        self._has_region = prefix and can_draw(err_fd, env)
+        """There is a region at the bottom of stderr's terminal: progress bars and the job's line."""
+        self.draws = self._has_region and self._level <= LEVELS.index("info")
+        """The job's line is shown (`follow`)."""
+        self._job_line: JobLine | None = None
+        self._counts: Counts = lambda: (0, 0)
+        self._since: float | None = None
         self._writers: dict[str, Writer] = {}
         """By stream; both are one if stdout and stderr are one place, so that what was written first is shown first."""
 
@@ -74,23 +97,35 @@ class Console:
         if self._writers:
             return
         # Not before: a job's agents start while these are imported.
-        from distrun.cli.lines import Live
+        from distrun.cli.region import Region
         from distrun.cli.writer import Writer
 
         fds = self._fds
-        live = {fd: self._has_prefix and can_draw(fd, self._env) for fd in fds.values()}
+        is_one_place = _same_file(fds["out"], fds["err"])
+        live = {"err": self._has_region, "out": self._has_region and is_one_place}
         make = _Feeds(self._has_prefix, fds, {fd: wants_colour(fd, self._env) for fd in fds.values()}, live)
+        err = Writer(fds, make.make, self._find_log, self._on_broken, Region() if self._has_region else None)
+        out = err if is_one_place else Writer(fds, make.make, self._find_log, self._on_broken)
+        self._writers = {"err": err, "out": out}
+        line = self._line()
+        if line is not None:
+            err.show_status(encoded(line.text()))
 
-        def writer(fd: int) -> Writer:
-            return Writer(fds, make.make, self._find_log, self._on_broken, Live() if live[fd] else None)
+    def attach(
+        self, log_path: LogPath, job: str = "", counts: Counts = lambda: (0, 0), since: float | None = None
+    ) -> None:
+        """Say where a task's log file is and which job it is.
 
-        err = writer(fds["err"])
-        self._writers = {"err": err, "out": err if _same_file(fds["out"], fds["err"]) else writer(fds["out"])}
-
-    def attach(self, log_path: LogPath, job: str = "") -> None:
-        """Say where a task's log file is, and which job it is."""
+        Args:
+            log_path: returns the path for a task's name.
+            job: the job's id.
+            counts: counts its hosts and tasks (0: not known yet).
+            since: when it was launched (monotonic), if that was just now: then the phases of its start are shown.
+        """
         self._log_path = log_path
         self._job = job
+        self._counts = counts
+        self._since = since
 
     def output(self, task: str, host: str, stream: str, data: bytes, at: int | None) -> None:
         """Take bytes of a task; they begin at byte `at` of its log file."""
@@ -107,6 +142,29 @@ class Console:
             return
         mark = f"{level}: " if level in ("warning", "error") else ""
         self.write_err(f"distrun: {mark}{text}\n")
+
+    def follow(self, kind: str, value: Mapping[str, Any]) -> None:
+        """Take what the coordinator tells of the job, for the line that shows its progress.
+
+        `kind`: "event" (a line of events.jsonl), "state" (what state.json holds), "metrics" (a snapshot) or "phase"
+        (what is said of a phase of the start). Nothing of it is shown where there is no region.
+        """
+        line = self._line()
+        if kind == "phase" and (line is None or self._level < LEVELS.index("info")):
+            self.say(value["text"], value["level"])
+        if line is None:
+            return
+        for text in line.take(kind, value, time.monotonic()):
+            self.say(text)
+        self._writers["err"].show_status(encoded(line.text()))
+
+    def _line(self) -> JobLine | None:
+        if self._job_line is None and self.draws:
+            from distrun.cli.jobline import JobLine
+
+            self.start()
+            self._job_line = JobLine(self._counts, self._since, has_symbols(self._env))
+        return self._job_line
 
     def write_err(self, text: str) -> None:
         """Print text to stderr as it stands."""
@@ -131,20 +189,20 @@ class Console:
             with contextlib.suppress(OSError):
                 os.write(self._fds["err"], b"distrun: printing is paused, the job goes on; Ctrl-Z again to go on\n")
 
-    def hold(self, text: str) -> None:
-        """Stop printing for a question, which is printed at once; until `release`."""
+    def hold(self, text: str = "") -> None:
+        """Stop printing for a question, which is printed at once; until `release`. For any thread."""
         self.start()
         for writer in self._each():
-            writer.hold(True)
+            writer.hold()
         with contextlib.suppress(OSError):
             os.write(self._fds["err"], encoded(text))
 
-    def release(self, text: str) -> None:
+    def release(self, text: str = "") -> None:
         """Print the end of the question's line, and go on printing."""
         with contextlib.suppress(OSError):
             os.write(self._fds["err"], encoded(text))
         for writer in self._each():
-            writer.hold(False)
+            writer.release()
 
     def end_output(self) -> None:
         """Take note that all tasks have ended: their last words come before what is said of their end."""
@@ -181,7 +239,7 @@ class _Feeds:
     """Makes the feed of a task's stream."""
 
     def __init__(
-        self, has_prefix: bool, fds: Mapping[str, int], coloured: Mapping[int, bool], live: Mapping[int, bool]
+        self, has_prefix: bool, fds: Mapping[str, int], coloured: Mapping[int, bool], live: Mapping[str, bool]
     ) -> None:
         self._has_prefix = has_prefix
         self._fds = fds
@@ -194,7 +252,7 @@ class _Feeds:
         before, fd = b"", self._fds[piece.stream]
         if self._has_prefix:
             before = prefix(piece.task, piece.host, piece.stream == "err", self._coloured[fd])
-        return Feed(before, terminal=os.isatty(fd), live=self._live[fd])
+        return Feed(before, terminal=os.isatty(fd), live=self._live[piece.stream])
 
 
 def print_out(text: str) -> None:

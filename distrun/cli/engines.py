@@ -33,11 +33,17 @@ def engine_of(name: str, options: Mapping[str, Any], env: Mapping[str, str]) -> 
 
 def rows(backend: QueueBackend) -> list[Row]:
     """Return what is there of what a launch by an engine needs."""
+    from distrun.backends.engine import EngineError, Finding
+
+    try:
+        findings = backend.engine.examine()
+    except EngineError as err:
+        findings = [Finding(False, str(err), err.hint)]
     found = [
         Row(HERE, backend.name, OK, each.text)
         if each.ok
         else Row(HERE, backend.name, BAD, each.text, each.fix or "see the page on it")
-        for each in backend.engine.examine()
+        for each in findings
     ]
     own = address.own()
     text = f"agents reach this machine at {', '.join(own)}" if own else "this machine has no address but its own"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import click
 
 from distrun import activation, backends, hosts, placement, shell
 from distrun.cli import hints, reach, standing
-from distrun.cli.common import current_folder
+from distrun.cli.common import current_folder, placed
 from distrun.cli.console import Console
 from distrun.cli.options import collect_env, engine_options, launch_options
 from distrun.client import Detached
@@ -98,7 +99,7 @@ def _launch(
         _show(job, options["as_json"], options["verbosity"] > 0, console)
         return 0
     folder = _create(store, job)
-    console.attach(folder.log_path, folder.id)
+    console.attach(folder.log_path, folder.id, lambda: _counts(job, folder), time.monotonic())
     console.say("job {} ({})".format(folder.id, _where(job, options["launcher"])))
     console.say("job {}: logs in {}".format(folder.id, folder.path / "logs"), "debug")
     outcome = launching.launch(job, folder, console, options["verbosity"], options["detach"])
@@ -110,6 +111,13 @@ def _launch(
     if hint and not misplaced:
         console.write_err(f"distrun: hint: {hint}\n")
     return outcome.exit_code
+
+
+def _counts(job: PlannedJob | QueuedJob, folder: JobFolder) -> tuple[int, int]:
+    """Return how many agents and tasks a job has, 0 and 0 before it has a place."""
+    if isinstance(job, QueuedJob):
+        return placed(folder)
+    return len(job.plan.all_places), len(job.plan.tasks)
 
 
 def _leave(

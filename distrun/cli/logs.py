@@ -16,7 +16,7 @@ import click
 
 from distrun.cli.common import count, find_job
 from distrun.cli.console import can_draw, copy_out, is_terminal, print_err, wants_colour
-from distrun.cli.lines import Live
+from distrun.cli.region import Region, chosen
 from distrun.cli.replay import Replay, Style
 from distrun.cli.when import point_in_time
 from distrun.errors import UsageError
@@ -72,13 +72,13 @@ def logs(
     start = None if since is None else point_in_time("--since", since, time.time())
     env = environ.snapshot()
     prefixed = merge or len(chosen) > 1
-    live = Live() if follow and prefixed and not as_json and grep is None and can_draw(1, env) else None
+    region = Region() if follow and prefixed and not as_json and grep is None and can_draw(1, env) else None
     style = Style(
         hosts={str(row["name"]): str(row["host"]) for row in chosen},
         prefixed=prefixed,
         coloured=wants_colour(1, env),
         terminal=is_terminal() and not as_json,
-        live=live is not None,
+        live=region is not None,
         pattern=pattern,
         as_json=as_json,
     )
@@ -87,11 +87,11 @@ def logs(
     with LogReader(folder.logs) as reader:
         if not (merge or as_json or start is not None):
             source: _Source = _Files(folder, names, lines)
-            _LogPrinter(source, Replay(style, from_start=lines is None), live).show(goes_on)
+            _LogPrinter(source, Replay(style, from_start=lines is None), region).show(goes_on)
         elif _is_ordered(folder, reader, names):
             ordered = _Ordered(folder, reader, names)
             replay = ordered.begin(style, start, lines)
-            _LogPrinter(ordered, replay, live, lines).show(goes_on)
+            _LogPrinter(ordered, replay, region, lines).show(goes_on)
         else:
             if start is not None:
                 raise UsageError(
@@ -99,7 +99,7 @@ def logs(
                     f"it was run by an earlier version; leave --since out: distrun logs {folder.id}",
                 )
             print_err(f"distrun: the order of these lines is not known: job {folder.id} has no logs/index\n")
-            _LogPrinter(_Files(folder, names, None), Replay(style), live, lines).show(goes_on)
+            _LogPrinter(_Files(folder, names, None), Replay(style), region, lines).show(goes_on)
     return 0
 
 
@@ -294,10 +294,10 @@ class _Ordered:
 class _LogPrinter:
     """Prints what a source gives. `lines`: only so many of the last lines of what is there at the beginning."""
 
-    def __init__(self, source: _Source, replay: Replay, live: Live | None, lines: int | None = None) -> None:
+    def __init__(self, source: _Source, replay: Replay, region: Region | None, lines: int | None = None) -> None:
         self._source = source
         self._replay = replay
-        self._live = live
+        self._region = region
         self._kept: deque[bytes] | None = None if lines is None else deque(maxlen=lines)
         self._waiting: list[bytes] = []
         self._size = 0
@@ -313,8 +313,9 @@ class _LogPrinter:
                 break
             if not self._release():
                 return
-            if self._live is not None:
-                copy_out(self._live.draw(self._replay.bars(), *shutil.get_terminal_size()))
+            if self._region is not None:
+                columns, rows = shutil.get_terminal_size()
+                copy_out(self._region.draw(chosen(self._replay.bars(), b"", columns, rows), columns))
             time.sleep(POLL_S)
             self._take(self._replay.advance(self._replay.clock + POLL_S))
         if self._print_all(self._source.last()):
@@ -349,6 +350,6 @@ class _LogPrinter:
     def _write(self) -> bool:
         data = b"".join(self._waiting)
         self._waiting, self._size = [], 0
-        if data and self._live is not None:
-            data = self._live.erase() + data
+        if data and self._region is not None:
+            data = self._region.erase() + data
         return copy_out(data) if data else True

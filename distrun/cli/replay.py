@@ -11,7 +11,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from distrun.cli.lines import Feed, in_order, prefix
+from distrun.cli.lines import Feed, in_order, prefix, short_prefix
+from distrun.cli.region import Group
 from distrun.units import size as size_text
 from distrun_runtime.coordinator.jobfolder import rfc3339
 from distrun_runtime.coordinator.logindex import NOTE
@@ -107,10 +108,11 @@ class Replay:
         self.clock = max(self.clock, time)
         return printed
 
-    def bars(self) -> list[bytes]:
-        """Return the lines that show the running progress bars."""
+    def bars(self) -> list[Group]:
+        """Return the running progress bars of each stream."""
         keys = sorted(self._feeds, key=lambda key: in_order(*key))
-        return [bar for key in keys for bar in self._feeds[key].bars(self.clock)]
+        feeds = [(task, self._feeds[task, stream]) for task, stream in keys]
+        return [Group(feed.prefix, short_prefix(task), feed.bars(self.clock)) for task, feed in feeds]
 
     def begin(self) -> None:
         """What was taken so far is not shown; of lines that have begun, only those are that go on after this."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from distrun.cli.common import fetched
-from distrun.cli.console import print_err
+from distrun.cli.console import print_err, print_out
+from distrun.cli.logs import choose
 from distrun.errors import DistrunError, UsageError
 from distrun_runtime.contract import facts
 
@@ -45,17 +47,22 @@ def stack(job: str, tasks: tuple[str, ...], as_json: bool) -> int:
 
     store = JobStore()
     folder = fetched(store.find_living(job))
-    if folder.state()["state"] in facts.OVER:
+    state = folder.state()
+    if state["state"] in facts.OVER:
         raise UsageError(f"job {folder.id} is over", f"what it printed: distrun logs {folder.id}")
+    choose(state["tasks"], tasks)
     with client.connect(folder) as connection:
         client.check_version(connection, folder)
         found = [answer for wanted in tasks or ("",) for answer in _asked(connection, wanted)]
     answers = list({str(answer["task"]): answer for answer in found}.values())
     if as_json:
-        click.echo(json.dumps({"schema": SCHEMA, "job": folder.id, "tasks": [_row(answer) for answer in answers]}))
+        from distrun_runtime.coordinator.jobfolder import rfc3339
+
+        told = {"schema": SCHEMA, "time": rfc3339(time.time()), "job": folder.id}
+        print_out(json.dumps({**told, "tasks": [_row(answer) for answer in answers]}, indent=2) + "\n")
     else:
         for text in shown([answer for answer in answers if answer["text"]]):
-            click.echo(text)
+            print_out(text + "\n")
     missing = [answer for answer in answers if not answer["text"]]
     for line in [] if as_json else complaints(missing, folder.id):
         print_err(line + "\n")
@@ -118,7 +125,7 @@ def _comparable(text: str) -> str:
     """Return a stack without what is another one in each process: ids of processes and threads."""
     text = re.sub(r"0x[0-9a-fA-F]+", "0x", text)
     text = re.sub(r"(?m)^Process \d+: .*$", "Process", text)
-    return re.sub(r"(?m)^Thread \d+", "Thread", text)
+    return re.sub(r"(?m)^Thread \d+ \([^)]*\)", "Thread", text)
 
 
 def _row(answer: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,15 @@
 
 What cannot be written yet is queued; past `QUEUE_LIMIT` only its place in the task's log file is kept and it is read
 back from there. So a slow reader costs no memory, a job never waits for it, and no line is lost.
+
+On a terminal the thread also owns the region at the bottom (`region`): progress bars and the job's own line. What is
+printed scrolls above it: one write takes the region away, prints, and draws it again.
 """
 
 from __future__ import annotations
 
+import itertools
+import operator
 import os
 import select
 import threading
@@ -13,15 +18,24 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from distrun.cli.lines import DRAW_S, Feed, Live, in_order
+from distrun.cli.lines import Feed, in_order, short_prefix
+from distrun.cli.region import DRAW_S, Group, Region, chosen
 from distrun_runtime.coordinator.output import Backlog, OutputPiece, encoded
 from distrun_runtime.errors import JobStoreError
 
 STUCK_S = 10.0
 """At the end, a terminal that takes nothing for so long is given up."""
 READ_SIZE = 256 * 1024
+WRITE_SIZE = 64 * 1024
+"""So much is gathered before it is written, at most."""
+PACE_S = 0.03
+"""Above a region, output is gathered for so long: each write draws the region again."""
 LOOK_S = 0.1
 """While output comes without a pause, it is looked so often for what other tasks have to show."""
+RESIZE_S = 1.0
+"""How often it is looked whether the terminal has another size, while nothing else happens."""
+HIDE_S = 1.0
+"""How long a question waits until the region is gone. A terminal that is stuck must not hold it up."""
 
 
 ENDS_OUTPUT = OutputPiece()
@@ -37,20 +51,26 @@ class Writer:
         make_feed: Callable[[OutputPiece], Feed],
         find_log: Callable[[str], Path | None],
         on_broken: Callable[[int], None] = lambda fd: None,
-        live: Live | None = None,
+        region: Region | None = None,
     ) -> None:
-        """`fds`: where each stream ("out", "err") is written; `live`: draws progress bars in place, on a terminal."""
+        """`fds`: where each stream ("out", "err") is written; `region`: at the bottom of the terminal of "err"."""
         self._fds = fds
-        self._live = live
-        self._live_fd = -1
-        self._is_drawn_late = self._must_forget = False
-        self._drawn_at = self._looked_at = float("-inf")
+        self._region = region
+        self._status = b""
+        self._is_drawn_late = self._is_closed = False
+        self._drawn_at = self._looked_at = self._written_at = float("-inf")
+        self._gathered: list[tuple[int, bytes]] = []
+        self._size = 0
+        self._is_mid_line = False
         self._make_feed = make_feed
         self._on_broken = on_broken
         self._find_log = find_log
         self._feeds: dict[tuple[int, str, str], Feed] = {}
         self._queue = Backlog()
-        self._paused = self._held = self._ending = False
+        self._is_paused = self._ending = False
+        self._holds = 0
+        self._is_hidden = False
+        """Nothing is printed, the region is gone."""
         self._broken: set[int] = set()
         self._writing = -1
         self._progress = time.monotonic()
@@ -68,33 +88,51 @@ class Writer:
         """Say that no task will write anything more."""
         self.put(ENDS_OUTPUT)
 
+    def show_status(self, line: bytes) -> None:
+        """Show a line below the progress bars, in place of the one before; empty: none."""
+        with self._changed:
+            if line != self._status and self._region is not None and not self._is_closed:
+                self._status, self._is_drawn_late = line, True
+                self._changed.notify()
+
     def toggle_pause(self) -> bool:
         """Pause or go on; return whether it is paused now."""
         with self._changed:
-            self._paused = not self._paused
-            self._must_forget = True  # others write to the terminal meanwhile
-            self._changed.notify()
-            return self._paused
+            self._is_paused = not self._is_paused
+            self._changed.notify_all()
+            if self._is_paused:
+                self._await_hidden()
+            return self._is_paused
 
-    def hold(self, is_held: bool) -> None:
-        """Stop for a question on the terminal, or go on after it; a pause of the user's stays one."""
+    def hold(self) -> None:
+        """Stop for a question on the terminal, until `release`. Returns when the region is gone."""
         with self._changed:
-            self._held = is_held
-            self._must_forget = True  # the question stands there
-            self._changed.notify()
+            self._holds += 1
+            self._changed.notify_all()
+            self._await_hidden()
+
+    def release(self) -> None:
+        """Go on after a question; a pause of the user's stays one."""
+        with self._changed:
+            self._holds = max(0, self._holds - 1)
+            self._changed.notify_all()
+
+    def _await_hidden(self) -> None:
+        if self._region is not None and threading.current_thread() is not self._thread:
+            self._changed.wait_for(lambda: self._is_hidden or not self._is_silent, HIDE_S)
 
     def resume(self) -> None:
         """Go on, if it is paused."""
         with self._changed:
-            self._paused = self._held = False
-            self._changed.notify()
+            self._is_paused, self._holds = False, 0
+            self._changed.notify_all()
 
     def end(self) -> None:
         """Say that nothing more will come."""
         with self._changed:
-            self._ending, self._paused, self._held = True, False, False
+            self._ending, self._is_paused, self._holds = True, False, 0
             self._progress = time.monotonic()
-            self._changed.notify()
+            self._changed.notify_all()
 
     def join(self) -> None:
         """Wait until all is printed, or until a terminal has taken nothing for STUCK_S."""
@@ -104,64 +142,106 @@ class Writer:
             if stuck_s > STUCK_S and os.isatty(self._writing):
                 return
 
+    # ------------------------------------------------------------------ the thread
+
     def _run(self) -> None:
         while True:
             with self._changed:
-                while self._is_silent or not (self._queue or self._ending):
-                    wait_s = self._next_due()
-                    self._changed.wait(wait_s)
-                    if wait_s is not None and not self._queue and not self._is_silent:
-                        break
-                piece = self._queue.take()
-                over = piece is None and self._ending
-            if piece is not None:
+                piece = self._next()
+                is_silent = self._is_silent
+                is_over = piece is None and self._ending and not is_silent
+            if is_silent:
+                self._hide()
+            elif piece is not None:
                 self._print(piece)
-                if time.monotonic() >= self._looked_at + LOOK_S:
-                    self._print_due()
-            elif over:
+                now = time.monotonic()
+                if now >= self._looked_at + LOOK_S:
+                    self._print_due(now)
+            elif is_over:
                 self._finish()
                 return
             else:
-                self._print_due()
+                self._print_due(time.monotonic())
+
+    def _next(self) -> OutputPiece | None:
+        """Wait for a piece, or for something else to do; the lock is held."""
+        while True:
+            if self._is_silent:
+                if not self._is_hidden:
+                    return None
+                self._changed.wait()
+                continue
+            self._is_hidden = False
+            if self._queue or self._ending:
+                return self._queue.take()
+            wait_s = self._next_due()
+            if wait_s is not None and wait_s <= 0:
+                return None
+            self._changed.wait(wait_s)
 
     @property
     def _is_silent(self) -> bool:
-        return self._paused or self._held
+        return self._is_paused or self._holds > 0
+
+    def _hide(self) -> None:
+        """Write what was gathered, and take the region away, before others write to the terminal."""
+        self._flush(draws=False)
+        with self._changed:
+            self._is_hidden = True
+            self._is_drawn_late = self._region is not None
+            self._changed.notify_all()
 
     def _next_due(self) -> float | None:
+        """Return how long there is nothing to do unless something comes; None: forever."""
         now = time.monotonic()
         waits = [wait_s for wait_s in (feed.wait_s(now) for feed in self._feeds.values()) if wait_s is not None]
+        if self._gathered:
+            waits.append(self._flush_at - now)
         if self._is_drawn_late:
-            waits.append(max(0.0, self._drawn_at + DRAW_S - now))
+            waits.append(self._drawn_at + DRAW_S - now)
+        elif self._region is not None and self._region.is_drawn:
+            waits.append(self._drawn_at + RESIZE_S - now)
         return min(waits, default=None)
 
-    def _print_due(self) -> None:
-        self._looked_at = now = time.monotonic()
-        for (fd, _, _), feed in self._feeds.items():
-            self._write(fd, feed.due(now))
-        self._draw(now)
+    @property
+    def _flush_at(self) -> float:
+        """When what was gathered is written: at once, unless that would draw a region all the time."""
+        return self._written_at + PACE_S if self._region is not None and self._region.is_drawn else float("-inf")
 
-    def _draw(self, now: float) -> None:
-        """Show the progress bars in place, unless that was done a moment ago."""
-        if self._live is None or self._live_fd < 0:
-            return
-        self._is_drawn_late = now < self._drawn_at + DRAW_S
-        if self._is_drawn_late:
-            return
-        self._drawn_at = now
-        if self._must_forget:
-            self._must_forget = False
-            self._live.forget()
-        bars = [
-            bar
-            for _, feed in sorted(self._feeds.items(), key=lambda item: in_order(*item[0][1:]))
-            for bar in feed.bars(now)
-        ]
+    def _print_due(self, now: float) -> None:
+        self._looked_at = now
+        for (fd, _, _), feed in self._feeds.items():
+            data = feed.due(now)
+            if data:
+                self._write(fd, data)
+        if self._gathered and now >= self._flush_at:
+            self._flush()
+        elif self._region is not None and now >= self._drawn_at + (DRAW_S if self._is_drawn_late else RESIZE_S):
+            self._draw(now)
+
+    def _draw(self, now: float, before: bytes = b"") -> None:
+        """Show the progress bars and the job's line in place, after `before`."""
+        assert self._region is not None
+        self._drawn_at, self._is_drawn_late = now, False
+        lines: list[bytes] = []
+        columns, rows = self._terminal_size()
+        if not self._is_mid_line and not self._is_closed:
+            groups = []
+            for (_, task, _), feed in self._feeds.items():
+                bars = feed.bars(now)
+                # What has just come may be half of a state.
+                self._is_drawn_late = self._is_drawn_late or (feed.live and feed.wait_s(now) is not None)
+                if bars:
+                    groups.append(Group(feed.prefix, short_prefix(task), bars))
+            lines = chosen(groups, self._status, columns, rows)
+        self._send(self._fds["err"], before + self._region.draw(lines, columns))
+
+    def _terminal_size(self) -> tuple[int, int]:
         try:
-            columns, rows = os.get_terminal_size(self._live_fd)
+            columns, rows = os.get_terminal_size(self._fds["err"])
         except OSError:
             columns, rows = 0, 0
-        self._send(self._live_fd, self._live.draw(bars, columns or 80, rows or 24))
+        return columns or 80, rows or 24
 
     def _print(self, piece: OutputPiece) -> None:
         if piece is ENDS_OUTPUT:
@@ -175,8 +255,9 @@ class Writer:
         feed = self._feeds.get(key)
         if feed is None:
             feed = self._feeds[key] = self._make_feed(piece)
+            self._feeds = dict(sorted(self._feeds.items(), key=lambda item: in_order(*item[0][1:])))
         if feed.live:
-            self._live_fd, self._is_drawn_late = fd, True
+            self._is_drawn_late = True
         if piece.is_place:
             self._print_from_log(piece, feed)
         else:
@@ -204,25 +285,47 @@ class Writer:
             self._write(fd, encoded("distrun: warning: %d bytes not shown: %s: %s\n" % (left, path, err)))
 
     def _flush_feeds(self) -> None:
-        if self._live is not None and self._live_fd >= 0 and not self._must_forget:
-            self._send(self._live_fd, self._live.erase())
-        for (fd, _, _), feed in sorted(self._feeds.items(), key=lambda item: in_order(*item[0][1:])):
+        """Print what tasks have left unended, and take the region away for good."""
+        with self._changed:
+            self._is_closed, self._status = True, b""
+        for (fd, _, _), feed in self._feeds.items():
             self._write(fd, feed.flush())
+        self._flush(draws=False)
 
     def _finish(self) -> None:
         self._flush_feeds()
         if self._queue.skipped:
             text = f"distrun: warning: {self._queue.skipped} bytes of output were not shown\n"
             self._write(self._fds["err"], encoded(text))
+            self._flush()
 
     def _write(self, fd: int, data: bytes) -> None:
+        """Gather bytes, and write them if they are many."""
         if not data:
             return
-        if self._live is not None and not self._must_forget:
-            erase = self._live.erase()
-            self._is_drawn_late = self._is_drawn_late or bool(erase)
-            data = erase + data
-        self._send(fd, data)
+        self._gathered.append((fd, data))
+        self._size += len(data)
+        if self._size >= WRITE_SIZE:
+            self._flush()
+
+    def _flush(self, draws: bool = True) -> None:
+        """Write what was gathered, and draw the region again below it (`draws`) or take it away."""
+        gathered, self._gathered, self._size = self._gathered, [], 0
+        region = self._region
+        if region is None:
+            for fd, pieces in itertools.groupby(gathered, operator.itemgetter(0)):
+                self._send(fd, b"".join([data for _, data in pieces]))
+            return
+        # Both streams are one place where there is a region: what came first is written first.
+        self._written_at = time.monotonic()
+        data = b"".join([data for _, data in gathered])
+        if data:
+            self._is_mid_line = not data.endswith(b"\n")
+        before = region.erase(self._terminal_size()[0]) + data
+        if draws:
+            self._draw(self._written_at, before)
+        else:
+            self._send(self._fds["err"], before)
 
     def _send(self, fd: int, data: bytes) -> None:
         view = memoryview(data)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from distrun import units
 from distrun.dashboard import keys, read, text
 from distrun.dashboard.loop import Ended
 from distrun.dashboard.signals import Signals
@@ -107,7 +108,7 @@ def _cells(state: Mapping[str, object], now: float) -> tuple[str, ...]:
         "" if code is None else str(code),
         text.clean(read.text(state.get("name"))),
         f"{len(tasks)} ({extra})" if extra else str(len(tasks) or ""),
-        "" if created is None else text.clock((now if until is None else until) - created),
+        "" if created is None else units.elapsed((now if until is None else until) - created),
         str(len(read.texts(state.get("hosts"))) or ""),
         text.clean(command or read.text(state.get("message"))),
     )

@@ -226,6 +226,7 @@ class Dashboard:
                 self._stack = ("there is no coordinator to ask",)
         elif isinstance(action, user.ShowLog):
             self._log, self._log_stamp = (), None
+            self._told_look = float("-inf")  # a log that is elsewhere is asked for at once
 
     # ------------------------------------------------------------------ drawing
 
@@ -280,7 +281,8 @@ class Dashboard:
             if stamp != self._error_stamp:
                 self._error_stamp = stamp
                 lines = [text.clean(line) for line in self._tail(error.name, report.READ_LINES)]
-                self.model.error_lines = tuple(report.excerpt(lines))
+                self.model.set_error(report.excerpt(lines))
+                self.model.settle(self._clock())
 
     @property
     def _has_logs(self) -> bool:

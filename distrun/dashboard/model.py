@@ -15,7 +15,6 @@ from distrun.dashboard import events, read
 from distrun.dashboard.events import Event
 from distrun_runtime.contract import facts
 
-WAITING, STALLED, STRAGGLER = "waiting", "stalled", "straggler"
 LOST_WITH_HOST = "lost with its host"
 LONG_WAIT_S = 30.0
 """A task that has waited so long in the store is a problem."""
@@ -27,12 +26,12 @@ TRACE = 120
 LEVELS = {
     facts.FAILED: 0,
     facts.LOST: 1,
-    STALLED: 2,
-    STRAGGLER: 4,
+    facts.STALLED: 2,
+    facts.STRAGGLER: 4,
     facts.PENDING: 6,
     facts.STARTING: 6,
     facts.RUNNING: 7,
-    WAITING: 7,
+    facts.WAITING: 7,
     facts.EXITED: 8,
     facts.STOPPED: 9,
 }
@@ -248,6 +247,11 @@ class Model:
         self._traced = 0.0
         self._is_settled = True
 
+    def set_error(self, lines: Sequence[str]) -> None:
+        """Take the end of the log of the task that failed first."""
+        self.error_lines = tuple(lines)
+        self._is_settled = False
+
     def frozen(self) -> Model:
         """Return a copy that stays as it is."""
         return copy.copy(self)
@@ -360,7 +364,7 @@ class Model:
     @property
     def exit_code(self) -> int:
         """What `distrun status JOB` ends with."""
-        return 0 if self.job.state in (*facts.GOING, facts.SUCCEEDED, "") else 1
+        return 0 if self.job.state in (*facts.LIVE, facts.SUCCEEDED, "") else 1
 
     def _rebuild(self, now: float) -> None:
         metrics = read.members(self._metrics.get("tasks"))
@@ -369,10 +373,15 @@ class Model:
         for each in read.objects(self._state.get("tasks")):
             name = read.text(each.get("name"))
             told = {} if over else read.members(metrics.get(name))
-            if told.get("condition") == WAITING:
+            if told.get("condition") == facts.WAITING:
                 waits[name] = self._waits.get(name, now)
             tasks[name] = _task(each, told, now - waits.get(name, now))
         self.tasks, self._waits = tasks, waits
+        error = self.first_error
+        if error is not None and not error.why:
+            # As a rule the last line names the exception.
+            last = next((line.strip() for line in reversed(self.error_lines) if line.strip()), "")
+            tasks[error.name] = replace(error, why=last)
         names = read.texts(self._state.get("hosts")) or list(dict.fromkeys(task.host for task in tasks.values()))
         known = read.members(self._metrics.get("hosts"))
         self.hosts = {name: self._host(name, read.members(known.get(name))) for name in names}
@@ -432,7 +441,7 @@ def _task(state: Mapping[str, object], told: Mapping[str, object], waited_s: flo
     if word == facts.RUNNING and condition:
         word, why = condition, read.text(told.get("why"))
         level = LEVELS.get(word, PROBLEM_LEVEL)
-        if word == WAITING and waited_s >= LONG_WAIT_S:
+        if word == facts.WAITING and waited_s >= LONG_WAIT_S:
             level = LONG_WAIT_LEVEL
     code, signal = read.whole(state.get("code")), read.text(state.get("signal"))
     report, history = read.members(told.get("report")), read.members(told.get("history"))

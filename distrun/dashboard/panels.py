@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from distrun import units
 from distrun.dashboard import rows, text
 from distrun.dashboard.model import Host, Model, Server
 from distrun.dashboard.text import Glyphs, Line
@@ -43,14 +44,14 @@ def _host_cells(group: Sequence[Host], since_s: float) -> tuple[str, ...]:
     return (
         text.clean(name),
         word,
-        "" if heard_s is None else text.age(heard_s + since_s),
-        text.percent(_mean([host.cpu for host in group])),
+        "" if heard_s is None else units.age(heard_s + since_s),
+        units.percent(_mean([host.cpu for host in group])),
         "" if load is None else f"{load:.1f}",
         _part(_sum([host.mem_used for host in group]), _sum([host.mem_total for host in group])),
-        text.size(min((host.disk_free for host in group if host.disk_free is not None), default=None)),
+        units.short_size(min((host.disk_free for host in group if host.disk_free is not None), default=None)),
         _per_s(_sum([host.net_rx for host in group])),
         _per_s(_sum([host.net_tx for host in group])),
-        "" if not gpus else f"{len(gpus)}x {text.percent(sum(gpus) / len(gpus))}",
+        "" if not gpus else f"{len(gpus)}x {units.percent(sum(gpus) / len(gpus))}",
         "" if offset_s is None else f"{offset_s:+.1f}s",
     )
 
@@ -62,10 +63,10 @@ def store(model: Model, columns: int, glyphs: Glyphs, has_room: bool) -> list[Li
         return []
     slowest = found.slowest
     rates = [
-        ("push/s", text.amount(found.push_s), "push_s"),
-        ("pull/s", text.amount(found.pull_s), "pull_s"),
-        ("queue", text.amount(found.queue), "queue"),
-        ("staleness", text.amount(found.staleness), "staleness"),
+        ("push/s", _rate(found.push_s), "push_s"),
+        ("pull/s", _rate(found.pull_s), "pull_s"),
+        ("queue", _rate(found.queue), "queue"),
+        ("staleness", _rate(found.staleness), "staleness"),
         ("lag", f"{slowest[1]:.2f}s {_rank(slowest[0])}" if slowest else "", "lag"),
     ]
     cell = max(24, min(columns, 96) // 3)
@@ -89,7 +90,7 @@ def store(model: Model, columns: int, glyphs: Glyphs, has_room: bool) -> list[Li
     if found.barrier_waiting:
         more.append(f"a barrier waits for {found.barrier_waiting}")
     if found.round_s is not None:
-        more.append(f"rounds/s {text.amount(found.round_s)}")
+        more.append(f"rounds/s {_rate(found.round_s)}")
     table: list[tuple[str, ...]] = [
         ("SERVER", "KEYS", "SIZE", "PUSH/S", "PULL/S", "IN", "OUT", "QUEUE", "WAITING", "STALE", "LAST RANK")
     ]
@@ -106,14 +107,14 @@ def _server_cells(server: Server) -> tuple[str, ...]:
     return (
         server.name,
         str(server.keys if server.keys is not None else ""),
-        text.size(server.size),
-        text.amount(server.push_s),
-        text.amount(server.pull_s),
+        units.short_size(server.size),
+        _rate(server.push_s),
+        _rate(server.pull_s),
         _per_s(server.in_s),
         _per_s(server.out_s),
         "" if server.queue is None else str(server.queue),
         "" if server.waiting is None else str(server.waiting),
-        text.amount(server.staleness_max),
+        _rate(server.staleness_max),
         "" if last is None or last[1] <= 0 else f"{_rank(last[0])} +{last[1]:.2f}s",
     )
 
@@ -188,8 +189,19 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _part(used: float | None, total: float | None) -> str:
-    return "" if used is None else text.size(used) if total is None else f"{text.size(used)}/{text.size(total)}"
+    return (
+        ""
+        if used is None
+        else units.short_size(used)
+        if total is None
+        else f"{units.short_size(used)}/{units.short_size(total)}"
+    )
 
 
 def _per_s(value: float | None) -> str:
-    return "" if value is None else f"{text.size(value)}/s"
+    return "" if value is None else f"{units.short_size(value)}/s"
+
+
+def _rate(value: float | None) -> str:
+    """Return how many a second, below a heading that says so."""
+    return units.per_second(value).removesuffix("/s")

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from distrun import units
 from distrun.dashboard import rows, text
 from distrun.dashboard.events import Event
-from distrun.dashboard.model import WAITING, Model, Task
+from distrun.dashboard.model import Model, Task
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.duration import time_of_day
 
@@ -52,18 +53,20 @@ class Plain:
         more = "" if job.exit_code is None else f", exit code {job.exit_code}"
         if job.is_over and job.message:
             more += f": {job.message}"
-        return [f"job {job.id}: {job.state} after {text.clock(job.elapsed(now)) or '0:00'}{more}"]
+        return [f"job {job.id}: {job.state} after {units.elapsed(job.elapsed(now)) or '0:00:00'}{more}"]
 
     def _of_tasks(self, model: Model) -> list[str]:
         changed: dict[tuple[str, str], list[Task]] = {}
         for task in model.tasks.values():
             # A short wait in the store is how a job works.
-            word = facts.RUNNING if task.word == WAITING and not task.is_problem else task.word
+            word = facts.RUNNING if task.word == facts.WAITING and not task.is_problem else task.word
             if self._words.get(task.name) == word:
                 continue
             self._words[task.name] = word
-            why = f" ({task.code})" if task.code and task.is_over else ""
-            why += f": {task.why}" if task.why and word == task.word else ""
+            why = ""
+            if word != facts.STOPPED:  # that others were stopped is a consequence, told as one
+                why = f" ({task.code})" if task.code and task.is_over else ""
+                why += f": {task.why}" if task.why and word == task.word else ""
             changed.setdefault((word, why), []).append(task)
         lines = []
         for (word, why), tasks in changed.items():
@@ -109,9 +112,9 @@ class Plain:
         self._told_s, self._told_share, self._told_step = now, share, progress.step
         parts = [f"step {progress.step}" + ("" if progress.total is None else f" of {progress.total}")]
         if progress.fraction is not None:
-            parts.append(text.percent(progress.fraction))
+            parts.append(units.percent(progress.fraction))
         if progress.eta_s is not None:
-            parts.append(f"ETA {text.clock(progress.eta_s)}")
+            parts.append(f"ETA {units.elapsed(progress.eta_s)}")
         if progress.loss is not None:
-            parts.append(f"loss {text.value_text(progress.loss)}")
+            parts.append(f"loss {units.value(progress.loss)}")
         return ["progress: " + ", ".join(parts)]

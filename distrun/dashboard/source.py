@@ -73,10 +73,16 @@ class Source:
         os.set_blocking(self._waking, False)
         self._thread = threading.Thread(target=self._run, name="job", daemon=True)
 
-    def start(self, connection: ControlConnection | None) -> None:
-        """Start the thread. `connection`: one that was made already; None: there is none yet."""
+    def start(self, connection: ControlConnection | None, has_events: bool = True) -> None:
+        """Start the thread.
+
+        Args:
+            connection: one that was made already; None: there is none yet.
+            has_events: the folder has the job's events; otherwise only those of what was checked before its start.
+        """
         self._connection = connection
-        self._put_past_events()
+        if has_events:
+            self._put_past_events()
         self._put_state()
         if connection is not None:
             self._greet(connection)

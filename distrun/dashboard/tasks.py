@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from distrun import units
 from distrun.dashboard import text
-from distrun.dashboard.model import STALLED, STRAGGLER, WAITING
 from distrun.dashboard.rows import Row
 from distrun.dashboard.text import Glyphs, Line, Span
 from distrun_runtime.contract import facts
@@ -21,9 +21,9 @@ STYLES = {
     facts.SUCCEEDED: text.GREEN,
     facts.FAILED: text.RED,
     facts.LOST: text.RED,
-    STALLED: text.RED,
-    STRAGGLER: text.YELLOW,
-    WAITING: text.YELLOW,
+    facts.STALLED: text.RED,
+    facts.STRAGGLER: text.YELLOW,
+    facts.WAITING: text.YELLOW,
     facts.STOPPING: text.YELLOW,
     facts.KILLED: text.YELLOW,
     facts.PENDING: text.DIM,
@@ -60,22 +60,22 @@ def _word(row: Row, scene: Scene) -> str:
 
 
 def _memory(row: Row, scene: Scene) -> str:
-    return text.size(row.largest(lambda task: task.rss))
+    return units.short_size(row.largest(lambda task: task.rss))
 
 
 def _limit(row: Row, scene: Scene) -> str:
-    return text.size(row.first.limit)
+    return units.short_size(row.first.limit)
 
 
 def _quiet(row: Row, scene: Scene) -> str:
     quiet_s = row.largest(lambda task: task.quiet_s)
     if quiet_s is None or row.first.is_over:
         return ""
-    return text.age(quiet_s + scene.since_metrics_s)
+    return units.age(quiet_s + scene.since_metrics_s)
 
 
 def _cpu(row: Row, scene: Scene) -> str:
-    return text.percent(row.mean(lambda task: task.cpu))
+    return units.percent(row.mean(lambda task: task.cpu))
 
 
 def _step(row: Row, scene: Scene) -> str:
@@ -93,12 +93,12 @@ COLUMNS: Sequence[Column] = (
     Column("HOST", lambda row, scene: row.host, is_number=False, keep=6),
     Column("PID", lambda row, scene: str(row.first.pid or "") if len(row.tasks) == 1 else "", keep=2),
     Column("STATE", _word, is_number=False),
-    Column("UP", lambda row, scene: text.clock(row.largest(lambda task: task.uptime(scene.now))), keep=5),
+    Column("UP", lambda row, scene: units.elapsed(row.largest(lambda task: task.uptime(scene.now))), keep=5),
     Column("CPU", _cpu, keep=9),
     Column("MEM", _memory, keep=8),
     Column("LIMIT", _limit, keep=1),
-    Column("GPU", lambda row, scene: text.percent(row.mean(lambda task: task.gpu)), keep=9),
-    Column("GMEM", lambda row, scene: text.size(row.largest(lambda task: task.gpu_mem)), keep=3),
+    Column("GPU", lambda row, scene: units.percent(row.mean(lambda task: task.gpu)), keep=9),
+    Column("GMEM", lambda row, scene: units.short_size(row.largest(lambda task: task.gpu_mem)), keep=3),
     Column("STEP", _step, keep=4),
     Column("LAST", _quiet, keep=7),
     Column("CODE", _code, keep=10),
@@ -145,10 +145,6 @@ class Table:
 
     def _used(self, chosen: Sequence[Column], gap: int) -> int:
         return ROLE_COLUMNS + sum(self._widths[each.heading] + gap for each in chosen) - gap
-
-    def has_why(self, number: int) -> bool:
-        """Return whether the line of a row has all that is known of why."""
-        return text.width(text.clean(self._rows[number].first.why)) <= self._why
 
     def heading(self) -> Line:
         """Return the line of headings."""

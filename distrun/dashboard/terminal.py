@@ -31,6 +31,7 @@ GIVE_BACK_S = 0.5
 _TAKE = b"\x1b[?1049h\x1b[?25l\x1b[?2004h\x1b[?7l\x1b[2J"
 """Second screen, no cursor, pasted text is marked, long lines are not continued on the next one."""
 _GIVE_BACK = b"\x1b[0m\x1b[?7h\x1b[?2004l\x1b[?25h\x1b[?1049l"
+_ERASE_REST = "\x1b[K"
 _LFLAG, _CC, _IFLAG = 3, 6, 0
 
 
@@ -233,14 +234,14 @@ class Terminal:
         if self.is_behind and not self.flush():
             return False
         size = self.size()
-        encoded = [self._encoded(line) for line in lines[: size[1]]]
+        encoded = [self._encoded(line, size[0]) for line in lines[: size[1]]]
         parts = []
         if size != self._size:
             self._size, self._drawn = size, []
             parts.append("\x1b[0m\x1b[2J")
         for number, line in enumerate(encoded):
             if number >= len(self._drawn) or self._drawn[number] != line:
-                parts.append(f"\x1b[{number + 1};1H{line}\x1b[K")
+                parts.append(f"\x1b[{number + 1};1H{line}")
         parts += [f"\x1b[{number + 1};1H\x1b[K" for number in range(len(encoded), len(self._drawn))]
         self._drawn = encoded
         if parts:
@@ -259,6 +260,8 @@ class Terminal:
                 self._pending = b""  # it is gone: reading tells
         return True
 
-    def _encoded(self, line: Line) -> str:
+    def _encoded(self, line: Line, columns: int) -> str:
         found = text.encode(line, self._has_colour)
+        if text.line_width(line) < columns:
+            found += _ERASE_REST  # in the last column it would erase what was written there
         return text.only_ascii(found) if self._is_ascii else found

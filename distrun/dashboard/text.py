@@ -1,4 +1,4 @@
-"""Styled text of the dashboard: lines of spans, their width on a terminal, and how numbers, times and charts read.
+"""Styled text of the dashboard: lines of spans, their width on a terminal, and charts.
 
 No side effects. A line is a tuple of spans, a span is a text and a style. Styles never carry meaning alone: what they
 show is also a word.
@@ -142,70 +142,7 @@ def encode(line: Line, has_colour: bool) -> str:
     return "".join(parts)
 
 
-# ---------------------------------------------------------------------- numbers, times, charts
-
-
-def size(value: float | None) -> str:
-    """Return bytes as `512`, `3.4K`, `120M`, `1.2G`; "" where unknown."""
-    if value is None or not math.isfinite(value):
-        return ""
-    for unit in ("", "K", "M", "G", "T", "P"):
-        if value < 1000 or unit == "P":
-            return f"{value:.1f}{unit}" if unit and value < 10 else f"{value:.0f}{unit}"
-        value /= 1024
-    return ""
-
-
-def amount(value: float | None) -> str:
-    """Return a count or a rate as `0.4`, `12`, `3.4k`, `1.2M`; "" where unknown."""
-    if value is None:
-        return ""
-    if not math.isfinite(value):
-        return str(value)
-    if 0 < abs(value) < 10 and value != int(value):
-        return f"{value:.1f}"
-    for unit in ("", "k", "M", "G"):
-        if abs(value) < 1000 or unit == "G":
-            return f"{value:.1f}{unit}" if unit and abs(value) < 10 else f"{value:.0f}{unit}"
-        value /= 1000
-    return ""
-
-
-def percent(share: float | None) -> str:
-    """Return a share of 1 as `42%`; "" where unknown."""
-    return "" if share is None or not math.isfinite(share) else f"{share * 100:.0f}%"
-
-
-def clock(seconds: float | None) -> str:
-    """Return a time as `4:05`, `1:02:03` or `3d 04:05`; "" where unknown."""
-    if seconds is None or not math.isfinite(seconds):
-        return ""
-    total = max(0, int(seconds))
-    days, rest = divmod(total, 86400)
-    hours, rest = divmod(rest, 3600)
-    minutes, rest = divmod(rest, 60)
-    if days:
-        return f"{days}d {hours:02}:{minutes:02}"
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def age(seconds: float | None) -> str:
-    """Return how long ago something was, in one unit: `3s`, `5m`, `2h`, `4d`; "" where unknown."""
-    if seconds is None or not math.isfinite(seconds):
-        return ""
-    seconds = max(0.0, seconds)
-    for unit, factor in (("s", 60.0), ("m", 60.0), ("h", 24.0)):
-        if seconds < factor:
-            return f"{seconds:.0f}{unit}" if round(seconds) < factor else f"{seconds - 0.5:.0f}{unit}"
-        seconds /= factor
-    return f"{seconds:.0f}d"
-
-
-def value_text(value: float | None) -> str:
-    """Return a number that a task reported, such as a loss; NaN is shown."""
-    if value is None:
-        return ""
-    return f"{value:.4g}" if math.isfinite(value) else str(value)
+# ---------------------------------------------------------------------- charts
 
 
 def spark(values: Iterable[float | None], columns: int, glyphs: Glyphs) -> str:

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from distrun import units
 from distrun.dashboard import panels, rows, text, user
 from distrun.dashboard.events import Event
 from distrun.dashboard.model import Model
@@ -24,11 +25,14 @@ COLUMNS, ROWS = 80, 24
 TWO_COLUMNS = 150
 """From so many columns on, panels stand side by side."""
 TABLE_LEAST = 5
+TABLE_WIDE = 66
+"""Columns that the table may need before its last one, WHY: what is longer than the rest has a line of its own."""
 HOSTS_MOST = 8
 """More hosts are folded in a panel beside others."""
 PANEL_LEAST = 3
 """Rows of a panel with its title, below which it is not shown."""
 TRACE_SPAN = "10 s each"
+LOSS_CHART = 12
 OLD_S = 5.0
 """Metrics that are older are said to be so."""
 
@@ -105,11 +109,15 @@ def _main(model: Model, look: Look, options: Options, now: float) -> Picture:
     columns = options.columns
     head, bottom = _header(model, look, options, now), _bottom(model, look, options)
     found = rows.table(model.tasks.values(), look.wanted, look.order, look.is_folded)
+    keys = tuple(row.key for row in found)
+    at = keys.index(look.chosen) if look.chosen in keys else 0
+    why = text.clean(found[at].first.why) if found else ""
+    if text.width(why) > columns - TABLE_WIDE:
+        line: Line = ((f"{found[at].first.name}: ", text.BOLD), (why, text.PLAIN))
+        bottom = [*bottom[:-1], _to_width(line, options), bottom[-1]]
     room = max(2, options.rows - len(head) - len(bottom))
     below = _panels(model, look, options, room=room, table=len(found) + 1, since_s=_since(model, now))
     room -= len(below)
-    keys = tuple(row.key for row in found)
-    at = keys.index(look.chosen) if look.chosen in keys else 0
     count = max(1, room - 1)
     if len(found) > count:
         count = max(1, count - 1)  # the line that counts those that are hidden
@@ -126,17 +134,6 @@ def _main(model: Model, look: Look, options: Options, now: float) -> Picture:
         body.append(_hidden(found[:first], found[first + count :], options.glyphs))
     body = body[:room]
     body += [()] * (room - len(body))
-    if found and found[at].first.why and not table.has_why(at - first):
-        row = found[at].first
-        bottom = [
-            *bottom[:-1],
-            _to_width(((f"{row.name}: ", text.BOLD), (text.clean(row.why), "")), options),
-            bottom[-1],
-        ]
-        if below:
-            below = below[:-1]
-        else:
-            body = body[:-1] if not body[-1] or not hidden else [*body[:-2], body[-1]]
     lines = [_to_width(line, options) for line in (*head, *body)] + [*below, *bottom]
     hosts = tuple(dict.fromkeys(task.host for row in visible for task in row.tasks[:1]))
     return Picture(lines[: options.rows], Shown(keys, count, 0), first, hosts)
@@ -168,7 +165,7 @@ def _header(model: Model, look: Look, options: Options, now: float) -> list[Line
         (job.id, text.BOLD),
         ("  ", text.PLAIN),
         (state, STYLES.get(state, text.PLAIN)),
-        (f" {text.clock(job.elapsed(now))}", text.PLAIN),
+        (f" {units.elapsed(job.elapsed(now))}", text.PLAIN),
     ]
     if job.exit_code is not None:
         first.append((f"  exit code {job.exit_code}", text.PLAIN))
@@ -198,7 +195,7 @@ def _notes(model: Model, now: float) -> list[Line]:
     if model.link:
         notes.append((("! ", text.RED), (text.clean(model.link), text.YELLOW)))
     elif model.metrics_at is not None and _since(model, now) > OLD_S and not model.job.is_over:
-        notes.append(((f"! no metrics for {text.age(_since(model, now))}", text.YELLOW),))
+        notes.append(((f"! no metrics for {units.age(_since(model, now))}", text.YELLOW),))
     if model.job.is_over and model.job.message:
         style = text.GREEN if model.exit_code == 0 else text.RED
         notes.append(((text.clean(model.job.message), style),))
@@ -216,25 +213,23 @@ def _progress(model: Model, options: Options) -> Line:
         return ()
     spans: list[Span] = []
     if found.fraction is not None:
-        room = max(10, min(40, options.columns // 4))
-        spans += [
-            (text.bar(found.fraction, room, options.glyphs), text.CYAN),
-            (f" {text.percent(found.fraction)}", text.BOLD),
-        ]
+        room = max(6, min(40, options.columns // 5 - 10))
+        spans.append((text.bar(found.fraction, room, options.glyphs), text.CYAN))
+        spans.append((f" {units.percent(found.fraction)}", text.BOLD))
     if found.step is not None:
-        of = f"/{found.total}" if found.total is not None else ""
-        spans.append((f"  step {found.step}{of}", text.PLAIN))
+        spans.append((f"  step {units.steps(found.step, found.total)}", text.PLAIN))
+    if found.rate is not None:
+        spans.append((f" ({units.per_second(found.rate)})", text.PLAIN))
     if found.phase:
         spans.append((f"  phase {found.phase + 1}", text.PLAIN))
-    if found.rate is not None:
-        spans.append((f"  {text.amount(found.rate)} steps/s", text.PLAIN))
     if found.eta_s is not None and not model.job.is_over:
-        spans.append((f"  ETA {text.clock(found.eta_s)}", text.BOLD))
+        spans.append((f"  ETA {units.elapsed(found.eta_s)}", text.BOLD))
     if found.loss is not None:
-        spans.append((f"  loss {text.value_text(found.loss)}", text.PLAIN))
-        spans.append((" " + text.spark(model.history.get("loss", ()), 12, options.glyphs), text.CYAN))
-    if found.slowest and options.columns >= 100:
+        spans.append((f"  loss {units.value(found.loss)}", text.PLAIN))
+    if found.slowest and not model.job.is_over:
         spans.append((f"  slowest {found.slowest}", text.DIM))
+    if found.loss is not None:
+        spans.append(("  " + text.spark(model.history.get("loss", ()), LOSS_CHART, options.glyphs), text.CYAN))
     return tuple(spans)
 
 
@@ -296,7 +291,8 @@ def _panels(model: Model, look: Look, options: Options, *, room: int, table: int
     ]
     if is_one:
         (chosen,) = [panel for panel in every if panel.name == look.panel]
-        height = max(PANEL_LEAST, room - min(table, max(TABLE_LEAST, room // 3)))
+        most = room - min(table, max(TABLE_LEAST, room // 3))
+        height = max(PANEL_LEAST, room - table, min(most, chosen.wants + 1))
         return _stacked([(chosen, height)], options.columns, glyphs) if room - height >= 2 else []
     wanted = [panel for panel in every if panel.wants]
     space = room - max(TABLE_LEAST, min(table, room // 2))
@@ -417,23 +413,23 @@ def _detail(model: Model, look: Look, options: Options, now: float) -> list[Line
         return [(("there is no such task any more", text.DIM),)]
     since_s = _since(model, now)
     quiet_s = None if task.quiet_s is None else task.quiet_s + since_s
-    cpu = text.percent(task.cpu)
+    cpu = units.percent(task.cpu)
     pairs = [
         ("state", task.word),
         ("why", text.clean(task.why)),
         ("host", task.host),
         ("pid", "" if task.pid is None else str(task.pid)),
         ("exit code" if task.code.isdigit() else "signal", task.code),
-        ("up", text.clock(task.uptime(now))),
+        ("up", units.elapsed(task.uptime(now))),
         ("step", "" if task.step is None else f"{task.step}" + (f" of {task.total}" if task.total else "")),
-        *((text.clean(name), text.value_text(value)) for name, value in task.values.items()),
+        *((text.clean(name), units.value(value)) for name, value in task.values.items()),
         ("cpu", f"{cpu} of one core" if cpu else ""),
-        ("memory", text.size(task.rss) + (f" of {text.size(task.limit)}" if task.limit else "")),
+        ("memory", units.short_size(task.rss) + (f" of {units.short_size(task.limit)}" if task.limit else "")),
         ("processes", "" if task.processes is None else str(task.processes)),
         ("disk", _both(task.read_s, task.write_s, "read", "written")),
-        ("gpu", text.percent(task.gpu)),
-        ("gpu memory", text.size(task.gpu_mem)),
-        ("last line", "" if quiet_s is None or task.is_over else f"{text.age(quiet_s)} ago"),
+        ("gpu", units.percent(task.gpu)),
+        ("gpu memory", units.short_size(task.gpu_mem)),
+        ("last line", "" if quiet_s is None or task.is_over else f"{units.age(quiet_s)} ago"),
     ]
     wide = max(len(name) for name, value in pairs if value)
     lines: list[Line] = []
@@ -450,8 +446,10 @@ def _detail(model: Model, look: Look, options: Options, now: float) -> list[Line
             lines.append(((f"  {name:{wide}}  ", text.DIM), (chart, text.CYAN), (f"  {TRACE_SPAN}", text.DIM)))
     host = model.hosts.get(task.host)
     for gpu in host.gpus if host is not None else ():
-        memory = f"{text.size(gpu.mem_used)}/{text.size(gpu.mem_total)}"
-        lines.append(((f"  gpu {gpu.index} of {task.host}: {text.percent(gpu.util)} {memory} {gpu.name}", text.PLAIN),))
+        memory = f"{units.short_size(gpu.mem_used)}/{units.short_size(gpu.mem_total)}"
+        lines.append(
+            ((f"  gpu {gpu.index} of {task.host}: {units.percent(gpu.util)} {memory} {gpu.name}", text.PLAIN),)
+        )
     mine = [event for event in model.events if task.name in event.words.split(":")[0].split()]
     if mine:
         lines += [(), (("  events", text.TITLE),)]
@@ -466,7 +464,7 @@ def _event_lines(found: Sequence[Event]) -> list[Line]:
 def _both(one: float | None, other: float | None, first: str, second: str) -> str:
     if one is None and other is None:
         return ""
-    return f"{text.size(one or 0.0)}/s {first}, {text.size(other or 0.0)}/s {second}"
+    return f"{units.short_size(one or 0.0)}/s {first}, {units.short_size(other or 0.0)}/s {second}"
 
 
 def _to_width(line: Line, options: Options) -> Line:

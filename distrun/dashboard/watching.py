@@ -61,7 +61,7 @@ def follow(folder: JobFolder, write: Callable[[str], bool]) -> Ended:
     model, plain = Model(folder.id), Plain()
     with Signals(ENDING) as signals:
         source = _source(folder)
-        source.start(connection)
+        source.start(connection, has_events=not elsewhere.is_elsewhere(folder))
         try:
             asked = 0.0
             while True:
@@ -90,10 +90,9 @@ def _show(
     signals: Signals,
     look: Look,
 ) -> Ended:
-    source = _source(folder)
-    source.start(connection)
+    source, is_elsewhere = _source(folder), elsewhere.is_elsewhere(folder)
+    source.start(connection, has_events=not is_elsewhere)
     try:
-        is_elsewhere = elsewhere.is_elsewhere(folder)
         logs = FolderLogs(folder)
         return Dashboard(
             folder.id, source, terminal, signals, logs, is_elsewhere=is_elsewhere, is_ascii=look.is_ascii

@@ -18,6 +18,8 @@ def test_a_job_on_hosts_is_launched_left_followed_and_waited_for(lab: Site) -> N
     job = done.out.strip()
     attached = lab.start("attach", "--since-start", job)
     wait_until(lambda: attached.out.count("up") == 2, LIMIT_S, "both have said it")
+    stacks = lab.distrun("stack", job)  # asked where its coordinator is, which asks both agents
+    assert (stacks.code, stacks.err.count("is no Python: bash")) == (1, 2), stacks.err
     for name in ("h1", "h2"):
         lab[name].exec("touch", "/tmp/go")
     assert attached.wait() == 0

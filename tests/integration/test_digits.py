@@ -7,13 +7,16 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 from ports import free_port
 
-pytest.importorskip("sklearn", reason="the digits come with scikit-learn: pip install scikit-learn")
+pytestmark = pytest.mark.skipif(
+    find_spec("sklearn") is None, reason="the digits come with scikit-learn: pip install scikit-learn"
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 EPOCH = re.compile(r"Epoch (\d+): Test_acc (\d\.\d{4})$", re.MULTILINE)

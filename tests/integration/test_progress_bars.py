@@ -152,6 +152,49 @@ def test_on_a_terminal_the_bars_of_all_workers_stay_at_the_bottom(distrun: Distr
     assert screen.lines[-1] == ""
 
 
+NESTED = """\
+import os, sys, time
+write = lambda text: (sys.stderr.write(text), sys.stderr.flush())
+write("\\r epochs 1")
+while not os.path.exists(sys.argv[1]):
+    write("\\n"), write("\\r batches 5"), write("\\x1b[A"), time.sleep(0.05)
+write("\\n"), write("\\r          "), write("\\x1b[A"), write("\\r epochs 2\\n")
+"""
+
+
+def test_on_a_terminal_the_start_collapses_to_a_line_and_nested_bars_are_rows(distrun: Distrun) -> None:
+    (distrun.work / "nested.py").write_text(NESTED)
+    ours, theirs = pty.openpty()
+    out = distrun.home / "out"
+    screen, until = Screen(80, 24), time.monotonic() + LIMIT_S
+    with (
+        out.open("wb") as stdout,
+        ending(
+            distrun.start(
+                *("launch", "-n", "1", "-s", "0", "python3", "nested.py", "done"),
+                env={"TERM": "xterm", "LANG": "C.UTF-8", "LC_ALL": ""},
+                **{"stdin": theirs, "stdout": stdout, "stderr": theirs, "start_new_session": True},
+            )
+        ) as job,
+    ):
+        os.close(theirs)
+        name = "worker-0@%s |  " % os.uname().nodename
+        while screen.lines[-3:] != [name + "epochs 1", name + "batches 5", ""]:
+            assert time.monotonic() < until, "\n".join(screen.lines)
+            _read(ours, screen)
+        (distrun.work / "done").touch()
+        while _read(ours, screen):
+            assert time.monotonic() < until
+        assert job.wait(LIMIT_S) == 0
+    os.close(ours)
+    text = "\n".join(screen.lines)
+    assert re.search(r"^distrun: 1 task started in \d+\.\d s \(connect .* · check .* · start .*\)$", text, re.MULTILINE)
+    assert "connect 1/1" not in text
+    assert screen.lines[-2:] == [name + "epochs 2", ""]
+    assert "batches" not in text
+    assert out.read_bytes() == b""
+
+
 def _read(fd: int, screen: Screen) -> bool:
     """Show what has been written; return whether more may come."""
     if not select.select([fd], [], [], 0.1)[0]:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from distrun import cli
+
 PYTHON = sys.executable
 TIMEOUT_S = 100.0
 AGENT = b"\0-I\0-c\0exec("
@@ -33,6 +35,7 @@ class Distrun:
         ours = {"DMLC_", "DISTRUN_", "PS_", "MXNET_", "SLURM_", "OMPI_"}
         outer = {k: v for k, v in os.environ.items() if not any(k.startswith(prefix) for prefix in ours)}
         outer.pop("DEEPLEARNING_WORKERS_PATH", None)
+        outer.pop("CI", None)  # with it nothing is drawn in place
         self.env = {
             **outer,
             "XDG_STATE_HOME": str(home / "state"),
@@ -59,6 +62,37 @@ class Distrun:
             check=False,
             **more,
         )
+
+    def answer(self, *words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[bytes]:
+        """Do as `run` does, but in this process: for what starts nothing, as an error or a help text.
+
+        Python's start and the imports take nearly all of the time that such a command needs.
+        """
+        before, folder = dict(os.environ), os.getcwd()
+        outer = os.dup(1), os.dup(2)
+        with (self.home / "said").open("w+b") as out, (self.home / "complained").open("w+b") as err:
+            try:
+                os.environ.clear()
+                os.environ.update({**self.env, **(env or {})})
+                os.chdir(self.work)
+                os.dup2(out.fileno(), 1)
+                os.dup2(err.fileno(), 2)
+                with (
+                    open(1, "w", closefd=False) as stdout,
+                    open(2, "w", closefd=False) as stderr,
+                    contextlib.redirect_stdout(stdout),
+                    contextlib.redirect_stderr(stderr),
+                ):
+                    code = cli.run(words)
+            finally:
+                for number, file in zip((1, 2), outer, strict=True):
+                    os.dup2(file, number)
+                    os.close(file)
+                os.chdir(folder)
+                os.environ.clear()
+                os.environ.update(before)
+            said = [Path(file.name).read_bytes() for file in (out, err)]
+        return subprocess.CompletedProcess(self.argv(*words), code, *said)
 
     def start(self, *words: str, env: Mapping[str, str] | None = None, **more: Any) -> subprocess.Popen[bytes]:
         """Start it; stdout and stderr are files `out` and `err` in `home` unless given."""

@@ -183,7 +183,9 @@ class Shown(Sink, Watcher):
         self.text[task] = self.text.get(task, "") + data.decode()
         self.on_output(task)
 
-    def say(self, text: str, level: str) -> None:
+    launcher_draws = False
+
+    def say(self, text: str, level: str, phase: str = "") -> None:
         self.said.append(f"{level}: {text}")
 
     def toggle_pause(self) -> None:

@@ -98,8 +98,8 @@ class Clock:
 # Launch and heartbeat: a coordinator and its agents
 
 
-def job_plan(hosts: int, servers: int = 0, **limits: Any) -> Plan:
-    """Return the plan of a job with a worker a host, and servers and a scheduler on the first of them."""
+def job_plan(hosts: int, servers: int = 0, workers: int = 0, **limits: Any) -> Plan:
+    """Return the plan of a job with a worker a host, or `workers`, and servers and a scheduler on the first of them."""
     names = ["n%05d" % number for number in range(hosts)]
     refs = {"DMLC_PS_ROOT_URI": "{scheduler.address}", "DMLC_PS_ROOT_PORT": "{scheduler.port}"} if servers else {}
 
@@ -111,7 +111,7 @@ def job_plan(hosts: int, servers: int = 0, **limits: Any) -> Plan:
         return Task(name, role, rank, host, argv, "/work", {"DMLC_ROLE": role}, own)
 
     tasks = [task(SCHEDULER, 0)] if servers else []
-    tasks += [task(SERVER, rank) for rank in range(servers)] + [task(WORKER, rank) for rank in range(hosts)]
+    tasks += [task(SERVER, rank) for rank in range(servers)] + [task(WORKER, rank) for rank in range(workers or hosts)]
     plan = Plan(
         job="calm-otter-7f3",
         name="",
@@ -174,6 +174,8 @@ class SimulatedAgent:
         self._near, self._far = Session(), Session()
         self._inlet = Inlet(host, self._near)
         self._live: dict[str, int] = {}
+        self._interval_s = 0.0
+        """Between its measurements; 0: it does not measure."""
         self.heard: Counter[str] = Counter()
         """Frames that the agent got, by type."""
 
@@ -236,8 +238,40 @@ class SimulatedAgent:
                 for task in [name for name in frame.header["tasks"] if name in self._live]:
                     self.exit(task, signal=frame.header["steps"][0][0])
                 self._say("cleared", left=[])
+            elif frame.type == "sample":
+                is_new, self._interval_s = not self._interval_s, frame.header["interval_s"]
+                if is_new and self._job.measures:
+                    # Elsewhere no two agents measure at the same time.
+                    self._job.clock.after(self._interval_s * self._job.place_in_line(self._host), self._measure)
             elif frame.type == "end":
+                self._interval_s = 0.0
                 self._say("bye")
+
+    def _measure(self) -> None:
+        """Send what the host and its tasks use, again each interval."""
+        if not self._interval_s:
+            return
+        now = self._job.clock.now
+        host = {"cores": 96, "cpu_s": 80.0 * now, "load": 80.1, "mem_total": 1 << 40, "mem_used": 1 << 38}
+        host.update(net_rx=1e8 * now, net_tx=1e8 * now, disk_total=1 << 42, disk_free=1 << 41, processes=1000)
+        gpus = [
+            {
+                "uuid": f"GPU-{each}",
+                "index": each,
+                "name": "H100",
+                "util": 0.9,
+                "mem_total": 1 << 36,
+                "mem_used": 1 << 35,
+            }
+            for each in range(8)
+        ]
+        wall = WALL + now
+        report = {"step": int(now), "total": 1000, "values": {"loss": 1.0 / (1.0 + now), "lr": 0.1}, "time": wall - 0.3}
+        counters = {"role": "worker", "values": {"store_calls": int(10 * now)}, "time": wall - 0.2}
+        task = {"cpu_s": 9.5 * now, "rss": 1 << 33, "processes": 9, "read": 1e6 * now, "write": 1e5 * now}
+        task.update(gpu=0.9, gpu_mem=1 << 35, output_at=wall - 1.0, report=report, counters=counters)
+        self._stamped("metrics", clock=5000.0 + now, host=host, gpus=gpus, tasks=dict.fromkeys(self._live, task))
+        self._job.clock.after(self._interval_s, self._measure)
 
     def _started(self, task: str) -> None:
         self._live[task] = pid = 1000 + len(self._live)
@@ -284,6 +318,8 @@ class SimulatedJob:
 
     Args:
         fails: only worker 0 exits, with 1.
+        measures: agents measure their hosts and tasks, if they are told to.
+        watcher: of the job (`output.Watcher`).
         folder: an empty folder, for the job's.
         connect_s: when the agent of a host connects, by its index; default: at once.
     """
@@ -296,9 +332,13 @@ class SimulatedJob:
         beats: int = 3,
         connect_s: Callable[[int], float] = lambda number: 0.0,
         fails: bool = False,
+        measures: bool = False,
+        watcher: Any = None,
     ) -> None:
         self.plan = plan
         self.clock = clock
+        self.measures = measures
+        self._watcher = watcher
         self.agents = {host.name: SimulatedAgent(self, host.name) for host in plan.hosts}
         self.phases = Phases(clock)
         """`launch` (to the last `started`), `beat` (one ping of every host and its answer), `end`."""
@@ -314,6 +354,10 @@ class SimulatedJob:
     def connect_s(self, host: str) -> float:
         """Return when the agent of a host connects."""
         return self._connect_s(self._numbers[host])
+
+    def place_in_line(self, host: str) -> float:
+        """Return a number from 0 to 1, another for each host."""
+        return self._numbers[host] / len(self._numbers)
 
     def arrive(self, agent: SimulatedAgent, data: bytes) -> None:
         """Bytes of an agent are here."""
@@ -337,7 +381,7 @@ class SimulatedJob:
             stack.enter_context(mock.patch.object(loop, "time", shown))
             stack.enter_context(mock.patch.object(loop, "queue", queues))
             self.clock.go_on()
-            outcome = jobrun.run(self.plan, Secrets(), list(self.agents.values()), folder, sink)
+            outcome = jobrun.run(self.plan, Secrets(), list(self.agents.values()), folder, sink, watcher=self._watcher)
             self.clock.pause()
         self.phases.end("end")
         return outcome

@@ -28,8 +28,10 @@ from distrun_runtime.contract.process import Identity, Process
 from distrun_runtime.errors import PreflightFailure, RuntimeFault
 
 if TYPE_CHECKING:
+    from distrun_runtime.agent.helper import Helper
     from distrun_runtime.agent.metrics import Metrics
     from distrun_runtime.agent.reports import Reports
+    from distrun_runtime.agent.stacks import Answer, Stacks
     from distrun_runtime.agent.unpack import Unpacking  # most agents get no files
 
 FIRST_LEASE_S = facts.LEASE_S
@@ -108,7 +110,9 @@ class Agent:
         self._unpacking: Optional[Unpacking] = None
         """The copy of the files, if they come over the channel."""
         self._reports: Optional[Reports] = None
-        """What tasks report; None before the job has begun, or if there is no socket for it."""
+        """What tasks report; None before the job has begun."""
+        self._stacks: Optional[Stacks] = None
+        """None as long as no task has said anything of its stacks, and nobody has asked for them."""
         self._metrics: Optional[Metrics] = None
         """None until the coordinator asks for samples."""
         self._is_leaving = False
@@ -152,9 +156,10 @@ class Agent:
         preflight_at = self._preflight.deadline if self._preflight is not None else math.inf
         return_at = min(self._reconnector.next_at, self._silent_at()) if self._reconnector is not None else math.inf
         sample_at = self._metrics.next_at if self._metrics is not None else math.inf
-        due = min(
-            self._stopping.next_at, self._remember_at, self._beat_at, lease_end, preflight_at, return_at, sample_at
-        )
+        report_at = self._reports.next_at if self._reports is not None else math.inf
+        stacks_at = self._stacks.next_at if self._stacks is not None else math.inf
+        own_at = min(self._stopping.next_at, self._remember_at, self._beat_at, report_at, sample_at, stacks_at)
+        due = min(own_at, lease_end, preflight_at, return_at)
         return max(0.0, min(due - time.monotonic(), 3600.0))
 
     def _lease_end(self) -> float:
@@ -188,16 +193,23 @@ class Agent:
             self._remember_at = now + REMEMBER_S
             self._stopping.look()
             self._save()
+        if self._reports is not None and now >= self._reports.next_at:
+            self._reports.tick(now)
         if self._metrics is not None and now >= self._metrics.next_at:
             self._sample(self._metrics, now)
+        if self._stacks is not None and now >= self._stacks.next_at:
+            self._stacks.tick(now)
 
     def _sample(self, metrics: Metrics, now: float) -> None:
         """Say how things are here, unless the connection takes nothing now: the next sample says it."""
         if not self._channel.takes_metrics():
             metrics.skip(now)
             return
-        said, sizes = (self._reports.last, self._reports.sizes) if self._reports is not None else ({}, {})
-        metrics.sample(self._runner.tasks, said, sizes, now)
+        if self._reports is None:
+            metrics.sample(self._runner.tasks, {}, {}, now)
+            return
+        self._reports.fetch(now)
+        metrics.sample(self._runner.tasks, self._reports.last, self._reports.sizes, now)
 
     def _flush(self) -> None:
         """Move output towards the coordinator as far as windows and the pipe allow."""
@@ -239,7 +251,6 @@ class Agent:
         """Hand over the rest of the output, remove the job's folder, say bye."""
         self._runner.drain()
         if self._reports is not None:
-            self._selector.unregister(self._reports.descriptor)
             self._reports.close()
         self._hand_over(output=True)
         self._runner.close()
@@ -391,12 +402,31 @@ class Agent:
         self._listen_to_tasks(share)
 
     def _listen_to_tasks(self, share: Share) -> None:
-        """Take what tasks report from now on. Without a way to listen they report nothing."""
+        """Be ready for what tasks report."""
         from distrun_runtime.agent.reports import Reports  # `hello` and `ready` do not need it
 
-        with contextlib.suppress(OSError):
-            self._reports = Reports(share.folder, self._runner.tasks.__contains__)
-            self._selector.register(self._reports.descriptor, selectors.EVENT_READ, self._reports.drain)
+        self._reports = Reports(share.folder, self._selector)
+        self._reports.on_stacks = lambda task, told: self._stacks_of(share).heard(task, told)
+
+    def _stacks_of(self, share: Share) -> Stacks:
+        from distrun_runtime.agent.stacks import Stacks  # only once a task has said something of them
+
+        if self._stacks is None:
+            self._stacks = Stacks(share.folder, self._runner.tasks, self._selector)
+        return self._stacks
+
+    def _on_stack(self, header: Dict[str, Any]) -> None:
+        number, task = int(header["id"]), str(header["task"])
+
+        def give(answer: Answer) -> None:
+            self._say("stack", id=number, **answer._asdict())
+
+        if self._share is None or self._is_leaving:
+            self._say("stack", id=number, task=task, error="the job ends on this host")
+            return
+        if self._reports is not None:
+            self._reports.drain()  # what a task has said before
+        self._stacks_of(self._share).ask(task, give)
 
     def _settle(self, header: Dict[str, Any]) -> None:
         del header
@@ -473,8 +503,8 @@ class Agent:
             return
         env = share.environment(task, header.get("env") or {})
         if self._reports is not None:
-            self._reports.forget(task.name)
-            env[b"DISTRUN_METRICS_SOCKET"] = os.fsencode(self._reports.path)
+            with contextlib.suppress(OSError):  # there is no way to name a socket: the task reports nothing
+                env[b"DISTRUN_METRICS_SOCKET"] = os.fsencode(self._reports.open(task.name))
         if self._runner.spawn(task, env, share.spool_folder, attempt):
             self._beat_at = 0.0  # from now on the lease counts
             self._save()
@@ -501,13 +531,17 @@ class Agent:
         if self._metrics is None:
             from distrun_runtime.agent.metrics import Metrics  # not before the tasks have started, as a rule
 
-            self._metrics = Metrics(
-                self._share, self._selector, self._stopping.task_of, self._may_help, self._say_metrics
-            )
+            self._metrics = Metrics(self._make_helper, self._stopping.task_of, self._may_help, self._say_metrics)
         self._metrics.set_interval(interval_s, time.monotonic())
 
     def _say_metrics(self, frame: Dict[str, Any]) -> None:
         self._say("metrics", **frame)
+
+    def _make_helper(self) -> Helper:
+        from distrun_runtime.agent.metrics import helper_of
+
+        assert self._share is not None
+        return helper_of(self._share, self._selector)
 
     def _may_help(self) -> bool:
         """Return whether a helper may be started: it would be left when everything is stopped."""
@@ -544,6 +578,7 @@ class Agent:
         "signal": _signal,
         "stop": _stop,
         "sample": _on_sample,
+        "stack": _on_stack,
         "ack": _ack,
         "ping": _ping,
         "leave": _on_leave,
@@ -560,6 +595,8 @@ class Agent:
     def _on_other_end(self, pid: int, status: int) -> None:
         if self._metrics is not None:
             self._metrics.reaped(pid)
+        if self._stacks is not None:
+            self._stacks.reaped(pid, status)
         if self._preflight is not None:
             self._preflight.reaped(pid, status)
 
@@ -578,6 +615,8 @@ class Agent:
             self._unpacking.close()
         if self._metrics is not None:
             self._metrics.close()
+        if self._stacks is not None:
+            self._stacks.close()
         if self._share is not None:
             self._stopping.stop(list(self._runner.tasks), how)
 

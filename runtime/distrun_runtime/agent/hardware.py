@@ -24,7 +24,7 @@ MIB = 1024 * 1024
 
 def disk(request: Dict[str, Any]) -> Dict[str, int]:
     """Return the size of a folder's disk, and what is free for us, in bytes."""
-    info = os.statvfs(os.path.expanduser(request["path"]) or "/")
+    info = os.statvfs(os.path.expanduser(request["path"] or "~"))
     return {"total": info.f_blocks * info.f_frsize, "free": info.f_bavail * info.f_frsize}
 
 

@@ -31,13 +31,18 @@ _BOOT = "import json, sys; exec(compile(json.loads(sys.stdin.readline()), '<dist
 
 
 class Helper:
-    """What is wanted, when, and the last answer to each. `pythons`: interpreters, the best first."""
+    """What is wanted, when, and the last answer to each.
+
+    `pythons`: interpreters, the best first. `folder`: whose disk is looked at; empty: that of the home directory.
+    """
 
     def __init__(
         self,
         selector: selectors.BaseSelector,
         pythons: List[bytes],
         env: Mapping[bytes, bytes],
+        folder: str = "",
+        *,
         answer_s: float = ANSWER_S,
         restart_s: float = RESTART_S,
     ) -> None:
@@ -46,6 +51,7 @@ class Helper:
         self._selector = selector
         self._pythons = [*pythons, os.fsencode(sys.executable)]
         self._env = env
+        self._folder = folder
         self._answer_s, self._restart_s = answer_s, restart_s
         self._wanted: Dict[str, _Wanted] = {}
         self._child: Optional[subprocess.Popen[bytes]] = None
@@ -57,9 +63,9 @@ class Helper:
         self._deadline = math.inf
         self._received = bytearray()
 
-    def want(self, what: str, every_s: float, now: float, **members: Any) -> None:
+    def want(self, what: str, every_s: float, now: float) -> None:
         """Ask for something from now on, each `every_s` seconds (infinite: once)."""
-        self._wanted.setdefault(what, _Wanted(dict(members, what=what), now)).every_s = every_s
+        self._wanted.setdefault(what, _Wanted({"what": what, "path": self._folder}, now)).every_s = every_s
 
     def tick(self, now: float) -> None:
         """Ask for what is due; kill a helper that does not answer."""

@@ -10,7 +10,7 @@ import math
 import os
 import selectors
 import time
-from typing import Any, Callable, Dict, List, Mapping, Protocol, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Protocol, Tuple
 
 from distrun_runtime.agent import procfs, sampling
 from distrun_runtime.agent.helper import Helper
@@ -56,22 +56,20 @@ class RunningOne(Protocol):
 class Metrics:
     """Samples, when it is time, and says it by `say`.
 
-    `may_help`: whether a helper may be started. `task_of`: as in `procfs.Tasks`.
+    `may_help`: whether a helper may be started; `make_helper` makes it then, when the tasks' environment is known.
+    `task_of`: as in `procfs.Tasks`.
     """
 
     def __init__(
         self,
-        share: Share,
-        selector: selectors.BaseSelector,
+        make_helper: Callable[[], Helper],
         task_of: Callable[[int], str],
         may_help: Callable[[], bool],
         say: Callable[[Dict[str, Any]], None],
     ) -> None:
         self.next_at = math.inf
-        words = [[exact(word) for word in task.argv] for task in share.plan.tasks]
-        env = {**share.base, **{exact(name): exact(value) for name, value in share.marks.items()}, b"LC_ALL": b"C"}
-        self._helper = Helper(selector, pythons(share.python, words), env)
-        self._folder = share.cwd
+        self._make_helper = make_helper
+        self._helper: Optional[Helper] = None
         self._may_help = may_help
         self._say = say
         self._interval_s = 0.0
@@ -97,12 +95,14 @@ class Metrics:
 
     def reaped(self, pid: int) -> None:
         """Note a child's end."""
-        self._helper.reaped(pid)
+        if self._helper is not None:
+            self._helper.reaped(pid)
 
     def close(self) -> None:
         """Sample no more, and end the helper."""
         self._interval_s, self.next_at = 0.0, math.inf
-        self._helper.close()
+        if self._helper is not None:
+            self._helper.close()
 
     def sample(
         self,
@@ -116,11 +116,11 @@ class Metrics:
         leaders = {name: each.leader for name, each in running.items() if not each.is_reaped}
         self._ask(now)
         host, used, owners = self._look(leaders, now)
-        disk = self._helper.answers.get("disk")
+        disk = self._answers.get("disk")
         if disk:
             host["disk_total"], host["disk_free"] = disk["total"], disk["free"]
         frame: Dict[str, Any] = {"clock": round(now, 3), "time": round(time.time(), 3), "host": host}
-        gpus = (self._helper.answers.get("gpus") or {}).get("gpus")
+        gpus = (self._answers.get("gpus") or {}).get("gpus")
         if gpus:
             frame["gpus"] = gpus
         kept = fitting({name: reports.get(name, {}) for name in leaders}, sizes)
@@ -134,7 +134,7 @@ class Metrics:
     def _look(self, leaders: Mapping[str, Identity], now: float) -> Any:
         """Return what is known of the host, what tasks have used, and the task of each of their processes."""
         if self._is_portable:
-            rows = sampling.ps(str(self._helper.answers.get("ps") or ""))
+            rows = sampling.ps(str(self._answers.get("ps") or ""))
             host = procfs.portable_host()
             used = self._portable.sample(leaders, rows)
             if rows:
@@ -145,15 +145,21 @@ class Metrics:
         host["processes"] = self._tasks.processes
         return host, used, {pid: member.task for pid, member in self._tasks.members.items()}
 
+    @property
+    def _answers(self) -> Mapping[str, Any]:
+        """What the helper has found out."""
+        return self._helper.answers if self._helper is not None else {}
+
     def _ask(self, now: float) -> None:
         """Tell the helper what is wanted, and have it go on."""
         if now < self._help_at or not self._may_help():
             return
-        self._helper.want("gpus", _gpu_interval_s(self._helper.answers.get("gpus")), now)
+        helper = self._helper = self._helper or self._make_helper()
+        helper.want("gpus", _gpu_interval_s(helper.answers.get("gpus")), now)
         if self._is_portable:
-            self._helper.want("ps", SMI_S, now)
-        self._helper.want("disk", DISK_S, now, path=self._folder)
-        self._helper.tick(now)
+            helper.want("ps", SMI_S, now)
+        helper.want("disk", DISK_S, now)
+        helper.tick(now)
 
 
 def _gpu_interval_s(answer: Any) -> float:
@@ -209,6 +215,13 @@ def fitting(
             found[task][kind] = {name: value for name, value in said.items() if name not in ("values", "lags")}
             excess -= own[task, kind]
     return found
+
+
+def helper_of(share: Share, selector: selectors.BaseSelector) -> Helper:
+    """Return a helper that runs in the environment of a job's tasks, marked as they are."""
+    words = [[exact(word) for word in task.argv] for task in share.plan.tasks]
+    env = {**share.base, **{exact(name): exact(value) for name, value in share.marks.items()}, b"LC_ALL": b"C"}
+    return Helper(selector, pythons(share.python, words), env, share.cwd)
 
 
 def pythons(named: Mapping[str, str], words: List[List[bytes]]) -> List[bytes]:

@@ -1,17 +1,28 @@
-"""Takes the datagrams of tasks (`contract/metrics.py`) and keeps the last of each kind. Nothing here waits."""
+"""Takes the datagrams of tasks (`contract/metrics.py`) and keeps the last of each kind. Nothing here waits.
+
+Each task has a socket of its own, so that none takes the room of another. A turn of the agent's loop costs more than a
+datagram: so after some have come, the next ones are left in the sockets for a moment.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import selectors
 import socket
 import time
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple, Union
 
 from distrun_runtime.contract import metrics, process
 
-TURN = 64
-"""Datagrams that are taken in one turn of the loop."""
+TURN = 32
+"""Datagrams of a task that are taken in one turn of the loop."""
+FULL = 10
+"""So many does Linux keep in a socket (net.unix.max_dgram_qlen), about; what comes then is dropped."""
+LONGEST_S = 0.5
+SHORTEST_S = 0.05
+"""How long they are left there."""
 PATH_BYTES = 100
 """A longer path does not fit into a socket's address everywhere."""
 NAMES = 32
@@ -25,70 +36,123 @@ Number = Union[int, float]
 
 
 class Reports:
-    """The socket of one agent, and what came there. `is_known`: whether a task runs here."""
+    """The sockets of one agent's tasks in its `folder`, and what came there."""
 
-    def __init__(self, folder: str, is_known: Callable[[str], bool]) -> None:
-        """Listen in `folder`. Raises OSError: that is not possible, or no task could name the socket."""
+    def __init__(self, folder: str, selector: selectors.BaseSelector) -> None:
         self.last: Dict[str, Dict[str, Dict[str, Any]]] = {}
         """By task and kind, as the frame `metrics` has it: `time` is when it came."""
         self.sizes: Dict[Tuple[str, str], int] = {}
         """Bytes of each, about, by task and kind."""
-        self.path = ""
-        """What tasks call the socket by."""
-        self._is_known = is_known
-        self._file = os.path.join(folder, metrics.SOCKET)
-        self._folder = -1
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        try:
-            self._bind(folder)
-        except OSError:
-            self.close()
-            raise
+        self.on_stacks: Callable[[str, Mapping[str, Any]], None] = lambda task, found: None
+        """Called with each datagram of that kind: several processes of a task may send them."""
+        self.next_at = math.inf
+        """When `tick` has something to do (monotonic clock)."""
+        self._folder = folder
+        self._descriptor = -1
+        """Of the folder, if its name is too long for a socket's address."""
+        self._selector = selector
+        self._sockets: Dict[str, socket.socket] = {}
+        self._is_watching = True
+        """The selector says when something comes; else it is looked for at `next_at`."""
+        self._pause_s = LONGEST_S
 
-    @property
-    def descriptor(self) -> int:
-        """Readable when `drain` has something to do."""
-        return self._socket.fileno()
-
-    def drain(self) -> None:
-        """Take what has come, a part of it if that is much."""
-        for _ in range(TURN):
-            try:
-                data = self._socket.recv(metrics.LIMIT + 1)
-            except OSError:
-                return
-            found = metrics.decode(data) if len(data) <= metrics.LIMIT else None
-            if found is not None and self._is_known(found["task"]):
-                self._keep(found["task"], found["kind"], found)
-                self.sizes[found["task"], found["kind"]] = len(data)
-
-    def forget(self, task: str) -> None:
-        """Forget what a task said: it is another attempt from now on, or over."""
+    def open(self, task: str) -> str:
+        """Listen to a task that is about to start, and return what it calls its socket by. Raises OSError."""
         self.last.pop(task, None)
+        name = f"{task}.{metrics.SOCKET}"
+        path = self._path(name)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(self._folder, name))  # of an earlier attempt
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            listening.setblocking(False)
+            listening.bind(path)
+            os.chmod(path, 0o600)  # the folder lets nobody else in anyway
+        except OSError:
+            listening.close()
+            raise
+        self._watch(False)
+        if task in self._sockets:
+            self._sockets[task].close()
+        self._sockets[task] = listening
+        self._watch(True)
+        return path
+
+    def tick(self, now: float) -> None:
+        """Take what has come meanwhile; if that is nothing, wait for the next one."""
+        most = self.drain()
+        self._watch(not most)
+        if not most:
+            self.next_at = math.inf
+            return
+        if most >= FULL:
+            self._pause_s = max(SHORTEST_S, self._pause_s / 2)
+        elif most < FULL // 2:
+            self._pause_s = min(LONGEST_S, self._pause_s * 2)
+        self.next_at = now + self._pause_s
+
+    def fetch(self, now: float) -> None:
+        """Take what has come, before the last values are used."""
+        if not self._is_watching:
+            self.drain()
+            self.next_at = now + self._pause_s
+
+    def drain(self) -> int:
+        """Take what has come, a part of it if that is much; return how many came from the task that sent most."""
+        return max((self._drain(task, each) for task, each in self._sockets.items()), default=0)
 
     def close(self) -> None:
-        """Remove the socket."""
-        self._socket.close()
-        with contextlib.suppress(OSError):
-            os.unlink(self._file)
-        if self._folder >= 0:
-            os.close(self._folder)
-            self._folder = -1
+        """Remove the sockets."""
+        self._watch(False)
+        self.next_at = math.inf
+        for task, each in self._sockets.items():
+            each.close()
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(self._folder, f"{task}.{metrics.SOCKET}"))
+        self._sockets = {}
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
-    def _bind(self, folder: str) -> None:
-        if len(os.fsencode(self._file)) <= PATH_BYTES:
-            self.path = self._file
-        elif process.is_portable():
-            raise OSError(f"{self._file} is too long for a socket's address")
-        else:
-            # Tasks reach the folder by a descriptor of ours, for they are of the same user.
-            self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            self.path = f"/proc/{os.getpid()}/fd/{self._folder}/{metrics.SOCKET}"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._file)  # of an earlier agent of the same job
-        self._socket.setblocking(False)
-        self._socket.bind(self.path)
-        os.chmod(self._file, 0o600)  # the folder lets nobody else in anyway
+    def _path(self, name: str) -> str:
+        """Return what we and the tasks call a file of the folder by."""
+        path = os.path.join(self._folder, name)
+        if len(os.fsencode(path)) <= PATH_BYTES:
+            return path
+        if process.is_portable():
+            raise OSError(f"{path} is too long for a socket's address")
+        if self._descriptor < 0:
+            self._descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        # Tasks reach it by a descriptor of ours, for they are of the same user.
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}/{name}"
+
+    def _watch(self, wanted: bool) -> None:
+        """Have the selector say when something comes, or not any more."""
+        if wanted and not self._is_watching:
+            for each in self._sockets.values():
+                self._selector.register(each.fileno(), selectors.EVENT_READ, self._on_first)
+        elif not wanted and self._is_watching:
+            for each in self._sockets.values():
+                self._selector.unregister(each.fileno())
+        self._is_watching = wanted
+
+    def _on_first(self) -> None:
+        self.tick(time.monotonic())
+
+    def _drain(self, task: str, listening: socket.socket) -> int:
+        for count in range(TURN):
+            try:
+                data = listening.recv(metrics.LIMIT + 1)
+            except OSError:
+                return count
+            found = metrics.decode(data) if len(data) <= metrics.LIMIT else None
+            if found is None or found["task"] != task:
+                continue
+            if found["kind"] == metrics.STACKS:
+                self.on_stacks(task, found)
+            self._keep(task, found["kind"], found)
+            self.sizes[task, found["kind"]] = len(data)
+        return TURN
 
     def _keep(self, task: str, kind: str, found: Mapping[str, Any]) -> None:
         kept = checked(kind, found)

@@ -199,11 +199,10 @@ def _unknown(task: str, target: Identity, before: str) -> Answer:
     command = process.command_of(target.pid, 60)
     if not _is_python(target.pid):
         return Answer(task, error=f"process {target.pid} is no Python: {command}", fix=f"gdb -p {target.pid}, there")
-    why = f"{before}, and " if before else "py-spy is not installed where the task runs, and "
-    error = f"{why}process {target.pid} has not used distrun_runtime: {command}"
-    fix = "install py-spy in the task's environment (pip install py-spy)"
-    if before:
-        fix = f"sudo py-spy dump --pid {target.pid}, there"
+    why = before or "py-spy is not installed where the task runs"
+    no_offer = "has not used distrun_runtime, or handles SIGURG itself"
+    error = f"{why}, and process {target.pid} {no_offer}: {command}"
+    fix = f"sudo py-spy dump --pid {target.pid}, there" if before else "pip install py-spy, in the task's environment"
     return Answer(task, error=error, fix=f"{fix}; or call distrun_runtime.report in the script")
 
 

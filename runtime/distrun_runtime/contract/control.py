@@ -296,9 +296,10 @@ def gap(length: int, cursor: int) -> bytes:
     return wire.encode({"type": "gap", "length": length, "cursor": cursor})
 
 
-def said(text: str, level: str) -> bytes:
-    """Return a message of distrun's own."""
-    return wire.encode({"type": "said", "text": text, "level": level})
+def said(text: str, level: str, phase: str = "") -> bytes:
+    """Return a message of distrun's own. `phase`: it tells how far that phase of the start is ("sync")."""
+    header = {"type": "said", "text": text, "level": level}
+    return wire.encode(dict(header, phase=phase) if phase else header)
 
 
 def prompt(number: int, text: str, limit_s: float) -> bytes:

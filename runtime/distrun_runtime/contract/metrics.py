@@ -1,6 +1,6 @@
 """What a task tells its agent while it runs: numbers, progress, what it waits for. Tasks and agents agree on it here.
 
-A task sends datagrams to the Unix socket SOCKET in the agent's private folder (DISTRUN_METRICS_SOCKET names it).
+A task sends datagrams to a Unix socket of its own in the agent's private folder (DISTRUN_METRICS_SOCKET names it).
 Sending never waits and never fails: a datagram that finds no room, or no agent, is dropped, and the next one says how
 things are then. What must not be lost goes by DISTRUN_PUBLISH_FD instead.
 
@@ -19,7 +19,7 @@ from distrun_runtime.contract import environ
 
 VERSION = 1
 SOCKET = "metrics.s"
-"""Name of the socket in the agent's folder."""
+"""Ends the names of the sockets in the agent's folder, after the task's name."""
 LIMIT = 4096
 """Bytes of a datagram."""
 

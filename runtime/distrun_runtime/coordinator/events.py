@@ -238,7 +238,7 @@ class Measured(NamedTuple):
     """What an agent has measured of its host and tasks: its `metrics` frame."""
 
     host: str
-    value: Mapping[str, Any]
+    value: Mapping[str, Any] = {}
     arrived: float = 0.0
 
 

@@ -6,6 +6,7 @@
     events.jsonl   what happened, one object a line            logs/TASK.log   what the tasks wrote
     metrics.jsonl  a sample of its numbers a minute; absent in a job that nothing was measured of
     control.json   where its coordinator is: host, boot id, pid, start, path of the control socket
+    engine.json    what the job is called in its engine; absent if it has none
     kill.json      `distrun kill` asked for its end; absent before
     reserve        room for outcome.json, should the disk be full at the end; absent afterwards
     coordinator.log  what the coordinator's process wrote to its stderr; empty unless it failed
@@ -40,6 +41,7 @@ SCHEMA = "distrun.job/1"
 OUTCOME_SCHEMA = "distrun.outcome/1"
 REQUEST_SCHEMA = "distrun.request/1"
 ALLOCATION_SCHEMA = "distrun.allocation/1"
+ENGINE_SCHEMA = "distrun.engine/1"
 RESERVE = "reserve"
 _RESERVE_BYTES = 32 * 1024
 _RESERVE_A_TASK = 3 * 1024
@@ -99,6 +101,14 @@ class JobFolder:
     def allocate(self, allocation: Mapping[str, Any]) -> None:
         """Write where the job's tasks run, as JSON-able values. Raises OSError."""
         _replace(self.path / "allocation.json", self._headed(ALLOCATION_SCHEMA, allocation))
+
+    def note_engine(self, marker: str, handle: Optional[Mapping[str, Any]] = None) -> None:
+        """Write what the job is called in its engine. It is on the disk when this returns. Raises OSError.
+
+        `marker`: known before the job is submitted; `handle`: JSON-able, what the engine calls it, known afterwards.
+        """
+        value = self._headed(ENGINE_SCHEMA, {"marker": marker, "handle": handle})
+        _replace(self.path / "engine.json", value, is_synced=True)
 
     def start(self, plan: Plan) -> None:
         """Write the plan, which is made when the allocation is known: state starting. Raises OSError."""
@@ -300,6 +310,10 @@ class JobFolder:
     def allocation(self) -> Optional[Dict[str, Any]]:
         """Read allocation.json; None before the job has one, and in older folders. Raises JobStoreError."""
         return self._read("allocation.json", stored.ALLOCATION)
+
+    def engine(self) -> Optional[Dict[str, Any]]:
+        """Read engine.json: `marker` and `handle`; None: the job was never to be submitted. Raises JobStoreError."""
+        return self._read("engine.json", stored.ENGINE)
 
     def _read(self, name: str, members: stored.Members) -> Optional[Dict[str, Any]]:
         path = self.path / name
@@ -520,7 +534,8 @@ def _stopped(task: TaskResult, now: float) -> TaskResult:
     return dataclasses.replace(task, state=facts.STOPPED, ended=None if task.started is None else now)
 
 
-def _replace(path: Path, value: Mapping[str, Any]) -> None:
+def _replace(path: Path, value: Mapping[str, Any], is_synced: bool = False) -> None:
+    """Write a file as a whole; `is_synced`: its content and its name are on the disk when this returns."""
     temporary = "%s.%s.%d.tmp" % (
         path,
         socket.gethostname(),
@@ -529,11 +544,20 @@ def _replace(path: Path, value: Mapping[str, Any]) -> None:
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(_text(value))
+            if is_synced:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, str(path))
     except OSError:
         if os.path.exists(temporary):
             os.unlink(temporary)
         raise
+    if is_synced:
+        folder = os.open(str(path.parent), os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def _text(value: Mapping[str, Any]) -> str:

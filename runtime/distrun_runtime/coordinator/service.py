@@ -217,9 +217,15 @@ class Service:
                 if len(self._clients) > (launcher is not None):
                     self._wake()  # to read the logs when it is time
 
-    def say(self, text: str, level: str) -> None:
-        """Send one message of distrun's own."""
-        data = control.said(text, level)
+    @property
+    def launcher_draws(self) -> bool:
+        """Whether the launching client shows progress in place: it wants it more often than a file does."""
+        launcher = self._launcher
+        return launcher is not None and launcher.wants.metrics
+
+    def say(self, text: str, level: str, phase: str = "") -> None:
+        """Send one message of distrun's own. `phase` is as in `control.said`."""
+        data = control.said(text, level, phase)
         with self._changed:
             self._to_launcher(data)
             if level != "debug":

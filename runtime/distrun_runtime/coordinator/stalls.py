@@ -178,4 +178,4 @@ def _behind(lag: Tuple[float, float, float, float]) -> str:
 def _waits(wait: Wait, stamp: float) -> str:
     """Return, in one line, what a worker waits for."""
     call = f" ({wait.call} of {wait.key})" if wait.call and wait.key else f" ({wait.call})" if wait.call else ""
-    return f"waits for {words.listed(wait.whom, 3)}{call} since {duration(round(max(0.0, stamp - wait.since)))}"
+    return f"has waited {duration(round(max(0.0, stamp - wait.since)))} for {words.listed(wait.whom, 3)}{call}"

@@ -90,6 +90,15 @@ Members = Mapping[str, MemberType]
 
 REQUEST: Members = {"id": TEXT, "time": TIME, "name": TEXT, "launcher": TEXT, "command": TEXTS, "cwd": TEXT}
 ALLOCATION: Members = {"id": TEXT, "time": TIME}
+HANDLE = MemberType(
+    "an object with engine, id and more",
+    lambda value: (
+        isinstance(value, dict)
+        and all(map(_is_text, (value.get("engine"), value.get("id"))))
+        and PAIRS.fits(value.get("more"))
+    ),
+)
+ENGINE: Members = {"id": TEXT, "time": TIME, "marker": TEXT, "handle": optional(HANDLE)}
 LAUNCHER: Members = {"pid": COUNT, "start": TEXT, "host": TEXT}
 CONTROL: Members = {"pid": COUNT, "start": TEXT, "host": TEXT, "boot": TEXT, "path": TEXT}
 TASK: Members = {

@@ -6,11 +6,12 @@ The node's loop asks `NodeMetrics.tick` at every turn; once a second it sends a 
 
 from __future__ import annotations
 
+import heapq
 import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,8 +43,8 @@ class _Sample:
     """A round of the sampled shard, from its first contribution to its last."""
 
     round: int
-    arrivals: list[tuple[float, Sequence[int]]] = field(default_factory=list)
-    """When contributions came, and whose: of one worker, or a sum of several."""
+    at: dict[int, float] = field(default_factory=dict)
+    """When the contribution of each worker came, in that order."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,8 @@ class Lags:
         self._open: _Sample | None = None
         self._rounds: deque[_Round] = deque(maxlen=SAMPLES)
 
-    def contributed(
-        self, ranks: Sequence[int], number: int, members: Callable[[], Collection[int]], now: float
-    ) -> None:
-        """Take note of a contribution to round `number`; `members` returns the workers that it waits for."""
+    def contributed(self, ranks: Sequence[int], number: int, members: int, now: float) -> None:
+        """Take note of a contribution to round `number`, which is over with those of so many `members`."""
         is_first = number > self._newest
         self._newest = max(self._newest, number)
         if is_first and now >= self.over_at + APART_S:
@@ -87,21 +86,21 @@ class Lags:
             # An open one may lack a contribution for good: of a worker that was excused meanwhile, or was refused.
             if sample is None or number > sample.round + 1:
                 self._open = _Sample(number)
-        if self._open is None or self._open.round != number:
+        sample = self._open
+        if sample is None or sample.round != number:
             return
-        self._open.arrivals.append((now, ranks))
-        here = {rank for _, some in self._open.arrivals for rank in some}
-        if here.issuperset(members()):
-            self._end(self._open, now)
+        for rank in ranks:
+            sample.at.setdefault(rank, now)
+        if len(sample.at) >= members:
+            self._end(sample, ranks, now)
 
-    def _end(self, sample: _Sample, now: float) -> None:
+    def _end(self, sample: _Sample, last: Sequence[int], now: float) -> None:
         since, rounds = self.over_at, sample.round - self._over_round
         self._open, self.over_at, self._over_round = None, now, sample.round
-        at = {rank: when for when, ranks in sample.arrivals for rank in ranks}
+        at = sample.at
         if len(at) < 2 or math.isinf(since):  # of the first one it is not known how long it took
             return
-        median = statistics.median(at.values())
-        last = sample.arrivals[-1][1]
+        median = statistics.median_low(at.values())  # of two workers, the one that was first
         lags = {rank: when - median for rank, when in at.items()}
         self._rounds.append(_Round(last[0] if len(last) == 1 else -1, lags, (now - since) / rounds))
 
@@ -112,7 +111,10 @@ class Lags:
             return {}
         round_s = statistics.median(each.duration_s for each in rounds)
         found: dict[int, list[float]] = {}
-        for rank in {rank for each in rounds for rank in each.lags}:
+        newest = rounds[-1].lags
+        for rank in {each.last for each in rounds if each.last >= 0}.union(
+            heapq.nlargest(RANKS, newest, newest.__getitem__)
+        ):
             mine = [each.lags[rank] for each in rounds if rank in each.lags]
             times = sum(each.last == rank for each in rounds)
             found[rank] = [round(mine[-1], 4), times, round(statistics.median(mine), 4), round(round_s, 4)]

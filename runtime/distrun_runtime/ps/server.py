@@ -402,9 +402,11 @@ class Server:
         if lags is None:
             lags = self._lags[store.number] = Lags(shard)
         if shard == lags.shard:
-            everyone = self._relay.members if store.is_relayed else range(self._config.workers)
-            number = int(batch.entries["round"][0])
-            lags.contributed(ranks, number, lambda: set(everyone) - store.excused(), self._now)
+            members = len(self._relay.members) if store.is_relayed else self._config.workers
+            if store.joined or store.left:
+                everyone = self._relay.members if store.is_relayed else range(members)
+                members -= len(store.excused().intersection(everyone))
+            lags.contributed(ranks, int(batch.entries["round"][0]), members, self._now)
 
     def _pull(self, link: str, rank: int, batch: work.Batch) -> list[role.Action]:
         if batch.store.is_relayed:

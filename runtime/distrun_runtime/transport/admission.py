@@ -32,7 +32,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from distrun_runtime.transport.base import Stranger
 
@@ -169,11 +168,11 @@ class Admission:
         assert self._monitor is not None
         self._port = port
         while self._monitor.poll(0):
-            message = recv_monitor_message(self._monitor)
-            if message["event"] == zmq.EVENT_LISTENING:
-                _cork(int(message["value"]), True)
+            event, value = next_of(self._monitor)
+            if event == zmq.EVENT_LISTENING:
+                _cork(value, True)
             else:
-                self._monitored(int(message["event"]), int(message["value"]))
+                self._monitored(event, value)
         self._thread = threading.Thread(target=self._run, name="distrun-admission", daemon=True)
         self._thread.start()
 
@@ -244,8 +243,7 @@ class Admission:
                 if self._stop_in.fileno() in ready:
                     break
                 while monitor.poll(0):
-                    message = recv_monitor_message(monitor)
-                    self._monitored(int(message["event"]), int(message["value"]))
+                    self._monitored(*next_of(monitor))
                 while zap.poll(0):
                     self._answer(zap)
                 self._scan(time.monotonic())
@@ -324,6 +322,16 @@ class Admission:
                 self._strangers.append(stranger)
             else:
                 self._untold += 1
+
+
+def next_of(monitor: zmq.Socket[bytes]) -> tuple[int, int]:
+    """Return the next event of a socket's monitor, and its value: a descriptor, a port or a status.
+
+    zmq.utils.monitor has this, too, but loads asyncio for it: that is a tenth of a process's start.
+    """
+    head, _ = monitor.recv_multipart()
+    event, value = struct.unpack("=Hi", head)
+    return event, value
 
 
 def _look(fd: int, port: int, now: float) -> _Unproven:

@@ -31,11 +31,10 @@ from collections.abc import Sequence
 
 import zmq
 from zmq.backend import Socket as _Compiled
-from zmq.utils.monitor import recv_monitor_message
 
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.protocol.message import FRAME_LIMIT
-from distrun_runtime.transport.admission import Admission, refusal
+from distrun_runtime.transport.admission import Admission, next_of, refusal
 from distrun_runtime.transport.base import (
     COPIED,
     Arrived,
@@ -361,8 +360,7 @@ class ZmqTransport:
     def _monitored(self, monitor: zmq.Socket[bytes], link: Link) -> list[Event]:
         events: list[Event] = []
         while monitor.poll(0):
-            message = recv_monitor_message(monitor)
-            what = message["event"]
+            what, value = next_of(monitor)
             if what == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 events.append(Up(link))
             elif what == zmq.EVENT_DISCONNECTED:
@@ -371,7 +369,7 @@ class ZmqTransport:
                 events.append(self._down(link))
             elif what == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self.disconnect(link)
-                return [*events, Rejected(link, refusal(self._token, message["value"]))]
+                return [*events, Rejected(link, refusal(self._token, value))]
         return events
 
     def _down(self, link: Link) -> Down:

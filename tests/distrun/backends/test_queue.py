@@ -32,6 +32,20 @@ def test_a_place_gets_no_more_tasks_than_its_cores_allow() -> None:
     assert found == ["server-0@a", "server-1@b", "worker-0@b", "worker-1@b"]
 
 
+def test_a_node_with_several_workers_and_no_server_gets_one_that_only_adds() -> None:
+    grants = [Grant("a", "h1", cores=3), Grant("b", "h2", cores=2), Grant("c", "h3", cores=4)]
+    groups = [Group("server", 1, Needs()), Group("worker", 5, Needs())]
+
+    def servers(*given: Grant, relays: bool = True) -> list[str]:
+        slots = queue.place_tasks(groups, given, False, relays)
+        return [f"{slot.name}@{slot.place}" for slot in slots if slot.role == "server"]
+
+    assert servers(*grants) == ["server-0@a", "server-1@b", "server-2@c"]
+    assert servers(*grants, relays=False) == ["server-0@a"]
+    only_workers = grants[2]._replace(takes={"worker": 4})
+    assert servers(*grants[:2], only_workers) == ["server-0@a", "server-1@b"]
+
+
 def test_roles_go_where_the_engine_says_that_they_go() -> None:
     grants = [Grant("w0", "h1", {"worker": 2}), Grant("s0", "h1", {"server": 2}), Grant("w1", "h2", {"worker": 1})]
     found = placed([SERVERS, WORKERS], grants, scheduler=True)

@@ -108,7 +108,7 @@ def test_minus_n_alone_means_as_many_servers(distrun: Distrun) -> None:
 
 @pytest.mark.parametrize("command", [(), ("launch",), ("status",), ("logs",), ("kill",)])
 def test_h_equals_help(command: tuple[str, ...], distrun: Distrun) -> None:
-    short, long = distrun.run(*command, "-h"), distrun.run(*command, "--help")
+    short, long = distrun.answer(*command, "-h"), distrun.answer(*command, "--help")
     assert short.returncode == long.returncode == 0
     assert short.stdout == long.stdout
     assert b"Usage: distrun" in short.stdout
@@ -169,7 +169,7 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
     ],
 )
 def test_bad_input_ends_with_2_and_words(words: tuple[str, ...], messages: list[str], distrun: Distrun) -> None:
-    text = error(distrun.run(*words))
+    text = error(distrun.answer(*words))
     for message in messages:
         assert message in text
     assert not distrun.jobs
@@ -177,7 +177,7 @@ def test_bad_input_ends_with_2_and_words(words: tuple[str, ...], messages: list[
 
 @pytest.mark.parametrize("name", ["DISTRUN_HOSTFILE", "DEEPLEARNING_WORKERS_PATH"])
 def test_hosts_named_by_the_environment_mean_ssh(name: str, distrun: Distrun) -> None:
-    text = error(distrun.run("launch", "-n", "1", "true", env={name: "/nowhere/hosts"}))
+    text = error(distrun.answer("launch", "-n", "1", "true", env={name: "/nowhere/hosts"}))
     assert "E100: hosts file not found: '/nowhere/hosts'" in text
     assert "the file is named by the variable %s" % name in text
 
@@ -241,7 +241,7 @@ def test_what_is_odd_in_the_hosts_file_is_said_even_if_something_else_is_wrong(
     words: tuple[str, ...], distrun: Distrun
 ) -> None:
     (distrun.home / "hosts").write_text("d1\nd2\nd1\n")
-    text = error(distrun.run(words[0], "-H", str(distrun.home / "hosts"), *words[1:]))
+    text = error(distrun.answer(words[0], "-H", str(distrun.home / "hosts"), *words[1:]))
     assert "hosts:3:1: W120: duplicate host 'd1' (line 1): slots added, now 2\n" in text
     if "pack" in words:
         assert "no slots= for d2: taken as 1" in text
@@ -301,9 +301,9 @@ def test_a_wrong_tuning_variable_is_named_with_value_host_and_what_is_right(
     way: str, name: str, value: str, right: str, distrun: Distrun
 ) -> None:
     if way == "outside":
-        result = distrun.launch("-n", "1", "true", env={name: value})
+        result = distrun.answer("launch", "--launcher", "local", "-n", "1", "true", env={name: value})
     else:
-        result = distrun.launch("-n", "1", "--env", "%s=%s" % (name, value), "true")
+        result = distrun.answer("launch", "--launcher", "local", "-n", "1", "--env", "%s=%s" % (name, value), "true")
     text = error(result)
     assert "%s=%r on host %s: expected %s" % (name, value, socket.gethostname(), right) in text
 

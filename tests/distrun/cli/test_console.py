@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import fcntl
 import os
+import select
+import struct
+import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from screen import Screen
 
 from distrun.cli import writer
-from distrun.cli.console import Console, wants_colour
+from distrun.cli.console import Console, has_symbols, wants_colour
 from distrun_runtime.coordinator import output
 
 LIMIT_S = 60.0
@@ -219,3 +225,171 @@ def test_a_stuck_terminal_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     printer._writers["out"]._thread.join(LIMIT_S)
     assert not printer._writers["out"]._thread.is_alive()
     os.close(terminal)
+
+
+class Watched:
+    """A terminal of 80 columns and 24 rows, and what it shows of what a console prints."""
+
+    def __init__(self, **env: str) -> None:
+        self.main, self.terminal = os.openpty()
+        fcntl.ioctl(self.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.screen = Screen(80, 24)
+        self.env = {"TERM": "xterm", "NO_COLOR": "1", "LANG": "C.UTF-8", **env}
+
+    def console(self, **more: Any) -> Console:
+        return Console(self.env, **{"out_fd": self.terminal, "err_fd": self.terminal, **more})
+
+    def shows(self, *lines: str) -> None:
+        """Wait until these are the terminal's lines, but for those that are matched by "..."."""
+        until = time.monotonic() + LIMIT_S
+        while not self._has(lines):
+            assert time.monotonic() < until, self.screen.lines
+            if select.select([self.main], [], [], 0.1)[0]:
+                self.screen.write(os.read(self.main, 65536))
+
+    def _has(self, lines: Sequence[str]) -> bool:
+        shown = self.screen.lines[:-1]
+        if "..." in lines:
+            shown = shown[len(shown) - len(lines) + 1 :]
+            lines = lines[1:]
+        return list(lines) == shown and self.screen.lines[-1] == ""
+
+    def close(self) -> None:
+        os.close(self.main)
+        os.close(self.terminal)
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    made = Watched()
+    yield made
+    made.close()
+
+
+def metrics(**progress: Any) -> dict[str, Any]:
+    return {"schema": "distrun.metrics/1", "progress": progress, "tasks": {}, "hosts": {}}
+
+
+def test_the_jobs_line_stands_below_the_bars_and_output_scrolls_above(watched: Watched) -> None:
+    printer = watched.console()
+    printer.attach(lambda task: Path("/none"), "job", lambda: (1, 2), time.monotonic())
+    printer.start()
+    watched.shows("connect 0/1")
+    printer.follow("event", {"event": "hello", "host": "h"})
+    watched.shows("connect 1/1 · check 0/1")
+    printer.follow("phase", {"text": "sync 0/1: 5%, 3 files", "level": "info"})
+    watched.shows("connect 1/1 · check 0/1 · sync 0/1 (5%, 3 files)")
+    printer.follow("event", {"event": "state", "state": "running"})
+    printer.output("worker-0", "h", "err", b"\r 10%", None)
+    printer.output("worker-1", "h", "out", b"\r 20%", None)
+    printer.follow("metrics", metrics(step=5, total=10, fraction=0.5, loss="nan"))
+    watched.shows("...", "worker-0@h |  10%", "worker-1@h |  20%", "step 5/10 (50%) · loss nan")
+    assert watched.screen.lines[0].startswith("distrun: 2 tasks started in ")
+    printer.output("worker-1", "h", "err", b"said\n", None)
+    watched.shows("...", "worker-1@h | said", "worker-0@h |  10%", "worker-1@h |  20%", "step 5/10 (50%) · loss nan")
+    printer.end_output()
+    printer.say("over")
+    printer.close()
+    watched.shows("...", "worker-1@h | said", "worker-0@h |  10%", "worker-1@h |  20%", "distrun: over")
+
+
+def test_nothing_is_drawn_while_a_question_stands_there_or_printing_is_paused(watched: Watched) -> None:
+    printer = watched.console()
+    printer.output("worker-0", "h", "err", b"\r 10%", None)
+    watched.shows("worker-0@h |  10%")
+    printer.hold("password: ")
+    printer.output("worker-0", "h", "err", b"\r 20%", None)
+    printer.output("worker-1", "h", "out", b"later\n", None)
+    printer.hold("another? ")
+    printer.release("yes\n")
+    printer.release("no\n")
+    watched.shows("password: another? yes", "no", "worker-1@h | later", "worker-0@h |  20%")
+    printer.toggle_pause()
+    paused = "distrun: printing is paused, the job goes on; Ctrl-Z again to go on"
+    watched.shows("password: another? yes", "no", "worker-1@h | later", paused)
+    printer.toggle_pause()
+    watched.shows("password: another? yes", "no", "worker-1@h | later", paused, "worker-0@h |  20%")
+    printer.close()
+
+
+def test_the_region_is_on_the_terminal_of_stderr_only(watched: Watched, reader: Reader) -> None:
+    reader.start()
+    printer = watched.console(out_fd=reader.out)
+    printer.output("worker-0", "h", "out", b"line\n\r 10%", None)
+    printer.output("worker-0", "h", "err", b"\r 20%", None)
+    watched.shows("worker-0@h |  20%")
+    printer.follow("metrics", metrics(step=5))
+    watched.shows("worker-0@h |  20%", "step 5")
+    assert reader.finish(printer)["out"] == b"worker-0@h | line\nworker-0@h |  10%\n"
+    watched.shows("worker-0@h |  20%")
+
+
+def test_a_terminal_of_stdout_alone_gets_lines_and_no_region(watched: Watched, reader: Reader) -> None:
+    reader.start()
+    printer = watched.console(err_fd=reader.err)
+    assert not printer.draws
+    printer.output("worker-0", "h", "out", b"\r 10%", None)
+    watched.shows("worker-0@h |  10%")
+    printer.follow("phase", {"text": "sync 1/1", "level": "info"})
+    printer.output("worker-0", "h", "out", b"\r 20%\n", None)
+    assert reader.finish(printer)["err"] == b"distrun: sync 1/1\n"
+    watched.shows("worker-0@h |  10%", "worker-0@h |  20%")
+
+
+@pytest.mark.parametrize("env", [{"CI": "true"}, {"TERM": "dumb"}, {"TERM": ""}])
+def test_nothing_is_drawn_in_ci_and_on_a_dumb_terminal(env: dict[str, str]) -> None:
+    watched = Watched(**env)
+    printer = watched.console()
+    assert not printer.draws
+    printer.follow("event", {"event": "hello", "host": "h"})
+    printer.output("worker-0", "h", "err", b"\r 10%\r 20%\n", None)
+    printer.close()
+    watched.shows("worker-0@h |  20%")
+    watched.close()
+
+
+def test_quiet_has_bars_and_no_line_of_the_job(watched: Watched) -> None:
+    printer = watched.console(level="error")
+    assert not printer.draws
+    printer.follow("metrics", metrics(step=5))
+    printer.follow("phase", {"text": "sync 1/1", "level": "info"})
+    printer.output("worker-0", "h", "err", b"\r 10%", None)
+    watched.shows("worker-0@h |  10%")
+    printer.close()
+
+
+def test_bars_of_200_workers_are_folded_and_a_resize_is_noticed(watched: Watched) -> None:
+    printer = watched.console()
+    for rank in range(200):
+        printer.output(f"worker-{rank}", "h", "err", b"\r%d%%" % rank, None)
+    watched.shows(*(f"worker-{rank}@h | {rank}%" for rank in range(7)), "+193 more progress bars")
+    fcntl.ioctl(watched.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 5, 80, 0, 0))
+    watched.shows("worker-0@h | 0%", "worker-1@h | 1%", "+198 more progress bars")
+    printer.close()
+
+
+@pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({"LANG": "en_US.UTF-8"}, True),
+        ({"LANG": "de_DE.utf8@euro"}, True),
+        ({"LANG": "en_US.UTF-8", "LC_ALL": "C"}, False),
+        ({"LANG": "en_US.ISO-8859-1"}, False),
+        ({"LC_CTYPE": "C.UTF-8"}, True),
+        ({"LANG": "en_US.UTF-8", "PYTHONIOENCODING": "ascii:replace"}, False),
+        ({}, False),
+    ],
+)
+def test_symbols_are_used_where_the_locale_is_utf8(env: dict[str, str], expected: bool) -> None:
+    assert has_symbols(env) is expected
+
+
+def test_lines_that_come_one_by_one_are_all_shown_above_the_region(watched: Watched) -> None:
+    printer = watched.console()
+    printer.output("worker-0", "h", "err", b"\r 10%", None)
+    watched.shows("worker-0@h |  10%")
+    for number in range(3000):
+        printer.output("worker-1", "h", "out", b"%d\n" % number, None)
+    watched.shows("...", "worker-1@h | 2998", "worker-1@h | 2999", "worker-0@h |  10%")
+    assert [line.rpartition(" ")[2] for line in watched.screen.lines[:-2]] == [str(n) for n in range(3000)]
+    printer.close()

@@ -226,7 +226,7 @@ def test_an_option_that_was_given_before_the_command_may_be_given_to_the_script_
     ],
 )
 def test_options_of_other_launchers_get_what_to_type_here(words: tuple[str, ...], text: str, distrun: Distrun) -> None:
-    result = distrun.run(*words)
+    result = distrun.answer(*words)
     assert result.returncode == 2
     assert text in result.stderr.decode()
     assert b"hush" not in result.stderr

@@ -124,6 +124,6 @@ def test_node_lists_are_folded_and_expanded(distrun: Distrun) -> None:
     ],
 )
 def test_bad_use_ends_with_2_and_words(words: tuple[str, ...], message: str, distrun: Distrun) -> None:
-    result = distrun.run("hosts", *words)
+    result = distrun.answer("hosts", *words)
     assert result.returncode == 2
     assert message in result.stderr.decode()

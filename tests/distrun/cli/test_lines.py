@@ -4,9 +4,9 @@ import random
 import re
 
 import pytest
-from screen import Screen
 
-from distrun.cli.lines import HOLD_S, LINE_LIMIT, NAMES, PROGRESS_S, SETTLE_S, STDERR, Feed, Live, clip, prefix
+from distrun.cli.lines import LINE_LIMIT, NAMES, PROGRESS_S, STDERR, Feed, prefix
+from distrun.cli.screen import HOLD_S, SETTLE_S
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
@@ -156,14 +156,14 @@ def test_bars_below_each_other_are_lines_at_most_once_a_second_each(size: int) -
 def test_bars_in_place_are_given_as_they_stand_and_are_no_lines() -> None:
     feed = Feed(b"w | ", terminal=True, live=True)
     assert feed.feed(b"text\n\r 1%", 0.0) == b"w | text\n"
-    assert feed.bars(SETTLE_S) == [b"w |  1%"]
+    assert feed.bars(SETTLE_S) == [b" 1%"]
     assert feed.feed(b"\r 2%", 0.1) + feed.due(9.0) == b""
-    assert feed.bars(9.0) == [b"w |  2%"]
+    assert feed.bars(9.0) == [b" 2%"]
     feed.feed(b"\n\r5% inner\x1b[A", 9.1)
     feed.feed(b"\r 3%\n\r6% inner\x1b[A", 9.2)
-    assert feed.bars(9.3) == [b"w |  3%", b"w | 6% inner"]
+    assert feed.bars(9.3) == [b" 3%", b"6% inner"]
     assert feed.feed(b"\r 4%\n\r          \x1b[A", 9.4) == b""
-    assert feed.bars(9.5) == [b"w |  4%"]
+    assert feed.bars(9.5) == [b" 4%"]
     assert feed.flush() == b"w |  4%\n"
     assert feed.bars(9.3) == []
 
@@ -199,48 +199,6 @@ def test_whatever_comes_no_line_is_lost_and_each_has_its_prefix(seed: int) -> No
     assert all(line.startswith(b"w | ") for line in printed.splitlines())
     if seed % 2 == 0:
         assert [number for number in range(count) if b"line %d." % number not in printed] == []
-
-
-def test_bars_are_drawn_again_in_place() -> None:
-    live, screen = Live(), Screen(40, 10)
-    screen.write(b"first\n")
-    screen.write(live.draw([b"a | 1%", b"b | 1%"], 40, 10))
-    assert screen.lines == ["first", "a | 1%", "b | 1%", ""]
-    assert live.draw([b"a | 1%", b"b | 1%"], 40, 10) == b""
-    screen.write(live.draw([b"a | 22%", b"b | 1%"], 40, 10))
-    screen.write(live.erase() + b"second\n" + live.draw([b"a | 3%", b"b | 2%"], 40, 10))
-    assert screen.lines == ["first", "second", "a | 3%", "b | 2%", ""]
-    screen.write(live.draw([b"b | 2%"], 40, 10))
-    assert screen.lines == ["first", "second", "b | 2%", ""]
-    screen.write(live.draw([], 40, 10))
-    assert screen.lines == ["first", "second", ""]
-    assert live.erase() == b""
-
-
-def test_more_bars_than_the_terminal_has_room_for_are_counted() -> None:
-    live, screen = Live(), Screen(40, 6)
-    for percent in (b"1%", b"2%"):
-        screen.write(live.draw([b"worker-%d | %s" % (n, percent) for n in range(9)], 40, 6))
-        screen.write(live.erase() + b"said\n" + live.draw([b"worker-%d | %s" % (n, percent) for n in range(9)], 40, 6))
-    last = ["worker-0 | 2%", "worker-1 | 2%", "worker-2 | 2%", "... and 6 more progress bars", ""]
-    assert screen.lines == ["said", "said", *last]
-
-
-@pytest.mark.parametrize(
-    ("line", "columns", "cut"),
-    [
-        (b"abcdef", 4, b"abcd"),
-        ("█" * 9, 4, "█" * 4),
-        (b"\x1b[32mabc\x1b[0mdef", 4, b"\x1b[32mabc\x1b[0md\x1b[0m"),
-        ("日本語", 5, "日本"),
-        ("e\u0301e\u0301e\u0301", 2, "e\u0301e\u0301"),
-        (b"a\tb\x07c\xff", 9, "a b c\ufffd"),
-        (b"\x1b[5Cab\x1b", 9, b"ab\x1b[0m"),
-    ],
-)
-def test_lines_are_cut_to_the_columns_of_a_terminal(line: bytes | str, columns: int, cut: bytes | str) -> None:
-    line, cut = (each.encode() if isinstance(each, str) else each for each in (line, cut))
-    assert clip(line, columns) == cut
 
 
 def luminance(colour: int) -> float:

@@ -57,7 +57,7 @@ def test_a_dry_run_says_how_much_and_where_to(distrun: Distrun) -> None:
     ],
 )
 def test_what_the_user_got_wrong_is_exit_code_2(words: list[str], expected: str, distrun: Distrun) -> None:
-    done = distrun.run("sync", *words)
+    done = distrun.answer("sync", *words)
     assert done.returncode == 2
     assert expected in done.stderr.decode()
 

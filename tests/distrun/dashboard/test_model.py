@@ -100,7 +100,7 @@ def test_the_first_error_is_the_earliest_that_is_no_consequence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "code"), [("running", 0), ("succeeded", 0), ("unknown", 0), ("failed", 1), ("killed", 1), ("lost", 1)]
+    ("state", "code"), [("running", 0), ("succeeded", 0), ("unknown", 1), ("failed", 1), ("killed", 1), ("lost", 1)]
 )
 def test_the_exit_code_is_that_of_status_of_a_job(state: str, code: int) -> None:
     model = Model("calm-otter-7f3")

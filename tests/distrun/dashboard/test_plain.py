@@ -24,20 +24,20 @@ def test_each_change_is_one_line_and_what_is_alike_is_folded() -> None:
     assert said(plain, model) == [
         "scheduler,server-[0-1],worker-[0,2-7] on gpu[01-04]: running",
         "worker-1 on gpu02: failed (1)",
-        "job calm-otter-7f3: running after 12:10",
+        "job calm-otter-7f3: running after 0:12:10",
     ]
     assert said(plain, model) == []
     take(model, "metrics", snapshots.metrics(8))
     assert said(plain, model) == [
         "worker-3 on gpu04: stalled: no output, step, store call or CPU for 5m40s",
         "worker-4 on gpu01: straggler: last in 14 of 20 rounds, 0.31 s behind",
-        "progress: step 610 of 1000, 61%, ETA 7:42, loss 0.4123",
+        "progress: step 610 of 1000, 61 %, ETA 0:07:42, loss 0.4123",
     ]
     take(model, "event", {"event": "lost", "host": "gpu03", "reason": "silent for 30 s"})
     assert said(plain, model) == ["host gpu03: lost", "gpu03: host lost: silent for 30 s"]
     outcome = {"exit_code": 1, "reason": "task_failed", "message": "worker-1 failed", "culprit": None, "tasks": []}
     take(model, "outcome", outcome)
-    assert said(plain, model)[-1] == "job calm-otter-7f3: failed after 12:10, exit code 1: worker-1 failed"
+    assert said(plain, model)[-1] == "job calm-otter-7f3: failed after 0:12:10, exit code 1: worker-1 failed"
 
 
 def test_progress_is_told_now_and_then() -> None:

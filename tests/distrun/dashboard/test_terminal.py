@@ -90,6 +90,19 @@ def test_the_screen_is_taken_keys_work_and_quitting_gives_all_back(start: Start,
     assert "\x1b[?25h" in screen.shown.rpartition("\x1b[0m")[2]
 
 
+def test_the_last_column_is_not_erased(start: Start) -> None:
+    screen = start()
+    screen.expect("stalled")
+    screen.forget()
+    screen.resize(60, 12)
+    screen.expect("\x1b[12;1H")
+    screen.type("q")
+    assert screen.ends() == 0
+    last = screen.shown.partition("\x1b[12;1H")[2]
+    assert "…" in last  # the keys fill the line
+    assert "\x1b[K" not in last.partition("\x1b[?")[0]
+
+
 def test_settings_of_the_terminal_are_the_same_afterwards(start: Start, record: Path) -> None:
     screen = start(command=["sh", "-c", f"stty -a > before; {shlex.join(argv(record))}; stty -a > after"])
     screen.expect("stalled")

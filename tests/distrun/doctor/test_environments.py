@@ -105,6 +105,7 @@ def test_one_that_is_ended_half_way_leaves_nothing_that_is_used(tmp_path: Path, 
     assert os.listdir(place.parent) == []
 
 
+@pytest.mark.slow
 def test_what_was_begun_long_ago_goes_the_next_time(tmp_path: Path, place: Path) -> None:
     old = place.parent / (place.name + ".killed")
     new = place.parent / (place.name + ".now")

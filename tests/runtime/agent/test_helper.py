@@ -61,11 +61,11 @@ class Driver:
         self.selector = selectors.PollSelector()
         self.folder = folder
         env = {b"PATH": os.fsencode(f"{folder}:/usr/bin:/bin"), b"DISTRUN_TEST": b"1"}
-        self.helper = Helper(self.selector, [os.fsencode(each) for each in pythons], env, **limits)
+        self.helper = Helper(self.selector, [os.fsencode(each) for each in pythons], env, str(folder), **limits)
         self.now = 0.0
 
-    def want(self, what: str, every_s: float = 5.0, **members: Any) -> None:
-        self.helper.want(what, every_s, self.now, **members)
+    def want(self, what: str, every_s: float = 5.0) -> None:
+        self.helper.want(what, every_s, self.now)
 
     def tick(self, seconds: float = 0.0) -> None:
         self.now += seconds
@@ -116,7 +116,7 @@ def test_one_helper_answers_one_question_after_the_other(made: Callable[..., Dri
     (tmp_path / "gpus").write_text(GPUS)
     (tmp_path / "apps").write_text(APPS)
     driver.want("gpus")
-    driver.want("disk", path=str(tmp_path))
+    driver.want("disk")
     driver.want("ps")
     driver.tick()
     answer = driver.answered("gpus")
@@ -146,7 +146,7 @@ def test_a_helper_that_hangs_is_killed_and_another_goes_on_without_that_question
     driver = made(answer_s=10.0, restart_s=60.0)
     driver.smi(f"echo $$ >{tmp_path}/started; exec sleep 600\n")
     driver.want("gpus")
-    driver.want("disk", path=str(tmp_path))
+    driver.want("disk")
     driver.tick()
     driver.wait(lambda: (tmp_path / "started").exists() and (tmp_path / "started").read_text().strip(), "it hangs")
     hanging, smi = process.identity(driver.pid()), process.identity(int((tmp_path / "started").read_text()))
@@ -186,7 +186,7 @@ def test_without_the_tasks_interpreter_the_agents_does_it(
     broken: str, made: Callable[..., Driver], tmp_path: Path
 ) -> None:
     driver = made(broken)
-    driver.want("disk", path=str(tmp_path))
+    driver.want("disk")
     driver.tick()
     driver.wait(lambda: driver.helper._child is None and driver.pid() < 0, "it does not work")
     driver.tick(60.0)
@@ -217,7 +217,7 @@ def test_the_drivers_library_of_the_tasks_interpreter_is_used(made: Callable[...
 def test_a_helper_ends_with_its_input(made: Callable[..., Driver], tmp_path: Path) -> None:
     """So it does not outlive an agent that is killed."""
     driver = made(sys.executable)
-    driver.want("disk", path=str(tmp_path))
+    driver.want("disk")
     driver.tick()
     driver.answered("disk")
     child = driver.helper._child

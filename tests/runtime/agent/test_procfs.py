@@ -46,6 +46,7 @@ class Proc:
 
     def end(self, pid: int) -> None:
         for file in (self.root / str(pid)).iterdir():
+            file.write_text("")  # for those who have it open
             file.unlink()
         (self.root / str(pid)).rmdir()
 
@@ -53,14 +54,22 @@ class Proc:
 @pytest.fixture
 def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proc:
     made = Proc(tmp_path)
-    read = procfs._read
+    opened, again = procfs._open, procfs._again
+    paths: dict[int, str] = {}
 
-    def counted(path: str) -> bytes:
-        made.reads.append(path)
-        return read(path)
+    def noted(path: str) -> int:
+        descriptor = opened(path)
+        paths[descriptor] = path
+        return descriptor
+
+    def counted(descriptor: int) -> bytes:
+        if descriptor >= 0:
+            made.reads.append(paths[descriptor])
+        return again(descriptor)
 
     monkeypatch.setattr(procfs, "_PROC", str(tmp_path))
-    monkeypatch.setattr(procfs, "_read", counted)
+    monkeypatch.setattr(procfs, "_open", noted)
+    monkeypatch.setattr(procfs, "_again", counted)
     return made
 
 
@@ -98,7 +107,7 @@ def test_cpu_time_of_children_that_ended_stays_whether_or_not_they_were_waited_f
 def test_between_two_looks_only_known_processes_are_read(proc: Proc) -> None:
     for pid in range(1, 60):
         proc.process(pid)
-    proc.process(100, ME, 100)
+    proc.process(100, ME, 100, read=0, write=0)
     sampler, leaders = tasks(), {"worker-0": leader(100)}
     assert sampler.sample(leaders, 0.0)["worker-0"].processes == 1
     assert sampler.processes == 60
@@ -198,8 +207,7 @@ def test_the_least_limit_of_memory_counts(tmp_path: Path, proc: Proc, monkeypatc
 
 
 def test_a_host_has_what_its_system_tells(proc: Proc) -> None:
-    host = procfs.Host()
-    assert set(host.sample()) == {"cores"}
+    assert set(procfs.Host().sample()) == {"cores"}
     (proc.root / "net").mkdir()
     rows = "".join(
         f"{name}: {n} 1 0 0 0 0 0 0 {n} 1 0 0 0 0 0 0\n" for name, n in (("lo", 1), ("xy0", 20), ("veth7", 3))
@@ -207,7 +215,7 @@ def test_a_host_has_what_its_system_tells(proc: Proc) -> None:
     (proc.root / "net" / "dev").write_text(rows)
     (proc.root / "stat").write_text(f"cpu  {TICK} 0 {TICK} 9 9 0 0 0\n")
     (proc.root / "loadavg").write_text("0.50 0 0 1/2 3\n")
-    found = host.sample()
+    found = procfs.Host().sample()
     assert (found["cpu_s"], found["load"], found["net_rx"], found["net_tx"]) == (2, 0.5, 20, 20)
 
 

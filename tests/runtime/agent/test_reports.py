@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
+import selectors
 import socket
 import stat
 import sys
-from collections.abc import Callable, Iterator
+import time
+import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,40 +34,61 @@ MEMBERS = st.sampled_from(
 )
 
 
-@pytest.fixture
-def closing() -> Iterator[Callable[[Sender], Sender]]:
-    with contextlib.ExitStack() as stack:
-        yield lambda sender: stack.enter_context(contextlib.closing(sender))
+class Desk:
+    """The sockets of two tasks, and who sends there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.selector = selectors.PollSelector()
+        self.reports = Reports(str(folder), self.selector)
+        self.paths = {task: self.reports.open(task) for task in ("worker-0", "worker-1")}
+        self.senders = {task: Sender(path, task) for task, path in self.paths.items()}
+
+    def send(self, task: str, kind: str, **members: Any) -> bool:
+        return self.senders[task].send(kind, **members)
+
+    def close(self) -> None:
+        for sender in self.senders.values():
+            sender.close()
+        self.reports.close()
+        assert not self.selector.get_map()
+        self.selector.close()
 
 
 @pytest.fixture
-def reports(tmp_path: Path) -> Iterator[Reports]:
-    made = Reports(str(tmp_path), {"worker-0", "worker-1"}.__contains__)
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    made = Desk(tmp_path)
     yield made
     made.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_last_of_each_kind_is_kept_for_each_task(reports: Reports, closing: Callable[[Sender], Sender]) -> None:
-    one, other = closing(Sender(reports.path, "worker-0")), closing(Sender(reports.path, "worker-1"))
+def test_the_last_of_each_kind_is_kept_for_each_task(desk: Desk) -> None:
     for step in range(3):
-        assert one.send("report", step=step, total=10, values={"loss": math.inf})
-    assert one.send("counters", role="worker", values={"store_calls": 4})
-    assert other.send("waiting", **{"for": ["server-0"], "key": 3, "call": "pull", "since": 7.5})
-    reports.drain()
-    said = reports.last["worker-0"]
+        assert desk.send("worker-0", "report", step=step, total=10, values={"loss": math.inf})
+    assert desk.send("worker-0", "counters", role="worker", values={"store_calls": 4})
+    assert desk.send("worker-1", "waiting", **{"for": ["server-0"], "key": 3, "call": "pull", "since": 7.5})
+    desk.reports.drain()
+    said = desk.reports.last["worker-0"]
     assert said["report"].pop("time") > 1e9
     assert said["report"] == {"step": 2, "total": 10, "values": {"loss": math.inf}}
     assert said["counters"]["values"] == {"store_calls": 4}
-    assert reports.last["worker-1"]["waiting"]["key"] == "3"
-    assert other.send("waiting", **{"for": []})
-    reports.drain()
-    assert "waiting" not in reports.last["worker-1"]
-    reports.forget("worker-0")
-    assert "worker-0" not in reports.last
+    assert desk.reports.last["worker-1"]["waiting"]["key"] == "3"
+    assert desk.send("worker-1", "waiting", **{"for": []})
+    desk.reports.drain()
+    assert "waiting" not in desk.reports.last["worker-1"]
 
 
-def test_what_is_none_of_ours_is_ignored(reports: Reports) -> None:
+def test_a_task_that_is_started_again_has_said_nothing(desk: Desk) -> None:
+    assert desk.send("worker-0", "report", step=1)
+    desk.reports.drain()
+    assert desk.reports.open("worker-0") == desk.paths["worker-0"]
+    assert "worker-0" not in desk.reports.last
+    assert desk.send("worker-0", "report", step=0), "by the same name"
+    desk.reports.drain()
+    assert desk.reports.last["worker-0"]["report"]["step"] == 0
+
+
+def test_what_is_none_of_ours_is_ignored(desk: Desk) -> None:
     good = {"v": 1, "kind": "report", "task": "worker-0", "step": 1}
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         for data in (
@@ -73,12 +96,22 @@ def test_what_is_none_of_ours_is_ignored(reports: Reports) -> None:
             b"\xff",
             b"[" * 4096,
             json.dumps({**good, "task": "worker-7"}).encode(),
+            json.dumps({**good, "task": "worker-1"}).encode(),
             json.dumps({**good, "v": 2}).encode(),
             json.dumps({**good, "values": {"x" * 5000: 1}}).encode(),
         ):
-            sender.sendto(data, reports.path)
-            reports.drain()
-    assert reports.last == {}
+            sender.sendto(data, desk.paths["worker-0"])
+            desk.reports.drain()
+    assert desk.reports.last == {}
+
+
+def test_stacks_are_told_one_by_one(desk: Desk) -> None:
+    heard = []
+    desk.reports.on_stacks = lambda task, found: heard.append((task, found["pid"], found["start"]))
+    assert desk.send("worker-0", "stacks", pid=1, start="proc:1", how="sigurg", path="/a")
+    assert desk.send("worker-0", "stacks", pid=2, start="proc:2", how="sigurg", path="/b")
+    desk.reports.drain()
+    assert heard == [("worker-0", 1, "proc:1"), ("worker-0", 2, "proc:2")]
 
 
 @given(st.sampled_from(metrics.KINDS), st.dictionaries(MEMBERS, JSON, max_size=6))
@@ -98,11 +131,11 @@ def test_numbers_are_limited_in_count_and_in_size() -> None:
     assert huge == {"step": None, "total": None, "values": {}}
 
 
-def test_the_socket_is_its_users_only(reports: Reports) -> None:
-    assert stat.S_IMODE(os.stat(reports.path).st_mode) == 0o600
+def test_the_socket_is_its_users_only(desk: Desk) -> None:
+    assert {stat.S_IMODE(os.stat(path).st_mode) for path in desk.paths.values()} == {0o600}
 
 
-def test_one_turn_takes_a_part_of_what_comes(reports: Reports, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_turn_takes_a_part_of_what_comes(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
 
     class Flood:
@@ -110,25 +143,46 @@ def test_one_turn_takes_a_part_of_what_comes(reports: Reports, monkeypatch: pyte
             taken.append(limit)
             return b"{}"
 
-        def close(self) -> None:
-            pass
+    with monkeypatch.context() as patch:
+        patch.setattr(desk.reports, "_sockets", {"worker-0": Flood()})
+        assert desk.reports.drain() == len(taken) == TURN
 
-    held = reports._socket
-    monkeypatch.setattr(reports, "_socket", Flood())
-    reports.drain()
-    assert len(taken) == TURN
-    monkeypatch.setattr(reports, "_socket", held)
+
+@pytest.mark.parametrize(("rate", "turns", "lost"), [(1, 7, 0), (10, 8, 0), (100, 50, 60)])
+def test_datagrams_are_taken_in_few_turns_before_a_socket_is_full(
+    rate: int, turns: int, lost: int, desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many a second, for three seconds of a clock that is made up. The other task's find room anyway."""
+    now = [0.0]
+    clock = types.SimpleNamespace(monotonic=lambda: now[0], time=time.time)
+    monkeypatch.setattr("distrun_runtime.agent.reports.time", clock)
+    took, missing, steps = 0, 0, 1000
+    for at in range(3 * steps):
+        now[0] = at / steps
+        if at % (steps // rate) == 0:
+            missing += not desk.send("worker-0", "report", step=at)
+        if at % steps == 0:
+            assert desk.send("worker-1", "report", step=at)
+        ready = desk.selector.select(0) if desk.selector.get_map() else []
+        for key, _ in ready[:1]:
+            took += 1
+            key.data()
+        if now[0] >= desk.reports.next_at:
+            took += 1
+            desk.reports.tick(now[0])
+    assert took <= turns
+    assert missing <= lost, "a few, until it is seen that many come"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
-def test_tasks_reach_a_socket_in_a_folder_with_a_long_name(tmp_path: Path, closing: Callable[[Sender], Sender]) -> None:
+def test_tasks_reach_a_socket_in_a_folder_with_a_long_name(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 150)
     folder.mkdir(mode=0o700)
-    reports = Reports(str(folder), {"worker-0"}.__contains__)
-    assert closing(Sender(reports.path, "worker-0")).send("report", step=1)
-    reports.drain()
-    assert reports.last["worker-0"]["report"]["step"] == 1
-    reports.close()
+    desk = Desk(folder)
+    assert desk.send("worker-1", "report", step=1)
+    desk.reports.drain()
+    assert desk.reports.last["worker-1"]["report"]["step"] == 1
+    desk.close()
     assert list(folder.iterdir()) == []
 
 
@@ -136,8 +190,8 @@ def test_without_proc_a_name_that_is_too_long_gives_no_socket(tmp_path: Path, mo
     monkeypatch.setenv("DISTRUN_PORTABLE", "1")
     folder = tmp_path / ("x" * 150)
     folder.mkdir()
-    with pytest.raises(OSError, match="too long"):
-        Reports(str(folder), bool)
+    with selectors.PollSelector() as selector, pytest.raises(OSError, match="too long"):
+        Reports(str(folder), selector).open("worker-0")
 
 
 # The frame

@@ -503,6 +503,100 @@ def test_a_client_that_leaves_is_forgotten(job: Job) -> None:
     wait_until(lambda: not job.service._clients, LIMIT_S)
 
 
+# ---------------------------------------------------------------------- numbers
+
+
+def wanted(job: Job) -> list[tuple[bool, tuple[str, ...]]]:
+    """What the job's loop was told that clients want."""
+    return [tuple(event) for event in job.handled if isinstance(event, events.MetricsWanted)]
+
+
+def test_the_loop_is_told_whether_snapshots_are_wanted_and_of_which_hosts(job: Job) -> None:
+    job.opened()
+    one, other = Client(job.path), Client(job.path)
+    one.send("subscribe", metrics=True)
+    one.ask("state")
+    other.send("subscribe", metrics=True, look=["d2", "d1"])
+    other.ask("state")
+    one.send("subscribe", metrics=True, look=["d2"])
+    one.ask("state")
+    other.socket.close()
+    wait_until(lambda: len(wanted(job)) == 3, LIMIT_S)
+    one.send("subscribe", events=True)
+    one.ask("state")
+    assert wanted(job) == [(True, ()), (True, ("d1", "d2")), (True, ("d2",)), (False, ())]
+
+
+def test_a_loop_that_begins_later_is_told_what_is_wanted(job: Job) -> None:
+    client = Client(job.path)
+    client.send("subscribe", metrics=True)
+    client.ask("state")
+    job.opened()
+    assert wanted(job) == [(True, ())]
+
+
+def test_snapshots_go_to_those_who_want_them_and_the_newest_to_who_comes_later(job: Job) -> None:
+    job.opened()
+    one, other = Client(job.path), Client(job.path)
+    one.send("subscribe", metrics=True)
+    one.ask("state")
+    job.service.metrics({"schema": "distrun.metrics/1", "time": 1})
+    assert one.next().header == {"type": "metrics", "metrics": {"schema": "distrun.metrics/1", "time": 1}}
+    assert other.ask("state").type == "state"
+    other.send("subscribe", metrics=True)
+    assert other.next().header["metrics"]["time"] == 1
+    job.service.metrics({"time": 2})
+    assert [client.next().header["metrics"]["time"] for client in (one, other)] == [2, 2]
+
+
+def test_a_snapshot_that_nobody_wants_is_not_kept(job: Job) -> None:
+    job.service.metrics({"time": 1})
+    assert job.service._snapshot_value is None
+
+
+def test_only_the_newest_snapshot_waits_for_a_stopped_client(job: Job) -> None:
+    job.opened()
+    client = Client(job.path)
+    client.send("subscribe", metrics=True, events=True)
+    client.ask("state")
+    filling = "x" * 1_000_000
+    for number in range(100):
+        job.service.metrics({"time": number, "filling": filling})
+    job.service.event({"event": "last"})
+    (served,) = job.service._clients
+    assert served.mail_size < 1000
+    seen = []
+    while (frame := client.next()).type == "metrics":
+        seen.append(frame.header["metrics"]["time"])
+    assert frame.header["event"] == {"event": "last"}
+    assert len(seen) < 90
+    assert seen == sorted(set(seen))
+    assert seen[-1] == 99
+
+
+def test_the_launching_client_may_have_snapshots_too(folder: str, signals: list[str]) -> None:
+    ours, its = socket.socketpair()
+    its.settimeout(LIMIT_S)
+    job = Job(folder, ours)
+    job.opened()
+    its.sendall(wire.encode({"type": "subscribe", "metrics": True, "look": ["d1"]}) + wire.encode({"type": "state"}))
+    decoder, seen = wire.Decoder(), []
+    while not seen:
+        seen += decoder.feed(its.recv(65536))
+    assert wanted(job) == [(True, ("d1",))]
+    job.service.metrics({"time": 1})
+    while len(seen) < 2:
+        seen += decoder.feed(its.recv(65536))
+    assert [frame.type for frame in seen] == ["state", "metrics"]
+    its.sendall(wire.encode({"type": "detach"}))
+    while its.recv(65536):
+        pass
+    wait_until(lambda: wanted(job)[-1] == (False, ()), LIMIT_S)
+    its.close()
+    job.service.close()
+    assert signals == []
+
+
 # ---------------------------------------------------------------------- detaching
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -480,3 +481,25 @@ def test_of_many_who_want_one_id_one_gets_it(tmp_path: Path) -> None:
     assert all(text.startswith("there is a job calm-otter-7f3 already") for text in wrong)
     assert [folder.id for folder in JobStore(tmp_path / "state").list()] == ["calm-otter-7f3"]
     assert [path for path in tmp_path.glob("*/calm-otter-7f3") if path.is_dir()] in ([], [got[0].path])
+
+
+def test_what_a_job_is_called_in_its_engine_is_on_the_disk_before_it_is_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[bool] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(stat.S_ISDIR(os.fstat(fd).st_mode)))
+    folder = jobfolder.JobFolder(tmp_path)
+    assert folder.engine() is None
+    folder.note_engine("distrun-otter-5f3a")
+    assert synced == [False, True], "the file, and its name in the folder"
+    note = folder.engine()
+    assert note is not None
+    assert (note["marker"], note["handle"]) == ("distrun-otter-5f3a", None)
+    handle = {"engine": "slurm", "id": "12", "more": {"bin": "/opt"}}
+    folder.note_engine("distrun-otter-5f3a", handle)
+    note = folder.engine()
+    assert note is not None
+    assert note["handle"] == handle
+    folder.note_engine("distrun-otter-5f3a", {"engine": "slurm"})
+    with pytest.raises(JobStoreError, match="handle"):
+        folder.engine()

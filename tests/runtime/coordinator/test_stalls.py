@@ -122,7 +122,7 @@ def test_a_worker_that_waits_says_for_whom_which_key_and_since_when() -> None:
     wait(job, "worker-0", 10)
     job.run_to(15)
     task = job.snapshot()["tasks"]["worker-0"]
-    assert (task["condition"], task["why"]) == (facts.WAITING, "waits for worker-1 (pull of weight) since 5 s")
+    assert (task["condition"], task["why"]) == (facts.WAITING, "has waited 5 s for worker-1 (pull of weight)")
     assert job.recorded == [], "every worker waits a little"
 
 
@@ -130,7 +130,7 @@ def test_waiting_that_lasts_is_an_event_and_its_end_too() -> None:
     job = idle()
     wait(job, "worker-0", 10)
     job.run_to(30)
-    assert job.recorded == [("worker-0", facts.WAITING, "waits for worker-1 (pull of weight) since 10 s")]
+    assert job.recorded == [("worker-0", facts.WAITING, "has waited 10 s for worker-1 (pull of weight)")]
     job.more["worker-0"]["waiting"] = {"for": []}
     job.run_to(35)
     assert job.recorded[1:] == [("worker-0", "", "")]

@@ -35,7 +35,7 @@ def lags_of(rounds: int, late_s: Callable[[int, int], float], workers: int = 3, 
     lags = Lags(0)
     for number in range(1, rounds + 1):
         for when, rank in sorted((late_s(rank, number), rank) for rank in range(workers)):
-            lags.contributed((rank,), number, lambda: range(workers), number * round_s + when)
+            lags.contributed((rank,), number, workers, number * round_s + when)
     return lags
 
 
@@ -53,7 +53,7 @@ def test_rounds_that_follow_at_once_are_not_sampled() -> None:
     lags = Lags(0)
     for number in range(1, 2001):
         for rank in (0, 1):
-            lags.contributed((rank,), number, lambda: range(2), number * 0.001)
+            lags.contributed((rank,), number, 2, number * 0.001)
     assert lags.to_json() == {"0": [0.0, 0, 0.0, 0.001], "1": [0.0, 20, 0.0, 0.001]}
 
 
@@ -61,26 +61,26 @@ def test_a_round_that_began_before_it_could_be_sampled_is_not_sampled_from_its_m
     lags = Lags(0)
     for number in (1, 2, 3, 4):
         # Right after the round before, within the time that is left between two sampled rounds; the other one late.
-        lags.contributed((0,), number, lambda: range(2), number * 1.0 - 0.99)
-        lags.contributed((1,), number, lambda: range(2), float(number))
-    assert lags.to_json() == {"0": [-0.495, 0, -0.495, 1.0], "1": [0.495, 1, 0.495, 1.0]}, "the third one"
+        lags.contributed((0,), number, 2, number * 1.0 - 0.99)
+        lags.contributed((1,), number, 2, float(number))
+    assert lags.to_json() == {"0": [0.0, 0, 0.0, 1.0], "1": [0.99, 1, 0.99, 1.0]}, "the third one"
 
 
 def test_a_round_that_is_never_complete_does_not_end_the_sampling() -> None:
     lags = Lags(0)
-    lags.contributed((0,), 1, lambda: range(2), 1.0)
-    lags.contributed((0,), 2, lambda: range(2), 2.0)
+    lags.contributed((0,), 1, 2, 1.0)
+    lags.contributed((0,), 2, 2, 2.0)
     for number in (3, 4, 5):
         for rank in (0, 1):
-            lags.contributed((rank,), number, lambda: range(2), number + rank / 2)
+            lags.contributed((rank,), number, 2, number + rank / 2)
     assert {rank: each[1] for rank, each in lags.to_json().items()} == {"0": 0, "1": 2}
 
 
 def test_of_a_sum_of_several_workers_none_is_called_the_last() -> None:
     lags = Lags(0)
     for number in (1, 2, 3):
-        lags.contributed((0,), number, lambda: range(3), number)
-        lags.contributed((1, 2), number, lambda: range(3), number + 0.5)
+        lags.contributed((0,), number, 3, number)
+        lags.contributed((1, 2), number, 3, number + 0.5)
     assert {rank: each[1] for rank, each in lags.to_json().items()} == {"0": 0, "1": 0, "2": 0}
 
 
@@ -88,7 +88,7 @@ def test_workers_that_are_excused_are_not_waited_for() -> None:
     lags = Lags(0)
     for number in (1, 2, 3):
         for rank in (0, 2):
-            lags.contributed((rank,), number, lambda: {0, 2}, number + rank / 4)
+            lags.contributed((rank,), number, 2, number + rank / 4)
     assert {rank: each[1] for rank, each in lags.to_json().items()} == {"0": 0, "2": 2}
 
 

@@ -12,7 +12,7 @@ from ports import free_port
 from transports import HOST, LONG, endpoint, frames_of, has, until, welcomed
 
 from distrun_runtime.arrays.segments import Pool
-from distrun_runtime.transport import base
+from distrun_runtime.transport import base, zeromq
 from distrun_runtime.transport.base import Arrived, Down, Event, Released, Transport, Up
 from distrun_runtime.transport.bulk import BulkTransport
 from distrun_runtime.transport.faults import NO_FAULTS, Faulty
@@ -39,8 +39,9 @@ def inner(request: pytest.FixtureRequest) -> Make:
 
 
 @pytest.fixture(params=list(AROUND))
-def make(request: pytest.FixtureRequest, inner: Make) -> Iterator[Make]:
+def make(request: pytest.FixtureRequest, inner: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes transports of one kind; closes them at the end."""
+    monkeypatch.setattr(zeromq, "PROBE_S", 0.1)  # an acceptor sees by its probes that a connection has ended
     made: list[Transport] = []
 
     def one() -> Transport:

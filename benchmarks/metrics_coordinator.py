@@ -1,0 +1,115 @@
+"""Measure what the numbers of a running job cost its coordinator.
+
+    python benchmarks/metrics_coordinator.py --write     # docs/benchmarks.md; no root, no other hosts; 2 minutes
+
+The coordinator is the one that is shipped; agents answer by a script, on a virtual clock (`simulation.py` in
+tests/support). Each host has 8 workers and 8 GPUs. Figures are processor time of the coordinator's loop for each second
+of the job, without its transport: no ssh, no TLS, no sockets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+from simulation import Clock, SimulatedJob, job_plan  # noqa: E402
+
+from distrun_runtime.contract import control  # noqa: E402
+from distrun_runtime.coordinator import events  # noqa: E402
+from distrun_runtime.coordinator.loop import PING_S  # noqa: E402
+
+WORKERS_A_HOST = 8
+SIZES = ((16, 0.01), (1000, 0.10))
+"""Hosts, and what of a core the coordinator may use for them."""
+BEATS = 30
+WAYS = ("not measured", "measured", "and shown")
+
+
+class Viewer:
+    """A watcher that wants every snapshot, and encodes it as it would be sent (`coordinator.output.Watcher`)."""
+
+    def __init__(self) -> None:
+        self.count = self.size = 0
+
+    def opened(self, put: Any) -> None:
+        """Want all."""
+        put(events.MetricsWanted(True))
+
+    def event(self, value: Mapping[str, Any]) -> None:
+        """Want no events."""
+
+    def state(self, value: Mapping[str, Any]) -> None:
+        """Want no states."""
+
+    def stack(self, number: int, members: Mapping[str, Any]) -> None:
+        """Have asked for none."""
+
+    def metrics(self, value: Mapping[str, Any]) -> None:
+        """Encode a snapshot."""
+        self.count += 1
+        self.size = len(control.metrics(value))
+
+
+@dataclass(frozen=True)
+class Share:
+    """What of a core the coordinator's loop used, by WAYS."""
+
+    shares: tuple[float, ...]
+    snapshot: int
+    """Bytes of the last snapshot."""
+    shown_a_second: float
+
+
+def share_of(hosts: int, measures: bool, viewer: Viewer | None) -> float:
+    """Return what of a core the coordinator used while the job ran."""
+    with tempfile.TemporaryDirectory() as folder:
+        plan = job_plan(hosts, workers=WORKERS_A_HOST * hosts)
+        job = SimulatedJob(plan, Path(folder), Clock(), beats=BEATS, measures=measures, watcher=viewer)
+        outcome = job.run()
+    assert outcome.exit_code == 0, outcome.message
+    return job.phases["beat"].cpu_s / PING_S
+
+
+def measure(hosts: int, runs: int) -> Share:
+    """Return the medians of some runs."""
+    viewer = Viewer()
+    found = [
+        (share_of(hosts, False, None), share_of(hosts, True, None), share_of(hosts, True, viewer)) for _ in range(runs)
+    ]
+    shares = tuple(statistics.median(each[way] for each in found) for way in range(len(WAYS)))
+    return Share(shares, viewer.size, viewer.count / runs / (BEATS * PING_S))
+
+
+def main() -> None:
+    """Measure and print, or write."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--runs", type=int, default=3)
+    options = parser.parse_args()
+    lines = ["| hosts | tasks | goal | " + " | ".join(WAYS) + " | a snapshot |", "|---|---|---|---|---|---|---|"]
+    for hosts, goal in SIZES:
+        found = measure(hosts, options.runs)
+        shares = " | ".join(f"{each:.2%}" for each in found.shares)
+        size = f"{found.snapshot / 1000:.0f} kB, {found.shown_a_second:.1f} a second"
+        lines.append(f"| {hosts} | {WORKERS_A_HOST * hosts} | {goal:.0%} | {shares} | {size} |")
+        assert found.shares[1] < goal or not options.write, f"{hosts} hosts: {found.shares[1]:.2%} of a core"
+    body = f"{__doc__}\nShares of one core, medians of {options.runs} runs.\n\n" + "\n".join(lines)
+    if options.write:
+        import report
+
+        report.write("Metrics, coordinator", report.body(body) if hasattr(report, "body") else body)
+    else:
+        sys.stdout.write(body + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""The line that shows how far a job is: the phases of its start, then the progress that its tasks report.
+
+No side effects: `JobLine` takes what the coordinator tells and returns text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from distrun_runtime.contract import facts
+from distrun_runtime.contract.duration import duration
+
+_BEFORE = (facts.SUBMITTING, facts.QUEUED, facts.STARTING)
+CONNECT, CHECK, SYNC, START = "connect", "check", "sync", "start"
+_PLACES = {"hello": CONNECT, "ready": CHECK}
+"""Events of agents and the phase that each ends for its place."""
+_SYNCED = re.compile(r"sync (\d+)/(\d+)(?:[:;] (?P<now>.*)| \((?P<all>.*)\) in .*)?")
+"""How a copy tells how far it is, and that it is done."""
+_BEGUN = re.compile(r"(rsync|copy) .* -> ")
+
+
+class JobLine:
+    """How far a job is.
+
+    Arguments:
+        counts: returns how many places (agents) and tasks the job has; 0: not known yet.
+        since: when the job was launched, monotonic seconds; None: before we looked.
+        has_symbols: the terminal shows UTF-8.
+    """
+
+    def __init__(self, counts: Callable[[], tuple[int, int]], since: float | None, has_symbols: bool = True) -> None:
+        self._counts = counts
+        self._known = (0, 0)
+        self._separator = " \u00b7 " if has_symbols else ", "
+        self._begun = since
+        self._done: dict[str, set[str]] = {CONNECT: set(), CHECK: set(), START: set()}
+        """By phase the places or tasks that have passed it."""
+        self._passed_at: dict[str, float] = {}
+        """When the last of them did."""
+        self._synced = ""
+        self._sync_text = ""
+        self._is_starting = since is not None
+        self._progress: Mapping[str, Any] | None = None
+
+    def take(self, kind: str, value: Mapping[str, Any], now: float) -> list[str]:
+        """Take what the coordinator tells (`Console.follow`); return what is to be printed above the line."""
+        if kind == "event":
+            return self._take_event(value, now)
+        if kind == "state":
+            return self._take_state(value)
+        if kind == "metrics":
+            self._progress = value.get("progress")
+            return []
+        return self._take_phase(str(value["text"]), now)
+
+    def text(self) -> str:
+        """Return the line as it stands; empty: there is nothing to show."""
+        if self._is_starting:
+            return self._separator.join(self._phases())
+        return self._separator.join(_progress_words(self._progress)) if self._progress else ""
+
+    # ------------------------------------------------------------------ what is heard
+
+    def _take_event(self, event: Mapping[str, Any], now: float) -> list[str]:
+        what = event.get("event")
+        phase = _PLACES.get(str(what)) or (START if what == "started" else "")
+        if phase:
+            self._done[phase].add(str(event.get("task" if phase == START else "host", "")))
+            self._passed_at[phase] = now
+        elif what == "prepared":
+            self._passed_at[SYNC] = now
+        elif what == "state":
+            return self._take_job_state(str(event.get("state", "")), now)
+        elif what == "finished":
+            self._is_starting, self._progress = False, None
+        return []
+
+    def _take_job_state(self, state: str, now: float) -> list[str]:
+        was_starting, self._is_starting = self._is_starting, state in _BEFORE
+        if state == facts.RUNNING and was_starting and self._begun is not None:
+            return [self._summary(self._begun, now)]
+        return []
+
+    def _take_state(self, state: Mapping[str, Any]) -> list[str]:
+        """Take the whole state: of a job that had begun before we looked."""
+        self._is_starting = state.get("state") in _BEFORE
+        started = [task["name"] for task in state.get("tasks", ()) if task.get("state") not in (None, facts.PENDING)]
+        self._done[START].update(map(str, started))
+        return []
+
+    def _take_phase(self, text: str, now: float) -> list[str]:
+        found = _SYNCED.fullmatch(text)
+        if found:
+            self._synced = f"{found[1]}/{found[2]}"
+            self._sync_text = found["all"] or found["now"] or ""
+            self._passed_at[SYNC] = now
+            return []
+        return [] if _BEGUN.match(text) else [text]
+
+    # ------------------------------------------------------------------ words
+
+    def _totals(self) -> tuple[int, int]:
+        if not self._known[0]:
+            self._known = self._counts()
+        return self._known
+
+    def _phases(self) -> list[str]:
+        places, tasks = self._totals()
+        connected, checked, started = (len(self._done[phase]) for phase in (CONNECT, CHECK, START))
+        words = [f"{CONNECT} {_of(connected, places)}"] if connected or places else []
+        if connected or checked:
+            words.append(f"{CHECK} {_of(checked, places)}")
+        if self._synced:
+            words.append(f"{SYNC} {self._synced}" + (f" ({self._sync_text})" if self._sync_text else ""))
+        if started:
+            words.append(f"{START} {_of(started, tasks)}")
+        return words
+
+    def _summary(self, begun: float, now: float) -> str:
+        """Return the line that stays when all tasks run: how long each phase took."""
+        places, tasks = self._totals()
+        at, words = begun, []
+        for phase in (CONNECT, CHECK, SYNC, START):
+            passed = self._passed_at.get(phase)
+            if passed is None or (phase == SYNC and not self._synced):
+                continue
+            detail = f" ({self._sync_text})" if phase == SYNC and self._sync_text else ""
+            words.append(f"{phase} {max(0.0, passed - at):.1f} s{detail}")
+            at = max(at, passed)
+        tasks = tasks or len(self._done[START])
+        places = places or len(self._done[CONNECT])
+        count = f"{tasks} task{'' if tasks == 1 else 's'}"
+        where = f" on {places} host{'' if places == 1 else 's'}" if places > 1 else ""
+        how = f" ({self._separator.join(words)})" if words else ""
+        return f"{count}{where} started in {max(0.0, now - begun):.1f} s{how}"
+
+
+def _of(done: int, count: int) -> str:
+    return f"{done}/{count}" if count else str(done)
+
+
+def _progress_words(progress: Mapping[str, Any]) -> list[str]:
+    """Return in words what `progress` of a snapshot of metrics says; what is not known is left out."""
+    words = []
+    step, total, fraction = (_number(progress.get(name)) for name in ("step", "total", "fraction"))
+    if step is not None:
+        phase = _number(progress.get("phase"))
+        before = f"phase {phase + 1:.0f}: " if phase else ""
+        percent = f" ({100 * fraction:.0f}%)" if fraction is not None else ""
+        words.append(f"{before}step {step:.0f}" + (f"/{total:.0f}" if total is not None else "") + percent)
+    rate, eta_s = _number(progress.get("rate")), _number(progress.get("eta_s"))
+    if rate is not None and rate > 0:
+        words.append(f"{_short(rate)} steps/s")
+    if eta_s is not None and 0 <= eta_s < MOST_S:
+        words.append(f"{duration(round(eta_s))} left")
+    loss = progress.get("loss")
+    if loss is not None:
+        number = _number(loss)
+        words.append(f"loss {loss if number is None else _short(number)}")
+    return words
+
+
+MOST_S = 10 * 365 * 86400.0
+
+
+def _number(value: object) -> float | None:
+    """Return a number; None: it is none, or not finite ("nan")."""
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}"

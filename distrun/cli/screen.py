@@ -1,0 +1,348 @@
+"""A model of the last rows of one stream of a task, as a terminal would show them. No side effects.
+
+A progress bar overwrites its line with carriage returns, and bars below each other (tqdm's nested ones) move the cursor
+up. `Screen` keeps the rows that may still change and returns the others, which have become lines. It differs from a
+terminal in one way: text after a carriage return replaces the row, whatever its length, because that is what programs
+mean by it.
+
+Of control sequences only colours (SGR) are kept. All others, and control characters, are obeyed or dropped, so that no
+task can move the cursor, change the title or the character set of the terminal on which its lines are shown.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+ROWS = 10
+"""Rows of one stream that may still be changed, at most."""
+HOLD_S = 0.2
+"""How long after a carriage return a newline may follow that makes both a line's end, as in Windows texts; and how long
+the cursor may stay below a row before the row has become a line."""
+SETTLE_S = 0.05
+"""The state of a bar is whole when nothing was added to it for so long: it may have been read in two pieces."""
+STRING_LIMIT = 4096
+"""Bytes of a title or another string for the terminal; what follows is text."""
+KEEP_S = 1.0
+"""The same for the row of a bar below which the cursor stays: it is likely to go up again."""
+BACK_LIMIT = 4096
+"""Backspaces in a row of text that is longer are ignored."""
+
+ESCAPE, BACKSPACE = 27, 8
+_COLOUR = rb"\x1b\[[\d;:]*m"
+_MOVE = rb"\x1b\[\d{0,9}[ABEFJK]"
+_STRING = rb"\x1b[\]PX^_][^\x07\x1b\r\n]{0,%d}" % STRING_LIMIT
+_DROPPED = re.compile(
+    # Kept: colours, and what the rows obey. The rest: sequences in order of length, then single characters.
+    rb"(%s|%s)" % (_COLOUR, _MOVE)
+    + rb"|\x1b\[[\x20-\x3f]*[\x40-\x7e]?"
+    + rb"|%s(?:\x07|\x1b\\)?" % _STRING
+    + rb"|\x1b[\x20-\x2f]*[\x30-\x7e]?"
+    + rb"|[\x00-\x07\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]+"
+)
+_CUT_OFF = re.compile(rb"(?:\x1b\[[\x20-\x3f]{0,%d}|\x1b[\x20-\x2f]*|%s\x1b?)\Z" % (STRING_LIMIT, _STRING))
+"""A sequence whose end has not come yet."""
+_KEPT = re.compile(rb"%s|%s" % (_COLOUR, _MOVE))
+_MARK = re.compile(rb"(\n|\r|\x08+|%s)" % _MOVE)
+_UPS = re.compile(rb"\x1b\[\d{0,9}[AF]")
+_MOVES = re.compile(_MOVE)
+_EIGHT_BITS = re.compile(rb"\xc2[\x80-\x9f]")
+_UNSHOWN = re.compile(rb"(%s)|\x1b|\xc2[\x80-\x9f]" % _COLOUR)
+_CELL = re.compile(rb"%s|[\xc0-\xff][\x80-\xbf]+|." % _COLOUR, re.DOTALL)
+_COLOURS = re.compile(_COLOUR)
+SMALL = 2048
+_UNKEPT = bytes({*range(32), 0x7F} - set(b"\t\n\r\b\x1b"))
+
+
+def _has_none(data: bytes, characters: bytes) -> bool:
+    """Return whether data has none of these characters."""
+    if len(data) < SMALL:
+        return len(data.translate(None, characters)) == len(data)
+    return not any(character in data for character in characters)  # faster there
+
+
+def is_lines(cleaned: bytes) -> bool:
+    """Return whether what `Screen.clean` returned moves no cursor, but for newlines."""
+    if b"\r" in cleaned or b"\b" in cleaned:
+        return False
+    return b"\x1b" not in cleaned or _MOVES.search(cleaned) is None
+
+
+def shown(text: bytes) -> bytes:
+    """Return text without any control sequence but colours.
+
+    The 8-bit ones too (0x80 to 0x9f, in UTF-8): some terminals obey them.
+    """
+    while (b"\x1b" in text and len(_COLOURS.findall(text)) != text.count(b"\x1b")) or (
+        b"\xc2" in text and _EIGHT_BITS.search(text)
+    ):
+        text = _UNSHOWN.sub(rb"\1", text)
+    return text
+
+
+def is_blank(text: bytes) -> bool:
+    """Return whether nothing of a text is seen."""
+    return not (shown(_COLOURS.sub(b"", text)) if b"\x1b" in text else text).strip()
+
+
+@dataclass
+class Row:
+    """One line of a stream that has not ended, as a terminal would show it."""
+
+    text: bytes = b""
+    """Since the last carriage return."""
+    before: bytes = b""
+    """What stood there before it."""
+    is_bar: bool = False
+    """Something was written over what stood there."""
+    written_at: float = float("-inf")
+    returned_at: float | None = None
+    """When the carriage return came that nothing has followed yet."""
+    left_at: float | None = None
+    """When the cursor went to a row below."""
+    back: int = 0
+    """Columns that backspaces have moved the cursor back."""
+    printed: bytes = b""
+    """The state that was printed as a line."""
+    printed_at: float = float("-inf")
+
+    @property
+    def visible(self) -> bytes:
+        """What a terminal would show."""
+        return self.text or self.before
+
+    def write(self, text: bytes, now: float) -> None:
+        """Add text where the cursor is."""
+        self.is_bar = self.is_bar or self.returned_at is not None
+        self.returned_at = None
+        if self.back:
+            self._go_over()
+        self.text += text
+        self.written_at = now
+
+    def _go_over(self) -> None:
+        """Remove the characters that backspaces have gone back over, with the colours around them."""
+        back, self.back = self.back, 0
+        self.is_bar = True
+        if len(self.text) > BACK_LIMIT:
+            return
+        cells: list[bytes] = _CELL.findall(self.text)
+        while back and cells:
+            back -= cells.pop()[0] != ESCAPE
+        while len(cells) > 1 and cells[-1][0] == cells[-2][0] == ESCAPE:
+            del cells[-2]
+        self.text = b"".join(cells)
+
+    def start_over(self) -> None:
+        """Put the cursor to the row's begin."""
+        self.back = 0
+        if self.text:
+            self.text, self.before = b"", self.text
+
+    def go_back(self, now: float) -> None:
+        """Take a carriage return."""
+        self.start_over()
+        if self.returned_at is None:
+            self.returned_at = now
+
+    def erase(self, mode: int, now: float) -> None:
+        """Take `CSI mode K`: 0 erases from the cursor on, 1 up to it, 2 all."""
+        if mode == 0 and (self.text or not self.before):
+            return
+        if self.text or self.before:
+            self.is_bar = True
+        self.text = self.before = b""
+        self.back = 0
+        self.written_at = now
+
+    def state(self, now: float) -> bytes:
+        """Return what a bar shows; empty if it is none, or blank."""
+        if not self.is_bar and (self.returned_at is None or now < self.returned_at + HOLD_S):
+            return b""
+        state = self.text if self.text and now >= self.written_at + SETTLE_S else self.before
+        return b"" if is_blank(state) else state
+
+    def state_at(self, now: float) -> list[float]:
+        """Return when its state may change although nothing more arrives: one time or none."""
+        if self.returned_at is not None and not self.is_bar:
+            return [self.returned_at + HOLD_S] if now < self.returned_at + HOLD_S else []
+        return [self.written_at + SETTLE_S] if self.is_bar and self.text and now < self.written_at + SETTLE_S else []
+
+
+class Screen:
+    """The rows of one stream that may still change, at most ROWS, and its cursor.
+
+    Its methods return rows that have become lines, in their order.
+    """
+
+    def __init__(self) -> None:
+        self.rows = [Row()]
+        """The last one is the lowest; above the cursor are rows that may have ended."""
+        self.printed_at = float("-inf")
+        """When a state of a bar, or its end, was printed last: the next bar begins with it."""
+        self.past: list[Row] = []
+        """The last rows that have ended, if they stand directly above: a bar may be returned to."""
+        self.at = 0
+        """Which row the cursor is in."""
+        self._moves_up = False
+        """The cursor has gone up before: a bar's newline may be a step down to the next bar."""
+        self._rest = b""
+        """The beginning of a sequence whose end has not come."""
+
+    @property
+    def row(self) -> Row:
+        """The row where the cursor is."""
+        return self.rows[self.at]
+
+    @property
+    def is_line(self) -> bool:
+        """Whether there is nothing but a line that has begun: no bar, no cursor that has moved."""
+        row = self.rows[0]
+        return len(self.rows) == 1 and not (row.is_bar or row.before or row.back or row.returned_at is not None)
+
+    def clean(self, data: bytes) -> bytes:
+        """Return what was written without what is dropped. A sequence that is cut off is kept until its end comes."""
+        if self._rest:
+            data, self._rest = self._rest + data, b""
+        escapes = data.count(b"\x1b")
+        if _has_none(data, _UNKEPT) and (not escapes or len(_KEPT.findall(data)) == escapes):
+            return data
+        cut = data.rfind(b"\x1b", max(0, len(data) - STRING_LIMIT - 8))
+        if cut >= 0:
+            # A string may end by two characters, of which the first is an escape.
+            before = data.rfind(b"\x1b", max(0, cut - STRING_LIMIT - 8), cut) if cut == len(data) - 1 else -1
+            for start in (before, cut):
+                if start >= 0 and _CUT_OFF.match(data, start):
+                    data, self._rest = data[:start], data[start:]
+                    break
+        return _DROPPED.sub(rb"\1", data)
+
+    def write(self, cleaned: bytes, now: float) -> list[Row]:
+        """Take what `clean` returned."""
+        if cleaned.rfind(b"\r") == 0 and not (b"\n" in cleaned or b"\b" in cleaned or b"\x1b" in cleaned):
+            # The next state of a bar, by far the most frequent.
+            row = self.rows[self.at]
+            row.go_back(now)
+            if len(cleaned) > 1:
+                row.write(cleaned[1:], now)
+            return []
+        self._moves_up = self._moves_up or (b"\x1b" in cleaned and _UPS.search(cleaned) is not None)
+        ended: list[Row] = []
+        for mark in _MARK.split(cleaned):
+            if mark:
+                ended += self._take(mark, now)
+        return ended
+
+    def expire(self, now: float) -> list[Row]:
+        """Return rows that the cursor has left for good."""
+        ended: list[Row] = []
+        while self.at and now >= self._ends_at:
+            ended += self._end(1, now)
+        return ended
+
+    def expire_at(self) -> list[float]:
+        """Return when `expire` may have something: one time or none."""
+        return [self._ends_at] if self.at else []
+
+    def flush(self) -> list[Row]:
+        """Return what is left."""
+        self._rest = b""
+        rows, self.rows, self.at = self.rows, [Row()], 0
+        return [row for row in rows if row.visible]
+
+    @property
+    def _ends_at(self) -> float:
+        """When the upmost row has become a line if the cursor stays below it."""
+        row = self.rows[0]
+        return (row.left_at or 0.0) + (KEEP_S if row.is_bar else HOLD_S)
+
+    def _take(self, mark: bytes, now: float) -> list[Row]:
+        """Take text, a newline, or what moves the cursor or erases."""
+        row, first = self.row, mark[0]
+        if first > ESCAPE:
+            row.write(mark, now)
+        elif mark == b"\n":
+            return self._go_down(row, now)
+        elif mark == b"\r":
+            row.go_back(now)
+        elif first == BACKSPACE:
+            row.back += len(mark) if row.text else 0
+        elif first == ESCAPE and _MOVES.fullmatch(mark):
+            self._obey(mark[-1:], mark[2:-1], now)
+        else:
+            row.write(mark, now)
+        return []
+
+    def _obey(self, what: bytes, number: bytes, now: float) -> None:
+        is_at_start = not self.row.text
+        if what in b"AF":
+            self._go_up(int(number or b"1") or 1)
+        elif what in b"BE":
+            self.at = min(self.at + (int(number or b"1") or 1), len(self.rows) - 1)
+            for row in self.rows[: self.at]:
+                row.left_at = row.left_at or now
+        elif what == b"K":
+            self.row.erase(int(number or b"0"), now)
+        else:
+            self._erase_rows(int(number or b"0"), now)
+        if what in b"EF":
+            self.row.go_back(now)
+        elif what in b"AB" and is_at_start:
+            self.row.start_over()
+
+    def _erase_rows(self, mode: int, now: float) -> None:
+        """Take `CSI mode J`: 0 erases from the cursor on, 1 up to it, 2 and 3 all."""
+        self.row.erase(min(mode, 2), now)
+        if mode == 0:
+            del self.rows[self.at + 1 :]
+        for row in self.rows[: self.at] if mode == 1 else self.rows if mode else ():
+            row.erase(2, now)
+
+    def _go_down(self, row: Row, now: float) -> list[Row]:
+        is_lowest = self.at == len(self.rows) - 1
+        if is_lowest and not (self._moves_up and row.is_bar):
+            return self._end(self.at + 1, now)
+        row.left_at = now
+        self.at += 1
+        if is_lowest:
+            self.rows.append(Row(printed_at=self.printed_at))
+        elif is_blank(self.row.visible):
+            self.rows[self.at] = Row(printed_at=self.printed_at, is_bar=self.row.is_bar)
+        else:
+            self.row.start_over()
+        return self._end(1, now) if len(self.rows) > ROWS else []
+
+    def _go_up(self, count: int) -> None:
+        self._moves_up = True
+        missing = min(count - self.at, ROWS - len(self.rows))
+        if missing > 0:
+            self.rows[:0] = self._taken_back(missing)
+            self.at += missing
+        top = max(0, self.at - count)
+        for row in self.rows[top : self.at + 1]:
+            row.is_bar = True
+        for row in self.rows[top:]:
+            row.left_at = None
+        self.at = top
+
+    def _taken_back(self, count: int) -> list[Row]:
+        """Return rows that were taken for ended ones: nothing had shown by then that the cursor would come back."""
+        found, self.past = self.past[-count:], self.past[:-count]
+        rows = [Row(printed_at=self.printed_at) for _ in range(count - len(found))]
+        for row in found:
+            back = Row(printed_at=row.printed_at)
+            if row.is_bar:
+                back.text = back.printed = row.visible
+            rows.append(back)
+        return rows
+
+    def _end(self, count: int, now: float) -> list[Row]:
+        """End the upper rows."""
+        ended, self.rows = self.rows[:count], self.rows[count:]
+        self.at = max(0, self.at - count)
+        if any(row.is_bar for row in ended):
+            self.printed_at = now
+        self.past = [*self.past, *ended][-ROWS:]
+        if not self.rows:
+            self.rows = [Row(printed_at=self.printed_at)]
+        return ended

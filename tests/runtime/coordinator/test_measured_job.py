@@ -1,0 +1,93 @@
+"""A simulated job whose agents measure: what its coordinator asks of them, writes and shows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulation import Clock, SimulatedJob, job_plan
+
+from distrun_runtime.coordinator import events
+from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.coordinator.measuring import Measuring
+
+
+class Viewer:
+    """A watcher that wants snapshots."""
+
+    def __init__(self) -> None:
+        self.seen: list[Mapping[str, Any]] = []
+
+    def opened(self, put: Any) -> None:
+        put(events.MetricsWanted(True))
+
+    def event(self, value: Mapping[str, Any]) -> None: ...
+
+    def state(self, value: Mapping[str, Any]) -> None: ...
+
+    def stack(self, number: int, members: Mapping[str, Any]) -> None: ...
+
+    def metrics(self, value: Mapping[str, Any]) -> None:
+        self.seen.append(value)
+
+
+def simulated(tmp_path: Path, hosts: int = 4, beats: int = 70, watcher: Viewer | None = None) -> SimulatedJob:
+    plan = job_plan(hosts, workers=2 * hosts)
+    return SimulatedJob(plan, tmp_path, Clock(), beats=beats, measures=True, watcher=watcher)
+
+
+def test_every_agent_is_told_once_how_often_to_measure_and_a_sample_a_minute_is_kept(tmp_path: Path) -> None:
+    job = simulated(tmp_path)
+    assert job.run().exit_code == 0
+    assert {agent.heard["sample"] for agent in job.agents.values()} == {1}
+    lines = (tmp_path / job.plan.job / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 3, "after one and two minutes, and at the end"
+    kept = json.loads(lines[1])
+    assert kept["cpu"] == pytest.approx(8 * 9.5, rel=0.01)
+    assert kept["progress"]["rate"] == pytest.approx(1.0, rel=0.1)
+
+
+def test_a_client_sees_the_job(tmp_path: Path) -> None:
+    viewer = Viewer()
+    assert simulated(tmp_path, beats=5, watcher=viewer).run().exit_code == 0
+    assert viewer.seen[0]["tasks"] == {}
+    assert 10 <= len(viewer.seen) <= 25
+    last = viewer.seen[-3]
+    assert len(last["tasks"]) == 8
+    assert len(last["hosts"]["n00000"]["gpus"]) == 8
+
+
+def test_a_disk_that_fails_costs_samples_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(folder: JobFolder, line: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(JobFolder, "append_sample", full)
+    job = simulated(tmp_path)
+    assert job.run().exit_code == 0
+    assert sum("No space left on device" in text for text in job.said) == 1
+
+
+def test_a_fault_of_ours_costs_the_numbers_only_and_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: Measuring, event: events.Measured, now: float) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(Measuring, "_measured", fail)
+    job = simulated(tmp_path, beats=5)
+    assert job.run().exit_code == 0
+    assert [text for text in job.said if "count" in text] == [
+        "distrun itself failed to count: ZeroDivisionError: a bug; this job's numbers end here"
+    ]
+    assert "ZeroDivisionError: a bug" in capsys.readouterr().err
+
+
+def test_many_agents_cost_little(tmp_path: Path) -> None:
+    """`benchmarks/metrics_coordinator.py` has the figures; what grows with the square of the tasks exceeds this."""
+    job = simulated(tmp_path, hosts=300, beats=5)
+    assert job.run().exit_code == 0
+    assert {agent.heard["sample"] for agent in job.agents.values()} == {1}
+    assert job.phases["beat"].cpu_s < 0.6, "of 2 s; less than 0.1 where this was written"
