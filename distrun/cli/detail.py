@@ -128,7 +128,7 @@ def _hosts(view: JobView, columns: int) -> str:
         host = _members(each)
         disk = number(host, "disk_free")
         rx, tx, heard_s = (number(host, member) for member in ("net_rx", "net_tx", "heard_s"))
-        gpus = [_members(gpu) for gpu in host.get("gpus") or ()]
+        gpus = [_members(gpu) for gpu in host["gpus"]] if isinstance(host.get("gpus"), list) else []
         row = (
             name,
             "" if heard_s is None else f"{units.age(heard_s)} ago",

@@ -69,9 +69,9 @@ def status(
       distrun status --json | jq -r '.jobs[] | select(.state == "running") | .id'
       distrun status -H hosts          # what of mine is on these hosts, launched from any machine
 
-    With JOB the exit code is 1 if it failed, was killed or lost, 2 if its files cannot be read, else 0. With -H it is 3
-    if a host cannot be asked. Hosts of coordinators are asked by ssh, which asks you nothing; what does not answer
-    within 2 s is unknown.
+    With JOB the exit code is 1 if it failed, was killed, lost or is unknown, 2 if its files cannot be read, else 0.
+    With -H it is 3 if a host cannot be asked. Hosts of coordinators are asked by ssh, which asks you nothing; what does
+    not answer within 2 s is unknown.
     """
     if (plain or is_ascii) and not watch:
         raise UsageError("--plain and --ascii say how -w shows a job", "add -w")

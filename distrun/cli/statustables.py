@@ -6,6 +6,7 @@ Where there is no room, columns are left out, each table's least important first
 from __future__ import annotations
 
 import datetime
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -226,7 +227,7 @@ def _count(tasks: Sequence[Mapping[str, Any]], view: JobView | None) -> str:
     measured = (view.metrics or {}).get("tasks") if view is not None else None
     if isinstance(measured, Mapping):
         conditions = [each.get("condition") for each in measured.values() if isinstance(each, Mapping)]
-        counts += [(conditions.count(word), word) for word in ("stalled", "straggler")]
+        counts += [(conditions.count(word), word) for word in (facts.STALLED, facts.STRAGGLER)]
     extra = [f"{number} {word}" for number, word in counts if number]
     return f"{len(tasks)} ({', '.join(extra)})" if extra else str(len(tasks))
 
@@ -242,7 +243,9 @@ def filled(
 def number(value: Mapping[str, Any], name: str) -> float | None:
     """Return a finite number of what a coordinator, maybe of another version, tells; None: it is not known."""
     found = value.get(name)
-    return float(found) if isinstance(found, (int, float)) and not isinstance(found, bool) else None
+    if not isinstance(found, (int, float)) or isinstance(found, bool) or not math.isfinite(found):
+        return None
+    return float(found)
 
 
 def plain(text: str) -> str:

@@ -1,0 +1,91 @@
+"""`distrun status JOB` as text, of what a coordinator measures."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakecoordinator import METRICS
+from sample_plan import sample_plan
+
+from distrun.cli import detail
+from distrun.jobviews import JobView
+from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
+from distrun_runtime.coordinator.outcome import Culprit, Outcome, TaskResult
+
+NOW = 1e9 + 65
+TASKS = [TaskResult("worker-0", "worker", 0, "d1", "running", 7, started=1e9)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> JobFolder:
+    made = JobStore(tmp_path).create(sample_plan(job="calm-1"))
+    made.write_state("running", TASKS)
+    return made
+
+
+def text(folder: JobFolder, **more: Any) -> str:
+    return detail.text(JobView(folder, folder.state(), **more), NOW, 400)
+
+
+def test_a_running_job_is_shown_with_what_is_measured(folder: JobFolder) -> None:
+    shown = text(folder, metrics=METRICS)
+    assert shown.splitlines()[0] == "calm-1  running  python train.py"
+    said = "step 1200/5000 (24 %), 5.25 steps/s, about 12 min left, loss nan, accuracy 0.91, slowest: worker-1"
+    assert f"progress     {said}\n" in shown
+    assert re.search(
+        r"^worker-0 +stalled +7 +0:01:05 +150 % +3.0 GiB +87 % +1.0 GiB +2 s ago +d1$", shown, re.MULTILINE
+    )
+    assert re.search(r"^worker-0 +stalled: no output, report or store call for 6 min$", shown, re.MULTILINE)
+    assert re.search(r"^d1 +0 s ago +62 % +5.1 +12.0 of 64.0 GiB ", shown, re.MULTILINE)
+    assert re.search(r"^server-0 +12 +10.0 MiB +10.5/s .* worker-1 0.31 s$", shown, re.MULTILINE)
+    assert "a barrier waits for 2 of 3 members\n" in shown
+
+
+@pytest.mark.parametrize("odd", [None, 5, "x", [], {}, {"a": 1}, float("inf")])
+@pytest.mark.parametrize("member", ["progress", "hosts", "tasks", "store", "history"])
+def test_what_another_version_measures_is_shown_as_far_as_it_is_understood(
+    member: str, odd: object, folder: JobFolder
+) -> None:
+    assert "calm-1  running" in text(folder, metrics={**METRICS, member: odd})
+
+
+def test_a_job_of_which_nothing_is_heard_says_since_when_and_why(folder: JobFolder) -> None:
+    view = JobView(
+        folder, {**folder.state(), "state": "unknown"}, "d1", False, None, (), 180.0, "d1 cannot be asked: x"
+    )
+    shown = detail.text(view, NOW, 80)
+    assert shown.startswith("calm-1  unknown  ")
+    assert "seen         3 min ago; d1 cannot be asked: x\n" in shown
+    assert "coordinator  on d1\n" in shown
+
+
+def test_a_job_that_failed_shows_the_end_of_the_first_error_and_the_last_events(folder: JobFolder) -> None:
+    failed = TaskResult("worker-0", "worker", 0, "d1", "failed", 7, 3, started=1e9, ended=1e9 + 5)
+    folder.log_path("worker-0").write_text("one\nValueError: no\n")
+    outcome = Outcome(3, "task_failed", "worker-0 on d1 failed", Culprit("worker-0", "d1", 3), (failed,), job="calm-1")
+    folder.finish(outcome)
+    when = {"version": 1, "time": "2026-01-31T12:00:00.000Z"}
+    events = [{**when, "event": "state", "state": "running"}, {**when, "event": "said", "text": "stopping the job"}]
+    shown = text(folder, metrics=METRICS, events=events)
+    assert "running" not in shown
+    assert "  stopping the job\n" in shown
+    assert "first failure: worker-0 on d1: exit code 3\n" in shown
+    assert "    | ValueError: no\n" in shown
+    assert "exit code    3\n" in shown
+
+
+def test_the_first_task_that_failed_is_shown_while_others_still_end(folder: JobFolder) -> None:
+    failed = TaskResult("worker-0", "worker", 0, "d1", "failed", 7, 3, started=1e9, ended=1e9 + 5)
+    folder.write_state("stopping", [failed])
+    folder.log_path("worker-0").write_text("oops\n")
+    assert text(folder).endswith("first failure: worker-0 on d1: exit code 3\n    | oops\n")
+
+
+def test_long_words_are_broken_at_the_width_of_the_screen(folder: JobFolder) -> None:
+    view = JobView(folder, folder.state(), metrics=METRICS)
+    lines = [line for line in detail.text(view, NOW, 60).splitlines() if line.startswith(("progress", " " * 13))]
+    assert len(lines) > 1
+    assert all(len(line) <= 60 for line in lines)
