@@ -81,8 +81,8 @@ def _reasoned(what: str, style: str) -> Callable[[Mapping[str, object]], Describ
 
 def _condition(event: Mapping[str, object]) -> Described:
     word = read.text(event.get("condition"))
-    if word not in ("stalled", "straggler"):
-        return None  # that tasks wait, and wait no more, is how a store works
+    if word != "straggler":
+        return None  # of a stall there is a message; that tasks wait, and wait no more, is how a store works
     why = read.text(event.get("why"))
     return f"{_where(event)}: {word}" + (f": {why}" if why else ""), text.YELLOW
 

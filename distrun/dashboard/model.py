@@ -36,6 +36,8 @@ LEVELS = {
     facts.STOPPED: 9,
 }
 """Rank of a word in the order `problems`: what needs a look comes first."""
+FIRST_LEVEL = -1
+"""Of the task that failed first: of what has failed with it, it is the one to look at."""
 LONG_WAIT_LEVEL = 3
 PROBLEM_LEVEL = 4
 """Words of at most this level are problems."""
@@ -241,6 +243,8 @@ class Model:
         """When the last metrics came."""
         self._state: Mapping[str, object] = {}
         self._metrics: Mapping[str, object] = {}
+        self._left: frozenset[str] = frozenset()
+        """Hosts whose agent said goodbye."""
         self._lost: frozenset[str] = frozenset()
         self._silent: frozenset[str] = frozenset()
         self._waits: Mapping[str, float] = {}
@@ -325,10 +329,16 @@ class Model:
             self._trace()
 
     def _take_event(self, event: Mapping[str, object]) -> None:
+        kind, host = event.get("event"), read.text(event.get("host"))
+        if kind == "bye":
+            self._left |= {host}
+        elif kind == "ready":
+            self._left -= {host}
+        if kind == "lost" and host in self._left:
+            return  # its agent had ended by itself, as it does at a job's end
         shown = events.describe(event)
         if shown is not None:
             self.events = (*self.events[-EVENTS + 1 :], shown)
-        kind, host = event.get("event"), read.text(event.get("host"))
         if kind == "lost":
             self._lost |= {host}
         elif kind == "cut":
@@ -378,10 +388,10 @@ class Model:
             tasks[name] = _task(each, told, now - waits.get(name, now))
         self.tasks, self._waits = tasks, waits
         error = self.first_error
-        if error is not None and not error.why:
+        if error is not None:
             # As a rule the last line names the exception.
             last = next((line.strip() for line in reversed(self.error_lines) if line.strip()), "")
-            tasks[error.name] = replace(error, why=last)
+            tasks[error.name] = replace(error, why=error.why or last, level=FIRST_LEVEL)
         names = read.texts(self._state.get("hosts")) or list(dict.fromkeys(task.host for task in tasks.values()))
         known = read.members(self._metrics.get("hosts"))
         self.hosts = {name: self._host(name, read.members(known.get(name))) for name in names}

@@ -52,7 +52,7 @@ def _host_cells(group: Sequence[Host], since_s: float) -> tuple[str, ...]:
         _per_s(_sum([host.net_rx for host in group])),
         _per_s(_sum([host.net_tx for host in group])),
         "" if not gpus else f"{len(gpus)}x {units.percent(sum(gpus) / len(gpus))}",
-        "" if offset_s is None else f"{offset_s:+.1f}s",
+        "" if offset_s is None else f"{round(offset_s, 1) + 0.0:+.1f}s",  # never -0.0
     )
 
 

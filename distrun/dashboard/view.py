@@ -6,6 +6,7 @@ of less than 80x24 gets the header and the table only. Rows that do not fit are 
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from distrun.dashboard.rows import Row
 from distrun.dashboard.tasks import STYLES, Scene, Table
 from distrun.dashboard.text import Glyphs, Line, Span
 from distrun.dashboard.user import Look, Shown
+from distrun_runtime.contract import facts
 from distrun_runtime.contract.duration import time_of_day
 
 COLUMNS, ROWS = 80, 24
@@ -35,6 +37,9 @@ TRACE_SPAN = "10 s each"
 LOSS_CHART = 12
 OLD_S = 5.0
 """Metrics that are older are said to be so."""
+
+_FRAME = re.compile(r'(\s*File ")([^"]+)(", line \d+ in .*)')
+"""A line of a stack as faulthandler writes it."""
 
 HELP = (
     ("q", "leave; the job goes on"),
@@ -226,10 +231,14 @@ def _progress(model: Model, options: Options) -> Line:
         spans.append((f"  ETA {units.elapsed(found.eta_s)}", text.BOLD))
     if found.loss is not None:
         spans.append((f"  loss {units.value(found.loss)}", text.PLAIN))
-    if found.slowest and not model.job.is_over:
+    slowest = model.tasks.get(found.slowest)
+    if slowest is not None and slowest.word == facts.STALLED:
+        spans.append((f"  no ETA: {found.slowest} is stalled", text.YELLOW))
+    elif found.slowest and not model.job.is_over:
         spans.append((f"  slowest {found.slowest}", text.DIM))
-    if found.loss is not None:
-        spans.append(("  " + text.spark(model.history.get("loss", ()), LOSS_CHART, options.glyphs), text.CYAN))
+    chart = "  " + text.spark(model.history.get("loss", ()), LOSS_CHART, options.glyphs)
+    if found.loss is not None and text.line_width(tuple(spans)) + text.width(chart) <= options.columns:
+        spans.append((chart, text.CYAN))
     return tuple(spans)
 
 
@@ -260,6 +269,8 @@ def _panels(model: Model, look: Look, options: Options, *, room: int, table: int
             found = panels.hosts(model, look.wanted, True, columns, glyphs, since_s=since_s)
         if len(found) <= height:
             return found
+        if height < PANEL_LEAST:  # better a row without its heading than a heading without rows
+            return [*found[1:height], ((f"{len(found) - height} more (f folds them)", text.DIM),)]
         return [*found[: height - 1], ((f"{len(found) - height + 1} more hosts (f folds them)", text.DIM),)]
 
     groups = rows.hosts(model.hosts.values(), look.wanted, folds)
@@ -320,14 +331,17 @@ def _shares(wanted: Sequence[_Panel], space: int) -> list[tuple[_Panel, int]]:
 
 
 def _stacked(shares: Sequence[tuple[_Panel, int]], columns: int, glyphs: Glyphs) -> list[Line]:
+    """Return panels one below the other. Rows that one does not use are the next one's."""
     lines: list[Line] = []
+    spare = 0
     for panel, height in shares:
-        content = list(panel.make(height - 1, columns))[: height - 1]
+        room = height - 1 + spare
+        content = list(panel.make(room, columns))[:room]
         if not content:
             content = [((_NOTHING[panel.name], text.DIM),)]
+        spare = room - len(content)
         lines += [text.rule(panel.title or panel.name, columns, glyphs), *content]
-        lines += [()] * (height - 1 - len(content))
-    return lines
+    return lines + [()] * spare
 
 
 _NOTHING = {
@@ -378,18 +392,25 @@ def _bottom(model: Model, look: Look, options: Options) -> list[Line]:
         lines.append((("filter: ", text.BOLD), (look.typed, text.PLAIN), ("_", text.DIM)))
     elif look.message:
         lines.append(((text.clean(look.message), text.YELLOW),))
+    lines.append(((_keys(look, options), text.DIM),))
+    return [_to_width(line, options) for line in lines]
+
+
+def _keys(look: Look, options: Options) -> str:
+    """Return the line of keys. Those for which there is no room are left out, the last ones first."""
     arrows = options.glyphs.arrows
     if look.mode == user.MAIN:
-        keys = f"q quit  ? help  {arrows} Enter detail  l log  S stack  s sort  / filter  f fold  Tab panels"
-        keys += "  p pause  x stop"
+        keys = ["q quit", "? help", f"{arrows} Enter detail", "l log", "S stack", "x stop"]
+        keys += ["s sort", "/ filter", "f fold", "Tab panels", "p pause"]
     elif look.mode == user.LOG:
-        keys = f"q back  {arrows} PgUp PgDn scroll  End follow  p pause  S stack  x stop"
+        keys = ["q back", f"{arrows} PgUp PgDn scroll", "End follow", "p pause", "S stack", "x stop"]
     elif look.mode == user.HELP:
-        keys = f"q back  {arrows} scroll"
+        keys = ["q back", f"{arrows} scroll"]
     else:
-        keys = f"q back  {arrows} scroll  l log  S stack  x stop"
-    lines.append(((keys, text.DIM),))
-    return [_to_width(line, options) for line in lines]
+        keys = ["q back", f"{arrows} scroll", "l log", "S stack", "x stop"]
+    while len(keys) > 1 and text.width("  ".join(keys)) > options.columns:
+        keys.pop()
+    return "  ".join(keys)
 
 
 def _text(model: Model, look: Look, options: Options, now: float, extra: Extra) -> tuple[str, list[Line]]:
@@ -401,9 +422,20 @@ def _text(model: Model, look: Look, options: Options, now: float, extra: Extra) 
     if look.mode == user.DETAIL:
         return f"{look.chosen}", _detail(model, look, options, now)
     if look.mode == user.STACK:
-        return f"stack of {look.chosen}", [((text.clean(line), text.PLAIN),) for line in extra.stack]
+        stack = [_short_path(text.clean(line), columns, options.glyphs) for line in extra.stack]
+        return f"stack of {look.chosen}", [((line, text.PLAIN),) for line in stack]
     lines = [part for line in extra.log for part in text.wrapped(text.clean(line), columns)]
     return f"log of {look.chosen}", [((line, text.PLAIN),) for line in lines]
+
+
+def _short_path(line: str, columns: int, glyphs: Glyphs) -> str:
+    """Return a line of a stack with the end of its file's path, if that makes line and function visible."""
+    found = _FRAME.fullmatch(line)
+    if found is None or text.width(line) <= columns:
+        return line
+    before, path, after = found.groups()
+    room = columns - text.width(before) - text.width(after) - len(glyphs.ellipsis)
+    return line if room < len(path.rsplit("/", 1)[-1]) else f"{before}{glyphs.ellipsis}{path[-room:]}{after}"
 
 
 def _detail(model: Model, look: Look, options: Options, now: float) -> list[Line]:

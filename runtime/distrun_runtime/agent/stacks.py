@@ -33,6 +33,8 @@ SETTLED_S = 0.1
 LOOK_S = 0.05
 TEXT_BYTES = 64 * 1024
 """Longer stacks are cut."""
+READ_BYTES = 4 * TEXT_BYTES
+"""faulthandler writes the thread last that matters most."""
 FILE = "stacks-%d.txt"
 """Name of the file of a process in the agent's folder."""
 OFFERS = 64
@@ -194,6 +196,13 @@ class Stacks:
             self._dumps.append(dump)
 
 
+def program_first(text: str) -> str:
+    """Return what faulthandler wrote with the thread that took the signal, the main one, before the others. Pure."""
+    threads = text.split("\n\n")
+    threads.sort(key=lambda thread: not thread.startswith("Current thread"))
+    return "\n\n".join(threads)
+
+
 def _unknown(task: str, target: Identity, before: str) -> Answer:
     """Return the answer if neither way can be gone."""
     command = process.command_of(target.pid, 60)
@@ -344,7 +353,8 @@ class _Dump:
     def _read(self) -> str:
         try:
             with open(self._path, "rb") as file:
-                return file.read(TEXT_BYTES).decode("utf-8", "replace").strip("\n")
+                text = file.read(READ_BYTES).decode("utf-8", "replace").strip("\n")
+                return program_first(text)[:TEXT_BYTES]
         except OSError:
             return ""
 

@@ -7,7 +7,7 @@ conditions are events, and stalls are said.
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterator, List, Mapping, Sequence, Set, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
 
 from distrun_runtime.contract import control, facts, words
 from distrun_runtime.contract.duration import duration
@@ -171,7 +171,7 @@ class Measuring:
             # Never late by more than one interval, and not drifting.
             self._mean_at = max(self._mean_at + MEAN_S, now - self._interval_s)
             self._metrics.end_mean()
-        self._metrics.sample(now, self._interval_s, self._progress.value(now))
+        self._metrics.sample(now, self._interval_s, self._so_far(now))
 
     def _say_stalls(self) -> List[MetricsAction]:
         """Return one line for all workers that have stalled."""
@@ -188,7 +188,7 @@ class Measuring:
         """Return the minute's sample."""
         totals = {name: plain(each) for name, each in self._metrics.totals(now, self._interval_s).items()}
         job: Dict[str, Any] = {name: each for name, each in totals.items() if each is not None}
-        progress = self._progress.value(now)
+        progress = self._so_far(now)
         if progress is not None:
             named = ("step", "total", "phase", "rate", "eta_s", "loss")
             job["progress"] = {name: progress[name] for name in named if progress[name] is not None}
@@ -217,12 +217,19 @@ class Measuring:
         return {
             "schema": control.METRICS_SCHEMA,
             "time": round(now + self._wall, 3),
-            "progress": self._progress.value(now),
+            "progress": self._so_far(now),
             "hosts": self._metrics.hosts_shown(now, self._look),
             "tasks": {task.name: self._task(task) for task in self._metrics.running},
             "store": self._metrics.store_shown(now, self._interval_s),
             "history": self._metrics.history(),
         }
+
+    def _so_far(self, now: float) -> Optional[Dict[str, Any]]:
+        """Return the job's progress. While its slowest rank is stalled nobody can say how long it takes."""
+        found = self._progress.value(now)
+        if found is not None and found["slowest"] is not None and self._conditions.is_stalled(found["slowest"]):
+            found["eta_s"] = None
+        return found
 
     def _task(self, task: TaskNumbers) -> Dict[str, Any]:
         shown = task.shown(*self._conditions.of(task))

@@ -2,7 +2,8 @@
 
 waiting     It said that it waits in the store: for whom, for which key, since when.
 stalled     For so long as the user says it has written nothing, reported nothing, called nothing in the store, neither
-            read nor written a file, and used less than STALLED_CPU of a core. Never while it waits.
+            read nor written a file, and used less than STALLED_CPU of a core (mean of CPU_S: the system counts in
+            ticks of 10 ms, and one tick in a second is already so much). Never while it waits.
 straggler   By a server's clock it came last in LAST_ROUNDS of the last 20 sampled rounds, with a median lag of more
             than LAG_SHARE of the median round and more than LAG_S.
 
@@ -12,7 +13,8 @@ common, and every change of a thousand workers would fill the disk.
 
 from __future__ import annotations
 
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from collections import deque
+from typing import Deque, Dict, List, NamedTuple, Optional, Tuple
 
 from distrun_runtime.contract import facts, words
 from distrun_runtime.contract.duration import duration
@@ -21,6 +23,8 @@ from distrun_runtime.coordinator.metrics import TaskNumbers, Wait
 
 STALLED_CPU = 0.01
 """Cores. Less is what a process needs that does nothing."""
+CPU_S = 10.0
+"""What a process uses is the mean of so many seconds."""
 LAST_ROUNDS = 10
 ROUNDS = 20
 LAG_SHARE = 0.2
@@ -45,7 +49,7 @@ class Change(NamedTuple):
 class _Watched:
     """What is known of one worker."""
 
-    __slots__ = ("alive_at", "behind", "condition", "lived", "signs", "told")
+    __slots__ = ("alive_at", "behind", "condition", "lived", "signs", "told", "used")
 
     def __init__(self, now: float) -> None:
         self.alive_at = now
@@ -59,6 +63,16 @@ class _Watched:
         """The condition that was told last."""
         self.lived = now
         """When it was last looked at."""
+        self.used: Deque[Tuple[float, float]] = deque()
+        """When, and how many cores it used, in the last CPU_S."""
+
+    def works(self, cores: float, now: float) -> bool:
+        """Note what it uses of the processor; return whether that is a sign of life."""
+        self.used.append((now, cores))
+        while self.used[0][0] <= now - CPU_S:
+            self.used.popleft()
+        mean = sum(each for _, each in self.used) / len(self.used)
+        return min(cores, mean) >= STALLED_CPU
 
     def keep_up(self, server: str) -> None:
         """Note that it does not hold up the rounds of a server any more."""
@@ -96,7 +110,8 @@ class Conditions:
             task.written_bytes,
         )
         # Without knowing what it uses of the processor nobody can say that it does nothing.
-        if task.wait is not None or task.cpu is None or task.cpu >= STALLED_CPU or signs != watched.signs:
+        works = task.cpu is None or watched.works(task.cpu, now)
+        if task.wait is not None or works or signs != watched.signs:
             watched.alive_at = now
         watched.signs = signs
         watched.lived = now
@@ -137,6 +152,11 @@ class Conditions:
         if watched is None or not watched.condition:
             return "", ""
         return watched.condition, self._why(task, watched)
+
+    def is_stalled(self, task: str) -> bool:
+        """Whether a worker gives no sign of life."""
+        watched = self._watched.get(task)
+        return watched is not None and watched.condition == facts.STALLED
 
     def _why(self, task: TaskNumbers, watched: _Watched) -> str:
         if watched.condition == facts.WAITING:

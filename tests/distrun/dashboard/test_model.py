@@ -131,6 +131,33 @@ def test_a_lost_host_and_a_silent_one_are_told_apart() -> None:
     assert model.hosts["gpu02"].word == "ok"
 
 
+def test_a_host_whose_agent_said_goodbye_is_not_lost_when_its_connection_ends() -> None:
+    model = recorded()
+    before = model.events
+    for event in ({"event": "bye"}, {"event": "lost", "reason": "its connection ended"}):
+        model.take("event", {"event": {"host": "gpu02", **event}}, NOW)
+    model.settle(NOW)
+    assert model.hosts["gpu02"].word == "ok"
+    assert model.events == before
+
+
+def test_the_task_that_failed_first_is_above_those_that_failed_with_it() -> None:
+    model = recorded()
+    with_task(model, "worker-3", state="failed", code=1, ended=snapshots.moment(NOW - 10))
+    with_task(model, "worker-2", state="failed", code=1, ended=snapshots.moment(NOW - 20), lost_peer="worker-3")
+    model.take("outcome", {"outcome": {"exit_code": 1, "reason": "failed", "culprit": {"task": "worker-3"}}}, NOW)
+    model.settle(NOW)
+    assert names(model)[0] == "worker-3"
+
+
+def test_a_stall_is_one_event() -> None:
+    model = Model("calm-otter-7f3")
+    said = "worker-3 is stalled: no output for 20 s; to see where: distrun stack calm-otter-7f3 worker-3"
+    model.take("event", {"event": {"event": "condition", "task": "worker-3", "condition": "stalled"}}, NOW)
+    model.take("event", {"event": {"event": "said", "level": "warning", "text": said}}, NOW)
+    assert [event.words for event in model.events] == [said]
+
+
 def test_nan_of_a_loss_is_kept_and_members_of_a_newer_version_do_no_harm() -> None:
     metrics = snapshots.metrics(8)
     metrics["progress"].update(loss="nan", novel={"a": 1}, eta_s=None)

@@ -159,3 +159,48 @@ def test_a_chart_is_from_zero_to_its_maximum_and_shows_gaps() -> None:
     assert text.spark([0, 0], 10, text.ASCII) == "__"
     assert text.spark(range(100), 5, text.ASCII) == "#####"
     assert text.spark([1, 2], 0, text.ASCII) == ""
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80, 100, 110])
+def test_keys_are_left_out_whole(columns: int) -> None:
+    keys = shown(recorded(4), size=(columns, 30))[-1]
+    whole = shown(recorded(4), size=(200, 30))[-1]
+    assert whole.startswith(keys)
+    assert keys == whole or whole[len(keys) :].startswith("  ")
+    assert ("x stop" in keys) == (columns >= 80)
+
+
+def test_lines_of_a_stack_keep_their_end() -> None:
+    path = "/root/.cache/distrun/runtime/" + "0" * 64 + "/distrun_runtime/ps/role.py"
+    extra = view.Extra(
+        stack=[f'  File "{path}", line 468 in select', '  File "train.py", line 3 in <module>', "x" * 90]
+    )
+    found = view.picture(recorded(4), Look(mode=user.STACK, chosen="worker-0"), view.Options(80, 24), NOW, extra)
+    first, second, third = [text.plain(line) for line in found.lines[2:5]]
+    assert first.startswith('  File "…0')
+    assert first.endswith('/distrun_runtime/ps/role.py", line 468 in select')
+    assert len(first) == 80
+    assert second == '  File "train.py", line 3 in <module>'
+    assert third.endswith("…")
+
+
+def test_there_is_no_eta_while_the_slowest_rank_is_stalled() -> None:
+    model = recorded(4)
+    metrics = snapshots.metrics(4)
+    metrics["progress"].update(slowest="worker-0", eta_s=None)
+    metrics["tasks"]["worker-0"].update(condition="stalled", why="no output for 20 s")
+    model.take("metrics", {"metrics": metrics}, NOW)
+    model.settle(NOW)
+    assert "no ETA: worker-0 is stalled" in shown(model, size=(200, 50))[2]
+
+
+def test_the_clock_of_a_host_is_never_off_by_minus_nothing() -> None:
+    model = recorded(4)
+    metrics = snapshots.metrics(4)
+    for host in metrics["hosts"].values():
+        host["clock_offset_s"] = -0.01
+    model.take("metrics", {"metrics": metrics}, NOW)
+    model.settle(NOW)
+    found = "\n".join(shown(model, size=(200, 50)))
+    assert "+0.0s" in found
+    assert "-0.0s" not in found

@@ -222,3 +222,12 @@ def test_of_odd_datagrams_nothing_is_kept(rig: Rig) -> None:
         rig.offer(task, pid=number)
     assert len(rig.stacks._offers["worker-0"]) == 64
     assert Identity(999, task.leader.start) in rig.stacks._offers["worker-0"].values()
+
+
+def test_the_programs_own_thread_comes_first() -> None:
+    other, main = (
+        'Thread 0x1 (most recent call first):\n  File "a"',
+        'Current thread 0x2 (most recent call first):\n  File "b"',
+    )
+    assert stacks.program_first(f"{other}\n\n{main}") == f"{main}\n\n{other}"
+    assert stacks.program_first(main) == main

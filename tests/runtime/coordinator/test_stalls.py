@@ -67,6 +67,30 @@ def test_any_sign_of_life_prevents_a_stall(alive: Any) -> None:
     assert conditions(job) == {"worker-0": facts.STALLED}
 
 
+def test_a_tick_of_the_clock_now_and_then_is_no_sign_of_life() -> None:
+    job = idle(1)
+    while job.now < 320:  # 10 ms of a second, by the system's count: a thread that keeps a connection
+        job.cpu["worker-0"] = 0.0101 if int(job.now) % 3 == 0 else 0.0
+        job.run_to(job.now + 1)
+    assert conditions(job) == {"worker-0": facts.STALLED}
+    job.run_to(400)
+    assert [condition for _, condition, _ in job.recorded] == [facts.STALLED]
+
+
+def test_a_stalled_rank_that_is_the_slowest_leaves_the_time_unknown() -> None:
+    job = idle(2)
+    for task, step in (("worker-0", 5), ("worker-1", 50)):
+        job.more[task] = {"report": {"step": step, "total": 100, "values": {}, "time": WALL + job.now}}
+    job.run_to(15)
+    for task, step in (("worker-0", 9), ("worker-1", 60)):
+        job.more[task] = {"report": {"step": step, "total": 100, "values": {}, "time": WALL + job.now}}
+    job.run_to(20)
+    assert job.snapshot()["progress"]["eta_s"] is not None
+    job.run_to(330)
+    assert conditions(job) == {"worker-0": facts.STALLED, "worker-1": facts.STALLED}
+    assert job.snapshot()["progress"]["eta_s"] is None
+
+
 def test_a_worker_that_computes_is_not_stalled() -> None:
     job = idle(1)
     job.cpu["worker-0"] = 0.02
