@@ -30,9 +30,9 @@ from distrun import keep
 if TYPE_CHECKING:
     import ast
 
-LIMITS = {"agent": 116 * 1024, "coordinator": 120 * 1024}
-"""Bytes of base64, by program. Linux caps one string of an exec at 128 KiB, should a blob ever travel as an argument;
-the agent's may become part of a longer one. The coordinator's goes to one host of a detached job."""
+LIMITS = {"agent": 116 * 1024, "coordinator": 160 * 1024}
+"""Bytes of base64, by program. The agent's stays below the 128 KiB to which Linux caps one string of an exec, should it
+ever travel as an argument. The coordinator's goes to one host of a detached job, always as input."""
 
 PACKAGE = "distrun_runtime"
 SHARED = ("__init__.py", "errors.py")
