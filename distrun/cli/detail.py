@@ -64,7 +64,8 @@ def _about(view: JobView, now: float) -> list[tuple[str, str]]:
         rows.append(("time", f"{took}, since {created}"))
     if state["exit_code"] is not None:
         rows.append(("exit code", str(state["exit_code"])))
-    rows += [("progress", each) for each in [progress(view.progress)] if each and view.is_going]
+    told = progress(view.progress, is_even=_is_even(view))
+    rows += [("progress", told)] if told and view.is_going else []
     if view.seen_s is not None:
         rows.append(("seen", f"{units.age(view.seen_s)} ago; {view.problem or 'nothing was heard of it since'}"))
     hosts = state["hosts"]
@@ -82,8 +83,20 @@ def _folded(hosts: Sequence[str]) -> str:
     return fold(list(hosts))
 
 
-def progress(found: Mapping[str, Any] | None) -> str:
-    """Return a job's progress in words: `1200/5000 (24 %), 3.2 steps/s, about 12 min left, loss 0.3712`."""
+def _is_even(view: JobView) -> bool:
+    """Whether the slowest rank is behind by at most the step in which all are: then none is slow."""
+    slowest = str((view.progress or {}).get("slowest"))
+    tasks = _members((view.metrics or {}).get("tasks"))
+    told = {name: tables.number(_members(_members(each).get("report")), "step") for name, each in tasks.items()}
+    steps = {name: step for name, step in told.items() if step is not None}
+    return slowest in steps and max(steps.values()) - steps[slowest] <= 1
+
+
+def progress(found: Mapping[str, Any] | None, *, is_even: bool = False) -> str:
+    """Return a job's progress in words: `1200/5000 (24 %), 3.2 steps/s, about 12 min left, loss 0.3712`.
+
+    `is_even`: no rank is to be called the slowest.
+    """
     if found is None:
         return ""
     number = tables.number
@@ -103,7 +116,7 @@ def progress(found: Mapping[str, Any] | None) -> str:
     if found.get("loss") is not None:
         values = {"loss": found["loss"], **values}
     parts += [f"{name} {units.value(each)}" for name, each in values.items() if isinstance(each, (int, float, str))]
-    if found.get("slowest"):
+    if found.get("slowest") and not is_even:
         parts.append(f"slowest: {found['slowest']}")
     return ", ".join(parts)
 
@@ -187,7 +200,7 @@ def _store(view: JobView, columns: int) -> str:
 
 
 def _events(events: Sequence[Mapping[str, Any]], columns: int) -> str:
-    lines = [line for event in events if (line := _event(event))]
+    lines = [line for event in happenings.told(events) if (line := _event(event))]
     return "".join(_cut(line, max(NARROW, columns)) + "\n" for line in lines[-EVENTS:])
 
 

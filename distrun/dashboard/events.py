@@ -5,7 +5,7 @@ No side effects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from distrun.dashboard import read, text
@@ -32,6 +32,19 @@ def describe(event: Mapping[str, object]) -> Event | None:
     words, style = found
     is_message = event.get("event") in _MESSAGES
     return Event(read.moment(event.get("time")) or 0.0, text.clean(" ".join(words.split())), style, is_message)
+
+
+def told(found: Iterable[Mapping[str, object]]) -> Iterator[Mapping[str, object]]:
+    """Return events without those that only seem bad: a connection's end after its agent said goodbye."""
+    left: set[str] = set()
+    for event in found:
+        kind, host = event.get("event"), read.text(event.get("host"))
+        if kind == "bye":
+            left.add(host)
+        elif kind == "ready":
+            left.discard(host)
+        if kind != "lost" or host not in left:
+            yield event
 
 
 Described = tuple[str, str] | None

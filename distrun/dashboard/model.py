@@ -394,6 +394,7 @@ class Model:
             tasks[error.name] = replace(error, why=error.why or last, level=FIRST_LEVEL)
         names = read.texts(self._state.get("hosts")) or list(dict.fromkeys(task.host for task in tasks.values()))
         known = read.members(self._metrics.get("hosts"))
+        self._lost |= {task.host for task in tasks.values() if task.word == facts.LOST}
         self.hosts = {name: self._host(name, read.members(known.get(name))) for name in names}
 
     def _host(self, name: str, told: Mapping[str, object]) -> Host:

@@ -234,12 +234,18 @@ def _progress(model: Model, options: Options) -> Line:
     slowest = model.tasks.get(found.slowest)
     if slowest is not None and slowest.word == facts.STALLED:
         spans.append((f"  no ETA: {found.slowest} is stalled", text.YELLOW))
-    elif found.slowest and not model.job.is_over:
+    elif found.slowest and not model.job.is_over and _is_behind(model, found.slowest):
         spans.append((f"  slowest {found.slowest}", text.DIM))
     chart = "  " + text.spark(model.history.get("loss", ()), LOSS_CHART, options.glyphs)
     if found.loss is not None and text.line_width(tuple(spans)) + text.width(chart) <= options.columns:
         spans.append((chart, text.CYAN))
     return tuple(spans)
+
+
+def _is_behind(model: Model, name: str) -> bool:
+    """Return whether a task is behind by more than the step in which all are: of ranks in step none is slow."""
+    steps = {task.name: task.step for task in model.tasks.values() if task.step is not None}
+    return name not in steps or max(steps.values()) - steps[name] > 1
 
 
 # ---------------------------------------------------------------------- panels

@@ -89,3 +89,17 @@ def test_long_words_are_broken_at_the_width_of_the_screen(folder: JobFolder) -> 
     lines = [line for line in detail.text(view, NOW, 60).splitlines() if line.startswith(("progress", " " * 13))]
     assert len(lines) > 1
     assert all(len(line) <= 60 for line in lines)
+
+
+def test_ranks_in_step_have_no_slowest_one(folder: JobFolder) -> None:
+    report = {"step": 1200, "total": 5000, "values": {}}
+    even = {**METRICS, "tasks": {name: {"report": report} for name in ("worker-0", "worker-1")}}
+    assert "loss nan, accuracy 0.91\n" in text(folder, metrics=even)
+
+
+def test_a_host_that_said_goodbye_is_not_told_as_lost(folder: JobFolder) -> None:
+    at = "2026-11-24T15:49:45.000Z"
+    bye = {"event": "bye", "host": "d1", "time": at}
+    lost = {"event": "lost", "host": "d1", "reason": "its connection ended", "time": at}
+    assert "host lost" in text(folder, events=[lost])
+    assert "host lost" not in text(folder, events=[bye, lost])

@@ -141,13 +141,28 @@ def test_a_host_whose_agent_said_goodbye_is_not_lost_when_its_connection_ends() 
     assert model.events == before
 
 
+def test_a_host_is_lost_when_a_task_is_lost_with_it() -> None:
+    model = recorded()
+    state = snapshots.state(8)
+    state["tasks"][4].update(state="failed", reason="lost with its host")
+    model.take("state", {"state": state}, NOW)
+    model.settle(NOW)
+    lost = [task.host for task in model.tasks.values() if task.word == "lost"]
+    assert len(lost) == 1
+    assert model.hosts[lost[0]].word == "lost"
+
+
 def test_the_task_that_failed_first_is_above_those_that_failed_with_it() -> None:
     model = recorded()
-    with_task(model, "worker-3", state="failed", code=1, ended=snapshots.moment(NOW - 10))
-    with_task(model, "worker-2", state="failed", code=1, ended=snapshots.moment(NOW - 20), lost_peer="worker-3")
-    model.take("outcome", {"outcome": {"exit_code": 1, "reason": "failed", "culprit": {"task": "worker-3"}}}, NOW)
+    state = snapshots.state(8)
+    failed: dict[str, Any] = {"state": "failed", "code": 1}
+    first, second = state["tasks"][5], state["tasks"][3]
+    first.update(failed, ended=snapshots.moment(NOW - 10))
+    second.update(failed, ended=snapshots.moment(NOW - 20), lost_peer=first["name"])
+    model.take("state", {"state": state}, NOW)
+    model.take("outcome", {"outcome": {"exit_code": 1, "reason": "failed", "culprit": {"task": first["name"]}}}, NOW)
     model.settle(NOW)
-    assert names(model)[0] == "worker-3"
+    assert names(model)[0] == first["name"]
 
 
 def test_a_stall_is_one_event() -> None:
