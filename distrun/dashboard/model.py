@@ -89,7 +89,9 @@ class Task:
 
     def uptime(self, now: float) -> float | None:
         """Return how long it has run, or ran."""
-        return None if self.started is None else max(0.0, (self.ended or now) - self.started)
+        if self.started is None or (self.is_over and self.ended is None):
+            return None  # of a task that was lost nobody knows when it ended
+        return max(0.0, (self.ended or now) - self.started)
 
 
 @dataclass(frozen=True)

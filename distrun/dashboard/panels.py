@@ -36,7 +36,7 @@ def _host_style(host: Host) -> str:
 def _host_cells(group: Sequence[Host], since_s: float) -> tuple[str, ...]:
     first = group[0]
     name = first.name if len(group) == 1 else rows.folded(tuple(host.name for host in group))
-    word = first.word if len(group) == 1 else f"{len(group)} {first.word}"
+    word = first.word if len(group) == 1 or not first.word else f"{len(group)} {first.word}"
     heard_s = max((host.heard_s for host in group if host.heard_s is not None), default=None)
     load = _mean([host.load for host in group])
     gpus = [gpu.util for host in group for gpu in host.gpus if gpu.util is not None]

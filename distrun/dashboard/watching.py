@@ -113,7 +113,9 @@ def _first_connection(folder: JobFolder) -> ControlConnection | None:
         return _connect(folder)
     except (DistrunError, JobStoreError):
         if elsewhere.is_elsewhere(folder):
-            raise
+            elsewhere.refreshed(folder, may_ask=False)  # as a rule the job is over, and its folder says so
+            if not folder.is_finished:
+                raise
         return None
 
 

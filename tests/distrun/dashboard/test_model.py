@@ -144,12 +144,13 @@ def test_a_host_whose_agent_said_goodbye_is_not_lost_when_its_connection_ends() 
 def test_a_host_is_lost_when_a_task_is_lost_with_it() -> None:
     model = recorded()
     state = snapshots.state(8)
-    state["tasks"][4].update(state="failed", reason="lost with its host")
+    state["tasks"][4].update(state="failed", reason="lost with its host", ended=None)
     model.take("state", {"state": state}, NOW)
     model.settle(NOW)
     lost = [task.host for task in model.tasks.values() if task.word == "lost"]
     assert len(lost) == 1
     assert model.hosts[lost[0]].word == "lost"
+    assert next(task for task in model.tasks.values() if task.word == "lost").uptime(NOW + 1000) is None
 
 
 def test_the_task_that_failed_first_is_above_those_that_failed_with_it() -> None:

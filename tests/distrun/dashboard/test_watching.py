@@ -1,0 +1,39 @@
+"""How a dashboard begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from sample_plan import sample_plan
+
+from distrun import elsewhere
+from distrun.client import CoordinatorLost
+from distrun.dashboard import watching
+from distrun_runtime.contract import facts
+from distrun_runtime.coordinator.jobstore import JobFolder, JobStore
+from distrun_runtime.coordinator.outcome import Outcome
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_job_elsewhere_that_has_ended_meanwhile_is_shown_and_is_no_error(
+    is_over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = JobStore(tmp_path).create(sample_plan(job="calm-1"))
+
+    def refuse(folder: JobFolder, may_ask: bool = True) -> None:
+        raise CoordinatorLost("its coordinator (pid 7 on h2) is gone")
+
+    def fetch(folder: JobFolder, may_ask: bool = True) -> str:
+        if is_over:
+            folder.finish(Outcome(7, facts.HOST_LOST, "lost h4"))
+        return ""
+
+    monkeypatch.setattr(watching, "_connect", refuse)
+    monkeypatch.setattr(elsewhere, "is_elsewhere", lambda folder: True)
+    monkeypatch.setattr(elsewhere, "refreshed", fetch)
+    if is_over:
+        assert watching._first_connection(folder) is None
+    else:
+        with pytest.raises(CoordinatorLost):
+            watching._first_connection(folder)
