@@ -537,9 +537,11 @@ def seconds(option: str, value: str | float, low: float | None = None) -> float:
         number = math.nan
     if not (number > 0 if low is None else low <= number) or not number <= environ.LONGEST_S:
         least = "more than 0, at most" if low is None else f"from {low:g} to"
+        unit = re.fullmatch(r"([0-9.]+) ?s(?:ec)?", str(value))
         raise UsageError(
             "%s: expected a time in seconds, %s %d (a year), found %s"
-            % (option, least, environ.LONGEST_S, _shown(value))
+            % (option, least, environ.LONGEST_S, _shown(value)),
+            f"without the unit: {option} {unit[1]}" if unit else "",
         )
     return number
 

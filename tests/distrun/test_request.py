@@ -176,3 +176,9 @@ def test_addresses_of_the_coordinator_are_addresses_or_names_without_a_port() ->
     for wrong in ("10.0.0.1:4711", "a,,b", "-x", "a b", "[::1]"):
         with pytest.raises(UsageError, match="--coordinator-address: expected addresses or host names"):
             request.parse_addresses(wrong)
+
+
+def test_seconds_with_their_unit_are_refused_with_what_to_type() -> None:
+    with pytest.raises(UsageError) as caught:
+        request.seconds("--stall-after", "20s", 0)
+    assert caught.value.hint == "without the unit: --stall-after 20"
