@@ -10,6 +10,7 @@ has. docs/protocol.md, "Metrics", lists them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -64,8 +65,9 @@ class Sender:
         self._owner = os.getpid()
         self._socket: Optional[socket.socket] = None
         if self._path:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self._socket.setblocking(False)
+            with contextlib.suppress(OSError):  # no descriptor is left: nothing is told
+                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+                self._socket.setblocking(False)
 
     def send(self, kind: str, /, **members: Any) -> bool:
         """Send, and return whether the datagram went. Never waits, never raises."""

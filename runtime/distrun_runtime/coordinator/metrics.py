@@ -428,7 +428,8 @@ class JobMetrics:
 
     def minute(self, name: str, kind: str = "cpu") -> Optional[float]:
         """Return the mean over the last minute of what a task uses: `cpu` (cores) or `rss` (bytes)."""
-        known = [each for each in self._of_tasks.last(2 * self.tasks[name].row + ("cpu", "rss").index(kind), 6) if each]
+        row = 2 * self.tasks[name].row + ("cpu", "rss").index(kind)
+        known = [each for each in self._of_tasks.last(row, 6) if each is not None]
         return sum(known) / len(known) if known else None
 
     # ------------------------------------------------------------------ snapshots
