@@ -15,6 +15,7 @@ from distrun import report, shell, units
 from distrun.cli import statustables as tables
 from distrun.cli.console import render
 from distrun.dashboard import events as happenings
+from distrun.dashboard.text import clean, clean_lines
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator import stored
 from distrun_runtime.coordinator.outcome import Culprit, Outcome, Problem, TaskResult
@@ -36,19 +37,20 @@ def text(view: JobView, now: float, columns: int) -> str:
     """Return all that is known of a job. `now`: wall clock, seconds. `columns`: room."""
     state = view.state
     title = f"{state['id']}  {state['state']}  {shell.join(state['command'])}\n"
-    message = f"{state['message']}\n" if state.get("message") else ""
+    message = f"{clean_lines(str(state['message']))}\n" if state.get("message") else ""
     parts = [title + message + "".join(_labelled(*pair, columns) for pair in _about(view, now))]
     if state["tasks"]:
         table = tables.tasks_table(state, now, columns, view.metrics)
         table.title = None
         parts.append(render(table) + "".join(_labelled(*pair, columns) for pair in _conditions(view)))
-    parts += [_hosts(view, columns), _store(view, columns), _events(view.events, columns), error(view)]
+    parts += [_hosts(view, columns), _store(view, columns), _events(view.events, columns), clean_lines(error(view))]
     return "\n".join(part for part in parts if part)
 
 
 def _labelled(label: str, words: str, columns: int) -> str:
     indent = " " * LABEL
-    lines = textwrap.wrap(words, max(NARROW, columns) - LABEL, break_long_words=False, break_on_hyphens=False) or [""]
+    room = max(NARROW, columns) - LABEL
+    lines = textwrap.wrap(clean(words), room, break_long_words=False, break_on_hyphens=False) or [""]
     return f"{label:<{LABEL}}" + f"\n{indent}".join(lines) + "\n"
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from distrun import units
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.duration import duration
 
@@ -153,16 +154,13 @@ def _progress_words(progress: Mapping[str, Any]) -> list[str]:
     rate, eta_s = _number(progress.get("rate")), _number(progress.get("eta_s"))
     if rate is not None and rate > 0:
         words.append(f"{_short(rate)} steps/s")
-    if eta_s is not None and 0 <= eta_s < MOST_S:
+    if eta_s is not None and 0 <= eta_s < units.LONG_S:
         words.append(f"{duration(round(eta_s))} left")
     loss = progress.get("loss")
     if loss is not None:
         number = _number(loss)
         words.append(f"loss {loss if number is None else _short(number)}")
     return words
-
-
-MOST_S = 10 * 365 * 86400.0
 
 
 def _number(value: object) -> float | None:

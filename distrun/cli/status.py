@@ -17,6 +17,7 @@ from distrun.cli.common import found_job
 from distrun.cli.console import print_err, print_out, render, width
 from distrun.cli.reach import host_options, hosts_of, tell_warnings
 from distrun.cli.statustables import duration, hosts_table, jobs_table, tasks_table
+from distrun.dashboard.text import clean_lines
 from distrun.errors import UsageError
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator.jobfolder import rfc3339
@@ -155,7 +156,7 @@ def _tell_unasked(views: Sequence[JobView]) -> None:
     """Say, once for each host, why coordinators could not be asked."""
     told = {each.problem: each.fix for each in views if each.problem}
     for problem, fix in told.items():
-        print_err(f"distrun: warning: {problem}\n")
+        print_err(f"distrun: warning: {clean_lines(problem)}\n")  # the host's ssh may have said it
         if fix:
             print_err(f"distrun: hint: try: {fix}\n")
 

@@ -125,9 +125,7 @@ class Reporter:
     def _send(self, now: float) -> None:
         stacks.tell(now)
         self._next_at = now + INTERVAL_S
-        self._is_due = not self._sender.send(
-            metrics.REPORT, step=self._step, total=self._total, values=self._values
-        )
+        self._is_due = not self._sender.send(metrics.REPORT, step=self._step, total=self._total, values=self._values)
 
     def _send_later(self) -> None:
         """Have the rest of a burst, or what could not be sent, sent when it is time."""

@@ -210,8 +210,8 @@ class Agent:
         try:
             act()
         except Exception as err:
-            text = f"the agent itself failed to measure: {type(err).__name__}: {err}; no numbers come from here any more"
-            self._warn(text)
+            what = f"{type(err).__name__}: {err}"
+            self._warn(f"the agent itself failed to measure: {what}; no numbers come from here any more")
             for each in (self._metrics, self._stacks, self._reports):
                 with contextlib.suppress(Exception):
                     if each is not None:
@@ -425,9 +425,7 @@ class Agent:
         from distrun_runtime.agent.reports import Reports  # `hello` and `ready` do not need it
 
         self._reports = Reports(share.folder, self._selector)
-        self._reports.on_stacks = lambda task, told: self._try_numbers(
-            lambda: self._stacks_of(share).heard(task, told)
-        )
+        self._reports.on_stacks = lambda task, told: self._try_numbers(lambda: self._stacks_of(share).heard(task, told))
 
     def _stacks_of(self, share: Share) -> Stacks:
         from distrun_runtime.agent.stacks import Stacks  # only once a task has said something of them
