@@ -5,13 +5,13 @@ Where there is no room, columns are left out, each table's least important first
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distrun import shell, units
 from distrun.cli.console import WIDE
+from distrun.dashboard import read
 from distrun.dashboard.text import clean_lines
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator import stored
@@ -242,10 +242,7 @@ def filled(
 
 def number(value: Mapping[str, Any], name: str) -> float | None:
     """Return a finite number of what a coordinator, maybe of another version, tells; None: it is not known."""
-    found = value.get(name)
-    if not isinstance(found, (int, float)) or isinstance(found, bool) or not math.isfinite(found):
-        return None
-    return float(found)
+    return read.finite(value.get(name))
 
 
 def plain(text: str) -> str:

@@ -23,8 +23,6 @@ INTERVAL_S = 0.1
 """Between two reports that are sent, at least."""
 RETRY_S = 5.0
 """Between two attempts to send the last report, at most: the agent may be stopped, or have no place for it."""
-VALUES = 16
-"""So many values are kept, those that were reported last."""
 NAME_LENGTH = 32
 """Characters of a value's name; what is longer is cut."""
 
@@ -119,7 +117,7 @@ class Reporter:
             if number is not None:
                 self._values[name] = number
         for known in (self._values, self._elsewhere):
-            while len(known) > VALUES:
+            while len(known) > metrics.VALUES:  # the last ones stay
                 del known[next(iter(known))]
 
     def _send(self, now: float) -> None:

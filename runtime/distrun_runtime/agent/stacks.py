@@ -20,7 +20,7 @@ import subprocess
 import time
 from typing import Callable, Dict, List, Mapping, NamedTuple, Protocol, Tuple
 
-from distrun_runtime.contract import process
+from distrun_runtime.contract import metrics, process
 from distrun_runtime.contract.process import Identity
 
 PY_SPY = "py-spy"
@@ -33,8 +33,6 @@ SETTLED_S = 0.1
 LOOK_S = 0.05
 TEXT_BYTES = 64 * 1024
 """Longer stacks are cut."""
-FILE = "stacks-%d.txt"
-"""Name of the file of a process in the agent's folder."""
 OFFERS = 64
 """So many processes of a task are remembered."""
 
@@ -93,7 +91,7 @@ class Stacks:
             return
         known = self._offers.setdefault(task, {})
         known.pop(pid, None)
-        if how == "sigurg":
+        if how == metrics.BY_SIGURG:
             known[pid] = Identity(pid, start)
         while len(known) > OFFERS:
             del known[next(iter(known))]
@@ -186,7 +184,7 @@ class Stacks:
             give(_unknown(task, target, before))
             return
         try:
-            dump = _Dump(task, target, os.path.join(self._folder, FILE % target.pid), before, give)
+            dump = _Dump(task, target, os.path.join(self._folder, metrics.STACKS_FILE % target.pid), before, give)
         except OSError as err:
             why = f"its stacks cannot be read: {err}"
             give(Answer(task, error=f"{before}; {why}" if before else why))

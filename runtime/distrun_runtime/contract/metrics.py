@@ -23,6 +23,12 @@ SOCKET = "metrics.s"
 """Ends the names of the sockets in the agent's folder, after the task's name."""
 LIMIT = 4096
 """Bytes of a datagram."""
+VALUES = 16
+"""A task reports so many values, at most."""
+STACKS_FILE = "stacks-%d.txt"
+"""Name of the file in the agent's folder to which a process writes its stacks; with its process id."""
+BY_SIGURG = "sigurg"
+"""`how` of `stacks`: the process writes them when it gets SIGURG. Empty: it does not, or not any more."""
 
 REPORT = "report"
 """Progress of a script: `step`, `total`, `values`."""
