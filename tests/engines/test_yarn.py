@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -72,21 +73,20 @@ def test_a_job_waits_in_a_full_queue_and_is_found_there_when_its_record_is_lost(
     assert site.distrun("wait", job).code == 143
 
 
-def test_a_job_whose_coordinator_is_killed_ends_and_kill_removes_it(site: YarnSite) -> None:
-    running = site.begin_launch("-n", "2", "-s", "0", "--grace", "1", WAITS)
-    site.printed(running, "| up", 2)
-    job = site.job(running)
-    kill(running.coordinator())
-    assert running.wait(LIMIT_S) == 8, running.err
-    assert site.distrun("kill", job).code == 0
-    assert site.cluster.applications() == []
+def test_a_killed_coordinator_is_cleaned_up_after_and_a_killed_client_is_noticed(site: YarnSite) -> None:
+    headless = site.begin_launch("-n", "2", "-s", "0", "--grace", "1", WAITS)
+    closed = site.begin_launch("-n", "1", "-s", "0", "--grace", "1", WAITS)
+    site.printed(headless, "| up", 2)
+    site.printed(closed, "| up")
+    kill(headless.coordinator())
+    closed.kill()  # the terminal's process alone; its coordinator lives
+    assert headless.wait(LIMIT_S) == 8, headless.err
+    assert site.distrun("kill", site.job(headless)).code == 0
 
+    def states() -> list[str]:
+        return [job["state"] for job in json.loads(site.distrun("status", "--json").out)["jobs"]]
 
-def test_a_killed_client_is_noticed_by_the_coordinator_which_ends_the_job(site: YarnSite) -> None:
-    running = site.begin_launch("-n", "1", "-s", "0", "--grace", "1", WAITS)
-    site.printed(running, "| up")
-    running.kill()  # the terminal's process alone; the coordinator lives
-    wait_until(lambda: '"state": "killed"' in site.distrun("status", "--json").out, LIMIT_S, "its end is recorded")
+    wait_until(lambda: states() == ["killed", "killed"], LIMIT_S, "the end of both is recorded")
     site.nothing_stays()
 
 
@@ -102,27 +102,21 @@ def test_a_node_that_is_powered_off_ends_the_job_with_seven(site: YarnSite) -> N
     assert victim in running.err
 
 
-def test_too_much_memory_is_137_and_says_what_to_do(site: YarnSite) -> None:
+def test_why_yarn_ended_a_job_gives_its_code_memory_time_or_a_kill_from_outside(site: YarnSite) -> None:
     program = "import time; x = b'x' * (500 << 20); time.sleep(100)"
-    done = site.launch("-n", "1", "-s", "0", "python3", "-c", program)
-    assert done.code == 137, done.err
-    assert "out of memory" in done.err
-    assert "--worker-memory" in done.err
-
-
-def test_the_time_limit_is_124(site: YarnSite) -> None:
-    done = site.launch("-n", "1", "-s", "0", "--time", "15", WAITS)
-    assert done.code == 124, done.err
-    assert "--time" in done.err
-
-
-def test_a_job_that_is_killed_from_outside_is_143(site: YarnSite) -> None:
-    running = site.begin_launch("-n", "1", "-s", "0", WAITS)
-    site.printed(running, "| up")
-    [app] = site.cluster.applications()
+    greedy = site.begin_launch("-n", "1", "-s", "0", "python3", "-c", program)
+    late = site.begin_launch("-n", "1", "-s", "0", "--time", "20", WAITS)
+    killed = site.begin_launch("-n", "1", "-s", "0", WAITS)
+    site.printed(killed, "| up")
+    [app] = [app for app in site.applications() if site.job(killed) in app["name"]]
     site.cluster.call("PUT", "/ws/v1/cluster/apps/%s/state?user.name=root" % app["id"], {"state": "KILLED"})
-    assert running.wait(LIMIT_S) == 143, running.err
-    assert "killed from outside" in running.err
+    assert killed.wait(LIMIT_S) == 143, killed.err
+    assert "killed from outside" in killed.err
+    assert greedy.wait(LIMIT_S) == 137, greedy.err
+    assert "out of memory" in greedy.err
+    assert "--worker-memory" in greedy.err
+    assert late.wait(LIMIT_S) == 124, late.err
+    assert "--time" in late.err
 
 
 def test_the_distributed_shell_runs_a_job_too(site: YarnSite, tmp_path: Path) -> None:

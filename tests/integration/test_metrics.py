@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import schemas
 from distrun_cli import Distrun, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -68,6 +69,7 @@ def test_prometheus_reads_a_running_job_and_its_folder_keeps_a_sample(distrun: D
     assert job.wait(LIMIT_S) == 0
     [line] = (distrun.jobs[0] / "metrics.jsonl").read_text().splitlines()
     kept = json.loads(line)
+    schemas.check(kept, "sample")
     assert kept["progress"]["total"] == 1000
     events = [json.loads(each) for each in (distrun.jobs[0] / "events.jsonl").read_text().splitlines()]
     assert [each["url"] for each in events if each["event"] == "metrics_port"] == url

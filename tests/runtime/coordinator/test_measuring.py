@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import schemas
 from measured import WALL, MeasuredJob
 from sample_plan import sample_plan
 
@@ -145,6 +146,8 @@ def test_a_sample_a_minute_is_kept_and_one_at_the_end() -> None:
     job.done += job.measuring.finish(job.now)
     kept = [json.loads(line) for line in job.kept]
     assert len(kept) == 4
+    for each in kept:
+        schemas.check(each, "sample")
     assert kept[0]["schema"] == minutes.SCHEMA
     assert [each["time"] for each in kept[:2]] == ["1970-01-12T13:47:41.000Z", "1970-01-12T13:48:41.000Z"]
     assert kept[2]["cpu"] == 1.0
@@ -168,6 +171,7 @@ def test_a_line_has_at_most_4_kib_and_says_what_was_left_out() -> None:
     line = minutes.MinuteLines().line("2026-01-31T12:00:00.000Z", {"cpu": 500.0}, hosts, tasks)
     assert 3800 < len(line) < minutes.LINE
     found = json.loads(line)
+    schemas.check(found, "sample")
     assert len(found["tasks"]) + found["tasks_left_out"] == 1000
     assert found["hosts_left_out"] == 300
     assert list(found["tasks"])[:2] == ["worker-0", "worker-1"]
