@@ -98,7 +98,9 @@ def status(
 
 def exit_code(state: Mapping[str, Any]) -> int:
     """Return the exit code that says how a job stands: 0 if it runs or succeeded."""
-    return 0 if state["state"] in (*facts.LIVE, facts.SUCCEEDED) else 1
+    from distrun.dashboard import model
+
+    return model.exit_code(str(state["state"]))
 
 
 def _watched(store: JobStore, job: str | None, everything: bool, plain: bool, is_ascii: bool) -> int | None:
