@@ -27,7 +27,7 @@ from distrun import client, elsewhere, relay
 from distrun_runtime.contract import control, facts, wire
 from distrun_runtime.contract.duration import duration
 from distrun_runtime.coordinator import stored
-from distrun_runtime.coordinator.jobfolder import JobFolder
+from distrun_runtime.coordinator.jobfolder import JobFolder, events_of
 from distrun_runtime.errors import JobStoreError, WireError
 
 HERE_S = 0.3
@@ -213,10 +213,9 @@ class _Job:
         seen_s = None
         if state["state"] == facts.UNKNOWN:
             seen_s = self._silent_s(state)
-        events: list[Mapping[str, Any]] = []
+        events: Sequence[Mapping[str, Any]] = ()
         if self.with_events:
-            data = self.events if self.events is not None else _tail(self.folder)
-            events = list(_events(data))
+            events = self.folder.last_events(EVENTS_SIZE) if self.events is None else events_of(self.events)
         host = str(self.where.get("host") or "")
         problem = self.problem if not self.has_state else ""
         fix = self.fix if problem else ""
@@ -229,23 +228,6 @@ class _Job:
                 return max(0.0, time.time() - os.stat(str(self.folder.path / "state.json")).st_mtime)
         heard = state.get("heard") or state["updated"]
         return max(0.0, time.time() - stored.seconds(heard)) if heard else None
-
-
-def _tail(folder: JobFolder) -> bytes:
-    """Return the last bytes of a job's events; none if they cannot be read."""
-    with contextlib.suppress(OSError, JobStoreError), stored.opened(folder.path / "events.jsonl") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - EVENTS_SIZE))
-        return file.read()
-    return b""
-
-
-def _events(data: bytes) -> Iterable[Mapping[str, Any]]:
-    """Give the events of whole lines."""
-    for line in data.split(b"\n"):
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(line)
-            if isinstance(value, dict) and isinstance(value.get("event"), str) and isinstance(value.get("time"), str):
-                yield value
 
 
 # ---------------------------------------------------------------------- asking

@@ -13,6 +13,8 @@ from typing import Union
 Number = Union[float, str]
 """A number, or `nan`, `inf`, `-inf`."""
 
+LONG_S = 10 * 365 * 86400.0
+"""A script may report any number of steps to do: the time that is left may be anything."""
 _BYTES = ("KiB", "MiB", "GiB", "TiB")
 _SHORT = ("", "K", "M", "G", "T")
 _COUNTS = ("", "k", "M", "G", "T")
@@ -92,8 +94,10 @@ def age(seconds: float | None) -> str:
 
 
 def elapsed(seconds: float | None) -> str:
-    """Return how long something takes: `0:01:05`, `3 days, 1:02:03`."""
-    return "" if seconds is None else str(datetime.timedelta(seconds=max(0, int(seconds))))
+    """Return how long something takes: `0:01:05`, `3 days, 1:02:03`, and from LONG_S on `over 10 years`."""
+    if seconds is None:
+        return ""
+    return str(datetime.timedelta(seconds=max(0, int(seconds)))) if seconds < LONG_S else "over 10 years"
 
 
 def steps(step: int | None, total: int | None) -> str:

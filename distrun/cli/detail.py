@@ -15,6 +15,8 @@ from distrun import report, shell, units
 from distrun.cli import statustables as tables
 from distrun.cli.console import render
 from distrun.dashboard import events as happenings
+from distrun.dashboard import read
+from distrun.dashboard.text import clean, clean_lines
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator import stored
 from distrun_runtime.coordinator.outcome import Culprit, Outcome, Problem, TaskResult
@@ -36,19 +38,20 @@ def text(view: JobView, now: float, columns: int) -> str:
     """Return all that is known of a job. `now`: wall clock, seconds. `columns`: room."""
     state = view.state
     title = f"{state['id']}  {state['state']}  {shell.join(state['command'])}\n"
-    message = f"{state['message']}\n" if state.get("message") else ""
+    message = f"{clean_lines(str(state['message']))}\n" if state.get("message") else ""
     parts = [title + message + "".join(_labelled(*pair, columns) for pair in _about(view, now))]
     if state["tasks"]:
         table = tables.tasks_table(state, now, columns, view.metrics)
         table.title = None
         parts.append(render(table) + "".join(_labelled(*pair, columns) for pair in _conditions(view)))
-    parts += [_hosts(view, columns), _store(view, columns), _events(view.events, columns), error(view)]
+    parts += [_hosts(view, columns), _store(view, columns), _events(view.events, columns), clean_lines(error(view))]
     return "\n".join(part for part in parts if part)
 
 
 def _labelled(label: str, words: str, columns: int) -> str:
     indent = " " * LABEL
-    lines = textwrap.wrap(words, max(NARROW, columns) - LABEL, break_long_words=False, break_on_hyphens=False) or [""]
+    room = max(NARROW, columns) - LABEL
+    lines = textwrap.wrap(clean(words), room, break_long_words=False, break_on_hyphens=False) or [""]
     return f"{label:<{LABEL}}" + f"\n{indent}".join(lines) + "\n"
 
 
@@ -123,25 +126,25 @@ def progress(found: Mapping[str, Any] | None, *, is_even: bool = False) -> str:
 
 def _conditions(view: JobView) -> list[tuple[str, str]]:
     """Return, for the tasks that wait, are stalled or late, why."""
-    measured = _members((view.metrics or {}).get("tasks"))
+    measured = read.members((view.metrics or {}).get("tasks"))
     found = []
     for name, each in measured.items():
-        task = _members(each)
+        task = read.members(each)
         if task.get("condition") and view.is_going:
             found.append((name, f"{task['condition']}: {task.get('why') or 'no reason known'}"))
     return found
 
 
 def _hosts(view: JobView, columns: int) -> str:
-    measured = _members((view.metrics or {}).get("hosts"))
+    measured = read.members((view.metrics or {}).get("hosts"))
     if not measured or not view.is_going:
         return ""
     number, rows = tables.number, []
     for name, each in measured.items():
-        host = _members(each)
+        host = read.members(each)
         disk = number(host, "disk_free")
         rx, tx, heard_s = (number(host, member) for member in ("net_rx", "net_tx", "heard_s"))
-        gpus = [_members(gpu) for gpu in host["gpus"]] if isinstance(host.get("gpus"), list) else []
+        gpus = read.objects(host.get("gpus"))
         row = (
             name,
             "" if heard_s is None else f"{units.age(heard_s)} ago",
@@ -160,14 +163,14 @@ def _hosts(view: JobView, columns: int) -> str:
 
 
 def _store(view: JobView, columns: int) -> str:
-    store = _members((view.metrics or {}).get("store"))
-    servers = _members(store.get("servers"))
+    store = read.members((view.metrics or {}).get("store"))
+    servers = read.members(store.get("servers"))
     if not store or not view.is_going:
         return ""
     number, rows = tables.number, []
     for name, each in servers.items():
-        server = _members(each)
-        lags = {rank: lag for rank in _members(server.get("lags")) if (lag := number(server["lags"], rank)) is not None}
+        server = read.members(each)
+        lags = read.numbers(server.get("lags"))
         last = max(lags, key=lambda rank: lags[rank], default=None)
         stale = number(server, "staleness_max")
         row = (
@@ -189,7 +192,7 @@ def _store(view: JobView, columns: int) -> str:
     shown = (
         render(tables.table(*kept, columns, ("STALE", "OUT", "IN", "WAIT", "BYTES", "QUEUE"), False)) if rows else ""
     )
-    scheduler = _members(store.get("scheduler"))
+    scheduler = read.members(store.get("scheduler"))
     waiting = number(scheduler, "barrier_waiting")
     if waiting:
         shown += f"a barrier waits for {waiting:.0f} of {units.count(number(scheduler, 'members'))} members\n"
@@ -303,10 +306,6 @@ def _culprit(value: Mapping[str, Any]) -> Culprit:
         lost_peer=str(value.get("lost_peer") or ""),
         missing=bool(value.get("missing")),
     )
-
-
-def _members(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def _clock(when: str) -> str:

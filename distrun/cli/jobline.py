@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from distrun import units
+from distrun.dashboard import read
 from distrun_runtime.contract import facts
 from distrun_runtime.contract.duration import duration
 
@@ -144,31 +146,18 @@ def _of(done: int, count: int) -> str:
 def _progress_words(progress: Mapping[str, Any]) -> list[str]:
     """Return in words what `progress` of a snapshot of metrics says; what is not known is left out."""
     words = []
-    step, total, fraction = (_number(progress.get(name)) for name in ("step", "total", "fraction"))
+    step, total, fraction = (read.finite(progress.get(name)) for name in ("step", "total", "fraction"))
     if step is not None:
-        phase = _number(progress.get("phase"))
+        phase = read.finite(progress.get("phase"))
         before = f"phase {phase + 1:.0f}: " if phase else ""
         percent = f" ({100 * fraction:.0f}%)" if fraction is not None else ""
         words.append(f"{before}step {step:.0f}" + (f"/{total:.0f}" if total is not None else "") + percent)
-    rate, eta_s = _number(progress.get("rate")), _number(progress.get("eta_s"))
+    rate, eta_s = read.finite(progress.get("rate")), read.finite(progress.get("eta_s"))
     if rate is not None and rate > 0:
-        words.append(f"{_short(rate)} steps/s")
-    if eta_s is not None and 0 <= eta_s < MOST_S:
+        words.append(f"{rate:.4g} steps/s")
+    if eta_s is not None and 0 <= eta_s < units.LONG_S:
         words.append(f"{duration(round(eta_s))} left")
     loss = progress.get("loss")
     if loss is not None:
-        number = _number(loss)
-        words.append(f"loss {loss if number is None else _short(number)}")
+        words.append(f"loss {units.value(read.number(loss))}")
     return words
-
-
-MOST_S = 10 * 365 * 86400.0
-
-
-def _number(value: object) -> float | None:
-    """Return a number; None: it is none, or not finite ("nan")."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def _short(value: float) -> str:
-    return f"{value:.4g}"

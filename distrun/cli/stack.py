@@ -13,6 +13,7 @@ import click
 from distrun.cli.common import fetched
 from distrun.cli.console import print_err, print_out
 from distrun.cli.logs import choose
+from distrun.dashboard.text import clean_lines
 from distrun.errors import DistrunError, UsageError
 from distrun_runtime.contract import facts
 
@@ -98,7 +99,7 @@ def shown(answers: Sequence[Mapping[str, Any]]) -> list[str]:
         groups.setdefault(same, []).append(str(answer["task"]))
         hows.setdefault(same, str(answer["how"]))
     texts = {_comparable(str(answer["text"])): str(answer["text"]) for answer in reversed(answers)}
-    return [f"{named(names)} ({hows[same]})\n{texts[same].rstrip()}\n" for same, names in groups.items()]
+    return [f"{named(names)} ({hows[same]})\n{clean_lines(texts[same]).rstrip()}\n" for same, names in groups.items()]
 
 
 def named(names: Sequence[str]) -> str:
@@ -118,7 +119,7 @@ def complaints(missing: Sequence[Mapping[str, Any]], job: str) -> list[str]:
         lines.append(f"distrun: {named(names)}: {error}" if names[0] else f"distrun: {error}")
         if fix:
             lines.append(f"distrun: hint: {fix.replace('JOB', job)}")
-    return lines
+    return [clean_lines(line) for line in lines]
 
 
 def _comparable(text: str) -> str:

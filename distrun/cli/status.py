@@ -17,6 +17,7 @@ from distrun.cli.common import found_job
 from distrun.cli.console import print_err, print_out, render, width
 from distrun.cli.reach import host_options, hosts_of, tell_warnings
 from distrun.cli.statustables import duration, hosts_table, jobs_table, tasks_table
+from distrun.dashboard.text import clean_lines
 from distrun.errors import UsageError
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator.jobfolder import rfc3339
@@ -97,7 +98,9 @@ def status(
 
 def exit_code(state: Mapping[str, Any]) -> int:
     """Return the exit code that says how a job stands: 0 if it runs or succeeded."""
-    return 0 if state["state"] in (*facts.LIVE, facts.SUCCEEDED) else 1
+    from distrun.dashboard import model
+
+    return model.exit_code(str(state["state"]))
 
 
 def _watched(store: JobStore, job: str | None, everything: bool, plain: bool, is_ascii: bool) -> int | None:
@@ -155,7 +158,7 @@ def _tell_unasked(views: Sequence[JobView]) -> None:
     """Say, once for each host, why coordinators could not be asked."""
     told = {each.problem: each.fix for each in views if each.problem}
     for problem, fix in told.items():
-        print_err(f"distrun: warning: {problem}\n")
+        print_err(f"distrun: warning: {clean_lines(problem)}\n")  # the host's ssh may have said it
         if fix:
             print_err(f"distrun: hint: try: {fix}\n")
 

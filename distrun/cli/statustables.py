@@ -5,14 +5,14 @@ Where there is no room, columns are left out, each table's least important first
 
 from __future__ import annotations
 
-import datetime
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distrun import shell, units
 from distrun.cli.console import WIDE
+from distrun.dashboard import read
+from distrun.dashboard.text import clean_lines
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator import stored
 
@@ -205,7 +205,7 @@ def duration(start: str | None, end: str | None, now: float) -> str:
     if start is None:
         return ""
     seconds = (now if end is None else stored.seconds(end)) - stored.seconds(start)
-    return str(datetime.timedelta(seconds=max(0, int(seconds))))
+    return units.elapsed(seconds)
 
 
 def _is_damaged(state: Mapping[str, Any]) -> bool:
@@ -242,14 +242,11 @@ def filled(
 
 def number(value: Mapping[str, Any], name: str) -> float | None:
     """Return a finite number of what a coordinator, maybe of another version, tells; None: it is not known."""
-    found = value.get(name)
-    if not isinstance(found, (int, float)) or isinstance(found, bool) or not math.isfinite(found):
-        return None
-    return float(found)
+    return read.finite(value.get(name))
 
 
 def plain(text: str) -> str:
-    """Return a text in which rich reads no markup."""
+    """Return a text in which rich reads no markup, and the terminal no control character."""
     from rich.markup import escape
 
-    return escape(text)
+    return escape(clean_lines(text))

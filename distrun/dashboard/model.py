@@ -218,6 +218,11 @@ class Job:
         return max(0.0, (self.finished or self.heard or now) - self.created)
 
 
+def exit_code(state: str) -> int:
+    """Return what `distrun status JOB` ends with: 0 if the job runs or succeeded."""
+    return 0 if state in (*facts.LIVE, facts.SUCCEEDED) else 1
+
+
 class Model:
     """What is known of a job.
 
@@ -376,7 +381,7 @@ class Model:
     @property
     def exit_code(self) -> int:
         """What `distrun status JOB` ends with."""
-        return 0 if self.job.state in (*facts.LIVE, facts.SUCCEEDED, "") else 1
+        return exit_code(self.job.state) if self.job.state else 0
 
     def _rebuild(self, now: float) -> None:
         metrics = read.members(self._metrics.get("tasks"))

@@ -7,7 +7,6 @@ come by `take`, and is woken by a byte in a pipe.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 from collections import deque
@@ -197,16 +196,8 @@ class Source:
         return str(state["state"])
 
     def _put_past_events(self) -> None:
-        with contextlib.suppress(OSError):
-            with open(self._folder.path / "events.jsonl", "rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                file.seek(max(0, size - EVENTS_SIZE))
-                lines = file.read().split(b"\n")
-            for line in lines[1:] if size > EVENTS_SIZE else lines:
-                with contextlib.suppress(ValueError):
-                    event = json.loads(line)
-                    if isinstance(event, dict):
-                        self._put(Frame("event", {"event": event}))
+        for event in self._folder.last_events(EVENTS_SIZE):
+            self._put(Frame("event", {"event": event}))
 
     def _put(self, frame: Frame) -> None:
         with self._lock:

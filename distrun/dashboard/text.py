@@ -70,6 +70,11 @@ def clean(text: str) -> str:
     return _CONTROL.sub("", _ESCAPES.sub("", text.replace("\t", "    ")))
 
 
+def clean_lines(text: str) -> str:
+    """Return a text of several lines with each of them as `clean` leaves it."""
+    return "\n".join(clean(line) for line in text.split("\n"))
+
+
 def only_ascii(text: str) -> str:
     """Return a text as wide with `?` in place of every character that is not ASCII."""
     return text if text.isascii() else "".join(each if each.isascii() else "?" * width(each) for each in text)
@@ -133,10 +138,10 @@ def plain(line: Line) -> str:
 
 
 def encode(line: Line, has_colour: bool) -> str:
-    """Return a line with the escape sequences of its styles."""
+    """Return a line with the escape sequences of its styles, and no others."""
     codes = _CODES if has_colour else _COLOURLESS
     parts = []
-    for text, style in line:
+    for text, style in ((clean(text), style) for text, style in line):
         code = codes.get(style)
         parts.append(f"\x1b[{code}m{text}{RESET}" if code and text else text)
     return "".join(parts)

@@ -21,8 +21,8 @@ from distrun_runtime.contract import environ, metrics
 
 INTERVAL_S = 0.1
 """Between two reports that are sent, at least."""
-VALUES = 16
-"""So many values are kept, those that were reported last."""
+RETRY_S = 5.0
+"""Between two attempts to send the last report, at most: the agent may be stopped, or have no place for it."""
 NAME_LENGTH = 32
 """Characters of a value's name; what is longer is cut."""
 
@@ -68,8 +68,8 @@ class Reporter:
         self._sender = sender
         self._clock = clock
         self._has_thread = has_thread
-        self._lock = threading.Lock()
-        """Guards what follows."""
+        self._lock = threading.RLock()
+        """Guards what follows. A signal handler may report while its thread does."""
         self._step: int | None = None
         self._total: int | None = None
         self._values: dict[str, float] = {}
@@ -94,14 +94,15 @@ class Reporter:
             self._is_due = True
             if is_time:
                 self._send(now)
-            elif self._has_thread:
+            if self._is_due and self._has_thread:
                 self._send_later()
 
-    def flush(self) -> None:
-        """Send what was reported and not sent."""
+    def flush(self) -> bool:
+        """Send what was reported and not sent; return whether nothing is left."""
         with self._lock:
             if self._is_due:
                 self._send(self._clock())
+            return not self._is_due
 
     def _take(self, name: str, value: object, is_time: bool) -> None:
         self._values.pop(name, None)  # the last one is the newest
@@ -116,17 +117,16 @@ class Reporter:
             if number is not None:
                 self._values[name] = number
         for known in (self._values, self._elsewhere):
-            while len(known) > VALUES:
+            while len(known) > metrics.VALUES:  # the last ones stay
                 del known[next(iter(known))]
 
     def _send(self, now: float) -> None:
         stacks.tell(now)
-        self._is_due = False
         self._next_at = now + INTERVAL_S
-        self._sender.send(metrics.REPORT, step=self._step, total=self._total, values=self._values)
+        self._is_due = not self._sender.send(metrics.REPORT, step=self._step, total=self._total, values=self._values)
 
     def _send_later(self) -> None:
-        """Have the rest of a burst sent when it is time."""
+        """Have the rest of a burst, or what could not be sent, sent when it is time."""
         if self._wake is None:
             self._wake = threading.Event()
             threading.Thread(target=self._run, args=(self._wake,), name="distrun-report", daemon=True).start()
@@ -135,8 +135,11 @@ class Reporter:
     def _run(self, wake: threading.Event) -> None:
         while wake.wait():
             wake.clear()
-            time.sleep(INTERVAL_S)
-            self.flush()
+            pause_s = INTERVAL_S
+            time.sleep(pause_s)
+            while not self.flush():
+                pause_s = min(RETRY_S, 2 * pause_s)
+                time.sleep(pause_s)
 
 
 class _Reporters:

@@ -24,8 +24,6 @@ from distrun_runtime.contract import environ, metrics, process
 
 AGAIN_S = 10.0
 """How often the agent is told again: datagrams may be lost."""
-FILE = "stacks-%d.txt"
-"""Name of the file in the agent's folder, with the process's id."""
 YAMA = "/proc/sys/kernel/yama/ptrace_scope"
 _PR_SET_PTRACER = 0x59616D61
 
@@ -48,7 +46,7 @@ class Offer:
         if now < self._next_at:
             return
         self._next_at = now + AGAIN_S
-        how = "sigurg" if signal.getsignal(signal.SIGURG) == signal.SIG_DFL else ""
+        how = metrics.BY_SIGURG if signal.getsignal(signal.SIGURG) == signal.SIG_DFL else ""
         self._sender.send(metrics.STACKS, pid=self.pid, start=self._start, how=how, path=self._path)
 
 
@@ -92,7 +90,7 @@ def _make() -> Offer | None:
     let_trace(folder)
     if is_handled(signal.SIGURG):
         return None
-    path = os.path.join(folder, FILE % os.getpid())
+    path = os.path.join(folder, metrics.STACKS_FILE % os.getpid())
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     file = os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0)
     faulthandler.register(signal.SIGURG, file=file, all_threads=True, chain=False)

@@ -36,6 +36,7 @@ from distrun import units
         (units.age, 11112.0, "3:05 h"),
         (units.elapsed, 3725.9, "1:02:05"),
         (units.elapsed, -1, "0:00:00"),
+        (units.elapsed, 1e17, "over 10 years"),
     ],
 )
 def test_numbers_as_a_person_reads_them(function: Callable[[Any], str], value: Any, text: str) -> None:

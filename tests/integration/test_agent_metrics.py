@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import binascii
 import os
+import resource
 import signal
 import zlib
 from pathlib import Path
@@ -172,3 +173,22 @@ def test_without_proc_ps_tells() -> None:
             pass
         assert driver.finish() == 0
         assert driver.leftovers() == []
+
+
+def test_agent_that_cannot_measure_says_so_and_the_job_goes_on() -> None:
+    with agent(shell("echo on; exec sleep 600")) as driver:
+        driver.begin()
+        driver.spawn()
+        driver.hear_until(driver.text, "the task runs")
+        pid = driver.agent_pid()
+        used = max(int(name) for name in os.listdir(f"/proc/{pid}/fd")) + 1
+        limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (used, limits[1]))
+        driver.say("sample", interval_s=0.1)
+        assert "failed to measure" in driver.wait("warning").header["text"]
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        driver.say("sample", interval_s=0.1)
+        driver.say("ping", n=1)
+        driver.wait("pong", n=1)
+        driver.say("stack", id=7, task="worker-0")
+        assert "failed to measure" in driver.wait("stack", id=7).header["error"]

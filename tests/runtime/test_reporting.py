@@ -37,9 +37,12 @@ class Sent:
 
     def __init__(self) -> None:
         self.members: list[dict[str, Any]] = []
+        self.is_full = False
 
     def send(self, kind: str, /, **members: Any) -> bool:
         assert kind == metrics.REPORT
+        if self.is_full:
+            return False
         self.members.append({**members, "values": dict(members["values"])})
         return True
 
@@ -105,6 +108,29 @@ def test_ten_reports_a_second_are_sent_and_always_the_last_one() -> None:
     rig.reporter.flush()
     assert rig.last["step"] == 1001
     assert len(rig.sent.members) <= 12, "nothing was reported since"
+
+
+def test_report_that_could_not_be_sent_is_sent_later() -> None:
+    rig = Rig()
+    rig.sent.is_full = True
+    rig.report(7)
+    assert not rig.reporter.flush()
+    rig.sent.is_full = False
+    assert rig.reporter.flush()
+    assert rig.last["step"] == 7
+
+
+def test_signal_handler_may_report_while_its_thread_reports() -> None:
+    rig = Rig()
+
+    class Interrupted:
+        def item(self) -> float:
+            rig.report(2)
+            return 0.5
+
+    rig.report(1, loss=Interrupted())
+    rig.reporter.flush()
+    assert rig.last["values"] == {"loss": 0.5}
 
 
 @pytest.mark.parametrize(

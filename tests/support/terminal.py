@@ -53,7 +53,7 @@ class Session:
         """`leads`: the process is the session's first; otherwise what it starts makes the session (`setsid --ctty`)."""
         self._ours, its = pty.openpty()
         self.shown = ""
-        # A read may end within a character, and so may a picture that the program gives up.
+        # A read may end within a character; and Ctrl-Z drops what the terminal has not taken yet.
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self.process = subprocess.Popen(
             argv,

@@ -115,6 +115,8 @@ class Agent:
         """None as long as no task has said anything of its stacks, and nobody has asked for them."""
         self._metrics: Optional[Metrics] = None
         """None until the coordinator asks for samples."""
+        self._has_numbers = True
+        """Nothing has failed with the three above. Without them the job goes on."""
         self._is_leaving = False
         self._code = 0
         self._heard_at = time.monotonic()
@@ -193,12 +195,29 @@ class Agent:
             self._remember_at = now + REMEMBER_S
             self._stopping.look()
             self._save()
+        self._try_numbers(lambda: self._tick_numbers(now))
+
+    def _tick_numbers(self, now: float) -> None:
         if self._reports is not None and now >= self._reports.next_at:
             self._reports.tick(now)
         if self._metrics is not None and now >= self._metrics.next_at:
             self._sample(self._metrics, now)
         if self._stacks is not None and now >= self._stacks.next_at:
             self._stacks.tick(now)
+
+    def _try_numbers(self, act: Callable[[], None]) -> None:
+        """Do something for metrics or stacks. If it fails, they end here, and the job goes on."""
+        try:
+            act()
+        except Exception as err:
+            what = f"{type(err).__name__}: {err}"
+            self._warn(f"the agent itself failed to measure: {what}; no numbers come from here any more")
+            for each in (self._metrics, self._stacks, self._reports):
+                with contextlib.suppress(Exception):
+                    if each is not None:
+                        each.close()
+            self._metrics = self._stacks = self._reports = None
+            self._has_numbers = False
 
     def _sample(self, metrics: Metrics, now: float) -> None:
         """Say how things are here, unless the connection takes nothing now: the next sample says it."""
@@ -399,14 +418,14 @@ class Agent:
         self._ready = {"address": share.address, "ports": share.ports(), "python": dict(share.python)}
         self._say("ready", **self._ready)
         self._channel.flush()  # the coordinator need not wait for what follows
-        self._listen_to_tasks(share)
+        self._try_numbers(lambda: self._listen_to_tasks(share))
 
     def _listen_to_tasks(self, share: Share) -> None:
         """Be ready for what tasks report."""
         from distrun_runtime.agent.reports import Reports  # `hello` and `ready` do not need it
 
         self._reports = Reports(share.folder, self._selector)
-        self._reports.on_stacks = lambda task, told: self._stacks_of(share).heard(task, told)
+        self._reports.on_stacks = lambda task, told: self._try_numbers(lambda: self._stacks_of(share).heard(task, told))
 
     def _stacks_of(self, share: Share) -> Stacks:
         from distrun_runtime.agent.stacks import Stacks  # only once a task has said something of them
@@ -421,12 +440,20 @@ class Agent:
         def give(answer: Answer) -> None:
             self._say("stack", id=number, **answer._asdict())
 
-        if self._share is None or self._is_leaving:
+        share = self._share
+        if share is None or self._is_leaving:
             self._say("stack", id=number, task=task, error="the job ends on this host")
             return
+        if not self._has_numbers:
+            fix = f"py-spy dump --pid PID, on the host of {task}"
+            self._say("stack", id=number, task=task, error="the agent itself has failed to measure", fix=fix)
+            return
+        self._try_numbers(lambda: self._ask_stack(share, task, give))
+
+    def _ask_stack(self, share: Share, task: str, give: Callable[[Answer], None]) -> None:
         if self._reports is not None:
             self._reports.drain()  # what a task has said before
-        self._stacks_of(self._share).ask(task, give)
+        self._stacks_of(share).ask(task, give)
 
     def _settle(self, header: Dict[str, Any]) -> None:
         del header
@@ -526,7 +553,7 @@ class Agent:
 
     def _on_sample(self, header: Dict[str, Any]) -> None:
         interval_s = float(header["interval_s"])
-        if self._share is None or self._is_leaving:
+        if self._share is None or self._is_leaving or not self._has_numbers:
             return
         if self._metrics is None:
             from distrun_runtime.agent.metrics import Metrics  # not before the tasks have started, as a rule
@@ -593,12 +620,15 @@ class Agent:
         self._runner.read_published()
 
     def _on_other_end(self, pid: int, status: int) -> None:
+        self._try_numbers(lambda: self._reaped_helper(pid, status))
+        if self._preflight is not None:
+            self._preflight.reaped(pid, status)
+
+    def _reaped_helper(self, pid: int, status: int) -> None:
         if self._metrics is not None:
             self._metrics.reaped(pid)
         if self._stacks is not None:
             self._stacks.reaped(pid, status)
-        if self._preflight is not None:
-            self._preflight.reaped(pid, status)
 
     def _reap(self) -> None:
         if self._runner.reap():

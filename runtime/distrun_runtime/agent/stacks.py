@@ -20,7 +20,7 @@ import subprocess
 import time
 from typing import Callable, Dict, List, Mapping, NamedTuple, Protocol, Tuple
 
-from distrun_runtime.contract import process
+from distrun_runtime.contract import metrics, process
 from distrun_runtime.contract.process import Identity
 
 PY_SPY = "py-spy"
@@ -35,8 +35,6 @@ TEXT_BYTES = 64 * 1024
 """Longer stacks are cut."""
 READ_BYTES = 4 * TEXT_BYTES
 """faulthandler writes the thread last that matters most."""
-FILE = "stacks-%d.txt"
-"""Name of the file of a process in the agent's folder."""
 OFFERS = 64
 """So many processes of a task are remembered."""
 
@@ -95,7 +93,7 @@ class Stacks:
             return
         known = self._offers.setdefault(task, {})
         known.pop(pid, None)
-        if how == "sigurg":
+        if how == metrics.BY_SIGURG:
             known[pid] = Identity(pid, start)
         while len(known) > OFFERS:
             del known[next(iter(known))]
@@ -188,7 +186,7 @@ class Stacks:
             give(_unknown(task, target, before))
             return
         try:
-            dump = _Dump(task, target, os.path.join(self._folder, FILE % target.pid), before, give)
+            dump = _Dump(task, target, os.path.join(self._folder, metrics.STACKS_FILE % target.pid), before, give)
         except OSError as err:
             why = f"its stacks cannot be read: {err}"
             give(Answer(task, error=f"{before}; {why}" if before else why))

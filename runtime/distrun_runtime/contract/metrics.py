@@ -10,6 +10,7 @@ has. docs/protocol.md, "Metrics", lists them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -22,6 +23,12 @@ SOCKET = "metrics.s"
 """Ends the names of the sockets in the agent's folder, after the task's name."""
 LIMIT = 4096
 """Bytes of a datagram."""
+VALUES = 16
+"""A task reports so many values, at most."""
+STACKS_FILE = "stacks-%d.txt"
+"""Name of the file in the agent's folder to which a process writes its stacks; with its process id."""
+BY_SIGURG = "sigurg"
+"""`how` of `stacks`: the process writes them when it gets SIGURG. Empty: it does not, or not any more."""
 
 REPORT = "report"
 """Progress of a script: `step`, `total`, `values`."""
@@ -64,8 +71,9 @@ class Sender:
         self._owner = os.getpid()
         self._socket: Optional[socket.socket] = None
         if self._path:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self._socket.setblocking(False)
+            with contextlib.suppress(OSError):  # no descriptor is left: nothing is told
+                self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+                self._socket.setblocking(False)
 
     def send(self, kind: str, /, **members: Any) -> bool:
         """Send, and return whether the datagram went. Never waits, never raises."""

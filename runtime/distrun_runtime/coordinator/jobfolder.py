@@ -279,6 +279,13 @@ class JobFolder:
         with open(str(self.path / "events.jsonl"), "a", encoding="utf-8") as file:
             file.write(json.dumps(event) + "\n")
 
+    def last_events(self, size: int) -> List[Dict[str, Any]]:
+        """Return the events in the last `size` bytes of events.jsonl, the oldest first; none if it cannot be read."""
+        with contextlib.suppress(OSError, JobStoreError), stored.opened(self.path / "events.jsonl") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
+            return events_of(file.read())
+        return []
+
     def append_sample(self, line: str) -> None:
         """Append one line to metrics.jsonl. Raises OSError."""
         with open(str(self.path / "metrics.jsonl"), "a", encoding="utf-8") as file:
@@ -526,6 +533,17 @@ def _result(task: Mapping[str, Any]) -> TaskResult:
     members = {each.name: task[each.name] for each in dataclasses.fields(TaskResult) if each.name in task}
     times = {name: None if task[name] is None else stored.seconds(task[name]) for name in ("started", "ended")}
     return TaskResult(**dict(members, **times))
+
+
+def events_of(data: bytes) -> List[Dict[str, Any]]:
+    """Return the events of a piece of events.jsonl. What is no event, such as half a line, is left out."""
+    found = []
+    for line in data.split(b"\n"):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(line.decode("utf-8", "replace"))
+            if isinstance(value, dict) and isinstance(value.get("event"), str) and isinstance(value.get("time"), str):
+                found.append(value)
+    return found
 
 
 def _stopped(task: TaskResult, now: float) -> TaskResult:

@@ -260,15 +260,17 @@ class _JobRun:
         from distrun_runtime.coordinator.metricsport import MetricsPort
 
         try:
-            self._exporter = MetricsPort(self._plan, port, self._loop.put)
-        except OSError as err:
+            exporter = MetricsPort(self._plan, port, self._loop.put)
+            exporter.start()
+        except (OSError, RuntimeError) as err:  # the latter: there can be no thread
             where = f"{self._plan.metrics_address or facts.LOOPBACK} port {port}"
-            text = f"metrics: cannot listen at {where}: {err.strerror or err}; --metrics-port 0 takes any free port"
+            why = getattr(err, "strerror", None) or err
+            text = f"metrics: cannot listen at {where}: {why}; --metrics-port 0 takes any free port"
             self._perform(actions.Announce(text, actions.WARNING))
             return
-        self._exporter.start()
-        self._record("metrics_port", url=self._exporter.url)
-        self._sink.say(f"metrics: {self._exporter.url}", actions.INFO)
+        self._exporter = exporter
+        self._record("metrics_port", url=exporter.url)
+        self._sink.say(f"metrics: {exporter.url}", actions.INFO)
 
     def _write(self, event: events.Output) -> List[actions.AgentAction]:
         """Log and show output; return the acknowledgement."""

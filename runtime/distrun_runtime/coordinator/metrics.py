@@ -15,6 +15,7 @@ import math
 from array import array
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
 
+from distrun_runtime.contract import metrics as contract
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER, Plan
 
 MEMORY = 64 * 1024 * 1024
@@ -30,8 +31,6 @@ STALE_S = 30.0
 """A host that has not been heard for so long, and for several intervals, is left out of totals."""
 LARGEST = 1e18
 """A larger number is no number of ours."""
-NAMES = 16
-"""Values that are kept of a task's report."""
 NAME_LENGTH, KEY_LENGTH = 48, 80
 GPUS = 64
 """Of one host."""
@@ -319,7 +318,7 @@ class JobMetrics:
             self.tasks[task.name] = TaskNumbers(task.name, task.role, task.rank, task.host, row)
         tasks, hosts = len(plan.tasks), len(plan.hosts)
         free = MEMORY - TASK_BYTES * tasks - HOST_BYTES * hosts
-        self._names = max(1, min(NAMES, 1 + free // max(1, 2 * VALUE_BYTES * tasks)))
+        self._names = max(1, min(contract.VALUES, 1 + free // max(1, 2 * VALUE_BYTES * tasks)))
         free -= VALUE_BYTES * (self._names - 1) * tasks
         self.points = max(1, min(POINTS, free // (4 * 2 * (tasks + hosts))))
         """Means that are kept of each series."""
@@ -428,7 +427,8 @@ class JobMetrics:
 
     def minute(self, name: str, kind: str = "cpu") -> Optional[float]:
         """Return the mean over the last minute of what a task uses: `cpu` (cores) or `rss` (bytes)."""
-        known = [each for each in self._of_tasks.last(2 * self.tasks[name].row + ("cpu", "rss").index(kind), 6) if each]
+        row = 2 * self.tasks[name].row + ("cpu", "rss").index(kind)
+        known = [each for each in self._of_tasks.last(row, 6) if each is not None]
         return sum(known) / len(known) if known else None
 
     # ------------------------------------------------------------------ snapshots

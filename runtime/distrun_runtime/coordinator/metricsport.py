@@ -28,6 +28,7 @@ REQUEST_S = 5.0
 ANSWER_S = 20.0
 LOOP_S = 5.0
 """The job's loop may take so long to give its numbers."""
+CLOSE_S = 5.0
 FRESH_S = 1.0
 BACKLOG = 16
 READ_SIZE = 4096
@@ -85,11 +86,11 @@ class MetricsPort:
         self._thread.start()
 
     def close(self) -> None:
-        """Listen no more, and drop all connections."""
+        """Listen no more, and drop all connections. Waits CLOSE_S at most."""
         with self._lock:
             self._is_closing = True
             self._wake()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
         with self._lock:
             os.close(self._waking)
             self._waking = -1

@@ -10,7 +10,8 @@ import math
 from collections import deque
 from typing import Any, Deque, Dict, List, Optional, Tuple
 
-from distrun_runtime.coordinator.metrics import NAMES, Report, plain
+from distrun_runtime.contract.metrics import VALUES
+from distrun_runtime.coordinator.metrics import Report, plain
 
 WINDOW_S = 120.0
 """The rate is made of so much of the past."""
@@ -134,7 +135,7 @@ def _means(reports: List[Report]) -> Dict[str, float]:
     found: Dict[str, List[float]] = {}
     for report in reports:
         for name, each in report.values.items():
-            if name in found or len(found) < NAMES:
+            if name in found or len(found) < VALUES:
                 found.setdefault(name, []).append(each)
     return {name: _mean(each) for name, each in found.items()}
 

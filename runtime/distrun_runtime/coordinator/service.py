@@ -697,7 +697,10 @@ class Service:
                 return b""
             client.snapshot = number
         if not known:
-            known = control.metrics(value)  # without the lock: it may be large
+            try:
+                known = control.metrics(value)  # without the lock: it may be large
+            except WireError:
+                return b""  # it is larger than a frame may be: there are none of this job
             with self._changed:
                 if self._snapshots == number and self._snapshot_value is not None:
                     self._snapshot_bytes = known

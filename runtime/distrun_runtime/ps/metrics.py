@@ -10,6 +10,7 @@ import heapq
 import math
 import statistics
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -156,9 +157,16 @@ class NodeMetrics:
         self._told_at = 0.0
 
     def tick(self, now: float) -> None:
-        """Send what is due at `now` (monotonic clock, seconds)."""
+        """Send what is due at `now` (monotonic clock, seconds). Never raises: after a fault, nothing is sent."""
         if now < self._look_at:
             return
+        try:
+            self._send(now)
+        except Exception:
+            self._look_at = math.inf
+            traceback.print_exc()
+
+    def _send(self, now: float) -> None:
         self._look_at = now + (0.2 if self._waits is not None else INTERVAL_S)
         if self._waits is not None:
             self._tell_wait(self._waits, now)
@@ -173,9 +181,10 @@ class NodeMetrics:
         request, since = waits.request, waits.since
         waited_s = self._wall() - since
         if request is None or request.is_done or waited_s < WAIT_S:
-            if self._told is not None:
+            over = {"for": [], "key": "", "call": "", "since": 0.0}
+            # If it does not go now, it is told at the next look: else the worker would wait for ever.
+            if self._told is not None and self._sender.send(metrics.WAITING, **over):
                 self._told, self._told_of = None, ()
-                self._sender.send(metrics.WAITING, **{"for": [], "key": "", "call": "", "since": 0.0})
             return
         names = request.awaited
         if not names and waited_s < NAMELESS_S:

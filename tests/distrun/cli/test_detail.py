@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,18 @@ def test_what_another_version_measures_is_shown_as_far_as_it_is_understood(
     member: str, odd: object, folder: JobFolder
 ) -> None:
     assert "calm-1  running" in text(folder, metrics={**METRICS, member: odd})
+
+
+def test_what_tasks_say_cannot_control_the_terminal(folder: JobFolder) -> None:
+    evil = "\x1b]0;x\x07\x1b[2Jhere\x9b1m"
+    measured = {**METRICS["tasks"]["worker-0"], "condition": evil, "why": evil}
+    progress = {**METRICS["progress"], "values": {evil: evil}}
+    folder.write_state("running", [dataclasses.replace(TASKS[0], state="failed", reason=evil)])
+    folder.log_path("worker-0").parent.mkdir(exist_ok=True)
+    folder.log_path("worker-0").write_text(f"Error: {evil}\n")
+    shown = text(folder, metrics={**METRICS, "tasks": {"worker-0": measured}, "progress": progress})
+    assert "Error: here" in shown
+    assert not set(shown) & set("\x1b\x07\x9b")
 
 
 def test_a_job_of_which_nothing_is_heard_says_since_when_and_why(folder: JobFolder) -> None:

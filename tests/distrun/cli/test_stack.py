@@ -44,3 +44,9 @@ def test_a_reason_is_said_once_with_what_would_help() -> None:
 
 def test_few_tasks_are_named_all() -> None:
     assert [named(["a"]), named(["a", "b"]), named(["a", "b", "c"])] == ["a", "a and b", "a and 2 others"]
+
+
+def test_names_of_threads_cannot_control_the_terminal() -> None:
+    [text] = shown([answer("worker-0", 'Thread 1 (idle): "\x1b[2Jmine"\n    f (a.py:1)')])
+    assert text == 'worker-0 (py-spy)\nThread 1 (idle): "mine"\n    f (a.py:1)\n'
+    assert complaints([answer("worker-0", error="\x1b[2Jno")], "calm-1") == ["distrun: worker-0: no"]

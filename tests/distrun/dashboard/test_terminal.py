@@ -17,6 +17,8 @@ import pytest
 from distrun_cli import wait_until
 from terminal import Session
 
+from distrun.dashboard import text
+
 TAKEN, GIVEN_BACK = "\x1b[?1049h", "\x1b[?1049l"
 LIMIT_S = 20.0
 
@@ -199,3 +201,8 @@ def test_a_pasted_answer_does_not_stop_the_job_and_a_typed_one_does(start: Start
     wait_until(lambda: asked(record, "stop"), LIMIT_S, "a stop")
     screen.type("q")
     assert screen.ends() == 0
+
+
+def test_no_span_brings_escape_sequences_of_its_own() -> None:
+    line = (("\x1b[2Jname\x07", text.BOLD), (" \x9bx\u202e", text.PLAIN))
+    assert text.encode(line, True) == "\x1b[1mname\x1b[0m x"

@@ -549,6 +549,17 @@ def test_snapshots_go_to_those_who_want_them_and_the_newest_to_who_comes_later(j
     assert [client.next().header["metrics"]["time"] for client in (one, other)] == [2, 2]
 
 
+def test_snapshot_that_is_too_large_for_a_frame_costs_no_client_its_connection(job: Job) -> None:
+    job.opened()
+    client = Client(job.path)
+    client.send("subscribe", metrics=True)
+    client.ask("state")
+    job.service.metrics({"filling": "x" * (wire.HEADER_LIMIT + 1)})
+    assert client.ask("state").type == "state"
+    job.service.metrics({"time": 2})
+    assert client.next().header["metrics"] == {"time": 2}
+
+
 def test_a_snapshot_that_nobody_wants_is_not_kept(job: Job) -> None:
     job.service.metrics({"time": 1})
     assert job.service._snapshot_value is None

@@ -503,3 +503,13 @@ def test_what_a_job_is_called_in_its_engine_is_on_the_disk_before_it_is_submitte
     folder.note_engine("distrun-otter-5f3a", {"engine": "slurm"})
     with pytest.raises(JobStoreError, match="handle"):
         folder.engine()
+
+
+def test_last_events_are_read_from_the_middle_of_a_line_on(tmp_path: Path) -> None:
+    folder = JobStore(tmp_path).create(sample_plan(job="calm-1"))
+    assert folder.last_events(100) == []
+    lines = [{"event": "started", "time": "2026-01-01T00:00:00Z", "task": "worker-%d" % rank} for rank in range(9)]
+    (folder.path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"event": "hal')
+    size = len(json.dumps(lines[0])) + 1
+    assert folder.last_events(3 * size) == lines[-2:]
+    assert folder.last_events(1 << 20) == lines

@@ -214,3 +214,15 @@ def test_the_largest_job_keeps_less_than_64_mib(monkeypatch: pytest.MonkeyPatch)
         tracemalloc.stop()
     assert taken < share
     assert job.points >= 3
+
+
+def test_mean_of_a_minute_counts_the_time_in_which_a_task_did_nothing() -> None:
+    job = one_host()
+    for second in range(61):
+        used = {"cpu_s": float(min(second, 30)), "rss": 1000}
+        job.take("d1", frame(10 + second, **{"worker-0": used}), float(second), WALL + second)
+        job.sample(float(second), 1.0, None)
+        if second and second % 10 == 0:
+            job.end_mean()
+    assert job.minute("worker-0", "cpu") == pytest.approx(0.5, abs=0.02)
+    assert job.minute("worker-0", "rss") == 1000

@@ -123,8 +123,11 @@ def test_a_server_counts_messages_values_and_who_waits() -> None:
 class Sent:
     def __init__(self) -> None:
         self.datagrams: list[dict[str, Any]] = []
+        self.is_full = False
 
     def send(self, kind: str, /, **members: Any) -> bool:
+        if self.is_full:
+            return False
         self.datagrams.append({"kind": kind, **members})
         return True
 
@@ -164,6 +167,30 @@ def test_a_wait_of_the_script_is_told_with_whom_and_its_end() -> None:
     [over] = at(9)
     assert over["for"] == []
     assert at(10) == []
+
+
+def test_the_end_of_a_wait_that_could_not_be_sent_is_sent_later() -> None:
+    sent, waits, wall = Sent(), Waits(), [1000.0]
+    told = NodeMetrics("worker", sent, dict, waits=waits, wall=lambda: wall[0])  # type: ignore[arg-type]
+    waits.request, waits.since = Request("push of key 'w'", waits=waits), 1000.0
+    waits.request.awaited = ("server-0",)
+    wall[0] = 1002.0
+    told.tick(2.0)
+    waits.request, sent.is_full = None, True
+    told.tick(3.0)
+    sent.is_full = False
+    sent.take()
+    told.tick(4.0)
+    assert [each["for"] for each in sent.take() if each["kind"] == metrics.WAITING] == [[]]
+
+
+def test_a_fault_of_the_counters_does_not_end_the_node(capsys: pytest.CaptureFixture[str]) -> None:
+    sent = Sent()
+    told = NodeMetrics("server", sent, lambda: {"rounds": 1 // 0})  # type: ignore[arg-type]
+    told.tick(1.0)
+    told.tick(9.0)
+    assert sent.take() == []
+    assert capsys.readouterr().err.count("ZeroDivisionError") == 1, "once"
 
 
 def test_a_wait_for_a_server_that_says_nothing_is_for_that_server() -> None:
