@@ -89,8 +89,10 @@ def _folded(hosts: Sequence[str]) -> str:
 def _is_even(view: JobView) -> bool:
     """Whether the slowest rank is behind by at most the step in which all are: then none is slow."""
     slowest = str((view.progress or {}).get("slowest"))
-    tasks = _members((view.metrics or {}).get("tasks"))
-    told = {name: tables.number(_members(_members(each).get("report")), "step") for name, each in tasks.items()}
+    tasks = read.members((view.metrics or {}).get("tasks"))
+    told = {
+        name: read.number(read.members(read.members(each).get("report")).get("step")) for name, each in tasks.items()
+    }
     steps = {name: step for name, step in told.items() if step is not None}
     return slowest in steps and max(steps.values()) - steps[slowest] <= 1
 
