@@ -198,10 +198,10 @@ class Agent:
         self._try_numbers(lambda: self._tick_numbers(now))
 
     def _tick_numbers(self, now: float) -> None:
+        if self._metrics is not None and now >= self._metrics.next_at:
+            self._sample(self._metrics, now)  # it takes the reports, too
         if self._reports is not None and now >= self._reports.next_at:
             self._reports.tick(now)
-        if self._metrics is not None and now >= self._metrics.next_at:
-            self._sample(self._metrics, now)
         if self._stacks is not None and now >= self._stacks.next_at:
             self._stacks.tick(now)
 

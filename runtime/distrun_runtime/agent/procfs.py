@@ -1,8 +1,8 @@
 """Samples the tasks of this host, and the host itself, from /proc.
 
-At each sample only the files `stat`, `statm` and `io` of known processes are read. Which processes belong to a task is
-looked up each LOOK_S: then /proc is listed, and `stat` of those that are new there is read. So a host of a thousand
-processes costs little more than an empty one. Standard library only, Python 3.8.
+At each sample only the files `stat` and `statm` of known processes are read. Which processes belong to a task is looked
+up each LOOK_S: then /proc is listed, `stat` of those that are new there is read, and `io` of those that are known. So a
+host of a thousand processes costs little more than an empty one. Standard library only, Python 3.8.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Usage(NamedTuple):
     processes: int
     read: Optional[int] = None
     write: Optional[int] = None
+    """Told after each look only (LOOK_S): then their files are read."""
     limit: Optional[int] = None
     """Bytes of memory that it may have at most."""
 
@@ -88,18 +89,19 @@ class Tasks:
         """Return what tasks have used, by name. `leaders`: the first process of each that runs."""
         if self._leaders != leaders:
             self._admit(leaders)
-        if now >= self._look_at:
+        is_look = now >= self._look_at
+        if is_look:
             self._look_at = now + (CHANGING_S if self._look() else LOOK_S)
         for pid in list(self.members)[:SAMPLES]:
             member = self.members.pop(pid)
-            if self._read(member):
+            if self._read(member, is_look):
                 self.members[pid] = member  # behind the others
             else:
                 self._forget(member)
         by_task: Dict[str, List[_Member]] = {name: [] for name in leaders}
         for member in self.members.values():
             by_task[member.task].append(member)
-        return {name: self._usage(name, mine) for name, mine in by_task.items()}
+        return {name: self._usage(name, mine, is_look) for name, mine in by_task.items()}
 
     def _admit(self, leaders: Mapping[str, Identity]) -> None:
         """Take in tasks that have started, and forget those that have ended."""
@@ -168,15 +170,16 @@ class Tasks:
         known.update((each, owner) for each in path)
         return owner
 
-    def _read(self, member: _Member) -> bool:
+    def _read(self, member: _Member, with_disks: bool) -> bool:
         """Read a process's numbers; return whether it is there."""
         if not member.files and self._kept < KEPT:
             self._kept += 1
             member.files = [_open(f"{_PROC}/{member.pid}/{name}") for name in _FILES]
+        wanted = len(_FILES) if with_disks else _FILES.index("io")
         if member.files:
-            stat, statm, io = map(_again, member.files)
+            stat, statm, *io = map(_again, member.files[:wanted])
         else:
-            stat, statm, io = (_read(f"{_PROC}/{member.pid}/{name}") for name in _FILES)
+            stat, statm, *io = (_read(f"{_PROC}/{member.pid}/{name}") for name in _FILES[:wanted])
         row = sampling.stat(stat)
         if row is None or (row.start != member.start and member.start >= 0):
             return False
@@ -185,7 +188,8 @@ class Tasks:
         if pages is not None:
             # What children share with their parent is counted once.
             member.memory = pages[0] if member.is_leader else max(0, pages[0] - pages[1])
-        member.io = sampling.io(io) or member.io
+        if io:
+            member.io = sampling.io(io[0]) or member.io
         return True
 
     def _forget(self, member: _Member) -> None:
@@ -197,9 +201,9 @@ class Tasks:
                 os.close(descriptor)
         member.files = []
 
-    def _usage(self, name: str, mine: List[_Member]) -> Usage:
+    def _usage(self, name: str, mine: List[_Member], with_disks: bool) -> Usage:
         cpu, read, write = self._counters.setdefault(name, (Rising(), Rising(), Rising()))
-        disks = [each.io for each in mine if each.io is not None]
+        disks = [each.io for each in mine if each.io is not None] if with_disks else []
         if disks:
             read.note(sum(each[0] for each in disks))
             write.note(sum(each[1] for each in disks))
@@ -209,8 +213,8 @@ class Tasks:
             round(cpu.note(sum(each.cpu for each in mine) * self._ticks_s), 3),
             sum(each.memory for each in mine) * self._page if mine else None,
             len(mine),
-            int(read.value) if disks or read.value else None,
-            int(write.value) if disks or write.value else None,
+            int(read.value) if disks else None,
+            int(write.value) if disks else None,
             self._limits.get(name),
         )
 

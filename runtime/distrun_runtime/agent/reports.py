@@ -20,9 +20,8 @@ TURN = 32
 """Datagrams of a task that are taken in one turn of the loop."""
 FULL = 10
 """So many does Linux keep in a socket (net.unix.max_dgram_qlen), about; what comes then is dropped."""
-LONGEST_S = 0.5
-SHORTEST_S = 0.05
-"""How long they are left there."""
+SHORTEST_S, FIRST_S, LONGEST_S = 0.05, 0.5, 1.0
+"""How long they are left there: by how many come, FIRST_S before that is known."""
 PATH_BYTES = 100
 """A longer path does not fit into a socket's address everywhere."""
 NAMES = 32
@@ -54,7 +53,7 @@ class Reports:
         self._sockets: Dict[str, socket.socket] = {}
         self._is_watching = True
         """The selector says when something comes; else it is looked for at `next_at`."""
-        self._pause_s = LONGEST_S
+        self._pause_s = FIRST_S
 
     def open(self, task: str) -> str:
         """Listen to a task that is about to start, and return what it calls its socket by. Raises OSError."""
@@ -81,15 +80,12 @@ class Reports:
     def tick(self, now: float) -> None:
         """Take what has come meanwhile; if that is nothing, wait for the next one."""
         most = self.drain()
-        self._watch(not most)
-        if not most:
-            self.next_at = math.inf
-            return
         if most >= FULL:
             self._pause_s = max(SHORTEST_S, self._pause_s / 2)
         elif most < FULL // 2:
             self._pause_s = min(LONGEST_S, self._pause_s * 2)
-        self.next_at = now + self._pause_s
+        self._watch(not most)
+        self.next_at = now + self._pause_s if most else math.inf
 
     def fetch(self, now: float) -> None:
         """Take what has come, before the last values are used."""
@@ -137,7 +133,9 @@ class Reports:
         self._is_watching = wanted
 
     def _on_first(self) -> None:
-        self.tick(time.monotonic())
+        self._watch(False)
+        self.drain()
+        self.next_at = time.monotonic() + self._pause_s
 
     def _drain(self, task: str, listening: socket.socket) -> int:
         for count in range(TURN):

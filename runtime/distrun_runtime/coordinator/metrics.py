@@ -208,6 +208,7 @@ class TaskNumbers:
         "calls",
         "clock",
         "cpu",
+        "disk_clock",
         "gpu",
         "gpu_mem",
         "host",
@@ -244,6 +245,8 @@ class TaskNumbers:
         self.read: Optional[float] = None
         self.write: Optional[float] = None
         """Bytes a second."""
+        self.disk_clock: Optional[float] = None
+        """The agent's, when it last told of the disks."""
         self.rss = self.limit = self.processes = self.gpu = self.gpu_mem = self.output_at = self._none()
         self._cpu_s = self.read_bytes = self.written_bytes = self._none()
         self.calls = self._none()
@@ -263,8 +266,11 @@ class TaskNumbers:
         get = value.get
         cpu_s, read, written = number(get("cpu_s")), number(get("read")), number(get("write"))
         self.cpu, self._cpu_s = rate(self._cpu_s, cpu_s, passed_s), cpu_s
-        self.read, self.read_bytes = rate(self.read_bytes, read, passed_s), read
-        self.write, self.written_bytes = rate(self.written_bytes, written, passed_s), written
+        if read is not None or written is not None:  # agents tell them less often than the rest
+            disk_s = None if self.disk_clock is None else clock - self.disk_clock
+            self.disk_clock = clock
+            self.read, self.read_bytes = rate(self.read_bytes, read, disk_s), read
+            self.write, self.written_bytes = rate(self.written_bytes, written, disk_s), written
         self.rss, self.limit, self.processes = number(get("rss")), number(get("limit")), number(get("processes"))
         self.gpu, self.gpu_mem, self.output_at = number(get("gpu")), number(get("gpu_mem")), number(get("output_at"))
         if "report" in value:
