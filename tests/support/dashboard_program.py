@@ -37,6 +37,9 @@ class Folder:
     def tail(self, task: str, lines: int) -> list[str]:
         return list(snapshots.ERROR)
 
+    def last_events(self, size: int) -> list[dict[str, Any]]:
+        return []
+
     def log_path(self, task: str) -> Path:
         return self.path
 

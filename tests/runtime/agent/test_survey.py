@@ -85,6 +85,8 @@ def test_a_running_job_is_found_with_its_tasks(way: str, monkeypatch: pytest.Mon
         assert ("worker-0", "sh") in tasks
         assert {"agent", "guard"} <= {task for task, _ in tasks}
         for row in job["processes"]:
+            if row["command"].startswith("ps "):
+                continue  # without /proc the agent starts it now and then; it may have ended meanwhile
             assert process.is_alive(process.Identity(row["pid"], row["start"]))
             assert 0 <= row["age_s"] < 100
 
