@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from distrun.errors import UsageError
 from distrun.hosts import HostSpec, Inventory, fold
+from distrun_runtime.contract import facts
 from distrun_runtime.contract.plan import SCHEDULER, SERVER, WORKER
 
 CYCLE, PACK, SPREAD = POLICIES = ("cycle", "pack", "spread")
@@ -41,7 +42,7 @@ class Slot(NamedTuple):
     @property
     def name(self) -> str:
         """The task's name: role and rank; `scheduler`, of which there is one."""
-        return self.role if self.role == SCHEDULER else f"{self.role}-{self.rank}"
+        return facts.task_name(self.role, self.rank)
 
     @property
     def place(self) -> str:

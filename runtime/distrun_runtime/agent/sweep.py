@@ -260,8 +260,7 @@ def _names(records: Iterable[Record]) -> Dict[Identity, str]:
 
 
 def _task(env: Dict[str, str]) -> str:
-    role, rank = env.get("DISTRUN_ROLE", ""), env.get("DISTRUN_RANK", "")
-    return f"{role}-{rank}" if role and rank else ""
+    return facts.task_name(env.get("DISTRUN_ROLE", ""), env.get("DISTRUN_RANK", ""))
 
 
 def _above(processes: List[Process]) -> Tuple[Optional[Identity], Optional[Identity]]:

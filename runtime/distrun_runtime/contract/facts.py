@@ -1,4 +1,4 @@
-"""Exit codes, states, and the time limits that several parts of a job share. Each of these is defined here only.
+"""Exit codes, roles, states, and the time limits that several parts of a job share. Each of these is defined here only.
 
 The table of exit codes for users is in docs/overview.md, "Deaths and exit codes".
 """
@@ -45,6 +45,20 @@ def exit_code(code: Optional[int], signal: Optional[str]) -> int:
 def exit_code_of(status: int) -> int:
     """Return a wait status as a shell's exit code: 128 + number for a signal."""
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else SIGNAL_BASE + os.WTERMSIG(status)
+
+
+# Roles of tasks.
+
+SCHEDULER = "scheduler"
+SERVER = "server"
+WORKER = "worker"
+
+
+def task_name(role: str, rank: object) -> str:
+    """Return what a task is called: `worker-1`, or `scheduler`, of which there is one; empty without role or rank."""
+    if not role or rank == "":
+        return ""
+    return role if role == SCHEDULER else f"{role}-{rank}"
 
 
 # Why a job ended.

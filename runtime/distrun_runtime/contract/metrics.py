@@ -16,7 +16,7 @@ import os
 import socket
 from typing import Any, Dict, Mapping, Optional
 
-from distrun_runtime.contract import environ
+from distrun_runtime.contract import environ, facts
 
 VERSION = 1
 SOCKET = "metrics.s"
@@ -25,6 +25,8 @@ LIMIT = 4096
 """Bytes of a datagram."""
 VALUES = 16
 """A task reports so many values, at most."""
+LAG_ROUNDS = 20
+"""A server's `lags` are of so many sampled rounds, the last ones."""
 STACKS_FILE = "stacks-%d.txt"
 """Name of the file in the agent's folder to which a process writes its stacks; with its process id."""
 BY_SIGURG = "sigurg"
@@ -96,8 +98,5 @@ class Sender:
 
 
 def own_name() -> str:
-    """Return this task's name, such as `worker-1`, or `scheduler`, of which there is one; empty outside a job."""
-    role, rank = environ.text("DISTRUN_ROLE"), environ.text("DISTRUN_RANK")
-    if role == "scheduler":
-        return role
-    return f"{role}-{rank}" if role and rank else ""
+    """Return this task's name; empty outside a job."""
+    return facts.task_name(environ.text("DISTRUN_ROLE"), environ.text("DISTRUN_RANK"))

@@ -20,9 +20,7 @@ from distrun_runtime.errors import ContractError
 
 VERSION = 3
 
-SCHEDULER = "scheduler"
-SERVER = "server"
-WORKER = "worker"
+SCHEDULER, SERVER, WORKER = facts.SCHEDULER, facts.SERVER, facts.WORKER
 ROLES = (SCHEDULER, SERVER, WORKER)
 SERVER_MODULES = ("numpy", "zmq")
 """What the bundled servers and scheduler import, beyond the runtime that goes along."""

@@ -10,7 +10,7 @@ import re
 from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
 from distrun_runtime.contract import facts
-from distrun_runtime.contract.plan import Plan
+from distrun_runtime.contract.plan import SCHEDULER, Plan
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SERIES = 50
@@ -139,7 +139,7 @@ def page(plan: Plan, snapshot: Mapping[str, Any]) -> str:
             metric = _Metric("", f"task_{condition}", f"Whether the task is {condition}, 0 or 1.")
             count += found.add(metric, int(numbers["condition"] == condition), labels)
         count += found.all(_SERVER, store["servers"].get(task.name, {}), labels)
-        if store["scheduler"] is not None and task.role == "scheduler":
+        if store["scheduler"] is not None and task.role == SCHEDULER:
             count += found.all(_SCHEDULER, store["scheduler"], labels)
         report = numbers.get("report")
         if report is not None:

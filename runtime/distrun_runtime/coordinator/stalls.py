@@ -4,8 +4,8 @@ waiting     It said that it waits in the store: for whom, for which key, since w
 stalled     For so long as the user says it has written nothing, reported nothing, called nothing in the store, neither
             read nor written a file, and used less than STALLED_CPU of a core (mean of CPU_S: the system counts in
             ticks of 10 ms, and one tick in a second is already so much). Never while it waits.
-straggler   By a server's clock it came last in LAST_ROUNDS of the last 20 sampled rounds, with a median lag of more
-            than LAG_SHARE of the median round and more than LAG_S.
+straggler   By a server's clock it came last in LAST_ROUNDS of the last LAG_ROUNDS sampled rounds, with a median lag of
+            more than LAG_SHARE of the median round and more than LAG_S.
 
 A task has one of them at a time, in this order. They end nothing. A condition is told when it has lasted: waiting is
 common, and every change of a thousand workers would fill the disk.
@@ -18,6 +18,7 @@ from typing import Deque, Dict, List, NamedTuple, Optional, Tuple
 
 from distrun_runtime.contract import facts, words
 from distrun_runtime.contract.duration import duration
+from distrun_runtime.contract.metrics import LAG_ROUNDS
 from distrun_runtime.contract.plan import WORKER
 from distrun_runtime.coordinator.metrics import TaskNumbers, Wait
 
@@ -26,7 +27,6 @@ STALLED_CPU = 0.01
 CPU_S = 10.0
 """What a process uses is the mean of so many seconds."""
 LAST_ROUNDS = 10
-ROUNDS = 20
 LAG_SHARE = 0.2
 LAG_S = 0.05
 TOLD_WAIT_S = 10.0
@@ -192,7 +192,7 @@ def _behind(lag: Tuple[float, float, float, float]) -> str:
     if last < LAST_ROUNDS or median_s <= LAG_SHARE * round_s or median_s <= LAG_S:
         return ""
     share = f", {median_s / round_s:.0%} of a round" if round_s else ""
-    return f"last in {last:.0f} of {ROUNDS} rounds, {duration(median_s)} late{share}"
+    return f"last in {last:.0f} of {LAG_ROUNDS} rounds, {duration(median_s)} late{share}"
 
 
 def _waits(wait: Wait, stamp: float) -> str:

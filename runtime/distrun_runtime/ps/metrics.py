@@ -31,8 +31,6 @@ AGAIN_S = 5.0
 NAMES = 16
 """So many of those that are waited for are named."""
 
-SAMPLES = 20
-"""Rounds that are remembered."""
 APART_S = 0.05
 """From the end of one sampled round to the beginning of the next. A worker that is less late is not worth a name."""
 RANKS = 40
@@ -76,7 +74,7 @@ class Lags:
         self._newest = 0
         """The last round that anybody has contributed to."""
         self._open: _Sample | None = None
-        self._rounds: deque[_Round] = deque(maxlen=SAMPLES)
+        self._rounds: deque[_Round] = deque(maxlen=metrics.LAG_ROUNDS)
 
     def contributed(self, ranks: Sequence[int], number: int, members: int, now: float) -> None:
         """Take note of a contribution to round `number`, which is over with those of so many `members`."""

@@ -127,6 +127,12 @@ def test_a_job_without_a_record_is_found_by_its_marks(way: str, monkeypatch: pyt
         assert [(row["task"], row["command"]) for row in here["processes"]] == [("server-2", "sleep 600")]
 
 
+def test_the_scheduler_is_called_by_its_marks_as_the_plan_calls_it() -> None:
+    job = "m" + uuid.uuid4().hex[:8]
+    with bystander("sleep", "600", DISTRUN_JOB_ID=job, DISTRUN_HOST="d7", DISTRUN_ROLE="scheduler", DISTRUN_RANK="0"):
+        assert [row["task"] for row in found(job)["processes"]] == ["scheduler"]
+
+
 def test_a_job_whose_record_was_tidied_away_still_has_its_agent() -> None:
     with agent(shell("echo ready; sleep 600")) as driver:
         running(driver)
