@@ -17,7 +17,7 @@ import click
 from distrun import units
 from distrun.cli import engines
 from distrun.cli.common import agree, fetched, seconds
-from distrun.cli.console import print_err, print_out, render
+from distrun.cli.console import print_err, print_out, render, width
 from distrun.cli.options import LauncherOption, site_options
 from distrun.cli.reach import host_options, hosts_of, tell_warnings
 from distrun.errors import UsageError
@@ -415,19 +415,10 @@ def _tell_problems(problems: Mapping[str, Problem]) -> None:
 
 def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print columns as wide as they need, the last one cut if there is no room; nothing without rows."""
-    from rich.markup import escape
-    from rich.table import Table
+    if rows:
+        from distrun.cli.statustables import table
 
-    if not rows:
-        return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for index, heading in enumerate(headings):
-        is_last = index == len(headings) - 1
-        width = None if is_last else max(len(row[index]) for row in (headings, *rows))
-        table.add_column(heading, no_wrap=True, overflow="ellipsis", min_width=width)
-    for row in rows:
-        table.add_row(*map(escape, row))
-    print_out(render(table))
+        print_out(render(table(headings, rows, width(), (), has_state=False)))
 
 
 def _print_json(**members: Any) -> None:
