@@ -117,6 +117,9 @@ class Source:
         if connection is not None:
             connection.end()
         self._thread.join(END_S)
+        if not self._thread.is_alive():
+            os.close(self.wakeup)
+            os.close(self._waking)
 
     # ------------------------------------------------------------------ the thread
 
