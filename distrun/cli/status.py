@@ -16,7 +16,7 @@ import click
 from distrun.cli.common import found_job
 from distrun.cli.console import print_err, print_out, render, width
 from distrun.cli.reach import host_options, hosts_of, tell_warnings
-from distrun.cli.statustables import duration, hosts_table, jobs_table, tasks_table
+from distrun.cli.statustables import hosts_table, jobs_table, tasks_table
 from distrun.dashboard.text import clean_lines
 from distrun.errors import UsageError
 from distrun_runtime.contract import facts
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from distrun.jobviews import JobView
     from distrun_runtime.coordinator.jobfolder import JobFolder
     from distrun_runtime.coordinator.jobstore import JobStore
-
-__all__ = ["duration", "jobs_table", "status", "tasks_table"]
 
 SCHEMA = "distrun.status/1"
 SHOWN = 20

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from distrun.cli.console import render
-from distrun.cli.status import duration, jobs_table, tasks_table
+from distrun.cli.statustables import duration, jobs_table, tasks_table
 
 START = "2026-01-31T12:00:00.000Z"
 NOW = 1769860800.0 + 3725  # one hour, two minutes and five seconds after START
