@@ -15,7 +15,7 @@ from distrun import report, shell, units
 from distrun.cli import statustables as tables
 from distrun.cli.console import render
 from distrun.dashboard import events as happenings
-from distrun.dashboard import read
+from distrun.dashboard import model, read
 from distrun.dashboard.text import clean, clean_lines
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator import stored
@@ -87,14 +87,11 @@ def _folded(hosts: Sequence[str]) -> str:
 
 
 def _is_even(view: JobView) -> bool:
-    """Whether the slowest rank is behind by at most the step in which all are: then none is slow."""
-    slowest = str((view.progress or {}).get("slowest"))
+    """Whether no rank is to be called the slowest."""
     tasks = read.members((view.metrics or {}).get("tasks"))
-    told = {
-        name: read.number(read.members(read.members(each).get("report")).get("step")) for name, each in tasks.items()
-    }
-    steps = {name: step for name, step in told.items() if step is not None}
-    return slowest in steps and max(steps.values()) - steps[slowest] <= 1
+    reports = {name: read.members(read.members(each).get("report")) for name, each in tasks.items()}
+    slowest = str((view.progress or {}).get("slowest"))
+    return not model.is_behind(slowest, {name: read.number(each.get("step")) for name, each in reports.items()})
 
 
 def progress(found: Mapping[str, Any] | None, *, is_even: bool = False) -> str:

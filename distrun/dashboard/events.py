@@ -36,15 +36,22 @@ def describe(event: Mapping[str, object]) -> Event | None:
 
 def told(found: Iterable[Mapping[str, object]]) -> Iterator[Mapping[str, object]]:
     """Return events without those that only seem bad: a connection's end after its agent said goodbye."""
-    left: set[str] = set()
+    left: frozenset[str] = frozenset()
     for event in found:
-        kind, host = event.get("event"), read.text(event.get("host"))
-        if kind == "bye":
-            left.add(host)
-        elif kind == "ready":
-            left.discard(host)
-        if kind != "lost" or host not in left:
+        left = gone(left, event)
+        if not is_end_of(left, event):
             yield event
+
+
+def gone(left: frozenset[str], event: Mapping[str, object]) -> frozenset[str]:
+    """Return the hosts whose agents have said goodbye, given those that had before an event."""
+    kind, host = event.get("event"), read.text(event.get("host"))
+    return left | {host} if kind == "bye" else left - {host} if kind == "ready" else left
+
+
+def is_end_of(left: frozenset[str], event: Mapping[str, object]) -> bool:
+    """Return whether an event only is the end of a connection after a goodbye, as at a job's end."""
+    return event.get("event") == "lost" and read.text(event.get("host")) in left
 
 
 Described = tuple[str, str] | None

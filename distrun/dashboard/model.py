@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from distrun.dashboard import events, read
 from distrun.dashboard.events import Event
 from distrun_runtime.contract import facts
+from distrun_runtime.coordinator.outcome import last_state
 
 LOST_WITH_HOST = "lost with its host"
 LONG_WAIT_S = 30.0
@@ -218,6 +219,15 @@ class Job:
         return max(0.0, (self.finished or self.heard or now) - self.created)
 
 
+def is_behind(name: str, steps: Mapping[str, float | None]) -> bool:
+    """Return whether a task is behind by more than the step in which all are: of ranks in step none is slow.
+
+    `steps`: what tasks have reported. A task that has not is behind.
+    """
+    known = {task: step for task, step in steps.items() if step is not None}
+    return name not in known or max(known.values()) - known[name] > 1
+
+
 def exit_code(state: str) -> int:
     """Return what `distrun status JOB` ends with: 0 if the job runs or succeeded."""
     return 0 if state in (*facts.LIVE, facts.SUCCEEDED) else 1
@@ -312,9 +322,7 @@ class Model:
         )
 
     def _take_outcome(self, outcome: Mapping[str, object], now: float) -> None:
-        code, reason = read.whole(outcome.get("exit_code")), read.text(outcome.get("reason"))
-        was_ended = reason in (facts.INTERRUPTED, facts.TERMINATED)
-        state = facts.SUCCEEDED if reason == facts.SUCCEEDED else facts.KILLED if was_ended else facts.FAILED
+        code, state = read.whole(outcome.get("exit_code")), last_state(read.text(outcome.get("reason")))
         self.culprit = read.text(read.members(outcome.get("culprit")).get("task"))
         known = {**self._state, "state": state, "exit_code": code, "message": outcome.get("message")}
         if read.objects(outcome.get("tasks")):
@@ -337,12 +345,9 @@ class Model:
 
     def _take_event(self, event: Mapping[str, object]) -> None:
         kind, host = event.get("event"), read.text(event.get("host"))
-        if kind == "bye":
-            self._left |= {host}
-        elif kind == "ready":
-            self._left -= {host}
-        if kind == "lost" and host in self._left:
-            return  # its agent had ended by itself, as it does at a job's end
+        self._left = events.gone(self._left, event)
+        if events.is_end_of(self._left, event):
+            return
         shown = events.describe(event)
         if shown is not None:
             self.events = (*self.events[-EVENTS + 1 :], shown)

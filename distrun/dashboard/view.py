@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from distrun import units
 from distrun.dashboard import panels, rows, text, user
 from distrun.dashboard.events import Event
-from distrun.dashboard.model import Model
+from distrun.dashboard.model import Model, is_behind
 from distrun.dashboard.rows import Row
 from distrun.dashboard.tasks import STYLES, Scene, Table
 from distrun.dashboard.text import Glyphs, Line, Span
@@ -231,21 +231,15 @@ def _progress(model: Model, options: Options) -> Line:
         spans.append((f"  ETA {units.elapsed(found.eta_s)}", text.BOLD))
     if found.loss is not None:
         spans.append((f"  loss {units.value(found.loss)}", text.PLAIN))
-    slowest = model.tasks.get(found.slowest)
+    slowest, steps = model.tasks.get(found.slowest), {name: task.step for name, task in model.tasks.items()}
     if slowest is not None and slowest.word == facts.STALLED:
         spans.append((f"  no ETA: {found.slowest} is stalled", text.YELLOW))
-    elif found.slowest and not model.job.is_over and _is_behind(model, found.slowest):
+    elif found.slowest and not model.job.is_over and is_behind(found.slowest, steps):
         spans.append((f"  slowest {found.slowest}", text.DIM))
     chart = "  " + text.spark(model.history.get("loss", ()), LOSS_CHART, options.glyphs)
     if found.loss is not None and text.line_width(tuple(spans)) + text.width(chart) <= options.columns:
         spans.append((chart, text.CYAN))
     return tuple(spans)
-
-
-def _is_behind(model: Model, name: str) -> bool:
-    """Return whether a task is behind by more than the step in which all are: of ranks in step none is slow."""
-    steps = {task.name: task.step for task in model.tasks.values() if task.step is not None}
-    return name not in steps or max(steps.values()) - steps[name] > 1
 
 
 # ---------------------------------------------------------------------- panels

@@ -110,9 +110,14 @@ class Outcome:
     @property
     def job_state(self) -> str:
         """The job's last state: succeeded, failed or killed."""
-        if self.reason == facts.SUCCEEDED:
-            return facts.SUCCEEDED
-        return facts.KILLED if self.reason in (facts.INTERRUPTED, facts.TERMINATED) else facts.FAILED
+        return last_state(self.reason)
+
+
+def last_state(reason: str) -> str:
+    """Return the last state of a job that ended for a reason (`facts.REASONS`): succeeded, failed or killed."""
+    if reason == facts.SUCCEEDED:
+        return facts.SUCCEEDED
+    return facts.KILLED if reason in (facts.INTERRUPTED, facts.TERMINATED) else facts.FAILED
 
 
 def from_json(value: Mapping[str, Any]) -> Outcome:
