@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import math
+from collections.abc import Iterable
 from typing import Union
 
 Number = Union[float, str]
@@ -103,6 +104,12 @@ def elapsed(seconds: float | None) -> str:
 def steps(step: int | None, total: int | None) -> str:
     """Return how far something is: `1200/5000`, `1200`."""
     return "" if step is None else str(step) if not total else f"{step}/{total}"
+
+
+def counted(whole: int, parts: Iterable[tuple[int, str]]) -> str:
+    """Return how many things there are, and how many of which kind: `5 (4 running, 1 failed)`."""
+    extra = ", ".join(f"{number} {word}" for number, word in parts if number)
+    return f"{whole} ({extra})" if extra else str(whole)
 
 
 def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:

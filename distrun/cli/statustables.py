@@ -228,8 +228,7 @@ def _count(tasks: Sequence[Mapping[str, Any]], view: JobView | None) -> str:
     if isinstance(measured, Mapping):
         conditions = [each.get("condition") for each in measured.values() if isinstance(each, Mapping)]
         counts += [(conditions.count(word), word) for word in (facts.STALLED, facts.STRAGGLER)]
-    extra = [f"{number} {word}" for number, word in counts if number]
-    return f"{len(tasks)} ({', '.join(extra)})" if extra else str(len(tasks))
+    return units.counted(len(tasks), counts)
 
 
 def filled(

@@ -99,7 +99,6 @@ def _cells(state: Mapping[str, object], now: float) -> tuple[str, ...]:
         until = read.moment(state.get("heard")) or read.moment(state.get("updated"))
     tasks = read.objects(state.get("tasks"))
     counts = [(sum(task.get("state") == each for task in tasks), each) for each in ("running", "failed", "lost")]
-    extra = ", ".join(f"{count} {each}" for count, each in counts if count)
     code = read.whole(state.get("exit_code"))
     command = shlex.join(read.texts(state.get("command")))
     return (
@@ -107,7 +106,7 @@ def _cells(state: Mapping[str, object], now: float) -> tuple[str, ...]:
         word,
         "" if code is None else str(code),
         text.clean(read.text(state.get("name"))),
-        f"{len(tasks)} ({extra})" if extra else str(len(tasks) or ""),
+        units.counted(len(tasks), counts) if tasks else "",
         "" if created is None else units.elapsed((now if until is None else until) - created),
         str(len(read.texts(state.get("hosts"))) or ""),
         text.clean(command or read.text(state.get("message"))),

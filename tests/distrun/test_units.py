@@ -63,3 +63,8 @@ def test_a_part_is_shown_in_the_unit_of_its_whole() -> None:
 
 def test_steps_with_and_without_a_total() -> None:
     assert (units.steps(12, 50), units.steps(12, None), units.steps(None, 50)) == ("12/50", "12", "")
+
+
+def test_things_are_counted_by_their_kinds_and_kinds_without_any_are_left_out() -> None:
+    assert units.counted(5, [(4, "running"), (0, "lost"), (1, "failed")]) == "5 (4 running, 1 failed)"
+    assert units.counted(3, [(0, "running")]) == "3"
