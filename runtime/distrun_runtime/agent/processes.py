@@ -276,9 +276,8 @@ def start(task: Task, env: Dict[bytes, bytes], spool_folder: str, attempt: int =
             ours.append(reading)
             theirs.append(writing)
             os.set_blocking(reading, False)
-        info = os.fstat(theirs[2])
         env[b"DISTRUN_PUBLISH_FD"] = b"%d" % theirs[2]
-        env[b"DISTRUN_PUBLISH_PIPE"] = b"%d:%d" % (info.st_dev, info.st_ino)
+        env[b"DISTRUN_PUBLISH_PIPE"] = process.pipe_identity(theirs[2]).encode()
         child = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,

@@ -98,6 +98,12 @@ def identity(pid: int) -> Identity:
     raise ProcessLookupError("no process has the id %d" % pid)
 
 
+def pipe_identity(descriptor: int) -> str:
+    """Return what tells a pipe from any other file, for DISTRUN_PUBLISH_PIPE. Raises OSError."""
+    info = os.fstat(descriptor)
+    return f"{info.st_dev}:{info.st_ino}"
+
+
 def is_alive(who: Identity) -> bool:
     """Return whether that very process still runs. One that waits to be reaped is dead."""
     found = _look(who)

@@ -12,7 +12,7 @@ import select
 import stat
 from collections.abc import Mapping
 
-from distrun_runtime.contract import environ
+from distrun_runtime.contract import environ, process
 
 
 def publish(facts: Mapping[str, str]) -> None:
@@ -35,16 +35,10 @@ def publish(facts: Mapping[str, str]) -> None:
         return
 
 
-def identity(descriptor: int) -> str:
-    """Return what DISTRUN_PUBLISH_PIPE has of a pipe. Raises OSError."""
-    info = os.fstat(descriptor)
-    return f"{info.st_dev}:{info.st_ino}"
-
-
 def _is_agents(descriptor: int) -> bool:
     """Return whether a descriptor is the agent's pipe, as far as the environment tells."""
     named = environ.text("DISTRUN_PUBLISH_PIPE")
     try:
-        return identity(descriptor) == named if named else stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+        return process.pipe_identity(descriptor) == named if named else stat.S_ISFIFO(os.fstat(descriptor).st_mode)
     except OSError:
         return False

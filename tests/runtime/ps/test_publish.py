@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from distrun_runtime.ps.publish import identity, publish
+from distrun_runtime.contract.process import pipe_identity
+from distrun_runtime.ps.publish import publish
 
 
 @pytest.mark.parametrize("reason", ["short", "é" * 5000, "語" * 5000, "\U0001f600" * 5000, "\ud83d" * 5000])
@@ -39,7 +40,7 @@ def test_a_grandchild_without_the_descriptor_writes_into_no_other_file(
     other_reading, other = os.pipe()
     try:
         monkeypatch.setenv("DISTRUN_PUBLISH_FD", str(writing))
-        monkeypatch.setenv("DISTRUN_PUBLISH_PIPE", identity(writing))
+        monkeypatch.setenv("DISTRUN_PUBLISH_PIPE", pipe_identity(writing))
         script = (
             "import os, sys\nfrom distrun_runtime.ps.publish import publish\n"
             "fd = int(os.environ['DISTRUN_PUBLISH_FD'])\n"
