@@ -32,7 +32,7 @@ from distrun_runtime.ops.optimizers import RuleSpec
 from distrun_runtime.protocol.message import Kind, Message
 from distrun_runtime.ps import role
 from distrun_runtime.ps.replies import answer, refusal
-from distrun_runtime.ps.roster import NAMED, Answers, Member, Queries, Roster, Then, listed
+from distrun_runtime.ps.roster import NAMED, Answers, Member, Queries, Roster, Then, listed, tasks_of
 from distrun_runtime.ps.routing import cut, place
 
 # One worker's call
@@ -686,7 +686,7 @@ class CollectiveCalls:
         assert gathering.notice is not None
         missing = sorted(set(range(self._workers)) - set(gathering.calls) - store.left)
         parts = list(gathering.calls.values())
-        tasks = ["worker-%d" % rank for rank in missing]
+        tasks = tasks_of(missing)
         names = listed(tasks)
         text = "waiting for %s to call %s" % (names, verb(parts[0].message))
         body = {"text": text, "seconds": now - gathering.notice.since, "for": tasks[:NAMED]}

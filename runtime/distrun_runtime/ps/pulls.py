@@ -23,7 +23,7 @@ from distrun_runtime.protocol.handshake import NodeIdentity
 from distrun_runtime.protocol.message import Flag, Kind, Message, payloads_of
 from distrun_runtime.ps import checks, role, work
 from distrun_runtime.ps.replies import refusal
-from distrun_runtime.ps.roster import NAMED, listed
+from distrun_runtime.ps.roster import NAMED, listed, tasks_of
 from distrun_runtime.ps.shards import Failure, Store
 
 _FEW = 4
@@ -396,8 +396,3 @@ def _refuse(link: str, message: Message, reason: str, error: str = "KVError", tr
 def names_of(ranks: Iterable[int]) -> str:
     """Return the names of workers, of many the first few: `worker-0, worker-2`."""
     return listed(tasks_of(ranks))
-
-
-def tasks_of(ranks: Iterable[int]) -> list[str]:
-    """Return the names of workers."""
-    return ["worker-%d" % rank for rank in ranks]

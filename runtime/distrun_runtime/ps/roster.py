@@ -201,6 +201,11 @@ def _names(members: Sequence[Member]) -> str:
     return listed(["%s@%s" % (member.who.name, member.who.host) for member in members])
 
 
+def tasks_of(ranks: Iterable[int]) -> list[str]:
+    """Return the names of workers."""
+    return ["worker-%d" % rank for rank in ranks]
+
+
 def listed(names: Sequence[str]) -> str:
     """Return names with commas between them, and no more of them than a line should have."""
     return words.listed(names, NAMED)
