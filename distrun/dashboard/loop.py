@@ -31,7 +31,6 @@ OUTPUT_SIZE = 128 * 1024
 """Bytes of a task's output that are kept, if its log is on another machine."""
 OUTPUT_LINES = 200
 """Lines of the job's output that are asked for there."""
-BEHIND_S = 0.05
 
 
 class Logs(Protocol):
