@@ -44,7 +44,7 @@ def text(view: JobView, now: float, columns: int) -> str:
         table = tables.tasks_table(state, now, columns, view.metrics)
         table.title = None
         parts.append(render(table) + "".join(_labelled(*pair, columns) for pair in _conditions(view)))
-    parts += [_hosts(view, columns), _store(view, columns), _events(view.events, columns), clean_lines(error(view))]
+    parts += [_hosts(view, columns), _store(view, columns), _events(view, columns), clean_lines(error(view))]
     return "\n".join(part for part in parts if part)
 
 
@@ -130,7 +130,8 @@ def _conditions(view: JobView) -> list[tuple[str, str]]:
     for name, each in measured.items():
         task = read.members(each)
         if task.get("condition") and view.is_going:
-            found.append((name, f"{task['condition']}: {task.get('why') or 'no reason known'}"))
+            where = f"; to see where: distrun stack {view.id} {name}" if task["condition"] == facts.STALLED else ""
+            found.append((name, f"{task['condition']}: {task.get('why') or 'no reason known'}{where}"))
     return found
 
 
@@ -201,20 +202,21 @@ def _store(view: JobView, columns: int) -> str:
 # ---------------------------------------------------------------------- events
 
 
-def _events(events: Sequence[Mapping[str, Any]], columns: int) -> str:
-    lines = [line for event in happenings.told(events) if (line := _event(event))]
+def _events(view: JobView, columns: int) -> str:
+    """Return the last events, without those that the rest of the page tells."""
+    reader, lines = happenings.EventReader(), []
+    told = {name for name, words in _conditions(view) if words.startswith(f"{facts.STALLED}:")}
+    for event in view.events:
+        found = reader.take(event)
+        is_told = event["event"] in QUIET or event.get("state") == facts.RUNNING
+        if found is not None and not is_told and found.stalled not in told:
+            lines.append(f"{time.strftime('%H:%M:%S', time.localtime(found.time))}  {found.words}")
     return "".join(_cut(line, max(NARROW, columns)) + "\n" for line in lines[-EVENTS:])
 
 
 def _cut(line: str, columns: int) -> str:
     line = line.splitlines()[0] if line else ""
     return line if len(line) <= columns else line[: columns - 4] + " ..."
-
-
-def _event(event: Mapping[str, Any]) -> str:
-    """Return what happened in a line; empty if the rest of the page says it, or it is not worth one."""
-    found = None if event["event"] in QUIET or event.get("state") == facts.RUNNING else happenings.describe(event)
-    return "" if found is None else f"{time.strftime('%H:%M:%S', time.localtime(found.time))}  {found.words}"
 
 
 # ---------------------------------------------------------------------- the first error

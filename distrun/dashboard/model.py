@@ -260,8 +260,7 @@ class Model:
         """When the last metrics came."""
         self._state: Mapping[str, object] = {}
         self._metrics: Mapping[str, object] = {}
-        self._left: frozenset[str] = frozenset()
-        """Hosts whose agent said goodbye."""
+        self._reader = events.EventReader()
         self._lost: frozenset[str] = frozenset()
         self._silent: frozenset[str] = frozenset()
         self._waits: Mapping[str, float] = {}
@@ -345,10 +344,9 @@ class Model:
 
     def _take_event(self, event: Mapping[str, object]) -> None:
         kind, host = event.get("event"), read.text(event.get("host"))
-        self._left = events.gone(self._left, event)
-        if events.is_end_of(self._left, event):
+        shown = self._reader.take(event)
+        if self._reader.is_end_of_connection(event):
             return
-        shown = events.describe(event)
         if shown is not None:
             self.events = (*self.events[-EVENTS + 1 :], shown)
         if kind == "lost":
