@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import select
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -217,7 +219,7 @@ class Dashboard:
         elif isinstance(action, user.StopJob):
             if self.model.job.is_over:
                 self._user.say("the job is over already")
-            elif not self._source.send("stop"):
+            elif not self._source.send("stop", by=f"{_who()} from the dashboard"):
                 self._user.say(f"there is no coordinator to ask; type: distrun kill {self.model.job.id}")
         elif isinstance(action, user.ShowStack):
             self._stack = (f"asking for the stack of {action.task} ...",)
@@ -297,6 +299,15 @@ class Dashboard:
             return self._logs.tail(task, lines)
         found = self._output.get(task, b"").decode("utf-8", "replace").splitlines()
         return [line.rstrip("\r").rpartition("\r")[2] for line in found[-lines:]]
+
+
+def _who() -> str:
+    """Return this user and this machine, for a message to others."""
+    try:
+        user_name = getpass.getuser()
+    except (KeyError, OSError):
+        user_name = f"user {os.getuid()}"  # a user without a name, as in some containers
+    return f"{user_name}@{socket.gethostname()}"
 
 
 class FolderOfLogs(Protocol):
