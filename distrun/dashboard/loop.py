@@ -141,11 +141,8 @@ class Dashboard:
             pressed = self._decoder.feed(data)
         elif self._decoder.is_waiting and not ready:
             pressed = self._decoder.expire()
-        if pressed:
-            for action in self._user.press(pressed, self._shown):
-                self._do(action)
-            return True
-        return is_urgent
+        self._press(pressed)
+        return bool(pressed) or is_urgent
 
     def _take_signals(self) -> bool:
         is_urgent = False
@@ -210,6 +207,18 @@ class Dashboard:
             self._stack = tuple(line for line in (message, hint) if line)
 
     # ------------------------------------------------------------------ what the user wants
+
+    def _press(self, pressed: Sequence[str]) -> None:
+        """Take the keys of one read."""
+        mode = self._user.look.mode
+        for number, key in enumerate(pressed):
+            if self._user.look.mode != mode:  # the key is for what that shows
+                mode = self._user.look.mode
+                self._draw(time.monotonic())
+            for action in self._user.press(key, self._shown, is_next=number > 0):
+                self._do(action)
+            if self._ended is not None:
+                return
 
     def _do(self, action: user.Action) -> None:
         if isinstance(action, user.Leave):
