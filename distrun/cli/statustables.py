@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from distrun import shell, units
 from distrun.cli.console import WIDE
-from distrun.dashboard import read
+from distrun.dashboard import progress, read
 from distrun.dashboard.text import clean_lines
 from distrun_runtime.contract import facts
 from distrun_runtime.coordinator import stored
@@ -65,7 +65,7 @@ def _jobs(
         (
             str(state["id"]),
             _job_state(state, known.get(str(state["id"]))),
-            progress(known.get(str(state["id"]))),
+            _progress(known.get(str(state["id"]))),
             _code(state["exit_code"], None),
             "" if _is_damaged(state) else _count(state["tasks"], known.get(str(state["id"])), is_short=is_short),
             "" if _is_damaged(state) else duration(state["created"], state["finished"] or until(state), now),
@@ -84,15 +84,9 @@ def _job_state(state: Mapping[str, Any], view: JobView | None) -> str:
     return f"{state['state']}, seen {units.age(view.seen_s)} ago"
 
 
-def progress(view: JobView | None) -> str:
-    """Return how far a job is: `24 %, 12 min left`; empty if its script does not report it."""
-    found = view.progress if view is not None else None
-    if found is None or (view is not None and not view.is_going):
-        return ""
-    fraction, eta_s, step = (number(found, name) for name in ("fraction", "eta_s", "step"))
-    if fraction is None:
-        return "" if step is None else f"step {step:.0f}"
-    return units.percent(fraction) + ("" if eta_s is None else f", {units.age(eta_s)} left")
+def _progress(view: JobView | None) -> str:
+    found = progress.of(view.metrics or {}) if view is not None and view.is_going else None
+    return "" if found is None else progress.short(found)
 
 
 def tasks_table(

@@ -34,7 +34,7 @@ def text(folder: JobFolder, **more: Any) -> str:
 def test_a_running_job_is_shown_with_what_is_measured(folder: JobFolder) -> None:
     shown = text(folder, metrics=METRICS)
     assert shown.splitlines()[0] == "calm-1  running  python train.py"
-    said = "step 1200/5000 (24 %), 5.25 steps/s, about 12 min left, loss nan, accuracy 0.91, slowest: worker-1"
+    said = "step 1200/5000 (24 %), 5.25 steps/s, ETA 0:12:00, loss nan, accuracy 0.91, slowest worker-1"
     assert f"progress     {said}\n" in shown
     assert re.search(
         r"^worker-0 +stalled +7 +0:01:05 +150 % +3.0 GiB +87 % +1.0 GiB +2 s ago +d1$", shown, re.MULTILINE

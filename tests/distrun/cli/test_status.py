@@ -114,6 +114,6 @@ def test_problems_of_tasks_are_seen_on_a_terminal_of_80_columns() -> None:
     )
     lines = render(jobs_table([known.state], NOW, 80, {known.id: known})).splitlines()
     assert lines[0].split() == ["JOB", "STATE", "PROGRESS", "TASKS", "TIME", "COMMAND"]
-    assert lines[1].startswith("calm-otter-7f3  running  24 %, 12 min left  4 (1 stalled)  1:02:05  python")
+    assert lines[1].startswith("calm-otter-7f3  running  24 %, ETA 0:12:05  4 (1 stalled)  1:02:05  python")
     whole = render(jobs_table([known.state], NOW, 140, {known.id: known})).splitlines()
     assert "4 (4 running, 1 stalled)" in whole[1]
