@@ -374,6 +374,10 @@ class Agent:
     def _on_ready(self, share: Share) -> None:
         self._share = share
         self._ready = {"address": share.address, "ports": share.ports(), "python": dict(share.python)}
+        if share.devices is not None:
+            from distrun_runtime.agent import gpus
+
+            self._ready["gpus"] = gpus.report(share)
         self._say("ready", **self._ready)
         self._channel.flush()  # the coordinator need not wait for what follows
         self._measuring.listen(share)
