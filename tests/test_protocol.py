@@ -58,7 +58,7 @@ PLAN = Plan(
     backend="local",
     command=("python", "train.py"),
     cwd="/srv/code",
-    hosts=(Host("d1", "127.0.0.1", ("master",), {"user": "ann"}, "eth1", "ssh -l ann d1"),),
+    hosts=(Host("d1", "127.0.0.1", ("master",), {"user": "ann"}, "eth1", "ssh -l ann d1", "0,2", "hosts:1"),),
     tasks=(
         Task(
             "worker-0",
@@ -72,8 +72,10 @@ PLAN = Plan(
             ("API_KEY",),
             ("numpy",),
             "7",
+            (0, 1),
         ),
     ),
+    gpus_per_worker=1,
     unset=("DMLC_ROLE", "SLURM_*"),
     runtime=Runtime(digest="9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"),
     activate=". /srv/venv/bin/activate",

@@ -38,8 +38,8 @@ PACKAGE = "distrun_runtime"
 SHARED = ("__init__.py", "errors.py")
 DIALING = (f"{PACKAGE}.agent.dial", f"{PACKAGE}.agent.unpack")
 """What only agents that dial back need: the others get files by rsync."""
-DIALED = (f"{PACKAGE}.agent.waiting",)
-"""What these do not need: nobody dials them."""
+DIALED = tuple(f"{PACKAGE}.agent.{name}" for name in ("waiting", "probe", "daemon"))
+"""What these do not need: nobody dials them, and nobody asks them anything but the tasks of their job."""
 TABLE_ROW = "_row"
 """Function whose calls make the rows of `contract.environ.TABLE`. The fourth argument is documentation."""
 

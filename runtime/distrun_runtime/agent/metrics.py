@@ -212,7 +212,7 @@ def helper_of(share: Share, selector: selectors.BaseSelector) -> Helper:
 
 
 def pythons(named: Mapping[str, str], words: List[List[bytes]]) -> List[bytes]:
-    """Return the interpreters of a job's tasks, the best first: one of them may have the library of the GPUs' driver.
+    """Return the interpreters of a job's tasks, the best first: in their environment the agent's own may not start.
 
     `named`: `VERSION PATH` of those that were looked at. `words`: argument lists of the tasks.
     """

@@ -59,7 +59,9 @@ def test_the_blob_of_an_agent_that_dials_back_is_that_of_any_other_and_what_dial
     importer, modules = unpack(blob.agent())
     other, the_same = unpack(blob.dialed())
     more = {"distrun_runtime.agent.dial", "distrun_runtime.agent.unpack", "distrun_runtime.contract.enrolment"}
-    assert set(the_same) == set(modules) - {"distrun_runtime.agent.waiting"} | more
+    less = {f"distrun_runtime.agent.{name}" for name in ("waiting", "probe", "daemon")}
+    less |= {f"distrun_runtime.contract.{name}" for name in ("daemon", "logout")}
+    assert set(the_same) == set(modules) - less | more
     assert other.endswith(importer[importer.index("if sys.version_info") : -len(blob.START_AGENT)] + blob.START_DIALED)
 
 
