@@ -13,11 +13,10 @@ from hardfloats import floats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distrun_runtime.arrays import dtypes
+from distrun_runtime.arrays import dtypes, programs
 from distrun_runtime.arrays.cpu import CpuDevice
 from distrun_runtime.arrays.dtypes import BFLOAT16, DType
-from distrun_runtime.ops import programs
-from distrun_runtime.ops.programs import FEW, SUMS, Access, Kernel, Parameter, program
+from distrun_runtime.arrays.programs import FEW, SUMS, Access, Kernel, Parameter, program
 
 Array = npt.NDArray[Any]
 

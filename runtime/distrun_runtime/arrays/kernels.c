@@ -1,4 +1,4 @@
-/* Sums of arrays and codecs: what the kernels of `ops.programs` call. The prelude comes before.
+/* Sums of arrays and codecs: what the kernels of `arrays.programs` call. The prelude comes before.
  *
  * Elements lie at multiples of their size; bytes of payloads anywhere. Where the addresses allow it 16 bytes are read or
  * written at once.
