@@ -39,7 +39,6 @@ from distrun_runtime.arrays.cuda import (
     Loaded,
     Place,
     Pointer,
-    Program,
     Properties,
     Read,
     Stream,
@@ -47,6 +46,7 @@ from distrun_runtime.arrays.cuda import (
     Update,
     Write,
 )
+from distrun_runtime.arrays.programs import Program
 
 Compiled = Callable[[str, Sequence[Any], int], None]
 """Runs a kernel by name on addresses of host memory and numbers, for so many elements."""
@@ -666,11 +666,8 @@ ACCESSES: dict[type, str] = {Read: "read", Write: "write", Update: "update", Tab
 def _check_arguments(
     program: Program, kernel: str, arguments: Sequence[Argument], mistake: Callable[[str], Mistake]
 ) -> None:
-    """Compare arguments with what the kernel says of its parameters, if it says it."""
-    known: dict[str, Any] = {each.name: each for each in program.kernels}
-    parameters = getattr(known[kernel], "parameters", None)
-    if parameters is None:
-        return
+    """Compare arguments with what the kernel says of its parameters."""
+    parameters = program.kernel(kernel).parameters
     if len(parameters) != len(arguments):
         raise mistake("%s takes %d arguments and n, not %d" % (kernel, len(parameters), len(arguments)))
     for parameter, argument in zip(parameters, arguments, strict=True):
