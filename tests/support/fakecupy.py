@@ -72,13 +72,22 @@ class FakeCupy(ModuleType):
         self.__version__ = "14.2.0"
         self.calls: list[tuple[str, tuple[object, ...], int]] = []
         self.answers: dict[str, Any] = {"getDeviceCount": devices, "memGetInfo": (3, 10), "malloc": 0x1000}
+        self.answers["getDeviceProperties"] = {
+            **{"name": b"NVIDIA T4", "uuid": bytes(range(16)), "totalGlobalMem": 16, "major": 7, "minor": 5},
+            **{"multiProcessorCount": 2, "pciDomainID": 0, "pciBusID": 0x65, "pciDeviceID": 0},
+        }
         self.statuses: dict[str, int] = {}
         """Calls that fail, and with which code."""
         self.launches: list[tuple[object, ...]] = []
         self._current = threading.local()
         runtime = SimpleNamespace(**{name: self._call(name) for name in SIGNATURES}, CUDARuntimeError=CUDARuntimeError)
         compiler = SimpleNamespace(CompileException=CompileException, compile_using_nvrtc=self._compile)
-        self.cuda = SimpleNamespace(runtime=runtime, compiler=compiler, function=SimpleNamespace(Module=self._module))
+        self.cuda = SimpleNamespace(
+            runtime=runtime,
+            compiler=compiler,
+            function=SimpleNamespace(Module=self._module),
+            nvrtc=SimpleNamespace(getVersion=lambda: (12, 9)),
+        )
         self.programs: list[tuple[str, tuple[str, ...], int]] = []
         self.loaded: list[bytes] = []
         self.fault: Exception | None = None

@@ -34,6 +34,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, Union, cast
 
 import numpy as np
 
+from distrun_runtime.arrays import cubins
 from distrun_runtime.arrays.programs import OPTIONS, THREADS, Program
 from distrun_runtime.errors import KVError, StoreClosed
 
@@ -507,6 +508,7 @@ class _Cupy:
         self._runtime = cast(_Runtime, cupy.cuda.runtime)
         self._failures: tuple[type[Exception], ...] = (cupy.cuda.runtime.CUDARuntimeError, _driver_error(cupy))
         self._processors: dict[int, int] = {}
+        self._folder = cubins.find_folder()
 
     @contextlib.contextmanager
     def _told(self, device: int | None = None) -> Iterator[_Runtime]:
@@ -595,18 +597,29 @@ class _Cupy:
             runtime.memsetAsync(pointer.address, byte, nbytes, stream.handle)
 
     def load(self, program: Program, device: int) -> Mapping[str, object]:
-        compiler = self._cupy.cuda.compiler
+        architecture = self.properties(device).architecture
+        try:
+            version = "%d.%d" % tuple(self._cupy.cuda.nvrtc.getVersion())
+        except Exception as err:  # cupy finds the library when it is first used
+            raise CudaMissing("cupy does not find NVRTC, CUDA's compiler: %s. fix: %s" % (err, INSTALL)) from err
         with self._told(device):
-            try:
-                # Not by RawModule, which adds -ftz=true behind any option: subnormal numbers would become zero.
-                code, _ = compiler.compile_using_nvrtc(program.source, OPTIONS, None, cache_in_memory=True)
-            except compiler.CompileException as err:
-                raise ProgramError("program %s does not compile for gpu:%d: %s" % (program.name, device, err)) from err
+            code = cubins.kept(
+                self._folder, program.key, architecture, version, lambda: self._compiled(program, device)
+            )
             module = self._cupy.cuda.function.Module()
             module.load(code)
             functions = {each.name: module.get_function(each.name) for each in program.kernels}
         _never_unloaded(module)
         return functions
+
+    def _compiled(self, program: Program, device: int) -> bytes:
+        compiler = self._cupy.cuda.compiler
+        try:
+            # Not by RawModule, which adds -ftz=true behind any option: subnormal numbers would become zero.
+            code, _ = compiler.compile_using_nvrtc(program.source, OPTIONS, None, cache_in_memory=True)
+        except compiler.CompileException as err:
+            raise ProgramError("program %s does not compile for gpu:%d: %s" % (program.name, device, err)) from err
+        return bytes(code)
 
     def launch(self, loaded: Loaded, kernel: str, arguments: Sequence[Argument], elements: int, stream: Stream) -> None:
         device = loaded.device
