@@ -513,7 +513,7 @@ class StandIn:
         memory = _host_bytes(source)[:nbytes]
         begin = source.address - locked.address
         # Waiting copies into the same bytes come first; they, not the program, may write there.
-        is_checked = self._is_idle(locked, begin, begin + nbytes)
+        is_checked = self._is_idle(locked, begin, begin + nbytes, writes=True)
 
         def run() -> None:
             if is_checked and (memory != before).any():
@@ -533,7 +533,8 @@ class StandIn:
             _merge(self._known, self._streams[stream.handle].clock)
             return
         begin = into.address - locked.address
-        is_checked = self._is_idle(locked, begin, begin + nbytes)
+        # It is NaN until then, unless a copy that comes before still reads it.
+        is_checked = self._is_idle(locked, begin, begin + nbytes, writes=False)
         accesses.append((locked, begin, begin + nbytes, True))
 
         def run() -> None:
@@ -551,8 +552,13 @@ class StandIn:
                 raise self.mistake("a copy of memory only a part of which is registered")
         return None
 
-    def _is_idle(self, block: Block, begin: int, end: int) -> bool:
-        return all(each.operation.is_done for each in block.accesses if each.begin < end and begin < each.end)
+    def _is_idle(self, block: Block, begin: int, end: int, *, writes: bool) -> bool:
+        """Tell whether no operation is to come that uses bytes, or (`writes`) that writes them."""
+        return all(
+            each.operation.is_done or (writes and not each.is_write)
+            for each in block.accesses
+            if each.begin < end and begin < each.end
+        )
 
     # Order
 

@@ -135,8 +135,9 @@ def _rounded(nbytes: int) -> int:
 class _Slot:
     host: Host
     bytes: Array
+    uses: Uses = field(default_factory=Uses)
     mark: Mark | None = None
-    """The last copy from it."""
+    """Behind the last copy, if it was not waited for."""
 
 
 class Staging:
@@ -158,9 +159,10 @@ class Staging:
         with self._lock:
             for at in range(0, len(source), self._slot_bytes):
                 run = source[at : at + self._slot_bytes]
-                slot = self._empty_slot()
+                slot = self._oldest_slot()
+                self._finish(slot)
                 slot.bytes[: len(run)] = run
-                with self._order.using(queue, writes=[into.uses]):
+                with self._order.using(queue, reads=[slot.uses], writes=[into.uses]):
                     place = into.pointer.at(begin + at, len(run))
                     self._order.cuda.copy(place, slot.host, len(run), queue.stream)
                 slot.mark = self._order.mark(queue)
@@ -174,8 +176,8 @@ class Staging:
                 if len(under_way) == self._count:
                     self._arrive(*under_way.popleft())
                 run = out[at : at + self._slot_bytes]
-                slot = self._empty_slot()
-                with self._order.using(queue, reads=[source.uses]):
+                slot = self._oldest_slot()
+                with self._order.using(queue, reads=[source.uses], writes=[slot.uses]):
                     place = source.pointer.at(begin + at, len(run))
                     self._order.cuda.copy(slot.host, place, len(run), queue.stream)
                 slot.mark = self._order.mark(queue)
@@ -184,20 +186,20 @@ class Staging:
                 self._arrive(*under_way.popleft())
 
     def _arrive(self, slot: _Slot, out: Array) -> None:
-        assert slot.mark is not None
-        mark, slot.mark = slot.mark, None
-        self._order.finish(mark)
+        self._finish(slot)
         out[...] = slot.bytes[: len(out)]
 
-    def _empty_slot(self) -> _Slot:
-        """Return the slot that was filled longest ago, once it is free."""
+    def _finish(self, slot: _Slot) -> None:
+        if slot.mark is not None:
+            mark, slot.mark = slot.mark, None
+            self._order.finish(mark)
+
+    def _oldest_slot(self) -> _Slot:
+        """Return the slot that was used longest ago; a copy from it may be under way."""
         if not self._slots:
             self._slots = self._registered()
         slot = self._slots.popleft()
         self._slots.append(slot)
-        if slot.mark is not None:
-            mark, slot.mark = slot.mark, None
-            self._order.finish(mark)
         return slot
 
     def _registered(self) -> deque[_Slot]:

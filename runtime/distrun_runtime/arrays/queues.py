@@ -34,6 +34,10 @@ class Queue:
     """Operations that it was given."""
     seen: dict[Queue, int] = field(default_factory=dict)
     """How many operations of other queues are over before its next one begins."""
+    recorded: int = 0
+    """How many of its operations come before the event."""
+    known: dict[Queue, int] = field(default_factory=dict)
+    """What is over once the event is."""
 
 
 @dataclass(eq=False)
@@ -50,8 +54,8 @@ class Uses:
 
     def before_writing(self) -> Iterator[tuple[Queue, int]]:
         """Yield what has to be over before the memory is written."""
-        yield from self.before_reading()
         yield from self.readers.items()
+        yield from self.before_reading()
 
 
 @dataclass(eq=False)
@@ -92,10 +96,9 @@ class Order:
     def using(self, queue: Queue, reads: Sequence[Uses] = (), writes: Sequence[Uses] = ()) -> Iterator[None]:
         """Give a queue one operation, in the block, that reads and writes some memory."""
         with self.locked():
-            for uses in reads:
-                self._follow(queue, uses.before_reading())
-            for uses in writes:
-                self._follow(queue, uses.before_writing())
+            before = [each for uses in reads for each in uses.before_reading()]
+            before += [each for uses in writes for each in uses.before_writing()]
+            self._follow(queue, before)
             yield
             queue.count += 1
             for uses in reads:
@@ -124,7 +127,7 @@ class Order:
 
     def finish_uses(self, uses: Uses, *, writes: bool) -> None:
         """Return when the host may read some memory, or write or end it."""
-        for queue, count in list(uses.before_writing() if writes else uses.before_reading()):
+        for queue, count in _covering_first(uses.before_writing() if writes else uses.before_reading()):
             if self._known.get(queue, 0) < count:
                 self.finish(self.mark(queue))
 
@@ -132,14 +135,25 @@ class Order:
         """Tell whether the host knows that all uses are over."""
         return all(self._known.get(queue, 0) >= count for queue, count in uses.before_writing())
 
-    def _follow(self, queue: Queue, others: Iterable[tuple[Queue, int]]) -> None:
-        for other, count in others:
+    def _follow(self, queue: Queue, before: Iterable[tuple[Queue, int]]) -> None:
+        """Let later operations of a queue wait for some of other queues."""
+        for other, count in _covering_first(before):
             if other is queue or max(queue.seen.get(other, 0), self._known.get(other, 0)) >= count:
                 continue
-            self.cuda.record(other.event, other.stream)
+            if other.recorded < count:
+                self.cuda.record(other.event, other.stream)
+                other.recorded, other.known = other.count, {**other.seen, other: other.count}
             self.cuda.wait(queue.stream, other.event)
-            _raise_counts(queue.seen, {**other.seen, other: other.count})
+            _raise_counts(queue.seen, other.known)
             queue.seen.pop(queue, None)
+
+
+def _covering_first(before: Iterable[tuple[Queue, int]]) -> list[tuple[Queue, int]]:
+    """Return places in queues, those first that come after most of the others: these are over then, too."""
+    places = list(before)
+    if len(places) < 2:
+        return places
+    return sorted(places, key=lambda place: -sum(place[0].seen.get(queue, 0) >= count for queue, count in places))
 
 
 def _raise_counts(counts: dict[Queue, int], others: dict[Queue, int]) -> None:
