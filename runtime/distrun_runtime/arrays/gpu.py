@@ -290,9 +290,14 @@ class GpuDevice:
 
 
 class Gpus:
-    """The devices of a process: each is made once. Threads: any."""
+    """The devices of a process: each is made once. Threads: any.
 
-    def __init__(self, cuda: Cuda) -> None:
+    Arguments:
+        has_peers: copy directly between GPUs that allow it.
+    """
+
+    def __init__(self, cuda: Cuda, *, has_peers: bool = True) -> None:
+        self._has_peers = has_peers
         self.order = Order(cuda)
         self.locked = PageLocked(self.order)
         self._devices: dict[str, GpuDevice] = {}
@@ -318,5 +323,7 @@ class Gpus:
                         "no device gpu:%d: this process sees %s (CUDA_VISIBLE_DEVICES may hide others)"
                         % (physical, seen)
                     )
-                self._devices[name] = GpuDevice(self.order, physical, name, self.locked, limit=limit)
+                self._devices[name] = GpuDevice(
+                    self.order, physical, name, self.locked, limit=limit, has_peers=self._has_peers
+                )
             return self._devices[name]

@@ -75,6 +75,29 @@ class Pool:
             CudaOutOfMemory: neither the limit nor the GPU allows it, after all free blocks were given back.
         """
         size = _rounded(nbytes)
+        found = self._found(size, is_last=False)
+        if found is None:
+            self.trim()
+            found = self._found(size, is_last=True)
+        assert found is not None
+        return Memory(self, found)
+
+    def trim(self) -> int:
+        """Give all free blocks back to CUDA, when their last use is over; return how many bytes that were."""
+        with self._order.locked():
+            self._collect()
+            blocks = [block for free in self._free.values() for block in free]
+            self._free.clear()
+        for block in blocks:
+            self._order.finish_uses(block.uses, writes=True)
+            self._order.cuda.free(block.pointer)
+        size = sum(block.pointer.nbytes for block in blocks)
+        with self._order.locked():
+            self.size -= size
+        return size
+
+    def _found(self, size: int, *, is_last: bool) -> _Block | None:
+        """Return a free block or a new one; None: there is none, but may be after `trim`."""
         with self._order.locked():
             self._collect()
             free = self._free.get(size)
@@ -83,39 +106,24 @@ class Pool:
                 over = [block for block in free if self._order.is_over(block.uses)]
                 block = over[-1] if over else free[-1]
                 free.remove(block)
-                return Memory(self, block)
-            return Memory(self, self._new(size))
-
-    def trim(self) -> int:
-        """Give all free blocks back to CUDA, when their last use is over; return how many bytes that were."""
-        with self._order.locked():
-            self._collect()
-            blocks = [block for free in self._free.values() for block in free]
-            self._free.clear()
-            for block in blocks:
-                self._order.finish_uses(block.uses, writes=True)
-                self._order.cuda.free(block.pointer)
-                self.size -= block.pointer.nbytes
-        return sum(block.pointer.nbytes for block in blocks)
+                return block
+            if self.limit is not None and self.size + size > self.limit:
+                if is_last:
+                    raise self._beyond(size, self.limit)
+                return None
+            try:
+                pointer = self._order.cuda.alloc(self._device, size)
+            except CudaOutOfMemory:
+                if is_last:
+                    raise
+                return None
+            self.size += size
+            return _Block(pointer)
 
     def _collect(self) -> None:
         while self.dropped:
             block = self.dropped.popleft()
             self._free.setdefault(block.pointer.nbytes, []).append(block)
-
-    def _new(self, size: int) -> _Block:
-        if self.limit is not None and self.size + size > self.limit:
-            self.trim()
-            if self.size + size > self.limit:
-                raise self._beyond(size, self.limit)
-        try:
-            pointer = self._order.cuda.alloc(self._device, size)
-        except CudaOutOfMemory:
-            if not self.trim():
-                raise
-            pointer = self._order.cuda.alloc(self._device, size)
-        self.size += size
-        return _Block(pointer)
 
     def _beyond(self, size: int, limit: int) -> CudaError:
         text = "the memory pool's limit is reached"

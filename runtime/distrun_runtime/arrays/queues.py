@@ -70,7 +70,8 @@ class Mark:
 class Order:
     """Orders the work of all queues of a process. Threads: any.
 
-    Nothing waits while the lock is held: a thread that waits for a device does not stop others from giving it work.
+    No thread waits for a GPU while it holds the lock, so others can give work meanwhile. A wait for a GPU has no time
+    limit, for CUDA has none; a GPU that does not answer is ended by its driver, and the wait raises CudaError.
     """
 
     def __init__(self, cuda: Cuda) -> None:
