@@ -56,6 +56,17 @@ class GpuArray:
     def __len__(self) -> int:
         return self.shape[0]
 
+    __array_ufunc__ = None
+    """numpy's operators with it raise TypeError."""
+
+    def __array__(self, *_: object, **__: object) -> Array:
+        """Refuse to be taken for an array of the host.
+
+        Raises:
+            TypeError: always; `device.host(array)` copies it.
+        """
+        raise TypeError("%r is not in the host's memory; its device's host() copies it" % self)
+
     def __getitem__(self, run: slice) -> GpuArray:
         """Return consecutive elements of a flat array."""
         if len(self.shape) != 1 or not isinstance(run, slice) or run.step not in (None, 1):

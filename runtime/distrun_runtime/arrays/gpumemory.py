@@ -151,7 +151,8 @@ class _Slot:
 class Staging:
     """Page-locked memory by which arrays of the host come to one GPU and go from it. Threads: any, one after the other.
 
-    It is registered once, with the first copy. Several slots: while the GPU copies one, the host fills the next.
+    It is registered once, with the first copy. Several slots: while the GPU copies one, the host fills the next. Where
+    the system allows no page-locked memory, it is ordinary memory, and each copy holds up its caller.
     """
 
     def __init__(self, order: Order, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS) -> None:
@@ -159,6 +160,8 @@ class Staging:
         self._slot_bytes = slot_bytes
         self._count = slots
         self._slots: deque[_Slot] = deque()
+        self.is_locked = True
+        """Whether it is page-locked; not known before the first copy."""
         self._lock = threading.Lock()
 
     def copy_in(self, source: Array, into: Memory, begin: int, queue: Queue) -> None:
@@ -215,7 +218,12 @@ class Staging:
         if hasattr(mmap, "MADV_DONTFORK"):
             memory.madvise(mmap.MADV_DONTFORK)  # a copy-on-write page would not be the one that is locked
         whole = np.frombuffer(memory, np.uint8)
-        self._order.cuda.register(Host(address_of(whole), len(whole)))
+        try:
+            self._order.cuda.register(Host(address_of(whole), len(whole)))
+        except CudaError as err:
+            if err.is_sticky:
+                raise
+            self.is_locked = False
         runs = (whole[at : at + self._slot_bytes] for at in range(0, len(whole), self._slot_bytes))
         return deque(_Slot(Host(address_of(run), len(run)), run) for run in runs)
 

@@ -195,6 +195,26 @@ def test_memory_that_cannot_be_page_locked_goes_by_staging() -> None:
     machine.finish()
 
 
+@SEEDS
+def test_staging_works_where_nothing_can_be_page_locked(seed: int) -> None:
+    machine = Machine(seed=seed)
+    machine.standin.fail("register", code=1)
+    device = machine.gpus.get(0)
+    given = values((1000,), F32)
+    for _ in range(2):
+        same(device.host(device.total([given, given])), CPU.total([given, given]))
+    assert not device._staging.is_locked
+    machine.finish()
+
+
+def test_numpy_does_not_take_it_for_an_array_of_the_host() -> None:
+    array = Machine().gpus.get(0).put(np.zeros(3, F32))
+    with pytest.raises(TypeError, match="not in the host's memory"):
+        np.asarray(array)
+    with pytest.raises(TypeError):
+        np.zeros(3, F32) + array
+
+
 # Memory
 
 
