@@ -141,9 +141,9 @@ class FakeModule:
         self._cupy.loaded.append(code)
 
     def get_function(self, name: str) -> Callable[..., None]:
-        def kernel(*args: object) -> None:
+        def kernel(grid: object, block: object, args: object, shared_mem: int, *, stream: object) -> None:
             assert self._cupy.current == self._device
-            self._cupy.launches.append((name, *args))
+            self._cupy.launches.append((name, grid, block, args, shared_mem, stream))
 
         return kernel
 

@@ -322,7 +322,7 @@ def test_in_a_forked_child_every_call_says_so_and_none_hangs(monkeypatch: pytest
     device.synchronize()
     before = sum(machine.standin.calls.values())
     monkeypatch.setattr(machine.cuda, "_pid", 1)  # as in a child; locks may be held there for ever
-    machine.gpus.order._lock.acquire()
+    machine.gpus.order._locked._lock.acquire()
     calls: list[Callable[[], object]] = [
         lambda: device.put(np.zeros(3)),
         lambda: device.empty((3,), F32),
@@ -352,7 +352,7 @@ def test_in_a_forked_child_every_call_says_so_and_none_hangs(monkeypatch: pytest
     array = device.name
     gc.collect()
     assert sum(machine.standin.calls.values()) == before
-    machine.gpus.order._lock.release()
+    machine.gpus.order._locked._lock.release()
 
 
 def test_a_gpu_is_a_device() -> None:
