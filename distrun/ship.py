@@ -21,7 +21,7 @@ from distrun.errors import PreflightError
 from distrun_runtime.agent import cache
 
 PACKAGE = "distrun_runtime"
-SUFFIXES = (".py", ".typed")
+SUFFIXES = (".py", ".c", ".typed")
 FORMAT = 1
 """Another one where the same sources are to give another archive."""
 _EPOCH = (1980, 1, 1, 0, 0, 0)
