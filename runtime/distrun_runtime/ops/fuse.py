@@ -1,7 +1,7 @@
 """Makes one kernel of a rule: what a step does to each element, written as C from the rule's own numpy code.
 
-`Fused(rule, dtype, parts)` is a rule for weights of one dtype. Its `step(rates)` runs `Rule.update` with symbolic arrays
-(`symbols`) and returns the kernel that does the same, with the step's numbers as arguments. The kernel does what
+`Fused(rule, dtype, parts)` is a rule for weights of one dtype. Its `step(rates)` runs `Rule.update` with symbolic
+arrays (`symbols`) and returns the kernel that does the same, with the step's numbers as arguments. The kernel does what
 `update.step` does on a CPU: it adds up the gradient's parts, first to last, widens 16-bit floats, updates weight and
 state, and rounds the weight once. The results are the same bits, except for the payloads of NaN.
 
@@ -29,7 +29,7 @@ import numpy as np
 from distrun_runtime.arrays.dtypes import Array, DType, name_of, work_dtype
 from distrun_runtime.ops.optimizers import RULES, NormRule, Rates, Rule, State
 from distrun_runtime.ops.programs import Access, Kernel, Parameter, Program, program
-from distrun_runtime.ops.symbols import KINDS, Node, Symbol, Trace, Untraceable, kind_of
+from distrun_runtime.ops.symbols import KINDS, Node, Symbol, Trace, Untraceable, apply, kind_of
 
 __all__ = ["PART", "STATE", "WEIGHT", "Fused", "StateArray", "Step", "Untraceable", "together", "why_not"]
 
@@ -165,21 +165,21 @@ class Fused:
         loaded: Dict[str, Symbol] = {}
         for each in self.states:
             loaded[each.name] = self._loaded(trace, STATE % each.name, kind_of(each.dtype))
-        before = {name: symbol.node for name, symbol in loaded.items()}
+        before = {name: symbol.value() for name, symbol in loaded.items()}
         state.update(cast(State, loaded))
         work = loaded["master"] if self._has_master else weight
         gradient = self._loaded(trace, PART % 0, self._kinds[0])
         for number, kind in enumerate(self._kinds[1:], 1):
-            gradient = gradient + self._loaded(trace, PART % number, kind)
+            gradient = apply("add", (gradient, self._loaded(trace, PART % number, kind)))
         gradient.is_fixed = True
         try:
             with np.errstate(all="ignore"):  # as `Rule.step`, for calculations with numpy's scalars
                 self.rule.update(cast(Array, work), cast(Array, gradient), state, rates)
-                outputs = self._outputs(state, before, work)
+                outputs = self._outputs(dict(state), before, work)
                 key = (tuple(trace.nodes), outputs)
                 code = self._codes.get(key)
                 if code is None:
-                    code = self._codes[key] = _written(self.rule.name, self._kind, *key)
+                    code = self._codes[key] = _written(self.rule.name, self._kind, tuple(trace.arrays), *key)
                 kinds = [each.kind for each in code.kernel.parameters if each.access is Access.SCALAR]
                 scalars = [
                     KINDS[kind].type(trace.scalars[place]) for kind, place in zip(kinds, code.places, strict=True)
@@ -197,10 +197,10 @@ class Fused:
             node, kind = trace.add("widen", "f32", node), "f32"
         return Symbol(trace, node, kind)
 
-    def _outputs(self, state: State, before: Dict[str, int | None], work: Symbol) -> Outputs:
+    def _outputs(self, state: Dict[str, object], before: Dict[str, int], work: Symbol) -> Outputs:
         if state.keys() != {"updates", *before}:
             raise Untraceable("it keeps other things in the state than it started with")
-        result = []
+        result: List[Tuple[str, int]] = []
         for each in self.states:
             symbol = state[each.name]
             if not isinstance(symbol, Symbol) or symbol.dtype != each.dtype:
@@ -215,7 +215,8 @@ class Fused:
         node = weight.node
         result = []
         try:
-            for name, symbol in self.rule.start(cast(Array, weight)).items():
+            begun: Dict[str, object] = dict(self.rule.start(cast(Array, weight)))
+            for name, symbol in begun.items():
                 if not isinstance(symbol, Symbol):
                     raise Untraceable(f"its state has {name!r}, which is no array")
                 is_zero = trace.nodes[symbol.value()][0] == "scalar" and trace.scalars == [0] * len(trace.scalars)
@@ -286,60 +287,62 @@ def _program(name: str, codes: tuple[_Code, ...]) -> Program:
 
 
 @lru_cache(maxsize=1024)
-def _written(rule: str, kind: str, nodes: tuple[Node, ...], outputs: Outputs) -> _Code:
+def _written(rule: str, kind: str, loads: tuple[str, ...], nodes: tuple[Node, ...], outputs: Outputs) -> _Code:
     """Return the code of a recorded step.
 
     Arguments:
         rule: its name, for that of the kernel.
         kind: of the weight, which is rounded to it.
+        loads: names of the arrays that are loaded, in order.
     """
     needed = _needed(nodes, outputs)
-    arrays = _arrays(nodes, outputs, needed, kind)
-    scalars, places, lines = [], [], []
-    place = -1
-    for number, (operation, result, *arguments) in enumerate(nodes):
+    arrays = _arrays(loads, nodes, outputs, needed)
+    scalars: List[Parameter] = []
+    places, lines = [], []
+    names, place = iter(loads), -1
+    for number, (operation, result, arguments) in enumerate(nodes):
+        name = next(names) if operation == "load" else f"c{len(scalars)}"
         place += operation == "scalar"
         if number not in needed:
             continue
-        if operation == "scalar":
-            name = f"c{len(scalars)}"
-            scalars.append(Parameter(name, cast(str, result), Access.SCALAR))
-            places.append(place)
+        if operation in ("load", "scalar"):
             text = name
-        elif operation == "load":
-            text = cast(str, arguments[0])
         else:
-            form = _OF_INTEGERS.get(operation) if cast(str, result)[0] in "iu" else _OF_FLOATS.get(operation)
-            text = (form or _WRITTEN[operation]).format(*(f"v{each}" for each in arguments), kind=result)
+            form = (_OF_INTEGERS if result[0] in "iu" else _OF_FLOATS).get(operation) or _WRITTEN[operation]
+            text = form.format(*(f"v{each}" for each in arguments), kind=result)
+        if operation == "scalar":
+            scalars.append(Parameter(name, result, Access.SCALAR))
+            places.append(place)
         lines.append(f"const {result} v{number} = {text};")
     for name, number in outputs:
         lines.append(f"{name} = narrow<{kind}>(v{number});" if name == WEIGHT else f"{name} = v{number};")
     body = _loops(arrays, lines)
     text = "\n".join([*(each.declaration() for each in (*arrays, *scalars)), body])
-    name = f"{rule}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    return _Code(Kernel(name, (*arrays, *scalars)), body, tuple(places))
+    kernel = f"{rule}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return _Code(Kernel(kernel, (*arrays, *scalars)), body, tuple(places))
 
 
 def _needed(nodes: tuple[Node, ...], outputs: Outputs) -> set[int]:
     """Return the nodes on which an output depends."""
     needed = {number for _, number in outputs}
     for number in range(len(nodes) - 1, -1, -1):
-        if number in needed and nodes[number][0] != "load":
-            needed.update(cast(List[int], nodes[number][2:]))
+        if number in needed:
+            needed.update(nodes[number][2])
     return needed
 
 
-def _arrays(nodes: tuple[Node, ...], outputs: Outputs, needed: set[int], kind: str) -> tuple[Parameter, ...]:
+def _arrays(
+    loads: tuple[str, ...], nodes: tuple[Node, ...], outputs: Outputs, needed: set[int]
+) -> tuple[Parameter, ...]:
     """Return the arrays that are read or written, in the order of their loads."""
     written = {name for name, _ in outputs}
+    loaded = [number for number, node in enumerate(nodes) if node[0] == "load"]
     result = []
-    for number, (operation, loaded, *arguments) in enumerate(nodes):
-        if operation != "load":
-            continue
-        name, is_read = cast(str, arguments[0]), number in needed
+    for name, number in zip(loads, loaded, strict=True):
+        is_read = number in needed
         if is_read or name in written:
             access = Access.READ if name not in written else Access.UPDATE if is_read else Access.WRITE
-            result.append(Parameter(name, cast(str, loaded), access))
+            result.append(Parameter(name, nodes[number][1], access))
     return tuple(result)
 
 
@@ -356,8 +359,8 @@ def _loops(arrays: tuple[Parameter, ...], lines: Sequence[str]) -> str:
     text += [f"if ({' && '.join(f'is_aligned({name})' for name in names)}) {{", f"    done = n / {count} * {count};"]
     text += [f"    EACH (j, n / {count}) {{"]
     for each, run in zip(arrays, runs, strict=True):
-        is_read = each.access is not Access.WRITE
-        text.append(f"        Run<{each.kind}, {count}> {run}{f' = load<{count}>({each.name} + {count} * j)' * is_read};")
+        start = "" if each.access is Access.WRITE else f" = load<{count}>({each.name} + {count} * j)"
+        text.append(f"        Run<{each.kind}, {count}> {run}{start};")
     text += [f"        for (int k = 0; k < {count}; ++k)"]
     text += [f"            one({', '.join(f'{run}.at[k]' for run in runs)});"]
     for each, run in zip(arrays, runs, strict=True):

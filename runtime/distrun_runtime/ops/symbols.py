@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Dict, NoReturn, Tuple, Union
+from typing import Any, Dict, NoReturn, Tuple, Union, cast
 
 import numpy as np
 
@@ -25,8 +25,8 @@ from distrun_runtime.errors import KVError
 
 __all__ = ["KINDS", "Node", "Scalar", "Symbol", "Trace", "Untraceable", "kind_of"]
 
-Node = Tuple[Union[str, int], ...]
-"""Operation, kind of the result, and arguments: numbers of earlier nodes, or the name of an array to load."""
+Node = Tuple[str, str, Tuple[int, ...]]
+"""Operation, kind of the result, and the numbers of the nodes that are its arguments."""
 
 Scalar = Union[float, int, bool, np.generic]
 """What may meet an array besides other arrays."""
@@ -78,29 +78,32 @@ class Trace:
     """The record of one run of a rule.
 
     Attributes:
-        nodes: in order; a node's arguments come before it. Equal lists of nodes mean the same calculation.
+        nodes: in order; a node's arguments come before it. Equal nodes and arrays mean the same calculation.
+        arrays: names of the nodes whose operation is "load", in their order.
         scalars: values of the nodes whose operation is "scalar", in their order.
     """
 
-    __slots__ = ("nodes", "scalars")
+    __slots__ = ("arrays", "nodes", "scalars")
 
-    def __init__(self, nodes: list[Node] | None = None) -> None:
-        self.nodes: list[Node] = [] if nodes is None else nodes
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.arrays: list[str] = []
         self.scalars: list[Scalar] = []
 
     def load(self, name: str, kind: str) -> int:
         """Return the number of the node that is an element of the array `name`."""
-        return self.add("load", kind, name)
+        self.arrays.append(name)
+        return self.add("load", kind)
 
-    def add(self, operation: str, kind: str, *arguments: int | str) -> int:
+    def add(self, operation: str, kind: str, *arguments: int) -> int:
         """Append a node and return its number."""
-        self.nodes.append((operation, kind, *arguments))
+        self.nodes.append((operation, kind, arguments))
         return len(self.nodes) - 1
 
     def scalar(self, value: Scalar, kind: str) -> int:
         """Return the number of a node that is an argument of this kind."""
         self.scalars.append(value)
-        self.nodes.append(("scalar", kind))
+        self.nodes.append(("scalar", kind, ()))
         return len(self.nodes) - 1
 
 
@@ -245,14 +248,14 @@ class Symbol:
     def _places(self) -> NoReturn:
         refuse("it goes over an array's elements, or asks for their number")
 
-    def __bool__(self) -> bool:
-        """Refuse to decide."""
+    def _decision(self) -> NoReturn:
         refuse("it decides by values of an array")
 
     def __array__(self, *args: object, **options: object) -> NoReturn:
         """Refuse to be numbers."""
         refuse("it makes an array of numpy from an array of the rule")
 
+    __bool__ = _decision
     __float__ = __int__ = __index__ = __complex__ = _number
     __len__ = __iter__ = _places
 
@@ -262,7 +265,7 @@ class Symbol:
             return apply("square" if exponent == 2 else "sqrt", (self,))
         refuse("it uses ** with an exponent that is not 2 or 0.5, which is not rounded alike everywhere")
 
-    def __ipow__(self, exponent: object) -> Symbol:  # type: ignore[misc]  # numpy's, too, takes what is not an array
+    def __ipow__(self, exponent: object) -> Symbol:
         """Square or root in place."""
         result = self.__pow__(exponent)
         self.write(result.value(), result.kind)
@@ -365,8 +368,7 @@ def _scalar(value: object) -> Scalar:
         return value
     if isinstance(value, np.ndarray):
         if value.ndim == 0:
-            found: Scalar = value[()]
-            return found
+            return cast(Scalar, value[()])
         refuse(f"it uses an array of numpy of shape {value.shape}, which is none of the rule's")
     refuse(f"it calculates with an object of type {type(value).__name__}")
 
@@ -378,9 +380,7 @@ def _is_whole(place: object) -> bool:
 # Functions of numpy that are no ufuncs
 
 
-def _clip(
-    array: object, a_min: object = None, a_max: object = None, out: object = None, **options: object
-) -> Symbol:
+def _clip(array: object, a_min: object = None, a_max: object = None, out: object = None, **options: object) -> Symbol:
     low, high = options.pop("min", a_min), options.pop("max", a_max)
     if options:
         refuse(f"it uses np.clip with {', '.join(options)}")

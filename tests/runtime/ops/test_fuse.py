@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import cxx
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-import cxx
 from distrun_runtime.arrays.cpu import CpuDevice
-from distrun_runtime.arrays.dtypes import BFLOAT16, narrow, parse, widen, work_dtype
-from distrun_runtime.errors import KVError
+from distrun_runtime.arrays.dtypes import narrow, parse, widen, work_dtype
 from distrun_runtime.ops import fuse, update
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.programs import Access
@@ -92,8 +91,8 @@ def all_others() -> Iterator[Case]:
             if master and work == dtype:
                 continue
             schedule = {} if name == "test" else {"lr_scheduler": WARMING}
-            for parts in ([dtype], [work, dtype, dtype]):
-                yield case(name, {**params, **schedule, "multi_precision": master}, dtype, parts)
+            parts = [work, dtype, dtype] if master or work == dtype else [dtype]
+            yield case(name, {**params, **schedule, "multi_precision": master}, dtype, parts)
     for dtype, rescale in itertools.product(INTEGERS, (-3, 1)):
         yield case("test", {"rescale_grad": rescale}, dtype, [dtype] * 2)
 
@@ -101,9 +100,7 @@ def all_others() -> Iterator[Case]:
 @lru_cache(maxsize=2)
 def fused(cases: tuple[Case, ...]) -> tuple[dict[Case, fuse.Fused], cxx.Compiled]:
     """All kernels of these cases, compiled at once."""
-    made = {
-        each: fuse.Fused(each.rule(), parse(each.dtype), [parse(part) for part in each.parts]) for each in cases
-    }
+    made = {each: fuse.Fused(each.rule(), parse(each.dtype), [parse(part) for part in each.parts]) for each in cases}
     return made, cxx.compiled(fuse.together("rules", list(made.values())))
 
 
