@@ -271,6 +271,10 @@ class Symbol:
         self.write(result.value(), result.kind)
         return self
 
+    def __rpow__(self, base: object) -> NoReturn:
+        """Refuse powers."""
+        refuse("it uses np.power, which is not rounded alike everywhere")
+
 
 def _unary(name: str) -> Callable[[Symbol], Symbol]:
     return lambda self: apply(name, (self,))

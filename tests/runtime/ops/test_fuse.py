@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,10 +13,13 @@ from typing import Any
 import cxx
 import numpy as np
 import numpy.typing as npt
+import nvrtc
 import pytest
+from kernelcheck import FLOATS, launch, placed, same, values
 
 from distrun_runtime.arrays.cpu import CpuDevice
-from distrun_runtime.arrays.dtypes import narrow, parse, widen, work_dtype
+from distrun_runtime.arrays.dtypes import parse, widen
+from distrun_runtime.errors import KVError
 from distrun_runtime.ops import fuse, update
 from distrun_runtime.ops import optimizers as rules
 from distrun_runtime.ops.programs import Access
@@ -45,7 +49,6 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "ftml": [{}, {"wd": 0.1, "clip_gradient": 0.5}],
     "test": [{}, {"rescale_grad": 0.3}],
 }
-FLOATS = ("float32", "float64", "float16", "bfloat16")
 INTEGERS = ("int8", "int64", "uint8", "int32", "uint16")
 
 
@@ -149,53 +152,101 @@ def compare(each: Case, made: fuse.Fused, compiled: cxx.Compiled) -> None:
                 same(arrays[fuse.STATE % one.name], state[one.name], f"{one.name} of {length} after {number + 1}")
 
 
-def launch(step: fuse.Step, arrays: dict[str, Array], compiled: cxx.Compiled, length: int) -> None:
-    """Run a step's kernel; what it may only write is NaN before, what it may only read is as before afterwards."""
-    pointers, read = [], {}
-    for each in step.kernel.parameters:
-        if each.access is Access.SCALAR:
-            continue
-        array = arrays[each.name]
-        pointers.append(array.ctypes.data)
-        if each.access is Access.WRITE:
-            array.view(np.uint8)[:] = 255
-        elif each.access is Access.READ:
-            read[each.name] = array.copy()
-    compiled(step.kernel.name, [*pointers, *step.scalars], length)
-    for name, before in read.items():
-        assert before.tobytes() == arrays[name].tobytes()
+FLOAT, HALF = np.dtype(np.float32), np.dtype(np.float16)
 
 
-def values(random: np.random.Generator, length: int, dtype: np.dtype[Any], specials: bool = False) -> Array:
-    """Numbers of a type; with what is special in floats, and numbers that overflow when they are squared."""
-    if dtype.kind in "iu":
-        return random.integers(0, 256, length).astype(dtype)
-    result = random.normal(size=length).astype(work_dtype(dtype))
-    result[random.random(length) < 0.1] = 0.0
-    if specials:
-        kinds = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1e-40, -1e-45, 1e-7, 6e-5, 3e38, -65504.0, 1e-20, 1e30])
-        chosen = random.random(length) < 0.15
-        with np.errstate(over="ignore"):
-            result[chosen] = random.choice(kinds, size=int(chosen.sum())).astype(result.dtype)
-    return narrow(result, dtype)
+def rates(learning_rate: float = 0.1, wd: float = 0.0, updates: int = 1) -> rules.Rates:
+    return rules.Rates(learning_rate, wd, updates, learning_rate)
 
 
-def placed(array: Array, elements: int) -> Array:
-    """Return a copy at an address that is `elements` behind one that 16 divides."""
-    room = np.empty(array.nbytes + 16 + elements * array.itemsize, np.uint8)
-    start = -room.ctypes.data % 16 + elements * array.itemsize
-    result = room[start : start + array.nbytes].view(array.dtype)
-    result[:] = array
-    return result
+def test_other_numbers_are_other_arguments_of_one_kernel() -> None:
+    made = fuse.Fused(rules.make("adam", {"wd": 0.1}), FLOAT, [FLOAT])
+    structures = made.structures
+    one, other = made.step(rates(0.1, 0.1, 1)), made.step(rates(0.2, 0.3, 77))
+    assert one.kernel == other.kernel
+    assert one.scalars != other.scalars
+    assert all(type(number) is np.float32 for number in one.scalars)
+    assert made.step(rates(0.1, 0.1, 1)) is one
+    assert made.structures == structures == len(made.program.kernels) == 2  # with a weight decay and without
 
 
-def same(found: Array, expected: object, what: str) -> None:
-    """Compare bytes; of NaN only that they are there."""
-    assert isinstance(expected, np.ndarray)
-    if expected.dtype.kind in "iu":
-        assert found.tobytes() == expected.tobytes(), what
-        return
-    wrong = np.isnan(widen(found)) != np.isnan(widen(expected))
-    bits = np.dtype(f"u{expected.itemsize}")
-    wrong |= (found.view(bits) != expected.view(bits)) & ~np.isnan(widen(expected))
-    assert not wrong.any(), f"{what}: {widen(found)[wrong][:3]} instead of {widen(expected)[wrong][:3]}"
+def test_a_decision_of_the_rule_is_another_kernel() -> None:
+    made = fuse.Fused(rules.make("sgd", {"wd": 0.1}), FLOAT, [FLOAT])
+    with_decay, without = made.step(rates(wd=0.1)), made.step(rates(wd=0.0))
+    assert with_decay.kernel != without.kernel
+    assert with_decay.program is without.program is made.program
+
+
+def test_a_step_that_was_not_to_be_expected_has_a_program_of_its_own() -> None:
+    made = fuse.Fused(rules.make("sgd", {"wd": 0.0}), FLOAT, [FLOAT])
+    step = made.step(rates(wd=0.1))
+    assert step.program is not made.program
+    assert step.program.kernels == (step.kernel,)
+    assert made.structures == 2
+
+
+def test_equal_rules_have_equal_programs() -> None:
+    one, other = (fuse.Fused(rules.make("adam", {"lr": lr}), FLOAT, [FLOAT]) for lr in (0.1, 0.2))
+    assert one.program is other.program
+    assert one.program.key == fuse.Fused(rules.make("adam", {"beta1": 0.5}), FLOAT, [FLOAT]).program.key
+    assert one.program.key != fuse.Fused(rules.make("adam", {}), FLOAT, [FLOAT, FLOAT]).program.key
+
+
+def test_programs_of_several_rules_are_compiled_together() -> None:
+    made = [fuse.Fused(rules.make(name, {}), FLOAT, [FLOAT]) for name in ("sgd", "adam", "sgd")]
+    program = fuse.together("all", made)
+    assert len(program.kernels) == 2
+    assert all(each.step(rates()).program is program for each in made)
+
+
+def test_a_kernel_takes_only_the_arrays_that_it_needs() -> None:
+    made = fuse.Fused(rules.make("ftml", {"multi_precision": True}), HALF, [HALF])
+    step, nothing = made.step(rates()), made.step(rates(0.0))
+    access = {each.name: each.access for each in step.kernel.parameters if each.access is not Access.SCALAR}
+    assert access == {
+        "weight": Access.WRITE,  # rounded from its master
+        "part_0": Access.READ,
+        **dict.fromkeys(("state_variance", "state_d", "state_z", "state_master"), Access.UPDATE),
+    }
+    assert [(each.name, each.access) for each in nothing.kernel.parameters] == [
+        ("weight", Access.WRITE),
+        ("state_master", Access.READ),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lamb", "cannot fuse: rule 'lamb' needs norms over the whole value"),
+        ("lars", "cannot fuse: rule 'lars' needs norms over the whole value"),
+        ("sgld", "cannot fuse: rule 'sgld' depends on the place of each element"),
+        ("rules_of_users:Sign", "cannot fuse: rule 'rules_of_users:Sign' is not one of distrun's own"),
+    ],
+)
+def test_rules_that_are_not_fused_say_why(name: str, words: str) -> None:
+    rule = rules.make(name, {}, ["rules_of_users"])
+    with pytest.raises(fuse.Untraceable, match=words):
+        fuse.Fused(rule, FLOAT, [FLOAT])
+    assert fuse.why_not(rule) == words.partition(": ")[2]
+    assert fuse.why_not(rules.make("sgd", {})) == ""
+
+
+def test_the_other_built_in_rules_are_all_fused() -> None:
+    assert set(rules.RULES) - set(VARIANTS) == {"lamb", "lars", "sgld"}
+
+
+def test_types_that_a_rule_or_its_weight_does_not_have_are_refused() -> None:
+    with pytest.raises(KVError, match="rule 'adam' updates float weights, not int32"):
+        fuse.Fused(rules.make("adam", {}), np.dtype(np.int32), [np.dtype(np.int32)])
+    with pytest.raises(KVError, match="a gradient of float64 for a weight of float16: expected its dtype or float32"):
+        fuse.Fused(rules.make("adam", {}), HALF, [np.dtype(np.float64)])
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("architecture", [75, 100])
+def test_kernels_compile_for_gpus_by_16_bytes_and_with_each_operation_rounded(architecture: int) -> None:
+    made = [fuse.Fused(rules.make(name, {"wd": 0.1}), FLOAT, [FLOAT]) for name in ("adam", "ftrl", "rmsprop")]
+    made.append(fuse.Fused(rules.make("sgd", {"multi_precision": True}), parse("bfloat16"), [parse("bfloat16")]))
+    _, assembly = nvrtc.compile(fuse.together("rules", made), architecture)
+    assert assembly.count("ld.global.v4") >= 4
+    assert not re.search(r"\bfma\.|\.approx|\.ftz|ld\.local|st\.local", assembly)
