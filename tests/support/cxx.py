@@ -27,7 +27,7 @@ Number = Union[int, float, np.generic]
 
 OPTIONS = (
     *("-x", "c++", "-std=c++14", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno"),
-    *("-fno-strict-aliasing", "-Wall", "-Wextra", "-Werror", "-Wno-unused-function"),
+    *("-fno-strict-aliasing", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter"),
 )
 
 TYPES = {

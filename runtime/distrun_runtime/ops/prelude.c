@@ -6,7 +6,7 @@
  * NaN differ.
  *
  * Source: the names of types are those of distrun's dtypes; f16 is IEEE 754 binary16 and bf16 the upper half of
- * binary32, both converted by their bits as `arrays.kernels` and `arrays.dtypes` do, to nearest even.
+ * binary32; both are rounded to nearest even, as `arrays.kernels` and `arrays.dtypes` do it.
  */
 
 typedef signed char i8;
@@ -29,10 +29,12 @@ struct bf16 {
 /* KERNEL name(..., i64 n): a function that is launched for n elements.
  * EACH(i, n): for each i below n; on a GPU threads share them. No thread waits for another one.
  * PIECES(begin, end, n, size): for each run of `size` of the n elements; on a GPU blocks share them.
+ * UNROLL, before a loop: it goes round a fixed number of times, and is written out as often on a GPU.
  * INSIDE(i, first, last): for each i from first to before last; on a GPU the threads of the block share them. */
 #if defined(__CUDACC_RTC__) || defined(__CUDACC__)
 #define KERNEL extern "C" __global__ void
 #define HELPER __device__ __forceinline__
+#define UNROLL _Pragma("unroll")
 #define EACH(i, n) \
     _Pragma("unroll 1") \
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x, each_##i = (i64)gridDim.x * blockDim.x; i < (i64)(n); \
@@ -40,16 +42,31 @@ struct bf16 {
 #define PIECES(begin, end, n, size) \
     for (i64 begin = (i64)blockIdx.x * (size), end; end = least(begin + (size), (n)), begin < (i64)(n); \
          begin += (i64)gridDim.x * (size))
-#define INSIDE(i, first, last) for (i64 i = (i64)(first) + threadIdx.x; i < (i64)(last); i += blockDim.x)
+#define INSIDE(i, first, last) \
+    _Pragma("unroll 1") \
+    for (i64 i = (i64)(first) + threadIdx.x; i < (i64)(last); i += blockDim.x)
 HELPER u32 bits_of(f32 x) { return __float_as_uint(x); }
 HELPER u64 bits_of(f64 x) { return (u64)__double_as_longlong(x); }
 HELPER f32 f32_of(u32 bits) { return __uint_as_float(bits); }
 HELPER f64 f64_of(u64 bits) { return __longlong_as_double((i64)bits); }
 HELPER f32 root(f32 x) { return __fsqrt_rn(x); }
 HELPER f64 root(f64 x) { return __dsqrt_rn(x); }
+/* The processor's own conversions, which are IEEE 754's. */
+HELPER f32 widen(f16 x)
+{
+    f32 out;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(x.bits));
+    return out;
+}
+HELPER f16 narrowed(f32 x, f16 out)
+{
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out.bits) : "f"(x));
+    return out;
+}
 #else
 #define KERNEL extern "C" void
-#define HELPER static inline
+#define HELPER inline
+#define UNROLL
 #define EACH(i, n) for (i64 i = 0; i < (i64)(n); ++i)
 #define PIECES(begin, end, n, size) \
     for (i64 begin = 0, end; end = least(begin + (size), (n)), begin < (i64)(n); begin += (size))
@@ -66,13 +83,36 @@ HELPER f32 f32_of(u32 bits) { return same_bits<f32>(bits); }
 HELPER f64 f64_of(u64 bits) { return same_bits<f64>(bits); }
 HELPER f32 root(f32 x) { return __builtin_sqrtf(x); }
 HELPER f64 root(f64 x) { return __builtin_sqrt(x); }
+HELPER f32 widen(f16 x)
+{
+    u32 size = x.bits & 0x7fffu, bits = (size << 13) + 0x38000000u;
+    if (size >= 0x7c00u) /* infinite or NaN */
+        bits += 0x38000000u;
+    if (size < 0x400u) /* subnormal: as many quanta of 2^-24 */
+        bits = bits_of((f32)size * f32_of(0x33800000u));
+    return f32_of(bits | (x.bits & 0x8000u) << 16);
+}
+HELPER f16 narrowed(f32 x, f16 out)
+{
+    u32 bits = bits_of(x), size = bits & 0x7fffffffu;
+    /* The exponent's bias goes from 127 to 15, and just less than half of the last bit is added. */
+    u32 half = (size + 0xc8000fffu + (size >> 13 & 1u)) >> 13;
+    if (size < 0x38800000u) /* below 2^-14: 0.5 has the quantum of binary16's subnormal numbers */
+        half = bits_of(f32_of(size) + 0.5f) - 0x3f000000u;
+    if (size >= 0x47800000u) /* from 2^16 on: infinite */
+        half = 0x7c00u;
+    if (size > 0x7f800000u)
+        half = (size >> 13 & 0x3ffu) | 0x7e00u;
+    out.bits = (u16)(half | (bits >> 16 & 0x8000u));
+    return out;
+}
 #endif
 
 HELPER i64 least(i64 a, i64 b) { return a < b ? a : b; }
 HELPER i64 most(i64 a, i64 b) { return a > b ? a : b; }
 
-/* numpy's functions, for float and double alike: abs, negative, sign, minimum, maximum, clip. NaN goes through; of zeros of
- * both signs numpy's minimum and maximum give the second, and clip leaves x. */
+/* numpy's functions, for float and double alike: abs, negative, sign, minimum, maximum, clip. NaN goes through; of zeros
+ * of both signs minimum and maximum give the second, and clip, between limits that are one number each, leaves x. */
 HELPER f32 magnitude(f32 x) { return f32_of(bits_of(x) & 0x7fffffffu); }
 HELPER f64 magnitude(f64 x) { return f64_of(bits_of(x) & 0x7fffffffffffffffull); }
 HELPER f32 negative(f32 x) { return f32_of(bits_of(x) ^ 0x80000000u); }
@@ -100,33 +140,10 @@ template <> struct Work<bf16> {
 };
 template <typename T> HELPER T widen(T x) { return x; }
 HELPER f32 widen(bf16 x) { return f32_of((u32)x.bits << 16); }
-HELPER f32 widen(f16 x)
-{
-    u32 size = x.bits & 0x7fffu, bits = (size << 13) + 0x38000000u;
-    if (size >= 0x7c00u) /* infinite or NaN */
-        bits += 0x38000000u;
-    if (size < 0x400u) /* subnormal: as many quanta of 2^-24 */
-        bits = bits_of((f32)size * f32_of(0x33800000u));
-    return f32_of(bits | (x.bits & 0x8000u) << 16);
-}
 HELPER bf16 narrowed(f32 x, bf16 out)
 {
     u32 bits = bits_of(x);
     out.bits = (u16)(is_nan(x) ? bits >> 16 | 0x40u : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-    return out;
-}
-HELPER f16 narrowed(f32 x, f16 out)
-{
-    u32 bits = bits_of(x), size = bits & 0x7fffffffu;
-    /* The exponent's bias goes from 127 to 15, and just less than half of the last bit is added. */
-    u32 half = (size + 0xc8000fffu + (size >> 13 & 1u)) >> 13;
-    if (size < 0x38800000u) /* below 2^-14: 0.5 has the quantum of binary16's subnormal numbers */
-        half = bits_of(magnitude(x) + 0.5f) - 0x3f000000u;
-    if (size >= 0x47800000u) /* from 2^16 on: infinite */
-        half = 0x7c00u;
-    if (size > 0x7f800000u)
-        half = (size >> 13 & 0x3ffu) | 0x7e00u;
-    out.bits = (u16)(half | (bits >> 16 & 0x8000u));
     return out;
 }
 template <typename T> HELPER T narrowed(T x, T) { return x; }
