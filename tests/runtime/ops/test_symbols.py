@@ -62,8 +62,12 @@ statement = st.one_of(
 )
 Statement = Any
 
-OPERATORS = dict(zip(TWO, (operator.add, operator.sub, operator.mul, operator.truediv), strict=False))
-IN_PLACE = dict(zip(TWO, (operator.iadd, operator.isub, operator.imul, operator.itruediv), strict=False))
+OPERATORS: dict[str, Callable[..., Any]] = dict(
+    zip(TWO, (operator.add, operator.sub, operator.mul, operator.truediv), strict=False)
+)
+IN_PLACE: dict[str, Callable[..., Any]] = dict(
+    zip(TWO, (operator.iadd, operator.isub, operator.imul, operator.itruediv), strict=False)
+)
 
 
 def execute(statements: list[Statement], w: Array, g: Array, s: Array) -> None:
