@@ -76,7 +76,7 @@ def beside_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_sources_of_the_programs_for_gpus_come_along() -> None:
     with zipfile.ZipFile(io.BytesIO(ship.archive()[1])) as archive:
         names = set(archive.namelist())
-    assert "distrun_runtime/ops/prelude.c" in names
+    assert "distrun_runtime/arrays/prelude.c" in names
 
 
 def test_a_copy_is_one_that_agents_take_as_it_is(beside_others: Path, monkeypatch: pytest.MonkeyPatch) -> None:

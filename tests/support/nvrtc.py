@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import sizes
 
-from distrun_runtime.ops.programs import OPTIONS, Program
+from distrun_runtime.arrays.programs import OPTIONS, Program
 
 ROOT = Path(__file__).resolve().parents[2]
 PEER = ROOT / ".peers" / "nvrtc"
@@ -34,6 +34,7 @@ def _library() -> ctypes.CDLL | None:
     return ctypes.CDLL(str(files[0])) if (PEER / "installed").exists() and files else None
 
 
+@functools.cache
 def compile(program: Program, architecture: int, *options: str) -> tuple[bytes, str]:
     """Return machine code (cubin) and assembly (PTX) of a program.
 
