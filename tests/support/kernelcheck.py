@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from distrun_runtime.arrays.dtypes import narrow, widen, work_dtype
+from distrun_runtime.arrays.programs import Access
 from distrun_runtime.ops import fuse
-from distrun_runtime.ops.programs import Access
 
 Array = npt.NDArray[Any]
 

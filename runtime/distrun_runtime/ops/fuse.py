@@ -19,16 +19,17 @@ them says everything. Of the built-in rules these are not fused:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Dict, List, Tuple, cast
 
 import numpy as np
 
+from distrun_runtime.arrays.cuda import Argument, Pointer, Read, Update, Write
 from distrun_runtime.arrays.dtypes import Array, DType, name_of, work_dtype
+from distrun_runtime.arrays.programs import Access, Kernel, Parameter, Program, program
 from distrun_runtime.ops.optimizers import RULES, NormRule, Rates, Rule, State
-from distrun_runtime.ops.programs import Access, Kernel, Parameter, Program, program
 from distrun_runtime.ops.symbols import KINDS, Node, Symbol, Trace, Untraceable, apply, kind_of
 
 __all__ = ["PART", "STATE", "WEIGHT", "Fused", "StateArray", "Step", "Untraceable", "together", "why_not"]
@@ -42,6 +43,13 @@ WEIGHT, PART, STATE = "weight", "part_%d", "state_%s"
 
 _RECENT = 64
 """Steps that are remembered; keys may differ in their multipliers and numbers of updates."""
+
+
+_USES: Dict[Access, Callable[[Pointer, int], Argument]] = {
+    Access.READ: Read,
+    Access.WRITE: Write,
+    Access.UPDATE: Update,
+}
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,20 @@ class Step:
     Its scalars follow them."""
     scalars: tuple[np.generic, ...]
     """In the order of the kernel's parameters, each of its parameter's type."""
+
+    def arguments(self, arrays: Mapping[str, Pointer], elements: int) -> list[Argument]:
+        """Return what to launch the kernel with.
+
+        Arguments:
+            arrays: where each array begins, by its name in the kernel; more than are needed may be given.
+            elements: how many are updated, all of them or a run.
+        """
+        result: List[Argument] = []
+        for each in self.kernel.parameters:
+            use = _USES.get(each.access)
+            if use is not None:
+                result.append(use(arrays[each.name], elements * KINDS[each.kind].itemsize))
+        return [*result, *self.scalars]
 
 
 @dataclass(frozen=True)
@@ -131,7 +153,7 @@ class Fused:
     def step(self, rates: Rates) -> Step:
         """Return what to launch for a step with these numbers.
 
-        Takes 0.1 to 0.2 ms, the time to run the rule's code, and 1 us if there was a step with equal numbers shortly
+        Takes about 0.1 ms, the time to run the rule's code, and 1 us if there was a step with equal numbers shortly
         before, as there is for all keys of a round but the first.
 
         Its program is `program`, except where the step has a structure that was not to be expected.

@@ -181,7 +181,7 @@ CHOSEN: list[list[Statement]] = [
 
 
 def test_rules_that_were_written_for_it_give_the_bytes_of_numpy() -> None:
-    check_scripts([(script, name) for script in CHOSEN for name in ("float32", "float64", "float16")])
+    check_scripts([(script, "float32") for script in CHOSEN])
 
 
 @settings(max_examples=3, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
