@@ -161,7 +161,8 @@ class Adamax(Rule):
         np.abs(given, out=given)
         given += self.number("epsilon")
         np.maximum(largest, given, out=largest)
-        step = np.divide(mean, largest, out=np.zeros_like(mean), where=largest != 0.0)
+        step = np.divide(mean, largest)
+        np.copyto(step, 0.0, where=largest == 0.0)
         step *= rates.learning_rate / (1.0 - beta1**rates.updates)
         weight -= step
 
@@ -407,4 +408,4 @@ class Ftrl(Rule):
         new_root += rates.wd
         limit = self.number("lamda1")
         np.divide(np.sign(z) * limit - z, new_root, out=weight)
-        weight[np.abs(z) <= limit] = 0.0
+        np.copyto(weight, 0.0, where=np.abs(z) <= limit)

@@ -29,8 +29,8 @@ def _seed(value: object) -> Json:
 
 def descend(weight: Array, step: Array, state: State, momentum: float) -> None:
     """Take a step downwards in place: v = momentum v - step, w += v; without a v in the state, w -= step."""
-    velocity = state.get("momentum")
-    if isinstance(velocity, np.ndarray):
+    if "momentum" in state:
+        velocity = cast(Array, state["momentum"])
         velocity *= momentum
         velocity -= step
         weight += velocity
@@ -80,11 +80,10 @@ class Nag(Sgd):
 
     def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
         """Update in place."""
-        velocity = state.get("momentum")
-        if not isinstance(velocity, np.ndarray):
+        if "momentum" not in state:
             super().update(weight, grad, state, rates)
             return
-        step = self.descent(weight, grad, rates)
+        step, velocity = self.descent(weight, grad, rates), cast(Array, state["momentum"])
         velocity *= self.number("momentum")
         velocity -= step
         weight -= step
@@ -111,8 +110,8 @@ class Signum(Rule):
     def update(self, weight: Array, grad: Array, state: State, rates: Rates) -> None:
         """Update in place."""
         step, decay = self.rescaled(grad), self.number("wd_lh")
-        mean = state.get("momentum")
-        if isinstance(mean, np.ndarray):
+        if "momentum" in state:
+            mean = cast(Array, state["momentum"])
             self.clip(step)
             if rates.wd:
                 step += rates.wd * weight

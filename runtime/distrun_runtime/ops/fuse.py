@@ -1,0 +1,392 @@
+"""Makes one kernel of a rule: what a step does to each element, written as C from the rule's own numpy code.
+
+`Fused(rule, dtype, parts)` is a rule for weights of one dtype. Its `step(rates)` runs `Rule.update` with symbolic
+arrays (`symbols`) and returns the kernel that does the same, with the step's numbers as arguments. The kernel does what
+`update.step` does on a CPU: it adds up the gradient's parts, first to last, widens 16-bit floats, updates weight and
+state, and rounds the weight once. The results are the same bits, except for the payloads of NaN.
+
+Kernels are cached by structure: another learning rate or number of updates is another argument of the same kernel. Only
+a decision in the rule, such as `if rates.wd`, gives another structure. The ones to expect are in `Fused.program`, to be
+compiled before the first step.
+
+Only built-in rules are fused. Rules and updaters of users run on a CPU, because nothing proves that a recorded run of
+them says everything. Of the built-in rules these are not fused:
+
+* `lamb` and `lars`, which need norms over the whole value;
+* `sgld`, which draws a random number for each element by its place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Dict, List, Tuple, cast
+
+import numpy as np
+
+from distrun_runtime.arrays.cuda import Argument, Pointer, Read, Update, Write
+from distrun_runtime.arrays.dtypes import Array, DType, name_of, work_dtype
+from distrun_runtime.arrays.programs import Access, Kernel, Parameter, Program, program
+from distrun_runtime.ops.optimizers import RULES, NormRule, Rates, Rule, State
+from distrun_runtime.ops.symbols import KINDS, Node, Symbol, Trace, Untraceable, apply, kind_of
+
+__all__ = ["PART", "STATE", "WEIGHT", "Fused", "StateArray", "Step", "Untraceable", "together", "why_not"]
+
+Outputs = Tuple[Tuple[str, int], ...]
+"""Arrays that get a new value, by the parameter's name, and the node of that value."""
+
+WEIGHT, PART, STATE = "weight", "part_%d", "state_%s"
+"""Names of a kernel's arrays: of the weight, of a part of the gradient by its number, of a state array by its name."""
+
+
+_RECENT = 64
+"""Steps that are remembered; keys may differ in their multipliers and numbers of updates."""
+
+
+_USES: Dict[Access, Callable[[Pointer, int], Argument]] = {
+    Access.READ: Read,
+    Access.WRITE: Write,
+    Access.UPDATE: Update,
+}
+
+
+@dataclass(frozen=True)
+class StateArray:
+    """One array of a weight's state, of the weight's length."""
+
+    name: str
+    dtype: DType
+    is_weight: bool
+    """Whether it starts as a copy of the weight, widened; otherwise it starts as zeros."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What to launch for one step of a weight, or of any run of its elements."""
+
+    program: Program
+    kernel: Kernel
+    """Its arrays are named `WEIGHT`, `PART % number` and `STATE % name`; those that the step does not need are missing.
+    Its scalars follow them."""
+    scalars: tuple[np.generic, ...]
+    """In the order of the kernel's parameters, each of its parameter's type."""
+
+    def arguments(self, arrays: Mapping[str, Pointer], elements: int) -> list[Argument]:
+        """Return what to launch the kernel with.
+
+        Arguments:
+            arrays: where each array begins, by its name in the kernel; more than are needed may be given.
+            elements: how many are updated, all of them or a run.
+        """
+        result: List[Argument] = []
+        for each in self.kernel.parameters:
+            use = _USES.get(each.access)
+            if use is not None:
+                result.append(use(arrays[each.name], elements * KINDS[each.kind].itemsize))
+        return [*result, *self.scalars]
+
+
+@dataclass(frozen=True)
+class _Code:
+    kernel: Kernel
+    body: str
+    places: tuple[int, ...]
+    """Which of the recorded scalars are the kernel's arguments."""
+
+
+def why_not(rule: Rule) -> str:
+    """Return why a rule's steps cannot be made by a kernel, whatever their dtype; "" if they can."""
+    if RULES.get(rule.name) is not type(rule):
+        return f"rule {rule.name!r} is not one of distrun's own"
+    if isinstance(rule, NormRule):
+        return f"rule {rule.name!r} needs norms over the whole value"
+    if not rule.is_elementwise:
+        return f"rule {rule.name!r} depends on the place of each element"
+    return ""
+
+
+class Fused:
+    """The kernels of a rule for weights of one dtype. Threads may share it."""
+
+    def __init__(self, rule: Rule, dtype: DType, parts: Sequence[DType]) -> None:
+        """Record the rule's steps; nothing is compiled here.
+
+        Arguments:
+            dtype: of the weight.
+            parts: of the gradient's parts, at least one: the weight's dtype or its work dtype.
+
+        Raises:
+            Untraceable: the rule cannot be fused; says why, and at which line of its code.
+            KVError: the rule has no weights of this dtype.
+        """
+        reason = why_not(rule)
+        if reason:
+            raise Untraceable(f"cannot fuse: {reason}")
+        rule.check(dtype)
+        work = work_dtype(dtype)
+        for each in parts:
+            if each not in (dtype, work):
+                text = f"a gradient of {name_of(each)} for a weight of {name_of(dtype)}: expected its dtype"
+                raise Untraceable(text + ("" if work == dtype else f" or {name_of(work)}"))
+        self.rule = rule
+        self.dtype = dtype
+        self.parts = tuple(parts)
+        self._kind, self._work = kind_of(dtype), kind_of(work)
+        self._kinds = tuple(kind_of(each) for each in parts)
+        self._has_master = bool(rule.params.get("multi_precision")) and work != dtype
+        self.states = self._started()
+        """The state's arrays, in the order of `Rule.new_state`."""
+        self._codes: Dict[Tuple[Tuple[Node, ...], Outputs], _Code] = {}
+        self._programs: Dict[str, Program] = {}
+        self._recent: Dict[Tuple[float, float, float, int], Step] = {}
+        self._expected = self._steps_to_expect()
+        self.program = together(f"{rule.name}_{self._kind}", [self])
+        """The kernels of all steps that the rule's parameters let expect, whatever a key's multipliers are."""
+
+    @property
+    def structures(self) -> int:
+        """Return how many kernels there are so far. More than before the first step: one was not to be expected."""
+        return len(self._codes)
+
+    def step(self, rates: Rates) -> Step:
+        """Return what to launch for a step with these numbers.
+
+        Takes about 0.1 ms, the time to run the rule's code, and 1 us if there was a step with equal numbers shortly
+        before, as there is for all keys of a round but the first.
+
+        Its program is `program`, except where the step has a structure that was not to be expected.
+
+        Arguments:
+            rates: what `Rule.rates` returns, which counts the update.
+
+        Raises:
+            Untraceable: the rule does in this step what cannot be recorded.
+        """
+        numbers = (rates.learning_rate, rates.wd, rates.base_rate, rates.updates)
+        recent = self._recent.get(numbers)
+        if recent is not None:
+            return recent
+        code, scalars = self._recorded(rates)
+        name = code.kernel.name
+        found = self._programs.get(name)
+        if found is None:
+            found = self._programs[name] = _program(name, (code,))
+        if len(self._recent) >= _RECENT:
+            self._recent.clear()
+        result = self._recent[numbers] = Step(found, code.kernel, scalars)
+        return result
+
+    # --- recording
+
+    def _recorded(self, rates: Rates) -> tuple[_Code, tuple[np.generic, ...]]:
+        trace = Trace()
+        weight = self._loaded(trace, WEIGHT, self._kind)
+        state: State = {"updates": rates.updates}
+        loaded: Dict[str, Symbol] = {}
+        for each in self.states:
+            loaded[each.name] = self._loaded(trace, STATE % each.name, kind_of(each.dtype))
+        before = {name: symbol.value() for name, symbol in loaded.items()}
+        state.update(cast(State, loaded))
+        work = loaded["master"] if self._has_master else weight
+        gradient = self._loaded(trace, PART % 0, self._kinds[0])
+        for number, kind in enumerate(self._kinds[1:], 1):
+            gradient = apply("add", (gradient, self._loaded(trace, PART % number, kind)))
+        gradient.is_fixed = True
+        try:
+            with np.errstate(all="ignore"):  # as `Rule.step`, for calculations with numpy's scalars
+                self.rule.update(cast(Array, work), cast(Array, gradient), state, rates)
+                outputs = self._outputs(dict(state), before, work)
+                key = (tuple(trace.nodes), outputs)
+                code = self._codes.get(key)
+                if code is None:
+                    code = self._codes[key] = _written(self.rule.name, self._kind, tuple(trace.arrays), *key)
+                kinds = [each.kind for each in code.kernel.parameters if each.access is Access.SCALAR]
+                scalars = [
+                    KINDS[kind].type(trace.scalars[place]) for kind, place in zip(kinds, code.places, strict=True)
+                ]
+        except Untraceable as err:
+            raise Untraceable(f"rule {self.rule.name!r} cannot be fused: {err}") from None
+        except Exception as err:  # whatever its code does that symbols have not
+            text = f"rule {self.rule.name!r} cannot be fused: it raised {type(err).__name__}: {err}"
+            raise Untraceable(text) from err
+        return code, tuple(scalars)
+
+    def _loaded(self, trace: Trace, name: str, kind: str) -> Symbol:
+        node = trace.load(name, kind)
+        if KINDS[kind].itemsize == 2 and kind in ("f16", "bf16"):
+            node, kind = trace.add("widen", "f32", node), "f32"
+        return Symbol(trace, node, kind)
+
+    def _outputs(self, state: Dict[str, object], before: Dict[str, int], work: Symbol) -> Outputs:
+        if state.keys() != {"updates", *before}:
+            raise Untraceable("it keeps other things in the state than it started with")
+        result: List[Tuple[str, int]] = []
+        for each in self.states:
+            symbol = state[each.name]
+            if not isinstance(symbol, Symbol) or symbol.dtype != each.dtype:
+                raise Untraceable(f"it puts something else in place of the state array {each.name!r}")
+            if symbol.node != before[each.name]:
+                result.append((STATE % each.name, symbol.value()))
+        return (*result, (WEIGHT, work.value()))
+
+    def _started(self) -> tuple[StateArray, ...]:
+        trace = Trace()
+        weight = self._loaded(trace, WEIGHT, self._kind)
+        node = weight.node
+        result = []
+        try:
+            begun: Dict[str, object] = dict(self.rule.start(cast(Array, weight)))
+            for name, symbol in begun.items():
+                if not isinstance(symbol, Symbol):
+                    raise Untraceable(f"its state has {name!r}, which is no array")
+                is_zero = trace.nodes[symbol.value()][0] == "scalar" and trace.scalars == [0] * len(trace.scalars)
+                if not is_zero and symbol.value() != node:
+                    raise Untraceable(f"its state array {name!r} starts neither as zeros nor as the weight")
+                result.append(StateArray(name, symbol.dtype, not is_zero))
+        except Untraceable as err:
+            raise Untraceable(f"rule {self.rule.name!r} cannot be fused: {err}") from None
+        if self._has_master:
+            result.append(StateArray("master", weight.dtype, is_weight=True))
+        return tuple(result)
+
+    def _steps_to_expect(self) -> tuple[_Code, ...]:
+        """Record steps with and without a learning rate (schedules) and a weight decay (multipliers)."""
+        decay = cast(float, self.rule.params.get("wd") or 0.0)
+        for rate in (1.0, 0.0):
+            for wd in (decay, 0.0) if decay else (0.0,):
+                self._recorded(Rates(rate, wd, 1, rate))
+        return tuple(dict.fromkeys(self._codes.values()))
+
+    def _take(self, program: Program) -> None:
+        self.program = program
+        self._programs.update((code.kernel.name, program) for code in self._expected)
+        self._recent.clear()
+
+
+def together(name: str, fused: Sequence[Fused]) -> Program:
+    """Return one program for several rules, dtypes or numbers of parts, so that it is compiled at once.
+
+    It becomes the program from which their steps are launched.
+    """
+    codes = {code.kernel.name: code for each in fused for code in each._expected}
+    result = _program(name, tuple(codes.values()))
+    for each in fused:
+        each._take(result)
+    return result
+
+
+# Writing C
+
+_WRITTEN = {
+    **{"widen": "widen({0})", "positive": "{0}", "where": "{0} ? {1} : {2}"},
+    **{"divide": "{0} / {1}", "reciprocal": "({kind})1 / {0}", "square": "{0} * {0}", "negative": "negative({0})"},
+    **{"sqrt": "root({0})", "absolute": "magnitude({0})", "sign": "sign({0})", "clip": "clip({0}, {1}, {2})"},
+    **{"maximum": "maximum({0}, {1})", "minimum": "minimum({0}, {1})"},
+    "copysign": "is_negative({1}) ? negative(magnitude({0})) : magnitude({0})",
+    **{"less": "{0} < {1}", "less_equal": "{0} <= {1}", "greater": "{0} > {1}", "greater_equal": "{0} >= {1}"},
+    **{"equal": "{0} == {1}", "not_equal": "{0} != {1}"},
+    **{"isnan": "is_nan({0})", "isfinite": "is_finite({0})", "isinf": "!is_nan({0}) && !is_finite({0})"},
+    **{"logical_and": "{0} && {1}", "logical_or": "{0} || {1}", "logical_xor": "{0} != {1}", "logical_not": "!{0}"},
+    "cast": "({kind}){0}",
+}
+_OF_FLOATS = {"add": "{0} + {1}", "subtract": "{0} - {1}", "multiply": "{0} * {1}"}
+_OF_INTEGERS = {  # unsigned: there they wrap around
+    **{"add": "({kind})((u64){0} + (u64){1})", "subtract": "({kind})((u64){0} - (u64){1})"},
+    **{"multiply": "({kind})((u64){0} * (u64){1})", "square": "({kind})((u64){0} * (u64){0})"},
+    "negative": "({kind})(0 - (u64){0})",
+}
+_HELPERS = """\
+HELPER bool is_negative(f32 x) { return bits_of(x) >> 31 != 0; }
+HELPER bool is_negative(f64 x) { return bits_of(x) >> 63 != 0; }
+"""
+
+
+@lru_cache(maxsize=1024)
+def _program(name: str, codes: tuple[_Code, ...]) -> Program:
+    return program(name, [(code.kernel, code.body) for code in codes], helpers=_HELPERS)
+
+
+@lru_cache(maxsize=1024)
+def _written(rule: str, kind: str, loads: tuple[str, ...], nodes: tuple[Node, ...], outputs: Outputs) -> _Code:
+    """Return the code of a recorded step.
+
+    Arguments:
+        rule: its name, for that of the kernel.
+        kind: of the weight, which is rounded to it.
+        loads: names of the arrays that are loaded, in order.
+    """
+    needed = _needed(nodes, outputs)
+    arrays = _arrays(loads, nodes, outputs, needed)
+    scalars: List[Parameter] = []
+    places, lines = [], []
+    names, place = iter(loads), -1
+    for number, (operation, result, arguments) in enumerate(nodes):
+        name = next(names) if operation == "load" else f"c{len(scalars)}"
+        place += operation == "scalar"
+        if number not in needed:
+            continue
+        if operation in ("load", "scalar"):
+            text = name
+        else:
+            form = (_OF_INTEGERS if result[0] in "iu" else _OF_FLOATS).get(operation) or _WRITTEN[operation]
+            text = form.format(*(f"v{each}" for each in arguments), kind=result)
+        if operation == "scalar":
+            scalars.append(Parameter(name, result, Access.SCALAR))
+            places.append(place)
+        lines.append(f"const {result} v{number} = {text};")
+    for name, number in outputs:
+        lines.append(f"{name} = narrow<{kind}>(v{number});" if name == WEIGHT else f"{name} = v{number};")
+    body = _loops(arrays, lines)
+    text = "\n".join([*(each.declaration() for each in (*arrays, *scalars)), body])
+    kernel = f"{rule}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return _Code(Kernel(kernel, (*arrays, *scalars)), body, tuple(places))
+
+
+def _needed(nodes: tuple[Node, ...], outputs: Outputs) -> set[int]:
+    """Return the nodes on which an output depends."""
+    needed = {number for _, number in outputs}
+    for number in range(len(nodes) - 1, -1, -1):
+        if number in needed:
+            needed.update(nodes[number][2])
+    return needed
+
+
+def _arrays(
+    loads: tuple[str, ...], nodes: tuple[Node, ...], outputs: Outputs, needed: set[int]
+) -> tuple[Parameter, ...]:
+    """Return the arrays that are read or written, in the order of their loads."""
+    written = {name for name, _ in outputs}
+    loaded = [number for number, node in enumerate(nodes) if node[0] == "load"]
+    result = []
+    for name, number in zip(loads, loaded, strict=True):
+        is_read = number in needed
+        if is_read or name in written:
+            access = Access.READ if name not in written else Access.UPDATE if is_read else Access.WRITE
+            result.append(Parameter(name, nodes[number][1], access))
+    return tuple(result)
+
+
+def _loops(arrays: tuple[Parameter, ...], lines: Sequence[str]) -> str:
+    """Return loops over the elements that do `lines` for each: by 16 bytes where all addresses allow it."""
+    count = max(1, 16 // min(KINDS[each.kind].itemsize for each in arrays))
+    names = [each.name for each in arrays]
+    taken = ", ".join(
+        f"const {each.kind} {each.name}" if each.access is Access.READ else f"{each.kind} &{each.name}"
+        for each in arrays
+    )
+    runs = [f"run_{name}" for name in names]
+    text = [f"const auto one = [=]({taken}) {{", *(f"    {line}" for line in lines), "};", "i64 done = 0;"]
+    text += [f"if ({' && '.join(f'is_aligned({name})' for name in names)}) {{", f"    done = n / {count} * {count};"]
+    text += [f"    EACH (j, n / {count}) {{"]
+    for each, run in zip(arrays, runs, strict=True):
+        start = "" if each.access is Access.WRITE else f" = load<{count}>({each.name} + {count} * j)"
+        text.append(f"        Run<{each.kind}, {count}> {run}{start};")
+    text += [f"        for (int k = 0; k < {count}; ++k)"]
+    text += [f"            one({', '.join(f'{run}.at[k]' for run in runs)});"]
+    for each, run in zip(arrays, runs, strict=True):
+        if each.access is not Access.READ:
+            text.append(f"        store({each.name} + {count} * j, {run});")
+    text += ["    }", "}", f"EACH (i, n - done)\n    one({', '.join(f'{name}[done + i]' for name in names)});"]
+    return "\n".join(f"    {line}" for line in "\n".join(text).split("\n"))
