@@ -32,6 +32,8 @@ PACE_S = 0.03
 """Above a region, output is gathered for so long: each write draws the region again."""
 LOOK_S = 0.1
 """While output comes without a pause, it is looked so often for what other tasks have to show."""
+ASK_S = 0.02
+"""Streams are asked so often at most when they have something to print, once output has come."""
 RESIZE_S = 1.0
 """How often it is looked whether the terminal has another size, while nothing else happens."""
 HIDE_S = 1.0
@@ -66,6 +68,10 @@ class Writer:
         self._on_broken = on_broken
         self._find_log = find_log
         self._feeds: dict[tuple[int, str, str], Feed] = {}
+        self._due_at = self._asked_at = float("-inf")
+        """When a feed has something to print although nothing comes, as of `_asked_at`."""
+        self._has_fed = True
+        """A feed has changed since then."""
         self._queue = Backlog()
         self._is_paused = self._ending = False
         self._holds = 0
@@ -194,14 +200,25 @@ class Writer:
     def _next_due(self) -> float | None:
         """Return how long there is nothing to do unless something comes; None: forever."""
         now = time.monotonic()
-        waits = [wait_s for wait_s in (feed.wait_s(now) for feed in self._feeds.values()) if wait_s is not None]
+        waits = [self._feeds_due(now) - now]
         if self._gathered:
             waits.append(self._flush_at - now)
         if self._is_drawn_late:
             waits.append(self._drawn_at + DRAW_S - now)
         elif self._region is not None and self._region.is_drawn:
             waits.append(self._drawn_at + RESIZE_S - now)
-        return min(waits, default=None)
+        wait_s = min(waits)
+        return wait_s if wait_s < float("inf") else None
+
+    def _feeds_due(self, now: float) -> float:
+        """Return when feeds may have something to print, or are to be asked again; infinite: never."""
+        if self._has_fed and now < self._asked_at + ASK_S:
+            return self._asked_at + ASK_S
+        if self._has_fed:
+            self._has_fed, self._asked_at = False, now
+            waits = [wait_s for wait_s in (feed.wait_s(now) for feed in self._feeds.values()) if wait_s is not None]
+            self._due_at = now + min(waits, default=float("inf"))
+        return self._due_at
 
     @property
     def _flush_at(self) -> float:
@@ -209,7 +226,7 @@ class Writer:
         return self._written_at + PACE_S if self._region is not None and self._region.is_drawn else float("-inf")
 
     def _print_due(self, now: float) -> None:
-        self._looked_at = now
+        self._looked_at, self._has_fed = now, True
         for (fd, _, _), feed in self._feeds.items():
             data = feed.due(now)
             if data:
@@ -256,6 +273,7 @@ class Writer:
         if feed is None:
             feed = self._feeds[key] = self._make_feed(piece)
             self._feeds = dict(sorted(self._feeds.items(), key=lambda item: in_order(*item[0][1:])))
+        self._has_fed = True
         if feed.live:
             self._is_drawn_late = True
         if piece.is_place:
