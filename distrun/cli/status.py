@@ -16,7 +16,7 @@ import click
 from distrun.cli.common import found_job
 from distrun.cli.console import print_err, print_out, render, width
 from distrun.cli.reach import host_options, hosts_of, tell_warnings
-from distrun.cli.statustables import hosts_table, jobs_table, tasks_table
+from distrun.cli.statustables import heading, hosts_table, jobs_table, tasks_table
 from distrun.dashboard.text import clean_lines
 from distrun.errors import UsageError
 from distrun_runtime.contract import facts
@@ -111,7 +111,8 @@ def _watched(store: JobStore, job: str | None, everything: bool, plain: bool, is
     if folder is not None:
         ended = top.watch_one(folder, plain, is_ascii)
         if ended.signal is None and not plain:
-            print_out(render(tasks_table(_looked(folder).state, time.time(), width())))
+            state = _looked(folder).state
+            print_out(heading(state) + render(tasks_table(state, time.time(), width())))
         return top.code_of(ended)
     if plain:
         return None

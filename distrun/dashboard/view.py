@@ -7,11 +7,10 @@ of less than 80x24 gets the header and the table only. Rows that do not fit are 
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from distrun import units
+from distrun import shell, units
 from distrun.dashboard import panels, progress, rows, text, user
 from distrun.dashboard.events import Event
 from distrun.dashboard.model import Model
@@ -176,7 +175,7 @@ def _header(model: Model, look: Look, options: Options, now: float) -> list[Line
     if look.is_paused:
         first.append(("  PAUSED", text.YELLOW))
     first.append((f"  {job.backend}  ", text.DIM))
-    first.append((text.clean(shlex.join(job.command)), text.PLAIN))
+    first.append((text.clean(shell.join(job.command)), text.PLAIN))
     second: list[Span] = [(f"tasks {len(model.tasks)}: ", text.DIM)]
     for number, (word, count) in enumerate(model.counts):
         second += [(", " if number else "", text.DIM), (f"{count} {word}", STYLES.get(word, text.PLAIN))]
