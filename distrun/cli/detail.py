@@ -1,7 +1,6 @@
-"""One job in detail, as `distrun status JOB` prints it: plain text with tables. No side effects but reading its files.
+"""Formats one job in detail for `distrun status JOB`: plain text with tables. No side effects except reading its files.
 
-What its coordinator measures (`distrun.metrics/1`) is shown as far as it is known. The coordinator may be of another
-version, so no member of it is relied on.
+The metrics (`distrun.metrics/1`) may come from another version of the coordinator, so no member is required.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`distrun status`: my jobs, or one of them in detail, as text or as JSON.
+"""`distrun status`: all jobs of the user, or one job in detail, as text or JSON.
 
-Jobs are those of this machine's job store; with -H those that hosts' agents find there, wherever they were launched.
-No form of it waits long: what does not answer in time is shown as unknown.
+Jobs come from this machine's job store or, with -H, from the agents of hosts, wherever the jobs were launched. All
+queries have a time limit: what does not answer in time is shown as unknown.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The tables of `distrun status`: jobs, the tasks of one, jobs on hosts. No side effects.
+"""The tables of `distrun status`: jobs, tasks of a job, jobs on hosts. No side effects.
 
-Where there is no room, columns are left out, each table's least important first.
+If a table is too wide, its least important columns are left out.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The thread that writes to one place, behind a queue, so that nobody waits for a slow reader.
+"""The thread that writes output to stdout and stderr. It has a queue, so callers never wait for a slow reader.
 
-What cannot be written yet is queued; past `QUEUE_LIMIT` only its place in the task's log file is kept and it is read
-back from there. So a slow reader costs no memory, a job never waits for it, and no line is lost.
+What cannot be written yet is queued. Past `QUEUE_LIMIT`, only its position in the task's log file is kept, and it is
+read back from there. So a slow reader costs no memory, a job never waits for it, and no line is lost.
 
-On a terminal the thread also owns the region at the bottom (`region`): progress bars and the job's own line. What is
-printed scrolls above it: one write takes the region away, prints, and draws it again.
+On a terminal the thread also owns the region at the bottom (`region`): progress bars and the line of the job. Output
+scrolls above it: one write erases the region, prints, and draws it again.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from distrun_runtime.coordinator.output import Backlog, OutputPiece, encoded
 from distrun_runtime.errors import JobStoreError
 
 STUCK_S = 10.0
-"""At the end, a terminal that takes nothing for so long is given up."""
+"""At the end, a terminal that takes nothing for this time is given up."""
 READ_SIZE = 256 * 1024
 WRITE_SIZE = 64 * 1024
-"""So much is gathered before it is written, at most."""
+"""Bytes that are gathered before they are written, at most."""
 PACE_S = 0.03
-"""Above a region, output is gathered for so long: each write draws the region again."""
+"""Time for which output above a region is gathered, because each write draws the region again."""
 LOOK_S = 0.1
-"""While output comes without a pause, it is looked so often for what other tasks have to show."""
+"""While output arrives without a pause, interval of checks for what other tasks have to show."""
 ASK_S = 0.02
-"""Streams are asked so often at most when they have something to print, once output has come."""
+"""After output has arrived, minimum time between two checks when the streams have something to print."""
 RESIZE_S = 1.0
 """How often it is looked whether the terminal has another size, while nothing else happens."""
 HIDE_S = 1.0

@@ -1,4 +1,4 @@
-"""Events of a job (lines of events.jsonl) as the dashboard shows them: when, who, what happened and why.
+"""Words for the events of a job (lines of events.jsonl), as the dashboard and `distrun status JOB` show them.
 
 No side effects.
 """

@@ -1,4 +1,4 @@
-"""The live table of jobs, from which one can be opened."""
+"""The live table of jobs, from which the user can open one."""
 
 from __future__ import annotations
 

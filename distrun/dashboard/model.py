@@ -1,7 +1,7 @@
-"""What is known of one job: the model of the dashboard, folded from the frames `state`, `event`, `metrics`, `outcome`.
+"""The dashboard's model of one job, built from the frames `state`, `event`, `metrics` and `outcome`.
 
-No side effects, no clock: every call that needs the time gets it, as wall clock seconds. What a frame brings replaces
-what was there, so that a shallow copy (`frozen`) stays as it is.
+No side effects, no clock: calls that need the time get it as wall clock seconds. Frames replace values and do not
+change them, so a shallow copy (`frozen`) is a snapshot.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from distrun_runtime.coordinator.outcome import last_state
 
 LOST_WITH_HOST = "lost with its host"
 LONG_WAIT_S = 30.0
-"""A task that has waited so long in the store is a problem."""
+"""A task that waits in the store for longer than this is a problem."""
 SILENT_S = 2.0
 """What a host told of its tasks is older than the snapshot, if it has been silent for longer than this."""
 EVENTS = 200
@@ -93,7 +93,7 @@ class Task:
     def uptime(self, now: float) -> float | None:
         """Return how long it has run, or ran."""
         if self.started is None or (self.is_over and self.ended is None):
-            return None  # of a task that was lost nobody knows when it ended
+            return None  # it is not known when a lost task ended
         return max(0.0, (self.ended or now) - self.started)
 
 
